@@ -1,0 +1,38 @@
+# Two commands do everything on a machine that has only Python 3.11+ and make:
+#   make train    creates .venv, installs, trains a small model that is larger than its fast memory
+#   make test     the whole suite
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/
+STAMP := $(VENV)/.installed
+
+.PHONY: train test test-gpu lint format clean
+
+# torch first and alone: the CPU build is named by its version, and nothing later may replace it.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN)python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
+	$(RUN)python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+train: $(STAMP)
+	$(RUN)vb train --config tiny --fast-memory 14MiB --host-memory 24MiB --disk-memory 1GiB --out runs/tiny
+
+test: $(STAMP)
+	$(RUN)python -m pytest -q -m "not gpu and not multi_gpu"
+
+# Run where the GPU is; uses the environment that is active, because GPU machines often bring their own torch.
+test-gpu:
+	python3 -m pytest -q -m "gpu or multi_gpu"
+
+lint: $(STAMP)
+	$(RUN)ruff check .
+	$(RUN)ruff format --check .
+	$(RUN)pyright
+
+format: $(STAMP)
+	$(RUN)ruff check --fix .
+	$(RUN)ruff format .
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,53 @@
+"""What users see when something is refused or fails.
+
+Every error says what, where, how much and what to do. The commands print it as one line and exit with code 2; a
+traceback appears only with ``--debug``. ``assert`` is for our own invariants, these classes are for everything that
+a user, a disk or a machine can cause.
+"""
+
+from __future__ import annotations
+
+
+class VBError(Exception):
+    """Parent of all errors raised on purpose. ``str(error)`` is a complete sentence for the user."""
+
+    exit_code = 2
+
+
+class ConfigurationError(VBError, ValueError):
+    """A value, flag, key or combination that is refused; the message names the allowed range and a remedy."""
+
+
+class InsufficientMemory(VBError):
+    """A level, or the stack as a whole, lacks room. Nothing was moved or changed when this is raised.
+
+    Args:
+        message: what was asked for, where, and what to do.
+        needed_bytes: bytes that the request needs.
+        available_bytes: bytes that could have been given.
+    """
+
+    def __init__(self, message: str, *, needed_bytes: int, available_bytes: int) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+
+
+class DiskError(VBError, OSError):
+    """A read or write on a disk level or checkpoint failed; the message has file, offset, size and the system's word."""
+
+
+class CorruptData(VBError):
+    """Bytes that came back differ from the bytes that were written (checksum, size or format)."""
+
+
+class KeyClash(VBError, ValueError):
+    """Two owners want the same key in one stack."""
+
+
+class StaleTensor(VBError, RuntimeError):
+    """Something was about to read or write bytes that have since changed owner or value."""
+
+
+class Unsupported(VBError, NotImplementedError):
+    """A combination that this version refuses; the message says why and what works instead."""

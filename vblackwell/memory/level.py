@@ -1,0 +1,117 @@
+"""What a level is: a place that holds extents of bytes, and moves them asynchronously.
+
+A level hands out contiguous extents from a fixed capacity and copies bytes between them and tensors. Reads and writes
+return a `Transfer` at once. Everything else (which key lives where, who is evicted) is the stack's business.
+
+Two rules make asynchrony safe:
+
+1. A transfer starts after everything that was queued, at the time of the call, on the *current* CUDA stream of every
+   CUDA device that takes part. So memory that the caller just allocated, or just finished computing on, may be passed in.
+2. Nobody may touch the source (write) or the destination (read or write) until the transfer is done: `wait()` for
+   the host, `wait_on(stream)` for work that is queued on a CUDA stream afterwards.
+
+Whoever starts two transfers on one extent orders them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Extent:
+    """A contiguous range of bytes held by one level. Compared by identity; made and freed only by its level.
+
+    Attributes:
+        offset: start in the level's own address space, bytes.
+        num_bytes: what was asked for.
+        held_bytes: what the level accounts for it (``num_bytes`` rounded up to the level's alignment).
+        handle: the level's own bookkeeping (a slab, a tensor); nobody else looks at it.
+    """
+
+    offset: int
+    num_bytes: int
+    held_bytes: int
+    handle: Any = None
+
+
+class Transfer(ABC):
+    """An asynchronous copy that has been started."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block the calling thread until the bytes have arrived. Raises what the transfer raised, every time."""
+
+    @abstractmethod
+    def wait_on(self, stream: Any) -> None:
+        """Make work queued on ``stream`` (a `torch.cuda.Stream`, or None for the host) from now on see the bytes.
+
+        Waiting on a CUDA event that was not recorded yet is a no-op, so this first blocks until it has been.
+        """
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether the bytes have arrived (or the transfer failed)."""
+
+
+class Level(ABC):
+    """A place for bytes. Thread-safe: allocate, free, read and write may be called from any thread.
+
+    Attributes:
+        name: as shown to users, ``'cuda:0'``, ``'arena'``, ``'cpu'``, ``'ssd'``.
+        device: where `view` tensors live; None when the bytes are not addressable (a disk).
+        capacity_bytes: the cap; `used_bytes` never exceeds it.
+        alignment: extents start at, and are accounted in, multiples of this.
+    """
+
+    name: str
+    device: torch.device | None
+    capacity_bytes: int
+    alignment: int
+
+    @property
+    @abstractmethod
+    def used_bytes(self) -> int:
+        """Bytes accounted to live extents."""
+
+    @property
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """The largest `used_bytes` so far."""
+
+    @abstractmethod
+    def can_allocate(self, num_bytes: int) -> bool:
+        """Whether `allocate` would succeed now. Exact: fragmentation counts."""
+
+    @abstractmethod
+    def allocate(self, num_bytes: int) -> Extent:
+        """A new extent of ``num_bytes`` > 0 with undefined contents.
+
+        Raises:
+            InsufficientMemory: no room; nothing changed.
+            DiskError: the file system could not reserve the space.
+        """
+
+    @abstractmethod
+    def free(self, extent: Extent) -> None:
+        """Give ``extent`` back. Its transfers must be done."""
+
+    @abstractmethod
+    def read(self, extent: Extent, out: torch.Tensor) -> Transfer:
+        """Start copying the extent's first ``out.nbytes`` bytes into the contiguous tensor ``out``, any dtype, any device."""
+
+    @abstractmethod
+    def write(self, extent: Extent, src: torch.Tensor) -> Transfer:
+        """Start copying the contiguous tensor ``src`` (any dtype, any device) to the extent's start."""
+
+    @abstractmethod
+    def view(self, extent: Extent) -> torch.Tensor | None:
+        """The extent's bytes as a uint8 tensor of ``num_bytes`` that aliases them; None where not addressable."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything the level holds (memory, files, threads). Idempotent."""

@@ -1,0 +1,62 @@
+"""Bytes in and out of text: ``'8GiB'`` <-> 8589934592, and lengths of time.
+
+Capacities are powers of 1024 (KiB, MiB, GiB, TiB), also when written KB, MB, GB, TB by a hurried user of ``--fast-memory``:
+the commands print what they understood. Rates are decimal (GB/s), as vendors and FACTS quote them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from vblackwell.errors import ConfigurationError
+
+KiB = 1 << 10
+MiB = 1 << 20
+GiB = 1 << 30
+TiB = 1 << 40
+
+_FACTORS = {"": 1, "b": 1, "k": KiB, "m": MiB, "g": GiB, "t": TiB}
+_PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?)(i?b)?\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str | int | float, name: str = "size") -> int:
+    """Bytes meant by ``text``: a number of bytes, or a number with a unit such as ``'16MiB'`` or ``'1.5GiB'``.
+
+    Raises:
+        ConfigurationError: not a size, negative, or not finite.
+    """
+    if isinstance(text, (int, float)) and not isinstance(text, bool):
+        if not math.isfinite(text) or text < 0:
+            raise ConfigurationError(f"{name} {text!r} is not a size: give a number of bytes >= 0, or e.g. '8GiB'")
+        return int(text)
+    match = _PATTERN.fullmatch(str(text))
+    if not match:
+        raise ConfigurationError(f"{name} {text!r} is not a size: write a number and a unit, e.g. '512MiB' or '8GiB'")
+    return int(float(match[1]) * _FACTORS[match[2].lower()])
+
+
+def format_bytes(num_bytes: float) -> str:
+    """``num_bytes`` with a binary unit and three significant digits: ``'8.00 GiB'``."""
+    for unit, factor in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+        if abs(num_bytes) >= factor:
+            value = num_bytes / factor
+            digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+            return f"{value:.{digits}f} {unit}"
+    return f"{int(num_bytes)} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """``seconds`` as people read it: ``'840 ms'``, ``'12.3 s'``, ``'4:05'``, ``'2:03:07'``."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def align_up(num_bytes: int, alignment: int) -> int:
+    """The smallest multiple of ``alignment`` that is >= ``num_bytes``."""
+    return -(-num_bytes // alignment) * alignment
