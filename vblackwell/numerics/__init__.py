@@ -1,0 +1,1 @@
+"""Number formats as mathematics: pure torch, the oracle that kernels are held to."""

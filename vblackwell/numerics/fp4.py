@@ -1,0 +1,215 @@
+"""Encoder: a tensor in, a packed tensor out. Pure torch, bit-exact, and the oracle for every faster encoder.
+
+Two ways to choose scales. ``'max'`` is the published rule: the block's largest element becomes the largest code. ``'mse'``
+(default) takes the scale of least squared error, 1 to 2 dB better, and for nvfp4 a power of two as tensor scale, which
+makes ``(code * s) * ts`` exact even in bf16.
+
+Work goes in tiles of about 1/20 of the tensor, because a layer may be quantised on a GPU that has little beside it. The
+element rounding is always exact (``rounding.py``); ``search.py`` finds the scales.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.numerics.formats import E4M3_MAX, WEIGHT_DTYPES, Format, check_search, format_named
+from vblackwell.numerics.packed import PackedTensor, pack_nibbles, tiles
+from vblackwell.numerics.rounding import decode_scales, max_scale, round_elements
+from vblackwell.numerics.search import best_e4m3, best_e8m0, best_fraction
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+_TILE_BYTES_PER_ELEMENT = 64  # temporaries of the search and the fp64 rounding together
+_TILE_ELEMENTS = (1 << 13, 1 << 20)
+_MSE_HEADROOM = 4 * E4M3_MAX  # the best scale of the largest block may be up to amax / 4
+
+
+@dataclass(frozen=True)
+class BlockScale:
+    """What ``FP4Codec.decode`` needs beside the codes: block and tensor scales, logical shape and dtype, format."""
+
+    form: Format
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    block: Tensor
+    tensor: Tensor
+
+
+class FP4Codec:
+    """Encodes and decodes one format.
+
+    Args:
+        format: 'nvfp4', 'mxfp4', 'nf4', 'int4' or 'int8'.
+        scale_search: 'mse' (least squared error) or 'max' (the plain published scale).
+        block_size: for int4 (32, 128) and int8 (``None``: the row; or any even number).
+
+    Raises:
+        ConfigurationError: an unknown format or search, a block size the format does not have.
+    """
+
+    def __init__(self, format: str = "nvfp4", scale_search: str = "mse", *, block_size: int | None = None) -> None:
+        self.form = format_named(format, block_size)
+        self.scale_search = check_search(scale_search)
+
+    def encode(self, w: Tensor) -> tuple[Tensor, BlockScale]:
+        """(codes, scale) of a tensor of any shape; see ``quantize`` for what is refused."""
+        packed = quantize(w, self.form.name, self.scale_search, block_size=self.form.block_size)
+        return packed.codes, BlockScale(
+            packed.form, packed.shape, packed.dtype, packed.block_scales, packed.tensor_scale
+        )
+
+    def decode(self, codes: Tensor, scale: BlockScale) -> Tensor:
+        """The tensor that ``encode`` packed, in its shape and dtype.
+
+        Raises:
+            ConfigurationError: ``scale`` belongs to another format.
+            CorruptData: codes and scales do not fit each other.
+        """
+        if scale.form != self.form:
+            raise ConfigurationError(
+                f"codes of {scale.form.name} (block {scale.form.block_size}) given to a codec of {self.form.name} "
+                f"(block {self.form.block_size}): decode with FP4Codec({scale.form.name!r})"
+            )
+        packed = PackedTensor(scale.form, scale.shape, scale.dtype, codes, scale.block, scale.tensor)
+        packed.check()
+        return packed.dequantize()
+
+
+def quantize(
+    tensor: Tensor,
+    format: str = "nvfp4",
+    scale_search: str = "mse",
+    *,
+    tensor_scale: Tensor | None = None,
+    block_size: int | None = None,
+    name: str = "tensor",
+) -> PackedTensor:
+    """Packs ``tensor`` (any shape; blocks run along the last dimension).
+
+    Args:
+        tensor: float32, bfloat16 or float16; finite; not empty.
+        format, scale_search, block_size: as for ``FP4Codec``.
+        tensor_scale: nvfp4's, 0-dimensional fp32, e.g. from ``joint_tensor_scale``; default: the tensor's own.
+        name: how errors call the tensor.
+
+    Raises:
+        ConfigurationError: wrong dtype, empty, inf or NaN elements, a tensor scale that does not fit.
+    """
+    form = format_named(format, block_size)
+    check_search(scale_search)
+    w = tensor.detach()
+    if tensor_scale is None:
+        tensor_scale = _tensor_scale([_amax(w, form, name)], form, scale_search)
+    else:
+        _amax(w, form, name)
+        tensor_scale = _checked_tensor_scale(tensor_scale, form, scale_search).to(w.device)
+    n, k = math.prod(w.shape[:-1]), w.shape[-1] if w.ndim else 1
+    codes, block_scales = _encode(w.reshape(n, k), form, scale_search, tensor_scale)
+    return PackedTensor(form, tuple(w.shape), w.dtype, codes, block_scales, tensor_scale)
+
+
+def joint_tensor_scale(tensors: Sequence[Tensor], format: str = "nvfp4", scale_search: str = "mse") -> Tensor:
+    """One tensor scale for projections that a runtime fuses (query/key/value, gate/up); on the first tensor's device.
+
+    Raises:
+        ConfigurationError: as ``quantize``, or no tensors.
+    """
+    form = format_named(format)
+    if not tensors:
+        raise ConfigurationError("joint_tensor_scale needs at least one tensor")
+    amax = [_amax(w.detach(), form, f"tensors[{i}]").to(tensors[0].device) for i, w in enumerate(tensors)]
+    return _tensor_scale(amax, form, check_search(scale_search))
+
+
+def _amax(w: Tensor, form: Format, name: str) -> Tensor:
+    """Largest magnitude as 0-dimensional fp32, after refusing what cannot be encoded."""
+    if w.dtype not in WEIGHT_DTYPES:
+        raise ConfigurationError(
+            f"{name} is {w.dtype}: {form.name} encodes float32, bfloat16 and float16; convert it with .float() first"
+        )
+    if w.numel() == 0:
+        raise ConfigurationError(f"{name} of shape {tuple(w.shape)} is empty: there is nothing to encode")
+    if w.device.type == "meta":
+        raise ConfigurationError(f"{name} is on the meta device and has no values: materialise it before quantising")
+    low, high = torch.aminmax(w)
+    amax = torch.maximum(low.abs(), high.abs()).to(torch.float32)
+    if not torch.isfinite(amax):
+        bad = w.numel() - int(torch.isfinite(w).sum())
+        raise ConfigurationError(
+            f"{name} has {bad} inf or NaN elements of {w.numel()}, which {form.name} cannot hold: "
+            "repair the weights (an overflow in training?) before quantising"
+        )
+    return amax
+
+
+def _tensor_scale(amax: Sequence[Tensor], form: Format, scale_search: str) -> Tensor:
+    """nvfp4: amax / (6 * 448), or the power of two with headroom for the search. At least 2^-126, so never subnormal."""
+    largest = torch.stack(list(amax)).amax()
+    if form.name != "nvfp4" or float(largest) == 0:
+        return torch.ones_like(largest)
+    if scale_search == "max":
+        return (largest / (form.max_value * E4M3_MAX)).clamp_min(2.0**-126)
+    mantissa, exponent = math.frexp(float(largest) / _MSE_HEADROOM)
+    return torch.full_like(largest, 2.0 ** max(-126, exponent - (mantissa == 0.5)))
+
+
+def _checked_tensor_scale(tensor_scale: Tensor, form: Format, scale_search: str) -> Tensor:
+    if form.name != "nvfp4":
+        raise ConfigurationError(f"{form.name} has no tensor scale: leave tensor_scale out")
+    if tensor_scale.numel() != 1 or tensor_scale.dtype != torch.float32:
+        raise ConfigurationError(
+            f"tensor_scale is {tensor_scale.dtype} {tuple(tensor_scale.shape)}: give one float32, "
+            "e.g. from joint_tensor_scale"
+        )
+    value = float(tensor_scale)
+    if not (2.0**-126 <= value < math.inf):
+        raise ConfigurationError(f"tensor_scale is {value}: it must be a normal positive float32")
+    if scale_search == "mse" and math.frexp(value)[0] != 0.5:
+        raise ConfigurationError(f"tensor_scale is {value}: scale_search='mse' wants a power of two, or use 'max'")
+    return tensor_scale.detach().reshape(())
+
+
+def _encode(w_NK: Tensor, form: Format, scale_search: str, tensor_scale: Tensor) -> tuple[Tensor, Tensor]:
+    (n, k), device = w_NK.shape, w_NK.device
+    per_code, block, padded = 8 // form.bits, form.block_of(k), form.padded(k)
+    codes = torch.empty(form.codes_shape(n, k), dtype=form.codes_dtype, device=device)
+    block_scales = torch.empty(form.scales_shape(n, k), dtype=form.scale_dtype, device=device)
+    low, high = _TILE_ELEMENTS
+    budget = min(high, max(low, w_NK.nbytes // 20 // _TILE_BYTES_PER_ELEMENT))
+    exponent = math.frexp(float(tensor_scale))[1] - 1 if form.name == "nvfp4" else 0
+    for rows, columns in tiles(n, padded, block, budget):
+        tile = w_NK[rows, columns.start : min(columns.stop, k)]
+        short = columns.stop - columns.start - tile.shape[1]
+        blocks_BE = (torch.nn.functional.pad(tile, (0, short)) if short else tile).reshape(-1, block)
+        scales, tile_codes = _encode_blocks(blocks_BE, form, scale_search, tensor_scale, exponent)
+        num_rows = rows.stop - rows.start
+        if form.bits == 4:
+            tile_codes = pack_nibbles(tile_codes)
+        codes[rows, columns.start // per_code : columns.stop // per_code] = tile_codes.view(num_rows, -1)
+        block_scales[rows, columns.start // block : columns.stop // block] = scales.view(num_rows, -1)
+    return codes, block_scales
+
+
+def _encode_blocks(
+    w_BE: Tensor, form: Format, scale_search: str, tensor_scale: Tensor, exponent: int
+) -> tuple[Tensor, Tensor]:
+    """(block scales (B,), unpacked codes (B, E)) of blocks; ``exponent`` is floor(log2 tensor_scale)."""
+    ts = tensor_scale.to(torch.float64)
+    if scale_search == "max":
+        scales = max_scale(w_BE.abs().amax(1).to(torch.float64), ts, form)
+    elif form.name == "nvfp4":
+        # In units of the tensor scale, a power of two: exact, but for elements that underflow far below any scale's reach.
+        a_EB = w_BE.t().to(torch.float32).abs().mul_(2.0**-exponent).contiguous()
+        limit = _FLOAT32_MAX * 2.0**-exponent if exponent > 115 else None
+        scales = best_e4m3(a_EB, limit)
+    elif form.name == "mxfp4":
+        scales = best_e8m0(w_BE.t().to(torch.float64).abs().contiguous(), _FLOAT32_MAX)
+    else:
+        scales = best_fraction(w_BE.to(torch.float64), form)
+    product = decode_scales(scales, form).to(torch.float64) * ts
+    return scales, round_elements(w_BE.to(torch.float64), product, form)
