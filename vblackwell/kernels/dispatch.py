@@ -1,0 +1,115 @@
+"""Which backend runs an op, and why the others do not.
+
+An op keeps an ordered table of backends. Each states, for a request, the reasons why it refuses; the first without a reason
+runs. Asking for a backend by name (``use_backend``) runs that one or raises with its reasons: nothing falls back silently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from vblackwell.errors import ConfigurationError, Unsupported
+
+Run = TypeVar("Run", bound=Callable[..., Any])
+_CHOSEN: ContextVar[dict[str, str]] = ContextVar("vblackwell_backends", default={})  # noqa: B039 - never mutated
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a backend may look at before it agrees: nothing here needs the device.
+
+    Attributes:
+        device: of the activations.
+        capability: CUDA compute capability, (0, 0) without one.
+        dtype: of the activations.
+        format: layout and format of the weight, for example 'nvfp4-tiled'.
+        m: rows of activations.
+        n: out features.
+        k: in features.
+    """
+
+    device: torch.device
+    capability: tuple[int, int]
+    dtype: torch.dtype
+    format: str
+    m: int
+    n: int
+    k: int
+
+
+@dataclass(frozen=True)
+class Backend(Generic[Run]):
+    """One way to run an op.
+
+    Attributes:
+        name: what ``use_backend`` calls it.
+        reasons: maps a request to the reasons against it; empty means it runs.
+        run: the implementation.
+    """
+
+    name: str
+    reasons: Callable[[Request], list[str]]
+    run: Run
+
+
+@functools.lru_cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of ``device``; (0, 0) if it is no CUDA device."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return (0, 0)
+    return torch.cuda.get_device_capability(device)
+
+
+def request_of(x_MK: Tensor, format: str, n: int, k: int) -> Request:
+    """The request that ``x_MK`` (any leading shape, last dimension K) makes."""
+    m = x_MK.numel() // k if k else 0
+    return Request(x_MK.device, capability(x_MK.device), x_MK.dtype, format, m, n, k)
+
+
+@contextlib.contextmanager
+def use_backend(op: str, name: str) -> Iterator[None]:
+    """Inside, ``op`` runs on backend ``name`` or raises. For measurements, tests and people who know better."""
+    token = _CHOSEN.set({**_CHOSEN.get(), op: name})
+    try:
+        yield
+    finally:
+        _CHOSEN.reset(token)
+
+
+def explain(table: tuple[Backend[Run], ...], request: Request) -> dict[str, list[str]]:
+    """Each backend's reasons against ``request``, in order of preference."""
+    return {backend.name: backend.reasons(request) for backend in table}
+
+
+def choose(op: str, table: tuple[Backend[Run], ...], request: Request) -> Backend[Run]:
+    """The backend that runs ``request``.
+
+    Raises:
+        ConfigurationError: the name asked for is not a backend of this op.
+        Unsupported: the backend asked for refuses, or all do; the message has every reason.
+    """
+    wanted = _CHOSEN.get().get(op)
+    if wanted is None:
+        for backend in table:
+            if not backend.reasons(request):
+                return backend
+        refusals = explain(table, request)
+        raise Unsupported(f"no backend of {op} takes {request}: {_sentence(refusals)}")
+    for backend in table:
+        if backend.name == wanted:
+            if reasons := backend.reasons(request):
+                raise Unsupported(f"backend {wanted!r} of {op} refuses: {'; '.join(reasons)}")
+            return backend
+    raise ConfigurationError(f"{op} has no backend {wanted!r}: choose one of {', '.join(b.name for b in table)}")
+
+
+def _sentence(refusals: dict[str, list[str]]) -> str:
+    return " | ".join(f"{name}: {'; '.join(reasons)}" for name, reasons in refusals.items())

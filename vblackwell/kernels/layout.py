@@ -1,0 +1,196 @@
+"""The tiled layout of E2M1 weights: what the fused kernels read, made once and turned back without loss.
+
+A *tile* is 32 rows by 64 columns, 1024 bytes of codes and 128 of scales, contiguous, tiles of one row band in order of K.
+It is cut the way ``mma.m16n8k16`` hands its A operand to a warp, so that kernels load registers and never shuffle:
+
+* lane ``4 g + t`` owns columns ``16 t .. 16 t + 15`` (one nvfp4 block) of rows ``g``, ``g + 8``, ``g + 16``, ``g + 24``;
+* codes are [half h][lane][word i] of 32 bits: word ``i`` of half ``h`` holds row ``g + 16 h + 8 (i >> 1)`` and columns
+  ``16 t + 8 (i & 1) .. + 7`` in the bit order below, so that one 128-bit load is one lane's share of 16 rows;
+* scales are [lane][row r]: the block scale of row ``g + 8 r``, a byte each.
+
+Bits of a word. A pair of codes must become two bf16 (or fp16) halves: sign at bit 15, exponent and mantissa at 8, 7, 6, in each
+half (mask ``0x81C081C0``). Pair 0 lies there; pairs 1 and 2 come there by rotating right by 22 and 19; the bits that remain
+hold pair 3, whose fields one multiplication by 2^2 + 2^7 + 2^12 moves into place without a carry. Eight operations for eight codes.
+
+Scales are E5M3 bytes, ``fp16(scale) >> 7``: every positive E4M3 value as a normal number, which kernels turn into the bits
+of a bf16 or fp16 pair with one permute and one multiply-add. A zero scale is byte 0 with zeroed codes. mxfp4 scales become E5M3 powers
+of two relative to the tensor's largest, whose exponent moves into the tensor scale; that holds spans of 2^17, and a tensor
+that spans more is refused. Rows and columns are padded to whole tiles with zero codes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.numerics.formats import FORMATS
+
+TILE_N, TILE_K = 32, 64
+CODE_BYTES, SCALE_BYTES = TILE_N * TILE_K // 2, TILE_N * TILE_K // 16
+PAIR_MASK = 0x81C081C0
+PAIR_ROTATIONS = (0, 10, 13)  # left; pair 3 is gathered by PAIR_3_MULTIPLIER
+PAIR_3_MULTIPLIER = (1 << 2) + (1 << 7) + (1 << 12)
+_TARGET_BITS = (6, 7, 8, 15)  # of the low half: mantissa, exponent, exponent, sign
+_PAIR_3_BITS = {6: 4, 7: 0, 8: 1, 15: 3}  # target bit of the low half -> where pair 3 keeps it
+_E5M3_TOP, _E5M3_BOTTOM = 23, 6  # exponent fields in use: 2^8 down to 2^-9
+_SUFFIX = "-tiled"
+
+
+def is_tiled(format: str) -> bool:
+    """Whether ``format`` names a tiled layout ('nvfp4-tiled', 'mxfp4-tiled')."""
+    return format.endswith(_SUFFIX)
+
+
+def canonical_name(format: str) -> str:
+    """The format without its layout: 'nvfp4-tiled' is 'nvfp4'."""
+    return format.removesuffix(_SUFFIX)
+
+
+def tiled_name(format: str) -> str:
+    """The tiled layout of ``format``.
+
+    Raises:
+        ConfigurationError: a format whose elements are not E2M1.
+    """
+    if canonical_name(format) not in ("nvfp4", "mxfp4"):
+        raise ConfigurationError(f"there is no tiled layout for {format!r}: only nvfp4 and mxfp4 have one")
+    return canonical_name(format) + _SUFFIX
+
+
+def tiles(n: int, k: int) -> tuple[int, int]:
+    """Row bands and tiles a band of an (n, k) weight."""
+    return -(-n // TILE_N), -(-k // TILE_K)
+
+
+def shapes(format: str, n: int, k: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the code and scale tensors of an (n, k) weight in ``format``, tiled or canonical."""
+    if is_tiled(format):
+        bands, steps = tiles(n, k)
+        return (bands, steps, CODE_BYTES), (bands, steps, SCALE_BYTES)
+    form = FORMATS[format]
+    return form.codes_shape(n, k), form.scales_shape(n, k)
+
+
+def _bit_sources() -> list[tuple[int, int, int]]:
+    """(bit of the word, code 0..7, bit of the code) for all 32 bits; codes 2p and 2p+1 are pair p's low and high half."""
+    moves = []
+    for pair in range(4):
+        for half in range(2):
+            for code_bit, target in enumerate(_TARGET_BITS):
+                if pair < 3:
+                    bit = (target + 16 * half - PAIR_ROTATIONS[pair]) % 32
+                else:
+                    bit = _PAIR_3_BITS[target] + 16 * half
+                moves.append((bit, 2 * pair + half, code_bit))
+    assert sorted(bit for bit, _, _ in moves) == list(range(32))
+    return moves
+
+
+_MOVES = _bit_sources()
+
+
+def _pack_words(codes_X8: Tensor) -> Tensor:
+    """Codes (..., 8) as uint8 -> words (...) as int32 in the bit order of the kernels."""
+    word = torch.zeros(codes_X8.shape[:-1], dtype=torch.int64, device=codes_X8.device)
+    for bit, code, code_bit in _MOVES:
+        word |= ((codes_X8[..., code] >> code_bit) & 1).to(torch.int64) << bit
+    return torch.where(word >= 1 << 31, word - (1 << 32), word).to(torch.int32)
+
+
+def _unpack_words(words: Tensor) -> Tensor:
+    """The inverse of ``_pack_words``."""
+    codes = torch.zeros((*words.shape, 8), dtype=torch.uint8, device=words.device)
+    for bit, code, code_bit in _MOVES:
+        codes[..., code] |= ((words >> bit) & 1).to(torch.uint8) << code_bit
+    return codes
+
+
+def _e5m3(block_scales: Tensor, format: str) -> tuple[Tensor, int]:
+    """Scales as E5M3 bytes, and the exponent that moved into the tensor scale."""
+    if format == "nvfp4":
+        if bool(((block_scales & 0x7F) == 0x7F).any()):
+            raise Unsupported("block scales hold NaN (E4M3 0x7F): quantise a weight without inf and NaN")
+        if bool((block_scales >= 0x80).any()):
+            raise Unsupported("block scales hold negative values: the tiled layout keeps scales without a sign")
+        half_bits = block_scales.view(torch.float8_e4m3fn).to(torch.float16).view(torch.int16)
+        return (half_bits >> 7).to(torch.uint8), 0
+    if bool((block_scales == 0xFF).any()):
+        raise Unsupported("block scales hold NaN (E8M0 0xFF): quantise a weight without inf and NaN")
+    exponent = block_scales.to(torch.int32) - 127
+    top = int(exponent.max()) if exponent.numel() else 0
+    field = exponent - top + _E5M3_TOP
+    return (field.clamp_min(0) << 3).to(torch.uint8), top - (_E5M3_TOP - 15)
+
+
+def to_tiled(
+    codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Canonical nvfp4 or mxfp4 -> (codes, scales, tensor scale) in the tiled layout, on the same device.
+
+    Waits for the device: it looks at the scales. Meant for the moment of quantising or loading.
+
+    Raises:
+        ConfigurationError: a format without a tiled layout, or shapes that do not fit (n, k).
+        Unsupported: NaN or negative scales, or mxfp4 exponents that span more than 2^17 among non-zero blocks.
+    """
+    tiled_name(format)
+    if (tuple(codes.shape), tuple(block_scales.shape)) != shapes(format, n, k):
+        raise ConfigurationError(
+            f"{format} codes {tuple(codes.shape)} and scales {tuple(block_scales.shape)} do not belong to a weight of"
+            f" {n} x {k}: expected {shapes(format, n, k)}"
+        )
+    bands, steps = tiles(n, k)
+    per_scale = FORMATS[format].block_of(k) // 16
+    unpacked = torch.stack((codes & 0xF, codes >> 4), dim=-1).view(n, -1)
+    if per_scale == 2:  # a block without a value may have any exponent: it must not widen the span
+        magnitude = (unpacked & 7).view(n, block_scales.shape[1], -1).amax(-1)
+        low = block_scales.min()
+        block_scales = torch.where((magnitude == 0) & (block_scales != 0xFF), low.clamp_max(0xFE), block_scales)
+        live = block_scales.to(torch.int32)[magnitude != 0]
+        top = live.max() if live.numel() else low.to(torch.int32)
+        span = int(top - live.min()) if live.numel() else 0
+        if span > _E5M3_TOP - _E5M3_BOTTOM:
+            raise Unsupported(f"mxfp4 exponents span 2^{span}; the tiled layout holds 2^{_E5M3_TOP - _E5M3_BOTTOM}")
+    scales, exponent = _e5m3(block_scales, format)
+    scales = scales.repeat_interleave(per_scale, dim=1)
+    pad_k = steps * TILE_K - unpacked.shape[1]
+    pad_n = bands * TILE_N - n
+    dead = (scales >> 3) < _E5M3_BOTTOM  # zero scales of nvfp4, empty blocks of mxfp4
+    scales = torch.where(dead, 0, scales)
+    unpacked = torch.where(dead.repeat_interleave(16, dim=1), 0, unpacked)
+    unpacked = torch.nn.functional.pad(unpacked, (0, pad_k, 0, pad_n))
+    scales = torch.nn.functional.pad(scales, (0, pad_k // 16, 0, pad_n))
+    # rows 32 = (h 2, r 2, g 8); columns 64 = (t 4, i 2, code 8) -> [band, step, h, g, t, r, i]
+    words = _pack_words(unpacked.view(bands, 2, 2, 8, steps, 4, 2, 8))
+    words = words.permute(0, 4, 1, 3, 5, 2, 6).contiguous()
+    scales = scales.view(bands, 4, 8, steps, 4).permute(0, 3, 2, 4, 1).contiguous()
+    return (
+        words.view(torch.uint8).view(bands, steps, CODE_BYTES),
+        scales.view(bands, steps, SCALE_BYTES),
+        (tensor_scale.to(torch.float32) * (2.0**exponent)).reshape(()),
+    )
+
+
+def from_tiled(
+    codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The inverse of ``to_tiled``: canonical (codes, block scales, tensor scale). Blocks of value zero come back as plain zeros.
+
+    mxfp4 comes back with the exponents that make its tensor scale 1, which waits for the device.
+    """
+    name = canonical_name(format)
+    bands, steps = tiles(n, k)
+    form = FORMATS[name]
+    words = codes.contiguous().view(torch.int32).view(bands, steps, 2, 8, 4, 2, 2).permute(0, 2, 5, 3, 1, 4, 6)
+    unpacked = _unpack_words(words.contiguous()).view(bands * TILE_N, steps * TILE_K)[:n, : form.padded(k)]
+    packed = (unpacked[:, 0::2] | (unpacked[:, 1::2] << 4)).contiguous()
+    scales = block_scales.view(bands, steps, 8, 4, 4).permute(0, 4, 2, 1, 3).reshape(bands * TILE_N, steps * 4)
+    scales = scales[:n, : form.padded(k) // 16]
+    if name == "nvfp4":
+        exact = (scales.to(torch.int16) << 7).view(torch.float16).to(torch.float32)
+        return packed, exact.to(torch.float8_e4m3fn).view(torch.uint8), tensor_scale
+    scales = scales[:, ::2].to(torch.int32)
+    exponent = torch.frexp(tensor_scale.double())[1].to(torch.int32) - 1
+    e8m0 = torch.where(scales == 0, 0, (scales >> 3) - 15 + 127 + exponent)
+    return packed, e8m0.to(torch.uint8), torch.ones_like(tensor_scale)
