@@ -1,0 +1,47 @@
+"""Causal grouped-query self-attention of the decoder, on PyTorch's ``scaled_dot_product_attention``.
+
+The mask is given as ``is_causal`` wherever that is the whole truth: an explicit mask sends SDPA to its slow backends. Only a
+prompt that continues a filled cache needs one.
+
+Legend: B batch, S new positions, T all positions, D model width, N query heads, K key-value heads, H head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vblackwell.nn.cache import KVCache
+from vblackwell.nn.decoder_config import DecoderConfig
+from vblackwell.nn.rotary import rotate
+
+
+class SelfAttention(nn.Module):
+    """Attention of one block; parameters named as in Hugging Face's Llama."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        width, head = config.hidden_size, config.head_size
+        self.layer, self.head_dim = layer, head
+        self.grouped = config.kv_heads != config.num_heads
+        self.q_proj = nn.Linear(width, config.num_heads * head, bias=False)
+        self.k_proj = nn.Linear(width, config.kv_heads * head, bias=False)
+        self.v_proj = nn.Linear(width, config.kv_heads * head, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * head, width, bias=False)
+
+    def forward(self, x_BSD: Tensor, cos_SH: Tensor, sin_SH: Tensor, cache: KVCache | None = None) -> Tensor:
+        heads = (*x_BSD.shape[:2], -1, self.head_dim)
+        q_BNSH = rotate(self.q_proj(x_BSD).view(heads).transpose(1, 2), cos_SH, sin_SH)
+        k_BKTH = rotate(self.k_proj(x_BSD).view(heads).transpose(1, 2), cos_SH, sin_SH)
+        v_BKTH = self.v_proj(x_BSD).view(heads).transpose(1, 2)
+        if cache is not None:
+            k_BKTH, v_BKTH = cache.extend(self.layer, k_BKTH, v_BKTH)
+        new, known = q_BNSH.shape[2], k_BKTH.shape[2]
+        mask_ST = None
+        if 1 < new < known:
+            mask_ST = torch.ones(new, known, dtype=torch.bool, device=x_BSD.device).tril(known - new)
+        y_BNSH = functional.scaled_dot_product_attention(
+            q_BNSH, k_BKTH, v_BKTH, attn_mask=mask_ST, is_causal=new == known > 1, enable_gqa=self.grouped
+        )
+        return self.o_proj(y_BNSH.transpose(1, 2).reshape(*x_BSD.shape[:2], -1))

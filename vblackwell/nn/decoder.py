@@ -1,0 +1,140 @@
+"""A Llama-style decoder that trains offloaded and is read by ``transformers`` without conversion.
+
+Names of weights and the mathematics are Hugging Face's ``LlamaForCausalLM``: in fp32 on the CPU the logits are the same bits
+(tests/unit/test_decoder_equality.py). Initial weights are drawn on the CPU whatever the device, one parameter after the
+other from one generator, so that a model that trains offloaded begins with the bits of the resident one.
+
+With ``gradient_checkpointing`` each block keeps only its input, and head and loss run over ``loss_chunk_tokens`` tokens at a
+time: at 50,000 words the logits of a batch, not the blocks, would otherwise set the peak.
+
+Legend: B batch, S sequence, T tokens (B * S), D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.nn.block import DecoderLayer
+from vblackwell.nn.cache import KVCache
+from vblackwell.nn.checkpoint import checkpoint
+from vblackwell.nn.decoder_config import DecoderConfig
+from vblackwell.nn.rotary import rotary_tables
+
+IGNORED_TARGET = -100
+
+
+class DecoderTrunk(nn.Module):
+    """Embedding, blocks and final norm: everything but the head. It exists for the names of the weights."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+
+
+class Decoder(nn.Module):
+    """Token numbers in, logits or a loss out.
+
+    Args:
+        config: the shape.
+        seed: of the initial weights.
+        device: where the weights are; default: torch's default device. On ``'meta'`` nothing is drawn.
+        dtype: of the weights; default: torch's default dtype.
+
+    Attributes:
+        gradient_checkpointing: compute blocks again in backward instead of keeping their activations.
+        loss_chunk_tokens: tokens whose logits exist at a time while ``gradient_checkpointing`` is on.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.gradient_checkpointing = False
+        self.loss_chunk_tokens = 2048
+        device = torch.get_default_device() if device is None else torch.device(device)
+        with torch.device("meta"):  # so that no layer draws weights which would be drawn again
+            self.model = DecoderTrunk(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if dtype is not None:
+            self.to(dtype)
+        if device.type != "meta":
+            self.to_empty(device=device)
+            self.draw_weights(seed)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The blocks, first to last."""
+        return self.model.layers
+
+    @torch.no_grad()
+    def draw_weights(self, seed: int) -> None:
+        """Initial weights: normal, projections into the residual stream divided by sqrt(2 * layers) (GPT-2); norms are 1."""
+        generator = torch.Generator().manual_seed(seed)
+        spread = self.config.initializer_range
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+                continue
+            into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            scale = spread / (2 * self.config.num_layers) ** 0.5 if into_residual else spread
+            drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+            parameter.copy_(drawn.normal_(0.0, scale, generator=generator))
+
+    def forward(
+        self, input_ids_BS: Tensor, targets_BS: Tensor | None = None, *, cache: KVCache | None = None
+    ) -> Tensor:
+        """Logits (B, S, V); or, with targets, the mean cross entropy in fp32 over those that are not -100.
+
+        Args:
+            input_ids_BS: token numbers; with a cache, those that follow what it holds.
+            targets_BS: for each position the token that follows.
+            cache: keys and values of earlier positions; extended by this call.
+
+        Raises:
+            ConfigurationError: more positions than ``config.max_position``.
+        """
+        hidden_BSD = self.hidden(input_ids_BS, cache)
+        if targets_BS is None:
+            return self.lm_head(hidden_BSD)
+        return self._loss(hidden_BSD.flatten(0, 1), targets_BS.flatten())
+
+    def hidden(self, input_ids_BS: Tensor, cache: KVCache | None = None) -> Tensor:
+        """The final norm's output (B, S, D), which the head turns into logits."""
+        start, length = (0 if cache is None else cache.length), input_ids_BS.shape[1]
+        if start + length > self.config.max_position:
+            raise ConfigurationError(
+                f"a sequence of {start + length} tokens: this model's limit is {self.config.max_position}; shorten it"
+            )
+        x_BSD = self.model.embed_tokens(input_ids_BS)
+        tables = rotary_tables(start, length, self.config.head_size, self.config.rope_theta, x_BSD.device, x_BSD.dtype)
+        recompute = self.gradient_checkpointing and torch.is_grad_enabled() and cache is None
+        for layer in self.layers:
+            x_BSD = checkpoint(layer, x_BSD, *tables) if recompute else layer(x_BSD, *tables, cache)
+        if cache is not None:
+            cache.advance(length)
+        return self.model.norm(x_BSD)
+
+    def _loss(self, hidden_TD: Tensor, targets_T: Tensor) -> Tensor:
+        counted = (targets_T != IGNORED_TARGET).sum()
+        if not (self.gradient_checkpointing and torch.is_grad_enabled()):
+            return self._loss_sum(hidden_TD, targets_T) / counted
+        pieces = zip(hidden_TD.split(self.loss_chunk_tokens), targets_T.split(self.loss_chunk_tokens), strict=True)
+        return (
+            torch.stack([checkpoint(self._loss_sum, *piece, modules=(self.lm_head,)) for piece in pieces]).sum()
+            / counted
+        )
+
+    def _loss_sum(self, hidden_TD: Tensor, targets_T: Tensor) -> Tensor:
+        logits_TV = self.lm_head(hidden_TD).float()
+        return functional.cross_entropy(logits_TV, targets_T, ignore_index=IGNORED_TARGET, reduction="sum")

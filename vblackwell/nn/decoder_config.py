@@ -1,0 +1,188 @@
+"""The shape of a decoder: one frozen value from which weights, parameter counts and Hugging Face's ``config.json`` follow.
+
+Llama's family and nothing more: RMSNorm before each half of a block, rotary positions, grouped-query attention, SwiGLU, no
+biases, embeddings that are not tied to the head. A foreign configuration that asks for anything else is refused by name,
+because a decoder that ignores a key computes something else than the file says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vblackwell.errors import ConfigurationError, Unsupported
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Shape of a ``Decoder``.
+
+    Args:
+        vocab_size: rows of the embedding and of the head.
+        hidden_size: width of the residual stream.
+        intermediate_size: width inside the SwiGLU feed-forward.
+        num_layers: blocks.
+        num_heads: query heads.
+        num_kv_heads: key and value heads, a divisor of ``num_heads``; ``None``: as many as query heads.
+        head_dim: width of a head, even; ``None``: ``hidden_size / num_heads``.
+        max_position: longest sequence in tokens.
+        rope_theta: base of the rotary wavelengths.
+        norm_eps: added to the mean square in RMSNorm.
+        initializer_range: standard deviation of the initial weights.
+        bos_token_id, eos_token_id: tokens that begin and end a document, where the tokenizer has them.
+
+    Raises:
+        ConfigurationError: a shape that does not fit together.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    max_position: int = 2048
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "max_position"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name} is {getattr(self, name)}: give at least 1")
+        if self.num_kv_heads is None:
+            object.__setattr__(self, "num_kv_heads", self.num_heads)
+        if self.head_dim is None:
+            if self.hidden_size % self.num_heads:
+                raise ConfigurationError(
+                    f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}: "
+                    "change one of them, or give head_dim"
+                )
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
+        if self.kv_heads < 1 or self.num_heads % self.kv_heads:
+            raise ConfigurationError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}: choose a divisor"
+            )
+        if self.head_size < 2 or self.head_size % 2:
+            raise ConfigurationError(
+                f"head_dim {self.head_dim} is not even: rotary positions turn pairs; choose an even one"
+            )
+        if self.rope_theta <= 0 or self.norm_eps <= 0 or self.initializer_range <= 0:
+            raise ConfigurationError(
+                f"rope_theta {self.rope_theta}, norm_eps {self.norm_eps} and initializer_range {self.initializer_range} "
+                "must all be positive"
+            )
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads."""
+        assert self.num_kv_heads is not None
+        return self.num_kv_heads
+
+    @property
+    def head_size(self) -> int:
+        """Width of one head."""
+        assert self.head_dim is not None
+        return self.head_dim
+
+    @property
+    def parameters_per_layer(self) -> int:
+        """Parameters of one block."""
+        attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.kv_heads)
+        return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the decoder, embedding and head included."""
+        return 2 * self.vocab_size * self.hidden_size + self.num_layers * self.parameters_per_layer + self.hidden_size
+
+    def to_hf(self) -> dict[str, Any]:
+        """The ``config.json`` of a ``LlamaForCausalLM`` with the same weights and mathematics."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_size,
+            "max_position_embeddings": self.max_position,
+            "rope_theta": self.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "rms_norm_eps": self.norm_eps,
+            "initializer_range": self.initializer_range,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": self.eos_token_id,
+            "pad_token_id": None,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+            "use_cache": True,
+        }
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any]) -> DecoderConfig:
+        """The shape described by a Llama ``config.json``.
+
+        Raises:
+            Unsupported: another architecture, or a feature of Llama's family that ``Decoder`` does not compute.
+            ConfigurationError: a needed key is missing, or the shape does not fit together.
+        """
+        reasons = not_supported_reasons(config)
+        if reasons:
+            raise Unsupported(
+                f"Decoder cannot compute this config.json: {'; '.join(reasons)}. Open it with transformers"
+            )
+        try:
+            eos = config.get("eos_token_id")
+            return cls(
+                vocab_size=config["vocab_size"],
+                hidden_size=config["hidden_size"],
+                intermediate_size=config["intermediate_size"],
+                num_layers=config["num_hidden_layers"],
+                num_heads=config["num_attention_heads"],
+                num_kv_heads=config.get("num_key_value_heads"),
+                head_dim=config.get("head_dim"),
+                max_position=config.get("max_position_embeddings", 2048),
+                rope_theta=float(_rope(config).get("rope_theta", config.get("rope_theta", 10000.0))),
+                norm_eps=config.get("rms_norm_eps", 1e-6),
+                initializer_range=config.get("initializer_range", 0.02),
+                bos_token_id=config.get("bos_token_id"),
+                eos_token_id=eos[0] if isinstance(eos, list) else eos,
+            )
+        except KeyError as error:
+            raise ConfigurationError(
+                f"config.json lacks the key {error}: it is no complete Llama configuration"
+            ) from error
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+
+
+def not_supported_reasons(config: dict[str, Any]) -> list[str]:
+    """Why ``Decoder`` would not compute what this ``config.json`` describes; empty if it would."""
+    reasons = []
+    if config.get("model_type") != "llama":
+        reasons.append(f"model_type is {config.get('model_type')!r}, not 'llama'")
+    rope = _rope(config)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        reasons.append(f"rotary scaling {kind!r}")
+    if config.get("hidden_act", "silu") != "silu":
+        reasons.append(f"activation {config['hidden_act']!r}")
+    reasons += [f"{key} is true" for key in ("attention_bias", "mlp_bias", "tie_word_embeddings") if config.get(key)]
+    if config.get("attention_dropout"):
+        reasons.append(f"attention_dropout is {config['attention_dropout']}")
+    if config.get("pretraining_tp", 1) not in (None, 1):
+        reasons.append(f"pretraining_tp is {config['pretraining_tp']}")
+    if config.get("quantization_config"):
+        reasons.append("its weights are quantised")
+    return reasons
