@@ -4,8 +4,7 @@ Two ways to choose scales. ``'max'`` is the published rule: the block's largest 
 (default) takes the scale of least squared error, 1 to 2 dB better, and for nvfp4 a power of two as tensor scale, which
 makes ``(code * s) * ts`` exact even in bf16.
 
-Work goes in tiles of about 1/20 of the tensor, because a layer may be quantised on a GPU that has little beside it. The
-element rounding is always exact (``rounding.py``); ``search.py`` finds the scales.
+Work goes in tiles, because a layer may be quantised on a GPU that has little room beside it. The element rounding is always exact (``rounding.py``); ``search.py`` finds the scales.
 """
 
 from __future__ import annotations
@@ -24,8 +23,9 @@ from vblackwell.numerics.rounding import decode_scales, max_scale, round_element
 from vblackwell.numerics.search import best_e4m3, best_e8m0, best_fraction
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
+_EXTRA_MEMORY = 0.33  # of the tensor's size: packed tensors and temporaries
 _TILE_BYTES_PER_ELEMENT = 64  # temporaries of the search and the fp64 rounding together
-_TILE_ELEMENTS = (1 << 13, 1 << 20)
+_TILE_ELEMENTS = (1 << 14, 1 << 20)
 _MSE_HEADROOM = 4 * E4M3_MAX  # the best scale of the largest block may be up to amax / 4
 
 
@@ -180,7 +180,8 @@ def _encode(w_NK: Tensor, form: Format, scale_search: str, tensor_scale: Tensor)
     codes = torch.empty(form.codes_shape(n, k), dtype=form.codes_dtype, device=device)
     block_scales = torch.empty(form.scales_shape(n, k), dtype=form.scale_dtype, device=device)
     low, high = _TILE_ELEMENTS
-    budget = min(high, max(low, w_NK.nbytes // 20 // _TILE_BYTES_PER_ELEMENT))
+    spare = int(_EXTRA_MEMORY * w_NK.nbytes) - codes.nbytes - block_scales.nbytes
+    budget = min(high, max(low, spare // _TILE_BYTES_PER_ELEMENT))
     exponent = math.frexp(float(tensor_scale))[1] - 1 if form.name == "nvfp4" else 0
     for rows, columns in tiles(n, padded, block, budget):
         tile = w_NK[rows, columns.start : min(columns.stop, k)]

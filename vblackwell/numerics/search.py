@@ -1,14 +1,16 @@
 """Scale search by squared error: for each block the scale whose rounded elements lie nearest to the weights.
 
-nvfp4 has 126 positive E4M3 scales. Trying all of them is 126 passes; most cannot win, and that is provable:
+nvfp4 has 126 positive E4M3 scales. Trying all of them is 126 passes; most cannot win, and that is provable (A is the
+block's largest magnitude):
 
-- Too small: a scale with ``6 s < A`` (A the block's largest magnitude) errs by at least ``(A - 6s)^2``.
-- Too large: elements below ``s / 4`` round to zero, so it errs by at least their sum of squares, which only grows with s;
-  from ``4 A`` on every element is zero, and no scale is worse than that.
+- Too small: a scale with ``6 s < A`` errs by at least ``(A - 6s)^2``.
+- Too large: the grid ``s * {0, .5, 1, 1.5, 2, 3}`` is part of the grid of ``s / 2``, so once ``A <= 3.5 s`` (nothing rounds to
+  4 or 6) the half scale is at least as good. It exists unless s is among the lowest 15 codes, which are tried up to ``4 A``,
+  from where on every element is zero.
 
-So a window of scales around A / 6 is tried on every block, then the walk goes on downward and upward with the blocks whose
-bound still lies under the best error found. The optimum is that of the exhaustive search. fp32 errors are good to about
-1.3e-6; a block in which two scales come within ``_CLOSE`` of each other is searched again in fp64.
+What remains is about an octave. A window around A / 6 is tried on every block, the rest only on blocks for which it is
+still open. The optimum is that of the exhaustive search. fp32 errors are good to about 1.3e-6; a block in which two scales
+come within ``_CLOSE`` of each other is searched again in fp64.
 
 Blocks lie along the last, contiguous dimension (``EB``: element, block): a scale a block then broadcasts without strides,
 and the fixed tree of additions gives every machine the same sums.
@@ -25,8 +27,11 @@ from vblackwell.numerics.formats import E4M3_MAX_CODE, E8M0_MAX_CODE, Format
 from vblackwell.numerics.rounding import decode_elements, e8m0_floor, max_scale, pow2, round_elements
 
 _CLOSE = 4e-6
-_WINDOW = range(-2, 4)  # codes around that of A / 6, tried on every block
-_SHRINK = tuple(1 - step / 50 for step in range(16))  # fractions of the `max` scale tried for nf4, int4, int8
+_WINDOW = range(-2, 6)  # codes around that of A / 6, tried on every block
+_HALF_EXISTS = 16  # from this E4M3 code on, half the scale is a scale too
+# Fractions of the `max` scale that are tried; fewer for nf4, whose table look-up is slow and whose optimum is flat.
+_FRACTIONS = tuple(1 - step / 50 for step in range(16))
+_NF4_FRACTIONS = _FRACTIONS[::2]
 
 
 def _tree_sum(x_EB: Tensor) -> Tensor:
@@ -86,15 +91,6 @@ class _Best:
         self.code = torch.where(better, code, self.code)
         self.error = torch.where(better, error, self.error)
 
-    def reach(self) -> Tensor:
-        """A bound above this cannot win, rounding included."""
-        return self.error * (1 + 2 * _CLOSE)
-
-
-def _zeroed_error(a_EB: Tensor, s_B: Tensor) -> Tensor:
-    """The squared error of the elements that any scale >= ``s`` rounds to zero."""
-    return _tree_sum(torch.where(a_EB <= s_B * 0.25, a_EB, 0.0).square_())
-
 
 def best_e4m3(a_EB: Tensor, limit: float | None = None) -> Tensor:
     """E4M3 codes 1..126 (uint8) of least squared error for blocks of magnitudes ``a`` (in units of the tensor scale).
@@ -130,9 +126,9 @@ def _walk(a_EB: Tensor, amax: Tensor, code: Tensor, step: int, table: Tensor, li
         code = code + step
         s_B = table[code.clamp(1, E4M3_MAX_CODE)]
         if step < 0:
-            open_ = (code >= 1) & ((amax - 6 * s_B).square() <= best.reach()[at])
+            open_ = (code >= 1) & ((amax - 6 * s_B).square() <= best.error[at] * (1 + 2 * _CLOSE))
         else:
-            open_ = (code <= E4M3_MAX_CODE) & (s_B < 4 * amax) & (_zeroed_error(a_EB, s_B) <= best.reach()[at])
+            open_ = (code <= E4M3_MAX_CODE) & (s_B < 4 * amax) & ((amax > 3.5 * s_B) | (code < _HALF_EXISTS))
         keep = open_.nonzero().squeeze(1)
         if keep.numel() == 0:
             return
@@ -154,11 +150,11 @@ def best_e8m0(a_EB: Tensor, limit: float | None = None) -> Tensor:
 
 
 def best_fraction(w_BE: Tensor, form: Format) -> Tensor:
-    """Scales of least squared error among 16 fractions, 0.70 to 1, of the `max` scale: for nf4, int4, int8 (fp64)."""
+    """Scales of least squared error among fractions from 0.7 to 1 of the `max` scale: for nf4, int4, int8 (fp64)."""
     amax = w_BE.abs().amax(1)
     one = torch.ones((), dtype=torch.float64, device=w_BE.device)
     best_scale = best_error = None
-    for fraction in _SHRINK:
+    for fraction in _NF4_FRACTIONS if form.name == "nf4" else _FRACTIONS:
         stored = max_scale(amax * fraction, one, form)
         scale = stored.to(torch.float64)
         error = (decode_elements(round_elements(w_BE, scale, form), form).mul_(scale[:, None]) - w_BE).square_().sum(1)
