@@ -1,0 +1,179 @@
+"""``vb``: from words on the command line to typed functions.
+
+Every command imports what it needs when it runs, so that ``vb --help`` and a mistyped flag answer at once. A refusal is one
+line on standard error and exit code 2; ``--debug`` shows where it came from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from vblackwell.errors import ConfigurationError, Unsupported, VBError
+
+DEBUG = "--debug"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command in ``argv`` (default: the process's arguments); the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = DEBUG in words
+    words = [word for word in words if word != DEBUG]
+    if not debug:
+        sys.excepthook = _brief
+    try:
+        return _dispatch(words)
+    except VBError as error:
+        if debug:
+            raise
+        print(f"vb: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _brief(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What an error that nobody foresaw looks like; Python exits with 1 after it."""
+    text = " ".join(str(error).split())
+    print(f"vb: internal error: {kind.__name__}: {text}; please report it with the output of the same command and --debug", file=sys.stderr)
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    if words[0] == "--version":
+        from vblackwell import __version__
+
+        print(__version__)
+        return 0
+    if words[0] not in COMMANDS:
+        from vblackwell.train.sources import nearest
+
+        raise ConfigurationError(
+            f"{words[0]!r} is no command{nearest(words[0], COMMANDS)}: choose one of {', '.join(COMMANDS)}"
+        )
+    run, _ = COMMANDS[words[0]]
+    return run(words[1:])
+
+
+def _overview() -> str:
+    lines = [f"  {name:<9} {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(
+        ["usage: vb COMMAND [--debug] ...", "", *lines, "", "vb COMMAND --help lists a command's flags."]
+    )
+
+
+# -- parsing -------------------------------------------------------------------------------------------------------------
+
+
+def _parser(command: str) -> Any:
+    from jsonargparse import ArgumentParser
+
+    return ArgumentParser(
+        prog=f"vb {command}", description=COMMANDS[command][1], exit_on_error=False, allow_abbrev=False,
+        formatter_class=argparse.HelpFormatter,
+    )  # fmt: skip
+
+
+def _parse(parser: Any, words: list[str]) -> dict[str, Any]:
+    """The flags that were given, by field name.
+
+    Raises:
+        ConfigurationError: an unknown flag (with the nearest one), or a flag without its value.
+    """
+    from vblackwell.train.sources import nearest
+
+    known = {flag for action in parser._actions for flag in action.option_strings}
+    for word in words:
+        flag = word.partition("=")[0]
+        if flag.startswith("--") and flag != "--" and flag not in known:
+            raise ConfigurationError(f"{parser.prog} has no flag {flag}{nearest(flag, known)}: see {parser.prog} --help")
+    try:
+        given = parser.parse_args(words, defaults=False).as_dict()
+    except argparse.ArgumentError as error:
+        raise ConfigurationError(f"{parser.prog}: {' '.join(str(error).split())}; see {parser.prog} --help") from error
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _add_switch(parser: Any, flag: str, text: str, default: bool = False) -> None:
+    from jsonargparse import ActionYesNo
+
+    parser.add_argument(flag, action=ActionYesNo(yes_prefix="", no_prefix="no-"), default=default, help=text)
+
+
+# -- commands ------------------------------------------------------------------------------------------------------------
+
+
+def _train(words: list[str]) -> int:
+    from vblackwell.train.config import TrainConfig, field_help, flag_of
+    from vblackwell.train.sources import resolve
+
+    parser = _parser("train")
+    help_texts = field_help()
+    for field in dataclasses.fields(TrainConfig):
+        text = help_texts[field.name]
+        if field.name == "preset":
+            parser.add_argument("--config", type=str, help="Preset (tiny, small, medium, large, xl, 7b) or a YAML file of settings.")
+        elif isinstance(field.default, bool):
+            _add_switch(parser, flag_of(field.name), text, field.default)
+        else:
+            parser.add_argument(flag_of(field.name), type=str, default=field.default, metavar="VALUE", help=text)
+    config = resolve(_parse(parser, words))
+    from vblackwell.train.run import train
+
+    return train(config)
+
+
+def _generate(words: list[str]) -> int:
+    parser = _parser("generate")
+    parser.add_argument("--model", type=str, required=True, help="Run folder of vb train, or a Hugging Face folder.")
+    parser.add_argument("--prompt", type=str, required=True, help="Text to continue.")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="Tokens to add.")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token each time.")
+    parser.add_argument("--top-k", type=int, default=50, help="Draw from this many of the likeliest tokens; 0 for all.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the draws.")
+    options = {"max_new_tokens": 128, "temperature": 0.8, "top_k": 50, "seed": 0} | _parse(parser, words)
+    from vblackwell.train.sample import generate_command
+
+    return generate_command(**options)
+
+
+def _doctor(words: list[str]) -> int:
+    parser = _parser("doctor")
+    _add_switch(parser, "--json", "Print the findings as JSON.")
+    parser.add_argument("--disk-path", type=str, default=".", help="Folder whose disk is measured.")
+    options = {"json": False, "disk_path": "."} | _parse(parser, words)
+    from vblackwell.train.doctor import doctor
+
+    return doctor(as_json=options["json"], disk_path=options["disk_path"])
+
+
+def _not_yet(command: str, reason: str) -> Callable[[list[str]], int]:
+    def refuse(words: list[str]) -> int:
+        raise Unsupported(f"vb {command} is not part of this version: {reason}")
+
+    return refuse
+
+
+COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+    "train": (_train, "Train a model that may be larger than its fast memory."),
+    "generate": (_generate, "Continue a prompt with a trained model."),
+    "doctor": (_doctor, "Look at this machine: what it has, how fast it is, what is missing for what."),
+    "estimate": (
+        _not_yet("estimate", "the predictor is not built; `vb train` refuses what cannot fit, and reports what a run used"),
+        "Predict memory and speed before a run (not in this version).",
+    ),
+    "quantize": (
+        _not_yet("quantize", "weights are quantised in Python, by vblackwell.quantize"),
+        "Pack a model's weights into FP4 (not in this version).",
+    ),
+    "bench": (
+        _not_yet("bench", "the programs in benchmarks/ measure this project against others"),
+        "Measure a model on this machine (not in this version).",
+    ),
+}

@@ -1,0 +1,1 @@
+"""Training from the command line: settings, the loop, checkpoints that survive anything, and an honest report."""

@@ -1,0 +1,253 @@
+"""The settings of one training run: one frozen value, checked when it is made.
+
+A field's docstring is its help text on the command line, so the two cannot drift apart. Where values come from (flag,
+YAML file, preset, default, in this order) is `vblackwell.train.sources`' business. Checks that need the machine or the
+data (is there a GPU, is the file there) belong to whoever opens them.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import math
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.units import parse_bytes
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything that `vb train` can be told. ``None`` means: chosen from the preset, the data or the machine.
+
+    Raises:
+        ConfigurationError: a value outside its range, or two that exclude each other.
+    """
+
+    preset: str = "tiny"
+    """Decoder to train: tiny, small, medium, large, xl or 7b (`--config` on the command line)."""
+
+    architecture: dict[str, Any] | None = None
+    """Decoder sizes that differ from the preset's, e.g. '{num_layers: 4, hidden_size: 64}'."""
+
+    model: str | None = None
+    """Hugging Face folder to start from instead of a preset's random weights."""
+
+    data: str | None = None
+    """Text, jsonl (field 'text'), parquet, or a folder of them; default: the Python standard library's sources."""
+
+    tokenizer: str | None = None
+    """tokenizer.json, or a folder that has one; default: a byte-pair tokenizer trained on the data and cached."""
+
+    out: str | None = None
+    """Run folder; default: runs/PRESET, or the next free runs/PRESET-N."""
+
+    resume: bool = False
+    """Go on from the newest complete checkpoint of the run folder."""
+
+    max_steps: int | None = None
+    """Optimizer steps in all."""
+
+    epochs: float | None = None
+    """Passes over the training data, instead of --max-steps."""
+
+    batch_size: int = 8
+    """Sequences in one forward."""
+
+    accumulation_steps: int = 1
+    """Forwards whose gradients make one optimizer step."""
+
+    seq_length: int = 256
+    """Tokens in one sequence."""
+
+    learning_rate: float = 3e-4
+    """Peak learning rate, reached after the warm-up."""
+
+    min_learning_rate_ratio: float = 0.1
+    """Where the cosine ends, as a fraction of the peak."""
+
+    warmup_steps: int | None = None
+    """Steps of linear warm-up; default: a twentieth of the run, at most 1000."""
+
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices; norms and biases have none."""
+
+    beta1: float = 0.9
+    """AdamW's decay of the first moment."""
+
+    beta2: float = 0.95
+    """AdamW's decay of the second moment."""
+
+    epsilon: float = 1e-8
+    """AdamW's denominator term."""
+
+    max_grad_norm: float = 1.0
+    """Clip gradients to this norm; 0 turns clipping off."""
+
+    max_skipped_steps: int = 10
+    """Stop after this many steps in a row whose loss or gradients were not finite (they never reach the weights)."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto: the GPU, if the machine has one."""
+
+    seed: int = 0
+    """Seed of the initial weights, the order of the data and dropout."""
+
+    mixed_precision: bool = False
+    """Compute in bf16 with fp32 masters; in fp16 with a loss scaler where the device lacks bf16."""
+
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Force a compute type instead of letting --mixed-precision pick one."""
+
+    gradient_checkpointing: bool = False
+    """Recompute each block in backward instead of keeping its activations."""
+
+    use_flash_attn: bool = False
+    """Ask for the fused attention, refuse to run without it, and say which one ran."""
+
+    use_fp4: bool = False
+    """Train with FP4 weights in the forward."""
+
+    lora: bool = False
+    """Train low-rank adapters over a frozen base."""
+
+    vgpu_auto: bool = False
+    """Plan the memory levels from the probed machine."""
+
+    deterministic: bool = False
+    """torch's deterministic algorithms: slower on a GPU; on one machine the same run gives the same bits."""
+
+    fast_memory: str | int | None = None
+    """What level 0 may hold: on a GPU a cap on the whole process, elsewhere the arena. E.g. '16MiB'."""
+
+    host_memory: str | int | None = None
+    """What the CPU RAM level may hold, e.g. '8GiB'."""
+
+    disk_memory: str | int | None = None
+    """What the disk level may hold, e.g. '64GiB'; 0 for none."""
+
+    disk_path: str | None = None
+    """Folder for the disk level's unnamed file; not a tmpfs."""
+
+    placement: Literal["auto", "resident", "streamed"] = "auto"
+    """Keep all on level 0, stream through it, or decide by what fits."""
+
+    checkpoint_every: int = 100
+    """Steps between checkpoints; 0 for none but the final export."""
+
+    keep_checkpoints: int = 2
+    """Checkpoints that are kept; older ones are removed once a newer one is safe on disk."""
+
+    eval_every: int = 50
+    """Steps between validation losses; 0 for one at the end only."""
+
+    eval_batches: int = 8
+    """Batches in one validation loss."""
+
+    sample_prompt: str = "def "
+    """What the sample at the end continues."""
+
+    sample_tokens: int = 96
+    """Tokens of the sample at the end; 0 for none."""
+
+    tensorboard: bool = True
+    """Write TensorBoard events beside metrics.jsonl."""
+
+    profile: bool = False
+    """Write a trace of a few steps (trace.json; open it in Perfetto or chrome://tracing)."""
+
+    def __post_init__(self) -> None:
+        self._check_counts()
+        self._check_numbers()
+        for name in ("fast_memory", "host_memory", "disk_memory"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, parse_bytes(value, flag_of(name)))
+        if self.max_steps is not None and self.epochs is not None:
+            raise ConfigurationError("--max-steps and --epochs are both given: choose one")
+        if self.mixed_precision and self.precision == "fp32":
+            raise ConfigurationError("--mixed-precision contradicts --precision fp32: drop one of them")
+        if self.model is not None and self.architecture:
+            raise ConfigurationError("--architecture changes a preset; with --model the folder's config.json decides: drop one")
+
+    def _check_counts(self) -> None:
+        for name, least in _COUNTS.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigurationError(f"{flag_of(name)} {value!r} is not a whole number >= {least}: give one")
+
+    def _check_numbers(self) -> None:
+        for name, (low, high, advice) in _RANGES.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise ConfigurationError(f"{flag_of(name)} {value!r} is not a finite number: try {advice}")
+            if not low <= value <= high:
+                raise ConfigurationError(f"{flag_of(name)} {value!r} is outside {low:g} to {high:g}: try {advice}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigurationError(f"{flag_of(name)} {getattr(self, name)!r} is none of {', '.join(choices)}: choose one")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one optimizer step learns from."""
+        return self.batch_size * self.accumulation_steps * self.seq_length
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain JSON values, for the run folder and the checkpoint."""
+        return dataclasses.asdict(self)
+
+
+_COUNTS = {
+    "max_steps": 1, "batch_size": 1, "accumulation_steps": 1, "seq_length": 2, "warmup_steps": 0, "max_skipped_steps": 1,
+    "seed": 0, "checkpoint_every": 0, "keep_checkpoints": 1, "eval_every": 0, "eval_batches": 1, "sample_tokens": 0,
+}  # fmt: skip
+
+_RANGES: dict[str, tuple[float, float, str]] = {
+    "epochs": (1e-6, 1e6, "--epochs 1"),
+    "learning_rate": (0.0, math.inf, "--learning-rate 3e-4"),
+    "min_learning_rate_ratio": (0.0, 1.0, "--min-learning-rate-ratio 0.1"),
+    "weight_decay": (0.0, math.inf, "--weight-decay 0.1"),
+    "beta1": (0.0, 1.0 - 1e-9, "--beta1 0.9"),
+    "beta2": (0.0, 1.0 - 1e-9, "--beta2 0.95"),
+    "epsilon": (1e-30, 1.0, "--epsilon 1e-8"),
+    "max_grad_norm": (0.0, math.inf, "--max-grad-norm 1"),
+}
+
+_CHOICES = {
+    "precision": ("auto", "fp32", "bf16", "fp16"),
+    "placement": ("auto", "resident", "streamed"),
+    "device": ("auto", "cpu", "cuda"),
+}
+
+
+def flag_of(field: str) -> str:
+    """The command-line flag that sets ``field``."""
+    return "--config" if field == "preset" else "--" + field.replace("_", "-")
+
+
+def field_help() -> dict[str, str]:
+    """Each field's docstring, on one line."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(TrainConfig)))
+    (body,) = [node.body for node in tree.body if isinstance(node, ast.ClassDef)]
+    found = {}
+    for declared, text in zip(body, body[1:], strict=False):
+        if isinstance(declared, ast.AnnAssign) and isinstance(declared.target, ast.Name) and isinstance(text, ast.Expr):
+            found[declared.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
+    return found
+
+
+def default_out(preset: str, parent: Path = Path("runs")) -> Path:
+    """The first of runs/PRESET, runs/PRESET-2, ... that does not exist yet."""
+    number, path = 1, parent / preset
+    while path.exists():
+        number += 1
+        path = parent / f"{preset}-{number}"
+    return path

@@ -1,0 +1,189 @@
+"""From files to tokens: ``prepare_data`` finds the documents, makes or reads a tokenizer, and packs the tokens into a memmap.
+
+Tokenizer and tokens are cached by the hash of what they came from, so a second run starts at once and a changed file is never
+met with old tokens. Tokens lie in one flat file, documents in order, an end-of-text token behind each; windows are cut by
+``PackedDataset``. A cached file whose bytes changed since is built again, and the progress says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from vblackwell.artifacts.cache import cached_folder, drop_entry
+from vblackwell.errors import ConfigurationError, CorruptData
+from vblackwell.train.dataset import BatchStream, PackedDataset, evaluation_batches
+from vblackwell.train.documents import Source, find_source
+from vblackwell.train.tokenizer import end_of_text_id, load_tokenizer, train_tokenizer
+from vblackwell.units import MiB
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["BatchStream", "Corpus", "PackedDataset", "Progress", "evaluation_batches", "prepare_data"]
+
+Progress = Callable[[str, "float | None"], None]  # what is being done, and the share done where it is known
+FORMAT = 1  # of the cache; part of every key
+BATCH_BYTES = 4 * MiB  # of text encoded at a time
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Packed tokens and the tokenizer that made them.
+
+    Args:
+        tokens: all tokens, one flat read-only memmap of uint16 or uint32.
+        tokenizer: text to tokens and back.
+        vocab_size: tokens that the tokenizer knows.
+        end_of_text_id: the token behind each document; ``None`` where the tokenizer has none.
+        fingerprint: hash of text and tokenizer: equal where the tokens are equal.
+        name: what messages call it.
+    """
+
+    tokens: np.ndarray
+    tokenizer: Tokenizer
+    vocab_size: int
+    end_of_text_id: int | None
+    fingerprint: str
+    name: str
+
+
+def prepare_data(
+    path: Path | None, tokenizer_path: Path | None = None, vocab_size: int = 4096, progress: Progress | None = None
+) -> Corpus:
+    """The tokens of the documents under ``path``.
+
+    Args:
+        path: a text, jsonl or parquet file, or a folder of them; ``None``: the Python standard library's sources.
+        tokenizer_path: a ``tokenizer.json`` or a folder with one; ``None``: one is trained on the documents.
+        vocab_size: of the tokenizer that is trained.
+        progress: called with what is being done and the share done.
+
+    Raises:
+        ConfigurationError: input that cannot be read, or that holds no text; with file and place.
+        DiskError: the cache cannot be written.
+    """
+    report = progress or (lambda message, share: None)
+    source = find_source(path)
+    content = _content_hash(source, report)
+    if tokenizer_path is None:
+        tokenizer = _trained_tokenizer(source, content, vocab_size, report)
+    else:
+        tokenizer = load_tokenizer(tokenizer_path)
+    end = end_of_text_id(tokenizer, tokenizer_path)
+    if end is None:
+        report(f"{tokenizer_path} has no end-of-text token: documents follow each other without a mark", None)
+    fingerprint = xxhash.xxh3_128_hexdigest(f"{FORMAT} {content} {end} {tokenizer.to_str()}".encode())
+    tokens = _packed_tokens(source, tokenizer, end, fingerprint, report)
+    return Corpus(tokens, tokenizer, tokenizer.get_vocab_size(), end, fingerprint, source.name)
+
+
+def _content_hash(source: Source, report: Progress) -> str:
+    digest = xxhash.xxh3_128()
+    total, done = max(1, source.size_bytes), 0
+    for path in source.files:
+        digest.update(f"{path.relative_to(source.root).as_posix()}\0{path.stat().st_size}\0".encode())
+        try:
+            with path.open("rb") as file:
+                while block := file.read(4 * MiB):
+                    digest.update(block)
+                    done += len(block)
+                    report(f"reading {source.name}", done / total)
+        except OSError as error:
+            raise ConfigurationError(f"{path} cannot be read: {error.strerror}; check its permissions") from error
+    return digest.hexdigest()
+
+
+def _trained_tokenizer(source: Source, content: str, vocab_size: int, report: Progress) -> Tokenizer:
+    import tokenizers
+
+    def build(folder: Path) -> None:
+        report(f"training a tokenizer of {vocab_size} tokens on {source.name}", None)
+        train_tokenizer(source, vocab_size).save(str(folder / "tokenizer.json"))
+
+    key = xxhash.xxh3_128_hexdigest(f"{FORMAT} {content} {vocab_size} {tokenizers.__version__}".encode())
+    folder = cached_folder("tokenizers", key, build)
+    try:
+        return load_tokenizer(folder)
+    except ConfigurationError:
+        report(f"the cached tokenizer {folder} is damaged: training it again", None)
+        drop_entry(folder)
+        return load_tokenizer(cached_folder("tokenizers", key, build))
+
+
+def _packed_tokens(source: Source, tokenizer: Tokenizer, end: int | None, fingerprint: str, report: Progress) -> np.ndarray:
+    def build(folder: Path) -> None:
+        _pack(source, tokenizer, end, folder, report)
+
+    folder = cached_folder("tokens", fingerprint, build)
+    try:
+        return _open_tokens(folder)
+    except CorruptData as error:
+        report(f"{error}: packing again", None)
+        drop_entry(folder)
+        return _open_tokens(cached_folder("tokens", fingerprint, build))
+
+
+def _pack(source: Source, tokenizer: Tokenizer, end: int | None, folder: Path, report: Progress) -> None:
+    """Writes ``tokens.bin`` and ``tokens.json`` into ``folder``."""
+    kind = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32)
+    digest, count, text_bytes = xxhash.xxh3_128(), 0, 0
+    with (folder / "tokens.bin").open("wb") as file:
+        for numbers, read in _encoded(source, tokenizer, end):
+            data = np.asarray(numbers, dtype=kind).tobytes()
+            file.write(data)
+            digest.update(data)
+            count += len(numbers)
+            text_bytes += read
+            report(f"packing tokens of {source.name}", min(1.0, text_bytes / max(1, source.size_bytes)))
+    if not text_bytes:
+        raise ConfigurationError(f"{source.name} holds no text: give files with text in them")
+    facts = {"count": count, "dtype": kind.name, "xxh3": digest.hexdigest()}
+    (folder / "tokens.json").write_text(json.dumps(facts))
+
+
+def _encoded(source: Source, tokenizer: Tokenizer, end: int | None) -> Iterator[tuple[list[int], int]]:
+    """For each batch of pieces: its tokens, and the bytes of its text."""
+    from tokenizers import Tokenizer
+
+    plain = Tokenizer.from_str(tokenizer.to_str())
+    plain.encode_special_tokens = True  # the words '<|endoftext|>' in a document are text, not the end of it
+    batch, held = [], 0
+    for piece in source.pieces():
+        if piece.text or (piece.ends_document and batch):
+            batch.append(piece)
+            held += len(piece.text.encode())
+        if held >= BATCH_BYTES:
+            yield _numbers(plain, batch, end), held
+            batch, held = [], 0
+    if batch:
+        yield _numbers(plain, batch, end), held
+
+
+def _numbers(tokenizer: Tokenizer, batch: list[Any], end: int | None) -> list[int]:
+    numbers: list[int] = []
+    encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
+    for piece, encoding in zip(batch, encodings, strict=True):
+        numbers += encoding.ids
+        if piece.ends_document and end is not None:
+            numbers.append(end)
+    return numbers
+
+
+def _open_tokens(folder: Path) -> np.ndarray:
+    path = folder / "tokens.bin"
+    try:
+        facts = json.loads((folder / "tokens.json").read_text())
+        tokens = np.memmap(path, dtype=facts["dtype"], mode="r", shape=(facts["count"],))
+        intact = xxhash.xxh3_128_hexdigest(tokens) == facts["xxh3"] and path.stat().st_size == tokens.nbytes  # pyright: ignore
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptData(f"the cached tokens in {folder} cannot be read ({error})") from error
+    if not intact:
+        raise CorruptData(f"the cached tokens in {path} differ from what was written")
+    return tokens

@@ -1,0 +1,209 @@
+"""Documents out of text, jsonl and parquet files, one piece at a time.
+
+A corpus may be larger than RAM, so nothing here holds more than one piece: about a megabyte of a text file (cut behind a line
+end), a line of jsonl, a row of parquet. Order is that of the sorted relative paths, so that the same files give the same tokens
+on every machine. Whatever cannot be read is an error with file and place: a trainer that skips bad lines trains on something
+else than it was given. The one exception is the default corpus, the Python standard library, whose few test files with foreign
+encodings are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.units import MiB
+
+PIECE_BYTES = 1 * MiB
+TEXT = frozenset(
+    ".txt .text .md .markdown .rst .tex .log .py .pyi .c .h .cc .cpp .hpp .cu .cuh .java .js .ts .go .rs .rb .sh .jl .lua "
+    ".php .pl .r .scala .swift .kt .sql .html .htm .xml .css .toml .yaml .yml .ini .cfg".split()
+)
+LINES = frozenset((".jsonl", ".ndjson"))
+TABLE = frozenset((".parquet",))
+LIBRARY_SKIPPED = frozenset(("site-packages", "dist-packages", "__pycache__"))
+
+
+class Piece(NamedTuple):
+    """A stretch of a document's text, and whether the document ends with it."""
+
+    text: str
+    ends_document: bool
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files to read, in order.
+
+    Args:
+        root: what the names are relative to.
+        files: the files.
+        name: what messages call it.
+    """
+
+    root: Path
+    files: tuple[Path, ...]
+    name: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files as they lie on disk."""
+        return sum(path.stat().st_size for path in self.files)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Every document's text, in order.
+
+        Raises:
+            ConfigurationError: bytes that are no UTF-8, a jsonl line or a parquet file without ``text``; with the place.
+        """
+        for path in self.files:
+            yield from read_file(path)
+
+
+def find_source(path: Path | None) -> Source:
+    """The files that ``--data path`` means: one file, or all in a folder, recursively; ``None``: the standard library's.
+
+    Names in a folder that begin with ``.`` or ``_`` are left out, as parquet's tools do.
+
+    Raises:
+        ConfigurationError: no such path, an extension that is not known, or a folder without files.
+    """
+    if path is None:
+        return _standard_library()
+    if not path.exists():
+        raise ConfigurationError(f"--data {path}: no such file or folder; check the path")
+    if path.is_file():
+        _check_kind(path)
+        return Source(path.parent, (path,), str(path))
+    files = sorted(
+        (found for found in path.rglob("*") if found.is_file() and not _hidden(found.relative_to(path))),
+        key=lambda found: found.relative_to(path).parts,
+    )
+    for found in files:
+        _check_kind(found)
+    if not files:
+        raise ConfigurationError(f"--data {path}: the folder holds no files; give text, jsonl or parquet files")
+    return Source(path, tuple(files), str(path))
+
+
+def read_file(path: Path) -> Iterator[Piece]:
+    """The documents of one file; a text file is one document."""
+    suffix = path.suffix.lower()
+    reader = _read_lines if suffix in LINES else _read_table if suffix in TABLE else _read_text
+    try:
+        yield from reader(path)
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror or error}; check the file and its permissions") from error
+
+
+def _read_text(path: Path) -> Iterator[Piece]:
+    held, start = b"", 0
+    with path.open("rb") as file:
+        while block := file.read(PIECE_BYTES):
+            held += block
+            cut = held.rfind(b"\n") + 1
+            if not cut and len(held) >= 16 * PIECE_BYTES:
+                cut = _character_boundary(held)
+            if cut:
+                yield Piece(_decode(held[:cut], path, start), ends_document=False)
+                held, start = held[cut:], start + cut
+    yield Piece(_decode(held, path, start), ends_document=True)
+
+
+def _character_boundary(held: bytes) -> int:
+    """The last place in ``held`` where a UTF-8 character begins: what is before it can be decoded by itself."""
+    cut = len(held) - 1
+    while cut > len(held) - 4 and held[cut] & 0xC0 == 0x80:
+        cut -= 1
+    return cut
+
+
+def _decode(data: bytes, path: Path, start: int, place: str = "") -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            f"{path}: {place}byte {start + error.start} (0x{data[error.start]:02x}) is not UTF-8; convert the file, "
+            f"e.g. with `iconv -f latin1 -t utf-8`, or take it out"
+        ) from error
+
+
+def _read_lines(path: Path) -> Iterator[Piece]:
+    start = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            text = _decode(line, path, start, f"line {number}, ")
+            start += len(line)
+            if not text.strip():
+                continue
+            try:
+                record = json.loads(text)
+            except ValueError as error:
+                raise ConfigurationError(f"{path}: line {number} is not JSON ({error}); write one object a line") from error
+            value = record.get("text") if isinstance(record, dict) else None
+            if not isinstance(value, str):
+                raise ConfigurationError(
+                    f"{path}: line {number} has no string under 'text'; write lines such as {{\"text\": \"...\"}}"
+                )
+            yield Piece(value, ends_document=True)
+
+
+def _read_table(path: Path) -> Iterator[Piece]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as table:
+            names = table.schema_arrow.names
+            if "text" not in names:
+                raise ConfigurationError(f"{path} has no column 'text', only {', '.join(names)}; rename the one to train on")
+            kind = table.schema_arrow.field("text").type
+            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+                raise ConfigurationError(f"{path}: column 'text' holds {kind}, not strings; convert it")
+            row = 0
+            for batch in table.iter_batches(batch_size=256, columns=["text"]):
+                for value in batch.column(0).to_pylist():
+                    if value is None:
+                        raise ConfigurationError(f"{path}: row {row} has no text (null); remove the row or write an empty string")
+                    yield Piece(value, ends_document=True)
+                    row += 1
+    except pyarrow.ArrowInvalid as error:
+        raise ConfigurationError(f"{path} is not a readable parquet file: {error}; write it again") from error
+
+
+def _hidden(relative: Path) -> bool:
+    return any(part.startswith((".", "_")) for part in relative.parts)
+
+
+def _check_kind(path: Path) -> None:
+    if path.suffix.lower() not in TEXT | LINES | TABLE:
+        kind = f"the extension {path.suffix!r}" if path.suffix else "a name without extension"
+        raise ConfigurationError(
+            f"{path} has {kind}, which is not known: give text (.txt, .md, .py, ...), .jsonl or .parquet; rename or remove it"
+        )
+
+
+def _standard_library() -> Source:
+    """The running Python's own sources: every machine has them, about 30 MB with the library's tests."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(
+        (path for path in root.rglob("*.py") if not LIBRARY_SKIPPED.intersection(path.relative_to(root).parts)),
+        key=lambda path: path.relative_to(root).parts,
+    )
+    readable = tuple(path for path in files if _is_utf8(path))
+    if not readable:
+        raise ConfigurationError(f"this Python has no sources under {root}: give --data PATH")
+    return Source(root, readable, "the Python standard library")
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -1,0 +1,132 @@
+"""What a run says while it runs: a live line on a terminal, plain lines everywhere else.
+
+Plain lines are rare (one in `PLAIN_SECONDS`, and every validation), so that a log of a week-long run stays readable.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from abc import ABC, abstractmethod
+from typing import Any
+
+from vblackwell.train.metrics import StepRecord
+from vblackwell.units import format_bytes, format_seconds
+
+PLAIN_SECONDS = 5.0
+SMOOTHING = 0.9  # of the step time that the time left is computed from
+
+
+class Progress(ABC):
+    """Receives messages and step records."""
+
+    def __init__(self) -> None:
+        self._step_seconds: float | None = None
+
+    @abstractmethod
+    def say(self, text: str) -> None:
+        """One line that stays."""
+
+    @abstractmethod
+    def start(self, first_step: int, total_steps: int) -> None:
+        """The loop begins after ``first_step`` finished steps."""
+
+    @abstractmethod
+    def step(self, record: StepRecord) -> None:
+        """A step is done."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """The loop is over. Idempotent."""
+
+    def fraction(self, text: str, done: float) -> None:
+        """Something long before the loop is ``done`` (0 to 1). Said at its end only, unless there is a terminal."""
+        if done >= 1.0:
+            self.say(text)
+
+    def _seconds_left(self, record: StepRecord, total_steps: int) -> float:
+        before = self._step_seconds
+        self._step_seconds = record.seconds if before is None else SMOOTHING * before + (1 - SMOOTHING) * record.seconds
+        return self._step_seconds * (total_steps - record.step)
+
+
+class PlainProgress(Progress):
+    """Lines on standard output, for pipes, logs and CI."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._total_steps = 0
+        self._last_line = -float("inf")
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def start(self, first_step: int, total_steps: int) -> None:
+        self._total_steps = total_steps
+
+    def step(self, record: StepRecord) -> None:
+        left = self._seconds_left(record, self._total_steps)
+        now = time.monotonic()
+        notable = record.val_loss is not None or record.skipped or record.step == self._total_steps
+        if notable or now - self._last_line >= PLAIN_SECONDS:
+            self._last_line = now
+            self.say(f"step {record.step}/{self._total_steps}  {describe(record)}  left {format_seconds(left)}")
+
+    def close(self) -> None:
+        sys.stdout.flush()
+
+
+class RichProgress(Progress):
+    """A bar with the newest numbers, redrawn in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        self._bar: Any = Bar(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20), TextColumn("{task.fields[numbers]}")
+        )
+        self._task: Any = None
+        self._total_steps = 0
+        self._val_loss: float | None = None
+
+    def say(self, text: str) -> None:
+        self._bar.console.print(text, markup=False, highlight=False)
+
+    def start(self, first_step: int, total_steps: int) -> None:
+        self._total_steps = total_steps
+        self._task = self._bar.add_task("train", total=total_steps, completed=first_step, numbers="")
+        self._bar.start()
+
+    def step(self, record: StepRecord) -> None:
+        left = self._seconds_left(record, self._total_steps)
+        if record.val_loss is not None:
+            self._val_loss = record.val_loss
+        numbers = describe(record, self._val_loss)
+        self._bar.update(self._task, completed=record.step, numbers=f"{numbers}  left {format_seconds(left)}")
+        if record.skipped:
+            self.say(f"step {record.step}: {describe(record)}")
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+def describe(record: StepRecord, val_loss: float | None = None) -> str:
+    """The numbers of a step on one line."""
+    shown = record.val_loss if record.val_loss is not None else val_loss
+    parts = [
+        "loss not finite" if record.loss is None else f"loss {record.loss:.4f}",
+        *([] if shown is None else [f"val {shown:.4f}"]),
+        f"{record.tokens_per_second:,.0f} tokens/s",
+        "memory " + " ".join(f"{label} {format_bytes(size)}" for label, size in record.level_bytes.items()),
+        f"links {sum(record.link_bytes.values()) / max(record.seconds, 1e-9) / 1e9:.2f} GB/s",
+        f"stalled {record.stall_seconds:.2f} s",
+        *(["SKIPPED: weights untouched"] if record.skipped else []),
+    ]
+    return "  ".join(parts)
+
+
+def open_progress() -> Progress:
+    """Rich on a terminal, plain lines otherwise."""
+    return RichProgress() if sys.stdout.isatty() else PlainProgress()

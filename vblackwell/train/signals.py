@@ -1,0 +1,45 @@
+"""SIGTERM and SIGINT ask for a checkpoint; a second SIGINT leaves at once.
+
+A handler only notes the request: the loop looks between micro-batches, where the state is whole. Raising out of a handler
+would land in the middle of an optimizer step or of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+from typing import Any
+
+
+class StopRequest:
+    """Whether somebody asked the run to stop, and the exit status that this means. A context manager: handlers live inside it."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._before: dict[int, Any] = {}
+
+    @property
+    def wanted(self) -> bool:
+        return self.signal is not None
+
+    @property
+    def exit_code(self) -> int:
+        """128 plus the signal's number, as shells report it: 143 for SIGTERM, 130 for SIGINT."""
+        assert self.signal is not None
+        return 128 + self.signal
+
+    def __enter__(self) -> StopRequest:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.signal is signal.SIGINT:
+            os._exit(128 + number)
+        if self.signal is None:
+            self.signal = signal.Signals(number)

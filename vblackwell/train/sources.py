@@ -1,0 +1,136 @@
+"""Where a run's settings come from: flags over the YAML file over the preset's recipe over the defaults.
+
+Values are text on the command line and typed in YAML; both pass through `convert`, so the same mistake gets the same sentence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.train.config import TrainConfig, flag_of
+from vblackwell.train.recipes import RECIPES
+
+EXCLUSIVE = ("max_steps", "epochs")
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+def resolve(flags: dict[str, Any]) -> TrainConfig:
+    """The settings that ``flags`` (field to value as given; ``config`` for ``--config``) ask for.
+
+    Raises:
+        ConfigurationError: an unknown preset, file or key, or a value out of range.
+    """
+    flags = dict(flags)
+    file_values = _named(flags.pop("config", None))
+    explicit = file_values | flags
+    preset = str(explicit.get("preset", TrainConfig.preset))
+    if preset not in RECIPES:
+        raise ConfigurationError(f"preset {preset!r} is unknown{nearest(preset, RECIPES)}: choose one of {', '.join(RECIPES)}")
+    recipe = {} if explicit.get("model") else dict(RECIPES[preset])
+    values: dict[str, Any] = {}
+    for layer in (recipe, file_values, flags):
+        if any(name in layer for name in EXCLUSIVE):
+            values = {name: value for name, value in values.items() if name not in EXCLUSIVE}
+        values |= layer
+    return TrainConfig(**{name: convert(name, value) for name, value in values.items()})
+
+
+def _named(config: str | None) -> dict[str, Any]:
+    """What ``--config`` brings: a preset's name, or a file's values."""
+    if config is None:
+        return {}
+    if config in RECIPES:
+        return {"preset": config}
+    path = Path(config)
+    if path.suffix in (".yaml", ".yml") or path.is_file():
+        return read_yaml(path)
+    raise ConfigurationError(
+        f"--config {config!r} is neither a preset nor a YAML file{nearest(config, RECIPES)}: choose one of {', '.join(RECIPES)}"
+    )
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Settings of a YAML file, keys as the flags with '-' or '_'.
+
+    Raises:
+        ConfigurationError: the file is missing, not UTF-8, not YAML, or has a key that no setting has.
+    """
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"--config {path}: {error.strerror}; give an existing YAML file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"--config {path}: byte {error.start} is not UTF-8; save the file as UTF-8") from error
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigurationError(f"--config {path} holds {type(loaded).__name__}, not keys and values, e.g. 'max_steps: 200'")
+    known = [field.name for field in dataclasses.fields(TrainConfig)]
+    values = {}
+    for key, value in loaded.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise ConfigurationError(f"--config {path}: key {key!r} is unknown{nearest(name, known)}: remove or rename it")
+        values[name] = value
+    return values
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """' (did you mean ...?)', or nothing if no known word is near."""
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def convert(field: str, value: Any) -> Any:
+    """``value`` as the type of ``field``; text is read as the command line means it."""
+    wanted = _type_of(field)
+    if value is None or not isinstance(value, str):
+        if wanted is bool and not isinstance(value, bool):
+            raise ConfigurationError(f"{flag_of(field)} {value!r} is not true or false: write one of them")
+        if wanted is str and value is not None:
+            raise ConfigurationError(f"{flag_of(field)} {value!r} is not text: put it in quotes")
+        return float(value) if wanted is float and isinstance(value, int) and not isinstance(value, bool) else value
+    if wanted is bool:
+        if value.lower() not in _TRUE + _FALSE:
+            raise ConfigurationError(f"{flag_of(field)} {value!r} is not true or false: write one of them")
+        return value.lower() in _TRUE
+    if wanted in (int, float):
+        try:
+            return wanted(value)
+        except ValueError:
+            kind = "a whole number" if wanted is int else "a number"
+            raise ConfigurationError(f"{flag_of(field)} {value!r} is not {kind}: give one") from None
+    if wanted is dict:
+        return _mapping(field, value)
+    return value
+
+
+def _mapping(field: str, text: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(text)
+    except yaml.YAMLError:
+        loaded = None
+    if not isinstance(loaded, dict):
+        raise ConfigurationError(f"{flag_of(field)} {text!r} is not a mapping: write e.g. '{{num_layers: 4}}'")
+    return loaded
+
+
+def _type_of(field: str) -> type | None:
+    """bool, int, float, str or dict; None for sizes and choices, which are checked where the config is made."""
+    hint = typing.get_type_hints(TrainConfig)[field]
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    plain = [typing.get_origin(option) or option for option in options if option is not type(None)]
+    return plain[0] if len(plain) == 1 and plain[0] in (bool, int, float, str, dict) else None
