@@ -117,7 +117,9 @@ def _trained_tokenizer(source: Source, content: str, vocab_size: int, report: Pr
         return load_tokenizer(cached_folder("tokenizers", key, build))
 
 
-def _packed_tokens(source: Source, tokenizer: Tokenizer, end: int | None, fingerprint: str, report: Progress) -> np.ndarray:
+def _packed_tokens(
+    source: Source, tokenizer: Tokenizer, end: int | None, fingerprint: str, report: Progress
+) -> np.ndarray:
     def build(folder: Path) -> None:
         _pack(source, tokenizer, end, folder, report)
 

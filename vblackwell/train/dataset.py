@@ -1,8 +1,8 @@
 """Windows of packed tokens in an order that is a pure function, so that a position is one integer.
 
-A window is ``seq_length`` inputs and, shifted by one, as many targets; windows follow each other without overlap but for that one
-token. The training order of an epoch is a Feistel permutation of (seed, epoch): position i is computed, not looked up, so a
-resumed run needs no list of indices, no replay, and no promise that a library's shuffle stays the same between versions.
+A window is ``seq_length`` inputs and, shifted by one, as many targets; windows overlap by that one token only. The training
+order of an epoch is a Feistel permutation of (seed, epoch): position i is computed, not looked up, so a resumed run needs no
+list of indices, no replay, and no promise that a library's shuffle stays the same between versions.
 
 Legend: B batch, S sequence.
 """
@@ -75,8 +75,8 @@ class PackedDataset:
         held_out = max(window, int(total * HELD_OUT_SHARE))
         if total - held_out < window:
             raise ConfigurationError(
-                f"{corpus.name} has {total} tokens: sequences of {seq_length} need at least {2 * window}, one to train on and one "
-                "held out; give more text or a shorter --seq-length"
+                f"{corpus.name} has {total} tokens: sequences of {seq_length} need at least {2 * window}, one to train on "
+                "and one held out; give more text or a shorter --seq-length"
             )
         self.tokens = corpus.tokens[: total - held_out] if split == "train" else corpus.tokens[total - held_out :]
         self.seq_length, self.seed, self.shuffled = seq_length, seed, split == "train"
@@ -86,7 +86,7 @@ class PackedDataset:
         return (len(self.tokens) - 1) // self.seq_length
 
     def windows(self, positions: np.ndarray) -> Tensor:
-        """The windows (B, S + 1), int64, at ``positions``; position ``p`` is index ``p % len(self)`` of epoch ``p // len(self)``."""
+        """The windows (B, S + 1), int64, at ``positions``: position p is index p % len(self) of epoch p // len(self)."""
         rows = np.empty((len(positions), self.seq_length + 1), dtype=np.int64)
         epochs, indices = np.divmod(positions, len(self))
         for epoch in np.unique(epochs):

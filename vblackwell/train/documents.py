@@ -1,10 +1,10 @@
 """Documents out of text, jsonl and parquet files, one piece at a time.
 
-A corpus may be larger than RAM, so nothing here holds more than one piece: about a megabyte of a text file (cut behind a line
-end), a line of jsonl, a row of parquet. Order is that of the sorted relative paths, so that the same files give the same tokens
-on every machine. Whatever cannot be read is an error with file and place: a trainer that skips bad lines trains on something
-else than it was given. The one exception is the default corpus, the Python standard library, whose few test files with foreign
-encodings are left out.
+A corpus may be larger than RAM, so nothing here holds more than one piece: about a megabyte of a text file (cut behind a
+line end), a line of jsonl, a row of parquet. Order is that of the sorted relative paths, so that the same files give the same
+tokens on every machine. Whatever cannot be read is an error with file and place: a trainer that skips bad lines trains on
+something else than it was given. The one exception is the default corpus, the Python standard library, whose few test files
+with foreign encodings are left out.
 """
 
 from __future__ import annotations
@@ -21,8 +21,25 @@ from vblackwell.units import MiB
 
 PIECE_BYTES = 1 * MiB
 TEXT = frozenset(
-    ".txt .text .md .markdown .rst .tex .log .py .pyi .c .h .cc .cpp .hpp .cu .cuh .java .js .ts .go .rs .rb .sh .jl .lua "
-    ".php .pl .r .scala .swift .kt .sql .html .htm .xml .css .toml .yaml .yml .ini .cfg".split()
+    (
+        *(
+            ".txt",
+            ".text",
+            ".md",
+            ".markdown",
+            ".rst",
+            ".tex",
+            ".log",
+            ".html",
+            ".htm",
+            ".xml",
+            ".toml",
+            ".yaml",
+            ".yml",
+        ),
+        *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".java", ".js", ".ts", ".go", ".rs", ".rb"),
+        *(".sh", ".jl", ".lua", ".php", ".pl", ".r", ".scala", ".swift", ".kt", ".sql", ".css", ".ini", ".cfg"),
+    )
 )
 LINES = frozenset((".jsonl", ".ndjson"))
 TABLE = frozenset((".parquet",))
@@ -98,7 +115,9 @@ def read_file(path: Path) -> Iterator[Piece]:
     try:
         yield from reader(path)
     except OSError as error:
-        raise ConfigurationError(f"{path} cannot be read: {error.strerror or error}; check the file and its permissions") from error
+        raise ConfigurationError(
+            f"{path} cannot be read: {error.strerror or error}; check the file and its permissions"
+        ) from error
 
 
 def _read_text(path: Path) -> Iterator[Piece]:
@@ -144,11 +163,13 @@ def _read_lines(path: Path) -> Iterator[Piece]:
             try:
                 record = json.loads(text)
             except ValueError as error:
-                raise ConfigurationError(f"{path}: line {number} is not JSON ({error}); write one object a line") from error
+                raise ConfigurationError(
+                    f"{path}: line {number} is not JSON ({error}); write one object a line"
+                ) from error
             value = record.get("text") if isinstance(record, dict) else None
             if not isinstance(value, str):
                 raise ConfigurationError(
-                    f"{path}: line {number} has no string under 'text'; write lines such as {{\"text\": \"...\"}}"
+                    f'{path}: line {number} has no string under \'text\'; write lines such as {{"text": "..."}}'
                 )
             yield Piece(value, ends_document=True)
 
@@ -161,7 +182,9 @@ def _read_table(path: Path) -> Iterator[Piece]:
         with parquet.ParquetFile(path) as table:
             names = table.schema_arrow.names
             if "text" not in names:
-                raise ConfigurationError(f"{path} has no column 'text', only {', '.join(names)}; rename the one to train on")
+                raise ConfigurationError(
+                    f"{path} has no column 'text', only {', '.join(names)}; rename the one to train on"
+                )
             kind = table.schema_arrow.field("text").type
             if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
                 raise ConfigurationError(f"{path}: column 'text' holds {kind}, not strings; convert it")
@@ -169,7 +192,9 @@ def _read_table(path: Path) -> Iterator[Piece]:
             for batch in table.iter_batches(batch_size=256, columns=["text"]):
                 for value in batch.column(0).to_pylist():
                     if value is None:
-                        raise ConfigurationError(f"{path}: row {row} has no text (null); remove the row or write an empty string")
+                        raise ConfigurationError(
+                            f"{path}: row {row} has no text (null); remove it or write an empty string"
+                        )
                     yield Piece(value, ends_document=True)
                     row += 1
     except pyarrow.ArrowInvalid as error:

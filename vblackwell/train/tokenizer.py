@@ -1,8 +1,8 @@
 """Byte-level byte-pair tokenizers: trained on the data, or read from a file.
 
-Byte-level (GPT-2's alphabet and splitting) because every text can be written with it: no unknown token, no normalisation, and
-decoding gives the text back byte for byte. Training reads at most ``SAMPLE_BYTES`` of text, whole pieces spread evenly over the
-corpus: more changes the merges of a small vocabulary hardly, and the trainer's time and memory much.
+Byte-level (GPT-2's alphabet and splitting) because every text can be written with it: no unknown token, no normalisation,
+and decoding gives the text back byte for byte. Training reads at most ``SAMPLE_BYTES`` of text, whole pieces spread evenly
+over the corpus: more hardly changes the merges of a small vocabulary, but costs time and memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def train_tokenizer(source: Source, vocab_size: int) -> Tokenizer:
 
     if vocab_size < MIN_VOCAB_SIZE:
         raise ConfigurationError(
-            f"vocabulary size {vocab_size} is too small: 256 bytes and the end of text need {MIN_VOCAB_SIZE}; give at least that"
+            f"vocabulary size {vocab_size} is too small: give at least {MIN_VOCAB_SIZE}, for 256 bytes and the end of text"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
@@ -71,20 +71,24 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        raise ConfigurationError(f"--tokenizer {path}: no file {file}; give a tokenizer.json or a folder that holds one")
+        raise ConfigurationError(
+            f"--tokenizer {path}: no file {file}; give a tokenizer.json or a folder that holds one"
+        )
     try:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigurationError(f"--tokenizer {file} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # the library raises bare Exception for whatever is wrong in the file
-        raise ConfigurationError(f"--tokenizer {file} is not a tokenizer.json that `tokenizers` reads: {error}") from error
+        raise ConfigurationError(
+            f"--tokenizer {file} is not a tokenizer.json that `tokenizers` reads: {error}"
+        ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 def end_of_text_id(tokenizer: Tokenizer, path: Path | None) -> int | None:
-    """The token that ends a document: what ``tokenizer_config.json`` beside ``path`` calls ``eos_token``, or a well-known name.
+    """The token that ends a document: ``eos_token`` of the ``tokenizer_config.json`` beside ``path``, or a well-known name.
 
     ``None`` where the tokenizer has none; documents then follow each other without a mark.
     """

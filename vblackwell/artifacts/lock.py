@@ -1,0 +1,75 @@
+"""Work folders: a ``.tmp`` folder that its writer holds locked, so that others can tell work in progress from leftovers.
+
+The lock is ``flock`` on the folder itself: the kernel drops it when the process dies, however it dies, and there is no lock
+file to go stale. A process id in the name would lie after a reboot and inside containers.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+from vblackwell.errors import DiskError
+
+SUFFIX = ".tmp"
+
+
+def disk_error(action: str, path: Path, error: OSError) -> DiskError:
+    """The system's refusal as an error for the user: what, where, the system's word, what to do."""
+    if isinstance(error, DiskError):
+        return error
+    return DiskError(f"{action} {path} failed: {error.strerror or error}; check that it is writable and has room")
+
+
+def make_work_folder(path: Path) -> int:
+    """Creates the empty folder ``path`` and locks it; returns the descriptor that holds the lock.
+
+    Raises:
+        DiskError: it cannot be created, or another process is writing it.
+    """
+    while True:
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            if not remove_if_abandoned(path):
+                raise DiskError(f"{path} is being written by another process: wait for it") from None
+            continue
+        except OSError as error:
+            raise disk_error("creating", path, error) from error
+        descriptor = _lock(path)
+        if descriptor is not None:
+            return descriptor
+
+
+def remove_if_abandoned(path: Path) -> bool:
+    """Deletes the work folder ``path`` unless a living process holds it; whether it is gone."""
+    descriptor = _lock(path)
+    if descriptor is None:
+        return not path.exists()
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        raise disk_error("removing the leftover", path, error) from error
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _lock(path: Path) -> int | None:
+    """A descriptor that holds the lock on the folder now at ``path``; ``None``: it is gone, or somebody else holds it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise disk_error("opening", path, error) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), os.stat(path)):  # not deleted between open and lock
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(descriptor)
+    return None
