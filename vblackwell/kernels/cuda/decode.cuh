@@ -1,0 +1,38 @@
+// E2M1 codes and E5M3 scales of the tiled layout (kernels/layout.py) to pairs of bf16 or fp16.
+#define PAIR_MASK 0x81C081C0u
+#define PAIR_3_BITS 0x001B001Bu
+#define PAIR_3_MULTIPLIER 0x1084u
+
+// Product of code and scale as a half: value * 2^-SHIFT, so that it needs no subnormal scale. The epilogue returns 2^SHIFT.
+#if FP16
+#define WEIGHT_UNIT 16384.0f
+#else
+#define WEIGHT_UNIT 128.0f
+#endif
+
+// The scale of byte `row` as a pair of halves, such that times a decoded code it is exact.
+DEVICE u32 scale_pair(u32 scales, int row) {
+    u32 bytes = permute_bytes(scales, 0, 0x4040u + 0x0101u * row);
+#if FP16
+    return bytes * 128u;
+#else
+    return bytes * 16u + ((231u << 7) | (231u << 23));
+#endif
+}
+
+// Where a masked pair has its exponent: bf16 in place, fp16 three bits higher.
+DEVICE u32 place(u32 pair) {
+#if FP16
+    return ((pair & 0x01C001C0u) << 3) | (pair & 0x80008000u);
+#else
+    return pair;
+#endif
+}
+
+// Eight codes to four pairs of scaled halves; pair p holds columns 2p and 2p + 1.
+DEVICE void decode(u32 word, u32 scale, u32* pairs) {
+    pairs[0] = multiply_pair(place(word & PAIR_MASK), scale);
+    pairs[1] = multiply_pair(place(rotate_left(word, 10) & PAIR_MASK), scale);
+    pairs[2] = multiply_pair(place(rotate_left(word, 13) & PAIR_MASK), scale);
+    pairs[3] = multiply_pair(place(((word & PAIR_3_BITS) * PAIR_3_MULTIPLIER) & PAIR_MASK), scale);
+}
