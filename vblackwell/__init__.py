@@ -20,6 +20,10 @@ _WHERE = {
     "KeyClash": "vblackwell.errors",
     "StaleTensor": "vblackwell.errors",
     "Unsupported": "vblackwell.errors",
+    "FP4Codec": "vblackwell.numerics.fp4",
+    "quantize": "vblackwell.numerics.fp4",
+    "PackedTensor": "vblackwell.numerics.packed",
+    "FusedFP4Linear": "vblackwell.nn.linear",
 }
 
 __all__ = sorted(_WHERE)  # pyright: ignore[reportUnsupportedDunderAll]
@@ -35,6 +39,9 @@ if TYPE_CHECKING:
         Unsupported,
         VBError,
     )
+    from vblackwell.nn.linear import FusedFP4Linear
+    from vblackwell.numerics.fp4 import FP4Codec, quantize
+    from vblackwell.numerics.packed import PackedTensor
 
 
 def __getattr__(name: str) -> Any:

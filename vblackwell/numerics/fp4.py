@@ -4,7 +4,8 @@ Two ways to choose scales. ``'max'`` is the published rule: the block's largest 
 (default) takes the scale of least squared error, 1 to 2 dB better, and for nvfp4 a power of two as tensor scale, which
 makes ``(code * s) * ts`` exact even in bf16.
 
-Work goes in tiles, because a layer may be quantised on a GPU that has little room beside it. The element rounding is always exact (``rounding.py``); ``search.py`` finds the scales.
+Work goes in tiles, because a layer may be quantised on a GPU that has little room beside it. The element rounding is
+always exact (``rounding.py``); ``search.py`` finds the scales.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from vblackwell.numerics.search import best_e4m3, best_e8m0, best_fraction
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _EXTRA_MEMORY = 0.33  # of the tensor's size: packed tensors and temporaries
-_TILE_BYTES_PER_ELEMENT = 64  # temporaries of the search and the fp64 rounding together
-_TILE_ELEMENTS = (1 << 14, 1 << 20)
+_TILE_BYTES_PER_ELEMENT = 56  # temporaries of the search and the fp64 rounding together
+_TILE_ELEMENTS = (1 << 12, 1 << 20)
 _MSE_HEADROOM = 4 * E4M3_MAX  # the best scale of the largest block may be up to amax / 4
 
 

@@ -4,9 +4,9 @@ nvfp4 has 126 positive E4M3 scales. Trying all of them is 126 passes; most canno
 block's largest magnitude):
 
 - Too small: a scale with ``6 s < A`` errs by at least ``(A - 6s)^2``.
-- Too large: the grid ``s * {0, .5, 1, 1.5, 2, 3}`` is part of the grid of ``s / 2``, so once ``A <= 3.5 s`` (nothing rounds to
-  4 or 6) the half scale is at least as good. It exists unless s is among the lowest 15 codes, which are tried up to ``4 A``,
-  from where on every element is zero.
+- Too large: the grid ``s * {0, .5, 1, 1.5, 2, 3}`` is part of the grid of ``s / 2``, so once ``A <= 3.5 s`` (nothing rounds
+  to 4 or 6) the half scale is at least as good. It exists unless s is among the lowest 15 codes, which are tried up to
+  ``4 A``, from where on every element is zero.
 
 What remains is about an octave. A window around A / 6 is tried on every block, the rest only on blocks for which it is
 still open. The optimum is that of the exhaustive search. fp32 errors are good to about 1.3e-6; a block in which two scales
