@@ -1,0 +1,217 @@
+"""`enable_vgpu_stack_optimization`, `release`, `offload_of`: a model goes into a stack and comes out again.
+
+Two placements. *resident*: weights, gradients and states all fit level 0, and the model stays a plain module whose
+parameters merely live in level 0's extents: no hooks, no cost. *streamed*: the lower levels hold the model, and level 0
+what is in use. The choice is arithmetic (`bytes_when_resident`) and can be forced.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash
+from vblackwell.memory.stack import VGPUStack
+from vblackwell.offload.engine import Offload, needs_master
+from vblackwell.offload.groups import Group, Slot, compute_dtype_of, find_groups
+from vblackwell.offload.home import Homes
+from vblackwell.offload.moving import copy_in, move_buffers
+from vblackwell.offload.parameter import engine_and_slot, forget_binding
+from vblackwell.offload.resident import Resident, resident_of
+from vblackwell.offload.worker import Worker
+from vblackwell.units import format_bytes
+
+PLACEMENTS = ("auto", "resident", "streamed")
+# On CUDA, level 0's capacity is the whole process: this share is left to activations and workspaces.
+CUDA_ACTIVATION_SHARE = 0.5
+
+_names: weakref.WeakKeyDictionary[VGPUStack, set[str]] = weakref.WeakKeyDictionary()
+
+
+def enable_vgpu_stack_optimization(
+    model: nn.Module, stack: VGPUStack, name: str = "model", *, placement: str = "auto",
+    compute_dtype: torch.dtype | None = None, groups: Iterable[str] | None = None,
+) -> nn.Module:  # fmt: skip
+    """Put ``model`` into ``stack`` and return it, ready to run on level 0's device.
+
+    Args:
+        model: any module, its parameters on the CPU or on level 0's device. Train it with `VGPUAdamW`, made afterwards.
+        name: tells models in one stack apart.
+        placement: 'auto' (resident if weights, gradients and AdamW states fit level 0), 'resident' or 'streamed'.
+        compute_dtype: type of the weights that kernels read, e.g. torch.bfloat16; trainable parameters then keep fp32 masters.
+        groups: names of modules that stream as one each; by default the children of outermost ModuleLists.
+
+    Raises:
+        ConfigurationError: unknown placement, no parameters, or the model is in a stack already.
+        KeyClash: the stack has a model of this name.
+        InsufficientMemory: level 0 cannot hold the largest group, or the lower levels the model; nothing was changed.
+    """
+    if placement not in PLACEMENTS:
+        raise ConfigurationError(f"placement {placement!r} is none of {', '.join(PLACEMENTS)}")
+    if not any(True for _ in model.parameters()):
+        raise ConfigurationError(f"{type(model).__name__} has no parameters to place")
+    if offload_of(model) is not None:
+        raise ConfigurationError(f"{type(model).__name__} is in a stack already: release(model) first")
+    taken = _names.setdefault(stack, set())
+    if name in taken:
+        raise KeyClash(f"the stack already holds a model named {name!r}: give this one another name=")
+    needed = bytes_when_resident(model, compute_dtype)
+    level = stack.levels[0]
+    free = level.capacity_bytes - level.used_bytes
+    room = free * (1 - CUDA_ACTIVATION_SHARE) if stack.level0_device.type == "cuda" else free
+    if placement == "resident" and needed > free:
+        raise InsufficientMemory(
+            f"{name!r} needs {format_bytes(needed)} resident (weights, gradients, AdamW states), level 0 ({level.name}) has "
+            f"{format_bytes(free)} free: raise fast_memory (the capacity of level 0) or use placement='streamed'",
+            needed_bytes=needed,
+            available_bytes=free,
+        )
+    if placement == "resident" or (placement == "auto" and needed <= room):
+        engine: Any = Resident(model, stack, name, compute_dtype)
+        parts = (engine.homes,)
+    else:
+        engine = _stream(model, stack, name, compute_dtype, groups)
+        parts = (engine.homes, engine.worker)
+    taken.add(name)
+    engine.finalizer = weakref.finalize(model, _close_parts, weakref.ref(stack), name, *parts)
+    engine.finalizer.atexit = False  # at exit the stack closes itself
+    return model
+
+
+def bytes_when_resident(model: nn.Module, compute_dtype: torch.dtype | None) -> int:
+    """Level-0 bytes of weights, and for trainable ones gradients, both AdamW moments, and fp32 masters where narrower."""
+    total = 0
+    for param in model.parameters():
+        itemsize = compute_dtype_of(param, compute_dtype).itemsize
+        master = 4 if itemsize < 4 else 0
+        total += param.numel() * (2 * itemsize + 8 + master if param.requires_grad else itemsize)
+    return total
+
+
+def _close_parts(stack: weakref.ref[VGPUStack], name: str, homes: Homes, worker: Worker | None = None) -> None:
+    """Called by `close`, or when the model is collected: must not refer to it."""
+    if worker is not None:
+        worker.close()
+    homes.close()
+    alive = stack()
+    if alive is not None:
+        _names.get(alive, set()).discard(name)
+
+
+# -- streamed ----------------------------------------------------------------------------------------------------------
+
+
+def _stream(
+    model: nn.Module, stack: VGPUStack, name: str, compute_dtype: torch.dtype | None, given: Iterable[str] | None
+) -> Offload:
+    groups, sites = find_groups(model, compute_dtype, given)
+    level = stack.levels[0]
+    budget = _weights_budget(groups, level.capacity_bytes - level.used_bytes, stack.level0_device, level.name)
+    if len(stack.levels) < 2:
+        raise ConfigurationError("streaming needs a level below level 0: add a 'cpu' or 'ssd' level to the stack")
+    homes = Homes(stack, name, range(1, len(stack.levels)))
+    trainable = [group for group in groups if group.trainable()]
+    wanted = [(group, "weight") for group in groups] + [(group, "gradient") for group in trainable]
+    homes.reserve(wanted + [(group, "master") for group in trainable if needs_master(group)])
+    for group in groups:
+        _bring_home(group, homes)
+    move_buffers(model, stack.level0_device)
+    return Offload(model, stack, name, groups, sites, homes, budget)
+
+
+def _weights_budget(groups: list[Group], free: int, device: torch.device, level_name: str) -> int:
+    """What loaded weights may take of ``free`` bytes: all but one gradient buffer, on CUDA at most half.
+
+    Raises:
+        InsufficientMemory: the largest group with its gradient does not fit.
+    """
+    weights = max(group.num_bytes for group in groups)
+    gradient = max((group.num_bytes for group in groups if group.trainable()), default=0)
+    largest = max(groups, key=lambda group: group.num_bytes)
+    if weights + gradient > free:
+        raise InsufficientMemory(
+            f"level 0 ({level_name}) has {format_bytes(free)} free, and the largest layer group, {largest.name!r}, needs "
+            f"{format_bytes(weights + gradient)} there (weights {format_bytes(weights)}, gradient {format_bytes(gradient)}): "
+            "raise fast_memory (the capacity of level 0)",
+            needed_bytes=weights + gradient,
+            available_bytes=free,
+        )
+    budget = free - gradient
+    if device.type == "cuda":
+        budget = max(weights, min(budget, int(free * (1 - CUDA_ACTIVATION_SHARE))))
+    return budget
+
+
+def _bring_home(group: Group, homes: Homes) -> None:
+    """Copy the group's parameters to where they will live."""
+    weight = homes.open(group, "weight", load=False)
+    master = homes.open(group, "master", load=False) if (group, "master") in homes else None
+    for slot in group.slots:
+        copy_in(slot, slot.param.detach(), weight, master)
+    homes.close_range(group, "weight", weight, store=True)
+    if master is not None:
+        homes.close_range(group, "master", master, store=True)
+
+
+# -- back ----------------------------------------------------------------------------------------------------------------
+
+
+def offload_of(model: nn.Module) -> Offload | Resident | None:
+    """The engine that holds ``model``'s parameters; None for a plain module."""
+    for param in model.parameters():
+        found = engine_and_slot(param)
+        if found is not None:
+            return found[0]
+        resident = resident_of(param)
+        if resident is not None:
+            return resident
+    return None
+
+
+def release(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
+    """Take ``model`` out of its stack: a plain module again, on ``device``, with fp32 masters as its weights.
+
+    Pending updates are finished first. Gradients, and the optimizer's states, come along, so that training may go on.
+    A model that was never offloaded is returned as it is.
+    """
+    engine = offload_of(model)
+    target = torch.device(device)
+    if isinstance(engine, Resident):
+        engine.release(target)
+    elif engine is not None:
+        engine.finish()
+        engine.detach()
+        engine.weights.drop_all()
+        if engine.step_control.source is not None:
+            engine.step_control.source.let_go(engine, target)
+        for slot in engine.slots():
+            _make_plain(engine, slot, target)
+    if engine is not None:
+        move_buffers(model, target)
+        engine.close()
+    return model
+
+
+@torch.no_grad()
+def _make_plain(engine: Offload, slot: Slot, device: torch.device) -> None:
+    homes, group, param = engine.homes, slot.group, slot.param
+    kind = "master" if (group, "master") in homes else "weight"
+    flat = homes.open(group, kind)
+    values = (slot.view_fp32(flat) if kind == "master" else slot.view(flat)).to(device, copy=True)
+    homes.close_range(group, kind, flat, store=False)
+    gradient = None
+    if engine.gradients.has(slot):
+        grad_kind = engine.gradients.kind_at_home(group)
+        flat = homes.open(group, grad_kind)
+        gradient = (slot.view_fp32(flat) if grad_kind == "accumulated" else slot.view(flat)).to(
+            device, values.dtype, copy=True
+        )
+        homes.close_range(group, grad_kind, flat, store=False)
+    param.__class__ = slot.plain_class
+    param.data = values
+    param.grad = gradient
+    forget_binding(param)

@@ -1,0 +1,361 @@
+"""Ties one model to one stack: module hooks that load weights, gradient hooks that send them home, and the step.
+
+The model stays the user's object. Nothing of it is replaced: a forward pre-hook on each module that owns parameters loads
+its group and makes its parameters plain, a forward hook undoes that, and a hook on each parameter takes its gradient.
+While a group is in use, tensors saved for backward that lie in its buffer are packed as (group, view) and read again when
+backward needs them; hooks that were already active (checkpointing, save_on_cpu) keep everything else.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from vblackwell.errors import Unsupported
+from vblackwell.memory.stack import VGPUStack
+from vblackwell.offload.gradients import GradientCollector
+from vblackwell.offload.groups import Group, Site, Slot
+from vblackwell.offload.home import Homes
+from vblackwell.offload.parameter import OffloadedParameter
+from vblackwell.offload.step import StepControl, UpdateSource
+from vblackwell.offload.weights import PackedView, WeightStreamer
+from vblackwell.offload.worker import Worker
+
+
+class SiteHook:
+    """A module hook that a deep copy of the module does not carry: the copy is a plain module."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call: Callable[..., None] | None = call
+
+    def __call__(self, *args: Any) -> None:
+        if self._call is not None:
+            self._call(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SiteHook:
+        copied = SiteHook.__new__(SiteHook)
+        copied._call = None
+        return copied
+
+    def __reduce__(self) -> Any:
+        return _inert_hook, ()
+
+
+def _inert_hook() -> SiteHook:
+    hook = SiteHook.__new__(SiteHook)
+    hook._call = None
+    return hook
+
+
+def needs_master(group: Group) -> bool:
+    """Whether some compute weight of ``group`` is narrower than the fp32 in which it is updated."""
+    return any(slot.dtype.is_floating_point and slot.dtype != torch.float32 for slot in group.slots)
+
+
+class Offload:
+    """The engine of one streamed model. Made by `enable_vgpu_stack_optimization`; users meet it through `offload_of(model)`.
+
+    Args:
+        homes: with ``weight`` ranges that already hold the compute weights (and ``master`` ranges the fp32 truth).
+        budget_bytes: what loaded weights may take of level 0.
+    """
+
+    placement = "streamed"
+    finalizer: weakref.finalize[Any, Any]
+
+    def __init__(
+        self, model: nn.Module, stack: VGPUStack, name: str, groups: list[Group], sites: list[Site], homes: Homes,
+        budget_bytes: int,
+    ) -> None:  # fmt: skip
+        self.model = model
+        self.stack = stack
+        self.name = name
+        self.groups = groups
+        self.homes = homes
+        self.budget_bytes = budget_bytes
+        self.device = stack.level0_device
+        self.worker = Worker(name)
+        self.weights = WeightStreamer(
+            stack, name, groups, homes, budget_bytes, self._settle, lambda: self.gradients.make_room()
+        )
+        self.gradients = GradientCollector(
+            stack, groups, homes, self.worker, self.weights.drop_one, self._gradient_arrived
+        )
+        self.step_control = StepControl(self)
+        self.weights.busy = self.step_control.is_updating
+        self._handles: list[Any] = []
+        self._entered = threading.local()
+        self._pins = [0] * len(groups)
+        self._placeholders: dict[torch.dtype, torch.Tensor] = {}
+        self._backward_ends: set[int] = set()
+        self._hooked: set[Slot] = set()
+        self._exported: dict[Slot, torch.Tensor] | None = None
+        for slot in self.slots():
+            self._unpoint(slot)
+        for site in sites:
+            self._attach(site)
+        self._handles += [
+            model.register_forward_pre_hook(SiteHook(self._begin_forward), prepend=True),
+            model.register_state_dict_pre_hook(SiteHook(self._begin_export)),
+            model.register_state_dict_post_hook(SiteHook(self._end_export)),
+            model.register_load_state_dict_pre_hook(SiteHook(self._refuse_assignment)),
+        ]
+
+    def slots(self) -> Iterator[Slot]:
+        """Every managed parameter, in the model's order."""
+        for group in self.groups:
+            yield from group.slots
+
+    # -- modules -----------------------------------------------------------------------------------------------------
+
+    def _attach(self, site: Site) -> None:
+        enter = SiteHook(lambda module, args: self._enter(site))
+        leave = SiteHook(lambda module, args, output: self._leave(site))
+        self._handles.append(site.module.register_forward_pre_hook(enter, prepend=True))
+        self._handles.append(site.module.register_forward_hook(leave, always_call=True))
+
+    def _begin_forward(self, module: nn.Module, args: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:  # not a recompute
+            self.weights.trace.begin_pass()
+            self.step_control.begin_forward()
+
+    def _enter(self, site: Site) -> None:
+        entered = self._entered.__dict__.setdefault("stack", [])
+        context = self._using(site.groups)
+        entered.append(None)  # in case what follows raises: `_leave` is called even then
+        context.__enter__()
+        entered[-1] = context
+
+    def _leave(self, site: Site) -> None:
+        context = self._entered.stack.pop()
+        if context is not None:
+            context.__exit__(None, None, None)
+
+    @contextmanager
+    def _using(self, groups: Iterable[Group]) -> Iterator[None]:
+        """Inside, the groups are loaded, their parameters plain, and saved tensors packed."""
+        taken: list[Group] = []
+        autocast_cache = torch.is_autocast_cache_enabled()
+        try:
+            for group in groups:
+                self._take(group)
+                taken.append(group)
+            # The cache is keyed by parameter and would hold the casts of every group until the context ends.
+            torch.set_autocast_cache_enabled(False)
+            with self.packing():
+                yield
+        finally:
+            torch.set_autocast_cache_enabled(autocast_cache)
+            for group in taken:
+                self._give(group)
+
+    def _take(self, group: Group) -> None:
+        buffer = self.weights.acquire(group)
+        self._pins[group.index] += 1
+        if self._pins[group.index] == 1:
+            with torch.inference_mode(False):
+                for slot in group.slots:
+                    self._point(slot, buffer)
+
+    def _give(self, group: Group) -> None:
+        self._pins[group.index] -= 1
+        if self._pins[group.index] == 0:
+            for slot in group.slots:
+                self._unpoint(slot)
+        self.weights.release(group)
+
+    def _point(self, slot: Slot, buffer: torch.Tensor) -> None:
+        slot.param.__class__ = slot.plain_class
+        slot.param.data = slot.view(buffer)
+        if slot.param.requires_grad and slot not in self._hooked:
+            self._hooked.add(slot)
+            self._handles.append(slot.param.register_post_accumulate_grad_hook(lambda param: self._take_gradient(slot)))
+
+    def _unpoint(self, slot: Slot) -> None:
+        placeholder = self._placeholders.get(slot.dtype)
+        if placeholder is None:
+            filling = float("nan") if slot.dtype.is_floating_point else 0
+            with torch.inference_mode(False):
+                placeholder = torch.full((), filling, dtype=slot.dtype, device=self.device)
+            self._placeholders[slot.dtype] = placeholder
+        param = slot.param
+        with torch.inference_mode(False):
+            param.data = placeholder.expand(slot.shape)
+        param.__class__ = OffloadedParameter
+        param._vb_binding = self
+        param._vb_slot = slot
+
+    # -- autograd ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def packing(self) -> Iterator[None]:
+        """Inside, tensors saved for backward that lie in a loaded buffer are kept as references."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+        def pack(tensor: torch.Tensor) -> Any:
+            packed = self.weights.pack(tensor)
+            if packed is not None:
+                return packed
+            return tensor if outer is None else (outer[1], outer[0](tensor))
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
+            yield
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, PackedView):
+            return self.weights.unpack(packed)
+        if isinstance(packed, tuple):
+            unpack, kept = packed
+            return unpack(kept)
+        return packed
+
+    def _take_gradient(self, slot: Slot) -> None:
+        task = torch._C._current_graph_task_id()
+        if task not in self._backward_ends:
+            self._backward_ends.add(task)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
+        self.step_control.before_gradient(slot.group)
+        self.gradients.take(slot)
+
+    def _end_backward(self, task: int) -> None:
+        self._backward_ends.discard(task)
+        self.gradients.finish_backward()
+
+    def _gradient_arrived(self, group: Group) -> None:
+        self.step_control.gradient_arrived(group)
+
+    def _settle(self, group: Group) -> None:
+        self.step_control.settle(group)
+
+    # -- what parameters ask for ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def reading(self, slots: Iterable[Slot]) -> Iterator[None]:
+        with self._using(list(dict.fromkeys(slot.group for slot in slots))):
+            yield
+
+    def aliases(self, tensor: torch.Tensor) -> bool:
+        return self.weights.aliases(tensor)
+
+    def write_back(self, slots: Iterable[Slot]) -> None:
+        slots = list(slots)
+        for group in dict.fromkeys(slot.group for slot in slots):
+            changed = [slot for slot in slots if slot.group is group]
+            buffer = self.weights.acquire(group)
+            self.weights.touched(group)
+            self.stack.write(self.homes.range(group, "weight"), buffer).wait()
+            self.weights.release(group)
+            self.worker.submit(self._write_masters, group, changed).result()
+
+    def _write_masters(self, group: Group, changed: list[Slot]) -> None:
+        if (group, "master") not in self.homes:
+            return
+        weight = self.homes.open(group, "weight")
+        master = self.homes.open(group, "master")
+        for slot in changed:
+            slot.flat_fp32(master).copy_(slot.flat(weight))
+        self.homes.close_range(group, "weight", weight, store=False)
+        self.homes.close_range(group, "master", master, store=True)
+
+    def has_gradient(self, slot: Slot) -> bool:
+        return self.gradients.has(slot)
+
+    def clear_gradient(self, slot: Slot) -> None:
+        self.step_control.rollback()
+        self.gradients.clear([slot])
+
+    # -- state_dict --------------------------------------------------------------------------------------------------
+
+    def _begin_export(self, *args: Any) -> None:
+        self.finish()
+        self._exported = {}
+
+    def _end_export(self, *args: Any) -> None:
+        self._exported = None
+
+    def export(self, slot: Slot) -> torch.Tensor | None:
+        if self._exported is None:
+            return None
+        if slot not in self._exported:  # tied names get one tensor, so that savers see the tie
+            weight = self.homes.open(slot.group, "weight")
+            self._exported[slot] = slot.view(weight).clone(memory_format=torch.preserve_format)
+            self.homes.close_range(slot.group, "weight", weight, store=False)
+        return self._exported[slot]
+
+    def _refuse_assignment(
+        self, module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        if metadata.get("assign_to_params_buffers", False):
+            raise Unsupported(
+                "load_state_dict(assign=True) would replace offloaded parameters: use assign=False, which copies"
+            )
+
+    # -- optimizer ---------------------------------------------------------------------------------------------------
+
+    def adopt_optimizer(self, optimizer: UpdateSource, slots: list[Slot]) -> None:
+        """Give ``optimizer`` states for ``slots``: both moments at home, zero.
+
+        Raises:
+            Unsupported: another optimizer has this model already.
+            InsufficientMemory: no room for the states; nothing was reserved.
+        """
+        if self.step_control.source not in (None, optimizer):
+            raise Unsupported(
+                f"model {self.name!r} already has an optimizer: put all its parameters into one VGPUAdamW"
+            )
+        groups = list(dict.fromkeys(slot.group for slot in slots))
+        masters = [(group, "master") for group in groups if needs_master(group)]
+        if any(key not in self.homes for key in masters):
+            raise Unsupported(
+                f"parameters of {self.name!r} that were frozen when it was offloaded have no fp32 master: release and enable again"
+            )
+        fresh = [
+            (group, kind) for kind in ("exp_avg", "exp_avg_sq") for group in groups if (group, kind) not in self.homes
+        ]
+        self.homes.reserve([(group, "gradient") for group in groups] + fresh)
+        for group, kind in fresh:
+            self.worker.submit(self._zero_range, group, kind)
+        self.worker.drain()
+        self.step_control.source = optimizer
+
+    def _zero_range(self, group: Group, kind: str) -> None:
+        flat = self.homes.open(group, kind, load=False)
+        flat.zero_()
+        self.homes.close_range(group, kind, flat, store=True)
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Wait until every update that was promised is in the home bytes; undo those that were not."""
+        self.step_control.rollback()
+        self.worker.drain()
+
+    def summary(self) -> dict[str, Any]:
+        """Where the model's bytes are, for reports: kinds by level, groups, and level 0's budget for weights."""
+        return {
+            "placement": self.placement,
+            "groups": len(self.groups),
+            "largest_group_bytes": max((group.num_bytes for group in self.groups), default=0),
+            "weights_budget_bytes": self.budget_bytes,
+            "bytes_by_level": self.homes.bytes_by_level(),
+            "undo_bytes": self.step_control.undo_peak_bytes,
+        }
+
+    def detach(self) -> None:
+        """Remove every hook; parameters keep their placeholders (the caller gives them data)."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._hooked.clear()
+
+    def close(self) -> None:
+        """Give everything back to the stack. Idempotent. Parameters that were not released stay unreadable."""
+        self.detach()
+        self.weights.drop_all()
+        self.finalizer()

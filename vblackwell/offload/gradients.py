@@ -1,0 +1,257 @@
+"""Gradients leave level 0 as soon as a group has all of them, as one flat range, and are summed at home.
+
+autograd accumulates into ``p.grad`` as always; a hook then copies it into the group's flat buffer and clears it. When the
+last trainable parameter of the group has arrived (or backward ends without it) the buffer travels home. The first arrival
+since `zero_grad` lands there directly; later ones are added in fp32, in the order in which PyTorch would have added them.
+Per-parameter norms are taken at home, as `torch.nn.utils.clip_grad_norm_` would take them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from vblackwell.errors import InsufficientMemory, Unsupported
+from vblackwell.memory.level import Transfer
+from vblackwell.memory.stack import Reservation, VGPUStack
+from vblackwell.offload.groups import Group, Slot
+from vblackwell.offload.home import Homes
+from vblackwell.offload.worker import Worker
+from vblackwell.units import format_bytes
+
+
+@dataclass(eq=False)
+class Leaving:
+    """A group's flat gradient buffer on level 0, being filled or on its way."""
+
+    group: Group
+    reservation: Reservation
+    buffer: torch.Tensor
+    slots: list[Slot] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class GroupGradient:
+    """A group's gradient at home. ``slots`` and ``pending`` belong to the thread that runs the model, the rest to the worker."""
+
+    slots: dict[Slot, None] = field(default_factory=dict)
+    pending: Future[None] | None = None
+    landed: dict[Slot, None] = field(default_factory=dict)
+    kind: str = "gradient"
+    norms: dict[Slot, torch.Tensor] = field(default_factory=dict)
+
+
+class GradientCollector:
+    """Gathers the gradients of one model.
+
+    Args:
+        drop_weights: called when level 0 is full; drops an idle group of weights, False if there is none.
+        arrived: called in the caller's thread with a group whose gradient of this backward is complete and under way.
+    """
+
+    def __init__(
+        self, stack: VGPUStack, groups: list[Group], homes: Homes, worker: Worker,
+        drop_weights: Callable[[], bool], arrived: Callable[[Group], None],
+    ) -> None:  # fmt: skip
+        self._stack = stack
+        self._homes = homes
+        self._worker = worker
+        self._drop_weights = drop_weights
+        self._arrived = arrived
+        self._filling: dict[int, Leaving] = {}
+        self._under_way: deque[Future[None]] = deque()
+        self._state = [GroupGradient() for _ in groups]
+
+    # -- in backward -------------------------------------------------------------------------------------------------
+
+    def take(self, slot: Slot) -> None:
+        """Copy ``slot``'s fresh gradient into its group's buffer and clear it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient, slot.param.grad = slot.param.grad, None
+        if gradient is None:
+            return
+        if gradient.layout != torch.strided:
+            raise Unsupported(
+                f"{slot.name!r} has a sparse gradient: offloaded parameters need dense ones (sparse=False)"
+            )
+        leaving = self._filling.get(slot.group.index)
+        if leaving is not None and slot in leaving.slots:  # a second part of the same backward (reentrant checkpoint)
+            self._leave(leaving)
+            leaving = None
+        if leaving is None:
+            leaving = self._filling[slot.group.index] = self._open(slot.group)
+        with torch.no_grad():
+            slot.view(leaving.buffer).copy_(gradient)
+        leaving.slots.append(slot)
+        if len(leaving.slots) == len(slot.group.trainable()):
+            self._leave(leaving)
+
+    def finish_backward(self) -> None:
+        """Backward is over: groups that got only part of their gradients leave too."""
+        for leaving in list(self._filling.values()):
+            self._leave(leaving)
+
+    def _open(self, group: Group) -> Leaving:
+        with torch.inference_mode(False):
+            while True:
+                try:
+                    reservation = self._homes.take(f"{group.name}/leaving", group.num_bytes, 0)
+                    break
+                except InsufficientMemory as error:
+                    if not (self.make_room() or self._drop_weights()):
+                        level = self._stack.levels[0]
+                        raise InsufficientMemory(
+                            f"the gradient of group {group.name!r} needs {format_bytes(group.num_bytes)} on level 0 ({level.name}), which "
+                            f"has {format_bytes(level.capacity_bytes)}, all in use: raise fast_memory (the capacity of level 0)",
+                            needed_bytes=group.num_bytes,
+                            available_bytes=level.capacity_bytes - level.used_bytes,
+                        ) from error
+            buffer = reservation.view()
+        assert buffer is not None, "level 0 is addressable"
+        return Leaving(group, reservation, buffer)
+
+    def _leave(self, leaving: Leaving) -> None:
+        group = leaving.group
+        del self._filling[group.index]
+        state = self._state[group.index]
+        self._homes.reserve([(group, "gradient")])
+        if not state.slots:
+            transfer = self._stack.write(self._homes.range(group, "gradient"), leaving.buffer)
+            task = self._worker.submit(self._land, leaving, transfer)
+        else:
+            if not _is_fp32(group):
+                self._homes.reserve([(group, "accumulated")])
+            incoming = self._reserve_incoming(group)
+            transfer = self._stack.write(incoming, leaving.buffer)
+            task = self._worker.submit(self._add, leaving, incoming, transfer)
+        state.slots.update(dict.fromkeys(leaving.slots))
+        state.pending = task
+        self._under_way.append(task)
+        self._arrived(group)
+
+    def _reserve_incoming(self, group: Group) -> Reservation:
+        """Host memory for a gradient that will be added: the range at home holds the sum so far."""
+        while True:
+            try:
+                return self._homes.take_host("incoming", group.num_bytes)
+            except InsufficientMemory:
+                if not self.make_room():
+                    raise
+
+    def make_room(self) -> bool:
+        """Wait for the oldest gradient under way, so that its buffer is free; False if none is."""
+        while self._under_way:
+            task = self._under_way.popleft()
+            if not task.done():
+                task.result()
+                return True
+        return False
+
+    # -- at home (worker thread) ----------------------------------------------------------------------------------
+
+    def _land(self, leaving: Leaving, transfer: Transfer) -> None:
+        self._free(leaving, transfer)
+        state = self._state[leaving.group.index]
+        state.landed = dict.fromkeys(leaving.slots)
+        state.kind = "gradient"
+        state.norms.clear()
+
+    def _add(self, leaving: Leaving, incoming: Reservation, transfer: Transfer) -> None:
+        self._free(leaving, transfer)
+        group = leaving.group
+        state = self._state[group.index]
+        self._widen(group)
+        fresh = incoming.view()
+        assert fresh is not None
+        summed = self._homes.open(group, state.kind)
+        for slot in leaving.slots:
+            target = slot.flat_fp32(summed) if state.kind == "accumulated" else slot.flat(summed)
+            if slot in state.landed:
+                target.add_(slot.flat(fresh))
+            else:
+                target.copy_(slot.flat(fresh))
+        self._homes.close_range(group, state.kind, summed, store=True)
+        self._homes.give(incoming)
+        state.landed.update(dict.fromkeys(leaving.slots))
+        state.norms.clear()
+
+    def _free(self, leaving: Leaving, transfer: Transfer) -> None:
+        transfer.wait()
+        leaving.buffer = torch.empty(0)
+        self._homes.give(leaving.reservation)
+
+    def _widen(self, group: Group) -> None:
+        """Move a narrow gradient to the fp32 range, where sums are kept."""
+        state = self._state[group.index]
+        if state.kind == "accumulated" or _is_fp32(group):
+            return
+        narrow = self._homes.open(group, "gradient")
+        wide = self._homes.open(group, "accumulated", load=False)
+        for slot in state.landed:
+            slot.flat_fp32(wide).copy_(slot.flat(narrow))
+        self._homes.close_range(group, "accumulated", wide, store=True)
+        self._homes.close_range(group, "gradient", narrow, store=False)
+        state.kind = "accumulated"
+
+    def measure(self, group: Group) -> None:
+        """Take the norms that are missing (worker thread)."""
+        state = self._state[group.index]
+        missing = [slot for slot in state.landed if slot not in state.norms]
+        if missing:
+            flat = self._homes.open(group, state.kind)
+            for slot in missing:
+                values = slot.flat_fp32(flat) if state.kind == "accumulated" else slot.flat(flat)
+                state.norms[slot] = torch.linalg.vector_norm(values, dtype=torch.float32)
+            self._homes.close_range(group, state.kind, flat, store=False)
+
+    def scale(self, group: Group, slots: list[Slot], factor: torch.Tensor | None) -> None:
+        """Multiply gradients at home by the fp32 scalar ``factor``, or make them zero if it is None (worker thread)."""
+        self._widen(group)
+        state = self._state[group.index]
+        flat = self._homes.open(group, state.kind)
+        for slot in slots:
+            values = slot.flat_fp32(flat) if state.kind == "accumulated" else slot.flat(flat)
+            values.zero_() if factor is None else values.mul_(factor)
+            state.norms.pop(slot, None)
+        self._homes.close_range(group, state.kind, flat, store=True)
+
+    def kind_at_home(self, group: Group) -> str:
+        """Which range holds the gradient: ``gradient`` (compute dtype) or ``accumulated`` (fp32). Worker thread."""
+        return self._state[group.index].kind
+
+    # -- between backward and step ---------------------------------------------------------------------------------
+
+    def has(self, slot: Slot) -> bool:
+        """Whether ``slot`` has a gradient, at home or on its way."""
+        leaving = self._filling.get(slot.group.index)
+        return slot in self._state[slot.group.index].slots or (leaving is not None and slot in leaving.slots)
+
+    def norm(self, slot: Slot) -> torch.Tensor:
+        """The 2-norm of ``slot``'s gradient, an fp32 scalar on the CPU; after `measure` has run and been waited for."""
+        return self._state[slot.group.index].norms[slot]
+
+    def clear(self, slots: list[Slot]) -> None:
+        """Forget the gradients of ``slots``."""
+        for slot in slots:
+            self._state[slot.group.index].slots.pop(slot, None)
+        for group in dict.fromkeys(slot.group for slot in slots):
+            self._worker.submit(self._forget, group, [slot for slot in slots if slot.group is group])
+
+    def _forget(self, group: Group, slots: list[Slot]) -> None:
+        state = self._state[group.index]
+        for slot in slots:
+            state.landed.pop(slot, None)
+            state.norms.pop(slot, None)
+
+    def zero(self, slots: list[Slot]) -> None:
+        """Make the gradients of ``slots`` zero but keep them (``zero_grad(set_to_none=False)``)."""
+        for group in dict.fromkeys(slot.group for slot in slots):
+            self._worker.submit(self.scale, group, [slot for slot in slots if slot.group is group], None)
+
+
+def _is_fp32(group: Group) -> bool:
+    return all(slot.dtype == torch.float32 for slot in group.slots if slot.dtype.is_floating_point)

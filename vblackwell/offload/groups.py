@@ -1,0 +1,176 @@
+"""Which parameters stream together, and at which modules they are needed. Structure only: no bytes, no devices.
+
+A *layer group* is what moves as one flat range: each child of an outermost `nn.ModuleList` (a transformer block), and
+each remaining module that owns parameters directly (an embedding, a head, a final norm). A parameter that several
+modules share belongs to the first; the others list that group among what they need.
+
+Within a group every parameter starts at a multiple of 512 bytes, as torch's allocators place single tensors, so that
+matrix kernels choose the same path for a view as for a tensor of its own, and vectorised optimizers round alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.units import align_up
+
+ALIGNMENT = 512
+
+
+@dataclass(eq=False)
+class Slot:
+    """One parameter's place in its group.
+
+    Attributes:
+        name: the parameter's first name in the model.
+        param: the parameter itself; it stays the same object for the model's whole life.
+        shape, stride, dtype: of the compute weight. ``stride`` is kept so that layouts such as channels_last survive.
+        offset: bytes from the group's start, for anything in ``dtype`` (compute weight, leaving gradient).
+        offset_fp32: bytes from the group's start in ranges of fp32 (master, moments, accumulated gradient).
+        plain_class: what the parameter is while its group is in use, `nn.Parameter` or the user's own child of it.
+    """
+
+    name: str
+    param: nn.Parameter
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    offset_fp32: int
+    group: Group
+    plain_class: type
+
+    @property
+    def num_elements(self) -> int:
+        return self.shape.numel()
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """This parameter inside ``flat``, the group's uint8 range in compute dtype; in its own shape and stride."""
+        return _strided(flat, self.offset, self.dtype, self.shape, self.stride)
+
+    def view_fp32(self, flat: torch.Tensor) -> torch.Tensor:
+        """The same inside a range of fp32."""
+        return _strided(flat, self.offset_fp32, torch.float32, self.shape, self.stride)
+
+    def flat(self, flat: torch.Tensor) -> torch.Tensor:
+        """Like `view`, as one dimension in memory order: what optimizers and sums work on."""
+        return flat[self.offset : self.offset + self.num_elements * self.dtype.itemsize].view(self.dtype)
+
+    def flat_fp32(self, flat: torch.Tensor) -> torch.Tensor:
+        """Like `view_fp32`, as one dimension in memory order."""
+        return flat[self.offset_fp32 : self.offset_fp32 + self.num_elements * 4].view(torch.float32)
+
+
+def _strided(
+    flat: torch.Tensor, offset: int, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]
+) -> torch.Tensor:
+    piece = flat[offset : offset + shape.numel() * dtype.itemsize].view(dtype)
+    return piece.as_strided(shape, stride, piece.storage_offset())
+
+
+@dataclass(eq=False)
+class Group:
+    """Parameters that move as one flat range of ``num_bytes`` (``num_bytes_fp32`` for fp32 states)."""
+
+    index: int
+    name: str
+    slots: list[Slot] = field(default_factory=list)
+    num_bytes: int = 0
+    num_bytes_fp32: int = 0
+
+    def append(self, name: str, param: nn.Parameter, dtype: torch.dtype) -> Slot:
+        """Give ``param`` the next place."""
+        start, start_fp32 = self.num_bytes, self.num_bytes_fp32
+        slot = Slot(name, param, param.shape, _dense_stride(param), dtype, start, start_fp32, self, type(param))
+        self.slots.append(slot)
+        self.num_bytes = align_up(slot.offset + slot.num_elements * dtype.itemsize, ALIGNMENT)
+        self.num_bytes_fp32 = align_up(slot.offset_fp32 + slot.num_elements * 4, ALIGNMENT)
+        return slot
+
+    def trainable(self) -> list[Slot]:
+        """Slots whose parameter wants a gradient now; read anew each time because users freeze and unfreeze."""
+        return [slot for slot in self.slots if slot.param.requires_grad]
+
+
+@dataclass(eq=False)
+class Site:
+    """A module at whose forward some groups must be on level 0."""
+
+    name: str
+    module: nn.Module
+    groups: list[Group]
+
+
+def _dense_stride(param: torch.Tensor) -> tuple[int, ...]:
+    """The parameter's stride if its memory is dense, else the row-major one (storing gaps would move dead bytes)."""
+    dense = torch.empty_like(param, device="meta", memory_format=torch.preserve_format)
+    return tuple(dense.stride())
+
+
+def compute_dtype_of(param: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
+    """``wanted`` for floating-point parameters, their own type otherwise."""
+    return wanted if wanted is not None and param.is_floating_point() else param.dtype
+
+
+def find_groups(
+    model: nn.Module, compute_dtype: torch.dtype | None = None, given: Iterable[str] | None = None
+) -> tuple[list[Group], list[Site]]:
+    """Layer groups of ``model`` in registration order, and the modules that need them.
+
+    Args:
+        given: names of modules that each form one group (with all that is inside them), instead of the children of
+            outermost ModuleLists.
+
+    Raises:
+        ConfigurationError: a given name is not a module of the model.
+    """
+    whole = _given_roots(model, given) if given is not None else _list_children(model)
+    groups: list[Group] = []
+    sites: list[Site] = []
+    owner: dict[nn.Parameter, Group] = {}
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if module in inside:
+            continue
+        recurse = module in whole
+        if recurse:
+            inside.update(module.modules())
+        params = list(module.named_parameters(prefix=name, recurse=recurse))
+        if not params:
+            continue
+        fresh = [(param_name, param) for param_name, param in params if param not in owner]
+        if fresh:
+            group = Group(len(groups), name or type(model).__name__)
+            for param_name, param in fresh:
+                group.append(param_name, param, compute_dtype_of(param, compute_dtype))
+                owner[param] = group
+            groups.append(group)
+        needed = list(dict.fromkeys(owner[param] for _, param in params))
+        sites.append(Site(name, module, needed))
+    return groups, sites
+
+
+def _list_children(model: nn.Module) -> set[nn.Module]:
+    """Children of the outermost ModuleLists, where those children own parameters."""
+    children: set[nn.Module] = set()
+    nested: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and module not in nested:
+            children.update(child for child in module if any(True for _ in child.parameters()))
+            nested.update(inner for child in module for inner in child.modules())
+    return children
+
+
+def _given_roots(model: nn.Module, given: Iterable[str]) -> set[nn.Module]:
+    modules = dict(model.named_modules())
+    unknown = [name for name in given if name not in modules]
+    if unknown:
+        raise ConfigurationError(
+            f"no module named {unknown[0]!r} in {type(model).__name__}: give names as in named_modules()"
+        )
+    return {modules[name] for name in given}

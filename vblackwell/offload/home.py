@@ -1,0 +1,181 @@
+"""Where a group's bytes live when they are not in use: ranges on the levels below the first.
+
+Kinds of range: ``weight`` (compute weights), ``master`` (fp32 truth, only where the compute weight is narrower),
+``gradient``, ``accumulated`` (fp32 sum of narrower gradients), ``exp_avg``, ``exp_avg_sq``. What is needed most often takes the
+upper levels: placement walks the kinds in that order and fills level 1, then 2, and so on.
+
+The decision (`place`) is arithmetic; `Homes` carries it out and takes everything back if one reservation fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from vblackwell.errors import InsufficientMemory
+from vblackwell.memory.stack import Reservation, VGPUStack
+from vblackwell.offload.groups import Group
+from vblackwell.units import format_bytes
+
+
+def place(sizes: Sequence[int], free: Sequence[int], what: str) -> list[int]:
+    """A position in ``free`` for each of ``sizes``: the first with room, in order.
+
+    Raises:
+        InsufficientMemory: with the bytes needed and the bytes there are, before anything is reserved.
+    """
+    left = list(free)
+    chosen = []
+    for size in sizes:
+        position = next((i for i, room in enumerate(left) if room >= size), None)
+        if position is None:
+            raise InsufficientMemory(
+                f"{what} need {format_bytes(sum(sizes))} below level 0, and the lower levels have {format_bytes(sum(free))} free: "
+                "raise host_memory or disk_memory (the capacities of the stack's lower levels)",
+                needed_bytes=sum(sizes),
+                available_bytes=sum(free),
+            )
+        left[position] -= size
+        chosen.append(position)
+    return chosen
+
+
+class Homes:
+    """The ranges of one model on the lower levels of one stack.
+
+    Args:
+        levels: indices of the stack's levels that may be used, nearest first.
+    """
+
+    def __init__(self, stack: VGPUStack, name: str, levels: Sequence[int]) -> None:
+        self.stack = stack
+        self._name = name
+        self._levels = list(levels)
+        self._ranges: dict[tuple[int, str], Reservation] = {}
+        self._staging: dict[str, Reservation] = {}
+        self._taken: set[Reservation] = set()
+
+    def take(self, what: str, num_bytes: int, level: int) -> Reservation:
+        """Reserve bytes of ``level`` for a while; like everything here they go back at `close` at the latest."""
+        reservation = self.stack.reserve(f"{self._name}/{what}", num_bytes, level)
+        self._taken.add(reservation)
+        return reservation
+
+    def give(self, reservation: Reservation) -> None:
+        """End of `take`."""
+        self._taken.discard(reservation)
+        self.stack.unreserve(reservation)
+
+    def take_host(self, what: str, num_bytes: int) -> Reservation:
+        """`take` from the first CPU-addressable level (level 0 if no lower one is).
+
+        Raises:
+            InsufficientMemory: it has no room.
+        """
+        on_host = [level for level in self._levels if self._addressable(level)] or [0]
+        return self.take(what, num_bytes, on_host[0])
+
+    def reserve(self, wanted: Iterable[tuple[Group, str]]) -> None:
+        """Reserve a range for each (group, kind) that has none, most wanted first; all or nothing.
+
+        Raises:
+            InsufficientMemory: nothing was reserved.
+        """
+        fresh = [(group, kind) for group, kind in wanted if (group.index, kind) not in self._ranges]
+        sizes = [self.size_of(group, kind) for group, kind in fresh]
+        levels = self.stack.levels
+        free = [levels[i].capacity_bytes - levels[i].used_bytes for i in self._levels]
+        free = self._reserve_staging(fresh, free)
+        made: list[tuple[int, str]] = []
+        try:
+            for (group, kind), size, position in zip(
+                fresh, sizes, place(sizes, free, "the model's bytes"), strict=True
+            ):
+                key = (group.index, kind)
+                self._ranges[key] = self.stack.reserve(
+                    f"{self._name}/{group.name}/{kind}", size, self._levels[position]
+                )
+                made.append(key)
+        except BaseException:
+            for key in made:
+                self.stack.unreserve(self._ranges.pop(key))
+            raise
+
+    def _reserve_staging(self, fresh: list[tuple[Group, str]], free: list[int]) -> list[int]:
+        """Host memory through which ranges of not addressable levels are worked on: the largest range of each kind.
+
+        It is taken first and only if something will spill, so that a stack that holds everything in RAM pays nothing.
+        """
+        on_host = [i for i, level in enumerate(self._levels) if self._addressable(level)]
+        sizes = [self.size_of(group, kind) for group, kind in fresh]
+        positions = place(sizes, free, "the model's bytes")
+        if not on_host or all(position in on_host for position in positions):
+            return free
+        for (group, kind), size in zip(fresh, sizes, strict=True):
+            held = self._staging.get(kind)
+            if held is None or held.num_bytes < size:
+                if held is not None:
+                    self.stack.unreserve(self._staging.pop(kind))
+                self._staging[kind] = self.stack.reserve(f"{self._name}/staging/{kind}", size, self._levels[on_host[0]])
+        return [self.stack.levels[i].capacity_bytes - self.stack.levels[i].used_bytes for i in self._levels]
+
+    def _addressable(self, level: int) -> bool:
+        device = self.stack.levels[level].device
+        return device is not None and device.type == "cpu"
+
+    @staticmethod
+    def size_of(group: Group, kind: str) -> int:
+        """Bytes of a range: ``weight`` and ``gradient`` are in compute dtype, the rest is fp32."""
+        return group.num_bytes if kind in ("weight", "gradient") else group.num_bytes_fp32
+
+    def __contains__(self, key: tuple[Group, str]) -> bool:
+        return (key[0].index, key[1]) in self._ranges
+
+    def range(self, group: Group, kind: str) -> Reservation:
+        return self._ranges[group.index, kind]
+
+    def open(self, group: Group, kind: str, *, load: bool = True) -> torch.Tensor:
+        """The range as a CPU uint8 tensor: the bytes themselves where addressable, else staged (read if ``load``).
+
+        One (kind) at a time may be open per model: staging is shared between groups. Only the worker thread calls this,
+        or a caller that has waited for it.
+        """
+        reservation = self.range(group, kind)
+        view = reservation.view()
+        if view is not None and view.device.type == "cpu":
+            return view
+        staged = self._stage(kind, reservation.num_bytes)
+        if load:
+            self.stack.read(reservation, staged).wait()
+        return staged
+
+    def close_range(self, group: Group, kind: str, opened: torch.Tensor, *, store: bool) -> None:
+        """End of `open`; ``store`` writes staged bytes back."""
+        reservation = self.range(group, kind)
+        view = reservation.view()
+        if store and (view is None or view.device.type != "cpu"):
+            self.stack.write(reservation, opened).wait()
+
+    def _stage(self, kind: str, num_bytes: int) -> torch.Tensor:
+        if kind in self._staging:
+            view = self._staging[kind].view()
+            assert view is not None
+            return view[:num_bytes]
+        return torch.empty(num_bytes, dtype=torch.uint8)  # a stack without a host level: nothing to account it to
+
+    def bytes_by_level(self) -> dict[str, list[int]]:
+        """Reserved bytes of each kind, per level of the stack."""
+        table: dict[str, list[int]] = {}
+        for (_, kind), reservation in self._ranges.items():
+            row = table.setdefault(kind, [0] * len(self.stack.levels))
+            row[reservation.level] += reservation.num_bytes
+        return table
+
+    def close(self) -> None:
+        """Give every range back. Idempotent."""
+        for reservation in [*self._ranges.values(), *self._staging.values(), *self._taken]:
+            self.stack.unreserve(reservation)
+        self._ranges.clear()
+        self._staging.clear()
+        self._taken.clear()

@@ -1,0 +1,269 @@
+"""`VGPUAdamW`: AdamW whose states live in the stack beside the weights they belong to.
+
+It is a `torch.optim.AdamW`: parameters that are plain (not offloaded, or all resident on level 0) are stepped by torch's
+own fused kernels at torch's own cost. Parameters of a streamed model are stepped group by group in the background, where
+their states are. Clipping is exact: the norm of per-parameter norms in optimizer order, then
+``g *= min(1, max_grad_norm / (norm + 1e-6))``, as `torch.nn.utils.clip_grad_norm_` does, over both kinds together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.offload.engine import Offload
+from vblackwell.offload.groups import Slot
+from vblackwell.offload.parameter import engine_and_slot
+from vblackwell.offload.resident import Resident, master_of, resident_of
+from vblackwell.offload.sparse import Selection
+from vblackwell.offload.state import read_slot_states, write_slot_states
+from vblackwell.offload.update import Hyper, fused_adamw, round_from_fp32
+
+
+class VGPUAdamW(torch.optim.AdamW):
+    """AdamW for offloaded and plain parameters alike; arguments and results of `torch.optim.AdamW(fused=True)`.
+
+    Args:
+        params: parameters or parameter groups. Managed parameters must already be offloaded.
+        max_grad_norm: clip the global 2-norm to this at `step`. With it (``inf`` measures and never clips) a step whose
+            gradients are not finite changes nothing and sets `skipped`; without it nothing is measured, as in PyTorch.
+        update_in_backward: start a group's update behind its backward, with an exact way back (see `StepControl`).
+        accumulation_steps: forwards of the whole model per `step`; only with ``update_in_backward`` must it be right for speed.
+        loss_scale: the factor that the loss was multiplied by, a power of two; gradients are divided by it. May be
+            changed between steps through the attribute of this name.
+
+    Raises:
+        ConfigurationError: a number outside its range.
+        Unsupported: a second optimizer for the same offloaded model.
+    """
+
+    def __init__(
+        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 1e-2, *, max_grad_norm: float | None = None, update_in_backward: bool = False,
+        accumulation_steps: int = 1, loss_scale: float = 1.0,
+    ) -> None:  # fmt: skip
+        if not lr >= 0 or math.isinf(lr):
+            raise ConfigurationError(f"lr {lr} is not a learning rate: give a finite number >= 0, e.g. 3e-4")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ConfigurationError(
+                f"max_grad_norm {max_grad_norm} must be > 0 (or None, to leave gradients as they are)"
+            )
+        if accumulation_steps < 1:
+            raise ConfigurationError(f"accumulation_steps {accumulation_steps} must be >= 1")
+        self.max_grad_norm = max_grad_norm
+        self.update_in_backward = update_in_backward
+        self.accumulation_steps = accumulation_steps
+        self.loss_scale = loss_scale
+        self._norm: torch.Tensor | None = None
+        self._skipped: bool | torch.Tensor = False
+        self._group_of: dict[torch.Tensor, dict[str, Any]] = {}
+        self._slots: dict[torch.Tensor, Slot] = {}
+        self._engines: list[Offload] = []
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        fresh: dict[Offload, list[Slot]] = {}
+        for param in group["params"]:
+            self._group_of[param] = group
+            found = engine_and_slot(param)
+            if found is not None:
+                engine, slot = found
+                self._slots[param] = slot
+                fresh.setdefault(engine, []).append(slot)
+        self._adopt_residents(group["params"])
+        for engine, slots in fresh.items():
+            engine.adopt_optimizer(self, slots)
+            if engine not in self._engines:
+                self._engines.append(engine)
+
+    def _adopt_residents(self, params: list[torch.Tensor]) -> None:
+        residents: dict[Resident, list[torch.Tensor]] = {}
+        for param in params:
+            resident = resident_of(param)
+            if resident is not None:
+                residents.setdefault(resident, []).append(param)
+        for resident, held in residents.items():
+            self.state.update(resident.adopt_optimizer(held))
+
+    # -- what the step control asks ----------------------------------------------------------------------------------
+
+    def hyper_of(self, slot: Slot) -> Hyper | None:
+        group = self._group_of.get(slot.param)
+        return None if group is None else self._hyper(group)
+
+    @staticmethod
+    def _hyper(group: dict[str, Any]) -> Hyper:
+        if group["amsgrad"] or group["maximize"]:
+            raise Unsupported("amsgrad and maximize are not available for offloaded parameters")
+        beta1, beta2 = group["betas"]
+        return Hyper(float(group["lr"]), float(beta1), float(beta2), float(group["eps"]), float(group["weight_decay"]))
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, closure: Callable[[], Any] | None = None, *, only: Iterable[Any] | None = None
+    ) -> Any:
+        """One AdamW step. Updates of offloaded groups run on in the background, each until its group is next used.
+
+        Args:
+            only: keys from `select_top_k_gradients`, or parameters: update (and measure) just these.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        selection = Selection(self._engines, only)
+        # A scale is one more reason to multiply, and a limit one more to measure; without either, nothing is read.
+        factor = self._measure(selection) if self.max_grad_norm is not None else self._unscale()
+        if self._skipped is True:
+            for engine in self._engines:
+                engine.step_control.refuse()
+            return loss
+        for engine in self._engines:
+            engine.step_control.promise(selection.has_slot, factor)
+        self._step_plain(selection, factor)
+        return loss
+
+    def _unscale(self) -> torch.Tensor | None:
+        return None if self.loss_scale == 1.0 else torch.tensor(1.0 / self.loss_scale)
+
+    def _measure(self, selection: Selection) -> torch.Tensor | None:
+        """The global norm into `grad_norm`; the factor that clips, None if that is 1."""
+        assert self.max_grad_norm is not None
+        for engine in self._engines:
+            engine.step_control.collect()
+        norms = []
+        for param, slot in self._in_order(selection):
+            if slot is not None:
+                found = engine_and_slot(param)
+                assert found is not None
+                norms.append(found[0].gradients.norm(slot))
+            else:
+                norms.append(torch.linalg.vector_norm(param.grad, dtype=torch.float32))  # type: ignore[arg-type]
+        if not norms:
+            self._norm, self._skipped = torch.zeros(()), False
+            return None
+        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+        inverse_scale = 1.0 / self.loss_scale
+        if inverse_scale != 1.0:
+            total = total * inverse_scale
+        self._norm = total
+        self._skipped = not bool(torch.isfinite(total))
+        factor = torch.clamp(self.max_grad_norm / (total + 1e-6), max=1.0) * inverse_scale
+        return None if factor == 1.0 else factor.cpu()
+
+    def _in_order(self, selection: Selection) -> Iterable[tuple[torch.Tensor, Slot | None]]:
+        """Parameters that have gradients, in optimizer order, with their slot if they are offloaded."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                slot = self._slots.get(param)
+                if slot is not None:
+                    found = engine_and_slot(param)
+                    if found is not None and found[0].gradients.has(slot) and selection.has_slot(slot):
+                        yield param, slot
+                elif param.grad is not None and selection.has_param(param):
+                    yield param, None
+
+    def _step_plain(self, selection: Selection, factor: torch.Tensor | None) -> None:
+        plain = [param for param in self._group_of if param not in self._slots]
+        if not plain:
+            return
+        set_aside = []
+        for param in plain:
+            if param.grad is None:
+                continue
+            if not selection.has_param(param):
+                set_aside.append((param, param.grad))
+                param.grad = None
+            elif factor is not None:
+                param.grad.mul_(factor.to(param.grad.device))
+        split = [param for param in plain if master_of(param) is not None]
+        all_params = [group["params"] for group in self.param_groups]
+        try:
+            if self._slots or split:
+                others = self._slots.keys() | set(split)
+                for group in self.param_groups:
+                    group["params"] = [param for param in group["params"] if param not in others]
+            super().step()
+            for param in split:
+                self._step_master(param)
+        finally:
+            for group, params in zip(self.param_groups, all_params, strict=True):
+                group["params"] = params
+            for param, gradient in set_aside:
+                param.grad = gradient
+
+    def _step_master(self, param: torch.Tensor) -> None:
+        """A resident parameter with an fp32 master: AdamW on the master, then the compute weight is that, rounded."""
+        master = master_of(param)
+        assert master is not None
+        if param.grad is None:
+            return
+        state = self.state[param]
+        state["step"].add_(1)
+        hyper = self._hyper(self._group_of[param])
+        fused_adamw([master], [param.grad.float()], [state["exp_avg"]], [state["exp_avg_sq"]], [state["step"]], hyper)
+        round_from_fp32(master, param.data)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, and every update that was started for a step that has not come."""
+        for engine in self._engines:
+            engine.step_control.rollback()
+            slots = [slot for param, slot in self._slots.items() if engine_and_slot(param) == (engine, slot)]
+            held = [slot for slot in slots if engine.gradients.has(slot)]
+            if held:
+                engine.gradients.finish_backward()
+                engine.gradients.clear(held) if set_to_none else engine.gradients.zero(held)
+        super().zero_grad(set_to_none)
+
+    # -- states ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `torch.optim.AdamW` would write it; states of offloaded parameters come as CPU tensors."""
+        found = super().state_dict()
+        index_of = {param: index for index, param in enumerate(self._group_of)}
+        for engine in self._engines:
+            engine.finish()
+            for group in engine.groups:
+                for slot, state in read_slot_states(engine, group):
+                    found["state"][index_of[slot.param]] = state
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Accepts what `torch.optim.AdamW` or this class wrote for the same parameters, wherever they lived."""
+        slot_of = {index: self._slots[param] for index, param in enumerate(self._group_of) if param in self._slots}
+        states = {slot_of[index]: state for index, state in state_dict["state"].items() if index in slot_of}
+        plain = {index: state for index, state in state_dict["state"].items() if index not in slot_of}
+        super().load_state_dict({**state_dict, "state": plain})
+        self._group_of = {param: group for group in self.param_groups for param in group["params"]}
+        for engine in self._engines:
+            engine.finish()
+            for group in engine.groups:
+                held = {slot: states[slot] for slot in group.slots if slot in states}
+                write_slot_states(engine, group, held)
+
+    def let_go(self, engine: Offload, device: torch.device) -> None:
+        """``engine``'s parameters become plain: its states move here, to ``device``. Called by `release`."""
+        for group in engine.groups:
+            for slot, state in read_slot_states(engine, group):
+                moments = {kind: state[kind].to(device) for kind in ("exp_avg", "exp_avg_sq")}
+                self.state[slot.param] = {"step": state["step"].to(device), **moments}
+        self._slots = {param: slot for param, slot in self._slots.items() if engine_and_slot(param) != (engine, slot)}
+        self._engines.remove(engine)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The global 2-norm of the gradients at the last `step` before clipping; None without ``max_grad_norm``."""
+        return None if self._norm is None else float(self._norm)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last `step` changed nothing because a gradient was not finite."""
+        return bool(self._skipped)

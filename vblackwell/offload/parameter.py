@@ -1,0 +1,237 @@
+"""A parameter whose bytes are elsewhere: every read loads it, every write is carried home, nothing is ever stale.
+
+A managed parameter keeps its identity and always shows the shape, dtype and device of its compute weight. While its
+layer group is in use (inside the forward of a module that needs it) it is a plain `nn.Parameter` over the loaded
+buffer, and costs nothing. Otherwise its class is `OffloadedParameter` and its data a single NaN seen through stride
+zero: should any code get past the interception below, NaN is loud where old weights would be silent.
+
+Swapping ``__class__`` is how torch itself turns lazy parameters into real ones. A tensor subclass for the model's whole
+life would tax every operator call instead.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from vblackwell.errors import StaleTensor, Unsupported
+from vblackwell.offload.groups import Slot
+
+_T = torch.Tensor
+_GRAD_GET = _T.grad.__get__
+_GRAD_SET = _T.grad.__set__
+_DATA_SET = _T.data.__set__
+_METADATA = frozenset(
+    {
+        getattr(_T, name).__get__
+        for name in (
+            "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "ndim", "names", "itemsize", "nbytes", "is_cuda",
+            "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps", "is_ipu", "is_maia",
+            "is_vulkan", "is_mtia", "is_xla", "is_sparse_csr", "retains_grad", "grad_fn", "output_nr", "_version", "name",
+            "_backward_hooks", "_post_accumulate_grad_hooks", "_base", "grad_dtype",
+        )
+        if hasattr(getattr(_T, name, None), "__get__")
+    }
+    | {_T.requires_grad.__set__}
+    | {
+        getattr(_T, name)
+        for name in (
+            "size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_signed", "get_device",
+            "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "__hash__", "__len__", "ndimension",
+            "is_inference", "is_shared", "is_pinned", "retain_grad",
+        )
+        if hasattr(_T, name)
+    }
+)  # fmt: skip
+_NOT_MUTATING = {"requires_grad_", "share_memory_", "rename_"}
+
+
+class Binding(Protocol):
+    """What a managed parameter asks of the engine that holds its bytes."""
+
+    def reading(self, slots: Iterable[Slot]) -> AbstractContextManager[None]:
+        """Inside, the slots' parameters are plain and loaded, and tensors saved for backward are packed."""
+        ...
+
+    def packing(self) -> AbstractContextManager[None]:
+        """Inside, tensors saved for backward are packed."""
+        ...
+
+    def aliases(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in a loaded buffer."""
+        ...
+
+    def write_back(self, slots: Iterable[Slot]) -> None:
+        """The slots' loaded bytes were changed in place: carry them home."""
+        ...
+
+    def has_gradient(self, slot: Slot) -> bool: ...
+
+    def clear_gradient(self, slot: Slot) -> None: ...
+
+    def export(self, slot: Slot) -> torch.Tensor | None:
+        """While a state_dict is being made: the slot's bytes on the CPU. Otherwise None."""
+        ...
+
+
+def _is_mutating(func: Any, kwargs: dict[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if kwargs.get("out") is not None or name == "__setitem__":
+        return True
+    if name.startswith("__"):
+        return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
+    return name.endswith("_") and name not in _NOT_MUTATING
+
+
+def _flatten(value: Any) -> Iterable[Any]:
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _flatten(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _flatten(item)
+    else:
+        yield value
+
+
+def _map_aliases(value: Any, binding: Binding) -> Any:
+    """``value`` with every tensor that lies in a loaded buffer made read-only."""
+    if isinstance(value, (list, tuple)):
+        mapped = [_map_aliases(item, binding) for item in value]
+        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
+    if type(value) is torch.Tensor and binding.aliases(value):
+        view = value.as_subclass(ReadOnlyView)
+        view._vb_binding = binding
+        return view
+    return value
+
+
+class ReadOnlyView(torch.Tensor):
+    """A view into a loaded weight that was handed out. It stays valid while held; writing to it is refused.
+
+    It is a snapshot: the bytes of the weight when it was read, not of later steps.
+    """
+
+    _vb_binding: Binding
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        views = [item for item in _flatten((args, kwargs)) if isinstance(item, ReadOnlyView)]
+        target = kwargs.get("out", args[0] if args else None)
+        if _is_mutating(func, kwargs) and any(isinstance(item, ReadOnlyView) for item in _flatten(target)):
+            raise StaleTensor(
+                f"{getattr(func, '__name__', func)} on a view of an offloaded parameter would be lost: change the parameter itself "
+                "(under torch.no_grad(), e.g. p.mul_(2)), or release(model) first"
+            )
+        binding = views[0]._vb_binding
+        with torch._C.DisableTorchFunctionSubclass(), binding.packing():
+            result = func(*args, **kwargs)
+        return _map_aliases(result, binding)
+
+
+class OffloadedParameter(nn.Parameter):
+    """See the module's text. Never constructed: `Slot.param.__class__` is switched to and from this."""
+
+    _vb_binding: Binding
+    _vb_slot: Slot
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func == _GRAD_GET:
+            return _read_gradient(args[0], sys._getframe(1))
+        if func == _GRAD_SET:
+            return _write_gradient(args[0], args[1])
+        if func == _DATA_SET:
+            return _write_data(args[0], args[1])
+        if func is _T.detach and type(args[0]) is OffloadedParameter:
+            exported = args[0]._vb_binding.export(args[0]._vb_slot)
+            if exported is not None:
+                return exported
+        managed = [item for item in _flatten((args, kwargs)) if type(item) is OffloadedParameter]
+        if not managed:  # only plain ones are left: their group is in use further up
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        by_binding: dict[Binding, list[Slot]] = {}
+        for param in managed:
+            by_binding.setdefault(param._vb_binding, []).append(param._vb_slot)
+        with ExitStack() as stack:
+            for binding, slots in by_binding.items():
+                stack.enter_context(binding.reading(slots))
+            result = func(*args, **kwargs)
+            for binding, slots in by_binding.items():
+                if _is_mutating(func, kwargs):
+                    binding.write_back(slots)
+                result = _map_aliases(result, binding)
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(_plain_copy(self), self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(_plain_copy(self), self.requires_grad).__reduce_ex__(protocol)
+
+
+def engine_and_slot(param: torch.Tensor) -> tuple[Any, Slot] | None:
+    """The engine that holds ``param``'s bytes and its slot there; None for a plain parameter."""
+    binding = param.__dict__.get("_vb_binding")
+    return None if binding is None else (binding, param.__dict__["_vb_slot"])
+
+
+def forget_binding(param: torch.Tensor) -> None:
+    """Make ``param`` a stranger to every engine; its class and data are the caller's business."""
+    for name in ("_vb_binding", "_vb_slot"):
+        param.__dict__.pop(name, None)
+
+
+def _plain_copy(param: OffloadedParameter) -> torch.Tensor:
+    with param._vb_binding.reading([param._vb_slot]), torch.no_grad():
+        return param.detach().clone(memory_format=torch.preserve_format)
+
+
+def _read_gradient(param: OffloadedParameter, caller: Any) -> None:
+    """``p.grad`` is None while offloaded; torch's own utilities must not mistake that for "no gradient".
+
+    They read ``p.grad`` and do nothing where it is None, which would be silence: so zero_grad does its work here, and
+    clip_grad_norm_, GradScaler and torch's optimizers, told apart by the module that reads, get an error.
+    """
+    slot = param._vb_slot
+    if not param._vb_binding.has_gradient(slot):
+        return None
+    module = caller.f_globals.get("__name__", "")
+    if module.startswith("torch."):
+        if caller.f_code.co_name == "zero_grad":
+            param._vb_binding.clear_gradient(slot)
+            return None
+        raise Unsupported(
+            f"{module} reads the gradient of {slot.name!r}, which has left level 0 for the optimizer: use VGPUAdamW (its max_grad_norm, "
+            "grad_norm and loss_scale), or vblackwell.clip_grad_norm_(model, max_norm), or release(model) first"
+        )
+    return None
+
+
+def _write_gradient(param: OffloadedParameter, value: Any) -> None:
+    if value is not None:
+        raise Unsupported(
+            f"setting the gradient of the offloaded parameter {param._vb_slot.name!r}: only None (to clear it) is possible"
+        )
+    param._vb_binding.clear_gradient(param._vb_slot)
+
+
+def _write_data(param: OffloadedParameter, value: torch.Tensor) -> None:
+    if value is not param:  # model.to(where it already is) assigns a parameter to itself
+        raise Unsupported(
+            f"replacing the data of the offloaded parameter {param._vb_slot.name!r} (as .to(), .half() or .cuda() do): "
+            "release(model) first, or copy into it under torch.no_grad()"
+        )

@@ -1,0 +1,98 @@
+"""Sparse training: choose the groups with the largest gradients, and step only those."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.offload.groups import Slot, find_groups
+from vblackwell.offload.parameter import engine_and_slot
+
+
+def group_key(engine: Any, group: Any) -> str:
+    """The name under which users meet a group: ``'model/layers.3'``."""
+    return f"{engine.name}/{group.name}"
+
+
+class Selection:
+    """The parameters that a step is restricted to; everything where ``only`` is None.
+
+    Raises:
+        ConfigurationError: a key names no group of the optimizer's models.
+    """
+
+    def __init__(self, engines: Sequence[Any], only: Iterable[Any] | None) -> None:
+        self._all = only is None
+        self._params: set[torch.Tensor] = set()
+        by_key = {group_key(engine, group): group for engine in engines for group in engine.groups}
+        for item in only or ():
+            if isinstance(item, torch.Tensor):
+                self._params.add(item)
+            elif item in by_key:
+                self._params.update(slot.param for slot in by_key[item].slots)
+            else:
+                raise ConfigurationError(
+                    f"only={item!r} is neither a parameter nor a group such as {next(iter(by_key), None)!r}"
+                )
+
+    def has_slot(self, slot: Slot) -> bool:
+        return self._all or slot.param in self._params
+
+    def has_param(self, param: torch.Tensor) -> bool:
+        return self._all or param in self._params
+
+
+def select_top_k_gradients(model: nn.Module, fraction: float) -> list[Any]:
+    """The layer groups with the largest gradient norm per element, as `VGPUAdamW.step(only=...)` and `prefetch` take them.
+
+    Args:
+        model: after a backward. Offloaded or plain.
+        fraction: share of the groups that have gradients, in (0, 1]; at least one is returned.
+
+    Returns:
+        Keys such as ``'model/layers.3'`` for an offloaded model, parameters for a plain one, largest first.
+
+    Raises:
+        ConfigurationError: ``fraction`` out of range, or there are no gradients.
+    """
+    if not 0 < fraction <= 1:
+        raise ConfigurationError(f"fraction {fraction} must be in (0, 1], e.g. 0.1 for the top tenth of the groups")
+    found = [engine_and_slot(param) for param in model.parameters()]
+    engines = list(dict.fromkeys(pair[0] for pair in found if pair is not None))
+    ranked = [item for engine in engines for item in _rank_offloaded(engine)] if engines else _rank_plain(model)
+    if not ranked:
+        raise ConfigurationError("no parameter has a gradient: call backward() before selecting by gradient")
+    ranked.sort(key=lambda item: -item[0])
+    chosen = ranked[: max(1, math.ceil(fraction * len(ranked)))]
+    return [key for _, keys in chosen for key in keys]
+
+
+def _rank_offloaded(engine: Any) -> list[tuple[float, list[Any]]]:
+    engine.step_control.collect()
+    ranked = []
+    for group in engine.groups:
+        slots = [slot for slot in group.slots if engine.gradients.has(slot)]
+        if slots:
+            norms = torch.stack([engine.gradients.norm(slot) for slot in slots])
+            ranked.append((_density(norms, sum(slot.num_elements for slot in slots)), [group_key(engine, group)]))
+    return ranked
+
+
+def _rank_plain(model: nn.Module) -> list[tuple[float, list[Any]]]:
+    ranked = []
+    for group in find_groups(model)[0]:
+        params = [slot.param for slot in group.slots if slot.param.grad is not None]
+        if params:
+            norms = torch.stack([torch.linalg.vector_norm(param.grad, dtype=torch.float32) for param in params])  # type: ignore[arg-type]
+            ranked.append((_density(norms, sum(param.numel() for param in params)), list(params)))
+    return ranked
+
+
+def _density(norms: torch.Tensor, num_elements: int) -> float:
+    """Root mean square of a group's gradient: groups of different sizes become comparable."""
+    return float(torch.linalg.vector_norm(norms)) / math.sqrt(num_elements)

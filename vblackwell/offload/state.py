@@ -1,0 +1,153 @@
+"""Weights and AdamW states in and out, one parameter at a time, whatever the placement.
+
+A checkpoint knows nothing of stacks: by name it holds fp32 weights (masters where there are any), ``exp_avg``, ``exp_avg_sq`` and
+``step``, as `torch.optim.AdamW` has them. So what one stack wrote, any other stack, or a plain module, reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.offload.enable import offload_of
+from vblackwell.offload.engine import Offload
+from vblackwell.offload.groups import Group, Slot
+from vblackwell.offload.moving import copy_in
+from vblackwell.offload.resident import master_of
+from vblackwell.offload.update import round_from_fp32
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+ParameterState = dict[str, torch.Tensor]
+
+
+def export_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> Iterator[tuple[str, ParameterState]]:
+    """``(name, {'weight', and if stepped 'exp_avg', 'exp_avg_sq', 'step'})`` for each parameter, CPU tensors, one at a time.
+
+    Pending updates are finished first. ``weight`` is fp32 wherever there is a master, else in the parameter's type. Shared
+    parameters come once, under their first name.
+    """
+    engine = offload_of(model)
+    if isinstance(engine, Offload):
+        engine.finish()
+        for group in engine.groups:
+            yield from _export_group(engine, group)
+        return
+    for name, param in model.named_parameters():
+        master = master_of(param)
+        state: ParameterState = {"weight": (param if master is None else master).detach().to("cpu", copy=True)}
+        held = optimizer.state.get(param, {}) if optimizer is not None else {}
+        state.update({key: held[key].detach().to("cpu", copy=True) for key in (*MOMENTS, "step") if key in held})
+        yield name, state
+
+
+def import_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, read: Callable[[str], ParameterState]
+) -> None:
+    """The reverse of `export_state`: ``read(name)`` gives a parameter's tensors; states are skipped without an optimizer.
+
+    Raises:
+        ConfigurationError: a tensor is missing or has another shape; what was read before it is already in place.
+    """
+    engine = offload_of(model)
+    if isinstance(engine, Offload):
+        engine.finish()
+        engine.weights.drop_all()
+        for group in engine.groups:
+            engine.weights.touched(group)
+            _import_group(engine, group, read, with_states=optimizer is not None)
+        return
+    for name, param in model.named_parameters():
+        state = _checked(name, param.shape, read(name))
+        master = master_of(param)
+        with torch.no_grad():
+            if master is not None:
+                master.copy_(state["weight"])
+                round_from_fp32(master, param.data)
+            else:
+                param.copy_(state["weight"])
+        if optimizer is not None and "step" in state:
+            _import_plain_state(optimizer, param, state)
+
+
+def _import_plain_state(optimizer: torch.optim.Optimizer, param: torch.Tensor, state: ParameterState) -> None:
+    held = optimizer.state[param]
+    for key in MOMENTS:
+        if key in held:
+            held[key].copy_(state[key])
+        else:
+            held[key] = torch.empty_like(param, dtype=torch.float32, memory_format=torch.preserve_format).copy_(
+                state[key]
+            )
+    # torch's fused AdamW wants the count on the parameter's device.
+    held["step"] = state["step"].to(param.device, torch.float32, copy=True)
+
+
+def read_slot_states(engine: Offload, group: Group) -> Iterator[tuple[Slot, ParameterState]]:
+    """Moments and step count of each stepped parameter of ``group``, cloned. The engine must be finished."""
+    if (group, "exp_avg") not in engine.homes:
+        return
+    opened = {kind: engine.homes.open(group, kind) for kind in MOMENTS}
+    for slot in group.slots:
+        step = engine.step_control.steps.get(slot)
+        if step is not None:
+            moments = {
+                kind: slot.view_fp32(flat).clone(memory_format=torch.preserve_format) for kind, flat in opened.items()
+            }
+            yield slot, {**moments, "step": step.clone()}
+    for kind, flat in opened.items():
+        engine.homes.close_range(group, kind, flat, store=False)
+
+
+def write_slot_states(engine: Offload, group: Group, states: dict[Slot, ParameterState]) -> None:
+    """The reverse of `read_slot_states`; parameters that are not in ``states`` count as never stepped."""
+    if (group, "exp_avg") not in engine.homes:
+        return
+    for kind in MOMENTS:
+        flat = engine.homes.open(group, kind, load=False)
+        flat.zero_()
+        for slot, state in states.items():
+            slot.view_fp32(flat).copy_(state[kind])
+        engine.homes.close_range(group, kind, flat, store=True)
+    for slot in group.slots:
+        engine.step_control.steps.pop(slot, None)
+        if slot in states:
+            engine.step_control.steps[slot] = states[slot]["step"].to("cpu", torch.float32, copy=True)
+
+
+def _export_group(engine: Offload, group: Group) -> Iterator[tuple[str, ParameterState]]:
+    states = dict(read_slot_states(engine, group))
+    kind = "master" if (group, "master") in engine.homes else "weight"
+    flat = engine.homes.open(group, kind)
+    for slot in group.slots:
+        weight = slot.view_fp32(flat) if kind == "master" and slot.dtype.is_floating_point else slot.view(flat)
+        yield slot.name, {"weight": weight.clone(memory_format=torch.preserve_format), **states.pop(slot, {})}
+    engine.homes.close_range(group, kind, flat, store=False)
+
+
+def _import_group(engine: Offload, group: Group, read: Callable[[str], ParameterState], *, with_states: bool) -> None:
+    found = {slot: _checked(slot.name, slot.shape, read(slot.name)) for slot in group.slots}
+    weight = engine.homes.open(group, "weight", load=False)
+    master = engine.homes.open(group, "master", load=False) if (group, "master") in engine.homes else None
+    for slot, state in found.items():
+        copy_in(slot, state["weight"], weight, master)
+    engine.homes.close_range(group, "weight", weight, store=True)
+    if master is not None:
+        engine.homes.close_range(group, "master", master, store=True)
+    if with_states:
+        write_slot_states(engine, group, {slot: state for slot, state in found.items() if "step" in state})
+
+
+def _checked(name: str, shape: torch.Size, state: ParameterState) -> ParameterState:
+    if "weight" not in state:
+        raise ConfigurationError(f"the checkpoint has no weight for {name!r}: it was written by another model")
+    for key, value in state.items():
+        if key != "step" and value.shape != shape:
+            raise ConfigurationError(
+                f"{key} of {name!r} has shape {tuple(value.shape)} in the checkpoint, {tuple(shape)} here"
+            )
+    return state

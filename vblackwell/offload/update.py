@@ -1,0 +1,184 @@
+"""AdamW on one group's ranges at home: the arithmetic, and the way back.
+
+Where the compute weight is fp32 it is its own master, and torch's fused AdamW runs on per-parameter views in one call a
+group, with the same bits as `torch.optim.AdamW(fused=True)` on single tensors. A narrower compute weight has an fp32
+master beside it: gradients are cast in chunks that stay in cache, and the compute weight is the master rounded to
+nearest, ties away from zero (bits + 0x8000 for bf16), the rounding that a master split into weight and 16-bit remainder needs.
+
+`Undo` keeps what an update overwrote, until the step that it anticipated is promised or given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vblackwell.offload.groups import Group, Slot
+from vblackwell.offload.home import Homes
+
+# Elements. A multiple of 16, or torch's vectorised AdamW rounds differently; small enough that a chunk of weight,
+# gradient and both moments stays in a core's cache.
+CHUNK = 1 << 18
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """AdamW's numbers for one parameter at one step."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One parameter's share of an update. ``step`` is torch's fp32 scalar, counted up by the update."""
+
+    slot: Slot
+    step: torch.Tensor
+    hyper: Hyper
+
+
+def fused_adamw(
+    weights: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    steps: Sequence[torch.Tensor],
+    hyper: Hyper,
+) -> None:
+    """torch's fused AdamW, in place, on tensors of one device; ``steps`` are already counted up."""
+    torch._fused_adamw_(
+        list(weights), list(gradients), list(exp_avgs), list(exp_avg_sqs), [], list(steps),
+        lr=hyper.lr, beta1=hyper.beta1, beta2=hyper.beta2, weight_decay=hyper.weight_decay, eps=hyper.eps,
+        amsgrad=False, maximize=False,
+    )  # fmt: skip
+
+
+def round_from_fp32(source: torch.Tensor, out: torch.Tensor) -> None:
+    """``out`` = ``source`` rounded to nearest: ties away from zero for bf16, torch's own conversion (ties to even) otherwise.
+
+    Adding 0x8000 to the bits of a finite fp32 and cutting the low half rounds its magnitude; a carry moves into the
+    exponent as it should, and past the largest bf16 gives infinity.
+    """
+    if out.dtype != torch.bfloat16:
+        out.copy_(source)
+        return
+    bits = source.view(torch.int32)
+    # int32 wraps only for NaN patterns, which never get here: non-finite gradients are not applied.
+    out.view(torch.int16).copy_((bits + 0x8000) >> 16)
+
+
+class Undo:
+    """Copies of the ranges that an update is about to overwrite, in host memory that was reserved for them.
+
+    Args:
+        jobs: the parameters that the update changes.
+        memory: CPU bytes, `Undo.size_of` of them.
+    """
+
+    def __init__(self, jobs: Sequence[Job], memory: torch.Tensor) -> None:
+        self.jobs = list(jobs)
+        self._memory = memory
+        self._steps: list[torch.Tensor] = []
+        self._ranges: dict[str, torch.Tensor] = {}
+
+    @staticmethod
+    def size_of(group: Group, homes: Homes) -> int:
+        """Bytes to reserve for one update of ``group``."""
+        return sum(homes.size_of(group, kind) for kind in state_kinds(group, homes))
+
+    def keep(self, opened: dict[str, torch.Tensor]) -> None:
+        """Copy what is there now."""
+        self._steps = [job.step.clone() for job in self.jobs]
+        used = 0
+        for kind, flat in opened.items():
+            self._ranges[kind] = self._memory[used : used + flat.numel()].copy_(flat)
+            used += flat.numel()
+
+    def put_back(self, group: Group, homes: Homes) -> None:
+        """Make the ranges and step counts what they were."""
+        for kind, kept in self._ranges.items():
+            flat = homes.open(group, kind, load=False)
+            flat.copy_(kept)
+            homes.close_range(group, kind, flat, store=True)
+        for job, step in zip(self.jobs, self._steps, strict=True):
+            job.step.copy_(step)
+
+
+def state_kinds(group: Group, homes: Homes) -> list[str]:
+    """The ranges that an update of ``group`` writes."""
+    master = ["master"] if (group, "master") in homes else []
+    return [*master, "weight", "exp_avg", "exp_avg_sq"]
+
+
+class Updater:
+    """Updates the groups of one model; every method runs in the worker thread."""
+
+    def __init__(self, homes: Homes) -> None:
+        self._homes = homes
+
+    def update(
+        self, group: Group, jobs: Sequence[Job], gradient_kind: str, factor: torch.Tensor | None, undo: Undo | None
+    ) -> None:
+        """One AdamW step for ``jobs`` of ``group``; gradients are multiplied by the fp32 scalar ``factor`` first, if given."""
+        kinds = state_kinds(group, self._homes)
+        opened = {kind: self._homes.open(group, kind) for kind in kinds}
+        gradient = self._homes.open(group, gradient_kind)
+        if undo is not None:
+            undo.keep(opened)
+        for job in jobs:
+            job.step.add_(1)
+        if "master" not in opened and gradient_kind == "gradient":
+            self._update_whole(jobs, opened, gradient, factor)
+        else:
+            for job in jobs:
+                self._update_chunked(job, opened, gradient, gradient_kind, factor)
+        for kind in kinds:
+            self._homes.close_range(group, kind, opened[kind], store=True)
+        self._homes.close_range(group, gradient_kind, gradient, store=False)
+
+    def _update_whole(
+        self, jobs: Sequence[Job], opened: dict[str, torch.Tensor], gradient: torch.Tensor, factor: torch.Tensor | None
+    ) -> None:
+        """All fp32: one call for all parameters that share their numbers."""
+        for hyper in dict.fromkeys(job.hyper for job in jobs):
+            same = [job for job in jobs if job.hyper == hyper]
+            gradients = [job.slot.flat(gradient) for job in same]
+            if factor is not None:
+                gradients = [values * factor for values in gradients]
+            fused_adamw(
+                [job.slot.flat(opened["weight"]) for job in same],
+                gradients,
+                [job.slot.flat_fp32(opened["exp_avg"]) for job in same],
+                [job.slot.flat_fp32(opened["exp_avg_sq"]) for job in same],
+                [job.step for job in same],
+                hyper,
+            )
+
+    def _update_chunked(
+        self,
+        job: Job,
+        opened: dict[str, torch.Tensor],
+        gradient: torch.Tensor,
+        gradient_kind: str,
+        factor: torch.Tensor | None,
+    ) -> None:
+        """A narrow compute weight: fp32 arithmetic on the master, chunk by chunk."""
+        slot = job.slot
+        weight = slot.flat(opened["weight"])
+        master = slot.flat_fp32(opened["master"]) if "master" in opened else weight
+        states = slot.flat_fp32(opened["exp_avg"]), slot.flat_fp32(opened["exp_avg_sq"])
+        source = slot.flat_fp32(gradient) if gradient_kind == "accumulated" else slot.flat(gradient)
+        for start in range(0, slot.num_elements, CHUNK):
+            part = slice(start, start + CHUNK)
+            values = source[part].to(torch.float32)
+            if factor is not None:
+                values = values * factor
+            fused_adamw([master[part]], [values], [states[0][part]], [states[1][part]], [job.step], job.hyper)
+            if master is not weight:
+                round_from_fp32(master[part], weight[part])

@@ -1,0 +1,289 @@
+"""Compute weights on level 0: loaded before they are needed, dropped when something else needs the room.
+
+Every load gets a buffer of its own from level 0; a buffer is never overwritten. Whoever still holds a view of a dropped
+one (autograd, a caller) keeps its memory alive by torch's own reference counts, so "a slot is reused only when nobody
+else holds its storage" holds by construction. On CUDA the buffers come from the stream that computes, and a load
+starts after what that stream had queued: memory freed by one group is safe to load another into without an event.
+
+Who is dropped: the loaded group whose next use is farthest, by the recorded trace (Belady); never one in use. So the last
+groups of the forward stay for the turnaround without a rule of their own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vblackwell.errors import InsufficientMemory, StaleTensor
+from vblackwell.memory.level import Transfer
+from vblackwell.memory.stack import Reservation, VGPUStack
+from vblackwell.offload.groups import Group
+from vblackwell.offload.home import Homes
+from vblackwell.offload.trace import AccessTrace
+from vblackwell.units import format_bytes
+
+PREFETCH_GROUPS = 2
+
+
+@dataclass(eq=False)
+class Loaded:
+    """A group's weights on level 0."""
+
+    group: Group
+    reservation: Reservation
+    buffer: torch.Tensor
+    transfer: Transfer
+    storage_key: int
+    arrived: bool = False
+    pins: int = 0
+
+
+@dataclass(frozen=True)
+class PackedView:
+    """What autograd keeps instead of a view into a buffer."""
+
+    group: Group
+    version: int
+    dtype: torch.dtype
+    offset: int  # bytes from the group's start
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+def current_stream(device: torch.device) -> Any:
+    """The CUDA stream that computes now, None on the CPU."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+class WeightStreamer:
+    """Loads, drops and re-reads the groups of one model.
+
+    Args:
+        budget_bytes: what loaded weights may take of level 0.
+        settle: called with a group before it is loaded; returns when no update is pending on its home bytes.
+        make_room: called when level 0 is full and no group can be dropped; frees leaving gradients, False if there are none.
+    """
+
+    def __init__(
+        self, stack: VGPUStack, name: str, groups: list[Group], homes: Homes, budget_bytes: int,
+        settle: Callable[[Group], None], make_room: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self._stack = stack
+        self._name = name
+        self._groups = groups
+        self._homes = homes
+        self._budget_bytes = budget_bytes
+        self._settle = settle
+        self._make_room = make_room
+        self._device = stack.level0_device
+        self._loaded: dict[int, Loaded] = {}
+        self._by_storage: dict[int, Loaded] = {}
+        self._versions = [0] * len(groups)
+        self._last_load: list[Transfer | None] = [None] * len(groups)
+        self.busy: Callable[[Group], bool] = lambda group: False
+        self.trace = AccessTrace()
+        self._latest: Group | None = None
+
+    # -- use ---------------------------------------------------------------------------------------------------------
+
+    def acquire(self, group: Group) -> torch.Tensor:
+        """The group's bytes on level 0, arrived, not dropped until `release`; the groups after it start to load."""
+        loaded = self._ensure(group)
+        loaded.pins += 1
+        self._prefetch_upcoming()
+        return loaded.buffer
+
+    def release(self, group: Group) -> None:
+        """End of `acquire`. The bytes stay until room is needed."""
+        self._loaded[group.index].pins -= 1
+
+    def is_pinned(self, group: Group) -> bool:
+        loaded = self._loaded.get(group.index)
+        return loaded is not None and loaded.pins > 0
+
+    def _ensure(self, group: Group) -> Loaded:
+        self.trace.use(group.index)
+        self._latest = group
+        loaded = self._loaded.get(group.index)
+        if loaded is None:
+            self._stack.count_miss(self._homes.range(group, "weight").level)
+            loaded = self._load(group)
+        else:
+            self._stack.count_hit(0)
+        self._arrive(loaded)
+        return loaded
+
+    def _arrive(self, loaded: Loaded) -> None:
+        if loaded.arrived:
+            return
+        started = time.perf_counter()
+        stream = current_stream(self._device)
+        if stream is None:
+            loaded.transfer.wait()
+        else:
+            loaded.transfer.wait_on(stream)
+        self._stack.add_stall(time.perf_counter() - started)
+        loaded.arrived = True
+
+    # -- loads -------------------------------------------------------------------------------------------------------
+
+    def _load(self, group: Group) -> Loaded:
+        self._settle(group)
+        with torch.inference_mode(False):
+            reservation = self._reserve(group)
+            buffer = reservation.view()
+            assert buffer is not None, "level 0 is addressable"
+            transfer = self._stack.read(self._homes.range(group, "weight"), buffer)
+        self._last_load[group.index] = transfer
+        loaded = Loaded(group, reservation, buffer, transfer, buffer.untyped_storage()._cdata)
+        self._loaded[group.index] = loaded
+        self._by_storage[loaded.storage_key] = loaded
+        return loaded
+
+    def _reserve(self, group: Group) -> Reservation:
+        while True:
+            if self.loaded_bytes + group.num_bytes <= self._budget_bytes:
+                try:
+                    return self._homes.take(f"{group.name}/loaded", group.num_bytes, 0)
+                except InsufficientMemory:
+                    if self._make_room():
+                        continue
+            victim = self._farthest()
+            if victim is not None:
+                self._drop(victim)
+                continue
+            if not self._make_room():
+                level = self._stack.levels[0]
+                raise InsufficientMemory(
+                    f"group {group.name!r} of {self._name!r} needs {format_bytes(group.num_bytes)} on level 0 ({level.name}), which has "
+                    f"{format_bytes(level.capacity_bytes)} and everything on it is in use: raise fast_memory (the capacity of level 0)",
+                    needed_bytes=group.num_bytes,
+                    available_bytes=level.capacity_bytes - level.used_bytes,
+                )
+
+    def _farthest(self, beyond: int = -1) -> Loaded | None:
+        """The idle loaded group whose next use is farthest, if that is more than ``beyond`` uses away."""
+        idle = [loaded for loaded in self._loaded.values() if loaded.pins == 0]
+        best = max(idle, key=self._distance, default=None)
+        return best if best is not None and self._distance(best) > beyond else None
+
+    def _distance(self, loaded: Loaded) -> int:
+        """Uses until this group's next one. The group used last is still in use: its backward reads it weight by weight."""
+        return 0 if loaded.group is self._latest else self.trace.next_use(loaded.group.index)
+
+    def _prefetch_upcoming(self) -> None:
+        for index in self.trace.upcoming(PREFETCH_GROUPS):
+            if not self.prefetch(self._groups[index]):
+                return
+
+    def prefetch(self, group: Group) -> bool:
+        """Start loading ``group`` if that costs nothing sooner needed; False if it was not possible. Never blocks."""
+        if group.index in self._loaded:
+            return True
+        if self.busy(group):
+            return False  # an update is on its way: loading now would wait for it, or be stale
+        distance = self.trace.next_use(group.index)
+        while self.loaded_bytes + group.num_bytes > self._budget_bytes or not self._fits(group):
+            victim = self._farthest(beyond=distance)
+            if victim is None:
+                return False
+            self._drop(victim)
+        try:
+            self._load(group)
+        except InsufficientMemory:  # somebody else's keys took the room between the question and the load
+            return False
+        return True
+
+    def _fits(self, group: Group) -> bool:
+        return self._stack.levels[0].can_allocate(group.num_bytes)
+
+    @property
+    def loaded_bytes(self) -> int:
+        return sum(loaded.group.num_bytes for loaded in self._loaded.values())
+
+    def drop_one(self) -> bool:
+        """Give level 0 the room of one idle group; False if none is idle."""
+        victim = self._farthest()
+        if victim is not None:
+            self._drop(victim)
+        return victim is not None
+
+    def _drop(self, loaded: Loaded) -> None:
+        assert loaded.pins == 0
+        self._arrive(loaded)  # the copy must not outlive its destination
+        del self._loaded[loaded.group.index]
+        # Before the storage can die: its address may come back as somebody else's.
+        del self._by_storage[loaded.storage_key]
+        loaded.buffer = torch.empty(0)
+        self._homes.give(loaded.reservation)
+
+    # -- change ------------------------------------------------------------------------------------------------------
+
+    def invalidate(self, group: Group) -> None:
+        """The home bytes are about to change: what is loaded is dropped, what autograd packed becomes an error."""
+        self._versions[group.index] += 1
+        loaded = self._loaded.get(group.index)
+        if loaded is not None:
+            if loaded.pins:
+                raise StaleTensor(f"group {group.name!r} would be updated while its forward runs")
+            self._drop(loaded)
+
+    def last_load(self, group: Group) -> Transfer | None:
+        """The newest copy out of the home bytes, to be waited for by the host before they are overwritten."""
+        return self._last_load[group.index]
+
+    def revert(self, group: Group) -> None:
+        """The home bytes are what they were before the last `invalidate`."""
+        self._versions[group.index] -= 1
+
+    def touched(self, group: Group) -> None:
+        """The loaded bytes were changed in place and will be carried home."""
+        self._versions[group.index] += 1
+
+    def drop_all(self) -> None:
+        for loaded in list(self._loaded.values()):
+            self._drop(loaded)
+
+    # -- what backward reads ---------------------------------------------------------------------------------------
+
+    def aliases(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in a loaded buffer."""
+        return self._find(tensor) is not None
+
+    def _find(self, tensor: torch.Tensor) -> Loaded | None:
+        if tensor.layout != torch.strided or not torch._C._has_storage(tensor):
+            return None
+        return self._by_storage.get(tensor.untyped_storage()._cdata)
+
+    def pack(self, tensor: torch.Tensor) -> PackedView | None:
+        """A reference to replace ``tensor`` by while autograd keeps it; None if it is not in a loaded buffer."""
+        loaded = self._find(tensor)
+        if loaded is None:
+            return None
+        offset = tensor.storage_offset() * tensor.element_size() - loaded.buffer.storage_offset()
+        version = self._versions[loaded.group.index]
+        return PackedView(loaded.group, version, tensor.dtype, offset, tensor.shape, tensor.stride())
+
+    def unpack(self, packed: PackedView) -> torch.Tensor:
+        """The tensor again, loading its group if it was dropped.
+
+        Raises:
+            StaleTensor: the weights were updated since the forward.
+        """
+        self._settle(packed.group)
+        if packed.version != self._versions[packed.group.index]:
+            raise StaleTensor(
+                f"backward needs the weights of {packed.group.name!r} as they were in the forward, but they have been changed since "
+                "(an optimizer step or an in-place write between forward and backward)"
+            )
+        loaded = self._ensure(packed.group)
+        base = loaded.buffer[packed.offset % packed.dtype.itemsize :]
+        base = base[: base.numel() // packed.dtype.itemsize * packed.dtype.itemsize].view(packed.dtype)
+        start = base.storage_offset() + packed.offset // packed.dtype.itemsize
+        tensor = base.as_strided(packed.size, packed.stride, start)
+        self._prefetch_upcoming()
+        return tensor
