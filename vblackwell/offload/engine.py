@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -91,7 +91,7 @@ class Offload:
         self.weights.busy = self.step_control.is_updating
         self._handles: list[Any] = []
         self._entered = threading.local()
-        self._pins = [0] * len(groups)
+        self._pins: dict[Slot, int] = {}
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
         self._backward_ends: set[int] = set()
         self._hooked: set[Slot] = set()
@@ -127,7 +127,7 @@ class Offload:
 
     def _enter(self, site: Site) -> None:
         entered = self._entered.__dict__.setdefault("stack", [])
-        context = self._using(site.groups)
+        context = self._using([slot for group in site.groups for slot in group.slots])
         entered.append(None)  # in case what follows raises: `_leave` is called even then
         context.__enter__()
         entered[-1] = context
@@ -138,41 +138,44 @@ class Offload:
             context.__exit__(None, None, None)
 
     @contextmanager
-    def _using(self, groups: Iterable[Group]) -> Iterator[None]:
-        """Inside, the groups are loaded, their parameters plain, and saved tensors packed."""
-        taken: list[Group] = []
+    def _using(self, slots: Iterable[Slot]) -> Iterator[None]:
+        """Inside, the slots' groups are loaded, their parameters plain, and saved tensors packed."""
+        taken: list[Slot] = []
+        groups: list[Group] = []
         autocast_cache = torch.is_autocast_cache_enabled()
         try:
-            for group in groups:
-                self._take(group)
-                taken.append(group)
+            for slot in slots:
+                if not groups or slot.group is not groups[-1]:
+                    self.weights.acquire(slot.group)
+                    groups.append(slot.group)
+                self._pin(slot)
+                taken.append(slot)
             # The cache is keyed by parameter and would hold the casts of every group until the context ends.
             torch.set_autocast_cache_enabled(False)
             with self.packing():
                 yield
         finally:
             torch.set_autocast_cache_enabled(autocast_cache)
-            for group in taken:
-                self._give(group)
+            for slot in taken:
+                self._unpin(slot)
+            for group in groups:
+                self.weights.release(group)
 
-    def _take(self, group: Group) -> None:
-        buffer = self.weights.acquire(group)
-        self._pins[group.index] += 1
-        if self._pins[group.index] == 1:
-            with torch.inference_mode(False):
-                for slot in group.slots:
-                    self._point(slot, buffer)
+    def _pin(self, slot: Slot) -> None:
+        pins = self._pins.get(slot, 0)
+        self._pins[slot] = pins + 1
+        if pins == 0:
+            self._point(slot, self.weights.buffer(slot.group))
 
-    def _give(self, group: Group) -> None:
-        self._pins[group.index] -= 1
-        if self._pins[group.index] == 0:
-            for slot in group.slots:
-                self._unpoint(slot)
-        self.weights.release(group)
+    def _unpin(self, slot: Slot) -> None:
+        self._pins[slot] -= 1
+        if self._pins[slot] == 0:
+            self._unpoint(slot)
 
     def _point(self, slot: Slot, buffer: torch.Tensor) -> None:
         slot.param.__class__ = slot.plain_class
-        slot.param.data = slot.view(buffer)
+        with torch.inference_mode(False):
+            slot.param.data = slot.view(buffer)
         if slot.param.requires_grad and slot not in self._hooked:
             self._hooked.add(slot)
             self._handles.append(slot.param.register_post_accumulate_grad_hook(lambda param: self._take_gradient(slot)))
@@ -193,27 +196,22 @@ class Offload:
 
     # -- autograd ----------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def packing(self) -> Iterator[None]:
-        """Inside, tensors saved for backward that lie in a loaded buffer are kept as references."""
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    def packing(self) -> AbstractContextManager[Any]:
+        """Inside, tensors saved for backward that lie in a loaded buffer are kept as references.
 
-        def pack(tensor: torch.Tensor) -> Any:
-            packed = self.weights.pack(tensor)
-            if packed is not None:
-                return packed
-            return tensor if outer is None else (outer[1], outer[0](tensor))
+        Hooks that are active already keep everything. Ours among them do what is right; checkpointing's must see the same
+        tensors in the first pass and in the recompute, where modules may be called without their hooks.
+        """
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
-            yield
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | PackedView:
+        packed = self.weights.pack(tensor)
+        return tensor if packed is None else packed
 
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, PackedView):
-            return self.weights.unpack(packed)
-        if isinstance(packed, tuple):
-            unpack, kept = packed
-            return unpack(kept)
-        return packed
+    def _unpack(self, packed: torch.Tensor | PackedView) -> torch.Tensor:
+        return self.weights.unpack(packed) if isinstance(packed, PackedView) else packed
 
     def _take_gradient(self, slot: Slot) -> None:
         task = torch._C._current_graph_task_id()
@@ -237,7 +235,7 @@ class Offload:
 
     @contextmanager
     def reading(self, slots: Iterable[Slot]) -> Iterator[None]:
-        with self._using(list(dict.fromkeys(slot.group for slot in slots))):
+        with self._using(sorted(slots, key=lambda slot: slot.group.index)):
             yield
 
     def aliases(self, tensor: torch.Tensor) -> bool:

@@ -101,6 +101,10 @@ class WeightStreamer:
         """End of `acquire`. The bytes stay until room is needed."""
         self._loaded[group.index].pins -= 1
 
+    def buffer(self, group: Group) -> torch.Tensor:
+        """The loaded bytes of a group that is acquired."""
+        return self._loaded[group.index].buffer
+
     def is_pinned(self, group: Group) -> bool:
         loaded = self._loaded.get(group.index)
         return loaded is not None and loaded.pins > 0
