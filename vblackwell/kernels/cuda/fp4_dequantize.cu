@@ -1,0 +1,103 @@
+// A tiled weight to a row-major one: (code * scale) * tensor_scale in fp32, rounded once to bf16, fp16 or fp32 (OUT 0, 1, 2),
+// or, with OUT 3, code * scale relative to its row's largest scale as E4M3, exact where the row spans no more than 2^14.
+//
+// A warp takes one tile of 32 rows by 64 columns, a block eight (four for fp32) neighbouring ones, so that the writes of a block are
+// runs of whole cache lines. Lanes own 16 columns of 4 rows; shared memory turns that into rows (granules of 16 bytes, xor-swizzled).
+#define WARPS (OUT == 2 ? 4 : 8)
+#if OUT == 2
+#define ELEMENT_BYTES 4
+#elif OUT == 3
+#define ELEMENT_BYTES 1
+#else
+#define ELEMENT_BYTES 2
+#endif
+#define ROW_GRANULES (64 * ELEMENT_BYTES / 16)
+
+DEVICE u32 to_pair(float low, float high) {
+#if OUT == 1
+    u32 d;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+#else
+    u32 d;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+#endif
+}
+#if OUT == 3
+DEVICE u32 to_e4m3(float a, float b, float c, float d) {
+    u16 low, high;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+    return (u32)low | ((u32)high << 16);
+}
+#endif
+
+// `row_top`: for OUT 3, the E5M3 byte of each row's largest scale; a row is scaled so that this becomes 2^6.
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
+fp4_dequantize(const u8* codes, const u8* scales, const float* tensor_scale, const u8* row_top, u8* w, int N, int K) {
+    __shared__ __align__(128) uint4 rows[WARPS][32 * ROW_GRANULES];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    const int windows = (K + 63) / 64, window = blockIdx.x * WARPS + warp, band = blockIdx.y;
+    if (window >= windows) return;
+    const u64 tile = (u64)band * windows + window;
+    const uint4 halves[2] = {load_weights(codes + tile * 1024 + lane * 16), load_weights(codes + tile * 1024 + 512 + lane * 16)};
+    const u32 packed = load_scales(scales + tile * 128 + lane * 4);
+#if OUT != 3
+    const float unit = tensor_scale[0] * WEIGHT_UNIT;
+#endif
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+        const uint4 q = halves[r >> 1];
+        const u32 scale = scale_pair(packed, r);
+        u32 pairs[8];
+        decode(r & 1 ? q.z : q.x, scale, pairs);
+        decode(r & 1 ? q.w : q.y, scale, pairs + 4);
+#if OUT == 3
+        const int n = min(band * 32 + r * 8 + g, N - 1);
+        // scales are 2^(field - 15) here, pairs hold 2^-7 of the value: 2^(6 + 15 + 7 - field of the top)
+        const float unit = __uint_as_float((u32)(127 + 28 - (row_top[n] >> 3)) << 23);
+#endif
+        float v[16];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            v[2 * i] = __uint_as_float(pairs[i] << 16) * unit;
+            v[2 * i + 1] = __uint_as_float(pairs[i] & 0xFFFF0000u) * unit;
+        }
+        uint4* row = rows[warp] + (r * 8 + g) * ROW_GRANULES;
+#if OUT == 3
+        row[t ^ (g & 3)] = make_uint4(to_e4m3(v[0], v[1], v[2], v[3]), to_e4m3(v[4], v[5], v[6], v[7]),
+                                      to_e4m3(v[8], v[9], v[10], v[11]), to_e4m3(v[12], v[13], v[14], v[15]));
+#elif OUT == 2
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            row[(4 * t + i) ^ g] = make_uint4(__float_as_uint(v[4 * i]), __float_as_uint(v[4 * i + 1]),
+                                              __float_as_uint(v[4 * i + 2]), __float_as_uint(v[4 * i + 3]));
+#else
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            row[(2 * t + i) ^ g] = make_uint4(to_pair(v[8 * i], v[8 * i + 1]), to_pair(v[8 * i + 2], v[8 * i + 3]),
+                                              to_pair(v[8 * i + 4], v[8 * i + 5]), to_pair(v[8 * i + 6], v[8 * i + 7]));
+#endif
+    }
+    __syncwarp();
+    const u64 pitch = (u64)K * ELEMENT_BYTES;
+#pragma unroll
+    for (int i = 0; i < ROW_GRANULES; i++) {
+        const int at = i * 32 + lane, row = at / ROW_GRANULES, granule = at % ROW_GRANULES, n = band * 32 + row;
+        const uint4 v = rows[warp][row * ROW_GRANULES + (granule ^ (row & (OUT == 3 ? 3 : 7)))];
+        const int k = window * 64 + granule * (16 / ELEMENT_BYTES);
+        if (n >= N || k >= K) continue;
+        u8* to = w + n * pitch + (u64)k * ELEMENT_BYTES;
+        if (pitch % 16 == 0) {
+            *(uint4*)to = v;
+        } else {
+            const u32 words[4] = {v.x, v.y, v.z, v.w};
+            for (int b = 0; b < 16 / ELEMENT_BYTES && k + b < K; b++)
+                for (int c = 0; c < ELEMENT_BYTES; c++) {
+                    const int byte = b * ELEMENT_BYTES + c;
+                    to[byte] = (u8)(words[byte >> 2] >> (8 * (byte & 3)));
+                }
+        }
+    }
+}

@@ -1,0 +1,240 @@
+"""Fused FP4 matmuls on tiled weights: plans as pure functions of the shape, and their launches.
+
+``mma``: few rows (one to a few dozen), any GPU from sm_80 on; ``wgmma``: tens to hundreds of rows, Hopper. A plan fixes the order in
+which partial sums are added, and depends on the shape alone: results repeat bit for bit on one kind of GPU, however it is tuned.
+The sources, with the reasoning about registers and memory, are ``cuda/fp4_mma.cu`` and ``cuda/fp4_wgmma.cu``.
+
+``M`` rows, ``N`` out features, ``K`` in features. A window is 64 columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vblackwell.kernels.nvrtc import kernel
+from vblackwell.kernels.reference import ACTIVATIONS
+
+_MMA_FILES = ("ptx.cuh", "decode.cuh", "fp4_mma.cu")
+_WGMMA_FILES = ("ptx.cuh", "decode.cuh", "wgmma.cuh", "barrier.cuh", "fp4_wgmma.cu")
+_DEQUANTIZE_FILES = ("ptx.cuh", "decode.cuh", "fp4_dequantize.cu")
+_TARGET_WARPS = 2112  # 16 a multiprocessor of an H200: enough loads in flight, few enough registers
+_X_BYTES = 64 * 1024  # of x that a block stages at a time
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class MmaPlan:
+    """How ``fp4_mma`` covers a shape.
+
+    Attributes:
+        tokens: rows of x a block takes, a power of two.
+        row_warps: warps side by side, 32 weight rows each.
+        k_warps: warps that split K inside a block.
+        splits: blocks of a cluster that split K (1 where there are no clusters).
+        prefetch: windows a warp has in flight.
+        min_blocks: blocks the compiler must fit on a multiprocessor.
+    """
+
+    tokens: int
+    row_warps: int
+    k_warps: int
+    splits: int
+    prefetch: int
+    min_blocks: int = 1
+
+    def macros(self, fp16: bool, out32: bool = False) -> dict[str, int]:
+        return {
+            "FP16": int(fp16), "TOKENS": self.tokens, "ROW_WARPS": self.row_warps, "K_WARPS": self.k_warps,
+            "SPLITS": self.splits, "PREFETCH": self.prefetch, "PASS_TOKENS": min(self.tokens, 16),
+            "MIN_BLOCKS": self.min_blocks, "OUT32": int(out32),
+        }  # fmt: skip
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.row_warps * self.k_warps
+
+    def chunks(self, k: int) -> tuple[int, int]:
+        """(windows a chunk of x, chunks a block): equal chunks that fit the staging memory."""
+        share = _ceil(_ceil(k, 64), self.splits)
+        most = max(1, _X_BYTES // (self.tokens * 128))
+        if _ceil(share, self.k_warps) * self.k_warps <= most:
+            return _ceil(share, self.k_warps) * self.k_warps, 1
+        unit = self.k_warps * self.prefetch
+        windows = max(1, most // 2 // unit) * unit
+        count = _ceil(share, windows)
+        return _ceil(_ceil(share, count), unit) * unit, count
+
+    def shared_bytes(self, k: int) -> int:
+        windows, count = self.chunks(k)
+        staged = windows * self.tokens * 128 * min(2, count)
+        return max(staged, self.k_warps * min(self.tokens, 16) * (32 * self.row_warps + 4) * 4)
+
+
+@dataclass(frozen=True)
+class WgmmaPlan:
+    """How ``fp4_wgmma`` covers a shape.
+
+    Attributes:
+        tokens: rows of x a block takes (wgmma's n).
+        groups: warpgroups, 64 weight rows each.
+        splits: blocks of a cluster that split K.
+        stages: windows of x in shared memory.
+        prefetch: windows of codes a warp has in flight, even.
+        min_blocks: blocks the compiler must fit on a multiprocessor.
+    """
+
+    tokens: int
+    groups: int
+    splits: int
+    stages: int
+    prefetch: int = 4
+    min_blocks: int = 1
+
+    @property
+    def registers(self) -> int:
+        """Of a consumer thread: what is left when the copying warpgroup keeps 24."""
+        room = 65536 // self.min_blocks // 128 - 24
+        return min(240, room // self.groups // 8 * 8)
+
+    def macros(self, fp16: bool, out32: bool = False) -> dict[str, int]:
+        return {
+            "FP16": int(fp16), "TOKENS": self.tokens, "GROUPS": self.groups, "SPLITS": self.splits,
+            "STAGES": self.stages, "PREFETCH": self.prefetch, "REGISTERS": self.registers,
+            "MIN_BLOCKS": self.min_blocks, "OUT32": int(out32),
+        }  # fmt: skip
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups + 1)
+
+    def shared_bytes(self) -> int:
+        return max(self.stages * self.tokens * 128, self.tokens * (64 * self.groups + 4) * 4)
+
+
+def _flags(x_MK: Tensor) -> bool:
+    return x_MK.dtype == torch.float16
+
+
+def _aligned(x_MK: Tensor) -> tuple[Tensor, int]:
+    """x with rows of a multiple of 16 bytes, and their length: copies only where K is not a multiple of 8."""
+    k = x_MK.shape[1]
+    if k % 8 == 0 and x_MK.data_ptr() % 16 == 0:
+        return x_MK, k
+    return torch.nn.functional.pad(x_MK, (0, -k % 8)).contiguous(), k + -k % 8
+
+
+def _output(x_MK: Tensor, n: int, out_dtype: torch.dtype | None) -> Tensor:
+    return torch.empty(x_MK.shape[0], n, dtype=out_dtype or x_MK.dtype, device=x_MK.device)
+
+
+def run_mma(
+    plan: MmaPlan,
+    x_MK: Tensor,
+    codes: Tensor,
+    block_scales: Tensor,
+    tensor_scale: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    n: int,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """One launch of ``fp4_mma``; ``out_dtype`` may be fp32, else the type of x."""
+    x_MK, k = _aligned(x_MK)
+    y_MN = _output(x_MK, n, out_dtype)
+    m = x_MK.shape[0]
+    windows, count = plan.chunks(k)
+    macros = plan.macros(_flags(x_MK), y_MN.dtype == torch.float32)
+    grid = (_ceil(n, 32 * plan.row_warps), plan.splits, _ceil(m, plan.tokens))
+    args = (x_MK, codes, block_scales, tensor_scale, bias, y_MN, m, n, k, ACTIVATIONS.index(activation), windows, count)
+    kernel(_MMA_FILES, "fp4_mma", macros, x_MK.device).launch(grid, plan.threads, plan.shared_bytes(k), args)
+    return y_MN
+
+
+def run_wgmma(
+    plan: WgmmaPlan,
+    x_MK: Tensor,
+    codes: Tensor,
+    block_scales: Tensor,
+    tensor_scale: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    n: int,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``arrange`` and ``fp4_wgmma``; ``out_dtype`` may be fp32, else the type of x."""
+    x_MK, k = _aligned(x_MK)
+    y_MN = _output(x_MK, n, out_dtype)
+    m, windows, blocks = x_MK.shape[0], _ceil(k, 64), _ceil(x_MK.shape[0], plan.tokens)
+    macros = plan.macros(_flags(x_MK), y_MN.dtype == torch.float32)
+    image = torch.empty(blocks * windows * plan.tokens * 128, dtype=torch.uint8, device=x_MK.device)
+    arrange = kernel(_WGMMA_FILES, "arrange", macros, x_MK.device)
+    arrange.launch((_ceil(windows * plan.tokens * 8, 256), blocks, 1), 256, 0, (x_MK, image, m, k))
+    grid = (_ceil(n, 64 * plan.groups), plan.splits, blocks)
+    args = (image, codes, block_scales, tensor_scale, bias, y_MN, m, n, k, ACTIVATIONS.index(activation))
+    kernel(_WGMMA_FILES, "fp4_wgmma", macros, x_MK.device).launch(grid, plan.threads, plan.shared_bytes(), args)
+    return y_MN
+
+
+def _power_of_two(value: float, low: int, high: int) -> int:
+    """The power of two nearest to ``value`` (in ratio), between ``low`` and ``high``."""
+    power = low
+    while power < high and value >= power * 2**0.5:
+        power *= 2
+    return power
+
+
+def plan_mma(m: int, n: int, k: int, clusters: bool) -> MmaPlan:
+    """The plan of ``fp4_mma`` for a shape, with or without clusters of blocks (sm_90)."""
+    tokens = 1
+    while tokens < min(m, 16 if clusters else 64):
+        tokens *= 2
+    row_warps = {1: 1, 2: 1, 4: 1, 8: 2, 16: 4, 32: 4, 64: 4}[tokens]
+    bands, windows = _ceil(n, 32), _ceil(k, 64)
+    ways = _power_of_two(_TARGET_WARPS / bands, 1, 16 if row_warps == 1 else 32)
+    while ways > 1 and windows // ways < 2:
+        ways //= 2
+    splits = 1
+    if clusters:
+        while splits < min(8, ways) and _ceil(windows, splits) * tokens * 128 > _X_BYTES:
+            splits *= 2
+    k_warps = min(ways // splits, 16 // row_warps)
+    return MmaPlan(tokens, row_warps, max(1, k_warps), splits, 2 if tokens > 16 else 4)
+
+
+def run_dequantize(
+    codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, n: int, k: int, dtype: torch.dtype
+) -> Tensor:
+    """One launch of ``fp4_dequantize``: the (n, k) weight as bf16, fp16 or fp32."""
+    w_NK = torch.empty(n, k, dtype=dtype, device=codes.device)
+    macros = {"FP16": 0, "OUT": {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}[dtype]}
+    _launch_dequantize(macros, codes, block_scales, tensor_scale, None, w_NK, n, k)
+    return w_NK
+
+
+def run_dequantize_e4m3(codes: Tensor, block_scales: Tensor, row_top: Tensor, n: int, k: int) -> Tensor:
+    """The (n, k) weight as E4M3, each row relative to its largest scale ``row_top`` (E5M3 bytes), which becomes 2^6."""
+    w_NK = torch.empty(n, k, dtype=torch.float8_e4m3fn, device=codes.device)
+    _launch_dequantize({"FP16": 0, "OUT": 3}, codes, block_scales, None, row_top, w_NK, n, k)
+    return w_NK
+
+
+def _launch_dequantize(
+    macros: dict[str, int],
+    codes: Tensor,
+    block_scales: Tensor,
+    tensor_scale: Tensor | None,
+    row_top: Tensor | None,
+    w_NK: Tensor,
+    n: int,
+    k: int,
+) -> None:
+    warps = 4 if macros["OUT"] == 2 else 8
+    grid = (_ceil(_ceil(k, 64), warps), _ceil(n, 32), 1)
+    args = (codes, block_scales, tensor_scale, row_top, w_NK, n, k)
+    kernel(_DEQUANTIZE_FILES, "fp4_dequantize", macros, codes.device).launch(grid, 32 * warps, 0, args)

@@ -1,0 +1,198 @@
+"""CUDA C++ kernels of this package, compiled for the GPU at hand on first use and launched through the driver.
+
+NVRTC comes with PyTorch's CUDA wheels, so that users need no toolkit and the package ships no binaries. Triton is the
+first choice elsewhere in this package; these kernels fix which register holds which weight, which its language does not let one say.
+Compiled code is kept under ``$XDG_CACHE_HOME/vblackwell/cubin``, named by a hash of source, macros, target and compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vblackwell.errors import Unsupported, VBError
+
+SOURCES = Path(__file__).parent / "cuda"
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+class KernelError(VBError):
+    """A kernel did not compile or the driver refused it; the message has its log."""
+
+
+def cache_folder() -> Path:
+    """Where compiled code and tuning results are kept; ``XDG_CACHE_HOME`` is respected."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vblackwell"
+
+
+@functools.lru_cache
+def _nvrtc() -> ctypes.CDLL:
+    """NVRTC, of the CUDA version that PyTorch was built with where it was built with one.
+
+    Raises:
+        Unsupported: there is none.
+    """
+    major = (torch.version.cuda or "13").split(".")[0]
+    names = [f"libnvrtc.so.{major}"]
+    spec = importlib.util.find_spec("nvidia")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        names += [str(path) for path in sorted(Path(folder).glob(f"*/lib/libnvrtc.so.{major}*"))]
+    for name in names:
+        try:
+            for builtins in sorted(Path(name).parent.glob("libnvrtc-builtins.so.*")) if "/" in name else ():
+                ctypes.CDLL(str(builtins))  # NVRTC asks for it by its bare name
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise Unsupported(f"libnvrtc.so.{major} was not found: install nvidia-cuda-nvrtc, or use the 'dequantize' backend")
+
+
+def why_not() -> list[str]:
+    """Reasons why kernels cannot be compiled here; empty if they can."""
+    try:
+        _nvrtc()
+    except Unsupported as error:
+        return [str(error)]
+    return []
+
+
+def source(files: Sequence[str]) -> str:
+    """The text of ``files`` under ``cuda/``, joined."""
+    return "\n".join((SOURCES / name).read_text() for name in files)
+
+
+def compile_cubin(files: Sequence[str], macros: dict[str, int], arch: str) -> bytes:
+    """Machine code for ``arch`` ('sm_90a'). Needs no GPU.
+
+    Raises:
+        KernelError: the compiler's log.
+        Unsupported: NVRTC is not installed.
+    """
+    nvrtc = _nvrtc()
+    text = source(files).encode()
+    options = [f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{name}={value}" for name, value in macros.items())]
+    program = ctypes.c_void_p()
+    _check_nvrtc(nvrtc, nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, files[-1].encode(), 0, None, None))
+    try:
+        array = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if nvrtc.nvrtcCompileProgram(program, len(options), array) != 0:
+            size = ctypes.c_size_t()
+            nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise KernelError(f"{files[-1]} does not compile for {arch} with {macros}:\n{log.value.decode()}")
+        size = ctypes.c_size_t()
+        _check_nvrtc(nvrtc, nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+        cubin = ctypes.create_string_buffer(size.value)
+        _check_nvrtc(nvrtc, nvrtc.nvrtcGetCUBIN(program, cubin))
+        return cubin.raw
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _check_nvrtc(nvrtc: ctypes.CDLL, result: int) -> None:
+    if result != 0:
+        nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
+        raise KernelError(f"NVRTC: {nvrtc.nvrtcGetErrorString(result).decode()}")
+
+
+def _cached_cubin(files: Sequence[str], macros: dict[str, int], arch: str) -> bytes:
+    version = (ctypes.c_int(), ctypes.c_int())
+    _nvrtc().nvrtcVersion(ctypes.byref(version[0]), ctypes.byref(version[1]))
+    key = f"{source(files)}|{sorted(macros.items())}|{arch}|{version[0].value}.{version[1].value}"
+    path = cache_folder() / "cubin" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
+    if path.exists():
+        return path.read_bytes()
+    cubin = compile_cubin(files, macros, arch)
+    write_atomically(path, cubin)
+    return cubin
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """``content`` appears at ``path`` whole or not at all; a cache that cannot be written is no error."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(content)
+        os.replace(file.name, path)
+    except OSError:
+        return
+
+
+@functools.lru_cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(result, ctypes.byref(text))
+        raise KernelError(f"{what}: {text.value.decode() if text.value else f'CUDA error {result}'}")
+
+
+class Kernel:
+    """One entry point with fixed macros, loaded on one device.
+
+    Args:
+        files: sources under ``cuda/`` in order; the last one has the entry point.
+        entry: its name.
+        macros: what the source is compiled with.
+        device: CUDA device it is loaded on.
+    """
+
+    def __init__(self, files: tuple[str, ...], entry: str, macros: dict[str, int], device: torch.device) -> None:
+        major, minor = torch.cuda.get_device_capability(device)
+        arch = f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
+        self.name = f"{entry} {macros}"
+        self._shared_bytes = 48 * 1024
+        with torch.cuda.device(device):
+            torch.cuda.current_stream()  # the context must exist before the driver is asked to load into it
+            torch.empty(1, device=device)
+            self._cubin = _cached_cubin(files, macros, arch)
+            module, function = ctypes.c_void_p(), ctypes.c_void_p()
+            _check(_driver().cuModuleLoadData(ctypes.byref(module), self._cubin), f"loading {self.name}")
+            _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, entry.encode()), f"loading {self.name}")
+        self._function = function
+        self._device = device
+
+    def launch(
+        self, grid: tuple[int, int, int], threads: int, shared_bytes: int, args: Sequence[Tensor | int | None]
+    ) -> None:
+        """Enqueue on the current stream. Tensors pass as pointers, None as a null pointer, int as 32 bits."""
+        if shared_bytes > self._shared_bytes:
+            result = _driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared_bytes)
+            _check(result, f"{shared_bytes} bytes of shared memory for {self.name}")
+            self._shared_bytes = shared_bytes
+        values: list[ctypes.c_int32 | ctypes.c_void_p] = []
+        for arg in args:
+            if isinstance(arg, Tensor):
+                values.append(ctypes.c_void_p(arg.data_ptr()))
+            else:
+                values.append(ctypes.c_void_p(0) if arg is None else ctypes.c_int32(arg))
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
+        with torch.cuda.device(self._device):
+            result = _driver().cuLaunchKernel(
+                self._function, *grid, threads, 1, 1, shared_bytes, stream, pointers, None
+            )
+        _check(result, f"launching {self.name} on a grid of {grid}")
+
+
+@functools.lru_cache(maxsize=None)
+def _kernel(files: tuple[str, ...], entry: str, macros: tuple[tuple[str, int], ...], device: torch.device) -> Kernel:
+    return Kernel(files, entry, dict(macros), device)
+
+
+def kernel(files: tuple[str, ...], entry: str, macros: dict[str, int], device: torch.device) -> Kernel:
+    """The compiled and loaded kernel, made on first use and kept for the life of the process."""
+    return _kernel(files, entry, tuple(macros.items()), device)
