@@ -24,6 +24,11 @@ _WHERE = {
     "quantize": "vblackwell.numerics.fp4",
     "PackedTensor": "vblackwell.numerics.packed",
     "FusedFP4Linear": "vblackwell.nn.linear",
+    "VGPUStack": "vblackwell.memory.stack",
+    "VGPULevel": "vblackwell.memory.single",
+    "create_vgpu_stack": "vblackwell.memory.create",
+    "HardwareDetector": "vblackwell.hardware",
+    "UnknownKey": "vblackwell.errors",
 }
 
 __all__ = sorted(_WHERE)  # pyright: ignore[reportUnsupportedDunderAll]
@@ -36,9 +41,14 @@ if TYPE_CHECKING:
         InsufficientMemory,
         KeyClash,
         StaleTensor,
+        UnknownKey,
         Unsupported,
         VBError,
     )
+    from vblackwell.hardware import HardwareDetector
+    from vblackwell.memory.create import create_vgpu_stack
+    from vblackwell.memory.single import VGPULevel
+    from vblackwell.memory.stack import VGPUStack
     from vblackwell.nn.linear import FusedFP4Linear
     from vblackwell.numerics.fp4 import FP4Codec, quantize
     from vblackwell.numerics.packed import PackedTensor

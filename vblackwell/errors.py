@@ -7,6 +7,9 @@ a user, a disk or a machine can cause.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class VBError(Exception):
     """Parent of all errors raised on purpose. ``str(error)`` is a complete sentence for the user."""
@@ -51,3 +54,15 @@ class StaleTensor(VBError, RuntimeError):
 
 class Unsupported(VBError, NotImplementedError):
     """A combination that this version refuses; the message says why and what works instead."""
+
+
+class UnknownKey(VBError, KeyError):
+    """Nothing is registered under this key."""
+
+    __str__ = Exception.__str__  # KeyError's own shows the text as Python would type it
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``", did you mean 'lru'?"``-like ending for a sentence about an unknown ``name``; empty where nothing is near."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {found[0]!r}?" if found else ""

@@ -11,6 +11,11 @@ Two rules make asynchrony safe:
    the host, `wait_on(stream)` for work that is queued on a CUDA stream afterwards.
 
 Whoever starts two transfers on one extent orders them.
+
+Allocation has two halves, `place` (arithmetic, can be taken back) and `materialise` (memory), and so has freeing,
+`displace` and `release`: the stack plans a whole cascade of moves with the arithmetic halves, so that it knows before
+the first byte moves that the last one will find room. Why not a dry run on a copy of the allocators: the plan's
+offsets are the ones that get used, and taking a plan back is the same code as planning.
 """
 
 from __future__ import annotations
@@ -87,18 +92,49 @@ class Level(ABC):
     def can_allocate(self, num_bytes: int) -> bool:
         """Whether `allocate` would succeed now. Exact: fragmentation counts."""
 
-    @abstractmethod
     def allocate(self, num_bytes: int) -> Extent:
         """A new extent of ``num_bytes`` > 0 with undefined contents.
 
         Raises:
             InsufficientMemory: no room; nothing changed.
-            DiskError: the file system could not reserve the space.
+            DiskError: the file system could not reserve the space (a full one raises a child of both).
+        """
+        extent = self.place(num_bytes)
+        try:
+            self.materialise(extent)
+        except BaseException:
+            self.displace(extent)
+            raise
+        return extent
+
+    def free(self, extent: Extent) -> None:
+        """Give ``extent`` back. Its transfers must be done."""
+        self.displace(extent)
+        self.release(extent)
+
+    @abstractmethod
+    def place(self, num_bytes: int) -> Extent:
+        """The first half of `allocate`: decide where, and account for it. Raises as `allocate`; touches no memory."""
+
+    @abstractmethod
+    def materialise(self, extent: Extent) -> None:
+        """The second half of `allocate`: make memory stand behind a placed extent. Repeating it changes nothing.
+
+        Raises:
+            InsufficientMemory: the device gave no memory although the cap allows it.
         """
 
     @abstractmethod
-    def free(self, extent: Extent) -> None:
-        """Give ``extent`` back. Its transfers must be done."""
+    def displace(self, extent: Extent) -> None:
+        """The first half of `free`: the range may be placed again; the bytes stay readable until somebody writes there."""
+
+    @abstractmethod
+    def restore(self, extent: Extent) -> None:
+        """Take `displace` back. Whatever was placed into the range since has been displaced again."""
+
+    @abstractmethod
+    def release(self, extent: Extent) -> None:
+        """The second half of `free`: let go of the memory behind a displaced extent."""
 
     @abstractmethod
     def read(self, extent: Extent, out: torch.Tensor) -> Transfer:

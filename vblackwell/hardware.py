@@ -1,0 +1,250 @@
+"""Facts about this machine: memory with its cgroup limits, disks, GPUs and their NUMA nodes, WSL2.
+
+Facts are read from /proc, /sys, the file system and NVML, which the driver brings: listing GPUs starts no CUDA context and
+works where torch cannot use them, which is when a list with reasons is needed most. Rates are measured elsewhere
+(`vb doctor`). Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from vblackwell.errors import ConfigurationError
+
+RAM_BACKED = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
+FILE_SYSTEMS = RAM_BACKED | {
+    0xEF53: "ext4", 0x58465342: "xfs", 0x9123683E: "btrfs", 0x794C7630: "overlayfs", 0x6969: "nfs", 0x01021997: "9p",
+    0x2FC12FC1: "zfs", 0xF2F52010: "f2fs", 0x65735546: "fuse", 0xFF534D42: "cifs", 0x0BD00BD0: "lustre",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MemoryFacts:
+    """RAM that this process may use.
+
+    Attributes:
+        total_bytes: of the machine, or of the tightest cgroup where that is less.
+        available_bytes: what can still be taken without swapping or being killed.
+        limited_by: ``'machine'`` or the cgroup directory whose limit is the tighter one.
+    """
+
+    total_bytes: int
+    available_bytes: int
+    limited_by: str
+
+
+@dataclass(frozen=True)
+class DiskFacts:
+    """The file system behind a path."""
+
+    path: Path
+    free_bytes: int
+    file_system: str
+
+    @property
+    def ram_backed(self) -> bool:
+        """Whether files there are RAM in disguise (tmpfs)."""
+        return self.file_system in RAM_BACKED.values()
+
+
+@dataclass(frozen=True)
+class GPUFacts:
+    """One NVIDIA GPU as its driver describes it. ``numa_node`` is None where the system does not tell."""
+
+    index: int
+    name: str
+    total_bytes: int
+    free_bytes: int
+    compute_capability: tuple[int, int]
+    pci_bus_id: str
+    driver_version: str
+    cuda_version: tuple[int, int]
+    numa_node: int | None
+
+
+def memory_facts(proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> MemoryFacts:
+    """RAM of the machine, cut to what the cgroups (v1 or v2) of this process allow."""
+    machine = psutil.virtual_memory()
+    facts = MemoryFacts(machine.total, machine.available, "machine")
+    for folder, limit, usage in _cgroup_limits(proc, cgroup_root):
+        available = max(0, limit - usage)
+        facts = MemoryFacts(
+            min(facts.total_bytes, limit),
+            min(facts.available_bytes, available),
+            str(folder) if available < facts.available_bytes else facts.limited_by,
+        )
+    return facts
+
+
+def _cgroup_limits(proc: Path, root: Path) -> list[tuple[Path, int, int]]:
+    """(directory, limit, usage without reclaimable page cache) of this process's memory cgroups and their parents."""
+    found = []
+    for line in (_text(proc / "self/cgroup") or "").splitlines():
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0":
+            base, names = root, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        folder = base / path.lstrip("/")
+        for level in (folder, *folder.parents):
+            limit, usage = _text(level / names[0]), _text(level / names[1])
+            if limit and usage and limit.strip() != "max":
+                cache = re.search(rf"^{names[2]} (\d+)$", _text(level / "memory.stat") or "", re.MULTILINE)
+                found.append((level, int(limit), max(0, int(usage) - (int(cache[1]) if cache else 0))))
+            if level == base:
+                break
+    return found
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None
+
+
+def disk_facts(path: str | os.PathLike[str]) -> DiskFacts:
+    """Free space (for this user) and file system of the existing directory or file ``path``.
+
+    Raises:
+        ConfigurationError: ``path`` does not exist or cannot be looked at.
+    """
+    buffer = (ctypes.c_long * 64)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.statfs(os.fsencode(path), ctypes.byref(buffer)):
+        reason = os.strerror(ctypes.get_errno())
+        raise ConfigurationError(f"disk path {os.fspath(path)}: {reason}; give an existing directory on a disk")
+    magic = buffer[0] & 0xFFFFFFFF
+    status = os.statvfs(path)
+    name = FILE_SYSTEMS.get(magic, f"unknown (0x{magic:x})")
+    return DiskFacts(Path(path), status.f_bavail * status.f_frsize, name)
+
+
+def is_wsl() -> bool:
+    """Whether this Linux is WSL (its RAM limit, pinned memory and Windows mounts need care)."""
+    return "microsoft" in (_text(Path("/proc/version")) or "").lower()
+
+
+def numa_node_cpus(node: int, sys: Path = Path("/sys")) -> set[int]:
+    """CPUs of a NUMA node; empty where the system does not tell."""
+    cpus: set[int] = set()
+    for part in (_text(sys / f"devices/system/node/node{node}/cpulist") or "").strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            cpus |= set(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+def numa_node_count(sys: Path = Path("/sys")) -> int:
+    """Number of NUMA nodes with memory; 1 where the system does not tell."""
+    return max(1, len(list((sys / "devices/system/node").glob("node[0-9]*"))))
+
+
+def numa_node_of_pci(pci_bus_id: str, sys: Path = Path("/sys")) -> int | None:
+    """The NUMA node that a PCI device hangs on; None where the system does not tell."""
+    domain, _, rest = pci_bus_id.lower().partition(":")
+    text = _text(sys / f"bus/pci/devices/{domain[-4:].zfill(4)}:{rest}/numa_node")
+    return int(text) if text is not None and int(text) >= 0 else None
+
+
+def numa_node_of_cuda(device: torch.device) -> int | None:
+    """The NUMA node of a CUDA device that torch uses; None where the system does not tell."""
+    properties = torch.cuda.get_device_properties(device)
+    return numa_node_of_pci(
+        f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    )
+
+
+def list_gpus() -> list[GPUFacts]:
+    """All NVIDIA GPUs that the driver shows, in its order (by PCI bus), whether or not torch can use them."""
+    from vblackwell.nvml import query_gpus
+
+    return [GPUFacts(**raw, numa_node=numa_node_of_pci(raw["pci_bus_id"])) for raw in query_gpus()]
+
+
+def why_no_cuda(gpus: list[GPUFacts] | None = None) -> str | None:
+    """None where torch can use a GPU; else one sentence: what was found, what is needed, and the remedy."""
+    gpus = list_gpus() if gpus is None else gpus
+    if not gpus:
+        return "no NVIDIA GPU, or no NVIDIA driver, was found"
+    found = f"found {gpus[0].name} with driver {gpus[0].driver_version}"
+    if torch.version.cuda is None:
+        return f"{found}, but this torch {torch.__version__} was built without CUDA: install a CUDA build of torch"
+    needed = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
+    if gpus[0].cuda_version[0] < needed[0]:
+        have = ".".join(map(str, gpus[0].cuda_version))
+        return (
+            f"{found}, which supports CUDA {have}; this torch {torch.__version__} needs CUDA {torch.version.cuda}: "
+            f"update the driver, or install a torch built for CUDA {have}"
+        )
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1"):
+        return f"{found}, but CUDA_VISIBLE_DEVICES hides it: unset the variable"
+    if not torch.cuda.is_available():
+        return f"{found}, but CUDA did not start: run nvidia-smi, and look for a driver update that awaits a restart"
+    arches = torch.cuda.get_arch_list()
+    oldest = min((int(arch[3:].rstrip("af")) for arch in arches if arch.startswith("sm_")), default=0)
+    major, minor = torch.cuda.get_device_capability(0)
+    if major * 10 + minor < oldest:
+        return f"{found} (sm_{major}{minor}); this torch has kernels from sm_{oldest} on: install an older torch"
+    return None
+
+
+class HardwareDetector:
+    """Facts that kernels and planners ask for, by attribute. GPU attributes start CUDA; the others do not."""
+
+    def __init__(self, device_index: int = 0) -> None:
+        self.device_index = device_index
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether torch can use a GPU."""
+        return torch.cuda.is_available()
+
+    @property
+    def l2_cache_size(self) -> int:
+        """Bytes of the GPU's L2 cache; of a CPU core's where torch can use no GPU."""
+        if self.has_gpu:
+            return torch.cuda.get_device_properties(self.device_index).L2_cache_size
+        text = (_text(Path("/sys/devices/system/cpu/cpu0/cache/index2/size")) or "0").strip()
+        return int(text.rstrip("KMG")) * {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1], 1)
+
+    @property
+    def fast_memory_bytes(self) -> int:
+        """Bytes of the GPU's memory; of the RAM that this process may use where torch can use no GPU."""
+        if self.has_gpu:
+            return torch.cuda.get_device_properties(self.device_index).total_memory
+        return self.memory.total_bytes
+
+    @property
+    def num_sms(self) -> int:
+        """Streaming multiprocessors of the GPU; 0 without one."""
+        return torch.cuda.get_device_properties(self.device_index).multi_processor_count if self.has_gpu else 0
+
+    @property
+    def compute_capability(self) -> tuple[int, int] | None:
+        """(major, minor) of the GPU; None without one."""
+        return torch.cuda.get_device_capability(self.device_index) if self.has_gpu else None
+
+    @property
+    def memory(self) -> MemoryFacts:
+        """RAM that this process may use."""
+        return memory_facts()
+
+    @property
+    def gpus(self) -> list[GPUFacts]:
+        """All NVIDIA GPUs, also those that torch cannot use."""
+        return list_gpus()
+
+    @property
+    def num_cpus(self) -> int:
+        """Cores that this process may run on."""
+        return len(os.sched_getaffinity(0))

@@ -1,0 +1,112 @@
+"""Copies between addressable bytes: RAM to RAM in threads, everything that touches a GPU on its copy streams.
+
+RAM to RAM is `memmove` without the GIL, in pieces over a few threads; tiny ones run at once in the caller, because handing
+them over costs more than the copy. Why not `Tensor.copy_` there: it brings an OpenMP team per thread, which then fights
+with the compute threads for the cores.
+
+A copy between two GPUs runs on a stream of the source device. Where the driver has no peer access it goes through the
+host, which torch and the driver do by themselves; we say so once per pair.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import torch
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.memory.level import Transfer
+from vblackwell.memory.streams import copy_streams
+from vblackwell.memory.transfer import DoneTransfer, EventTransfer, FutureTransfer, delayed, transfer_delay
+from vblackwell.units import KiB, MiB
+
+INLINE_BYTES = 256 * KiB
+PIECE_BYTES = 8 * MiB
+COPY_THREADS = 2
+
+
+def copy_pool(name: str) -> ThreadPoolExecutor:
+    """Threads for RAM-to-RAM copies; they start with the first large copy and belong to one level."""
+    return ThreadPoolExecutor(COPY_THREADS, thread_name_prefix=f"vblackwell-copy-{name}")
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` as a flat uint8 alias.
+
+    Raises:
+        ConfigurationError: the tensor is not contiguous, or has no bytes in memory.
+    """
+    if tensor.layout != torch.strided or tensor.is_meta or not tensor.is_contiguous():
+        raise ConfigurationError(
+            f"only contiguous dense tensors can be moved, not shape {tuple(tensor.shape)} with layout {tensor.layout} "
+            f"on {tensor.device}: call .contiguous() first"
+        )
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def start_copy(dst: torch.Tensor, src: torch.Tensor, pool: ThreadPoolExecutor) -> Transfer:
+    """Start ``dst[:] = src`` for flat uint8 tensors of equal length on any devices (module docstring of `level`)."""
+    assert dst.nbytes == src.nbytes, (dst.nbytes, src.nbytes)
+    if dst.is_cuda or src.is_cuda:
+        return _start_device_copy(dst, src)
+    if dst.nbytes <= INLINE_BYTES and not delayed():
+        ctypes.memmove(dst.data_ptr(), src.data_ptr(), src.nbytes)
+        return DoneTransfer()
+    step = max(PIECE_BYTES, -(-src.nbytes // COPY_THREADS // 4096) * 4096)
+    futures = [
+        pool.submit(_move, dst.data_ptr() + start, src.data_ptr() + start, min(step, src.nbytes - start))
+        for start in range(0, src.nbytes, step)
+    ]
+    return FutureTransfer(futures, keep=(dst, src))
+
+
+def _move(dst_address: int, src_address: int, num_bytes: int) -> None:
+    transfer_delay("thread")
+    ctypes.memmove(dst_address, src_address, num_bytes)
+
+
+def _start_device_copy(dst: torch.Tensor, src: torch.Tensor) -> EventTransfer:
+    lead = src if src.is_cuda else dst
+    streams = copy_streams(lead.device)
+    stream = streams.h2d if not src.is_cuda else streams.d2h if not dst.is_cuda else streams.d2d
+    _wait_for_queued_work(stream, lead.device)
+    if dst.is_cuda and src.is_cuda and dst.device != src.device:
+        _say_peer_access(src.device, dst.device)
+        other = copy_streams(dst.device).d2d
+        _wait_for_queued_work(other, dst.device)
+        with torch.cuda.stream(other), torch.cuda.stream(stream):
+            return _queue(dst, src, stream)
+    with torch.cuda.stream(stream):
+        return _queue(dst, src, stream)
+
+
+def _wait_for_queued_work(stream: torch.cuda.Stream, device: torch.device) -> None:
+    """Rule 1 of `level`; and the default stream, whose pool levels allocate from."""
+    current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+    stream.wait_stream(current)
+    if current != default:
+        stream.wait_stream(default)
+
+
+def _queue(dst: torch.Tensor, src: torch.Tensor, stream: torch.cuda.Stream) -> EventTransfer:
+    transfer_delay("stream")
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True, blocking=True)
+    start.record(stream)
+    dst.copy_(src, non_blocking=True)
+    end.record(stream)
+    return EventTransfer(start, end, keep=(dst, src))
+
+
+@cache
+def _say_peer_access(source: torch.device, destination: torch.device) -> None:
+    if not torch.cuda.can_device_access_peer(source, destination):
+        warnings.warn(
+            f"{source} cannot reach {destination} directly (no peer access): copies between them go through the host, "
+            f"at less than half of the link's speed",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,201 @@
+"""What the stack knows of one key: its layout, where its bytes are, and the tensors that its users may hold.
+
+The bytes of a key are one extent, whatever it is: a tensor is one part, a packed tensor one part per component, each at a
+multiple of 64 bytes. A part remembers shape and dtype; the extent holds row-major bytes.
+
+While a key lives on level 0 its entry keeps ready-made tensors over the extent. `access` hands out aliases of them, and the
+storage's use count tells whether any are still held: by a variable, a view, or a graph that autograd saved them in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.memory.copying import flat_bytes
+from vblackwell.memory.level import Extent
+from vblackwell.units import align_up
+
+PART_ALIGNMENT = 64
+
+
+@runtime_checkable
+class Packed(Protocol):
+    """A value made of several tensors, such as a `PackedTensor`: what a stack can hold besides a tensor."""
+
+    def tensors(self) -> dict[str, torch.Tensor]: ...
+
+    def meta(self) -> Any: ...
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, torch.Tensor], meta: Any) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor inside an extent."""
+
+    name: str
+    offset: int
+    shape: torch.Size
+    dtype: torch.dtype
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How an extent's bytes become the value that was registered. Two equal layouts take each other's bytes."""
+
+    parts: tuple[Part, ...]
+    num_bytes: int
+    kind: type[Any] | None
+    meta: Any
+
+    def tensors_over(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The parts as aliases of ``buffer``, a flat uint8 tensor of at least ``num_bytes``."""
+        return tuple(
+            buffer[part.offset : part.offset + part.num_bytes].view(part.dtype).view(part.shape).detach()
+            for part in self.parts
+        )
+
+    def value(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+        """What the user sees, made of aliases of ``tensors``."""
+        if self.kind is None:
+            return tensors[0].detach()
+        named = {part.name: tensor.detach() for part, tensor in zip(self.parts, tensors, strict=True)}
+        return self.kind.from_tensors(named, self.meta)
+
+
+def layout_of(value: Any) -> tuple[Layout, tuple[torch.Tensor, ...]]:
+    """The layout for ``value``, and its tensors, contiguous and detached.
+
+    Raises:
+        ConfigurationError: neither a dense tensor with bytes nor a packed value.
+    """
+    kind, meta, named = None, None, {"": value}
+    if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Packed):
+            raise ConfigurationError(f"a stack holds tensors and packed tensors, not {type(value).__name__}")
+        kind, meta, named = type(value), value.meta(), value.tensors()
+    tensors = tuple(_plain(tensor) for tensor in named.values())
+    parts, offset = [], 0
+    for name, tensor in zip(named, tensors, strict=True):
+        parts.append(Part(name, offset, tensor.shape, tensor.dtype, tensor.nbytes))
+        offset = align_up(offset + tensor.nbytes, PART_ALIGNMENT)
+    num_bytes = parts[-1].offset + parts[-1].num_bytes if parts else 0
+    return Layout(tuple(parts), num_bytes, kind, meta), tensors
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+        raise ConfigurationError(
+            f"a stack holds dense tensors with bytes in memory, not {tensor.layout} {tensor.dtype} on {tensor.device}: "
+            f"call .to_dense(), or give it a device"
+        )
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def packed_bytes(layout: Layout, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The extent's bytes for ``tensors``: an alias where there is one part, a fresh buffer otherwise."""
+    if len(tensors) == 1:
+        return flat_bytes(tensors[0])
+    buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=tensors[0].device)
+    for part, tensor in zip(layout.parts, tensors, strict=True):
+        buffer[part.offset : part.offset + part.num_bytes].copy_(flat_bytes(tensor))
+    return buffer
+
+
+class Entry:
+    """One key of a stack. Everything but the constants changes under the stack's lock only.
+
+    Attributes:
+        key, owner, priority, layout: as registered; `layout` may be replaced.
+        level, extent: where the bytes are. No extent: no bytes, or `stray` has them.
+        stray: the bytes themselves, in RAM outside all levels, after a failing disk left them no other place.
+        resident: tensors over the extent while the key is on level 0 and not moving.
+        moving: a plan that is being carried out moves it; `resident` is None meanwhile.
+        pins: how many `borrow` blocks hold it.
+        expected: a prefetch brought it up and nobody has accessed it since.
+        error: what its last prefetch ran into; raised by the next access.
+        last_use: the stack's clock when it was last used. next_use: the policy's forecast. seat, before, after: the policy's.
+    """
+
+    __slots__ = (
+        "key", "owner", "priority", "layout", "level", "extent", "stray", "resident", "moving", "pins", "expected",
+        "error", "last_use", "next_use", "seat", "before", "after", "_storage", "_own_count",
+    )  # fmt: skip
+
+    def __init__(self, key: str, owner: str | None, priority: int, layout: Layout) -> None:
+        self.key = key
+        self.owner = owner
+        self.priority = priority
+        self.layout = layout
+        self.level = 0
+        self.extent: Extent | None = None
+        self.stray: torch.Tensor | None = None
+        self.resident: tuple[torch.Tensor, ...] | None = None
+        self.moving = False
+        self.pins = 0
+        self.expected = False
+        self.error: BaseException | None = None
+        self.last_use = 0
+        self.next_use: float = float("inf")
+        self.seat: tuple[int, int] | None = None
+        self.before: Entry | None = None
+        self.after: Entry | None = None
+        self._storage = 0
+        self._own_count = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.layout.num_bytes
+
+    def settle(self, buffer: torch.Tensor) -> None:
+        """Make the tensors over ``buffer``, the extent on level 0 (or nothing but shapes where there are no bytes)."""
+        with torch.inference_mode(False):
+            self.resident = self.layout.tensors_over(buffer)
+        self._storage = buffer.untyped_storage()._cdata
+        self._own_count = _count_unshared() + len(self.resident)  # the level's own tensor, and ours
+
+    def unsettle(self) -> None:
+        """Drop the ready-made tensors: the extent is about to be left."""
+        self.resident = None
+
+    def held(self) -> bool:
+        """Whether somebody besides the stack holds bytes of the extent on level 0."""
+        if self.pins:
+            return True
+        if self.resident is None or not self.num_bytes:
+            return False
+        return USE_COUNT(self._storage) > self._own_count
+
+
+@cache
+def _count_unshared() -> int:
+    """The use count of a storage that one tensor has: torch releases differ in whether its Python object counts too."""
+    tensor = torch.empty(1, device="cpu")
+    return USE_COUNT(tensor.untyped_storage()._cdata)
+
+
+USE_COUNT: Callable[[int], int] = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]
+
+KIND_PRIORITIES: Mapping[str, tuple[int, tuple[str, ...]]] = {
+    "norm": (3, ("norm", "ln_")),
+    "embedding": (10, ("embed", "wte", "wpe", "lm_head", "tok_")),
+    "attention": (7, ("attn", "attention", "q_proj", "k_proj", "v_proj", "o_proj", "qkv")),
+    "feed-forward": (5, ("mlp", "ffn", "feed_forward", "fc", "gate", "up_proj", "down_proj")),
+}
+
+
+def default_priority(key: str) -> int:
+    """Priority by what the name says: embedding 10, attention 7, feed-forward 5, norm 3; 5 where it says nothing."""
+    name = key.lower()
+    for priority, words in KIND_PRIORITIES.values():
+        if any(word in name for word in words):
+            return priority
+    return 5

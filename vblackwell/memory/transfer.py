@@ -1,0 +1,143 @@
+"""The ways in which a copy can be under way: done already, in a thread pool, on a CUDA stream, or one after another.
+
+A transfer keeps the tensors that it copies alive until it is done, and raises its error on every wait, not only on the
+first: two waiters must both hear of it. A transfer of several parts waits for all of them before it raises, because the
+caller will touch the memory once `wait` has returned or raised.
+
+`set_transfer_delay` lets a stress test hold every copy back at the place where races show.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
+from typing import Any
+
+import torch
+
+from vblackwell.memory.level import Transfer
+
+_delay: Callable[[str], None] | None = None
+
+
+def set_transfer_delay(delay: Callable[[str], None] | None) -> None:
+    """Call ``delay(kind)`` before the bytes of every later transfer move; None switches it off. For stress tests only.
+
+    ``kind`` is ``'thread'`` in a copying thread (sleep there), and ``'stream'`` on a CUDA copy stream, which is the
+    current stream during the call (`torch.cuda._sleep` there).
+    """
+    global _delay
+    _delay = delay
+
+
+def transfer_delay(kind: str) -> None:
+    """The point in every copy where a test may hold it back."""
+    if _delay is not None:
+        _delay(kind)
+
+
+def delayed() -> bool:
+    """Whether a test is holding transfers back: then even tiny copies go through a thread."""
+    return _delay is not None
+
+
+class DoneTransfer(Transfer):
+    """A copy that was over before it was asked about."""
+
+    seconds: float | None = None
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self.seconds = seconds
+
+    def wait(self) -> None:
+        return
+
+    def wait_on(self, stream: Any) -> None:
+        return
+
+    def done(self) -> bool:
+        return True
+
+
+class FutureTransfer(Transfer):
+    """Parts that run in a thread pool. A part may return a CUDA event that its last device copy recorded.
+
+    Attributes:
+        seconds: from the start until the last part ended, once it is done; None before.
+    """
+
+    def __init__(self, futures: Sequence[Future[Any]], keep: Sequence[Any] = ()) -> None:
+        self._futures = tuple(futures)
+        self._keep: Sequence[Any] = keep
+        self._start = time.perf_counter()
+        self._end: float | None = None
+        for future in self._futures:
+            future.add_done_callback(self._note_end)
+
+    def _note_end(self, _: Future[Any]) -> None:
+        self._end = time.perf_counter()
+
+    @property
+    def seconds(self) -> float | None:
+        return self._end - self._start if self._end is not None and self.done() else None
+
+    def _events(self) -> list[torch.cuda.Event]:
+        wait_for_futures(self._futures)
+        return [result for future in self._futures if isinstance(result := future.result(), torch.cuda.Event)]
+
+    def wait(self) -> None:
+        for event in self._events():
+            event.synchronize()
+        self._keep = ()
+
+    def wait_on(self, stream: Any) -> None:
+        if stream is None:
+            return self.wait()
+        for event in self._events():
+            stream.wait_event(event)
+
+    def done(self) -> bool:
+        if not all(future.done() for future in self._futures):
+            return False
+        if any(future.cancelled() or future.exception() for future in self._futures):
+            return True
+        return all(event.query() for event in self._events())
+
+
+class EventTransfer(Transfer):
+    """A copy queued on a CUDA stream; ``end`` was recorded behind it by whoever made this object."""
+
+    def __init__(self, start: torch.cuda.Event, end: torch.cuda.Event, keep: Sequence[Any]) -> None:
+        self._start = start
+        self._end = end
+        self._keep: Sequence[Any] = keep
+
+    @property
+    def seconds(self) -> float | None:
+        """Time that the copy took on its stream, once it is done; None before."""
+        return self._start.elapsed_time(self._end) / 1e3 if self._end.query() else None
+
+    def wait(self) -> None:
+        self._end.synchronize()
+        self._keep = ()
+
+    def wait_on(self, stream: Any) -> None:
+        if stream is None:
+            self.wait()
+        else:
+            stream.wait_event(self._end)
+
+    def done(self) -> bool:
+        return self._end.query()
+
+
+def chain(pool: ThreadPoolExecutor, first: Transfer, start_next: Callable[[], Transfer]) -> FutureTransfer:
+    """A transfer that is over when ``first`` is done and then what ``start_next`` starts; a thread of ``pool`` waits."""
+
+    def run() -> None:
+        first.wait()
+        start_next().wait()
+
+    return FutureTransfer([pool.submit(run)])
