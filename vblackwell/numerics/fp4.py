@@ -20,6 +20,7 @@ from torch import Tensor
 from vblackwell.errors import ConfigurationError
 from vblackwell.numerics.formats import E4M3_MAX, WEIGHT_DTYPES, Format, check_search, format_named
 from vblackwell.numerics.packed import PackedTensor, pack_nibbles, tiles
+from vblackwell.numerics.round_trip import max_tensor_scale
 from vblackwell.numerics.rounding import decode_scales, max_scale, round_elements
 from vblackwell.numerics.search import best_e4m3, best_e8m0, best_fraction
 
@@ -151,10 +152,8 @@ def _amax(w: Tensor, form: Format, name: str) -> Tensor:
 def _tensor_scale(amax: Sequence[Tensor], form: Format, scale_search: str) -> Tensor:
     """nvfp4: amax / (6 * 448), or the power of two with headroom for the search. At least 2^-126, so never subnormal."""
     largest = torch.stack(list(amax)).amax()
-    if form.name != "nvfp4" or float(largest) == 0:
-        return torch.ones_like(largest)
-    if scale_search == "max":
-        return (largest / (form.max_value * E4M3_MAX)).clamp_min(2.0**-126)
+    if form.name != "nvfp4" or scale_search == "max" or float(largest) == 0:
+        return max_tensor_scale(largest, form)
     mantissa, exponent = math.frexp(float(largest) / _MSE_HEADROOM)
     return torch.full_like(largest, 2.0 ** max(-126, exponent - (mantissa == 0.5)))
 
