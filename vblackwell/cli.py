@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from vblackwell.errors import ConfigurationError, Unsupported, VBError
+from vblackwell.errors import ConfigurationError, Unsupported, VBError, nearest
 
 DEBUG = "--debug"
 
@@ -39,7 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _brief(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """What an error that nobody foresaw looks like; Python exits with 1 after it."""
     text = " ".join(str(error).split())
-    print(f"vb: internal error: {kind.__name__}: {text}; please report it with the output of the same command and --debug", file=sys.stderr)
+    print(
+        f"vb: internal error: {kind.__name__}: {text}; please report it with the output of the same command and --debug",
+        file=sys.stderr,
+    )
 
 
 def _dispatch(words: list[str]) -> int:
@@ -52,10 +55,8 @@ def _dispatch(words: list[str]) -> int:
         print(__version__)
         return 0
     if words[0] not in COMMANDS:
-        from vblackwell.train.sources import nearest
-
         raise ConfigurationError(
-            f"{words[0]!r} is no command{nearest(words[0], COMMANDS)}: choose one of {', '.join(COMMANDS)}"
+            f"{words[0]!r} is no command: choose one of {', '.join(COMMANDS)}{nearest(words[0], COMMANDS)}"
         )
     run, _ = COMMANDS[words[0]]
     return run(words[1:])
@@ -63,9 +64,7 @@ def _dispatch(words: list[str]) -> int:
 
 def _overview() -> str:
     lines = [f"  {name:<9} {text}" for name, (_, text) in COMMANDS.items()]
-    return "\n".join(
-        ["usage: vb COMMAND [--debug] ...", "", *lines, "", "vb COMMAND --help lists a command's flags."]
-    )
+    return "\n".join(["usage: vb COMMAND [--debug] ...", "", *lines, "", "vb COMMAND --help lists a command's flags."])
 
 
 # -- parsing -------------------------------------------------------------------------------------------------------------
@@ -86,13 +85,13 @@ def _parse(parser: Any, words: list[str]) -> dict[str, Any]:
     Raises:
         ConfigurationError: an unknown flag (with the nearest one), or a flag without its value.
     """
-    from vblackwell.train.sources import nearest
-
     known = {flag for action in parser._actions for flag in action.option_strings}
     for word in words:
         flag = word.partition("=")[0]
         if flag.startswith("--") and flag != "--" and flag not in known:
-            raise ConfigurationError(f"{parser.prog} has no flag {flag}{nearest(flag, known)}: see {parser.prog} --help")
+            raise ConfigurationError(
+                f"{parser.prog} has no flag {flag}: see {parser.prog} --help{nearest(flag, known)}"
+            )
     try:
         given = parser.parse_args(words, defaults=False).as_dict()
     except argparse.ArgumentError as error:
@@ -118,7 +117,9 @@ def _train(words: list[str]) -> int:
     for field in dataclasses.fields(TrainConfig):
         text = help_texts[field.name]
         if field.name == "preset":
-            parser.add_argument("--config", type=str, help="Preset (tiny, small, medium, large, xl, 7b) or a YAML file of settings.")
+            parser.add_argument(
+                "--config", type=str, help="Preset (tiny, small, medium, large, xl, 7b) or a YAML file of settings."
+            )
         elif isinstance(field.default, bool):
             _add_switch(parser, flag_of(field.name), text, field.default)
         else:
@@ -165,7 +166,9 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "generate": (_generate, "Continue a prompt with a trained model."),
     "doctor": (_doctor, "Look at this machine: what it has, how fast it is, what is missing for what."),
     "estimate": (
-        _not_yet("estimate", "the predictor is not built; `vb train` refuses what cannot fit, and reports what a run used"),
+        _not_yet(
+            "estimate", "the predictor is not built; `vb train` refuses what cannot fit, and reports what a run used"
+        ),
         "Predict memory and speed before a run (not in this version).",
     ),
     "quantize": (

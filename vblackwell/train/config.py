@@ -43,6 +43,9 @@ class TrainConfig:
     tokenizer: str | None = None
     """tokenizer.json, or a folder that has one; default: a byte-pair tokenizer trained on the data and cached."""
 
+    vocab_size: int = 4096
+    """Tokens of the byte-pair tokenizer that is trained where none is given."""
+
     out: str | None = None
     """Run folder; default: runs/PRESET, or the next free runs/PRESET-N."""
 
@@ -172,7 +175,9 @@ class TrainConfig:
         if self.mixed_precision and self.precision == "fp32":
             raise ConfigurationError("--mixed-precision contradicts --precision fp32: drop one of them")
         if self.model is not None and self.architecture:
-            raise ConfigurationError("--architecture changes a preset; with --model the folder's config.json decides: drop one")
+            raise ConfigurationError(
+                "--architecture changes a preset; with --model the folder's config.json decides: drop one"
+            )
 
     def _check_counts(self) -> None:
         for name, least in _COUNTS.items():
@@ -193,7 +198,14 @@ class TrainConfig:
                 raise ConfigurationError(f"{flag_of(name)} {value!r} is outside {low:g} to {high:g}: try {advice}")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ConfigurationError(f"{flag_of(name)} {getattr(self, name)!r} is none of {', '.join(choices)}: choose one")
+                raise ConfigurationError(
+                    f"{flag_of(name)} {getattr(self, name)!r} is none of {', '.join(choices)}: choose one"
+                )
+
+    @property
+    def name(self) -> str:
+        """What the run trains, in a word."""
+        return Path(self.model).resolve().name if self.model else self.preset
 
     @property
     def tokens_per_step(self) -> int:
@@ -206,7 +218,8 @@ class TrainConfig:
 
 
 _COUNTS = {
-    "max_steps": 1, "batch_size": 1, "accumulation_steps": 1, "seq_length": 2, "warmup_steps": 0, "max_skipped_steps": 1,
+    "vocab_size": 257, "max_steps": 1, "batch_size": 1, "accumulation_steps": 1, "seq_length": 2, "warmup_steps": 0,
+    "max_skipped_steps": 1,
     "seed": 0, "checkpoint_every": 0, "keep_checkpoints": 1, "eval_every": 0, "eval_batches": 1, "sample_tokens": 0,
 }  # fmt: skip
 
@@ -242,12 +255,3 @@ def field_help() -> dict[str, str]:
         if isinstance(declared, ast.AnnAssign) and isinstance(declared.target, ast.Name) and isinstance(text, ast.Expr):
             found[declared.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
     return found
-
-
-def default_out(preset: str, parent: Path = Path("runs")) -> Path:
-    """The first of runs/PRESET, runs/PRESET-2, ... that does not exist yet."""
-    number, path = 1, parent / preset
-    while path.exists():
-        number += 1
-        path = parent / f"{preset}-{number}"
-    return path

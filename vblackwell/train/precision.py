@@ -1,7 +1,7 @@
 """Which type the forward and backward compute in.
 
-bf16 has fp32's range and needs no loss scaling, so it is taken wherever the device multiplies in it; fp16 with a scaler is for
-GPUs before Ampere. Masters and optimizer states stay fp32 in every case.
+bf16 has fp32's range and needs no loss scaling, so it is taken wherever the device multiplies in it; fp16 with a
+scaler is for GPUs before Ampere. Masters and optimizer states stay fp32 in every case.
 """
 
 from __future__ import annotations

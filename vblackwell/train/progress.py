@@ -14,6 +14,7 @@ from vblackwell.train.metrics import StepRecord
 from vblackwell.units import format_bytes, format_seconds
 
 PLAIN_SECONDS = 5.0
+PHASE_SECONDS = 1.0  # what is shorter needs no line
 SMOOTHING = 0.9  # of the step time that the time left is computed from
 
 
@@ -22,6 +23,7 @@ class Progress(ABC):
 
     def __init__(self) -> None:
         self._step_seconds: float | None = None
+        self._phase, self._phase_began, self._phase_said = "", 0.0, False
 
     @abstractmethod
     def say(self, text: str) -> None:
@@ -39,9 +41,15 @@ class Progress(ABC):
     def close(self) -> None:
         """The loop is over. Idempotent."""
 
-    def fraction(self, text: str, done: float) -> None:
-        """Something long before the loop is ``done`` (0 to 1). Said at its end only, unless there is a terminal."""
-        if done >= 1.0:
+    def phase(self, text: str, share: float | None) -> None:
+        """Something before the loop is going on; ``share`` of it (0 to 1) is done. Said once, if it takes long."""
+        now = time.monotonic()
+        if text != self._phase:
+            self._phase, self._phase_began, self._phase_said = text, now, share is None
+            if share is None:
+                self.say(text)
+        elif not self._phase_said and now - self._phase_began > PHASE_SECONDS:
+            self._phase_said = True
             self.say(text)
 
     def _seconds_left(self, record: StepRecord, total_steps: int) -> float:

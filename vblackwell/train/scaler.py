@@ -1,8 +1,8 @@
 """Dynamic loss scaling for fp16: as large as the gradients bear, halved when they overflow.
 
 torch's `GradScaler` reads `p.grad`, which is None while a model is offloaded; here the optimizer divides by the scale and
-says whether the gradients were finite, and this only decides the next scale. Powers of two only, so that scaling and unscaling are
-exact.
+says whether the gradients were finite, and this only decides the next scale. Powers of two only, so that scaling and
+unscaling are exact.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 
 
 class StopRequest:
-    """Whether somebody asked the run to stop, and the exit status that this means. A context manager: handlers live inside it."""
+    """Whether somebody asked the run to stop, and the exit status that this means. Its handlers live inside ``with``."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None

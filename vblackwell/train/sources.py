@@ -1,21 +1,21 @@
-"""Where a run's settings come from: flags over the YAML file over the preset's recipe over the defaults.
+"""Where settings come from: flags, over the YAML file, over the resumed run's, over the preset's recipe, over defaults.
 
-Values are text on the command line and typed in YAML; both pass through `convert`, so the same mistake gets the same sentence.
+Values are text on the command line and typed in YAML; both pass through `convert`, so the same mistake gets the same
+sentence.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import types
 import typing
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from vblackwell.errors import ConfigurationError
+from vblackwell.errors import ConfigurationError, nearest
 from vblackwell.train.config import TrainConfig, flag_of
 from vblackwell.train.recipes import RECIPES
+from vblackwell.train.runfolder import read_stored_config
 
 EXCLUSIVE = ("max_steps", "epochs")
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
@@ -30,16 +30,27 @@ def resolve(flags: dict[str, Any]) -> TrainConfig:
     flags = dict(flags)
     file_values = _named(flags.pop("config", None))
     explicit = file_values | flags
-    preset = str(explicit.get("preset", TrainConfig.preset))
+    stored = _stored(explicit)
+    preset = str(explicit.get("preset", stored.get("preset", TrainConfig.preset)))
     if preset not in RECIPES:
-        raise ConfigurationError(f"preset {preset!r} is unknown{nearest(preset, RECIPES)}: choose one of {', '.join(RECIPES)}")
-    recipe = {} if explicit.get("model") else dict(RECIPES[preset])
+        raise ConfigurationError(
+            f"preset {preset!r} is unknown: choose one of {', '.join(RECIPES)}{nearest(preset, RECIPES)}"
+        )
+    recipe = {} if explicit.get("model") else RECIPES[preset]
     values: dict[str, Any] = {}
-    for layer in (recipe, file_values, flags):
-        if any(name in layer for name in EXCLUSIVE):
+    for layer in (recipe, stored, file_values, flags):
+        if any(layer.get(name) is not None for name in EXCLUSIVE):
             values = {name: value for name, value in values.items() if name not in EXCLUSIVE}
         values |= layer
     return TrainConfig(**{name: convert(name, value) for name, value in values.items()})
+
+
+def _stored(explicit: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the run that is to be resumed; empty if there is none yet."""
+    if not explicit.get("out") or not convert("resume", explicit.get("resume", False)):
+        return {}
+    stored = read_stored_config(Path(str(explicit["out"]))) or {}
+    return {name: value for name, value in stored.items() if name in TrainConfig.__dataclass_fields__}
 
 
 def _named(config: str | None) -> dict[str, Any]:
@@ -52,7 +63,7 @@ def _named(config: str | None) -> dict[str, Any]:
     if path.suffix in (".yaml", ".yml") or path.is_file():
         return read_yaml(path)
     raise ConfigurationError(
-        f"--config {config!r} is neither a preset nor a YAML file{nearest(config, RECIPES)}: choose one of {', '.join(RECIPES)}"
+        f"--config {config!r} is neither a preset ({', '.join(RECIPES)}) nor a YAML file{nearest(config, RECIPES)}"
     )
 
 
@@ -75,21 +86,19 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
-        raise ConfigurationError(f"--config {path} holds {type(loaded).__name__}, not keys and values, e.g. 'max_steps: 200'")
+        raise ConfigurationError(
+            f"--config {path} holds {type(loaded).__name__}, not keys and values, e.g. 'max_steps: 200'"
+        )
     known = [field.name for field in dataclasses.fields(TrainConfig)]
     values = {}
     for key, value in loaded.items():
         name = str(key).replace("-", "_")
         if name not in known:
-            raise ConfigurationError(f"--config {path}: key {key!r} is unknown{nearest(name, known)}: remove or rename it")
+            raise ConfigurationError(
+                f"--config {path}: key {key!r} is no setting: remove or rename it{nearest(name, known)}"
+            )
         values[name] = value
     return values
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """' (did you mean ...?)', or nothing if no known word is near."""
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {found[0]!r}?)" if found else ""
 
 
 def convert(field: str, value: Any) -> Any:

@@ -1,0 +1,237 @@
+"""Checkpoints of a run: what is in them, and which one a resumed run goes on from.
+
+    model.safetensors ...        fp32 weights under the model's own names; with config.json and tokenizer a Hugging Face folder
+    optimizer.safetensors ...    NAME.exp_avg, NAME.exp_avg_sq, NAME.step, as torch.optim.AdamW names them
+    trainer.json                 step, data position, generators, loss scale, schedule, settings, placement
+    manifest.json                sizes and hashes (the commit protocol)
+
+Weights and states are written as they are read, one parameter at a time, so a checkpoint needs no second copy of the
+model in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from vblackwell.artifacts.commit import CommitFolder, newest_verified, prune, verify_folder
+from vblackwell.artifacts.folder import read_json, save_model, tensor_files
+from vblackwell.artifacts.shards import SafetensorsShards, TensorSpec
+from vblackwell.errors import CorruptData, DiskError, VBError
+from vblackwell.offload.enable import offload_of
+from vblackwell.offload.engine import Offload
+from vblackwell.offload.state import MOMENTS, ParameterState, export_state, import_state
+from vblackwell.train.runfolder import FINAL
+from vblackwell.train.state import TrainerState
+from vblackwell.units import format_bytes
+
+if TYPE_CHECKING:
+    from vblackwell.train.prepare import Prepared
+
+TRAINER = "trainer.json"
+FORMAT = 1
+METADATA_BYTES = 16 << 20  # tokenizer, tables and JSON, at most
+
+
+class Checkpoints:
+    """The checkpoints of one run, under ``parent``."""
+
+    def __init__(self, parent: Path, prepared: Prepared, say: Callable[[str], None]) -> None:
+        self.parent = parent
+        self._prepared = prepared
+        self._say = say
+
+    def write(self, state: TrainerState) -> None:
+        """Commit the run as it is now under the name of ``state.step``; then remove the oldest.
+
+        Raises:
+            DiskError: no room, or the disk failed; earlier checkpoints are untouched.
+        """
+        needed = 3 * _weight_bytes(self._prepared.parts.model) + METADATA_BYTES
+        with CommitFolder(self.parent, f"step-{state.step:08d}", needed) as folder:
+            _write_model(folder, self._prepared, with_states=True)
+            folder.add_json(TRAINER, _trainer_json(self._prepared, state))
+        prune(self.parent, self._prepared.config.keep_checkpoints)
+
+    def load_newest(self) -> TrainerState | None:
+        """Weights and states of the newest intact checkpoint into the model; None if there is none yet, which is said.
+
+        Raises:
+            CorruptData: there are checkpoints, and all are damaged.
+        """
+        found, problems = newest_verified(self.parent)
+        for problem in problems:
+            self._say(f"passed over a damaged checkpoint: {problem}")
+        if found is None:
+            if problems:
+                raise CorruptData(
+                    f"{self.parent}: no checkpoint is intact ({problems[0]}); start a new run with another --out"
+                )
+            self._say("no checkpoint yet: starting over")
+            return None
+        stored = read_json(found / TRAINER)
+        if stored.get("fingerprint") != self._prepared.corpus.fingerprint:
+            raise CorruptData(
+                f"{found} was written with other data or another tokenizer: give the same --data and --tokenizer"
+            )
+        state = TrainerState.from_json(stored["state"])
+        with _TensorReader(found) as read:
+            import_state(self._prepared.parts.model, self._prepared.parts.optimizer, read.parameter)
+        self._say(f"resumed from {found} after step {state.step}")
+        if stored["num_threads"] != torch.get_num_threads():
+            self._say(
+                f"this run has {torch.get_num_threads()} CPU threads, before it had {stored['num_threads']}: last "
+                "bits may differ"
+            )
+        if stored["max_steps"] != self._prepared.config.max_steps:
+            self._say(
+                f"the run now ends at step {self._prepared.config.max_steps}, before at {stored['max_steps']}: the "
+                "schedule is another"
+            )
+        return state
+
+
+def export_final(parent: Path, prepared: Prepared, state: TrainerState) -> Path:
+    """The trained model as a Hugging Face folder ``parent``/final.
+
+    Raises:
+        DiskError: no room, or the disk failed.
+    """
+    with CommitFolder(parent, FINAL, _weight_bytes(prepared.parts.model) + METADATA_BYTES) as folder:
+        _write_model(folder, prepared, with_states=False)
+        folder.add_json(TRAINER, _trainer_json(prepared, state))
+    return parent / FINAL
+
+
+def finished_step(final: Path) -> int | None:
+    """The step that the model in ``final`` was exported after; None if there is none, or it is damaged."""
+    try:
+        verify_folder(final)
+        return int(read_json(final / TRAINER)["state"]["step"])
+    except VBError:
+        return None
+
+
+def refuse_full_disk(out: Path, model: nn.Module, keep_checkpoints: int) -> None:
+    """Look for the room that checkpoints and final model will take; one more than is kept exists while it is written.
+
+    Raises:
+        DiskError: with what is needed and what is free.
+    """
+    needed = (3 * (keep_checkpoints + 1) + 1) * _weight_bytes(model) + METADATA_BYTES
+    folder = out
+    while not folder.exists():
+        folder = folder.absolute().parent
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise DiskError(
+            f"--out {out} needs up to {format_bytes(needed)} for {keep_checkpoints} checkpoints and the final model, "
+            f"{format_bytes(free)} "
+            "are free there: make room, choose another --out, or lower --keep-checkpoints"
+        )
+
+
+# -- writing -------------------------------------------------------------------------------------------------------------
+
+
+def _weight_bytes(model: nn.Module) -> int:
+    return sum(4 * param.numel() for param in model.parameters())
+
+
+def _in_export_order(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    engine = offload_of(model)
+    if isinstance(engine, Offload):
+        return [(slot.name, slot.param) for slot in engine.slots()]
+    return list(model.named_parameters())
+
+
+def _write_model(folder: CommitFolder, prepared: Prepared, *, with_states: bool) -> None:
+    """Weights, and AdamW's states if wanted, in one pass over the model."""
+    model, optimizer = prepared.parts.model, prepared.parts.optimizer
+    named = _in_export_order(model)
+    weights = [TensorSpec(name, tuple(param.shape), torch.float32) for name, param in named]
+    config, tokenizer = prepared.model_config, prepared.corpus.tokenizer
+    if not with_states:
+        tensors = ((name, state["weight"]) for name, state in export_state(model))
+        save_model(folder, config, weights, tensors, tokenizer)
+        return
+    specs = [spec for name, param in named if param.requires_grad for spec in _state_specs(name, param)]
+    with SafetensorsShards(folder, "optimizer", specs) as shards:
+
+        def tensors_and_states() -> Iterator[tuple[str, Tensor]]:
+            for name, state in export_state(model, optimizer):
+                for spec in _state_specs(name, state["weight"]) if name in trainable else ():
+                    shards.write(spec.name, _state_tensor(state, spec))
+                yield name, state["weight"]
+
+        trainable = {name for name, param in named if param.requires_grad}
+        exported = tensors_and_states()
+        save_model(folder, config, weights, exported, tokenizer)
+        assert next(exported, None) is None, "export_state gave more than the model has"
+
+
+def _state_specs(name: str, weight: Tensor) -> list[TensorSpec]:
+    moments = [TensorSpec(f"{name}.{key}", tuple(weight.shape), torch.float32) for key in MOMENTS]
+    return [*moments, TensorSpec(f"{name}.step", (), torch.float32)]
+
+
+def _state_tensor(state: ParameterState, spec: TensorSpec) -> Tensor:
+    """The state, or zeros for a parameter that was never stepped: AdamW begins with the same."""
+    found = state.get(spec.name.rpartition(".")[2])
+    return torch.zeros(spec.shape, dtype=spec.dtype) if found is None else found.to(spec.dtype)
+
+
+def _trainer_json(prepared: Prepared, state: TrainerState) -> dict[str, Any]:
+    engine = offload_of(prepared.parts.model)
+    return {
+        "format": FORMAT,
+        "state": dataclasses.asdict(state),
+        "max_steps": prepared.config.max_steps,
+        "schedule": dataclasses.asdict(prepared.parts.schedule),
+        "config": prepared.config.to_dict(),
+        "fingerprint": prepared.corpus.fingerprint,
+        "plan": None if engine is None else engine.summary(),
+        "num_threads": torch.get_num_threads(),
+    }
+
+
+# -- reading -------------------------------------------------------------------------------------------------------------
+
+
+class _TensorReader:
+    """Opens a checkpoint's weight and optimizer files; gives one parameter at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: list[Any] = []
+        self._where: dict[str, dict[str, Any]] = {}
+
+    def __enter__(self) -> _TensorReader:
+        for prefix in ("model", "optimizer"):
+            for path in tensor_files(self._folder, prefix):
+                file = safe_open(path, framework="pt", device="cpu").__enter__()
+                self._files.append(file)
+                for name in file.keys():  # noqa: SIM118 (not a dict)
+                    self._where.setdefault(prefix, {})[name] = file
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for file in self._files:
+            file.__exit__(*exc)
+
+    def parameter(self, name: str) -> ParameterState:
+        """What `import_state` wants of ``name``."""
+        weights, states = self._where["model"], self._where.get("optimizer", {})
+        found = {"weight": weights[name].get_tensor(name)} if name in weights else {}
+        for key in (*MOMENTS, "step"):
+            full = f"{name}.{key}"
+            if full in states:
+                found[key] = states[full].get_tensor(full)
+        return found

@@ -1,0 +1,151 @@
+"""Everything of a run but its folder: data, model, memory and optimizer, from settings.
+
+What cannot work is refused here, before anything is written.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of
+from vblackwell.offload.optimizer import VGPUAdamW
+from vblackwell.train.attention import attention_backends, chosen_backend
+from vblackwell.train.config import TrainConfig
+from vblackwell.train.data import Corpus, prepare_data
+from vblackwell.train.dataset import BatchStream, PackedDataset
+from vblackwell.train.levels import describe_levels, measure_room, plan_levels, training_state_bytes
+from vblackwell.train.machine import cap_process
+from vblackwell.train.model import find_source
+from vblackwell.train.precision import Precision, choose_precision
+from vblackwell.train.progress import Progress
+from vblackwell.train.scaler import LossScaler
+from vblackwell.train.schedule import Schedule, default_warmup_steps
+from vblackwell.train.trainer import Parts
+
+if TYPE_CHECKING:
+    from vblackwell.memory.stack import VGPUStack
+    from vblackwell.nn.decoder import Decoder
+
+
+@dataclass
+class Prepared:
+    """A run that is ready to start.
+
+    Attributes:
+        config: with ``max_steps`` and ``warmup_steps`` decided.
+        model_config: the model's Hugging Face config.json.
+    """
+
+    config: TrainConfig
+    model_config: dict[str, Any]
+    corpus: Corpus
+    parts: Parts
+
+
+def prepare(config: TrainConfig, device: torch.device, progress: Progress, cleanup: ExitStack) -> Prepared:
+    """Data, model, stack and optimizer of a run. What must be closed is left to ``cleanup``.
+
+    Raises:
+        VBError: whatever of it cannot be had.
+    """
+    source = find_source(config)
+    data = None if config.data is None else Path(config.data)
+    corpus = prepare_data(data, source.tokenizer_path, config.vocab_size, progress.phase)
+    dataset = PackedDataset(corpus, config.seq_length, "train", config.seed)
+    validation = PackedDataset(corpus, config.seq_length, "validation", config.seed)
+    config = decide_steps(config, len(dataset))
+    torch.manual_seed(config.seed)
+    model = source.build(config, corpus)
+    model.gradient_checkpointing = config.gradient_checkpointing
+    precision = choose_precision(config.precision, config.mixed_precision, device)
+    attention = _choose_attention(config, model, precision, device, cleanup)
+    progress.say(
+        f"{config.name}: {model.config.num_parameters / 1e6:.2f} M parameters, {config.max_steps} steps of "
+        f"{config.tokens_per_step} "
+        f"tokens, {precision.name} on {device}, attention: {attention}"
+    )
+    stack = _build_stack(config, model, precision, device, progress)
+    cleanup.callback(stack.close)
+    cleanup.callback(_close_engine, model)  # first, and also when what follows fails
+    enable_vgpu_stack_optimization(model, stack, placement=config.placement, compute_dtype=precision.compute_dtype)
+    parts = Parts(
+        model=model,
+        optimizer=_make_optimizer(model, config),
+        stack=stack,
+        stream=BatchStream(dataset, config.batch_size),
+        validation=validation,
+        schedule=_make_schedule(config),
+        scaler=LossScaler() if precision.needs_scaler else None,
+        device=device,
+    )
+    return Prepared(config, model.config.to_hf(), corpus, parts)
+
+
+def _choose_attention(
+    config: TrainConfig, model: Decoder, precision: Precision, device: torch.device, cleanup: ExitStack
+) -> str:
+    """Allow what the flags allow until ``cleanup``; the backend that torch takes for this model."""
+    allowed = attention_backends(use_flash_attn=config.use_flash_attn, deterministic=config.deterministic)
+    cleanup.enter_context(allowed)
+    shape, dtype = model.config, precision.compute_dtype or torch.float32
+    return chosen_backend(shape.num_heads, shape.kv_heads, shape.head_size, config.seq_length, dtype, device)
+
+
+def decide_steps(config: TrainConfig, windows_per_epoch: int) -> TrainConfig:
+    """``config`` with the number of steps and of warm-up steps that its epochs mean."""
+    steps = config.max_steps
+    if steps is None:
+        windows = (config.epochs or 1.0) * windows_per_epoch
+        steps = max(1, math.ceil(windows / (config.batch_size * config.accumulation_steps)))
+    warmup = default_warmup_steps(steps) if config.warmup_steps is None else config.warmup_steps
+    return replace(config, max_steps=steps, epochs=None, warmup_steps=warmup)
+
+
+def _build_stack(
+    config: TrainConfig, model: nn.Module, precision: Precision, device: torch.device, progress: Progress
+) -> VGPUStack:
+    from vblackwell.memory.stack import VGPUStack
+
+    state_bytes = training_state_bytes(model, precision.compute_dtype)
+    levels = plan_levels(config, state_bytes, measure_room(device, config.disk_path))
+    stack = VGPUStack({"levels": levels})
+    if device.type == "cuda" and config.fast_memory is not None:
+        assert isinstance(config.fast_memory, int)
+        cap_process(device, config.fast_memory)
+    progress.say(f"memory: {describe_levels(levels)}; training state {state_bytes / 2**20:.1f} MiB")
+    return stack
+
+
+def _make_optimizer(model: nn.Module, config: TrainConfig) -> VGPUAdamW:
+    matrices = [param for param in model.parameters() if param.requires_grad and param.dim() >= 2]
+    vectors = [param for param in model.parameters() if param.requires_grad and param.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return VGPUAdamW(
+        [group for group in groups if group["params"]],
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.epsilon,
+        # inf: measure, so that what is not finite is met, and never clip.
+        max_grad_norm=config.max_grad_norm or math.inf,
+        update_in_backward=True,
+        accumulation_steps=config.accumulation_steps,
+    )
+
+
+def _make_schedule(config: TrainConfig) -> Schedule:
+    assert config.max_steps is not None and config.warmup_steps is not None
+    floor = config.learning_rate * config.min_learning_rate_ratio
+    return Schedule(config.learning_rate, floor, config.warmup_steps, config.max_steps)
+
+
+def _close_engine(model: nn.Module) -> None:
+    engine = offload_of(model)
+    if engine is not None:
+        engine.close()

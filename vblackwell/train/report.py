@@ -1,0 +1,104 @@
+"""What a run used, at its end: measured, not promised. Printed as a table and kept as report.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vblackwell.train.levels import level_labels
+from vblackwell.units import format_bytes, format_seconds
+
+
+def make_report(
+    stats: dict[str, Any],
+    summary: dict[str, Any],
+    *,
+    run: dict[str, Any],
+    activation_bytes: int | None,
+    process_peak_bytes: int,
+) -> dict[str, Any]:
+    """The report as plain values.
+
+    Args:
+        stats: `VGPUStack.get_stats()`.
+        summary: the offload engine's `summary()`.
+        run: what the loop knows: steps, seconds, losses, tokens per second.
+        activation_bytes: GPU bytes beyond level 0's; None on the CPU.
+        process_peak_bytes: largest resident set of the process.
+    """
+    labels = level_labels(stats)
+    seconds = max(run["seconds"], 1e-9)
+    levels = [
+        {
+            "level": label,
+            "capacity_bytes": level["capacity_bytes"],
+            "peak_bytes": level["peak_bytes"],
+            "hits": level["hits"],
+            "misses": level["misses"],
+            "hit_rate": _rate(level["hits"], level["hits"] + level["misses"]),
+        }
+        for label, level in zip(labels, stats["levels"], strict=True)
+    ]
+    written = sum(link["bytes"] for link in stats["links"] if link["destination"] == "ssd")
+    return {
+        **run,
+        "placement": summary["placement"],
+        "groups": summary["groups"],
+        "bytes_by_kind_and_level": summary["bytes_by_level"],
+        "levels": levels,
+        "links": stats["links"],
+        "stall_seconds": stats["stall_seconds"],
+        "stalled_share": stats["stall_seconds"] / seconds,
+        "ssd_written_bytes": written,
+        "activation_bytes": activation_bytes,
+        "process_peak_bytes": process_peak_bytes,
+    }
+
+
+def _rate(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def report_lines(report: dict[str, Any]) -> list[str]:
+    """The report as the lines of a table."""
+    rows = [("level", "peak", "capacity", "hits", "misses", "hit rate")]
+    for level in report["levels"]:
+        rate = level["hit_rate"]
+        rows.append(
+            (
+                level["level"],
+                format_bytes(level["peak_bytes"]),
+                format_bytes(level["capacity_bytes"]),
+                str(level["hits"]),
+                str(level["misses"]),
+                "-" if rate is None else f"{rate:.1%}",
+            )  # fmt: skip
+        )
+    lines = _columns(rows)
+    links = [("link", "bytes", "busy")]
+    links += [
+        (f"{link['source']} > {link['destination']}", format_bytes(link["bytes"]), format_seconds(link["seconds"]))
+        for link in report["links"]
+    ]
+    if len(links) > 1:
+        lines += ["", *_columns(links)]
+    lines += ["", f"placement: {report['placement']}, {report['groups']} layer groups"]
+    lines += [f"time stalled: {format_seconds(report['stall_seconds'])}, {report['stalled_share']:.1%} of the run"]
+    lines += [f"written to the SSD: {format_bytes(report['ssd_written_bytes'])}"]
+    if report["activation_bytes"] is not None:
+        lines += [
+            f"GPU beyond level 0 (activations, workspaces): {format_bytes(report['activation_bytes'])} at the peak"
+        ]
+    lines += [f"process memory (RAM): {format_bytes(report['process_peak_bytes'])} at the peak"]
+    return lines
+
+
+def _columns(rows: list[tuple[str, ...]]) -> list[str]:
+    """Rows as aligned text: the first column to the left, numbers to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]

@@ -1,0 +1,184 @@
+"""``vb train`` from settings to exit code: look at the machine, prepare, train, export, report.
+
+The order is chosen so that everything that can be refused is refused before the run folder exists.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vblackwell.errors import InsufficientMemory, Unsupported
+from vblackwell.infer.generate import generate
+from vblackwell.offload.enable import offload_of
+from vblackwell.train.checkpoint import Checkpoints, export_final, finished_step, refuse_full_disk
+from vblackwell.train.config import TrainConfig
+from vblackwell.train.machine import choose_device, make_deterministic, peak_activation_bytes, refuse_distributed
+from vblackwell.train.metrics import MetricsLog, StepRecord
+from vblackwell.train.prepare import Prepared, prepare
+from vblackwell.train.profile import tracing
+from vblackwell.train.progress import Progress, open_progress
+from vblackwell.train.report import make_report, report_lines
+from vblackwell.train.resume import refuse_changes
+from vblackwell.train.runfolder import CONFIG, REPORT, TRACE, RunFolder, default_out, read_stored_config
+from vblackwell.train.signals import StopRequest
+from vblackwell.train.trainer import Hooks, Trainer
+
+
+def train(config: TrainConfig) -> int:
+    """Run ``vb train``; the process's exit code.
+
+    Raises:
+        VBError: whatever was refused or failed, as one sentence.
+    """
+    refuse_distributed()
+    refuse_unsupported(config)
+    progress = open_progress()
+    with ExitStack() as cleanup:
+        cleanup.callback(progress.close)
+        stop = cleanup.enter_context(StopRequest())
+        try:
+            return _train(config, progress, stop, cleanup)
+        except torch.OutOfMemoryError as error:
+            raise InsufficientMemory(
+                f"the GPU is out of memory: {str(error).splitlines()[0]} Lower --batch-size or --seq-length, add "
+                "--gradient-checkpointing, "
+                "or raise --fast-memory",
+                needed_bytes=0,
+                available_bytes=0,
+            ) from error
+
+
+def refuse_unsupported(config: TrainConfig) -> None:
+    """Flags whose work is not part of this version.
+
+    Raises:
+        Unsupported: naming the flag and why.
+    """
+    if config.use_fp4:
+        raise Unsupported(
+            "--use-fp4 is not part of this version's training: FP4 layers are available in Python; drop the flag"
+        )
+    if config.lora:
+        raise Unsupported("--lora is not part of this version: all weights are trained; drop the flag")
+
+
+def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: ExitStack) -> int:
+    folder = RunFolder(Path(config.out) if config.out else default_out(config.name), config.resume)
+    cleanup.callback(folder.release)
+    stored = read_stored_config(folder.path) if config.resume else None
+    if stored is not None:
+        refuse_changes(config, stored)
+    device = choose_device(config.device, progress.say)
+    if config.deterministic:
+        make_deterministic(device)
+    prepared = prepare(config, device, progress, cleanup)
+    if stop.wanted:
+        return stop.exit_code
+    refuse_full_disk(folder.path, prepared.parts.model, prepared.config.keep_checkpoints)
+    folder.create()
+    if stored is None:
+        folder.write_json(CONFIG, config.to_dict())
+    return _Run(prepared, folder, progress, stop, cleanup).to_the_end()
+
+
+class _Run:
+    """A prepared run in its folder."""
+
+    def __init__(
+        self, prepared: Prepared, folder: RunFolder, progress: Progress, stop: StopRequest, cleanup: ExitStack
+    ) -> None:
+        self.prepared = prepared
+        self.folder = folder
+        self.progress = progress
+        self.stop = stop
+        self.cleanup = cleanup
+        self.checkpoints = Checkpoints(folder.checkpoints, prepared, progress.say)
+        self.losses: dict[str, float] = {}
+
+    def to_the_end(self) -> int:
+        """Resume if asked, train, export, report; the exit code."""
+        config = self.prepared.config
+        if config.resume and finished_step(self.folder.final) == config.max_steps:
+            self.progress.say(f"{self.folder.path} has finished its {config.max_steps} steps already: nothing to do")
+            return 0
+        state = self.checkpoints.load_newest() if config.resume else None
+        trainer = self._make_trainer(state.step if state is not None else 0)
+        if state is not None:
+            trainer.restore(state)
+        began = time.perf_counter()
+        first_step = trainer.step
+        trainer.run()
+        seconds = time.perf_counter() - began
+        self.progress.close()
+        if self.stop.wanted:
+            assert self.stop.signal is not None
+            self.progress.say(
+                f"stopped by {self.stop.signal.name} after step {trainer.step}: go on with --resume --out {self.folder.path}"
+            )
+            return self.stop.exit_code
+        export_final(self.folder.path, self.prepared, trainer.state())
+        self.progress.say(f"model: {self.folder.final}")
+        self._sample()
+        self._report(seconds, trainer.step - first_step)
+        return 0
+
+    def _make_trainer(self, first_step: int) -> Trainer:
+        config, parts = self.prepared.config, self.prepared.parts
+        metrics = MetricsLog(self.folder.path, first_step, config.tensorboard)
+        self.cleanup.callback(metrics.close)
+        step_context: Callable[[], Any] = nullcontext
+        if config.profile:
+            step_context = self.cleanup.enter_context(
+                tracing(self.folder.path / TRACE, parts.device, self.progress.say)
+            )
+
+        def record(line: StepRecord) -> None:
+            metrics.write(line)
+            for name in ("loss", "val_loss"):
+                value = getattr(line, name)
+                if value is not None:
+                    self.losses.setdefault(f"first_{name}", value)
+                    self.losses[f"last_{name}"] = value
+
+        hooks = Hooks(record, self.checkpoints.write, step_context)
+        return Trainer(config, parts, self.progress, self.stop, hooks)
+
+    def _sample(self) -> None:
+        config, prepared = self.prepared.config, self.prepared
+        if config.sample_tokens:
+            text = generate(
+                prepared.parts.model,
+                prepared.corpus.tokenizer,
+                config.sample_prompt,
+                config.sample_tokens,
+                seed=config.seed,
+            )
+            self.progress.say(f"sample:\n{config.sample_prompt}{text}")
+
+    def _report(self, seconds: float, steps: int) -> None:
+        config, parts = self.prepared.config, self.prepared.parts
+        stats = parts.stack.get_stats()
+        engine = offload_of(parts.model)
+        assert engine is not None
+        run = {
+            "steps": steps,
+            "seconds": seconds,
+            "tokens_per_second": steps * config.tokens_per_step / max(seconds, 1e-9),
+            **self.losses,
+        }
+        report = make_report(
+            stats,
+            engine.summary(),
+            run=run,
+            activation_bytes=peak_activation_bytes(parts.device, stats["levels"][0]["peak_bytes"]),
+            process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        )
+        self.folder.write_json(REPORT, report)
+        self.progress.say("\n".join(report_lines(report)))

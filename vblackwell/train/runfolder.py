@@ -1,0 +1,124 @@
+"""A run's folder: what lies where, who may use it, and whether it holds something to go on from.
+
+    config.json      the settings, as resolved
+    metrics.jsonl    a line a step          tensorboard/   the same for TensorBoard
+    checkpoints/     step-00000100/ ...     final/         the trained model, a Hugging Face folder
+    report.json      the table at the end   trace.json     with --profile
+
+Nothing is created before the run is sure to start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from vblackwell.errors import ConfigurationError, CorruptData, DiskError
+from vblackwell.train.lock import RunLock
+from vblackwell.train.metrics import METRICS_NAME
+
+FINAL = "final"
+CHECKPOINTS = "checkpoints"
+CONFIG = "config.json"
+REPORT = "report.json"
+TRACE = "trace.json"
+
+
+class RunFolder:
+    """``path``, held by this process if it exists already, and from `create` on otherwise.
+
+    Args:
+        resume: whether the run found there is to be continued.
+
+    Raises:
+        ConfigurationError: not a folder, used by another process, or it holds a run and ``resume`` is off.
+    """
+
+    def __init__(self, path: Path, resume: bool) -> None:
+        self.path = path
+        self._lock: RunLock | None = None
+        if path.exists() and not path.is_dir():
+            raise ConfigurationError(f"--out {path} is a file: choose another --out")
+        if path.is_dir():
+            self._lock = RunLock(path)
+            if not resume and self.has_run:
+                self._lock.release()
+                raise ConfigurationError(
+                    f"--out {path} holds a run already: add --resume to go on with it, or choose another --out"
+                )
+
+    @property
+    def has_run(self) -> bool:
+        return any((self.path / name).exists() for name in (CONFIG, METRICS_NAME, CHECKPOINTS, FINAL))
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / CHECKPOINTS
+
+    @property
+    def final(self) -> Path:
+        return self.path / FINAL
+
+    def create(self) -> None:
+        """Make the folder if need be, and hold it.
+
+        Raises:
+            DiskError: it cannot be made.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DiskError(
+                f"cannot create the run folder {self.path}: {error.strerror}; choose another --out"
+            ) from error
+        if self._lock is None:
+            self._lock = RunLock(self.path)
+
+    def write_json(self, name: str, value: Any) -> None:
+        """``value`` into file ``name``, atomically.
+
+        Raises:
+            DiskError: the disk refused.
+        """
+        path = self.path / name
+        fresh = path.with_name(name + ".tmp")
+        try:
+            with fresh.open("w", encoding="utf-8") as file:
+                json.dump(value, file, indent=2)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(fresh, path)
+        except OSError as error:
+            raise DiskError(f"writing {path} failed: {error.strerror}; make room, or choose another --out") from error
+
+    def release(self) -> None:
+        """Let others use the folder. Idempotent."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+
+def read_stored_config(folder: Path) -> dict[str, Any] | None:
+    """The settings that the run in ``folder`` was started with; None if it never got that far.
+
+    Raises:
+        CorruptData: the file is not JSON.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CorruptData(f"{path} is damaged ({error}): remove it to resume with the flags alone") from error
+
+
+def default_out(name: str, parent: Path = Path("runs")) -> Path:
+    """The first of runs/NAME, runs/NAME-2, ... that does not exist yet."""
+    number, path = 1, parent / name
+    while path.exists():
+        number += 1
+        path = parent / f"{name}-{number}"
+    return path

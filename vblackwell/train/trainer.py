@@ -1,0 +1,230 @@
+"""The loop: micro-batches, one optimizer step, numbers, and now and then a validation loss and a checkpoint.
+
+The loop knows a model that returns a loss, an optimizer that measures and clips by itself, and a stack that counts bytes;
+where those bytes live is none of its business. It stops only where the state is whole: a step that is interrupted
+half-way is undone (its gradients dropped, data position and generators put back), so a resumed run repeats it bit by bit.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from vblackwell.errors import VBError
+from vblackwell.train.config import TrainConfig
+from vblackwell.train.dataset import BatchStream, PackedDataset, evaluation_batches
+from vblackwell.train.levels import Traffic, read_traffic
+from vblackwell.train.metrics import StepRecord, finite_or_none
+from vblackwell.train.progress import Progress
+from vblackwell.train.scaler import LossScaler
+from vblackwell.train.schedule import Schedule
+from vblackwell.train.signals import StopRequest
+from vblackwell.train.state import TrainerState, capture_rng, restore_rng
+
+if TYPE_CHECKING:
+    from vblackwell.memory.stack import VGPUStack
+    from vblackwell.offload.optimizer import VGPUAdamW
+
+
+class TrainingDiverged(VBError):
+    """Too many steps in a row whose loss or gradients were not finite; the weights are those before the first of them."""
+
+
+@dataclass
+class Parts:
+    """What a run is made of.
+
+    Attributes:
+        model: called with (input_ids, targets), both (B, S) int64; returns the mean loss.
+        stream: the training data.
+        validation: the held-out windows.
+    """
+
+    model: nn.Module
+    optimizer: VGPUAdamW
+    stack: VGPUStack
+    stream: BatchStream
+    validation: PackedDataset
+    schedule: Schedule
+    scaler: LossScaler | None
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the loop tells others.
+
+    Attributes:
+        record: called with every step's record.
+        checkpoint: called where a checkpoint is due, with the state to store.
+        step_context: wraps every step, for profiling.
+    """
+
+    record: Callable[[StepRecord], None]
+    checkpoint: Callable[[TrainerState], None]
+    step_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+class Trainer:
+    """Runs ``config.max_steps`` steps, or until somebody asks to stop."""
+
+    def __init__(self, config: TrainConfig, parts: Parts, progress: Progress, stop: StopRequest, hooks: Hooks) -> None:
+        assert config.max_steps is not None
+        self.config = config
+        self.parts = parts
+        self.total_steps = config.max_steps
+        self.step = 0
+        self._skipped_in_a_row = 0
+        self._progress = progress
+        self._stop = stop
+        self._hooks = hooks
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state(self) -> TrainerState:
+        """Where the run stands; valid between steps."""
+        scaler = self.parts.scaler
+        return TrainerState(
+            step=self.step,
+            data_position=self.parts.stream.state,
+            skipped_in_a_row=self._skipped_in_a_row,
+            scaler=None if scaler is None else scaler.state_dict(),
+            rng=capture_rng(self.parts.device),
+        )
+
+    def restore(self, state: TrainerState) -> None:
+        """Go on from ``state``; weights and optimizer states are restored by whoever read them."""
+        self.step = state.step
+        self.parts.stream.state = state.data_position
+        self._skipped_in_a_row = state.skipped_in_a_row
+        if self.parts.scaler is not None and state.scaler is not None:
+            self.parts.scaler.load_state_dict(state.scaler)
+        restore_rng(state.rng, self.parts.device)
+
+    # -- the loop --------------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Train until the last step or a stop request. What is due at the last step is done.
+
+        Raises:
+            TrainingDiverged: see there.
+        """
+        self._progress.start(self.step, self.total_steps)
+        saved_step = self.step
+        while self.step < self.total_steps and not self._stop.wanted:
+            with self._hooks.step_context():
+                record = self._one_step()
+            if record is None:
+                break
+            if self._due(self.config.eval_every) or self.step in (1, self.total_steps):
+                record = replace(record, val_loss=self.validate())
+            self._hooks.record(record)
+            self._progress.step(record)
+            self._refuse_divergence(record)
+            if self._due(self.config.checkpoint_every):
+                self._hooks.checkpoint(self.state())
+                saved_step = self.step
+        if self._stop.wanted and self.step != saved_step:
+            self._hooks.checkpoint(self.state())
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def _refuse_divergence(self, record: StepRecord) -> None:
+        if self._skipped_in_a_row >= self.config.max_skipped_steps:
+            raise TrainingDiverged(
+                f"{self._skipped_in_a_row} steps in a row up to step {record.step} had a loss or gradients that were "
+                "not finite; the "
+                "weights were left as they were before: lower --learning-rate, or look at the data"
+            )
+
+    def _one_step(self) -> StepRecord | None:
+        """One optimizer step; None if it was interrupted and undone."""
+        parts = self.parts
+        began, before, start = time.perf_counter(), read_traffic(parts.stack), self.state()
+        learning_rate = parts.schedule.learning_rate(self.step)
+        for group in parts.optimizer.param_groups:
+            group["lr"] = learning_rate
+        losses = list(self._backward_micro_batches())
+        if len(losses) < self.config.accumulation_steps:
+            parts.optimizer.zero_grad()
+            self.restore(start)
+            return None
+        loss = float(torch.stack(losses).sum())
+        skipped = not self._update(loss)
+        self.step += 1
+        seconds = time.perf_counter() - began
+        return self._record(loss, learning_rate, seconds, read_traffic(parts.stack).since(before), skipped)
+
+    def _backward_micro_batches(self) -> Iterator[torch.Tensor]:
+        """Forward and backward, yielding each micro-batch's share of the loss; ends early if a stop is wanted."""
+        parts, count = self.parts, self.config.accumulation_steps
+        scale = 1.0 if parts.scaler is None else parts.scaler.scale
+        parts.optimizer.loss_scale = scale
+        parts.model.train()
+        for _ in range(count):
+            if self._stop.wanted:
+                return
+            input_ids_BS, targets_BS = parts.stream.next()
+            loss = parts.model(
+                input_ids_BS.to(parts.device, non_blocking=True), targets_BS.to(parts.device, non_blocking=True)
+            )
+            (loss * (scale / count)).backward()
+            yield loss.detach() / count
+
+    def _update(self, loss: float) -> bool:
+        """Let the step happen unless something is not finite; whether it happened."""
+        parts = self.parts
+        finite = math.isfinite(loss)
+        if finite:
+            parts.optimizer.step()
+            finite = not parts.optimizer.skipped
+            if parts.scaler is not None:
+                # Overflow of scaled gradients is how the scaler finds its scale, and no sign of divergence.
+                tolerated = not finite and not parts.scaler.exhausted
+                parts.scaler.update(overflowed=not finite)
+                if tolerated:
+                    parts.optimizer.zero_grad()
+                    return False
+        parts.optimizer.zero_grad()
+        self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
+        return finite
+
+    def _record(self, loss: float, learning_rate: float, seconds: float, moved: Traffic, skipped: bool) -> StepRecord:
+        norm = self.parts.optimizer.grad_norm if math.isfinite(loss) else None
+        return StepRecord(
+            step=self.step,
+            loss=finite_or_none(loss),
+            lr=learning_rate,
+            grad_norm=finite_or_none(norm),
+            tokens_per_second=self.config.tokens_per_step / seconds,
+            level_bytes=moved.level_bytes,
+            link_bytes=moved.link_bytes,
+            stall_seconds=moved.stall_seconds,
+            seconds=seconds,
+            skipped=skipped,
+        )
+
+    # -- validation --------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def validate(self) -> float | None:
+        """Mean loss over the first held-out batches; None if it was interrupted or is not finite. Draws no random numbers."""
+        parts, total, windows = self.parts, 0.0, 0
+        parts.model.eval()
+        for input_ids_BS, targets_BS in evaluation_batches(
+            parts.validation, self.config.batch_size, self.config.eval_batches
+        ):
+            if self._stop.wanted:
+                return None
+            loss = parts.model(input_ids_BS.to(parts.device), targets_BS.to(parts.device))
+            total += float(loss) * len(input_ids_BS)
+            windows += len(input_ids_BS)
+        return finite_or_none(total / windows)
