@@ -1,17 +1,22 @@
-"""Carry out moves: the bytes of an entry from where they are to another extent, finished on return.
+"""Carry plans out: the bytes of entries from where they are to other extents, committed one by one.
 
-At most one side is not addressable, or both are disks; then the bytes pass through RAM. Why moves wait one by one:
-each may write where the one before it read.
+Moves run in the plan's order and each is finished before the next starts, because it may write where the one before it
+read. A move whose two sides are disks passes through RAM. While an entry moves it is hidden (not resident, no victim);
+when it has arrived, or could not leave, it is shown again.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 
 import torch
 
 from vblackwell.memory.entry import Entry
 from vblackwell.memory.level import Extent, Level, Transfer
+from vblackwell.memory.plan import Plan
+from vblackwell.memory.policy import Policy
+from vblackwell.memory.statistics import Place, Statistics
 
 
 def settled(transfer: Transfer) -> None:
@@ -52,3 +57,88 @@ def write_entry(levels: list[Level], entry: Entry, target: Level, extent: Extent
     through = torch.empty(entry.num_bytes, dtype=torch.uint8, device="cpu")
     settled(source.read(entry.extent, through))
     settled(target.write(extent, through))
+
+
+class Mover:
+    """The levels of one stack, its policy and its counters, and how entries get from extent to extent.
+
+    Methods marked "under the lock" are called with `lock` held, the others without.
+    """
+
+    def __init__(self, levels: list[Level], policy: Policy) -> None:
+        self.levels = levels
+        self.policy = policy
+        self.statistics = Statistics(levels)
+        self.lock = threading.Lock()
+
+    def begin(self, plan: Plan) -> None:
+        """Hide what the plan moves. Under the lock, with the planning."""
+        for move in plan.moves:
+            self.hide(move.entry)
+
+    def hide(self, entry: Entry) -> None:
+        """Its place is about to change or to be written: nobody is handed its tensors. Under the lock."""
+        entry.unsettle()
+
+    def show(self, entry: Entry) -> None:
+        """It has a place again; on level 0 it gets ready-made tensors. Under the lock."""
+        if entry.level == 0 and entry.extent is not None:
+            buffer = self.levels[0].view(entry.extent)
+            assert buffer is not None, "level 0 is addressable"
+            entry.settle(buffer)
+
+    def carry_out(self, plan: Plan) -> None:
+        """Make the moves; if one fails, those before it stay and it and the rest are undone."""
+        for index, move in enumerate(tuple(plan.moves)):
+            start = time.perf_counter()
+            try:
+                write_entry(self.levels, move.entry, self.levels[move.target], move.target_extent)
+            except BaseException:
+                with self.lock:
+                    self.undo(plan, index)
+                raise
+            self.count(move.source, move.target, move.entry.num_bytes, time.perf_counter() - start)
+            with self.lock:
+                self.commit(move.entry, move.target, move.target_extent, evicted=move.evicted)
+
+    def undo(self, plan: Plan, index: int) -> None:
+        """Take back the moves from number ``index`` on. Under the lock."""
+        undone = [move.entry for move in plan.moves[index:]]
+        plan.take_back(index)
+        for entry in undone:
+            self.show(entry)
+
+    def commit(self, entry: Entry, target: int, extent: Extent, *, evicted: bool) -> None:
+        """The bytes of ``entry`` have arrived in ``extent``. Under the lock."""
+        source = entry.level
+        self.policy.discard(entry)
+        if entry.extent is not None:
+            self.levels[source].release(entry.extent)
+        entry.level, entry.extent, entry.stray = target, extent, None
+        if target > 0:
+            entry.expected = False
+        self.statistics.moved(source, target, evicted=evicted)
+        self.seat(entry)
+
+    def seat(self, entry: Entry) -> None:
+        """``entry`` is on its level from now on. Under the lock."""
+        self.policy.add(entry)
+        self.show(entry)
+
+    def fill(self, level: int, extent: Extent, bytes_in: torch.Tensor, source: Place) -> None:
+        """Copy bytes from outside into an extent, and count them."""
+        start = time.perf_counter()
+        self.levels[level].materialise(extent)
+        settled(self.levels[level].write(extent, bytes_in))
+        self.count(source, level, bytes_in.nbytes, time.perf_counter() - start)
+
+    def count(self, source: Place, target: Place, num_bytes: int, seconds: float) -> None:
+        """Note what went over a link."""
+        with self.lock:
+            self.statistics.link(source, target, num_bytes, seconds)
+
+    def read(self, entry: Entry, out: torch.Tensor) -> None:
+        """Fill ``out`` (flat uint8) with the entry's bytes, and count them."""
+        start = time.perf_counter()
+        read_entry(self.levels, entry, out)
+        self.count(entry.level, 0, entry.num_bytes, time.perf_counter() - start)

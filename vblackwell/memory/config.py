@@ -1,8 +1,8 @@
 """From what users write to levels: ``{'levels': [{'capacity_mb': 2000, 'device': 'cuda:0', 'speed_gbps': 2000}, ...]}``.
 
-``device`` is ``cuda:N``, ``cpu``, ``ssd``, ``arena`` or ``null``; ``cpu`` as the first level is the arena, because level 0 hands out
-tensors and so allocates them one by one. Keys that are not supported are refused, never ignored. ``speed_gbps`` is a statement
-about the level, used to check that levels are listed fastest first, and by planners.
+``device`` is ``cuda:N``, ``cpu``, ``ssd``, ``arena`` or ``null``; ``cpu`` as the first level is the arena, because level 0
+hands out tensors and so allocates them one by one. Keys that are not supported are refused, never ignored. ``speed_gbps``
+is a statement about the level: levels have to be listed fastest first, and planners go by it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -151,7 +151,8 @@ def build_level(config: LevelConfig, number: int = 0, *, numa_node: int | None =
 
 def build_levels(config: Mapping[str, Any] | Iterable[LevelConfig] | Iterable[Level]) -> list[Level]:
     """Make the levels of a stack; if one is refused, those made before it are closed."""
-    items = parse_levels(config) if isinstance(config, Mapping) else list(config)
+    items: list[LevelConfig | Level]
+    items = [*parse_levels(cast("Mapping[str, Any]", config))] if isinstance(config, Mapping) else [*config]
     if not items:
         raise ConfigurationError("a stack needs at least one level")
     check_order(item for item in items if isinstance(item, LevelConfig))

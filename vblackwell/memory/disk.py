@@ -74,7 +74,8 @@ class DiskLevel(AccountedLevel):
     # Placing: the range, and the file system's promise for it.
 
     def _fits(self, held_bytes: int) -> bool:
-        return self._file.poison is None and self._ranges.largest >= held_bytes
+        fit = self._ranges.best_fit(held_bytes)
+        return fit is not None and self._file.can_reserve(fit[1] + held_bytes)
 
     def _take(self, held_bytes: int) -> tuple[int, list[Check | None]] | None:
         offset = self._ranges.allocate(held_bytes)

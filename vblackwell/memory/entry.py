@@ -117,8 +117,7 @@ class Entry:
         key, owner, priority, layout: as registered; `layout` may be replaced.
         level, extent: where the bytes are. No extent: no bytes, or `stray` has them.
         stray: the bytes themselves, in RAM outside all levels, after a failing disk left them no other place.
-        resident: tensors over the extent while the key is on level 0 and not moving.
-        moving: a plan that is being carried out moves it; `resident` is None meanwhile.
+        resident: tensors over the extent while the key is on level 0 and is not being moved or written.
         pins: how many `borrow` blocks hold it.
         expected: a prefetch brought it up and nobody has accessed it since.
         error: what its last prefetch ran into; raised by the next access.
@@ -126,7 +125,7 @@ class Entry:
     """
 
     __slots__ = (
-        "key", "owner", "priority", "layout", "level", "extent", "stray", "resident", "moving", "pins", "expected",
+        "key", "owner", "priority", "layout", "level", "extent", "stray", "resident", "pins", "expected",
         "error", "last_use", "next_use", "seat", "before", "after", "_storage", "_own_count",
     )  # fmt: skip
 
@@ -139,7 +138,6 @@ class Entry:
         self.extent: Extent | None = None
         self.stray: torch.Tensor | None = None
         self.resident: tuple[torch.Tensor, ...] | None = None
-        self.moving = False
         self.pins = 0
         self.expected = False
         self.error: BaseException | None = None

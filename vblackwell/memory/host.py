@@ -72,7 +72,7 @@ class HostLevel(AccountedLevel):
         return self._slab_bytes - empty + held_bytes <= self.capacity_bytes
 
     def _take(self, held_bytes: int) -> tuple[int, _Slab] | None:
-        fits = [(size, index) for index, slab in enumerate(self._slabs) if (size := slab.ranges.best_fit(held_bytes))]
+        fits = [(fit, index) for index, slab in enumerate(self._slabs) if (fit := slab.ranges.best_fit(held_bytes))]
         slab = self._slabs[min(fits)[1]] if fits else self._new_slab(held_bytes)
         if slab is None:
             return None

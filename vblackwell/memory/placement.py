@@ -11,31 +11,25 @@ leaves them stray: outside all levels, but not lost.
 
 from __future__ import annotations
 
-import threading
-import time
-
 import torch
 
 from vblackwell.errors import DiskError, InsufficientMemory, StaleTensor
-from vblackwell.memory.carry import read_entry, settled, write_entry
+from vblackwell.memory.carry import Mover, read_entry, settled
 from vblackwell.memory.entry import Entry
 from vblackwell.memory.gpu import DeviceLevel
 from vblackwell.memory.level import Extent, Level
 from vblackwell.memory.plan import Plan
 from vblackwell.memory.policy import Policy
-from vblackwell.memory.statistics import Place, Statistics
+from vblackwell.memory.statistics import Place
 from vblackwell.memory.turn import Turn
 from vblackwell.units import format_bytes
 
 
-class Placement:
+class Placement(Mover):
     """The levels of one stack, and which entry is where. All methods but `sweep` are called in a turn, without the lock."""
 
     def __init__(self, levels: list[Level], policy: Policy) -> None:
-        self.levels = levels
-        self.policy = policy
-        self.statistics = Statistics(levels)
-        self.lock = threading.Lock()
+        super().__init__(levels, policy)
         self.turn = Turn()
         self._limbo: list[Entry] = []  # dropped, but somebody still holds their bytes on level 0
 
@@ -51,18 +45,18 @@ class Placement:
             adopted = self._adopt(plan, level, extent, bytes_in) if adopt else None
             extent = adopted or extent
             plan.goal = (level, extent)
-            self._begin(plan)
+            self.begin(plan)
         try:
-            self._carry_out(plan)
+            self.carry_out(plan)
             if adopted is None:
-                self._fill(level, extent, bytes_in, source)
+                self.fill(level, extent, bytes_in, source)
         except BaseException:
             with self.lock:
                 plan.take_back(len(plan.moves))
             raise
         with self.lock:
             entry.level, entry.extent = level, extent
-            self._seat(entry)
+            self.seat(entry)
 
     def admit_empty(self, entry: Entry) -> None:
         """An entry without bytes: shapes only, always on level 0."""
@@ -136,29 +130,30 @@ class Placement:
         plan.exclude(entry)
         with self.lock:
             self.sweep()
-            if entry.held():
+            if entry.level == 0 and entry.held():
                 raise StaleTensor(
-                    f"{entry.key!r} cannot leave {self.levels[entry.level].name}: a tensor of it is still held; delete it first"
+                    f"{entry.key!r} cannot leave {self.levels[0].name}: a tensor of it is still held; delete it first"
                 )
+            source, old = self.levels[entry.level], entry.extent
             extent = plan.room(target, entry.num_bytes, max_priority=max_priority, than=than)
-            through_ram = extent is None and entry.extent is not None
-            if through_ram:
-                self.levels[entry.level].displace(entry.extent)
+            through_ram = extent is None and old is not None
+            if extent is None and old is not None:
+                source.displace(old)
                 extent = plan.room(target, entry.num_bytes, max_priority=max_priority, than=than)
                 if extent is None:
-                    self.levels[entry.level].restore(entry.extent)
+                    source.restore(old)
             if extent is None:
                 raise self.no_room(f"on {self.levels[target].name} for {entry.key!r}", entry.num_bytes, plan.refusal)
             if through_ram:
                 plan.goal = (target, extent)
             else:
                 plan.move(entry, target, extent)
-            self._begin(plan)
-            self._hide(entry)
+            self.begin(plan)
+            self.hide(entry)
         if through_ram:
             self._bring_through_ram(plan, entry, target, extent)
         else:
-            self._carry_out(plan)
+            self.carry_out(plan)
 
     def _bring_through_ram(self, plan: Plan, entry: Entry, target: int, extent: Extent) -> None:
         """`_bring` for an entry whose own extent was displaced to make room for others."""
@@ -170,23 +165,23 @@ class Placement:
             read_entry(self.levels, entry, stray)
         except BaseException:
             with self.lock:
-                self._undo(plan, 0)
+                self.undo(plan, 0)
                 self.levels[source].restore(old)
-                self._show(entry)
+                self.show(entry)
             raise
         with self.lock:
             entry.stray, entry.extent = stray, None
             self.levels[source].release(old)
         try:
-            self._carry_out(plan)
-            self._fill(target, extent, stray, source)
+            self.carry_out(plan)
+            self.fill(target, extent, stray, source)
         except BaseException:
             with self.lock:
                 plan.take_back(len(plan.moves))
             self.put_back(entry)
             raise
         with self.lock:
-            self._commit(entry, target, extent, evicted=False)
+            self.commit(entry, target, extent, evicted=False)
 
     def put_back(self, entry: Entry) -> None:
         """Give stray bytes their level back, as far as it still works."""
@@ -204,13 +199,7 @@ class Placement:
                 with self.lock:
                     entry.extent, entry.stray = extent, None
         with self.lock:
-            self._show(entry)
-
-    def read(self, entry: Entry, out: torch.Tensor) -> None:
-        """Fill ``out`` (flat uint8) with the entry's bytes, and count them."""
-        start = time.perf_counter()
-        read_entry(self.levels, entry, out)
-        self._count(entry.level, 0, entry.num_bytes, time.perf_counter() - start)
+            self.show(entry)
 
     def overwrite(self, entry: Entry, bytes_in: torch.Tensor, source: Place) -> bool:
         """Replace the bytes of ``entry`` on its level, unless somebody holds the old ones; whether it did.
@@ -223,13 +212,13 @@ class Placement:
             if entry.extent is None:
                 entry.stray = bytes_in.to("cpu", copy=True) if entry.num_bytes else None
                 return True
-            self._hide(entry)
+            self.hide(entry)
         level, old = self.levels[entry.level], entry.extent
         try:
             beside = level.device is None and level.can_allocate(entry.num_bytes)  # only a disk can fail halfway
             extent = level.allocate(entry.num_bytes) if beside else old
             try:
-                self._fill(entry.level, extent, bytes_in, source)
+                self.fill(entry.level, extent, bytes_in, source)
             except BaseException:
                 if beside:
                     level.free(extent)
@@ -239,7 +228,7 @@ class Placement:
                 level.free(old)
         finally:
             with self.lock:
-                self._show(entry)
+                self.show(entry)
         return True
 
     def vacate(self, entry: Entry) -> bool:
@@ -250,13 +239,13 @@ class Placement:
         with self.lock:
             if entry.extent is None or entry.held():
                 return False
-            self._hide(entry)
+            self.hide(entry)
         stray = torch.empty(entry.num_bytes, dtype=torch.uint8, device="cpu")
         try:
             read_entry(self.levels, entry, stray)
         except BaseException:
             with self.lock:
-                self._show(entry)
+                self.show(entry)
             raise
         with self.lock:
             self.levels[entry.level].free(entry.extent)
@@ -300,77 +289,15 @@ class Placement:
             if extent is None:
                 raise self.no_room(f"on {self.levels[level].name} for {what}", num_bytes, plan.refusal)
             plan.goal = (level, extent)
-            self._begin(plan)
+            self.begin(plan)
         try:
-            self._carry_out(plan)
+            self.carry_out(plan)
             self.levels[level].materialise(extent)
         except BaseException:
             with self.lock:
                 plan.take_back(len(plan.moves))
             raise
         return extent
-
-    # Carrying out.
-
-    def _begin(self, plan: Plan) -> None:
-        for move in plan.moves:
-            self._hide(move.entry)
-
-    def _hide(self, entry: Entry) -> None:
-        entry.moving = True
-        entry.unsettle()
-
-    def _show(self, entry: Entry) -> None:
-        entry.moving = False
-        if entry.level == 0 and entry.extent is not None:
-            buffer = self.levels[0].view(entry.extent)
-            assert buffer is not None, "level 0 is addressable"
-            entry.settle(buffer)
-
-    def _carry_out(self, plan: Plan) -> None:
-        """Make the moves; if one fails, those before it stay and it and the rest are undone."""
-        for index, move in enumerate(tuple(plan.moves)):
-            start = time.perf_counter()
-            try:
-                write_entry(self.levels, move.entry, self.levels[move.target], move.target_extent)
-            except BaseException:
-                with self.lock:
-                    self._undo(plan, index)
-                raise
-            self._count(move.source, move.target, move.entry.num_bytes, time.perf_counter() - start)
-            with self.lock:
-                self._commit(move.entry, move.target, move.target_extent, evicted=move.evicted)
-
-    def _undo(self, plan: Plan, index: int) -> None:
-        undone = [move.entry for move in plan.moves[index:]]
-        plan.take_back(index)
-        for entry in undone:
-            self._show(entry)
-
-    def _commit(self, entry: Entry, target: int, extent: Extent, *, evicted: bool) -> None:
-        source = entry.level
-        self.policy.discard(entry)
-        if entry.extent is not None:
-            self.levels[source].release(entry.extent)
-        entry.level, entry.extent, entry.stray = target, extent, None
-        if target > 0:
-            entry.expected = False
-        self.statistics.moved(source, target, evicted=evicted)
-        self._seat(entry)
-
-    def _seat(self, entry: Entry) -> None:
-        self.policy.add(entry)
-        self._show(entry)
-
-    def _fill(self, level: int, extent: Extent, bytes_in: torch.Tensor, source: Place) -> None:
-        start = time.perf_counter()
-        self.levels[level].materialise(extent)
-        settled(self.levels[level].write(extent, bytes_in))
-        self._count(source, level, bytes_in.nbytes, time.perf_counter() - start)
-
-    def _count(self, source: Place, target: Place, num_bytes: int, seconds: float) -> None:
-        with self.lock:
-            self.statistics.link(source, target, num_bytes, seconds)
 
     def no_room(self, where: str, num_bytes: int, refusal: Exception | None = None) -> InsufficientMemory:
         """The error for bytes that found no place."""

@@ -53,6 +53,7 @@ class Plan:
         self._spare_expected = spare_expected
         self._exhaustive = exhaustive
         self._moved: set[Entry] = set()
+        self._leaving: list[int] = []  # levels with a victim that was displaced and whose move is not decided yet
 
     def room(self, level: int, num_bytes: int, *, max_priority: int, than: Entry | None) -> Extent | None:
         """Place ``num_bytes`` on ``level``, letting victims up to a priority, and colder ``than`` an entry, sink.
@@ -123,25 +124,27 @@ class Plan:
         assert victim.extent is not None
         source = self._levels[victim.level]
         source.displace(victim.extent)
+        self._leaving.append(victim.level)
+        sunk = self._go_below(victim, victim.priority, victim) or (self._exhaustive and self._go_anywhere(victim))
+        self._leaving.pop()
+        if not sunk:
+            source.restore(victim.extent)
+        return sunk
+
+    def _go_below(self, victim: Entry, max_priority: int, than: Entry | None) -> bool:
         for level in range(victim.level + 1, len(self._levels)):
-            extent = self.room(level, victim.num_bytes, max_priority=victim.priority, than=victim)
+            extent = self.room(level, victim.num_bytes, max_priority=max_priority, than=than)
             if extent is not None:
                 self.move(victim, level, extent, evicted=True, displaced=True)
                 return True
-        if self._exhaustive and self._go_anywhere(victim):
-            return True
-        source.restore(victim.extent)
         return False
 
     def _go_anywhere(self, victim: Entry) -> bool:
-        """Below at the cost of more important ones, or up into free room."""
-        for level in range(victim.level + 1, len(self._levels)):
-            extent = self.room(level, victim.num_bytes, max_priority=10, than=None)
-            if extent is not None:
-                self.move(victim, level, extent, evicted=True, displaced=True)
-                return True
+        """Below at the cost of more important ones, or up into free room; but not where somebody has yet to leave."""
+        if self._go_below(victim, 10, None):
+            return True
         for level in reversed(range(victim.level)):
-            extent = self.place(level, victim.num_bytes)
+            extent = self.place(level, victim.num_bytes) if level not in self._leaving else None
             if extent is not None:
                 self.move(victim, level, extent, displaced=True)
                 return True

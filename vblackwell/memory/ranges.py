@@ -31,19 +31,18 @@ class RangeAllocator:
         """Whether everything is free."""
         return self.largest == self.size
 
-    def best_fit(self, size: int) -> int | None:
-        """Size of the free range that `allocate` would cut from; None where nothing fits."""
+    def best_fit(self, size: int) -> tuple[int, int] | None:
+        """(size, start) of the free range that `allocate` would cut from; None where nothing fits."""
         index = bisect_left(self._by_size, (size, 0))
-        return self._by_size[index][0] if index < len(self._by_size) else None
+        return self._by_size[index] if index < len(self._by_size) else None
 
     def allocate(self, size: int) -> int | None:
         """Take ``size`` bytes; their offset, or None where no free range is large enough."""
-        index = bisect_left(self._by_size, (size, 0))
-        if index == len(self._by_size):
+        found = self.best_fit(size)
+        if found is None:
             return None
-        start = self._by_size[index][1]
-        self.take(start, size)
-        return start
+        self.take(found[1], size)
+        return found[1]
 
     def take(self, start: int, size: int) -> None:
         """Take exactly ``[start, start + size)``, which must be free: how a `free` is taken back."""

@@ -5,7 +5,8 @@ behind. `O_DIRECT` where a probe shows that it works: the page cache would hold 
 RAM was short. RAM-backed file systems are refused, they are no disk.
 
 A write that failed poisons the file: what it left behind is unknown, so nothing is written to it any more; bytes that are
-there already can still be read, and their checksums say whether they are good. Nothing is ever synced: the file dies with the process.
+there already can still be read, and their checksums say whether they are good. Nothing is synced: the file dies with the
+process.
 """
 
 from __future__ import annotations
@@ -76,6 +77,11 @@ class ScratchFile:
         self.fd, self.direct = _open(facts.path)
         self.reserved_bytes = 0
         self._close = weakref.finalize(self, os.close, self.fd)
+
+    def can_reserve(self, end: int) -> bool:
+        """Whether `reserve` would succeed, as far as the file system tells."""
+        grow = end - self.reserved_bytes
+        return self.poison is None and (grow <= 0 or grow <= disk_facts(self.path).free_bytes)
 
     def reserve(self, end: int) -> None:
         """Make the file system promise room for ``[0, end)``.

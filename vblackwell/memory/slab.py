@@ -17,6 +17,7 @@ import os
 import threading
 import warnings
 import weakref
+from typing import Any
 
 import torch
 
@@ -97,7 +98,7 @@ def _touch(address: int, size: int) -> None:
 
 
 def _register(mapping: mmap.mmap, address: int, size: int) -> None:
-    cudart = torch.cuda.cudart()
+    cudart: Any = torch.cuda.cudart()
     refused = int(cudart.cudaHostRegister(address, size, 1))  # portable: pinned for every device
     if refused:
         warnings.warn(

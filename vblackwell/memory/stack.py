@@ -1,12 +1,11 @@
 """The stack: levels together, keys on them, hot ones up, cold ones down.
 
 A key's bytes live on exactly one level. `register` copies them in, `access` gives them back on level 0's device, promotions
-and evictions move them in between. Other parts of the package place bytes by hand (`reserve`) in the same levels, where
-they are counted and never evicted.
+and evictions move them in between. Other parts of the package place bytes by hand in the same levels (`pool`).
 
 What `access` returned stays valid while it is held: the entry is no victim while its storage has other users, and `update`
-or `remove` then leave the old bytes to their holder. It is to be read; writing goes through `update`. Accessing a resident key takes one
-short lock and no transfer; anything else takes its turn (`turn`), one cascade at a time.
+or `remove` then leave the old bytes to their holder. It is to be read; writing goes through `update`. Accessing a resident
+key takes one short lock and no transfer; anything else takes its turn (`turn`), one cascade at a time.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ import torch
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, UnknownKey, nearest
 from vblackwell.memory.config import LevelConfig, build_levels, build_policy
 from vblackwell.memory.entry import Entry, Layout, default_priority, layout_of, packed_bytes
-from vblackwell.memory.level import Level, Transfer
-from vblackwell.memory.placement import Placement
+from vblackwell.memory.level import Level
+from vblackwell.memory.pool import LevelPool
 from vblackwell.memory.reservation import Reservation
-from vblackwell.memory.statistics import Place
-from vblackwell.units import format_bytes
+
+__all__ = ["Reservation", "VGPUStack"]
 
 PROMOTIONS = ("direct", "gradual")
 
 
-class VGPUStack:
+class VGPUStack(LevelPool):
     """Several levels of memory as one.
 
     Args:
@@ -42,6 +41,7 @@ class VGPUStack:
 
     Attributes:
         levels: the `Level` objects, fastest first. level0_device: where `access` returns tensors.
+        policy, promotion: as given.
 
     Raises:
         ConfigurationError: unknown keys or values, a GPU that is not there, capacities beyond the machine's.
@@ -55,24 +55,14 @@ class VGPUStack:
     ) -> None:
         if promotion not in PROMOTIONS:
             raise ConfigurationError(f"promotion {promotion!r} must be one of {', '.join(PROMOTIONS)}")
+        chosen = build_policy(policy)
+        super().__init__(build_levels(config), chosen)
         self.policy = policy
         self.promotion = promotion
-        chosen = build_policy(policy)
-        self.levels: list[Level] = build_levels(config)
-        assert self.levels[0].device is not None, "build_levels sees to it"
-        self.level0_device: torch.device = self.levels[0].device
-        self._placement = Placement(self.levels, chosen)
-        self._lock = self._placement.lock
         self._policy = chosen
-        self._statistics = self._placement.statistics
-        self._entries: dict[str, Entry] = {}
-        self._reservations: dict[str, Reservation] = {}
         self._prefetchers: list[Callable[[Any], bool]] = []
         self._mover = ThreadPoolExecutor(1, thread_name_prefix="vblackwell-prefetch")
         self._cuda_index = self.level0_device.index if self.level0_device.type == "cuda" else None
-        self._closed = False
-
-    # Keys.
 
     def register(
         self, key: str, tensor: Any, priority: int | None = None, *, owner: str | None = None, take: bool = False
@@ -220,8 +210,9 @@ class VGPUStack:
         self._check_open()
         keys = [keys] if isinstance(keys, (str, torch.Tensor)) else list(keys)
         for key in keys:
-            if isinstance(key, str) and key in self._entries:
-                if self._entries[key].resident is None:
+            entry = self._entries.get(key) if isinstance(key, str) else None
+            if entry is not None:
+                if entry.resident is None:
                     self._mover.submit(self._bring_up, key)
             elif not any(prefetcher(key) for prefetcher in self._prefetchers):
                 raise self._unknown(key)
@@ -325,100 +316,6 @@ class VGPUStack:
         what = f"{key!r}" if isinstance(key, str) else f"a tensor of shape {tuple(getattr(key, 'shape', ()))}"
         return UnknownKey(f"{what} is not in the stack{nearest(str(key), self._entries)}; register it first")
 
-    # Ranges that their owner fills by hand.
-
-    def reserve(self, name: str, num_bytes: int, level: int) -> Reservation:
-        """``num_bytes`` on exactly this level, counted as used and never evicted; cached keys there make room.
-
-        Raises:
-            KeyClash: the name is a key or a reservation already.
-            InsufficientMemory: the keys there cannot make room; nothing moved.
-        """
-        self._check_level(level)
-        if num_bytes <= 0:
-            raise ConfigurationError(f"reservation {name!r} of {num_bytes} bytes: it must hold at least one byte")
-        with self._placement.turn.take():
-            self._check_open()
-            if name in self._entries or name in self._reservations:
-                raise KeyClash(
-                    f"the name {name!r} is taken in this stack: give the models different names (name='...')"
-                )
-            extent = self._placement.reserve(f"reservation {name!r}", num_bytes, level)
-            reservation = Reservation(name, level, extent, self.levels[level])
-            with self._lock:
-                self._reservations[name] = reservation
-        return reservation
-
-    def unreserve(self, reservation: Reservation) -> None:
-        """Give a reservation back. Its transfers must be done."""
-        with self._lock:
-            extent = reservation.end()
-            del self._reservations[reservation.name]
-        self.levels[reservation.level].free(extent)
-
-    def read(self, reservation: Reservation, out: torch.Tensor) -> Transfer:
-        """Start copying the first ``out.nbytes`` bytes of a reservation into the contiguous ``out``; counted on the link."""
-        transfer = self.levels[reservation.level].read(reservation.extent, out)
-        with self._lock:
-            self._statistics.link_started(reservation.level, self._place_of(out), out.nbytes, transfer)
-        return transfer
-
-    def write(self, reservation: Reservation, src: torch.Tensor) -> Transfer:
-        """Start copying the contiguous ``src`` to the start of a reservation; counted on the link."""
-        transfer = self.levels[reservation.level].write(reservation.extent, src)
-        with self._lock:
-            self._statistics.link_started(self._place_of(src), reservation.level, src.nbytes, transfer)
-        return transfer
-
-    # Counting.
-
-    def count_hit(self, level: int = 0) -> None:
-        """Something was found on ``level`` by whoever manages a reservation there."""
-        with self._lock:
-            self._statistics.hits[level] += 1
-
-    def count_miss(self, level: int) -> None:
-        """Something was looked for on level 0 and found on ``level`` only."""
-        with self._lock:
-            self._statistics.found(level)
-
-    def count_link(self, source: int, destination: int, num_bytes: int, seconds: float | None = None) -> None:
-        """Bytes that somebody else moved between two levels."""
-        with self._lock:
-            self._statistics.link(source, destination, num_bytes, seconds)
-
-    def add_stall(self, seconds: float) -> None:
-        """Time that computation waited for bytes."""
-        with self._lock:
-            self._statistics.stall_seconds += seconds
-
-    def get_stats(self) -> dict[str, Any]:
-        """All counters.
-
-        Returns:
-            ``{'levels': [{'device', 'capacity_bytes', 'used_bytes', 'peak_bytes', 'hits', 'misses', 'evictions',
-            'promotions', 'demotions'}], 'links': [{'source', 'destination', 'bytes', 'seconds'}], 'stall_seconds'}``.
-            A key found on level 2 is a hit there and a miss on levels 0 and 1. ``promotions``: keys that rose to the level;
-            ``demotions``: that sank from it, ``evictions`` of them to make room. ``seconds`` of asynchronous copies count once they are done.
-        """
-        with self._lock:
-            self._placement.sweep()
-            return self._statistics.report()
-
-    def _place_of(self, tensor: torch.Tensor) -> Place:
-        """The level that a tensor outside the levels counts for: level 0 on its device, else the device's name."""
-        return 0 if tensor.device == self.level0_device else str(tensor.device)
-
-    # Life.
-
-    def _check_level(self, level: int) -> None:
-        if not isinstance(level, int) or not 0 <= level < len(self.levels):
-            raise ConfigurationError(f"level {level!r} must be from 0 to {len(self.levels) - 1}")
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ConfigurationError("the stack is closed: make a new one")
-
     def close(self) -> None:
         """Drop all keys and release memory, file and threads. Idempotent. Tensors that are held stay valid."""
         if self._closed:
@@ -429,16 +326,10 @@ class VGPUStack:
             for entry in self._entries.values():
                 entry.unsettle()
             self._entries.clear()
-            self._reservations.clear()
-        for level in self.levels:
-            level.close()
+        self._close_levels()
 
     def __enter__(self) -> VGPUStack:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __repr__(self) -> str:
-        rooms = ", ".join(f"{level.name} {format_bytes(level.capacity_bytes)}" for level in self.levels)
-        return f"VGPUStack({rooms}; policy={self.policy!r}, promotion={self.promotion!r})"
