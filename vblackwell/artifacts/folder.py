@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from vblackwell.artifacts.commit import CommitFolder
 from vblackwell.artifacts.shards import DTYPES, SafetensorsShards, TensorSpec
-from vblackwell.errors import ConfigurationError, CorruptData
+from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
 from vblackwell.units import GiB
 
 if TYPE_CHECKING:
@@ -49,7 +49,9 @@ def save_model(
     Raises:
         DiskError: the disk refused.
     """
-    folder.add_json("config.json", config)
+    specs = list(specs)
+    kinds = {str(spec.dtype).removeprefix("torch.") for spec in specs if spec.dtype.is_floating_point}
+    folder.add_json("config.json", config | ({"dtype": kinds.pop()} if len(kinds) == 1 else {}))
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None}
     folder.add_json("generation_config.json", {"_from_model_config": True, **ends})
     if tokenizer is not None:
@@ -133,6 +135,10 @@ def load_specs(folder: Path, prefix: str = "model") -> dict[str, TensorSpec]:
         with _opened(path) as file:
             for name in file.keys():  # noqa: SIM118 (not a dict)
                 table = file.get_slice(name)
+                if table.get_dtype() not in DTYPES:
+                    raise Unsupported(
+                        f"{path}: {name} is {table.get_dtype()}, which this version cannot read; convert it"
+                    )
                 specs[name] = TensorSpec(name, tuple(table.get_shape()), DTYPES[table.get_dtype()])
     return specs
 
@@ -187,13 +193,17 @@ def check_names(expected: dict[str, tuple[int, ...]], found: dict[str, TensorSpe
 def load_weights(model: nn.Module, folder: Path) -> None:
     """Copies the folder's weights into ``model``, a tensor at a time, cast to the model's types.
 
+    A tied parameter needs to be in the folder under one of its names.
+
     Raises:
         ConfigurationError: names or shapes differ; nothing was copied then.
         CorruptData: a file cannot be read.
     """
     targets = dict(model.state_dict(keep_vars=True))
     found = {name: spec for name, spec in load_specs(folder).items() if not name.endswith("rotary_emb.inv_freq")}
-    check_names({name: tuple(tensor.shape) for name, tensor in targets.items()}, found, folder)
+    present = {id(tensor) for name, tensor in targets.items() if name in found}
+    expected = {name: tensor for name, tensor in targets.items() if name in found or id(tensor) not in present}
+    check_names({name: tuple(tensor.shape) for name, tensor in expected.items()}, found, folder)
     with torch.no_grad():
         for name, tensor in load_state(folder, names=found):
             targets[name].copy_(tensor)

@@ -1,13 +1,13 @@
 """Keys and values of the tokens read so far, so that decoding computes one position a step.
 
-Allocated once for the longest sequence: growing by concatenation copies the whole cache at every token.
+Allocated once for the longest sequence, at the first keys and in their type: growing by concatenation copies the whole cache
+at every token.
 
 Legend: B batch, S sequence, K key-value heads, H head width.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
@@ -19,18 +19,13 @@ class KVCache:
 
     Args:
         config: the decoder's shape.
-        batch_size: sequences decoded together.
         max_length: positions; at most ``config.max_position``.
-        device, dtype: of the keys and values, as the decoder computes them.
     """
 
-    def __init__(
-        self, config: DecoderConfig, batch_size: int, max_length: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, config: DecoderConfig, max_length: int) -> None:
         if not 1 <= max_length <= config.max_position:
             raise ConfigurationError(f"a cache of {max_length} positions: the model's limit is {config.max_position}")
-        shape = (config.num_layers, 2, batch_size, config.kv_heads, max_length, config.head_size)
-        self._store = torch.zeros(shape, device=device, dtype=dtype)
+        self._layers: list[tuple[Tensor, Tensor] | None] = [None] * config.num_layers
         self.max_length = max_length
         self.length = 0  # positions read so far, by all layers
 
@@ -39,7 +34,11 @@ class KVCache:
         end = self.length + k_BKSH.shape[2]
         if end > self.max_length:
             raise ConfigurationError(f"position {end} is beyond the cache's {self.max_length}: make a longer KVCache")
-        keys, values = self._store[layer, 0, :, :, :end], self._store[layer, 1, :, :, :end]
+        room = self._layers[layer]
+        if room is None:
+            shape = (*k_BKSH.shape[:2], self.max_length, k_BKSH.shape[3])
+            room = self._layers[layer] = (k_BKSH.new_empty(shape), v_BKSH.new_empty(shape))
+        keys, values = room[0][:, :, :end], room[1][:, :, :end]
         keys[:, :, self.length :] = k_BKSH
         values[:, :, self.length :] = v_BKSH
         return keys, values

@@ -156,11 +156,13 @@ def _encoded(source: Source, tokenizer: Tokenizer, end: int | None) -> Iterator[
 
     plain = Tokenizer.from_str(tokenizer.to_str())
     plain.encode_special_tokens = True  # the words '<|endoftext|>' in a document are text, not the end of it
-    batch, held = [], 0
+    batch, held, begun = [], 0, False  # an empty document has nothing to learn from, not even its end
     for piece in source.pieces():
-        if piece.text or (piece.ends_document and batch):
+        begun |= bool(piece.text)
+        if begun:
             batch.append(piece)
             held += len(piece.text.encode())
+        begun &= not piece.ends_document
         if held >= BATCH_BYTES:
             yield _numbers(plain, batch, end), held
             batch, held = [], 0

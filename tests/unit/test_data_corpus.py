@@ -1,0 +1,160 @@
+"""Tokenizer and packed tokens: the same files give the same tokens, from the cache or not, alone or with others."""
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models
+
+from vblackwell.artifacts.cache import cache_root, cached_folder
+from vblackwell.errors import ConfigurationError, DiskError
+from vblackwell.train.data import prepare_data
+from vblackwell.train.documents import find_source
+from vblackwell.train.tokenizer import train_tokenizer
+
+LINES = [
+    "def first(x):",
+    "    return x + 1",
+    "",
+    "class Größe:  # <|endoftext|> in a document",
+    "    pass",
+    "print('日本語 😀')",
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "vblackwell"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "data"
+    path.mkdir()
+    (path / "a.txt").write_text("\n".join(LINES * 30))
+    (path / "b.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in LINES))
+    return path
+
+
+def documents_of(corpus):
+    """The documents, decoded from the packed tokens."""
+    ends = np.flatnonzero(corpus.tokens == corpus.end_of_text_id)
+    pieces = np.split(np.asarray(corpus.tokens), ends + 1)
+    assert len(pieces[-1]) == 0  # the last token ends a document
+    return [corpus.tokenizer.decode(piece[:-1].tolist(), skip_special_tokens=False) for piece in pieces[:-1]]
+
+
+def test_tokens_are_the_documents(folder):
+    corpus = prepare_data(folder, None, 300)
+    # an empty line of jsonl is an empty document, and has nothing to learn from
+    assert documents_of(corpus) == ["\n".join(LINES * 30), *(line for line in LINES if line)]
+    assert corpus.vocab_size == corpus.tokenizer.get_vocab_size() == 300
+    assert corpus.tokens.dtype == np.uint16 and not corpus.tokens.flags.writeable
+
+
+def test_second_call_reads_the_cache(folder, cache, monkeypatch):
+    first, said = prepare_data(folder, None, 300), []
+    monkeypatch.setattr("vblackwell.train.data.train_tokenizer", lambda *_: pytest.fail("trained again"))
+    second = prepare_data(folder, None, 300, lambda message, share: said.append((message, share)))
+    assert second.fingerprint == first.fingerprint and np.array_equal(second.tokens, first.tokens)
+    assert not any("packing" in message for message, _ in said)
+    assert all(share is None or 0 <= share <= 1 for _, share in said) and said[-1][1] == 1
+    assert not list(cache.rglob("*.tmp"))
+
+
+def test_changed_text_or_tokenizer_is_another_corpus(folder):
+    first = prepare_data(folder, None, 300)
+    assert prepare_data(folder, None, 290).fingerprint != first.fingerprint
+    (folder / "a.txt").write_text("\n".join(LINES * 30).replace("first", "third"))
+    changed = prepare_data(folder, None, 300)
+    assert changed.fingerprint != first.fingerprint and "third" in documents_of(changed)[0]
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "tokens.json", "tokenizer.json"])
+def test_a_damaged_cache_is_built_again(folder, cache, name):
+    first = np.array(prepare_data(folder, None, 300).tokens)
+    (path,) = cache.rglob(name)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x04
+    path.write_bytes(data[:-3] if name == "tokenizer.json" else data)
+    said = []
+    again = prepare_data(folder, None, 300, lambda message, share: said.append(message))
+    assert np.array_equal(again.tokens, first) and any("again" in message for message in said)
+
+
+def _prepare(folder: Path, start, results) -> None:
+    start.wait()
+    corpus = prepare_data(folder, None, 300)
+    results.put((corpus.fingerprint, int(np.asarray(corpus.tokens, dtype=np.int64).sum())))
+
+
+def test_processes_that_build_the_same_entry_agree(folder, cache):
+    context = multiprocessing.get_context("spawn")
+    start, results = context.Barrier(3), context.Queue()
+    workers = [context.Process(target=_prepare, args=(folder, start, results)) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    found = {results.get(timeout=60) for _ in workers}
+    for worker in workers:
+        worker.join()
+    assert len(found) == 1 and not list(cache.rglob("*.tmp"))
+    assert len(list((cache / "tokens").iterdir())) == len(list((cache / "tokenizers").iterdir())) == 1
+
+
+def test_tokenizer_is_the_same_for_the_same_text(folder):
+    source = find_source(folder)
+    assert train_tokenizer(source, 320).to_str() == train_tokenizer(source, 320).to_str()
+
+
+def test_given_tokenizer_is_used(folder, tmp_path):
+    trained = prepare_data(folder, None, 300)
+    home = tmp_path / "model"
+    home.mkdir()
+    trained.tokenizer.save(str(home / "tokenizer.json"))
+    for path in (home, home / "tokenizer.json"):
+        corpus = prepare_data(folder, path)
+        assert np.array_equal(corpus.tokens, trained.tokens) and corpus.end_of_text_id == 0
+    word = trained.tokenizer.encode("return").ids[0]
+    (home / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": trained.tokenizer.id_to_token(word)}})
+    )
+    assert prepare_data(folder, home).end_of_text_id == word
+
+
+def test_tokenizer_without_an_end_says_so(folder, tmp_path):
+    letters = {chr(code): code for code in range(128)}
+    Tokenizer(models.BPE(vocab=letters, merges=[])).save(str(tmp_path / "tokenizer.json"))
+    said = []
+    corpus = prepare_data(folder, tmp_path / "tokenizer.json", progress=lambda message, share: said.append(message))
+    assert corpus.end_of_text_id is None and any("no end-of-text token" in message for message in said)
+
+
+def test_bad_tokenizers_are_refused(folder, tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match=r"tokenizer\.json is not"):
+        prepare_data(folder, tmp_path)
+    with pytest.raises(ConfigurationError, match="no file"):
+        prepare_data(folder, tmp_path / "gone")
+    with pytest.raises(ConfigurationError, match="at least 257"):
+        prepare_data(folder, None, 256)
+
+
+@pytest.mark.parametrize("content", ["", '{"text": ""}\n\n'])
+def test_an_empty_corpus_is_refused_and_leaves_nothing(tmp_path, cache, content):
+    path = tmp_path / ("empty.jsonl" if content else "empty.txt")
+    path.write_text(content)
+    with pytest.raises(ConfigurationError, match="holds no text"):
+        prepare_data(path, None, 300)
+    assert not list((cache / "tokens").iterdir()) and not list(cache.rglob("*.tmp"))
+
+
+def test_a_cache_that_cannot_be_written_names_the_way_out(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(DiskError, match="XDG_CACHE_HOME"):
+        cached_folder("things", "key", lambda folder: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert cache_root() == Path.home() / ".cache" / "vblackwell"

@@ -1,0 +1,1 @@
+"""Using a trained model: finding it, opening it, and letting it write."""

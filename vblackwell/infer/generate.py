@@ -1,0 +1,164 @@
+"""Text from a model, token by token, with a KV cache; for our ``Decoder`` and for any causal model of ``transformers``.
+
+The model is only called, never taken apart, so one whose weights stream through a stack works the same. It runs under
+``no_grad``, not ``inference_mode``: what a model allocates at its first call may be needed by a later backward.
+
+Legend: B batch (1), S sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.infer.sampling import Sampling, sample
+from vblackwell.nn.cache import KVCache
+from vblackwell.nn.decoder import Decoder
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+def generate(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    prompt: str,
+    max_new_tokens: int | None = None,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    on_token: Callable[[str], None] | None = None,
+) -> str:
+    """What the model writes behind ``prompt``, until its end-of-text token or ``max_new_tokens``.
+
+    Args:
+        model: a ``Decoder`` or a causal model of ``transformers``.
+        tokenizer: the one it was trained with.
+        prompt: text to continue; empty: a document begins.
+        max_new_tokens: most tokens to add; ``None``: as many as the model's limit leaves.
+        temperature, top_k, top_p: see ``Sampling``.
+        seed: of the draws.
+        on_token: called with each new stretch of whole characters as it is decided.
+
+    Raises:
+        ConfigurationError: the prompt, or prompt and new tokens, exceed the model's limit; or a value out of range.
+    """
+    sampling = Sampling(temperature, top_k, top_p)
+    numbers = _encode(model, tokenizer, prompt)
+    count = _room(model, len(numbers), max_new_tokens)
+    generator = torch.Generator().manual_seed(seed)
+    step, ends = _stepper(model, len(numbers) + count), _end_tokens(model)
+    stream, written = _Text(tokenizer, numbers, on_token), numbers
+    training = model.training
+    model.eval()
+    try:
+        for _ in range(count):
+            token = sample(step(written), sampling, generator)
+            if token in ends:
+                break
+            stream.add(token)
+            written = [token]
+    finally:
+        model.train(training)
+    return stream.finish()
+
+
+def _encode(model: nn.Module, tokenizer: Tokenizer, prompt: str) -> list[int]:
+    numbers = tokenizer.encode(prompt).ids
+    if numbers:
+        return numbers
+    config: Any = model.config
+    start = config.bos_token_id if config.bos_token_id is not None else config.eos_token_id
+    if not isinstance(start, int):
+        raise ConfigurationError("an empty prompt: this model has no token that begins a document; give some text")
+    return [start]
+
+
+def _room(model: nn.Module, prompt_length: int, max_new_tokens: int | None) -> int:
+    """How many tokens may be added."""
+    limit = _limit(model)
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise ConfigurationError(f"{max_new_tokens} new tokens: give at least 1")
+    if limit is None:
+        if max_new_tokens is None:
+            raise ConfigurationError("this model states no limit of its own: say how many new tokens to write")
+        return max_new_tokens
+    if prompt_length >= limit:
+        raise ConfigurationError(
+            f"the prompt has {prompt_length} tokens, the model's limit is {limit}: shorten it to at most {limit - 1}"
+        )
+    if max_new_tokens is not None and prompt_length + max_new_tokens > limit:
+        raise ConfigurationError(
+            f"a prompt of {prompt_length} tokens and {max_new_tokens} new ones exceed the model's limit of {limit}: "
+            f"ask for at most {limit - prompt_length}"
+        )
+    return limit - prompt_length if max_new_tokens is None else max_new_tokens
+
+
+def _limit(model: nn.Module) -> int | None:
+    config: Any = model.config
+    names = ("max_position", "max_position_embeddings", "n_positions")
+    return next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+
+
+def _end_tokens(model: nn.Module) -> set[int]:
+    source: Any = getattr(model, "generation_config", None) or model.config
+    ends = source.eos_token_id
+    return set() if ends is None else set(ends) if isinstance(ends, list) else {ends}
+
+
+def _stepper(model: nn.Module, max_length: int) -> Callable[[list[int]], Tensor]:
+    """A function that reads more tokens and returns the logits (V,) behind the last."""
+    device = next(model.parameters()).device
+    config: Any = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise Unsupported(f"{type(model).__name__} is an encoder-decoder: generate works with causal models")
+    known: Any = KVCache(model.config, max_length) if isinstance(model, Decoder) else None
+
+    @torch.no_grad()
+    def step(numbers: list[int]) -> Tensor:
+        nonlocal known
+        input_ids_BS = torch.tensor([numbers], device=device)
+        if isinstance(model, Decoder):
+            hidden_BSD = model.hidden(input_ids_BS, known)
+            return model.lm_head(hidden_BSD[:, -1])[0]  # a prompt's other logits would only cost memory
+        output = model(input_ids_BS, past_key_values=known, use_cache=True, logits_to_keep=1)
+        known = output.past_key_values
+        return output.logits[0, -1]
+
+    return step
+
+
+class _Text:
+    """New tokens as text; a character that is not complete yet is held back."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int], on_token: Callable[[str], None] | None) -> None:
+        self._tokenizer, self._prompt, self._on_token = tokenizer, prompt, on_token
+        self._numbers: list[int] = []
+        self._before = len(tokenizer.decode(prompt))
+        self._shown = 0
+
+    def _text(self) -> str:
+        # with the prompt in front: a decoder of words drops the space before the first token that it is given
+        return self._tokenizer.decode(self._prompt + self._numbers)[self._before :]
+
+    def add(self, token: int) -> None:
+        self._numbers.append(token)
+        if self._on_token is not None:
+            self._show(self._text().rstrip("\ufffd"))
+
+    def finish(self) -> str:
+        text = self._text()
+        if self._on_token is not None:
+            self._show(text)
+        return text
+
+    def _show(self, text: str) -> None:
+        if self._on_token is not None and len(text) > self._shown:
+            self._on_token(text[self._shown :])
+            self._shown = len(text)

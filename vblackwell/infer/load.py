@@ -1,0 +1,140 @@
+"""Finding a model on disk and opening it: a run folder of ``vb train``, one of its checkpoints, or a Hugging Face folder.
+
+A folder that was committed by us is verified first; of a run's checkpoints the newest that is intact is taken, and what was
+wrong with newer ones is handed back for the caller to say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from vblackwell.artifacts.commit import MANIFEST, newest_complete, verify_folder
+from vblackwell.artifacts.folder import load_specs, load_weights, read_config, read_json
+from vblackwell.errors import ConfigurationError, CorruptData
+from vblackwell.nn.decoder import Decoder
+from vblackwell.nn.decoder_config import DecoderConfig, not_supported_reasons
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+FINAL = "final"
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    """A model folder, and what was wrong with the newer ones that were passed over."""
+
+    folder: Path
+    problems: tuple[CorruptData, ...] = ()
+
+
+def resolve_model(path: Path) -> ResolvedModel:
+    """The model folder that ``path`` means: itself, or the newest intact one of a run.
+
+    Raises:
+        ConfigurationError: there is nothing to open.
+        CorruptData: everything that could be opened is damaged.
+    """
+    if not path.is_dir():
+        raise ConfigurationError(
+            f"--model {path}: no such folder; give a run folder of vb train or a Hugging Face folder"
+        )
+    if _is_model(path):
+        if (path / MANIFEST).is_file():
+            verify_folder(path)
+        return ResolvedModel(path)
+    candidates = newest_complete(path) + newest_complete(path / CHECKPOINTS)
+    if (path / FINAL / MANIFEST).is_file():
+        candidates.append(path / FINAL)
+    if not candidates:
+        raise ConfigurationError(
+            f"--model {path} holds neither a model's config.json nor a complete checkpoint of a run"
+        )
+    candidates.sort(key=lambda folder: (folder / MANIFEST).stat().st_mtime_ns, reverse=True)
+    problems = []
+    for folder in candidates:
+        try:
+            verify_folder(folder)
+            return ResolvedModel(folder, tuple(problems))
+        except CorruptData as error:
+            problems.append(error)
+    raise CorruptData(f"every checkpoint of {path} is damaged: {'; '.join(map(str, problems))}")
+
+
+def _is_model(path: Path) -> bool:
+    """Whether ``config.json`` is a model's; a run's own settings lie under the same name."""
+    return (path / "config.json").is_file() and "model_type" in read_json(path / "config.json")
+
+
+def load_decoder(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Decoder:
+    """The ``Decoder`` in a Hugging Face folder; nothing is drawn, tensors are read one at a time.
+
+    Args:
+        folder: with ``config.json`` and safetensors.
+        device: where the weights go.
+        dtype: of the weights; ``None``: as they are stored.
+
+    Raises:
+        Unsupported: the folder holds another architecture.
+        ConfigurationError: tensors are missing, too many or of another shape.
+        CorruptData: a file cannot be read.
+    """
+    config = DecoderConfig.from_hf(read_config(folder))
+    if dtype is None:
+        head = load_specs(folder).get("lm_head.weight")
+        dtype = head.dtype if head else torch.float32
+    model = Decoder(config, device="meta", dtype=dtype).to_empty(device=device)
+    load_weights(model, folder)
+    return model
+
+
+def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
+    """The model in a Hugging Face folder: a ``Decoder`` where that computes it, else what ``transformers`` makes of it.
+
+    Raises:
+        ConfigurationError, CorruptData: as ``load_decoder``; or ``transformers`` cannot open it.
+    """
+    config = read_config(folder)
+    if not not_supported_reasons(config):
+        return load_decoder(folder, device, dtype)
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", local_files_only=True)
+    except (ValueError, OSError) as error:
+        raise ConfigurationError(f"transformers cannot open {folder} as a causal model: {error}") from error
+    return model.to(device).eval()
+
+
+def load_folder_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer in a model folder.
+
+    Raises:
+        ConfigurationError: there is none, or it is of a kind that ``tokenizers`` cannot run.
+    """
+    from tokenizers import Tokenizer
+
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        try:
+            return Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        except Exception as error:  # the library raises bare Exception for whatever is wrong in the file
+            raise CorruptData(f"{file} is not a tokenizer.json that `tokenizers` reads: {error}") from error
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (ValueError, OSError) as error:
+        raise ConfigurationError(f"{folder} holds no tokenizer that transformers opens: {error}") from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if backend is None:
+        raise ConfigurationError(
+            f"{folder}: {type(loaded).__name__} has no tokenizer.json; save it with a fast tokenizer"
+        )
+    return backend
