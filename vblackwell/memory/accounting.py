@@ -121,4 +121,6 @@ class NullLevel(AccountedLevel):
         return None
 
     def close(self) -> None:
-        return
+        with self._lock:
+            self._live.clear()
+            self._used = 0

@@ -11,6 +11,7 @@ host, which torch and the driver do by themselves; we say so once per pair.
 from __future__ import annotations
 
 import ctypes
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -53,19 +54,19 @@ def start_copy(dst: torch.Tensor, src: torch.Tensor, pool: ThreadPoolExecutor) -
     if dst.is_cuda or src.is_cuda:
         return _start_device_copy(dst, src)
     if dst.nbytes <= INLINE_BYTES and not delayed():
+        start = time.perf_counter()
         ctypes.memmove(dst.data_ptr(), src.data_ptr(), src.nbytes)
-        return DoneTransfer()
+        return DoneTransfer(time.perf_counter() - start)
     step = max(PIECE_BYTES, -(-src.nbytes // COPY_THREADS // 4096) * 4096)
     futures = [
-        pool.submit(_move, dst.data_ptr() + start, src.data_ptr() + start, min(step, src.nbytes - start))
-        for start in range(0, src.nbytes, step)
+        pool.submit(_move, dst[start : start + step], src[start : start + step]) for start in range(0, src.nbytes, step)
     ]
     return FutureTransfer(futures, keep=(dst, src))
 
 
-def _move(dst_address: int, src_address: int, num_bytes: int) -> None:
+def _move(dst: torch.Tensor, src: torch.Tensor) -> None:
     transfer_delay("thread")
-    ctypes.memmove(dst_address, src_address, num_bytes)
+    ctypes.memmove(dst.data_ptr(), src.data_ptr(), src.nbytes)
 
 
 def _start_device_copy(dst: torch.Tensor, src: torch.Tensor) -> EventTransfer:

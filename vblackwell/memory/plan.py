@@ -86,7 +86,7 @@ class Plan:
         try:
             return self._levels[level].place(num_bytes)
         except (InsufficientMemory, DiskError) as error:
-            self.refusal = error
+            self.refusal = error.with_traceback(None)  # whose frames would keep alive what callers hand out
             return None
 
     def move(

@@ -136,9 +136,10 @@ class ScratchFile:
                 count = self.calls.preadv(self.fd, [buffer[position:]], offset + position)
             except OSError as error:
                 raise self._failed("reading", offset, len(buffer), error.strerror) from error
-            if count == 0:
-                raise self._failed("reading", offset, len(buffer), f"the file ends after {position} bytes of it")
-            position += self._whole_pages(count, len(buffer) - position)
+            step = self._whole_pages(count, len(buffer) - position)
+            if step == 0:
+                raise self._failed("reading", offset, len(buffer), f"it stopped after {position} bytes")
+            position += step
 
     def write(self, offset: int, buffer: memoryview) -> None:
         """Write ``buffer`` at ``offset``, through short writes. A failure poisons the file.
@@ -153,14 +154,20 @@ class ScratchFile:
             try:
                 count = self.calls.pwritev(self.fd, [buffer[position:]], offset + position)
             except OSError as error:
-                failed = self._failed("writing", offset, len(buffer), error.strerror)
-                self.poison = f"the scratch file in {self.path} is not written to any more: {failed}"
-                raise failed from error
-            position += self._whole_pages(count, len(buffer) - position)
+                raise self._poisoned(offset, len(buffer), error.strerror) from error
+            step = self._whole_pages(count, len(buffer) - position)
+            if step == 0:
+                raise self._poisoned(offset, len(buffer), f"it stopped after {position} bytes")
+            position += step
 
     def _whole_pages(self, count: int, wanted: int) -> int:
         """Where to go on after a short transfer: direct I/O must resume at a page."""
         return count if count == wanted or not self.direct else count // PAGE * PAGE
+
+    def _poisoned(self, offset: int, size: int, reason: str | None) -> DiskError:
+        failed = self._failed("writing", offset, size, reason)
+        self.poison = f"the scratch file in {self.path} is not written to any more: {failed}"
+        return failed
 
     def _failed(self, doing: str, offset: int, size: int, reason: str | None) -> DiskError:
         return DiskError(

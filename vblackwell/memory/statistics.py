@@ -1,7 +1,7 @@
 """What a stack counts, and the shape in which it tells.
 
 Counting must cost less than a microsecond, so it is integers in lists. Seconds of an asynchronous copy are only known
-later: such transfers wait in a queue, and every new one, and every question, first collects those that are done.
+later: their clocks wait in a queue, and every new one, and every question, first collects those that have stopped.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vblackwell.memory.level import Level, Transfer
+from vblackwell.memory.transfer import Clock
 
 Place = int | str  # a level's number, or the name of a device that belongs to no level
 
@@ -29,7 +30,7 @@ class Statistics:
         self.stall_seconds = 0.0
         self._bytes: dict[tuple[Place, Place], int] = {}
         self._seconds: dict[tuple[Place, Place], float] = {}
-        self._under_way: deque[tuple[Place, Place, Transfer]] = deque()
+        self._under_way: deque[tuple[Place, Place, Clock]] = deque()
 
     def found(self, level: int) -> None:
         """A key was asked for and found on ``level``: a hit there, a miss on every level above."""
@@ -56,12 +57,14 @@ class Statistics:
         """Bytes are going over a link; the time is collected when ``transfer`` is done."""
         self.link(source, target, num_bytes, None)
         self._collect()
-        self._under_way.append((source, target, transfer))
+        clock: Clock | None = getattr(transfer, "clock", None)  # a foreign level's transfer may have none
+        if clock is not None:
+            self._under_way.append((source, target, clock))
 
     def _collect(self) -> None:
-        while self._under_way and self._under_way[0][2].done():
-            source, target, transfer = self._under_way.popleft()
-            self.link(source, target, 0, getattr(transfer, "seconds", None))
+        while self._under_way and (seconds := self._under_way[0][2].seconds()) is not None:
+            source, target, _ = self._under_way.popleft()
+            self.link(source, target, 0, seconds)
 
     def report(self) -> dict[str, Any]:
         """As `VGPUStack.get_stats` promises."""

@@ -1,15 +1,17 @@
 """The ways in which a copy can be under way: done already, in a thread pool, on a CUDA stream, or one after another.
 
-A transfer keeps the tensors that it copies alive until it is done, and raises its error on every wait, not only on the
-first: two waiters must both hear of it. A transfer of several parts waits for all of them before it raises, because the
-caller will touch the memory once `wait` has returned or raised.
+A transfer keeps the tensors that it copies alive until somebody has waited for it on the host, so keep it that long. It
+raises its error on every wait, not only on the first: two waiters must both hear of it. A transfer of several parts waits
+for all of them before it raises, because the caller will touch the memory once `wait` has returned or raised.
 
 `set_transfer_delay` lets a stress test hold every copy back at the place where races show.
 """
 
 from __future__ import annotations
 
+import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
@@ -43,13 +45,26 @@ def delayed() -> bool:
     return _delay is not None
 
 
-class DoneTransfer(Transfer):
+class Clock(ABC):
+    """How long a transfer took. Holds nothing that the transfer copies, so it may be kept for as long as one likes."""
+
+    @abstractmethod
+    def seconds(self) -> float | None:
+        """None while the transfer is under way."""
+
+
+class DoneTransfer(Transfer, Clock):
     """A copy that was over before it was asked about."""
 
-    seconds: float | None = None
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._seconds = seconds
 
-    def __init__(self, seconds: float | None = None) -> None:
-        self.seconds = seconds
+    @property
+    def clock(self) -> Clock:
+        return self
+
+    def seconds(self) -> float:
+        return self._seconds
 
     def wait(self) -> None:
         return
@@ -61,27 +76,32 @@ class DoneTransfer(Transfer):
         return True
 
 
-class FutureTransfer(Transfer):
-    """Parts that run in a thread pool. A part may return a CUDA event that its last device copy recorded.
+class FutureClock(Clock):
+    """From the start until the last of several futures is done."""
 
-    Attributes:
-        seconds: from the start until the last part ended, once it is done; None before.
-    """
+    def __init__(self, futures: Sequence[Future[Any]]) -> None:
+        self._left = len(futures)
+        self._start = self._end = time.perf_counter()
+        self._lock = threading.Lock()
+        for future in futures:
+            future.add_done_callback(self._note_end)
+
+    def _note_end(self, _: Future[Any]) -> None:
+        with self._lock:
+            self._left -= 1
+            self._end = time.perf_counter()
+
+    def seconds(self) -> float | None:
+        return None if self._left else self._end - self._start
+
+
+class FutureTransfer(Transfer):
+    """Parts that run in a thread pool. A part may return a CUDA event that its last device copy recorded."""
 
     def __init__(self, futures: Sequence[Future[Any]], keep: Sequence[Any] = ()) -> None:
         self._futures = tuple(futures)
         self._keep: Sequence[Any] = keep
-        self._start = time.perf_counter()
-        self._end: float | None = None
-        for future in self._futures:
-            future.add_done_callback(self._note_end)
-
-    def _note_end(self, _: Future[Any]) -> None:
-        self._end = time.perf_counter()
-
-    @property
-    def seconds(self) -> float | None:
-        return self._end - self._start if self._end is not None and self.done() else None
+        self.clock: Clock = FutureClock(self._futures)
 
     def _events(self) -> list[torch.cuda.Event]:
         wait_for_futures(self._futures)
@@ -106,18 +126,24 @@ class FutureTransfer(Transfer):
         return all(event.query() for event in self._events())
 
 
+class EventClock(Clock):
+    """Between two timed events on one stream."""
+
+    def __init__(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        self._start = start
+        self._end = end
+
+    def seconds(self) -> float | None:
+        return self._start.elapsed_time(self._end) / 1e3 if self._end.query() else None
+
+
 class EventTransfer(Transfer):
     """A copy queued on a CUDA stream; ``end`` was recorded behind it by whoever made this object."""
 
     def __init__(self, start: torch.cuda.Event, end: torch.cuda.Event, keep: Sequence[Any]) -> None:
-        self._start = start
         self._end = end
         self._keep: Sequence[Any] = keep
-
-    @property
-    def seconds(self) -> float | None:
-        """Time that the copy took on its stream, once it is done; None before."""
-        return self._start.elapsed_time(self._end) / 1e3 if self._end.query() else None
+        self.clock: Clock = EventClock(start, end)
 
     def wait(self) -> None:
         self._end.synchronize()

@@ -1,0 +1,78 @@
+"""Levels to test, by name, made when a test needs them: nothing here touches a GPU unless a marked test asks for one."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from vblackwell.memory.accounting import NullLevel
+from vblackwell.memory.config import default_disk_path
+from vblackwell.memory.disk import DiskLevel
+from vblackwell.memory.gpu import DeviceLevel
+from vblackwell.memory.host import HostLevel
+from vblackwell.memory.level import Level
+from vblackwell.memory.transfer import set_transfer_delay
+from vblackwell.units import MiB
+
+KINDS = [
+    "arena",
+    "host",
+    "disk",
+    "null",
+    pytest.param("cuda:0", marks=pytest.mark.gpu),
+    pytest.param("cuda:1", marks=pytest.mark.multi_gpu),
+]
+CAPACITY = 4 * MiB
+
+
+@pytest.fixture
+def disk_path() -> Iterator[str]:
+    """A directory on a real disk: pytest's own may be on a tmpfs."""
+    path = tempfile.mkdtemp(dir=default_disk_path(), prefix="vblackwell-test-")
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def make_level(disk_path: str) -> Iterator[Callable[..., Level]]:
+    """``make_level(kind, capacity_bytes)``; closed after the test."""
+    made: list[Level] = []
+
+    def make(kind: str, capacity_bytes: int = CAPACITY) -> Level:
+        if kind == "disk":
+            level: Level = DiskLevel(disk_path, capacity_bytes, piece_bytes=MiB // 4, threads=3)
+        elif kind == "host":
+            level = HostLevel(capacity_bytes)
+        elif kind == "null":
+            level = NullLevel(capacity_bytes)
+        else:
+            level = DeviceLevel("cpu" if kind == "arena" else kind, capacity_bytes)
+        made.append(level)
+        return level
+
+    yield make
+    for level in made:
+        level.close()
+
+
+@pytest.fixture(params=KINDS)
+def level(request: pytest.FixtureRequest, make_level: Callable[..., Level]) -> Level:
+    """One level of each kind, 4 MiB."""
+    return make_level(request.param)
+
+
+@pytest.fixture
+def no_delay_left() -> Iterator[None]:
+    """For tests that hold transfers back."""
+    yield
+    set_transfer_delay(None)
+
+
+def random_bytes(num_bytes: int, seed: int = 0, device: str = "cpu") -> torch.Tensor:
+    """``num_bytes`` random bytes, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator).to(device)
