@@ -21,7 +21,7 @@ ALLOWED = {
     "plan": {"hardware"},
     "distributed": {"hardware"},
     "nn": {"kernels", "memory", "numerics", "distributed", "hardware"},
-    "artifacts": {"memory", "hardware"},
+    "artifacts": {"memory", "hardware", "numerics"},
     "offload": {"nn", "memory", "kernels", "plan", "distributed", "hardware", "numerics"},
 }
 

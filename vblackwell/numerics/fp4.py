@@ -115,8 +115,12 @@ def quantize(
     return PackedTensor(form, tuple(w.shape), w.dtype, codes, block_scales, tensor_scale)
 
 
-def joint_tensor_scale(tensors: Sequence[Tensor], format: str = "nvfp4", scale_search: str = "mse") -> Tensor:
+def joint_tensor_scale(
+    tensors: Sequence[Tensor], format: str = "nvfp4", scale_search: str = "mse", *, names: Sequence[str] | None = None
+) -> Tensor:
     """One tensor scale for projections that a runtime fuses (query/key/value, gate/up); on the first tensor's device.
+
+    ``names`` are what errors call the tensors.
 
     Raises:
         ConfigurationError: as ``quantize``, or no tensors.
@@ -124,7 +128,8 @@ def joint_tensor_scale(tensors: Sequence[Tensor], format: str = "nvfp4", scale_s
     form = format_named(format)
     if not tensors:
         raise ConfigurationError("joint_tensor_scale needs at least one tensor")
-    amax = [_amax(w.detach(), form, f"tensors[{i}]").to(tensors[0].device) for i, w in enumerate(tensors)]
+    names = names or [f"tensors[{i}]" for i in range(len(tensors))]
+    amax = [_amax(w.detach(), form, name).to(tensors[0].device) for w, name in zip(tensors, names, strict=True)]
     return _tensor_scale(amax, form, check_search(scale_search))
 
 

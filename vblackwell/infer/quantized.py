@@ -1,0 +1,89 @@
+"""Opens a folder with packed linears: ours, or a weight-only compressed-tensors one that another tool wrote.
+
+The packed bytes go straight into ``FusedFP4Linear`` layers; nothing is decompressed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vblackwell.artifacts.compressed import PACKED, entry_specs, format_of_config, from_entries
+from vblackwell.artifacts.folder import load_specs, load_state, read_config
+from vblackwell.errors import ConfigurationError
+from vblackwell.nn.convert import install_packed
+from vblackwell.nn.skeleton import skeleton
+
+
+def load_quantized(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
+    """The model in a quantised Hugging Face folder, in eval mode.
+
+    Args:
+        folder: with ``config.json``, its ``quantization_config``, and safetensors.
+        device: where the model goes.
+        dtype: of the weights that are not packed; ``None``: as they are stored.
+
+    Raises:
+        Unsupported: a quantisation that is not read here.
+        ConfigurationError: tensors are missing, too many, or of another shape.
+        CorruptData: a file cannot be read, or entries do not fit each other.
+    """
+    config = read_config(folder)
+    form = format_of_config(config.get("quantization_config") or {})
+    found = load_specs(folder)
+    linears = {name.removesuffix(f".{PACKED}") for name in found if name.endswith(f".{PACKED}")}
+    entry_names = set(entry_specs(form, 1, 1))
+    stored = dtype or _stored_dtype(config)
+    model, waiting = skeleton(config), defaultdict[str, dict[str, Tensor]](dict)
+    for name, tensor in load_state(folder, device=device):
+        linear, _, entry = name.rpartition(".")
+        if linear not in linears or entry not in entry_names:
+            _assign(model, name, tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor)
+            continue
+        waiting[linear][entry] = tensor
+        if len(waiting[linear]) == len(entry_names):
+            install_packed(model, linear, from_entries(waiting.pop(linear), form, stored, linear))
+    for linear, entries in waiting.items():
+        from_entries(entries, form, stored, linear)  # raises: an entry is missing
+    _tie(model)
+    missing = [name for name, tensor in model.named_parameters() if tensor.is_meta]
+    if missing:
+        raise ConfigurationError(f"{folder} does not fit the model: it lacks {', '.join(missing[:5])}")
+    return model.to(device).eval()
+
+
+def _stored_dtype(config: dict[str, Any]) -> torch.dtype:
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigurationError(f"config.json says dtype {name!r}, which is none of torch's")
+    return dtype
+
+
+def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Puts ``tensor`` where the parameter or buffer ``name`` is, without a copy."""
+    path, _, leaf = name.rpartition(".")
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        module = None
+    known = None if module is None else {**module._parameters, **module._buffers}.get(leaf)
+    if module is None or known is None:
+        raise ConfigurationError(f"the folder has {name}, the model that its config.json describes does not")
+    if known.shape != tensor.shape:
+        raise ConfigurationError(f"{name} has shape {tuple(tensor.shape)}, the model wants {tuple(known.shape)}")
+    if leaf in module._parameters:
+        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+    else:
+        module._buffers[leaf] = tensor
+
+
+def _tie(model: nn.Module) -> None:
+    """Lets a model of ``transformers`` share the weights that its configuration ties."""
+    tie: Any = getattr(model, "tie_weights", None)
+    if tie is not None:
+        tie()

@@ -1,0 +1,48 @@
+"""The module that a Hugging Face ``config.json`` describes, without memory for its weights.
+
+Parameters are on the meta device, buffers are real: buffers such as rotary frequencies are computed, not loaded, and a model
+made wholly on meta would lose them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.nn.decoder import Decoder
+from vblackwell.nn.decoder_config import DecoderConfig, not_supported_reasons
+
+
+def skeleton(config: dict[str, Any]) -> nn.Module:
+    """A ``Decoder`` where that computes the configuration, else a causal model of ``transformers``; in eval mode.
+
+    Args:
+        config: contents of ``config.json``; a ``quantization_config`` in it is ignored.
+
+    Raises:
+        ConfigurationError: ``transformers`` does not know the configuration.
+    """
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    if not not_supported_reasons(plain):
+        return Decoder(DecoderConfig.from_hf(plain), device="meta").eval()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind = plain.pop("model_type", None)
+    register: Any = torch.nn.modules.module.register_module_parameter_registration_hook
+    hook = register(_without_memory)
+    try:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **plain))
+    except (ValueError, KeyError) as error:
+        raise ConfigurationError(f"transformers has no causal model for model_type {kind!r}: {error}") from error
+    finally:
+        hook.remove()
+    return model.eval()
+
+
+def _without_memory(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
+    if parameter is None or parameter.is_meta:
+        return parameter
+    return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)

@@ -1,0 +1,311 @@
+"""``vb quantize``: a Hugging Face folder in, the same folder with packed linears out.
+
+Tensors stream: two passes over the weights on disk (the first for tensor scales and bad values, the second packs), and memory
+for one layer. The order of writing is that of the output files, so only the small entries of a layer wait for their turn.
+Embeddings, head and norms are copied as they are. The folder appears complete under its name or not at all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from vblackwell.artifacts.commit import MANIFEST, CommitFolder
+from vblackwell.artifacts.compressed import GLOBAL, entry_specs, not_packable_reasons, quantization_config, to_entries
+from vblackwell.artifacts.folder import load_specs, read_config, tensor_files
+from vblackwell.artifacts.shards import SafetensorsShards, TensorSpec
+from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.nn.convert import HEAD, select_linears
+from vblackwell.nn.skeleton import skeleton
+from vblackwell.numerics.formats import Format, check_search, format_named
+from vblackwell.numerics.fp4 import joint_tensor_scale, quantize
+from vblackwell.numerics.packed import PackedTensor
+from vblackwell.numerics.sqnr import decibels, noise_and_signal
+from vblackwell.units import format_bytes
+
+# Projections that runtimes fuse into one matrix, and that therefore share a tensor scale.
+_FUSED = (re.compile(r"^(.*\.)?(q|k|v)_proj$"), re.compile(r"^(.*\.)?(gate|up)_proj$"), re.compile(r"^(.*\.)?w[13]$"))
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".safetensors.index.json", ".bin.index.json")
+_COPY_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """A linear that was packed.
+
+    Attributes:
+        name: of the module.
+        shape: (N, K).
+        sqnr_db: signal over quantisation noise.
+        bytes_before, bytes_after: of its weight on disk.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    sqnr_db: float
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass(frozen=True)
+class QuantizeReport:
+    """What ``quantize_folder`` did.
+
+    Attributes:
+        layers: the packed linears.
+        kept: linears that were not packed, with the reason.
+        sqnr_db: over all packed weights together.
+        bytes_before, bytes_after: of all tensors on disk.
+    """
+
+    layers: tuple[PackedLayer, ...]
+    kept: dict[str, str]
+    sqnr_db: float
+    bytes_before: int
+    bytes_after: int
+
+
+def quantize_folder(
+    model: Path | str,
+    out: Path | str,
+    format: str = "nvfp4",
+    scale_search: str = "mse",
+    *,
+    block_size: int | None = None,
+    pattern: str = "all",
+    keep: str = HEAD,
+    device: torch.device | str = "cpu",
+    on_layer: Callable[[PackedLayer, int, int], None] | None = None,
+) -> QuantizeReport:
+    """Packs the linears of a Hugging Face folder into ``out``.
+
+    Args:
+        model: folder with ``config.json`` and safetensors.
+        out: folder to make; replaced if it is one that this wrote.
+        format, scale_search, block_size: as for ``numerics.fp4.quantize``.
+        pattern, keep: which linears, as for ``nn.convert.select_linears``.
+        device: where weights are packed, a layer at a time.
+        on_layer: called with each packed layer, its number and their count.
+
+    Raises:
+        ConfigurationError: no such model, nothing to pack, weights with inf or NaN, or ``out`` is in use.
+        Unsupported: the model is quantised already.
+        DiskError: the disk is full or failed; nothing is left under ``out`` then.
+    """
+    source, target = Path(model), Path(out)
+    form = format_named(format, block_size)
+    check_search(scale_search)
+    config = read_config(source)
+    if config.get("quantization_config"):
+        raise Unsupported(f"{source} is quantised already: give the folder with the original weights")
+    _check_target(source, target)
+    plan = _Plan.of(config, load_specs(source), form, pattern, keep)
+    with _Reader(source, torch.device(device)) as reader:
+        scales = {} if form.name != "nvfp4" else _tensor_scales(plan, reader, form, scale_search)
+        packer = _Packer(plan, reader, form, scale_search, scales, on_layer)
+        with CommitFolder(target.resolve().parent, target.resolve().name, plan.bytes_after) as folder:
+            folder.add_json("config.json", config | {"quantization_config": quantization_config(form, plan.kept)})
+            _copy_others(source, folder)
+            with SafetensorsShards(folder, "model", plan.specs) as shards:
+                for name, tensor in packer.tensors(shards.names):
+                    shards.write(name, tensor)
+    return QuantizeReport(
+        tuple(packer.layers), plan.kept, decibels(packer.noise, packer.signal), plan.bytes_before, plan.bytes_after
+    )
+
+
+def quantize_command(
+    model: str,
+    out: str,
+    format: str = "nvfp4",
+    scale_search: str = "mse",
+    block_size: int | None = None,
+    pattern: str = "all",
+    device: str = "cpu",
+) -> int:
+    """Run ``vb quantize``: a line a layer while it works, then sizes before and after.
+
+    Raises:
+        VBError: as ``quantize_folder``.
+    """
+
+    def say(layer: PackedLayer, number: int, count: int) -> None:
+        shape = "x".join(map(str, layer.shape))
+        print(f"[{number:>{len(str(count))}}/{count}] {layer.name:<48} {shape:>13} {layer.sqnr_db:6.2f} dB", flush=True)
+
+    report = quantize_folder(
+        model, out, format, scale_search, block_size=block_size, pattern=pattern, device=device, on_layer=say
+    )
+    for name, reason in report.kept.items():
+        print(f"kept {name}: {reason}")
+    worst = min(report.layers, key=lambda layer: layer.sqnr_db)
+    before = sum(layer.bytes_before for layer in report.layers)
+    after = sum(layer.bytes_after for layer in report.layers)
+    print(
+        f"{len(report.layers)} linears in {format}: {report.sqnr_db:.2f} dB, worst {worst.sqnr_db:.2f} ({worst.name})"
+    )
+    print(f"packed weights {format_bytes(before)} -> {format_bytes(after)}")
+    print(f"model {format_bytes(report.bytes_before)} -> {format_bytes(report.bytes_after)} in {out}")
+    return 0
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What becomes of each tensor, from tables alone."""
+
+    packed: dict[str, tuple[int, int]]  # linear -> (N, K)
+    kept: dict[str, str]  # linear -> why
+    specs: list[TensorSpec]  # of the output
+    bytes_before: int
+
+    @classmethod
+    def of(cls, config: dict[str, Any], found: dict[str, TensorSpec], form: Format, pattern: str, keep: str) -> _Plan:
+        module = skeleton(config)
+        selected = select_linears(module, pattern, keep)
+        linears = [name for name, child in module.named_modules() if isinstance(child, torch.nn.Linear)]
+        packed, kept, specs = {}, {}, []
+        for name in linears:
+            reasons = _reasons(name, selected, found, form)
+            if reasons:
+                kept[name] = "; ".join(reasons)
+            else:
+                packed[name] = found[f"{name}.weight"].shape
+        if not packed:
+            first = next(f"{name} ({reason})" for name, reason in kept.items())
+            raise ConfigurationError(f"no linear of the model can be packed as {form.name}: {first}, ...")
+        for name, spec in found.items():
+            owner = name.removesuffix(".weight")
+            if name.endswith(".weight") and owner in packed:
+                entries = entry_specs(form, *packed[owner]).values()
+                specs += [replace(entry, name=f"{owner}.{entry.name}") for entry in entries]
+            else:
+                specs.append(spec)
+        return cls(packed, kept, specs, sum(spec.size_bytes for spec in found.values()))
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(spec.size_bytes for spec in self.specs)
+
+
+def _reasons(name: str, selected: dict[str, Any], found: dict[str, TensorSpec], form: Format) -> list[str]:
+    if name not in selected:
+        return ["head, tied, or not in the pattern"]
+    spec = found.get(f"{name}.weight")
+    if spec is None:
+        return ["the folder stores it under another name"]
+    return not_packable_reasons(form, *spec.shape)
+
+
+class _Reader:
+    """Tensors of a folder by name; files stay mapped while it is open."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self._folder, self._device, self._stack = folder, device, ExitStack()
+        self._file_of: dict[str, Any] = {}
+
+    def __enter__(self) -> _Reader:
+        for path in tensor_files(self._folder):
+            file: Any = self._stack.enter_context(safe_open(path, framework="pt"))
+            self._file_of.update(dict.fromkeys(file.keys(), file))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def read(self, name: str) -> Tensor:
+        return self._file_of[name].get_tensor(name)
+
+    def weight(self, linear: str) -> Tensor:
+        """A linear's weight where it will be packed."""
+        return self.read(f"{linear}.weight").to(self._device)
+
+
+def _tensor_scales(plan: _Plan, reader: _Reader, form: Format, scale_search: str) -> dict[str, Tensor]:
+    """nvfp4's tensor scale of each linear, one for each set that runtimes fuse."""
+    groups: dict[tuple[int, str], list[str]] = defaultdict(list)
+    for number, name in enumerate(plan.packed):
+        matches = [(i, match[1] or "") for i, pattern in enumerate(_FUSED) if (match := pattern.match(name))]
+        groups[matches[0] if matches else (-1 - number, name)].append(name)
+    scales = {}
+    for names in groups.values():
+        own = [joint_tensor_scale([reader.weight(name)], form.name, scale_search, names=[name]) for name in names]
+        scales.update(dict.fromkeys(names, torch.stack(own).amax()))  # the rule is monotone in the largest element
+    return scales
+
+
+class _Packer:
+    """Produces the output's tensors in whatever order they are wanted, packing a linear when its first entry is."""
+
+    def __init__(
+        self,
+        plan: _Plan,
+        reader: _Reader,
+        form: Format,
+        scale_search: str,
+        scales: dict[str, Tensor],
+        on_layer: Callable[[PackedLayer, int, int], None] | None,
+    ) -> None:
+        self._plan, self._reader, self._form, self._search = plan, reader, form, scale_search
+        self._scales, self._on_layer = scales, on_layer
+        self._waiting = {f"{name}.{GLOBAL}": scale.reciprocal().reshape(1) for name, scale in scales.items()}
+        self._owner = {
+            f"{name}.{entry}": name for name, shape in plan.packed.items() for entry in entry_specs(form, *shape)
+        }
+        self.layers: list[PackedLayer] = []
+        self.noise = self.signal = 0.0
+
+    def tensors(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            if name not in self._waiting and name in self._owner:
+                self._pack(self._owner[name])
+            yield name, self._waiting.pop(name) if name in self._waiting else self._reader.read(name)
+
+    def _pack(self, linear: str) -> None:
+        weight = self._reader.weight(linear)
+        packed = quantize(
+            weight,
+            self._form.name,
+            self._search,
+            tensor_scale=self._scales.get(linear),
+            block_size=self._form.block_size,
+            name=f"{linear}.weight",
+        )
+        self._record(linear, weight, packed)
+        entries = {f"{linear}.{entry}": tensor for entry, tensor in to_entries(packed).items()}
+        entries.pop(f"{linear}.{GLOBAL}", None)  # written already, from the first pass
+        self._waiting.update(entries)
+
+    def _record(self, linear: str, weight: Tensor, packed: PackedTensor) -> None:
+        noise, signal = noise_and_signal(weight, packed.dequantize(torch.float32))
+        self.noise, self.signal = self.noise + noise, self.signal + signal
+        after = sum(tensor.nbytes for tensor in to_entries(packed).values())
+        layer = PackedLayer(linear, (packed.n, packed.k), decibels(noise, signal), weight.nbytes, after)
+        self.layers.append(layer)
+        if self._on_layer is not None:
+            self._on_layer(layer, len(self.layers), len(self._plan.packed))
+
+
+def _check_target(source: Path, target: Path) -> None:
+    if source.resolve() == target.resolve():
+        raise ConfigurationError(f"--out {target} is the model itself: choose another folder")
+    if target.exists() and not (target / MANIFEST).is_file() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigurationError(f"--out {target} exists and was not written by this command: choose another folder")
+
+
+def _copy_others(source: Path, folder: CommitFolder) -> None:
+    """Tokenizer, generation settings and whatever else lies beside the weights."""
+    for path in sorted(source.iterdir()):
+        if not path.is_file() or path.name in ("config.json", MANIFEST) or path.name.endswith(_WEIGHT_FILES):
+            continue
+        with path.open("rb") as file, folder.open(path.name) as copy:
+            while piece := file.read(_COPY_BYTES):
+                copy.write(piece)
