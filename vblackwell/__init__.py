@@ -12,6 +12,15 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _WHERE = {
+    "enable_vgpu_stack_optimization": "vblackwell.offload.enable",
+    "release": "vblackwell.offload.enable",
+    "offload_of": "vblackwell.offload.enable",
+    "VGPUAdamW": "vblackwell.offload.optimizer",
+    "VGPUStackLinear": "vblackwell.offload.linear",
+    "clip_grad_norm_": "vblackwell.offload.clip",
+    "select_top_k_gradients": "vblackwell.offload.sparse",
+    "export_state": "vblackwell.offload.state",
+    "import_state": "vblackwell.offload.state",
     "VBError": "vblackwell.errors",
     "ConfigurationError": "vblackwell.errors",
     "InsufficientMemory": "vblackwell.errors",
@@ -52,6 +61,12 @@ if TYPE_CHECKING:
     from vblackwell.nn.linear import FusedFP4Linear
     from vblackwell.numerics.fp4 import FP4Codec, quantize
     from vblackwell.numerics.packed import PackedTensor
+    from vblackwell.offload.clip import clip_grad_norm_
+    from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
+    from vblackwell.offload.linear import VGPUStackLinear
+    from vblackwell.offload.optimizer import VGPUAdamW
+    from vblackwell.offload.sparse import select_top_k_gradients
+    from vblackwell.offload.state import export_state, import_state
 
 
 def __getattr__(name: str) -> Any:

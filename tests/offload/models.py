@@ -52,7 +52,13 @@ def _mlp_loss(model: nn.Module, seed: int) -> torch.Tensor:
 def _decoder(use_checkpoint: bool) -> nn.Module:
     model = Decoder(
         DecoderConfig(
-            vocab_size=97, hidden_size=32, intermediate_size=64, num_layers=3, num_heads=4, num_kv_heads=2, max_position=64
+            vocab_size=97,
+            hidden_size=32,
+            intermediate_size=64,
+            num_layers=3,
+            num_heads=4,
+            num_kv_heads=2,
+            max_position=64,
         )
     )
     model.gradient_checkpointing = use_checkpoint
@@ -70,19 +76,38 @@ def _transformer(name: str, use_checkpoint: bool) -> nn.Module:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     if name == "gpt2":
         config = transformers.GPT2Config(
-            n_layer=3, n_embd=32, n_head=4, vocab_size=97, n_positions=32, bos_token_id=0, eos_token_id=0, use_cache=False
+            n_layer=3,
+            n_embd=32,
+            n_head=4,
+            vocab_size=97,
+            n_positions=32,
+            bos_token_id=0,
+            eos_token_id=0,
+            use_cache=False,
         )
         model = transformers.GPT2LMHeadModel(config)
     elif name == "t5":
         model = transformers.T5ForConditionalGeneration(
             transformers.T5Config(
-                d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=97, decoder_start_token_id=0, use_cache=False
+                d_model=32,
+                d_kv=8,
+                d_ff=64,
+                num_layers=2,
+                num_heads=4,
+                vocab_size=97,
+                decoder_start_token_id=0,
+                use_cache=False,
             )
         )
     else:
         model = transformers.ViTForImageClassification(
             transformers.ViTConfig(
-                hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64, image_size=32, patch_size=8,
+                hidden_size=32,
+                num_hidden_layers=3,
+                num_attention_heads=4,
+                intermediate_size=64,
+                image_size=32,
+                patch_size=8,
                 num_labels=7,
             )  # fmt: skip
         )

@@ -98,7 +98,9 @@ def test_equal_to_plain(case: Case, use_checkpoint: bool, update_in_backward: bo
     release(model)
 
     assert [float(a) for a in losses] == [float(b) for b in expected]
-    wrong = [name for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True) if not torch.equal(a, b)]
+    wrong = [
+        name for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True) if not torch.equal(a, b)
+    ]
     assert not wrong
     unchanged = [name for name, param in model.named_parameters() if torch.equal(param, initial[name])]
     assert not unchanged

@@ -8,7 +8,7 @@ what is in use. The choice is arithmetic (`bytes_when_resident`) and can be forc
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -72,10 +72,10 @@ def enable_vgpu_stack_optimization(
         )
     if placement == "resident" or (placement == "auto" and needed <= room):
         engine: Any = Resident(model, stack, name, compute_dtype)
-        parts = (engine.homes,)
+        parts: tuple[Any, ...] = (engine.homes,)
     else:
         engine = _stream(model, stack, name, compute_dtype, groups)
-        parts = (engine.homes, engine.worker)
+        parts = (engine.homes, engine.worker, engine.prefetcher)
     taken.add(name)
     engine.finalizer = weakref.finalize(model, _close_parts, weakref.ref(stack), name, *parts)
     engine.finalizer.atexit = False  # at exit the stack closes itself
@@ -83,22 +83,28 @@ def enable_vgpu_stack_optimization(
 
 
 def bytes_when_resident(model: nn.Module, compute_dtype: torch.dtype | None) -> int:
-    """Level-0 bytes of weights, and for trainable ones gradients, both AdamW moments, and fp32 masters where narrower."""
+    """Level-0 bytes of weights, and for trainable ones fp32 gradients, both AdamW moments, and fp32 masters where narrower."""
     total = 0
     for param in model.parameters():
         itemsize = compute_dtype_of(param, compute_dtype).itemsize
         master = 4 if itemsize < 4 else 0
-        total += param.numel() * (2 * itemsize + 8 + master if param.requires_grad else itemsize)
+        total += param.numel() * (itemsize + (4 + 8 + master if param.requires_grad else 0))
     return total
 
 
-def _close_parts(stack: weakref.ref[VGPUStack], name: str, homes: Homes, worker: Worker | None = None) -> None:
+def _close_parts(
+    stack: weakref.ref[VGPUStack], name: str, homes: Homes, worker: Worker | None = None,
+    prefetcher: Callable[[Any], bool] | None = None,
+) -> None:  # fmt: skip
     """Called by `close`, or when the model is collected: must not refer to it."""
-    if worker is not None:
-        worker.close()
-    homes.close()
+    if worker is None:
+        homes.close()
+    else:
+        worker.close(homes.close)
     alive = stack()
     if alive is not None:
+        if prefetcher is not None:
+            alive.remove_prefetcher(prefetcher)
         _names.get(alive, set()).discard(name)
 
 

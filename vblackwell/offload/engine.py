@@ -22,10 +22,14 @@ from vblackwell.memory.stack import VGPUStack
 from vblackwell.offload.gradients import GradientCollector
 from vblackwell.offload.groups import Group, Site, Slot
 from vblackwell.offload.home import Homes
-from vblackwell.offload.parameter import OffloadedParameter
+from vblackwell.offload.parameter import OffloadedParameter, attributes, engine_and_slot
+from vblackwell.offload.sparse import group_key
 from vblackwell.offload.step import StepControl, UpdateSource
 from vblackwell.offload.weights import PackedView, WeightStreamer
 from vblackwell.offload.worker import Worker
+
+_top_hooks: Callable[[bool], Any] = getattr(torch._C, "_autograd")._top_saved_tensors_default_hooks  # noqa: B009 (untyped)
+_engines: weakref.WeakKeyDictionary[VGPUStack, weakref.WeakSet[Offload]] = weakref.WeakKeyDictionary()
 
 
 class SiteHook:
@@ -51,6 +55,38 @@ def _inert_hook() -> SiteHook:
     hook = SiteHook.__new__(SiteHook)
     hook._call = None
     return hook
+
+
+def _gradient_hook(engine: Offload, slot: Slot) -> Callable[[torch.Tensor], None]:
+    """Weak, because these hooks live in C++ where Python's collector does not see the cycle they would close."""
+    engine_ref, slot_ref = weakref.ref(engine), weakref.ref(slot)
+
+    def take(param: torch.Tensor) -> None:
+        alive, place = engine_ref(), slot_ref()
+        if alive is not None and place is not None:
+            alive._take_gradient(place)
+
+    return take
+
+
+def _prefetcher(engine: Offload) -> Callable[[Any], bool]:
+    """What the stack asks about keys it does not know: group names such as 'model/layers.3', and parameters."""
+    engine_ref = weakref.ref(engine)
+
+    def take(item: Any) -> bool:
+        alive = engine_ref()
+        if alive is None:
+            return False
+        if isinstance(item, torch.Tensor):
+            found = engine_and_slot(item)
+            group = found[1].group if found is not None and found[0] is alive else None
+        else:
+            group = next((group for group in alive.groups if group_key(alive, group) == item), None)
+        if group is not None:
+            alive.weights.prefetch(group)
+        return group is not None
+
+    return take
 
 
 def needs_master(group: Group) -> bool:
@@ -81,11 +117,9 @@ class Offload:
         self.budget_bytes = budget_bytes
         self.device = stack.level0_device
         self.worker = Worker(name)
-        self.weights = WeightStreamer(
-            stack, name, groups, homes, budget_bytes, self._settle, lambda: self.gradients.make_room()
-        )
+        self.weights = WeightStreamer(stack, name, groups, homes, budget_bytes, self._settle, self._make_room)
         self.gradients = GradientCollector(
-            stack, groups, homes, self.worker, self.weights.drop_one, self._gradient_arrived
+            stack, groups, homes, self.worker, self._drop_weights, self._gradient_arrived
         )
         self.step_control = StepControl(self)
         self.weights.busy = self.step_control.is_updating
@@ -95,6 +129,9 @@ class Offload:
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
         self._backward_ends: set[int] = set()
         self._hooked: set[Slot] = set()
+        self.prefetcher = _prefetcher(self)
+        stack.add_prefetcher(self.prefetcher)
+        _engines.setdefault(stack, weakref.WeakSet()).add(self)
         self._exported: dict[Slot, torch.Tensor] | None = None
         for slot in self.slots():
             self._unpoint(slot)
@@ -106,6 +143,20 @@ class Offload:
             model.register_state_dict_post_hook(SiteHook(self._end_export)),
             model.register_load_state_dict_pre_hook(SiteHook(self._refuse_assignment)),
         ]
+
+    # -- room on level 0 ---------------------------------------------------------------------------------------------
+
+    def _make_room(self) -> bool:
+        """Level 0 is full and none of this model's idle weights is left: wait for gradients, then ask the stack's other models."""
+        return self.gradients.make_room() or any(
+            other.weights.drop_one() or other.gradients.make_room() for other in self._neighbours()
+        )
+
+    def _drop_weights(self) -> bool:
+        return self.weights.drop_one() or any(other.weights.drop_one() for other in self._neighbours())
+
+    def _neighbours(self) -> list[Offload]:
+        return [engine for engine in _engines[self.stack] if engine is not self]
 
     def slots(self) -> Iterator[Slot]:
         """Every managed parameter, in the model's order."""
@@ -178,7 +229,7 @@ class Offload:
             slot.param.data = slot.view(buffer)
         if slot.param.requires_grad and slot not in self._hooked:
             self._hooked.add(slot)
-            self._handles.append(slot.param.register_post_accumulate_grad_hook(lambda param: self._take_gradient(slot)))
+            self._handles.append(slot.param.register_post_accumulate_grad_hook(_gradient_hook(self, slot)))
 
     def _unpoint(self, slot: Slot) -> None:
         placeholder = self._placeholders.get(slot.dtype)
@@ -191,8 +242,7 @@ class Offload:
         with torch.inference_mode(False):
             param.data = placeholder.expand(slot.shape)
         param.__class__ = OffloadedParameter
-        param._vb_binding = self
-        param._vb_slot = slot
+        attributes(param).update(_vb_binding=self, _vb_slot=slot)
 
     # -- autograd ----------------------------------------------------------------------------------------------------
 
@@ -202,7 +252,7 @@ class Offload:
         Hooks that are active already keep everything. Ours among them do what is right; checkpointing's must see the same
         tensors in the first pass and in the recompute, where modules may be called without their hooks.
         """
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        if _top_hooks(True) is not None:
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 

@@ -125,9 +125,13 @@ class GradientCollector:
         else:
             if not _is_fp32(group):
                 self._homes.reserve([(group, "accumulated")])
-            incoming = self._reserve_incoming(group)
-            transfer = self._stack.write(incoming, leaving.buffer)
-            task = self._worker.submit(self._add, leaving, incoming, transfer)
+            if leaving.buffer.device.type == "cpu":  # the arena: the worker reads it where it is
+                self._stack.count_link(0, self._homes.range(group, "gradient").level, leaving.buffer.nbytes)
+                task = self._worker.submit(self._add, leaving, leaving.reservation, None)
+            else:
+                incoming = self._reserve_incoming(group)
+                transfer = self._stack.write(incoming, leaving.buffer)
+                task = self._worker.submit(self._add, leaving, incoming, transfer)
         state.slots.update(dict.fromkeys(leaving.slots))
         state.pending = task
         self._under_way.append(task)
@@ -160,8 +164,10 @@ class GradientCollector:
         state.kind = "gradient"
         state.norms.clear()
 
-    def _add(self, leaving: Leaving, incoming: Reservation, transfer: Transfer) -> None:
-        self._free(leaving, transfer)
+    def _add(self, leaving: Leaving, incoming: Reservation, transfer: Transfer | None) -> None:
+        """Add what lies in ``incoming`` (arrived by ``transfer``, or still the leaving buffer itself) to the sum at home."""
+        if transfer is not None:
+            self._free(leaving, transfer)
         group = leaving.group
         state = self._state[group.index]
         self._widen(group)

@@ -9,6 +9,7 @@ The decision (`place`) is arithmetic; `Homes` carries it out and takes everythin
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from vblackwell.errors import InsufficientMemory
 from vblackwell.memory.stack import Reservation, VGPUStack
 from vblackwell.offload.groups import Group
-from vblackwell.units import format_bytes
+from vblackwell.units import align_up, format_bytes
 
 
 def place(sizes: Sequence[int], free: Sequence[int], what: str) -> list[int]:
@@ -55,10 +56,11 @@ class Homes:
         self._ranges: dict[tuple[int, str], Reservation] = {}
         self._staging: dict[str, Reservation] = {}
         self._taken: set[Reservation] = set()
+        self._serial = itertools.count()
 
     def take(self, what: str, num_bytes: int, level: int) -> Reservation:
         """Reserve bytes of ``level`` for a while; like everything here they go back at `close` at the latest."""
-        reservation = self.stack.reserve(f"{self._name}/{what}", num_bytes, level)
+        reservation = self.stack.reserve(f"{self._name}/{what}#{next(self._serial)}", num_bytes, level)
         self._taken.add(reservation)
         return reservation
 
@@ -83,42 +85,51 @@ class Homes:
             InsufficientMemory: nothing was reserved.
         """
         fresh = [(group, kind) for group, kind in wanted if (group.index, kind) not in self._ranges]
-        sizes = [self.size_of(group, kind) for group, kind in fresh]
-        levels = self.stack.levels
-        free = [levels[i].capacity_bytes - levels[i].used_bytes for i in self._levels]
-        free = self._reserve_staging(fresh, free)
+        self._reserve_staging(fresh)
+        positions = self._place(fresh)
         made: list[tuple[int, str]] = []
         try:
-            for (group, kind), size, position in zip(
-                fresh, sizes, place(sizes, free, "the model's bytes"), strict=True
-            ):
+            for (group, kind), position in zip(fresh, positions, strict=True):
                 key = (group.index, kind)
-                self._ranges[key] = self.stack.reserve(
-                    f"{self._name}/{group.name}/{kind}", size, self._levels[position]
-                )
+                self._ranges[key] = self._reserve_from(position, f"{group.name}/{kind}", self.size_of(group, kind))
                 made.append(key)
         except BaseException:
             for key in made:
                 self.stack.unreserve(self._ranges.pop(key))
             raise
 
-    def _reserve_staging(self, fresh: list[tuple[Group, str]], free: list[int]) -> list[int]:
+    def _place(self, fresh: list[tuple[Group, str]]) -> list[int]:
+        """Positions in ``self._levels`` for ``fresh``, by arithmetic on what is free now."""
+        levels = [self.stack.levels[index] for index in self._levels]
+        # Every level rounds up to its own alignment; the coarsest is right for all.
+        alignment = max(level.alignment for level in levels)
+        sizes = [align_up(self.size_of(group, kind), alignment) for group, kind in fresh]
+        return place(sizes, [level.capacity_bytes - level.used_bytes for level in levels], "the model's bytes")
+
+    def _reserve_from(self, position: int, what: str, num_bytes: int) -> Reservation:
+        """Reserve on the level at ``position``, or on a lower one where that is too fragmented to hold the range in one piece."""
+        for level in self._levels[position:-1]:
+            try:
+                return self.stack.reserve(f"{self._name}/{what}", num_bytes, level)
+            except InsufficientMemory:
+                continue
+        return self.stack.reserve(f"{self._name}/{what}", num_bytes, self._levels[-1])
+
+    def _reserve_staging(self, fresh: list[tuple[Group, str]]) -> None:
         """Host memory through which ranges of not addressable levels are worked on: the largest range of each kind.
 
         It is taken first and only if something will spill, so that a stack that holds everything in RAM pays nothing.
         """
-        on_host = [i for i, level in enumerate(self._levels) if self._addressable(level)]
-        sizes = [self.size_of(group, kind) for group, kind in fresh]
-        positions = place(sizes, free, "the model's bytes")
-        if not on_host or all(position in on_host for position in positions):
-            return free
-        for (group, kind), size in zip(fresh, sizes, strict=True):
+        on_host = [position for position, level in enumerate(self._levels) if self._addressable(level)]
+        if not on_host or all(position in on_host for position in self._place(fresh)):
+            return
+        for group, kind in fresh:
+            size = self.size_of(group, kind)
             held = self._staging.get(kind)
             if held is None or held.num_bytes < size:
                 if held is not None:
                     self.stack.unreserve(self._staging.pop(kind))
-                self._staging[kind] = self.stack.reserve(f"{self._name}/staging/{kind}", size, self._levels[on_host[0]])
-        return [self.stack.levels[i].capacity_bytes - self.stack.levels[i].used_bytes for i in self._levels]
+                self._staging[kind] = self._reserve_from(on_host[0], f"staging/{kind}", size)
 
     def _addressable(self, level: int) -> bool:
         device = self.stack.levels[level].device
@@ -158,9 +169,8 @@ class Homes:
             self.stack.write(reservation, opened).wait()
 
     def _stage(self, kind: str, num_bytes: int) -> torch.Tensor:
-        if kind in self._staging:
-            view = self._staging[kind].view()
-            assert view is not None
+        view = self._staging[kind].view() if kind in self._staging else None
+        if view is not None and view.device.type == "cpu":
             return view[:num_bytes]
         return torch.empty(num_bytes, dtype=torch.uint8)  # a stack without a host level: nothing to account it to
 

@@ -9,7 +9,8 @@ their states are. Clipping is exact: the norm of per-parameter norms in optimize
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -120,6 +121,7 @@ class VGPUAdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         selection = Selection(self._engines, only)
+        self._restride()
         # A scale is one more reason to multiply, and a limit one more to measure; without either, nothing is read.
         factor = self._measure(selection) if self.max_grad_norm is not None else self._unscale()
         if self._skipped is True:
@@ -130,6 +132,12 @@ class VGPUAdamW(torch.optim.AdamW):
             engine.step_control.promise(selection.has_slot, factor)
         self._step_plain(selection, factor)
         return loss
+
+    def _restride(self) -> None:
+        """A gradient that autograd widened may lie transposed in memory; norms and kernels go by the parameter's order."""
+        for param in self._group_of:
+            if master_of(param) is not None and param.grad is not None and param.grad.stride() != param.stride():
+                param.grad = torch.empty_like(param, dtype=param.grad.dtype).copy_(param.grad)
 
     def _unscale(self) -> torch.Tensor | None:
         return None if self.loss_scale == 1.0 else torch.tensor(1.0 / self.loss_scale)
@@ -185,20 +193,29 @@ class VGPUAdamW(torch.optim.AdamW):
             elif factor is not None:
                 param.grad.mul_(factor.to(param.grad.device))
         split = [param for param in plain if master_of(param) is not None]
-        all_params = [group["params"] for group in self.param_groups]
         try:
-            if self._slots or split:
-                others = self._slots.keys() | set(split)
-                for group in self.param_groups:
-                    group["params"] = [param for param in group["params"] if param not in others]
-            super().step()
+            with self._without(self._slots.keys() | set(split)):
+                super().step()
             for param in split:
                 self._step_master(param)
         finally:
-            for group, params in zip(self.param_groups, all_params, strict=True):
-                group["params"] = params
             for param, gradient in set_aside:
                 param.grad = gradient
+
+    @contextmanager
+    def _without(self, params: Collection[torch.Tensor]) -> Iterator[None]:
+        """Inside, torch's own methods do not meet ``params``."""
+        if not params:
+            yield
+            return
+        kept = [group["params"] for group in self.param_groups]
+        try:
+            for group in self.param_groups:
+                group["params"] = [param for param in group["params"] if param not in params]
+            yield
+        finally:
+            for group, everything in zip(self.param_groups, kept, strict=True):
+                group["params"] = everything
 
     def _step_master(self, param: torch.Tensor) -> None:
         """A resident parameter with an fp32 master: AdamW on the master, then the compute weight is that, rounded."""
@@ -209,7 +226,7 @@ class VGPUAdamW(torch.optim.AdamW):
         state = self.state[param]
         state["step"].add_(1)
         hyper = self._hyper(self._group_of[param])
-        fused_adamw([master], [param.grad.float()], [state["exp_avg"]], [state["exp_avg_sq"]], [state["step"]], hyper)
+        fused_adamw([master], [param.grad], [state["exp_avg"]], [state["exp_avg_sq"]], [state["step"]], hyper)
         round_from_fp32(master, param.data)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -221,7 +238,8 @@ class VGPUAdamW(torch.optim.AdamW):
             if held:
                 engine.gradients.finish_backward()
                 engine.gradients.clear(held) if set_to_none else engine.gradients.zero(held)
-        super().zero_grad(set_to_none)
+        with self._without(self._slots.keys()):
+            super().zero_grad(set_to_none)
 
     # -- states ------------------------------------------------------------------------------------------------------
 

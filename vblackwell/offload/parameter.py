@@ -12,9 +12,9 @@ life would tax every operator call instead.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from torch import nn
 from vblackwell.errors import StaleTensor, Unsupported
 from vblackwell.offload.groups import Slot
 
-_T = torch.Tensor
+_T: Any = torch.Tensor
 _GRAD_GET = _T.grad.__get__
 _GRAD_SET = _T.grad.__set__
 _DATA_SET = _T.data.__set__
@@ -99,12 +99,12 @@ def _flatten(value: Any) -> Iterable[Any]:
         yield value
 
 
-def _map_aliases(value: Any, binding: Binding) -> Any:
-    """``value`` with every tensor that lies in a loaded buffer made read-only."""
+def _map_aliases(value: Any, binding: Binding, is_alias: Callable[[torch.Tensor], bool]) -> Any:
+    """``value`` with every tensor for which ``is_alias`` holds made read-only."""
     if isinstance(value, (list, tuple)):
-        mapped = [_map_aliases(item, binding) for item in value]
+        mapped = [_map_aliases(item, binding, is_alias) for item in value]
         return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
-    if type(value) is torch.Tensor and binding.aliases(value):
+    if type(value) is torch.Tensor and is_alias(value):
         view = value.as_subclass(ReadOnlyView)
         view._vb_binding = binding
         return view
@@ -132,7 +132,8 @@ class ReadOnlyView(torch.Tensor):
         binding = views[0]._vb_binding
         with torch._C.DisableTorchFunctionSubclass(), binding.packing():
             result = func(*args, **kwargs)
-        return _map_aliases(result, binding)
+            storages = {view.untyped_storage()._cdata for view in views}
+        return _map_aliases(result, binding, lambda tensor: tensor.untyped_storage()._cdata in storages)
 
 
 class OffloadedParameter(nn.Parameter):
@@ -171,7 +172,7 @@ class OffloadedParameter(nn.Parameter):
             for binding, slots in by_binding.items():
                 if _is_mutating(func, kwargs):
                     binding.write_back(slots)
-                result = _map_aliases(result, binding)
+                result = _map_aliases(result, binding, binding.aliases)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -192,7 +193,12 @@ def engine_and_slot(param: torch.Tensor) -> tuple[Any, Slot] | None:
 def forget_binding(param: torch.Tensor) -> None:
     """Make ``param`` a stranger to every engine; its class and data are the caller's business."""
     for name in ("_vb_binding", "_vb_slot"):
-        param.__dict__.pop(name, None)
+        attributes(param).pop(name, None)
+
+
+def attributes(param: torch.Tensor) -> dict[str, Any]:
+    """The instance attributes of a tensor, past every interception."""
+    return cast(dict[str, Any], param.__dict__)
 
 
 def _plain_copy(param: OffloadedParameter) -> torch.Tensor:

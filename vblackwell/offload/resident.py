@@ -7,6 +7,7 @@ another. With a compute type narrower than fp32 a third holds the masters, and `
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,11 @@ from vblackwell.offload.engine import needs_master
 from vblackwell.offload.groups import Group, Slot, find_groups
 from vblackwell.offload.home import Homes
 from vblackwell.offload.moving import copy_in, move_buffers
+from vblackwell.offload.parameter import attributes
+
+
+def _rounding_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda gradient: gradient.to(dtype).to(torch.float32)
 
 
 class Resident:
@@ -33,6 +39,7 @@ class Resident:
         trainable = [group for group in self.groups if group.trainable()]
         wide = [(group, "master") for group in trainable if needs_master(group)]
         self.homes.reserve([(group, "weight") for group in self.groups] + wide)
+        self._hooks: list[Any] = []
         for group in self.groups:
             self._move_in(group)
         move_buffers(model, stack.level0_device)
@@ -43,9 +50,13 @@ class Resident:
         for slot in group.slots:
             copy_in(slot, slot.param.detach(), weight, master)
             if master is not None and slot.dtype.is_floating_point:
-                slot.param.__dict__["_vb_master"] = slot.view_fp32(master)
+                attributes(slot.param)["_vb_master"] = slot.view_fp32(master)
             slot.param.data = slot.view(weight)
-            slot.param.__dict__["_vb_resident"] = self
+            if master is not None and slot.dtype.is_floating_point:
+                # Micro-batches add up in fp32, each rounded to the compute type first: the bits of gradients that leave level 0.
+                slot.param.grad_dtype = torch.float32
+                self._hooks.append(slot.param.register_hook(_rounding_to(slot.dtype)))
+            attributes(slot.param)["_vb_resident"] = self
 
     def _view(self, group: Group, kind: str) -> torch.Tensor:
         view = self.homes.range(group, kind).view()
@@ -81,13 +92,16 @@ class Resident:
     @torch.no_grad()
     def release(self, device: torch.device) -> None:
         """Give every parameter memory of its own on ``device``: the fp32 master where there is one."""
+        for hook in self._hooks:
+            hook.remove()
         for group in self.groups:
             for slot in group.slots:
                 param = slot.param
-                master = param.__dict__.pop("_vb_master", None)
-                param.__dict__.pop("_vb_resident", None)
+                master = attributes(param).pop("_vb_master", None)
+                attributes(param).pop("_vb_resident", None)
                 gradient, param.grad = param.grad, None
                 param.data = (param.data if master is None else master).to(device, copy=True)
+                param.grad_dtype = param.dtype
                 param.grad = None if gradient is None else gradient.to(device, param.dtype)
 
     def close(self) -> None:

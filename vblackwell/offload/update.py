@@ -52,7 +52,7 @@ def fused_adamw(
     hyper: Hyper,
 ) -> None:
     """torch's fused AdamW, in place, on tensors of one device; ``steps`` are already counted up."""
-    torch._fused_adamw_(
+    torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
         list(weights), list(gradients), list(exp_avgs), list(exp_avg_sqs), [], list(steps),
         lr=hyper.lr, beta1=hyper.beta1, beta2=hyper.beta2, weight_decay=hyper.weight_decay, eps=hyper.eps,
         amsgrad=False, maximize=False,

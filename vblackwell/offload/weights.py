@@ -268,7 +268,7 @@ class WeightStreamer:
         loaded = self._find(tensor)
         if loaded is None:
             return None
-        offset = tensor.storage_offset() * tensor.element_size() - loaded.buffer.storage_offset()
+        offset = int(tensor.storage_offset()) * tensor.element_size() - int(loaded.buffer.storage_offset())
         version = self._versions[loaded.group.index]
         return PackedView(loaded.group, version, tensor.dtype, offset, tensor.shape, tensor.stride())
 

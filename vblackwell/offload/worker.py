@@ -6,6 +6,7 @@ tasks submitted in that order. torch's kernels release the GIL and use all cores
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -52,5 +53,14 @@ class Worker:
             failure, self._failure = self._failure, None
             raise failure
 
-    def close(self) -> None:
-        self._pool.shutdown(wait=True)
+    def close(self, then: Callable[[], None]) -> None:
+        """Finish what was submitted, then run ``then``. Idempotent.
+
+        The collector may call this from the worker thread itself, which cannot wait for its own end.
+        """
+        if threading.current_thread() in self._pool._threads:
+            self._pool.submit(then)
+            self._pool.shutdown(wait=False)
+        else:
+            self._pool.shutdown(wait=True)
+            then()

@@ -1,0 +1,461 @@
+"""An offloaded model behaves like a module: it is read, copied, saved, frozen, branched, and never shows stale bytes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from tests.offload.conftest import MakeStack
+from tests.offload.models import CASES, build
+from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, StaleTensor, Unsupported
+from vblackwell.memory.stack import VGPUStack
+from vblackwell.offload.clip import clip_grad_norm_
+from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
+from vblackwell.offload.engine import Offload
+from vblackwell.offload.linear import VGPUStackLinear
+from vblackwell.offload.optimizer import VGPUAdamW
+
+MLP, DECODER, GPT2, T5, VIT = CASES
+LEVEL0 = 128 << 10
+
+
+@pytest.fixture
+def stack(make_stack: MakeStack) -> VGPUStack:
+    return make_stack(LEVEL0)
+
+
+def offloaded(stack: VGPUStack, model: nn.Module, name: str = "model") -> nn.Module:
+    return enable_vgpu_stack_optimization(model, stack, name, placement="streamed")
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
+    MLP.loss(model, seed).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_metadata_and_reads(stack: VGPUStack):
+    plain = build(MLP)
+    model = offloaded(stack, copy.deepcopy(plain))
+    for (name, param), reference in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (param.shape, param.dtype, param.device) == (reference.shape, reference.dtype, reference.device)
+        assert isinstance(param, nn.Parameter) and param.requires_grad and param.is_leaf and param.grad is None
+        assert torch.equal(param, reference), name
+        assert (param * 2).sum().item() == (reference * 2).sum().item()
+        assert repr(param) == repr(reference)
+        assert torch.equal(param.data, reference) and param.tolist() == reference.tolist()
+
+
+def test_reads_after_a_step_wait_for_it(stack: VGPUStack):
+    plain = build(MLP)
+    model = offloaded(stack, copy.deepcopy(plain))
+    ours, theirs = VGPUAdamW(model.parameters()), torch.optim.AdamW(plain.parameters(), fused=True)
+    one_step(model, ours)
+    one_step(plain, theirs)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_what_was_read_stays_a_snapshot_that_refuses_writes(stack: VGPUStack):
+    model = offloaded(stack, build(MLP))
+    optimizer = VGPUAdamW(model.parameters())
+    view = model.head.weight.detach()
+    before = view.clone()
+    one_step(model, optimizer)
+    assert torch.equal(view, before)
+    for write in (
+        lambda: view.mul_(2),
+        lambda: view[0].zero_(),
+        lambda: view.__setitem__(0, 1.0),
+        lambda: model.head.weight.data.add_(1),
+    ):
+        with pytest.raises(StaleTensor, match="no_grad"):
+            write()
+
+
+def test_in_place_writes_reach_home(stack: VGPUStack):
+    model = offloaded(stack, build(MLP))
+    with torch.no_grad():
+        model.head.weight.fill_(0.5)
+        model.head.bias[2] = 3.0
+        nn.init.ones_(model.layers[0][0].weight)
+    offload_of(model).weights.drop_all()
+    assert bool((model.head.weight == 0.5).all()) and model.head.bias[2].item() == 3.0
+    assert bool((model.layers[0][0].weight == 1).all())
+
+
+def test_state_dict_round_trip(stack: VGPUStack):
+    for case in (MLP, GPT2, T5):
+        plain = build(case)
+        model = offloaded(stack, copy.deepcopy(plain), case.name)
+        state = model.state_dict()
+        expected = plain.state_dict()
+        assert list(state) == list(expected)
+        assert all(torch.equal(state[key], expected[key]) for key in expected)
+        other = build(case, seed=5)
+        model.load_state_dict(other.state_dict())
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+        with pytest.raises(Unsupported, match="assign"):
+            model.load_state_dict(expected, assign=True)
+        release(model)
+    tied = build(GPT2)
+    state = offloaded(stack, tied).state_dict()
+    assert state["lm_head.weight"].data_ptr() == state["transformer.wte.weight"].data_ptr()
+
+
+def test_deepcopy_is_plain_and_independent(stack: VGPUStack):
+    plain = build(GPT2)
+    model = offloaded(stack, copy.deepcopy(plain))
+    copied = copy.deepcopy(model)
+    release(model)
+    assert offload_of(copied) is None
+    assert copied.lm_head.weight is copied.transformer.wte.weight
+    assert GPT2.loss(copied.eval(), 3).item() == GPT2.loss(plain.eval(), 3).item()
+
+
+def test_release_gives_a_plain_module_and_training_goes_on(stack: VGPUStack):
+    plain = build(MLP)
+    model = offloaded(stack, copy.deepcopy(plain))
+    ours, theirs = VGPUAdamW(model.parameters(), max_grad_norm=0.5), torch.optim.AdamW(plain.parameters(), fused=True)
+    for step in range(6):
+        if step == 3:
+            release(model)
+            assert offload_of(model) is None and type(model.head.weight) is nn.Parameter
+        one_step(model, ours, step)
+        MLP.loss(plain, step).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        theirs.step()
+        theirs.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert all(level.used_bytes == 0 for level in stack.levels)
+
+
+def test_to_where_it_is_does_nothing_and_elsewhere_is_refused(stack: VGPUStack):
+    model = offloaded(stack, build(MLP))
+    model.to("cpu")
+    model.float()
+    with pytest.raises(Unsupported, match="release"):
+        model.half()
+    with pytest.raises(Unsupported, match="release"):
+        model.head.weight.data = torch.zeros(7, 48)
+
+
+# -- gradients that left -----------------------------------------------------------------------------------------------
+
+
+def test_torch_utilities_that_read_grad_say_so(stack: VGPUStack):
+    model = offloaded(stack, build(MLP))
+    optimizer = VGPUAdamW(model.parameters())
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # nothing to clip yet: as in PyTorch
+    MLP.loss(model, 0).backward()
+    assert all(param.grad is None for param in model.parameters())
+    with pytest.raises(Unsupported, match="clip_grad_norm_"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    with pytest.raises(Unsupported, match="loss_scale"):
+        scaler.unscale_(optimizer)
+    with pytest.raises(Unsupported, match="VGPUAdamW"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(Unsupported, match="only None"):
+        model.head.weight.grad = torch.zeros(7, 48)
+
+
+def test_our_clip_is_torchs(stack: VGPUStack):
+    plain = build(MLP)
+    model = offloaded(stack, copy.deepcopy(plain))
+    for update_in_backward in (False, True):
+        ours = VGPUAdamW(model.parameters(), update_in_backward=update_in_backward)
+        theirs = torch.optim.AdamW(plain.parameters(), fused=True)
+        for step in range(3):
+            MLP.loss(model, step).backward()
+            MLP.loss(plain, step).backward()
+            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+            assert torch.equal(clip_grad_norm_(model, 0.3), norm) and norm > 0.3
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+        release(model)
+        plain.load_state_dict(model.state_dict())
+        offloaded(stack, model)
+
+
+def test_module_zero_grad_forgets(stack: VGPUStack):
+    plain = build(MLP)
+    model = offloaded(stack, copy.deepcopy(plain))
+    ours, theirs = VGPUAdamW(model.parameters()), torch.optim.AdamW(plain.parameters(), fused=True)
+    for module, optimizer in ((model, ours), (plain, theirs)):
+        MLP.loss(module, 0).backward()
+        module.zero_grad()
+        MLP.loss(module, 1).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)  # zeros: the next step decays weights and moments
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_sparse_gradients_are_refused(stack: VGPUStack):
+    model = offloaded(stack, nn.Embedding(10, 4, sparse=True))
+    with pytest.raises(Unsupported, match="sparse"):
+        model(torch.tensor([1])).sum().backward()
+
+
+# -- deviations ----------------------------------------------------------------------------------------------------------
+
+
+class Wayward(nn.Module):
+    """Branches, calls a layer twice, reads parameters without their module's forward, has one that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.scale = nn.Parameter(torch.ones(16))
+        self.unused = nn.Linear(16, 16)
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
+        for layer in self.layers[branch:]:
+            x = torch.tanh(layer(x))
+        x = self.layers[0](x) @ self.layers[1].weight  # a weight of a layer that may not have run
+        x = nn.functional.layer_norm(x, (16,), self.scale)
+        x = x + self.attention(x[None], x[None], x[None], need_weights=False)[0][0]
+        return (self.norm(x) * self.layers[2].bias).square().mean() + self.layers[3].weight.abs().mean()
+
+
+@pytest.mark.parametrize("update_in_backward", [False, True])
+def test_deviations_are_served_and_exact(stack: VGPUStack, update_in_backward: bool):
+    torch.manual_seed(0)
+    plain = Wayward()
+    small = 12 << 10  # level 0 must not hold it all
+    with VGPUStack(
+        {"levels": [{"capacity_mb": small / (1 << 20), "device": "cpu"}, {"capacity_mb": 8, "device": "cpu"}]}
+    ) as tight:
+        model = offloaded(tight, copy.deepcopy(plain))
+        ours = VGPUAdamW(model.parameters(), update_in_backward=update_in_backward, max_grad_norm=1e-2)
+        theirs = torch.optim.AdamW(plain.parameters(), fused=True)
+        x = torch.randn(8, 16)
+        for step in range(12):
+            branch = (0, 2, 1, 3)[step % 4]
+            for module, optimizer in ((model, ours), (plain, theirs)):
+                loss = module(x, branch)
+                loss.backward()
+                if module is plain:
+                    torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-2)
+                optimizer.step()
+                optimizer.zero_grad()
+                if module is model:
+                    seen = loss.item()
+            assert seen == loss.item()
+        release(model)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), plain.buffers(), strict=True))
+
+
+def test_freezing_and_unfreezing(stack: VGPUStack):
+    plain = build(MLP)
+    model = offloaded(stack, copy.deepcopy(plain))
+    ours, theirs = VGPUAdamW(model.parameters()), torch.optim.AdamW(plain.parameters(), fused=True)
+    for step, frozen in enumerate((False, True, True, False)):
+        for module, optimizer in ((model, ours), (plain, theirs)):
+            module.layers[1].requires_grad_(not frozen)
+            module.head.bias.requires_grad_(not frozen)
+            one_step(module, optimizer, step)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_backward_after_the_step_is_an_error_not_a_wrong_number(stack: VGPUStack):
+    model = offloaded(stack, build(MLP))
+    optimizer = VGPUAdamW(model.parameters())
+    loss = MLP.loss(model, 0)
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(StaleTensor, match="optimizer step"):
+        loss.backward()
+
+
+def test_two_backwards_of_one_graph(stack: VGPUStack):
+    plain = build(MLP)
+    model = offloaded(stack, copy.deepcopy(plain))
+    for module, optimizer in (
+        (model, VGPUAdamW(model.parameters(), update_in_backward=True)),
+        (plain, torch.optim.AdamW(plain.parameters(), fused=True)),
+    ):
+        loss = MLP.loss(module, 0)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_reentrant_checkpointing(stack: VGPUStack):
+    class Reentrant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in [*self.layers, *self.layers]:  # each twice: gradients come in two parts
+                x = torch.utils.checkpoint.checkpoint(layer, torch.tanh(x), use_reentrant=True)
+            return x.square().mean()
+
+    plain = Reentrant()
+    with VGPUStack(
+        {"levels": [{"capacity_mb": 6 / 1024, "device": "cpu"}, {"capacity_mb": 8, "device": "cpu"}]}
+    ) as tight:
+        model = offloaded(tight, copy.deepcopy(plain))
+        x = torch.randn(4, 16, requires_grad=True)
+        for module, optimizer in (
+            (model, VGPUAdamW(model.parameters(), update_in_backward=True)),
+            (plain, torch.optim.AdamW(plain.parameters(), fused=True)),
+        ):
+            for _ in range(3):
+                module(x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        release(model)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_inference_mode_does_not_spoil_training(stack: VGPUStack):
+    plain = build(MLP)
+    model = offloaded(stack, copy.deepcopy(plain))
+    ours, theirs = VGPUAdamW(model.parameters()), torch.optim.AdamW(plain.parameters(), fused=True)
+    for module, optimizer in ((model, ours), (plain, theirs)):
+        with torch.inference_mode():
+            MLP.loss(module, 9)
+        one_step(module, optimizer)
+        with torch.no_grad():
+            MLP.loss(module, 8)
+        one_step(module, optimizer, 1)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_autocast_sees_updated_weights(stack: VGPUStack):
+    plain = build(MLP)
+    model = offloaded(stack, copy.deepcopy(plain))
+    ours, theirs = VGPUAdamW(model.parameters()), torch.optim.AdamW(plain.parameters(), fused=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        for module, optimizer in ((model, ours), (plain, theirs)):
+            for step in range(3):
+                # The plain run must not use torch's cache across steps either.
+                with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                    loss = MLP.loss(module, step)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+# -- stacks and names ----------------------------------------------------------------------------------------------------
+
+
+def test_two_models_share_a_stack_and_an_optimizer(stack: VGPUStack):
+    plain = [build(MLP, seed=seed) for seed in (0, 1)]
+    models = [offloaded(stack, copy.deepcopy(module), f"m{i}") for i, module in enumerate(plain)]
+    ours = VGPUAdamW([param for model in models for param in model.parameters()], max_grad_norm=0.2)
+    theirs = torch.optim.AdamW([param for model in plain for param in model.parameters()], fused=True)
+    for step in range(3):
+        for modules, optimizer in ((models, ours), (plain, theirs)):
+            (MLP.loss(modules[0], step) + MLP.loss(modules[1], step + 50)).backward()
+            if optimizer is theirs:
+                torch.nn.utils.clip_grad_norm_([p for group in theirs.param_groups for p in group["params"]], 0.2)
+            optimizer.step()
+            optimizer.zero_grad()
+    for model, module in zip(models, plain, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), module.parameters(), strict=True))
+
+
+def test_refusals(stack: VGPUStack):
+    model = offloaded(stack, build(MLP))
+    with pytest.raises(ConfigurationError, match="already"):
+        offloaded(stack, model, "again")
+    with pytest.raises(KeyClash, match="model"):
+        offloaded(stack, build(MLP))
+    with pytest.raises(ConfigurationError, match="no parameters"):
+        offloaded(stack, nn.ReLU(), "empty")
+    with pytest.raises(ConfigurationError, match="placement"):
+        enable_vgpu_stack_optimization(build(MLP), stack, "x", placement="fast")
+    VGPUAdamW(model.parameters())
+    with pytest.raises(Unsupported, match="one VGPUAdamW"):
+        VGPUAdamW(model.parameters())
+    release(model)
+    offloaded(stack, model)  # the name is free again
+
+
+def test_a_cap_below_the_largest_group_is_refused_with_both_numbers(make_stack: MakeStack):
+    model = build(MLP)
+    stack = make_stack(40 << 10)
+    with pytest.raises(InsufficientMemory, match=r"40\.0 KiB.*layers\.0.*needs 7\d\.\d KiB"):
+        offloaded(stack, model)
+    assert all(level.used_bytes == 0 for level in stack.levels)
+    assert offload_of(model) is None
+    MLP.loss(model, 0).backward()  # the model is as it was
+
+
+def test_lower_levels_too_small_is_refused_and_undone(make_stack: MakeStack):
+    model = build(MLP)
+    stack = make_stack(LEVEL0, host_bytes=64 << 10, disk_bytes=64 << 10)
+    with pytest.raises(InsufficientMemory, match="host_memory or disk_memory"):
+        offloaded(stack, model)
+    assert all(level.used_bytes == 0 for level in stack.levels)
+
+
+def test_all_fits_means_plain(make_stack: MakeStack):
+    plain = build(DECODER)
+    stack = make_stack(8 << 20)
+    model = enable_vgpu_stack_optimization(copy.deepcopy(plain), stack)
+    assert offload_of(model).placement == "resident"
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    ours, theirs = VGPUAdamW(model.parameters()), torch.optim.AdamW(plain.parameters(), fused=True)
+    for step in range(3):
+        for module, optimizer in ((model, ours), (plain, theirs)):
+            DECODER.loss(module, step).backward()
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert stack.levels[0].used_bytes >= 3 * sum(param.nbytes for param in plain.parameters())
+    release(model)
+    del ours
+    assert stack.levels[0].used_bytes == 0
+
+
+def test_collected_models_give_their_bytes_back(stack: VGPUStack):
+    model = offloaded(stack, build(MLP))
+    MLP.loss(model, 0).backward()
+    offload_of(model).finish()
+    del model
+    released = threading.Event()
+    for _ in range(200):  # the worker thread may hold its last task a moment longer
+        gc.collect()
+        if not any(level.used_bytes for level in stack.levels):
+            break
+        released.wait(0.01)
+    assert [level.used_bytes for level in stack.levels] == [0, 0, 0]
+
+
+def test_stack_linear_trains(stack: VGPUStack):
+    torch.manual_seed(0)
+    layer = VGPUStackLinear(24, 8, vgpu_stack=stack)
+    second = VGPUStackLinear(8, 8, vgpu_stack=stack, bias=False)
+    plain = nn.Sequential(nn.Linear(24, 8), nn.Linear(8, 8, bias=False))
+    plain.load_state_dict({"0.weight": layer.weight, "0.bias": layer.bias, "1.weight": second.weight})
+    model = nn.Sequential(layer, second)
+    x = torch.randn(4, 24)
+    for module, optimizer in (
+        (model, VGPUAdamW(model.parameters())),
+        (plain, torch.optim.AdamW(plain.parameters(), fused=True)),
+    ):
+        for _ in range(3):
+            module(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert isinstance(offload_of(layer), Offload)

@@ -1,0 +1,117 @@
+"""bf16 and fp16 compute weights over fp32 masters: one rounding, the same bits wherever the bytes live."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.offload.conftest import MakeStack
+from tests.offload.models import CASES, build
+from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
+from vblackwell.offload.optimizer import VGPUAdamW
+from vblackwell.offload.state import export_state
+from vblackwell.offload.update import round_from_fp32
+
+MLP, DECODER, GPT2, T5, VIT = CASES
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=40))
+@settings(max_examples=200, deadline=None)
+def test_rounding_is_nearest_with_ties_away_and_splits_exactly(values: list[float]):
+    wide = torch.tensor(values, dtype=torch.float32)
+    narrow = torch.empty(len(values), dtype=torch.bfloat16)
+    round_from_fp32(wide, narrow)
+    bits = wide.view(torch.int32)
+    # The master is the weight's bits and a signed 16-bit remainder, exactly: what a split master relies on.
+    remainder = bits - (narrow.view(torch.int16).to(torch.int32) << 16)
+    assert bool(((remainder >= -0x8000) & (remainder < 0x8000)).all())
+    finite = narrow.isfinite()
+    even = wide.to(torch.bfloat16)
+    tie = (bits & 0xFFFF) == 0x8000
+    assert torch.equal(narrow[finite & ~tie], even[finite & ~tie])
+    assert bool((narrow[finite & tie].abs().float() >= wide[finite & tie].abs()).all())
+
+
+def reference_step(
+    masters: dict[str, torch.Tensor],
+    moments: dict[str, list[torch.Tensor]],
+    model: nn.Module,
+    count: int,
+    max_norm: float,
+) -> float:
+    """The same step written plainly, a tensor at a time: norms of fp32 gradients, clip, fused AdamW on masters, round."""
+    grads = {name: param.grad.float() for name, param in model.named_parameters()}
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads.values()]))
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for name, param in model.named_parameters():
+        torch._fused_adamw_(
+            [masters[name]], [grads[name] * factor], [moments[name][0]], [moments[name][1]], [], [torch.tensor(float(count))],
+            lr=3e-3, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
+        round_from_fp32(masters[name].reshape(-1), param.data.view(-1))
+        param.grad = None
+    return norm.item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("where", ["tight", "roomy", "resident"])
+def test_masters_are_the_truth(dtype: torch.dtype, where: str, make_stack: MakeStack):
+    wide = build(DECODER)
+    model = copy.deepcopy(wide)
+    level0 = {"tight": 64 << 10, "roomy": 4 << 20, "resident": 4 << 20}[where]
+    placement = "resident" if where == "resident" else "streamed"
+    enable_vgpu_stack_optimization(model, make_stack(level0), placement=placement, compute_dtype=dtype)
+    assert all(param.dtype == dtype for param in model.parameters())
+    optimizer = VGPUAdamW(model.parameters(), lr=3e-3, max_grad_norm=1.0, update_in_backward=True)
+
+    masters = {name: param.detach().clone() for name, param in wide.named_parameters()}
+    moments = {name: [torch.zeros_like(master), torch.zeros_like(master)] for name, master in masters.items()}
+    plain = build(DECODER).to(dtype)
+    for name, param in plain.named_parameters():
+        round_from_fp32(masters[name].reshape(-1), param.data.view(-1))
+    for step in range(1, 8):
+        loss = DECODER.loss(model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected = DECODER.loss(plain, step)
+        expected.backward()
+        norm = reference_step(masters, moments, plain, step, 1.0)
+        assert loss.item() == expected.item() and optimizer.grad_norm == norm
+    exported = {name: state["weight"] for name, state in export_state(model, optimizer)}
+    assert all(torch.equal(exported[name], masters[name]) for name in masters)
+    if where != "resident":
+        assert sum(offload_of(model).summary()["bytes_by_level"]["master"]) > 0
+    release(model)
+    assert all(torch.equal(param, masters[name]) for name, param in model.named_parameters())
+
+
+def test_micro_batches_sum_in_fp32(make_stack: MakeStack):
+    model = build(MLP)
+    plain = build(MLP)
+    enable_vgpu_stack_optimization(model, make_stack(96 << 10), compute_dtype=torch.bfloat16)
+    for param in plain.parameters():
+        wide = param.data
+        param.data = torch.empty_like(wide, dtype=torch.bfloat16)
+        round_from_fp32(wide.reshape(-1), param.data.view(-1))
+    optimizer = VGPUAdamW(model.parameters(), max_grad_norm=float("inf"))
+    sums = {name: torch.zeros(param.shape) for name, param in plain.named_parameters()}
+
+    def loss_of(module: nn.Module, seed: int) -> torch.Tensor:
+        x = torch.randn(16, 48, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        return module(x).float().square().mean()
+
+    for micro in range(3):
+        loss_of(model, micro).backward()
+        loss_of(plain, micro).backward()
+        for name, param in plain.named_parameters():
+            sums[name] += param.grad.float()
+            param.grad = None
+    optimizer.step()
+    norms = torch.stack([torch.linalg.vector_norm(value) for value in sums.values()])
+    assert optimizer.grad_norm == torch.linalg.vector_norm(norms).item()

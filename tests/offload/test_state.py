@@ -1,0 +1,126 @@
+"""What one stack wrote, any other stack reads, or none: weights, moments and counts, and training that goes on alike."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.offload.conftest import MakeStack
+from tests.offload.models import CASES, Case, build
+from vblackwell.errors import ConfigurationError
+from vblackwell.offload.enable import enable_vgpu_stack_optimization, release
+from vblackwell.offload.optimizer import VGPUAdamW
+from vblackwell.offload.state import ParameterState, export_state, import_state
+
+MLP, DECODER, GPT2, T5, VIT = CASES
+Place = Callable[[nn.Module], None]
+
+
+def steps(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> list[float]:
+    losses = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        loss = case.loss(model, seed)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def optimizer_of(model: nn.Module) -> VGPUAdamW:
+    return VGPUAdamW(model.parameters(), lr=3e-3, max_grad_norm=0.5, update_in_backward=True)
+
+
+@pytest.mark.parametrize("case", [DECODER, GPT2], ids=lambda case: case.name)
+def test_written_by_one_stack_read_by_another_and_by_none(case: Case, make_stack: MakeStack):
+    def tight(model: nn.Module) -> None:
+        enable_vgpu_stack_optimization(model, make_stack(110 << 10))
+
+    def on_disk(model: nn.Module) -> None:  # weights at home in RAM, most of the rest in the file
+        enable_vgpu_stack_optimization(model, make_stack(128 << 10, host_bytes=400 << 10))
+
+    def resident(model: nn.Module) -> None:
+        enable_vgpu_stack_optimization(model, make_stack(16 << 20))
+
+    def plain(model: nn.Module) -> None:
+        del model
+
+    written: list[dict[str, ParameterState]] = []
+    continued: list[list[float]] = []
+    for place in (tight, on_disk, resident, plain):
+        model = build(case)
+        place(model)
+        optimizer = optimizer_of(model)
+        steps(case, model, optimizer, range(4))
+        written.append(dict(export_state(model, optimizer)))
+        continued.append(steps(case, model, optimizer, range(4, 7)))
+        release(model)
+    names = [name for name, _ in build(case).named_parameters()]
+    for state in written:
+        assert list(state) == names
+        for name in names:
+            assert set(state[name]) == {"weight", "exp_avg", "exp_avg_sq", "step"}
+            assert all(torch.equal(state[name][key], written[0][name][key]) for key in state[name]), name
+    for place, state in zip((plain, resident, on_disk, tight), written, strict=True):
+        model = build(case, seed=77)
+        place(model)
+        optimizer = optimizer_of(model)
+        import_state(model, optimizer, state.__getitem__)
+        assert steps(case, model, optimizer, range(4, 7)) == continued[0]
+        release(model)
+    assert all(losses == continued[0] for losses in continued)
+
+
+def test_optimizer_state_dict_is_torchs(make_stack: MakeStack):
+    plain, model = build(MLP), build(MLP)
+    enable_vgpu_stack_optimization(model, make_stack(128 << 10))
+    ours = VGPUAdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=3e-3, weight_decay=0.1, fused=True)
+    assert steps(MLP, model, ours, range(3)) == steps(MLP, plain, theirs, range(3))
+    mine, reference = ours.state_dict(), theirs.state_dict()
+    assert mine["param_groups"] == reference["param_groups"]
+    assert set(mine["state"]) == set(reference["state"])
+    for index, expected in reference["state"].items():
+        assert all(torch.equal(mine["state"][index][key], expected[key]) for key in expected)
+
+    # Across: each loads what the other wrote, and both go on alike.
+    model.load_state_dict(plain.state_dict())
+    ours.load_state_dict(copy.deepcopy(reference))
+    other = build(MLP)
+    other.load_state_dict(plain.state_dict())
+    fresh = torch.optim.AdamW(other.parameters(), fused=True)
+    fresh.load_state_dict(copy.deepcopy(mine))
+    expected_losses = steps(MLP, plain, theirs, range(3, 6))
+    assert steps(MLP, model, ours, range(3, 6)) == expected_losses
+    assert steps(MLP, other, fresh, range(3, 6)) == expected_losses
+
+
+def test_learning_rate_schedulers_drive_it(make_stack: MakeStack):
+    plain, model = build(MLP), build(MLP)
+    enable_vgpu_stack_optimization(model, make_stack(128 << 10))
+    ours = VGPUAdamW(model.parameters(), lr=3e-3, update_in_backward=True)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=3e-3, fused=True)
+    for module, optimizer in ((model, ours), (plain, theirs)):
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+        for step in range(5):
+            MLP.loss(module, step).backward()
+            if step == 2:
+                optimizer.param_groups[0]["lr"] *= 0.5  # after backward: what was anticipated used the old rate
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_foreign_checkpoint_is_refused(make_stack: MakeStack):
+    model = build(MLP)
+    enable_vgpu_stack_optimization(model, make_stack(128 << 10))
+    with pytest.raises(ConfigurationError, match="no weight for 'layers.0.0.weight'"):
+        import_state(model, None, lambda name: {})
+    with pytest.raises(ConfigurationError, match=r"\(3,\).*\(96, 48\)"):
+        import_state(model, None, lambda name: {"weight": torch.zeros(3)})

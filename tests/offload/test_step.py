@@ -1,0 +1,210 @@
+"""Updates behind the backward, and every way in which their step may come differently or not at all."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from tests.offload.conftest import MakeStack
+from tests.offload.models import CASES, build
+from vblackwell.memory.transfer import set_transfer_delay
+from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
+from vblackwell.offload.optimizer import VGPUAdamW
+from vblackwell.offload.sparse import select_top_k_gradients
+from vblackwell.offload.worker import set_worker_delay
+
+MLP, DECODER, GPT2, T5, VIT = CASES
+LEVEL0 = 128 << 10
+
+
+def equal(left: nn.Module, right: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left.parameters(), right.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("clipped", ["always", "random", "first"])
+def test_redo_after_clipping(clipped: str, make_stack: MakeStack):
+    """The speculation on factor 1 fails at every step, at some, or only at the first: the result is always torch's."""
+    plain, model = build(DECODER), build(DECODER)
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0))
+    ours = VGPUAdamW(model.parameters(), max_grad_norm=1.0, update_in_backward=True)
+    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
+    choose = random.Random(3)
+    redone = 0
+    for step in range(12):
+        clip = {"always": True, "random": choose.random() < 0.5, "first": step == 0}[clipped]
+        ours.max_grad_norm = 1e-2 if clip else 1e3
+        for module, optimizer in ((model, ours), (plain, theirs)):
+            DECODER.loss(module, step).backward()
+            if module is plain:
+                norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), ours.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert ours.grad_norm == norm.item()
+        redone += clip
+    assert equal(model, plain) and redone >= 1
+    assert offload_of(model).summary()["undo_bytes"] > 0  # it did speculate
+
+
+def test_a_full_undo_log_only_defers(make_stack: MakeStack):
+    plain, model = build(MLP), build(MLP)
+    state = sum(param.nbytes for param in model.parameters())
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0, host_bytes=int(state * 4.6), disk_bytes=1 << 20))
+    ours = VGPUAdamW(model.parameters(), update_in_backward=True)
+    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
+    for step in range(4):
+        for module, optimizer in ((model, ours), (plain, theirs)):
+            MLP.loss(module, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert equal(model, plain)
+    assert 0 < offload_of(model).summary()["undo_bytes"] < 3 * state
+
+
+def test_a_step_that_never_comes(make_stack: MakeStack):
+    plain, model = build(MLP), build(MLP)
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0))
+    ours = VGPUAdamW(model.parameters(), update_in_backward=True)
+    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
+    for module, optimizer in ((model, ours), (plain, theirs)):
+        MLP.loss(module, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        MLP.loss(module, 1).backward()
+        optimizer.zero_grad()  # given up
+        MLP.loss(module, 2).backward()
+        MLP.loss(module, 3).backward()  # accumulated after all
+        optimizer.step()
+        optimizer.zero_grad()
+        MLP.loss(module, 4).backward()
+    assert equal(model, plain)  # reading in between: no step yet
+    ours.step()
+    theirs.step()
+    assert equal(model, plain)
+
+
+@pytest.mark.parametrize("update_in_backward", [False, True])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_not_finite_gradients_never_reach_the_weights(poison: float, update_in_backward: bool, make_stack: MakeStack):
+    plain, model = build(MLP), build(MLP)
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0))
+    ours = VGPUAdamW(model.parameters(), max_grad_norm=1.0, update_in_backward=update_in_backward)
+    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
+    for step in range(4):
+        MLP.loss(model, step).mul(poison if step == 2 else 1.0).backward()
+        ours.step()
+        ours.zero_grad()
+        assert ours.skipped == (step == 2)
+        if step != 2:
+            MLP.loss(plain, step).backward()
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            theirs.step()
+            theirs.zero_grad()
+    assert equal(model, plain)
+
+
+def test_loss_scale_is_exact(make_stack: MakeStack):
+    plain, model = build(MLP), build(MLP)
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0))
+    ours = VGPUAdamW(model.parameters(), max_grad_norm=0.3, loss_scale=1024.0)
+    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
+    for step in range(3):
+        (MLP.loss(model, step) * 1024.0).backward()
+        MLP.loss(plain, step).backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        # Powers of two commute with rounding; only the clip factor times 1/1024 is formed once more.
+        assert ours.grad_norm == norm.item()
+    assert equal(model, plain)
+
+
+def test_only_the_chosen_groups_move(make_stack: MakeStack):
+    model, plain = build(DECODER), build(DECODER)
+    stack = make_stack(LEVEL0)
+    enable_vgpu_stack_optimization(model, stack)
+    ours = VGPUAdamW(model.parameters(), max_grad_norm=0.1)
+    DECODER.loss(model, 0).backward()
+    DECODER.loss(plain, 0).backward()
+    keys = select_top_k_gradients(model, 0.3)
+    chosen = select_top_k_gradients(plain, 0.3)
+    stack.prefetch(keys)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    ours.step(only=keys)
+    moved = {name for name, param in model.named_parameters() if not torch.equal(param, before[name])}
+    names = {param: name for name, param in plain.named_parameters()}
+    assert moved == {names[param] for param in chosen} and 0 < len(moved) < len(before)
+    alone = VGPUAdamW(plain.parameters(), max_grad_norm=0.1)
+    alone.step(only=chosen)
+    assert equal(model, plain)
+
+
+# -- races ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def delays() -> Iterator[Callable[..., None]]:
+    """Random waits in every copy thread and in the worker, reproducible in distribution, not in order: that is the point."""
+    import threading
+
+    pause = threading.Event()
+    chance = random.Random(0)
+
+    def delay(*_: str) -> None:
+        if chance.random() < 0.5:
+            pause.wait(chance.random() * 2e-3)
+
+    set_transfer_delay(delay)
+    set_worker_delay(delay)
+    yield delay
+    set_transfer_delay(None)
+    set_worker_delay(None)
+
+
+@pytest.mark.parametrize("update_in_backward", [False, True])
+def test_delays_change_no_bit(update_in_backward: bool, delays: object, make_stack: MakeStack):
+    plain, model = build(DECODER, use_checkpoint=True), build(DECODER, use_checkpoint=True)
+    # Weights in RAM, most states in the file: every kind of copy takes part.
+    enable_vgpu_stack_optimization(model, make_stack(96 << 10, host_bytes=500 << 10))
+    ours = VGPUAdamW(model.parameters(), max_grad_norm=0.5, update_in_backward=update_in_backward, accumulation_steps=2)
+    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
+    for step in range(30):
+        losses = []
+        for module, optimizer in ((model, ours), (plain, theirs)):
+            for micro in range(2):
+                loss = DECODER.loss(module, 2 * step + micro)
+                loss.backward()
+                losses.append(loss.item())
+            if module is plain:
+                torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert losses[:2] == losses[2:], step
+    release(model)
+    assert equal(model, plain)
+
+
+def test_two_threads_give_the_same_bits(make_stack: MakeStack):
+    """Norms are reductions: they must be taken with as many threads as in the plain run, also in the worker."""
+    torch.set_num_threads(2)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(300, 1100), nn.ReLU(), nn.Linear(1100, 300))  # beyond torch's grain for one thread
+    model = copy.deepcopy(plain)
+    enable_vgpu_stack_optimization(model, make_stack(4 << 20))
+    ours = VGPUAdamW(model.parameters(), max_grad_norm=1e-3)
+    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
+    x = torch.randn(64, 300)
+    for _ in range(3):
+        for module, optimizer in ((model, ours), (plain, theirs)):
+            module(x).square().mean().backward()
+            if module is plain:
+                norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert ours.grad_norm == norm.item()
+    assert equal(model, plain)
