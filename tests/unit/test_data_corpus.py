@@ -134,9 +134,9 @@ def test_tokenizer_without_an_end_says_so(folder, tmp_path):
 
 def test_bad_tokenizers_are_refused(folder, tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigurationError, match=r"tokenizer\.json is not"):
+    with pytest.raises(ConfigurationError, match=r"tokenizer\.json is not one"):
         prepare_data(folder, tmp_path)
-    with pytest.raises(ConfigurationError, match="no file"):
+    with pytest.raises(ConfigurationError, match="there is no file"):
         prepare_data(folder, tmp_path / "gone")
     with pytest.raises(ConfigurationError, match="at least 257"):
         prepare_data(folder, None, 256)

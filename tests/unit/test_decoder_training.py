@@ -164,7 +164,8 @@ def test_checkpoint_keeps_shared_buffers_shared():
     "change, word",
     [
         ({"num_heads": 5}, "head_dim"), ({"num_kv_heads": 3}, "divisor"), ({"head_dim": 15}, "even"),
-        ({"num_layers": 0}, "least 1"), ({"norm_eps": 0.0}, "positive"), ({"vocab_size": -1}, "vocab_size"), ({"num_kv_heads": 0}, "divisor"),
+        ({"num_layers": 0}, "least 1"), ({"norm_eps": 0.0}, "positive"),
+        ({"vocab_size": -1}, "vocab_size"), ({"num_kv_heads": 0}, "divisor"),
     ],
 )  # fmt: skip
 def test_shapes_that_do_not_fit_are_refused(change, word):

@@ -81,6 +81,31 @@ def save_tokenizer(
     folder.add_json("tokenizer_config.json", settings)
 
 
+def read_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer in ``path``: a ``tokenizer.json``, or a folder that holds one, as Hugging Face's do.
+
+    Raises:
+        ConfigurationError: there is none, or `tokenizers` cannot read it.
+    """
+    from tokenizers import Tokenizer
+
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        hint = "give a tokenizer.json or a folder that holds one; AutoTokenizer's save_pretrained writes it"
+        raise ConfigurationError(f"tokenizer {path}: there is no file {file}; {hint}")
+    try:
+        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"tokenizer {file} cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # the library raises bare Exception for whatever is wrong in the file
+        raise ConfigurationError(
+            f"tokenizer {file} is not one that `tokenizers` reads ({error}); write it again"
+        ) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a model folder.
 

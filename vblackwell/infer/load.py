@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,11 +16,9 @@ from torch import nn
 from vblackwell.artifacts.commit import MANIFEST, newest_complete, verify_folder
 from vblackwell.artifacts.folder import load_specs, load_weights, read_config, read_json
 from vblackwell.errors import ConfigurationError, CorruptData
+from vblackwell.infer.quantized import load_quantized
 from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.decoder_config import DecoderConfig, not_supported_reasons
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 FINAL = "final"
 CHECKPOINTS = "checkpoints"
@@ -101,6 +99,8 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
         ConfigurationError, CorruptData: as ``load_decoder``; or ``transformers`` cannot open it.
     """
     config = read_config(folder)
+    if config.get("quantization_config"):
+        return load_quantized(folder, device, dtype)
     if not not_supported_reasons(config):
         return load_decoder(folder, device, dtype)
     from transformers import AutoModelForCausalLM
@@ -110,31 +110,3 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
     except (ValueError, OSError) as error:
         raise ConfigurationError(f"transformers cannot open {folder} as a causal model: {error}") from error
     return model.to(device).eval()
-
-
-def load_folder_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer in a model folder.
-
-    Raises:
-        ConfigurationError: there is none, or it is of a kind that ``tokenizers`` cannot run.
-    """
-    from tokenizers import Tokenizer
-
-    file = folder / "tokenizer.json"
-    if file.is_file():
-        try:
-            return Tokenizer.from_str(file.read_text(encoding="utf-8"))
-        except Exception as error:  # the library raises bare Exception for whatever is wrong in the file
-            raise CorruptData(f"{file} is not a tokenizer.json that `tokenizers` reads: {error}") from error
-    from transformers import AutoTokenizer
-
-    try:
-        loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (ValueError, OSError) as error:
-        raise ConfigurationError(f"{folder} holds no tokenizer that transformers opens: {error}") from error
-    backend = getattr(loaded, "backend_tokenizer", None)
-    if backend is None:
-        raise ConfigurationError(
-            f"{folder}: {type(loaded).__name__} has no tokenizer.json; save it with a fast tokenizer"
-        )
-    return backend

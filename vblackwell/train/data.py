@@ -17,10 +17,11 @@ import numpy as np
 import xxhash
 
 from vblackwell.artifacts.cache import cached_folder, drop_entry
+from vblackwell.artifacts.folder import read_tokenizer
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.train.dataset import BatchStream, PackedDataset, evaluation_batches
 from vblackwell.train.documents import Source, find_source
-from vblackwell.train.tokenizer import end_of_text_id, load_tokenizer, train_tokenizer
+from vblackwell.train.tokenizer import end_of_text_id, train_tokenizer
 from vblackwell.units import MiB
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def prepare_data(
     if tokenizer_path is None:
         tokenizer = _trained_tokenizer(source, content, vocab_size, report)
     else:
-        tokenizer = load_tokenizer(tokenizer_path)
+        tokenizer = read_tokenizer(tokenizer_path)
     end = end_of_text_id(tokenizer, tokenizer_path)
     if end is None:
         report(f"{tokenizer_path} has no end-of-text token: documents follow each other without a mark", None)
@@ -110,11 +111,11 @@ def _trained_tokenizer(source: Source, content: str, vocab_size: int, report: Pr
     key = xxhash.xxh3_128_hexdigest(f"{FORMAT} {content} {vocab_size} {tokenizers.__version__}".encode())
     folder = cached_folder("tokenizers", key, build)
     try:
-        return load_tokenizer(folder)
+        return read_tokenizer(folder)
     except ConfigurationError:
         report(f"the cached tokenizer {folder} is damaged: training it again", None)
         drop_entry(folder)
-        return load_tokenizer(cached_folder("tokenizers", key, build))
+        return read_tokenizer(cached_folder("tokenizers", key, build))
 
 
 def _packed_tokens(

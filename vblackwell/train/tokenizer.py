@@ -61,32 +61,6 @@ def _sample(source: Source) -> Iterator[str]:
             yield piece.text
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in ``path``: a ``tokenizer.json``, or a folder that holds one, as Hugging Face's do.
-
-    Raises:
-        ConfigurationError: there is none, or it cannot be read.
-    """
-    from tokenizers import Tokenizer
-
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
-        raise ConfigurationError(
-            f"--tokenizer {path}: no file {file}; give a tokenizer.json or a folder that holds one"
-        )
-    try:
-        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigurationError(f"--tokenizer {file} cannot be read: {error.strerror or error}") from error
-    except Exception as error:  # the library raises bare Exception for whatever is wrong in the file
-        raise ConfigurationError(
-            f"--tokenizer {file} is not a tokenizer.json that `tokenizers` reads: {error}"
-        ) from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
 def end_of_text_id(tokenizer: Tokenizer, path: Path | None) -> int | None:
     """The token that ends a document: ``eos_token`` of the ``tokenizer_config.json`` beside ``path``, or a well-known name.
 
