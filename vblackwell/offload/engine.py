@@ -22,71 +22,14 @@ from vblackwell.memory.stack import VGPUStack
 from vblackwell.offload.gradients import GradientCollector
 from vblackwell.offload.groups import Group, Site, Slot
 from vblackwell.offload.home import Homes
-from vblackwell.offload.parameter import OffloadedParameter, attributes, engine_and_slot
-from vblackwell.offload.sparse import group_key
+from vblackwell.offload.hooks import SiteHook, gradient_hook, prefetcher_of
+from vblackwell.offload.parameter import OffloadedParameter, attributes
 from vblackwell.offload.step import StepControl, UpdateSource
 from vblackwell.offload.weights import PackedView, WeightStreamer
 from vblackwell.offload.worker import Worker
 
 _top_hooks: Callable[[bool], Any] = getattr(torch._C, "_autograd")._top_saved_tensors_default_hooks  # noqa: B009 (untyped)
 _engines: weakref.WeakKeyDictionary[VGPUStack, weakref.WeakSet[Offload]] = weakref.WeakKeyDictionary()
-
-
-class SiteHook:
-    """A module hook that a deep copy of the module does not carry: the copy is a plain module."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call: Callable[..., None] | None = call
-
-    def __call__(self, *args: Any) -> None:
-        if self._call is not None:
-            self._call(*args)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SiteHook:
-        copied = SiteHook.__new__(SiteHook)
-        copied._call = None
-        return copied
-
-    def __reduce__(self) -> Any:
-        return _inert_hook, ()
-
-
-def _inert_hook() -> SiteHook:
-    hook = SiteHook.__new__(SiteHook)
-    hook._call = None
-    return hook
-
-
-def _gradient_hook(engine: Offload, slot: Slot) -> Callable[[torch.Tensor], None]:
-    """Weak, because these hooks live in C++ where Python's collector does not see the cycle they would close."""
-    engine_ref, slot_ref = weakref.ref(engine), weakref.ref(slot)
-
-    def take(param: torch.Tensor) -> None:
-        alive, place = engine_ref(), slot_ref()
-        if alive is not None and place is not None:
-            alive._take_gradient(place)
-
-    return take
-
-
-def _prefetcher(engine: Offload) -> Callable[[Any], bool]:
-    """What the stack asks about keys it does not know: group names such as 'model/layers.3', and parameters."""
-    engine_ref = weakref.ref(engine)
-
-    def take(item: Any) -> bool:
-        alive = engine_ref()
-        if alive is None:
-            return False
-        if isinstance(item, torch.Tensor):
-            found = engine_and_slot(item)
-            group = found[1].group if found is not None and found[0] is alive else None
-        else:
-            group = next((group for group in alive.groups if group_key(alive, group) == item), None)
-        if group is not None:
-            alive.weights.prefetch(group)
-        return group is not None
-
-    return take
 
 
 def needs_master(group: Group) -> bool:
@@ -129,7 +72,7 @@ class Offload:
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
         self._backward_ends: set[int] = set()
         self._hooked: set[Slot] = set()
-        self.prefetcher = _prefetcher(self)
+        self.prefetcher = prefetcher_of(self)
         stack.add_prefetcher(self.prefetcher)
         _engines.setdefault(stack, weakref.WeakSet()).add(self)
         self._exported: dict[Slot, torch.Tensor] | None = None
@@ -229,7 +172,7 @@ class Offload:
             slot.param.data = slot.view(buffer)
         if slot.param.requires_grad and slot not in self._hooked:
             self._hooked.add(slot)
-            self._handles.append(slot.param.register_post_accumulate_grad_hook(_gradient_hook(self, slot)))
+            self._handles.append(slot.param.register_post_accumulate_grad_hook(gradient_hook(self, slot)))
 
     def _unpoint(self, slot: Slot) -> None:
         placeholder = self._placeholders.get(slot.dtype)
@@ -263,7 +206,7 @@ class Offload:
     def _unpack(self, packed: torch.Tensor | PackedView) -> torch.Tensor:
         return self.weights.unpack(packed) if isinstance(packed, PackedView) else packed
 
-    def _take_gradient(self, slot: Slot) -> None:
+    def take_gradient(self, slot: Slot) -> None:
         task = torch._C._current_graph_task_id()
         if task not in self._backward_ends:
             self._backward_ends.add(task)
