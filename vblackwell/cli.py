@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -137,10 +138,14 @@ def _generate(words: list[str]) -> int:
     parser.add_argument("--max-new-tokens", type=int, default=128, help="Tokens to add.")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token each time.")
     parser.add_argument("--top-k", type=int, default=50, help="Draw from this many of the likeliest tokens; 0 for all.")
+    parser.add_argument("--top-p", type=float, default=1.0, help="Draw from the fewest tokens of this probability.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of the draws.")
-    options = {"max_new_tokens": 128, "temperature": 0.8, "top_k": 50, "seed": 0} | _parse(parser, words)
-    from vblackwell.train.sample import generate_command
+    parser.add_argument("--device", type=str, default="auto", help="auto, cpu or cuda.")
+    options = _parse(parser, words)
+    from vblackwell.infer.command import generate_command
+    from vblackwell.train.machine import choose_device
 
+    options["device"] = choose_device(options.pop("device", "auto"), lambda text: None)
     return generate_command(**options)
 
 
@@ -152,6 +157,28 @@ def _doctor(words: list[str]) -> int:
     from vblackwell.train.doctor import doctor
 
     return doctor(as_json=options["json"], disk_path=options["disk_path"])
+
+
+def _quantize(words: list[str]) -> int:
+    parser = _parser("quantize")
+    parser.add_argument("--model", type=str, required=True, help="Hugging Face folder, or run folder of vb train.")
+    parser.add_argument("--out", type=str, required=True, help="Folder to make.")
+    parser.add_argument("--format", type=str, default="nvfp4", help="nvfp4, mxfp4, nf4, int4 or int8.")
+    parser.add_argument("--scale-search", type=str, default="mse", help="mse (least error) or max (plain scale).")
+    parser.add_argument("--block-size", type=int, help="Elements a scale: 32 or 128 for int4; even for int8.")
+    parser.add_argument("--pattern", type=str, default="all", help="all, large, or a regular expression of names.")
+    parser.add_argument("--device", type=str, default="auto", help="Where weights are packed: auto, cpu or cuda.")
+    options = _parse(parser, words)
+    for name in ("model", "out"):
+        if name not in options:
+            raise ConfigurationError(f"vb quantize needs --{name}: see vb quantize --help")
+    from vblackwell.infer.load import resolve_model
+    from vblackwell.train.machine import choose_device
+    from vblackwell.train.quantize import quantize_command
+
+    options["model"] = str(resolve_model(Path(options["model"])).folder)
+    options["device"] = str(choose_device(options.pop("device", "auto"), lambda text: None))
+    return quantize_command(**options)
 
 
 def _not_yet(command: str, reason: str) -> Callable[[list[str]], int]:
@@ -171,10 +198,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
         ),
         "Predict memory and speed before a run (not in this version).",
     ),
-    "quantize": (
-        _not_yet("quantize", "weights are quantised in Python, by vblackwell.quantize"),
-        "Pack a model's weights into FP4 (not in this version).",
-    ),
+    "quantize": (_quantize, "Pack the linears of a Hugging Face folder into FP4 or int8."),
     "bench": (
         _not_yet("bench", "the programs in benchmarks/ measure this project against others"),
         "Measure a model on this machine (not in this version).",

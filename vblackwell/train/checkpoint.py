@@ -1,6 +1,6 @@
 """Checkpoints of a run: what is in them, and which one a resumed run goes on from.
 
-    model.safetensors ...        fp32 weights under the model's own names; with config.json and tokenizer a Hugging Face folder
+    model.safetensors ...        fp32 weights under their own names; with config.json and tokenizer a Hugging Face folder
     optimizer.safetensors ...    NAME.exp_avg, NAME.exp_avg_sq, NAME.step, as torch.optim.AdamW names them
     trainer.json                 step, data position, generators, loss scale, schedule, settings, placement
     manifest.json                sizes and hashes (the commit protocol)
@@ -133,8 +133,7 @@ def refuse_full_disk(out: Path, model: nn.Module, keep_checkpoints: int) -> None
     if free < needed:
         raise DiskError(
             f"--out {out} needs up to {format_bytes(needed)} for {keep_checkpoints} checkpoints and the final model, "
-            f"{format_bytes(free)} "
-            "are free there: make room, choose another --out, or lower --keep-checkpoints"
+            f"{format_bytes(free)} are free there: make room, choose another --out, or lower --keep-checkpoints"
         )
 
 

@@ -57,7 +57,8 @@ def plan_levels(config: TrainConfig, state_bytes: int, room: Room) -> list[dict[
     needed = int(state_bytes * SLACK) + SLACK_BYTES
     fast = _fast_bytes(config, needed, room)
     levels = [_level("arena" if room.gpu is None else "cuda:0", fast)]
-    if state_bytes <= fast and config.placement != "streamed" and room.gpu is None and config.fast_memory is None:
+    untold = config.fast_memory is None and config.host_memory is None and config.disk_memory is None
+    if untold and room.gpu is None and state_bytes <= fast and config.placement != "streamed":
         return levels  # everything is in one arena; nothing is left for a level below it
     host = _given(config.host_memory, min(needed, int(room.ram * RAM_SHARE)))
     disk = _given(config.disk_memory, 0)

@@ -26,7 +26,7 @@ class StepRecord:
         lr: learning rate of the step.
         grad_norm: before clipping; None if it was not finite or not measured.
         tokens_per_second: of this step, validation and checkpoints left out.
-        level_bytes: bytes held by each level at the end of the step, by the level's label.
+        level_bytes: the most that each level held after a forward and at the end of the step, by the level's label.
         link_bytes: bytes that this step moved, by 'source>destination'.
         stall_seconds: time in this step in which the computation waited for bytes.
         val_loss: validation loss after this step, where it was measured.

@@ -26,7 +26,7 @@ from vblackwell.train.profile import tracing
 from vblackwell.train.progress import Progress, open_progress
 from vblackwell.train.report import make_report, report_lines
 from vblackwell.train.resume import refuse_changes
-from vblackwell.train.runfolder import CONFIG, REPORT, TRACE, RunFolder, default_out, read_stored_config
+from vblackwell.train.runfolder import REPORT, SETTINGS, TRACE, RunFolder, default_out, read_stored_config
 from vblackwell.train.signals import StopRequest
 from vblackwell.train.trainer import Hooks, Trainer
 
@@ -84,7 +84,7 @@ def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: 
     refuse_full_disk(folder.path, prepared.parts.model, prepared.config.keep_checkpoints)
     folder.create()
     if stored is None:
-        folder.write_json(CONFIG, config.to_dict())
+        folder.write_json(SETTINGS, config.to_dict())
     return _Run(prepared, folder, progress, stop, cleanup).to_the_end()
 
 

@@ -1,6 +1,6 @@
 """A run's folder: what lies where, who may use it, and whether it holds something to go on from.
 
-    config.json      the settings, as resolved
+    settings.json    the settings, as resolved
     metrics.jsonl    a line a step          tensorboard/   the same for TensorBoard
     checkpoints/     step-00000100/ ...     final/         the trained model, a Hugging Face folder
     report.json      the table at the end   trace.json     with --profile
@@ -21,7 +21,7 @@ from vblackwell.train.metrics import METRICS_NAME
 
 FINAL = "final"
 CHECKPOINTS = "checkpoints"
-CONFIG = "config.json"
+SETTINGS = "settings.json"
 REPORT = "report.json"
 TRACE = "trace.json"
 
@@ -51,7 +51,7 @@ class RunFolder:
 
     @property
     def has_run(self) -> bool:
-        return any((self.path / name).exists() for name in (CONFIG, METRICS_NAME, CHECKPOINTS, FINAL))
+        return any((self.path / name).exists() for name in (SETTINGS, METRICS_NAME, CHECKPOINTS, FINAL))
 
     @property
     def checkpoints(self) -> Path:
@@ -106,7 +106,7 @@ def read_stored_config(folder: Path) -> dict[str, Any] | None:
     Raises:
         CorruptData: the file is not JSON.
     """
-    path = folder / CONFIG
+    path = folder / SETTINGS
     if not path.is_file():
         return None
     try:

@@ -81,6 +81,7 @@ class Trainer:
         self.parts = parts
         self.total_steps = config.max_steps
         self.step = 0
+        self._held: dict[str, int] = {}
         self._skipped_in_a_row = 0
         self._progress = progress
         self._stop = stop
@@ -152,6 +153,7 @@ class Trainer:
         learning_rate = parts.schedule.learning_rate(self.step)
         for group in parts.optimizer.param_groups:
             group["lr"] = learning_rate
+        self._held = {}
         losses = list(self._backward_micro_batches())
         if len(losses) < self.config.accumulation_steps:
             parts.optimizer.zero_grad()
@@ -176,8 +178,14 @@ class Trainer:
             loss = parts.model(
                 input_ids_BS.to(parts.device, non_blocking=True), targets_BS.to(parts.device, non_blocking=True)
             )
+            self._note_held()
             (loss * (scale / count)).backward()
             yield loss.detach() / count
+
+    def _note_held(self) -> None:
+        """Remember what the levels hold between forward and backward: at the end of a step level 0 is nearly empty."""
+        for label, size in read_traffic(self.parts.stack).level_bytes.items():
+            self._held[label] = max(size, self._held.get(label, 0))
 
     def _update(self, loss: float) -> bool:
         """Let the step happen unless something is not finite; whether it happened."""
@@ -205,7 +213,7 @@ class Trainer:
             lr=learning_rate,
             grad_norm=finite_or_none(norm),
             tokens_per_second=self.config.tokens_per_step / seconds,
-            level_bytes=moved.level_bytes,
+            level_bytes={label: max(size, self._held.get(label, 0)) for label, size in moved.level_bytes.items()},
             link_bytes=moved.link_bytes,
             stall_seconds=moved.stall_seconds,
             seconds=seconds,

@@ -1,0 +1,140 @@
+"""What is refused: one line that says what, where and what to do; exit code 2; nothing written; no traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import LEVELS, Workplace
+
+
+def files_of(place: Workplace) -> dict[Path, int]:
+    """Every file but locks, with its time of change."""
+    return {
+        path: path.stat().st_mtime_ns for path in place.folder.rglob("*") if path.is_file() and path.name != ".lock"
+    }
+
+
+def refused(place: Workplace, words: list[str], *parts: str, **extra: str) -> str:
+    """Run ``vb``, check the manners of its refusal, and return the line."""
+    before = files_of(place)
+    result = place.vb(*words, code=2, **extra)
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("vb: error: "), result.stderr
+    assert "Traceback" not in result.stdout + result.stderr
+    assert files_of(place) == before, "a refused command wrote something"
+    for part in parts:
+        assert part in lines[0], lines[0]
+    return lines[0]
+
+
+def test_mistyped_words(place):
+    (place.folder / "run.yaml").write_text("lerning_rate: 3\n")
+    refused(place, ["trian"], "'trian'", "did you mean 'train'")
+    refused(place, ["train", "--lerning-rate", "3"], "--lerning-rate", "'--learning-rate'")
+    refused(place, ["train", "--config", "tinny"], "'tinny'", "did you mean 'tiny'")
+    refused(place, ["train", "--config", "run.yaml"], "run.yaml", "'lerning_rate'", "did you mean 'learning_rate'")
+    refused(place, place.train_words("--architecture", "{num_layer: 3}"), "num_layer", "did you mean 'num_layers'")
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--learning-rate", "nan"], ["--learning-rate nan", "finite", "3e-4"]),
+        (["--learning-rate", "fast"], ["--learning-rate 'fast'", "number"]),
+        (["--batch-size", "0"], ["--batch-size 0", ">= 1"]),
+        (["--max-steps", "3", "--epochs", "1"], ["--max-steps", "--epochs", "choose one"]),
+        (["--fast-memory", "much"], ["--fast-memory 'much'", "8GiB"]),
+        (["--use-fp4"], ["--use-fp4", "not part of this version"]),
+        (["--lora"], ["--lora", "not part of this version"]),
+        (["--config", "gone.yaml"], ["gone.yaml", "No such file"]),
+        (["--learning-rate"], ["--learning-rate", "expected one argument"]),
+        (["--model", "gone"], ["gone", "no such folder"]),
+    ],
+)
+def test_bad_values(place, words, parts):
+    refused(place, ["train", *words], *parts)
+
+
+def test_commands_that_are_not_built_say_so(place):
+    for command in ("estimate", "bench"):
+        refused(place, [command], command, "not part of this version")
+
+
+def test_bad_files(place):
+    (place.folder / "empty.txt").write_text("")
+    (place.folder / "latin.txt").write_bytes("caf\xe9 ".encode("latin-1") * 100)
+    (place.folder / "config.yaml").write_bytes(b"data: \xff\n")
+    refused(place, ["train", "--data", "gone.txt"], "gone.txt")
+    refused(place, ["train", "--data", "empty.txt"], "empty.txt", "no text")
+    refused(place, ["train", "--data", "latin.txt"], "latin.txt", "UTF-8")
+    refused(place, ["train", "--config", "config.yaml"], "config.yaml", "UTF-8")
+
+
+def test_memory_that_is_not_there(place):
+    line = refused(place, place.train_words("--fast-memory", "32KiB", "--host-memory", "8MiB"), "KiB", "raise")
+    assert line.count("KiB") >= 2, "what is needed and what there is"
+    refused(place, place.train_words("--disk-memory", "4000TiB"), "4000 TiB", "free", "--disk-path")
+    words = [word for word in place.train_words(*LEVELS) if word not in ("--disk-path", str(place.folder))]
+    refused(place, [*words, "--disk-path", "/dev/shm"], "/dev/shm", "tmpfs")
+    refused(place, [*words, "--disk-path", "nowhere"], "nowhere", "No such file")
+
+
+def test_launched_with_others(place):
+    refused(place, ["train"], "WORLD_SIZE is 2", WORLD_SIZE="2")
+
+
+def test_a_run_folder_that_is_taken(place, finished):
+    _, run, _ = finished
+    shutil.copytree(run, place.folder / "run")
+    (place.folder / "file").write_text("")
+    refused(place, place.train_words("--out", "run"), "holds a run", "--resume")
+    refused(place, place.train_words("--out", "file"), "file", "another --out")
+    refused(place, ["train", "--out", "run", "--resume", "--batch-size", "5"], "--batch-size is 5", "started with 4")
+
+
+def test_damaged_checkpoints(place, finished):
+    """A damaged newest checkpoint costs the work since the one before; with none intact nothing is touched."""
+    _, run, _ = finished
+    here = place.folder / "run"
+    shutil.copytree(run, here)
+    final = (here / "final/model.safetensors").read_bytes()
+    shutil.rmtree(here / "final")
+    newest = here / "checkpoints/step-00000020/model.safetensors"
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 1
+    newest.write_bytes(data)
+    output = place.vb("train", "--out", "run", "--resume").stdout
+    assert "damaged checkpoint" in output and "after step 10" in output
+    assert (here / "final/model.safetensors").read_bytes() == final
+    steps = [json.loads(line)["step"] for line in (here / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 25)), "a step was lost or told twice"
+
+    shutil.rmtree(here / "final")
+    for path in (here / "checkpoints").iterdir():
+        os.unlink(path / "optimizer.safetensors")
+    refused(place, ["train", "--out", "run", "--resume"], "no checkpoint is intact", "optimizer.safetensors is missing")
+
+
+def test_divergence_never_reaches_the_weights(place):
+    """A learning rate that throws the weights to 1e30: the next losses are not finite, and the run stops by itself."""
+    words = place.train_words(
+        "--learning-rate", "1e30", "--warmup-steps", "0", "--max-steps", "50", "--checkpoint-every", "1",
+        "--keep-checkpoints", "50", "--max-skipped-steps", "3", "--eval-every", "0", "--out", "run",
+    )  # fmt: skip
+    result = place.vb(*words, code=2)
+    assert "3 steps in a row" in result.stderr and "--learning-rate" in result.stderr
+    assert "SKIPPED: weights untouched" in result.stdout
+    assert len(result.stderr.splitlines()) == 1
+    lines = [json.loads(line) for line in (place.folder / "run/metrics.jsonl").read_text().splitlines()]
+    assert all(line["loss"] is None or line["grad_norm"] is None for line in lines[-3:])
+    from safetensors.torch import load_file
+
+    good = len(lines) - 3
+    final = load_file(place.folder / f"run/checkpoints/step-{len(lines) - 1:08d}/model.safetensors")
+    before = load_file(place.folder / f"run/checkpoints/step-{good:08d}/model.safetensors")
+    assert all(weight.isfinite().all() and weight.equal(before[name]) for name, weight in final.items())

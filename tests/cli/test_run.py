@@ -1,0 +1,145 @@
+"""A run from the command line to the files that others read."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from safetensors.torch import load_file
+
+from tests.cli.conftest import LEVELS
+from vblackwell.artifacts.commit import verify_folder
+
+
+def metrics_of(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_learns_and_reports(finished):
+    place, run, output = finished
+    lines = metrics_of(run)
+    assert [line["step"] for line in lines] == list(range(1, 25))
+    keys = {"step", "loss", "lr", "grad_norm", "tokens_per_second", "level_bytes", "link_bytes", "stall_seconds"}
+    assert all(set(line) in (keys, keys | {"val_loss"}) for line in lines)
+    validated = {line["step"]: line["val_loss"] for line in lines if "val_loss" in line}
+    assert sorted(validated) == [1, 8, 16, 24]
+    assert validated[1] > 5.4  # ln 300 is 5.70: an untrained model knows nothing
+    assert validated[24] < validated[1] - 1.0
+    assert list(lines[0]["level_bytes"]) == ["arena", "cpu", "ssd"]
+    assert all(size > 0 for size in lines[-1]["level_bytes"].values()), "a level held nothing"
+    assert sum(lines[-1]["link_bytes"].values()) > 0
+    report = json.loads((run / "report.json").read_text())
+    assert report["placement"] == "streamed" and report["ssd_written_bytes"] > 0
+    assert all(level["peak_bytes"] <= level["capacity_bytes"] for level in report["levels"])
+    for part in ("validation", "sample:\ndef ", "hit rate", "time stalled", "written to the SSD"):
+        assert part in output or part == "validation", part
+    assert any((run / "tensorboard").iterdir())
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000010", "step-00000020"]
+    assert not list(place.folder.rglob("*.tmp"))
+
+
+def test_transformers_opens_checkpoint_and_final_with_equal_logits(finished):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from vblackwell.artifacts.folder import load_weights, read_config
+    from vblackwell.nn.decoder import Decoder
+    from vblackwell.nn.decoder_config import DecoderConfig
+
+    _, run, _ = finished
+    for folder in (run / "final", run / "checkpoints" / "step-00000020"):
+        verify_folder(folder)
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        ours = Decoder(DecoderConfig.from_hf(read_config(folder)), device="cpu")
+        load_weights(ours, folder)
+        input_ids_BS = torch.arange(2 * 16).view(2, 16) % 300
+        with torch.no_grad():
+            assert torch.equal(ours(input_ids_BS), theirs(input_ids_BS).logits)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert tokenizer.decode(tokenizer("def main():")["input_ids"]) == "def main():"
+
+
+def test_optimizer_state_has_torch_s_names_and_shapes(finished):
+    _, run, _ = finished
+    folder = run / "checkpoints" / "step-00000020"
+    weights, states = load_file(folder / "model.safetensors"), load_file(folder / "optimizer.safetensors")
+    assert set(states) == {f"{name}.{key}" for name in weights for key in ("exp_avg", "exp_avg_sq", "step")}
+    for name, weight in weights.items():
+        assert states[f"{name}.exp_avg"].shape == weight.shape and weight.dtype == torch.float32
+        assert states[f"{name}.step"] == 20
+        assert states[f"{name}.exp_avg_sq"].gt(0).any()
+
+
+def test_where_bytes_live_changes_no_bit(finished, place):
+    """The same run, resident in one arena: the same losses and the same final weights as the streamed one."""
+    _, run, _ = finished
+    words = place.train_words("--max-steps", "24", "--checkpoint-every", "0", "--eval-every", "8", "--out", "resident")
+    output = place.vb(*words).stdout
+    assert "placement: resident" in output
+    resident = place.folder / "resident"
+    assert [line["loss"] for line in metrics_of(resident)] == [line["loss"] for line in metrics_of(run)]
+    assert (resident / "final/model.safetensors").read_bytes() == (run / "final/model.safetensors").read_bytes()
+    assert not (resident / "checkpoints").exists()
+
+
+def test_generate_reads_runs_and_folders(finished):
+    place, run, _ = finished
+    texts = [
+        place.vb("generate", "--model", str(folder), "--prompt", "def ", "--max-new-tokens", "12").stdout
+        for folder in (run, run / "final")
+    ]
+    assert texts[0] == texts[1] and texts[0].startswith("def ") and len(texts[0]) > 8
+
+
+def test_a_finished_run_is_left_alone(finished):
+    place, run, _ = finished
+    before = {path: path.stat().st_mtime_ns for path in (run / "final").iterdir()}
+    assert "nothing to do" in place.vb("train", "--out", "run", "--resume").stdout
+    assert {path: path.stat().st_mtime_ns for path in (run / "final").iterdir()} == before
+
+
+def test_a_checkpoint_of_one_stack_goes_on_in_another(finished, place):
+    """24 steps with one stack = 12 streamed steps, then 12 in another placement from the checkpoint."""
+    _, run, _ = finished
+    common = ["--max-steps", "24", "--checkpoint-every", "12", "--eval-every", "8", "--out", "run"]
+    words = place.train_words(*LEVELS, *common)
+    place.vb(*words)
+    for name in ("final", "checkpoints/step-00000024"):
+        for path in sorted((place.folder / "run" / name).iterdir()):
+            path.unlink()
+        (place.folder / "run" / name).rmdir()
+    output = place.vb("train", "--out", "run", "--resume", "--fast-memory", "4MiB", "--host-memory", "1MiB").stdout
+    assert "resumed from" in output and "after step 12" in output
+    assert (place.folder / "run/final/model.safetensors").read_bytes() == (run / "final/model.safetensors").read_bytes()
+
+
+def test_bf16_fp16_and_accumulation(place):
+    """Each compute type learns; fp16 needs its scaler, whose scale is in the checkpoint."""
+    for precision in ("bf16", "fp16"):
+        words = place.train_words(
+            *LEVELS, "--precision", precision, "--accumulation-steps", "2", "--max-steps", "8", "--checkpoint-every", "4",
+            "--gradient-checkpointing", "--deterministic", "--use-flash-attn", "--out", precision,
+        )  # fmt: skip
+        output = place.vb(*words).stdout
+        assert f"{'bfloat16' if precision == 'bf16' else 'float16'} on cpu" in output
+        losses = [line["loss"] for line in metrics_of(place.folder / precision)]
+        assert losses[-1] < losses[0] - 0.3
+        folder = place.folder / precision / "checkpoints/step-00000008"
+        scaler = json.loads((folder / "trainer.json").read_text())["state"]["scaler"]
+        assert (scaler is None) == (precision == "bf16")
+        weights = load_file(folder / "model.safetensors")
+        assert all(weight.dtype == torch.float32 for weight in weights.values())
+        # Masters, not widened compute weights: some bits lie below the compute type's.
+        assert any(not torch.equal(w, w.to(torch.bfloat16).float()) for w in weights.values())
+
+
+def test_profile_writes_a_trace(place):
+    place.vb(*place.train_words("--max-steps", "7", "--checkpoint-every", "0", "--profile", "--out", "run"))
+    events = json.loads((place.folder / "run/trace.json").read_text())["traceEvents"]
+    assert any("aten::" in str(event.get("name")) for event in events)
+
+
+def test_doctor_speaks_json(place):
+    result = place.vb("doctor", "--json", "--disk-path", str(place.folder))
+    found = json.loads(result.stdout)
+    assert found["memory"]["available_bytes"] > 0 and found["rates"]["host_copy_gbps"] > 0
+    assert "measuring" in result.stderr
