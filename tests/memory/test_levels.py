@@ -49,7 +49,12 @@ def test_any_dtype_shape_and_alignment(level: Level):
         out = torch.zeros(60001 + start, dtype=torch.uint8)[start:]
         level.read(extent, out).wait()
         assert not holds_bytes(level) or torch.equal(out, source)
-    for value in (torch.randn(33, 5), torch.tensor(True), torch.randn(7).to(torch.float8_e4m3fn), torch.tensor([1 + 2j])):
+    for value in (
+        torch.randn(33, 5),
+        torch.tensor(True),
+        torch.randn(7).to(torch.float8_e4m3fn),
+        torch.tensor([1 + 2j]),
+    ):
         extent = level.allocate(value.nbytes)
         level.write(extent, value).wait()
         out = torch.empty_like(value)

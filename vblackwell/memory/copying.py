@@ -59,12 +59,17 @@ def start_copy(dst: torch.Tensor, src: torch.Tensor, pool: ThreadPoolExecutor) -
         return DoneTransfer(time.perf_counter() - start)
     step = max(PIECE_BYTES, -(-src.nbytes // COPY_THREADS // 4096) * 4096)
     futures = [
-        pool.submit(_move, dst[start : start + step], src[start : start + step]) for start in range(0, src.nbytes, step)
+        pool.submit(_move, [dst[start : start + step], src[start : start + step]])
+        for start in range(0, src.nbytes, step)
     ]
     return FutureTransfer(futures, keep=(dst, src))
 
 
-def _move(dst: torch.Tensor, src: torch.Tensor) -> None:
+def _move(pair: list[torch.Tensor]) -> None:
+    src, dst = (
+        pair.pop(),
+        pair.pop(),
+    )  # the pool holds a job's arguments for a moment after its result; so they are none
     transfer_delay("thread")
     ctypes.memmove(dst.data_ptr(), src.data_ptr(), src.nbytes)
 

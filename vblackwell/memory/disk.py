@@ -109,11 +109,14 @@ class DiskLevel(AccountedLevel):
         assert tensor.nbytes <= extent.num_bytes
         ready = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
         starts = range(0, tensor.nbytes, self._piece_bytes)
-        parts = [tensor[start : start + self._piece_bytes] for start in starts]
-        futures = [self._pool.submit(run, extent, index, part, ready) for index, part in enumerate(parts)]
+        boxes = [[tensor[start : start + self._piece_bytes]] for start in starts]
+        futures = [self._pool.submit(run, extent, index, box, ready) for index, box in enumerate(boxes)]
         return FutureTransfer(futures, keep=(tensor,))
 
-    def _read_piece(self, extent: Extent, index: int, out: torch.Tensor, ready: Any) -> None:
+    def _read_piece(self, extent: Extent, index: int, box: list[torch.Tensor], ready: Any) -> None:
+        out = (
+            box.pop()
+        )  # the pool holds a job's arguments for a moment after its result: nobody may be seen to use the memory
         transfer_delay("thread")
         offset = extent.offset + index * self._piece_bytes
         check = extent.handle[index]
@@ -128,7 +131,8 @@ class DiskLevel(AccountedLevel):
         self._verify(offset, buffer.data_ptr(), check)
         self._carry(out, buffer[: out.nbytes], ready)
 
-    def _write_piece(self, extent: Extent, index: int, src: torch.Tensor, ready: Any) -> None:
+    def _write_piece(self, extent: Extent, index: int, box: list[torch.Tensor], ready: Any) -> None:
+        src = box.pop()
         transfer_delay("thread")
         offset = extent.offset + index * self._piece_bytes
         old = extent.handle[index]

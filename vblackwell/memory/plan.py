@@ -86,7 +86,8 @@ class Plan:
         try:
             return self._levels[level].place(num_bytes)
         except (InsufficientMemory, DiskError) as error:
-            self.refusal = error.with_traceback(None)  # whose frames would keep alive what callers hand out
+            if not isinstance(self.refusal, DiskError):  # a failing disk explains more than a full level
+                self.refusal = error.with_traceback(None)  # whose frames would keep alive what callers hand out
             return None
 
     def move(
