@@ -248,8 +248,7 @@ def test_a_full_disk_costs_nothing(tmp_path, way, offset):
     verify_folder(older)
 
 
-def test_a_file_system_without_room(tmp_path):
-    """A real small file system, where this process may mount one; elsewhere the size asked for beforehand."""
+def test_a_size_stated_beforehand_is_refused_before_anything_is_written(tmp_path):
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     with pytest.raises(DiskError, match=r"needs .* are free"), CommitFolder(tmp_path, "step-1", needed_bytes=4 * free):
         pytest.fail("began")

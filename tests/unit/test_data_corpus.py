@@ -2,6 +2,9 @@
 
 import json
 import multiprocessing
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +107,19 @@ def test_processes_that_build_the_same_entry_agree(folder, cache):
     assert len(list((cache / "tokens").iterdir())) == len(list((cache / "tokenizers").iterdir())) == 1
 
 
+def test_a_kill_while_building_leaves_no_entry(cache):
+    program = (
+        "import os, signal; from vblackwell.artifacts.cache import cached_folder\n"
+        "def build(folder):\n"
+        "    (folder / 'half').write_text('half'); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "cached_folder('things', 'key', build)"
+    )
+    killed = subprocess.run([sys.executable, "-c", program], timeout=60)
+    assert killed.returncode == -signal.SIGKILL and len(list((cache / "things").glob("key.*.tmp"))) == 1
+    made = cached_folder("things", "key", lambda folder: (folder / "whole").write_text("whole"))
+    assert [path.name for path in made.iterdir()] == ["whole"] and list((cache / "things").iterdir()) == [made]
+
+
 def test_tokenizer_is_the_same_for_the_same_text(folder):
     source = find_source(folder)
     assert train_tokenizer(source, 320).to_str() == train_tokenizer(source, 320).to_str()
@@ -125,10 +141,11 @@ def test_given_tokenizer_is_used(folder, tmp_path):
 
 
 def test_tokenizer_without_an_end_says_so(folder, tmp_path):
-    letters = {chr(code): code for code in range(128)}
+    letters = {chr(code): code + 70_000 for code in range(128)}  # numbers with a hole, beyond 16 bits
     Tokenizer(models.BPE(vocab=letters, merges=[])).save(str(tmp_path / "tokenizer.json"))
     said = []
     corpus = prepare_data(folder, tmp_path / "tokenizer.json", progress=lambda message, share: said.append(message))
+    assert corpus.vocab_size == 70_128 and corpus.tokens.dtype == np.uint32 and corpus.tokens.min() >= 70_000
     assert corpus.end_of_text_id is None and any("no end-of-text token" in message for message in said)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from tests.unit.test_decoder_equality import config, tokens
@@ -63,6 +64,15 @@ def test_no_buffers_and_default_device():
         model = Decoder(config())
     assert not list(model.buffers()) and model.lm_head.weight.is_meta
     assert Decoder(config(), dtype=torch.bfloat16).lm_head.weight.dtype == torch.bfloat16
+
+
+def test_a_decoder_can_be_traced_on_fake_tensors():
+    with FakeTensorMode():
+        model = Decoder(find_preset("7b").decoder_config(32000), dtype=torch.bfloat16)
+        model.gradient_checkpointing = True
+        input_ids = torch.zeros(2, 128, dtype=torch.long)
+        model(input_ids, input_ids).backward()
+        assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
 
 
 def test_loss_is_the_mean_over_counted_targets():

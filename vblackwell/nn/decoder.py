@@ -66,16 +66,21 @@ class Decoder(nn.Module):
         with torch.device("meta"):  # so that no layer draws weights which would be drawn again
             self.model = DecoderTrunk(config)
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if dtype is not None:
-            self.to(dtype)
+        self._allocate(device, dtype)
         if device.type != "meta":
-            self.to_empty(device=device)
             self.draw_weights(seed)
 
     @property
     def layers(self) -> nn.ModuleList:
         """The blocks, first to last."""
         return self.model.layers
+
+    def _allocate(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        """Gives every parameter memory; ``to_empty`` would do but for fake tensors, whose storage it cannot swap."""
+        for module in self.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                empty = torch.empty(parameter.shape, dtype=dtype or parameter.dtype, device=device)
+                setattr(module, name, nn.Parameter(empty))
 
     @torch.no_grad()
     def draw_weights(self, seed: int) -> None:

@@ -41,7 +41,7 @@ class Corpus:
     Args:
         tokens: all tokens, one flat read-only memmap of uint16 or uint32.
         tokenizer: text to tokens and back.
-        vocab_size: tokens that the tokenizer knows.
+        vocab_size: one more than the largest token number; a tokenizer may leave some below unused.
         end_of_text_id: the token behind each document; ``None`` where the tokenizer has none.
         fingerprint: hash of text and tokenizer: equal where the tokens are equal.
         name: what messages call it.
@@ -82,7 +82,11 @@ def prepare_data(
         report(f"{tokenizer_path} has no end-of-text token: documents follow each other without a mark", None)
     fingerprint = xxhash.xxh3_128_hexdigest(f"{FORMAT} {content} {end} {tokenizer.to_str()}".encode())
     tokens = _packed_tokens(source, tokenizer, end, fingerprint, report)
-    return Corpus(tokens, tokenizer, tokenizer.get_vocab_size(), end, fingerprint, source.name)
+    return Corpus(tokens, tokenizer, _vocab_size(tokenizer), end, fingerprint, source.name)
+
+
+def _vocab_size(tokenizer: Tokenizer) -> int:
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
 
 
 def _content_hash(source: Source, report: Progress) -> str:
@@ -135,7 +139,7 @@ def _packed_tokens(
 
 def _pack(source: Source, tokenizer: Tokenizer, end: int | None, folder: Path, report: Progress) -> None:
     """Writes ``tokens.bin`` and ``tokens.json`` into ``folder``."""
-    kind = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32)
+    kind = np.dtype(np.uint16 if _vocab_size(tokenizer) <= 1 << 16 else np.uint32)
     digest, count, text_bytes = xxhash.xxh3_128(), 0, 0
     with (folder / "tokens.bin").open("wb") as file:
         for numbers, read in _encoded(source, tokenizer, end):
