@@ -61,17 +61,17 @@ def test_patterns():
 def test_an_optimizer_made_before_still_trains_the_model():
     torch.manual_seed(0)
     model = Tiny()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
     convert_linears(model, format="mxfp4")
     tokens = torch.randint(20, (8, 6))
     losses = []
-    for _ in range(30):
+    for _ in range(15):
         loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert losses[-1] < losses[0] / 4
+    assert losses[-1] < losses[0] / 2
 
 
 def test_a_packed_weight_is_installed_on_meta():

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from vblackwell.numerics.formats import E4M3_MAX_CODE, E8M0_MAX_CODE, Format
-from vblackwell.numerics.rounding import decode_elements, e8m0_floor, max_scale, pow2, round_elements
+from vblackwell.numerics.rounding import e8m0_floor, max_scale, pow2
 
 _CLOSE = 4e-6
 _WINDOW = range(-2, 6)  # codes around that of A / 6, tried on every block
 _HALF_EXISTS = 16  # from this E4M3 code on, half the scale is a scale too
 # Fractions of the `max` scale that are tried; fewer for nf4, whose table look-up is slow and whose optimum is flat.
-_FRACTIONS = tuple(1 - step / 50 for step in range(16))
+_FRACTIONS = tuple(1 - step / 50 for step in range(16))  # the plain scale first
 _NF4_FRACTIONS = _FRACTIONS[::2]
 
 
@@ -153,16 +153,24 @@ def best_fraction(w_BE: Tensor, form: Format) -> Tensor:
     """Scales of least squared error among fractions from 0.7 to 1 of the `max` scale: for nf4, int4, int8 (fp64)."""
     amax = w_BE.abs().amax(1)
     one = torch.ones((), dtype=torch.float64, device=w_BE.device)
-    best_scale = best_error = None
-    for fraction in _NF4_FRACTIONS if form.name == "nf4" else _FRACTIONS:
-        stored = max_scale(amax * fraction, one, form)
-        scale = stored.to(torch.float64)
-        error = (decode_elements(round_elements(w_BE, scale, form), form).mul_(scale[:, None]) - w_BE).square_().sum(1)
-        if best_scale is None or best_error is None:
-            best_scale, best_error = stored, error
-        else:
-            better = error < best_error
-            best_scale = torch.where(better, stored, best_scale)
-            best_error = torch.where(better, error, best_error)
-    assert best_scale is not None
+    best_scale = max_scale(amax, one, form)
+    best_error = _fraction_error(w_BE, best_scale, form)
+    for fraction in (_NF4_FRACTIONS if form.name == "nf4" else _FRACTIONS)[1:]:
+        scale = max_scale(amax * fraction, one, form)
+        error = _fraction_error(w_BE, scale, form)
+        better = error < best_error
+        best_scale = torch.where(better, scale, best_scale)
+        best_error = torch.where(better, error, best_error)
     return best_scale
+
+
+def _fraction_error(w_BE: Tensor, scale_B: Tensor, form: Format) -> Tensor:
+    """Squared error of elements rounded to the nearest value times ``scale``; on a tie both neighbours err the same."""
+    scale_B1 = scale_B.to(torch.float64).unsqueeze(1)
+    u = torch.where(scale_B1 > 0, w_BE / scale_B1, 0.0)
+    if form.name == "nf4":
+        table = torch.tensor(form.values, dtype=torch.float64, device=w_BE.device)
+        value = table[torch.bucketize(u, (table[1:] + table[:-1]) / 2, out_int32=True)]
+    else:
+        value = u.round_().clamp_(-form.max_value, form.max_value)
+    return value.mul_(scale_B1).sub_(w_BE).square_().sum(1)

@@ -1,0 +1,285 @@
+"""``vb quantize``: what it writes, that compressed-tensors and we read the same numbers, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vblackwell.artifacts.commit import CommitFolder, verify_folder
+from vblackwell.artifacts.compressed import format_of_config, from_entries, not_packable_reasons, to_entries
+from vblackwell.artifacts.folder import load_specs, load_state, save_model
+from vblackwell.artifacts.shards import spec_of
+from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
+from vblackwell.infer.generate import generate
+from vblackwell.infer.quantized import load_quantized
+from vblackwell.nn.decoder import Decoder
+from vblackwell.nn.decoder_config import DecoderConfig
+from vblackwell.nn.linear import FusedFP4Linear
+from vblackwell.numerics.formats import format_named
+from vblackwell.numerics.fp4 import quantize
+from vblackwell.train.quantize import quantize_folder
+
+FORMATS = ["nvfp4", "mxfp4", "nf4", "int4", "int8"]
+CONFIG = DecoderConfig(64, 64, 96, 2, 4, num_kv_heads=2, max_position=64, eos_token_id=0)
+
+
+def tokenizer():
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    letters = {chr(97 + i) if i < 26 else f"<{i}>": i for i in range(64)}
+    made = Tokenizer(BPE(letters, [], unk_token="<63>"))
+    made.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    return made
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A small Llama folder in bf16, in two shards, with a tokenizer."""
+    parent = tmp_path_factory.mktemp("models")
+    model = Decoder(CONFIG, seed=1, dtype=torch.bfloat16)
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        if name.endswith("q_proj.weight"):
+            parameter.data.mul_(2.0 + number)  # so that q, k and v have tensor scales of their own
+    state = model.state_dict()
+    with CommitFolder(parent, "source") as folder:
+        specs = [spec_of(*item) for item in state.items()]
+        save_model(folder, CONFIG.to_hf(), specs, state, tokenizer(), max_shard_bytes=60_000)
+    return parent / "source"
+
+
+def expected_weights(source, format, search="mse"):
+    """What each linear must decode to, from the codec alone; q/k/v and gate/up in one tensor, hence one tensor scale."""
+    state = dict(load_state(source))
+    expected = {}
+    for layer in range(2):
+        at = f"model.layers.{layer}"
+        for names in (["q", "k", "v"], ["o"], ["gate", "up"], ["down"]):
+            home = "self_attn" if names[0] in "qo" else "mlp"
+            names = [f"{at}.{home}.{name}_proj" for name in names]
+            weights = [state[f"{name}.weight"] for name in names]
+            decoded = quantize(torch.cat(weights), format, search).dequantize(torch.float32)
+            parts = decoded.split([len(weight) for weight in weights])
+            expected.update(zip(names, parts, strict=True))
+    return expected
+
+
+def decompressed(folder):
+    """Every packed linear as the compressed-tensors package decompresses it."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    scheme = QuantizationConfig.model_validate(config).config_groups["group_0"]
+    compressor = BaseCompressor.get_value_from_registry(config["format"])
+    state = dict(load_state(folder))
+    names = [name.removesuffix(".weight_packed") for name in state if name.endswith(".weight_packed")]
+    for name in names:
+        local = {key.removeprefix(f"{name}."): value for key, value in state.items() if key.startswith(f"{name}.")}
+        yield name, compressor.decompress(local, scheme)["weight"]
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "int4", "int8"])
+def test_compressed_tensors_decompresses_to_the_same_values(source, tmp_path, format):
+    out = tmp_path / "out"
+    quantize_folder(source, out, format)
+    expected = expected_weights(source, format)
+    found = dict(decompressed(out))
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        assert torch.equal(weight, expected[name].to(weight.dtype)), name
+
+
+def test_max_scales_decompress_within_one_rounding(source, tmp_path):
+    """There the package divides by 1 / ts: its value is one more fp32 rounding away, and bf16 of it may differ by an ulp."""
+    quantize_folder(source, tmp_path / "out", "nvfp4", "max")
+    expected = expected_weights(source, "nvfp4", "max")
+    for name, weight in decompressed(tmp_path / "out"):
+        torch.testing.assert_close(weight.float(), expected[name].to(weight.dtype).float(), rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_it_loads_back_with_the_exact_weights_and_generates(source, tmp_path, format):
+    out = tmp_path / "out"
+    quantize_folder(source, out, format)
+    verify_folder(out)
+    model = load_quantized(out)
+    expected = expected_weights(source, format)
+    packed = {name: child for name, child in model.named_modules() if isinstance(child, FusedFP4Linear)}
+    assert packed.keys() == expected.keys()
+    for name, layer in packed.items():
+        assert torch.equal(layer.packed.dequantize(torch.float32), expected[name]), name
+    original = dict(load_state(source))
+    for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
+        assert torch.equal(model.state_dict()[name], original[name]), "embedding, head and norms are copied"
+    text = generate(model, tokenizer(), "abc", max_new_tokens=8, temperature=0)
+    reference = Decoder(CONFIG, dtype=torch.bfloat16)
+    reference.load_state_dict(
+        original | {f"{name}.weight": weight.to(torch.bfloat16) for name, weight in expected.items()}
+    )
+    assert len(text) > 0
+    tokens = torch.arange(12).view(1, 12)
+    # bf16 activations; our layer keeps fp32 weights and sums, the reference bf16 weights: 2^-8 relative per layer
+    torch.testing.assert_close(model(tokens), reference(tokens), rtol=0.05, atol=0.05)
+
+
+def test_transformers_opens_it(source, tmp_path):
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    out = tmp_path / "out"
+    quantize_folder(source, out, "nvfp4")
+    with pytest.warns(UserWarning, match="already has a `quantization_config`"):
+        model = AutoModelForCausalLM.from_pretrained(
+            out, quantization_config=CompressedTensorsConfig(dequantize=True), dtype=torch.bfloat16
+        )
+    expected = expected_weights(source, "nvfp4")
+    state = model.state_dict()
+    for name, weight in expected.items():
+        assert torch.equal(state[f"{name}.weight"], weight.to(torch.bfloat16)), name
+
+
+def test_report_and_sizes(source, tmp_path):
+    seen = []
+    report = quantize_folder(
+        source, tmp_path / "out", "nvfp4", on_layer=lambda layer, number, count: seen.append((number, count))
+    )
+    assert seen == [(number, 14) for number in range(1, 15)]
+    assert report.kept == {"lm_head": "head, tied, or not in the pattern"}
+    assert all(20.5 < layer.sqnr_db < 23 for layer in report.layers)  # 21.8 on a Gaussian, small matrices scatter
+    assert report.bytes_before == sum(spec.size_bytes for spec in load_specs(source).values())
+    assert report.bytes_after == sum(spec.size_bytes for spec in load_specs(tmp_path / "out").values())
+    layer = next(layer for layer in report.layers if layer.name.endswith("0.mlp.down_proj"))
+    assert (layer.shape, layer.bytes_before, layer.bytes_after) == ((64, 96), 64 * 96 * 2, 64 * 96 * 9 // 16 + 4)
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
+def test_rows_that_are_no_multiple_of_the_block_are_kept(tmp_path):
+    config = DecoderConfig(32, 40, 64, 1, 2, head_dim=16)
+    model = Decoder(config)
+    with CommitFolder(tmp_path, "source") as folder:
+        save_model(folder, config.to_hf(), [spec_of(*item) for item in model.state_dict().items()], model.state_dict())
+    report = quantize_folder(tmp_path / "source", tmp_path / "out", "mxfp4")
+    assert {layer.name.split(".")[-1] for layer in report.layers} == {"o_proj", "down_proj"}
+    assert "rows of 40 are no multiple of the block of 32" in report.kept["model.layers.0.mlp.up_proj"]
+    ignore = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["ignore"]
+    assert "model.layers.0.mlp.up_proj" in ignore and "lm_head" in ignore
+    loaded = load_quantized(tmp_path / "out")
+    assert isinstance(loaded.get_submodule("model.layers.0.mlp.up_proj"), torch.nn.Linear)
+    assert loaded(torch.arange(6).view(1, 6)).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt_neox"])
+def test_models_of_transformers_with_biases_and_ties(tmp_path, kind):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {
+        "num_key_value_heads": 1,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config = AutoConfig.for_model(kind, vocab_size=50, max_position_embeddings=32, tie_word_embeddings=True, **sizes)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.02)  # biases that are not zero
+    model.save_pretrained(tmp_path / "source")
+    report = quantize_folder(tmp_path / "source", tmp_path / "out", "int8")
+    loaded = load_quantized(tmp_path / "out")
+    tokens = torch.arange(10).view(1, 10)
+    with torch.no_grad():
+        ours, theirs = loaded(tokens).logits, model(tokens).logits
+    assert report.sqnr_db > 38
+    assert (ours - theirs).norm() < 0.02 * theirs.norm()  # int8 weights: 40 dB a layer
+    assert loaded.get_input_embeddings().weight is loaded.get_output_embeddings().weight
+
+
+def test_refusals(source, tmp_path):
+    with pytest.raises(ConfigurationError, match=r"config\.json"):
+        quantize_folder(tmp_path, tmp_path / "out")
+    with pytest.raises(ConfigurationError, match="the model itself"):
+        quantize_folder(source, source)
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "thesis.txt").write_text("mine")
+    with pytest.raises(ConfigurationError, match="was not written by this command"):
+        quantize_folder(source, tmp_path / "used")
+    with pytest.raises(ConfigurationError, match="selects no linear"):
+        quantize_folder(source, tmp_path / "out", pattern="nothing_like_it")
+    with pytest.raises(ConfigurationError, match="choose one of nvfp4"):
+        quantize_folder(source, tmp_path / "out", "fp3")
+    quantize_folder(source, tmp_path / "out", "nvfp4")
+    with pytest.raises(Unsupported, match="quantised already"):
+        quantize_folder(tmp_path / "out", tmp_path / "again")
+    quantize_folder(source, tmp_path / "out", "mxfp4")  # what this wrote may be replaced
+    assert (
+        format_of_config(json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]).name == "mxfp4"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "used"]
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "nf4"])
+def test_bad_weights_leave_nothing_behind(source, tmp_path, format):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    state = dict(load_state(source))
+    state["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.nan
+    save_file(state, broken / "model.safetensors")
+    (broken / "config.json").write_bytes((source / "config.json").read_bytes())
+    with pytest.raises(ConfigurationError, match=r"layers\.1\.mlp\.up_proj.*1 inf or NaN"):
+        quantize_folder(broken, tmp_path / "out", format)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken"]
+
+
+def test_damaged_quantised_folders_are_refused(source, tmp_path):
+    quantize_folder(source, tmp_path / "out", "nvfp4")
+    config, path = json.loads((tmp_path / "out/config.json").read_text()), tmp_path / "out/model.safetensors"
+    state = load_file(path)
+
+    def load_with(changed, settings=config):
+        save_file(changed, path)
+        (tmp_path / "out/config.json").write_text(json.dumps(settings))
+        return load_quantized(tmp_path / "out")
+
+    at = "model.layers.0.mlp.up_proj"
+    with pytest.raises(CorruptData, match=r"up_proj lacks.*weight_scale"):
+        load_with({name: tensor for name, tensor in state.items() if name != f"{at}.weight_scale"})
+    with pytest.raises(CorruptData, match="block_scales is"):
+        load_with(state | {f"{at}.weight_scale": state[f"{at}.weight_scale"][:, :1].contiguous()})
+    with pytest.raises(ConfigurationError, match=r"lacks model\.norm\.weight"):
+        load_with({name: tensor for name, tensor in state.items() if name != "model.norm.weight"})
+    with pytest.raises(ConfigurationError, match="extra"):
+        load_with(state | {"extra.weight": torch.zeros(1)})
+    for change in ({"quant_method": "gptq"}, {"config_groups": {}}, {"format": "float-quantized"}):
+        with pytest.raises(Unsupported, match="vLLM|the tool that wrote it"):
+            load_with(state, config | {"quantization_config": config["quantization_config"] | change})
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_entries_round_trip(format):
+    torch.manual_seed(0)
+    for n, k in ((3, 128), (5, 192), (2, 7)):
+        form = format_named(format)
+        if not_packable_reasons(form, n, k):
+            assert k == 7
+            continue
+        packed = quantize(torch.randn(n, k), format)
+        again = from_entries(to_entries(packed), form, torch.float32, "layer")
+        assert torch.equal(again.dequantize(), packed.dequantize())
+
+
+def test_command_line(source, tmp_path, capsys):
+    from vblackwell.cli import main
+
+    assert main(["quantize", "--model", str(source), "--format", "nvfp4", "--out", str(tmp_path / "out")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.endswith(" dB") for line in lines) == 14
+    assert any("kept lm_head" in line for line in lines) and lines[-1].endswith(f"in {tmp_path / 'out'}")
+    words = ["--max-new-tokens", "4", "--temperature", "0", "--device", "cpu"]
+    assert main(["generate", "--model", str(tmp_path / "out"), "--prompt", "abc", *words]) == 0
+    assert capsys.readouterr().out.startswith("abc")
+    assert main(["quantize", "--model", str(source), "--format", "fp3", "--out", str(tmp_path / "x")]) == 2
+    assert "choose one of nvfp4" in capsys.readouterr().err and not Path(tmp_path / "x").exists()
