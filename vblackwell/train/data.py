@@ -73,10 +73,8 @@ def prepare_data(
     report = progress or (lambda message, share: None)
     source = find_source(path)
     content = _content_hash(source, report)
-    if tokenizer_path is None:
-        tokenizer = _trained_tokenizer(source, content, vocab_size, report)
-    else:
-        tokenizer = read_tokenizer(tokenizer_path)
+    given = None if tokenizer_path is None else read_tokenizer(tokenizer_path)
+    tokenizer = given or _trained_tokenizer(source, content, vocab_size, report)
     end = end_of_text_id(tokenizer, tokenizer_path)
     if end is None:
         report(f"{tokenizer_path} has no end-of-text token: documents follow each other without a mark", None)
