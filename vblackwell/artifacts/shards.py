@@ -17,7 +17,8 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from vblackwell.artifacts.commit import CommitFolder, HashedFile
+from vblackwell.artifacts.commit import CommitFolder
+from vblackwell.artifacts.hashed_file import HashedFile
 from vblackwell.errors import ConfigurationError
 from vblackwell.units import GiB, align_up
 
