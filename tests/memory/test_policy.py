@@ -27,15 +27,14 @@ def entry(key: str, priority: int = 5, level: int = 0) -> Entry:
 @pytest.mark.parametrize("policy", [LRU, NextUse])
 def test_order_is_priority_then_recency(policy: type[Policy]):
     """Against sorting, while entries come, go, sink, rise and are used at random."""
-    rng, chosen, alive, clock, used = random.Random(1), policy(), [], 0, {}
+    rng, chosen, alive, used = random.Random(1), policy(), [], {}
     for step in range(3000):
-        clock += 1
         action = rng.random()
         if action < 0.2 or not alive:
             new = entry(f"k{step}", rng.randrange(11), rng.randrange(3))
             chosen.add(new)
             alive.append(new)
-            used[new] = clock
+            used[new] = step
         elif action < 0.3:
             gone = alive.pop(rng.randrange(len(alive)))
             chosen.discard(gone)
@@ -47,7 +46,7 @@ def test_order_is_priority_then_recency(policy: type[Policy]):
         else:
             touched = rng.choice(alive)
             chosen.touch(touched)
-            used[touched] = clock
+            used[touched] = step
         if step % 50 == 0 and not (isinstance(chosen, NextUse) and chosen.periodic):
             for level in range(3):
                 there = sorted((e for e in alive if e.level == level), key=lambda e: (e.priority, used[e]))
@@ -134,7 +133,7 @@ def test_next_use_is_belady_on_a_trace_that_repeats(make_level: Callable[..., Le
     stack = stack_of(make_level, room, 10, "next_use")
     for key in cycle * 3:  # two rounds to learn, one to settle
         stack.access(key)
-    inside = [key for key in stack.keys() if stack.level_of(key) == 0]
+    inside = [key for key in stack if stack.level_of(key) == 0]
     before = stack.get_stats()["levels"][0]["misses"]
     for key in cycle * rounds:
         stack.access(key)

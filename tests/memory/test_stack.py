@@ -42,7 +42,7 @@ def page(value: float, pages: int = 1) -> torch.Tensor:
 
 
 def levels(stack: VGPUStack) -> dict[str, int]:
-    return {key: stack.level_of(key) for key in stack.keys()}
+    return {key: stack.level_of(key) for key in stack}
 
 
 def counts(stack: VGPUStack, what: str) -> list[int]:

@@ -43,7 +43,7 @@ def check(stack: VGPUStack, keys: range = range(6), changed: dict[str, int] | No
         seed = (changed or {}).get(f"k{i}", i)
         assert torch.equal(stack.access(f"k{i}"), random_bytes(PAGE, seed=seed)), f"k{i}"
     for number, level in enumerate(stack.levels):
-        there = [key for key in stack.keys() if stack.level_of(key) == number]
+        there = [key for key in stack if stack.level_of(key) == number]
         assert level.used_bytes == PAGE * len(there), number
 
 
@@ -71,7 +71,7 @@ def test_a_victim_that_cannot_be_written_stays_where_it_is(stack: VGPUStack, cal
         for i in range(10):
             stack.register(f"new{i}", random_bytes(PAGE), priority=9)
     calls.write_error = None
-    for key in stack.keys():
+    for key in stack:
         if key.startswith("new"):
             stack.remove(key)
     check(stack)
@@ -122,10 +122,10 @@ def test_a_disk_that_is_full_refuses_a_key_before_anything_moved(stack: VGPUStac
     disk = stack.levels[2]
     assert isinstance(disk, DiskLevel)
     calls.room = disk._file.reserved_bytes = 2 * PAGE  # as if the file system had given no more
-    before = {key: stack.level_of(key) for key in stack.keys()}
+    before = {key: stack.level_of(key) for key in stack}
     with pytest.raises(InsufficientMemory, match=r"for 'new': .* is full: .* free some space"):
         stack.register("new", random_bytes(PAGE), priority=9)
-    assert {key: stack.level_of(key) for key in stack.keys()} == before
+    assert {key: stack.level_of(key) for key in stack} == before
     check(stack)
 
 
@@ -169,4 +169,4 @@ def test_an_interrupt_in_the_middle_of_a_cascade(stack: VGPUStack, no_delay_left
         with pytest.raises(KeyboardInterrupt):
             stack.register(f"k{number}", random_bytes(PAGE, seed=100 + number), priority=10)
             stack.access(start)
-        check(stack, changed={key: 100 + int(key[1]) for key in stack.keys() if stack.priority_of(key) == 10})
+        check(stack, changed={key: 100 + int(key[1]) for key in stack if stack.priority_of(key) == 10})

@@ -5,6 +5,7 @@ No key is lost, no byte changed, no capacity exceeded, and the counts add up.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -60,7 +61,7 @@ class StackMachine(RuleBasedStateMachine):
         return self.stack.access(key)
 
     def snapshot(self) -> dict[str, int]:
-        return {key: self.stack.level_of(key) for key in self.stack.keys()}
+        return {key: self.stack.level_of(key) for key in self.stack}
 
     @rule(key=keys, size=sizes, priority=priorities, seed=seeds, take=st.booleans())
     def register(self, key: str, size: int, priority: int, seed: int, take: bool) -> None:
@@ -225,10 +226,8 @@ def test_several_threads(policy: str, delayed: bool, no_delay_left: None):
                 elif action < 0.4:
                     stack.prefetch(rng.sample(sorted(shared), 2))
                 elif action < 0.5:
-                    try:
+                    with contextlib.suppress(InsufficientMemory, StaleTensor):
                         stack.move(rng.choice(sorted(shared)), rng.randrange(3))
-                    except (InsufficientMemory, StaleTensor):
-                        pass
                 elif action < 0.6 and key in mine:
                     held = [(stack.access(key), mine[key]), *held[:1]]
                     accesses[number] += 1

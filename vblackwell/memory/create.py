@@ -30,6 +30,7 @@ def create_vgpu_stack(
     disk_memory: Size = None,
     disk_path: str | None = None,
     *,
+    device: torch.device | str | None = None,
     policy: str = "lru",
     promotion: str = "direct",
 ) -> VGPUStack:
@@ -39,15 +40,17 @@ def create_vgpu_stack(
         fast_memory: cap of level 0, bytes or ``'8GiB'``. host_memory, disk_memory: the same below; 0 leaves the level out.
         disk_path: directory for the disk level. By default ``$VBLACKWELL_DISK_PATH``, else the temporary directory, the
             cache directory or the current one, the first of them that is on a disk.
+        device: level 0's; by default the first GPU where torch can use one. ``'cpu'`` makes level 0 an arena in RAM.
         policy, promotion: as `VGPUStack`.
 
     Raises:
         ConfigurationError: a size that the machine does not have, or no directory on a disk.
     """
     available = memory_facts().available_bytes
-    if torch.cuda.is_available():
-        free = torch.cuda.mem_get_info(0)[0]
-        levels = [_level("cuda:0", fast_memory, int(free * GPU_SHARE))]
+    chosen = torch.device(("cuda:0" if torch.cuda.is_available() else "cpu") if device is None else device)
+    if chosen.type == "cuda":
+        free = torch.cuda.mem_get_info(chosen)[0]
+        levels = [_level(str(chosen), fast_memory, int(free * GPU_SHARE))]
     else:
         levels = [_level("arena", fast_memory, int(available * ARENA_SHARE))]
     levels.append(_level("cpu", host_memory, int(available * HOST_SHARE)))

@@ -289,6 +289,9 @@ class VGPUStack(LevelPool):
         with self._lock:
             return list(self._entries)
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
     def __contains__(self, key: object) -> bool:
         return key in self._entries
 

@@ -1,0 +1,151 @@
+"""Slabs: how they grow, are given up for others, and outlive their level while somebody looks at them."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.memory.conftest import random_bytes
+from vblackwell.errors import InsufficientMemory
+from vblackwell.memory import host as host_module
+from vblackwell.memory.host import HostLevel
+from vblackwell.memory.slab import HUGE_PAGE, map_slab
+from vblackwell.units import KiB, MiB
+
+
+@pytest.fixture(autouse=True)
+def small_slabs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host_module, "FIRST_SLAB_BYTES", MiB)
+    monkeypatch.setattr(host_module, "LARGEST_SLAB_BYTES", 4 * MiB)
+
+
+def slab_sizes(level: HostLevel) -> list[int]:
+    return [slab.size // MiB for slab in level._slabs]
+
+
+def test_slabs_grow_and_large_extents_get_their_own():
+    level = HostLevel(32 * MiB)
+    assert slab_sizes(level) == []
+    for _ in range(20):
+        level.allocate(200 * KiB)
+    assert slab_sizes(level) == [1, 2, 4]
+    level.allocate(9 * MiB)
+    level.allocate(7 * MiB // 2)  # most of a slab: it would waste the rest
+    assert slab_sizes(level) == [1, 2, 4, 9, 3]
+    level.close()
+
+
+@pytest.mark.parametrize("size", [700 * KiB, 2 * MiB + 4096, 5 * MiB])
+def test_extents_of_one_large_size_fill_the_level(size: int):
+    """Layer groups are large and alike: slabs must not cut the level so that half of each stays unused."""
+    level = HostLevel(64 * MiB)
+    count = 0
+    while level.can_allocate(size):
+        level.allocate(size)
+        count += 1
+    assert count * size > 0.9 * 64 * MiB
+    level.close()
+
+
+def test_memory_is_mapped_when_it_is_needed():
+    level = HostLevel(32 * MiB)
+    extent = level.place(MiB)
+    assert level._slabs[0].bytes is None
+    level.materialise(extent)
+    assert level._slabs[0].bytes is not None
+    level.close()
+
+
+def test_empty_slabs_make_way_for_larger_ones():
+    level = HostLevel(4 * MiB)
+    small = [level.allocate(MiB) for _ in range(4)]
+    assert not level.can_allocate(1)
+    for extent in small[1:]:
+        level.free(extent)
+    assert level.can_allocate(3 * MiB) and not level.can_allocate(3 * MiB + 1)
+    large = level.allocate(3 * MiB)
+    level.write(large, random_bytes(3 * MiB)).wait()
+    assert level.used_bytes == 4 * MiB
+    level.close()
+
+
+def test_giving_up_a_slab_can_be_taken_back():
+    level = HostLevel(4 * MiB)
+    extents = [level.allocate(2 * MiB) for _ in range(2)]
+    for i, extent in enumerate(extents):
+        level.write(extent, random_bytes(2 * MiB, seed=i)).wait()
+    for extent in extents:
+        level.displace(extent)
+    whole = level.place(4 * MiB)
+    level.displace(whole)
+    for extent in reversed(extents):
+        level.restore(extent)
+    for i, extent in enumerate(extents):
+        assert torch.equal(level.view(extent), random_bytes(2 * MiB, seed=i))
+    assert level.used_bytes == 4 * MiB and not level.can_allocate(1)
+    level.close()
+
+
+def test_extents_are_page_aligned_and_slabs_are_huge_page_aligned():
+    level = HostLevel(8 * MiB)
+    for size in (1, 5000, 3 * MiB):
+        assert level.view(level.allocate(size)).data_ptr() % (4 * KiB) == 0
+    level.close()
+    assert map_slab(2 * HUGE_PAGE).data_ptr() % HUGE_PAGE == 0
+
+
+def test_pages_are_there_and_private():
+    """Pre-faulted, and in an anonymous private mapping (shared ones get small pages)."""
+    slab = map_slab(8 * MiB)
+    address = slab.data_ptr()
+    mapping: dict[str, str] = {}
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            start, end = (int(part, 16) for part in first.split("-"))
+            inside = start <= address < end
+            if inside:
+                mapping["flags"], mapping["size"] = line.split()[1], str(end - start)
+        elif inside:
+            mapping[first] = line.split()[1]
+    assert mapping["flags"] == "rw-p" and int(mapping["Rss:"]) >= 8 * 1024
+
+
+def test_views_outlive_the_level():
+    level = HostLevel(2 * MiB)
+    extent = level.allocate(MiB)
+    level.write(extent, random_bytes(MiB)).wait()
+    view = level.view(extent)[100:]
+    level.close()
+    del level, extent
+    gc.collect()
+    assert torch.equal(view, random_bytes(MiB)[100:])
+
+
+def test_closing_unmaps():
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    before = resident_bytes()
+    level = HostLevel(64 * MiB)
+    level.allocate(64 * MiB)
+    level.view(level.allocate(1)) if level.can_allocate(1) else None
+    assert resident_bytes() > before + 60 * MiB
+    level.close()
+    del level
+    gc.collect()
+    assert resident_bytes() < before + 16 * MiB
+
+
+def test_no_room_between_extents_is_said_so():
+    level = HostLevel(MiB)
+    extents = [level.allocate(256 * KiB) for _ in range(4)]
+    level.free(extents[0])
+    level.free(extents[2])
+    with pytest.raises(InsufficientMemory, match="512 KiB of 1.00 MiB are free, but not in one piece"):
+        level.allocate(512 * KiB)
+    level.close()

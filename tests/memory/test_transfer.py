@@ -1,0 +1,109 @@
+"""Transfers: waiting, errors on every wait, chains, and who keeps what alive."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from vblackwell.errors import DiskError, Unsupported
+from vblackwell.memory.copying import copy_pool, start_copy
+from vblackwell.memory.streams import copy_streams
+from vblackwell.memory.transfer import DoneTransfer, FutureTransfer, chain, set_transfer_delay
+from vblackwell.units import MiB
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
+
+
+def fail(gate: threading.Event) -> None:
+    gate.wait(20)
+    raise DiskError("it broke")
+
+
+def test_done():
+    transfer = DoneTransfer()
+    transfer.wait()
+    transfer.wait_on(None)
+    assert transfer.done() and transfer.clock.seconds() == 0.0
+
+
+def test_an_error_waits_for_all_parts_and_is_raised_every_time(pool: ThreadPoolExecutor):
+    gate, finished = threading.Event(), []
+    broken = pool.submit(fail, threading.Event() if gate.set() else gate)
+    slow = threading.Event()
+    good = pool.submit(lambda: (slow.wait(20), finished.append(1)))
+    transfer = FutureTransfer([broken, good])
+    assert not transfer.done() and transfer.clock.seconds() is None
+    threading.Timer(0.05, slow.set).start()
+    for wait in (transfer.wait, lambda: transfer.wait_on(None), transfer.wait):
+        with pytest.raises(DiskError, match="it broke"):
+            wait()
+        assert finished == [1]
+    assert transfer.done() and transfer.clock.seconds() is not None
+
+
+def test_a_chain_starts_its_second_part_after_the_first(pool: ThreadPoolExecutor):
+    gate, order = threading.Event(), []
+    first = FutureTransfer([pool.submit(lambda: (gate.wait(20), order.append("first")))])
+
+    def second() -> DoneTransfer:
+        order.append("second")
+        return DoneTransfer()
+
+    transfer = chain(pool, first, second)
+    assert not transfer.done() and order == []
+    gate.set()
+    transfer.wait()
+    assert order == ["first", "second"]
+
+
+def test_a_chain_stops_at_its_first_error(pool: ThreadPoolExecutor):
+    gate = threading.Event()
+    gate.set()
+    transfer = chain(pool, FutureTransfer([pool.submit(fail, gate)]), lambda: pytest.fail("must not start"))
+    with pytest.raises(DiskError):
+        transfer.wait()
+
+
+def test_large_copies_are_cut_and_complete():
+    source = torch.randint(0, 256, (33 * MiB + 5,), dtype=torch.uint8)
+    out = torch.zeros_like(source)
+    pool = copy_pool("test")
+    start_copy(out, source, pool).wait()
+    pool.shutdown()
+    assert torch.equal(out, source)
+
+
+def test_tensors_live_until_the_copy_is_done_and_not_longer(no_delay_left: None):
+    gate, pool = threading.Event(), copy_pool("test")
+    set_transfer_delay(lambda kind: None if gate.wait(20) else pytest.fail("the gate stayed shut"))
+    source, out = torch.ones(1000, dtype=torch.uint8), torch.zeros(1000, dtype=torch.uint8)
+    alive = weakref.ref(source)
+    transfer = start_copy(out, source, pool)
+    del source
+    gc.collect()
+    assert alive() is not None
+    gate.set()
+    transfer.wait()
+    pool.shutdown()
+    gc.collect()
+    assert alive() is None and int(out.sum()) == 1000
+
+
+def test_streams_belong_to_gpus():
+    with pytest.raises(Unsupported, match="not to cpu"):
+        copy_streams("cpu")
+
+
+@pytest.mark.gpu
+def test_streams_are_made_once():
+    assert copy_streams("cuda:0") is copy_streams(torch.device("cuda", 0))
+    assert len({stream.cuda_stream for stream in copy_streams("cuda:0")}) == 3

@@ -1,0 +1,113 @@
+"""Facts about machines, from made-up /proc and /sys trees and from this one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from vblackwell import HardwareDetector, hardware
+from vblackwell.errors import ConfigurationError
+from vblackwell.hardware import GPUFacts
+from vblackwell.units import GiB, MiB
+
+GPU = GPUFacts(0, "NVIDIA H200", 141 * GiB, 140 * GiB, (9, 0), "00000000:18:00.0", "570.10", (12, 8), 0)
+
+
+def write(path: Path, text: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{text}\n")
+
+
+def test_memory_without_cgroups(tmp_path: Path):
+    facts = hardware.memory_facts(tmp_path, tmp_path)
+    assert facts.total_bytes == psutil.virtual_memory().total and facts.limited_by == "machine"
+    assert 0 < facts.available_bytes <= facts.total_bytes
+
+
+def test_cgroup_v2_limits_of_the_group_and_its_parents(tmp_path: Path):
+    write(tmp_path / "self/cgroup", "0::/jobs/mine")
+    write(tmp_path / "fs/jobs/mine/memory.max", "max")
+    write(tmp_path / "fs/jobs/mine/memory.current", 10 * MiB)
+    write(tmp_path / "fs/jobs/memory.max", 300 * MiB)
+    write(tmp_path / "fs/jobs/memory.current", 120 * MiB)
+    write(tmp_path / "fs/jobs/memory.stat", f"anon 5\ninactive_file {20 * MiB}\nother 7")
+    facts = hardware.memory_facts(tmp_path, tmp_path / "fs")
+    assert facts.total_bytes == 300 * MiB
+    assert facts.available_bytes == 200 * MiB  # what the page cache holds can be taken back
+    assert facts.limited_by == str(tmp_path / "fs/jobs")
+
+
+def test_cgroup_v1_limits(tmp_path: Path):
+    write(tmp_path / "self/cgroup", "5:cpu,cpuacct:/x\n4:memory:/x\n0::/")
+    write(tmp_path / "fs/memory/x/memory.limit_in_bytes", 100 * MiB)
+    write(tmp_path / "fs/memory/x/memory.usage_in_bytes", 40 * MiB)
+    write(tmp_path / "fs/memory/x/memory.stat", f"inactive_file 1\ntotal_inactive_file {10 * MiB}")
+    write(tmp_path / "fs/memory/memory.limit_in_bytes", 2**63 - 4096)  # no limit, as v1 writes it
+    write(tmp_path / "fs/memory/memory.usage_in_bytes", 1)
+    facts = hardware.memory_facts(tmp_path, tmp_path / "fs")
+    assert (facts.total_bytes, facts.available_bytes) == (100 * MiB, 70 * MiB)
+
+
+def test_disks():
+    facts = hardware.disk_facts("/proc")
+    assert facts.file_system.startswith("unknown") and not facts.ram_backed
+    if os.path.isdir("/dev/shm"):
+        assert hardware.disk_facts("/dev/shm").ram_backed
+    with pytest.raises(ConfigurationError, match="/no/such/place: No such file"):
+        hardware.disk_facts("/no/such/place")
+
+
+def test_numa(tmp_path: Path):
+    write(tmp_path / "devices/system/node/node0/cpulist", "0-3,8")
+    write(tmp_path / "devices/system/node/node1/cpulist", "4-7")
+    write(tmp_path / "bus/pci/devices/0000:18:00.0/numa_node", 1)
+    write(tmp_path / "bus/pci/devices/0000:19:00.0/numa_node", -1)
+    assert hardware.numa_node_count(tmp_path) == 2
+    assert hardware.numa_node_cpus(0, tmp_path) == {0, 1, 2, 3, 8}
+    assert hardware.numa_node_cpus(7, tmp_path) == set()
+    assert hardware.numa_node_of_pci("00000000:18:00.0", tmp_path) == 1
+    assert hardware.numa_node_of_pci("0000:19:00.0", tmp_path) is None
+    assert hardware.numa_node_of_pci("0000:20:00.0", tmp_path) is None
+
+
+def test_why_no_cuda_names_found_needed_and_remedy(monkeypatch: pytest.MonkeyPatch):
+    assert hardware.why_no_cuda([]) == "no NVIDIA GPU, or no NVIDIA driver, was found"
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "was built without CUDA: install a CUDA build" in str(hardware.why_no_cuda([GPU]))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    reason = str(hardware.why_no_cuda([GPU]))
+    assert "NVIDIA H200 with driver 570.10, which supports CUDA 12.8" in reason and "needs CUDA 13.0" in reason
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "CUDA_VISIBLE_DEVICES hides it" in str(hardware.why_no_cuda([GPU]))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "CUDA did not start" in str(hardware.why_no_cuda([GPU]))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90a", "compute_90"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    assert "(sm_75); this torch has kernels from sm_80 on" in str(hardware.why_no_cuda([GPU]))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    assert hardware.why_no_cuda([GPU]) is None
+
+
+def test_this_machine():
+    detector = HardwareDetector()
+    assert detector.l2_cache_size > 0 and detector.fast_memory_bytes > 0 and detector.num_cpus > 0
+    assert detector.memory.total_bytes > 0
+    if not detector.has_gpu:
+        assert (detector.num_sms, detector.compute_capability) == (0, None)
+    assert isinstance(hardware.is_wsl(), bool)
+
+
+@pytest.mark.gpu
+def test_nvml_and_torch_agree():
+    gpus, detector = hardware.list_gpus(), HardwareDetector()
+    assert hardware.why_no_cuda(gpus) is None and len(gpus) >= torch.cuda.device_count()
+    assert gpus[0].compute_capability == detector.compute_capability
+    assert detector.l2_cache_size > MiB and gpus[0].total_bytes >= detector.fast_memory_bytes * 0.95
+    assert hardware.numa_node_of_cuda(torch.device("cuda", 0)) in (None, *range(16))
