@@ -10,6 +10,7 @@ The decision (`place`) is arithmetic; `Homes` carries it out and takes everythin
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -75,8 +76,7 @@ class Homes:
         Raises:
             InsufficientMemory: it has no room.
         """
-        on_host = [level for level in self._levels if self._addressable(level)] or [0]
-        return self.take(what, num_bytes, on_host[0])
+        return self.take(what, num_bytes, self._staging_level)
 
     def reserve(self, wanted: Iterable[tuple[Group, str]]) -> None:
         """Reserve a range for each (group, kind) that has none, most wanted first; all or nothing.
@@ -158,7 +158,9 @@ class Homes:
             return view
         staged = self._stage(kind, reservation.num_bytes)
         if load:
-            self.stack.read(reservation, staged).wait()
+            started = time.perf_counter()
+            self.stack.levels[reservation.level].read(reservation.extent, staged).wait()
+            self._count(reservation.level, self._staging_level, reservation.num_bytes, started)
         return staged
 
     def close_range(self, group: Group, kind: str, opened: torch.Tensor, *, store: bool) -> None:
@@ -166,7 +168,18 @@ class Homes:
         reservation = self.range(group, kind)
         view = reservation.view()
         if store and (view is None or view.device.type != "cpu"):
-            self.stack.write(reservation, opened).wait()
+            started = time.perf_counter()
+            self.stack.levels[reservation.level].write(reservation.extent, opened).wait()
+            self._count(self._staging_level, reservation.level, reservation.num_bytes, started)
+
+    @property
+    def _staging_level(self) -> int:
+        """Where staged bytes are: the first CPU-addressable level below the first, level 0 if there is none."""
+        return next((level for level in self._levels if self._addressable(level)), 0)
+
+    def _count(self, source: int, destination: int, num_bytes: int, started: float) -> None:
+        # Not `stack.read`: without a GPU it could not tell staging memory from level 0, both being RAM.
+        self.stack.count_link(source, destination, num_bytes, time.perf_counter() - started)
 
     def _stage(self, kind: str, num_bytes: int) -> torch.Tensor:
         view = self._staging[kind].view() if kind in self._staging else None

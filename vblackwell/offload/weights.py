@@ -111,12 +111,12 @@ class WeightStreamer:
 
     def _ensure(self, group: Group) -> Loaded:
         self.trace.use(group.index)
-        self._latest = group
+        again, self._latest = self._latest is group, group
         loaded = self._loaded.get(group.index)
         if loaded is None:
             self._stack.count_miss(self._homes.range(group, "weight").level)
             loaded = self._load(group)
-        else:
+        elif not again:  # backward reads a group weight by weight: that is one use
             self._stack.count_hit(0)
         self._arrive(loaded)
         return loaded
