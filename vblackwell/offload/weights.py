@@ -12,6 +12,7 @@ groups of the forward stay for the turnaround without a rule of their own.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +88,7 @@ class WeightStreamer:
         self.busy: Callable[[Group], bool] = lambda group: False
         self.trace = AccessTrace()
         self._latest: Group | None = None
+        self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     # -- use ---------------------------------------------------------------------------------------------------------
 
@@ -124,14 +126,24 @@ class WeightStreamer:
     def _arrive(self, loaded: Loaded) -> None:
         if loaded.arrived:
             return
-        started = time.perf_counter()
+        loaded.arrived = True
         stream = current_stream(self._device)
+        started = time.perf_counter()
         if stream is None:
             loaded.transfer.wait()
-        else:
-            loaded.transfer.wait_on(stream)
-        self._stack.add_stall(time.perf_counter() - started)
-        loaded.arrived = True
+            self._stack.add_stall(time.perf_counter() - started)
+            return
+        # The host does not wait, the stream may: how long is known when both events have passed.
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record(stream)
+        loaded.transfer.wait_on(stream)
+        after.record(stream)
+        self._waits.append((before, after))
+        while self._waits[0][1].query():
+            before, after = self._waits.popleft()
+            self._stack.add_stall(before.elapsed_time(after) / 1e3)
+            if not self._waits:
+                break
 
     # -- loads -------------------------------------------------------------------------------------------------------
 
