@@ -1,0 +1,448 @@
+"""Levels and the stack: bandwidth against the machine's limit in the same run, latency, bookkeeping, five workloads.
+
+    python benchmarks/bench_stack.py [--json FILE] [--disk-path DIR] [--quick]
+
+Limits are the plainest code that can do the same: a copy between a tensor pinned by torch and the GPU, `Tensor.copy_` in RAM,
+a loop of `preadv`/`pwritev` over eight threads with O_DIRECT and without checksums. Ours and the limit alternate, and the
+ratio is that of the medians, because machines drift. Every transfer's bytes are compared once before it is timed. Runs
+without a GPU too; results are appended to `benchmarks/results/stack.csv`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from vblackwell import VGPUAdamW, VGPUStack, enable_vgpu_stack_optimization, release
+from vblackwell.hardware import list_gpus
+from vblackwell.memory.accounting import NullLevel
+from vblackwell.memory.config import LevelConfig, default_disk_path
+from vblackwell.memory.disk import DiskLevel
+from vblackwell.memory.gpu import DeviceLevel
+from vblackwell.memory.host import HostLevel
+from vblackwell.memory.level import Level
+from vblackwell.memory.scratch_file import ScratchFile, memory_at
+from vblackwell.memory.slab import map_slab
+from vblackwell.units import GiB, KiB, MiB, format_bytes
+
+CSV = Path(__file__).parent / "results" / "stack.csv"
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda:0" if CUDA else "cpu")
+PIECE, THREADS = 8 * MiB, 8
+
+
+@dataclass
+class Result:
+    """One line of the table. ``ratio`` is to the limit or to the plain run; ``target`` is what was promised for it."""
+
+    name: str
+    value: float
+    unit: str
+    limit: float | None = None
+    ratio: float | None = None
+    target: str = ""
+    met: bool | None = None
+
+
+def synchronize() -> None:
+    if CUDA:
+        torch.cuda.synchronize()
+
+
+def seconds_of(run: Callable[[], Any]) -> float:
+    synchronize()
+    start = time.perf_counter()
+    run()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def alternate(ours: Callable[[], Any], limit: Callable[[], Any], rounds: int) -> tuple[float, float]:
+    """Median seconds of each, run in turns after one unmeasured turn."""
+    ours(), limit()
+    pairs = [(seconds_of(ours), seconds_of(limit)) for _ in range(rounds)]
+    return statistics.median(pair[0] for pair in pairs), statistics.median(pair[1] for pair in pairs)
+
+
+def bandwidth(
+    name: str, num_bytes: int, ours: Callable[[], Any], limit: Callable[[], Any], rounds: int, floor: float | None
+) -> Result:
+    mine, best = alternate(ours, limit, rounds)
+    ratio = best / mine
+    target = f">= {floor:.0%}" if floor else ""
+    return Result(
+        name, num_bytes / mine / 1e9, "GB/s", num_bytes / best / 1e9, ratio, target, ratio >= floor if floor else None
+    )
+
+
+# Links between levels.
+
+
+def check_bytes(level: Level, extent: Any, source: torch.Tensor, out: torch.Tensor) -> None:
+    """No speed without correctness."""
+    level.write(extent, source).wait()
+    out.zero_()
+    level.read(extent, out).wait()
+    assert torch.equal(out, source), f"{level.name} changed bytes"
+
+
+def bench_host_and_gpu(rounds: int) -> list[Result]:
+    results = []
+    host = HostLevel(GiB)
+    for size in (MiB, 16 * MiB, 256 * MiB):
+        extent = host.allocate(size)
+        gpu = torch.randint(0, 256, (size,), dtype=torch.uint8, device=DEVICE)
+        pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        check_bytes(host, extent, gpu, torch.empty_like(gpu))
+        repeat = max(1, 64 * MiB // size)
+        floor = 0.9 if size >= 16 * MiB else None
+
+        def many(start: Callable[[], Any], repeat: int = repeat) -> Callable[[], None]:
+            def run() -> None:
+                for transfer in [start() for _ in range(repeat)]:
+                    if transfer is not None:
+                        transfer.wait()
+
+            return run
+
+        up = (
+            many(lambda e=extent, g=gpu: host.read(e, g)),
+            many(lambda g=gpu, p=pinned: g.copy_(p, non_blocking=True) and None),
+        )
+        down = (
+            many(lambda e=extent, g=gpu: host.write(e, g)),
+            many(lambda g=gpu, p=pinned: p.copy_(g, non_blocking=True) and None),
+        )
+        for direction, (ours, limit) in (("host to GPU", up), ("GPU to host", down)):
+            name = f"{direction}, {format_bytes(size)}"
+            results.append(bandwidth(name, size * repeat, ours, limit, rounds, floor))
+        host.free(extent)
+    host.close()
+    return results
+
+
+def bench_ram(rounds: int) -> list[Result]:
+    """Host slabs against a plain copy in RAM."""
+    size, host = 128 * MiB, HostLevel(512 * MiB)
+    extent, source = host.allocate(size), torch.randint(0, 256, (size,), dtype=torch.uint8)
+    out, other = map_slab(size), map_slab(size)
+    check_bytes(host, extent, source, out)
+    read = bandwidth(
+        "host slab to RAM", size, lambda: host.read(extent, out).wait(), lambda: out.copy_(other), rounds, None
+    )
+    write = bandwidth(
+        "RAM to host slab", size, lambda: host.write(extent, other).wait(), lambda: out.copy_(other), rounds, None
+    )
+    host.close()
+    return [read, write]
+
+
+def bench_gpus(rounds: int) -> list[Result]:
+    """Inside a GPU, and between two."""
+    results = []
+    for index in range(min(2, torch.cuda.device_count())):
+        size, level = 256 * MiB, DeviceLevel(f"cuda:{index}", GiB)
+        extent, other = level.allocate(size), torch.empty(size, dtype=torch.uint8, device=f"cuda:{index}")
+        source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=DEVICE)
+        check_bytes(level, extent, source, torch.empty_like(source))
+
+        def limit(other: torch.Tensor = other, source: torch.Tensor = source) -> None:
+            other.copy_(source, non_blocking=True)
+            torch.cuda.synchronize(other.device)
+
+        def ours(level: Level = level, extent: Any = extent, source: torch.Tensor = source) -> None:
+            level.write(extent, source).wait()
+
+        results.append(bandwidth(f"cuda:0 to level on cuda:{index}", size, ours, limit, rounds, None))
+        level.close()
+    return results
+
+
+class PlainDisk:
+    """The limit of the disk: eight threads, 8 MiB a call, O_DIRECT, nothing else."""
+
+    def __init__(self, path: str, size: int) -> None:
+        self.file = ScratchFile(path, size)
+        self.file.reserve(size)
+        self.buffer, self.size = map_slab(size), size
+        self.pool = ThreadPoolExecutor(THREADS)
+
+    def run(self, call: Callable[[int, list[memoryview], int], int]) -> None:
+        def piece(start: int) -> None:
+            done, length = 0, min(PIECE, self.size - start)
+            view = memory_at(self.buffer.data_ptr() + start, length)
+            while done < length:
+                done += call(self.file.fd, [view[done:]], start + done)
+
+        list(self.pool.map(piece, range(0, self.size, PIECE)))
+
+    def close(self) -> None:
+        self.pool.shutdown()
+        self.file.close()
+
+
+def bench_disk(path: str, rounds: int, size: int) -> list[Result]:
+    plain, disk, host = PlainDisk(path, size), DiskLevel(path, size), HostLevel(size)
+    extent, slab = disk.allocate(size), host.view(host.allocate(size))
+    slab.copy_(torch.randint(0, 256, (size,), dtype=torch.uint8))
+    source = slab.clone()
+    disk.write(extent, slab).wait()
+    slab.zero_()
+    disk.read(extent, slab).wait()
+    assert torch.equal(slab, source), "the disk changed bytes"
+    plain.buffer.copy_(source)
+    name = f"{format_bytes(size)}{'' if plain.file.direct else ', no O_DIRECT here'}"
+    write = bandwidth(
+        f"slab to disk, {name}",
+        size,
+        lambda: disk.write(extent, slab).wait(),
+        lambda: plain.run(os.pwritev),
+        rounds,
+        0.85,
+    )
+    read = bandwidth(
+        f"disk to slab, {name}",
+        size,
+        lambda: disk.read(extent, slab).wait(),
+        lambda: plain.run(os.preadv),
+        rounds,
+        0.85,
+    )
+    plain.close(), disk.close(), host.close()
+    return [write, read]
+
+
+# The stack itself.
+
+
+def make_stack(path: str, *sizes: int, **settings: Any) -> VGPUStack:
+    """Fast memory, RAM and disk of these sizes."""
+    devices = ("cuda:0" if CUDA else "arena", "cpu", "ssd")
+    levels = [
+        LevelConfig(device, size, path=path if device == "ssd" else None)
+        for device, size in zip(devices, sizes, strict=False)
+    ]
+    return VGPUStack(levels, **settings)
+
+
+def bench_latency(path: str) -> list[Result]:
+    with make_stack(path, 64 * MiB, 64 * MiB) as stack:
+        stack.register("a", torch.randn(1024), priority=9)
+        stack.access("a")
+        laps = []
+        for _ in range(20):
+            start = time.perf_counter()
+            for _ in range(1000):
+                stack.access("a")
+            laps.append((time.perf_counter() - start) * 1e3)  # us an access
+    value = statistics.median(laps)
+    return [Result("access of a resident key", value, "us", target="<= 10 us", met=value <= 10)]
+
+
+def bench_bookkeeping() -> list[Result]:
+    """What the process grows by for each key beyond the key's own bytes, Python and C++: on level 0, and below it."""
+    count, size = 10_000, 4096
+    tensor, process = torch.zeros(size // 4), psutil.Process()
+    levels = [DeviceLevel(DEVICE, 2 * count * size), NullLevel(2 * count * size)]
+    results = []
+    with VGPUStack(levels) as stack:
+        for number, priority, own_bytes in ((0, 9, 0 if CUDA else size), (1, 5, 0)):
+            for i in range(100):  # what the first keys pay for once
+                stack.register(f"warm{number}.{i}", tensor, priority=priority)
+            before = process.memory_info().rss
+            for i in range(count):
+                stack.register(f"k{number}.{i}", tensor, priority=priority)
+            value = (process.memory_info().rss - before) / count - own_bytes
+            share = value / MiB
+            name = f"bookkeeping a key of 1 MiB, {value:.0f} bytes, level {number}"
+            results.append(Result(name, 100 * share, "%", target="< 1 %", met=share < 0.01))
+    return results
+
+
+def access_all(stack: VGPUStack, keys: list[str]) -> None:
+    """One after another, letting go of each."""
+    for key in keys:
+        stack.access(key)
+
+
+def hit_rate(stack: VGPUStack) -> float:
+    level = stack.get_stats()["levels"][0]
+    return 100 * level["hits"] / max(1, level["hits"] + level["misses"])
+
+
+def workload_small(path: str) -> list[Result]:
+    """20 tensors of 1 MiB over 10, 50 and 200 MiB, accessed round and round."""
+    results = []
+    for policy in ("lru", "next_use"):
+        with make_stack(path, 10 * MiB, 50 * MiB, 200 * MiB, policy=policy) as stack:
+            tensors = {f"k{i}": torch.randn(MiB // 4) for i in range(20)}
+            for key, tensor in tensors.items():
+                stack.register(key, tensor, priority=7)
+            for key, tensor in tensors.items():
+                assert torch.equal(stack.access(key).cpu(), tensor)
+            seconds = seconds_of(
+                lambda stack=stack, keys=list(tensors): [stack.access(key) for _ in range(10) for key in keys]
+            )
+            results.append(Result(f"20 x 1 MiB over 10/50/200 MiB, {policy}", 200 / seconds, "accesses/s"))
+            results.append(Result(f"20 x 1 MiB, {policy}, hits", hit_rate(stack), "%"))
+    return results
+
+
+def workload_cold(path: str) -> list[Result]:
+    """A cold key, accessed 100 times: the first brings it up."""
+    with make_stack(path, 64 * MiB, 64 * MiB, 256 * MiB) as stack:
+        tensor = torch.randn(16 * MiB // 4)
+        stack.register("cold", tensor, priority=0)
+        stack.move("cold", 2)
+        times = [seconds_of(lambda: stack.access("cold")) for _ in range(100)]
+        assert torch.equal(stack.access("cold").cpu(), tensor) and stack.level_of("cold") == 0
+    first = Result("cold key of 16 MiB, first access", times[0] * 1e3, "ms")
+    return [first, Result("the same, 2nd to 100th", statistics.median(times[1:]) * 1e6, "us")]
+
+
+def workload_random(path: str, accesses: int) -> list[Result]:
+    """1,000 tensors of 16 to 256 KiB, random accesses, a few keys much more often than most."""
+    rng = random.Random(0)
+    with make_stack(path, 32 * MiB, 64 * MiB, 256 * MiB) as stack:
+        tensors = {f"k{i}": torch.full((rng.randrange(16, 257) * KiB // 4,), float(i)) for i in range(1000)}
+        for key, tensor in tensors.items():
+            stack.register(key, tensor, priority=5)
+        keys = [f"k{min(999, int(rng.paretovariate(0.5)) - 1)}" for _ in range(accesses)]
+        for key in keys[::100]:
+            assert torch.equal(stack.access(key).cpu(), tensors[key])
+        seconds = seconds_of(lambda: access_all(stack, keys))
+        rate = hit_rate(stack)
+    return [
+        Result(f"1,000 tensors, {accesses:,} random accesses", accesses / seconds, "accesses/s"),
+        Result("1,000 tensors, hits", rate, "%"),
+    ]
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 512)).to(
+        DEVICE
+    )
+
+
+def workload_mlp(path: str, rounds: int) -> list[Result]:
+    """512-1024-1024-512, all of it fits: 100 forwards, and 100 training steps, with the stack and without."""
+    x = torch.randn(256, 512, device=DEVICE)
+    with make_stack(path, GiB, GiB) as stack:
+        plain, ours = mlp(), enable_vgpu_stack_optimization(mlp(), stack, name="mlp")
+
+        def forwards(model: nn.Module) -> Callable[[], None]:
+            def run() -> None:
+                with torch.no_grad():
+                    for _ in range(100):
+                        model(x)
+
+            return run
+
+        assert torch.equal(plain(x), ours(x)), "the stack changed the model"
+        mine, best = alternate(forwards(ours), forwards(plain), rounds)
+        forward = overhead("3-layer MLP, 100 forwards", mine, best)
+
+        settings: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+        plain_optimizer = torch.optim.AdamW(plain.parameters(), **settings, fused=True)
+        our_optimizer = VGPUAdamW(ours.parameters(), **settings)
+
+        def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 100) -> Callable[[], None]:
+            def run() -> None:
+                for _ in range(count):
+                    model(x).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+            return run
+
+        steps(plain, plain_optimizer, 3)(), steps(ours, our_optimizer, 3)()
+        same = [torch.equal(a, b) for a, b in zip(plain.parameters(), ours.parameters(), strict=True)]
+        assert all(same), "training with the stack differs"
+        mine, best = alternate(steps(ours, our_optimizer), steps(plain, plain_optimizer), rounds)
+        release(ours)
+    return [forward, overhead("3-layer MLP, 100 training steps", mine, best)]
+
+
+def overhead(name: str, mine: float, best: float) -> Result:
+    extra = mine / best - 1
+    return Result(f"{name}, overhead", 100 * extra, "%", ratio=best / mine, target="<= 2 %", met=extra <= 0.02)
+
+
+# Reporting.
+
+
+def machine() -> dict[str, Any]:
+    gpus = list_gpus() if CUDA else []
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "gpu": gpus[0].name if gpus else "none",
+        "driver": gpus[0].driver_version if gpus else "",
+        "torch": torch.__version__,
+        "cpus": len(os.sched_getaffinity(0)),
+    }
+
+
+def show(results: list[Result], about: dict[str, Any]) -> None:
+    print(", ".join(f"{key} {value}" for key, value in about.items() if value))
+    print(f"{'':52}{'value':>12} {'unit':<11}{'limit':>9}{'ratio':>8}  target")
+    for r in results:
+        limit = f"{r.limit:.4g}" if r.limit is not None else ""
+        ratio = f"{r.ratio:.3f}" if r.ratio is not None else ""
+        verdict = "" if r.met is None else "  met" if r.met else "  MISSED"
+        print(f"{r.name:52}{r.value:>12.4g} {r.unit:<11}{limit:>9}{ratio:>8}  {r.target}{verdict}")
+
+
+def append(results: list[Result], about: dict[str, Any]) -> None:
+    CSV.parent.mkdir(exist_ok=True)
+    rows = [about | asdict(result) for result in results]
+    fresh = not CSV.exists()
+    with CSV.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        if fresh:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the results there too")
+    parser.add_argument("--disk-path", default=None, help="directory on the disk to measure")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and a smaller disk range; not for quoting")
+    args = parser.parse_args()
+    rounds, disk_bytes = (3, 128 * MiB) if args.quick else (9, GiB)
+    with tempfile.TemporaryDirectory(dir=args.disk_path or default_disk_path()) as path:
+        results = bench_latency(path) + bench_bookkeeping()
+        results += bench_host_and_gpu(rounds) + bench_gpus(rounds) if CUDA else []
+        results += bench_ram(rounds) + bench_disk(path, min(rounds, 5), disk_bytes)
+        results += (
+            workload_small(path) + workload_cold(path) + workload_random(path, 10_000) + workload_mlp(path, rounds)
+        )
+    about = machine()
+    show(results, about)
+    if args.json:
+        args.json.write_text(
+            json.dumps({"machine": about, "results": [asdict(result) for result in results]}, indent=1)
+        )
+    if not args.quick:
+        append(results, about)
+
+
+if __name__ == "__main__":
+    main()
