@@ -72,9 +72,10 @@ class ForkServer:
 
     def close(self) -> None:
         self._end_child()
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         assert self._process.wait(60) == 0
+        self._process.stdout.close()
 
 
 def _child(words: list[str]) -> int:

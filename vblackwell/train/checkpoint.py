@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from vblackwell.artifacts.commit import CommitFolder, newest_verified, prune, verify_folder
+from vblackwell.artifacts.commit import CommitFolder, clean_leftovers, newest_verified, prune, verify_folder
 from vblackwell.artifacts.folder import read_json, save_model, tensor_files
 from vblackwell.artifacts.shards import SafetensorsShards, TensorSpec
 from vblackwell.errors import CorruptData, DiskError, VBError
@@ -66,6 +66,8 @@ class Checkpoints:
         Raises:
             CorruptData: there are checkpoints, and all are damaged.
         """
+        if self.parent.is_dir():
+            clean_leftovers(self.parent)
         found, problems = newest_verified(self.parent)
         for problem in problems:
             self._say(f"passed over a damaged checkpoint: {problem}")

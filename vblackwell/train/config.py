@@ -119,7 +119,7 @@ class TrainConfig:
     """Train low-rank adapters over a frozen base."""
 
     vgpu_auto: bool = False
-    """Plan the memory levels from the probed machine."""
+    """Plan the memory levels from the probed machine, a disk level included; sizes that are given bound the plan."""
 
     deterministic: bool = False
     """torch's deterministic algorithms: slower on a GPU; on one machine the same run gives the same bits."""
@@ -131,10 +131,10 @@ class TrainConfig:
     """What the CPU RAM level may hold, e.g. '8GiB'."""
 
     disk_memory: str | int | None = None
-    """What the disk level may hold, e.g. '64GiB'; 0 for none."""
+    """What the disk level may hold, e.g. '64GiB'; without it, --disk-path or --vgpu-auto there is no disk level."""
 
     disk_path: str | None = None
-    """Folder for the disk level's unnamed file; not a tmpfs."""
+    """Folder for the disk level's unnamed file, on a disk (not a tmpfs)."""
 
     placement: Literal["auto", "resident", "streamed"] = "auto"
     """Keep all on level 0, stream through it, or decide by what fits."""

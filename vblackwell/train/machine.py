@@ -60,8 +60,9 @@ def make_deterministic(device: torch.device) -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def cap_process(device: torch.device, fast_memory: int) -> None:
+def cap_process(device: torch.device, fast_memory: int | str) -> None:
     """Make torch refuse to hold more than ``fast_memory`` bytes of the GPU (the CUDA context is outside its count)."""
+    assert isinstance(fast_memory, int), "TrainConfig has parsed it"
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, fast_memory / total), device)
 

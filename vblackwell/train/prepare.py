@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of
+from vblackwell.offload.enable import bytes_when_resident, enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.train.attention import attention_backends, chosen_backend
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.data import Corpus, prepare_data
 from vblackwell.train.dataset import BatchStream, PackedDataset
-from vblackwell.train.levels import describe_levels, measure_room, plan_levels, training_state_bytes
+from vblackwell.train.levels import build_stack, describe_levels
 from vblackwell.train.machine import cap_process
 from vblackwell.train.model import find_source
 from vblackwell.train.precision import Precision, choose_precision
@@ -28,9 +28,9 @@ from vblackwell.train.progress import Progress
 from vblackwell.train.scaler import LossScaler
 from vblackwell.train.schedule import Schedule, default_warmup_steps
 from vblackwell.train.trainer import Parts
+from vblackwell.units import format_bytes
 
 if TYPE_CHECKING:
-    from vblackwell.memory.stack import VGPUStack
     from vblackwell.nn.decoder import Decoder
 
 
@@ -71,9 +71,13 @@ def prepare(config: TrainConfig, device: torch.device, progress: Progress, clean
         f"{config.tokens_per_step} "
         f"tokens, {precision.name} on {device}, attention: {attention}"
     )
-    stack = _build_stack(config, model, precision, device, progress)
+    stack = build_stack(config, device)
     cleanup.callback(stack.close)
     cleanup.callback(_close_engine, model)  # first, and also when what follows fails
+    state_bytes = bytes_when_resident(model, precision.compute_dtype)
+    progress.say(f"memory: {describe_levels(stack)}; training state {format_bytes(state_bytes)}")
+    if device.type == "cuda" and config.fast_memory is not None:
+        cap_process(device, config.fast_memory)
     enable_vgpu_stack_optimization(model, stack, placement=config.placement, compute_dtype=precision.compute_dtype)
     parts = Parts(
         model=model,
@@ -106,21 +110,6 @@ def decide_steps(config: TrainConfig, windows_per_epoch: int) -> TrainConfig:
         steps = max(1, math.ceil(windows / (config.batch_size * config.accumulation_steps)))
     warmup = default_warmup_steps(steps) if config.warmup_steps is None else config.warmup_steps
     return replace(config, max_steps=steps, epochs=None, warmup_steps=warmup)
-
-
-def _build_stack(
-    config: TrainConfig, model: nn.Module, precision: Precision, device: torch.device, progress: Progress
-) -> VGPUStack:
-    from vblackwell.memory.stack import VGPUStack
-
-    state_bytes = training_state_bytes(model, precision.compute_dtype)
-    levels = plan_levels(config, state_bytes, measure_room(device, config.disk_path))
-    stack = VGPUStack({"levels": levels})
-    if device.type == "cuda" and config.fast_memory is not None:
-        assert isinstance(config.fast_memory, int)
-        cap_process(device, config.fast_memory)
-    progress.say(f"memory: {describe_levels(levels)}; training state {state_bytes / 2**20:.1f} MiB")
-    return stack
 
 
 def _make_optimizer(model: nn.Module, config: TrainConfig) -> VGPUAdamW:
