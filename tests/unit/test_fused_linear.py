@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import vblackwell
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
+from vblackwell.nn import fp4_state
 from vblackwell.nn.linear import FusedFP4Linear
 from vblackwell.nn.straight_through import fp4_round_trip
 from vblackwell.numerics.fp4 import joint_tensor_scale, quantize
@@ -323,3 +324,26 @@ def test_bad_arguments_are_refused():
 def test_public_name():
     assert vblackwell.FusedFP4Linear is FusedFP4Linear
     assert "packed=nvfp4" in repr(FusedFP4Linear(4, 4).quantize())
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("shape", [(30, 50), (200, 70)])
+def test_tiles_made_in_bands_turn_back_into_the_same_state(format, shape, monkeypatch):
+    packed = quantize(torch.randn(shape), format)
+    whole = fp4_state.tiled(packed)
+    monkeypatch.setattr(fp4_state, "_SHUFFLE_ELEMENTS", 64 * shape[1])
+    banded = fp4_state.tiled(packed)
+    assert torch.equal(banded.codes, whole.codes) and torch.equal(banded.scales, whole.scales)
+    back = fp4_state.unplace(banded, packed.form, shape, packed.dtype)
+    assert torch.equal(back.dequantize(), packed.dequantize())
+    layer = FusedFP4Linear.from_packed(packed)
+    layer.weight_codes, layer.weight_scales, layer.weight_tensor_scale = (
+        banded.codes,
+        banded.scales,
+        banded.tensor_scale,
+    )
+    layer._layout = banded.name  # as on a GPU
+    canonical = FusedFP4Linear.from_packed(packed)
+    assert all(torch.equal(layer.state_dict()[name], value) for name, value in canonical.state_dict().items())
+    x = torch.randn(3, shape[1])
+    torch.testing.assert_close(layer(x), canonical(x), rtol=1e-6, atol=1e-6)

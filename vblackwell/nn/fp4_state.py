@@ -21,6 +21,7 @@ from vblackwell.numerics.formats import Format
 from vblackwell.numerics.packed import PackedTensor
 
 CODES, SCALES, TENSOR_SCALE, META = "weight_codes", "weight_scales", "weight_tensor_scale", "weight_meta"
+_SHUFFLE_ELEMENTS = 1 << 20
 STATE_NAMES = (CODES, SCALES, TENSOR_SCALE, META)
 
 
@@ -69,12 +70,37 @@ def place(packed: PackedTensor) -> Placed:
     if packed.device.type != "cuda" or packed.format not in ("nvfp4", "mxfp4"):
         return canonical
     try:
-        tiled = layout.to_tiled(
-            packed.codes, packed.block_scales, packed.tensor_scale, packed.format, packed.n, packed.k
-        )
+        return tiled(packed)
     except Unsupported:  # an mxfp4 tensor of extreme range: the dispatcher has backends for the canonical layout too
         return canonical
-    return Placed(layout.tiled_name(packed.format), *tiled)
+
+
+def tiled(packed: PackedTensor) -> Placed:
+    """The tiled layout of an nvfp4 or mxfp4 tensor.
+
+    Row bands of nvfp4 do not depend on each other, so they are shuffled a few at a time: shuffling takes several bytes a
+    weight while it runs, more than a GPU may have beside the layer.
+
+    Raises:
+        Unsupported: values that the layout cannot hold.
+    """
+    n, k, name = packed.n, packed.k, layout.tiled_name(packed.format)
+    band_rows = layout.TILE_N * max(1, _SHUFFLE_ELEMENTS // (layout.TILE_N * k))
+    if packed.format == "mxfp4" or n <= band_rows:
+        return Placed(
+            name, *layout.to_tiled(packed.codes, packed.block_scales, packed.tensor_scale, packed.format, n, k)
+        )
+    codes_shape, scales_shape = layout.shapes(name, n, k)
+    codes = torch.empty(codes_shape, dtype=torch.uint8, device=packed.device)
+    scales = torch.empty(scales_shape, dtype=torch.uint8, device=packed.device)
+    tensor_scale = packed.tensor_scale
+    for row in range(0, n, band_rows):
+        rows = slice(row, min(n, row + band_rows))
+        bands = slice(row // layout.TILE_N, -(-rows.stop // layout.TILE_N))
+        codes[bands], scales[bands], tensor_scale = layout.to_tiled(
+            packed.codes[rows], packed.block_scales[rows], packed.tensor_scale, packed.format, rows.stop - row, k
+        )
+    return Placed(name, codes, scales, tensor_scale)
 
 
 def unplace(placed: Placed, form: Format, shape: tuple[int, int], dtype: torch.dtype) -> PackedTensor:

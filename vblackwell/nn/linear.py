@@ -203,8 +203,8 @@ class FusedFP4Linear(nn.Module):
 
     def _adopt(self, packed: PackedTensor) -> None:
         """Becomes a packed layer of ``packed``, laid out for its device."""
+        self.weight = None  # first: shuffling into tiles then has the original's room
         placed = place(packed)
-        self.weight = None
         self.form, self._dtype, self._layout = packed.form, packed.dtype, placed.name
         self.weight_codes, self.weight_scales, self.weight_tensor_scale = (
             placed.codes,
