@@ -296,9 +296,7 @@ def workload_small(path: str) -> list[Result]:
                 stack.register(key, tensor, priority=7)
             for key, tensor in tensors.items():
                 assert torch.equal(stack.access(key).cpu(), tensor)
-            seconds = seconds_of(
-                lambda stack=stack, keys=list(tensors): [stack.access(key) for _ in range(10) for key in keys]
-            )
+            seconds = seconds_of(lambda stack=stack, keys=list(tensors) * 10: access_all(stack, keys))
             results.append(Result(f"20 x 1 MiB over 10/50/200 MiB, {policy}", 200 / seconds, "accesses/s"))
             results.append(Result(f"20 x 1 MiB, {policy}, hits", hit_rate(stack), "%"))
     return results

@@ -173,14 +173,15 @@ def list_gpus() -> list[GPUFacts]:
 
 def why_no_cuda(gpus: list[GPUFacts] | None = None) -> str | None:
     """None where torch can use a GPU; else one sentence: what was found, what is needed, and the remedy."""
+    if torch.version.cuda is not None and torch.cuda.is_available():
+        return _why_not_this_gpu()
     gpus = list_gpus() if gpus is None else gpus
     if not gpus:
         return "no NVIDIA GPU, or no NVIDIA driver, was found"
     found = f"found {gpus[0].name} with driver {gpus[0].driver_version}"
     if torch.version.cuda is None:
         return f"{found}, but this torch {torch.__version__} was built without CUDA: install a CUDA build of torch"
-    needed = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
-    if gpus[0].cuda_version[0] < needed[0]:
+    if gpus[0].cuda_version[0] < int(torch.version.cuda.split(".")[0]):
         have = ".".join(map(str, gpus[0].cuda_version))
         return (
             f"{found}, which supports CUDA {have}; this torch {torch.__version__} needs CUDA {torch.version.cuda}: "
@@ -188,13 +189,18 @@ def why_no_cuda(gpus: list[GPUFacts] | None = None) -> str | None:
         )
     if os.environ.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1"):
         return f"{found}, but CUDA_VISIBLE_DEVICES hides it: unset the variable"
-    if not torch.cuda.is_available():
-        return f"{found}, but CUDA did not start: run nvidia-smi, and look for a driver update that awaits a restart"
-    arches = torch.cuda.get_arch_list()
-    oldest = min((int(arch[3:].rstrip("af")) for arch in arches if arch.startswith("sm_")), default=0)
+    return f"{found}, but CUDA did not start: run nvidia-smi, and look for a driver update that awaits a restart"
+
+
+def _why_not_this_gpu() -> str | None:
+    """CUDA works: does this torch have kernels for the first GPU?"""
+    arches = [int(arch[3:].rstrip("af")) for arch in torch.cuda.get_arch_list() if arch.startswith("sm_")]
     major, minor = torch.cuda.get_device_capability(0)
-    if major * 10 + minor < oldest:
-        return f"{found} (sm_{major}{minor}); this torch has kernels from sm_{oldest} on: install an older torch"
+    if arches and major * 10 + minor < min(arches):
+        return (
+            f"found {torch.cuda.get_device_name(0)} (sm_{major}{minor}), but torch {torch.__version__} has kernels from "
+            f"sm_{min(arches)} on only: install an older torch"
+        )
     return None
 
 

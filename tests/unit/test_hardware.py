@@ -75,6 +75,7 @@ def test_numa(tmp_path: Path):
 
 
 def test_why_no_cuda_names_found_needed_and_remedy(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert hardware.why_no_cuda([]) == "no NVIDIA GPU, or no NVIDIA driver, was found"
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "was built without CUDA: install a CUDA build" in str(hardware.why_no_cuda([GPU]))
@@ -85,14 +86,19 @@ def test_why_no_cuda_names_found_needed_and_remedy(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert "CUDA_VISIBLE_DEVICES hides it" in str(hardware.why_no_cuda([GPU]))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "CUDA did not start" in str(hardware.why_no_cuda([GPU]))
+
+
+def test_why_no_cuda_asks_torch_first(monkeypatch: pytest.MonkeyPatch):
+    """Where torch works, nothing that the driver says about itself matters, but the GPU may be too old for its kernels."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90a", "compute_90"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Old")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
-    assert "(sm_75); this torch has kernels from sm_80 on" in str(hardware.why_no_cuda([GPU]))
+    assert "found Old (sm_75), but torch" in str(hardware.why_no_cuda([]))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    assert hardware.why_no_cuda([GPU]) is None
+    assert hardware.why_no_cuda([]) is None
 
 
 def test_this_machine():

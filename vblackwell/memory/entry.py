@@ -121,12 +121,13 @@ class Entry:
         pins: how many `borrow` blocks hold it.
         expected: a prefetch brought it up and nobody has accessed it since.
         error: what its last prefetch ran into; raised by the next access.
+        side_streams: CUDA streams other than the default one that were given its tensors since its bytes were last written.
         last_use: the stack's clock when it was last used. next_use: the policy's forecast. seat, before, after: the policy's.
     """
 
     __slots__ = (
         "key", "owner", "priority", "layout", "level", "extent", "stray", "resident", "pins", "expected",
-        "error", "last_use", "next_use", "seat", "before", "after", "_storage", "_own_count",
+        "error", "side_streams", "last_use", "next_use", "seat", "before", "after", "_storage", "_own_count",
     )  # fmt: skip
 
     def __init__(self, key: str, owner: str | None, priority: int, layout: Layout) -> None:
@@ -141,6 +142,7 @@ class Entry:
         self.pins = 0
         self.expected = False
         self.error: BaseException | None = None
+        self.side_streams: set[torch.cuda.Stream] = set()
         self.last_use = 0
         self.next_use: float = float("inf")
         self.seat: tuple[int, int] | None = None

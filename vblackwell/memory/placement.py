@@ -213,6 +213,9 @@ class Placement(Mover):
                 entry.stray = bytes_in.to("cpu", copy=True) if entry.num_bytes else None
                 return True
             self.hide(entry)
+            for stream in entry.side_streams:  # whose kernels may still read
+                torch.cuda.current_stream(stream.device).wait_stream(stream)
+            entry.side_streams.clear()
         level, old = self.levels[entry.level], entry.extent
         try:
             beside = level.device is None and level.can_allocate(entry.num_bytes)  # only a disk can fail halfway

@@ -17,6 +17,7 @@ import os
 import threading
 import warnings
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -107,5 +108,9 @@ def _register(mapping: mmap.mmap, address: int, size: int) -> None:
             RuntimeWarning,
             stacklevel=2,
         )
+        with suppress(
+            RuntimeError
+        ):  # CUDA keeps the error, and torch would report it at the next kernel of somebody else
+            torch.zeros(1, device="cuda")
         return
     weakref.finalize(mapping, cudart.cudaHostUnregister, address).atexit = False

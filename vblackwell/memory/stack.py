@@ -154,8 +154,9 @@ class VGPUStack(LevelPool):
     def _hand_out(self, entry: Entry, tensors: tuple[torch.Tensor, ...]) -> Any:
         if self._cuda_index is not None and entry.num_bytes:
             stream = torch.cuda.current_stream(self._cuda_index)
-            if stream.cuda_stream:  # not the default stream: the allocator must not reuse the bytes under its kernels
+            if stream.cuda_stream:  # not the default stream: nobody may reuse or change the bytes under its kernels
                 tensors[0].record_stream(stream)
+                entry.side_streams.add(stream)
         return entry.layout.value(tensors)
 
     def _find_elsewhere(self, key: str, pins: int) -> tuple[Any, Entry]:
