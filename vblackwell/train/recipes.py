@@ -10,7 +10,7 @@ from typing import Any
 
 RECIPES: dict[str, dict[str, Any]] = {
     "tiny": {
-        "batch_size": 8, "seq_length": 128, "learning_rate": 3e-3, "max_steps": 300, "checkpoint_every": 100,
+        "batch_size": 8, "seq_length": 128, "learning_rate": 3e-3, "max_steps": 800, "checkpoint_every": 100,
         "eval_every": 50,
     },
     "small": {"batch_size": 8, "seq_length": 512, "learning_rate": 1e-3, "epochs": 1.0},
