@@ -24,7 +24,13 @@ from vblackwell.offload.worker import set_worker_delay
 
 pytestmark = pytest.mark.gpu
 CONFIG = DecoderConfig(
-    vocab_size=4096, hidden_size=512, intermediate_size=1408, num_layers=8, num_heads=8, num_kv_heads=4, max_position=512
+    vocab_size=4096,
+    hidden_size=512,
+    intermediate_size=1408,
+    num_layers=8,
+    num_heads=8,
+    num_kv_heads=4,
+    max_position=512,
 )
 
 
@@ -46,9 +52,9 @@ def train(model: torch.nn.Module, steps: int, update_in_backward: bool, **option
         model.parameters(), lr=1e-3, max_grad_norm=1.0, update_in_backward=update_in_backward, accumulation_steps=2
     )
     losses = []
-    for step in range(steps):
+    for _ in range(steps):
         for micro in range(2):
-            generator = torch.Generator().manual_seed(10 * step + micro)
+            generator = torch.Generator().manual_seed(micro)
             tokens = torch.randint(4096, (4, 257), generator=generator).cuda()
             loss = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) / 2
             loss.backward()
@@ -123,7 +129,9 @@ def test_stress_with_delays_everywhere():
     runs = []
     for delayed in (False, True):
         with gpu_stack(40) as stack:
-            model = enable_vgpu_stack_optimization(copy.deepcopy(initial), stack, placement="streamed", compute_dtype=torch.bfloat16)
+            model = enable_vgpu_stack_optimization(
+                copy.deepcopy(initial), stack, placement="streamed", compute_dtype=torch.bfloat16
+            )
             set_transfer_delay(delay if delayed else None)
             set_worker_delay((lambda: torch.cuda.synchronize() if chance.random() < 0.1 else None) if delayed else None)
             try:

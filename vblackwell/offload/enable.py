@@ -17,11 +17,12 @@ from torch import nn
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash
 from vblackwell.memory.stack import VGPUStack
 from vblackwell.offload.engine import Offload, needs_master
-from vblackwell.offload.groups import Group, Slot, compute_dtype_of, find_groups
+from vblackwell.offload.groups import Group, Site, Slot, compute_dtype_of, find_groups
 from vblackwell.offload.home import Homes
 from vblackwell.offload.moving import copy_in, move_buffers
 from vblackwell.offload.parameter import engine_and_slot, forget_binding
 from vblackwell.offload.resident import Resident, resident_of
+from vblackwell.offload.sliced import rows_per_slice, sliceable
 from vblackwell.offload.worker import Worker
 from vblackwell.units import format_bytes
 
@@ -116,17 +117,46 @@ def _stream(
 ) -> Offload:
     groups, sites = find_groups(model, compute_dtype, given)
     level = stack.levels[0]
-    budget = _weights_budget(groups, level.capacity_bytes - level.used_bytes, stack.level0_device, level.name)
+    free = level.capacity_bytes - level.used_bytes
+    slice_rows = _choose_slices(groups, sites, free)
+    budget = _weights_budget(
+        [group for group in groups if group not in slice_rows], free, stack.level0_device, level.name
+    )
     if len(stack.levels) < 2:
         raise ConfigurationError("streaming needs a level below level 0: add a 'cpu' or 'ssd' level to the stack")
     homes = Homes(stack, name, range(1, len(stack.levels)))
     trainable = [group for group in groups if group.trainable()]
-    wanted = [(group, "weight") for group in groups] + [(group, "gradient") for group in trainable]
+    ordered = sorted(
+        groups, key=lambda group: group not in slice_rows
+    )  # slices are cut from addressable ranges: those first
+    wanted = [(group, "weight") for group in ordered] + [(group, "gradient") for group in ordered if group in trainable]
     homes.reserve(wanted + [(group, "master") for group in trainable if needs_master(group)])
+    for group in slice_rows:
+        if homes.range(group, "weight").view() is None:
+            needed, level_name = group.num_bytes, stack.levels[homes.range(group, "weight").level].name
+            homes.close()
+            raise InsufficientMemory(
+                f"{group.name!r} is larger than level 0 and must be cut from RAM, but only {level_name} has room for its "
+                f"{format_bytes(needed)}: raise host_memory",
+                needed_bytes=needed,
+                available_bytes=0,
+            )
     for group in groups:
         _bring_home(group, homes)
     move_buffers(model, stack.level0_device)
-    return Offload(model, stack, name, groups, sites, homes, budget)
+    return Offload(model, stack, name, groups, sites, homes, budget, slice_rows)
+
+
+def _choose_slices(groups: list[Group], sites: list[Site], free: int) -> dict[Group, int]:
+    """Rows a slice for every group that with its gradient does not fit ``free`` and can be cut."""
+    chosen: dict[Group, int] = {}
+    for group in groups:
+        whole = group.num_bytes * (2 if group.trainable() else 1)
+        if whole > free and sliceable(group, sites):
+            rows = rows_per_slice(group, free // 2)
+            if rows > 0:
+                chosen[group] = rows
+    return chosen
 
 
 def _weights_budget(groups: list[Group], free: int, device: torch.device, level_name: str) -> int:
@@ -135,10 +165,10 @@ def _weights_budget(groups: list[Group], free: int, device: torch.device, level_
     Raises:
         InsufficientMemory: the largest group with its gradient does not fit.
     """
-    weights = max(group.num_bytes for group in groups)
+    weights = max((group.num_bytes for group in groups), default=0)
     gradient = max((group.num_bytes for group in groups if group.trainable()), default=0)
-    largest = max(groups, key=lambda group: group.num_bytes)
     if weights + gradient > free:
+        largest = max(groups, key=lambda group: group.num_bytes)
         raise InsufficientMemory(
             f"level 0 ({level_name}) has {format_bytes(free)} free, and the largest layer group, {largest.name!r}, needs "
             f"{format_bytes(weights + gradient)} there (weights {format_bytes(weights)}, gradient {format_bytes(gradient)}): "

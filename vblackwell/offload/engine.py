@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from vblackwell.errors import Unsupported
-from vblackwell.memory.stack import VGPUStack
+from vblackwell.errors import InsufficientMemory, Unsupported
+from vblackwell.memory.stack import Reservation, VGPUStack
 from vblackwell.offload.gradients import GradientCollector
 from vblackwell.offload.groups import Group, Site, Slot
 from vblackwell.offload.home import Homes
 from vblackwell.offload.hooks import SiteHook, gradient_hook, prefetcher_of
 from vblackwell.offload.parameter import OffloadedParameter, attributes
+from vblackwell.offload.sliced import SlicedLeaf, swap_class
 from vblackwell.offload.step import StepControl, UpdateSource
 from vblackwell.offload.weights import PackedView, WeightStreamer
 from vblackwell.offload.worker import Worker
@@ -43,6 +44,7 @@ class Offload:
     Args:
         homes: with ``weight`` ranges that already hold the compute weights (and ``master`` ranges the fp32 truth).
         budget_bytes: what loaded weights may take of level 0.
+        slice_rows: groups that are computed in slices of that many rows (`SlicedLeaf`).
     """
 
     placement = "streamed"
@@ -50,7 +52,7 @@ class Offload:
 
     def __init__(
         self, model: nn.Module, stack: VGPUStack, name: str, groups: list[Group], sites: list[Site], homes: Homes,
-        budget_bytes: int,
+        budget_bytes: int, slice_rows: dict[Group, int] | None = None,
     ) -> None:  # fmt: skip
         self.model = model
         self.stack = stack
@@ -78,8 +80,14 @@ class Offload:
         self._exported: dict[Slot, torch.Tensor] | None = None
         for slot in self.slots():
             self._unpoint(slot)
+        self._sliced: list[nn.Module] = []
+        leaves = {group: SlicedLeaf(self, group, rows) for group, rows in (slice_rows or {}).items()}
         for site in sites:
-            self._attach(site)
+            if site.groups[0] in leaves:
+                swap_class(site.module, leaves[site.groups[0]])
+                self._sliced.append(site.module)
+            else:
+                self._attach(site)
         self._handles += [
             model.register_forward_pre_hook(SiteHook(self._begin_forward), prepend=True),
             model.register_state_dict_pre_hook(SiteHook(self._begin_export)),
@@ -94,6 +102,19 @@ class Offload:
         return self.gradients.make_room() or any(
             other.weights.drop_one() or other.gradients.make_room() for other in self._neighbours()
         )
+
+    def reserve_level0(self, what: str, num_bytes: int) -> Reservation:
+        """Bytes of level 0 for a moment; idle weights and gradients under way give way.
+
+        Raises:
+            InsufficientMemory: everything on level 0 is in use.
+        """
+        while True:
+            try:
+                return self.homes.take(what, num_bytes, 0)
+            except InsufficientMemory:
+                if not (self.weights.drop_one() or self._make_room()):
+                    raise
 
     def _drop_weights(self) -> bool:
         return self.weights.drop_one() or any(other.weights.drop_one() for other in self._neighbours())
@@ -334,6 +355,7 @@ class Offload:
             "groups": len(self.groups),
             "largest_group_bytes": max((group.num_bytes for group in self.groups), default=0),
             "weights_budget_bytes": self.budget_bytes,
+            "sliced": sorted({module._vb_leaf.group.name for module in self._sliced}),  # type: ignore[union-attr]
             "bytes_by_level": self.homes.bytes_by_level(),
             "undo_bytes": self.step_control.undo_peak_bytes,
         }
@@ -343,6 +365,9 @@ class Offload:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for module in self._sliced:
+            swap_class(module, None)
+        self._sliced.clear()
         self._hooked.clear()
 
     def close(self) -> None:

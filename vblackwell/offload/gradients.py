@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 
 from vblackwell.errors import InsufficientMemory, Unsupported
+from vblackwell.memory.copying import start_copy
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.stack import Reservation, VGPUStack
 from vblackwell.offload.groups import Group, Slot
@@ -43,6 +44,23 @@ class GroupGradient:
     landed: dict[Slot, None] = field(default_factory=dict)
     kind: str = "gradient"
     norms: dict[Slot, torch.Tensor] = field(default_factory=dict)
+
+
+class SliceLanding:
+    """One gradient on its way home in slices of rows."""
+
+    def __init__(self, collector: GradientCollector, slot: Slot, adding: bool) -> None:
+        self._collector = collector
+        self._slot = slot
+        self._adding = adding
+
+    def take(self, start: int, rows: torch.Tensor, reservation: Reservation, pool: ThreadPoolExecutor) -> None:
+        """Rows from ``start`` on, through ``reservation`` on level 0, which this ends."""
+        self._collector.send_slice(self._slot, start, rows, reservation, self._adding, pool)
+
+    def finish(self) -> None:
+        """That was the last slice."""
+        self._collector.finish_slices(self._slot, self._adding)
 
 
 class GradientCollector:
@@ -129,7 +147,7 @@ class GradientCollector:
                 self._stack.count_link(0, self._homes.range(group, "gradient").level, leaving.buffer.nbytes)
                 task = self._worker.submit(self._add, leaving, leaving.reservation, None)
             else:
-                incoming = self._reserve_incoming(group)
+                incoming = self._reserve_incoming(group.num_bytes)
                 transfer = self._stack.write(incoming, leaving.buffer)
                 task = self._worker.submit(self._add, leaving, incoming, transfer)
         state.slots.update(dict.fromkeys(leaving.slots))
@@ -137,11 +155,19 @@ class GradientCollector:
         self._under_way.append(task)
         self._arrived(group)
 
-    def _reserve_incoming(self, group: Group) -> Reservation:
+    def begin_slices(self, slot: Slot) -> SliceLanding:
+        """A gradient of ``slot`` is about to arrive in slices of rows (`SlicedLeaf`)."""
+        self._homes.reserve([(slot.group, "gradient")])
+        adding = bool(self._state[slot.group.index].slots)
+        if adding and not _is_fp32(slot.group):
+            self._homes.reserve([(slot.group, "accumulated")])
+        return SliceLanding(self, slot, adding)
+
+    def _reserve_incoming(self, num_bytes: int) -> Reservation:
         """Host memory for a gradient that will be added: the range at home holds the sum so far."""
         while True:
             try:
-                return self._homes.take_host("incoming", group.num_bytes)
+                return self._homes.take_host("incoming", num_bytes)
             except InsufficientMemory:
                 if not self.make_room():
                     raise
@@ -184,6 +210,71 @@ class GradientCollector:
         self._homes.give(incoming)
         state.landed.update(dict.fromkeys(leaving.slots))
         state.norms.clear()
+
+    def land_slice(
+        self, slot: Slot, start: int, num_rows: int, adding: bool, source: Reservation, transfer: Transfer | None
+    ) -> None:
+        """Copy or add rows that lie in ``source`` to the gradient at home (worker thread)."""
+        if transfer is not None:
+            transfer.wait()
+        group = slot.group
+        state = self._state[group.index]
+        if adding:
+            self._widen(group)
+        kind = state.kind if adding else "gradient"
+        view = source.view()
+        assert view is not None
+        rows = view[: num_rows * slot.shape[1] * slot.dtype.itemsize].view(slot.dtype).view(num_rows, -1)
+        home = self._homes.open(group, kind)
+        target = (slot.view_fp32(home) if kind == "accumulated" else slot.view(home))[start : start + num_rows]
+        target.add_(rows) if adding else target.copy_(rows)
+        self._homes.close_range(group, kind, home, store=True)
+        self._homes.give(source)
+
+    def finish_slices(self, slot: Slot, adding: bool) -> None:
+        """The last slice is under way."""
+        state = self._state[slot.group.index]
+        state.slots[slot] = None
+        state.pending = self._worker.submit(self._note_landed, slot, adding)
+        self._under_way.append(state.pending)
+        self._arrived(slot.group)
+
+    def _note_landed(self, slot: Slot, adding: bool) -> None:
+        state = self._state[slot.group.index]
+        state.landed[slot] = None
+        state.norms.clear()
+        if not adding:
+            state.kind = "gradient"
+
+    def send_slice(
+        self,
+        slot: Slot,
+        start: int,
+        rows: torch.Tensor,
+        reservation: Reservation,
+        adding: bool,
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        """Take ``rows`` into the level-0 ``reservation`` and send them home."""
+        buffer = reservation.view()
+        assert buffer is not None
+        with torch.no_grad():
+            buffer.view(slot.dtype).view(rows.shape).copy_(rows)
+        self._stack.count_link(0, self._homes.range(slot.group, "gradient").level, rows.nbytes)
+        if buffer.device.type == "cpu":
+            task = self._worker.submit(self.land_slice, slot, start, len(rows), adding, reservation, None)
+        else:
+            incoming = self._reserve_incoming(buffer.nbytes)
+            landing = incoming.view()
+            assert landing is not None
+            transfer = start_copy(landing, buffer, pool)
+            self._worker.submit(self._free_reservation, reservation, transfer)
+            task = self._worker.submit(self.land_slice, slot, start, len(rows), adding, incoming, transfer)
+        self._under_way.append(task)
+
+    def _free_reservation(self, reservation: Reservation, transfer: Transfer) -> None:
+        transfer.wait()
+        self._homes.give(reservation)
 
     def _free(self, leaving: Leaving, transfer: Transfer) -> None:
         transfer.wait()

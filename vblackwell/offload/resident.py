@@ -84,6 +84,7 @@ class Resident:
             "placement": self.placement,
             "groups": len(self.groups),
             "largest_group_bytes": max(group.num_bytes for group in self.groups),
+            "sliced": [],
             "weights_budget_bytes": sum(group.num_bytes for group in self.groups),
             "bytes_by_level": self.homes.bytes_by_level(),
             "undo_bytes": 0,

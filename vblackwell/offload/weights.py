@@ -127,16 +127,20 @@ class WeightStreamer:
         if loaded.arrived:
             return
         loaded.arrived = True
+        self.wait_for(loaded.transfer)
+
+    def wait_for(self, transfer: Transfer) -> None:
+        """Let what computes next on level 0 see the transfer's bytes; what that costs is counted as stall."""
         stream = current_stream(self._device)
         started = time.perf_counter()
         if stream is None:
-            loaded.transfer.wait()
+            transfer.wait()
             self._stack.add_stall(time.perf_counter() - started)
             return
         # The host does not wait, the stream may: how long is known when both events have passed.
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before.record(stream)
-        loaded.transfer.wait_on(stream)
+        transfer.wait_on(stream)
         after.record(stream)
         self._waits.append((before, after))
         while self._waits[0][1].query():
@@ -247,6 +251,10 @@ class WeightStreamer:
             if loaded.pins:
                 raise StaleTensor(f"group {group.name!r} would be updated while its forward runs")
             self._drop(loaded)
+
+    def version(self, group: Group) -> int:
+        """Counts the changes of the group's home bytes."""
+        return self._versions[group.index]
 
     def last_load(self, group: Group) -> Transfer | None:
         """The newest copy out of the home bytes, to be waited for by the host before they are overwritten."""
