@@ -16,7 +16,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 train: $(STAMP)
-	$(RUN)vb train --config tiny --fast-memory 14MiB --host-memory 24MiB --disk-memory 1GiB --out runs/tiny
+	$(RUN)vb train --config tiny --fast-memory 14MiB --host-memory 24MiB --disk-memory 1GiB
 
 test: $(STAMP)
 	$(RUN)python -m pytest -q -m "not gpu and not multi_gpu"

@@ -67,8 +67,11 @@ def cap_process(device: torch.device, fast_memory: int | str) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, fast_memory / total), device)
 
 
-def peak_activation_bytes(device: torch.device, level_peak_bytes: int) -> int | None:
-    """GPU bytes beyond what level 0 counted (activations, workspaces); None on the CPU, where torch does not count."""
+def peak_gpu_bytes(device: torch.device) -> dict[str, int] | None:
+    """The most that torch allocated, and reserved from the driver; None on the CPU, where torch does not count."""
     if device.type != "cuda":
         return None
-    return max(0, torch.cuda.max_memory_allocated(device) - level_peak_bytes)
+    return {
+        "allocated": torch.cuda.max_memory_allocated(device),
+        "reserved": torch.cuda.max_memory_reserved(device),
+    }

@@ -13,7 +13,7 @@ def make_report(
     summary: dict[str, Any],
     *,
     run: dict[str, Any],
-    activation_bytes: int | None,
+    gpu_peak_bytes: dict[str, int] | None,
     process_peak_bytes: int,
 ) -> dict[str, Any]:
     """The report as plain values.
@@ -22,7 +22,7 @@ def make_report(
         stats: `VGPUStack.get_stats()`.
         summary: the offload engine's `summary()`.
         run: what the loop knows: steps, seconds, losses, tokens per second.
-        activation_bytes: GPU bytes beyond level 0's; None on the CPU.
+        gpu_peak_bytes: the most that torch allocated and reserved on the GPU; None on the CPU.
         process_peak_bytes: largest resident set of the process.
     """
     labels = level_labels(stats)
@@ -49,7 +49,7 @@ def make_report(
         "stall_seconds": stats["stall_seconds"],
         "stalled_share": stats["stall_seconds"] / seconds,
         "ssd_written_bytes": written,
-        "activation_bytes": activation_bytes,
+        "gpu_peak_bytes": gpu_peak_bytes,
         "process_peak_bytes": process_peak_bytes,
     }
 
@@ -84,9 +84,11 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     lines += ["", f"placement: {report['placement']}, {report['groups']} layer groups"]
     lines += [f"time stalled: {format_seconds(report['stall_seconds'])}, {report['stalled_share']:.1%} of the run"]
     lines += [f"written to the SSD: {format_bytes(report['ssd_written_bytes'])}"]
-    if report["activation_bytes"] is not None:
+    peak = report["gpu_peak_bytes"]
+    if peak is not None:
         lines += [
-            f"GPU beyond level 0 (activations, workspaces): {format_bytes(report['activation_bytes'])} at the peak"
+            f"GPU at the peak, activations included: {format_bytes(peak['allocated'])} allocated, {format_bytes(peak['reserved'])} "
+            "reserved"
         ]
     lines += [f"process memory (RAM): {format_bytes(report['process_peak_bytes'])} at the peak"]
     return lines

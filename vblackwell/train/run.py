@@ -19,7 +19,7 @@ from vblackwell.infer.generate import generate
 from vblackwell.offload.enable import offload_of
 from vblackwell.train.checkpoint import Checkpoints, export_final, finished_step, refuse_full_disk
 from vblackwell.train.config import TrainConfig
-from vblackwell.train.machine import choose_device, make_deterministic, peak_activation_bytes, refuse_distributed
+from vblackwell.train.machine import choose_device, make_deterministic, peak_gpu_bytes, refuse_distributed
 from vblackwell.train.metrics import MetricsLog, StepRecord
 from vblackwell.train.prepare import Prepared, prepare
 from vblackwell.train.profile import tracing
@@ -177,7 +177,7 @@ class _Run:
             stats,
             engine.summary(),
             run=run,
-            activation_bytes=peak_activation_bytes(parts.device, stats["levels"][0]["peak_bytes"]),
+            gpu_peak_bytes=peak_gpu_bytes(parts.device),
             process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )
         self.folder.write_json(REPORT, report)
