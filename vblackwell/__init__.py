@@ -33,6 +33,7 @@ _WHERE = {
     "quantize": "vblackwell.numerics.fp4",
     "PackedTensor": "vblackwell.numerics.packed",
     "FusedFP4Linear": "vblackwell.nn.linear",
+    "compare": "vblackwell.nn.compare",
     "VGPUStack": "vblackwell.memory.stack",
     "VGPULevel": "vblackwell.memory.single",
     "create_vgpu_stack": "vblackwell.memory.create",
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from vblackwell.memory.create import create_vgpu_stack
     from vblackwell.memory.single import VGPULevel
     from vblackwell.memory.stack import VGPUStack
+    from vblackwell.nn.compare import compare
     from vblackwell.nn.linear import FusedFP4Linear
     from vblackwell.numerics.fp4 import FP4Codec, quantize
     from vblackwell.numerics.packed import PackedTensor

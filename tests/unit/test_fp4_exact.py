@@ -10,6 +10,7 @@ import torch
 from vblackwell.numerics.formats import FORMATS
 from vblackwell.numerics.fp4 import quantize
 from vblackwell.numerics.packed import PackedTensor, unpack_nibbles
+from vblackwell.numerics.search import best_e4m3
 
 BLOCK = {"nvfp4": 16, "mxfp4": 32}
 
@@ -185,6 +186,43 @@ def test_decoder_is_exact_over_all_codes_and_scales(format):
             assert decoded[code].tolist() == signed * (block // 16), code
 
 
+def nf4_boundaries():
+    """Midpoints of neighbouring nf4 values; those that float32 holds are ties for a scale of 1."""
+    values = FORMATS["nf4"].values
+    return [(low + high) / 2 for low, high in zip(values, values[1:], strict=False)]
+
+
+def brute_force(a, chunk=128):
+    """(blocks, 126) squared errors over all positive scales, in float64 by distance to every value."""
+    scales = torch.tensor([float(scale) for scale in reference.E4M3[1:]], dtype=torch.float64)
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)[:, None] * scales
+    parts = [(part[:, :, None, None] - grid).abs().amin(2).square().sum(1) for part in a.double().split(chunk)]
+    return torch.cat(parts)
+
+
+SEARCHED = {
+    "gaussian": lambda n, gen: torch.randn(n, 16, generator=gen) * 100,
+    "heavy": lambda n, gen: torch.randn(n, 16, generator=gen) ** 3 * 40,
+    "subnormal scales": lambda n, gen: (
+        torch.randn(n, 16, generator=gen) * torch.exp2(-torch.rand(n, 1, generator=gen) * 8)
+    ),
+    "sparse": lambda n, gen: torch.randn(n, 16, generator=gen) * (torch.rand(n, 16, generator=gen) < 0.2),
+    "integers": lambda n, gen: torch.randint(0, 9, (n, 16), generator=gen).float(),
+    "few subnormal": lambda n, gen: torch.randint(0, 9, (n, 16), generator=gen) * 2.0**-9,
+}
+
+
+@pytest.mark.parametrize("kind", SEARCHED)
+def test_pruned_search_finds_the_code_of_the_exhaustive_one(kind):
+    """Thousands of blocks against all 126 scales; of scales that err the same the smallest wins."""
+    a = SEARCHED[kind](12000, generator(11)).abs()
+    errors = brute_force(a)
+    found = best_e4m3(a.t().contiguous()).long() - 1
+    least = errors.amin(1)
+    smallest = (errors <= least[:, None] * (1 + 1e-12)).int().argmax(1)
+    assert torch.equal(found, smallest)
+
+
 def test_nf4_int4_int8_elements_are_nearest():
     """`max` scales are amax over the largest code, rounded once; elements nearest to the exact product, ties to even."""
     for format, block, precision, top in (("nf4", 64, 24, 1), ("int4", 32, 8, 7), ("int8", 12, 24, 127)):
@@ -193,6 +231,8 @@ def test_nf4_int4_int8_elements_are_nearest():
         w = torch.randn(12, block, generator=gen) * torch.exp2(torch.linspace(-30, 10, 12)).unsqueeze(1)
         w[3] = 0
         w[4] = torch.arange(block) / 2 * 2.0**-5  # ties of the integer formats
+        w[5, :12] = torch.tensor([1.0] + nf4_boundaries()[:11])
+        w[6, :5] = torch.tensor([1.0] + nf4_boundaries()[11:])
         packed = quantize(w, format, "max")
         codes = packed.codes.tolist() if format == "int8" else unpack_nibbles(packed.codes).tolist()
         first = {"nf4": 0, "int4": 0, "int8": -127}[format]
