@@ -10,8 +10,8 @@ from typing import Any
 
 RECIPES: dict[str, dict[str, Any]] = {
     "tiny": {
-        "batch_size": 16, "seq_length": 128, "learning_rate": 3e-3, "max_steps": 240, "checkpoint_every": 80,
-        "eval_every": 40,
+        "batch_size": 16, "seq_length": 128, "learning_rate": 3e-3, "max_steps": 300, "checkpoint_every": 100,
+        "eval_every": 50,
     },
     "small": {"batch_size": 8, "seq_length": 512, "learning_rate": 1e-3, "epochs": 1.0},
     "medium": {"batch_size": 8, "seq_length": 1024, "learning_rate": 6e-4, "epochs": 1.0},
