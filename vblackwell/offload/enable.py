@@ -27,8 +27,10 @@ from vblackwell.offload.worker import Worker
 from vblackwell.units import format_bytes
 
 PLACEMENTS = ("auto", "resident", "streamed")
-# On CUDA, level 0's capacity is the whole process: this share is left to activations and workspaces.
+# On CUDA, level 0's capacity is the whole process: this share is left to activations and workspaces...
 CUDA_ACTIVATION_SHARE = 0.5
+# ...and as every step renews the weights, more groups than are in use, loading and turning around bring nothing.
+CUDA_GROUPS = 4
 
 _names: weakref.WeakKeyDictionary[VGPUStack, set[str]] = weakref.WeakKeyDictionary()
 
@@ -160,7 +162,7 @@ def _choose_slices(groups: list[Group], sites: list[Site], free: int) -> dict[Gr
 
 
 def _weights_budget(groups: list[Group], free: int, device: torch.device, level_name: str) -> int:
-    """What loaded weights may take of ``free`` bytes: all but one gradient buffer, on CUDA at most half.
+    """What loaded weights may take of ``free`` bytes: all but one gradient buffer, on CUDA a few groups.
 
     Raises:
         InsufficientMemory: the largest group with its gradient does not fit.
@@ -178,7 +180,7 @@ def _weights_budget(groups: list[Group], free: int, device: torch.device, level_
         )
     budget = free - gradient
     if device.type == "cuda":
-        budget = max(weights, min(budget, int(free * (1 - CUDA_ACTIVATION_SHARE))))
+        budget = max(weights, min(budget, CUDA_GROUPS * weights, int(free * (1 - CUDA_ACTIVATION_SHARE))))
     return budget
 
 
