@@ -29,6 +29,14 @@ KINDS = [
 CAPACITY = 4 * MiB
 
 
+@pytest.fixture(autouse=True)
+def need_gpus(request: pytest.FixtureRequest) -> None:
+    """Marked tests are skipped, with the reason, where the GPUs are missing that they were asked to run on."""
+    for marker, count in (("gpu", 1), ("multi_gpu", 2)):
+        if request.node.get_closest_marker(marker) and torch.cuda.device_count() < count:
+            pytest.skip(f"needs {count} CUDA GPU(s), torch sees {torch.cuda.device_count()}")
+
+
 @pytest.fixture
 def disk_path() -> Iterator[str]:
     """A directory on a real disk: pytest's own may be on a tmpfs."""

@@ -86,6 +86,7 @@ def test_giving_up_a_slab_can_be_taken_back():
     for i, extent in enumerate(extents):
         assert torch.equal(level.view(extent), random_bytes(2 * MiB, seed=i))
     assert level.used_bytes == 4 * MiB and not level.can_allocate(1)
+    assert {extent.handle for extent in extents} == set(level._slabs) and level._slab_bytes == 4 * MiB
     level.close()
 
 

@@ -99,6 +99,22 @@ def test_exchange_of_places_with_a_disk_that_fails(stack: VGPUStack, calls: Call
     assert "k5" not in stack
 
 
+def test_exchange_of_places_with_a_device_that_gives_no_memory(stack: VGPUStack, monkeypatch: pytest.MonkeyPatch):
+    """Something else took the GPU's memory under the cap: the key is served in place, and its place is its own again."""
+    for i in (6, 7):
+        stack.register(f"k{i}", random_bytes(PAGE, seed=i), priority=7)
+
+    def refuse(extent: object) -> None:
+        raise InsufficientMemory("the device gave nothing", needed_bytes=PAGE, available_bytes=0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stack.levels[0], "materialise", refuse)
+        assert torch.equal(stack.access("k3"), random_bytes(PAGE, seed=3))
+        assert stack.level_of("k3") == 1
+    assert all(entry.stray is None for entry in stack._entries.values())
+    check(stack, range(8))
+
+
 def test_an_update_that_fails_leaves_the_old_bytes(stack: VGPUStack, calls: Calls):
     calls.write_error = errno.EIO
     with pytest.raises(DiskError):

@@ -62,6 +62,9 @@ class Transfer(ABC):
     def done(self) -> bool:
         """Whether the bytes have arrived (or the transfer failed)."""
 
+    def let_go(self) -> None:  # noqa: B027 (a transfer that keeps nothing has nothing to do)
+        """Stop keeping source and destination alive: the caller does, or has ordered their reuse behind this transfer."""
+
 
 class Level(ABC):
     """A place for bytes. Thread-safe: allocate, free, read and write may be called from any thread.

@@ -103,6 +103,9 @@ class FutureTransfer(Transfer):
         self._keep: Sequence[Any] = keep
         self.clock: Clock = FutureClock(self._futures)
 
+    def let_go(self) -> None:
+        self._keep = ()
+
     def _events(self) -> list[torch.cuda.Event]:
         wait_for_futures(self._futures)
         return [result for future in self._futures if isinstance(result := future.result(), torch.cuda.Event)]
@@ -154,6 +157,9 @@ class EventTransfer(Transfer):
             self.wait()
         else:
             stream.wait_event(self._end)
+
+    def let_go(self) -> None:
+        self._keep = ()
 
     def done(self) -> bool:
         return self._end.query()
