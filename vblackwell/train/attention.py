@@ -33,17 +33,24 @@ def chosen_backend(
     """
     query = torch.empty(1, num_heads, seq_length, head_dim, dtype=dtype, device=device, requires_grad=True)
     key = torch.empty(1, num_kv_heads, seq_length, head_dim, dtype=dtype, device=device, requires_grad=True)
-    choice = torch._fused_sdp_choice(  # pyright: ignore[reportPrivateImportUsage]
-        query, key, key, None, 0.0, True, enable_gqa=num_heads != num_kv_heads
-    )  # fmt: skip
+    try:
+        choice = torch._fused_sdp_choice(  # pyright: ignore[reportPrivateImportUsage]
+            query, key, key, None, 0.0, True, enable_gqa=num_heads != num_kv_heads
+        )
+    except RuntimeError as error:  # "No viable backend": some devices raise, others answer with a number of no backend
+        raise _refused(num_heads, head_dim, dtype, device) from error
     names = {
         SDPBackend.CUDNN_ATTENTION.value: "cudnn", SDPBackend.FLASH_ATTENTION.value: "flash",
         SDPBackend.EFFICIENT_ATTENTION.value: "efficient", SDPBackend.MATH.value: "math",
     }  # fmt: skip
     if choice not in names:
-        raise Unsupported(
-            f"--use-flash-attn: no fused attention takes {num_heads} heads of {head_dim} in {dtype} on {device}: "
-            "leave the flag out, "
-            "or add --mixed-precision"
-        )
+        raise _refused(num_heads, head_dim, dtype, device)
     return names[choice]
+
+
+def _refused(num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Unsupported:
+    return Unsupported(
+        f"--use-flash-attn: no fused attention takes {num_heads} heads of {head_dim} in {dtype} on {device}: leave "
+        "the flag out, or add "
+        "--mixed-precision"
+    )

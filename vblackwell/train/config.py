@@ -148,8 +148,8 @@ class TrainConfig:
     eval_every: int = 50
     """Steps between validation losses; 0 for one at the end only."""
 
-    eval_batches: int = 8
-    """Batches in one validation loss."""
+    eval_sequences: int = 128
+    """Held-out sequences in one validation loss, the same ones each time."""
 
     sample_prompt: str = "def "
     """What the sample at the end continues."""
@@ -220,7 +220,7 @@ class TrainConfig:
 _COUNTS = {
     "vocab_size": 257, "max_steps": 1, "batch_size": 1, "accumulation_steps": 1, "seq_length": 2, "warmup_steps": 0,
     "max_skipped_steps": 1,
-    "seed": 0, "checkpoint_every": 0, "keep_checkpoints": 1, "eval_every": 0, "eval_batches": 1, "sample_tokens": 0,
+    "seed": 0, "checkpoint_every": 0, "keep_checkpoints": 1, "eval_every": 0, "eval_sequences": 1, "sample_tokens": 0,
 }  # fmt: skip
 
 _RANGES: dict[str, tuple[float, float, str]] = {

@@ -10,8 +10,8 @@ from typing import Any
 
 RECIPES: dict[str, dict[str, Any]] = {
     "tiny": {
-        "batch_size": 16, "seq_length": 128, "learning_rate": 3e-3, "max_steps": 300, "checkpoint_every": 100,
-        "eval_every": 50,
+        "batch_size": 8, "seq_length": 128, "learning_rate": 3e-3, "beta2": 0.99, "max_steps": 600,
+        "checkpoint_every": 200, "eval_every": 100,
     },
     "small": {"batch_size": 8, "seq_length": 512, "learning_rate": 1e-3, "epochs": 1.0},
     "medium": {"batch_size": 8, "seq_length": 1024, "learning_rate": 6e-4, "epochs": 1.0},

@@ -107,6 +107,8 @@ def convert(field: str, value: Any) -> Any:
     if value is None or not isinstance(value, str):
         if wanted is bool and not isinstance(value, bool):
             raise ConfigurationError(f"{flag_of(field)} {value!r} is not true or false: write one of them")
+        if wanted is dict and value is not None and not isinstance(value, dict):
+            raise ConfigurationError(f"{flag_of(field)} {value!r} is not a mapping: write e.g. {{num_layers: 4}}")
         if wanted is str and value is not None:
             raise ConfigurationError(f"{flag_of(field)} {value!r} is not text: put it in quotes")
         return float(value) if wanted is float and isinstance(value, int) and not isinstance(value, bool) else value

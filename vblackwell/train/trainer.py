@@ -224,15 +224,18 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float | None:
-        """Mean loss over the first held-out batches; None if it was interrupted or is not finite. Draws no random numbers."""
-        parts, total, windows = self.parts, 0.0, 0
+        """Mean loss over the first held-out sequences; None if it was interrupted or is not finite. Draws no random numbers.
+
+        The sequences are the same whatever the batch size, or runs of different ones could not be compared.
+        """
+        parts, wanted, total, seen = self.parts, self.config.eval_sequences, 0.0, 0
         parts.model.eval()
-        for input_ids_BS, targets_BS in evaluation_batches(
-            parts.validation, self.config.batch_size, self.config.eval_batches
-        ):
+        batches = evaluation_batches(parts.validation, self.config.batch_size, -(-wanted // self.config.batch_size))
+        for input_ids_BS, targets_BS in batches:
             if self._stop.wanted:
                 return None
-            loss = parts.model(input_ids_BS.to(parts.device), targets_BS.to(parts.device))
-            total += float(loss) * len(input_ids_BS)
-            windows += len(input_ids_BS)
-        return finite_or_none(total / windows)
+            used = min(len(input_ids_BS), wanted - seen)
+            loss = parts.model(input_ids_BS[:used].to(parts.device), targets_BS[:used].to(parts.device))
+            total += float(loss) * used
+            seen += used
+        return finite_or_none(total / seen)

@@ -1,0 +1,315 @@
+"""The trainer's small parts: schedule, loss scaler, settings, metrics, refusals of machines, advice."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
+from vblackwell.hardware import DiskFacts, GPUFacts, MemoryFacts
+from vblackwell.nn.decoder_config import DecoderConfig
+from vblackwell.train import machine
+from vblackwell.train.attention import attention_backends, chosen_backend
+from vblackwell.train.config import TrainConfig, field_help
+from vblackwell.train.doctor import advice
+from vblackwell.train.metrics import MetricsLog, StepRecord, cut_after, read_metrics
+from vblackwell.train.precision import choose_precision
+from vblackwell.train.prepare import decide_steps
+from vblackwell.train.presets import PRESETS
+from vblackwell.train.recipes import RECIPES
+from vblackwell.train.report import make_report, report_lines
+from vblackwell.train.resume import FIXED, refuse_changes
+from vblackwell.train.scaler import LEAST, LossScaler
+from vblackwell.train.schedule import Schedule
+from vblackwell.train.signals import StopRequest
+from vblackwell.train.sources import resolve
+from vblackwell.train.state import TrainerState, capture_rng, restore_rng
+from vblackwell.units import GiB, MiB
+
+CPU = torch.device("cpu")
+
+
+# -- schedule and scaler ---------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 500), st.integers(0, 100), st.floats(1e-6, 1.0), st.floats(0.0, 1.0))
+def test_schedule_rises_to_the_peak_and_falls_to_the_floor(total, warmup, peak, ratio):
+    schedule = Schedule(peak, peak * ratio, min(warmup, total - 1), total)
+    rates = [schedule.learning_rate(step) for step in range(total)]
+    top = schedule.warmup_steps
+    assert all(0 < rate <= peak * (1 + 1e-12) for rate in rates if ratio > 0)
+    slack = peak * 1e-12  # floor + (peak - floor) rounds
+    assert all(later >= sooner - slack for sooner, later in zip(rates[:top], rates[1 : top + 1], strict=True))
+    assert all(later <= sooner + slack for sooner, later in zip(rates[top:], rates[top + 1 :], strict=False))
+    assert math.isclose(rates[top], peak, rel_tol=1e-12)
+    if total - 1 > top:
+        assert math.isclose(rates[-1], peak * ratio, rel_tol=1e-9, abs_tol=1e-15)
+
+
+@given(st.lists(st.booleans(), max_size=200))
+def test_scaler_halves_on_overflow_and_stays_a_power_of_two(history):
+    scaler = LossScaler(initial=2.0**8, growth_interval=3)
+    for overflowed in history:
+        before = scaler.scale
+        scaler.update(overflowed=overflowed)
+        assert math.frexp(scaler.scale)[0] == 0.5 and scaler.scale >= LEAST
+        assert scaler.scale == max(LEAST, before / 2) if overflowed else scaler.scale in (before, before * 2)
+    other = LossScaler()
+    other.load_state_dict(json.loads(json.dumps(scaler.state_dict())))
+    for overflowed in (False, False, True, False):
+        scaler.update(overflowed=overflowed)
+        other.update(overflowed=overflowed)
+        assert other.scale == scaler.scale
+
+
+def test_scaler_grows_after_its_interval():
+    scaler = LossScaler(initial=4.0, growth_interval=2)
+    scales = []
+    for _ in range(4):
+        scaler.update(overflowed=False)
+        scales.append(scaler.scale)
+    assert scales == [4.0, 8.0, 8.0, 16.0]
+    assert not scaler.exhausted and LossScaler(initial=LEAST).exhausted
+
+
+# -- settings --------------------------------------------------------------------------------------------------------------
+
+
+def test_every_setting_has_a_help_text():
+    assert set(field_help()) == set(TrainConfig.__dataclass_fields__)
+    assert all(text.endswith(".") or text.endswith("'.") for text in field_help().values())
+
+
+def test_recipes_are_valid_and_name_the_presets():
+    assert list(RECIPES) == list(PRESETS)
+    for name in RECIPES:
+        config = resolve({"config": name})
+        assert config.preset == name and config.name == name
+        assert config.seq_length <= PRESETS[name].max_position
+
+
+def test_flags_beat_the_file_beat_the_resumed_run_beat_the_recipe(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("preset: small\nmax-steps: 7\nbatch_size: 3\nbeta1: 1e-1\n")
+    config = resolve({"config": str(file), "batch_size": "5"})
+    assert (config.preset, config.max_steps, config.epochs) == ("small", 7, None)  # the recipe's epochs gave way
+    assert (config.batch_size, config.learning_rate, config.beta1) == (5, 1e-3, 0.1)
+    (tmp_path / "settings.json").write_text(json.dumps(config.to_dict()))
+    resumed = resolve({"out": str(tmp_path), "resume": True, "epochs": "2", "fast_memory": "1MiB"})
+    assert (resumed.preset, resumed.batch_size, resumed.max_steps, resumed.epochs) == ("small", 5, None, 2.0)
+    assert resumed.fast_memory == MiB
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("- a\n", "list"), ("a: [\n", "not YAML"), ("node: 2\n", "'node'"), ("resume: 3\n", "true or false"),
+        ("out: 3\n", "not text"), ("batch_size: 1.5\n", "whole number"), ("learning_rate: .nan\n", "finite"),
+        ("precision: fp8\n", "fp8"), ("architecture: 3\n", "mapping"),
+    ],
+)  # fmt: skip
+def test_yaml_is_checked_like_flags(tmp_path, text, said):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigurationError, match=said):
+        resolve({"config": str(file)})
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"mixed_precision": True, "precision": "fp32"}, "contradicts"), ({"beta2": 1.0}, "--beta2"),
+        ({"min_learning_rate_ratio": 2.0}, "--min-learning-rate-ratio"), ({"max_grad_norm": float("inf")}, "finite"),
+        ({"model": "x", "architecture": {"num_layers": 1}}, "--model"), ({"seed": True}, "--seed"),
+        ({"epochs": 0.0}, "--epochs"), ({"host_memory": "-3"}, "--host-memory"), ({"device": "tpu"}, "tpu"),
+    ],
+)  # fmt: skip
+def test_values_out_of_range(values, said):
+    with pytest.raises(ConfigurationError, match=said):
+        TrainConfig(**values)
+
+
+def test_epochs_become_steps():
+    config = decide_steps(TrainConfig(epochs=1.5, batch_size=4, accumulation_steps=2), windows_per_epoch=100)
+    assert (config.max_steps, config.warmup_steps, config.epochs) == (19, 0, None)  # 150 windows of 8 a step
+    assert decide_steps(TrainConfig(max_steps=400), 100).warmup_steps == 20
+    assert decide_steps(TrainConfig(), 100).max_steps == 13  # one epoch
+
+
+def test_a_resumed_run_computes_as_it_began():
+    stored = TrainConfig(learning_rate=0.1).to_dict()
+    refuse_changes(TrainConfig(learning_rate=0.1, fast_memory="1GiB", max_steps=9, profile=True), stored)
+    with pytest.raises(ConfigurationError, match="--learning-rate is 0.2, the run was started with 0.1"):
+        refuse_changes(TrainConfig(learning_rate=0.2), stored)
+    assert set(FIXED) <= set(TrainConfig.__dataclass_fields__)
+
+
+# -- state, metrics, report ------------------------------------------------------------------------------------------------
+
+
+def test_generators_continue_where_they_were():
+    import random
+
+    state = TrainerState(step=3, data_position=9, rng=json.loads(json.dumps(capture_rng(CPU))))
+    expected = torch.rand(3), random.random()
+    again = TrainerState.from_json(json.loads(json.dumps(vars(state))))
+    restore_rng(again.rng, CPU)
+    assert torch.equal(torch.rand(3), expected[0]) and random.random() == expected[1]
+    with pytest.raises(CorruptData, match="data_position"):
+        TrainerState.from_json({"step": 3})
+
+
+def record(step, **extra):
+    values = {"loss": 1.0, "lr": 0.1, "grad_norm": 2.0, "tokens_per_second": 10.0, "stall_seconds": 0.0}
+    return StepRecord(step=step, level_bytes={"arena": 5}, link_bytes={"arena>cpu": 7}, **(values | extra))
+
+
+def test_metrics_are_cut_at_the_checkpoint(tmp_path):
+    log = MetricsLog(tmp_path, 0, tensorboard=False)
+    for step in range(1, 6):
+        log.write(record(step, **({"val_loss": 3.0} if step == 2 else {}), **({"loss": None} if step == 4 else {})))
+    log.close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 6, "lo')  # killed in the middle of a line
+    lines = read_metrics(path)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5] and lines[3]["loss"] is None
+    assert [("val_loss" in line) for line in lines] == [False, True, False, False, False]
+    log = MetricsLog(tmp_path, 3, tensorboard=False)
+    log.write(record(4))
+    log.close()
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4]
+    cut_after(tmp_path / "gone.jsonl", 3)
+
+
+def test_report_says_what_was_counted():
+    level = {"evictions": 0, "promotions": 0, "demotions": 0, "used_bytes": 0}
+    stats = {
+        "levels": [
+            {"device": "arena", "capacity_bytes": 4 * MiB, "peak_bytes": 3 * MiB, "hits": 3, "misses": 1, **level},
+            {"device": "cpu", "capacity_bytes": GiB, "peak_bytes": 9 * MiB, "hits": 0, "misses": 0, **level},
+        ],
+        "links": [
+            {"source": "arena", "destination": "ssd", "bytes": 5 * MiB, "seconds": 2.0},
+            {"source": "cpu", "destination": "arena", "bytes": MiB, "seconds": 0.5},
+        ],
+        "stall_seconds": 1.0,
+    }
+    summary = {"placement": "streamed", "groups": 5, "bytes_by_level": {}}
+    report = make_report(stats, summary, run={"seconds": 4.0}, gpu_peak_bytes=None, process_peak_bytes=GiB)
+    assert report["ssd_written_bytes"] == 5 * MiB and report["stalled_share"] == 0.25
+    assert [entry["hit_rate"] for entry in report["levels"]] == [0.75, None]
+    text = "\n".join(report_lines(report))
+    for part in (
+        "75.0%",
+        "3.00 MiB",
+        "arena > ssd",
+        "25.0% of the run",
+        "5 layer groups",
+        "written to the SSD: 5.00 MiB",
+    ):
+        assert part in text
+    report["gpu_peak_bytes"] = {"allocated": GiB, "reserved": 2 * GiB}
+    assert "1.00 GiB allocated, 2.00 GiB reserved" in "\n".join(report_lines(report))
+
+
+# -- machines --------------------------------------------------------------------------------------------------------------
+
+
+def gpu(index=0):
+    return GPUFacts(index, f"GPU number {index}", 8 * GiB, 7 * GiB, (8, 6), "0000:01:00.0", "470.0", (11, 4), None)
+
+
+def test_a_gpu_that_torch_cannot_use_stops_the_run(monkeypatch):
+    monkeypatch.setattr(machine, "list_gpus", lambda: [gpu()])
+    monkeypatch.setattr(
+        machine, "why_no_cuda", lambda gpus: f"found {gpus[0].name} with driver 470.0: update the driver"
+    )
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(Unsupported, match="update the driver; or train on the CPU with --device cpu"):
+        machine.choose_device("auto", print)
+    assert machine.choose_device("cpu", print) == CPU
+    said = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert machine.choose_device("auto", said.append) == CPU and "hidden" in said[0]
+    monkeypatch.setattr(machine, "list_gpus", lambda: [])
+    assert machine.choose_device("auto", print) == CPU
+    monkeypatch.setattr(machine, "why_no_cuda", lambda gpus: "no NVIDIA GPU was found")
+    with pytest.raises(Unsupported, match="no NVIDIA GPU"):
+        machine.choose_device("cuda", print)
+
+
+def test_unused_gpus_are_named(monkeypatch):
+    monkeypatch.setattr(machine, "list_gpus", lambda: [gpu(0), gpu(1)])
+    monkeypatch.setattr(machine, "why_no_cuda", lambda gpus: None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU number {index}")
+    said = []
+    assert machine.choose_device("auto", said.append) == torch.device("cuda", 0)
+    assert said == ["GPU 1 (GPU number 1) is not used: this version trains on one GPU"]
+
+
+def test_launchers_are_refused():
+    machine.refuse_distributed({})
+    machine.refuse_distributed({"WORLD_SIZE": "1"})
+    with pytest.raises(Unsupported, match="WORLD_SIZE is 4"):
+        machine.refuse_distributed({"WORLD_SIZE": "4"})
+
+
+def test_precision_by_device(monkeypatch):
+    assert choose_precision("auto", False, CPU).compute_dtype is None
+    assert choose_precision("auto", True, CPU).compute_dtype is torch.bfloat16
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    turing = choose_precision("auto", True, cuda)
+    assert turing.compute_dtype is torch.float16 and turing.needs_scaler and turing.name == "float16"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert choose_precision("auto", True, cuda).compute_dtype is torch.bfloat16
+    assert choose_precision("fp16", False, cuda).needs_scaler
+
+
+def test_the_attention_that_runs_is_known():
+    shape = DecoderConfig(vocab_size=8, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2)
+    with attention_backends(use_flash_attn=True, deterministic=False):
+        assert chosen_backend(shape.num_heads, shape.kv_heads, shape.head_size, 16, torch.float32, CPU) == "flash"
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), pytest.raises(Unsupported, match="--use-flash-attn: no fused"):
+        chosen_backend(shape.num_heads, shape.kv_heads, shape.head_size, 16, torch.float32, CPU)
+
+
+def test_advice_names_what_is_missing(tmp_path):
+    memory = MemoryFacts(2 * GiB, GiB, "/sys/fs/cgroup/box")
+    said = advice(memory, DiskFacts(tmp_path, MiB, "tmpfs"), [], "no NVIDIA GPU was found", wsl=True)
+    text = "\n".join(said)
+    for part in (
+        "no NVIDIA GPU",
+        "/sys/fs/cgroup/box",
+        "is tmpfs",
+        "checkpoints need 12 bytes",
+        ".wslconfig",
+        "pinned memory",
+    ):
+        assert part in text
+    plenty = MemoryFacts(64 * GiB, 60 * GiB, "machine")
+    assert advice(plenty, DiskFacts(tmp_path, 100 * GiB, "ext4"), [], "x", wsl=False) == [
+        "GPU: x. Training runs on the CPU."
+    ]
+    assert "slow" in "\n".join(advice(plenty, DiskFacts(tmp_path, 100 * GiB, "9p"), [gpu()], "x", wsl=False))
+
+
+def test_signals_are_noted_and_handlers_put_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest() as stop:
+        assert not stop.wanted
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.wanted and stop.exit_code == 143
+        os.kill(os.getpid(), signal.SIGINT)  # the first reason stays
+        assert stop.exit_code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
