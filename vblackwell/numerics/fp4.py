@@ -4,7 +4,9 @@ Two ways to choose scales. ``'max'`` is the published rule: the block's largest 
 (default) takes the scale of least squared error, 1 to 2 dB better, and for nvfp4 a power of two as tensor scale, which
 makes ``(code * s) * ts`` exact even in bf16.
 
-Work goes in tiles, because a layer may be quantised on a GPU that has little room beside it. The element rounding is
+Work goes in tiles, because a layer may be quantised on a GPU that has little room beside it: all that is allocated, the
+result included, stays under 0.35 of the tensor (on the CPU under that or 4 MiB beside the result, whichever is more).
+The element rounding is
 always exact (``rounding.py``); ``search.py`` finds the scales.
 """
 
@@ -25,9 +27,10 @@ from vblackwell.numerics.rounding import decode_scales, max_scale, round_element
 from vblackwell.numerics.search import best_e4m3, best_e8m0, best_fraction
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
-_EXTRA_MEMORY = 0.33  # of the tensor's size: packed tensors and temporaries
+_CPU_TILE_ELEMENTS = 1 << 16  # temporaries of 3.5 MiB: half in the cache, and few enough calls
+_GPU_TILE_ELEMENTS = (1 << 12, 1 << 24)
 _TILE_BYTES_PER_ELEMENT = 56  # temporaries of the search and the fp64 rounding together
-_TILE_ELEMENTS = (1 << 12, 1 << 20)
+_EXTRA_MEMORY = 0.33  # of the tensor's size: packed tensors and temporaries
 _MSE_HEADROOM = 4 * E4M3_MAX  # the best scale of the largest block may be up to amax / 4
 
 
@@ -89,6 +92,7 @@ def quantize(
     *,
     tensor_scale: Tensor | None = None,
     block_size: int | None = None,
+    workspace_bytes: int | None = None,
     name: str = "tensor",
 ) -> PackedTensor:
     """Packs ``tensor`` (any shape; blocks run along the last dimension).
@@ -97,6 +101,7 @@ def quantize(
         tensor: float32, bfloat16 or float16; finite; not empty.
         format, scale_search, block_size: as for ``FP4Codec``.
         tensor_scale: nvfp4's, 0-dimensional fp32, e.g. from ``joint_tensor_scale``; default: the tensor's own.
+        workspace_bytes: GPU memory for temporaries; more is faster. Default: what keeps the whole under 0.35 of the tensor.
         name: how errors call the tensor.
 
     Raises:
@@ -111,7 +116,7 @@ def quantize(
         _amax(w, form, name)
         tensor_scale = _checked_tensor_scale(tensor_scale, form, scale_search).to(w.device)
     n, k = math.prod(w.shape[:-1]), w.shape[-1] if w.ndim else 1
-    codes, block_scales = _encode(w.reshape(n, k), form, scale_search, tensor_scale)
+    codes, block_scales = _encode(w.reshape(n, k), form, scale_search, tensor_scale, workspace_bytes)
     return PackedTensor(form, tuple(w.shape), w.dtype, codes, block_scales, tensor_scale)
 
 
@@ -179,14 +184,24 @@ def _checked_tensor_scale(tensor_scale: Tensor, form: Format, scale_search: str)
     return tensor_scale.detach().reshape(())
 
 
-def _encode(w_NK: Tensor, form: Format, scale_search: str, tensor_scale: Tensor) -> tuple[Tensor, Tensor]:
+def _tile_elements(w_NK: Tensor, packed_bytes: int, workspace_bytes: int | None) -> int:
+    """Elements to encode at a time."""
+    if w_NK.device.type == "cpu":
+        return _CPU_TILE_ELEMENTS
+    if workspace_bytes is None:
+        workspace_bytes = int(_EXTRA_MEMORY * w_NK.nbytes) - packed_bytes
+    low, high = _GPU_TILE_ELEMENTS
+    return min(high, max(low, workspace_bytes // _TILE_BYTES_PER_ELEMENT))
+
+
+def _encode(
+    w_NK: Tensor, form: Format, scale_search: str, tensor_scale: Tensor, workspace_bytes: int | None
+) -> tuple[Tensor, Tensor]:
     (n, k), device = w_NK.shape, w_NK.device
     per_code, block, padded = 8 // form.bits, form.block_of(k), form.padded(k)
     codes = torch.empty(form.codes_shape(n, k), dtype=form.codes_dtype, device=device)
     block_scales = torch.empty(form.scales_shape(n, k), dtype=form.scale_dtype, device=device)
-    low, high = _TILE_ELEMENTS
-    spare = int(_EXTRA_MEMORY * w_NK.nbytes) - codes.nbytes - block_scales.nbytes
-    budget = min(high, max(low, spare // _TILE_BYTES_PER_ELEMENT))
+    budget = _tile_elements(w_NK, codes.nbytes + block_scales.nbytes, workspace_bytes)
     exponent = math.frexp(float(tensor_scale))[1] - 1 if form.name == "nvfp4" else 0
     for rows, columns in tiles(n, padded, block, budget):
         tile = w_NK[rows, columns.start : min(columns.stop, k)]

@@ -36,6 +36,7 @@ from vblackwell.units import format_bytes
 _FUSED = (re.compile(r"^(.*\.)?(q|k|v)_proj$"), re.compile(r"^(.*\.)?(gate|up)_proj$"), re.compile(r"^(.*\.)?w[13]$"))
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".safetensors.index.json", ".bin.index.json")
 _COPY_BYTES = 16 << 20
+_WORKSPACE_BYTES = 512 << 20  # nothing else is on the device
 
 
 @dataclass(frozen=True)
@@ -277,6 +278,7 @@ class _Packer:
             self._search,
             tensor_scale=self._scales.get(linear),
             block_size=self._form.block_size,
+            workspace_bytes=_WORKSPACE_BYTES,
             name=f"{linear}.weight",
         )
         self._record(linear, weight, packed)
