@@ -100,6 +100,23 @@ def test_close_to_plain_pytorch():
     assert max(abs(a - b) / b for a, b in zip(ours, theirs, strict=True)) < 2e-5
 
 
+def test_a_forward_holds_no_weights():
+    """With checkpointing, what is left between forward and backward is boundary activations and the loaded groups."""
+    torch.manual_seed(0)
+    initial = Decoder(CONFIG)
+    initial.gradient_checkpointing = True
+    tokens = torch.randint(4096, (1, 65)).cuda()
+    with gpu_stack(512) as stack:
+        before = torch.cuda.memory_allocated()
+        model = enable_vgpu_stack_optimization(initial, stack, placement="streamed")
+        for _ in range(2):
+            loss = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+            held = torch.cuda.memory_allocated() - before
+            loaded = offload_of(model).weights.loaded_bytes
+            assert held < loaded + (24 << 20)  # 8 boundaries of 128 KiB, logits of 1 MiB, cuBLAS's workspace
+            loss.backward()
+
+
 def test_memory_is_given_back():
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

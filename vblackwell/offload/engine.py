@@ -347,6 +347,7 @@ class Offload:
         """Wait until every update that was promised is in the home bytes; undo those that were not."""
         self.step_control.rollback()
         self.worker.drain()
+        self.gradients.sweep()
 
     def summary(self) -> dict[str, Any]:
         """Where the model's bytes are, for reports: kinds by level, groups, and level 0's budget for weights."""

@@ -24,6 +24,9 @@ from vblackwell.offload.home import Homes
 from vblackwell.offload.worker import Worker
 from vblackwell.units import format_bytes
 
+# Buffers on their way home beside the one that fills: more would only wait for the link on level 0 instead of at home.
+MOST_DEPARTURES = 2
+
 
 @dataclass(eq=False)
 class Leaving:
@@ -36,11 +39,24 @@ class Leaving:
 
 
 @dataclass(eq=False)
+class Departure:
+    """Bytes of level 0 that are free again when ``end`` is over: a copy, or a task of the worker that reads them in place."""
+
+    reservation: Reservation
+    end: Transfer | Future[None]
+
+    def over(self) -> bool:
+        return self.end.done()
+
+    def wait(self) -> None:
+        self.end.wait() if isinstance(self.end, Transfer) else self.end.result()
+
+
+@dataclass(eq=False)
 class GroupGradient:
-    """A group's gradient at home. ``slots`` and ``pending`` belong to the thread that runs the model, the rest to the worker."""
+    """A group's gradient at home. ``slots`` belongs to the thread that runs the model, the rest to the worker."""
 
     slots: dict[Slot, None] = field(default_factory=dict)
-    pending: Future[None] | None = None
     landed: dict[Slot, None] = field(default_factory=dict)
     kind: str = "gradient"
     norms: dict[Slot, torch.Tensor] = field(default_factory=dict)
@@ -81,7 +97,7 @@ class GradientCollector:
         self._drop_weights = drop_weights
         self._arrived = arrived
         self._filling: dict[int, Leaving] = {}
-        self._under_way: deque[Future[None]] = deque()
+        self._departures: deque[Departure] = deque()
         self._state = [GroupGradient() for _ in groups]
 
     # -- in backward -------------------------------------------------------------------------------------------------
@@ -114,6 +130,8 @@ class GradientCollector:
             self._leave(leaving)
 
     def _open(self, group: Group) -> Leaving:
+        while len(self._departures) >= MOST_DEPARTURES:
+            self.make_room()
         with torch.inference_mode(False):
             while True:
                 try:
@@ -137,22 +155,25 @@ class GradientCollector:
         del self._filling[group.index]
         state = self._state[group.index]
         self._homes.reserve([(group, "gradient")])
+        slots, reservation = leaving.slots, leaving.reservation
         if not state.slots:
             transfer = self._stack.write(self._homes.range(group, "gradient"), leaving.buffer)
-            task = self._worker.submit(self._land, leaving, transfer)
+            self._worker.submit(self._land, group, slots, transfer)
+            self._departures.append(Departure(reservation, transfer))
         else:
             if not _is_fp32(group):
                 self._homes.reserve([(group, "accumulated")])
             if leaving.buffer.device.type == "cpu":  # the arena: the worker reads it where it is
                 self._stack.count_link(0, self._homes.range(group, "gradient").level, leaving.buffer.nbytes)
-                task = self._worker.submit(self._add, leaving, leaving.reservation, None)
+                task = self._worker.submit(self._add, group, slots, reservation, None)
+                self._departures.append(Departure(reservation, task))
             else:
                 incoming = self._reserve_incoming(group.num_bytes)
                 transfer = self._stack.write(incoming, leaving.buffer)
-                task = self._worker.submit(self._add, leaving, incoming, transfer)
-        state.slots.update(dict.fromkeys(leaving.slots))
-        state.pending = task
-        self._under_way.append(task)
+                self._worker.submit(self._add, group, slots, incoming, transfer)
+                self._departures.append(Departure(reservation, transfer))
+        leaving.buffer = torch.empty(0)
+        state.slots.update(dict.fromkeys(slots))
         self._arrived(group)
 
     def begin_slices(self, slot: Slot) -> SliceLanding:
@@ -173,42 +194,47 @@ class GradientCollector:
                     raise
 
     def make_room(self) -> bool:
-        """Wait for the oldest gradient under way, so that its buffer is free; False if none is."""
-        while self._under_way:
-            task = self._under_way.popleft()
-            if not task.done():
-                task.result()
-                return True
-        return False
+        """Wait until the oldest departing bytes are free; False if none are departing."""
+        if not self._departures:
+            return False
+        oldest = self._departures.popleft()
+        oldest.wait()
+        self._homes.give(oldest.reservation)
+        return True
+
+    def sweep(self) -> None:
+        """Free what has departed, without waiting."""
+        while self._departures and self._departures[0].over():
+            self.make_room()
 
     # -- at home (worker thread) ----------------------------------------------------------------------------------
 
-    def _land(self, leaving: Leaving, transfer: Transfer) -> None:
-        self._free(leaving, transfer)
-        state = self._state[leaving.group.index]
-        state.landed = dict.fromkeys(leaving.slots)
+    def _land(self, group: Group, slots: list[Slot], transfer: Transfer) -> None:
+        transfer.wait()
+        state = self._state[group.index]
+        state.landed = dict.fromkeys(slots)
         state.kind = "gradient"
         state.norms.clear()
 
-    def _add(self, leaving: Leaving, incoming: Reservation, transfer: Transfer | None) -> None:
-        """Add what lies in ``incoming`` (arrived by ``transfer``, or still the leaving buffer itself) to the sum at home."""
+    def _add(self, group: Group, slots: list[Slot], incoming: Reservation, transfer: Transfer | None) -> None:
+        """Add what lies in ``incoming`` (arrived by ``transfer``, or still on level 0) to the sum at home."""
         if transfer is not None:
-            self._free(leaving, transfer)
-        group = leaving.group
+            transfer.wait()
         state = self._state[group.index]
         self._widen(group)
         fresh = incoming.view()
         assert fresh is not None
         summed = self._homes.open(group, state.kind)
-        for slot in leaving.slots:
+        for slot in slots:
             target = slot.flat_fp32(summed) if state.kind == "accumulated" else slot.flat(summed)
             if slot in state.landed:
                 target.add_(slot.flat(fresh))
             else:
                 target.copy_(slot.flat(fresh))
         self._homes.close_range(group, state.kind, summed, store=True)
-        self._homes.give(incoming)
-        state.landed.update(dict.fromkeys(leaving.slots))
+        if transfer is not None:
+            self._homes.give(incoming)
+        state.landed.update(dict.fromkeys(slots))
         state.norms.clear()
 
     def land_slice(
@@ -229,14 +255,14 @@ class GradientCollector:
         target = (slot.view_fp32(home) if kind == "accumulated" else slot.view(home))[start : start + num_rows]
         target.add_(rows) if adding else target.copy_(rows)
         self._homes.close_range(group, kind, home, store=True)
-        self._homes.give(source)
+        if transfer is not None:
+            self._homes.give(source)
 
     def finish_slices(self, slot: Slot, adding: bool) -> None:
         """The last slice is under way."""
         state = self._state[slot.group.index]
         state.slots[slot] = None
-        state.pending = self._worker.submit(self._note_landed, slot, adding)
-        self._under_way.append(state.pending)
+        self._worker.submit(self._note_landed, slot, adding)
         self._arrived(slot.group)
 
     def _note_landed(self, slot: Slot, adding: bool) -> None:
@@ -256,6 +282,8 @@ class GradientCollector:
         pool: ThreadPoolExecutor,
     ) -> None:
         """Take ``rows`` into the level-0 ``reservation`` and send them home."""
+        while len(self._departures) >= MOST_DEPARTURES:
+            self.make_room()
         buffer = reservation.view()
         assert buffer is not None
         with torch.no_grad():
@@ -263,23 +291,14 @@ class GradientCollector:
         self._stack.count_link(0, self._homes.range(slot.group, "gradient").level, rows.nbytes)
         if buffer.device.type == "cpu":
             task = self._worker.submit(self.land_slice, slot, start, len(rows), adding, reservation, None)
+            self._departures.append(Departure(reservation, task))
         else:
             incoming = self._reserve_incoming(buffer.nbytes)
             landing = incoming.view()
             assert landing is not None
             transfer = start_copy(landing, buffer, pool)
-            self._worker.submit(self._free_reservation, reservation, transfer)
-            task = self._worker.submit(self.land_slice, slot, start, len(rows), adding, incoming, transfer)
-        self._under_way.append(task)
-
-    def _free_reservation(self, reservation: Reservation, transfer: Transfer) -> None:
-        transfer.wait()
-        self._homes.give(reservation)
-
-    def _free(self, leaving: Leaving, transfer: Transfer) -> None:
-        transfer.wait()
-        leaving.buffer = torch.empty(0)
-        self._homes.give(leaving.reservation)
+            self._worker.submit(self.land_slice, slot, start, len(rows), adding, incoming, transfer)
+            self._departures.append(Departure(reservation, transfer))
 
     def _widen(self, group: Group) -> None:
         """Move a narrow gradient to the fp32 range, where sums are kept."""

@@ -69,6 +69,7 @@ class StepControl:
 
     def begin_forward(self) -> None:
         """A forward of the whole model starts: a step that was anticipated has not come."""
+        self._engine.gradients.sweep()
         self.rollback()
         if torch.is_grad_enabled():
             self._forwards += 1

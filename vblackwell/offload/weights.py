@@ -128,6 +128,9 @@ class WeightStreamer:
             return
         loaded.arrived = True
         self.wait_for(loaded.transfer)
+        # It is remembered until the home bytes change (`last_load`); the buffer's memory must not live as long. Its next
+        # use is ordered behind the copy, because the stream that frees it has just waited.
+        loaded.transfer.let_go()
 
     def wait_for(self, transfer: Transfer) -> None:
         """Let what computes next on level 0 see the transfer's bytes; what that costs is counted as stall."""
