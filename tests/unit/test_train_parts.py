@@ -313,3 +313,35 @@ def test_signals_are_noted_and_handlers_put_back():
         os.kill(os.getpid(), signal.SIGINT)  # the first reason stays
         assert stop.exit_code == 143
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_both_kinds_of_progress_show_the_numbers(monkeypatch, capsys):
+    from vblackwell.train.progress import PlainProgress, RichProgress
+
+    monkeypatch.setenv("COLUMNS", "100")
+    for progress in (PlainProgress(), RichProgress()):
+        progress.phase("counting", None)
+        progress.say("hello [not markup]")
+        progress.start(0, 3)
+        for step in (1, 2, 3):
+            progress.step(record(step, seconds=2.0, skipped=step == 2, **({"val_loss": 4.5} if step == 1 else {})))
+        progress.close()
+        progress.close()
+        said = capsys.readouterr().out
+        for part in (
+            "counting",
+            "hello [not markup]",
+            "loss 1.0000",
+            "val 4.5",
+            "10 tokens/s",
+            "arena 5 B",
+            "SKIPPED",
+            "left",
+        ):
+            assert part in said, (type(progress), part)
+
+
+def test_a_sample_cannot_steer_the_terminal():
+    from vblackwell.train.run import printable
+
+    assert printable("a\x1b[2Jb\r\n\tc\x07é") == "a\ufffd[2Jb\ufffd\n\tc\ufffdé"

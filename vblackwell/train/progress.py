@@ -85,39 +85,42 @@ class PlainProgress(Progress):
 
 
 class RichProgress(Progress):
-    """A bar with the newest numbers, redrawn in place."""
+    """A bar, and under it the newest numbers, redrawn in place."""
 
     def __init__(self) -> None:
         super().__init__()
+        from rich.live import Live
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as Bar
 
-        self._bar: Any = Bar(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20), TextColumn("{task.fields[numbers]}")
-        )
+        self._bar: Any = Bar(TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[left]}"))
+        self._live: Any = Live(self._bar, refresh_per_second=4)
         self._task: Any = None
         self._total_steps = 0
         self._val_loss: float | None = None
 
     def say(self, text: str) -> None:
-        self._bar.console.print(text, markup=False, highlight=False)
+        self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def start(self, first_step: int, total_steps: int) -> None:
         self._total_steps = total_steps
-        self._task = self._bar.add_task("train", total=total_steps, completed=first_step, numbers="")
-        self._bar.start()
+        self._task = self._bar.add_task("train", total=total_steps, completed=first_step, left="")
+        self._live.start()
 
     def step(self, record: StepRecord) -> None:
+        from rich.console import Group
+        from rich.text import Text
+
         left = self._seconds_left(record, self._total_steps)
         if record.val_loss is not None:
             self._val_loss = record.val_loss
-        numbers = describe(record, self._val_loss)
-        self._bar.update(self._task, completed=record.step, numbers=f"{numbers}  left {format_seconds(left)}")
+        self._bar.update(self._task, completed=record.step, left=f"{format_seconds(left)} left")
+        self._live.update(Group(self._bar, Text(describe(record, self._val_loss))))
         if record.skipped:
             self.say(f"step {record.step}: {describe(record)}")
 
     def close(self) -> None:
-        self._bar.stop()
+        self._live.stop()
 
 
 def describe(record: StepRecord, val_loss: float | None = None) -> str:

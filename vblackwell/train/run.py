@@ -88,6 +88,11 @@ def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: 
     return _Run(prepared, folder, progress, stop, cleanup).to_the_end()
 
 
+def printable(text: str) -> str:
+    """``text`` without the control characters that a model may write and a terminal would obey."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
+
+
 class _Run:
     """A prepared run in its folder."""
 
@@ -152,15 +157,16 @@ class _Run:
 
     def _sample(self) -> None:
         config, prepared = self.prepared.config, self.prepared
-        if config.sample_tokens:
-            text = generate(
-                prepared.parts.model,
-                prepared.corpus.tokenizer,
-                config.sample_prompt,
-                config.sample_tokens,
-                seed=config.seed,
+        tokenizer, limit = prepared.corpus.tokenizer, prepared.model_config["max_position_embeddings"]
+        room = limit - max(1, len(tokenizer.encode(config.sample_prompt).ids))
+        count = min(config.sample_tokens, room)
+        if count < config.sample_tokens:
+            self.progress.say(
+                f"sample: {config.sample_tokens} tokens are asked for, the model has room for {max(count, 0)}"
             )
-            self.progress.say(f"sample:\n{config.sample_prompt}{text}")
+        if count > 0:
+            text = generate(prepared.parts.model, tokenizer, config.sample_prompt, count, seed=config.seed)
+            self.progress.say(f"sample:\n{printable(config.sample_prompt + text)}")
 
     def _report(self, seconds: float, steps: int) -> None:
         config, parts = self.prepared.config, self.prepared.parts
