@@ -16,6 +16,7 @@ import json
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -341,7 +342,7 @@ def mlp() -> nn.Sequential:
 
 def workload_mlp(path: str, rounds: int) -> list[Result]:
     """512-1024-1024-512, all of it fits: 100 forwards, and 100 training steps, with the stack and without."""
-    x = torch.randn(256, 512, device=DEVICE)
+    x = torch.randn(256 if CUDA else 32, 512, device=DEVICE)
     with make_stack(path, GiB, GiB) as stack:
         plain, ours = mlp(), enable_vgpu_stack_optimization(mlp(), stack, name="mlp")
 
@@ -424,14 +425,24 @@ def main() -> None:
     parser.add_argument("--disk-path", default=None, help="directory on the disk to measure")
     parser.add_argument("--quick", action="store_true", help="fewer rounds and a smaller disk range; not for quoting")
     args = parser.parse_args()
-    rounds, disk_bytes = (3, 128 * MiB) if args.quick else (9, GiB)
+    rounds, disk_bytes = (3, 128 * MiB) if args.quick else (9 if CUDA else 5, GiB)
     with tempfile.TemporaryDirectory(dir=args.disk_path or default_disk_path()) as path:
-        results = bench_latency(path) + bench_bookkeeping()
-        results += bench_host_and_gpu(rounds) + bench_gpus(rounds) if CUDA else []
-        results += bench_ram(rounds) + bench_disk(path, min(rounds, 5), disk_bytes)
-        results += (
-            workload_small(path) + workload_cold(path) + workload_random(path, 10_000) + workload_mlp(path, rounds)
-        )
+        parts: list[Callable[[], list[Result]]] = [lambda: bench_latency(path), bench_bookkeeping]
+        if CUDA:
+            parts += [lambda: bench_host_and_gpu(rounds), lambda: bench_gpus(rounds)]
+        parts += [
+            lambda: bench_ram(rounds),
+            lambda: bench_disk(path, min(rounds, 5), disk_bytes),
+            lambda: workload_small(path),
+            lambda: workload_cold(path),
+            lambda: workload_random(path, 10_000),
+            lambda: workload_mlp(path, rounds),
+        ]
+        results = []
+        for part in parts:
+            start = time.perf_counter()
+            results += part()
+            print(f"{results[-1].name}: measured in {time.perf_counter() - start:.1f} s", file=sys.stderr)
     about = machine()
     show(results, about)
     if args.json:
