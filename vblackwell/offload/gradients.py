@@ -26,6 +26,7 @@ from vblackwell.units import format_bytes
 
 # Buffers on their way home beside the one that fills: more would only wait for the link on level 0 instead of at home.
 MOST_DEPARTURES = 2
+LONGEST_WIDENED = 1 << 24  # elements: 64 MiB
 
 
 @dataclass(eq=False)
@@ -98,6 +99,7 @@ class GradientCollector:
         self._arrived = arrived
         self._filling: dict[int, Leaving] = {}
         self._departures: deque[Departure] = deque()
+        self._wide = torch.empty(0)
         self._state = [GroupGradient() for _ in groups]
 
     # -- in backward -------------------------------------------------------------------------------------------------
@@ -321,8 +323,20 @@ class GradientCollector:
             flat = self._homes.open(group, state.kind)
             for slot in missing:
                 values = slot.flat_fp32(flat) if state.kind == "accumulated" else slot.flat(flat)
-                state.norms[slot] = torch.linalg.vector_norm(values, dtype=torch.float32)
+                state.norms[slot] = torch.linalg.vector_norm(self._widened(values), dtype=torch.float32)
             self._homes.close_range(group, state.kind, flat, store=False)
+
+    def _widened(self, values: torch.Tensor) -> torch.Tensor:
+        """``values`` in fp32, in memory that is made once; torch reduces narrow types twenty times slower. As it is where too long."""
+        if values.dtype == torch.float32 or values.numel() > LONGEST_WIDENED:
+            return values
+        if self._wide.numel() < values.numel():
+            self._wide = torch.empty(values.numel())
+        return self._wide[: values.numel()].copy_(values)
+
+    def forget_norms(self, group: Group) -> None:
+        """The gradients at home were changed (worker thread)."""
+        self._state[group.index].norms.clear()
 
     def scale(self, group: Group, slots: list[Slot], factor: torch.Tensor | None) -> None:
         """Multiply gradients at home by the fp32 scalar ``factor``, or make them zero if it is None (worker thread)."""

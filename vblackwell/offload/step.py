@@ -64,6 +64,10 @@ class StepControl:
         self.undo_peak_bytes = 0
         self.steps: dict[Slot, torch.Tensor] = {}
         self.source: UpdateSource | None = None
+        # Clipping comes in runs: after a step that clipped, the next most likely does too, and a speculation would be
+        # paid for in vain. Speed only; tests switch it off to force the way back.
+        self.follow_clipping = True
+        self._clipped = False
 
     # -- signals from the model ------------------------------------------------------------------------------------
 
@@ -89,6 +93,8 @@ class StepControl:
         if not source.update_in_backward or self._forwards < source.accumulation_steps:
             return
         gradients = self._engine.gradients
+        if self._clipped and self.follow_clipping:
+            return
         if all(gradients.has(slot) for slot in group.trainable()) and not self._engine.weights.is_pinned(group):
             self._speculate(group)
 
@@ -179,6 +185,7 @@ class StepControl:
             if jobs:
                 self._queue(group, jobs, factor, None)
         self._forwards = 0
+        self._clipped = factor is not None
 
     def refuse(self) -> None:
         """The step has come but must change nothing (gradients that are not finite)."""
@@ -195,8 +202,10 @@ class StepControl:
     ) -> None:
         if load is not None:
             load.wait()  # a stream that waits is not enough: the host is about to write what the copy reads
-        kind = self._engine.gradients.kind_at_home(group)
-        self._updater.update(group, jobs, kind, factor, undo)
+        gradients = self._engine.gradients
+        self._updater.update(group, jobs, gradients.kind_at_home(group), factor, undo)
+        if factor is not None:
+            gradients.forget_norms(group)
 
 
 def _same(left: Sequence[Job], right: Sequence[Job]) -> bool:

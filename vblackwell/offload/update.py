@@ -18,9 +18,9 @@ import torch
 from vblackwell.offload.groups import Group, Slot
 from vblackwell.offload.home import Homes
 
-# Elements. A multiple of 16, or torch's vectorised AdamW rounds differently; small enough that a chunk of weight,
-# gradient and both moments stays in a core's cache.
-CHUNK = 1 << 18
+# Elements. A multiple of 16, or torch's vectorised AdamW rounds differently; large enough that the calls do not show, small
+# enough that what one operation wrote is in cache for the next.
+CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -59,18 +59,27 @@ def fused_adamw(
     )  # fmt: skip
 
 
-def round_from_fp32(source: torch.Tensor, out: torch.Tensor) -> None:
+def round_from_fp32(source: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor | None = None) -> None:
     """``out`` = ``source`` rounded to nearest: ties away from zero for bf16, torch's own conversion (ties to even) otherwise.
 
     Adding 0x8000 to the bits of a finite fp32 and cutting the low half rounds its magnitude; a carry moves into the
-    exponent as it should, and past the largest bf16 gives infinity.
+    exponent as it should, and past the largest bf16 gives infinity. Both are dense and of
+    one layout; ``scratch`` is int32 of at least their length.
     """
     if out.dtype != torch.bfloat16:
         out.copy_(source)
         return
-    bits = source.view(torch.int32)
+    source, out = in_memory_order(source), in_memory_order(out)
+    if scratch is None:
+        scratch = torch.empty(source.shape, dtype=torch.int32, device=source.device)
     # int32 wraps only for NaN patterns, which never get here: non-finite gradients are not applied.
-    out.view(torch.int16).copy_((bits + 0x8000) >> 16)
+    bits = torch.add(source.view(torch.int32), 0x8000, out=scratch[: source.numel()])
+    out.view(torch.int16).copy_(bits.view(torch.int16)[1::2])  # the high halves, on a little-endian machine
+
+
+def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor as one dimension, whatever the order of its strides."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 class Undo:
@@ -121,11 +130,17 @@ class Updater:
 
     def __init__(self, homes: Homes) -> None:
         self._homes = homes
+        # Made once: memory that is new at every step costs a page fault every 4 KiB.
+        self._wide = torch.empty(0)
+        self._bits = torch.empty(0, dtype=torch.int32)
 
     def update(
         self, group: Group, jobs: Sequence[Job], gradient_kind: str, factor: torch.Tensor | None, undo: Undo | None
     ) -> None:
-        """One AdamW step for ``jobs`` of ``group``; gradients are multiplied by the fp32 scalar ``factor`` first, if given."""
+        """One AdamW step for ``jobs`` of ``group``; gradients are multiplied by the fp32 scalar ``factor`` first, if given.
+
+        fp32 gradients are multiplied where they are, as torch's clipping does.
+        """
         kinds = state_kinds(group, self._homes)
         opened = {kind: self._homes.open(group, kind) for kind in kinds}
         gradient = self._homes.open(group, gradient_kind)
@@ -140,7 +155,7 @@ class Updater:
                 self._update_chunked(job, opened, gradient, gradient_kind, factor)
         for kind in kinds:
             self._homes.close_range(group, kind, opened[kind], store=True)
-        self._homes.close_range(group, gradient_kind, gradient, store=False)
+        self._homes.close_range(group, gradient_kind, gradient, store=factor is not None)
 
     def _update_whole(
         self, jobs: Sequence[Job], opened: dict[str, torch.Tensor], gradient: torch.Tensor, factor: torch.Tensor | None
@@ -150,7 +165,7 @@ class Updater:
             same = [job for job in jobs if job.hyper == hyper]
             gradients = [job.slot.flat(gradient) for job in same]
             if factor is not None:
-                gradients = [values * factor for values in gradients]
+                torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
             fused_adamw(
                 [job.slot.flat(opened["weight"]) for job in same],
                 gradients,
@@ -174,11 +189,13 @@ class Updater:
         master = slot.flat_fp32(opened["master"]) if "master" in opened else weight
         states = slot.flat_fp32(opened["exp_avg"]), slot.flat_fp32(opened["exp_avg_sq"])
         source = slot.flat_fp32(gradient) if gradient_kind == "accumulated" else slot.flat(gradient)
+        if not self._wide.numel():
+            self._wide, self._bits = torch.empty(CHUNK), torch.empty(CHUNK, dtype=torch.int32)
         for start in range(0, slot.num_elements, CHUNK):
             part = slice(start, start + CHUNK)
-            values = source[part].to(torch.float32)
+            values = self._wide[: len(source[part])].copy_(source[part])
             if factor is not None:
-                values = values * factor
+                values.mul_(factor)
             fused_adamw([master[part]], [values], [states[0][part]], [states[1][part]], [job.step], job.hyper)
             if master is not weight:
-                round_from_fp32(master[part], weight[part])
+                round_from_fp32(master[part], weight[part], self._bits)
