@@ -37,7 +37,7 @@ from vblackwell.memory.config import LevelConfig, default_disk_path
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.gpu import DeviceLevel
 from vblackwell.memory.host import HostLevel
-from vblackwell.memory.level import Level
+from vblackwell.memory.level import Level, Transfer
 from vblackwell.memory.scratch_file import ScratchFile, memory_at
 from vblackwell.memory.slab import map_slab
 from vblackwell.units import GiB, KiB, MiB, format_bytes
@@ -117,18 +117,19 @@ def bench_host_and_gpu(rounds: int) -> list[Result]:
         def many(start: Callable[[], Any], repeat: int = repeat) -> Callable[[], None]:
             def run() -> None:
                 for transfer in [start() for _ in range(repeat)]:
-                    if transfer is not None:
+                    if isinstance(transfer, Transfer):
                         transfer.wait()
+                torch.cuda.synchronize()
 
             return run
 
         up = (
             many(lambda e=extent, g=gpu: host.read(e, g)),
-            many(lambda g=gpu, p=pinned: g.copy_(p, non_blocking=True) and None),
+            many(lambda g=gpu, p=pinned: g.copy_(p, non_blocking=True)),
         )
         down = (
             many(lambda e=extent, g=gpu: host.write(e, g)),
-            many(lambda g=gpu, p=pinned: p.copy_(g, non_blocking=True) and None),
+            many(lambda g=gpu, p=pinned: p.copy_(g, non_blocking=True)),
         )
         for direction, (ours, limit) in (("host to GPU", up), ("GPU to host", down)):
             name = f"{direction}, {format_bytes(size)}"
