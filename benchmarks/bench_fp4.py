@@ -38,7 +38,7 @@ def random_tiled(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return codes, scales, torch.tensor(2.0**-7, device=DEVICE)
 
 
-def time_us(calls: list[Callable[[], object]], replays: int = 12) -> float:
+def time_us(calls: list[Callable[[], object]], replays: int = 9) -> float:
     """Median time of one call, in us, from replays of a graph of all ``calls``."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -76,11 +76,27 @@ def error_over_bound(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> float
     return ratio if ratio == ratio else float("inf")
 
 
-def check(explore: bool) -> None:
+CHECK_SHAPES = ((40, 136), (200, 1000), (1056, 4096), (512, 14336))
+CHECK_ROWS = (1, 3, 4, 8, 13, 16, 33, 64, 100, 256, 300)
+
+
+def check_plans(m: int, n: int, k: int) -> list[MmaPlan | WgmmaPlan]:
+    """Plans whose results are held to the bound."""
+    plans: list[MmaPlan | WgmmaPlan] = []
+    if m <= 16:
+        plans += [fp4_cuda.plan_mma(m, n, k, True), fp4_cuda.plan_mma(m, n, k, False)]
+    elif m <= 64:
+        plans += [fp4_cuda.plan_mma(m, n, k, False)]
+    if m >= 13:
+        plans += [WgmmaPlan(64, 4, 2, 6), WgmmaPlan(128, 2, 2, 4), WgmmaPlan(256, 2, 1, 4, image=True), WgmmaPlan(32, 2, 4, 6, 4, 2)]
+    return plans
+
+
+def check(verbose: bool = False) -> None:
     """fp32 outputs of plans on odd and even shapes against float64."""
     torch.manual_seed(0)
     worst: dict[str, float] = {}
-    for (n, k), fmt in itertools.product(((40, 136), (200, 1000), (1056, 4096), (512, 14336)), ("nvfp4", "mxfp4")):
+    for (n, k), fmt in itertools.product(CHECK_SHAPES, ("nvfp4", "mxfp4")):
         form = FORMATS[fmt]
         codes = torch.randint(0, 256, form.codes_shape(n, k), dtype=torch.uint8, device=DEVICE)
         low, high = (0, 127) if fmt == "nvfp4" else (115, 132)
@@ -91,20 +107,16 @@ def check(explore: bool) -> None:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             same = torch.equal(fp4_cuda.run_dequantize(*tiled, n, k, dtype), w.to(dtype))
             worst[f"dequantize {dtype}"] = max(worst.get(f"dequantize {dtype}", 0), 0.0 if same else float("inf"))
-        for m, dtype in itertools.product((1, 3, 4, 8, 13, 16, 33, 64, 100, 256, 300), (torch.bfloat16, torch.float16)):
+        for m, dtype in itertools.product(CHECK_ROWS, (torch.bfloat16, torch.float16)):
             if fmt == "nvfp4" and dtype == torch.float16:
                 continue
             x = torch.randn(m, k, device=DEVICE).to(dtype)
-            plans: list[MmaPlan | WgmmaPlan] = []
-            if m <= 16:
-                plans += [fp4_cuda.plan_mma(m, n, k, True), fp4_cuda.plan_mma(m, n, k, False)]
-            elif m <= 64:
-                plans += [fp4_cuda.plan_mma(m, n, k, False)]
-            if m >= 13:
-                plans += [WgmmaPlan(64, 4, 2, 6), WgmmaPlan(128, 2, 2, 4), WgmmaPlan(256, 2, 1, 4), WgmmaPlan(32, 2, 4, 6)]
-            for plan in plans:
+            for plan in check_plans(m, n, k):
                 run = fp4_cuda.run_mma if isinstance(plan, MmaPlan) else fp4_cuda.run_wgmma
+                if verbose:
+                    print(m, n, k, fmt, dtype, plan, flush=True)
                 y = run(plan, x, *tiled, None, "none", n, torch.float32)  # type: ignore[arg-type]
+                torch.cuda.synchronize()
                 again = run(plan, x, *tiled, None, "none", n, torch.float32)  # type: ignore[arg-type]
                 ratio = error_over_bound(y, x, w) if torch.equal(y, again) else float("inf")
                 if ratio > 1:
@@ -113,35 +125,48 @@ def check(explore: bool) -> None:
     print("check, error over bound:", worst)
 
 
-def explore(ms: list[int], shapes: list[tuple[int, int]]) -> None:
-    """Times of many plans; prints the best few for each shape."""
-    jobs, table = [], []
+def candidates(ms: list[int]) -> list[tuple[int, MmaPlan | WgmmaPlan]]:
+    """(rows, plan) around the heuristics."""
+    table: list[tuple[int, MmaPlan | WgmmaPlan]] = []
     for m in ms:
         plans: list[MmaPlan | WgmmaPlan] = []
         if m <= 16:
             tokens = 1 << (m - 1).bit_length()
-            for rw, ways, prefetch, warps in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16), (4,), (16, 24)):
-                for splits in (1, 2, 4, 8):
-                    k_warps = ways // splits
-                    if ways % splits or rw * k_warps > 16 or rw * k_warps < 2 or (m <= 2 and splits > 2):
-                        continue
-                    if (m == 1 and rw > 2) or (m == 4 and rw > 4) or (m == 16 and rw < 4):
-                        continue
-                    blocks = max(1, warps // (rw * k_warps))
-                    plans.append(MmaPlan(tokens, rw, k_warps, splits, prefetch, blocks))
+            for rw, k_warps, splits, prefetch in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4), (4, 6)):
+                if not 8 <= rw * k_warps <= 16 or (m == 1 and splits > 1) or (m > 1 and rw == 1) or (m == 16 and rw < 4):
+                    continue
+                blocks = max(1, (24 if m == 1 else 16) // (rw * k_warps))
+                plans.append(MmaPlan(tokens, rw, k_warps, splits, prefetch, blocks))
         else:
-            for tokens, groups, splits, blocks in itertools.product((64, 128, 192, 256), (1, 2, 4), (1, 2, 4, 8), (1, 2)):
-                if tokens > max(64, m) or tokens * groups > 512 or (blocks == 2 and tokens * groups > 128):
+            for tokens, groups, splits, blocks in itertools.product((32, 64, 128, 256), (1, 2, 4), (1, 2, 4), (1, 2)):
+                if tokens > m or tokens < min(m, 256) / 2 or tokens * groups > 512 or (blocks == 2 and tokens * groups > 128):
                     continue
-                if m > 256 and splits > 1 or (m >= 256 and tokens < 128):
+                if (m > 256 and splits > 1) or (m >= 256 and tokens < 128) or (groups == 1 and blocks == 1):
                     continue
-                plans.append(WgmmaPlan(tokens, groups, splits, 4 if tokens > 128 else 6, 4, blocks))
-        plans = list(dict.fromkeys(plans))
-        table += [(m, plan) for plan in plans]
-        for plan in plans:
-            files = fp4_cuda._MMA_FILES if isinstance(plan, MmaPlan) else fp4_cuda._WGMMA_FILES
-            jobs.append((files, plan.macros(False)))
+                for image in (False, True) if tokens >= 128 else (False,):
+                    plan = WgmmaPlan(tokens, groups, splits, 6 if tokens < 256 else 5, 4, blocks, image)
+                    if plan.shared_bytes() * blocks < 226 * 1024:
+                        plans.append(plan)
+        table += [(m, plan) for plan in dict.fromkeys(plans)]
+    return table
+
+
+def prebuild_candidates(ms: list[int]) -> None:
+    jobs = [(fp4_cuda._DEQUANTIZE_FILES, {"FP16": 0, "OUT": out}) for out in range(4)]
+    wanted = [(plan, False, False) for _, plan in candidates(ms)]
+    for (n, k), m, fp16 in itertools.product(CHECK_SHAPES, CHECK_ROWS, (False, True)):
+        wanted += [(plan, fp16, True) for plan in check_plans(m, n, k)]
+    for plan, fp16, out32 in dict.fromkeys(wanted):
+        files = fp4_cuda._MMA_FILES if isinstance(plan, MmaPlan) else fp4_cuda._WGMMA_FILES
+        jobs.append((files, plan.macros(fp16, out32)))
+    print(len(jobs), "kernels")
     prebuild(jobs)
+
+
+def explore(ms: list[int], shapes: list[tuple[int, int]]) -> None:
+    """Times of many plans; prints the best few for each shape."""
+    prebuild_candidates(ms)
+    table = candidates(ms)
     for n, k in shapes:
         layers = [random_tiled(n, k) for _ in range(LAYERS)]
         dense = [torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16) for _ in range(LAYERS)]
@@ -153,7 +178,7 @@ def explore(ms: list[int], shapes: list[tuple[int, int]]) -> None:
                 run = fp4_cuda.run_mma if isinstance(plan, MmaPlan) else fp4_cuda.run_wgmma
                 if isinstance(plan, WgmmaPlan) and plan.splits > -(-k // 64):
                     continue
-                bytes_ = plan.shared_bytes(k) if isinstance(plan, MmaPlan) else plan.shared_bytes() + 1024
+                bytes_ = plan.shared_bytes(k) if isinstance(plan, MmaPlan) else plan.shared_bytes()
                 if bytes_ > 227 * 1024:
                     continue
                 try:
@@ -164,10 +189,16 @@ def explore(ms: list[int], shapes: list[tuple[int, int]]) -> None:
                 results.append((us, plan))
                 ROWS.append({"m": m, "n": n, "k": k, "plan": str(plan), "us": round(us, 2), "cublas": round(base, 2)})
             results.sort(key=lambda r: r[0])
-            chosen = str(fp4_cuda.plan_mma(m, n, k, True)) if m <= 16 else ""
+            chosen = ""
             print(f"{m}x{n}x{k} cublas {base:.1f}")
             for us, plan in results[:4]:
                 print(f"   {us:7.2f} {base / us:5.2f}  {plan}")
+            best = results[0][1]
+            run = fp4_cuda.run_mma if isinstance(best, MmaPlan) else fp4_cuda.run_wgmma
+            nvrtc._OVERLAP[0].value[0] = 0
+            us = time_us([lambda w=w: run(best, x, *w, None, "none", n) for w in layers])  # type: ignore[arg-type]
+            nvrtc._OVERLAP[0].value[0] = 1
+            print(f"   {us:7.2f} {base / us:5.2f}  the best without overlap")
             for us, plan in results:
                 if str(plan) == chosen:
                     print(f"   {us:7.2f} {base / us:5.2f}  heuristic {plan}")
@@ -180,13 +211,18 @@ def explore(ms: list[int], shapes: list[tuple[int, int]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--prebuild", action="store_true")
     parser.add_argument("--explore", type=int, nargs="*", default=[])
     parser.add_argument("--shapes", type=int, nargs="*", default=[2, 0, 4])
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
+    if args.prebuild:
+        prebuild_candidates(args.explore)
+        return
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
     if args.check:
-        check(False)
+        check(args.verbose)
     if args.explore:
         explore(args.explore, [SHAPES[i] for i in args.shapes])
     if args.out and ROWS:

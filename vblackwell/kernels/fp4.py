@@ -16,7 +16,7 @@ from torch import Tensor
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels import backends, layout
 from vblackwell.kernels.dispatch import choose, request_of
-from vblackwell.kernels.reference import ACTIVATIONS
+from vblackwell.kernels.reference import ACTIVATIONS, activation_backward
 from vblackwell.numerics.formats import FORMATS
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -134,12 +134,7 @@ def _backward(ctx, dy_MN: Tensor):  # type: ignore[no-untyped-def]
     format, activation, n, k = ctx.static
     if activation != "none":
         z_MN = fp4_linear(x_MK, codes, block_scales, tensor_scale, bias, format, "none", n, k)
-        if activation == "relu":
-            dy_MN = torch.ops.aten.threshold_backward(dy_MN, z_MN, 0)
-        elif activation == "gelu":
-            dy_MN = torch.ops.aten.gelu_backward(dy_MN, z_MN)
-        else:
-            dy_MN = torch.ops.aten.silu_backward(dy_MN, z_MN)
+        dy_MN = activation_backward(dy_MN, z_MN, activation)
     dx_MK = None
     if ctx.needs_input_grad[0]:
         dx_MK = fp4_linear_dx(dy_MN, codes, block_scales, tensor_scale, format, n, k)

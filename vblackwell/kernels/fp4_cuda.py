@@ -17,11 +17,11 @@ from torch import Tensor
 from vblackwell.kernels.nvrtc import kernel
 from vblackwell.kernels.reference import ACTIVATIONS
 
-_MMA_FILES = ("ptx.cuh", "decode.cuh", "fp4_mma.cu")
-_WGMMA_FILES = ("ptx.cuh", "decode.cuh", "wgmma.cuh", "barrier.cuh", "fp4_wgmma.cu")
+_MMA_FILES = ("ptx.cuh", "decode.cuh", "epilogue.cuh", "fp4_mma.cu")
+_WGMMA_FILES = ("ptx.cuh", "decode.cuh", "wgmma.cuh", "barrier.cuh", "epilogue.cuh", "fp4_wgmma.cu")
 _DEQUANTIZE_FILES = ("ptx.cuh", "decode.cuh", "fp4_dequantize.cu")
 _TARGET_WARPS = 2112  # 16 a multiprocessor of an H200: enough loads in flight, few enough registers
-_X_BYTES = 64 * 1024  # of x that a block stages at a time
+_X_BYTES = 128 * 1024  # of x that a block stages at a time
 
 
 def _ceil(a: int, b: int) -> int:
@@ -39,6 +39,7 @@ class MmaPlan:
         splits: blocks of a cluster that split K (1 where there are no clusters).
         prefetch: windows a warp has in flight.
         min_blocks: blocks the compiler must fit on a multiprocessor.
+        x_bytes: of x that a block may hold; more than one chunk takes half of it each.
     """
 
     tokens: int
@@ -47,6 +48,7 @@ class MmaPlan:
     splits: int
     prefetch: int
     min_blocks: int = 1
+    x_bytes: int = _X_BYTES
 
     def macros(self, fp16: bool, out32: bool = False) -> dict[str, int]:
         return {
@@ -62,7 +64,7 @@ class MmaPlan:
     def chunks(self, k: int) -> tuple[int, int]:
         """(windows a chunk of x, chunks a block): equal chunks that fit the staging memory."""
         share = _ceil(_ceil(k, 64), self.splits)
-        most = max(1, _X_BYTES // (self.tokens * 128))
+        most = max(1, self.x_bytes // (self.tokens * 128))
         if _ceil(share, self.k_warps) * self.k_warps <= most:
             return _ceil(share, self.k_warps) * self.k_warps, 1
         unit = self.k_warps * self.prefetch
@@ -72,7 +74,7 @@ class MmaPlan:
 
     def shared_bytes(self, k: int) -> int:
         windows, count = self.chunks(k)
-        staged = windows * self.tokens * 128 * min(2, count)
+        staged = windows * self.tokens * 128 * min(2, count) + self.threads * self.prefetch * 36
         return max(staged, self.k_warps * min(self.tokens, 16) * (32 * self.row_warps + 4) * 4)
 
 
@@ -84,9 +86,10 @@ class WgmmaPlan:
         tokens: rows of x a block takes (wgmma's n).
         groups: warpgroups, 64 weight rows each.
         splits: blocks of a cluster that split K.
-        stages: windows of x in shared memory.
-        prefetch: windows of codes a warp has in flight, even.
+        stages: windows of x in shared memory, at least 2.
+        prefetch: windows of weights a warp has in flight.
         min_blocks: blocks the compiler must fit on a multiprocessor.
+        image: whether x is brought into the kernel's order by a launch of its own.
     """
 
     tokens: int
@@ -95,16 +98,20 @@ class WgmmaPlan:
     stages: int
     prefetch: int = 4
     min_blocks: int = 1
+    image: bool = False
 
     @property
     def registers(self) -> int:
-        """Of a consumer thread: what is left when the copying warpgroup keeps 24."""
-        room = 65536 // self.min_blocks // 128 - 24
-        return min(240, room // self.groups // 8 * 8)
+        """Of a consumer thread: its share of what the block gets at launch when the copying warpgroup keeps 40.
+
+        Asking for more than the block was given would wait for ever.
+        """
+        at_launch = min(255, 65536 // self.min_blocks // self.threads) // 8 * 8
+        return min(240, (at_launch * (self.groups + 1) - 40) // self.groups // 8 * 8)
 
     def macros(self, fp16: bool, out32: bool = False) -> dict[str, int]:
         return {
-            "FP16": int(fp16), "TOKENS": self.tokens, "GROUPS": self.groups, "SPLITS": self.splits,
+            "FP16": int(fp16), "TOKENS": self.tokens, "IMAGE": int(self.image), "GROUPS": self.groups, "SPLITS": self.splits,
             "STAGES": self.stages, "PREFETCH": self.prefetch, "REGISTERS": self.registers,
             "MIN_BLOCKS": self.min_blocks, "OUT32": int(out32),
         }  # fmt: skip
@@ -114,7 +121,9 @@ class WgmmaPlan:
         return 128 * (self.groups + 1)
 
     def shared_bytes(self) -> int:
-        return max(self.stages * self.tokens * 128, self.tokens * (64 * self.groups + 4) * 4)
+        sums = self.tokens * (64 * self.groups + 4) * 4
+        main = self.stages * self.tokens * 128 + 4 * self.groups * self.prefetch * 640
+        return max(main, sums) + 16 * self.stages
 
 
 def _flags(x_MK: Tensor) -> bool:
@@ -167,16 +176,18 @@ def run_wgmma(
     n: int,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``arrange`` and ``fp4_wgmma``; ``out_dtype`` may be fp32, else the type of x."""
+    """``fp4_wgmma``, after ``arrange`` if the plan asks for it; ``out_dtype`` may be fp32, else the type of x."""
     x_MK, k = _aligned(x_MK)
     y_MN = _output(x_MK, n, out_dtype)
     m, windows, blocks = x_MK.shape[0], _ceil(k, 64), _ceil(x_MK.shape[0], plan.tokens)
     macros = plan.macros(_flags(x_MK), y_MN.dtype == torch.float32)
-    image = torch.empty(blocks * windows * plan.tokens * 128, dtype=torch.uint8, device=x_MK.device)
-    arrange = kernel(_WGMMA_FILES, "arrange", macros, x_MK.device)
-    arrange.launch((_ceil(windows * plan.tokens * 8, 256), blocks, 1), 256, 0, (x_MK, image, m, k))
+    source = x_MK
+    if plan.image:
+        source = torch.empty(blocks * windows * plan.tokens * 128, dtype=torch.uint8, device=x_MK.device)
+        arrange = kernel(_WGMMA_FILES, "arrange", macros, x_MK.device)
+        arrange.launch((_ceil(windows * plan.tokens * 8, 256), blocks, 1), 256, 0, (x_MK, source, m, k))
     grid = (_ceil(n, 64 * plan.groups), plan.splits, blocks)
-    args = (image, codes, block_scales, tensor_scale, bias, y_MN, m, n, k, ACTIVATIONS.index(activation))
+    args = (source, codes, block_scales, tensor_scale, bias, y_MN, m, n, k, ACTIVATIONS.index(activation))
     kernel(_WGMMA_FILES, "fp4_wgmma", macros, x_MK.device).launch(grid, plan.threads, plan.shared_bytes(), args)
     return y_MN
 
@@ -236,5 +247,18 @@ def _launch_dequantize(
 ) -> None:
     warps = 4 if macros["OUT"] == 2 else 8
     grid = (_ceil(_ceil(k, 64), warps), _ceil(n, 32), 1)
+    shared_bytes = warps * 32 * 64 * w_NK.element_size()
     args = (codes, block_scales, tensor_scale, row_top, w_NK, n, k)
-    kernel(_DEQUANTIZE_FILES, "fp4_dequantize", macros, codes.device).launch(grid, 32 * warps, 0, args)
+    kernel(_DEQUANTIZE_FILES, "fp4_dequantize", macros, codes.device).launch(grid, 32 * warps, shared_bytes, args)
+
+
+def row_tops(block_scales: Tensor, n: int, k: int) -> Tensor:
+    """(N,) E5M3 bytes: the largest scale of each row of a tiled weight."""
+    bands, windows = _ceil(n, 32), _ceil(k, 64)
+    return block_scales.view(bands, windows, 8, 4, 4).amax((1, 3)).transpose(1, 2).reshape(-1)[:n].contiguous()
+
+
+def row_scales(row_top: Tensor, tensor_scale: Tensor) -> Tensor:
+    """(N,) fp32: what ``run_dequantize_e4m3``'s rows must be multiplied by to be the weight."""
+    field = (row_top >> 3).to(torch.float32)
+    return torch.exp2(field - (15 + 6)) * tensor_scale

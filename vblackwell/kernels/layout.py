@@ -115,8 +115,6 @@ def _e5m3(block_scales: Tensor, format: str) -> tuple[Tensor, int]:
             raise Unsupported("block scales hold negative values: the tiled layout keeps scales without a sign")
         half_bits = block_scales.view(torch.float8_e4m3fn).to(torch.float16).view(torch.int16)
         return (half_bits >> 7).to(torch.uint8), 0
-    if bool((block_scales == 0xFF).any()):
-        raise Unsupported("block scales hold NaN (E8M0 0xFF): quantise a weight without inf and NaN")
     exponent = block_scales.to(torch.int32) - 127
     top = int(exponent.max()) if exponent.numel() else 0
     field = exponent - top + _E5M3_TOP
@@ -143,10 +141,12 @@ def to_tiled(
     bands, steps = tiles(n, k)
     per_scale = FORMATS[format].block_of(k) // 16
     unpacked = torch.stack((codes & 0xF, codes >> 4), dim=-1).view(n, -1)
-    if per_scale == 2:  # a block without a value may have any exponent: it must not widen the span
+    if format == "mxfp4" and bool((block_scales == 0xFF).any()):
+        raise Unsupported("block scales hold NaN (E8M0 0xFF): quantise a weight without inf and NaN")
+    if format == "mxfp4":  # a block without a value may have any exponent: it must not widen the span
         magnitude = (unpacked & 7).view(n, block_scales.shape[1], -1).amax(-1)
         low = block_scales.min()
-        block_scales = torch.where((magnitude == 0) & (block_scales != 0xFF), low.clamp_max(0xFE), block_scales)
+        block_scales = torch.where(magnitude == 0, low, block_scales)
         live = block_scales.to(torch.int32)[magnitude != 0]
         top = live.max() if live.numel() else low.to(torch.int32)
         span = int(top - live.min()) if live.numel() else 0

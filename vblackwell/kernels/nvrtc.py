@@ -140,6 +140,29 @@ def _check(result: int, what: str) -> None:
         raise KernelError(f"{what}: {text.value.decode() if text.value else f'CUDA error {result}'}")
 
 
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: an id and a union of 64 bytes, of which we set the first word."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16)]
+
+
+class _Launch(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+_OVERLAP = (_Attribute * 1)(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_int * 16)(1)))
+
+
 class Kernel:
     """One entry point with fixed macros, loaded on one device.
 
@@ -164,6 +187,7 @@ class Kernel:
             _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, entry.encode()), f"loading {self.name}")
         self._function = function
         self._device = device
+        self._overlaps = major >= 9  # the sources wait for the previous kernel themselves (ptx.cuh: wait_for_previous)
 
     def launch(
         self, grid: tuple[int, int, int], threads: int, shared_bytes: int, args: Sequence[Tensor | int | None]
@@ -180,11 +204,11 @@ class Kernel:
             else:
                 values.append(ctypes.c_void_p(0) if arg is None else ctypes.c_int32(arg))
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
+        launch = _Launch(grid, (threads, 1, 1), shared_bytes, torch.cuda.current_stream(self._device).cuda_stream)
+        if self._overlaps:
+            launch.attributes, launch.count = _OVERLAP, 1
         with torch.cuda.device(self._device):
-            result = _driver().cuLaunchKernel(
-                self._function, *grid, threads, 1, 1, shared_bytes, stream, pointers, None
-            )
+            result = _driver().cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None)
         _check(result, f"launching {self.name} on a grid of {grid}")
 
 

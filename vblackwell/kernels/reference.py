@@ -55,6 +55,15 @@ def activate(z: Tensor, activation: str) -> Tensor:
     raise ConfigurationError(f"activation {activation!r} is not known: choose one of {', '.join(ACTIVATIONS)}")
 
 
+def activation_backward(dy: Tensor, z: Tensor, activation: str) -> Tensor:
+    """The gradient in ``z`` of ``activate(z, activation)``, which is not 'none'."""
+    if activation == "relu":
+        return torch.ops.aten.threshold_backward(dy, z, 0)
+    if activation == "gelu":
+        return torch.ops.aten.gelu_backward(dy, z)
+    return torch.ops.aten.silu_backward(dy, z)
+
+
 def linear(
     x_MK: Tensor,
     codes: Tensor,

@@ -11,35 +11,21 @@
 #else
 #define ELEMENT_BYTES 2
 #endif
-#define ROW_GRANULES (64 * ELEMENT_BYTES / 16)
-
-DEVICE u32 to_pair(float low, float high) {
 #if OUT == 1
-    u32 d;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-    return d;
+#define TO_PAIR to_fp16_pair
 #else
-    u32 d;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-    return d;
+#define TO_PAIR to_bf16_pair
 #endif
-}
-#if OUT == 3
-DEVICE u32 to_e4m3(float a, float b, float c, float d) {
-    u16 low, high;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
-    return (u32)low | ((u32)high << 16);
-}
-#endif
+#define ROW_GRANULES (64 * ELEMENT_BYTES / 16)
 
 // `row_top`: for OUT 3, the E5M3 byte of each row's largest scale; a row is scaled so that this becomes 2^6.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 fp4_dequantize(const u8* codes, const u8* scales, const float* tensor_scale, const u8* row_top, u8* w, int N, int K) {
-    __shared__ __align__(128) uint4 rows[WARPS][32 * ROW_GRANULES];
+    SHARED_MEMORY(memory);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int windows = (K + 63) / 64, window = blockIdx.x * WARPS + warp, band = blockIdx.y;
     if (window >= windows) return;
+    uint4* tile_rows = (uint4*)memory + warp * 32 * ROW_GRANULES;
     const u64 tile = (u64)band * windows + window;
     const uint4 halves[2] = {load_weights(codes + tile * 1024 + lane * 16), load_weights(codes + tile * 1024 + 512 + lane * 16)};
     const u32 packed = load_scales(scales + tile * 128 + lane * 4);
@@ -56,36 +42,36 @@ fp4_dequantize(const u8* codes, const u8* scales, const float* tensor_scale, con
 #if OUT == 3
         const int n = min(band * 32 + r * 8 + g, N - 1);
         // scales are 2^(field - 15) here, pairs hold 2^-7 of the value: 2^(6 + 15 + 7 - field of the top)
-        const float unit = __uint_as_float((u32)(127 + 28 - (row_top[n] >> 3)) << 23);
+        const float unit = as_float((u32)(127 + 28 - (row_top[n] >> 3)) << 23);
 #endif
         float v[16];
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            v[2 * i] = __uint_as_float(pairs[i] << 16) * unit;
-            v[2 * i + 1] = __uint_as_float(pairs[i] & 0xFFFF0000u) * unit;
+            v[2 * i] = as_float(pairs[i] << 16) * unit;
+            v[2 * i + 1] = as_float(pairs[i] & 0xFFFF0000u) * unit;
         }
-        uint4* row = rows[warp] + (r * 8 + g) * ROW_GRANULES;
+        uint4* row = tile_rows + (r * 8 + g) * ROW_GRANULES;
 #if OUT == 3
         row[t ^ (g & 3)] = make_uint4(to_e4m3(v[0], v[1], v[2], v[3]), to_e4m3(v[4], v[5], v[6], v[7]),
                                       to_e4m3(v[8], v[9], v[10], v[11]), to_e4m3(v[12], v[13], v[14], v[15]));
 #elif OUT == 2
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            row[(4 * t + i) ^ g] = make_uint4(__float_as_uint(v[4 * i]), __float_as_uint(v[4 * i + 1]),
-                                              __float_as_uint(v[4 * i + 2]), __float_as_uint(v[4 * i + 3]));
+            row[(4 * t + i) ^ g] = make_uint4(as_bits(v[4 * i]), as_bits(v[4 * i + 1]),
+                                              as_bits(v[4 * i + 2]), as_bits(v[4 * i + 3]));
 #else
 #pragma unroll
         for (int i = 0; i < 2; i++)
-            row[(2 * t + i) ^ g] = make_uint4(to_pair(v[8 * i], v[8 * i + 1]), to_pair(v[8 * i + 2], v[8 * i + 3]),
-                                              to_pair(v[8 * i + 4], v[8 * i + 5]), to_pair(v[8 * i + 6], v[8 * i + 7]));
+            row[(2 * t + i) ^ g] = make_uint4(TO_PAIR(v[8 * i], v[8 * i + 1]), TO_PAIR(v[8 * i + 2], v[8 * i + 3]),
+                                              TO_PAIR(v[8 * i + 4], v[8 * i + 5]), TO_PAIR(v[8 * i + 6], v[8 * i + 7]));
 #endif
     }
-    __syncwarp();
+    warp_sync();
     const u64 pitch = (u64)K * ELEMENT_BYTES;
 #pragma unroll
     for (int i = 0; i < ROW_GRANULES; i++) {
         const int at = i * 32 + lane, row = at / ROW_GRANULES, granule = at % ROW_GRANULES, n = band * 32 + row;
-        const uint4 v = rows[warp][row * ROW_GRANULES + (granule ^ (row & (OUT == 3 ? 3 : 7)))];
+        const uint4 v = tile_rows[row * ROW_GRANULES + (granule ^ (row & (OUT == 3 ? 3 : 7)))];
         const int k = window * 64 + granule * (16 / ELEMENT_BYTES);
         if (n >= N || k >= K) continue;
         u8* to = w + n * pitch + (u64)k * ELEMENT_BYTES;

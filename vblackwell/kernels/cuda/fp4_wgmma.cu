@@ -1,48 +1,39 @@
 // y = act(x W^T + bias) for tens to hundreds of rows of x (sm_90a): weights are the A operand of wgmma, decoded into registers,
 // tokens its n, from shared memory.
 //
-// A block takes 64 * GROUPS weight rows and TOKENS tokens; each of its GROUPS warpgroups owns 64 rows. Codes go from global
-// memory straight to registers, PREFETCH windows of 64 columns ahead; the next window is decoded while the tensor cores work on this
-// one. One thread of one more warpgroup brings x by bulk copies, STAGES deep. SPLITS blocks of a cluster split K; their sums meet in shared memory
-// and are added in a fixed order.
+// A block takes 64 * GROUPS weight rows and TOKENS tokens; each of its GROUPS warpgroups owns 64 rows. Codes and scales come by
+// cp.async, PREFETCH windows of 64 columns ahead, into a ring that is private to the lane, so that waiting for them takes no
+// barrier; the next window is decoded into registers while the tensor cores work on this one. One more warpgroup brings x, STAGES
+// windows deep. SPLITS blocks of a cluster split K; their sums meet in shared memory and are added in a
+// fixed order.
 //
-// x comes as an image that `arrange` wrote: [token block][window][TOKENS rows of 128 bytes, 128-byte swizzle], columns inside a
-// window permuted as the tiled layout permutes them, zeros beyond K and M. So a stage is one contiguous copy, without a tensor map.
+// A stage of x is TOKENS rows of 128 bytes with the 128-byte swizzle, columns inside a window permuted as the tiled layout
+// permutes them, zeros beyond K. With IMAGE 0 the warpgroup copies x into that form 4 bytes at a time, which costs it one instruction for each
+// token of a window; with IMAGE 1 a kernel before this one (`arrange`) has written that form, and a stage is one bulk copy.
 //
-// Set by the launcher: FP16, TOKENS, GROUPS, SPLITS, STAGES, PREFETCH (even), REGISTERS (a consumer thread's), MIN_BLOCKS, OUT32.
+// Set by the launcher: FP16, TOKENS, IMAGE, GROUPS, SPLITS, STAGES, PREFETCH, REGISTERS (a consumer thread's), MIN_BLOCKS, OUT32.
 #define ROWS (64 * GROUPS)
 #define CONSUMERS (128 * GROUPS)
 #define THREADS (CONSUMERS + 128)  // registers move between warpgroups, so the copying warp costs a whole one
 #define STAGE_BYTES (TOKENS * 128)
+#define WINDOW_BYTES 640  // codes of 16 rows, scales of 32
+// Windows of x under way before the oldest is reported. A stage comes back when the window after it is issued: more than
+// STAGES - 2 would wait for ever.
+#define LAG (STAGES > 5 ? 3 : STAGES - 2)
+#define RINGS (STAGES * STAGE_BYTES)
 #define RED_STRIDE (ROWS + 4)
+#define MAIN_BYTES (RINGS + 4 * GROUPS * PREFETCH * WINDOW_BYTES)
+#define BARRIERS (MAIN_BYTES > TOKENS * RED_STRIDE * 4 ? MAIN_BYTES : TOKENS * RED_STRIDE * 4)
 
-struct Part {
-    uint4 codes;
-    u32 scales;
-};
-
-DEVICE void consumer_sync() { asm volatile("bar.sync 1, %0;" :: "n"(CONSUMERS) : "memory"); }
-
-DEVICE u32 load_scale_pair(const u8* p) {
-    u16 v;
-    asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(v) : "l"(p));
-    return v;
-}
-
-DEVICE float activate(float z, int activation) {
-    if (activation == 1) return z < 0.0f ? 0.0f : z;
-    if (activation == 2) return 0.5f * z * (1.0f + erff(z * 0.70710678118654752f));
-    if (activation == 3) return z / (1.0f + expf(-z));
-    return z;
-}
-
-DEVICE void decode_part(const Part& part, u32 (*a)[4]) {
-    const u32 upper = scale_pair(part.scales, 0), lower = scale_pair(part.scales, 1);
+// One warp's 16 rows by 64 columns to A fragments. `scales` has the lane's four rows of the band.
+DEVICE void decode_window(const uint4& q, u32 scales, int half, u32 (*a)[4]) {
+    const u32 pair = scales >> (16 * half);
+    const u32 upper = scale_pair(pair, 0), lower = scale_pair(pair, 1);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         u32 top[4], bottom[4];
-        decode(i ? part.codes.y : part.codes.x, upper, top);
-        decode(i ? part.codes.w : part.codes.z, lower, bottom);
+        decode(i ? q.y : q.x, upper, top);
+        decode(i ? q.w : q.z, lower, bottom);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             a[2 * i + (j >> 1)][2 * (j & 1)] = top[j];
@@ -56,30 +47,32 @@ extern "C" __global__ void
 __cluster_dims__(1, SPLITS, 1)
 #endif
 __launch_bounds__(THREADS, MIN_BLOCKS)
-fp4_wgmma(const u8* image, const u8* codes, const u8* scales, const float* tensor_scale, const u16* bias, void* y, int M,
+fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_scale, const u16* bias, void* y, int M,
           int N, int K, int activation) {
-    extern __shared__ __align__(1024) u8 memory[];
-    __shared__ u64 barriers[2 * STAGES];
+    SHARED_MEMORY(memory);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     const int bands = (N + 31) / 32, windows = (K + 63) / 64;
     const int begin = windows * (int)blockIdx.y / SPLITS, count = windows * ((int)blockIdx.y + 1) / SPLITS - begin;
-    const u32 shared = shared_address(memory), full = shared_address(barriers), empty = full + 8 * STAGES;
+    const u32 shared = shared_address(memory), full = shared + BARRIERS, empty = full + 8 * STAGES;
 
     if (tid == 0) {
         for (int s = 0; s < STAGES; s++) {
-            barrier_init(full + 8 * s, 1);
+            barrier_init(full + 8 * s, IMAGE ? 1 : 4);
             barrier_init(empty + 8 * s, 4 * GROUPS);
         }
         barrier_init_done();
     }
     __syncthreads();
+    let_next_start();
 
     if (warp >= 4 * GROUPS) {
-        give_registers<24>();
+        give_registers<40>();
+        int stage = 0;
+        u32 parity = 1;  // a fresh barrier counts as released
+#if IMAGE
         if (tid == CONSUMERS) {
-            const u8* from = image + ((u64)blockIdx.z * windows + begin) * STAGE_BYTES;
-            int stage = 0;
-            u32 parity = 1;  // a fresh barrier counts as released
+            wait_for_previous();
+            const u8* from = x + ((u64)blockIdx.z * windows + begin) * STAGE_BYTES;
             for (int i = 0; i < count; i++) {
                 barrier_wait(empty + 8 * stage, parity);
                 barrier_expect(full + 8 * stage, STAGE_BYTES);
@@ -90,40 +83,83 @@ fp4_wgmma(const u8* image, const u8* codes, const u8* scales, const float* tenso
                 }
             }
         }
+#else
+        // A warp copies every fourth token; a lane columns 2 lane and 2 lane + 1 of a window.
+        wait_for_previous();
+        const int first_token = warp - 4 * GROUPS, m0 = blockIdx.z * TOKENS;
+        const u32 pair = 32 * ((lane & 7) >> 1) + 16 * (lane & 1) + 4 * (lane >> 3);
+        const u8* from = x + ((u64)(m0 + first_token) * K + begin * 64 + lane * 2) * 2;
+        int filled = 0;  // the stage that is reported next
+        for (int i = 0; i < count + LAG; i++) {
+            if (i < count) {
+                barrier_wait(empty + 8 * stage, parity);
+                const int inside = (begin + i) * 64 + lane * 2 < K;
+                const u8* row = from + i * 128;
+                u32 to = shared + stage * STAGE_BYTES + first_token * 128;
+#pragma unroll 4
+                for (int t = first_token; t < TOKENS; t += 4) {
+                    copy_async_word(to + (pair ^ ((t & 7) << 4)), row, inside && m0 + t < M ? 4 : 0);
+                    row += (u64)K * 8;
+                    to += 512;
+                }
+                if (++stage == STAGES) {
+                    stage = 0;
+                    parity ^= 1;
+                }
+            }
+            copy_commit();
+            if (i >= LAG) {
+                copy_wait<LAG>();
+                publish_to_tensor_cores();
+                warp_sync();
+                if (lane == 0) barrier_arrive(full + 8 * filled);
+                filled = filled == STAGES - 1 ? 0 : filled + 1;
+            }
+        }
+#endif
     } else {
         take_registers<REGISTERS>();
+        const int row16 = blockIdx.x * (ROWS / 16) + warp, band = min(row16 >> 1, bands - 1), half = row16 & 1;
+        const u8* from_codes = codes + ((u64)band * windows + begin) * 1024 + half * 512 + lane * 16;
+        const u8* from_scales = scales + ((u64)band * windows + begin) * 128 + lane * 4;
+        const u32 ring = shared + RINGS + warp * (PREFETCH * WINDOW_BYTES);
+        int todo = count;
+        auto load = [&](u32 slot) {
+            if (todo-- > 0) {
+                copy_async(slot + lane * 16, from_codes, 16);
+                copy_async_word(slot + 512 + lane * 4, from_scales, 4);
+                from_codes += 1024;
+                from_scales += 128;
+            }
+            copy_commit();
+        };
+#pragma unroll
+        for (int d = 0; d < PREFETCH; d++) load(ring + d * WINDOW_BYTES);
+        const float unit = tensor_scale[0] * WEIGHT_UNIT;
         float acc[TOKENS / 2];
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; i++) acc[i] = 0.0f;
-        const int row16 = blockIdx.x * (ROWS / 16) + warp;
-        const int band = min(row16 >> 1, bands - 1), half = row16 & 1;
-        const u8* from_codes = codes + ((u64)band * windows + begin) * 1024 + half * 512 + lane * 16;
-        const u8* from_scales = scales + ((u64)band * windows + begin) * 128 + lane * 4 + half * 2;
-        Part buffer[PREFETCH];
-        int todo = count;
-#define LOAD(slot)                                             \
-    if (todo-- > 0) {                                          \
-        buffer[slot].codes = load_weights(from_codes);         \
-        buffer[slot].scales = load_scale_pair(from_scales);    \
-        from_codes += 1024;                                    \
-        from_scales += 128;                                    \
-    }
-#pragma unroll
-        for (int d = 0; d < PREFETCH; d++) LOAD(d)
-        u32 a[2][4][4];
-        decode_part(buffer[0], a[0]);
-        LOAD(0)
+        u32 a[2][4][4], slot = ring;
+        copy_wait<PREFETCH - 1>();
+        uint4 q = load_shared(slot + lane * 16);
+        u32 packed = load_shared_word(slot + 512 + lane * 4);
+        if (count > 0) decode_window(q, packed, half, a[0]);
         int stage = 0, previous = 0;
         u32 parity = 0;
-        for (int i = 0; i < count; i += PREFETCH) {
+        for (int i = 0; i < count; i += 2) {
 #pragma unroll
-            for (int d = 0; d < PREFETCH; d++) {
+            for (int d = 0; d < 2; d++) {
                 if (i + d >= count) break;
+                load(slot);
+                slot = slot == ring + (PREFETCH - 1) * WINDOW_BYTES ? ring : slot + WINDOW_BYTES;
+                copy_wait<PREFETCH - 1>();
+                q = load_shared(slot + lane * 16);
+                packed = load_shared_word(slot + 512 + lane * 4);
                 barrier_wait(full + 8 * stage, parity);
                 const u64 b = wgmma_operand(shared + stage * STAGE_BYTES);
                 wgmma_fence();
 #pragma unroll
-                for (int s = 0; s < 4; s++) wgmma(acc, a[d & 1][s], b + 2 * s);
+                for (int s = 0; s < 4; s++) wgmma(acc, a[d][s], b + 2 * s);
                 wgmma_commit();
                 wgmma_wait<1>();
                 if (lane == 0 && i + d > 0) barrier_arrive(empty + 8 * previous);
@@ -132,13 +168,13 @@ fp4_wgmma(const u8* image, const u8* codes, const u8* scales, const float* tenso
                     stage = 0;
                     parity ^= 1;
                 }
-                decode_part(buffer[(d + 1) % PREFETCH], a[(d + 1) & 1]);
-                LOAD((d + 1) % PREFETCH)
+                if (i + d + 1 < count) decode_window(q, packed, half, a[d ^ 1]);
             }
         }
+        copy_wait_all();
         wgmma_wait<0>();
 
-        consumer_sync();
+        block_part_sync<CONSUMERS>();
         float* red = (float*)memory;  // [TOKENS][RED_STRIDE]
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; i++) {
@@ -149,32 +185,21 @@ fp4_wgmma(const u8* image, const u8* codes, const u8* scales, const float* tenso
         cluster_sync();
         const int rank = cluster_rank();
 #else
-        consumer_sync();
+        block_part_sync<CONSUMERS>();
         const int rank = 0;
 #endif
-        const float unit = tensor_scale[0] * WEIGHT_UNIT;
-        const int m0 = blockIdx.z * TOKENS, elements = min(TOKENS, M - m0) * ROWS;
-        for (int e = tid + rank * CONSUMERS; e < elements; e += CONSUMERS * SPLITS) {
-            const int t = e / ROWS, row = e % ROWS, n = blockIdx.x * ROWS + row;
+        const int m0 = blockIdx.z * TOKENS, groups = min(TOKENS, M - m0) * (ROWS / 4);  // groups of four rows
+        for (int e = tid + rank * CONSUMERS; e < groups; e += CONSUMERS * SPLITS) {
+            const int t = e / (ROWS / 4), row = e % (ROWS / 4) * 4, n = blockIdx.x * ROWS + row;
             float* at = red + t * RED_STRIDE + row;
 #if SPLITS > 1
-            float sum = 0.0f;
+            float4 sum = load_remote(shared_address(at), 0);
 #pragma unroll
-            for (int s = 0; s < SPLITS; s++) sum += load_remote(shared_address(at), s);
+            for (int s = 1; s < SPLITS; s++) add4(sum, load_remote(shared_address(at), s));
 #else
-            const float sum = *at;
+            const float4 sum = *(float4*)at;
 #endif
-            if (n < N) {
-                float z = sum * unit;
-                if (bias) z += half_to_float(bias[n]);
-                z = activate(z, activation);
-                const u64 out = (u64)(m0 + t) * N + n;
-#if OUT32
-                ((float*)y)[out] = z;
-#else
-                ((u16*)y)[out] = float_to_half(z);
-#endif
-            }
+            if (n < N) store4(y, m0 + t, n, N, sum, unit, bias, activation);
         }
 #if SPLITS > 1
         cluster_sync();
@@ -187,7 +212,9 @@ extern "C" __global__ void __launch_bounds__(256) arrange(const u16* x, u8* imag
     const int windows = (K + 63) / 64, m0 = blockIdx.y * TOKENS;
     const int at = blockIdx.x * 256 + threadIdx.x;  // [token][window][granule]: neighbours write, and nearly read, one row
     const int granule = at & 7, window = (at >> 3) % windows, token = (at >> 3) / windows;
+    let_next_start();
     if (token >= TOKENS) return;
+    wait_for_previous();
     const int q = granule ^ (token & 7), m = m0 + token;
     u32 out[4] = {0, 0, 0, 0};
     if (m < M) {

@@ -5,7 +5,7 @@ typedef unsigned long long u64;
 typedef unsigned short u16;
 typedef unsigned char u8;
 #define DEVICE __device__ __forceinline__
-#define SHARED_MEMORY(name) extern __shared__ __align__(128) u8 name[]
+#define SHARED_MEMORY(name) extern __shared__ __align__(1024) u8 name[]
 
 // Weights are read once: keep them out of L1.
 DEVICE uint4 load_weights(const u8* p) {
@@ -17,6 +17,11 @@ DEVICE uint4 load_weights(const u8* p) {
 DEVICE u32 load_scales(const u8* p) {
     u32 v;
     asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+DEVICE u32 load_shared_word(u32 address) {
+    u32 v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
     return v;
 }
 DEVICE uint4 load_shared(u32 address) {
@@ -33,8 +38,54 @@ DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(
 DEVICE void copy_async(u32 to, const void* from, u32 bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
 }
+// The same for 4 bytes.
+DEVICE void copy_async_word(u32 to, const void* from, u32 bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
+}
+DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until at most PENDING of this thread's newest groups are under way.
+template <int PENDING>
+DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory"); }
 DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+DEVICE void warp_sync() { __syncwarp(); }
+// A barrier for the first THREADS threads of a block.
+template <int THREADS>
+DEVICE void block_part_sync() { asm volatile("bar.sync 1, %0;" :: "n"(THREADS) : "memory"); }
+
+DEVICE float as_float(u32 bits) { return __uint_as_float(bits); }
+DEVICE u32 as_bits(float f) { return __float_as_uint(f); }
+DEVICE u32 to_bf16_pair(float low, float high) {
+    u32 d;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+}
+DEVICE u32 to_fp16_pair(float low, float high) {
+    u32 d;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+}
+#if __CUDA_ARCH__ >= 890
+DEVICE u32 to_e4m3(float a, float b, float c, float d) {
+    u16 low, high;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+    return (u32)low | ((u32)high << 16);
+}
+#endif
+
+// Programmatic dependent launch: the next kernel of the stream may start now; wait until the previous one has finished and its
+// writes are seen. Before the wait a kernel may touch only what no kernel writes: weights.
+DEVICE void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+DEVICE void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 DEVICE u32 rotate_left(u32 v, u32 by) { return __funnelshift_l(v, v, by); }
 
@@ -62,7 +113,7 @@ DEVICE void mma(float* d, const u32* a, u32 b0, u32 b1) {
 DEVICE float half_to_float(u16 h) { float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h)); return f; }
 DEVICE u16 float_to_half(float f) { u16 h; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f)); return h; }
 #else
-DEVICE float half_to_float(u16 h) { return __uint_as_float((u32)h << 16); }
+DEVICE float half_to_float(u16 h) { return as_float((u32)h << 16); }
 DEVICE u16 float_to_half(float f) { u16 h; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(f)); return h; }
 #endif
 
@@ -71,12 +122,13 @@ DEVICE u32 cluster_rank() { u32 r; asm volatile("mov.u32 %0, %%cluster_ctarank;"
 DEVICE void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// A float of the shared memory of block `rank` of the cluster.
-DEVICE float load_remote(u32 address, u32 rank) {
+// Four floats of the shared memory of block `rank` of the cluster.
+DEVICE float4 load_remote(u32 address, u32 rank) {
     u32 remote;
-    float v;
+    float4 v;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(remote) : "memory");
+    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(remote) : "memory");
     return v;
 }
 #endif

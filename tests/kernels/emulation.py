@@ -1,0 +1,125 @@
+"""Builds a kernel's own CUDA source for the CPU (emulator.h) and calls it on tensors.
+
+Every CUDA thread becomes a thread of the host and barriers stay barriers, so that indexing, staging, padding, reductions across warps and
+clusters, and the decode run as written. Shared memory starts as NaN. What stays unseen is the hardware: asynchrony and speed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from vblackwell.kernels import fp4_cuda, layout, nvrtc, reference
+from vblackwell.kernels.fp4_cuda import MmaPlan, WgmmaPlan
+from vblackwell.numerics.formats import FORMATS
+
+HERE = Path(__file__).parent
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ builds the kernels for the CPU")
+
+_MMA_MAIN = """
+extern "C" void run(const u16* x, const u8* codes, const u8* scales, const float* ts, const u16* bias, void* y, int M, int N,
+                    int K, int act, int windows, int chunks, int gx, int gz, int shared) {
+    launch(gx, SPLITS, gz, THREADS, shared, [=] { fp4_mma(x, codes, scales, ts, bias, y, M, N, K, act, windows, chunks); });
+}"""
+_WGMMA_MAIN = """
+extern "C" void run(const u16* x, u8* image, const u8* codes, const u8* scales, const float* ts, const u16* bias, void* y,
+                    int M, int N, int K, int act, int ax, int gx, int gz, int shared) {
+    part_threads = 0;
+    if (IMAGE) launch(ax, gz, 1, 256, 16, [=] { arrange(x, image, M, K); });
+    part_threads = CONSUMERS;
+    const u8* source = IMAGE ? image : (const u8*)x;
+    launch(gx, SPLITS, gz, THREADS, shared, [=] { fp4_wgmma(source, codes, scales, ts, bias, y, M, N, K, act); });
+}"""
+_DEQUANTIZE_MAIN = """
+extern "C" void run(const u8* codes, const u8* scales, const float* ts, const u8* top, u8* w, int N, int K, int gx, int gy,
+                    int shared) {
+    for (int y = 0; y < gy; y++)
+        launch(gx, 1, 1, 32 * WARPS, shared, [=] {
+            blockIdx.y = y;
+            fp4_dequantize(codes, scales, ts, top, w, N, K);
+        });
+}"""
+_REAL = ("ptx.cuh", "wgmma.cuh", "barrier.cuh")  # what emulator.h stands in for
+
+
+@functools.lru_cache
+def _library(files: tuple[str, ...], macros: tuple[tuple[str, int], ...], main: str) -> ctypes.CDLL:
+    text = "\n".join(f"#define {name} {value}" for name, value in macros)
+    text += "\n" + (HERE / "emulator.h").read_text() + nvrtc.source([name for name in files if name not in _REAL]) + main
+    folder = Path(tempfile.mkdtemp(prefix="vblackwell-emulation-"))
+    (folder / "kernel.cpp").write_text(text)
+    command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-o", "kernel.so", "kernel.cpp"]
+    subprocess.run(command, cwd=folder, check=True)
+    library = ctypes.CDLL(str(folder / "kernel.so"))
+    shutil.rmtree(folder)
+    return library
+
+
+def _call(files: tuple[str, ...], macros: dict[str, int], main: str, args: list[Tensor | int | None]) -> None:
+    values = [
+        ctypes.c_int(arg) if isinstance(arg, int) else ctypes.c_void_p(0 if arg is None else arg.data_ptr()) for arg in args
+    ]
+    _library(files, tuple(macros.items()), main).run(*values)
+
+
+def linear(
+    plan: MmaPlan | WgmmaPlan, x_MK: Tensor, tiled: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, activation: str, n: int
+) -> Tensor:
+    """fp32 output of the kernel of ``plan``; starts as NaN."""
+    x_MK, k = fp4_cuda._aligned(x_MK)
+    m = x_MK.shape[0]
+    y_MN = torch.full((m, n), torch.nan)
+    fp16 = x_MK.dtype == torch.float16
+    macros = plan.macros(fp16, True)
+    act = reference.ACTIVATIONS.index(activation)
+    blocks = -(-m // plan.tokens)
+    if isinstance(plan, MmaPlan):
+        grid = (-(-n // (32 * plan.row_warps)), blocks, plan.shared_bytes(k))
+        _call(fp4_cuda._MMA_FILES, macros, _MMA_MAIN, [x_MK, *tiled, bias, y_MN, m, n, k, act, *plan.chunks(k), *grid])
+    else:
+        windows = -(-k // 64)
+        image = torch.full((blocks * windows * plan.tokens * 128,), 0xFF, dtype=torch.uint8)
+        grid = (-(-windows * plan.tokens * 8 // 256), -(-n // (64 * plan.groups)), blocks, plan.shared_bytes())
+        _call(fp4_cuda._WGMMA_FILES, macros, _WGMMA_MAIN, [x_MK, image, *tiled, bias, y_MN, m, n, k, act, *grid])
+    return y_MN
+
+
+def dequantize(tiled: tuple[Tensor, Tensor, Tensor], row_top: Tensor | None, n: int, k: int, dtype: torch.dtype) -> Tensor:
+    """What ``fp4_dequantize`` writes; E4M3 with ``row_top``."""
+    w_NK = torch.full((n, k), torch.nan).to(dtype)
+    macros = {
+        "FP16": 0,
+        "OUT": {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}[dtype],
+    }
+    warps = 4 if dtype == torch.float32 else 8
+    grid = (-(-(-(-k // 64)) // warps), -(-n // 32), warps * 32 * 64 * w_NK.element_size())
+    _call(fp4_cuda._DEQUANTIZE_FILES, macros, _DEQUANTIZE_MAIN, [*tiled, row_top, w_NK, n, k, *grid])
+    return w_NK
+
+
+def random_weight(format: str, n: int, k: int, seed: int = 0) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """(fp32 weight, tiled tensors) of random codes under all finite scales of nvfp4, or exponents that span 2^16 of mxfp4."""
+    generator = torch.Generator().manual_seed(seed)
+    form = FORMATS[format]
+    codes = torch.randint(0, 256, form.codes_shape(n, k), dtype=torch.uint8, generator=generator)
+    low, high = (0, 127) if format == "nvfp4" else (115, 132)
+    scales = torch.randint(low, high, form.scales_shape(n, k), dtype=torch.uint8, generator=generator)
+    tensor_scale = torch.tensor(0.37 if format == "nvfp4" else 1.0)
+    w_NK = reference.dequantize(codes, scales, tensor_scale, format, n, k)
+    return w_NK, layout.to_tiled(codes, scales, tensor_scale, format, n, k)
+
+
+def error_over_bound(y_MN: Tensor, x_MK: Tensor, w_NK: Tensor) -> float:
+    """Largest error of an fp32 result over 4 * 2^-24 * sqrt(K) * sum |w||x|: fp32 sums in any order, tensor cores included."""
+    exact = x_MK.double() @ w_NK.double().t()
+    bound = 4 * 2**-24 * x_MK.shape[1] ** 0.5 * (x_MK.double().abs() @ w_NK.double().abs().t()) + 1e-30
+    ratio = ((y_MN.double() - exact).abs() / bound).max().item()
+    return ratio if ratio == ratio else float("inf")

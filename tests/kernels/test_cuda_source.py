@@ -1,0 +1,85 @@
+"""The CUDA kernels' own source, run on the CPU (emulation.py): values, odd shapes, every split, both half types."""
+
+import pytest
+import torch
+
+from tests.kernels import emulation
+from vblackwell.kernels import fp4_cuda, layout, reference
+from vblackwell.kernels.fp4_cuda import MmaPlan, WgmmaPlan
+
+pytestmark = emulation.needs_compiler
+HALVES = [torch.bfloat16, torch.float16]
+
+MMA = [  # plan, rows, n, k: one of each shape of block, chunked and whole, padded in N, K and M
+    (MmaPlan(1, 1, 2, 1, 2), 1, 40, 136),
+    (MmaPlan(4, 2, 1, 2, 2), 3, 33, 320),
+    (MmaPlan(16, 2, 2, 2, 2, x_bytes=16384), 11, 70, 1024),
+    (MmaPlan(8, 1, 4, 1, 2), 20, 32, 264),
+    (MmaPlan(32, 1, 2, 1, 1, x_bytes=16384), 33, 64, 512),
+]
+WGMMA = [
+    (WgmmaPlan(32, 1, 1, 2, 3), 20, 40, 392),
+    (WgmmaPlan(32, 2, 2, 3, 2), 33, 200, 264),
+    (WgmmaPlan(64, 1, 4, 2, image=True), 70, 70, 264),
+    (WgmmaPlan(32, 1, 1, 4, 2), 33, 40, 520),
+]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("plan", "m", "n", "k"), MMA + WGMMA, ids=str)
+def test_linear_within_the_bound_of_float64(plan, m, n, k, dtype):
+    format = "nvfp4" if dtype == torch.bfloat16 else "mxfp4"
+    w_NK, tiled = emulation.random_weight(format, n, k)
+    x_MK = torch.randn(m, k).to(dtype)
+    y_MN = emulation.linear(plan, x_MK, tiled, None, "none", n)
+    assert emulation.error_over_bound(y_MN, x_MK, w_NK) <= 1
+
+
+@pytest.mark.parametrize("plan", [MmaPlan(4, 1, 2, 2, 2), WgmmaPlan(32, 1, 2, 2, 2)], ids=str)
+def test_one_hot_rows_return_exact_columns(plan):
+    n, k = 40, 192
+    w_NK, tiled = emulation.random_weight("nvfp4", n, k)
+    tiled = (tiled[0], tiled[1], torch.tensor(1.0))
+    columns = torch.arange(0, k, 7)
+    x_MK = torch.zeros(len(columns), k, dtype=torch.bfloat16)
+    x_MK[torch.arange(len(columns)), columns] = 1
+    y_MN = emulation.linear(plan, x_MK, tiled, None, "none", n)
+    exact = reference.dequantize(*tiled, "nvfp4-tiled", n, k)
+    assert torch.equal(y_MN, exact[:, columns].t())
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
+@pytest.mark.parametrize("plan", [MmaPlan(8, 2, 2, 1, 2), WgmmaPlan(32, 1, 1, 2, 2)], ids=str)
+def test_bias_and_activation(plan, activation):
+    n, k, m = 70, 128, 7
+    w_NK, tiled = emulation.random_weight("nvfp4", n, k)
+    tiled, w_NK = (tiled[0], tiled[1], torch.tensor(2.0**-8)), w_NK / 0.37 * 2.0**-8
+    x_MK, bias = torch.randn(m, k).bfloat16(), torch.randn(n).bfloat16()
+    y_MN = emulation.linear(plan, x_MK, tiled, bias, activation, n)
+    exact = reference.activate(x_MK.double() @ w_NK.double().t() + bias.double(), activation)
+    # sums err by at most 4e-6 of sum |w||x| (about 40 here), erff and expf by a few units in the last place
+    assert (y_MN - exact).abs().max() < 2e-4
+
+
+def test_odd_k_is_padded():
+    w_NK, tiled = emulation.random_weight("nvfp4", 33, 77)
+    x_MK = torch.randn(2, 77).bfloat16()
+    y_MN = emulation.linear(MmaPlan(2, 1, 1, 1, 2), x_MK, tiled, None, "none", 33)
+    assert emulation.error_over_bound(y_MN, x_MK, w_NK) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("format", "n", "k"), [("nvfp4", 40, 136), ("nvfp4", 33, 77), ("mxfp4", 70, 600)])
+def test_dequantize_is_the_reference_rounded_once(format, n, k, dtype):
+    w_NK, tiled = emulation.random_weight(format, n, k)
+    assert torch.equal(emulation.dequantize(tiled, None, n, k, dtype), w_NK.to(dtype))
+
+
+def test_e4m3_weights_are_exact_where_rows_span_14():
+    n, k = 40, 160
+    codes, scales = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8), torch.randint(100, 115, (n, k // 32))
+    tiled = layout.to_tiled(codes, scales.to(torch.uint8), torch.tensor(1.0), "mxfp4", n, k)
+    top = fp4_cuda.row_tops(tiled[1], n, k)
+    w8_NK = emulation.dequantize(tiled, top, n, k, torch.float8_e4m3fn)
+    scale_N = fp4_cuda.row_scales(top, tiled[2])
+    assert torch.equal(w8_NK.float() * scale_N[:, None], reference.dequantize(*tiled, "mxfp4-tiled", n, k))

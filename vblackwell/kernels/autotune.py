@@ -1,0 +1,126 @@
+"""Which of several equal plans is fastest here: measured once, kept on disk, never a matter of the result.
+
+A plan (fp4_cuda.py) comes from the shape. What may be tuned are the fields that leave the order of additions alone (how many windows are
+in flight, how many blocks share a multiprocessor), so results do not depend on whether or where somebody tuned. Entries
+are looked up by (op, dtype, rows rounded up to a power of two, N, K) first in the cache of this very GPU, driver, torch and triton
+version under ``$XDG_CACHE_HOME/vblackwell/autotune``, then in the table shipped for the GPU's name; without either the plan
+stands as it is. Nothing is measured unasked: ``tune`` does it. Files are replaced as a whole and a torn or foreign one is ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from vblackwell.kernels.fp4_cuda import MmaPlan, WgmmaPlan
+from vblackwell.kernels.nvrtc import cache_folder, write_atomically
+
+Plan = TypeVar("Plan", MmaPlan, WgmmaPlan)
+TUNABLE = {MmaPlan: ("prefetch", "min_blocks"), WgmmaPlan: ("stages", "prefetch", "min_blocks")}
+SHIPPED = Path(__file__).parent / "tuned"
+_VERSION = 1
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """What a timing belongs to."""
+    import triton
+
+    driver = torch.cuda.get_device_properties(device)
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "multiprocessors": str(driver.multi_processor_count),
+        "driver": str(torch._C._cuda_getDriverVersion()),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+
+
+def entry_name(plan: MmaPlan | WgmmaPlan, dtype: torch.dtype, m: int, n: int, k: int) -> str:
+    """The key of a shape bucket; the plan's own fixed fields are part of it, so that an entry never changes an order."""
+    fixed = {name: value for name, value in dataclasses.asdict(plan).items() if name not in TUNABLE[type(plan)]}
+    shape = "x".join(str(value) for value in (1 << max(0, m - 1).bit_length(), n, k))
+    return f"{type(plan).__name__}|{str(dtype).removeprefix('torch.')}|{shape}|{sorted(fixed.items())}"
+
+
+def cache_path(parts: dict[str, str]) -> Path:
+    """The file of the machine described by ``parts``."""
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_folder() / "autotune" / f"fp4-{digest}.json"
+
+
+def read_entries(path: Path) -> dict[str, dict[str, int]]:
+    """Entries of a file; none if it is missing, torn or of another version."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(content, dict) or content.get("version") != _VERSION:
+        return {}
+    entries = content.get("entries", {})
+    return {
+        name: fields
+        for name, fields in entries.items()
+        if isinstance(fields, dict) and all(isinstance(value, int) for value in fields.values())
+    }
+
+
+def write_entries(path: Path, parts: dict[str, str], entries: dict[str, dict[str, int]]) -> None:
+    """Add ``entries`` to the file, replacing it as a whole."""
+    merged = {**read_entries(path), **entries}
+    text = json.dumps({"version": _VERSION, "machine": parts, "entries": merged}, indent=1, sort_keys=True)
+    write_atomically(path, text.encode())
+
+
+def shipped_path(gpu: str) -> Path:
+    """The table that comes with the package for GPUs of this name; it may not exist."""
+    return SHIPPED / f"{gpu.lower().replace(' ', '-')}.json"
+
+
+@functools.lru_cache
+def _entries(device: torch.device) -> dict[str, dict[str, int]]:
+    parts = machine(device)
+    return {**read_entries(shipped_path(parts["gpu"])), **read_entries(cache_path(parts))}
+
+
+def apply(plan: Plan, fields: dict[str, int]) -> Plan:
+    """``plan`` with its tunable fields from ``fields``; anything else in there is ignored."""
+    return dataclasses.replace(plan, **{name: fields[name] for name in TUNABLE[type(plan)] if name in fields})
+
+
+def tuned(plan: Plan, x_MK: Tensor, n: int, k: int) -> Plan:
+    """``plan`` as it was found to run fastest on the device of ``x_MK``, or unchanged."""
+    entries = _entries(x_MK.device)
+    if not entries:
+        return plan
+    return apply(plan, entries.get(entry_name(plan, x_MK.dtype, x_MK.shape[0], n, k), {}))
+
+
+def variants(plan: Plan) -> list[Plan]:
+    """``plan`` and its neighbours that add in the same order."""
+    if isinstance(plan, MmaPlan):
+        warps = plan.threads // 32
+        choices = [{"min_blocks": blocks} for blocks in sorted({1, max(1, 16 // warps), max(1, 24 // warps)})]
+        # chunk sizes follow from the prefetch where x comes in several chunks, so it stays
+    else:
+        most = (227 * 1024 - 1024) // (plan.tokens * 128)
+        choices = [{"stages": stages} for stages in (3, 4, 6, 8) if stages <= most]
+    return [plan, *(other for choice in choices if (other := apply(plan, choice)) != plan)]
+
+
+def tune(plan: Plan, x_MK: Tensor, n: int, k: int, measure_us: Callable[[Plan], float]) -> Plan:
+    """Measure ``variants(plan)``, store the fastest and return it. A variant that the GPU refuses raises."""
+    best = min(variants(plan), key=measure_us)
+    parts = machine(x_MK.device)
+    fields = {name: getattr(best, name) for name in TUNABLE[type(plan)]}
+    name = entry_name(plan, x_MK.dtype, x_MK.shape[0], n, k)
+    write_entries(cache_path(parts), parts, {name: fields})
+    _entries.cache_clear()
+    return best

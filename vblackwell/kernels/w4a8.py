@@ -1,0 +1,175 @@
+"""FP4 weights on FP8 tensor cores: a stated choice with its own accuracy, never a silent default.
+
+mxfp4 weights become E4M3 exactly, each row relative to its largest block scale, because E2M1 times a power of two needs two
+significant bits; that holds where a row's block exponents span at most 14, which ``row_tops_for_w4a8`` checks once, when the layer is
+packed. Activations are rounded to E4M3 with one scale a row, amax / 448: about 31 dB on Gaussian rows, the price of the option. The
+product is PyTorch's row-scaled FP8 matmul with full fp32 accumulation, so it pays from about a thousand rows on.
+
+The backward ignores the rounding of the activations (straight through): dX = dY W with the same packed weight.
+
+``M`` rows, ``N`` out features, ``K`` in features.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.kernels import backends, fp4_cuda, layout, reference
+from vblackwell.kernels.dispatch import Backend, Request, choose, request_of
+from vblackwell.kernels.fp4 import fp4_linear_dx
+
+E4M3_MAX = 448.0
+MAX_SPAN = 14
+FORMAT = "mxfp4-tiled"
+
+
+@triton.jit
+def _quantize_rows_kernel(x, q, scale, K, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    values = tl.load(x + row * K + columns, mask=columns < K, other=0.0).to(tl.float32)
+    amax = tl.max(tl.abs(values), axis=0)
+    unit = tl.where(amax > 0, amax / 448.0, 1.0)
+    tl.store(q + row * K + columns, (values / unit).to(q.dtype.element_ty), mask=columns < K)
+    tl.store(scale + row, unit)
+
+
+def quantize_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
+    """(E4M3 rows, (M, 1) fp32 scales): x is about rows * scales. A row of zeros has scale 1."""
+    m, k = x_MK.shape
+    if x_MK.device.type != "cuda":
+        values = x_MK.to(torch.float32)
+        amax = values.abs().amax(1, keepdim=True)
+        scale_M1 = torch.where(amax > 0, amax / E4M3_MAX, 1.0)
+        return (values / scale_M1).to(torch.float8_e4m3fn), scale_M1
+    q_MK = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=x_MK.device)
+    scale_M1 = torch.empty(m, 1, dtype=torch.float32, device=x_MK.device)
+    block = triton.next_power_of_2(k)
+    warps = min(16, max(1, block // 1024))
+    with torch.cuda.device(x_MK.device):
+        _quantize_rows_kernel[(m,)](x_MK, q_MK, scale_M1, k, BLOCK=block, num_warps=warps)
+    return q_MK, scale_M1
+
+
+def row_tops_for_w4a8(block_scales: Tensor, n: int, k: int) -> Tensor:
+    """(N,) bytes that ``fp4_linear_w4a8`` needs beside the tiled weight. Waits for the device.
+
+    Raises:
+        Unsupported: a row's block exponents span more than 14, so E4M3 would not hold its weights exactly.
+    """
+    bands, windows = layout.tiles(n, k)
+    field = block_scales.view(bands, windows, 8, 4, 4) >> 3
+    low = torch.where(field == 0, 255, field).amin((1, 3)).to(torch.int32)
+    top = field.amax((1, 3)).to(torch.int32)
+    span = int(torch.where(top == 0, 0, top - low).max())
+    if span > MAX_SPAN:
+        raise Unsupported(
+            f"block exponents of a row span {span}, E4M3 holds {MAX_SPAN}: run this layer without w4a8 (fp4_linear)"
+        )
+    return fp4_cuda.row_tops(block_scales, n, k)
+
+
+def _fp8_reasons(request: Request) -> list[str]:
+    reasons = backends.linear_reasons(request)
+    if request.device.type == "cuda" and request.capability < (8, 9):
+        reasons.append(f"compute capability {request.capability[0]}.{request.capability[1]} has no FP8 tensor cores")
+    if request.n % 16 or request.k % 16:
+        reasons.append(f"{request.n} x {request.k}: PyTorch's FP8 matmul takes multiples of 16")
+    return reasons
+
+
+def _fp8(x_MK, codes, block_scales, tensor_scale, row_top, bias, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
+    q_MK, scale_M1 = quantize_rows(x_MK)
+    w_NK = fp4_cuda.run_dequantize_e4m3(codes, block_scales, row_top, n, k)
+    scale_1N = fp4_cuda.row_scales(row_top, tensor_scale)[None]
+    z_MN = torch._scaled_mm(q_MK, w_NK.t(), scale_M1, scale_1N, out_dtype=torch.bfloat16, use_fast_accum=False)
+    if bias is not None:
+        z_MN = z_MN + bias.to(z_MN.dtype)
+    return reference.activate(z_MN, activation).to(x_MK.dtype)
+
+
+def _reference(x_MK, codes, block_scales, tensor_scale, row_top, bias, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
+    q_MK, scale_M1 = quantize_rows(x_MK)
+    rounded_MK = q_MK.to(torch.float32) * scale_M1
+    return reference.linear(
+        rounded_MK, codes, block_scales, tensor_scale, bias, FORMAT, activation, n, k
+    ).to(x_MK.dtype)
+
+
+def _none(request: Request) -> list[str]:
+    return []
+
+
+W4A8: tuple[Backend, ...] = (Backend("fp8", _fp8_reasons, _fp8), Backend("reference", _none, _reference))
+
+
+@torch.library.custom_op("vblackwell::fp4_linear_w4a8", mutates_args=())
+def fp4_linear_w4a8(
+    x_MK: Tensor,
+    codes: Tensor,
+    block_scales: Tensor,
+    tensor_scale: Tensor,
+    row_top: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    n: int,
+    k: int,
+) -> Tensor:
+    """``activation(x W^T + bias)`` with x rounded to E4M3 by rows and W from mxfp4 tiles, exactly.
+
+    Args:
+        x_MK: (..., K) bf16 or fp16 (fp32 on the CPU's reference path).
+        codes: codes of an 'mxfp4-tiled' weight.
+        block_scales: its scales.
+        tensor_scale: its fp32 tensor scale.
+        row_top: from ``row_tops_for_w4a8``.
+        bias: (N,) or None.
+        activation: 'none', 'relu', 'gelu' or 'silu'.
+        n: out features.
+        k: in features.
+
+    Raises:
+        ConfigurationError: an input with another number of features.
+        Unsupported: the backend asked for by name refuses.
+    """
+    if x_MK.shape[-1] != k:
+        raise ConfigurationError(f"the input has {x_MK.shape[-1]} features, the weight takes {k}")
+    rows = x_MK.reshape(-1, k).contiguous()
+    if rows.shape[0] == 0:
+        return x_MK.new_empty((*x_MK.shape[:-1], n))
+    backend = choose("fp4_linear_w4a8", W4A8, request_of(rows, FORMAT, n, k))
+    y_MN = backend.run(rows, codes, block_scales, tensor_scale, row_top, bias, activation, n, k)
+    return y_MN.view(*x_MK.shape[:-1], n)
+
+
+@fp4_linear_w4a8.register_fake
+def _(x_MK, codes, block_scales, tensor_scale, row_top, bias, activation, n, k):  # type: ignore[no-untyped-def]
+    return x_MK.new_empty((*x_MK.shape[:-1], n))
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x_MK, codes, block_scales, tensor_scale, row_top, bias, activation, n, k = inputs
+    ctx.save_for_backward(None if activation == "none" else x_MK, codes, block_scales, tensor_scale, row_top, bias)
+    ctx.static = (activation, n, k)
+
+
+def _backward(ctx, dy_MN: Tensor):  # type: ignore[no-untyped-def]
+    x_MK, codes, block_scales, tensor_scale, row_top, bias = ctx.saved_tensors
+    activation, n, k = ctx.static
+    if activation != "none":
+        z_MN = fp4_linear_w4a8(x_MK, codes, block_scales, tensor_scale, row_top, bias, "none", n, k)
+        dy_MN = reference.activation_backward(dy_MN, z_MN, activation)
+    dx_MK = None
+    if ctx.needs_input_grad[0]:
+        dx_MK = fp4_linear_dx(dy_MN, codes, block_scales, tensor_scale, FORMAT, n, k)
+    dbias = None
+    if bias is not None and ctx.needs_input_grad[5]:
+        dbias = dy_MN.reshape(-1, n).sum(0, dtype=torch.float32).to(bias.dtype)
+    return dx_MK, None, None, None, None, dbias, None, None, None
+
+
+fp4_linear_w4a8.register_autograd(_backward, setup_context=_save)
