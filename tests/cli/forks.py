@@ -1,35 +1,37 @@
 """Starts `vb` processes quickly: one process imports everything once, and forks a child for each command.
 
-A child is a process of its own in every respect that the tests are about (signals, files, locks, exit codes). Run as a script: reads
-a JSON list of words a line, answers the child's process id, and its exit code once it ended.
+A child is a process of its own in every respect that the tests are about (signals, files, locks, limits, exit codes). Run as a script:
+reads a JSON request a line, answers the child's process id, and its exit code once it ended.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 
 class Child:
     """A running command."""
 
-    def __init__(self, answers: IO[str]) -> None:
+    def __init__(self, answers: IO[str], stdout: Path, stderr: Path) -> None:
         self._answers = answers
+        self._code: int | None = None
+        self.stdout, self.stderr = stdout, stderr
         self.pid = int(answers.readline())
         assert self.pid > 1
-        self._code: int | None = None
 
     @property
     def alive(self) -> bool:
         """Whether it still runs; a process that ended but was not collected does not."""
         try:
             stat = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii")
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             return False
         return stat.rpartition(")")[2].split()[0] not in "ZX"
 
@@ -49,19 +51,29 @@ class ForkServer:
     """Talks to the script below; one child at a time."""
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        self._folder = folder
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder,
             env=environment, start_new_session=True,
         )  # fmt: skip
         self._child: Child | None = None
+        self._count = 0
 
-    def start(self, words: list[str]) -> Child:
-        """A child that runs ``vb words``; its output is appended to ``output.txt``."""
+    def start(
+        self, words: list[str], folder: Path, environment: dict[str, str] | None = None, file_bytes: int | None = None
+    ) -> Child:
+        """A child that runs ``vb words`` in ``folder``; ``file_bytes`` is the largest file it may write (RLIMIT_FSIZE)."""
         self._end_child()
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(words) + "\n")
+        self._count += 1
+        stdout, stderr = (self._folder / f"{self._count}.{name}" for name in ("out", "err"))
+        request = {
+            "words": words, "folder": str(folder), "environment": environment or {}, "file_bytes": file_bytes,
+            "stdout": str(stdout), "stderr": str(stderr),
+        }  # fmt: skip
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        self._child = Child(self._process.stdout)
+        self._child = Child(self._process.stdout, stdout, stderr)
         return self._child
 
     def _end_child(self) -> None:
@@ -78,23 +90,36 @@ class ForkServer:
         self._process.stdout.close()
 
 
-def _child(words: list[str]) -> int:
-    output = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+def _child(request: dict[str, Any]) -> None:
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), number)
+    os.chdir(request["folder"])
+    os.environ.update(request["environment"])
+    if request["file_bytes"] is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_bytes"], request["file_bytes"]))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     from vblackwell.cli import main
 
-    code = main(words)
-    sys.stdout.flush()
-    return code
+    code = 1  # an error that nobody foresaw
+    try:
+        code = main(request["words"])
+    except SystemExit as leave:
+        code = leave.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _serve() -> None:
     # No torch operation may run before the fork: its threads would not survive it.
+    import jsonargparse  # noqa: F401
     import tokenizers  # noqa: F401
+    import torch._dynamo  # noqa: F401  (torch.optim does, at its first use)
 
-    import vblackwell.infer.generate
+    import vblackwell.infer.command
     import vblackwell.memory.stack
     import vblackwell.train.run  # noqa: F401
 
@@ -102,7 +127,7 @@ def _serve() -> None:
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
-            os._exit(_child(json.loads(line)))
+            _child(json.loads(line))
         print(child, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 

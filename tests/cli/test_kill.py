@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import random
+import shutil
 import signal
+import subprocess
+import sys
 import time
 
-import pytest
-
 from tests.cli.conftest import LEVELS
-from tests.cli.forks import ForkServer
 
-STEPS, KILLS_AT_RANDOM, KILLS_IN_CHECKPOINTS = 24, 14, 6
-
-
-@pytest.fixture(scope="module")
-def server(shared, tmp_path_factory):
-    from tests.cli.conftest import Workplace
-
-    place = Workplace(tmp_path_factory.mktemp("kill"), *shared)
-    server = ForkServer(place.folder, place.environment())
-    yield place, server
-    server.close()
+STEPS, KILLS_AT_RANDOM, KILLS_IN_CHECKPOINTS = 18, 14, 6
 
 
 def words_of(place, out):
@@ -34,7 +24,7 @@ def words_of(place, out):
 def wait_until(child, condition):
     """Return as soon as ``condition()`` holds, or the child has ended."""
     while child.alive and not condition():
-        time.sleep(0.0005)
+        time.sleep(0.001)
 
 
 def weights_of(run):
@@ -46,20 +36,20 @@ def work_folders(run):
     return {path.stat().st_ino for path in run.glob("checkpoints/*.tmp")}
 
 
-def test_twenty_kills_end_with_the_same_weights(server):
-    place, forks = server
+def test_twenty_kills_end_with_the_same_weights(place):
     began = time.monotonic()
-    assert forks.start(words_of(place, "whole")).wait() == 0, (place.folder / "output.txt").read_text()
+    assert place.start(*words_of(place, "whole")).wait() == 0
     duration = time.monotonic() - began
     expected = weights_of(place.folder / "whole")
 
     draw = random.Random(20)
     kills = in_checkpoint = chain = 0
+    said = ""
     while kills < KILLS_AT_RANDOM + KILLS_IN_CHECKPOINTS:
         run = place.folder / f"chain{chain}"
         chain += 1
         for _ in range(3):
-            child = forks.start(words_of(place, run.name))
+            child = place.start(*words_of(place, run.name))
             moment = time.monotonic() + draw.random() * duration
             wait_until(child, lambda moment=moment: time.monotonic() > moment)
             if in_checkpoint < KILLS_IN_CHECKPOINTS:  # from the drawn moment on, the next checkpoint that is begun
@@ -70,50 +60,47 @@ def test_twenty_kills_end_with_the_same_weights(server):
                 break
             kills += 1
             in_checkpoint += bool(work_folders(run))
-        assert forks.start(words_of(place, run.name)).wait() == 0
+            said += child.stdout.read_text()
+        assert place.start(*words_of(place, run.name)).wait() == 0
         assert weights_of(run) == expected, f"chain {chain} after {kills} kills"
         assert not list(run.rglob("*.tmp"))
-    said = (place.folder / "output.txt").read_text()
     assert "no checkpoint yet: starting over" in said and "resumed from" in said
     assert in_checkpoint >= KILLS_IN_CHECKPOINTS
 
 
-def stop_after_first_step(place, forks, words, number):
+def stop_after_first_step(place, words, number):
     """Send a signal between the first step and the first regular checkpoint; one must appear nevertheless."""
     run = place.folder / words[words.index("--out") + 1]
     words[words.index("--checkpoint-every") + 1] = "1000"
-    child = forks.start(words)
+    child = place.start(*words)
     metrics = run / "metrics.jsonl"
     wait_until(child, lambda: metrics.exists() and metrics.read_text().count("\n") >= 1)
     child.signal(number)
     code = child.wait()
     (checkpoint,) = (run / "checkpoints").iterdir()
     assert checkpoint.name == f"step-{metrics.read_text().count(chr(10)):08d}"
-    assert f"go on with --resume --out {run.name}" in (place.folder / "output.txt").read_text()
+    assert f"go on with --resume --out {run.name}" in child.stdout.read_text()
     return code
 
 
-def test_sigterm_writes_a_checkpoint_and_exits_143(server):
-    place, forks = server
+def test_sigterm_writes_a_checkpoint_and_exits_143(place):
     words = words_of(place, "term")
-    assert stop_after_first_step(place, forks, words, signal.SIGTERM) == 143
-    assert forks.start(words_of(place, "term")).wait() == 0
-    assert forks.start(words_of(place, "undisturbed")).wait() == 0
+    assert stop_after_first_step(place, words, signal.SIGTERM) == 143
+    assert place.start(*words_of(place, "term")).wait() == 0
+    assert place.start(*words_of(place, "undisturbed")).wait() == 0
     assert weights_of(place.folder / "term") == weights_of(place.folder / "undisturbed")
 
 
-def test_first_sigint_writes_a_checkpoint_and_exits_130(server):
-    place, forks = server
+def test_first_sigint_writes_a_checkpoint_and_exits_130(place):
     words = words_of(place, "int")
     words[words.index("--max-steps") + 1] = "5000"
-    assert stop_after_first_step(place, forks, words, signal.SIGINT) == 130
+    assert stop_after_first_step(place, words, signal.SIGINT) == 130
 
 
-def test_second_sigint_leaves_at_once(server):
-    place, forks = server
+def test_second_sigint_leaves_at_once(place):
     words = words_of(place, "twice")
     words[words.index("--batch-size") + 1] = "2048"  # the first signal waits for a micro-batch, the second for nothing
-    child = forks.start(words)
+    child = place.start(*words)
     wait_until(child, lambda: (place.folder / "twice/settings.json").exists())
     child.signal(signal.SIGINT)
     time.sleep(0.05)  # two signals of one number that are pending together are one
@@ -125,12 +112,15 @@ def test_second_sigint_leaves_at_once(server):
 
 
 def test_a_run_folder_in_use_is_refused(place):
-    """The second process is refused while the first runs, and the first does not notice."""
+    """The second process is refused while the first runs, and the first does not notice. Both are started as users do."""
     words = place.train_words("--max-steps", "100000", "--checkpoint-every", "0", "--out", "run")
-    first = place.start(*words)
+    first = subprocess.Popen(
+        [sys.executable, "-m", "vblackwell", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=place.folder, env=place.environment(),
+    )  # fmt: skip
     try:
         while first.poll() is None and not (place.folder / "run/metrics.jsonl").exists():
-            time.sleep(0.0005)
+            time.sleep(0.001)
         result = place.vb("train", "--out", "run", "--resume", code=2)
         assert f"in use by process {first.pid}" in result.stderr and len(result.stderr.splitlines()) == 1
         assert first.poll() is None
@@ -141,25 +131,16 @@ def test_a_run_folder_in_use_is_refused(place):
 
 
 def test_a_full_disk_costs_no_older_checkpoint(place):
-    """RLIMIT_FSIZE stands in for the full disk: from some checkpoint on, the kernel refuses to let a file grow."""
-    import resource
-    import subprocess
-    import sys
-
-    words = place.train_words("--max-steps", "8", "--checkpoint-every", "4", "--out", "run")
-    place.vb(*words)
-    kept = (place.folder / "run/checkpoints/step-00000008/optimizer.safetensors").read_bytes()
-    for path in (place.folder / "run/final").iterdir():
-        path.unlink()
-    (place.folder / "run/final").rmdir()
-    result = subprocess.run(
-        [sys.executable, "-m", "vblackwell", "train", "--out", "run", "--resume", "--max-steps", "16"],
-        capture_output=True, text=True, timeout=120, cwd=place.folder, env=place.environment(),
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (len(kept) - 1000, len(kept) - 1000)),
+    """RLIMIT_FSIZE stands in for the full disk: the kernel refuses to let a file grow beyond it."""
+    place.vb(*place.train_words("--max-steps", "8", "--checkpoint-every", "4", "--out", "run"))
+    run = place.folder / "run"
+    kept = (run / "checkpoints/step-00000008/optimizer.safetensors").read_bytes()
+    shutil.rmtree(run / "final")
+    result = place.vb(
+        "train", "--out", "run", "--resume", "--max-steps", "16", code=2, file_bytes=len(kept) - 1000
     )  # fmt: skip
-    assert result.returncode == 2, result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert "optimizer.safetensors" in result.stderr and "older checkpoints are untouched" in result.stderr
-    assert (place.folder / "run/checkpoints/step-00000008/optimizer.safetensors").read_bytes() == kept
-    assert not list(place.folder.rglob("*.tmp"))
+    assert (run / "checkpoints/step-00000008/optimizer.safetensors").read_bytes() == kept
+    assert not list(run.rglob("*.tmp"))
     assert "after step 8" in place.vb("train", "--out", "run", "--resume").stdout
