@@ -84,6 +84,14 @@ def test_memory_that_is_not_there(place):
     refused(place, [*words, "--disk-path", "nowhere"], "nowhere", "No such file")
 
 
+def test_generate_without_a_model(place):
+    (place.folder / "empty").mkdir()
+    refused(place, ["generate", "--model", "gone", "--prompt", "x"], "gone", "no such folder")
+    refused(place, ["generate", "--model", "empty", "--prompt", "x"], "empty", "config.json")
+    refused(place, ["generate", "--model", "empty"], "prompt")
+    refused(place, ["doctor", "--disk-path", "gone"], "gone", "No such file")
+
+
 def test_launched_with_others(place):
     refused(place, ["train"], "WORLD_SIZE is 2", WORLD_SIZE="2")
 

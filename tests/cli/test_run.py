@@ -90,6 +90,27 @@ def test_generate_reads_runs_and_folders(finished):
     assert texts[0] == texts[1] and texts[0].startswith("def ") and len(texts[0]) > 8
 
 
+def test_a_hugging_face_folder_is_trained_further(finished, place):
+    """The first loss is the trained model's, and its tokenizer and shape are taken over."""
+    _, run, _ = finished
+    words = [
+        "train",
+        "--model",
+        str(run / "final"),
+        "--data",
+        str(place.corpus),
+        "--seq-length",
+        "32",
+        "--batch-size",
+        "4",
+    ]
+    output = place.vb(*words, "--max-steps", "3", "--device", "cpu", "--sample-tokens", "0", "--vgpu-auto").stdout
+    assert "final: 0.05 M parameters" in output and " over ssd " in output, output
+    lines = metrics_of(place.folder / "runs/final")
+    last = [line["val_loss"] for line in metrics_of(run) if "val_loss" in line][-1]
+    assert abs(lines[0]["val_loss"] - last) < 0.3  # an untrained one is above 5.4
+
+
 def test_a_finished_run_is_left_alone(finished):
     place, run, _ = finished
     before = {path: path.stat().st_mtime_ns for path in (run / "final").iterdir()}
