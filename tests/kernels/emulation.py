@@ -53,7 +53,9 @@ _REAL = ("ptx.cuh", "wgmma.cuh", "barrier.cuh")  # what emulator.h stands in for
 @functools.lru_cache
 def _library(files: tuple[str, ...], macros: tuple[tuple[str, int], ...], main: str) -> ctypes.CDLL:
     text = "\n".join(f"#define {name} {value}" for name, value in macros)
-    text += "\n" + (HERE / "emulator.h").read_text() + nvrtc.source([name for name in files if name not in _REAL]) + main
+    text += (
+        "\n" + (HERE / "emulator.h").read_text() + nvrtc.source([name for name in files if name not in _REAL]) + main
+    )
     folder = Path(tempfile.mkdtemp(prefix="vblackwell-emulation-"))
     (folder / "kernel.cpp").write_text(text)
     command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-o", "kernel.so", "kernel.cpp"]
@@ -65,13 +67,19 @@ def _library(files: tuple[str, ...], macros: tuple[tuple[str, int], ...], main: 
 
 def _call(files: tuple[str, ...], macros: dict[str, int], main: str, args: list[Tensor | int | None]) -> None:
     values = [
-        ctypes.c_int(arg) if isinstance(arg, int) else ctypes.c_void_p(0 if arg is None else arg.data_ptr()) for arg in args
+        ctypes.c_int(arg) if isinstance(arg, int) else ctypes.c_void_p(0 if arg is None else arg.data_ptr())
+        for arg in args
     ]
     _library(files, tuple(macros.items()), main).run(*values)
 
 
 def linear(
-    plan: MmaPlan | WgmmaPlan, x_MK: Tensor, tiled: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, activation: str, n: int
+    plan: MmaPlan | WgmmaPlan,
+    x_MK: Tensor,
+    tiled: tuple[Tensor, Tensor, Tensor],
+    bias: Tensor | None,
+    activation: str,
+    n: int,
 ) -> Tensor:
     """fp32 output of the kernel of ``plan``; starts as NaN."""
     x_MK, k = fp4_cuda._aligned(x_MK)
@@ -83,16 +91,18 @@ def linear(
     blocks = -(-m // plan.tokens)
     if isinstance(plan, MmaPlan):
         grid = (-(-n // (32 * plan.row_warps)), blocks, plan.shared_bytes(k))
-        _call(fp4_cuda._MMA_FILES, macros, _MMA_MAIN, [x_MK, *tiled, bias, y_MN, m, n, k, act, *plan.chunks(k), *grid])
+        _call(fp4_cuda.MMA_FILES, macros, _MMA_MAIN, [x_MK, *tiled, bias, y_MN, m, n, k, act, *plan.chunks(k), *grid])
     else:
         windows = -(-k // 64)
         image = torch.full((blocks * windows * plan.tokens * 128,), 0xFF, dtype=torch.uint8)
         grid = (-(-windows * plan.tokens * 8 // 256), -(-n // (64 * plan.groups)), blocks, plan.shared_bytes())
-        _call(fp4_cuda._WGMMA_FILES, macros, _WGMMA_MAIN, [x_MK, image, *tiled, bias, y_MN, m, n, k, act, *grid])
+        _call(fp4_cuda.WGMMA_FILES, macros, _WGMMA_MAIN, [x_MK, image, *tiled, bias, y_MN, m, n, k, act, *grid])
     return y_MN
 
 
-def dequantize(tiled: tuple[Tensor, Tensor, Tensor], row_top: Tensor | None, n: int, k: int, dtype: torch.dtype) -> Tensor:
+def dequantize(
+    tiled: tuple[Tensor, Tensor, Tensor], row_top: Tensor | None, n: int, k: int, dtype: torch.dtype
+) -> Tensor:
     """What ``fp4_dequantize`` writes; E4M3 with ``row_top``."""
     w_NK = torch.full((n, k), torch.nan).to(dtype)
     macros = {
@@ -100,8 +110,8 @@ def dequantize(tiled: tuple[Tensor, Tensor, Tensor], row_top: Tensor | None, n: 
         "OUT": {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}[dtype],
     }
     warps = 4 if dtype == torch.float32 else 8
-    grid = (-(-(-(-k // 64)) // warps), -(-n // 32), warps * 32 * 64 * w_NK.element_size())
-    _call(fp4_cuda._DEQUANTIZE_FILES, macros, _DEQUANTIZE_MAIN, [*tiled, row_top, w_NK, n, k, *grid])
+    grid = ((k + 64 * warps - 1) // (64 * warps), -(-n // 32), warps * 32 * 64 * w_NK.element_size())
+    _call(fp4_cuda.DEQUANTIZE_FILES, macros, _DEQUANTIZE_MAIN, [*tiled, row_top, w_NK, n, k, *grid])
     return w_NK
 
 

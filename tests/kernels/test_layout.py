@@ -68,7 +68,8 @@ def test_an_mxfp4_block_of_zeros_does_not_widen_the_span():
     scales = torch.tensor([[127, 0]], dtype=torch.uint8)
     tiled = layout.to_tiled(codes, scales, torch.tensor(1.0), "mxfp4", 1, 64)
     assert torch.equal(
-        reference.dequantize(*tiled, "mxfp4-tiled", 1, 64), reference.dequantize(codes, scales, tiled[2] * 0 + 1, "mxfp4", 1, 64)
+        reference.dequantize(*tiled, "mxfp4-tiled", 1, 64),
+        reference.dequantize(codes, scales, tiled[2] * 0 + 1, "mxfp4", 1, 64),
     )
 
 

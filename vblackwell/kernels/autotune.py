@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.kernels.fp4_cuda import MmaPlan, WgmmaPlan
-from vblackwell.kernels.nvrtc import cache_folder, write_atomically
+from vblackwell.kernels.nvrtc import cache_folder, driver_version, write_atomically
 
 Plan = TypeVar("Plan", MmaPlan, WgmmaPlan)
 TUNABLE = {MmaPlan: ("prefetch", "min_blocks"), WgmmaPlan: ("stages", "prefetch", "min_blocks")}
@@ -33,11 +33,11 @@ def machine(device: torch.device) -> dict[str, str]:
     """What a timing belongs to."""
     import triton
 
-    driver = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     return {
         "gpu": torch.cuda.get_device_name(device),
-        "multiprocessors": str(driver.multi_processor_count),
-        "driver": str(torch._C._cuda_getDriverVersion()),
+        "multiprocessors": str(properties.multi_processor_count),
+        "driver": str(driver_version()),
         "torch": torch.__version__,
         "triton": triton.__version__,
     }

@@ -9,7 +9,7 @@ The sources, with the reasoning about registers and memory, are ``cuda/fp4_mma.c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,10 +17,10 @@ from torch import Tensor
 from vblackwell.kernels.nvrtc import kernel
 from vblackwell.kernels.reference import ACTIVATIONS
 
-_MMA_FILES = ("ptx.cuh", "decode.cuh", "epilogue.cuh", "fp4_mma.cu")
-_WGMMA_FILES = ("ptx.cuh", "decode.cuh", "wgmma.cuh", "barrier.cuh", "epilogue.cuh", "fp4_wgmma.cu")
-_DEQUANTIZE_FILES = ("ptx.cuh", "decode.cuh", "fp4_dequantize.cu")
-_TARGET_WARPS = 2112  # 16 a multiprocessor of an H200: enough loads in flight, few enough registers
+MMA_FILES = ("ptx.cuh", "decode.cuh", "epilogue.cuh", "fp4_mma.cu")
+WGMMA_FILES = ("ptx.cuh", "decode.cuh", "wgmma.cuh", "barrier.cuh", "epilogue.cuh", "fp4_wgmma.cu")
+DEQUANTIZE_FILES = ("ptx.cuh", "decode.cuh", "fp4_dequantize.cu")
+_MULTIPROCESSORS = 132  # of an H200, on every GPU: a plan may not depend on where it runs
 _X_BYTES = 128 * 1024  # of x that a block stages at a time
 
 
@@ -161,7 +161,7 @@ def run_mma(
     macros = plan.macros(_flags(x_MK), y_MN.dtype == torch.float32)
     grid = (_ceil(n, 32 * plan.row_warps), plan.splits, _ceil(m, plan.tokens))
     args = (x_MK, codes, block_scales, tensor_scale, bias, y_MN, m, n, k, ACTIVATIONS.index(activation), windows, count)
-    kernel(_MMA_FILES, "fp4_mma", macros, x_MK.device).launch(grid, plan.threads, plan.shared_bytes(k), args)
+    kernel(MMA_FILES, "fp4_mma", macros, x_MK.device).launch(grid, plan.threads, plan.shared_bytes(k), args)
     return y_MN
 
 
@@ -184,38 +184,102 @@ def run_wgmma(
     source = x_MK
     if plan.image:
         source = torch.empty(blocks * windows * plan.tokens * 128, dtype=torch.uint8, device=x_MK.device)
-        arrange = kernel(_WGMMA_FILES, "arrange", macros, x_MK.device)
+        arrange = kernel(WGMMA_FILES, "arrange", macros, x_MK.device)
         arrange.launch((_ceil(windows * plan.tokens * 8, 256), blocks, 1), 256, 0, (x_MK, source, m, k))
     grid = (_ceil(n, 64 * plan.groups), plan.splits, blocks)
     args = (source, codes, block_scales, tensor_scale, bias, y_MN, m, n, k, ACTIVATIONS.index(activation))
-    kernel(_WGMMA_FILES, "fp4_wgmma", macros, x_MK.device).launch(grid, plan.threads, plan.shared_bytes(), args)
+    kernel(WGMMA_FILES, "fp4_wgmma", macros, x_MK.device).launch(grid, plan.threads, plan.shared_bytes(), args)
     return y_MN
 
 
-def _power_of_two(value: float, low: int, high: int) -> int:
-    """The power of two nearest to ``value`` (in ratio), between ``low`` and ``high``."""
-    power = low
-    while power < high and value >= power * 2**0.5:
-        power *= 2
-    return power
+def _row_warps(n: int) -> int:
+    """Row warps that cover N in about one block a multiprocessor, at most 8."""
+    row_warps = 1
+    while row_warps < 8 and _ceil(n, 32 * row_warps) > _MULTIPROCESSORS:
+        row_warps *= 2
+    return row_warps
 
 
 def plan_mma(m: int, n: int, k: int, clusters: bool) -> MmaPlan:
-    """The plan of ``fp4_mma`` for a shape, with or without clusters of blocks (sm_90)."""
+    """The plan of ``fp4_mma`` for a shape, with or without clusters of blocks (sm_90).
+
+    One block of 16 warps a multiprocessor, and as many K ways as that leaves: measured on an H200 over six shapes. From three rows on
+    x costs more to stage than a cluster to join, so blocks get taller and split K. Without clusters blocks are smaller, to
+    fit 99 KB of shared memory.
+    """
     tokens = 1
-    while tokens < min(m, 16 if clusters else 64):
+    while tokens < min(m, 16 if clusters else 32):
         tokens *= 2
-    row_warps = {1: 1, 2: 1, 4: 1, 8: 2, 16: 4, 32: 4, 64: 4}[tokens]
-    bands, windows = _ceil(n, 32), _ceil(k, 64)
-    ways = _power_of_two(_TARGET_WARPS / bands, 1, 16 if row_warps == 1 else 32)
-    while ways > 1 and windows // ways < 2:
-        ways //= 2
-    splits = 1
-    if clusters:
-        while splits < min(8, ways) and _ceil(windows, splits) * tokens * 128 > _X_BYTES:
-            splits *= 2
-    k_warps = min(ways // splits, 16 // row_warps)
-    return MmaPlan(tokens, row_warps, max(1, k_warps), splits, 2 if tokens > 16 else 4)
+    windows = _ceil(k, 64)
+    if not clusters:
+        row_warps = {1: 1, 2: 1, 4: 2, 8: 4, 16: 4, 32: 4}[tokens]
+        plan = MmaPlan(tokens, row_warps, 8 // row_warps, 1, 4 if tokens < 32 else 2, 1, 32 * 1024)
+    elif tokens <= 2:
+        plan = MmaPlan(tokens, _row_warps(n), 16 // _row_warps(n), 1, 4)
+    elif tokens <= 8:
+        row_warps = min(8, 2 * _row_warps(n))
+        plan = MmaPlan(tokens, row_warps, 16 // row_warps, row_warps // _row_warps(n), 4)
+    else:
+        plan = MmaPlan(tokens, 8, 2, 4, 4)
+    while plan.k_warps > 1 and plan.k_warps * plan.splits > windows:
+        plan = replace(plan, k_warps=plan.k_warps // 2)
+    while plan.splits > 1 and plan.splits > windows:
+        plan = replace(plan, splits=plan.splits // 2)
+    return plan
+
+
+def plan_wgmma(m: int, n: int, k: int) -> WgmmaPlan:
+    """The plan of ``fp4_wgmma`` for a shape: the fewest waves on 132 multiprocessors, from measurements on an H200."""
+    narrow, wide = _ceil(n, 64), _ceil(n, 128)  # blocks along N of one and of two warpgroups
+    if m <= 32:
+        tokens = 16 if m <= 16 else 32
+        if wide > 132:
+            plan = WgmmaPlan(tokens, 4, 1, 6, image=True)
+        elif wide > 66:
+            plan = WgmmaPlan(tokens, 2, 2, 6, min_blocks=2, image=True)
+        elif wide > 40:
+            plan = WgmmaPlan(tokens, 2, 2, 6, image=True)
+        else:
+            plan = WgmmaPlan(tokens, 2, 4, 6, min_blocks=2, image=True)
+    elif m <= 64:
+        if narrow > 264:
+            plan = WgmmaPlan(64, 4, 1, 6, image=True)
+        elif narrow > 132:
+            plan = WgmmaPlan(64, 2, 2, 6, min_blocks=2, image=True)
+        else:
+            plan = WgmmaPlan(64, 1, 2, 6, min_blocks=2, image=True)
+    elif m <= 128:
+        tokens = 64 if narrow <= 66 else 128
+        plan = WgmmaPlan(tokens, 1, 1 if narrow > 132 else 2, 6, min_blocks=2, image=True)
+    else:
+        blocks = wide * _ceil(m, 256)
+        if blocks >= 96:
+            plan = WgmmaPlan(256, 2, 1, 5, image=True)
+        elif blocks >= 48:
+            plan = WgmmaPlan(256, 2, 2, 5, image=True)
+        else:
+            splits = 2 if narrow * _ceil(m, 128) <= 132 else 1
+            plan = WgmmaPlan(128, 1, splits, 6, min_blocks=2, image=True)
+    while plan.splits > _ceil(k, 64):
+        plan = replace(plan, splits=plan.splits // 2)
+    return plan
+
+
+def most_mma_rows(capability: tuple[int, int], n: int) -> int:
+    """Rows up to which ``fp4_mma`` is the faster fused kernel."""
+    if capability[0] != 9:
+        return 32
+    return 8 if n >= 8192 else 16
+
+
+def wgmma_beats_dequantize(m: int, n: int, k: int) -> bool:
+    """Whether ``fp4_wgmma`` is expected to finish before dequantising once and cuBLAS; rates measured on an H200."""
+    if m <= 256:
+        return True
+    tiles = _ceil(n, 128) * _ceil(m, 256)
+    busy = tiles / (_MULTIPROCESSORS * _ceil(tiles, _MULTIPROCESSORS))
+    fused = 2 * m * n * k / (700e12 * busy)
+    return fused < 2 * m * n * k / 790e12 + n * k * 2.5625 / 3.8e12
 
 
 def run_dequantize(
@@ -249,7 +313,7 @@ def _launch_dequantize(
     grid = (_ceil(_ceil(k, 64), warps), _ceil(n, 32), 1)
     shared_bytes = warps * 32 * 64 * w_NK.element_size()
     args = (codes, block_scales, tensor_scale, row_top, w_NK, n, k)
-    kernel(_DEQUANTIZE_FILES, "fp4_dequantize", macros, codes.device).launch(grid, 32 * warps, shared_bytes, args)
+    kernel(DEQUANTIZE_FILES, "fp4_dequantize", macros, codes.device).launch(grid, 32 * warps, shared_bytes, args)
 
 
 def row_tops(block_scales: Tensor, n: int, k: int) -> Tensor:

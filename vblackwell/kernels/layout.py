@@ -78,10 +78,8 @@ def _bit_sources() -> list[tuple[int, int, int]]:
     for pair in range(4):
         for half in range(2):
             for code_bit, target in enumerate(_TARGET_BITS):
-                if pair < 3:
-                    bit = (target + 16 * half - PAIR_ROTATIONS[pair]) % 32
-                else:
-                    bit = _PAIR_3_BITS[target] + 16 * half
+                start = target + 16 * half - PAIR_ROTATIONS[pair] if pair < 3 else _PAIR_3_BITS[target] + 16 * half
+                bit = start % 32
                 moves.append((bit, 2 * pair + half, code_bit))
     assert sorted(bit for bit, _, _ in moves) == list(range(32))
     return moves

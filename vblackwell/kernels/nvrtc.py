@@ -105,7 +105,8 @@ def _check_nvrtc(nvrtc: ctypes.CDLL, result: int) -> None:
         raise KernelError(f"NVRTC: {nvrtc.nvrtcGetErrorString(result).decode()}")
 
 
-def _cached_cubin(files: Sequence[str], macros: dict[str, int], arch: str) -> bytes:
+def cached_cubin(files: Sequence[str], macros: dict[str, int], arch: str) -> bytes:
+    """``compile_cubin``, kept on disk."""
     version = (ctypes.c_int(), ctypes.c_int())
     _nvrtc().nvrtcVersion(ctypes.byref(version[0]), ctypes.byref(version[1]))
     key = f"{source(files)}|{sorted(macros.items())}|{arch}|{version[0].value}.{version[1].value}"
@@ -131,6 +132,13 @@ def write_atomically(path: Path, content: bytes) -> None:
 @functools.lru_cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
+
+
+def driver_version() -> int:
+    """CUDA version that the driver supports, as 1000 * major + 10 * minor."""
+    version = ctypes.c_int()
+    _check(_driver().cuDriverGetVersion(ctypes.byref(version)), "asking for the driver's version")
+    return version.value
 
 
 def _check(result: int, what: str) -> None:
@@ -181,10 +189,12 @@ class Kernel:
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # the context must exist before the driver is asked to load into it
             torch.empty(1, device=device)
-            self._cubin = _cached_cubin(files, macros, arch)
+            self._cubin = cached_cubin(files, macros, arch)
             module, function = ctypes.c_void_p(), ctypes.c_void_p()
             _check(_driver().cuModuleLoadData(ctypes.byref(module), self._cubin), f"loading {self.name}")
-            _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, entry.encode()), f"loading {self.name}")
+            _check(
+                _driver().cuModuleGetFunction(ctypes.byref(function), module, entry.encode()), f"loading {self.name}"
+            )
         self._function = function
         self._device = device
         self._overlaps = major >= 9  # the sources wait for the previous kernel themselves (ptx.cuh: wait_for_previous)
@@ -212,7 +222,7 @@ class Kernel:
         _check(result, f"launching {self.name} on a grid of {grid}")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _kernel(files: tuple[str, ...], entry: str, macros: tuple[tuple[str, int], ...], device: torch.device) -> Kernel:
     return Kernel(files, entry, dict(macros), device)
 

@@ -51,7 +51,7 @@ def quantize_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     block = triton.next_power_of_2(k)
     warps = min(16, max(1, block // 1024))
     with torch.cuda.device(x_MK.device):
-        _quantize_rows_kernel[(m,)](x_MK, q_MK, scale_M1, k, BLOCK=block, num_warps=warps)
+        _quantize_rows_kernel[(m,)](x_MK, q_MK, scale_M1, k, BLOCK=block, num_warps=warps)  # pyright: ignore[reportCallIssue]
     return q_MK, scale_M1
 
 
@@ -86,7 +86,7 @@ def _fp8(x_MK, codes, block_scales, tensor_scale, row_top, bias, activation, n, 
     q_MK, scale_M1 = quantize_rows(x_MK)
     w_NK = fp4_cuda.run_dequantize_e4m3(codes, block_scales, row_top, n, k)
     scale_1N = fp4_cuda.row_scales(row_top, tensor_scale)[None]
-    z_MN = torch._scaled_mm(q_MK, w_NK.t(), scale_M1, scale_1N, out_dtype=torch.bfloat16, use_fast_accum=False)
+    z_MN = torch.ops.aten._scaled_mm(q_MK, w_NK.t(), scale_M1, scale_1N, out_dtype=torch.bfloat16, use_fast_accum=False)
     if bias is not None:
         z_MN = z_MN + bias.to(z_MN.dtype)
     return reference.activate(z_MN, activation).to(x_MK.dtype)
@@ -95,9 +95,9 @@ def _fp8(x_MK, codes, block_scales, tensor_scale, row_top, bias, activation, n, 
 def _reference(x_MK, codes, block_scales, tensor_scale, row_top, bias, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
     q_MK, scale_M1 = quantize_rows(x_MK)
     rounded_MK = q_MK.to(torch.float32) * scale_M1
-    return reference.linear(
-        rounded_MK, codes, block_scales, tensor_scale, bias, FORMAT, activation, n, k
-    ).to(x_MK.dtype)
+    return reference.linear(rounded_MK, codes, block_scales, tensor_scale, bias, FORMAT, activation, n, k).to(
+        x_MK.dtype
+    )
 
 
 def _none(request: Request) -> list[str]:
