@@ -68,8 +68,8 @@ def test_eviction_keeps_level_0_under_its_cap(stack: VGPUStack):
         key = rng.choice(list(sources))
         assert torch.equal(stack.access(key).cpu(), sources[key]), key
     assert stack.get_stats()["levels"][0]["evictions"] > 50
-    # what is resident, and one value that may have been served in place or was still held
-    assert torch.cuda.max_memory_allocated(0) - before <= 8 * MiB + 2 * MiB
+    # what is resident; beyond the cap at most the value handed out last, the one that replaces it, and one served in place
+    assert torch.cuda.max_memory_allocated(0) - before <= 8 * MiB + 3 * (MiB + 40_000)
 
 
 def test_from_gpu_tensors_on_any_stream(stack: VGPUStack):

@@ -64,6 +64,7 @@ class VGPUAdamW(torch.optim.AdamW):
         self._group_of: dict[torch.Tensor, dict[str, Any]] = {}
         self._slots: dict[torch.Tensor, Slot] = {}
         self._engines: list[Offload] = []
+        self._has_masters = False
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -89,6 +90,7 @@ class VGPUAdamW(torch.optim.AdamW):
             resident = resident_of(param)
             if resident is not None:
                 residents.setdefault(resident, []).append(param)
+        self._has_masters |= any(master_of(param) is not None for param in params)
         for resident, held in residents.items():
             self.state.update(resident.adopt_optimizer(held))
 
@@ -107,7 +109,6 @@ class VGPUAdamW(torch.optim.AdamW):
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, closure: Callable[[], Any] | None = None, *, only: Iterable[Any] | None = None
     ) -> Any:
@@ -116,22 +117,32 @@ class VGPUAdamW(torch.optim.AdamW):
         Args:
             only: keys from `select_top_k_gradients`, or parameters: update (and measure) just these.
         """
+        if only is None and self._is_plain and self.max_grad_norm is None and self.loss_scale == 1.0:
+            return super().step(closure)  # nothing of ours to do: exactly torch's cost
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        selection = Selection(self._engines, only)
+        with torch.no_grad():
+            self._step(Selection(self._engines, only))
+        return loss
+
+    def _step(self, selection: Selection) -> None:
         self._restride()
         # A scale is one more reason to multiply, and a limit one more to measure; without either, nothing is read.
         factor = self._measure(selection) if self.max_grad_norm is not None else self._unscale()
         if self._skipped is True:
             for engine in self._engines:
                 engine.step_control.refuse()
-            return loss
+            return
         for engine in self._engines:
             engine.step_control.promise(selection.has_slot, factor)
         self._step_plain(selection, factor)
-        return loss
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether torch's own AdamW can step every parameter."""
+        return not self._engines and not self._has_masters
 
     def _restride(self) -> None:
         """A gradient that autograd widened may lie transposed in memory; norms and kernels go by the parameter's order."""
@@ -231,6 +242,8 @@ class VGPUAdamW(torch.optim.AdamW):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, and every update that was started for a step that has not come."""
+        if not self._engines:
+            return super().zero_grad(set_to_none)
         for engine in self._engines:
             engine.step_control.rollback()
             slots = [slot for param, slot in self._slots.items() if engine_and_slot(param) == (engine, slot)]
