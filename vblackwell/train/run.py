@@ -48,8 +48,7 @@ def train(config: TrainConfig) -> int:
         except torch.OutOfMemoryError as error:
             raise InsufficientMemory(
                 f"the GPU is out of memory: {str(error).splitlines()[0]} Lower --batch-size or --seq-length, add "
-                "--gradient-checkpointing, "
-                "or raise --fast-memory",
+                "--gradient-checkpointing, or raise --fast-memory",
                 needed_bytes=0,
                 available_bytes=0,
             ) from error
