@@ -8,6 +8,7 @@ their states are. Clipping is exact: the norm of per-parameter norms in optimize
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,9 @@ from vblackwell.offload.resident import Resident, master_of, resident_of
 from vblackwell.offload.sparse import Selection
 from vblackwell.offload.state import read_slot_states, write_slot_states
 from vblackwell.offload.update import Hyper, fused_adamw, round_from_fp32
+
+# Without the profiling and grad-mode layers that torch puts around the step of each class: ours has them already.
+_ADAMW_STEP = inspect.unwrap(torch.optim.AdamW.step)
 
 
 class VGPUAdamW(torch.optim.AdamW):
@@ -118,7 +122,8 @@ class VGPUAdamW(torch.optim.AdamW):
             only: keys from `select_top_k_gradients`, or parameters: update (and measure) just these.
         """
         if only is None and self._is_plain and self.max_grad_norm is None and self.loss_scale == 1.0:
-            return super().step(closure)  # nothing of ours to do: exactly torch's cost
+            with torch.no_grad():
+                return _ADAMW_STEP(self, closure)  # nothing of ours to do: torch's cost
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -206,7 +211,7 @@ class VGPUAdamW(torch.optim.AdamW):
         split = [param for param in plain if master_of(param) is not None]
         try:
             with self._without(self._slots.keys() | set(split)):
-                super().step()
+                _ADAMW_STEP(self)
             for param in split:
                 self._step_master(param)
         finally:
