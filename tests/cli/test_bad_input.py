@@ -103,6 +103,8 @@ def test_a_run_folder_that_is_taken(place, finished):
     refused(place, place.train_words("--out", "run"), "holds a run", "--resume")
     refused(place, place.train_words("--out", "file"), "file", "another --out")
     refused(place, ["train", "--out", "run", "--resume", "--batch-size", "5"], "--batch-size is 5", "started with 4")
+    shutil.rmtree(place.folder / "run/final")
+    refused(place, ["train", "--out", "run", "--resume", "--max-steps", "15"], "ends at step 15", "of step 20")
 
 
 def test_damaged_checkpoints(place, finished):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vblackwell.errors import InsufficientMemory, Unsupported
+from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported
 from vblackwell.infer.generate import generate
 from vblackwell.offload.enable import offload_of
 from vblackwell.train.checkpoint import Checkpoints, export_final, finished_step, refuse_full_disk
@@ -47,11 +47,15 @@ def train(config: TrainConfig) -> int:
             return _train(config, progress, stop, cleanup)
         except torch.OutOfMemoryError as error:
             raise InsufficientMemory(
-                f"the GPU is out of memory: {str(error).splitlines()[0]} Lower --batch-size or --seq-length, add "
-                "--gradient-checkpointing, or raise --fast-memory",
+                f"{_first_sentences(error)}; lower --batch-size or --seq-length, add --gradient-checkpointing, or raise --fast-memory",
                 needed_bytes=0,
                 available_bytes=0,
             ) from error
+
+
+def _first_sentences(error: Exception) -> str:
+    """torch's "CUDA out of memory. Tried to allocate 32.00 MiB", without the accounting and advice that follow."""
+    return str(error).split(". GPU ")[0].replace("memory. Tried", "memory: tried")
 
 
 def refuse_unsupported(config: TrainConfig) -> None:
@@ -79,6 +83,7 @@ def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: 
         make_deterministic(device)
     prepared = prepare(config, device, progress, cleanup)
     if stop.wanted:
+        progress.say("stopped before the first step: nothing was written")
         return stop.exit_code
     refuse_full_disk(folder.path, prepared.parts.model, prepared.config.keep_checkpoints)
     folder.create()
@@ -112,7 +117,14 @@ class _Run:
         if config.resume and finished_step(self.folder.final) == config.max_steps:
             self.progress.say(f"{self.folder.path} has finished its {config.max_steps} steps already: nothing to do")
             return 0
+        assert config.max_steps is not None
         state = self.checkpoints.load_newest() if config.resume else None
+        if state is not None and state.step > config.max_steps:
+            raise ConfigurationError(
+                f"the run ends at step {config.max_steps}, and its newest checkpoint is of step {state.step}: raise "
+                "--max-steps, or start "
+                "a new run with another --out"
+            )
         trainer = self._make_trainer(state.step if state is not None else 0)
         if state is not None:
             trainer.restore(state)
@@ -129,8 +141,8 @@ class _Run:
             return self.stop.exit_code
         export_final(self.folder.path, self.prepared, trainer.state())
         self.progress.say(f"model: {self.folder.final}")
-        self._sample()
         self._report(seconds, trainer.step - first_step)
+        self._sample()
         return 0
 
     def _make_trainer(self, first_step: int) -> Trainer:
