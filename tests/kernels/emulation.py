@@ -58,7 +58,7 @@ def _library(files: tuple[str, ...], macros: tuple[tuple[str, int], ...], main: 
     )
     folder = Path(tempfile.mkdtemp(prefix="vblackwell-emulation-"))
     (folder / "kernel.cpp").write_text(text)
-    command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-o", "kernel.so", "kernel.cpp"]
+    command = ["g++", "-std=c++20", "-O0", "-w", "-shared", "-fPIC", "-pthread", "-o", "kernel.so", "kernel.cpp"]
     subprocess.run(command, cwd=folder, check=True)
     library = ctypes.CDLL(str(folder / "kernel.so"))
     shutil.rmtree(folder)

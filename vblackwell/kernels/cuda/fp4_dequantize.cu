@@ -22,6 +22,7 @@
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 fp4_dequantize(const u8* codes, const u8* scales, const float* tensor_scale, const u8* row_top, u8* w, int N, int K) {
     SHARED_MEMORY(memory);
+    let_next_start();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int windows = (K + 63) / 64, window = blockIdx.x * WARPS + warp, band = blockIdx.y;
     if (window >= windows) return;
@@ -67,6 +68,7 @@ fp4_dequantize(const u8* codes, const u8* scales, const float* tensor_scale, con
 #endif
     }
     warp_sync();
+    wait_for_previous();  // w may lie where the previous kernel still reads
     const u64 pitch = (u64)K * ELEMENT_BYTES;
 #pragma unroll
     for (int i = 0; i < ROW_GRANULES; i++) {

@@ -1,0 +1,87 @@
+"""Tuning changes no order of additions, survives torn files, and belongs to one machine."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from vblackwell.kernels import autotune, fp4_cuda
+from vblackwell.kernels.fp4_cuda import MmaPlan, WgmmaPlan
+
+MACHINE = {"gpu": "NVIDIA H200", "multiprocessors": "132", "driver": "13000", "torch": "2.11", "triton": "3.6"}
+FIXED = {
+    MmaPlan: ("tokens", "row_warps", "k_warps", "splits", "x_bytes"),
+    WgmmaPlan: ("tokens", "groups", "splits", "image"),
+}
+PLANS = [
+    MmaPlan(8, 2, 2, 1, 4),
+    fp4_cuda.plan_mma(4, 4096, 4096, True),
+    fp4_cuda.plan_wgmma(64, 4096, 4096),
+    fp4_cuda.plan_wgmma(256, 14336, 4096),
+]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(autotune, "machine", lambda device: MACHINE)
+    autotune._entries.cache_clear()
+    yield tmp_path
+    autotune._entries.cache_clear()
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_variants_add_in_the_same_order(plan):
+    variants = autotune.variants(plan)
+    assert variants[0] == plan and len(set(variants)) == len(variants)
+    for variant in variants:
+        assert all(getattr(variant, name) == getattr(plan, name) for name in FIXED[type(plan)])
+        if isinstance(variant, MmaPlan):
+            assert variant.chunks(4096) == plan.chunks(4096)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_the_fastest_is_kept_and_found_again(plan, own_cache, monkeypatch):
+    monkeypatch.setattr(autotune, "SHIPPED", own_cache / "none")
+    x_MK = torch.empty(5, 4096, dtype=torch.bfloat16)
+    wanted = autotune.variants(plan)[-1]
+    assert autotune.tuned(plan, x_MK, 4096, 4096) == plan
+    assert autotune.tune(plan, x_MK, 4096, 4096, lambda variant: 1.0 if variant == wanted else 2.0) == wanted
+    assert autotune.tuned(plan, x_MK, 4096, 4096) == wanted
+    assert autotune.tuned(plan, torch.empty(8, 4096, dtype=torch.bfloat16), 4096, 4096) == wanted  # the bucket of 8
+    assert autotune.tuned(plan, torch.empty(9, 4096, dtype=torch.bfloat16), 4096, 4096) == plan
+    assert autotune.tuned(plan, x_MK.half(), 4096, 4096) == plan
+    other = dataclasses.replace(plan, tokens=plan.tokens * 2)
+    assert autotune.tuned(other, x_MK, 4096, 4096) == other
+
+
+def test_another_driver_has_another_file():
+    assert autotune.cache_path(MACHINE) != autotune.cache_path({**MACHINE, "driver": "13010"})
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", '{"version": 2, "entries": {"a": {"stages": 3}}}', "[]", '{"version": 1}']
+)
+def test_torn_and_foreign_files_are_ignored(own_cache, content):
+    path = own_cache / "file.json"
+    path.write_text(content)
+    assert autotune.read_entries(path) == {}
+    autotune.write_entries(path, MACHINE, {"a": {"stages": 3}})
+    assert autotune.read_entries(path) == {"a": {"stages": 3}}
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(own_cache):
+    (own_cache / "file").write_text("")
+    autotune.write_entries(own_cache / "file" / "below.json", MACHINE, {"a": {"stages": 3}})
+
+
+def test_the_shipped_table_speaks_of_plans_that_exist():
+    entries = json.loads(autotune.shipped_path("NVIDIA H200").read_text())["entries"]
+    x_MK = {m: torch.empty(m, 1, dtype=torch.bfloat16) for m in (1, 4, 16, 64, 128, 256)}
+    names = set()
+    for n, k in ((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192)):
+        for m in x_MK:
+            for plan in (fp4_cuda.plan_mma(m, n, k, True), fp4_cuda.plan_wgmma(m, n, k)):
+                names.add(autotune.entry_name(plan, torch.bfloat16, m, n, k))
+    assert entries and set(entries) <= names

@@ -1,0 +1,86 @@
+"""Every plan the dispatcher can pick compiles for its GPUs and fits them: registers without spills, shared memory, threads."""
+
+import functools
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import triton
+
+from vblackwell.kernels import autotune, fp4_cuda, nvrtc
+from vblackwell.kernels.fp4_cuda import MmaPlan
+
+SHAPES = ((256, 64), (768, 3072), (4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192))
+SHARED_BYTES = {"sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_89": 99 * 1024, "sm_90a": 227 * 1024}
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+pytestmark = pytest.mark.skipif(bool(nvrtc.why_not()), reason="nvidia-cuda-nvrtc is not installed")
+
+
+def resources(cubin: bytes, folder: Path) -> dict[str, dict[str, int]]:
+    """{kernel: {REG: .., STACK: .., LOCAL: ..}}."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    command = [str(CUOBJDUMP), "--dump-resource-usage", str(path)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = re.findall(r"Function (\w+):\s*\n\s*(.*)", text)
+    assert found, text
+    return {name: {key: int(value) for key, value in re.findall(r"([A-Z]+):(\d+)", usage)} for name, usage in found}
+
+
+@functools.cache
+def plans(clusters: bool) -> list[MmaPlan]:
+    rows = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32)
+    return list(dict.fromkeys(fp4_cuda.plan_mma(m, n, k, clusters) for n, k in SHAPES for m in rows))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
+def test_mma_without_clusters(arch, tmp_path):
+    # one binary serves all of 8.x; each architecture compiles the widest and one in three of the others
+    chosen = plans(False) if arch == "sm_86" else plans(False)[::3]
+    for plan in chosen:
+        usage = resources(nvrtc.compile_cubin(fp4_cuda.MMA_FILES, plan.macros(plan.tokens == 4), arch), tmp_path)[
+            "fp4_mma"
+        ]
+        assert usage["STACK"] == usage["LOCAL"] == 0, (plan, usage)
+        assert usage["REG"] * plan.threads <= 65536, plan
+    for plan in plans(False):
+        assert max(plan.shared_bytes(k) for _, k in SHAPES) <= SHARED_BYTES[arch], plan
+        assert plan.threads <= 1024 and plan.splits == 1
+
+
+def test_mma_with_clusters(tmp_path):
+    for plan in plans(True):
+        usage = resources(nvrtc.compile_cubin(fp4_cuda.MMA_FILES, plan.macros(False), "sm_90a"), tmp_path)["fp4_mma"]
+        assert usage["STACK"] == usage["LOCAL"] == 0, (plan, usage)
+        assert usage["REG"] * plan.threads * plan.min_blocks <= 65536, plan
+        assert plan.splits <= 8
+    for n, k in SHAPES:
+        for m in (1, 3, 8, 16):
+            assert fp4_cuda.plan_mma(m, n, k, True).shared_bytes(k) <= SHARED_BYTES["sm_90a"]
+
+
+def test_wgmma(tmp_path):
+    chosen = {fp4_cuda.plan_wgmma(m, n, k) for n, k in SHAPES for m in (9, 17, 33, 65, 129, 512)}
+    for plan in sorted(chosen, key=str):
+        for variant in autotune.variants(plan):
+            assert variant.shared_bytes() <= SHARED_BYTES["sm_90a"], variant
+        usage = resources(nvrtc.compile_cubin(fp4_cuda.WGMMA_FILES, plan.macros(True), "sm_90a"), tmp_path)["fp4_wgmma"]
+        assert usage["STACK"] == usage["LOCAL"] == 0, (plan, usage)
+        # what consumers take and the copying warpgroup keeps is no more than the block was given
+        assert plan.registers * plan.groups + 40 <= usage["REG"] * (plan.groups + 1), (plan, usage)
+        assert usage["REG"] * plan.threads * plan.min_blocks <= 65536, plan
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
+def test_dequantize(arch, tmp_path):
+    for out in range(4 if arch in ("sm_89", "sm_90a") else 3):  # E4M3 needs 8.9
+        cubin = nvrtc.compile_cubin(fp4_cuda.DEQUANTIZE_FILES, {"FP16": 0, "OUT": out}, arch)
+        usage = resources(cubin, tmp_path)["fp4_dequantize"]
+        assert usage["STACK"] == usage["LOCAL"] == 0 and usage["REG"] * 256 <= 65536
+
+
+def test_a_source_that_does_not_compile_shows_the_log():
+    with pytest.raises(nvrtc.KernelError, match=r"fp4_mma.cu does not compile for sm_80[\s\S]*identifier"):
+        nvrtc.compile_cubin(fp4_cuda.MMA_FILES, {"FP16": 0}, "sm_80")

@@ -1,0 +1,72 @@
+"""Who runs, who refuses and what is said about it."""
+
+import pytest
+import torch
+
+from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.kernels import backends, dispatch, fp4_cuda
+from vblackwell.kernels.dispatch import Backend, Request, choose, explain, use_backend
+
+H200 = torch.device("cuda", 0)
+
+
+def request(**changes) -> Request:
+    values = {"device": H200, "capability": (9, 0), "dtype": torch.bfloat16, "format": "nvfp4-tiled"}
+    return Request(**{**values, "m": 1, "n": 4096, "k": 4096, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "mma"),
+        ({"m": 16}, "mma"),
+        ({"m": 16, "n": 8192, "k": 8192}, "wgmma"),
+        ({"m": 300, "n": 14336}, "wgmma"),
+        ({"m": 8192}, "dequantize"),
+        ({"m": 33, "capability": (8, 6)}, "dequantize"),
+        ({"m": 32, "capability": (8, 9), "dtype": torch.float16}, "mma"),
+        ({"capability": (7, 5)}, "dequantize"),
+        ({"dtype": torch.float32}, "dequantize"),
+        ({"format": "nvfp4"}, "dequantize"),
+        ({"format": "int8"}, "dequantize"),
+        ({"device": torch.device("cpu"), "capability": (0, 0)}, "reference"),
+    ],
+)
+def test_first_without_a_reason_runs(changes, name):
+    assert choose("fp4_linear", backends.LINEAR, request(**changes)).name == name
+
+
+def test_every_reason_is_listed():
+    reasons = explain(backends.LINEAR, request(capability=(7, 5), dtype=torch.float32, format="nf4"))["mma"]
+    assert len(reasons) == 3
+    assert "7.5" in reasons[0] and "nf4" in reasons[1] and "float32" in reasons[2]
+
+
+def test_asking_for_a_backend_that_refuses_raises_with_its_reasons():
+    with use_backend("fp4_linear", "wgmma"), pytest.raises(Unsupported, match=r"refuses: .*8\.6: it needs 9\.0"):
+        choose("fp4_linear", backends.LINEAR, request(capability=(8, 6)))
+    assert choose("fp4_linear", backends.LINEAR, request()).name == "mma"
+
+
+def test_asking_for_an_unknown_backend_names_those_there_are():
+    with (
+        use_backend("fp4_linear", "marlin"),
+        pytest.raises(ConfigurationError, match="mma, wgmma, dequantize, reference"),
+    ):
+        choose("fp4_linear", backends.LINEAR, request())
+
+
+def test_no_backend_at_all_says_why_for_each():
+    table = (Backend("a", lambda request: ["too small"], print), Backend("b", lambda request: ["too large"], print))
+    with pytest.raises(Unsupported, match=r"a: too small \| b: too large"):
+        choose("op", table, request())
+
+
+def test_a_cpu_has_no_capability():
+    assert dispatch.capability(torch.device("cpu")) == (0, 0)
+
+
+def test_dequantising_wins_for_many_rows_and_never_for_few():
+    for n, k in ((4096, 4096), (14336, 4096), (28672, 8192)):
+        assert all(fp4_cuda.wgmma_beats_dequantize(m, n, k) for m in (17, 64, 256))
+        assert not fp4_cuda.wgmma_beats_dequantize(8192, n, k)

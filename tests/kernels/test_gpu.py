@@ -1,0 +1,88 @@
+"""On a GPU: every backend against float64, equal bits on repetition, poisoned outputs, graphs, compilation."""
+
+import pytest
+import torch
+
+from tests.kernels.emulation import error_over_bound, random_weight
+from vblackwell.errors import Unsupported
+from vblackwell.kernels import fp4_cuda, reference
+from vblackwell.kernels.dispatch import use_backend
+from vblackwell.kernels.fp4 import fp4_linear, fp4_linear_dx
+
+pytestmark = pytest.mark.gpu
+SHAPES = [(40, 136), (200, 1000), (1056, 4096), (33, 77), (9000, 512)]
+
+
+def on_gpu(format: str, n: int, k: int):
+    w_NK, tiled = random_weight(format, n, k)
+    return w_NK.cuda(), tuple(tensor.cuda() for tensor in tiled)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("m", [1, 2, 5, 8, 16, 31, 64, 100, 200, 300])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_fp32_sums_within_the_bound_and_repeatable(n, k, m, dtype):
+    w_NK, tiled = on_gpu("nvfp4" if dtype == torch.bfloat16 else "mxfp4", n, k)
+    x_MK = torch.randn(m, k, device="cuda").to(dtype)
+    runs = []
+    if m <= 32:
+        plan = fp4_cuda.plan_mma(m, n, k, torch.cuda.get_device_capability() >= (9, 0))
+        runs.append(lambda: fp4_cuda.run_mma(plan, x_MK, *tiled, None, "none", n, torch.float32))
+    if torch.cuda.get_device_capability() == (9, 0):
+        wide = fp4_cuda.plan_wgmma(m, n, k)
+        runs.append(lambda: fp4_cuda.run_wgmma(wide, x_MK, *tiled, None, "none", n, torch.float32))
+    for run in runs:
+        torch.full((m, n), torch.nan, device="cuda")  # what the next allocation of this size is likely to hold
+        y_MN = run()
+        assert error_over_bound(y_MN, x_MK, w_NK) <= 1
+        assert torch.equal(y_MN, run())
+
+
+@pytest.mark.parametrize("m", [1, 8, 16, 64, 300, 3000])
+@pytest.mark.parametrize("activation", ["none", "gelu", "silu", "relu"])
+def test_op_against_the_reference(m, activation):
+    n, k = 1000, 512
+    w_NK, tiled = on_gpu("mxfp4", n, k)
+    w_NK, tiled = w_NK / 2**8, (tiled[0], tiled[1], tiled[2] / 2**8)
+    x, bias = torch.randn(m, k, device="cuda").bfloat16(), torch.randn(n, device="cuda").bfloat16()
+    y = fp4_linear(x, *tiled, bias, "mxfp4-tiled", activation, n, k)
+    exact = reference.activate(x.double() @ w_NK.double().t() + bias.double(), activation)
+    # one rounding to bf16, 2^-9 of the value, or two where cuBLAS rounds before the activation (slope at most 1.13)
+    assert ((y.double() - exact).abs() <= 2**-7 * exact.abs() + 2**-7).all()
+
+
+@pytest.mark.parametrize("name", ["mma", "wgmma", "dequantize", "reference"])
+def test_backends_agree(name):
+    n, k, m = 256, 512, 8
+    w_NK, tiled = on_gpu("mxfp4", n, k)
+    x = torch.randn(m, k, device="cuda").bfloat16()
+    exact = x.double() @ w_NK.double().t()
+    with use_backend("fp4_linear", name):
+        try:
+            y = fp4_linear(x, *tiled, None, "mxfp4-tiled", "none", n, k)
+        except Unsupported as error:
+            pytest.skip(str(error))
+    assert (y.double() - exact).norm() / exact.norm() < 3e-3  # rounding to bf16: 2^-9 / sqrt(3) relative RMS
+
+
+@pytest.mark.parametrize("m", [1, 16, 64])
+def test_graph_and_compile(m):
+    n, k = 512, 256
+    _, tiled = on_gpu("nvfp4", n, k)
+    x = torch.randn(m, k, device="cuda").bfloat16()
+    layer = lambda x: fp4_linear(x, *tiled, None, "nvfp4-tiled", "gelu", n, k)  # noqa: E731
+    expected = layer(x)
+    assert torch.equal(torch.compile(layer, fullgraph=True)(x), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+    y.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(y, expected)
+
+
+def test_dx_is_dy_times_the_packed_weight():
+    n, k = 512, 256
+    w_NK, tiled = on_gpu("mxfp4", n, k)
+    dy = torch.randn(100, n, device="cuda").bfloat16()
+    assert torch.equal(fp4_linear_dx(dy, *tiled, "mxfp4-tiled", n, k), dy @ w_NK.bfloat16())

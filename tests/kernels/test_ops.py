@@ -1,0 +1,122 @@
+"""The ops as users call them, on the CPU: values, gradients, fake tensors, compilation, refusals."""
+
+import pytest
+import torch
+
+from tests.kernels.emulation import random_weight
+from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.kernels import layout, reference, w4a8
+from vblackwell.kernels.fp4 import fp4_dequantize, fp4_linear, fp4_linear_dx
+from vblackwell.numerics.formats import FORMATS
+
+N, K = 40, 72
+
+
+def packed(format: str) -> tuple[torch.Tensor, ...]:
+    if format.endswith("-tiled"):
+        return random_weight(format.removesuffix("-tiled"), N, K)[1]
+    form = FORMATS[format]
+    codes = torch.randint(-127 if form.bits == 8 else 0, 128, form.codes_shape(N, K)).to(form.codes_dtype)
+    if form.scale_dtype == torch.uint8:
+        scales = torch.randint(100, 118, form.scales_shape(N, K), dtype=torch.uint8)
+    else:
+        scales = torch.rand(form.scales_shape(N, K)).to(form.scale_dtype)
+    return codes, scales, torch.tensor(0.5 if format == "nvfp4" else 1.0)
+
+
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu", "silu"])
+@pytest.mark.parametrize("format", [*FORMATS, "nvfp4-tiled", "mxfp4-tiled"])
+def test_values_and_gradients(format, activation):
+    weight = packed(format)
+    w_NK = fp4_dequantize(*weight, format, N, K, torch.float32)
+    assert torch.equal(w_NK, reference.dequantize(*weight, format, N, K))
+    x, bias = torch.randn(2, 3, K, requires_grad=True), torch.randn(N, requires_grad=True)
+    y = fp4_linear(x, *weight, bias, format, activation, N, K)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    mine = y.detach(), x.grad.clone(), bias.grad.clone()
+    x.grad = bias.grad = None
+    y = reference.activate(x @ w_NK.t() + bias, activation)
+    y.backward(dy)
+    for got, expected in zip(mine, (y, x.grad, bias.grad), strict=True):
+        # the same fp32 operations in another order of calls: a few units in the last place of the largest term
+        torch.testing.assert_close(got, expected, rtol=2e-6, atol=2e-6 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("activation", ["none", "gelu"])
+def test_opcheck(activation):
+    """Schema, fake tensor, autograd registration and AOT dispatch, as torch.library checks them."""
+    x, bias = torch.randn(3, K, requires_grad=True), torch.randn(N, requires_grad=True)
+    args = (x, *packed("nvfp4-tiled"), bias, "nvfp4-tiled", activation, N, K)
+    torch.library.opcheck(fp4_linear, args)
+    torch.library.opcheck(fp4_dequantize, (*args[1:4], "nvfp4-tiled", N, K, torch.bfloat16))
+
+
+def test_compiles_as_one_graph():
+    weight = packed("nvfp4-tiled")
+
+    def layer(x, bias):
+        return fp4_linear(x, *weight, bias, "nvfp4-tiled", "silu", N, K) * 2
+
+    x, bias = torch.randn(3, K, requires_grad=True), torch.randn(N, requires_grad=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, bias), layer(x, bias))
+    compiled(x, bias).sum().backward()
+    grad = x.grad.clone()
+    x.grad = None
+    layer(x, bias).sum().backward()
+    assert torch.equal(grad, x.grad)
+
+
+def test_no_rows_and_half_types():
+    weight = packed("nvfp4-tiled")
+    assert fp4_linear(torch.empty(0, K), *weight, None, "nvfp4-tiled", "none", N, K).shape == (0, N)
+    x = torch.randn(4, K).bfloat16()
+    assert fp4_linear(x, *weight, None, "nvfp4-tiled", "none", N, K).dtype == torch.bfloat16
+    assert fp4_linear_dx(torch.empty(0, N), *weight, "nvfp4-tiled", N, K).shape == (0, K)
+
+
+def test_refusals():
+    codes, scales, scale = packed("nvfp4-tiled")
+    x = torch.randn(2, K)
+    for match, args in {
+        "has 8 features": (x[:, :8], codes, scales, scale, None, "nvfp4-tiled", "none", N, K),
+        "int64": (x.long(), codes, scales, scale, None, "nvfp4-tiled", "none", N, K),
+        "format 'fp4'": (x, codes, scales, scale, None, "fp4", "none", N, K),
+        "tanh": (x, codes, scales, scale, None, "nvfp4-tiled", "tanh", N, K),
+        "do not belong": (x, codes[:, :1], scales, scale, None, "nvfp4-tiled", "none", N, K),
+        "one fp32 value": (x, codes, scales, scale.double(), None, "nvfp4-tiled", "none", N, K),
+        "no elements": (x, codes, scales, scale, None, "nvfp4-tiled", "none", 0, K),
+    }.items():
+        with pytest.raises(ConfigurationError, match=match):
+            fp4_linear(*args)
+
+
+def test_w4a8_costs_the_rounding_of_activations_alone():
+    n, k = 48, 160
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
+    exponents = torch.randint(100, 115, (n, k // 32)).to(torch.uint8)
+    tiled = layout.to_tiled(codes, exponents, torch.tensor(1.0), "mxfp4", n, k)
+    top = w4a8.row_tops_for_w4a8(tiled[1], n, k)
+    x = torch.randn(64, k, requires_grad=True)
+    y = w4a8.fp4_linear_w4a8(x, *tiled, top, None, "none", n, k)
+    q, scale = w4a8.quantize_rows(x.detach())
+    assert torch.equal(y, fp4_linear(q.float() * scale, *tiled, None, "mxfp4-tiled", "none", n, k))
+    exact = fp4_linear(x, *tiled, None, "mxfp4-tiled", "none", n, k)
+    sqnr = 10 * torch.log10(exact.square().sum() / (y - exact).square().sum())
+    assert sqnr > 29  # E4M3 keeps 3 bits after the leading one: 31.5 dB on Gaussian rows
+    y.sum().backward()
+    assert torch.equal(x.grad, fp4_linear_dx(torch.ones(64, n), *tiled, "mxfp4-tiled", n, k))
+
+
+def test_w4a8_refuses_rows_that_e4m3_cannot_hold():
+    codes = torch.full((1, 32), 0x11, dtype=torch.uint8)
+    for span, fits in ((14, True), (15, False)):
+        tiled = layout.to_tiled(
+            codes, torch.tensor([[120, 120 - span]], dtype=torch.uint8), torch.tensor(1.0), "mxfp4", 1, 64
+        )
+        if fits:
+            w4a8.row_tops_for_w4a8(tiled[1], 1, 64)
+        else:
+            with pytest.raises(Unsupported, match="span 15"):
+                w4a8.row_tops_for_w4a8(tiled[1], 1, 64)
