@@ -66,6 +66,10 @@ def test_a_cpu_has_no_capability():
     assert dispatch.capability(torch.device("cpu")) == (0, 0)
 
 
+def test_consumer_blackwell_gets_the_plans_that_fit_99_kb():
+    assert [fp4_cuda.has_clusters(c) for c in ((8, 9), (9, 0), (10, 0), (12, 0))] == [False, True, True, False]
+
+
 def test_dequantising_wins_for_many_rows_and_never_for_few():
     for n, k in ((4096, 4096), (14336, 4096), (28672, 8192)):
         assert all(fp4_cuda.wgmma_beats_dequantize(m, n, k) for m in (17, 64, 256))

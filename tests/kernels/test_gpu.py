@@ -26,7 +26,7 @@ def test_fp32_sums_within_the_bound_and_repeatable(n, k, m, dtype):
     x_MK = torch.randn(m, k, device="cuda").to(dtype)
     runs = []
     if m <= 32:
-        plan = fp4_cuda.plan_mma(m, n, k, torch.cuda.get_device_capability() >= (9, 0))
+        plan = fp4_cuda.plan_mma(m, n, k, fp4_cuda.has_clusters(torch.cuda.get_device_capability()))
         runs.append(lambda: fp4_cuda.run_mma(plan, x_MK, *tiled, None, "none", n, torch.float32))
     if torch.cuda.get_device_capability() == (9, 0):
         wide = fp4_cuda.plan_wgmma(m, n, k)

@@ -69,7 +69,9 @@ def _cuda_only(request: Request) -> list[str]:
 
 
 def _mma(x_MK, codes, block_scales, tensor_scale, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
-    plan = autotune.tuned(fp4_cuda.plan_mma(x_MK.shape[0], n, k, capability(x_MK.device) >= (9, 0)), x_MK, n, k)
+    plan = autotune.tuned(
+        fp4_cuda.plan_mma(x_MK.shape[0], n, k, fp4_cuda.has_clusters(capability(x_MK.device))), x_MK, n, k
+    )
     return fp4_cuda.run_mma(plan, x_MK, codes, block_scales, tensor_scale, _like(bias, x_MK), activation, n)
 
 

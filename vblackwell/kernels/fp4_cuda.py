@@ -265,6 +265,11 @@ def plan_wgmma(m: int, n: int, k: int) -> WgmmaPlan:
     return plan
 
 
+def has_clusters(capability: tuple[int, int]) -> bool:
+    """Clusters of blocks and 227 KB of shared memory a block: Hopper and data-centre Blackwell, not sm_120."""
+    return capability[0] in (9, 10)
+
+
 def most_mma_rows(capability: tuple[int, int], n: int) -> int:
     """Rows up to which ``fp4_mma`` is the faster fused kernel."""
     if capability[0] != 9:
