@@ -49,7 +49,6 @@ def test_mistyped_words(place):
         (["--batch-size", "0"], ["--batch-size 0", ">= 1"]),
         (["--max-steps", "3", "--epochs", "1"], ["--max-steps", "--epochs", "choose one"]),
         (["--fast-memory", "much"], ["--fast-memory 'much'", "8GiB"]),
-        (["--use-fp4"], ["--use-fp4", "not part of this version"]),
         (["--lora"], ["--lora", "not part of this version"]),
         (["--config", "gone.yaml"], ["gone.yaml", "No such file"]),
         (["--learning-rate"], ["--learning-rate", "expected one argument"]),

@@ -153,6 +153,22 @@ def test_bf16_fp16_and_accumulation(place):
         assert any(not torch.equal(w, w.to(torch.bfloat16).float()) for w in weights.values())
 
 
+def test_fp4_weights_in_the_forward(finished, place):
+    """Straight-through training streams, learns, is not the full-precision run, and is saved in full precision."""
+    _, run, _ = finished
+    words = ["--max-steps", "24", "--checkpoint-every", "0", "--eval-every", "24", "--use-fp4", "--out", "fp4"]
+    output = place.vb(*place.train_words(*LEVELS, *words)).stdout
+    assert "linears compute with their weights rounded to nvfp4" in output and "placement: streamed" in output
+    lines, plain = metrics_of(place.folder / "fp4"), metrics_of(run)
+    assert lines[0]["loss"] != plain[0]["loss"]
+    assert lines[-1]["val_loss"] < lines[0]["val_loss"] - 1.0
+    # Rounding weights to 4 bits costs little at this size, but it must not be free: then nothing would have been rounded.
+    assert 0 < abs(lines[-1]["val_loss"] - plain[-1]["val_loss"]) < 0.3
+    weights = load_file(place.folder / "fp4/final/model.safetensors")
+    assert set(weights) == set(load_file(run / "final/model.safetensors"))
+    assert all(weight.dtype == torch.float32 for weight in weights.values())
+
+
 def test_profile_writes_a_trace(place):
     place.vb(*place.train_words("--max-steps", "7", "--checkpoint-every", "0", "--profile", "--out", "run"))
     events = json.loads((place.folder / "run/trace.json").read_text())["traceEvents"]

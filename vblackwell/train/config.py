@@ -113,7 +113,8 @@ class TrainConfig:
     """Ask for the fused attention, refuse to run without it, and say which one ran."""
 
     use_fp4: bool = False
-    """Train with FP4 weights in the forward."""
+    """Train with nvfp4-rounded weights in the forward, gradients straight through; without --gradient-checkpointing
+    the rounded copies are kept until backward."""
 
     lora: bool = False
     """Train low-rank adapters over a frozen base."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from vblackwell.nn.convert import convert_linears
 from vblackwell.offload.enable import bytes_when_resident, enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.train.attention import attention_backends, chosen_backend
@@ -64,6 +65,12 @@ def prepare(config: TrainConfig, device: torch.device, progress: Progress, clean
     torch.manual_seed(config.seed)
     model = source.build(config, corpus)
     model.gradient_checkpointing = config.gradient_checkpointing
+    if config.use_fp4:
+        converted = convert_linears(model)  # heads, embeddings and norms stay as they are
+        progress.say(
+            f"--use-fp4: {len(converted)} linears compute with their weights rounded to nvfp4, gradients straight through; "
+            "masters stay fp32, and so do the saved weights (vb quantize packs them)"
+        )
     precision = choose_precision(config.precision, config.mixed_precision, device)
     attention = _choose_attention(config, model, precision, device, cleanup)
     progress.say(

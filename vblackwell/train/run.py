@@ -64,10 +64,6 @@ def refuse_unsupported(config: TrainConfig) -> None:
     Raises:
         Unsupported: naming the flag and why.
     """
-    if config.use_fp4:
-        raise Unsupported(
-            "--use-fp4 is not part of this version's training: FP4 layers are available in Python; drop the flag"
-        )
     if config.lora:
         raise Unsupported("--lora is not part of this version: all weights are trained; drop the flag")
 
