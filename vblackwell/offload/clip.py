@@ -44,5 +44,5 @@ def clip_grad_norm_(model: nn.Module | Iterable[torch.Tensor], max_norm: float) 
     for gradient in plain:
         gradient.mul_(factor.to(gradient.device))
     for (engine, group), slots in offloaded.items():
-        engine.worker.submit(engine.gradients.scale, group, slots, factor.cpu())  # type: ignore[attr-defined]
+        engine.gradients.scale_later(group, slots, factor.cpu())  # type: ignore[attr-defined]
     return total

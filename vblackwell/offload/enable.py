@@ -16,7 +16,7 @@ from torch import nn
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash
 from vblackwell.memory.stack import VGPUStack
-from vblackwell.offload.engine import Offload, needs_master
+from vblackwell.offload.engine import Offload, drop_idle_weights, needs_master
 from vblackwell.offload.groups import Group, Site, Slot, compute_dtype_of, find_groups
 from vblackwell.offload.home import Homes
 from vblackwell.offload.moving import copy_in, move_buffers
@@ -59,9 +59,14 @@ def enable_vgpu_stack_optimization(
         raise ConfigurationError(f"{type(model).__name__} has no parameters to place")
     if offload_of(model) is not None:
         raise ConfigurationError(f"{type(model).__name__} is in a stack already: release(model) first")
+    if any(param.grad is not None for param in model.parameters()):
+        raise ConfigurationError(
+            f"{type(model).__name__} has gradients: step with them, or zero_grad(set_to_none=True), before"
+        )
     taken = _names.setdefault(stack, set())
     if name in taken:
         raise KeyClash(f"the stack already holds a model named {name!r}: give this one another name=")
+    drop_idle_weights(stack)
     needed = bytes_when_resident(model, compute_dtype)
     level = stack.levels[0]
     free = level.capacity_bytes - level.used_bytes
@@ -126,7 +131,7 @@ def _stream(
     )
     if len(stack.levels) < 2:
         raise ConfigurationError("streaming needs a level below level 0: add a 'cpu' or 'ssd' level to the stack")
-    homes = Homes(stack, name, range(1, len(stack.levels)))
+    homes = Homes(stack, name, range(1, len(stack.levels)), groups)
     trainable = [group for group in groups if group.trainable()]
     ordered = sorted(
         groups, key=lambda group: group not in slice_rows

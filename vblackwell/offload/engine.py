@@ -23,6 +23,7 @@ from vblackwell.offload.gradients import GradientCollector
 from vblackwell.offload.groups import Group, Site, Slot
 from vblackwell.offload.home import Homes
 from vblackwell.offload.hooks import SiteHook, gradient_hook, prefetcher_of
+from vblackwell.offload.moving import copy_in
 from vblackwell.offload.parameter import OffloadedParameter, attributes
 from vblackwell.offload.sliced import SlicedLeaf, swap_class
 from vblackwell.offload.step import StepControl, UpdateSource
@@ -36,6 +37,13 @@ _engines: weakref.WeakKeyDictionary[VGPUStack, weakref.WeakSet[Offload]] = weakr
 def needs_master(group: Group) -> bool:
     """Whether some compute weight of ``group`` is narrower than the fp32 in which it is updated."""
     return any(slot.dtype.is_floating_point and slot.dtype != torch.float32 for slot in group.slots)
+
+
+def drop_idle_weights(stack: VGPUStack) -> None:
+    """Let the models that stream through ``stack`` give up what they keep on level 0 for later."""
+    for engine in _engines.get(stack, ()):
+        while engine.weights.drop_one():
+            pass
 
 
 class Offload:
@@ -71,6 +79,7 @@ class Offload:
         self._handles: list[Any] = []
         self._entered = threading.local()
         self._pins: dict[Slot, int] = {}
+        self._seen_versions: dict[Slot, int] = {}
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
         self._backward_ends: set[int] = set()
         self._hooked: set[Slot] = set()
@@ -81,7 +90,8 @@ class Offload:
         for slot in self.slots():
             self._unpoint(slot)
         self._sliced: list[nn.Module] = []
-        leaves = {group: SlicedLeaf(self, group, rows) for group, rows in (slice_rows or {}).items()}
+        self._slice_rows = slice_rows or {}
+        leaves = {group: SlicedLeaf(self, group, rows) for group, rows in self._slice_rows.items()}
         for site in sites:
             if site.groups[0] in leaves:
                 swap_class(site.module, leaves[site.groups[0]])
@@ -137,20 +147,27 @@ class Offload:
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         if torch._C._current_graph_task_id() == -1:  # not a recompute
+            self._unwind()
+            self._exported = None
             self.weights.trace.begin_pass()
             self.step_control.begin_forward()
 
     def _enter(self, site: Site) -> None:
-        entered = self._entered.__dict__.setdefault("stack", [])
+        entered: list[tuple[Site, Any]] = self._entered.__dict__.setdefault("stack", [])
         context = self._using([slot for group in site.groups for slot in group.slots])
-        entered.append(None)  # in case what follows raises: `_leave` is called even then
         context.__enter__()
-        entered[-1] = context
+        entered.append((site, context))
 
     def _leave(self, site: Site) -> None:
-        context = self._entered.stack.pop()
-        if context is not None:
-            context.__exit__(None, None, None)
+        entered = self._entered.__dict__.get("stack", [])
+        if entered and entered[-1][0] is site:  # not so where the way in failed: `_leave` is called even then
+            entered.pop()[1].__exit__(None, None, None)
+
+    def _unwind(self) -> None:
+        """Leave what an interrupted forward entered: torch calls no hook after a KeyboardInterrupt."""
+        entered = self._entered.__dict__.get("stack", [])
+        while entered:
+            entered.pop()[1].__exit__(None, None, None)
 
     @contextmanager
     def _using(self, slots: Iterable[Slot]) -> Iterator[None]:
@@ -171,6 +188,7 @@ class Offload:
                 yield
         finally:
             torch.set_autocast_cache_enabled(autocast_cache)
+            self._carry_home([slot for slot in taken if self._pins[slot] == 1 and self._was_written(slot)])
             for slot in taken:
                 self._unpin(slot)
             for group in groups:
@@ -181,6 +199,11 @@ class Offload:
         self._pins[slot] = pins + 1
         if pins == 0:
             self._point(slot, self.weights.buffer(slot.group))
+            self._seen_versions[slot] = slot.param._version
+
+    def _was_written(self, slot: Slot) -> bool:
+        """Whether the plain parameter was changed in place (by its module's forward, or by a call outside)."""
+        return slot.param._version != self._seen_versions[slot]
 
     def _unpin(self, slot: Slot) -> None:
         self._pins[slot] -= 1
@@ -255,12 +278,11 @@ class Offload:
     def aliases(self, tensor: torch.Tensor) -> bool:
         return self.weights.aliases(tensor)
 
-    def write_back(self, slots: Iterable[Slot]) -> None:
-        slots = list(slots)
+    def _carry_home(self, slots: list[Slot]) -> None:
+        """The slots' loaded bytes were changed in place: write them where they live, and into their masters."""
         for group in dict.fromkeys(slot.group for slot in slots):
             changed = [slot for slot in slots if slot.group is group]
             buffer = self.weights.acquire(group)
-            self.weights.touched(group)
             self.stack.write(self.homes.range(group, "weight"), buffer).wait()
             self.weights.release(group)
             self.worker.submit(self._write_masters, group, changed).result()
@@ -280,7 +302,26 @@ class Offload:
 
     def clear_gradient(self, slot: Slot) -> None:
         self.step_control.rollback()
+        self.gradients.finish_backward()
         self.gradients.clear([slot])
+
+    def overwrite(self, slot: Slot, source: torch.Tensor) -> bool:
+        if slot.group not in self._slice_rows:
+            return False
+        self.step_control.settle(slot.group)
+        self.weights.touched(slot.group)
+        self.worker.submit(self._overwrite, slot, source.detach().to("cpu")).result()
+        return True
+
+    def _overwrite(self, slot: Slot, source: torch.Tensor) -> None:
+        load = self.weights.last_load(slot.group)
+        if load is not None:
+            load.wait()
+        kinds = ["weight", "master"] if (slot.group, "master") in self.homes else ["weight"]
+        opened = [self.homes.open(slot.group, kind) for kind in kinds]
+        copy_in(slot, source, opened[0], opened[1] if len(opened) > 1 else None)
+        for kind, flat in zip(kinds, opened, strict=True):
+            self.homes.close_range(slot.group, kind, flat, store=True)
 
     # -- state_dict --------------------------------------------------------------------------------------------------
 
@@ -293,12 +334,18 @@ class Offload:
 
     def export(self, slot: Slot) -> torch.Tensor | None:
         if self._exported is None:
-            return None
+            return self._read_home(slot) if slot.group in self._slice_rows else None
         if slot not in self._exported:  # tied names get one tensor, so that savers see the tie
-            weight = self.homes.open(slot.group, "weight")
-            self._exported[slot] = slot.view(weight).clone(memory_format=torch.preserve_format)
-            self.homes.close_range(slot.group, "weight", weight, store=False)
+            self._exported[slot] = self._read_home(slot)
         return self._exported[slot]
+
+    def _read_home(self, slot: Slot) -> torch.Tensor:
+        self.step_control.settle(slot.group)
+        self.worker.drain()
+        weight = self.homes.open(slot.group, "weight")
+        copied = slot.view(weight).clone(memory_format=torch.preserve_format)
+        self.homes.close_range(slot.group, "weight", weight, store=False)
+        return copied
 
     def _refuse_assignment(
         self, module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *rest: Any
@@ -345,6 +392,7 @@ class Offload:
 
     def finish(self) -> None:
         """Wait until every update that was promised is in the home bytes; undo those that were not."""
+        self.gradients.finish_backward()
         self.step_control.rollback()
         self.worker.drain()
         self.gradients.sweep()

@@ -55,9 +55,10 @@ class Departure:
 
 @dataclass(eq=False)
 class GroupGradient:
-    """A group's gradient at home. ``slots`` belongs to the thread that runs the model, the rest to the worker."""
+    """A group's gradient at home. ``slots`` and ``task`` belong to the thread that runs the model, the rest to the worker."""
 
     slots: dict[Slot, None] = field(default_factory=dict)
+    task: Future[None] | None = None  # the worker's last one that touches the range at home
     landed: dict[Slot, None] = field(default_factory=dict)
     kind: str = "gradient"
     norms: dict[Slot, torch.Tensor] = field(default_factory=dict)
@@ -154,25 +155,29 @@ class GradientCollector:
 
     def _leave(self, leaving: Leaving) -> None:
         group = leaving.group
-        del self._filling[group.index]
         state = self._state[group.index]
-        self._homes.reserve([(group, "gradient")])
+        try:
+            self._reserve_home(group, adding=bool(state.slots))
+        except InsufficientMemory:
+            del self._filling[group.index]
+            self._homes.give(leaving.reservation)
+            raise
+        del self._filling[group.index]
         slots, reservation = leaving.slots, leaving.reservation
         if not state.slots:
+            self.wait_idle(group)
             transfer = self._stack.write(self._homes.range(group, "gradient"), leaving.buffer)
             self._worker.submit(self._land, group, slots, transfer)
             self._departures.append(Departure(reservation, transfer))
         else:
-            if not _is_fp32(group):
-                self._homes.reserve([(group, "accumulated")])
             if leaving.buffer.device.type == "cpu":  # the arena: the worker reads it where it is
                 self._stack.count_link(0, self._homes.range(group, "gradient").level, leaving.buffer.nbytes)
-                task = self._worker.submit(self._add, group, slots, reservation, None)
-                self._departures.append(Departure(reservation, task))
+                state.task = self._worker.submit(self._add, group, slots, reservation, None)
+                self._departures.append(Departure(reservation, state.task))
             else:
                 incoming = self._reserve_incoming(group.num_bytes)
                 transfer = self._stack.write(incoming, leaving.buffer)
-                self._worker.submit(self._add, group, slots, incoming, transfer)
+                state.task = self._worker.submit(self._add, group, slots, incoming, transfer)
                 self._departures.append(Departure(reservation, transfer))
         leaving.buffer = torch.empty(0)
         state.slots.update(dict.fromkeys(slots))
@@ -180,11 +185,27 @@ class GradientCollector:
 
     def begin_slices(self, slot: Slot) -> SliceLanding:
         """A gradient of ``slot`` is about to arrive in slices of rows (`SlicedLeaf`)."""
-        self._homes.reserve([(slot.group, "gradient")])
         adding = bool(self._state[slot.group.index].slots)
-        if adding and not _is_fp32(slot.group):
-            self._homes.reserve([(slot.group, "accumulated")])
+        self._reserve_home(slot.group, adding)
+        if not adding:
+            self.wait_idle(slot.group)
         return SliceLanding(self, slot, adding)
+
+    def _reserve_home(self, group: Group, adding: bool) -> None:
+        self._homes.reserve([(group, "gradient")])
+        if adding and not _is_fp32(group):
+            self._homes.reserve([(group, "accumulated")])
+
+    def wait_idle(self, group: Group) -> None:
+        """Return when the worker is done with the group's range at home: a copy into it goes past the worker's order."""
+        task, state = self._state[group.index].task, self._state[group.index]
+        if task is not None:
+            state.task = None
+            task.result()
+
+    def occupy(self, group: Group, task: Future[None]) -> None:
+        """``task`` of the worker reads or writes the group's range at home."""
+        self._state[group.index].task = task
 
     def _reserve_incoming(self, num_bytes: int) -> Reservation:
         """Host memory for a gradient that will be added: the range at home holds the sum so far."""
@@ -293,13 +314,17 @@ class GradientCollector:
         self._stack.count_link(0, self._homes.range(slot.group, "gradient").level, rows.nbytes)
         if buffer.device.type == "cpu":
             task = self._worker.submit(self.land_slice, slot, start, len(rows), adding, reservation, None)
+            self.occupy(slot.group, task)
             self._departures.append(Departure(reservation, task))
         else:
             incoming = self._reserve_incoming(buffer.nbytes)
             landing = incoming.view()
             assert landing is not None
             transfer = start_copy(landing, buffer, pool)
-            self._worker.submit(self.land_slice, slot, start, len(rows), adding, incoming, transfer)
+            self.occupy(
+                slot.group,
+                self._worker.submit(self.land_slice, slot, start, len(rows), adding, incoming, transfer),
+            )
             self._departures.append(Departure(reservation, transfer))
 
     def _widen(self, group: Group) -> None:
@@ -340,7 +365,8 @@ class GradientCollector:
 
     def scale(self, group: Group, slots: list[Slot], factor: torch.Tensor | None) -> None:
         """Multiply gradients at home by the fp32 scalar ``factor``, or make them zero if it is None (worker thread)."""
-        self._widen(group)
+        if factor is not None:
+            self._widen(group)  # zero is zero in any type
         state = self._state[group.index]
         flat = self._homes.open(group, state.kind)
         for slot in slots:
@@ -380,7 +406,13 @@ class GradientCollector:
     def zero(self, slots: list[Slot]) -> None:
         """Make the gradients of ``slots`` zero but keep them (``zero_grad(set_to_none=False)``)."""
         for group in dict.fromkeys(slot.group for slot in slots):
-            self._worker.submit(self.scale, group, [slot for slot in slots if slot.group is group], None)
+            self.scale_later(group, [slot for slot in slots if slot.group is group], None)
+
+    def scale_later(self, group: Group, slots: list[Slot], factor: torch.Tensor | None) -> None:
+        """Queue `scale`."""
+        if factor is not None:
+            self._reserve_home(group, adding=True)
+        self.occupy(group, self._worker.submit(self.scale, group, slots, factor))
 
 
 def _is_fp32(group: Group) -> bool:

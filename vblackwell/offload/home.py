@@ -12,13 +12,17 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import torch
 
-from vblackwell.errors import InsufficientMemory
+from vblackwell.errors import InsufficientMemory, VBError
+from vblackwell.memory.level import Transfer
 from vblackwell.memory.stack import Reservation, VGPUStack
 from vblackwell.offload.groups import Group
 from vblackwell.units import align_up, format_bytes
+
+KINDS = ("weight", "master", "gradient", "accumulated", "exp_avg", "exp_avg_sq")
 
 
 def place(sizes: Sequence[int], free: Sequence[int], what: str) -> list[int]:
@@ -48,15 +52,19 @@ class Homes:
 
     Args:
         levels: indices of the stack's levels that may be used, nearest first.
+        groups: all groups of the model.
     """
 
-    def __init__(self, stack: VGPUStack, name: str, levels: Sequence[int]) -> None:
+    def __init__(self, stack: VGPUStack, name: str, levels: Sequence[int], groups: Sequence[Group]) -> None:
+        # Sizes, not groups: this object outlives the model (`enable._close_parts`) and must not keep it alive.
+        self._largest = {kind: max(self.size_of(group, kind) for group in groups) for kind in KINDS}
         self.stack = stack
         self._name = name
         self._levels = list(levels)
         self._ranges: dict[tuple[int, str], Reservation] = {}
         self._staging: dict[str, Reservation] = {}
         self._taken: set[Reservation] = set()
+        self.in_flight: set[Transfer] = set()  # copies whose ends must not be given back before they are over
         self._serial = itertools.count()
 
     def take(self, what: str, num_bytes: int, level: int) -> Reservation:
@@ -123,13 +131,11 @@ class Homes:
         on_host = [position for position, level in enumerate(self._levels) if self._addressable(level)]
         if not on_host or all(position in on_host for position in self._place(fresh)):
             return
-        for group, kind in fresh:
-            size = self.size_of(group, kind)
-            held = self._staging.get(kind)
-            if held is None or held.num_bytes < size:
-                if held is not None:
-                    self.stack.unreserve(self._staging.pop(kind))
-                self._staging[kind] = self._reserve_from(on_host[0], f"staging/{kind}", size)
+        for kind in dict.fromkeys(kind for _, kind in fresh):
+            if (
+                kind not in self._staging
+            ):  # once for all groups: the worker may be using it when the next range is reserved
+                self._staging[kind] = self._reserve_from(on_host[0], f"staging/{kind}", self._largest[kind])
 
     def _addressable(self, level: int) -> bool:
         device = self.stack.levels[level].device
@@ -197,6 +203,10 @@ class Homes:
 
     def close(self) -> None:
         """Give every range back. Idempotent."""
+        for transfer in self.in_flight:
+            with suppress(VBError, OSError):  # nobody is left who would want to know
+                transfer.wait()
+        self.in_flight.clear()
         for reservation in [*self._ranges.values(), *self._staging.values(), *self._taken]:
             self.stack.unreserve(reservation)
         self._ranges.clear()

@@ -135,6 +135,7 @@ class VGPUAdamW(torch.optim.AdamW):
     def _step(self, selection: Selection) -> None:
         self._restride()
         # A scale is one more reason to multiply, and a limit one more to measure; without either, nothing is read.
+        self._skipped = False
         factor = self._measure(selection) if self.max_grad_norm is not None else self._unscale()
         if self._skipped is True:
             for engine in self._engines:

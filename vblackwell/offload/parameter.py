@@ -55,7 +55,10 @@ class Binding(Protocol):
     """What a managed parameter asks of the engine that holds its bytes."""
 
     def reading(self, slots: Iterable[Slot]) -> AbstractContextManager[None]:
-        """Inside, the slots' parameters are plain and loaded, and tensors saved for backward are packed."""
+        """Inside, the slots' parameters are plain and loaded, and tensors saved for backward are packed.
+
+        What is written to them in place is carried home at the end.
+        """
         ...
 
     def packing(self) -> AbstractContextManager[None]:
@@ -66,8 +69,8 @@ class Binding(Protocol):
         """Whether ``tensor`` lies in a loaded buffer."""
         ...
 
-    def write_back(self, slots: Iterable[Slot]) -> None:
-        """The slots' loaded bytes were changed in place: carry them home."""
+    def overwrite(self, slot: Slot, source: torch.Tensor) -> bool:
+        """Replace the bytes of a slot that level 0 cannot hold whole; False if it can, and nothing was done."""
         ...
 
     def has_gradient(self, slot: Slot) -> bool: ...
@@ -75,7 +78,7 @@ class Binding(Protocol):
     def clear_gradient(self, slot: Slot) -> None: ...
 
     def export(self, slot: Slot) -> torch.Tensor | None:
-        """While a state_dict is being made: the slot's bytes on the CPU. Otherwise None."""
+        """While a state_dict is being made, or if level 0 cannot hold them whole: the slot's bytes on the CPU. Otherwise None."""
         ...
 
 
@@ -158,6 +161,12 @@ class OffloadedParameter(nn.Parameter):
             exported = args[0]._vb_binding.export(args[0]._vb_slot)
             if exported is not None:
                 return exported
+        if (
+            func is _T.copy_
+            and type(args[0]) is OffloadedParameter
+            and args[0]._vb_binding.overwrite(args[0]._vb_slot, args[1])
+        ):
+            return args[0]
         managed = [item for item in _flatten((args, kwargs)) if type(item) is OffloadedParameter]
         if not managed:  # only plain ones are left: their group is in use further up
             with torch._C.DisableTorchFunctionSubclass():
@@ -168,10 +177,8 @@ class OffloadedParameter(nn.Parameter):
         with ExitStack() as stack:
             for binding, slots in by_binding.items():
                 stack.enter_context(binding.reading(slots))
-            result = func(*args, **kwargs)
-            for binding, slots in by_binding.items():
-                if _is_mutating(func, kwargs):
-                    binding.write_back(slots)
+            result = func(*args, **kwargs)  # in-place writes show in the version counters, when `reading` ends
+            for binding in by_binding:
                 result = _map_aliases(result, binding, binding.aliases)
         return result
 
@@ -202,6 +209,9 @@ def attributes(param: torch.Tensor) -> dict[str, Any]:
 
 
 def _plain_copy(param: OffloadedParameter) -> torch.Tensor:
+    exported = param._vb_binding.export(param._vb_slot)
+    if exported is not None:
+        return exported.to(param.device, copy=True)
     with param._vb_binding.reading([param._vb_slot]), torch.no_grad():
         return param.detach().clone(memory_format=torch.preserve_format)
 

@@ -35,7 +35,7 @@ class Resident:
         self.stack = stack
         self.name = name
         self.groups, _ = find_groups(model, compute_dtype)
-        self.homes = Homes(stack, name, [0])
+        self.homes = Homes(stack, name, [0], self.groups)
         trainable = [group for group in self.groups if group.trainable()]
         wide = [(group, "master") for group in trainable if needs_master(group)]
         self.homes.reserve([(group, "weight") for group in self.groups] + wide)

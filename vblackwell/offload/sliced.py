@@ -11,7 +11,8 @@ The module's class is switched (as `torch.nn.utils.parametrize` does) to one who
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,21 +72,28 @@ class SlicedLeaf:
     def __reduce__(self) -> Any:
         return type(None), ()
 
-    def slices(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+    def slices(self) -> Generator[tuple[int, int, torch.Tensor], None, None]:
         """``(first row, row after the last, weight rows on level 0)``; the tensor is valid until the next iteration."""
         weights = self.engine.weights
         self.engine.step_control.settle(self.group)
         self.engine.stack.count_miss(self.engine.homes.range(self.group, "weight").level)
         starts = range(0, self.slot.shape[0], self.num_rows)
-        ahead = self._load(starts[0])
-        for index, start in enumerate(starts):
-            reservation, rows, transfer = ahead
-            if index + 1 < len(starts):
-                ahead = self._load(starts[index + 1])
-            weights.wait_for(transfer)
-            yield start, start + len(rows), rows
-            del rows
-            self.engine.homes.give(reservation)
+        loaded = [self._load(starts[0])]
+        try:
+            for index, start in enumerate(starts):
+                if index + 1 < len(starts):
+                    loaded.append(self._load(starts[index + 1]))
+                _, rows, transfer = loaded[0]
+                weights.wait_for(transfer)
+                weights.arrived(transfer)
+                yield start, start + len(rows), rows
+                del rows
+                self.engine.homes.give(loaded.pop(0)[0])
+        finally:
+            for reservation, _, transfer in loaded:
+                weights.wait_for(transfer)
+                weights.arrived(transfer)
+                self.engine.homes.give(reservation)
 
     def _load(self, start: int) -> tuple[Reservation, torch.Tensor, Transfer]:
         home = self.engine.homes.range(self.group, "weight")
@@ -97,6 +105,7 @@ class SlicedLeaf:
             buffer = reservation.view()
             assert buffer is not None
             transfer = start_copy(buffer, rows.reshape(-1).view(torch.uint8), self.pool)
+        self.engine.weights.remember_load(self.group, transfer)
         self.engine.stack.count_link(home.level, 0, rows.nbytes)
         return reservation, buffer.view(self.slot.dtype).view(-1, self.slot.shape[1]), transfer
 
@@ -118,9 +127,9 @@ class SlicedLeaf:
         engine.step_control.before_gradient(self.group)
         landing = engine.gradients.begin_slices(self.slot)
         for start, rows in parts:
-            landing.take(
-                start, rows, engine.reserve_level0(f"{self.group.name}/slice-gradient", rows.nbytes), self.pool
-            )
+            num_bytes = rows.numel() * self.slot.dtype.itemsize  # under autocast the rows are narrower than the weight
+            reservation = engine.reserve_level0(f"{self.group.name}/slice-gradient", num_bytes)
+            landing.take(start, rows, reservation, self.pool)
         landing.finish()
 
 
@@ -171,8 +180,9 @@ class _Linear(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         x_MK = x.reshape(-1, x.shape[-1]).to(dtype)
         y_MN = x_MK.new_empty(x_MK.shape[0], leaf.slot.shape[0])
-        for start, stop, w_nK in leaf.slices():
-            y_MN[:, start:stop] = x_MK @ w_nK.to(dtype).t()
+        with closing(leaf.slices()) as slices:  # a traceback would keep an abandoned generator, and its bytes, alive
+            for start, stop, w_nK in slices:
+                y_MN[:, start:stop] = x_MK @ w_nK.to(dtype).t()
         ctx.save_for_backward(x_MK)
         ctx.leaf, ctx.version, ctx.shape, ctx.dtype = leaf, leaf.version(), x.shape, x.dtype
         return y_MN.view(*x.shape[:-1], -1)
@@ -185,20 +195,22 @@ class _Linear(torch.autograd.Function):
         dy_MN = gradients[0].reshape(-1, leaf.slot.shape[0])
         dx_MK: torch.Tensor | None = None
 
-        def parts() -> Iterator[tuple[int, torch.Tensor]]:
+        def parts() -> Generator[tuple[int, torch.Tensor], None, None]:
             nonlocal dx_MK
-            for start, stop, w_nK in leaf.slices():
-                dy_Mn = dy_MN[:, start:stop]
-                if ctx.needs_input_grad[0]:
-                    share = dy_Mn @ w_nK.to(dy_Mn.dtype)
-                    dx_MK = share if dx_MK is None else dx_MK.add_(share)
-                yield start, (dy_Mn.t() @ x_MK if ctx.needs_input_grad[1] else w_nK)
+            with closing(leaf.slices()) as slices:
+                for start, stop, w_nK in slices:
+                    dy_Mn = dy_MN[:, start:stop]
+                    if ctx.needs_input_grad[0]:
+                        share = dy_Mn @ w_nK.to(dy_Mn.dtype)
+                        dx_MK = share if dx_MK is None else dx_MK.add_(share)
+                    yield start, (dy_Mn.t() @ x_MK if ctx.needs_input_grad[1] else w_nK)
 
-        if ctx.needs_input_grad[1]:
-            leaf.give_gradients(parts())
-        else:
-            for _ in parts():
-                pass
+        with closing(parts()) as found:
+            if ctx.needs_input_grad[1]:
+                leaf.give_gradients(found)
+            else:
+                for _ in found:
+                    pass
         return (None if dx_MK is None else dx_MK.view(ctx.shape).to(ctx.dtype)), None, None
 
 
@@ -208,10 +220,12 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, indices: torch.Tensor, anchor: torch.Tensor, leaf: SlicedLeaf, padding: int) -> torch.Tensor:
         out: torch.Tensor | None = None
-        for start, stop, rows in leaf.slices():
-            local = indices - start
-            found = rows[local.clamp(0, stop - start - 1)]
-            out = found if out is None else torch.where(((local >= 0) & (local < stop - start))[..., None], found, out)
+        with closing(leaf.slices()) as slices:
+            for start, stop, rows in slices:
+                local = indices - start
+                found = rows[local.clamp(0, stop - start - 1)]
+                inside = ((local >= 0) & (local < stop - start))[..., None]
+                out = found if out is None else torch.where(inside, found, out)
         assert out is not None
         ctx.save_for_backward(indices)
         ctx.leaf, ctx.padding = leaf, padding

@@ -59,6 +59,9 @@ def import_state(
         engine.weights.drop_all()
         for group in engine.groups:
             engine.weights.touched(group)
+            load = engine.weights.last_load(group)
+            if load is not None:
+                load.wait()
             _import_group(engine, group, read, with_states=optimizer is not None)
         return
     for name, param in model.named_parameters():

@@ -113,7 +113,9 @@ class StepControl:
     def is_updating(self, group: Group) -> bool:
         """Whether `settle` would wait, or undo something."""
         future = self._updating[group.index]
-        return group.index in self._speculated or (future is not None and not future.done())
+        return group.index in self._speculated or (
+            future is not None and (not future.done() or future.exception() is not None)
+        )
 
     # -- speculation -----------------------------------------------------------------------------------------------
 
@@ -195,7 +197,9 @@ class StepControl:
     def _queue(self, group: Group, jobs: list[Job], factor: torch.Tensor | None, undo: Undo | None) -> None:
         self._engine.weights.invalidate(group)
         load = self._engine.weights.last_load(group)
-        self._updating[group.index] = self._engine.worker.submit(self._update, group, jobs, factor, undo, load)
+        task = self._engine.worker.submit(self._update, group, jobs, factor, undo, load)
+        self._updating[group.index] = task
+        self._engine.gradients.occupy(group, task)
 
     def _update(
         self, group: Group, jobs: list[Job], factor: torch.Tensor | None, undo: Undo | None, load: Transfer | None

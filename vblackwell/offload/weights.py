@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from vblackwell.errors import InsufficientMemory, StaleTensor
+from vblackwell.errors import InsufficientMemory, StaleTensor, VBError
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.stack import Reservation, VGPUStack
 from vblackwell.offload.groups import Group
@@ -48,7 +48,7 @@ class PackedView:
     """What autograd keeps instead of a view into a buffer."""
 
     group: Group
-    version: int
+    version: tuple[int, int]
     dtype: torch.dtype
     offset: int  # bytes from the group's start
     size: torch.Size
@@ -96,7 +96,11 @@ class WeightStreamer:
         """The group's bytes on level 0, arrived, not dropped until `release`; the groups after it start to load."""
         loaded = self._ensure(group)
         loaded.pins += 1
-        self._prefetch_upcoming()
+        try:
+            self._prefetch_upcoming()
+        except BaseException:
+            loaded.pins -= 1
+            raise
         return loaded.buffer
 
     def release(self, group: Group) -> None:
@@ -126,8 +130,13 @@ class WeightStreamer:
     def _arrive(self, loaded: Loaded) -> None:
         if loaded.arrived:
             return
+        try:
+            self.wait_for(loaded.transfer)
+        except BaseException:  # what is in the buffer is not the weights
+            self._forget(loaded)
+            raise
         loaded.arrived = True
-        self.wait_for(loaded.transfer)
+        self._homes.in_flight.discard(loaded.transfer)
         # It is remembered until the home bytes change (`last_load`); the buffer's memory must not live as long. Its next
         # use is ordered behind the copy, because the stream that frees it has just waited.
         loaded.transfer.let_go()
@@ -161,7 +170,7 @@ class WeightStreamer:
             buffer = reservation.view()
             assert buffer is not None, "level 0 is addressable"
             transfer = self._stack.read(self._homes.range(group, "weight"), buffer)
-        self._last_load[group.index] = transfer
+        self.remember_load(group, transfer)
         loaded = Loaded(group, reservation, buffer, transfer, buffer.untyped_storage()._cdata)
         self._loaded[group.index] = loaded
         self._by_storage[loaded.storage_key] = loaded
@@ -237,7 +246,14 @@ class WeightStreamer:
 
     def _drop(self, loaded: Loaded) -> None:
         assert loaded.pins == 0
-        self._arrive(loaded)  # the copy must not outlive its destination
+        try:
+            self._arrive(loaded)  # the copy must not outlive its destination
+        except (VBError, OSError):
+            return  # `_arrive` has forgotten it; whoever needs it will load it again, and hear
+        self._forget(loaded)
+
+    def _forget(self, loaded: Loaded) -> None:
+        self._homes.in_flight.discard(loaded.transfer)
         del self._loaded[loaded.group.index]
         # Before the storage can die: its address may come back as somebody else's.
         del self._by_storage[loaded.storage_key]
@@ -258,6 +274,16 @@ class WeightStreamer:
     def version(self, group: Group) -> int:
         """Counts the changes of the group's home bytes."""
         return self._versions[group.index]
+
+    def remember_load(self, group: Group, transfer: Transfer) -> None:
+        """A copy out of the group's home bytes was started."""
+        self._last_load[group.index] = transfer
+        self._homes.in_flight.add(transfer)
+
+    def arrived(self, transfer: Transfer) -> None:
+        """What was remembered has been waited for."""
+        transfer.let_go()
+        self._homes.in_flight.discard(transfer)
 
     def last_load(self, group: Group) -> Transfer | None:
         """The newest copy out of the home bytes, to be waited for by the host before they are overwritten."""
@@ -286,14 +312,18 @@ class WeightStreamer:
             return None
         return self._by_storage.get(tensor.untyped_storage()._cdata)
 
+    def _stamp(self, group: Group) -> tuple[int, int]:
+        """Changes of the home bytes, and in-place writes as autograd counts them."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._versions[group.index], sum(slot.param._version for slot in group.slots)
+
     def pack(self, tensor: torch.Tensor) -> PackedView | None:
         """A reference to replace ``tensor`` by while autograd keeps it; None if it is not in a loaded buffer."""
         loaded = self._find(tensor)
         if loaded is None:
             return None
         offset = int(tensor.storage_offset()) * tensor.element_size() - int(loaded.buffer.storage_offset())
-        version = self._versions[loaded.group.index]
-        return PackedView(loaded.group, version, tensor.dtype, offset, tensor.shape, tensor.stride())
+        return PackedView(loaded.group, self._stamp(loaded.group), tensor.dtype, offset, tensor.shape, tensor.stride())
 
     def unpack(self, packed: PackedView) -> torch.Tensor:
         """The tensor again, loading its group if it was dropped.
@@ -302,7 +332,7 @@ class WeightStreamer:
             StaleTensor: the weights were updated since the forward.
         """
         self._settle(packed.group)
-        if packed.version != self._versions[packed.group.index]:
+        if packed.version != self._stamp(packed.group):
             raise StaleTensor(
                 f"backward needs the weights of {packed.group.name!r} as they were in the forward, but they have been changed since "
                 "(an optimizer step or an in-place write between forward and backward)"
