@@ -122,3 +122,33 @@ def test_reading_and_staleness(make_stack: MakeStack):
 def test_too_small_even_for_slices(make_stack: MakeStack):
     with pytest.raises(InsufficientMemory, match="largest layer group"):
         enable_vgpu_stack_optimization(Model(), make_stack(12 << 10))
+
+
+def test_a_failed_slice_gives_its_bytes_back(make_stack: MakeStack):
+    torch.manual_seed(0)
+    model = Model()
+    stack = make_stack(LEVEL0)
+    enable_vgpu_stack_optimization(model, stack)
+    errors = []
+    for _ in range(6):
+        with pytest.raises(RuntimeError) as caught:
+            model.head(torch.randn(2, WIDTH - 1))
+        errors.append(caught)  # the traceback keeps the frames alive
+    assert stack.levels[0].used_bytes == 0
+    loss_of(model, 0).backward()
+
+
+def test_sliced_leaves_under_autocast_and_in_state_dicts(make_stack: MakeStack):
+    torch.manual_seed(0)
+    plain = Model()
+    model = copy.deepcopy(plain)
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(model, 0)
+    loss.backward()
+    model.zero_grad()
+    other = Model()
+    model.load_state_dict(other.state_dict())
+    copied = copy.deepcopy(model)
+    assert all(torch.equal(a, b) for a, b in zip(copied.parameters(), other.parameters(), strict=True))
+    assert loss_of(copied, 1).item() == loss_of(other, 1).item()

@@ -1,0 +1,228 @@
+"""What goes wrong in the middle leaves no trace: failed loads, interrupted forwards, late workers, reads that look like writes."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from tests.offload.conftest import MakeStack
+from tests.offload.models import CASES, build
+from vblackwell.errors import ConfigurationError, InsufficientMemory
+from vblackwell.memory.stack import VGPUStack
+from vblackwell.offload.clip import clip_grad_norm_
+from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of
+from vblackwell.offload.engine import Offload
+from vblackwell.offload.optimizer import VGPUAdamW
+from vblackwell.offload.state import export_state
+from vblackwell.offload.worker import set_worker_delay
+
+MLP = CASES[0]
+LEVEL0 = 128 << 10
+
+
+def engine_of(model: nn.Module) -> Offload:
+    engine = offload_of(model)
+    assert isinstance(engine, Offload)
+    return engine
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> float:
+    loss = MLP.loss(model, seed)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+@pytest.fixture
+def late_worker() -> Iterator[None]:
+    """Every task of the worker starts late, so whatever does not wait for it overtakes it."""
+    pause = threading.Event()
+    set_worker_delay(lambda: (pause.wait(0.02), None)[1])
+    yield
+    set_worker_delay(None)
+
+
+def equal(left: nn.Module, right: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left.parameters(), right.parameters(), strict=True))
+
+
+def test_reading_into_an_average_writes_nothing(make_stack: MakeStack):
+    wide, model = build(MLP), build(MLP)
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0), compute_dtype=torch.bfloat16)
+    average = torch.zeros(7, 48)
+    loss = model(torch.randn(2, 48).bfloat16()).float().sum()
+    with torch.no_grad():
+        average.lerp_(model.head.weight.float(), 0.1)
+        average.add_(model.head.weight)
+    loss.backward()  # nothing was changed, so nothing is stale
+    masters = {name: state["weight"] for name, state in export_state(model)}
+    assert all(torch.equal(masters[name], param) for name, param in wide.named_parameters())
+
+
+class WritesItself(nn.Module):
+    """Changes parameters inside its own forward, where they are plain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 48, max_norm=1.0)
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(3))
+        self.gain = nn.Parameter(torch.full((48,), 5.0))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.gain.clamp_(-1.0, 1.0)
+        x = self.embedding(tokens) * self.gain
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def test_what_a_forward_writes_reaches_home(make_stack: MakeStack):
+    torch.manual_seed(0)
+    plain = WritesItself()
+    model = copy.deepcopy(plain)
+    enable_vgpu_stack_optimization(model, make_stack(32 << 10))
+    ours, theirs = VGPUAdamW(model.parameters()), torch.optim.AdamW(plain.parameters(), fused=True)
+    tokens = torch.arange(16)
+    for _ in range(3):
+        for module, optimizer in ((model, ours), (plain, theirs)):
+            module(tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert equal(model, plain)
+
+
+def test_a_late_worker_is_not_overtaken(late_worker: None, make_stack: MakeStack):
+    plain, model = build(MLP), build(MLP)
+    enable_vgpu_stack_optimization(model, make_stack(1 << 20), placement="streamed")  # all groups stay loaded
+    ours, theirs = VGPUAdamW(model.parameters()), torch.optim.AdamW(plain.parameters(), fused=True)
+    for module, optimizer in ((model, ours), (plain, theirs)):
+        clip = clip_grad_norm_ if module is model else torch.nn.utils.clip_grad_norm_
+        MLP.loss(module, 0).backward()
+        clip(module.parameters(), 1e-3)
+        optimizer.zero_grad()  # clipped, then given up
+        first, second = MLP.loss(module, 1), MLP.loss(module, 2)
+        first.backward()
+        MLP.loss(module, 3).backward()
+        optimizer.zero_grad()  # summed, then given up
+        second.backward()
+        optimizer.step()
+    assert equal(model, plain)
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_clipping_and_zeroing_narrow_gradients(narrow: torch.dtype, make_stack: MakeStack):
+    model = build(MLP)
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0), compute_dtype=narrow)
+    optimizer = VGPUAdamW(model.parameters(), max_grad_norm=float("inf"))
+    x = torch.randn(4, 48).to(narrow)
+    model(x).float().square().sum().backward()
+    norm = clip_grad_norm_(model, 0.25)
+    assert norm > 0.25
+    optimizer.step()
+    assert optimizer.grad_norm == pytest.approx(0.25, rel=1e-4)  # fp32 products of 1e4 elements
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+    assert optimizer.grad_norm == 0.0
+
+
+def test_a_failed_load_is_an_error_each_time_and_never_numbers(make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch):
+    plain, model = build(MLP), build(MLP)
+    stack = make_stack(LEVEL0)
+    enable_vgpu_stack_optimization(model, stack)
+    read, failures = VGPUStack.read, iter([True, True])
+
+    class Failing:
+        def wait(self) -> None:
+            raise OSError("the disk said no")
+
+    def fail(self: VGPUStack, reservation: object, out: torch.Tensor) -> object:
+        return Failing() if next(failures, False) else read(self, reservation, out)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(VGPUStack, "read", fail)
+    for _ in range(2):
+        with pytest.raises(OSError, match="the disk said no"):
+            MLP.loss(model, 0)
+    assert MLP.loss(model, 0).item() == MLP.loss(plain, 0).item()
+    optimizer, reference = VGPUAdamW(model.parameters()), torch.optim.AdamW(plain.parameters(), fused=True)
+    assert step(model, optimizer, 1) == step(plain, reference, 1)
+    assert equal(model, plain)
+
+
+def test_an_interrupted_forward_is_left_behind(make_stack: MakeStack):
+    plain, model = build(MLP), build(MLP)
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0))
+    optimizer, reference = VGPUAdamW(model.parameters()), torch.optim.AdamW(plain.parameters(), fused=True)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.layers[2][1].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        MLP.loss(model, 0)
+    handle.remove()
+    for seed in (1, 2):
+        assert step(model, optimizer, seed) == step(plain, reference, seed)
+    assert equal(model, plain)
+    assert not any(engine_of(model).weights.is_pinned(group) for group in engine_of(model).groups)
+
+
+def test_a_failed_backward_leaves_no_half_gradient(make_stack: MakeStack):
+    plain, model = build(MLP), build(MLP)
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0))
+    optimizer, reference = VGPUAdamW(model.parameters()), torch.optim.AdamW(plain.parameters(), fused=True)
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("in the middle")
+
+    handle = model.layers[1][0].weight.register_hook(fail)  # between the bias and the weight of one group
+    with pytest.raises(ValueError, match="in the middle"):
+        MLP.loss(model, 0).backward()
+    handle.remove()
+    model.zero_grad()
+    assert step(model, optimizer, 1) == step(plain, reference, 1)
+    assert equal(model, plain)
+
+
+def test_a_refused_accumulation_keeps_nothing_of_level_0(make_stack: MakeStack):
+    model = build(MLP)
+    narrow = sum(param.numel() for param in model.parameters())
+    stack = make_stack(
+        LEVEL0, host_bytes=int(9.5 * narrow), disk_bytes=64 << 10
+    )  # weights, gradients, masters, and no more
+    enable_vgpu_stack_optimization(model, stack, compute_dtype=torch.bfloat16)
+    x = torch.randn(4, 48).bfloat16()
+    model(x).float().sum().backward()
+    engine = engine_of(model)
+    for _ in range(3):
+        with pytest.raises(InsufficientMemory, match="host_memory or disk_memory"):
+            model(x).float().sum().backward()
+        model.zero_grad()
+        engine.finish()
+        engine.weights.drop_all()
+        assert stack.levels[0].used_bytes == 0
+        model(x).float().sum().backward()
+
+
+def test_gradients_from_before_are_refused(make_stack: MakeStack):
+    model = build(MLP)
+    MLP.loss(model, 0).backward()
+    with pytest.raises(ConfigurationError, match="zero_grad"):
+        enable_vgpu_stack_optimization(model, make_stack(LEVEL0))
+    model.zero_grad()
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0))
+
+
+def test_a_second_model_finds_the_room_that_the_first_only_keeps(make_stack: MakeStack):
+    stack = make_stack(96 << 10)
+    first, second = build(MLP), build(MLP)
+    enable_vgpu_stack_optimization(first, stack, "first")
+    MLP.loss(first, 0)
+    enable_vgpu_stack_optimization(second, stack, "second")
+    assert MLP.loss(first, 1).item() == MLP.loss(second, 1).item()
