@@ -40,7 +40,8 @@ CPU = torch.device("cpu")
 # -- schedule and scaler ---------------------------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 500), st.integers(0, 100), st.floats(1e-6, 1.0), st.floats(0.0, 1.0))
+# A ratio is 0 or one that a rate survives: below 1e-12 of a small peak, products leave the range of floats.
+@given(st.integers(1, 500), st.integers(0, 100), st.floats(1e-6, 1.0), st.just(0.0) | st.floats(1e-12, 1.0))
 def test_schedule_rises_to_the_peak_and_falls_to_the_floor(total, warmup, peak, ratio):
     schedule = Schedule(peak, peak * ratio, min(warmup, total - 1), total)
     rates = [schedule.learning_rate(step) for step in range(total)]

@@ -22,8 +22,8 @@ from vblackwell.memory.stack import Reservation, VGPUStack
 from vblackwell.offload.gradients import GradientCollector
 from vblackwell.offload.groups import Group, Site, Slot
 from vblackwell.offload.home import Homes
+from vblackwell.offload.home_bytes import carry_home, overwrite_home, read_home, zero_home
 from vblackwell.offload.hooks import SiteHook, gradient_hook, prefetcher_of
-from vblackwell.offload.moving import copy_in
 from vblackwell.offload.parameter import OffloadedParameter, attributes
 from vblackwell.offload.sliced import SlicedLeaf, swap_class
 from vblackwell.offload.step import StepControl, UpdateSource
@@ -188,7 +188,7 @@ class Offload:
                 yield
         finally:
             torch.set_autocast_cache_enabled(autocast_cache)
-            self._carry_home([slot for slot in taken if self._pins[slot] == 1 and self._was_written(slot)])
+            carry_home(self, [slot for slot in taken if self._pins[slot] == 1 and self._was_written(slot)])
             for slot in taken:
                 self._unpin(slot)
             for group in groups:
@@ -278,25 +278,6 @@ class Offload:
     def aliases(self, tensor: torch.Tensor) -> bool:
         return self.weights.aliases(tensor)
 
-    def _carry_home(self, slots: list[Slot]) -> None:
-        """The slots' loaded bytes were changed in place: write them where they live, and into their masters."""
-        for group in dict.fromkeys(slot.group for slot in slots):
-            changed = [slot for slot in slots if slot.group is group]
-            buffer = self.weights.acquire(group)
-            self.stack.write(self.homes.range(group, "weight"), buffer).wait()
-            self.weights.release(group)
-            self.worker.submit(self._write_masters, group, changed).result()
-
-    def _write_masters(self, group: Group, changed: list[Slot]) -> None:
-        if (group, "master") not in self.homes:
-            return
-        weight = self.homes.open(group, "weight")
-        master = self.homes.open(group, "master")
-        for slot in changed:
-            slot.flat_fp32(master).copy_(slot.flat(weight))
-        self.homes.close_range(group, "weight", weight, store=False)
-        self.homes.close_range(group, "master", master, store=True)
-
     def has_gradient(self, slot: Slot) -> bool:
         return self.gradients.has(slot)
 
@@ -310,18 +291,8 @@ class Offload:
             return False
         self.step_control.settle(slot.group)
         self.weights.touched(slot.group)
-        self.worker.submit(self._overwrite, slot, source.detach().to("cpu")).result()
+        self.worker.submit(overwrite_home, self, slot, source.detach().to("cpu")).result()
         return True
-
-    def _overwrite(self, slot: Slot, source: torch.Tensor) -> None:
-        load = self.weights.last_load(slot.group)
-        if load is not None:
-            load.wait()
-        kinds = ["weight", "master"] if (slot.group, "master") in self.homes else ["weight"]
-        opened = [self.homes.open(slot.group, kind) for kind in kinds]
-        copy_in(slot, source, opened[0], opened[1] if len(opened) > 1 else None)
-        for kind, flat in zip(kinds, opened, strict=True):
-            self.homes.close_range(slot.group, kind, flat, store=True)
 
     # -- state_dict --------------------------------------------------------------------------------------------------
 
@@ -334,18 +305,10 @@ class Offload:
 
     def export(self, slot: Slot) -> torch.Tensor | None:
         if self._exported is None:
-            return self._read_home(slot) if slot.group in self._slice_rows else None
+            return read_home(self, slot) if slot.group in self._slice_rows else None
         if slot not in self._exported:  # tied names get one tensor, so that savers see the tie
-            self._exported[slot] = self._read_home(slot)
+            self._exported[slot] = read_home(self, slot)
         return self._exported[slot]
-
-    def _read_home(self, slot: Slot) -> torch.Tensor:
-        self.step_control.settle(slot.group)
-        self.worker.drain()
-        weight = self.homes.open(slot.group, "weight")
-        copied = slot.view(weight).clone(memory_format=torch.preserve_format)
-        self.homes.close_range(slot.group, "weight", weight, store=False)
-        return copied
 
     def _refuse_assignment(
         self, module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *rest: Any
@@ -379,14 +342,9 @@ class Offload:
         ]
         self.homes.reserve([(group, "gradient") for group in groups] + fresh)
         for group, kind in fresh:
-            self.worker.submit(self._zero_range, group, kind)
+            self.worker.submit(zero_home, self.homes, group, kind)
         self.worker.drain()
         self.step_control.source = optimizer
-
-    def _zero_range(self, group: Group, kind: str) -> None:
-        flat = self.homes.open(group, kind, load=False)
-        flat.zero_()
-        self.homes.close_range(group, kind, flat, store=True)
 
     # -- life --------------------------------------------------------------------------------------------------------
 

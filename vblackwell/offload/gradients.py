@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 
 import torch
 
@@ -19,6 +18,7 @@ from vblackwell.errors import InsufficientMemory, Unsupported
 from vblackwell.memory.copying import start_copy
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.stack import Reservation, VGPUStack
+from vblackwell.offload.departure import Departure, GroupGradient, Leaving
 from vblackwell.offload.groups import Group, Slot
 from vblackwell.offload.home import Homes
 from vblackwell.offload.worker import Worker
@@ -27,41 +27,6 @@ from vblackwell.units import format_bytes
 # Buffers on their way home beside the one that fills: more would only wait for the link on level 0 instead of at home.
 MOST_DEPARTURES = 2
 LONGEST_WIDENED = 1 << 24  # elements: 64 MiB
-
-
-@dataclass(eq=False)
-class Leaving:
-    """A group's flat gradient buffer on level 0, being filled or on its way."""
-
-    group: Group
-    reservation: Reservation
-    buffer: torch.Tensor
-    slots: list[Slot] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class Departure:
-    """Bytes of level 0 that are free again when ``end`` is over: a copy, or a task of the worker that reads them in place."""
-
-    reservation: Reservation
-    end: Transfer | Future[None]
-
-    def over(self) -> bool:
-        return self.end.done()
-
-    def wait(self) -> None:
-        self.end.wait() if isinstance(self.end, Transfer) else self.end.result()
-
-
-@dataclass(eq=False)
-class GroupGradient:
-    """A group's gradient at home. ``slots`` and ``task`` belong to the thread that runs the model, the rest to the worker."""
-
-    slots: dict[Slot, None] = field(default_factory=dict)
-    task: Future[None] | None = None  # the worker's last one that touches the range at home
-    landed: dict[Slot, None] = field(default_factory=dict)
-    kind: str = "gradient"
-    norms: dict[Slot, torch.Tensor] = field(default_factory=dict)
 
 
 class SliceLanding:
