@@ -33,7 +33,7 @@ def test_presets_have_the_parameters_they_state(name):
 
 
 def test_tiny_streams_through_a_third_of_its_training_state():
-    """Three weight and two gradient buffers (DESIGN §6) of the largest group, fp32, in a third of 16 bytes a parameter."""
+    """Three weight and two gradient buffers of the largest group, fp32, in a third of 16 bytes a parameter."""
     shape = find_preset("tiny").decoder_config(4096)
     largest = max(4096 * shape.hidden_size, shape.parameters_per_layer)
     assert 5 * largest * 4 < 0.75 * shape.num_parameters * 16 / 3

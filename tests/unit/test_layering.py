@@ -68,7 +68,7 @@ def test_imports_point_down():
 
 
 def test_no_file_is_too_long():
-    """STYLE: files near 200 lines, none over 400; kernels excepted."""
+    """Files near 200 lines, none over 400; kernels excepted."""
     long = [
         f"{path.relative_to(PACKAGE)}: {count}"
         for path in PACKAGE.rglob("*.py")

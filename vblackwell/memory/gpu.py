@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 
 from vblackwell.errors import InsufficientMemory
-from vblackwell.memory.accounting import AccountedLevel
-from vblackwell.memory.copying import copy_pool, flat_bytes, start_copy
-from vblackwell.memory.level import Extent, Transfer
+from vblackwell.memory.addressable import AddressableLevel
+from vblackwell.memory.copying import copy_pool, flat_bytes
+from vblackwell.memory.level import Extent
 from vblackwell.units import align_up, format_bytes
 
 ALIGNMENT = 512
@@ -31,7 +31,7 @@ class _Block:
         self.tensor: torch.Tensor | None = None
 
 
-class DeviceLevel(AccountedLevel):
+class DeviceLevel(AddressableLevel):
     """A level in the memory of ``device``, capped at ``capacity_bytes``; ``cpu`` makes it the arena."""
 
     device: torch.device
@@ -96,14 +96,6 @@ class DeviceLevel(AccountedLevel):
     def view(self, extent: Extent) -> torch.Tensor:
         self.materialise(extent)
         return extent.handle.tensor[: extent.num_bytes].detach()
-
-    def read(self, extent: Extent, out: torch.Tensor) -> Transfer:
-        out = flat_bytes(out)
-        return start_copy(out, self.view(extent)[: out.nbytes], self._pool)
-
-    def write(self, extent: Extent, src: torch.Tensor) -> Transfer:
-        src = flat_bytes(src)
-        return start_copy(self.view(extent)[: src.nbytes], src, self._pool)
 
     def close(self) -> None:
         self._pool.shutdown()

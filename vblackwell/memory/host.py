@@ -7,7 +7,7 @@ extent never spans two slabs: CUDA copies refuse ranges that cross two registrat
 lets `O_DIRECT` read and write straight into them.
 
 A slab that became empty is given up only when its bytes are needed for one of another size. In between it keeps its
-pages, because mapping and pinning are slow (FACTS: 0.35 s a GiB).
+pages, because mapping and pinning are slow (0.35 s a GiB, measured).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.hardware import memory_facts
-from vblackwell.memory.accounting import AccountedLevel
-from vblackwell.memory.copying import copy_pool, flat_bytes, start_copy
-from vblackwell.memory.level import Extent, Transfer
+from vblackwell.memory.addressable import AddressableLevel
+from vblackwell.memory.copying import copy_pool
+from vblackwell.memory.level import Extent
 from vblackwell.memory.ranges import RangeAllocator
 from vblackwell.memory.slab import map_slab
 from vblackwell.units import GiB, KiB, MiB, format_bytes
@@ -38,7 +38,7 @@ class _Slab:
         self.bytes: torch.Tensor | None = None
 
 
-class HostLevel(AccountedLevel):
+class HostLevel(AddressableLevel):
     """A level in RAM.
 
     Args:
@@ -134,14 +134,6 @@ class HostLevel(AccountedLevel):
     def view(self, extent: Extent) -> torch.Tensor:
         self.materialise(extent)
         return extent.handle.bytes[extent.offset : extent.offset + extent.num_bytes]
-
-    def read(self, extent: Extent, out: torch.Tensor) -> Transfer:
-        out = flat_bytes(out)
-        return start_copy(out, self.view(extent)[: out.nbytes], self._pool)
-
-    def write(self, extent: Extent, src: torch.Tensor) -> Transfer:
-        src = flat_bytes(src)
-        return start_copy(self.view(extent)[: src.nbytes], src, self._pool)
 
     def close(self) -> None:
         self._pool.shutdown()
