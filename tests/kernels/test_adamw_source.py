@@ -1,0 +1,98 @@
+"""cuda/adamw.cu's own source on the CPU (emulation.py) against torch's kernel, and compiled for every architecture."""
+
+import itertools
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.kernels import emulation
+from tests.kernels.test_adamw import EXTREME, PLAIN, States, random_states, update_with_torch
+from tests.kernels.test_compile import resources
+from vblackwell.kernels import adamw, adamw_cpu, nvrtc
+from vblackwell.kernels.adamw import BLOCK, AdamWStep
+
+# The roundings of the kernel's intrinsics; the host's arithmetic is IEEE and g++ fuses nothing for plain x86-64.
+INTRINSICS = """
+DEVICE float __fmul_rn(float a, float b) { return a * b; }
+DEVICE float __fadd_rn(float a, float b) { return a + b; }
+DEVICE float __fdiv_rn(float a, float b) { return a / b; }
+DEVICE float __fsqrt_rn(float a) { return sqrtf(a); }
+DEVICE float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+DEVICE double __dadd_rn(double a, double b) { return a + b; }
+DEVICE double __dsqrt_rn(double a) { return sqrt(a); }
+DEVICE float __double2float_rn(double a) { return (float)a; }
+#define __shfl_xor_sync(all, v, mask) shuffle_xor(v, mask)
+"""
+MAIN = """
+extern "C" void run(void* w, u16* r, u32* m, u32* v, const void* g, const void* p, const float* f, float* s, int n, int tail,
+                    int aligned, int a0, int a1, int a2, int a3, int a4, int a5, int a6) {
+    launch((n + 4095) / 4096, 1, 1, 512, 64, [=] {
+        adamw(w, r, m, v, g, p, f, s, n, tail, aligned, as_float(a0), as_float(a1), as_float(a2), as_float(a3), as_float(a4),
+              as_float(a5), as_float(a6));
+    });
+}"""
+MAIN_SUMS = """
+extern "C" void run(const void* g, const void* p, float* s, int n, int aligned, float* norm_of_them) {
+    launch((n + 4095) / 4096, 1, 1, 512, 64, [=] { square_sums(g, p, s, n, aligned); });
+    launch(1, 1, 1, 512, 4096, [=] { block_norm(s, norm_of_them, (n + 4095) / 4096); });
+}"""
+KINDS = [*itertools.product((0, 1), (0, 1), (0, 1, 2))]
+
+
+@pytest.fixture(scope="module")
+def files():
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "intrinsics.h"
+        path.write_text(INTRINSICS)
+        yield (str(path), "adamw.cu")
+
+
+def run_source(files: tuple[str, ...], states: States, numbers: AdamWStep, aligned: int) -> torch.Tensor:
+    """One step by the emulated kernel; returns its sums of squares."""
+    n = len(states.gradient)
+    sums = torch.full((-(-n // BLOCK),), torch.nan)
+    previous = None if states.previous is None else states.previous.dtype
+    macros = adamw.macros(
+        int(states.remainder is None), adamw._GRADIENTS[states.gradient.dtype], adamw._PREVIOUS[previous]
+    )
+    tensors = [states.weight, states.remainder, states.exp_avg, states.exp_avg_sq, states.gradient, states.previous]
+    tail_start = adamw_cpu.torch_order().tail_start(n)
+    emulation._call(files, macros, MAIN, [*tensors, states.factor, sums, n, tail_start, aligned, *numbers.words])
+    return sums
+
+
+@emulation.needs_compiler
+@pytest.mark.parametrize(("weight", "gradient", "previous"), KINDS[::2] + KINDS[1:2])
+def test_the_source_has_torchs_bits(files, weight, gradient, previous):
+    for n, spread, beta1, aligned in ((4096 + 4095, PLAIN, 0.9, 1), (4101, EXTREME, 0.3, 0)):
+        numbers = AdamWStep(1e-2, beta1, 0.95, 1e-8, 0.1, 7)
+        states = random_states(n, spread, weight, gradient, previous, seed=n, factor=0.37)
+        expected = update_with_torch(states, numbers)
+        given = states.copy()
+        sums = run_source(files, states, numbers, aligned)
+        states.assert_same_bits(expected)
+        exact = torch.zeros(-(-n // BLOCK))
+        adamw.square_sums(given.gradient, exact, previous=given.previous)
+        assert torch.equal(sums, exact)
+
+
+@emulation.needs_compiler
+def test_sums_of_squares_and_norm_have_the_cpus_bits(files):
+    n = 3 * BLOCK + 1000
+    gradient, previous = torch.randn(n), torch.randn(n).bfloat16()
+    sums, norm = torch.full((4,), torch.nan), torch.tensor(torch.nan)
+    emulation._call(files, adamw.macros(0, 1, 1), MAIN_SUMS, [gradient, previous, sums, n, 1, norm])
+    expected = torch.empty(4)
+    adamw.square_sums(gradient, expected, previous=previous)
+    assert torch.equal(sums, expected) and torch.equal(norm, adamw.norm_of([expected]))
+
+
+@pytest.mark.skipif(bool(nvrtc.why_not()), reason="nvidia-cuda-nvrtc is not installed")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
+def test_compiles_without_spills(arch, tmp_path):
+    for kind in KINDS if arch == "sm_90a" else KINDS[::5]:
+        for name, usage in resources(nvrtc.compile_cubin(adamw.FILES, adamw.macros(*kind), arch), tmp_path).items():
+            assert usage["STACK"] == usage["LOCAL"] == 0, (name, kind, usage)
+            assert usage["REG"] * adamw.THREADS * 2 <= 65536 or name == "block_norm", (name, kind, usage)

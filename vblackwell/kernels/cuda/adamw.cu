@@ -1,0 +1,275 @@
+// AdamW on a piece of one parameter, to the bits of torch's fused CPU kernel (kernels/adamw_cpu.py), with sums of squares on the way.
+//
+// A block takes 4096 elements, a thread twice four neighbours, 2048 apart: 14 bytes an element come in by loads of 64 (bf16) and
+// 128 bits (fp32), all under way before the first is used. Every operation is named with its rounding, so that the
+// compiler fuses nothing; division and square root are the correctly rounded ones, subnormals stay.
+//
+// Sums of squares: in a thread the two fours onto each other and then pairs, then lanes 16, 8, 4, 2, 1 apart, then warps 8, 4, 2, 1
+// apart. Elements beyond the end count as zeros. The order depends on an element's place in its block and nothing else.
+//
+// Set by the launcher: WEIGHT (0 bf16 with a 16-bit remainder, 1 fp32), GRADIENT (0 bf16, 1 fp32), PREVIOUS (0 none, 1 bf16,
+// 2 fp32), and torch's order: LERP and SQUARE of its vector loop, TAIL_LERP and TAIL_SQUARE of its scalar one.
+#define THREADS 512
+
+// Four elements of 16 bits, two a word, or of 32 at `from`. WHOLE: by one access; otherwise the `left` that exist, and zeros.
+template <int WHOLE>
+DEVICE void load_halves(const u16* from, int left, u32* to) {
+    if (WHOLE) {
+        const uint2 v = *(const uint2*)from;
+        to[0] = v.x, to[1] = v.y;
+    } else {
+        to[0] = to[1] = 0;
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (i < left) to[i >> 1] |= (u32)from[i] << (16 * (i & 1));
+    }
+}
+template <int WHOLE>
+DEVICE void load_words(const u32* from, int left, u32* to) {
+    if (WHOLE) {
+        const uint4 v = *(const uint4*)from;
+        to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) to[i] = i < left ? from[i] : 0;
+    }
+}
+// Half i of four, as the upper half of a word: a bf16 as fp32.
+DEVICE u32 half_on_top(const u32* words, int i) { return i & 1 ? words[i >> 1] & 0xFFFF0000u : words[i >> 1] << 16; }
+
+// What four elements of the gradient were loaded as, and of the sum of those before it.
+struct Loaded { u32 gradient[4], previous[4]; };
+
+template <int WHOLE>
+DEVICE void load_gradient(Loaded& to, const void* gradient, const void* previous, int at, int left) {
+#if GRADIENT == 1
+    load_words<WHOLE>((const u32*)gradient + at, left, to.gradient);
+#else
+    load_halves<WHOLE>((const u16*)gradient + at, left, to.gradient);
+#endif
+#if PREVIOUS == 2
+    load_words<WHOLE>((const u32*)previous + at, left, to.previous);
+#elif PREVIOUS == 1
+    load_halves<WHOLE>((const u16*)previous + at, left, to.previous);
+#endif
+}
+DEVICE float gradient_value(const Loaded& from, int i) {
+#if GRADIENT == 1
+    const float g = as_float(from.gradient[i]);
+#else
+    const float g = as_float(half_on_top(from.gradient, i));
+#endif
+#if PREVIOUS == 2
+    return __fadd_rn(as_float(from.previous[i]), g);
+#elif PREVIOUS == 1
+    return __fadd_rn(as_float(half_on_top(from.previous, i)), g);
+#else
+    return g;
+#endif
+}
+
+// The sum of squares of a block of which this thread has g.
+DEVICE void write_square_sum(const float (*g)[4], float* partial, float* to) {
+    float s[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) s[i] = __fadd_rn(__fmul_rn(g[0][i], g[0][i]), __fmul_rn(g[1][i], g[1][i]));
+    float sum = __fadd_rn(__fadd_rn(s[0], s[1]), __fadd_rn(s[2], s[3]));
+#pragma unroll
+    for (int apart = 16; apart > 0; apart >>= 1) sum = __fadd_rn(sum, __shfl_xor_sync(0xFFFFFFFFu, sum, apart));
+    if ((threadIdx.x & 31) == 0) partial[threadIdx.x >> 5] = sum;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+#pragma unroll
+        for (int apart = THREADS / 64; apart > 0; apart >>= 1)
+            for (int w = 0; w < apart; w++) partial[w] = __fadd_rn(partial[w], partial[w + apart]);
+        *to = partial[0];
+    }
+}
+
+template <int WHOLE>
+DEVICE void sum_block(const void* gradient, const void* previous, float* out, float* partial, int n) {
+    Loaded loaded[2];
+    float g[2][4];
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+        const int at = blockIdx.x * 4096 + k * 2048 + threadIdx.x * 4;
+        load_gradient<WHOLE>(loaded[k], gradient, previous, at, n - at);
+    }
+#pragma unroll
+    for (int k = 0; k < 2; k++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) g[k][i] = gradient_value(loaded[k], i);
+    write_square_sum(g, partial, out);
+}
+
+// m + w (g - m), or from the other end for a w of a half and more.
+template <int FUSED>
+DEVICE float moved(float m, float g, float weight) {
+    const float distance = __fadd_rn(g, -m);
+    const int near = fabsf(weight) < 0.5f;
+    const float base = near ? m : g, by = near ? weight : __fadd_rn(weight, -1.0f);
+    return FUSED ? __fmaf_rn(by, distance, base) : __fadd_rn(base, __fmul_rn(by, distance));
+}
+template <int FUSED>
+DEVICE float mean_square(float v, float g, float keep, float weight) {
+    const float scaled = __fmul_rn(weight, g);
+    if (FUSED == 1) return __fmaf_rn(v, keep, __fmul_rn(scaled, g));
+    if (FUSED == 2) return __fmaf_rn(scaled, g, __fmul_rn(v, keep));
+    return __fadd_rn(__fmul_rn(v, keep), __fmul_rn(scaled, g));
+}
+
+struct Numbers { float decay, weight1, beta2, weight2, root, eps, minus_step_size; };
+
+// One element: `g` is the gradient after clipping; the fp32 bits of the others change in place.
+template <int MOVE, int MEAN>
+DEVICE void update(u32& master, u32& m, u32& v, float g, const Numbers& by) {
+    const float new_m = moved<MOVE>(as_float(m), g, by.weight1);
+    const float new_v = mean_square<MEAN>(as_float(v), g, by.beta2, by.weight2);
+    const float divisor = __fadd_rn(__fdiv_rn(__fsqrt_rn(new_v), by.root), by.eps);
+    const float change = __fdiv_rn(__fmul_rn(by.minus_step_size, new_m), divisor);
+    master = as_bits(__fadd_rn(__fmul_rn(as_float(master), by.decay), change));
+    m = as_bits(new_m);
+    v = as_bits(new_v);
+}
+// A split master is its weight's bits on top plus the remainder as signed; its weight is it rounded to nearest, ties away from zero,
+// and its remainder the low half.
+DEVICE u32 rounded_half(u32 master) { return (master + 0x8000u) >> 16; }
+
+// A thread's share of a block that lies inside the piece.
+DEVICE void update_whole(void* weight, u16* remainder, u32* exp_avg, u32* exp_avg_sq, const void* gradient, const void* previous,
+                         const float* factor, float* square_sum, float* partial, const Numbers& by) {
+    const int first = blockIdx.x * 4096 + threadIdx.x * 4;
+    Loaded loaded[2];
+    uint4 m[2], v[2];
+#if WEIGHT == 1
+    uint4 w[2];
+#else
+    uint2 w[2], low[2];
+#endif
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+        const int at = first + k * 2048;
+        load_gradient<1>(loaded[k], gradient, previous, at, 4);
+#if WEIGHT == 1
+        w[k] = *(const uint4*)((const u32*)weight + at);
+#else
+        w[k] = *(const uint2*)((const u16*)weight + at);
+        low[k] = *(const uint2*)(remainder + at);
+#endif
+        m[k] = *(const uint4*)(exp_avg + at);
+        v[k] = *(const uint4*)(exp_avg_sq + at);
+    }
+    const float scale = factor ? *factor : 1.0f;
+    float g[2][4];
+#pragma unroll
+    for (int k = 0; k < 2; k++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) g[k][i] = gradient_value(loaded[k], i);
+    if (square_sum) write_square_sum(g, partial, square_sum);
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+        const int at = first + k * 2048;
+#if WEIGHT == 1
+        u32 master[4] = {w[k].x, w[k].y, w[k].z, w[k].w};
+#else
+        u32 master[4] = {(w[k].x << 16) + (u32)((int)(low[k].x << 16) >> 16), (w[k].x & 0xFFFF0000u) + (u32)((int)low[k].x >> 16),
+                         (w[k].y << 16) + (u32)((int)(low[k].y << 16) >> 16), (w[k].y & 0xFFFF0000u) + (u32)((int)low[k].y >> 16)};
+#endif
+        update<LERP, SQUARE>(master[0], m[k].x, v[k].x, __fmul_rn(g[k][0], scale), by);
+        update<LERP, SQUARE>(master[1], m[k].y, v[k].y, __fmul_rn(g[k][1], scale), by);
+        update<LERP, SQUARE>(master[2], m[k].z, v[k].z, __fmul_rn(g[k][2], scale), by);
+        update<LERP, SQUARE>(master[3], m[k].w, v[k].w, __fmul_rn(g[k][3], scale), by);
+#if WEIGHT == 1
+        *(uint4*)((u32*)weight + at) = make_uint4(master[0], master[1], master[2], master[3]);
+#else
+        *(uint2*)((u16*)weight + at) = make_uint2(rounded_half(master[0]) | (rounded_half(master[1]) << 16),
+                                                  rounded_half(master[2]) | (rounded_half(master[3]) << 16));
+        *(uint2*)(remainder + at) = make_uint2((master[0] & 0xFFFFu) | (master[1] << 16), (master[2] & 0xFFFFu) | (master[3] << 16));
+#endif
+        *(uint4*)(exp_avg + at) = m[k];
+        *(uint4*)(exp_avg_sq + at) = v[k];
+    }
+}
+
+// The same one by one, for the last block and pointers that are not aligned.
+DEVICE void update_ragged(void* weight, u16* remainder, u32* exp_avg, u32* exp_avg_sq, const void* gradient, const void* previous,
+                          const float* factor, float* square_sum, float* partial, int n, int tail_start, const Numbers& by) {
+    if (square_sum) sum_block<0>(gradient, previous, square_sum, partial, n);
+    const float scale = factor ? *factor : 1.0f;
+    const int end = min(n, (int)blockIdx.x * 4096 + 4096);
+#pragma unroll 1
+    for (int at = blockIdx.x * 4096 + threadIdx.x; at < end; at += THREADS) {
+        Loaded loaded;
+        load_gradient<0>(loaded, gradient, previous, at, 1);
+        const float g = __fmul_rn(gradient_value(loaded, 0), scale);
+#if WEIGHT == 1
+        u32 master = ((const u32*)weight)[at];
+#else
+        u32 master = ((u32)((const u16*)weight)[at] << 16) + (u32)(int)(short)remainder[at];
+#endif
+        u32 m = exp_avg[at], v = exp_avg_sq[at];
+        if (at < tail_start)
+            update<LERP, SQUARE>(master, m, v, g, by);
+        else
+            update<TAIL_LERP, TAIL_SQUARE>(master, m, v, g, by);
+#if WEIGHT == 1
+        ((u32*)weight)[at] = master;
+#else
+        ((u16*)weight)[at] = (u16)rounded_half(master);
+        remainder[at] = (u16)master;
+#endif
+        exp_avg[at] = m;
+        exp_avg_sq[at] = v;
+    }
+}
+
+// `tail_start`: first element of torch's scalar loop, in the last block, which is not whole; `aligned`: whether all pointers allow
+// accesses of four elements. A whole block takes them unguarded, so that nothing stands between its loads.
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+adamw(void* weight, u16* remainder, u32* exp_avg, u32* exp_avg_sq, const void* gradient, const void* previous, const float* factor,
+      float* square_sums, int n, int tail_start, int aligned, float decay, float weight1, float beta2, float weight2, float root,
+      float eps, float minus_step_size) {
+    SHARED_MEMORY(memory);
+    let_next_start();
+    wait_for_previous();
+    float* square_sum = square_sums ? square_sums + blockIdx.x : square_sums;
+    const Numbers by = {decay, weight1, beta2, weight2, root, eps, minus_step_size};
+    if (aligned && n - (int)blockIdx.x * 4096 >= 4096)
+        update_whole(weight, remainder, exp_avg, exp_avg_sq, gradient, previous, factor, square_sum, (float*)memory, by);
+    else
+        update_ragged(weight, remainder, exp_avg, exp_avg_sq, gradient, previous, factor, square_sum, (float*)memory, n, tail_start, by);
+}
+
+// The same sums of squares, and nothing else.
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+square_sums(const void* gradient, const void* previous, float* out, int n, int aligned) {
+    SHARED_MEMORY(memory);
+    let_next_start();
+    wait_for_previous();
+    if (aligned && n - (int)blockIdx.x * 4096 >= 4096)
+        sum_block<1>(gradient, previous, out + blockIdx.x, (float*)memory, n);
+    else
+        sum_block<0>(gradient, previous, out + blockIdx.x, (float*)memory, n);
+}
+
+// sqrt of the sum of `count` block sums, in double, by one block: a thread adds columns t and t + 512 of rows of 1024, row by row;
+// then the columns 512, 256, ... 1 apart.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+block_norm(const float* sums, float* out, int count) {
+    SHARED_MEMORY(memory);
+    let_next_start();
+    wait_for_previous();
+    double* totals = (double*)memory;
+    const int t = threadIdx.x;
+    double first = 0.0, second = 0.0;
+    for (int row = 0; row < count; row += 2 * THREADS) {
+        if (row + t < count) first = __dadd_rn(first, (double)sums[row + t]);
+        if (row + t + THREADS < count) second = __dadd_rn(second, (double)sums[row + t + THREADS]);
+    }
+    totals[t] = __dadd_rn(first, second);
+    for (int apart = THREADS / 2; apart > 0; apart >>= 1) {
+        __syncthreads();
+        if (t < apart) totals[t] = __dadd_rn(totals[t], totals[t + apart]);
+    }
+    if (t == 0) *out = __double2float_rn(__dsqrt_rn(totals[0]));
+}
