@@ -1,0 +1,74 @@
+"""On a GPU: the AdamW kernel against torch on the CPU, bit for bit, in every combination of types."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+
+from tests.kernels.test_adamw import EXTREME, PLAIN, random_states
+from vblackwell.kernels.adamw import BLOCK, AdamWStep, norm_of, square_sums
+
+pytestmark = pytest.mark.gpu
+KINDS = [*itertools.product((0, 1), (0, 1), (0, 1, 2))]
+
+
+def check(
+    n: int, spread: str, kind: tuple[int, int, int], numbers: AdamWStep, factor: float | None, first: int = 0
+) -> None:
+    """One step of elements ``first`` to n on both; a ``first`` that is not a multiple of 4 leaves pointers unaligned."""
+    states = random_states(n + first, spread, *kind, seed=n, factor=factor)
+    on_gpu = states.map(lambda value: value.cuda()).piece(first, n + first)
+    states = states.copy().piece(first, n + first)
+    sums = torch.full((-(-n // BLOCK),), torch.nan)
+    sums_gpu, alone = sums.cuda(), sums.cuda()
+    on_gpu.update(numbers, sums_gpu)
+    states.update(numbers, sums)
+    on_gpu.assert_same_bits(states)
+    square_sums(on_gpu.gradient, alone, previous=on_gpu.previous)
+    assert torch.equal(sums_gpu, alone) and torch.equal(sums_gpu.cpu(), sums)
+    assert torch.equal(norm_of([sums_gpu]).cpu(), norm_of([sums]))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_bits_of_torch_on_the_cpu(kind):
+    for n, spread, factor in itertools.product((1, 15, 4096, 4097), (PLAIN, EXTREME), (None, 0.37)):
+        check(n, spread, kind, AdamWStep(1e-2, 0.9, 0.95, 1e-8, 0.1, 7), factor)
+    for beta1, spread in ((0.9, PLAIN), (0.3, EXTREME)):
+        check((1 << 20) + 5, spread, kind, AdamWStep(3e-4, beta1, 0.999, 1e-8, 0.0, 1000), 0.5)
+
+
+def test_every_length_of_the_scalar_loop():
+    for rest in range(1, 33):
+        check(16 * BLOCK + rest, PLAIN, (0, 0, 0), AdamWStep(1e-2, 0.9, 0.95, 1e-8, 0.1, 7), None)
+        check(rest, EXTREME, (1, 1, 2), AdamWStep(1e-2, 0.5, 0.95, 1e-8, 0.1, 7), None)
+
+
+def test_unaligned_pointers():
+    for kind in KINDS:
+        check(2 * BLOCK + 5, PLAIN, kind, AdamWStep(1e-2, 0.9, 0.95, 1e-8, 0.1, 7), 0.3, first=3)
+
+
+def test_fifty_steps_without_synchronisation_equal_the_cpu():
+    n = 100 * BLOCK + 33
+    states = random_states(n, PLAIN, 0, 0, 0, seed=3, factor=0.9)
+    on_gpu = states.map(lambda value: value.cuda())
+    generator = torch.Generator().manual_seed(1)
+    gradients = torch.randn(50, n, generator=generator).bfloat16()
+    gradients_gpu = gradients.cuda()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with warnings.catch_warnings(action="ignore"):  # it says that it does not see everything
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(stream):
+            for step in range(50):
+                on_gpu.gradient = gradients_gpu[step]
+                on_gpu.update(AdamWStep(1e-2, 0.9, 0.999, 1e-8, 0.1, step + 1))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    stream.synchronize()
+    for step in range(50):
+        states.gradient = gradients[step]
+        states.update(AdamWStep(1e-2, 0.9, 0.999, 1e-8, 0.1, step + 1))
+    on_gpu.assert_same_bits(states)
