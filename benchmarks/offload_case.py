@@ -1,0 +1,199 @@
+"""What one system is asked to do, and what it answers: values that travel to its process and back as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+
+MARK = "@ "  # begins the lines in which a system's process answers
+SYSTEMS = ("plain", "enabled", "resident", "streamed", "fsdp2", "deepspeed")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama-style decoder, embeddings not tied to the head, as many key and value heads as query heads."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    vocab_size: int = 32000
+
+    @property
+    def block_parameters(self) -> int:
+        """Parameters of one block: four square projections, three of the feed-forward, two norms."""
+        return 4 * self.hidden_size**2 + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters."""
+        return self.num_layers * self.block_parameters + 2 * self.vocab_size * self.hidden_size + self.hidden_size
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Parameters that a token is multiplied by: all but the embedding, which is looked up."""
+        return self.num_parameters - self.vocab_size * self.hidden_size
+
+
+SHAPES = {
+    "tiny": Shape(64, 160, 4, 4, 256),
+    "1.36B": Shape(2048, 5632, 24, 16),
+    "2.70B": Shape(2560, 6912, 32, 20),
+    "6.7B": Shape(4096, 11008, 32, 32),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Choices of our own systems that others do not have; None leaves the package's default.
+
+    Attributes:
+        update: where AdamW runs: 'auto', 'level0' (streamed states) or 'home' (the CPU). Streamed only.
+        undo: False: an update behind the backward is final, there is no log to undo it.
+        update_in_backward: start a group's update behind its backward.
+        loss_chunk_tokens: tokens whose logits exist at a time.
+    """
+
+    update: str | None = None
+    undo: bool | None = None
+    update_in_backward: bool = True
+    loss_chunk_tokens: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Recipe:
+        """``'update=level0,undo=false'``.
+
+        Raises:
+            ValueError: an unknown name, or a value of the wrong type.
+        """
+        known = {each.name: str(each.type) for each in fields(cls)}
+        found: dict[str, str | bool | int] = {}
+        for part in filter(None, text.split(",")):
+            name, _, value = part.partition("=")
+            if name not in known or not value:
+                raise ValueError(f"recipe {part!r}: write name=value with a name of {', '.join(known)}")
+            if "bool" in known[name]:
+                if value not in ("true", "false"):
+                    raise ValueError(f"recipe {part!r}: give true or false")
+                found[name] = value == "true"
+            else:
+                found[name] = int(value) if "int" in known[name] else value
+        return cls(**found)  # pyright: ignore[reportArgumentType]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One system, one shape, one training run.
+
+    Attributes:
+        system: one of `SYSTEMS`.
+        shape: a key of `SHAPES`.
+        seq, batch: tokens in a sequence, sequences in a step.
+        warmup, steps: unmeasured and measured steps.
+        max_grad_norm: clip to this 2-norm; None neither clips nor measures.
+        learning_rate, rise_steps: the rate climbs linearly to ``learning_rate`` within ``rise_steps`` steps and stays.
+        betas, eps, weight_decay: AdamW's, on all parameters.
+        seed: of weights and tokens.
+        device: 'cuda' or 'cpu'.
+        cap_bytes: enforced on the process (CUDA), and level 0's capacity; None: the whole device.
+        host_bytes, disk_bytes, disk_path: capacities of our lower levels; None: nine tenths of the free RAM, no disk.
+        deterministic: deterministic kernels, so that losses may be compared bit by bit.
+        sweep_tokens: instead of one run of ``batch``, a few steps at each of these tokens a step.
+        trace: a file for a profiler trace of two more steps.
+    """
+
+    system: str
+    shape: str = "2.70B"
+    seq: int = 2048
+    batch: int = 8
+    warmup: int = 3
+    steps: int = 7
+    max_grad_norm: float | None = None
+    learning_rate: float = 3e-4
+    rise_steps: int = 5
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    seed: int = 0
+    device: str = "cuda"
+    cap_bytes: int | None = None
+    host_bytes: int | None = None
+    disk_bytes: int = 0
+    disk_path: str | None = None
+    deterministic: bool = False
+    recipe: Recipe = field(default_factory=Recipe)
+    sweep_tokens: tuple[int, ...] = ()
+    trace: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.system not in SYSTEMS:
+            raise ValueError(f"system {self.system!r} is none of {', '.join(SYSTEMS)}")
+        if self.shape not in SHAPES:
+            raise ValueError(f"shape {self.shape!r} is none of {', '.join(SHAPES)}")
+        if min(self.seq, self.batch, self.steps) < 1 or self.warmup < 1:
+            raise ValueError(
+                f"seq {self.seq}, batch {self.batch}, steps {self.steps} and warmup {self.warmup} must be at least 1"
+            )
+
+    @property
+    def decoder(self) -> Shape:
+        return SHAPES[self.shape]
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.seq * self.batch
+
+    def rate_at(self, step: int) -> float:
+        """Learning rate of step 0, 1, ..."""
+        return self.learning_rate * min(1.0, (step + 1) / self.rise_steps)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Case:
+        values = json.loads(text)
+        values["recipe"] = Recipe(**values["recipe"])
+        values["betas"] = tuple(values["betas"])
+        values["sweep_tokens"] = tuple(values["sweep_tokens"])
+        return cls(**values)
+
+
+@dataclass
+class Result:
+    """What was measured. Bytes; seconds; None where the system or the device has no such number.
+
+    Attributes:
+        tokens: a step.
+        tokens_per_second: by the median measured step. drained_tokens_per_second: all measured steps between two standstills.
+        peak_reserved, peak_allocated: torch's, from the first step on. gpu_used: the device's, contexts included.
+        level0_peak: of our stack's books.
+        host_rss: the process's highest. host_used: growth of the machine's used RAM. pinned: torch's pinned blocks and ours.
+        first_step_seconds: from the process's start to the end of step 1.
+        losses: of the first ten steps.
+        link_bytes: a measured step, by direction. link_busy: share of the measured time during which a copy ran, likewise.
+    """
+
+    system: str
+    status: str = "ok"
+    error: str = ""
+    tokens: int = 0
+    tokens_per_second: float | None = None
+    drained_tokens_per_second: float | None = None
+    step_seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    clipped_share: float | None = None
+    peak_reserved: int | None = None
+    peak_allocated: int | None = None
+    gpu_used: int | None = None
+    level0_peak: int | None = None
+    host_rss: int | None = None
+    host_used: int | None = None
+    pinned: int | None = None
+    build_seconds: float | None = None
+    first_step_seconds: float | None = None
+    link_bytes: dict[str, float] = field(default_factory=dict)
+    link_busy: dict[str, float] = field(default_factory=dict)
+    stall_share: float | None = None
+    notes: list[str] = field(default_factory=list)
