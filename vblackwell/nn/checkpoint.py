@@ -7,8 +7,8 @@ thrown away. The module's own buffers are swapped out, not written back: writing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, modules: tuple[nn.Modul
         *args,
         use_reentrant=False,
         preserve_rng_state=True,
-        context_fn=lambda: (nullcontext(), _buffers_replaced(before)),
+        context_fn=lambda: (nullcontext(), _BuffersReplaced(before)),
     )
 
 
@@ -50,15 +50,20 @@ def _snapshot(modules: tuple[nn.Module, ...]) -> dict[Slot, tuple[Tensor, Tensor
     return found
 
 
-@contextmanager
-def _buffers_replaced(before: dict[Slot, tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Puts fresh copies of the snapshot in the buffers' places, and the buffers back at the end."""
-    fresh: dict[int, Tensor] = {}
-    current = {(module, name): module._buffers[name] for module, name in before}
-    for (module, name), (_, copy) in before.items():
-        module._buffers[name] = fresh.setdefault(id(copy), copy.clone())
-    try:
-        yield
-    finally:
-        for (module, name), buffer in current.items():
+class _BuffersReplaced:
+    """Inside, fresh copies of the snapshot are in the buffers' places. Entered anew by every backward of a retained graph."""
+
+    def __init__(self, before: dict[Slot, tuple[Tensor, Tensor]]) -> None:
+        self._before = before
+        self._current: dict[Slot, Tensor | None] = {}
+
+    def __enter__(self) -> None:
+        fresh: dict[int, Tensor] = {}
+        self._current = {(module, name): module._buffers[name] for module, name in self._before}
+        for (module, name), (_, copy) in self._before.items():
+            module._buffers[name] = fresh.setdefault(id(copy), copy.clone())
+
+    def __exit__(self, *error: object) -> None:
+        for (module, name), buffer in self._current.items():
             module._buffers[name] = buffer
+        self._current.clear()
