@@ -3,18 +3,27 @@
 ``torch.utils.checkpoint`` (non-reentrant) restores the random generators but not buffers, so a BatchNorm under it counts
 every batch twice. Here the second pass runs on copies of the buffers as they were before the first, and what it writes is
 thrown away. The module's own buffers are swapped out, not written back: writing them would invalidate what autograd saved.
+
+What a checkpoint keeps is its inputs, and it keeps them as autograd does, so ``saved_tensors_hooks`` around the call see
+them and nothing else: inside, checkpointing pushes hooks of its own. `inputs_saved_under` puts such hooks around every
+checkpoint of a forward, also around those of Hugging Face's modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 Slot = tuple[nn.Module, str]
+InputHooks = Callable[[], AbstractContextManager[Any]]
+
+HUGGING_FACE_FUNCTION = "_gradient_checkpointing_func"  # where transformers' modules hold what checkpoints them
+_input_hooks: ContextVar[InputHooks] = ContextVar("input_hooks", default=nullcontext)
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, modules: tuple[nn.Module, ...] | None = None) -> Any:
@@ -28,13 +37,45 @@ def checkpoint(function: Callable[..., Any], *args: Any, modules: tuple[nn.Modul
     if modules is None:
         modules = (function,) if isinstance(function, nn.Module) else ()
     before = _snapshot(modules)
-    return torch_checkpoint.checkpoint(
-        function,
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=True,
-        context_fn=lambda: (nullcontext(), _BuffersReplaced(before)),
-    )
+    with _input_hooks.get()():
+        return torch_checkpoint.checkpoint(
+            function,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=True,
+            context_fn=lambda: (nullcontext(), _BuffersReplaced(before)),
+        )
+
+
+@contextmanager
+def inputs_saved_under(hooks: InputHooks, model: nn.Module | None = None) -> Iterator[None]:
+    """Inside, every `checkpoint` of this thread saves its inputs under ``hooks()``.
+
+    Args:
+        hooks: makes a context, such as ``torch.autograd.graph.saved_tensors_hooks(...)``, anew for each checkpoint.
+        model: its modules that checkpoint themselves as transformers' do take part. Modules that call
+            ``torch.utils.checkpoint`` by themselves do not.
+    """
+    routed = [] if model is None else [m for m in model.modules() if HUGGING_FACE_FUNCTION in m.__dict__]
+    functions = [module.__dict__[HUGGING_FACE_FUNCTION] for module in routed]
+    outer = _input_hooks.get()
+    _input_hooks.set(hooks)
+    try:
+        for module, function in zip(routed, functions, strict=True):
+            module.__dict__[HUGGING_FACE_FUNCTION] = _under(hooks, function)
+        yield
+    finally:
+        for module, function in zip(routed, functions, strict=True):
+            module.__dict__[HUGGING_FACE_FUNCTION] = function
+        _input_hooks.set(outer)
+
+
+def _under(hooks: InputHooks, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with hooks():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def _snapshot(modules: tuple[nn.Module, ...]) -> dict[Slot, tuple[Tensor, Tensor]]:
