@@ -1,0 +1,109 @@
+"""Boundary activations in host memory, on a GPU: the bits, the memory, and buffers that are ordered by streams.
+
+Run by `make test-gpu`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from tests.offload.test_activations import moved, same
+from vblackwell.memory.stack import VGPUStack
+from vblackwell.memory.transfer import set_transfer_delay
+from vblackwell.nn.checkpoint import checkpoint
+from vblackwell.offload.activations import NEWEST, ActivationStore
+
+pytestmark = pytest.mark.gpu
+
+
+def gpu_stack() -> VGPUStack:
+    return VGPUStack({"levels": [{"capacity_mb": 1000, "device": "cuda:0"}, {"capacity_mb": 1000, "device": "cpu"}]})
+
+
+class WideChain(nn.Module):
+    """Boundaries of 8 MiB in bf16."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(1024, 2048), nn.GELU(), nn.Dropout(0.1), nn.Linear(2048, 1024))
+            for _ in range(depth)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1
+        for layer in self.layers:
+            x = x + checkpoint(layer, x)
+        return x.float().square().mean()
+
+
+def train(model: nn.Module, store: ActivationStore | None, steps: int) -> tuple[list[torch.Tensor], int]:
+    """Losses, gradients and weights of some steps, and the peak of allocated memory over that at the start of a step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    torch.manual_seed(1)
+    seen: list[torch.Tensor] = []
+    peak = 0
+    for step in range(steps):
+        x = torch.randn(
+            4096, 1024, generator=torch.Generator("cuda").manual_seed(step), device="cuda", dtype=torch.bfloat16
+        )
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        with contextlib.nullcontext() if store is None else store.forward_of(model):
+            loss = model(x)
+        loss.backward()
+        peak = max(peak, torch.cuda.max_memory_allocated() - start)
+        seen += [loss.detach(), *(param.grad.clone() for param in model.parameters())][: 1 if step % 5 else None]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, *model.parameters()], peak
+
+
+@pytest.mark.parametrize("keep_mb", [0, 40])
+def test_bits_and_memory(keep_mb: int):
+    depth, boundary = 24, 8 << 20
+    plain = WideChain(depth).cuda().bfloat16()
+    model = copy.deepcopy(plain)
+    expected, plain_peak = train(plain, None, 6)
+    chance = random.Random(0)
+    with gpu_stack() as stack, contextlib.closing(ActivationStore(stack, keep_bytes=keep_mb << 20)) as store:
+        seen, peak = train(model, store, 6)
+        assert same(seen, expected)
+        # What is left of 24 boundaries: the window, two on their way back, and one that is in use.
+        kept = max(NEWEST, keep_mb // 8)
+        assert plain_peak - peak >= (depth - kept - 4) * boundary
+        assert moved(stack)[1] == 6 * (depth - kept) * boundary
+
+        set_transfer_delay(lambda kind: torch.cuda._sleep(chance.randrange(4_000_000)))
+        try:
+            again = copy.deepcopy(plain)
+            first, _ = train(plain, None, 30)
+            second, _ = train(again, store, 30)
+        finally:
+            set_transfer_delay(None)
+        assert same(first, second)
+        assert stack.get_stats()["stall_seconds"] > 0
+    torch.cuda.synchronize()
+
+
+def test_host_far_ahead_reuses_buffers():
+    """Nothing waits for the GPU between steps: buffers must be ordered by streams, not by what the host has seen."""
+    model = WideChain(12).cuda().bfloat16()
+    x = torch.randn(4096, 1024, device="cuda", dtype=torch.bfloat16)
+    with gpu_stack() as stack, contextlib.closing(ActivationStore(stack)) as store:
+        used = []
+        for _ in range(6):
+            torch.cuda._sleep(200_000_000)
+            with store.forward_of(model):
+                loss = model(x)
+            loss.backward()
+            used.append(stack.levels[1].used_bytes)
+        assert used == used[:1] * 6
+        torch.cuda.synchronize()
