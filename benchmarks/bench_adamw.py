@@ -50,7 +50,7 @@ def piece(n: int, narrow: bool, device: str = "cuda") -> list[torch.Tensor | Non
 
 def replay(tensors: list[torch.Tensor | None], n: int, with_sums: bool) -> Callable[[], object]:
     """A graph that updates ``tensors`` in pieces of n elements."""
-    cut = [[None] * len(tensors[0]) if tensor is None else tensor.split(n) for tensor in tensors]  # pyright: ignore
+    cut = [itertools.repeat(None) if tensor is None else tensor.split(n) for tensor in tensors]
     sums = torch.empty(n // BLOCK, device="cuda") if with_sums else None
     graph = torch.cuda.CUDAGraph()
     adamw_piece(*next(zip(*cut, strict=False)), NUMBERS, square_sums=sums)  # compiled before the capture

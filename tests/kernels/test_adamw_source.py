@@ -46,7 +46,7 @@ def files():
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "intrinsics.h"
         path.write_text(INTRINSICS)
-        yield (str(path), "adamw.cu")
+        yield (str(path), "gradient.cuh", "adamw.cu")
 
 
 def run_source(files: tuple[str, ...], states: States, numbers: AdamWStep, aligned: int) -> torch.Tensor:

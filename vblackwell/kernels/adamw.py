@@ -22,7 +22,7 @@ from vblackwell.kernels.nvrtc import Kernel
 
 __all__ = ["BLOCK", "AdamWStep", "adamw_piece", "norm_of", "square_sums"]
 
-FILES = ("ptx.cuh", "adamw.cu")
+FILES = ("ptx.cuh", "gradient.cuh", "adamw.cu")
 THREADS = 512
 MOST = 2**31 - BLOCK  # elements of a piece: the kernels index in 32 bits
 _GRADIENTS = {torch.bfloat16: 0, torch.float32: 1}
@@ -48,7 +48,7 @@ def _kernel(
 
 
 def _check(tensor: Tensor, name: str, shape: torch.Size, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
-    if tensor.shape != shape or tensor.dtype not in dtypes or tensor.device != device or not tensor.is_contiguous():
+    if tensor.dtype not in dtypes or tensor.shape != shape or tensor.device != device or not tensor.is_contiguous():
         raise ValueError(
             f"{name} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}; "
             f"it must be {' or '.join(map(str, dtypes))}, {tuple(shape)}, contiguous, on {device}"

@@ -4,104 +4,8 @@
 // 128 bits (fp32), all under way before the first is used. Every operation is named with its rounding, so that the
 // compiler fuses nothing; division and square root are the correctly rounded ones, subnormals stay.
 //
-// Sums of squares: in a thread the two fours onto each other and then pairs, then lanes 16, 8, 4, 2, 1 apart, then warps 8, 4, 2, 1
-// apart. Elements beyond the end count as zeros. The order depends on an element's place in its block and nothing else.
-//
-// Set by the launcher: WEIGHT (0 bf16 with a 16-bit remainder, 1 fp32), GRADIENT (0 bf16, 1 fp32), PREVIOUS (0 none, 1 bf16,
-// 2 fp32), and torch's order: LERP and SQUARE of its vector loop, TAIL_LERP and TAIL_SQUARE of its scalar one.
-#define THREADS 512
-
-// Four elements of 16 bits, two a word, or of 32 at `from`. WHOLE: by one access; otherwise the `left` that exist, and zeros.
-template <int WHOLE>
-DEVICE void load_halves(const u16* from, int left, u32* to) {
-    if (WHOLE) {
-        const uint2 v = *(const uint2*)from;
-        to[0] = v.x, to[1] = v.y;
-    } else {
-        to[0] = to[1] = 0;
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (i < left) to[i >> 1] |= (u32)from[i] << (16 * (i & 1));
-    }
-}
-template <int WHOLE>
-DEVICE void load_words(const u32* from, int left, u32* to) {
-    if (WHOLE) {
-        const uint4 v = *(const uint4*)from;
-        to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; i++) to[i] = i < left ? from[i] : 0;
-    }
-}
-// Half i of four, as the upper half of a word: a bf16 as fp32.
-DEVICE u32 half_on_top(const u32* words, int i) { return i & 1 ? words[i >> 1] & 0xFFFF0000u : words[i >> 1] << 16; }
-
-// What four elements of the gradient were loaded as, and of the sum of those before it.
-struct Loaded { u32 gradient[4], previous[4]; };
-
-template <int WHOLE>
-DEVICE void load_gradient(Loaded& to, const void* gradient, const void* previous, int at, int left) {
-#if GRADIENT == 1
-    load_words<WHOLE>((const u32*)gradient + at, left, to.gradient);
-#else
-    load_halves<WHOLE>((const u16*)gradient + at, left, to.gradient);
-#endif
-#if PREVIOUS == 2
-    load_words<WHOLE>((const u32*)previous + at, left, to.previous);
-#elif PREVIOUS == 1
-    load_halves<WHOLE>((const u16*)previous + at, left, to.previous);
-#endif
-}
-DEVICE float gradient_value(const Loaded& from, int i) {
-#if GRADIENT == 1
-    const float g = as_float(from.gradient[i]);
-#else
-    const float g = as_float(half_on_top(from.gradient, i));
-#endif
-#if PREVIOUS == 2
-    return __fadd_rn(as_float(from.previous[i]), g);
-#elif PREVIOUS == 1
-    return __fadd_rn(as_float(half_on_top(from.previous, i)), g);
-#else
-    return g;
-#endif
-}
-
-// The sum of squares of a block of which this thread has g.
-DEVICE void write_square_sum(const float (*g)[4], float* partial, float* to) {
-    float s[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) s[i] = __fadd_rn(__fmul_rn(g[0][i], g[0][i]), __fmul_rn(g[1][i], g[1][i]));
-    float sum = __fadd_rn(__fadd_rn(s[0], s[1]), __fadd_rn(s[2], s[3]));
-#pragma unroll
-    for (int apart = 16; apart > 0; apart >>= 1) sum = __fadd_rn(sum, __shfl_xor_sync(0xFFFFFFFFu, sum, apart));
-    if ((threadIdx.x & 31) == 0) partial[threadIdx.x >> 5] = sum;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-#pragma unroll
-        for (int apart = THREADS / 64; apart > 0; apart >>= 1)
-            for (int w = 0; w < apart; w++) partial[w] = __fadd_rn(partial[w], partial[w + apart]);
-        *to = partial[0];
-    }
-}
-
-template <int WHOLE>
-DEVICE void sum_block(const void* gradient, const void* previous, float* out, float* partial, int n) {
-    Loaded loaded[2];
-    float g[2][4];
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-        const int at = blockIdx.x * 4096 + k * 2048 + threadIdx.x * 4;
-        load_gradient<WHOLE>(loaded[k], gradient, previous, at, n - at);
-    }
-#pragma unroll
-    for (int k = 0; k < 2; k++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) g[k][i] = gradient_value(loaded[k], i);
-    write_square_sum(g, partial, out);
-}
-
+// Set by the launcher: WEIGHT (0 bf16 with a 16-bit remainder, 1 fp32), and torch's order: LERP and SQUARE of its vector loop,
+// TAIL_LERP and TAIL_SQUARE of its scalar one; GRADIENT and PREVIOUS for gradient.cuh.
 // m + w (g - m), or from the other end for a w of a half and more.
 template <int FUSED>
 DEVICE float moved(float m, float g, float weight) {
@@ -131,10 +35,6 @@ DEVICE void update(u32& master, u32& m, u32& v, float g, const Numbers& by) {
     m = as_bits(new_m);
     v = as_bits(new_v);
 }
-// A split master is its weight's bits on top plus the remainder as signed; its weight is it rounded to nearest, ties away from zero,
-// and its remainder the low half.
-DEVICE u32 rounded_half(u32 master) { return (master + 0x8000u) >> 16; }
-
 // A thread's share of a block that lies inside the piece.
 DEVICE void update_whole(void* weight, u16* remainder, u32* exp_avg, u32* exp_avg_sq, const void* gradient, const void* previous,
                          const float* factor, float* square_sum, float* partial, const Numbers& by) {
