@@ -52,6 +52,10 @@ class StaleTensor(VBError, RuntimeError):
     """Something was about to read or write bytes that have since changed owner or value."""
 
 
+class StepAbandoned(VBError, RuntimeError):
+    """An update was made final before its step, and the step did not come: the weights are between two steps."""
+
+
 class Unsupported(VBError, NotImplementedError):
     """A combination that this version refuses; the message says why and what works instead."""
 

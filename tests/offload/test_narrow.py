@@ -13,9 +13,9 @@ from torch import nn
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build
 from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
+from vblackwell.offload.masters import round_from_fp32
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.state import export_state
-from vblackwell.offload.update import round_from_fp32
 
 MLP, DECODER, GPT2, T5, VIT = CASES
 

@@ -20,17 +20,19 @@ from vblackwell.offload.worker import set_worker_delay
 
 MLP, DECODER, GPT2, T5, VIT = CASES
 LEVEL0 = 128 << 10
+UPDATES = pytest.mark.parametrize("update", ["home", "level0"])
 
 
 def equal(left: nn.Module, right: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left.parameters(), right.parameters(), strict=True))
 
 
+@UPDATES
 @pytest.mark.parametrize("clipped", ["always", "random", "first"])
-def test_redo_after_clipping(clipped: str, make_stack: MakeStack):
+def test_redo_after_clipping(clipped: str, make_stack: MakeStack, update: str):
     """The speculation on factor 1 fails at every step, at some, or only at the first: the result is always torch's."""
     plain, model = build(DECODER), build(DECODER)
-    enable_vgpu_stack_optimization(model, make_stack(LEVEL0))
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0), update=update)
     ours = VGPUAdamW(model.parameters(), max_grad_norm=1.0, update_in_backward=True)
     theirs = torch.optim.AdamW(plain.parameters(), fused=True)
     offload_of(model).step_control.follow_clipping = False  # speculate on, whatever the last step was
@@ -51,10 +53,13 @@ def test_redo_after_clipping(clipped: str, make_stack: MakeStack):
     assert offload_of(model).summary()["undo_bytes"] > 0  # it did speculate
 
 
-def test_a_full_undo_log_only_defers(make_stack: MakeStack):
+@UPDATES
+def test_a_full_undo_log_only_defers(make_stack: MakeStack, update: str):
     plain, model = build(MLP), build(MLP)
     state = sum(param.nbytes for param in model.parameters())
-    enable_vgpu_stack_optimization(model, make_stack(LEVEL0, host_bytes=int(state * 4.6), disk_bytes=1 << 20))
+    enable_vgpu_stack_optimization(
+        model, make_stack(LEVEL0, host_bytes=int(state * 4.6), disk_bytes=1 << 20), update=update
+    )
     ours = VGPUAdamW(model.parameters(), update_in_backward=True)
     theirs = torch.optim.AdamW(plain.parameters(), fused=True)
     for step in range(4):
@@ -66,9 +71,10 @@ def test_a_full_undo_log_only_defers(make_stack: MakeStack):
     assert 0 < offload_of(model).summary()["undo_bytes"] < 3 * state
 
 
-def test_a_step_that_never_comes(make_stack: MakeStack):
+@UPDATES
+def test_a_step_that_never_comes(make_stack: MakeStack, update: str):
     plain, model = build(MLP), build(MLP)
-    enable_vgpu_stack_optimization(model, make_stack(LEVEL0))
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0), update=update)
     ours = VGPUAdamW(model.parameters(), update_in_backward=True)
     theirs = torch.optim.AdamW(plain.parameters(), fused=True)
     for module, optimizer in ((model, ours), (plain, theirs)):
@@ -88,11 +94,14 @@ def test_a_step_that_never_comes(make_stack: MakeStack):
     assert equal(model, plain)
 
 
+@UPDATES
 @pytest.mark.parametrize("update_in_backward", [False, True])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_not_finite_gradients_never_reach_the_weights(poison: float, update_in_backward: bool, make_stack: MakeStack):
+def test_not_finite_gradients_never_reach_the_weights(
+    poison: float, update_in_backward: bool, make_stack: MakeStack, update: str
+):
     plain, model = build(MLP), build(MLP)
-    enable_vgpu_stack_optimization(model, make_stack(LEVEL0))
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0), update=update)
     ours = VGPUAdamW(model.parameters(), max_grad_norm=1.0, update_in_backward=update_in_backward)
     theirs = torch.optim.AdamW(plain.parameters(), fused=True)
     for step in range(4):
@@ -108,9 +117,10 @@ def test_not_finite_gradients_never_reach_the_weights(poison: float, update_in_b
     assert equal(model, plain)
 
 
-def test_loss_scale_is_exact(make_stack: MakeStack):
+@UPDATES
+def test_loss_scale_is_exact(make_stack: MakeStack, update: str):
     plain, model = build(MLP), build(MLP)
-    enable_vgpu_stack_optimization(model, make_stack(LEVEL0))
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0), update=update)
     ours = VGPUAdamW(model.parameters(), max_grad_norm=0.3, loss_scale=1024.0)
     theirs = torch.optim.AdamW(plain.parameters(), fused=True)
     for step in range(3):
@@ -125,10 +135,11 @@ def test_loss_scale_is_exact(make_stack: MakeStack):
     assert equal(model, plain)
 
 
-def test_only_the_chosen_groups_move(make_stack: MakeStack):
+@UPDATES
+def test_only_the_chosen_groups_move(make_stack: MakeStack, update: str):
     model, plain = build(DECODER), build(DECODER)
     stack = make_stack(LEVEL0)
-    enable_vgpu_stack_optimization(model, stack)
+    enable_vgpu_stack_optimization(model, stack, update=update)
     ours = VGPUAdamW(model.parameters(), max_grad_norm=0.1)
     DECODER.loss(model, 0).backward()
     DECODER.loss(plain, 0).backward()
@@ -167,11 +178,14 @@ def delays() -> Iterator[Callable[..., None]]:
     set_worker_delay(None)
 
 
+@UPDATES
 @pytest.mark.parametrize("update_in_backward", [False, True])
-def test_delays_change_no_bit(update_in_backward: bool, delays: object, make_stack: MakeStack):
+def test_delays_change_no_bit(update_in_backward: bool, delays: object, make_stack: MakeStack, update: str):
     plain, model = build(DECODER, use_checkpoint=True), build(DECODER, use_checkpoint=True)
     # Weights in RAM, most states in the file: every kind of copy takes part.
-    enable_vgpu_stack_optimization(model, make_stack(96 << 10, host_bytes=500 << 10))
+    enable_vgpu_stack_optimization(
+        model, make_stack((96 if update == "home" else 128) << 10, host_bytes=500 << 10), update=update
+    )
     ours = VGPUAdamW(model.parameters(), max_grad_norm=0.5, update_in_backward=update_in_backward, accumulation_steps=2)
     theirs = torch.optim.AdamW(plain.parameters(), fused=True)
     for step in range(30):

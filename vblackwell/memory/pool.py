@@ -98,6 +98,11 @@ class LevelPool:
         with self._lock:
             self._statistics.link(source, destination, num_bytes, seconds)
 
+    def count_transfer(self, source: int, destination: int, num_bytes: int, transfer: Transfer) -> None:
+        """Bytes that somebody else is moving between two levels; the time is taken from ``transfer`` when it is done."""
+        with self._lock:
+            self._statistics.link_started(source, destination, num_bytes, transfer)
+
     def add_stall(self, seconds: float) -> None:
         """Time that computation waited for bytes."""
         with self._lock:

@@ -148,6 +148,11 @@ class EventTransfer(Transfer):
         self._keep: Sequence[Any] = keep
         self.clock: Clock = EventClock(start, end)
 
+    @classmethod
+    def at(cls, end: torch.cuda.Event) -> EventTransfer:
+        """Everything before ``end``, an event that was recorded; it keeps nothing, and nobody asks how long it took."""
+        return cls(end, end, ())
+
     def wait(self) -> None:
         self._end.synchronize()
         self._keep = ()

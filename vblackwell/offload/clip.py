@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from vblackwell.offload.groups import Group, Slot
+from vblackwell.offload.norms import norm_of_norms
 from vblackwell.offload.parameter import engine_and_slot
 
 
@@ -39,7 +40,7 @@ def clip_grad_norm_(model: nn.Module | Iterable[torch.Tensor], max_norm: float) 
             norms.append(pair[0].gradients.norm(pair[1]))
     if not norms:
         return torch.zeros(())
-    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    total = norm_of_norms(norms)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for gradient in plain:
         gradient.mul_(factor.to(gradient.device))

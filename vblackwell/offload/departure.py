@@ -22,26 +22,39 @@ class Leaving:
     slots: list[Slot] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Claim:
+    """An update reads a leaving gradient on level 0 until ``end``; if it is ``final`` nobody needs the gradient at home."""
+
+    end: Transfer
+    final: bool
+
+
 @dataclass(eq=False)
 class Departure:
     """Bytes of level 0 that are free again when ``end`` is over: a copy, or a task of the worker that reads them in place."""
 
     reservation: Reservation
-    end: Transfer | Future[None]
+    ends: tuple[Transfer | Future[None], ...]
 
     def over(self) -> bool:
-        return self.end.done()
+        return all(end.done() for end in self.ends)
 
     def wait(self) -> None:
-        self.end.wait() if isinstance(self.end, Transfer) else self.end.result()
+        for end in self.ends:
+            end.wait() if isinstance(end, Transfer) else end.result()
 
 
 @dataclass(eq=False)
 class GroupGradient:
-    """A group's gradient at home. ``slots`` and ``task`` belong to the thread that runs the model, the rest to the worker."""
+    """A group's gradient at home.
+
+    ``slots``, ``task`` and ``level0_norms`` belong to the thread that runs the model, the rest to the worker.
+    """
 
     slots: dict[Slot, None] = field(default_factory=dict)
     task: Future[None] | None = None  # the worker's last one that touches the range at home
     landed: dict[Slot, None] = field(default_factory=dict)
     kind: str = "gradient"
     norms: dict[Slot, torch.Tensor] = field(default_factory=dict)
+    level0_norms: dict[Slot, torch.Tensor] = field(default_factory=dict)

@@ -16,13 +16,15 @@ from torch import nn
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash
 from vblackwell.memory.stack import VGPUStack
-from vblackwell.offload.engine import Offload, drop_idle_weights, needs_master
+from vblackwell.offload.engine import Offload, drop_idle_weights
 from vblackwell.offload.groups import Group, Site, Slot, compute_dtype_of, find_groups
 from vblackwell.offload.home import Homes
-from vblackwell.offload.moving import copy_in, move_buffers
+from vblackwell.offload.masters import close_weights, needs_master, open_weights, read_truth, write_truth
+from vblackwell.offload.moving import move_buffers
 from vblackwell.offload.parameter import engine_and_slot, forget_binding
 from vblackwell.offload.resident import Resident, resident_of
 from vblackwell.offload.sliced import rows_per_slice, sliceable
+from vblackwell.offload.update_place import check_update, groups_on_level0, ring_bytes
 from vblackwell.offload.worker import Worker
 from vblackwell.units import format_bytes
 
@@ -37,7 +39,7 @@ _names: weakref.WeakKeyDictionary[VGPUStack, set[str]] = weakref.WeakKeyDictiona
 
 def enable_vgpu_stack_optimization(
     model: nn.Module, stack: VGPUStack, name: str = "model", *, placement: str = "auto",
-    compute_dtype: torch.dtype | None = None, groups: Iterable[str] | None = None,
+    compute_dtype: torch.dtype | None = None, groups: Iterable[str] | None = None, update: str | float = "auto",
 ) -> nn.Module:  # fmt: skip
     """Put ``model`` into ``stack`` and return it, ready to run on level 0's device.
 
@@ -47,6 +49,8 @@ def enable_vgpu_stack_optimization(
         placement: 'auto' (resident if weights, gradients and AdamW states fit level 0), 'resident' or 'streamed'.
         compute_dtype: type of the weights that kernels read, e.g. torch.bfloat16; trainable parameters then keep fp32 masters.
         groups: names of modules that stream as one each; by default the children of outermost ModuleLists.
+        update: where AdamW runs for a streamed model: 'level0' (states come up to the weights), 'home' (on the CPU), 'auto' (level 0 on
+            a GPU), or the share of the parameters that is updated at home, 0 to 1. It changes no bit.
 
     Raises:
         ConfigurationError: unknown placement, no parameters, or the model is in a stack already.
@@ -55,6 +59,7 @@ def enable_vgpu_stack_optimization(
     """
     if placement not in PLACEMENTS:
         raise ConfigurationError(f"placement {placement!r} is none of {', '.join(PLACEMENTS)}")
+    check_update(update)
     if not any(True for _ in model.parameters()):
         raise ConfigurationError(f"{type(model).__name__} has no parameters to place")
     if offload_of(model) is not None:
@@ -82,7 +87,7 @@ def enable_vgpu_stack_optimization(
         engine: Any = Resident(model, stack, name, compute_dtype)
         parts: tuple[Any, ...] = (engine.homes,)
     else:
-        engine = _stream(model, stack, name, compute_dtype, groups)
+        engine = _stream(model, stack, name, compute_dtype, groups, update)
         parts = (engine.homes, engine.worker, engine.prefetcher)
     taken.add(name)
     engine.finalizer = weakref.finalize(model, _close_parts, weakref.ref(stack), name, *parts)
@@ -120,15 +125,17 @@ def _close_parts(
 
 
 def _stream(
-    model: nn.Module, stack: VGPUStack, name: str, compute_dtype: torch.dtype | None, given: Iterable[str] | None
-) -> Offload:
+    model: nn.Module, stack: VGPUStack, name: str, compute_dtype: torch.dtype | None, given: Iterable[str] | None,
+    update: str | float,
+) -> Offload:  # fmt: skip
     groups, sites = find_groups(model, compute_dtype, given)
     level = stack.levels[0]
     free = level.capacity_bytes - level.used_bytes
     slice_rows = _choose_slices(groups, sites, free)
-    budget = _weights_budget(
-        [group for group in groups if group not in slice_rows], free, stack.level0_device, level.name
-    )
+    whole = [group for group in groups if group not in slice_rows]
+    on_level0 = groups_on_level0(whole, update, stack.level0_device)
+    ring = ring_bytes(on_level0, free) if on_level0 else 0
+    budget = _weights_budget(whole, free - ring, stack.level0_device, level.name)
     if len(stack.levels) < 2:
         raise ConfigurationError("streaming needs a level below level 0: add a 'cpu' or 'ssd' level to the stack")
     homes = Homes(stack, name, range(1, len(stack.levels)), groups)
@@ -136,8 +143,12 @@ def _stream(
     ordered = sorted(
         groups, key=lambda group: group not in slice_rows
     )  # slices are cut from addressable ranges: those first
-    wanted = [(group, "weight") for group in ordered] + [(group, "gradient") for group in ordered if group in trainable]
-    homes.reserve(wanted + [(group, "master") for group in trainable if needs_master(group)])
+    at_home = [group for group in trainable if group not in on_level0]
+    homes.reserve(
+        [(group, "weight") for group in ordered]
+        + [(group, "gradient") for group in at_home]
+        + [(group, "remainder" if group in on_level0 else "master") for group in trainable if needs_master(group)]
+    )
     for group in slice_rows:
         if homes.range(group, "weight").view() is None:
             needed, level_name = group.num_bytes, stack.levels[homes.range(group, "weight").level].name
@@ -151,7 +162,8 @@ def _stream(
     for group in groups:
         _bring_home(group, homes)
     move_buffers(model, stack.level0_device)
-    return Offload(model, stack, name, groups, sites, homes, budget, slice_rows)
+    memory = homes.take("update ring", ring, 0) if ring else None
+    return Offload(model, stack, name, groups, sites, homes, budget, slice_rows, on_level0, memory)
 
 
 def _choose_slices(groups: list[Group], sites: list[Site], free: int) -> dict[Group, int]:
@@ -191,13 +203,10 @@ def _weights_budget(groups: list[Group], free: int, device: torch.device, level_
 
 def _bring_home(group: Group, homes: Homes) -> None:
     """Copy the group's parameters to where they will live."""
-    weight = homes.open(group, "weight", load=False)
-    master = homes.open(group, "master", load=False) if (group, "master") in homes else None
+    opened = open_weights(homes, group, load=False)
     for slot in group.slots:
-        copy_in(slot, slot.param.detach(), weight, master)
-    homes.close_range(group, "weight", weight, store=True)
-    if master is not None:
-        homes.close_range(group, "master", master, store=True)
+        write_truth(slot, slot.param.detach(), opened)
+    close_weights(homes, group, opened, store=True)
 
 
 # -- back ----------------------------------------------------------------------------------------------------------------
@@ -242,10 +251,9 @@ def release(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
 @torch.no_grad()
 def _make_plain(engine: Offload, slot: Slot, device: torch.device) -> None:
     homes, group, param = engine.homes, slot.group, slot.param
-    kind = "master" if (group, "master") in homes else "weight"
-    flat = homes.open(group, kind)
-    values = (slot.view_fp32(flat) if kind == "master" else slot.view(flat)).to(device, copy=True)
-    homes.close_range(group, kind, flat, store=False)
+    opened = open_weights(homes, group)
+    values = read_truth(slot, opened).to(device, copy=True)
+    close_weights(homes, group, opened, store=False)
     gradient = None
     if engine.gradients.has(slot):
         grad_kind = engine.gradients.kind_at_home(group)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -19,24 +19,23 @@ from torch import nn
 
 from vblackwell.errors import InsufficientMemory, Unsupported
 from vblackwell.memory.stack import Reservation, VGPUStack
+from vblackwell.offload.departure import Claim, Leaving
 from vblackwell.offload.gradients import GradientCollector
 from vblackwell.offload.groups import Group, Site, Slot
 from vblackwell.offload.home import Homes
 from vblackwell.offload.home_bytes import carry_home, overwrite_home, read_home, zero_home
 from vblackwell.offload.hooks import SiteHook, gradient_hook, prefetcher_of
+from vblackwell.offload.lane_cuda import make_lane
+from vblackwell.offload.level0_updates import Level0Updates
+from vblackwell.offload.masters import FORMS, needs_master
 from vblackwell.offload.parameter import OffloadedParameter, attributes
 from vblackwell.offload.sliced import SlicedLeaf, swap_class
-from vblackwell.offload.step import StepControl, UpdateSource
+from vblackwell.offload.step import StepControl, UpdateSource, is_final
 from vblackwell.offload.weights import PackedView, WeightStreamer
 from vblackwell.offload.worker import Worker
 
 _top_hooks: Callable[[bool], Any] = getattr(torch._C, "_autograd")._top_saved_tensors_default_hooks  # noqa: B009 (untyped)
 _engines: weakref.WeakKeyDictionary[VGPUStack, weakref.WeakSet[Offload]] = weakref.WeakKeyDictionary()
-
-
-def needs_master(group: Group) -> bool:
-    """Whether some compute weight of ``group`` is narrower than the fp32 in which it is updated."""
-    return any(slot.dtype.is_floating_point and slot.dtype != torch.float32 for slot in group.slots)
 
 
 def drop_idle_weights(stack: VGPUStack) -> None:
@@ -53,6 +52,7 @@ class Offload:
         homes: with ``weight`` ranges that already hold the compute weights (and ``master`` ranges the fp32 truth).
         budget_bytes: what loaded weights may take of level 0.
         slice_rows: groups that are computed in slices of that many rows (`SlicedLeaf`).
+        on_level0: groups whose AdamW runs there; ring: level-0 bytes through which their states pass.
     """
 
     placement = "streamed"
@@ -60,7 +60,8 @@ class Offload:
 
     def __init__(
         self, model: nn.Module, stack: VGPUStack, name: str, groups: list[Group], sites: list[Site], homes: Homes,
-        budget_bytes: int, slice_rows: dict[Group, int] | None = None,
+        budget_bytes: int, slice_rows: dict[Group, int] | None = None, on_level0: Sequence[Group] = (),
+        ring: Reservation | None = None,
     ) -> None:  # fmt: skip
         self.model = model
         self.stack = stack
@@ -70,11 +71,13 @@ class Offload:
         self.budget_bytes = budget_bytes
         self.device = stack.level0_device
         self.worker = Worker(name)
-        self.weights = WeightStreamer(stack, name, groups, homes, budget_bytes, self._settle, self._make_room)
+        self.weights = WeightStreamer(stack, name, groups, homes, budget_bytes, self._settle_loads, self._make_room)
         self.gradients = GradientCollector(
-            stack, groups, homes, self.worker, self._drop_weights, self._gradient_arrived
+            stack, groups, homes, self.worker, self._drop_weights, self._departing, self._gradient_arrived
         )
-        self.step_control = StepControl(self)
+        lane = None if ring is None else make_lane(stack, homes, ring, self.worker)
+        self.level0 = None if lane is None else Level0Updates(self, lane, on_level0)
+        self.step_control = StepControl(self, self.level0)
         self.weights.busy = self.step_control.is_updating
         self._handles: list[Any] = []
         self._entered = threading.local()
@@ -109,8 +112,10 @@ class Offload:
 
     def _make_room(self) -> bool:
         """Level 0 is full and none of this model's idle weights is left: wait for gradients, then ask the stack's other models."""
-        return self.gradients.make_room() or any(
-            other.weights.drop_one() or other.gradients.make_room() for other in self._neighbours()
+        return (
+            self.gradients.make_room()
+            or (self.level0 is not None and self.level0.make_room())
+            or any(other.weights.drop_one() or other.gradients.make_room() for other in self._neighbours())
         )
 
     def reserve_level0(self, what: str, num_bytes: int) -> Reservation:
@@ -265,8 +270,11 @@ class Offload:
     def _gradient_arrived(self, group: Group) -> None:
         self.step_control.gradient_arrived(group)
 
-    def _settle(self, group: Group) -> None:
-        self.step_control.settle(group)
+    def _departing(self, leaving: Leaving, adding: bool) -> Claim | None:
+        return self.step_control.departing(leaving, adding)
+
+    def _settle_loads(self, group: Group) -> None:
+        self.step_control.settle_loads(group)
 
     # -- what parameters ask for ------------------------------------------------------------------------------------
 
@@ -332,15 +340,20 @@ class Offload:
                 f"model {self.name!r} already has an optimizer: put all its parameters into one VGPUAdamW"
             )
         groups = list(dict.fromkeys(slot.group for slot in slots))
-        masters = [(group, "master") for group in groups if needs_master(group)]
-        if any(key not in self.homes for key in masters):
+        frozen = [
+            group for group in groups if needs_master(group) and not any((group, form) in self.homes for form in FORMS)
+        ]
+        if frozen:
             raise Unsupported(
                 f"parameters of {self.name!r} that were frozen when it was offloaded have no fp32 master: release and enable again"
             )
         fresh = [
             (group, kind) for kind in ("exp_avg", "exp_avg_sq") for group in groups if (group, kind) not in self.homes
         ]
-        self.homes.reserve([(group, "gradient") for group in groups] + fresh)
+        at_home = [
+            group for group in groups if self.level0 is None or group not in self.level0 or not is_final(optimizer)
+        ]
+        self.homes.reserve([(group, "gradient") for group in at_home] + fresh)
         for group, kind in fresh:
             self.worker.submit(zero_home, self.homes, group, kind)
         self.worker.drain()
@@ -353,6 +366,8 @@ class Offload:
         self.gradients.finish_backward()
         self.step_control.rollback()
         self.worker.drain()
+        if self.level0 is not None:
+            self.level0.drain()
         self.gradients.sweep()
 
     def summary(self) -> dict[str, Any]:
@@ -364,7 +379,11 @@ class Offload:
             "weights_budget_bytes": self.budget_bytes,
             "sliced": sorted({module._vb_leaf.group.name for module in self._sliced}),  # type: ignore[union-attr]
             "bytes_by_level": self.homes.bytes_by_level(),
-            "undo_bytes": self.step_control.undo_peak_bytes,
+            "updated_on_level0": []
+            if self.level0 is None
+            else [group.name for group in self.groups if group in self.level0],
+            "undo_bytes": self.step_control.undo_peak_bytes
+            + (0 if self.level0 is None else self.level0.shadows.num_bytes),
         }
 
     def detach(self) -> None:

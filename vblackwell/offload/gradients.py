@@ -18,9 +18,10 @@ from vblackwell.errors import InsufficientMemory, Unsupported
 from vblackwell.memory.copying import start_copy
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.stack import Reservation, VGPUStack
-from vblackwell.offload.departure import Departure, GroupGradient, Leaving
+from vblackwell.offload.departure import Claim, Departure, GroupGradient, Leaving
 from vblackwell.offload.groups import Group, Slot
 from vblackwell.offload.home import Homes
+from vblackwell.offload.norms import gradient_norm
 from vblackwell.offload.worker import Worker
 from vblackwell.units import format_bytes
 
@@ -51,17 +52,20 @@ class GradientCollector:
 
     Args:
         drop_weights: called when level 0 is full; drops an idle group of weights, False if there is none.
+        departing: called in the caller's thread with a buffer that is about to leave, and whether it will be added to what is at home;
+            an update may claim it.
         arrived: called in the caller's thread with a group whose gradient of this backward is complete and under way.
     """
 
     def __init__(
         self, stack: VGPUStack, groups: list[Group], homes: Homes, worker: Worker,
-        drop_weights: Callable[[], bool], arrived: Callable[[Group], None],
+        drop_weights: Callable[[], bool], departing: Callable[[Leaving, bool], Claim | None], arrived: Callable[[Group], None],
     ) -> None:  # fmt: skip
         self._stack = stack
         self._homes = homes
         self._worker = worker
         self._drop_weights = drop_weights
+        self._departing = departing
         self._arrived = arrived
         self._filling: dict[int, Leaving] = {}
         self._departures: deque[Departure] = deque()
@@ -121,32 +125,47 @@ class GradientCollector:
     def _leave(self, leaving: Leaving) -> None:
         group = leaving.group
         state = self._state[group.index]
-        try:
-            self._reserve_home(group, adding=bool(state.slots))
-        except InsufficientMemory:
+        adding = bool(state.slots)
+        claim = self._departing(leaving, adding)
+        claimed = () if claim is None else (claim.end,)
+        if claim is not None and claim.final:
             del self._filling[group.index]
-            self._homes.give(leaving.reservation)
-            raise
-        del self._filling[group.index]
-        slots, reservation = leaving.slots, leaving.reservation
-        if not state.slots:
-            self.wait_idle(group)
-            transfer = self._stack.write(self._homes.range(group, "gradient"), leaving.buffer)
-            self._worker.submit(self._land, group, slots, transfer)
-            self._departures.append(Departure(reservation, transfer))
+            self._departures.append(Departure(leaving.reservation, claimed))
         else:
-            if leaving.buffer.device.type == "cpu":  # the arena: the worker reads it where it is
-                self._stack.count_link(0, self._homes.range(group, "gradient").level, leaving.buffer.nbytes)
-                state.task = self._worker.submit(self._add, group, slots, reservation, None)
-                self._departures.append(Departure(reservation, state.task))
+            try:
+                self._reserve_home(group, adding)
+            except InsufficientMemory:
+                del self._filling[group.index]
+                if claim is not None:
+                    claim.end.wait()
+                self._homes.give(leaving.reservation)
+                raise
+            del self._filling[group.index]
+            if adding:
+                self._send_to_sum(leaving)
             else:
-                incoming = self._reserve_incoming(group.num_bytes)
-                transfer = self._stack.write(incoming, leaving.buffer)
-                state.task = self._worker.submit(self._add, group, slots, incoming, transfer)
-                self._departures.append(Departure(reservation, transfer))
+                self.wait_idle(group)
+                transfer = self._stack.write(self._homes.range(group, "gradient"), leaving.buffer)
+                self._worker.submit(self._land, group, leaving.slots, transfer)
+                self._departures.append(Departure(leaving.reservation, (transfer, *claimed)))
         leaving.buffer = torch.empty(0)
-        state.slots.update(dict.fromkeys(slots))
+        state.slots.update(dict.fromkeys(leaving.slots))
         self._arrived(group)
+
+    def _send_to_sum(self, leaving: Leaving) -> None:
+        """What leaves is added to the sum at home by the worker."""
+        group, slots, reservation = leaving.group, leaving.slots, leaving.reservation
+        state = self._state[group.index]
+        state.level0_norms.clear()
+        if leaving.buffer.device.type == "cpu":  # the arena: the worker reads it where it is
+            self._stack.count_link(0, self._homes.range(group, "gradient").level, leaving.buffer.nbytes)
+            state.task = self._worker.submit(self._add, group, slots, reservation, None)
+            self._departures.append(Departure(reservation, (state.task,)))
+        else:
+            incoming = self._reserve_incoming(group.num_bytes)
+            transfer = self._stack.write(incoming, leaving.buffer)
+            state.task = self._worker.submit(self._add, group, slots, incoming, transfer)
+            self._departures.append(Departure(reservation, (transfer,)))
 
     def begin_slices(self, slot: Slot) -> SliceLanding:
         """A gradient of ``slot`` is about to arrive in slices of rows (`SlicedLeaf`)."""
@@ -280,7 +299,7 @@ class GradientCollector:
         if buffer.device.type == "cpu":
             task = self._worker.submit(self.land_slice, slot, start, len(rows), adding, reservation, None)
             self.occupy(slot.group, task)
-            self._departures.append(Departure(reservation, task))
+            self._departures.append(Departure(reservation, (task,)))
         else:
             incoming = self._reserve_incoming(buffer.nbytes)
             landing = incoming.view()
@@ -290,7 +309,7 @@ class GradientCollector:
                 slot.group,
                 self._worker.submit(self.land_slice, slot, start, len(rows), adding, incoming, transfer),
             )
-            self._departures.append(Departure(reservation, transfer))
+            self._departures.append(Departure(reservation, (transfer,)))
 
     def _widen(self, group: Group) -> None:
         """Move a narrow gradient to the fp32 range, where sums are kept."""
@@ -313,8 +332,32 @@ class GradientCollector:
             flat = self._homes.open(group, state.kind)
             for slot in missing:
                 values = slot.flat_fp32(flat) if state.kind == "accumulated" else slot.flat(flat)
-                state.norms[slot] = torch.linalg.vector_norm(self._widened(values), dtype=torch.float32)
+                state.norms[slot] = self._norm(values)
             self._homes.close_range(group, state.kind, flat, store=False)
+
+    def _norm(self, values: torch.Tensor) -> torch.Tensor:
+        """The 2-norm of a flat gradient at home: as torch's clipping takes it, or, where level 0 is a GPU, as that takes it."""
+        if self._stack.level0_device.type == "cuda":
+            return gradient_norm(values)
+        return torch.linalg.vector_norm(self._widened(values), dtype=torch.float32)
+
+    def measure_on_level0(self, leaving: Leaving) -> None:
+        """Take the norms of a gradient that is on level 0, which is CUDA: no pass over it at home."""
+        norms = self._state[leaving.group.index].level0_norms
+        for slot in leaving.slots:
+            norms[slot] = gradient_norm(slot.flat(leaving.buffer))
+
+    def is_measured(self, group: Group) -> bool:
+        """Whether the norms of all of the group's gradients were taken on level 0."""
+        state = self._state[group.index]
+        return all(slot in state.level0_norms for slot in state.slots)
+
+    def settled_kind(self, group: Group) -> str:
+        """`kind_at_home` for the thread that runs the model, once the worker is done with the sum."""
+        if self._stack.level0_device.type != "cuda":
+            self._worker.drain()
+        self.wait_idle(group)
+        return self._state[group.index].kind
 
     def _widened(self, values: torch.Tensor) -> torch.Tensor:
         """``values`` in fp32, in memory that is made once; torch reduces narrow types twenty times slower. As it is where too long."""
@@ -352,13 +395,16 @@ class GradientCollector:
         return slot in self._state[slot.group.index].slots or (leaving is not None and slot in leaving.slots)
 
     def norm(self, slot: Slot) -> torch.Tensor:
-        """The 2-norm of ``slot``'s gradient, an fp32 scalar on the CPU; after `measure` has run and been waited for."""
-        return self._state[slot.group.index].norms[slot]
+        """The 2-norm of ``slot``'s gradient, an fp32 scalar; after `measure` has run and been waited for, or `is_measured`."""
+        state = self._state[slot.group.index]
+        found = state.level0_norms.get(slot)
+        return state.norms[slot] if found is None else found
 
     def clear(self, slots: list[Slot]) -> None:
         """Forget the gradients of ``slots``."""
         for slot in slots:
             self._state[slot.group.index].slots.pop(slot, None)
+            self._state[slot.group.index].level0_norms.pop(slot, None)
         for group in dict.fromkeys(slot.group for slot in slots):
             self._worker.submit(self._forget, group, [slot for slot in slots if slot.group is group])
 
@@ -375,6 +421,8 @@ class GradientCollector:
 
     def scale_later(self, group: Group, slots: list[Slot], factor: torch.Tensor | None) -> None:
         """Queue `scale`."""
+        for slot in slots:
+            self._state[group.index].level0_norms.pop(slot, None)
         if factor is not None:
             self._reserve_home(group, adding=True)
         self.occupy(group, self._worker.submit(self.scale, group, slots, factor))

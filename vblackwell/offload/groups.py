@@ -57,9 +57,9 @@ class Slot:
         """The same inside a range of fp32."""
         return _strided(flat, self.offset_fp32, torch.float32, self.shape, self.stride)
 
-    def flat(self, flat: torch.Tensor) -> torch.Tensor:
-        """Like `view`, as one dimension in memory order: what optimizers and sums work on."""
-        return flat[self.offset : self.offset + self.num_elements * self.dtype.itemsize].view(self.dtype)
+    def flat(self, flat: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Like `view`, as one dimension in memory order: what optimizers and sums work on. ``dtype`` of the same width: read as that."""
+        return flat[self.offset : self.offset + self.num_elements * self.dtype.itemsize].view(dtype or self.dtype)
 
     def flat_fp32(self, flat: torch.Tensor) -> torch.Tensor:
         """Like `view_fp32`, as one dimension in memory order."""
@@ -75,7 +75,11 @@ def _strided(
 
 @dataclass(eq=False)
 class Group:
-    """Parameters that move as one flat range of ``num_bytes`` (``num_bytes_fp32`` for fp32 states)."""
+    """Parameters that move as one flat range of ``num_bytes`` (``num_bytes_fp32`` for fp32 states).
+
+    While all parameters have one compute type, element ``i`` of the one range is element ``i`` of the other (`uniform`), so that
+    any stretch of elements can be cut out of all of them alike.
+    """
 
     index: int
     name: str
@@ -90,7 +94,14 @@ class Group:
         self.slots.append(slot)
         self.num_bytes = align_up(slot.offset + slot.num_elements * dtype.itemsize, ALIGNMENT)
         self.num_bytes_fp32 = align_up(slot.offset_fp32 + slot.num_elements * 4, ALIGNMENT)
+        if self.uniform:
+            self.num_bytes_fp32 = max(self.num_bytes_fp32, self.num_bytes // dtype.itemsize * 4)
         return slot
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all compute weights have one type, of at most 4 bytes."""
+        return len({slot.dtype for slot in self.slots}) == 1 and self.slots[0].dtype.itemsize <= 4
 
     def trainable(self) -> list[Slot]:
         """Slots whose parameter wants a gradient now; read anew each time because users freeze and unfreeze."""

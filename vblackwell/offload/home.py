@@ -1,8 +1,9 @@
 """Where a group's bytes live when they are not in use: ranges on the levels below the first.
 
-Kinds of range: ``weight`` (compute weights), ``master`` (fp32 truth, only where the compute weight is narrower),
-``gradient``, ``accumulated`` (fp32 sum of narrower gradients), ``exp_avg``, ``exp_avg_sq``. What is needed most often takes the
-upper levels: placement walks the kinds in that order and fills level 1, then 2, and so on.
+Kinds of range: ``weight`` (compute weights); the fp32 truth where the compute weight is narrower, either whole (``master``) or as what
+a bf16 weight leaves out of it (``remainder``, 16 bits, see `masters`); ``gradient``, ``accumulated`` (fp32 sum of narrower gradients),
+``exp_avg``, ``exp_avg_sq``. What is needed most often takes the upper levels: placement walks the kinds in that order and
+fills level 1, then 2, and so on.
 
 The decision (`place`) is arithmetic; `Homes` carries it out and takes everything back if one reservation fails.
 """
@@ -22,7 +23,8 @@ from vblackwell.memory.stack import Reservation, VGPUStack
 from vblackwell.offload.groups import Group
 from vblackwell.units import align_up, format_bytes
 
-KINDS = ("weight", "master", "gradient", "accumulated", "exp_avg", "exp_avg_sq")
+KINDS = ("weight", "master", "remainder", "gradient", "accumulated", "exp_avg", "exp_avg_sq")
+NARROW_KINDS = ("weight", "remainder", "gradient")
 
 
 def place(sizes: Sequence[int], free: Sequence[int], what: str) -> list[int]:
@@ -143,8 +145,8 @@ class Homes:
 
     @staticmethod
     def size_of(group: Group, kind: str) -> int:
-        """Bytes of a range: ``weight`` and ``gradient`` are in compute dtype, the rest is fp32."""
-        return group.num_bytes if kind in ("weight", "gradient") else group.num_bytes_fp32
+        """Bytes of a range: ``weight``, ``gradient`` and ``remainder`` are as wide as the compute dtype, the rest is fp32."""
+        return group.num_bytes if kind in NARROW_KINDS else group.num_bytes_fp32
 
     def __contains__(self, key: tuple[Group, str]) -> bool:
         return (key[0].index, key[1]) in self._ranges
@@ -158,7 +160,10 @@ class Homes:
         One (kind) at a time may be open per model: staging is shared between groups. Only the worker thread calls this,
         or a caller that has waited for it.
         """
-        reservation = self.range(group, kind)
+        return self.open_at(self.range(group, kind), kind, load=load)
+
+    def open_at(self, reservation: Reservation, kind: str, *, load: bool = True) -> torch.Tensor:
+        """`open` for any reservation that holds bytes of ``kind``."""
         view = reservation.view()
         if view is not None and view.device.type == "cpu":
             return view
@@ -171,12 +176,25 @@ class Homes:
 
     def close_range(self, group: Group, kind: str, opened: torch.Tensor, *, store: bool) -> None:
         """End of `open`; ``store`` writes staged bytes back."""
-        reservation = self.range(group, kind)
+        self.close_at(self.range(group, kind), opened, store=store)
+
+    def close_at(self, reservation: Reservation, opened: torch.Tensor, *, store: bool) -> None:
+        """End of `open_at`."""
         view = reservation.view()
         if store and (view is None or view.device.type != "cpu"):
             started = time.perf_counter()
             self.stack.levels[reservation.level].write(reservation.extent, opened).wait()
             self._count(self._staging_level, reservation.level, reservation.num_bytes, started)
+
+    def swap(self, group: Group, kind: str, reservation: Reservation) -> Reservation:
+        """Make ``reservation`` (taken with `take`, of the same size) the range of (group, kind); what it was goes to the caller."""
+        key = (group.index, kind)
+        old = self._ranges[key]
+        assert old.num_bytes == reservation.num_bytes and reservation in self._taken
+        self._taken.discard(reservation)
+        self._taken.add(old)
+        self._ranges[key] = reservation
+        return old
 
     @property
     def _staging_level(self) -> int:

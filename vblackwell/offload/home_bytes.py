@@ -8,7 +8,7 @@ import torch
 
 from vblackwell.offload.groups import Group, Slot
 from vblackwell.offload.home import Homes
-from vblackwell.offload.moving import copy_in
+from vblackwell.offload.masters import close_weights, open_weights, write_truth
 
 if TYPE_CHECKING:
     from vblackwell.offload.engine import Offload
@@ -25,14 +25,10 @@ def carry_home(engine: Offload, slots: list[Slot]) -> None:
 
 
 def _write_masters(homes: Homes, group: Group, changed: list[Slot]) -> None:
-    if (group, "master") not in homes:
-        return
-    weight = homes.open(group, "weight")
-    master = homes.open(group, "master")
+    opened = open_weights(homes, group)
     for slot in changed:
-        slot.flat_fp32(master).copy_(slot.flat(weight))
-    homes.close_range(group, "weight", weight, store=False)
-    homes.close_range(group, "master", master, store=True)
+        write_truth(slot, slot.view(opened["weight"]).clone(memory_format=torch.preserve_format), opened)
+    close_weights(homes, group, opened, store=len(opened) > 1)
 
 
 def overwrite_home(engine: Offload, slot: Slot, source: torch.Tensor) -> None:
@@ -41,12 +37,9 @@ def overwrite_home(engine: Offload, slot: Slot, source: torch.Tensor) -> None:
     load = engine.weights.last_load(group)
     if load is not None:
         load.wait()
-    weight = homes.open(group, "weight")
-    master = homes.open(group, "master") if (group, "master") in homes else None
-    copy_in(slot, source, weight, master)
-    homes.close_range(group, "weight", weight, store=True)
-    if master is not None:
-        homes.close_range(group, "master", master, store=True)
+    opened = open_weights(homes, group)
+    write_truth(slot, source, opened)
+    close_weights(homes, group, opened, store=True)
 
 
 def read_home(engine: Offload, slot: Slot) -> torch.Tensor:

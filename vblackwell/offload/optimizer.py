@@ -19,11 +19,13 @@ import torch
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.groups import Slot
+from vblackwell.offload.masters import in_memory_order
+from vblackwell.offload.norms import gradient_norm, norm_of_norms
 from vblackwell.offload.parameter import engine_and_slot
-from vblackwell.offload.resident import Resident, master_of, resident_of
+from vblackwell.offload.resident import Resident, resident_of, update_resident, updates_here
 from vblackwell.offload.sparse import Selection
 from vblackwell.offload.state import read_slot_states, write_slot_states
-from vblackwell.offload.update import Hyper, fused_adamw, round_from_fp32
+from vblackwell.offload.update import Hyper
 
 # Without the profiling and grad-mode layers that torch puts around the step of each class: ours has them already.
 _ADAMW_STEP = inspect.unwrap(torch.optim.AdamW.step)
@@ -37,6 +39,9 @@ class VGPUAdamW(torch.optim.AdamW):
         max_grad_norm: clip the global 2-norm to this at `step`. With it (``inf`` measures and never clips) a step whose
             gradients are not finite changes nothing and sets `skipped`; without it nothing is measured, as in PyTorch.
         update_in_backward: start a group's update behind its backward, with an exact way back (see `StepControl`).
+        undo: keep a way back for updates behind the backward. False is a promise that every backward is followed by its `step` with the
+            hyperparameters as they are: it saves host memory (14 bytes a parameter with bf16 weights) and gradients' way home. Should
+            the step not come, `StepAbandoned` is raised. Cannot be had with ``max_grad_norm``.
         accumulation_steps: forwards of the whole model per `step`; only with ``update_in_backward`` must it be right for speed.
         loss_scale: the factor that the loss was multiplied by, a power of two; gradients are divided by it. May be
             changed between steps through the attribute of this name.
@@ -49,7 +54,7 @@ class VGPUAdamW(torch.optim.AdamW):
     def __init__(
         self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 1e-2, *, max_grad_norm: float | None = None, update_in_backward: bool = False,
-        accumulation_steps: int = 1, loss_scale: float = 1.0,
+        undo: bool = True, accumulation_steps: int = 1, loss_scale: float = 1.0,
     ) -> None:  # fmt: skip
         if not lr >= 0 or math.isinf(lr):
             raise ConfigurationError(f"lr {lr} is not a learning rate: give a finite number >= 0, e.g. 3e-4")
@@ -57,10 +62,15 @@ class VGPUAdamW(torch.optim.AdamW):
             raise ConfigurationError(
                 f"max_grad_norm {max_grad_norm} must be > 0 (or None, to leave gradients as they are)"
             )
+        if not undo and max_grad_norm is not None:
+            raise ConfigurationError(
+                "undo=False makes updates final before the norm is known: use undo=True, or max_grad_norm=None"
+            )
         if accumulation_steps < 1:
             raise ConfigurationError(f"accumulation_steps {accumulation_steps} must be >= 1")
         self.max_grad_norm = max_grad_norm
         self.update_in_backward = update_in_backward
+        self.undo = undo
         self.accumulation_steps = accumulation_steps
         self.loss_scale = loss_scale
         self._norm: torch.Tensor | None = None
@@ -68,7 +78,7 @@ class VGPUAdamW(torch.optim.AdamW):
         self._group_of: dict[torch.Tensor, dict[str, Any]] = {}
         self._slots: dict[torch.Tensor, Slot] = {}
         self._engines: list[Offload] = []
-        self._has_masters = False
+        self._updates_here = False
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -94,7 +104,7 @@ class VGPUAdamW(torch.optim.AdamW):
             resident = resident_of(param)
             if resident is not None:
                 residents.setdefault(resident, []).append(param)
-        self._has_masters |= any(master_of(param) is not None for param in params)
+        self._updates_here |= any(updates_here(param) for param in params)
         for resident, held in residents.items():
             self.state.update(resident.adopt_optimizer(held))
 
@@ -148,12 +158,12 @@ class VGPUAdamW(torch.optim.AdamW):
     @property
     def _is_plain(self) -> bool:
         """Whether torch's own AdamW can step every parameter."""
-        return not self._engines and not self._has_masters
+        return not self._engines and not self._updates_here
 
     def _restride(self) -> None:
         """A gradient that autograd widened may lie transposed in memory; norms and kernels go by the parameter's order."""
         for param in self._group_of:
-            if master_of(param) is not None and param.grad is not None and param.grad.stride() != param.stride():
+            if updates_here(param) and param.grad is not None and param.grad.stride() != param.stride():
                 param.grad = torch.empty_like(param, dtype=param.grad.dtype).copy_(param.grad)
 
     def _unscale(self) -> torch.Tensor | None:
@@ -171,11 +181,11 @@ class VGPUAdamW(torch.optim.AdamW):
                 assert found is not None
                 norms.append(found[0].gradients.norm(slot))
             else:
-                norms.append(torch.linalg.vector_norm(param.grad, dtype=torch.float32))  # type: ignore[arg-type]
+                norms.append(_plain_norm(param))
         if not norms:
             self._norm, self._skipped = torch.zeros(()), False
             return None
-        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+        total = norm_of_norms(norms)
         inverse_scale = 1.0 / self.loss_scale
         if inverse_scale != 1.0:
             total = total * inverse_scale
@@ -200,21 +210,22 @@ class VGPUAdamW(torch.optim.AdamW):
         plain = [param for param in self._group_of if param not in self._slots]
         if not plain:
             return
+        ours = [param for param in plain if updates_here(param)]
+        for param in ours:
+            if param.grad is not None and selection.has_param(param):
+                update_resident(param, param.grad, self.state[param], self._hyper(self._group_of[param]), factor)
         set_aside = []
         for param in plain:
-            if param.grad is None:
+            if param.grad is None or updates_here(param):
                 continue
             if not selection.has_param(param):
                 set_aside.append((param, param.grad))
                 param.grad = None
             elif factor is not None:
                 param.grad.mul_(factor.to(param.grad.device))
-        split = [param for param in plain if master_of(param) is not None]
         try:
-            with self._without(self._slots.keys() | set(split)):
+            with self._without(self._slots.keys() | set(ours)):
                 _ADAMW_STEP(self)
-            for param in split:
-                self._step_master(param)
         finally:
             for param, gradient in set_aside:
                 param.grad = gradient
@@ -233,18 +244,6 @@ class VGPUAdamW(torch.optim.AdamW):
         finally:
             for group, everything in zip(self.param_groups, kept, strict=True):
                 group["params"] = everything
-
-    def _step_master(self, param: torch.Tensor) -> None:
-        """A resident parameter with an fp32 master: AdamW on the master, then the compute weight is that, rounded."""
-        master = master_of(param)
-        assert master is not None
-        if param.grad is None:
-            return
-        state = self.state[param]
-        state["step"].add_(1)
-        hyper = self._hyper(self._group_of[param])
-        fused_adamw([master], [param.grad], [state["exp_avg"]], [state["exp_avg_sq"]], [state["step"]], hyper)
-        round_from_fp32(master, param.data)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, and every update that was started for a step that has not come."""
@@ -280,6 +279,9 @@ class VGPUAdamW(torch.optim.AdamW):
         plain = {index: state for index, state in state_dict["state"].items() if index not in slot_of}
         super().load_state_dict({**state_dict, "state": plain})
         self._group_of = {param: group for group in self.param_groups for param in group["params"]}
+        for param, state in self.state.items():
+            if updates_here(param):
+                state["step"] = state["step"].cpu()  # torch has put it beside the parameter; ours is read by the host
         for engine in self._engines:
             engine.finish()
             for group in engine.groups:
@@ -304,3 +306,10 @@ class VGPUAdamW(torch.optim.AdamW):
     def skipped(self) -> bool:
         """Whether the last `step` changed nothing because a gradient was not finite."""
         return bool(self._skipped)
+
+
+def _plain_norm(param: torch.Tensor) -> torch.Tensor:
+    assert param.grad is not None
+    if updates_here(param) and param.is_cuda:
+        return gradient_norm(in_memory_order(param.grad))  # the bits of a streamed run
+    return torch.linalg.vector_norm(param.grad, dtype=torch.float32)

@@ -1,7 +1,8 @@
 """Everything fits level 0: the model stays plain, its bytes lie in level 0's extents, and nothing else happens.
 
 Parameters become views of one reserved range (so that the stack's books and `peak_bytes` are true), AdamW's moments of
-another. With a compute type narrower than fp32 a third holds the masters, and `VGPUAdamW` updates those.
+another. With a compute type narrower than fp32 a third completes them to fp32 masters (`masters`). Where torch's own AdamW
+would give other bits than a streamed run (narrow weights, and any on CUDA), `VGPUAdamW` updates with `update_resident`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from vblackwell.kernels.adamw import AdamWStep, adamw_piece
 from vblackwell.memory.stack import VGPUStack
-from vblackwell.offload.engine import needs_master
 from vblackwell.offload.groups import Group, Slot, find_groups
 from vblackwell.offload.home import Homes
-from vblackwell.offload.moving import copy_in, move_buffers
+from vblackwell.offload.masters import Opened, in_memory_order, needs_master, read_truth, write_truth
+from vblackwell.offload.moving import move_buffers
 from vblackwell.offload.parameter import attributes
+from vblackwell.offload.update import Hyper, update_master
 
 
 def _rounding_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -36,8 +39,11 @@ class Resident:
         self.name = name
         self.groups, _ = find_groups(model, compute_dtype)
         self.homes = Homes(stack, name, [0], self.groups)
-        trainable = [group for group in self.groups if group.trainable()]
-        wide = [(group, "master") for group in trainable if needs_master(group)]
+        wide = [
+            (group, "remainder" if splits(group) else "master")
+            for group in self.groups
+            if group.trainable() and needs_master(group)
+        ]
         self.homes.reserve([(group, "weight") for group in self.groups] + wide)
         self._hooks: list[Any] = []
         for group in self.groups:
@@ -45,18 +51,17 @@ class Resident:
         move_buffers(model, stack.level0_device)
 
     def _move_in(self, group: Group) -> None:
-        weight = self._view(group, "weight")
-        master = self._view(group, "master") if (group, "master") in self.homes else None
+        opened = {
+            kind: self._view(group, kind) for kind in ("weight", "master", "remainder") if (group, kind) in self.homes
+        }
         for slot in group.slots:
-            copy_in(slot, slot.param.detach(), weight, master)
-            if master is not None and slot.dtype.is_floating_point:
-                attributes(slot.param)["_vb_master"] = slot.view_fp32(master)
-            slot.param.data = slot.view(weight)
-            if master is not None and slot.dtype.is_floating_point:
+            write_truth(slot, slot.param.detach(), opened)
+            slot.param.data = slot.view(opened["weight"])
+            attributes(slot.param).update(_vb_resident=self, _vb_place=(slot, opened))
+            if len(opened) > 1 and slot.dtype.is_floating_point:
                 # Micro-batches add up in fp32, each rounded to the compute type first: the bits of gradients that leave level 0.
                 slot.param.grad_dtype = torch.float32
                 self._hooks.append(slot.param.register_hook(_rounding_to(slot.dtype)))
-            attributes(slot.param)["_vb_resident"] = self
 
     def _view(self, group: Group, kind: str) -> torch.Tensor:
         view = self.homes.range(group, kind).view()
@@ -73,7 +78,8 @@ class Resident:
 
     def _state(self, slot: Slot) -> dict[str, torch.Tensor]:
         moments = {kind: slot.view_fp32(self._view(slot.group, kind)).zero_() for kind in ("exp_avg", "exp_avg_sq")}
-        return {"step": torch.zeros((), dtype=torch.float32, device=self.stack.level0_device), **moments}
+        step_device = "cpu" if updates_here(slot.param) else self.stack.level0_device
+        return {"step": torch.zeros((), dtype=torch.float32, device=step_device), **moments}
 
     def finish(self) -> None:
         """Nothing runs in the background here."""
@@ -98,10 +104,11 @@ class Resident:
         for group in self.groups:
             for slot in group.slots:
                 param = slot.param
-                master = attributes(param).pop("_vb_master", None)
-                attributes(param).pop("_vb_resident", None)
+                truth = truth_of(param)
+                for name in ("_vb_resident", "_vb_place"):
+                    attributes(param).pop(name)
                 gradient, param.grad = param.grad, None
-                param.data = (param.data if master is None else master).to(device, copy=True)
+                param.data = truth.to(device, copy=True)
                 param.grad_dtype = param.dtype
                 param.grad = None if gradient is None else gradient.to(device, param.dtype)
 
@@ -115,6 +122,66 @@ def resident_of(param: torch.Tensor) -> Resident | None:
     return param.__dict__.get("_vb_resident")
 
 
-def master_of(param: torch.Tensor) -> torch.Tensor | None:
-    """The fp32 master of a resident parameter with a narrower compute type."""
-    return param.__dict__.get("_vb_master")
+def splits(group: Group) -> bool:
+    """Whether all of the group's compute weights are bf16, whose masters are kept split."""
+    return all(slot.dtype == torch.bfloat16 for slot in group.slots)
+
+
+def _place_of(param: torch.Tensor) -> tuple[Slot, Opened] | None:
+    return param.__dict__.get("_vb_place")
+
+
+def has_master(param: torch.Tensor) -> bool:
+    """Whether ``param`` is resident with a truth wider than its compute weight."""
+    place = _place_of(param)
+    return place is not None and place[0].dtype.is_floating_point and len(place[1]) > 1
+
+
+def updates_here(param: torch.Tensor) -> bool:
+    """Whether `update_resident`, not torch's own AdamW, gives ``param`` the bits of a streamed run."""
+    place = _place_of(param)
+    return has_master(param) or (place is not None and param.is_cuda and place[0].dtype == torch.float32)
+
+
+def truth_of(param: torch.Tensor) -> torch.Tensor:
+    """The fp32 truth of a resident parameter, ``param`` itself where there is none; may alias it."""
+    place = _place_of(param)
+    return param.detach() if place is None else read_truth(*place)
+
+
+@torch.no_grad()
+def write_param(param: torch.Tensor, source: torch.Tensor) -> None:
+    """Make ``source`` the value of a plain or resident parameter, and of its master."""
+    place = _place_of(param)
+    if place is None:
+        param.copy_(source)
+    else:
+        write_truth(place[0], source, place[1])
+
+
+def update_resident(
+    param: torch.Tensor,
+    gradient: torch.Tensor,
+    state: dict[str, torch.Tensor],
+    hyper: Hyper,
+    factor: torch.Tensor | None,
+) -> None:
+    """One AdamW step for a parameter that `updates_here`; ``gradient`` has its strides and is multiplied by ``factor`` first, if given."""
+    place = _place_of(param)
+    assert place is not None
+    slot, opened = place
+    state["step"].add_(1)
+    moments = in_memory_order(state["exp_avg"]), in_memory_order(state["exp_avg_sq"])
+    flat = in_memory_order(gradient)
+    if "master" in opened and has_master(param):
+        if factor is not None:
+            flat.mul_(factor.to(flat.device))
+        update_master(
+            slot.flat_fp32(opened["master"]), slot.flat(opened["weight"]), *moments, flat, state["step"], hyper
+        )
+        return
+    remainder = slot.flat(opened["remainder"], torch.int16) if "remainder" in opened else None
+    adamw_piece(
+        slot.flat(opened["weight"]), remainder, *moments, flat, AdamWStep(**vars(hyper), step=int(state["step"])),
+        factor=None if factor is None else factor.to(flat.device),
+    )  # fmt: skip

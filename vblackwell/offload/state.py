@@ -15,9 +15,8 @@ from vblackwell.errors import ConfigurationError
 from vblackwell.offload.enable import offload_of
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.groups import Group, Slot
-from vblackwell.offload.moving import copy_in
-from vblackwell.offload.resident import master_of
-from vblackwell.offload.update import round_from_fp32
+from vblackwell.offload.masters import close_weights, open_weights, read_truth, write_truth
+from vblackwell.offload.resident import truth_of, updates_here, write_param
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 ParameterState = dict[str, torch.Tensor]
@@ -38,8 +37,7 @@ def export_state(
             yield from _export_group(engine, group)
         return
     for name, param in model.named_parameters():
-        master = master_of(param)
-        state: ParameterState = {"weight": (param if master is None else master).detach().to("cpu", copy=True)}
+        state: ParameterState = {"weight": truth_of(param).to("cpu", copy=True)}
         held = optimizer.state.get(param, {}) if optimizer is not None else {}
         state.update({key: held[key].detach().to("cpu", copy=True) for key in (*MOMENTS, "step") if key in held})
         yield name, state
@@ -66,13 +64,7 @@ def import_state(
         return
     for name, param in model.named_parameters():
         state = _checked(name, param.shape, read(name))
-        master = master_of(param)
-        with torch.no_grad():
-            if master is not None:
-                master.copy_(state["weight"])
-                round_from_fp32(master, param.data)
-            else:
-                param.copy_(state["weight"])
+        write_param(param, state["weight"])
         if optimizer is not None and "step" in state:
             _import_plain_state(optimizer, param, state)
 
@@ -86,8 +78,8 @@ def _import_plain_state(optimizer: torch.optim.Optimizer, param: torch.Tensor, s
             held[key] = torch.empty_like(param, dtype=torch.float32, memory_format=torch.preserve_format).copy_(
                 state[key]
             )
-    # torch's fused AdamW wants the count on the parameter's device.
-    held["step"] = state["step"].to(param.device, torch.float32, copy=True)
+    # torch's fused AdamW wants the count on the parameter's device, ours where the host reads it.
+    held["step"] = state["step"].to("cpu" if updates_here(param) else param.device, torch.float32, copy=True)
 
 
 def read_slot_states(engine: Offload, group: Group) -> Iterator[tuple[Slot, ParameterState]]:
@@ -124,23 +116,19 @@ def write_slot_states(engine: Offload, group: Group, states: dict[Slot, Paramete
 
 def _export_group(engine: Offload, group: Group) -> Iterator[tuple[str, ParameterState]]:
     states = dict(read_slot_states(engine, group))
-    kind = "master" if (group, "master") in engine.homes else "weight"
-    flat = engine.homes.open(group, kind)
+    opened = open_weights(engine.homes, group)
     for slot in group.slots:
-        weight = slot.view_fp32(flat) if kind == "master" and slot.dtype.is_floating_point else slot.view(flat)
+        weight = read_truth(slot, opened)
         yield slot.name, {"weight": weight.clone(memory_format=torch.preserve_format), **states.pop(slot, {})}
-    engine.homes.close_range(group, kind, flat, store=False)
+    close_weights(engine.homes, group, opened, store=False)
 
 
 def _import_group(engine: Offload, group: Group, read: Callable[[str], ParameterState], *, with_states: bool) -> None:
     found = {slot: _checked(slot.name, slot.shape, read(slot.name)) for slot in group.slots}
-    weight = engine.homes.open(group, "weight", load=False)
-    master = engine.homes.open(group, "master", load=False) if (group, "master") in engine.homes else None
+    opened = open_weights(engine.homes, group, load=False)
     for slot, state in found.items():
-        copy_in(slot, state["weight"], weight, master)
-    engine.homes.close_range(group, "weight", weight, store=True)
-    if master is not None:
-        engine.homes.close_range(group, "master", master, store=True)
+        write_truth(slot, state["weight"], opened)
+    close_weights(engine.homes, group, opened, store=True)
     if with_states:
         write_slot_states(engine, group, {slot: state for slot, state in found.items() if "step" in state})
 

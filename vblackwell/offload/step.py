@@ -5,11 +5,14 @@ group alone (`settle`). With ``update_in_backward`` a group whose gradient is co
 speculation that the step will come, will not clip and will use today's hyperparameters. What it overwrote is kept until
 `step()` confirms. Any sign of the opposite (a new forward, a late gradient, somebody reading the weights, a norm over
 the limit) takes the group back to what it was, and the update is done exactly at the step.
+
+Each group is updated in one of two places, decided when the model was offloaded: on level 0 (`Level0Updates`), or by the worker on
+the ranges at home (`Updater`). The arithmetic is the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -19,7 +22,9 @@ import torch
 from vblackwell.errors import InsufficientMemory
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.stack import Reservation
+from vblackwell.offload.departure import Claim, Leaving
 from vblackwell.offload.groups import Group, Slot
+from vblackwell.offload.level0_updates import Level0Updates, same_jobs
 from vblackwell.offload.update import Hyper, Job, Undo, Updater
 
 if TYPE_CHECKING:
@@ -30,6 +35,7 @@ class UpdateSource(Protocol):
     """What the step control asks of the optimizer."""
 
     update_in_backward: bool
+    undo: bool
     accumulation_steps: int
     max_grad_norm: float | None
 
@@ -40,6 +46,11 @@ class UpdateSource(Protocol):
     def let_go(self, engine: Offload, device: torch.device) -> None:
         """The model leaves the stack: keep its states as plain ones, on ``device``."""
         ...
+
+
+def is_final(source: UpdateSource) -> bool:
+    """Whether updates behind the backward have no way back, so that gradients of groups on level 0 never go home."""
+    return source.update_in_backward and not source.undo and source.accumulation_steps == 1
 
 
 @dataclass(eq=False)
@@ -54,8 +65,9 @@ class Speculation:
 class StepControl:
     """Pending and speculative updates of one model."""
 
-    def __init__(self, engine: Offload) -> None:
+    def __init__(self, engine: Offload, level0: Level0Updates | None) -> None:
         self._engine = engine
+        self._level0 = level0
         self._updater = Updater(engine.homes)
         self._updating: list[Future[None] | None] = [None] * len(engine.groups)
         self._speculated: dict[int, Speculation] = {}
@@ -80,29 +92,72 @@ class StepControl:
 
     def before_gradient(self, group: Group) -> None:
         """More gradient for ``group``: if it was thought complete, that was wrong."""
-        if group.index in self._speculated:
-            self._roll_back(group)
+        self._undo(group)
+        if self._level0 is not None:
+            self._level0.look_ahead()
+
+    def departing(self, leaving: Leaving, adding: bool) -> Claim | None:
+        """A group's gradient is about to leave level 0: measure it there, and update from it if that was asked for and is possible.
+
+        Args:
+            adding: it will be added to a gradient at home.
+        """
+        source, group = self.source, leaving.group
+        if source is None:
+            return None
+        if source.max_grad_norm is not None and leaving.buffer.is_cuda and not adding:
+            self._engine.gradients.measure_on_level0(leaving)
+        if self._level0 is None or group not in self._level0 or adding or not self._may_anticipate(group):
+            return None
+        final = not source.undo
+        end = self._level0.anticipate(group, self.jobs(group), leaving.buffer, source.undo)
+        return None if end is None else Claim(end.computed, final)
+
+    def _may_anticipate(self, group: Group) -> bool:
+        """Whether the group's gradient is whole and its step is expected to be as announced."""
+        source = self.source
+        assert source is not None
+        if not source.update_in_backward or self._forwards < source.accumulation_steps:
+            return False
+        if self._clipped and self.follow_clipping:
+            return False
+        gradients = self._engine.gradients
+        return all(gradients.has(slot) for slot in group.trainable()) and not self._engine.weights.is_pinned(group)
 
     def gradient_arrived(self, group: Group) -> None:
         """The group's gradient is under way; update behind it if that was asked for and is possible."""
         source = self.source
         if source is None:
             return
-        if source.max_grad_norm is not None and self._forwards >= source.accumulation_steps:
-            self._engine.worker.submit(self._engine.gradients.measure, group)
-        if not source.update_in_backward or self._forwards < source.accumulation_steps:
-            return
         gradients = self._engine.gradients
-        if self._clipped and self.follow_clipping:
-            return
-        if all(gradients.has(slot) for slot in group.trainable()) and not self._engine.weights.is_pinned(group):
+        if (
+            source.max_grad_norm is not None
+            and self._forwards >= source.accumulation_steps
+            and not gradients.is_measured(group)
+        ):
+            self._engine.worker.submit(gradients.measure, group)
+        if (self._level0 is None or group not in self._level0) and self._may_anticipate(group):
             self._speculate(group)
 
     def settle(self, group: Group) -> None:
-        """Return when the group's home bytes are those of the last `step`."""
+        """Return when the group's home bytes are those of the last `step`, for the host and for loads."""
+        self._undo(group)
+        self._wait(group)
+        if self._level0 is not None:
+            self._level0.wait(group)
+
+    def settle_loads(self, group: Group) -> None:
+        """Return when weights that are loaded from now on will be those of the last `step`."""
+        self._undo(group)
+        self._wait(group)
+        if self._level0 is not None:
+            self._level0.order_loads(group)
+
+    def _undo(self, group: Group) -> None:
         if group.index in self._speculated:
             self._roll_back(group)
-        self._wait(group)
+        if self._level0 is not None and self._level0.is_anticipated(group):
+            self._level0.roll_back(group)
 
     def _wait(self, group: Group) -> None:
         future = self._updating[group.index]
@@ -112,6 +167,8 @@ class StepControl:
 
     def is_updating(self, group: Group) -> bool:
         """Whether `settle` would wait, or undo something."""
+        if self._level0 is not None and (self._level0.is_anticipated(group) or self._level0.is_under_way(group)):
+            return True
         future = self._updating[group.index]
         return group.index in self._speculated or (
             future is not None and (not future.done() or future.exception() is not None)
@@ -141,6 +198,8 @@ class StepControl:
         """Undo every update whose step has not come."""
         for index in list(self._speculated):
             self._roll_back(self._engine.groups[index])
+        if self._level0 is not None:
+            self._level0.roll_back_all()
 
     def _roll_back(self, group: Group) -> None:
         speculation = self._speculated.pop(group.index)
@@ -169,7 +228,8 @@ class StepControl:
         """Let every gradient arrive and be measured."""
         self._engine.gradients.finish_backward()
         for group in self._engine.groups:
-            self._engine.worker.submit(self._engine.gradients.measure, group)
+            if not self._engine.gradients.is_measured(group):
+                self._engine.worker.submit(self._engine.gradients.measure, group)
         self._engine.worker.drain()
 
     def promise(self, wanted: Callable[[Slot], bool], factor: torch.Tensor | None) -> None:
@@ -177,15 +237,22 @@ class StepControl:
         self._engine.gradients.finish_backward()
         for group in self._engine.groups:
             jobs = self.jobs(group, wanted)
+            if self._level0 is not None and group in self._level0:
+                confirmed = self._level0.is_anticipated(group) and self._level0.confirm(group, jobs, factor)
+                if jobs and not confirmed:
+                    self._level0.update(group, jobs, factor)
+                continue
             speculation = self._speculated.get(group.index)
             if speculation is not None:
-                if factor is None and _same(speculation.jobs, jobs):
+                if factor is None and same_jobs(speculation.jobs, jobs):
                     del self._speculated[group.index]
                     self._engine.worker.submit(self._drop, speculation)
                     continue
                 self._roll_back(group)
             if jobs:
                 self._queue(group, jobs, factor, None)
+        if self._level0 is not None:
+            self._level0.end_step()
         self._forwards = 0
         self._clipped = factor is not None
 
@@ -210,8 +277,3 @@ class StepControl:
         self._updater.update(group, jobs, gradients.kind_at_home(group), factor, undo)
         if factor is not None:
             gradients.forget_norms(group)
-
-
-def _same(left: Sequence[Job], right: Sequence[Job]) -> bool:
-    """Whether two lists update the same parameters with the same numbers."""
-    return [(job.slot, job.hyper) for job in left] == [(job.slot, job.hyper) for job in right]

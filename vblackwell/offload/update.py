@@ -17,6 +17,7 @@ import torch
 
 from vblackwell.offload.groups import Group, Slot
 from vblackwell.offload.home import Homes
+from vblackwell.offload.masters import round_from_fp32
 
 # Elements. A multiple of 16, or torch's vectorised AdamW rounds differently; large enough that the calls do not show, small
 # enough that what one operation wrote is in cache for the next.
@@ -59,27 +60,13 @@ def fused_adamw(
     )  # fmt: skip
 
 
-def round_from_fp32(source: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor | None = None) -> None:
-    """``out`` = ``source`` rounded to nearest: ties away from zero for bf16, torch's own conversion (ties to even) otherwise.
-
-    Adding 0x8000 to the bits of a finite fp32 and cutting the low half rounds its magnitude; a carry moves into the
-    exponent as it should, and past the largest bf16 gives infinity. Both are dense and of
-    one layout; ``scratch`` is int32 of at least their length.
-    """
-    if out.dtype != torch.bfloat16:
-        out.copy_(source)
-        return
-    source, out = in_memory_order(source), in_memory_order(out)
-    if scratch is None:
-        scratch = torch.empty(source.shape, dtype=torch.int32, device=source.device)
-    # int32 wraps only for NaN patterns, which never get here: non-finite gradients are not applied.
-    bits = torch.add(source.view(torch.int32), 0x8000, out=scratch[: source.numel()])
-    out.view(torch.int16).copy_(bits.view(torch.int16)[1::2])  # the high halves, on a little-endian machine
-
-
-def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor as one dimension, whatever the order of its strides."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+def update_master(
+    master: torch.Tensor, weight: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, gradient: torch.Tensor,
+    step: torch.Tensor, hyper: Hyper,
+) -> None:  # fmt: skip
+    """One AdamW step on a whole fp32 master, all flat; the compute weight is then that, rounded."""
+    fused_adamw([master], [gradient], [exp_avg], [exp_avg_sq], [step], hyper)
+    round_from_fp32(master, weight)
 
 
 class Undo:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from vblackwell.errors import InsufficientMemory, StaleTensor, VBError
+from vblackwell.memory.entry import USE_COUNT
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.stack import Reservation, VGPUStack
 from vblackwell.offload.groups import Group
@@ -41,6 +42,8 @@ class Loaded:
     storage_key: int
     arrived: bool = False
     pins: int = 0
+    own_count: int | None = None  # of its storage, while nobody else holds it
+    provisional: bool = False  # these are the weights after a step that has not come yet
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,9 @@ class WeightStreamer:
         self.trace.use(group.index)
         again, self._latest = self._latest is group, group
         loaded = self._loaded.get(group.index)
+        if loaded is not None and loaded.provisional:
+            self._settle(group)
+            loaded = self._loaded.get(group.index)
         if loaded is None:
             self._stack.count_miss(self._homes.range(group, "weight").level)
             loaded = self._load(group)
@@ -140,6 +146,8 @@ class WeightStreamer:
         # It is remembered until the home bytes change (`last_load`); the buffer's memory must not live as long. Its next
         # use is ordered behind the copy, because the stream that frees it has just waited.
         loaded.transfer.let_go()
+        if loaded.own_count is None:
+            loaded.own_count = USE_COUNT(loaded.storage_key)
 
     def wait_for(self, transfer: Transfer) -> None:
         """Let what computes next on level 0 see the transfer's bytes; what that costs is counted as stall."""
@@ -269,6 +277,35 @@ class WeightStreamer:
         if loaded is not None:
             if loaded.pins:
                 raise StaleTensor(f"group {group.name!r} would be updated while its forward runs")
+            self._drop(loaded)
+
+    def lend(self, group: Group) -> Loaded | None:
+        """The group's loaded bytes, to be changed in place, kept until `returned`; None if they are not there or not ours alone."""
+        loaded = self._loaded.get(group.index)
+        if loaded is None or loaded.pins or not loaded.arrived or USE_COUNT(loaded.storage_key) != loaded.own_count:
+            return None
+        loaded.pins += 1
+        return loaded
+
+    def renew(self, loaded: Loaded, end: Transfer) -> None:
+        """Lent bytes are the group's next version when ``end`` is over, and if its step comes (`confirm`)."""
+        self._versions[loaded.group.index] += 1
+        loaded.transfer, loaded.arrived, loaded.provisional = end, False, True
+
+    def confirm(self, group: Group) -> None:
+        """The step has come."""
+        loaded = self._loaded.get(group.index)
+        if loaded is not None:
+            loaded.provisional = False
+
+    def returned(self, loaded: Loaded) -> None:
+        """End of `lend`: the bytes are at home too."""
+        loaded.pins -= 1
+
+    def discard(self, group: Group) -> None:
+        """What is loaded is not what the group is: drop it."""
+        loaded = self._loaded.get(group.index)
+        if loaded is not None:
             self._drop(loaded)
 
     def version(self, group: Group) -> int:

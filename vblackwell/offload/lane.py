@@ -1,0 +1,212 @@
+"""Updates on level 0: a group's optimizer states come up, AdamW runs there, and everything goes home again.
+
+Weights and gradient are on level 0 already when the update runs behind the group's backward; then only what AdamW keeps beside them
+passes through: for bf16 weights with split masters 10 bytes a parameter in and 12 out (FACTS: an update on the CPU is what makes offloaded
+training slow). An update that comes later brings weights and gradient the same way.
+
+States pass in pieces through a ring of buffers that is taken once. The order is that of three queues (in, update, out) and their
+events; the host never waits. Without a GPU the worker thread does the same piece by piece (`WorkerLane`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from vblackwell.kernels.adamw import AdamWStep, adamw_piece
+from vblackwell.memory.level import Transfer
+from vblackwell.memory.stack import Reservation, VGPUStack
+from vblackwell.memory.transfer import FutureTransfer, transfer_delay
+from vblackwell.offload.groups import Group, Slot
+from vblackwell.offload.home import Homes
+from vblackwell.offload.pieces import CUT, Piece, parts_of, pieces_of
+from vblackwell.offload.worker import Worker
+
+ALIGNMENT = 512
+WIDEST_ELEMENT = 16  # bytes of one element in a buffer at most: weight, remainder, moments, fp32 gradient
+SMALLEST_BUFFER = 3 * CUT * WIDEST_ELEMENT
+STATE_KINDS = ("remainder", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(eq=False)
+class LaneJob:
+    """One update of a group on level 0.
+
+    Attributes:
+        numbers: what to update, with AdamW's numbers; the group's other parameters go through unchanged.
+        weight: the group's flat compute weights on level 0, changed in place; None: they come from home.
+        gradient: the group's flat gradient on level 0 in compute type; None: it comes from home.
+        gradient_kind: which range at home holds it then.
+        factor: fp32 scalar that gradients are multiplied by; None for 1.
+        sources, targets: ranges that are read and written, by kind; the targets are the group's own, or take their place at the step.
+        last_load: the newest copy of the group's compute weights to level 0; what it reads is not written before it is over.
+    """
+
+    group: Group
+    numbers: dict[Slot, AdamWStep]
+    sources: dict[str, Reservation]
+    targets: dict[str, Reservation]
+    weight: torch.Tensor | None = None
+    gradient: torch.Tensor | None = None
+    gradient_kind: str = "gradient"
+    factor: torch.Tensor | None = None
+    last_load: Transfer | None = None
+
+
+@dataclass(eq=False)
+class LaneEnd:
+    """When an update is over: ``computed`` on level 0, ``stored`` in the home ranges too."""
+
+    computed: Transfer
+    stored: Transfer
+
+
+@dataclass(eq=False)
+class Buffer:
+    """One place of the ring, and how what is in it is laid out."""
+
+    memory: torch.Tensor
+    views: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def state_kinds(group: Group, homes: Homes) -> list[str]:
+    """What AdamW keeps at home beside the compute weight."""
+    return [kind for kind in STATE_KINDS if (group, kind) in homes]
+
+
+def itemsize_of(group: Group, kind: str) -> int:
+    """Bytes of one element of a range of ``kind``."""
+    return group.slots[0].dtype.itemsize if kind in ("weight", "remainder", "gradient") else 4
+
+
+def cut(flat: torch.Tensor, group: Group, kind: str, piece: Piece) -> torch.Tensor:
+    """The bytes of ``piece`` in a group's flat range of ``kind``."""
+    size = itemsize_of(group, kind)
+    return flat[piece.start * size : piece.stop * size]
+
+
+def typed(flat: torch.Tensor, group: Group, kind: str) -> torch.Tensor:
+    """Bytes of a range of ``kind`` as its elements."""
+    if kind == "remainder":
+        return flat.view(torch.int16)
+    return flat.view(group.slots[0].dtype if kind in ("weight", "gradient") else torch.float32)
+
+
+class Lane(ABC):
+    """Runs `LaneJob`s in the order of submission.
+
+    Args:
+        memory: level-0 bytes that the ring is cut from, at least `SMALLEST_BUFFER`.
+        num_buffers: places of the ring.
+    """
+
+    def __init__(self, stack: VGPUStack, homes: Homes, memory: torch.Tensor, num_buffers: int) -> None:
+        size = memory.numel() // num_buffers // ALIGNMENT * ALIGNMENT
+        assert size >= SMALLEST_BUFFER, (memory.numel(), num_buffers)
+        self._stack = stack
+        self._homes = homes
+        self._ring = [Buffer(memory[index * size : (index + 1) * size]) for index in range(num_buffers)]
+
+    @abstractmethod
+    def submit(self, job: LaneJob) -> LaneEnd:
+        """Queue ``job``. What it reads on level 0 must be ordered behind the current stream; it may be freed when it is ``stored``."""
+
+    def pump(self) -> None:  # noqa: B027 (optional)
+        """Bring up what the next updates will need, as far as the ring has room. Never blocks."""
+
+    def expect(self, groups: Iterable[Group]) -> None:  # noqa: B027
+        """The groups whose updates come next, in order; their states at home do not change before. Only a prediction."""
+
+    def order_loads(self, end: LaneEnd) -> None:
+        """Let weights that are loaded from now on be those that ``end`` stores."""
+        end.stored.wait()
+
+    def drain(self) -> None:  # noqa: B027
+        """Return when everything submitted is stored."""
+
+    def loads_of(self, job: LaneJob) -> list[str]:
+        """The kinds that come from home."""
+        found = state_kinds(job.group, self._homes)
+        if job.weight is None:
+            found.append("weight")
+        if job.gradient is None:
+            found.append(job.gradient_kind)
+        return found
+
+    def most_elements(self, group: Group, kinds: Sequence[str]) -> int:
+        """Elements of which all ``kinds`` fit one buffer."""
+        room = self._ring[0].memory.numel() - ALIGNMENT * len(kinds)
+        return room // sum(itemsize_of(group, kind) for kind in kinds) // CUT * CUT
+
+    @staticmethod
+    def lay_out(buffer: Buffer, group: Group, kinds: Sequence[str], piece: Piece) -> None:
+        """Give each kind its part of the buffer."""
+        start = 0
+        buffer.views = {}
+        for kind in kinds:
+            num_bytes = len(piece) * itemsize_of(group, kind)
+            buffer.views[kind] = buffer.memory[start : start + num_bytes]
+            start += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+    @staticmethod
+    def arithmetic(job: LaneJob, piece: Piece, buffer: Buffer) -> dict[str, torch.Tensor]:
+        """AdamW on one piece that has arrived; returns what is to be stored, by kind."""
+        group = job.group
+        found = dict(buffer.views)
+        if job.weight is not None:
+            found["weight"] = cut(job.weight, group, "weight", piece)
+        gradient_kind = job.gradient_kind
+        if job.gradient is not None:
+            gradient_kind = "gradient"
+            found["gradient"] = cut(job.gradient, group, "gradient", piece)
+        elements = {kind: typed(flat, group, kind) for kind, flat in found.items()}
+        for slot, start, stop in parts_of(group, piece):
+            if slot not in job.numbers:
+                continue
+            part = {kind: values[start - piece.start : stop - piece.start] for kind, values in elements.items()}
+            adamw_piece(
+                part["weight"], part.get("remainder"), part["exp_avg"], part["exp_avg_sq"], part[gradient_kind],
+                job.numbers[slot], factor=job.factor,
+            )  # fmt: skip
+        del found[gradient_kind]
+        return found
+
+
+class WorkerLane(Lane):
+    """Level 0 is RAM: the worker thread copies and computes, in the order of its other tasks."""
+
+    def __init__(self, stack: VGPUStack, homes: Homes, memory: torch.Tensor, num_buffers: int, worker: Worker) -> None:
+        super().__init__(stack, homes, memory, num_buffers)
+        self._worker = worker
+
+    def submit(self, job: LaneJob) -> LaneEnd:
+        future: Future[None] = self._worker.submit(self._run, job)
+        transfer = FutureTransfer([future])
+        return LaneEnd(transfer, transfer)
+
+    def _run(self, job: LaneJob) -> None:
+        group, homes = job.group, self._homes
+        if job.last_load is not None:
+            job.last_load.wait()
+        kinds = self.loads_of(job)
+        opened = {kind: homes.open_at(job.sources[kind], kind) for kind in kinds}
+        # A source that is staged is worked on where it is and then written to its target.
+        targets = {kind: homes.open_at(target, kind, load=False) for kind, target in job.targets.items()}
+        for piece in pieces_of(group, self.most_elements(group, kinds)):
+            buffer = self._ring[0]
+            self.lay_out(buffer, group, kinds, piece)
+            for kind in kinds:
+                self._copy(buffer.views[kind], cut(opened[kind], group, kind, piece), job.sources[kind].level, 0)
+            for kind, values in self.arithmetic(job, piece, buffer).items():
+                self._copy(cut(targets[kind], group, kind, piece), values, 0, job.targets[kind].level)
+        for kind, flat in targets.items():
+            homes.close_at(job.targets[kind], flat, store=True)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, from_level: int, to_level: int) -> None:
+        transfer_delay("thread")
+        target.copy_(source)
+        self._stack.count_link(from_level, to_level, source.numel())

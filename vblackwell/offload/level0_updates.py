@@ -1,0 +1,220 @@
+"""The groups whose AdamW runs on level 0: their lane, their speculation, and their way back.
+
+Behind a group's backward its weights and gradient are on level 0 still. The update changes the loaded weights in place, where nobody
+else holds them, so the last groups of backward are ready for the next forward without a journey home and back. What it writes at
+home goes into shadows (`shadow`) until the step confirms it, or, if the optimizer was told that every backward is followed by its
+step (``undo=False``), into the ranges themselves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from vblackwell.errors import StepAbandoned
+from vblackwell.kernels.adamw import AdamWStep
+from vblackwell.offload.groups import Group
+from vblackwell.offload.lane import Lane, LaneEnd, LaneJob, state_kinds
+from vblackwell.offload.shadow import Ranges, Shadows
+from vblackwell.offload.update import Job
+
+if TYPE_CHECKING:
+    from vblackwell.offload.engine import Offload
+    from vblackwell.offload.weights import Loaded
+
+
+@dataclass(eq=False)
+class Anticipated:
+    """An update that was queued before its step. ``shadows`` is None where it is final."""
+
+    jobs: list[Job]
+    steps: list[torch.Tensor]
+    shadows: Ranges | None
+    end: LaneEnd
+
+
+class Level0Updates:
+    """Updates of one model that run on level 0."""
+
+    def __init__(self, engine: Offload, lane: Lane, groups: Sequence[Group]) -> None:
+        self._engine = engine
+        self._lane = lane
+        self._groups = set(groups)
+        self._ends: dict[int, LaneEnd] = {}
+        self._anticipated: dict[int, Anticipated] = {}
+        self._lent: deque[tuple[Loaded, LaneEnd]] = deque()
+        self._order: list[Group] = []
+        self._previous_order: list[Group] = []
+        self.shadows = Shadows(engine.homes)
+
+    def __contains__(self, group: Group) -> bool:
+        return group in self._groups
+
+    # -- before the step ---------------------------------------------------------------------------------------------
+
+    def look_ahead(self) -> None:
+        """Backward begins: bring up states in the order in which the last one needed them."""
+        if not self._order:
+            self._lane.expect(self._previous_order)
+            self._lane.pump()
+
+    def anticipate(self, group: Group, jobs: list[Job], gradient: torch.Tensor, undo: bool) -> LaneEnd | None:
+        """Update ``group`` behind its backward, from ``gradient`` on level 0; None if there is no room for a way back."""
+        engine = self._engine
+        self.sweep()
+        own = self._own_ranges(group)
+        shadows = self.shadows.take(group, own) if undo else None
+        if undo and shadows is None:
+            return None
+        steps = [job.step.clone() for job in jobs]
+        loaded = engine.weights.lend(group)
+        end = self._submit(group, jobs, own if shadows is None else shadows, loaded, gradient, None)
+        self._anticipated[group.index] = Anticipated(jobs, steps, shadows, end)
+        self._order.append(group)
+        return end
+
+    def _own_ranges(self, group: Group) -> Ranges:
+        homes = self._engine.homes
+        return {kind: homes.range(group, kind) for kind in ("weight", *state_kinds(group, homes))}
+
+    def _submit(
+        self, group: Group, jobs: Sequence[Job], targets: Ranges, loaded: Loaded | None,
+        gradient: torch.Tensor | None, factor: torch.Tensor | None,
+    ) -> LaneEnd:  # fmt: skip
+        engine = self._engine
+        if loaded is None:
+            engine.weights.invalidate(group)
+        for job in jobs:
+            job.step.add_(1)
+        kind = "gradient"
+        sources = self._own_ranges(group)
+        if gradient is None:
+            kind = engine.gradients.settled_kind(group)
+            sources[kind] = engine.homes.range(group, kind)
+        end = self._lane.submit(
+            LaneJob(
+                group=group,
+                numbers={job.slot: AdamWStep(**vars(job.hyper), step=int(job.step)) for job in jobs},
+                sources=sources,
+                targets=dict(targets),
+                weight=None if loaded is None else loaded.buffer,
+                gradient=gradient,
+                gradient_kind=kind,
+                factor=None if factor is None else factor.to(engine.device),
+                last_load=engine.weights.last_load(group),
+            )
+        )
+        self._ends[group.index] = end
+        if loaded is not None:
+            engine.weights.renew(loaded, end.computed)
+            self._lent.append((loaded, end))
+        return end
+
+    def sweep(self) -> None:
+        """Let weights go whose updates are stored, without waiting."""
+        while self._lent and self._lent[0][1].stored.done():
+            self.make_room()
+
+    def make_room(self) -> bool:
+        """Wait for the oldest update that holds weights on level 0; False if there is none."""
+        if not self._lent:
+            return False
+        loaded, end = self._lent.popleft()
+        try:
+            end.stored.wait()
+        finally:
+            self._engine.weights.returned(loaded)
+        return True
+
+    # -- at the step -------------------------------------------------------------------------------------------------
+
+    def is_anticipated(self, group: Group) -> bool:
+        return group.index in self._anticipated
+
+    def confirm(self, group: Group, jobs: list[Job], factor: torch.Tensor | None) -> bool:
+        """The step has come. Whether the update that was anticipated is the one that it asks for; if not, it is undone.
+
+        Raises:
+            StepAbandoned: it is not, and it was final.
+        """
+        anticipated = self._anticipated[group.index]
+        if factor is not None or not same_jobs(anticipated.jobs, jobs):
+            self.roll_back(group)
+            return False
+        del self._anticipated[group.index]
+        self._engine.weights.confirm(group)
+        if anticipated.shadows is not None:
+            self.shadows.confirm(group, anticipated.shadows)
+        return True
+
+    def update(self, group: Group, jobs: list[Job], factor: torch.Tensor | None) -> None:
+        """The step's update of a group that was not anticipated: everything comes from home."""
+        self._submit(group, jobs, self._own_ranges(group), None, None, factor)
+
+    def end_step(self) -> None:
+        """The step has been queued; the next backward is expected to go as this one did."""
+        if self._order:
+            self._previous_order, self._order = self._order, []
+
+    def roll_back(self, group: Group) -> None:
+        """Make everything what it was before `anticipate`.
+
+        Raises:
+            StepAbandoned: the update was final.
+        """
+        anticipated = self._anticipated.pop(group.index)
+        self._order = []
+        if anticipated.shadows is None:
+            self._anticipated.clear()
+            raise StepAbandoned(
+                f"{group.name!r} of {self._engine.name!r} was updated behind its backward, and with undo=False that is final, but the step "
+                "did not come as announced (a second backward, changed hyperparameters, or zero_grad() before step()): reload the last "
+                "checkpoint, and use undo=True"
+            )
+        self.wait(group)
+        while any(loaded.group is group for loaded, _ in self._lent):
+            self.make_room()
+        self._engine.weights.discard(group)
+        self._engine.weights.revert(group)
+        self.shadows.give_back(anticipated.shadows)
+        for job, step in zip(anticipated.jobs, anticipated.steps, strict=True):
+            job.step.copy_(step)
+
+    def roll_back_all(self) -> None:
+        for index in list(self._anticipated):
+            if index in self._anticipated:
+                self.roll_back(self._engine.groups[index])
+
+    # -- whoever needs a group ---------------------------------------------------------------------------------------
+
+    def order_loads(self, group: Group) -> None:
+        """Weights that are loaded from now on are those after the group's last update."""
+        end = self._ends.get(group.index)
+        if end is not None:
+            self._lane.order_loads(end)
+
+    def wait(self, group: Group) -> None:
+        """Return when the group's last update is at home."""
+        end = self._ends.pop(group.index, None)
+        if end is not None:
+            end.stored.wait()
+
+    def is_under_way(self, group: Group) -> bool:
+        end = self._ends.get(group.index)
+        return end is not None and not end.stored.done()
+
+    def drain(self) -> None:
+        """Return when all updates are at home."""
+        self._lane.drain()
+        for group in self._groups:
+            self.wait(group)
+        self.sweep()
+
+
+def same_jobs(left: Sequence[Job], right: Sequence[Job]) -> bool:
+    """Whether two lists update the same parameters with the same numbers."""
+    return [(job.slot, job.hyper) for job in left] == [(job.slot, job.hyper) for job in right]

@@ -1,0 +1,103 @@
+"""The fp32 truth of compute weights that are narrower, and how it is read and written.
+
+Two forms. *whole*: an fp32 range beside the compute weights. *split*, for bf16 alone: the weight is the truth rounded to nearest
+with ties away from zero, ``(bits + 0x8000) >> 16``, and a signed 16-bit remainder holds the rest, so that
+``bits(truth) = (bits(weight) << 16) + remainder`` exactly. (Ties to even would need a 17th bit.) Split, weight and truth together take
+4 bytes an element instead of 6, and an update on the GPU brings only the 2 of the remainder.
+
+Both forms are worked on through ``opened``: the group's ranges at home by kind, as `open_weights` gives them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vblackwell.offload.groups import Group, Slot
+from vblackwell.offload.home import Homes
+
+FORMS = ("master", "remainder")
+Opened = dict[str, torch.Tensor]
+
+
+def needs_master(group: Group) -> bool:
+    """Whether some compute weight of ``group`` is narrower than the fp32 in which it is updated."""
+    return any(slot.dtype.is_floating_point and slot.dtype != torch.float32 for slot in group.slots)
+
+
+def round_from_fp32(source: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor | None = None) -> None:
+    """``out`` = ``source`` rounded to nearest: ties away from zero for bf16, torch's own conversion (ties to even) otherwise.
+
+    Adding 0x8000 to the bits of a finite fp32 and cutting the low half rounds its magnitude; a carry moves into the
+    exponent as it should, and past the largest bf16 gives infinity. Both are dense and of
+    one layout; ``scratch`` is int32 of at least their length.
+    """
+    if out.dtype != torch.bfloat16:
+        out.copy_(source)
+        return
+    source, out = in_memory_order(source), in_memory_order(out)
+    if scratch is None:
+        scratch = torch.empty(source.shape, dtype=torch.int32, device=source.device)
+    # int32 wraps only for NaN patterns, which never get here: non-finite gradients are not applied.
+    bits = torch.add(source.view(torch.int32), 0x8000, out=scratch[: source.numel()])
+    out.view(torch.int16).copy_(bits.view(torch.int16)[1::2])  # the high halves, on a little-endian machine
+
+
+def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor as one dimension, whatever the order of its strides."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """The fp32 truth of a split master, in memory of its own. Both are flat, bf16 and int16."""
+    bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(remainder)
+    return bits.view(torch.float32)
+
+
+def split(truth: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
+    """The reverse of `join`: writes both halves of the flat fp32 ``truth``."""
+    round_from_fp32(truth, weight)
+    high = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+    remainder.copy_(truth.view(torch.int32) - high)  # within 16 bits, by how the weight was rounded
+
+
+def open_weights(homes: Homes, group: Group, *, load: bool = True) -> Opened:
+    """The compute weights of ``group`` at home and what completes them to the truth (worker thread, as `Homes.open`)."""
+    kinds = [kind for kind in ("weight", *FORMS) if (group, kind) in homes]
+    return {kind: homes.open(group, kind, load=load) for kind in kinds}
+
+
+def close_weights(homes: Homes, group: Group, opened: Opened, *, store: bool) -> None:
+    """End of `open_weights`."""
+    for kind, flat in opened.items():
+        homes.close_range(group, kind, flat, store=store)
+
+
+def read_truth(slot: Slot, opened: Opened) -> torch.Tensor:
+    """The parameter at full precision, in its own shape and stride; an alias of ``opened`` unless the master is split."""
+    if slot.dtype.is_floating_point and "master" in opened:
+        return slot.view_fp32(opened["master"])
+    if slot.dtype == torch.bfloat16 and "remainder" in opened:
+        return join(slot.flat(opened["weight"]), slot.flat(opened["remainder"], torch.int16)).as_strided(
+            slot.shape, slot.stride
+        )
+    return slot.view(opened["weight"])
+
+
+@torch.no_grad()
+def write_truth(slot: Slot, source: torch.Tensor, opened: Opened) -> None:
+    """Make the parameter ``source`` (its shape, any float type), in all forms that ``opened`` has."""
+    weight = opened["weight"]
+    if slot.dtype.is_floating_point and "master" in opened:
+        slot.view_fp32(opened["master"]).copy_(source)
+    split_too = slot.dtype == torch.bfloat16 and "remainder" in opened
+    if source.dtype == slot.dtype:
+        slot.view(weight).copy_(source)
+        if split_too:
+            slot.flat(opened["remainder"], torch.int16).zero_()
+        return
+    wide = torch.empty_strided(slot.shape, slot.stride, dtype=torch.float32, device=weight.device)
+    wide = in_memory_order(wide.copy_(source))
+    if split_too:
+        split(wide, slot.flat(weight), slot.flat(opened["remainder"], torch.int16))
+    else:
+        round_from_fp32(wide, slot.flat(weight))

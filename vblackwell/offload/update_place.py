@@ -1,0 +1,88 @@
+"""Where each group's AdamW runs, and the level-0 memory that updates there pass through.
+
+On a GPU, level 0: a CPU's update is what makes offloaded training slow (FACTS.md), while the states of a group pass the link in less
+time than its backward takes. A share can stay at home, where the worker updates groups that finish backward first while the link
+serves the others. Without a GPU, level 0 is RAM like the levels below, and the states would only be copied to and fro.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from vblackwell.errors import ConfigurationError, InsufficientMemory
+from vblackwell.offload.groups import Group
+from vblackwell.offload.lane import SMALLEST_BUFFER
+from vblackwell.offload.pieces import num_elements
+from vblackwell.units import MiB, format_bytes
+
+PLACES = ("auto", "level0", "home")
+# The ring holds one group's states and half of the next: what comes in while a group computes, and what is on its way out.
+RING_GROUPS = 1.5
+RING_SHARE = 0.25  # of level 0 at most
+BUFFER_BYTES = 96 * MiB  # copies of 4 MiB and more run at the link's rate; a buffer holds three or four
+MOST_BUFFERS = 24
+
+
+def check_update(update: str | float) -> None:
+    """Refuse what is neither a place nor a share.
+
+    Raises:
+        ConfigurationError: with what is allowed.
+    """
+    if isinstance(update, str) and update not in PLACES:
+        raise ConfigurationError(f"update {update!r} is none of {', '.join(PLACES)}, nor a share between 0 and 1")
+    if not isinstance(update, str) and not 0 <= update <= 1:
+        raise ConfigurationError(f"update {update} is no share of the parameters to update at home: give 0 to 1")
+
+
+def groups_on_level0(groups: Iterable[Group], update: str | float, device: torch.device) -> list[Group]:
+    """The groups of ``groups`` (in the order of the forward) that are updated on level 0.
+
+    Args:
+        update: 'level0', 'home', 'auto', or the share of the parameters that is updated at home: the last groups of the forward, whose
+            backward is over first, so that the worker has the rest of backward and the next forward for them.
+    """
+    if update == "auto":
+        update = "level0" if device.type == "cuda" else "home"
+    able = [group for group in groups if group.trainable() and _can_update_on_level0(group)]
+    if isinstance(update, str):
+        return able if update == "level0" else []
+    left = update * sum(num_elements(group) for group in able)
+    for group in reversed(able):
+        if left < num_elements(group) / 2:
+            break
+        left -= num_elements(group)
+        able.remove(group)
+    return able
+
+
+def _can_update_on_level0(group: Group) -> bool:
+    """One compute type, fp32 or bf16 with a split master; others are updated at home."""
+    return group.uniform and group.slots[0].dtype in (torch.float32, torch.bfloat16)
+
+
+def ring_bytes(groups: Iterable[Group], free_bytes: int) -> int:
+    """What the ring for ``groups`` may take of ``free_bytes`` on level 0.
+
+    Raises:
+        InsufficientMemory: not even the smallest buffer fits.
+    """
+    largest = max(num_elements(group) * (10 if group.slots[0].dtype.itemsize == 2 else 8) for group in groups)
+    wanted = max(2 * SMALLEST_BUFFER, int(RING_GROUPS * largest))
+    found = min(wanted, int(free_bytes * RING_SHARE)) // 512 * 512
+    if found < SMALLEST_BUFFER:
+        raise InsufficientMemory(
+            f"updates on level 0 pass through {format_bytes(SMALLEST_BUFFER)} of it at least, a quarter of the {format_bytes(free_bytes)} "
+            "that are free is less: raise fast_memory (the capacity of level 0), or use update='home'",
+            needed_bytes=int(SMALLEST_BUFFER / RING_SHARE),
+            available_bytes=free_bytes,
+        )
+    return found
+
+
+def num_buffers(total_bytes: int) -> int:
+    """Into how many buffers a ring of ``total_bytes`` is cut."""
+    wanted = max(total_bytes // BUFFER_BYTES, 8)
+    return max(1, min(MOST_BUFFERS, wanted, total_bytes // SMALLEST_BUFFER))
