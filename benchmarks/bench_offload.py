@@ -54,7 +54,7 @@ def names(text: str) -> list[str]:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--systems", type=names, default=[s for s in SYSTEMS if s != "enabled"], help=", ".join(SYSTEMS)
     )

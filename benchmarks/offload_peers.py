@@ -26,12 +26,13 @@ def _fresh_rotary(model: Any, device: torch.device) -> None:
 
 def build_fsdp2(case: Case, device: torch.device) -> System:
     """A shard group a block and one for the rest, in a world of one."""
+    from torch._C._distributed_c10d import HashStore
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import DTensor
 
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # gloo: the norm of gradients in host memory
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     settings: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (1,)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
@@ -77,7 +78,7 @@ def build_deepspeed(case: Case, device: torch.device) -> System:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    import deepspeed
+    import deepspeed  # pyright: ignore[reportMissingImports]
 
     home = {"device": "cpu", "pin_memory": device.type == "cuda"}
     settings = {

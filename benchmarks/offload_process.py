@@ -84,6 +84,8 @@ def run_system(case: Case, limit_seconds: float, tell: Callable[[str], None]) ->
     finally:
         _end(process)
         reader.join()
+        assert process.stdout is not None
+        process.stdout.close()
     return _outcome(case, listener, process.returncode, limit_seconds if late else None, tell)
 
 

@@ -111,13 +111,13 @@ def draw(
     title = f"{shape.num_parameters / 1e9:.2f} B parameters, {about.get('gpu', '')}, torch {about.get('torch', '')}"
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        import matplotlib
+        import matplotlib  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
         target = path.with_suffix(".svg")
         target.write_text(svg(found, title))
         return target
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
     figure, axes = pyplot.subplots(figsize=(7.5, 4.5), dpi=150)
     for label, colour, points, measured in found:

@@ -83,7 +83,7 @@ def hf_config(shape: Shape, seq: int) -> Any:
         rms_norm_eps=1e-5,
         tie_word_embeddings=False,
         use_cache=False,
-        attn_implementation="sdpa",
+        attn_implementation="sdpa",  # pyright: ignore[reportCallIssue]
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )
 

@@ -1,0 +1,245 @@
+"""The comparison of offloaded training: the same training for every system, honest rows for what fails, readable traces."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("bench_offload")
+
+
+def words(folder: Path, *more: str) -> list[str]:
+    start = "--shape tiny --device cpu --seq 32 --batch 2 --warmup 1 --steps 2 --cap 512KiB --host-memory 64MiB"
+    return [*start.split(" "), "--csv", str(folder / "rows.csv"), *more]
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "rows.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_all_of_ours_train_the_same(bench, tmp_path, capsys):
+    """Three processes on the CPU: plain, all resident, and streamed through an arena of a sixth of its state."""
+    results = bench.main(words(tmp_path, "--systems", "plain,resident,streamed", "--max-grad-norm", "1.0"))
+    said = capsys.readouterr().out
+    assert [(result.system, result.status) for result in results] == [
+        ("plain", "ok"), ("resident", "ok"), ("streamed", "ok")
+    ], said  # fmt: skip
+    plain, resident, streamed = results
+    assert resident.losses == streamed.losses, "where bytes live changes no bit on the CPU"
+    # transformers multiplies under autocast, ours by bf16 weights: other roundings of activations, 2^-8 of differences of
+    # logits that are themselves below 0.1 at these weights.
+    assert plain.losses == pytest.approx(resident.losses, abs=2e-3)
+    assert resident.clipped_share == 1.0 and len(resident.grad_norms) == 3
+    assert streamed.level0_peak <= 512 * 1024 < resident.level0_peak
+    assert streamed.link_bytes["cpu>arena"] > 0 and streamed.link_bytes["arena>cpu"] > 0
+    assert all(result.tokens_per_second > 0 and len(result.step_seconds) == 2 for result in results)
+    assert all(result.host_rss > 2**26 and result.first_step_seconds > 0 for result in results)
+    written = rows(tmp_path)
+    assert [row["system"] for row in written] == ["plain", "resident", "streamed"]
+    assert [float(loss) for loss in written[2]["losses"].split()] == streamed.losses
+    assert written[0]["parameters"] == "221760" and written[0]["torch"] and written[0]["date"]
+    assert "streamed, tokens/s over plain" in said and "bitwise equal" in said
+
+
+def test_a_failure_and_a_late_system_are_rows(bench, tmp_path, capsys):
+    """A cap that no layer group fits, and a limit that no import meets; the second system runs all the same."""
+    results = bench.main(words(tmp_path, "--systems", "streamed", "--cap", "16KiB"))
+    results += bench.main(words(tmp_path, "--systems", "resident", "--limit", "0.3"))
+    assert results[0].status == "failed" and results[0].error.startswith("InsufficientMemory")
+    assert results[1].status == "not up in 0 s" and results[1].tokens_per_second is None
+    assert [row["status"] for row in rows(tmp_path)] == ["failed", "not up in 0 s"]
+    assert "InsufficientMemory" in capsys.readouterr().out
+
+
+def test_the_data_are_the_chain_they_say(bench):
+    from offload_data import drawn, next_tokens, token_batches
+
+    tokens = token_batches(32000, 4, 256, 3, seed=1)
+    assert tokens.shape == (3, 4, 256) and torch.equal(tokens, token_batches(32000, 4, 256, 3, seed=1))
+    followers: dict[int, set[int]] = {}
+    for here, there in zip(tokens[..., :-1].flatten().tolist(), tokens[..., 1:].flatten().tolist(), strict=True):
+        followers.setdefault(here, set()).add(there)
+    assert len(followers) > 500 and max(len(each) for each in followers.values()) <= 4
+    targets = next_tokens(tokens[0])
+    assert torch.equal(targets[:, :-1], tokens[0, :, 1:]) and (targets[:, -1] == -100).all()
+    weight = drawn("model.layers.0.mlp.down_proj.weight", torch.Size((256, 256)), 8, 0, torch.device("cpu"))
+    assert weight.std().item() == pytest.approx(0.02 / 4, rel=0.02)  # 65,536 draws: 0.3 % is one standard error
+
+
+def test_recipes_and_cases_travel(bench):
+    from offload_case import Case, Recipe
+
+    recipe = Recipe.parse("update=level0,undo=false,loss_chunk_tokens=1024")
+    assert recipe == Recipe("level0", False, True, 1024)
+    case = Case("streamed", recipe=recipe, sweep_tokens=(2048, 4096), max_grad_norm=1.0)
+    assert Case.from_json(case.to_json()) == case
+    for wrong in ("updates=home", "undo=no", "update"):
+        with pytest.raises(ValueError):
+            Recipe.parse(wrong)
+    with pytest.raises(ValueError):
+        Case("megatron")
+
+
+def test_ratios_know_floor_and_aim(bench):
+    from offload_case import Result
+    from offload_report import ratio_lines
+
+    def result(system: str, speed: float, reserved: int, losses: list[float]) -> Result:
+        return Result(system, tokens=1, tokens_per_second=speed, peak_reserved=reserved, losses=losses)
+
+    ran = [result("plain", 100, 70, [1.0]), result("resident", 120, 60, [2.0]), result("streamed", 96, 10, [2.5])]
+    found = {line[:46].strip(): line.split("  ")[-1] for line in ratio_lines(ran, {}, clipped=False)[1:]}
+    assert found["streamed, tokens/s over plain"] == "floor met"
+    assert found["streamed, tokens/s over resident"] == "MISSED"
+    assert found["resident, tokens/s over plain"] == "floor met"
+    assert found["peak reserved GPU memory, plain over streamed"] == "floor met"
+    clipped = {line[:46].strip(): line.split("  ")[-1] for line in ratio_lines(ran[::2], {}, clipped=True)[1:]}
+    assert clipped["streamed, tokens/s over plain"] == "floor met"
+    failed = [Result("plain", "failed"), ran[2]]
+    assert len(ratio_lines(failed, {}, clipped=False)) == 1, "no ratio to what did not run"
+
+
+def test_a_csv_grows_by_columns(bench, tmp_path):
+    from offload_report import append_csv
+
+    append_csv(tmp_path / "rows.csv", [{"a": 1}])
+    append_csv(tmp_path / "rows.csv", [{"b": 2, "a": 3}])
+    assert rows(tmp_path) == [{"a": "1", "b": ""}, {"a": "3", "b": "2"}]
+
+
+def test_the_sweep_draws_what_it_measured(bench, tmp_path):
+    """Speeds made by the model itself are off by nothing; a point half as fast is marked."""
+    import offload_sweep
+    from offload_case import SHAPES, Result
+
+    shape, flops, rates = SHAPES["2.70B"], 4e14, {"duplex_gbps": 48.0, "matmul_flops": 7.8e14}
+
+    def speed(system: str, tokens: int) -> float:
+        compute = offload_sweep.step_flops(shape, tokens, 2048) / flops
+        return tokens / (
+            compute if system == "resident" else offload_sweep.streamed_seconds(shape, tokens, 2048, flops, 48.0)
+        )
+
+    results = [
+        Result(system, tokens=tokens, tokens_per_second=speed(system, tokens) * (0.5 if tokens == 4096 else 1.0))
+        for system in ("resident", "streamed")
+        for tokens in (2048, 4096, 32768)
+    ]
+    lines = offload_sweep.sweep_lines(results, shape, rates, 2048)
+    assert [line.split()[-1] for line in lines[1:]] == ["+0.0%", "!", "+0.0%"]
+    # FACTS' arithmetic: 14 bytes a parameter at 48 GB/s hide behind about 18 k tokens at 500 TFLOP/s.
+    wait = offload_sweep.IN_BYTES * shape.num_parameters / 48e9
+    assert offload_sweep.step_flops(shape, 18_000, 2048) / 5e14 == pytest.approx(wait, rel=0.1)
+    text = offload_sweep.svg(offload_sweep.curves(results, shape, rates, 2048), "a title")
+    assert text.count("<polyline") == 4 and text.count("<circle") == 6 and "a title" in text
+
+
+# -- traces ----------------------------------------------------------------------------------------------------------------
+
+
+def event(category: str, name: str, stream: int, begin: float, length: float, num_bytes: int = 0) -> dict:
+    args = {"bytes": num_bytes} if num_bytes else {}
+    return {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": stream, "ts": begin, "dur": length, "args": args}
+
+
+def made_trace() -> dict:
+    """Two streams that copy, one that computes, one that updates; the computing one rests from 40 to 70."""
+    return {
+        "traceEvents": [
+            {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#3", "pid": 9, "tid": 9, "ts": 0, "dur": 100},
+            event("kernel", "void gemm<float>(int)", 7, 0, 40),
+            event("kernel", "void softmax<float>(int)", 7, 70, 30),
+            event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 13, 10, 50, 2_500_000),
+            event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 14, 60, 20, 1_000_000),
+            event("gpu_memset", "Memset (Device)", 14, 5, 1),
+            event("kernel", "adamw_kernel", 15, 50, 10),
+        ]
+    }
+
+
+def test_lanes_are_named_by_what_they_do():
+    from vblackwell.train.profile_lanes import name_lanes, stream_roles
+
+    trace = made_trace()
+    roles = stream_roles(trace["traceEvents"])
+    assert roles == {(0, 7): "compute", (0, 13): "host to GPU", (0, 14): "GPU to host", (0, 15): "updates"}
+    name_lanes(trace, {9: "MainThread"})
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert names[0, 13] == "host to GPU (stream 13)" and names[9, 9] == "MainThread (thread 9)"
+
+
+def test_gaps_are_found(bench, tmp_path, capsys):
+    import trace_lanes
+
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(made_trace()))
+    trace_lanes.main([str(path), "--gaps", "1"])
+    said = capsys.readouterr().out
+    assert "compute (stream 7)                           70.0%" in said
+    assert "0.030 ms at       0.0: gemm  ->  softmax" in said
+    assert "host to GPU (stream 13)" in said and "50.0" in said  # 2.5 MB in 50 us are 50 GB/s
+
+
+def traced_names(path: Path, device: torch.device, work) -> list[str]:
+    from vblackwell.train.profile import tracing
+    from vblackwell.train.profile_lanes import read_trace
+
+    with tracing(path, device, lambda text: None, skipped_steps=0, traced_steps=2) as step:
+        for _ in range(3):
+            with step():
+                work()
+    return [e["args"]["name"] for e in read_trace(path)["traceEvents"] if e.get("name") == "thread_name"]
+
+
+def test_a_trace_shows_background_threads(tmp_path):
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1, thread_name_prefix="vblackwell-test") as pool:
+        values = torch.ones(64)
+        names = traced_names(
+            tmp_path / "t.json.gz", torch.device("cpu"), lambda: pool.submit(values.add_, 1.0).result()
+        )
+    assert any(name.startswith("vblackwell-test_0 (thread") for name in names), names
+    assert threading.main_thread().name in " ".join(names)
+
+
+@pytest.mark.gpu
+def test_a_trace_names_the_streams(tmp_path, capsys):
+    from vblackwell.memory.streams import copy_streams
+
+    device = torch.device("cuda", 0)
+    a = torch.randn(2048, 2048, device=device)
+    host = torch.empty(2**24, dtype=torch.uint8, pin_memory=True)
+    there, streams = torch.empty(2**24, dtype=torch.uint8, device=device), copy_streams(device)
+
+    def work() -> None:
+        torch.mm(a, a)
+        for stream, target, source in ((streams.h2d, there, host), (streams.d2h, host, there)):
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+
+    path = tmp_path / "trace.json.gz"
+    names = traced_names(path, device, work)
+    for role in ("compute", "host to GPU", "GPU to host"):
+        assert sum(name.startswith(f"{role} (stream") for name in names) == 1, names
+    with capsys.disabled():
+        sys.path.insert(0, str(BENCHMARKS))
+        import trace_lanes
+
+        trace_lanes.main([str(path), "--gaps", "2", "--threads"])
