@@ -23,7 +23,8 @@ from vblackwell.errors import ConfigurationError, InsufficientMemory, StaleTenso
 from vblackwell.memory.stack import VGPUStack
 from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.nn.checkpoint import checkpoint
-from vblackwell.offload.activations import NEWEST, ActivationStore
+from vblackwell.offload.activations import AHEAD, NEWEST, ActivationStore
+from vblackwell.offload.boundary import Ticket
 
 CHECKPOINTING = [case for case in CASES if case.name != "mlp"]  # that one calls torch's checkpoint by itself
 WIDTH, DEPTH, TOKENS = 16, 6, 8
@@ -375,6 +376,54 @@ def test_what_every_layer_shares_stays(stack: VGPUStack, store: ActivationStore)
     assert torch.equal(run(store.forward_of()), expected)
     out, back = moved(stack)
     assert out == (DEPTH + 1) * BOUNDARY_BYTES and back == (DEPTH - NEWEST) * BOUNDARY_BYTES
+
+
+def pack_some(store: ActivationStore, count: int) -> tuple[list[torch.Tensor], list[Ticket]]:
+    """Tensors as ``count`` checkpoints would save them, and what autograd would hold."""
+    tensors = [torch.full((TOKENS, WIDTH), float(number)) for number in range(count)]
+    tickets = []
+    for tensor in tensors:
+        with store.hooks():
+            tickets.append(store.pack(tensor))
+    return tensors, tickets
+
+
+def test_what_comes_next_is_loaded_ahead(stack: VGPUStack, store: ActivationStore):
+    tensors, tickets = pack_some(store, 8)
+    loads = []
+    for tensor, ticket in reversed(list(zip(tensors, tickets, strict=True))):
+        assert torch.equal(store.unpack(ticket), tensor)
+        loads.append(moved(stack)[1] // BOUNDARY_BYTES)
+    assert AHEAD == 2 and NEWEST == 2
+    assert loads == [1, 2, 3, 4, 5, 6, 6, 6]  # the newest two are there; then always two more than were asked for
+
+
+def test_what_was_loaded_in_vain_is_let_go(stack: VGPUStack, store: ActivationStore, no_collector: None):
+    tensors, tickets = pack_some(store, 12)
+    store.unpack(tickets[9])  # loads 8 and 7
+    vain = [StorageWeakRef(tickets[number].boundary.load.flat.untyped_storage()) for number in (8, 7)]
+    for number in (2, 8):  # another way; and back, where 8 has to come again
+        assert torch.equal(store.unpack(tickets[number]), tensors[number])
+        loading = [number for number, ticket in enumerate(tickets) if ticket.boundary.load is not None]
+        assert loading == [number - 2, number - 1]
+    assert all(storage.expired() for storage in vain)
+
+
+def test_a_buffer_waits_for_the_copy_of_a_graph_that_died(stack: VGPUStack, store: ActivationStore, no_collector: None):
+    seconds = [0.3]
+    set_transfer_delay(lambda kind: time.sleep(seconds.pop() if seconds else 0))
+    try:
+        (_, tickets) = pack_some(store, 1)
+        used = stack.levels[1].used_bytes
+        del tickets  # its copy is still under way
+        tensor = torch.full((TOKENS, WIDTH), 7.0)
+        ticket = store.pack(tensor)
+        assert stack.levels[1].used_bytes == used  # the same buffer
+        pack_some(store, NEWEST)
+        time.sleep(0.4)
+        assert ticket.boundary.resident is None and torch.equal(store.unpack(ticket), tensor)
+    finally:
+        set_transfer_delay(None)
 
 
 # -- together with others ----------------------------------------------------------------------------------------------------

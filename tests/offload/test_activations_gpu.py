@@ -45,7 +45,7 @@ class WideChain(nn.Module):
 
 
 def train(model: nn.Module, store: ActivationStore | None, steps: int) -> tuple[list[torch.Tensor], int]:
-    """Losses, gradients and weights of some steps, and the peak of allocated memory over that at the start of a step."""
+    """Losses, gradients and weights of some steps, and the largest peak of allocated memory over that at a step's start."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     torch.manual_seed(1)
     seen: list[torch.Tensor] = []
@@ -59,10 +59,11 @@ def train(model: nn.Module, store: ActivationStore | None, steps: int) -> tuple[
         with contextlib.nullcontext() if store is None else store.forward_of(model):
             loss = model(x)
         loss.backward()
-        peak = max(peak, torch.cuda.max_memory_allocated() - start)
+        if step:  # the first one makes the gradients, which stay
+            peak = max(peak, torch.cuda.max_memory_allocated() - start)
         seen += [loss.detach(), *(param.grad.clone() for param in model.parameters())][: 1 if step % 5 else None]
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)
     return [*seen, *model.parameters()], peak
 
 
