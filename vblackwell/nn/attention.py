@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from vblackwell.kernels.rotary import rotary
 from vblackwell.nn.cache import KVCache
 from vblackwell.nn.decoder_config import DecoderConfig
-from vblackwell.nn.rotary import rotate
+from vblackwell.nn.plain_linear import linears_of_one_input
 
 
 class SelfAttention(nn.Module):
@@ -32,9 +33,10 @@ class SelfAttention(nn.Module):
 
     def forward(self, x_BSD: Tensor, cos_SH: Tensor, sin_SH: Tensor, cache: KVCache | None = None) -> Tensor:
         heads = (*x_BSD.shape[:2], -1, self.head_dim)
-        q_BNSH = rotate(self.q_proj(x_BSD).view(heads).transpose(1, 2), cos_SH, sin_SH)
-        k_BKTH = rotate(self.k_proj(x_BSD).view(heads).transpose(1, 2), cos_SH, sin_SH)
-        v_BKTH = self.v_proj(x_BSD).view(heads).transpose(1, 2)
+        projected = linears_of_one_input(x_BSD, self.q_proj, self.k_proj, self.v_proj)
+        # Transposed views all the way: cuDNN and flash attention read and write them as they are.
+        q_BNSH, k_BKTH, v_BKTH = (x.view(heads).transpose(1, 2) for x in projected)
+        q_BNSH, k_BKTH = rotary(q_BNSH, k_BKTH, cos_SH, sin_SH)
         if cache is not None:
             k_BKTH, v_BKTH = cache.extend(self.layer, k_BKTH, v_BKTH)
         new, known = q_BNSH.shape[2], k_BKTH.shape[2]

@@ -1,17 +1,38 @@
 """One block of the decoder: attention and SwiGLU feed-forward (Shazeer, arXiv:2002.05202), each behind an RMSNorm.
 
-``nn.RMSNorm`` rounds once, after the weight; Hugging Face's Llama rounds to the compute dtype before it too. In fp32 both
-give the same bits; in bf16 ours is the nearer to the exact value, and it runs as one fused kernel.
+On CUDA what is no matrix product runs as fused kernels (vblackwell/kernels), one pass over memory each way; on the CPU as the
+plain expressions. RMSNorm rounds once, after the weight; Hugging Face's Llama rounds to the compute dtype before it too. In fp32
+both give the same bits; in bf16 ours is the nearer to the exact value.
 """
 
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn import functional
 
+from vblackwell.kernels.rms_norm import add_rms_norm, rms_norm
+from vblackwell.kernels.swiglu import swiglu
 from vblackwell.nn.attention import SelfAttention
 from vblackwell.nn.cache import KVCache
 from vblackwell.nn.decoder_config import DecoderConfig
+from vblackwell.nn.plain_linear import linears_of_one_input
+
+
+class RMSNorm(nn.RMSNorm):
+    """``nn.RMSNorm`` over the last dimension, as one kernel each way on CUDA."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__(width, eps)
+        self.epsilon = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.epsilon)
+
+
+class AddRMSNorm(RMSNorm):
+    """``(norm(x + residual), x + residual)``."""
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return add_rms_norm(x, residual, self.weight, self.epsilon)
 
 
 class FeedForward(nn.Module):
@@ -24,7 +45,7 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        return self.down_proj(functional.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
+        return self.down_proj(swiglu(*linears_of_one_input(x_BSD, self.gate_proj, self.up_proj)))
 
 
 class DecoderLayer(nn.Module):
@@ -34,9 +55,10 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = SelfAttention(config, layer)
         self.mlp = FeedForward(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.post_attention_layernorm = AddRMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(self, x_BSD: Tensor, cos_SH: Tensor, sin_SH: Tensor, cache: KVCache | None = None) -> Tensor:
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), cos_SH, sin_SH, cache)
-        return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
+        attended_BSD = self.self_attn(self.input_layernorm(x_BSD), cos_SH, sin_SH, cache)
+        normed_BSD, x_BSD = self.post_attention_layernorm(attended_BSD, x_BSD)
+        return x_BSD + self.mlp(normed_BSD)

@@ -5,7 +5,8 @@ Names of weights and the mathematics are Hugging Face's ``LlamaForCausalLM``: in
 other from one generator, so that a model that trains offloaded begins with the bits of the resident one.
 
 With ``gradient_checkpointing`` each block keeps only its input, and head and loss run over ``loss_chunk_tokens`` tokens at a
-time: at 50,000 words the logits of a batch, not the blocks, would otherwise set the peak.
+time: at 50,000 words the logits of a batch, not the blocks, would otherwise set the peak. On CUDA head and loss are one operation
+(kernels/cross_entropy.py), always in chunks, whose logits are computed once.
 
 Legend: B batch, S sequence, T tokens (B * S), D model width, V vocabulary.
 """
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.nn.block import DecoderLayer
+from vblackwell.nn.block import DecoderLayer, RMSNorm
 from vblackwell.nn.cache import KVCache
 from vblackwell.nn.checkpoint import checkpoint
 from vblackwell.nn.decoder_config import DecoderConfig
+from vblackwell.nn.head_loss import HiddenWithTargets, takes_targets
 from vblackwell.nn.rotary import rotary_tables
 
 IGNORED_TARGET = -100
@@ -33,7 +35,7 @@ class DecoderTrunk(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
 
 class Decoder(nn.Module):
@@ -47,7 +49,7 @@ class Decoder(nn.Module):
 
     Attributes:
         gradient_checkpointing: compute blocks again in backward instead of keeping their activations.
-        loss_chunk_tokens: tokens whose logits exist at a time while ``gradient_checkpointing`` is on.
+        loss_chunk_tokens: tokens whose logits exist at a time on CUDA, elsewhere while ``gradient_checkpointing`` is on.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class Decoder(nn.Module):
                 f"a sequence of {start + length} tokens: this model's limit is {self.config.max_position}; shorten it"
             )
         x_BSD = self.model.embed_tokens(input_ids_BS)
-        tables = rotary_tables(start, length, self.config.head_size, self.config.rope_theta, x_BSD.device, x_BSD.dtype)
+        tables = rotary_tables(start, length, self.config.head_size, self.config.rope_theta, x_BSD.device)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled() and cache is None
         for layer in self.layers:
             x_BSD = checkpoint(layer, x_BSD, *tables) if recompute else layer(x_BSD, *tables, cache)
@@ -131,6 +133,9 @@ class Decoder(nn.Module):
         return self.model.norm(x_BSD)
 
     def _loss(self, hidden_TD: Tensor, targets_T: Tensor) -> Tensor:
+        if hidden_TD.is_cuda and takes_targets(self.lm_head):
+            options = {"ignore_index": IGNORED_TARGET, "chunk_tokens": self.loss_chunk_tokens}
+            return self.lm_head(HiddenWithTargets(hidden_TD, targets_T, **options))
         counted = (targets_T != IGNORED_TARGET).sum()
         if not (self.gradient_checkpointing and torch.is_grad_enabled()):
             return self._loss_sum(hidden_TD, targets_T) / counted

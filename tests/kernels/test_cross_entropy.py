@@ -1,0 +1,198 @@
+"""Linear layer and cross entropy in one."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests.kernels.fused_oracle import DEVICE, TOLERANCE, normal, poisoned, relative, results
+from vblackwell.errors import ConfigurationError
+from vblackwell.kernels import cross_entropy as module
+from vblackwell.kernels.cross_entropy import chunk_tokens_for, linear_cross_entropy
+from vblackwell.kernels.dispatch import use_backend
+
+BACKENDS = ["triton", "torch"]
+# tokens, width, vocabulary, tokens of a chunk; 4099 words are more than a program reads at once, and start rows unaligned
+SHAPES = [(1, 8, 3, 4), (11, 16, 51, 4), (12, 16, 51, 4), (5, 8, 4099, 5)]
+
+
+def case(tokens: int, width: int, words: int, dtype: torch.dtype, bias: bool = False) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    targets = torch.randint(words, (tokens,), generator=generator).to(DEVICE)
+    if tokens > 3:
+        targets[2] = -100
+    inputs = [normal(tokens, width, dtype=dtype), normal(words, width, dtype=dtype, seed=1) / width**0.5 * 3, targets]
+    return inputs + ([normal(words, dtype=dtype, seed=2)] if bias else [])
+
+
+def plain(hidden, weight, targets, bias=None, *, reduction="mean", z_loss=0.0, ignore_index=-100):
+    """What PyTorch makes of it, with logits whole."""
+    logits = functional.linear(hidden, weight, bias)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    lse = torch.logsumexp(logits, -1).square() * (targets != ignore_index)
+    loss = functional.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum") + z_loss * lse.sum()
+    return loss / (targets != ignore_index).sum() if reduction == "mean" else loss
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("bias", "z_loss", "reduction"), [(False, 0.0, "mean"), (True, 0.02, "sum")])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_against_float64(shape, bias, z_loss, reduction, dtype, backend):
+    inputs = case(*shape[:3], dtype, bias)
+    options = {"reduction": reduction, "z_loss": z_loss}
+    fused = lambda *args: linear_cross_entropy(*args, chunk_tokens=shape[3], **options)  # noqa: E731
+    with use_backend("cross_entropy", backend), poisoned():
+        got, again = results(fused, inputs), results(fused, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+    exact = results(lambda *args: plain(*args, **options), inputs, torch.float64)
+    theirs = results(lambda *args: plain(*args, **options), inputs)
+    for a, b, right in zip(got, theirs, exact, strict=True):
+        # Logits are rounded to the compute type here and there, which decides; then gradients once more, where PyTorch keeps fp32 logits.
+        assert relative(a, right) <= 1.5 * relative(b, right) + 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("words", [32000, 50257])
+def test_full_size(words, dtype):
+    test_against_float64((2048, 512, words, 768), True, 1e-4, "mean", dtype, "triton")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_token_counts(backend):
+    hidden, weight, targets = case(4, 8, 13, torch.float32)
+    inputs = [hidden, weight, torch.full_like(targets, -100)]
+    with use_backend("cross_entropy", backend), poisoned():
+        loss, *gradients = results(lambda *args: linear_cross_entropy(*args, chunk_tokens=3), inputs)
+        empty, *nothing = results(linear_cross_entropy, [hidden[:0], weight, targets[:0]])
+    assert loss == 0 and empty == 0
+    assert all(gradient.count_nonzero() == 0 for gradient in (*gradients, *nothing))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("target", [13, -1, 1 << 40])
+def test_a_target_that_is_no_word_is_no_number(target, backend):
+    inputs = case(4, 8, 13, torch.float32)
+    inputs[2][1] = target
+    with use_backend("cross_entropy", backend):
+        assert linear_cross_entropy(*inputs).isnan()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ignore_index_and_leading_shape(backend):
+    hidden, weight, targets = case(12, 8, 13, torch.float32)
+    targets[2] = 7
+    with use_backend("cross_entropy", backend):
+        got = linear_cross_entropy(hidden.view(2, 6, 8), weight, targets.view(2, 6), ignore_index=7, chunk_tokens=5)
+    # a dozen terms of order 1, added in another order
+    torch.testing.assert_close(got, plain(hidden, weight, targets, ignore_index=7), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_extreme_logits(backend):
+    """Logits of thousands: the loss is finite, and the gradient is that of an arg max."""
+    weight = torch.tensor([[3e4], [-3e4], [2.9e4]], device=DEVICE)
+    inputs = [torch.ones(2, 1, device=DEVICE), weight, torch.tensor([0, 1], device=DEVICE)]
+    with use_backend("cross_entropy", backend):
+        loss, dhidden, dweight = results(lambda *args: linear_cross_entropy(*args, reduction="sum"), inputs)
+    assert loss == 6e4 and torch.equal(dweight[:, 0].cpu(), torch.tensor([1.0, -1.0, 0.0]))
+    assert torch.equal(dhidden[:, 0].cpu(), torch.tensor([0.0, 6e4]))
+
+
+def test_summing_in_fp32_rounds_once():
+    hidden, weight, targets = case(60, 8, 13, torch.bfloat16)
+    exact = results(plain, [hidden, weight, targets], torch.float64)[2]
+    found = {}
+    for wide in (False, True):
+        with use_backend("cross_entropy", "torch"):
+            found[wide] = results(
+                lambda *args: linear_cross_entropy(*args, chunk_tokens=1, accumulate_fp32=wide),  # noqa: B023
+                [hidden, weight, targets],
+            )[2]
+    assert relative(found[True], exact) < 2 * TOLERANCE[torch.bfloat16]
+    assert relative(found[True], exact) < relative(found[False], exact) < 60 * TOLERANCE[torch.bfloat16]
+
+
+def test_the_incoming_gradient_is_not_rounded():
+    """A factor that bf16 does not have: the gradient is scaled by it and rounded once."""
+    hidden, weight, targets = case(9, 8, 13, torch.bfloat16)
+    one, third = (
+        results(lambda *args: linear_cross_entropy(*args, reduction="sum") * factor, [hidden, weight, targets])  # noqa: B023
+        for factor in (1.0, 1 / 3)
+    )
+    for a, b in zip(one[1:], third[1:], strict=True):
+        assert torch.equal((a.float() * torch.tensor(1 / 3)).bfloat16(), b)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "all"])
+def test_gradients_that_nobody_wants(frozen):
+    hidden, weight, targets = case(5, 8, 13, torch.float32)
+    hidden.requires_grad_(frozen == "weight")
+    weight.requires_grad_(frozen == "hidden")
+    loss = linear_cross_entropy(hidden, weight, targets)
+    expected = plain(hidden, weight, targets)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    assert loss.requires_grad == (frozen != "all")
+    if frozen != "all":
+        loss.backward()
+        got = hidden.grad if frozen == "weight" else weight.grad
+        hidden.grad = weight.grad = None
+        expected.backward()
+        # sums of a few terms in another order
+        torch.testing.assert_close(got, hidden.grad if frozen == "weight" else weight.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_under_autocast_it_computes_as_a_linear_does():
+    hidden, weight, targets = case(9, 8, 13, torch.float32)
+    hidden.requires_grad_(), weight.requires_grad_()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, targets)
+    loss.backward()
+    narrow = linear_cross_entropy(hidden.bfloat16(), weight.bfloat16(), targets)
+    assert loss.dtype == torch.float32 and torch.equal(loss, narrow)
+    assert weight.grad.dtype == torch.float32 and hidden.grad.dtype == torch.float32
+
+
+def test_nothing_like_the_logits_is_kept_or_made():
+    hidden, weight, targets = case(64, 8, 400, torch.float32)
+    hidden.requires_grad_(), weight.requires_grad_()
+    kept: list[int] = []
+
+    def pack(tensor):
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        linear_cross_entropy(hidden, weight, targets, chunk_tokens=4)
+    assert sorted(kept)[-2:] == [hidden.numel(), weight.numel()]
+    assert chunk_tokens_for(128_000, 2) == 1024 and chunk_tokens_for(10**9, 2) == 256
+    with torch.profiler.profile(profile_memory=True) as profile:
+        linear_cross_entropy(hidden, weight, targets, chunk_tokens=4)
+    largest = max(event.cpu_memory_usage for event in profile.events())
+    assert 0 < largest < 64 * 400 * 4 / 2  # half of what whole logits take
+
+
+def test_opcheck_and_compile():
+    hidden, weight, targets = case(6, 8, 13, torch.float32)
+    hidden.requires_grad_(), weight.requires_grad_()
+    args = (hidden, weight, None, targets, -100, 0.0, 4, False, True, True, False)
+    torch.library.opcheck(module._linear_cross_entropy, args)
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    expected = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets), (hidden, weight))
+    got = torch.autograd.grad(compiled(hidden, weight, targets), (hidden, weight))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"reduction": "none"}, "mean"), ({"chunk_tokens": 0}, "at least 1"), ({"targets": torch.zeros(3)}, "belong"),
+        ({"targets": torch.zeros(5)}, "word numbers"), ({"bias_V": torch.zeros(4)}, "bias"),
+        ({"weight_VD": torch.zeros(13, 8, dtype=torch.bfloat16)}, "one floating-point type"),
+    ],
+)  # fmt: skip
+def test_refusals(change, match):
+    hidden, weight, targets = (tensor.cpu() for tensor in case(5, 8, 13, torch.float32))
+    given = {"hidden": hidden, "weight_VD": weight, "targets": targets, **change}
+    with pytest.raises(ConfigurationError, match=match):
+        linear_cross_entropy(**given)

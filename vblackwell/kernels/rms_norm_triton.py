@@ -1,0 +1,119 @@
+"""Triton kernels of rms_norm.py. Import it only where they run: triton takes half a second.
+
+A program normalises a few whole rows at a time, held in registers. Bytes a row of D in type of size e: forward 2 D e (with a
+residual 4 D e), backward 3 D e (4 D e), which HBM alone should bound.
+"""
+# What @triton.jit makes of a function has no type.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Partial sums of the weight's gradient: enough programs for four on each multiprocessor of an H200, whatever the GPU, so that the order
+# of additions is a function of the shape.
+BACKWARD_PROGRAMS = 528
+# Elements that one program holds at a time; rows shorter than this are taken several at once.
+TILE = 4096
+
+
+@triton.jit
+def _forward(
+    x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, scale_ptr, rows, eps,
+    D: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    mask = (row < rows)[:, None] & (column < D)[None, :]
+    at = row[:, None] * D + column[None, :]
+    x = tl.load(x_ptr + at, mask, other=0.0)
+    if HAS_RESIDUAL:
+        total = x.to(tl.float32) + tl.load(residual_ptr + at, mask, other=0.0).to(tl.float32)
+        x = total.to(x.dtype)
+        tl.store(total_ptr + at, x, mask)
+    x = x.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps)
+    weight = tl.load(weight_ptr + column, column < D, other=0.0).to(tl.float32)
+    y = x * scale[:, None] * weight[None, :]
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask)
+    tl.store(scale_ptr + row, scale, row < rows)
+
+
+@triton.jit
+def _backward(
+    dy_ptr, dtotal_ptr, x_ptr, weight_ptr, scale_ptr, dx_ptr, partial_ptr, rows, tiles_each,
+    D: tl.constexpr, HAS_DTOTAL: tl.constexpr, WITH_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < D
+    weight = tl.load(weight_ptr + column, inside, other=0.0).to(tl.float32)
+    dweight = tl.zeros([ROWS, BLOCK], tl.float32)
+    tile = program * tiles_each
+    while tile < (program + 1) * tiles_each:  # the interpreter takes no range() of a run-time number with numpy 2.4
+        row = tile * ROWS + tl.arange(0, ROWS)
+        mask = (row < rows)[:, None] & inside[None, :]
+        at = row[:, None] * D + column[None, :]
+        x = tl.load(x_ptr + at, mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + at, mask, other=0.0).to(tl.float32)
+        scale = tl.load(scale_ptr + row, row < rows, other=0.0)
+        normed = x * scale[:, None]
+        if WITH_WEIGHT:
+            dweight += dy * normed
+        dy = dy * weight[None, :]
+        dx = (dy - normed * (tl.sum(dy * normed, 1) / D)[:, None]) * scale[:, None]
+        if HAS_DTOTAL:
+            dx += tl.load(dtotal_ptr + at, mask, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask)
+        tile += 1
+    if WITH_WEIGHT:
+        tl.store(partial_ptr + program * D + column, tl.sum(dweight, 0), inside)
+
+
+def tile_of(width: int) -> tuple[int, int, int]:
+    """(rows at a time, padded width, warps) of a program for rows of ``width``."""
+    block = 1 << max(0, width - 1).bit_length()
+    rows = max(1, TILE // block)
+    return rows, block, max(4, min(32, rows * block // 512))
+
+
+def forward(x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """``(y, x + residual, 1 / rms of each row)``; without a residual the second is empty."""
+    width, rows = x.shape[-1], x.shape[:-1].numel()
+    x_RD = x.contiguous()
+    y = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight_D.dtype), device=x.device)
+    total = torch.empty(x.shape if residual is not None else (0,), dtype=x.dtype, device=x.device)
+    scale_R = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if rows:
+        at_once, block, warps = tile_of(width)
+        _forward[(triton.cdiv(rows, at_once),)](
+            x_RD, x_RD if residual is None else residual.contiguous(), weight_D.contiguous(), y, total, scale_R, rows, eps,
+            D=width, HAS_RESIDUAL=residual is not None, ROWS=at_once, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+    return y, total, scale_R
+
+
+def backward(
+    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight_D: Tensor, scale_R: Tensor, with_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """``(dx + dtotal, dweight)``; the second is empty without ``with_weight``."""
+    width, rows = x.shape[-1], x.shape[:-1].numel()
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    at_once, block, warps = tile_of(width)
+    tiles = -(-rows // at_once)
+    tiles_each = max(1, -(-tiles // BACKWARD_PROGRAMS))
+    programs = -(-tiles // tiles_each)
+    partial = torch.empty((programs if with_weight else 0, width), dtype=torch.float32, device=x.device)
+    if rows:
+        dy = dy.contiguous()
+        _backward[(programs,)](
+            dy, dy if dtotal is None else dtotal.contiguous(), x.contiguous(), weight_D.contiguous(), scale_R, dx, partial,
+            rows, tiles_each, D=width, HAS_DTOTAL=dtotal is not None, WITH_WEIGHT=with_weight, ROWS=at_once, BLOCK=block,
+            num_warps=warps,
+        )  # fmt: skip
+    if not with_weight:
+        return dx, weight_D.new_empty(0)
+    return dx, partial.sum(0).to(weight_D.dtype)

@@ -1,0 +1,77 @@
+"""Triton kernels of swiglu.py: elementwise, 3 elements moved a value forward, 5 backward (6 with the product)."""
+# What @triton.jit makes of a function has no type.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 2048
+WARPS = 4
+
+
+@triton.jit
+def _forward(gate_ptr, up_ptr, y_ptr, width, gate_stride, up_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(gate_ptr + row * gate_stride + column, inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + column, inside, other=0.0).to(tl.float32)
+    y = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(y_ptr + row * width + column, y.to(y_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def _backward(
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr, width, dy_stride, gate_stride, up_stride,
+    WITH_PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    dy = tl.load(dy_ptr + row * dy_stride + column, inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_stride + column, inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + column, inside, other=0.0).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    silu = gate * sigmoid
+    # d silu / d gate = sigmoid + silu (1 - sigmoid)
+    dgate = dy * up * (sigmoid + silu * (1.0 - sigmoid))
+    at = row * width + column
+    tl.store(dgate_ptr + at, dgate.to(dgate_ptr.dtype.element_ty), inside)
+    tl.store(dup_ptr + at, (dy * silu).to(dup_ptr.dtype.element_ty), inside)
+    if WITH_PRODUCT:
+        tl.store(y_ptr + at, (silu * up).to(y_ptr.dtype.element_ty), inside)
+
+
+def _rows(*tensors: Tensor) -> tuple[list[Tensor], list[int], int, int]:
+    """The tensors as rows of adjacent elements, their row strides, and (rows, width): one row if all are contiguous."""
+    if all(tensor.is_contiguous() for tensor in tensors):
+        count = tensors[0].numel()
+        return list(tensors), [count] * len(tensors), 1 if count else 0, count
+    flat = [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]
+    flat = [tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in flat]
+    return flat, [tensor.stride(0) for tensor in flat], flat[0].shape[0], flat[0].shape[1]
+
+
+def forward(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up``, contiguous."""
+    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    (gate, up), strides, rows, width = _rows(gate, up)
+    if rows and width:
+        _forward[(triton.cdiv(width, BLOCK), rows)](gate, up, y, width, *strides, BLOCK=BLOCK, num_warps=WARPS)
+    return y
+
+
+def backward(dy: Tensor, gate: Tensor, up: Tensor, with_product: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """``(dgate, dup, product)``, contiguous; the product is empty unless asked for."""
+    dgate, dup = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
+    y = torch.empty(gate.shape if with_product else (0,), dtype=gate.dtype, device=gate.device)
+    (dy, gate, up), strides, rows, width = _rows(dy, gate, up)
+    if rows and width:
+        _backward[(triton.cdiv(width, BLOCK), rows)](
+            dy, gate, up, dgate, dup, y, width, *strides, WITH_PRODUCT=with_product, BLOCK=BLOCK, num_warps=WARPS
+        )
+    return dgate, dup, y
