@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from vblackwell.kernels.adamw import BLOCK, AdamWStep, adamw_piece, square_sums
+from vblackwell.kernels.adamw8 import SCALE_BLOCK, adamw8_piece
 from vblackwell.kernels.adamw_cpu import torch_order
 
 NUMBERS = AdamWStep(1e-3, 0.9, 0.95, 1e-8, 0.1, 7)
@@ -93,6 +94,23 @@ def main() -> None:
     sums = torch.empty((1 << 26) // BLOCK, device="cuda")
     took = seconds(lambda: square_sums(tensors[4], sums))  # pyright: ignore[reportArgumentType]
     print(f"square_sums of bf16: {(2 << 26) / took / 1e12:.2f} TB/s")
+    for narrow in (True, False):  # with a remainder, and bf16 rounded at random
+        n = 1 << 26
+        codes, scales = (
+            torch.zeros(2, n, dtype=torch.uint8, device="cuda"),
+            torch.zeros(2, n // SCALE_BLOCK, device="cuda"),
+        )
+        states = codes[0], scales[0], codes[1], scales[1]
+        remainder = tensors[1] if narrow else None
+        took = seconds(
+            lambda r=remainder, s=states: adamw8_piece(tensors[0], r, *s, tensors[4], NUMBERS, seed=0, offset=0)
+        )  # pyright: ignore
+        size = 14 + 1 / 16 if narrow else 10 + 1 / 16
+        rate = n * size / took
+        print(
+            f"8-bit moments, {'with' if narrow else 'without'} remainder: {rate / 1e12:.2f} TB/s, {rate / copy:.0%} of copy, "
+            f"{n / took / 1e9:.1f} G parameters/s"
+        )
     small = piece(BLOCK, True)
     torch.cuda.synchronize()
     start = time.perf_counter()

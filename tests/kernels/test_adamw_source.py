@@ -55,7 +55,7 @@ def run_source(files: tuple[str, ...], states: States, numbers: AdamWStep, align
     sums = torch.full((-(-n // BLOCK),), torch.nan)
     previous = None if states.previous is None else states.previous.dtype
     macros = adamw.macros(
-        int(states.remainder is None), adamw._GRADIENTS[states.gradient.dtype], adamw._PREVIOUS[previous]
+        int(states.remainder is None), adamw.GRADIENTS[states.gradient.dtype], adamw.PREVIOUS[previous]
     )
     tensors = [states.weight, states.remainder, states.exp_avg, states.exp_avg_sq, states.gradient, states.previous]
     tail_start = adamw_cpu.torch_order().tail_start(n)

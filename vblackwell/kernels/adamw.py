@@ -25,8 +25,8 @@ __all__ = ["BLOCK", "AdamWStep", "adamw_piece", "norm_of", "square_sums"]
 FILES = ("ptx.cuh", "gradient.cuh", "adamw.cu")
 THREADS = 512
 MOST = 2**31 - BLOCK  # elements of a piece: the kernels index in 32 bits
-_GRADIENTS = {torch.bfloat16: 0, torch.float32: 1}
-_PREVIOUS = {None: 0, torch.bfloat16: 1, torch.float32: 2}
+GRADIENTS = {torch.bfloat16: 0, torch.float32: 1}
+PREVIOUS = {None: 0, torch.bfloat16: 1, torch.float32: 2}
 
 
 def macros(weight: int, gradient: int, previous: int) -> dict[str, int]:
@@ -44,10 +44,10 @@ def _kernel(
 ) -> Kernel:
     if torch.cuda.get_device_capability(device) < (8, 0):
         raise Unsupported(f"{device} is older than sm_80, which the AdamW kernel needs: update on the CPU instead")
-    return nvrtc.kernel(FILES, entry, macros(weight, _GRADIENTS[gradient], _PREVIOUS[previous]), device)
+    return nvrtc.kernel(FILES, entry, macros(weight, GRADIENTS[gradient], PREVIOUS[previous]), device)
 
 
-def _check(tensor: Tensor, name: str, shape: torch.Size, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+def check(tensor: Tensor, name: str, shape: torch.Size, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
     if tensor.dtype not in dtypes or tensor.shape != shape or tensor.device != device or not tensor.is_contiguous():
         raise ValueError(
             f"{name} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}; "
@@ -55,22 +55,30 @@ def _check(tensor: Tensor, name: str, shape: torch.Size, dtypes: tuple[torch.dty
         )
 
 
-_FP32 = (torch.float32,)
+FP32 = (torch.float32,)
 _EITHER = (torch.bfloat16, torch.float32)
 
 
-def _check_gradients(gradient: Tensor, previous: Tensor | None, sums: Tensor | None) -> None:
+def check_gradients(gradient: Tensor, previous: Tensor | None, sums: Tensor | None) -> None:
     n, device = gradient.numel(), gradient.device
-    _check(gradient, "gradient", torch.Size((n,)), _EITHER, device)
+    check(gradient, "gradient", torch.Size((n,)), _EITHER, device)
     if previous is not None:
-        _check(previous, "previous", gradient.shape, _EITHER, device)
+        check(previous, "previous", gradient.shape, _EITHER, device)
     if sums is not None:
-        _check(sums, "square_sums", torch.Size((-(-n // BLOCK),)), _FP32, device)
+        check(sums, "square_sums", torch.Size((-(-n // BLOCK),)), FP32, device)
     if n > MOST:
         raise ValueError(f"a piece of {n} elements: at most {MOST} at once, cut it at a multiple of {BLOCK}")
 
 
-def _aligned(words: Sequence[Tensor], halves: Sequence[Tensor]) -> int:
+def check_factor(factor: Tensor | None, device: torch.device) -> None:
+    """Raises ValueError unless ``factor`` is None or one fp32 number on ``device``."""
+    if factor is not None and (factor.numel() != 1 or factor.dtype != torch.float32 or factor.device != device):
+        raise ValueError(
+            f"factor is {factor.dtype} {tuple(factor.shape)} on {factor.device}; it must be one fp32 number on {device}"
+        )
+
+
+def aligned(words: Sequence[Tensor], halves: Sequence[Tensor]) -> int:
     """Whether four elements can be read at once: 16 bytes of fp32, 8 of the 16-bit types."""
     address = 0
     for tensor in words:
@@ -111,17 +119,14 @@ def adamw_piece(
         ValueError: a tensor of another shape, dtype, layout or device.
         Unsupported: a GPU before sm_80, no NVRTC, or a CPU on which torch rounds in a way the kernel does not know.
     """
-    _check_gradients(gradient, previous, square_sums)
+    check_gradients(gradient, previous, square_sums)
     device, shape = gradient.device, gradient.shape
-    _check(weight, "weight", shape, _FP32 if remainder is None else (torch.bfloat16,), device)
+    check(weight, "weight", shape, FP32 if remainder is None else (torch.bfloat16,), device)
     if remainder is not None:
-        _check(remainder, "remainder", shape, (torch.int16,), device)
-    _check(exp_avg, "exp_avg", shape, _FP32, device)
-    _check(exp_avg_sq, "exp_avg_sq", shape, _FP32, device)
-    if factor is not None and (factor.numel() != 1 or factor.dtype != torch.float32 or factor.device != device):
-        raise ValueError(
-            f"factor is {factor.dtype} {tuple(factor.shape)} on {factor.device}; it must be one fp32 number on {device}"
-        )
+        check(remainder, "remainder", shape, (torch.int16,), device)
+    check(exp_avg, "exp_avg", shape, FP32, device)
+    check(exp_avg_sq, "exp_avg_sq", shape, FP32, device)
+    check_factor(factor, device)
     if device.type != "cuda":
         adamw_cpu.piece(weight, remainder, exp_avg, exp_avg_sq, gradient, numbers, previous, factor, square_sums)
         return
@@ -136,7 +141,7 @@ def adamw_piece(
         "adamw", int(remainder is None), gradient.dtype, None if previous is None else previous.dtype, device
     )
     tensors = (weight, remainder, exp_avg, exp_avg_sq, gradient, previous, factor, square_sums)
-    args = (*tensors, n, tail_start, _aligned(words, halves), *numbers.words)
+    args = (*tensors, n, tail_start, aligned(words, halves), *numbers.words)
     compiled.launch((-(-n // BLOCK), 1, 1), THREADS, 64, args)
 
 
@@ -152,7 +157,7 @@ def square_sums(gradient: Tensor, out: Tensor, *, previous: Tensor | None = None
         ValueError: a tensor of another shape, dtype, layout or device.
         Unsupported: as `adamw_piece`.
     """
-    _check_gradients(gradient, previous, out)
+    check_gradients(gradient, previous, out)
     if gradient.device.type != "cuda":
         adamw_cpu.square_sums(gradient, out, previous)
         return
@@ -163,7 +168,7 @@ def square_sums(gradient: Tensor, out: Tensor, *, previous: Tensor | None = None
     words = [tensor for tensor in tensors if tensor.dtype == torch.float32]
     halves = [tensor for tensor in tensors if tensor.dtype != torch.float32]
     compiled = _kernel("square_sums", 0, gradient.dtype, None if previous is None else previous.dtype, gradient.device)
-    compiled.launch((-(-n // BLOCK), 1, 1), THREADS, 64, (gradient, previous, out, n, _aligned(words, halves)))
+    compiled.launch((-(-n // BLOCK), 1, 1), THREADS, 64, (gradient, previous, out, n, aligned(words, halves)))
 
 
 def norm_of(square_sums_list: Sequence[Tensor]) -> Tensor:
