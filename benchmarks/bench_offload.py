@@ -73,11 +73,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--disk-path", default=None)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--learning-rate", type=float, default=1e-4, help="reached after 20 steps")
     parser.add_argument("--recipe", type=Recipe.parse, default=Recipe(), help="for ours: update=level0,undo=false,...")
     parser.add_argument("--deterministic", action="store_true", help="deterministic kernels: slower, bits comparable")
     parser.add_argument("--limit", type=float, default=400, help="seconds that a system may take, set-up included")
-    parser.add_argument("--trace", type=Path, default=None, help="folder for a profiler trace of each of our systems")
+    parser.add_argument("--trace", type=Path, default=None, help="folder for a profiler trace of each system")
     parser.add_argument("--sweep", default="", help="tokens a step, comma-separated: resident and streamed at each")
     parser.add_argument(
         "--rates", default=None, help="h2d,d2h,duplex GB/s and matmul TFLOP/s instead of measuring them"
@@ -115,7 +115,7 @@ def cases(args: argparse.Namespace) -> list[Case]:
             deterministic=args.deterministic,
             recipe=args.recipe,
             sweep_tokens=points,
-            trace=str(args.trace / f"{system}.json") if args.trace and system in ("resident", "streamed") else None,
+            trace=str(args.trace / f"{system}.json.gz") if args.trace else None,
         )
         for system in wanted
     ]
@@ -143,8 +143,10 @@ def machine() -> dict[str, Any]:
 
 
 def _relative(argument: str) -> str:
-    """Commands are kept without this machine's paths."""
-    return os.path.relpath(argument, REPO) if argument.startswith(str(REPO)) else argument
+    """Commands are kept without this machine's folders."""
+    if argument.startswith(str(REPO)):
+        return os.path.relpath(argument, REPO)
+    return Path(argument).name if argument.startswith("/") else argument
 
 
 def measured_rates(args: argparse.Namespace) -> dict[str, float]:

@@ -48,7 +48,8 @@ class Recipe:
     """Choices of our own systems that others do not have; None leaves the package's default.
 
     Attributes:
-        update: where AdamW runs: 'auto', 'level0' (streamed states) or 'home' (the CPU). Streamed only.
+        update: where AdamW runs: 'auto', 'level0' (streamed states), 'home' (the CPU) or the share of it at home. Streamed only.
+        activations: where checkpoints' inputs wait for backward: 'level0' or 'host'. Streamed only.
         undo: False: an update behind the backward is final, there is no log to undo it.
         update_in_backward: start a group's update behind its backward.
         loss_chunk_tokens: tokens whose logits exist at a time.
@@ -58,6 +59,7 @@ class Recipe:
     undo: bool | None = None
     update_in_backward: bool = True
     loss_chunk_tokens: int | None = None
+    activations: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
@@ -109,8 +111,8 @@ class Case:
     warmup: int = 3
     steps: int = 7
     max_grad_norm: float | None = None
-    learning_rate: float = 3e-4
-    rise_steps: int = 5
+    learning_rate: float = 1e-4
+    rise_steps: int = 20
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1

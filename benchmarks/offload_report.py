@@ -53,7 +53,7 @@ def _cells(result: Result) -> list[str]:
     return [
         result.system,
         *speeds,
-        *(_form(None if size is None else size / GB, "{:.3g}") for size in sizes),
+        *(_form(None if size is None else size / GB, "{:.2f}") for size in sizes),
         _form(result.first_step_seconds, "{:.1f}"),
         _form(result.clipped_share, "{:.0%}"),
         *losses,

@@ -167,11 +167,21 @@ def build_resident(case: Case, device: torch.device) -> System:
 def build_streamed(case: Case, device: torch.device) -> System:
     """Our decoder, streamed."""
     recipe = case.recipe
-    placing = {} if recipe.update is None else {"update": recipe.update}
+    placing: dict[str, Any] = {} if recipe.update is None else {"update": place_or_share(recipe.update)}
+    if recipe.activations is not None:
+        placing["activations"] = recipe.activations
     updating = {"update_in_backward": recipe.update_in_backward}
     if recipe.undo is not None:
         updating["undo"] = recipe.undo
     return _build_decoder(case, device, "streamed", placing, updating)
+
+
+def place_or_share(text: str) -> str | float:
+    """'level0', 'home', or a share such as 0.25."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _build_decoder(

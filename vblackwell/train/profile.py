@@ -56,7 +56,11 @@ def tracing(
     schedule = torch.profiler.schedule(wait=skipped_steps, warmup=1, active=traced_steps, repeat=1)
     everything = _ExperimentalConfig(profile_all_threads=True)
     with torch.profiler.profile(
-        activities=activities, schedule=schedule, on_trace_ready=write, experimental_config=everything
+        activities=activities,
+        schedule=schedule,
+        on_trace_ready=write,
+        acc_events=True,  # there is one cycle; without this torch warns that others would be lost
+        experimental_config=everything,
     ) as profiler:
 
         @contextmanager
