@@ -79,6 +79,21 @@ def test_the_source_has_torchs_bits(files, weight, gradient, previous):
 
 
 @emulation.needs_compiler
+def test_masters_halfway_between_two_weights_round_away_from_zero(files):
+    n = 2 * BLOCK + 8
+    states = random_states(n, PLAIN, 0, 0, 0, seed=0)
+    assert states.remainder is not None
+    states.weight.copy_(torch.linspace(-3, 3, n))  # even and odd
+    states.remainder.copy_(torch.tensor([-(2**15), 2**15 - 1, -(2**15), 0]).repeat(n // 4))
+    given, on_cpu = states.copy(), states.copy()
+    numbers = AdamWStep(0.0, 0.9, 0.95, 1e-8, 0.0, 1)  # moments move, masters stay
+    run_source(files, states, numbers, 1)
+    on_cpu.update(numbers)
+    states.assert_same_bits(on_cpu)
+    assert torch.equal(states.weight, given.weight) and torch.equal(states.remainder, given.remainder)
+
+
+@emulation.needs_compiler
 def test_sums_of_squares_and_norm_have_the_cpus_bits(files):
     n = 3 * BLOCK + 1000
     gradient, previous = torch.randn(n), torch.randn(n).bfloat16()
