@@ -170,6 +170,8 @@ def build_streamed(case: Case, device: torch.device) -> System:
     placing: dict[str, Any] = {} if recipe.update is None else {"update": place_or_share(recipe.update)}
     if recipe.activations is not None:
         placing["activations"] = recipe.activations
+    if recipe.resident_bytes is not None:
+        placing["resident_bytes"] = recipe.resident_bytes
     updating = {"update_in_backward": recipe.update_in_backward}
     if recipe.undo is not None:
         updating["undo"] = recipe.undo

@@ -91,6 +91,7 @@ class ActivationStore:
 
     Raises:
         ConfigurationError: the stack has no level in RAM below level 0.
+        InsufficientMemory: that level is full.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class ActivationStore:
         self._stack = stack
         self._device = stack.level0_device
         self._smallest_bytes = smallest_bytes
-        self._is_weight = is_weight
+        self.is_weight = is_weight
         self._ahead = ahead
         self._buffers = HostBuffers(stack, name)
         self._stalls = Stalls(stack)
@@ -187,7 +188,7 @@ class ActivationStore:
             return False  # a leaf that wants a gradient is a parameter: whoever made it holds it
         if not self._smallest_bytes <= span_bytes(tensor) <= HOLES * tensor.nbytes:
             return False
-        return self._is_weight is None or not self._is_weight(tensor)
+        return self.is_weight is None or not self.is_weight(tensor)
 
     def _boundary_of(self, tensor: torch.Tensor) -> Boundary:
         storage = tensor.untyped_storage()._cdata

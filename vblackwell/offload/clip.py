@@ -40,7 +40,7 @@ def clip_grad_norm_(model: nn.Module | Iterable[torch.Tensor], max_norm: float) 
             norms.append(pair[0].gradients.norm(pair[1]))
     if not norms:
         return torch.zeros(())
-    total = norm_of_norms(norms)
+    total = norm_of_norms(norms, engines[0].device if engines else norms[0].device)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for gradient in plain:
         gradient.mul_(factor.to(gradient.device))

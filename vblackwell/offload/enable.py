@@ -16,6 +16,7 @@ from torch import nn
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash
 from vblackwell.memory.stack import VGPUStack
+from vblackwell.offload.activations import ActivationStore
 from vblackwell.offload.engine import Offload, drop_idle_weights
 from vblackwell.offload.groups import Group, Site, Slot, compute_dtype_of, find_groups
 from vblackwell.offload.home import Homes
@@ -24,9 +25,9 @@ from vblackwell.offload.moving import move_buffers
 from vblackwell.offload.parameter import engine_and_slot, forget_binding
 from vblackwell.offload.resident import Resident, resident_of
 from vblackwell.offload.sliced import rows_per_slice, sliceable
-from vblackwell.offload.update_place import check_update, groups_on_level0, ring_bytes
+from vblackwell.offload.update_place import check_update, groups_kept, groups_on_level0, ring_bytes, state_bytes
 from vblackwell.offload.worker import Worker
-from vblackwell.units import format_bytes
+from vblackwell.units import format_bytes, parse_bytes
 
 PLACEMENTS = ("auto", "resident", "streamed")
 # On CUDA, level 0's capacity is the whole process: this share is left to activations and workspaces...
@@ -40,6 +41,7 @@ _names: weakref.WeakKeyDictionary[VGPUStack, set[str]] = weakref.WeakKeyDictiona
 def enable_vgpu_stack_optimization(
     model: nn.Module, stack: VGPUStack, name: str = "model", *, placement: str = "auto",
     compute_dtype: torch.dtype | None = None, groups: Iterable[str] | None = None, update: str | float = "auto",
+    activations: str = "level0", resident_bytes: int | str = 0,
 ) -> nn.Module:  # fmt: skip
     """Put ``model`` into ``stack`` and return it, ready to run on level 0's device.
 
@@ -51,6 +53,9 @@ def enable_vgpu_stack_optimization(
         groups: names of modules that stream as one each; by default the children of outermost ModuleLists.
         update: where AdamW runs for a streamed model: 'level0' (states come up to the weights), 'home' (on the CPU), 'auto' (level 0 on
             a GPU), or the share of the parameters that is updated at home, 0 to 1. It changes no bit.
+        resident_bytes: level-0 bytes (number or "2GiB") for groups that live there with their states, from the model's first on (the first
+            of forward are the last of backward: nothing hides their journeys).
+        activations: where the inputs of checkpointed layers wait for backward, 'level0' or 'host' (`ActivationStore`).
 
     Raises:
         ConfigurationError: unknown placement, no parameters, or the model is in a stack already.
@@ -60,6 +65,8 @@ def enable_vgpu_stack_optimization(
     if placement not in PLACEMENTS:
         raise ConfigurationError(f"placement {placement!r} is none of {', '.join(PLACEMENTS)}")
     check_update(update)
+    if activations not in ("level0", "host"):
+        raise ConfigurationError(f"activations {activations!r} is neither 'level0' nor 'host'")
     if not any(True for _ in model.parameters()):
         raise ConfigurationError(f"{type(model).__name__} has no parameters to place")
     if offload_of(model) is not None:
@@ -87,8 +94,11 @@ def enable_vgpu_stack_optimization(
         engine: Any = Resident(model, stack, name, compute_dtype)
         parts: tuple[Any, ...] = (engine.homes,)
     else:
-        engine = _stream(model, stack, name, compute_dtype, groups, update)
-        parts = (engine.homes, engine.worker, engine.prefetcher)
+        store = ActivationStore(stack, f"{name}/activations") if activations == "host" else None
+        engine = _stream(model, stack, name, compute_dtype, groups, update, store, parse_bytes(resident_bytes))
+        if store is not None:
+            store.is_weight = engine.aliases
+        parts = (engine.homes, engine.worker, engine.prefetcher, store)
     taken.add(name)
     engine.finalizer = weakref.finalize(model, _close_parts, weakref.ref(stack), name, *parts)
     engine.finalizer.atexit = False  # at exit the stack closes itself
@@ -107,9 +117,11 @@ def bytes_when_resident(model: nn.Module, compute_dtype: torch.dtype | None) -> 
 
 def _close_parts(
     stack: weakref.ref[VGPUStack], name: str, homes: Homes, worker: Worker | None = None,
-    prefetcher: Callable[[Any], bool] | None = None,
+    prefetcher: Callable[[Any], bool] | None = None, store: ActivationStore | None = None,
 ) -> None:  # fmt: skip
     """Called by `close`, or when the model is collected: must not refer to it."""
+    if store is not None:
+        store.close()
     if worker is None:
         homes.close()
     else:
@@ -126,7 +138,7 @@ def _close_parts(
 
 def _stream(
     model: nn.Module, stack: VGPUStack, name: str, compute_dtype: torch.dtype | None, given: Iterable[str] | None,
-    update: str | float,
+    update: str | float, store: ActivationStore | None, resident_bytes: int,
 ) -> Offload:  # fmt: skip
     groups, sites = find_groups(model, compute_dtype, given)
     level = stack.levels[0]
@@ -135,10 +147,12 @@ def _stream(
     whole = [group for group in groups if group not in slice_rows]
     on_level0 = groups_on_level0(whole, update, stack.level0_device)
     ring = ring_bytes(on_level0, free) if on_level0 else 0
-    budget = _weights_budget(whole, free - ring, stack.level0_device, level.name)
+    kept = groups_kept(on_level0, resident_bytes)
+    kept_bytes = sum(state_bytes(group) for group in kept)
+    budget = _weights_budget(whole, free - ring - kept_bytes, stack.level0_device, level.name)
     if len(stack.levels) < 2:
         raise ConfigurationError("streaming needs a level below level 0: add a 'cpu' or 'ssd' level to the stack")
-    homes = Homes(stack, name, range(1, len(stack.levels)), groups)
+    homes = Homes(stack, name, range(1, len(stack.levels)), groups, kept)
     trainable = [group for group in groups if group.trainable()]
     ordered = sorted(
         groups, key=lambda group: group not in slice_rows
@@ -163,7 +177,7 @@ def _stream(
         _bring_home(group, homes)
     move_buffers(model, stack.level0_device)
     memory = homes.take("update ring", ring, 0) if ring else None
-    return Offload(model, stack, name, groups, sites, homes, budget, slice_rows, on_level0, memory)
+    return Offload(model, stack, name, groups, sites, homes, budget, slice_rows, on_level0, memory, store)
 
 
 def _choose_slices(groups: list[Group], sites: list[Site], free: int) -> dict[Group, int]:
@@ -256,7 +270,7 @@ def _make_plain(engine: Offload, slot: Slot, device: torch.device) -> None:
     close_weights(homes, group, opened, store=False)
     gradient = None
     if engine.gradients.has(slot):
-        grad_kind = engine.gradients.kind_at_home(group)
+        grad_kind = engine.gradients.home.kind_at_home(group)
         flat = homes.open(group, grad_kind)
         gradient = (slot.view_fp32(flat) if grad_kind == "accumulated" else slot.view(flat)).to(
             device, values.dtype, copy=True

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 
 from vblackwell.errors import InsufficientMemory, Unsupported
 from vblackwell.memory.stack import Reservation, VGPUStack
+from vblackwell.offload.activations import ActivationStore
 from vblackwell.offload.departure import Claim, Leaving
 from vblackwell.offload.gradients import GradientCollector
 from vblackwell.offload.groups import Group, Site, Slot
@@ -53,6 +54,7 @@ class Offload:
         budget_bytes: what loaded weights may take of level 0.
         slice_rows: groups that are computed in slices of that many rows (`SlicedLeaf`).
         on_level0: groups whose AdamW runs there; ring: level-0 bytes through which their states pass.
+        activations: where checkpoints' inputs wait for backward; None: on level 0.
     """
 
     placement = "streamed"
@@ -61,7 +63,7 @@ class Offload:
     def __init__(
         self, model: nn.Module, stack: VGPUStack, name: str, groups: list[Group], sites: list[Site], homes: Homes,
         budget_bytes: int, slice_rows: dict[Group, int] | None = None, on_level0: Sequence[Group] = (),
-        ring: Reservation | None = None,
+        ring: Reservation | None = None, activations: ActivationStore | None = None,
     ) -> None:  # fmt: skip
         self.model = model
         self.stack = stack
@@ -79,6 +81,8 @@ class Offload:
         self.level0 = None if lane is None else Level0Updates(self, lane, on_level0)
         self.step_control = StepControl(self, self.level0)
         self.weights.busy = self.step_control.is_updating
+        self.activations = activations
+        self._forward_context = ExitStack()
         self._handles: list[Any] = []
         self._entered = threading.local()
         self._pins: dict[Slot, int] = {}
@@ -103,6 +107,7 @@ class Offload:
                 self._attach(site)
         self._handles += [
             model.register_forward_pre_hook(SiteHook(self._begin_forward), prepend=True),
+            model.register_forward_hook(SiteHook(self._end_forward), always_call=True),
             model.register_state_dict_pre_hook(SiteHook(self._begin_export)),
             model.register_state_dict_post_hook(SiteHook(self._end_export)),
             model.register_load_state_dict_pre_hook(SiteHook(self._refuse_assignment)),
@@ -156,6 +161,12 @@ class Offload:
             self._exported = None
             self.weights.trace.begin_pass()
             self.step_control.begin_forward()
+            if self.activations is not None and torch.is_grad_enabled():
+                self._forward_context.enter_context(self.activations.forward_of(self.model))
+
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            self._forward_context.close()
 
     def _enter(self, site: Site) -> None:
         entered: list[tuple[Site, Any]] = self._entered.__dict__.setdefault("stack", [])
@@ -170,6 +181,7 @@ class Offload:
 
     def _unwind(self) -> None:
         """Leave what an interrupted forward entered: torch calls no hook after a KeyboardInterrupt."""
+        self._forward_context.close()
         entered = self._entered.__dict__.get("stack", [])
         while entered:
             entered.pop()[1].__exit__(None, None, None)
@@ -382,6 +394,7 @@ class Offload:
             "updated_on_level0": []
             if self.level0 is None
             else [group.name for group in self.groups if group in self.level0],
+            "activations": None if self.activations is None else self.activations.summary(),
             "undo_bytes": self.step_control.undo_peak_bytes
             + (0 if self.level0 is None else self.level0.shadows.num_bytes),
         }

@@ -16,9 +16,9 @@ import torch
 
 from vblackwell.errors import InsufficientMemory, Unsupported
 from vblackwell.memory.copying import start_copy
-from vblackwell.memory.level import Transfer
 from vblackwell.memory.stack import Reservation, VGPUStack
 from vblackwell.offload.departure import Claim, Departure, GroupGradient, Leaving
+from vblackwell.offload.gradients_home import GradientsAtHome, is_fp32
 from vblackwell.offload.groups import Group, Slot
 from vblackwell.offload.home import Homes
 from vblackwell.offload.norms import gradient_norm
@@ -27,7 +27,6 @@ from vblackwell.units import format_bytes
 
 # Buffers on their way home beside the one that fills: more would only wait for the link on level 0 instead of at home.
 MOST_DEPARTURES = 2
-LONGEST_WIDENED = 1 << 24  # elements: 64 MiB
 
 
 class SliceLanding:
@@ -69,8 +68,8 @@ class GradientCollector:
         self._arrived = arrived
         self._filling: dict[int, Leaving] = {}
         self._departures: deque[Departure] = deque()
-        self._wide = torch.empty(0)
         self._state = [GroupGradient() for _ in groups]
+        self.home = GradientsAtHome(stack, homes, self._state)
 
     # -- in backward -------------------------------------------------------------------------------------------------
 
@@ -146,7 +145,7 @@ class GradientCollector:
             else:
                 self.wait_idle(group)
                 transfer = self._stack.write(self._homes.range(group, "gradient"), leaving.buffer)
-                self._worker.submit(self._land, group, leaving.slots, transfer)
+                self._worker.submit(self.home.land, group, leaving.slots, transfer)
                 self._departures.append(Departure(leaving.reservation, (transfer, *claimed)))
         leaving.buffer = torch.empty(0)
         state.slots.update(dict.fromkeys(leaving.slots))
@@ -159,12 +158,12 @@ class GradientCollector:
         state.level0_norms.clear()
         if leaving.buffer.device.type == "cpu":  # the arena: the worker reads it where it is
             self._stack.count_link(0, self._homes.range(group, "gradient").level, leaving.buffer.nbytes)
-            state.task = self._worker.submit(self._add, group, slots, reservation, None)
+            state.task = self._worker.submit(self.home.add, group, slots, reservation, None)
             self._departures.append(Departure(reservation, (state.task,)))
         else:
             incoming = self._reserve_incoming(group.num_bytes)
             transfer = self._stack.write(incoming, leaving.buffer)
-            state.task = self._worker.submit(self._add, group, slots, incoming, transfer)
+            state.task = self._worker.submit(self.home.add, group, slots, incoming, transfer)
             self._departures.append(Departure(reservation, (transfer,)))
 
     def begin_slices(self, slot: Slot) -> SliceLanding:
@@ -177,7 +176,7 @@ class GradientCollector:
 
     def _reserve_home(self, group: Group, adding: bool) -> None:
         self._homes.reserve([(group, "gradient")])
-        if adding and not _is_fp32(group):
+        if adding and not is_fp32(group):
             self._homes.reserve([(group, "accumulated")])
 
     def wait_idle(self, group: Group) -> None:
@@ -214,70 +213,12 @@ class GradientCollector:
         while self._departures and self._departures[0].over():
             self.make_room()
 
-    # -- at home (worker thread) ----------------------------------------------------------------------------------
-
-    def _land(self, group: Group, slots: list[Slot], transfer: Transfer) -> None:
-        transfer.wait()
-        state = self._state[group.index]
-        state.landed = dict.fromkeys(slots)
-        state.kind = "gradient"
-        state.norms.clear()
-
-    def _add(self, group: Group, slots: list[Slot], incoming: Reservation, transfer: Transfer | None) -> None:
-        """Add what lies in ``incoming`` (arrived by ``transfer``, or still on level 0) to the sum at home."""
-        if transfer is not None:
-            transfer.wait()
-        state = self._state[group.index]
-        self._widen(group)
-        fresh = incoming.view()
-        assert fresh is not None
-        summed = self._homes.open(group, state.kind)
-        for slot in slots:
-            target = slot.flat_fp32(summed) if state.kind == "accumulated" else slot.flat(summed)
-            if slot in state.landed:
-                target.add_(slot.flat(fresh))
-            else:
-                target.copy_(slot.flat(fresh))
-        self._homes.close_range(group, state.kind, summed, store=True)
-        if transfer is not None:
-            self._homes.give(incoming)
-        state.landed.update(dict.fromkeys(slots))
-        state.norms.clear()
-
-    def land_slice(
-        self, slot: Slot, start: int, num_rows: int, adding: bool, source: Reservation, transfer: Transfer | None
-    ) -> None:
-        """Copy or add rows that lie in ``source`` to the gradient at home (worker thread)."""
-        if transfer is not None:
-            transfer.wait()
-        group = slot.group
-        state = self._state[group.index]
-        if adding:
-            self._widen(group)
-        kind = state.kind if adding else "gradient"
-        view = source.view()
-        assert view is not None
-        rows = view[: num_rows * slot.shape[1] * slot.dtype.itemsize].view(slot.dtype).view(num_rows, -1)
-        home = self._homes.open(group, kind)
-        target = (slot.view_fp32(home) if kind == "accumulated" else slot.view(home))[start : start + num_rows]
-        target.add_(rows) if adding else target.copy_(rows)
-        self._homes.close_range(group, kind, home, store=True)
-        if transfer is not None:
-            self._homes.give(source)
-
     def finish_slices(self, slot: Slot, adding: bool) -> None:
         """The last slice is under way."""
         state = self._state[slot.group.index]
         state.slots[slot] = None
-        self._worker.submit(self._note_landed, slot, adding)
+        self._worker.submit(self.home.note_landed, slot, adding)
         self._arrived(slot.group)
-
-    def _note_landed(self, slot: Slot, adding: bool) -> None:
-        state = self._state[slot.group.index]
-        state.landed[slot] = None
-        state.norms.clear()
-        if not adding:
-            state.kind = "gradient"
 
     def send_slice(
         self,
@@ -297,7 +238,7 @@ class GradientCollector:
             buffer.view(slot.dtype).view(rows.shape).copy_(rows)
         self._stack.count_link(0, self._homes.range(slot.group, "gradient").level, rows.nbytes)
         if buffer.device.type == "cpu":
-            task = self._worker.submit(self.land_slice, slot, start, len(rows), adding, reservation, None)
+            task = self._worker.submit(self.home.land_slice, slot, start, len(rows), adding, reservation, None)
             self.occupy(slot.group, task)
             self._departures.append(Departure(reservation, (task,)))
         else:
@@ -307,39 +248,9 @@ class GradientCollector:
             transfer = start_copy(landing, buffer, pool)
             self.occupy(
                 slot.group,
-                self._worker.submit(self.land_slice, slot, start, len(rows), adding, incoming, transfer),
+                self._worker.submit(self.home.land_slice, slot, start, len(rows), adding, incoming, transfer),
             )
             self._departures.append(Departure(reservation, (transfer,)))
-
-    def _widen(self, group: Group) -> None:
-        """Move a narrow gradient to the fp32 range, where sums are kept."""
-        state = self._state[group.index]
-        if state.kind == "accumulated" or _is_fp32(group):
-            return
-        narrow = self._homes.open(group, "gradient")
-        wide = self._homes.open(group, "accumulated", load=False)
-        for slot in state.landed:
-            slot.flat_fp32(wide).copy_(slot.flat(narrow))
-        self._homes.close_range(group, "accumulated", wide, store=True)
-        self._homes.close_range(group, "gradient", narrow, store=False)
-        state.kind = "accumulated"
-
-    def measure(self, group: Group) -> None:
-        """Take the norms that are missing (worker thread)."""
-        state = self._state[group.index]
-        missing = [slot for slot in state.landed if slot not in state.norms]
-        if missing:
-            flat = self._homes.open(group, state.kind)
-            for slot in missing:
-                values = slot.flat_fp32(flat) if state.kind == "accumulated" else slot.flat(flat)
-                state.norms[slot] = self._norm(values)
-            self._homes.close_range(group, state.kind, flat, store=False)
-
-    def _norm(self, values: torch.Tensor) -> torch.Tensor:
-        """The 2-norm of a flat gradient at home: as torch's clipping takes it, or, where level 0 is a GPU, as that takes it."""
-        if self._stack.level0_device.type == "cuda":
-            return gradient_norm(values)
-        return torch.linalg.vector_norm(self._widened(values), dtype=torch.float32)
 
     def measure_on_level0(self, leaving: Leaving) -> None:
         """Take the norms of a gradient that is on level 0, which is CUDA: no pass over it at home."""
@@ -357,34 +268,6 @@ class GradientCollector:
         if self._stack.level0_device.type != "cuda":
             self._worker.drain()
         self.wait_idle(group)
-        return self._state[group.index].kind
-
-    def _widened(self, values: torch.Tensor) -> torch.Tensor:
-        """``values`` in fp32, in memory that is made once; torch reduces narrow types twenty times slower. As it is where too long."""
-        if values.dtype == torch.float32 or values.numel() > LONGEST_WIDENED:
-            return values
-        if self._wide.numel() < values.numel():
-            self._wide = torch.empty(values.numel())
-        return self._wide[: values.numel()].copy_(values)
-
-    def forget_norms(self, group: Group) -> None:
-        """The gradients at home were changed (worker thread)."""
-        self._state[group.index].norms.clear()
-
-    def scale(self, group: Group, slots: list[Slot], factor: torch.Tensor | None) -> None:
-        """Multiply gradients at home by the fp32 scalar ``factor``, or make them zero if it is None (worker thread)."""
-        if factor is not None:
-            self._widen(group)  # zero is zero in any type
-        state = self._state[group.index]
-        flat = self._homes.open(group, state.kind)
-        for slot in slots:
-            values = slot.flat_fp32(flat) if state.kind == "accumulated" else slot.flat(flat)
-            values.zero_() if factor is None else values.mul_(factor)
-            state.norms.pop(slot, None)
-        self._homes.close_range(group, state.kind, flat, store=True)
-
-    def kind_at_home(self, group: Group) -> str:
-        """Which range holds the gradient: ``gradient`` (compute dtype) or ``accumulated`` (fp32). Worker thread."""
         return self._state[group.index].kind
 
     # -- between backward and step ---------------------------------------------------------------------------------
@@ -406,13 +289,7 @@ class GradientCollector:
             self._state[slot.group.index].slots.pop(slot, None)
             self._state[slot.group.index].level0_norms.pop(slot, None)
         for group in dict.fromkeys(slot.group for slot in slots):
-            self._worker.submit(self._forget, group, [slot for slot in slots if slot.group is group])
-
-    def _forget(self, group: Group, slots: list[Slot]) -> None:
-        state = self._state[group.index]
-        for slot in slots:
-            state.landed.pop(slot, None)
-            state.norms.pop(slot, None)
+            self._worker.submit(self.home.forget, group, [slot for slot in slots if slot.group is group])
 
     def zero(self, slots: list[Slot]) -> None:
         """Make the gradients of ``slots`` zero but keep them (``zero_grad(set_to_none=False)``)."""
@@ -425,8 +302,4 @@ class GradientCollector:
             self._state[group.index].level0_norms.pop(slot, None)
         if factor is not None:
             self._reserve_home(group, adding=True)
-        self.occupy(group, self._worker.submit(self.scale, group, slots, factor))
-
-
-def _is_fp32(group: Group) -> bool:
-    return all(slot.dtype == torch.float32 for slot in group.slots if slot.dtype.is_floating_point)
+        self.occupy(group, self._worker.submit(self.home.scale, group, slots, factor))

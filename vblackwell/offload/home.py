@@ -24,6 +24,7 @@ from vblackwell.offload.groups import Group
 from vblackwell.units import align_up, format_bytes
 
 KINDS = ("weight", "master", "remainder", "gradient", "accumulated", "exp_avg", "exp_avg_sq")
+KEPT_KINDS = ("weight", "master", "remainder", "exp_avg", "exp_avg_sq")
 NARROW_KINDS = ("weight", "remainder", "gradient")
 
 
@@ -55,14 +56,18 @@ class Homes:
     Args:
         levels: indices of the stack's levels that may be used, nearest first.
         groups: all groups of the model.
+        kept: groups whose weights and states live on level 0 (their gradients leave as all do).
     """
 
-    def __init__(self, stack: VGPUStack, name: str, levels: Sequence[int], groups: Sequence[Group]) -> None:
+    def __init__(
+        self, stack: VGPUStack, name: str, levels: Sequence[int], groups: Sequence[Group], kept: Iterable[Group] = ()
+    ) -> None:
         # Sizes, not groups: this object outlives the model (`enable._close_parts`) and must not keep it alive.
         self._largest = {kind: max(self.size_of(group, kind) for group in groups) for kind in KINDS}
         self.stack = stack
         self._name = name
         self._levels = list(levels)
+        self._kept = {group.index for group in kept}
         self._ranges: dict[tuple[int, str], Reservation] = {}
         self._staging: dict[str, Reservation] = {}
         self._taken: set[Reservation] = set()
@@ -94,11 +99,16 @@ class Homes:
         Raises:
             InsufficientMemory: nothing was reserved.
         """
-        fresh = [(group, kind) for group, kind in wanted if (group.index, kind) not in self._ranges]
+        missing = [(group, kind) for group, kind in wanted if (group.index, kind) not in self._ranges]
+        fresh = [(group, kind) for group, kind in missing if group.index not in self._kept or kind not in KEPT_KINDS]
         self._reserve_staging(fresh)
         positions = self._place(fresh)
         made: list[tuple[int, str]] = []
         try:
+            for group, kind in (pair for pair in missing if pair not in fresh):
+                what = f"{self._name}/{group.name}/{kind}"
+                self._ranges[group.index, kind] = self.stack.reserve(what, self.size_of(group, kind), 0)
+                made.append((group.index, kind))
             for (group, kind), position in zip(fresh, positions, strict=True):
                 key = (group.index, kind)
                 self._ranges[key] = self._reserve_from(position, f"{group.name}/{kind}", self.size_of(group, kind))

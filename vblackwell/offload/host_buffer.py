@@ -44,6 +44,7 @@ class HostBuffers:
 
     Raises:
         ConfigurationError: the stack has no level in RAM below level 0.
+        InsufficientMemory: that level is full.
     """
 
     def __init__(self, stack: VGPUStack, name: str) -> None:
@@ -61,6 +62,9 @@ class HostBuffers:
         self._all: dict[HostBuffer, None] = {}
         self._free: list[HostBuffer] = []
         self._serial = itertools.count()
+        # The first range of a level may start CUDA, to pin it. That must not happen in the middle of a checkpoint, which has
+        # saved the state of the generators that existed when it began.
+        stack.unreserve(stack.reserve(f"{name}#first", 1, level))
 
     @property
     def num_bytes(self) -> int:

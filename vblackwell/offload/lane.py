@@ -130,12 +130,16 @@ class Lane(ABC):
 
     def loads_of(self, job: LaneJob) -> list[str]:
         """The kinds that come from home."""
-        found = state_kinds(job.group, self._homes)
+        found = self.states_of(job.group)
         if job.weight is None:
             found.append("weight")
         if job.gradient is None:
             found.append(job.gradient_kind)
         return found
+
+    def states_of(self, group: Group) -> list[str]:
+        """What AdamW keeps of ``group`` beside the compute weight, and not on level 0."""
+        return state_kinds(group, self._homes)
 
     def most_elements(self, group: Group, kinds: Sequence[str]) -> int:
         """Elements of which all ``kinds`` fit one buffer."""
@@ -153,10 +157,10 @@ class Lane(ABC):
             start += -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
     @staticmethod
-    def arithmetic(job: LaneJob, piece: Piece, buffer: Buffer) -> dict[str, torch.Tensor]:
-        """AdamW on one piece that has arrived; returns what is to be stored, by kind."""
+    def arithmetic(job: LaneJob, piece: Piece, arrived: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """AdamW on one piece that has ``arrived``, by kind; returns what is to be stored."""
         group = job.group
-        found = dict(buffer.views)
+        found = dict(arrived)
         if job.weight is not None:
             found["weight"] = cut(job.weight, group, "weight", piece)
         gradient_kind = job.gradient_kind
@@ -201,7 +205,7 @@ class WorkerLane(Lane):
             self.lay_out(buffer, group, kinds, piece)
             for kind in kinds:
                 self._copy(buffer.views[kind], cut(opened[kind], group, kind, piece), job.sources[kind].level, 0)
-            for kind, values in self.arithmetic(job, piece, buffer).items():
+            for kind, values in self.arithmetic(job, piece, buffer.views).items():
                 self._copy(cut(targets[kind], group, kind, piece), values, 0, job.targets[kind].level)
         for kind, flat in targets.items():
             homes.close_at(job.targets[kind], flat, store=True)

@@ -23,7 +23,7 @@ from vblackwell.memory.transfer import EventTransfer, transfer_delay
 from vblackwell.offload.groups import Group
 from vblackwell.offload.home import Homes
 from vblackwell.offload.lane import Buffer, Lane, LaneEnd, LaneJob, WorkerLane, cut, state_kinds
-from vblackwell.offload.pieces import Piece, pieces_of
+from vblackwell.offload.pieces import Piece, num_elements, pieces_of
 from vblackwell.offload.update_place import num_buffers
 from vblackwell.offload.worker import Worker
 
@@ -86,6 +86,7 @@ class CudaLane(Lane):
         self._ahead: deque[Filled] = deque()
         self._expected: deque[Wanted] = deque()
         self._stored: dict[int, torch.cuda.Event] = {}
+        self._last_sent: torch.cuda.Event | None = None
         # What jobs read and write on level 0: nobody may get its memory before the device is done with it.
         self._in_use: deque[tuple[torch.cuda.Event, Any]] = deque()
         memory.zero_()
@@ -96,9 +97,17 @@ class CudaLane(Lane):
         self._drop_ahead()
         self._expected.clear()
         for group in groups:
-            self._expected.extend(self._pieces(group, tuple(state_kinds(group, self._homes))))
+            self._expected.extend(self._pieces(group, tuple(self.states_of(group))))
+
+    def states_of(self, group: Group) -> list[str]:
+        return [] if self._is_here(group) else state_kinds(group, self._homes)
+
+    def _is_here(self, group: Group) -> bool:
+        return self._homes.range(group, "weight").level == 0
 
     def _pieces(self, group: Group, kinds: tuple[str, ...]) -> list[Wanted]:
+        if not kinds:
+            return []
         return [Wanted(group, piece, kinds) for piece in pieces_of(group, self.most_elements(group, kinds))]
 
     def pump(self) -> None:
@@ -112,25 +121,46 @@ class CudaLane(Lane):
         self._sweep()
         pieces = self._pieces(group, tuple(self.loads_of(job)))
         next_up = self._ahead[0].wanted if self._ahead else self._expected[0] if self._expected else None
-        if next_up is not None and next_up != pieces[0]:
+        if pieces and next_up is not None and next_up != pieces[0]:
             self.expect(())  # the prediction was wrong
         streams.update.wait_stream(torch.cuda.current_stream(self._device))  # weights, gradient and factor
         if job.gradient is None:  # it is on its way home over this stream
             streams.states_in.wait_stream(copy_streams(self._device).d2h)
         if job.last_load is not None:
             job.last_load.wait_on(streams.states_out)
+        if not pieces:
+            self._update_here(job)
         for wanted in pieces:
             filled = self._take(wanted, job)
             streams.update.wait_event(filled.arrived)
+            arrived = dict(filled.buffer.views)
+            if self._is_here(group):
+                arrived |= self._views_here(job, wanted.piece)
             with torch.cuda.stream(streams.update):
-                found = self.arithmetic(job, wanted.piece, filled.buffer)
+                found = self.arithmetic(job, wanted.piece, arrived)
                 computed = mark(streams.update)
-            self._send(job, wanted.piece, filled.buffer, found, computed)
+            self._send(job, wanted.piece, found, computed)
+            self._free.append((filled.buffer, self._last_sent or computed))
             self.pump()
         stored = mark(streams.states_out)
         self._stored[group.index] = stored
         self._in_use.append((stored, (job.weight, job.gradient, job.factor)))
         return LaneEnd(EventTransfer.at(mark(streams.update)), EventTransfer.at(stored))
+
+    def _views_here(self, job: LaneJob, piece: Piece) -> dict[str, torch.Tensor]:
+        """The states of a group that lives on level 0, where they are."""
+        return {
+            kind: cut(self._bytes(job.sources[kind]), job.group, kind, piece)
+            for kind in state_kinds(job.group, self._homes)
+        }
+
+    def _update_here(self, job: LaneJob) -> None:
+        """Everything is on level 0: one piece, nothing moves but the weights, home."""
+        streams, piece = self._streams, Piece(0, num_elements(job.group))
+        with torch.cuda.stream(streams.update):
+            found = self.arithmetic(job, piece, self._views_here(job, piece))
+            computed = mark(streams.update)
+        self._send(job, piece, found, computed)
 
     def _sweep(self) -> None:
         while self._in_use and self._in_use[0][0].query():
@@ -161,17 +191,17 @@ class CudaLane(Lane):
         ]
         return Filled(wanted, buffer, self._copy(stream, pairs))
 
-    def _send(
-        self, job: LaneJob, piece: Piece, buffer: Buffer, found: dict[str, torch.Tensor], computed: torch.cuda.Event
-    ) -> None:
-        """Start copying what was computed home; the buffer is free behind that."""
+    def _send(self, job: LaneJob, piece: Piece, found: dict[str, torch.Tensor], computed: torch.cuda.Event) -> None:
+        """Start copying what was computed home."""
         stream = self._streams.states_out
         stream.wait_event(computed)
+        targets = {kind: cut(self._bytes(job.targets[kind]), job.group, kind, piece) for kind in found}
         pairs = [
-            (cut(self._bytes(job.targets[kind]), job.group, kind, piece), values, 0, job.targets[kind].level)
+            (targets[kind], values, 0, job.targets[kind].level)
             for kind, values in found.items()
+            if targets[kind].data_ptr() != values.data_ptr()
         ]
-        self._free.append((buffer, self._copy(stream, pairs)))
+        self._last_sent = self._copy(stream, pairs) if pairs else None
 
     def _copy(
         self, stream: torch.cuda.Stream, pairs: list[tuple[torch.Tensor, torch.Tensor, int, int]]

@@ -19,8 +19,13 @@ from vblackwell.errors import StepAbandoned
 from vblackwell.kernels.adamw import AdamWStep
 from vblackwell.offload.groups import Group
 from vblackwell.offload.lane import Lane, LaneEnd, LaneJob, state_kinds
+from vblackwell.offload.pieces import num_elements
 from vblackwell.offload.shadow import Ranges, Shadows
 from vblackwell.offload.update import Job
+
+# Backward needs the link for weights and states, forward for weights alone: so much of the updates waits for the next forward. Its groups
+# are the first of backward, whose weights are needed last. Their gradients go home and come back, 4 bytes a parameter more.
+DEFERRED_SHARE = 0.1
 
 if TYPE_CHECKING:
     from vblackwell.offload.engine import Offload
@@ -38,17 +43,23 @@ class Anticipated:
 
 
 class Level0Updates:
-    """Updates of one model that run on level 0."""
+    """Updates of one model that run on level 0.
+
+    Args:
+        groups: the groups, in the order of the forward.
+    """
 
     def __init__(self, engine: Offload, lane: Lane, groups: Sequence[Group]) -> None:
         self._engine = engine
         self._lane = lane
         self._groups = set(groups)
+        self._deferred = set(deferred_groups(groups)) if engine.device.type == "cuda" else set[Group]()
         self._ends: dict[int, LaneEnd] = {}
         self._anticipated: dict[int, Anticipated] = {}
         self._lent: deque[tuple[Loaded, LaneEnd]] = deque()
         self._order: list[Group] = []
         self._previous_order: list[Group] = []
+        self._looked_ahead = False
         self.shadows = Shadows(engine.homes)
 
     def __contains__(self, group: Group) -> bool:
@@ -57,10 +68,15 @@ class Level0Updates:
     # -- before the step ---------------------------------------------------------------------------------------------
 
     def look_ahead(self) -> None:
-        """Backward begins: bring up states in the order in which the last one needed them."""
-        if not self._order:
+        """A gradient is on its way: bring up states in the order in which the last backward needed them."""
+        if not self._looked_ahead:
+            self._looked_ahead = True
             self._lane.expect(self._previous_order)
             self._lane.pump()
+
+    def is_deferred(self, group: Group) -> bool:
+        """Whether ``group`` is updated under the next forward even where its update could run behind its backward."""
+        return group in self._deferred
 
     def anticipate(self, group: Group, jobs: list[Job], gradient: torch.Tensor, undo: bool) -> LaneEnd | None:
         """Update ``group`` behind its backward, from ``gradient`` on level 0; None if there is no room for a way back."""
@@ -157,6 +173,7 @@ class Level0Updates:
 
     def end_step(self) -> None:
         """The step has been queued; the next backward is expected to go as this one did."""
+        self._looked_ahead = False
         if self._order:
             self._previous_order, self._order = self._order, []
 
@@ -213,6 +230,18 @@ class Level0Updates:
         for group in self._groups:
             self.wait(group)
         self.sweep()
+
+
+def deferred_groups(groups: Sequence[Group]) -> list[Group]:
+    """The last of ``groups``, about `DEFERRED_SHARE` of their elements."""
+    left = DEFERRED_SHARE * sum(num_elements(group) for group in groups)
+    found = []
+    for group in reversed(groups):
+        if left < num_elements(group) / 2:
+            break
+        left -= num_elements(group)
+        found.append(group)
+    return found
 
 
 def same_jobs(left: Sequence[Job], right: Sequence[Job]) -> bool:

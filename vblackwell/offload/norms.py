@@ -14,7 +14,6 @@ def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
     return norm_of([sums])
 
 
-def norm_of_norms(norms: list[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of scalar ``norms`` in their order, on the GPU if one of them is there."""
-    device = next((norm.device for norm in norms if norm.is_cuda), norms[0].device)
+def norm_of_norms(norms: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The 2-norm of scalar ``norms`` in their order, summed on ``device``: CPU and GPU add in different orders."""
     return torch.linalg.vector_norm(torch.stack([norm.to(device, non_blocking=True) for norm in norms]))

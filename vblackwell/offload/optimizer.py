@@ -185,7 +185,7 @@ class VGPUAdamW(torch.optim.AdamW):
         if not norms:
             self._norm, self._skipped = torch.zeros(()), False
             return None
-        total = norm_of_norms(norms)
+        total = norm_of_norms(norms, self._engines[0].device if self._engines else norms[0].device)
         inverse_scale = 1.0 / self.loss_scale
         if inverse_scale != 1.0:
             total = total * inverse_scale

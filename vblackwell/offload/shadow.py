@@ -26,8 +26,13 @@ class Shadows:
         self.num_bytes = 0
 
     def take(self, group: Group, kinds: Iterable[str]) -> Ranges | None:
-        """A shadow of each kind of ``group``; None if there is no room for all of them."""
+        """A shadow of each kind of ``group``; None if there is no room for all of them, or if it lives on level 0.
+
+        (There an update at the step costs no journey, and the room is better used otherwise.)
+        """
         found: Ranges = {}
+        if self._homes.range(group, "weight").level == 0:
+            return None
         for kind in kinds:
             original = self._homes.range(group, kind)
             spare = self._spare.get((original.level, original.num_bytes))

@@ -68,6 +68,7 @@ class StepControl:
     def __init__(self, engine: Offload, level0: Level0Updates | None) -> None:
         self._engine = engine
         self._level0 = level0
+        self._waits_on_host = engine.device.type != "cuda"
         self._updater = Updater(engine.homes)
         self._updating: list[Future[None] | None] = [None] * len(engine.groups)
         self._speculated: dict[int, Speculation] = {}
@@ -107,7 +108,9 @@ class StepControl:
             return None
         if source.max_grad_norm is not None and leaving.buffer.is_cuda and not adding:
             self._engine.gradients.measure_on_level0(leaving)
-        if self._level0 is None or group not in self._level0 or adding or not self._may_anticipate(group):
+        if self._level0 is None or group not in self._level0 or adding or self._level0.is_deferred(group):
+            return None
+        if not self._may_anticipate(group):
             return None
         final = not source.undo
         end = self._level0.anticipate(group, self.jobs(group), leaving.buffer, source.undo)
@@ -135,7 +138,7 @@ class StepControl:
             and self._forwards >= source.accumulation_steps
             and not gradients.is_measured(group)
         ):
-            self._engine.worker.submit(gradients.measure, group)
+            self._engine.worker.submit(gradients.home.measure, group)
         if (self._level0 is None or group not in self._level0) and self._may_anticipate(group):
             self._speculate(group)
 
@@ -166,9 +169,9 @@ class StepControl:
             future.result()
 
     def is_updating(self, group: Group) -> bool:
-        """Whether `settle` would wait, or undo something."""
-        if self._level0 is not None and (self._level0.is_anticipated(group) or self._level0.is_under_way(group)):
-            return True
+        """Whether `settle_loads` would wait, or undo something."""
+        if self._level0 is not None and group in self._level0:
+            return self._level0.is_anticipated(group) or (self._waits_on_host and self._level0.is_under_way(group))
         future = self._updating[group.index]
         return group.index in self._speculated or (
             future is not None and (not future.done() or future.exception() is not None)
@@ -229,7 +232,7 @@ class StepControl:
         self._engine.gradients.finish_backward()
         for group in self._engine.groups:
             if not self._engine.gradients.is_measured(group):
-                self._engine.worker.submit(self._engine.gradients.measure, group)
+                self._engine.worker.submit(self._engine.gradients.home.measure, group)
         self._engine.worker.drain()
 
     def promise(self, wanted: Callable[[Slot], bool], factor: torch.Tensor | None) -> None:
@@ -274,6 +277,6 @@ class StepControl:
         if load is not None:
             load.wait()  # a stream that waits is not enough: the host is about to write what the copy reads
         gradients = self._engine.gradients
-        self._updater.update(group, jobs, gradients.kind_at_home(group), factor, undo)
+        self._updater.update(group, jobs, gradients.home.kind_at_home(group), factor, undo)
         if factor is not None:
-            gradients.forget_norms(group)
+            gradients.home.forget_norms(group)

@@ -21,7 +21,7 @@ from vblackwell.offload.masters import round_from_fp32
 
 # Elements. A multiple of 16, or torch's vectorised AdamW rounds differently; large enough that the calls do not show, small
 # enough that what one operation wrote is in cache for the next.
-CHUNK = 1 << 20
+CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,22 @@ def _can_update_on_level0(group: Group) -> bool:
     return group.uniform and group.slots[0].dtype in (torch.float32, torch.bfloat16)
 
 
+def state_bytes(group: Group) -> int:
+    """Bytes of a group's weights, their masters and AdamW's states."""
+    return num_elements(group) * 12
+
+
+def groups_kept(groups: Iterable[Group], resident_bytes: int) -> list[Group]:
+    """The first of ``groups`` whose weights and states fit ``resident_bytes``."""
+    found = []
+    for group in groups:
+        resident_bytes -= state_bytes(group)
+        if resident_bytes < 0:
+            break
+        found.append(group)
+    return found
+
+
 def ring_bytes(groups: Iterable[Group], free_bytes: int) -> int:
     """What the ring for ``groups`` may take of ``free_bytes`` on level 0.
 
