@@ -11,6 +11,7 @@ from the beginning of the first traced step.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -44,6 +45,7 @@ class LaneReport:
     Attributes:
         busy_us: time covered by at least one event. waiting_us: of it, inside CUDA calls that only wait.
         copied: bytes by direction. copying_us: time covered by copies.
+        gaps: the largest. neighbours: (before, after), how many gaps lie between such two, and their sum in us; most first.
         heaviest: names with most time, and that time in us.
     """
 
@@ -54,6 +56,7 @@ class LaneReport:
     copied: dict[str, int]
     copying_us: float
     gaps: list[Gap]
+    neighbours: list[tuple[tuple[str, str], int, float]]
     heaviest: list[tuple[str, float]]
 
 
@@ -100,11 +103,27 @@ def report(name: str, events: list[dict[str, Any]], inside: Span, gaps: int) -> 
     for event, (first, last) in zip(events, spans, strict=True):
         times[short(event["name"])] += last - first  # pyright: ignore[reportArgumentType]
     waits = [s for e, s in zip(events, spans, strict=True) if any(word in str(e["name"]) for word in WAITS)]
-    found = sorted(_gaps(events, spans, inside), key=lambda gap: gap.begin - gap.end)[:gaps]
+    found = sorted(_gaps(events, spans, inside), key=lambda gap: gap.begin - gap.end)
     return LaneReport(
-        name, len(events), length(spans), length(waits), dict(copied), length(span for _, span in copies), found,
-        [(each, float(time)) for each, time in times.most_common(5)],
-    )  # fmt: skip
+        name=name,
+        events=len(events),
+        busy_us=length(spans),
+        waiting_us=length(waits),
+        copied=dict(copied),
+        copying_us=length(span for _, span in copies),
+        gaps=found[:gaps],
+        neighbours=_by_neighbours(found)[:gaps],
+        heaviest=[(each, float(time)) for each, time in times.most_common(5)],
+    )
+
+
+def _by_neighbours(gaps: list[Gap]) -> list[tuple[tuple[str, str], int, float]]:
+    """Gaps of one kind come once a layer: their sum is what counts."""
+    sums: dict[tuple[str, str], list[float]] = {}
+    for gap in gaps:
+        sums.setdefault((gap.before, gap.after), []).append(gap.end - gap.begin)
+    found = [(pair, len(times), sum(times)) for pair, times in sums.items()]
+    return sorted(found, key=lambda each: -each[2])
 
 
 def _gaps(events: list[dict[str, Any]], spans: list[Span], inside: Span) -> list[Gap]:
@@ -120,10 +139,19 @@ def _gaps(events: list[dict[str, Any]], spans: list[Span], inside: Span) -> list
     return gaps
 
 
+# torch's elementwise kernels say what they compute only inside their template arguments.
+INNER = re.compile(r"(?!(?:gpu_kernel|Binary|AUnary|BUnary))\b(\w*Functor\w*|\w+_kernel(?:_cuda|_impl)?)\b")
+
+
 def short(name: Any, limit: int = 56) -> str:
-    """A kernel's name without return type and template arguments, cut."""
+    """A kernel's name without return type, namespace and template arguments, cut."""
     text = str(name).removeprefix("void ")
-    text = text if text.startswith("Memcpy") else text.split("<")[0].split("(")[0]
+    if text.startswith("Memcpy"):
+        return text
+    outer, _, inner = text.partition("<")
+    outer = outer.split("(")[0].removeprefix("at::native::").strip()
+    found = INNER.search(inner) if "elementwise" in outer else None
+    text = f"elementwise {found[1]}" if found else outer
     return text if len(text) <= limit else text[: limit - 1] + "~"
 
 
@@ -171,9 +199,11 @@ def lines(reports: list[LaneReport], inside: Span) -> list[str]:
             + ", ".join(f"{n} {t / 1e3:.1f} ms" for n, t in each.heaviest),
         ]
         for gap in each.gaps:
-            out.append(
-                f"  {(gap.end - gap.begin) / 1e3:9.3f} ms at {(gap.begin - begin) / 1e3:9.1f}: {gap.before}  ->  {gap.after}"
-            )
+            at = (gap.begin - begin) / 1e3
+            out.append(f"  {(gap.end - gap.begin) / 1e3:9.3f} ms at {at:9.1f}: {gap.before}  ->  {gap.after}")
+        for (before, after), count, total in each.neighbours:
+            if count > 1:
+                out.append(f"  {total / 1e3:9.3f} ms in {count:5} gaps: {before}  ->  {after}")
     return out
 
 

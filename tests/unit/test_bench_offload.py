@@ -178,9 +178,15 @@ def test_lanes_are_named_by_what_they_do():
     trace = made_trace()
     roles = stream_roles(trace["traceEvents"])
     assert roles == {(0, 7): "compute", (0, 13): "host to GPU", (0, 14): "GPU to host", (0, 15): "updates"}
+    trace["traceEvents"] += [
+        {"ph": "X", "cat": "cpu_op", "name": "MmBackward0", "pid": 9, "tid": 11, "ts": 0, "dur": 9},
+        {"ph": "M", "name": "thread_name", "pid": 9, "tid": 11, "ts": 0, "args": {"name": "thread 11 (pt_autograd_0)"}},
+        {"ph": "M", "name": "thread_name", "pid": 9, "tid": 11, "ts": 0, "args": {"name": "thread 11 (python3)"}},
+    ]
     name_lanes(trace, {9: "MainThread"})
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
     assert names[0, 13] == "host to GPU (stream 13)" and names[9, 9] == "MainThread (thread 9)"
+    assert names[9, 11] == "backward (thread 11)"
 
 
 def test_gaps_are_found(bench, tmp_path, capsys):
@@ -192,6 +198,7 @@ def test_gaps_are_found(bench, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "compute (stream 7)                           70.0%" in said
     assert "0.030 ms at       0.0: gemm  ->  softmax" in said
+    assert "GPU to host (stream 14)" in said
     assert "host to GPU (stream 13)" in said and "50.0" in said  # 2.5 MB in 50 us are 50 GB/s
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+AUTOGRAD = "pt_autograd"  # how torch calls the threads of its backward; the lane's next name, the program's, hides it
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 Lane = tuple[Any, Any]  # a trace's pid and tid; for a GPU: device and stream
 
@@ -96,6 +97,8 @@ def name_lanes(trace: dict[str, Any], threads: Mapping[int, str]) -> None:
     names: dict[Lane, tuple[str, int]] = {}
     for lane, role in stream_roles(events).items():
         names[lane] = (f"{role} (stream {lane[1]})", ORDER.index(role))
+    backward = {e["tid"] for e in events if e.get("name") == "thread_name" and AUTOGRAD in e["args"]["name"]}
+    threads = {**{tid: "backward" for tid in backward}, **threads}
     for event in events:
         lane, thread = (event.get("pid"), event.get("tid")), threads.get(event.get("tid", -1))
         if event.get("ph") == "X" and lane not in names and thread is not None:
