@@ -145,7 +145,7 @@ INNER = re.compile(r"(?!(?:gpu_kernel|Binary|AUnary|BUnary))\b(\w*Functor\w*|\w+
 
 def short(name: Any, limit: int = 56) -> str:
     """A kernel's name without return type, namespace and template arguments, cut."""
-    text = str(name).removeprefix("void ")
+    text = str(name).removeprefix("void ").replace("(anonymous namespace)::", "")
     if text.startswith("Memcpy"):
         return text
     outer, _, inner = text.partition("<")
