@@ -191,7 +191,7 @@ def main(argv: list[str] | None = None) -> list[Result]:
     append_csv(target, rows)
     if args.sweep:
         lines = sweep_lines(results, SHAPES[args.shape], rates, args.seq)
-        lines.append(f"plot: {draw(results, SHAPES[args.shape], rates, args.image, about)}")
+        lines.append(f"plot: {draw(results, SHAPES[args.shape], rates, args.image, about, args.seq)}")
     else:
         lines = [*table_lines(results), "", *ratio_lines(results, rates, clipped=args.max_grad_norm is not None)]
     print("\n".join(lines), flush=True)

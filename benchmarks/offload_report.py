@@ -166,6 +166,9 @@ def row_of(about: dict[str, Any], case: Case, result: Result, rates: dict[str, f
     answer["grad_norms"] = " ".join(f"{value:.6g}" for value in answer["grad_norms"])
     answer["notes"] = "; ".join(answer["notes"])
     asked["sweep_tokens"] = " ".join(map(str, asked["sweep_tokens"]))
+    if case.sweep_tokens and result.tokens:
+        asked["seq"] = min(case.seq, result.tokens)
+        asked["batch"] = result.tokens // asked["seq"]
     return {**about, **rates, **asked, **answer}
 
 

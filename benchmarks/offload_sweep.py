@@ -104,7 +104,7 @@ def curves(results: list[Result], shape: Shape, rates: dict[str, float], seq: in
 
 
 def draw(
-    results: list[Result], shape: Shape, rates: dict[str, float], path: Path, about: dict[str, Any], seq: int = 2048
+    results: list[Result], shape: Shape, rates: dict[str, float], path: Path, about: dict[str, Any], seq: int
 ) -> Path:
     """The plot: a PNG by matplotlib where it is installed, else an SVG of the same name; the path written."""
     found = curves(results, shape, rates, seq)
