@@ -23,6 +23,7 @@ from vblackwell.nn.cache import KVCache
 from vblackwell.nn.checkpoint import checkpoint
 from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.nn.head_loss import HiddenWithTargets, takes_targets
+from vblackwell.nn.kept import Keeping, check_names
 from vblackwell.nn.rotary import rotary_tables
 
 IGNORED_TARGET = -100
@@ -49,6 +50,7 @@ class Decoder(nn.Module):
 
     Attributes:
         gradient_checkpointing: compute blocks again in backward instead of keeping their activations.
+        kept_activations: what checkpointing keeps nevertheless, of 'attention', 'projections', 'gates' (nn/kept.py has their costs).
         loss_chunk_tokens: tokens whose logits exist at a time on CUDA, elsewhere while ``gradient_checkpointing`` is on.
     """
 
@@ -63,6 +65,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.gradient_checkpointing = False
+        self.kept_activations: tuple[str, ...] = ()
         self.loss_chunk_tokens = 2048
         device = torch.get_default_device() if device is None else torch.device(device)
         with torch.device("meta"):  # so that no layer draws weights which would be drawn again
@@ -126,8 +129,12 @@ class Decoder(nn.Module):
         x_BSD = self.model.embed_tokens(input_ids_BS)
         tables = rotary_tables(start, length, self.config.head_size, self.config.rope_theta, x_BSD.device)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled() and cache is None
+        kept = check_names(self.kept_activations)
         for layer in self.layers:
-            x_BSD = checkpoint(layer, x_BSD, *tables) if recompute else layer(x_BSD, *tables, cache)
+            if recompute:
+                x_BSD = checkpoint(Keeping(layer, kept) if kept else layer, x_BSD, *tables, modules=(layer,))
+            else:
+                x_BSD = layer(x_BSD, *tables, cache)
         if cache is not None:
             cache.advance(length)
         return self.model.norm(x_BSD)
