@@ -26,6 +26,7 @@ from vblackwell.kernels.cross_entropy import linear_cross_entropy
 from vblackwell.kernels.rms_norm import add_rms_norm, rms_norm
 from vblackwell.kernels.rotary import rotary
 from vblackwell.kernels.swiglu import swiglu
+from vblackwell.nn.causal_lm import accelerate_causal_lm, restore_causal_lm
 
 BATCH, LENGTH, WIDTH, INNER, HEADS, HEAD = 8, 2048, 2560, 6912, 20, 128
 TOKENS = BATCH * LENGTH
@@ -65,10 +66,10 @@ def _median_us(call: Callable[[], object], repeats: int) -> float:
 
 
 def copy_rate() -> float:
-    """Bytes a second that a copy within HBM moves, read and write."""
-    x = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
+    """Bytes a second that a kernel which does next to nothing moves, read and write."""
+    x = torch.ones(1 << 29, device="cuda")
     y = torch.empty_like(x)
-    return 2 * x.nbytes / (time_us(lambda: y.copy_(x)) * 1e-6)
+    return 2 * x.nbytes / (time_us(lambda: torch.add(x, 1.0, out=y)) * 1e-6)
 
 
 def flat(outputs: Any) -> tuple[torch.Tensor, ...]:
@@ -81,7 +82,9 @@ def both_ways(function: Function, inputs: tuple[torch.Tensor, ...]) -> tuple[Cal
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     outputs = flat(function(*leaves))
     torch.manual_seed(1)
-    gradients = [torch.randn_like(output) if output.dim() else torch.ones_like(output) for output in outputs]
+    gradients = [
+        randn(*output.shape).to(output.dtype) if output.dim() else torch.ones_like(output) for output in outputs
+    ]
 
     def forward() -> Any:
         with torch.no_grad():
@@ -286,41 +289,53 @@ def bench_decoder(layers: int, vocabulary: int, profile: bool) -> Rows:
     inputs = torch.randint(vocabulary, (BATCH, LENGTH), device="cuda")
     targets = functional.pad(inputs[:, 1:], (0, 1), value=-100)
 
-    def run_ours() -> torch.Tensor:
+    def run_ours(*kept: str) -> torch.Tensor:
+        ours.kept_activations = kept
         loss = ours(inputs, targets)
         loss.backward()
         return loss.detach()
 
-    def run_theirs(autocast: bool) -> torch.Tensor:
+    def run_theirs(autocast: bool = False) -> torch.Tensor:
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             loss = theirs(input_ids=inputs, labels=inputs, use_cache=False).loss
         loss.backward()
         return loss.detach()
 
+    systems: dict[str, tuple[Any, torch.dtype, Function]] = {"ours": (ours, torch.bfloat16, run_ours)}
+    for kept in (("attention",), ("attention", "projections"), ("attention", "projections", "gates")):
+        systems[f"ours, {'+'.join(kept)} kept"] = (ours, torch.bfloat16, functools.partial(run_ours, *kept))
+    systems["HF bf16"] = (theirs, torch.bfloat16, run_theirs)
+    systems["HF bf16, accelerated"] = (theirs, torch.bfloat16, run_theirs)
+    systems["HF autocast"] = (theirs, torch.float32, functools.partial(run_theirs, True))
     rows: Rows = []
     for checkpointing in (True, False):
         ours.gradient_checkpointing = checkpointing
-        theirs.gradient_checkpointing_enable(
-            {"use_reentrant": False}
-        ) if checkpointing else theirs.gradient_checkpointing_disable()
-        theirs.train()
-        for system, dtype, run, model in (
-            ("ours", torch.bfloat16, run_ours, ours),
-            ("HF bf16", torch.bfloat16, functools.partial(run_theirs, False), theirs),
-            ("HF autocast", torch.float32, functools.partial(run_theirs, True), theirs),
-        ):
+        enable_checkpointing(theirs, checkpointing)
+        for system, (model, dtype, run) in systems.items():
+            if "kept" in system and not checkpointing:
+                continue
             model.to(dtype)
-            row = {"system": system, "checkpointing": checkpointing, "layers": layers}
-            rows.append(row | time_model(model, run))
+            if "accelerated" in system:
+                accelerate_causal_lm(model)
+            rows.append({"system": system, "checkpointing": checkpointing, "layers": layers} | time_model(model, run))
             print_row(rows[-1])
-            if profile and checkpointing and system != "HF bf16":
+            if profile and checkpointing and system in ("ours", "HF bf16, accelerated"):
                 print_profile(run)
+            restore_causal_lm(model)
             model.zero_grad()
     for row in rows:
         ours_ms = next(r["ms"] for r in rows if r["system"] == "ours" and r["checkpointing"] == row["checkpointing"])
         row["ours_faster"] = row["ms"] / ours_ms
         print_row(row)
     return rows
+
+
+def enable_checkpointing(model: Any, wanted: bool) -> None:
+    model.train()
+    if wanted:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_disable()
 
 
 def time_model(model: torch.nn.Module, run: Callable[[], torch.Tensor]) -> dict[str, Any]:
@@ -349,7 +364,9 @@ def print_profile(run: Callable[[], Any]) -> None:
         torch.cuda.synchronize()
     kernels = [event for event in profiler.key_averages() if event.device_time_total > 0]
     total = sum(event.device_time_total for event in kernels)
-    print(f"kernels: {total / 1000:.2f} ms")
+    spans = [event.time_range for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    span = max(each.end for each in spans) - min(each.start for each in spans)
+    print(f"kernels: {total / 1000:.2f} ms in {span / 1000:.2f} ms")
     for event in sorted(kernels, key=lambda event: -event.device_time_total)[:32]:
         print(f"  {event.device_time_total / 1000:8.3f} ms {event.count:5d}  {event.key[:110]}")
 

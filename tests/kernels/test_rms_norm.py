@@ -49,6 +49,7 @@ def test_many_rows_meet_in_the_weights_gradient(monkeypatch):
     from vblackwell.kernels import rms_norm_triton
 
     monkeypatch.setattr(rms_norm_triton, "BACKWARD_PROGRAMS", 3)
+    assert rms_norm_triton.tiles_of(12) == (4, 3)
     inputs = [normal(2 * 11 + 1, 2048), normal(2048, seed=1)]
     assert max(errors(lambda x, w: rms_norm(x, w, EPS), "rms_norm", inputs)) <= TOLERANCE[torch.float32]
 

@@ -1,7 +1,7 @@
 """Triton kernels of rms_norm.py. Import it only where they run: triton takes half a second.
 
 A program normalises a few whole rows at a time, held in registers. Bytes a row of D in type of size e: forward 2 D e (with a
-residual 4 D e), backward 3 D e (4 D e), which HBM alone should bound.
+residual 4 D e), backward 3 D e (4 D e), which HBM alone should bound. Rows of more than 8192 elements spill some registers in backward.
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
@@ -13,11 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Partial sums of the weight's gradient: enough programs for four on each multiprocessor of an H200, whatever the GPU, so that the order
-# of additions is a function of the shape.
-BACKWARD_PROGRAMS = 528
+# Partial sums of the weight's gradient: programs for two on each multiprocessor of an H200, whatever the GPU, so that the order of
+# additions is a function of the shape.
+BACKWARD_PROGRAMS = 264
 # Elements that one program holds at a time; rows shorter than this are taken several at once.
 TILE = 4096
+# Shared memory for rows on their way; an RTX 3070 has 99 KiB a multiprocessor.
+PIPELINE_BYTES = 96 << 10
+SUM_COLUMNS = 16
 
 
 @triton.jit
@@ -44,17 +47,17 @@ def _forward(
 
 @triton.jit
 def _backward(
-    dy_ptr, dtotal_ptr, x_ptr, weight_ptr, scale_ptr, dx_ptr, partial_ptr, rows, tiles_each,
-    D: tl.constexpr, HAS_DTOTAL: tl.constexpr, WITH_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    dy_ptr, dtotal_ptr, x_ptr, weight_ptr, scale_ptr, dx_ptr, partial_ptr, rows,
+    TILES: tl.constexpr, D: tl.constexpr, HAS_DTOTAL: tl.constexpr, WITH_WEIGHT: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < D
     weight = tl.load(weight_ptr + column, inside, other=0.0).to(tl.float32)
     dweight = tl.zeros([ROWS, BLOCK], tl.float32)
-    tile = program * tiles_each
-    while tile < (program + 1) * tiles_each:  # the interpreter takes no range() of a run-time number with numpy 2.4
-        row = tile * ROWS + tl.arange(0, ROWS)
+    for tile in tl.range(0, TILES, num_stages=STAGES):  # the next rows are on their way while these are reduced
+        row = (program * TILES + tile) * ROWS + tl.arange(0, ROWS)
         mask = (row < rows)[:, None] & inside[None, :]
         at = row[:, None] * D + column[None, :]
         x = tl.load(x_ptr + at, mask, other=0.0).to(tl.float32)
@@ -68,9 +71,30 @@ def _backward(
         if HAS_DTOTAL:
             dx += tl.load(dtotal_ptr + at, mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask)
-        tile += 1
     if WITH_WEIGHT:
         tl.store(partial_ptr + program * D + column, tl.sum(dweight, 0), inside)
+
+
+@triton.jit
+def _sum(partial_ptr, out_ptr, rows, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    at = row[:, None] * D + column[None, :]
+    part = tl.load(partial_ptr + at, (row < rows)[:, None] & (column < D)[None, :], other=0.0)
+    tl.store(out_ptr + column, tl.sum(part, 0).to(out_ptr.dtype.element_ty), column < D)
+
+
+def tiles_of(tiles: int) -> tuple[int, int]:
+    """(tiles a program takes, programs): at most `BACKWARD_PROGRAMS`, and few different counts, as each is compiled anew."""
+    each = max(1, -(-tiles // BACKWARD_PROGRAMS))
+    step = 1 << max(0, each.bit_length() - 3)
+    each = -(-each // step) * step
+    return each, -(-tiles // each)
+
+
+def stages_of(row_bytes: int) -> int:
+    """Pipeline stages of the backward: two sets of rows on their way, or none (one set would wait in registers)."""
+    return 3 if 2 * row_bytes <= PIPELINE_BYTES else 1
 
 
 def tile_of(width: int) -> tuple[int, int, int]:
@@ -103,17 +127,27 @@ def backward(
     width, rows = x.shape[-1], x.shape[:-1].numel()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     at_once, block, warps = tile_of(width)
-    tiles = -(-rows // at_once)
-    tiles_each = max(1, -(-tiles // BACKWARD_PROGRAMS))
-    programs = -(-tiles // tiles_each)
+    tiles_each, programs = tiles_of(-(-rows // at_once))
     partial = torch.empty((programs if with_weight else 0, width), dtype=torch.float32, device=x.device)
+    row_bytes = (2 if dtotal is None else 3) * at_once * block * x.element_size()
     if rows:
         dy = dy.contiguous()
         _backward[(programs,)](
             dy, dy if dtotal is None else dtotal.contiguous(), x.contiguous(), weight_D.contiguous(), scale_R, dx, partial,
-            rows, tiles_each, D=width, HAS_DTOTAL=dtotal is not None, WITH_WEIGHT=with_weight, ROWS=at_once, BLOCK=block,
-            num_warps=warps,
+            rows, TILES=tiles_each, D=width, HAS_DTOTAL=dtotal is not None, WITH_WEIGHT=with_weight, ROWS=at_once, BLOCK=block,
+            STAGES=stages_of(row_bytes), num_warps=warps if block <= TILE else 32,
         )  # fmt: skip
     if not with_weight:
         return dx, weight_D.new_empty(0)
-    return dx, partial.sum(0).to(weight_D.dtype)
+    dweight_D = torch.zeros_like(weight_D, memory_format=torch.contiguous_format)
+    if rows:
+        _sum[(triton.cdiv(width, SUM_COLUMNS),)](
+            partial,
+            dweight_D,
+            programs,
+            D=width,
+            ROWS=triton.next_power_of_2(programs),
+            COLUMNS=SUM_COLUMNS,
+            num_warps=4,
+        )
+    return dx, dweight_D

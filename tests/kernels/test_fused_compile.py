@@ -1,0 +1,78 @@
+"""Every fused kernel compiles for its GPUs without one, in bf16 and at the sizes that need most: registers without spills, shared memory.
+
+In a process of its own, because where there is no GPU this one has Triton's interpreter on, which compiles nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
+
+PROGRAM = """
+import json, pathlib, re, subprocess, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from vblackwell.kernels import cross_entropy_triton, rms_norm_triton, rotary_triton, swiglu_triton
+
+def rms(width, itemsize, inputs):
+    rows, block, warps = rms_norm_triton.tile_of(width)
+    stages = rms_norm_triton.stages_of(inputs * rows * block * itemsize)
+    return {"D": width, "ROWS": rows, "BLOCK": block}, stages, warps
+
+def block_of(shape):
+    return shape["BLOCK"]
+
+def cases():
+    for width in (128, 2560, 8192):
+        shape, stages, warps = rms(width, 2, 3)
+        yield rms_norm_triton._forward, {**shape, "HAS_RESIDUAL": True}, warps
+        yield rms_norm_triton._backward, {
+            **shape, "HAS_DTOTAL": True, "WITH_WEIGHT": True, "TILES": 64, "STAGES": stages}, warps if block_of(shape) <= 4096 else 32
+    yield rms_norm_triton._sum, {"D": 2560, "ROWS": 512, "COLUMNS": rms_norm_triton.SUM_COLUMNS}, 4
+    yield swiglu_triton._forward, {"BLOCK": swiglu_triton.BLOCK}, swiglu_triton.WARPS
+    yield swiglu_triton._backward, {"BLOCK": swiglu_triton.BLOCK, "WITH_PRODUCT": True}, swiglu_triton.WARPS
+    yield rotary_triton._rotate, {
+        "N": 32, "K": 8, "HALF": 64, "HEADS": 32, "BLOCK": 64, "INVERSE": True}, 4
+    yield cross_entropy_triton._loss_and_gradient, {
+        "WORDS": 128256, "GRADIENTS": True, "BLOCK": cross_entropy_triton.BLOCK}, cross_entropy_triton.WARPS
+    yield cross_entropy_triton._scale, {"BLOCK": 2048}, 4
+
+FP32 = ("scale_ptr", "partial_ptr", "loss_ptr", "factor_ptr", "cos_ptr", "sin_ptr")
+def type_of(name):
+    if name == "target_ptr":
+        return "*i64"
+    if name.endswith("_ptr"):
+        return "*fp32" if name in FP32 else "*bf16"
+    return "fp32" if name in ("eps", "z_loss") else "i32"
+
+found = []
+for kernel, constants, warps in cases():
+    signature = {name: "constexpr" if name in constants else type_of(name) for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constexprs={(kernel.arg_names.index(k),): v for k, v in constants.items()})
+    compiled = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options={"num_warps": warps})
+    pathlib.Path(sys.argv[2]).write_bytes(compiled.asm["cubin"])
+    tool = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    usage = subprocess.run([tool, "--dump-resource-usage", sys.argv[2]], check=True, capture_output=True, text=True).stdout
+    local = max(int(value) for value in re.findall(r"(?:STACK|LOCAL):(\\d+)", usage))
+    found.append([kernel.__name__ + str(constants), compiled.metadata.shared, local])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_kernels_fit(capability, tmp_path):
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", PROGRAM, str(capability), str(tmp_path / "kernel.cubin")]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
+    assert result.returncode == 0, result.stderr[-2000:]
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert len(found) == 12
+    for kernel, shared_bytes, local_bytes in found:
+        assert shared_bytes <= SHARED_BYTES[capability] and local_bytes == 0, (kernel, shared_bytes, local_bytes)
