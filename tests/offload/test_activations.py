@@ -8,6 +8,7 @@ import functools
 import gc
 import random
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -521,6 +522,23 @@ def test_with_streamed_weights(case: Case, make_stack: MakeStack):
     release(model)
     for param, *parts in zip(model.parameters(), *expected_gradients, strict=True):
         assert param.grad is not None and torch.equal(param.grad, sum(parts[1:], parts[0]))
+
+
+def test_a_store_keeps_no_model_alive(make_stack: MakeStack):
+    from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of
+
+    model = build(CHECKPOINTING[0], use_checkpoint=True)
+    stack = make_stack(1 << 20)
+    enable_vgpu_stack_optimization(model, stack, placement="streamed", activations="host")
+    assert offload_of(model) is not None and stack.levels[1].used_bytes > 0
+    dead = weakref.ref(model)
+    del model
+    for _ in range(100):  # the worker's thread gives the ranges back
+        gc.collect()
+        if stack.levels[1].used_bytes == 0:
+            break
+        time.sleep(0.01)
+    assert dead() is None and stack.levels[1].used_bytes == 0
 
 
 # -- refusals and ends ---------------------------------------------------------------------------------------------------------

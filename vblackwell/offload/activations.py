@@ -31,6 +31,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -86,7 +87,8 @@ class ActivationStore:
         name: of its reservations in the stack.
         keep_bytes: what may stay on level 0 because backward needs it first.
         smallest_bytes: smaller tensors stay.
-        is_weight: whether a tensor is an offloaded model's own (`Offload.aliases`); such tensors stay.
+        is_weight: whether a tensor is an offloaded model's own (`Offload.aliases`); such tensors stay. A method is held weakly:
+            what closes a store when its model has died must not keep the model alive.
         ahead: of how many checkpoints the inputs are loaded before backward asks for them.
 
     Raises:
@@ -136,6 +138,15 @@ class ActivationStore:
         except BaseException:
             self._pass = before
             raise
+
+    @property
+    def is_weight(self) -> Callable[[torch.Tensor], bool] | None:
+        """Which tensors are weights; None if nobody says so, or the one who did has died."""
+        return self._is_weight()
+
+    @is_weight.setter
+    def is_weight(self, asked: Callable[[torch.Tensor], bool] | None) -> None:
+        self._is_weight = weakref.WeakMethod(asked) if isinstance(asked, MethodType) else lambda: asked
 
     def hooks(self) -> AbstractContextManager[Any]:
         """Around one checkpoint: saved-tensor hooks for what it keeps. Hooks that are active already come first."""
@@ -188,7 +199,8 @@ class ActivationStore:
             return False  # a leaf that wants a gradient is a parameter: whoever made it holds it
         if not self._smallest_bytes <= span_bytes(tensor) <= HOLES * tensor.nbytes:
             return False
-        return self.is_weight is None or not self.is_weight(tensor)
+        is_weight = self.is_weight
+        return is_weight is None or not is_weight(tensor)
 
     def _boundary_of(self, tensor: torch.Tensor) -> Boundary:
         storage = tensor.untyped_storage()._cdata
