@@ -524,6 +524,36 @@ def test_with_streamed_weights(case: Case, make_stack: MakeStack):
         assert param.grad is not None and torch.equal(param.grad, sum(parts[1:], parts[0]))
 
 
+@pytest.mark.parametrize("case", CHECKPOINTING, ids=lambda case: case.name)
+def test_whole_training_through_the_engine(case: Case, make_stack: MakeStack):
+    from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
+    from vblackwell.offload.optimizer import VGPUAdamW
+
+    initial = build(case, use_checkpoint=True)
+    runs = []
+    for place in ("level0", "host"):
+        model = copy.deepcopy(initial)
+        stack = make_stack(1 << 20)
+        enable_vgpu_stack_optimization(model, stack, placement="streamed", activations=place)
+        engine = offload_of(model)
+        if place == "host":
+            engine.activations._smallest_bytes = 1  # these models are small
+        optimizer = VGPUAdamW(model.parameters(), lr=3e-3, max_grad_norm=0.5, update_in_backward=True)
+        losses = []
+        torch.manual_seed(1)
+        for step in range(4):
+            loss = case.loss(model, step)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        taken = engine.activations.summary()["host_bytes"] if place == "host" else 0
+        release(model)
+        runs.append((losses, list(model.parameters()), taken))
+    assert same(runs[0][0], runs[1][0]) and same(runs[0][1], runs[1][1])
+    assert runs[1][2] > 0
+
+
 def test_a_store_keeps_no_model_alive(make_stack: MakeStack):
     from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of
 
