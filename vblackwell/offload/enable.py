@@ -32,8 +32,8 @@ from vblackwell.units import format_bytes, parse_bytes
 PLACEMENTS = ("auto", "resident", "streamed")
 # On CUDA, level 0's capacity is the whole process: this share is left to activations and workspaces...
 CUDA_ACTIVATION_SHARE = 0.5
-# ...and as every step renews the weights, more groups than are in use, loading and turning around bring nothing.
-CUDA_GROUPS = 4
+# ...and as every step renews the weights, more groups than are in use, loading, being updated and turning around bring nothing.
+CUDA_GROUPS = 6
 
 _names: weakref.WeakKeyDictionary[VGPUStack, set[str]] = weakref.WeakKeyDictionary()
 

@@ -79,6 +79,8 @@ class Offload:
         )
         lane = None if ring is None else make_lane(stack, homes, ring, self.worker)
         self.level0 = None if lane is None else Level0Updates(self, lane, on_level0)
+        if self.level0 is not None:
+            self.weights.sweep = self.level0.sweep
         self.step_control = StepControl(self, self.level0)
         self.weights.busy = self.step_control.is_updating
         self.activations = activations
@@ -170,6 +172,7 @@ class Offload:
 
     def _enter(self, site: Site) -> None:
         entered: list[tuple[Site, Any]] = self._entered.__dict__.setdefault("stack", [])
+        self.step_control.reached(site.groups[-1])
         context = self._using([slot for group in site.groups for slot in group.slots])
         context.__enter__()
         entered.append((site, context))

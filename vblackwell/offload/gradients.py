@@ -26,7 +26,7 @@ from vblackwell.offload.worker import Worker
 from vblackwell.units import format_bytes
 
 # Buffers on their way home beside the one that fills: more would only wait for the link on level 0 instead of at home.
-MOST_DEPARTURES = 2
+MOST_DEPARTURES = 3
 
 
 class SliceLanding:

@@ -232,7 +232,9 @@ class CudaLane(Lane):
         self._ahead.clear()
 
     def order_loads(self, end: LaneEnd) -> None:
-        end.stored.wait_on(copy_streams(self._device).h2d)
+        streams = copy_streams(self._device)
+        for stream in (streams.h2d, streams.d2d):  # groups are loaded from RAM, or from level 0 itself
+            end.stored.wait_on(stream)
 
     def drain(self) -> None:
         for stream in self._streams:

@@ -26,6 +26,8 @@ from vblackwell.offload.update import Job
 # Backward needs the link for weights and states, forward for weights alone: so much of the updates waits for the next forward. Its groups
 # are the first of backward, whose weights are needed last. Their gradients go home and come back, 4 bytes a parameter more.
 DEFERRED_SHARE = 0.1
+# Updates that wait for the forward are queued when it is so many groups before them, or when the lane has nothing else to do.
+ADVANCE_GROUPS = 3
 
 if TYPE_CHECKING:
     from vblackwell.offload.engine import Offload
@@ -60,6 +62,8 @@ class Level0Updates:
         self._order: list[Group] = []
         self._previous_order: list[Group] = []
         self._looked_ahead = False
+        self._waiting: dict[int, tuple[list[Job], torch.Tensor | None]] = {}
+        self._newest: LaneEnd | None = None
         self.shadows = Shadows(engine.homes)
 
     def __contains__(self, group: Group) -> bool:
@@ -71,6 +75,7 @@ class Level0Updates:
         """A gradient is on its way: bring up states in the order in which the last backward needed them."""
         if not self._looked_ahead:
             self._looked_ahead = True
+            self.flush()
             self._lane.expect(self._previous_order)
             self._lane.pump()
 
@@ -102,7 +107,7 @@ class Level0Updates:
         gradient: torch.Tensor | None, factor: torch.Tensor | None,
     ) -> LaneEnd:  # fmt: skip
         engine = self._engine
-        if loaded is None:
+        if loaded is None and gradient is not None:
             engine.weights.invalidate(group)
         for job in jobs:
             job.step.add_(1)
@@ -124,7 +129,7 @@ class Level0Updates:
                 last_load=engine.weights.last_load(group),
             )
         )
-        self._ends[group.index] = end
+        self._ends[group.index] = self._newest = end
         if loaded is not None:
             engine.weights.renew(loaded, end.computed)
             self._lent.append((loaded, end))
@@ -168,8 +173,38 @@ class Level0Updates:
         return True
 
     def update(self, group: Group, jobs: list[Job], factor: torch.Tensor | None) -> None:
-        """The step's update of a group that was not anticipated: everything comes from home."""
+        """The step's update of a group that was not anticipated: everything comes from home, at once or a little later (`advance`)."""
+        self._engine.weights.invalidate(group)
+        self._waiting[group.index] = (jobs, factor)
+        if self._engine.device.type != "cuda":
+            self._release(group)
+
+    def advance(self, group: Group) -> None:
+        """The forward reaches ``group``: queue the updates that its successors will need.
+
+        Not all at once at the step: copies queue up in the GPU's copy engine, and whatever else has to pass it then (tokens, a loss,
+        the next group's weights) waits behind them.
+        """
+        if self._waiting:
+            last = group.index + ADVANCE_GROUPS
+            for index in [index for index in self._waiting if index <= last]:
+                self._release(self._engine.groups[index])
+            if len(self._waiting) and self._idle():
+                self._release(self._engine.groups[min(self._waiting)])
+
+    def _idle(self) -> bool:
+        """Whether the lane has nothing to do but what it is storing."""
+        return self._newest is None or self._newest.computed.done()
+
+    def _release(self, group: Group) -> None:
+        """Queue a waiting update."""
+        jobs, factor = self._waiting.pop(group.index)
         self._submit(group, jobs, self._own_ranges(group), None, None, factor)
+
+    def flush(self) -> None:
+        """Backward begins: what still waits is queued."""
+        for index in list(self._waiting):
+            self._release(self._engine.groups[index])
 
     def end_step(self) -> None:
         """The step has been queued; the next backward is expected to go as this one did."""
@@ -210,12 +245,16 @@ class Level0Updates:
 
     def order_loads(self, group: Group) -> None:
         """Weights that are loaded from now on are those after the group's last update."""
+        if group.index in self._waiting:
+            self._release(group)
         end = self._ends.get(group.index)
         if end is not None:
             self._lane.order_loads(end)
 
     def wait(self, group: Group) -> None:
         """Return when the group's last update is at home."""
+        if group.index in self._waiting:
+            self._release(group)
         end = self._ends.pop(group.index, None)
         if end is not None:
             end.stored.wait()
@@ -226,6 +265,7 @@ class Level0Updates:
 
     def drain(self) -> None:
         """Return when all updates are at home."""
+        self.flush()
         self._lane.drain()
         for group in self._groups:
             self.wait(group)

@@ -91,6 +91,11 @@ class StepControl:
         if torch.is_grad_enabled():
             self._forwards += 1
 
+    def reached(self, group: Group) -> None:
+        """``group`` is about to be used."""
+        if self._level0 is not None:
+            self._level0.advance(group)
+
     def before_gradient(self, group: Group) -> None:
         """More gradient for ``group``: if it was thought complete, that was wrong."""
         self._undo(group)

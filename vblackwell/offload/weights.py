@@ -89,6 +89,7 @@ class WeightStreamer:
         self._versions = [0] * len(groups)
         self._last_load: list[Transfer | None] = [None] * len(groups)
         self.busy: Callable[[Group], bool] = lambda group: False
+        self.sweep: Callable[[], None] = lambda: None  # lets lent groups whose updates are over be `returned`
         self.trace = AccessTrace()
         self._latest: Group | None = None
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
@@ -185,6 +186,7 @@ class WeightStreamer:
         return loaded
 
     def _reserve(self, group: Group) -> Reservation:
+        self.sweep()
         while True:
             if self.loaded_bytes + group.num_bytes <= self._budget_bytes:
                 try:
@@ -227,6 +229,7 @@ class WeightStreamer:
         if self.busy(group):
             return False  # an update is on its way: loading now would wait for it, or be stale
         distance = self.trace.next_use(group.index)
+        self.sweep()
         while self.loaded_bytes + group.num_bytes > self._budget_bytes or not self._fits(group):
             victim = self._farthest(beyond=distance)
             if victim is None:
