@@ -314,7 +314,9 @@ def bench_decoder(layers: int, vocabulary: int, profile: bool) -> Rows:
         for system, (model, dtype, run) in systems.items():
             if "kept" in system and not checkpointing:
                 continue
-            model.to(dtype)
+            idle = theirs if model is ours else ours
+            idle.to("cpu")
+            model.to("cuda", dtype)
             if "accelerated" in system:
                 accelerate_causal_lm(model)
             rows.append({"system": system, "checkpointing": checkpointing, "layers": layers} | time_model(model, run))

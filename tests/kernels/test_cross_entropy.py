@@ -124,6 +124,25 @@ def test_the_incoming_gradient_is_not_rounded():
         assert torch.equal((a.float() * torch.tensor(1 / 3)).bfloat16(), b)
 
 
+def test_backward_twice_and_gradients_in_the_saved_memory():
+    hidden, weight, targets = case(9, 8, 13, torch.float32)
+    hidden.requires_grad_(), weight.requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, targets) * 3
+    kept = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    last = torch.autograd.grad(loss, (hidden, weight))
+    assert all(torch.equal(a, b) for a, b in zip(kept, last, strict=True))
+    addresses: list[int] = []
+
+    def pack(tensor):
+        addresses.append(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = linear_cross_entropy(hidden, weight, targets)
+    loss.backward()
+    assert weight.grad.data_ptr() in addresses  # neither copied for the scaling nor by the accumulation
+
+
 @pytest.mark.parametrize("frozen", ["hidden", "weight", "all"])
 def test_gradients_that_nobody_wants(frozen):
     hidden, weight, targets = case(5, 8, 13, torch.float32)

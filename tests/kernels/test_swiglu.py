@@ -8,7 +8,7 @@ from tests.kernels.fused_oracle import DEVICE, TOLERANCE, errors, normal, poison
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels import swiglu as module
 from vblackwell.kernels.dispatch import use_backend
-from vblackwell.kernels.swiglu import swiglu, swiglu_backward
+from vblackwell.kernels.swiglu import swiglu, swiglu_backward, swiglu_linear
 
 SHAPES = [(1,), (3, 7, 37), (2, 4099), (0, 5)]
 
@@ -57,10 +57,26 @@ def test_backward_gives_the_product_again():
     assert relative(dup, dy.double() * functional.silu(gate.double())) <= TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_with_the_linear_behind_it(dtype):
+    inputs = [normal(3, 5, 37, dtype=dtype), normal(3, 5, 37, dtype=dtype, seed=1), normal(8, 37, dtype=dtype, seed=2)]
+    plain = lambda gate, up, weight: (functional.silu(gate) * up) @ weight.t()  # noqa: E731
+    # the product is rounded before it is multiplied, forward and backward, and the result again
+    assert max(errors(swiglu_linear, "swiglu", inputs, plain)) <= 2 * TOLERANCE[dtype]
+    with use_backend("swiglu", "triton"):
+        unwanted = swiglu_linear(*inputs, wanted=False)
+        assert unwanted.shape == (3, 5, 8)
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape), lambda _: None):
+            swiglu_linear(*(tensor.requires_grad_() for tensor in inputs))
+    assert sorted(kept) == sorted(tensor.shape for tensor in inputs)
+
+
 def test_opcheck_and_compile():
     gate, up = normal(3, 24).requires_grad_(), normal(3, 24, seed=1).requires_grad_()
     torch.library.opcheck(module._swiglu, (gate, up))
     torch.library.opcheck(swiglu_backward, (gate.detach(), gate.detach(), up.detach(), True))
+    torch.library.opcheck(module._swiglu_linear, (gate, up, normal(5, 24, seed=2).requires_grad_(), True))
     compiled = torch.compile(lambda a, b: module._swiglu(a, b) * 3, fullgraph=True, backend="aot_eager")
     expected = torch.autograd.grad((module._swiglu(gate, up) * 3).sum(), (gate, up))
     for got, right in zip(torch.autograd.grad(compiled(gate, up).sum(), (gate, up)), expected, strict=True):
@@ -78,3 +94,7 @@ def test_refusals():
         swiglu(normal(3, 8), normal(3, 7))
     with pytest.raises(ConfigurationError, match="must match"):
         swiglu(normal(3, 8), normal(3, 8, dtype=torch.bfloat16))
+    with pytest.raises(ConfigurationError, match="must match"):
+        swiglu_linear(normal(3, 8), normal(3, 8), normal(5, 8, dtype=torch.bfloat16))
+    with pytest.raises(ConfigurationError, match="do not fit"):
+        swiglu_linear(normal(3, 8), normal(3, 8), normal(8, 5))

@@ -17,6 +17,8 @@ Legend: T tokens, D width, V vocabulary, C tokens of a chunk.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -235,6 +237,29 @@ def _(x, factor):  # type: ignore[no-untyped-def]
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("vblackwell::scale_by_", mutates_args=("x",))
+def _scale_by_(x: Tensor, factor: Tensor) -> None:
+    """`_scale_by` in place."""
+    if runs_triton("cross_entropy", x, 0):
+        from vblackwell.kernels import cross_entropy_triton
+
+        cross_entropy_triton.scale(x, factor, out=x)
+    else:
+        x.copy_(x.float() * factor if x.element_size() < 4 else x * factor)
+
+
+def _scaled(x: Tensor, factor: Tensor) -> Tensor:
+    """``x * factor``, in the memory of ``x`` if nobody will ask for it again: a head's gradient is as large as the head."""
+    traced = type(x) is not Tensor  # a compiler's stand-in: what is saved there must stay as it was
+    if traced or torch.compiler.is_compiling() or _keeps_graph():
+        return _scale_by(x, factor)
+    _scale_by_(x, factor)
+    return x
+
+
+_keeps_graph: Callable[[], bool] = getattr(torch._C, "_autograd")._get_current_graph_task_keep_graph  # noqa: B009 (untyped)
+
+
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.save_for_backward(*output[1:])
     ctx.set_materialize_grads(False)
@@ -245,7 +270,7 @@ def _backward(ctx, dloss: Tensor | None, *unused: None):  # type: ignore[no-unty
     if dloss is None:
         return None, None, None, None, *nothing
     dhidden, dweight, dbias = (
-        _scale_by(x, dloss) if needed else None
+        _scaled(x, dloss) if needed else None
         for x, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[:3], strict=True)
     )
     return dhidden, dweight, dbias, None, *nothing

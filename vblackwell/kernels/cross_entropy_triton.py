@@ -73,10 +73,11 @@ def loss_and_gradient_(
         )  # fmt: skip
 
 
-def scale(x: Tensor, factor: Tensor) -> Tensor:
-    """``x * factor`` with one rounding; ``factor`` has one element on the same device."""
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+def scale(x: Tensor, factor: Tensor, out: Tensor | None = None) -> Tensor:
+    """``x * factor`` with one rounding, into ``out`` if given; contiguous tensors, ``factor`` has one element on the same device."""
+    x = x.contiguous()
+    y = torch.empty_like(x) if out is None else out
     count = x.numel()
     if count:
-        _scale[(triton.cdiv(count, 2048),)](x.contiguous(), factor, y, count, BLOCK=2048, num_warps=4)
+        _scale[(triton.cdiv(count, 2048),)](x, factor, y, count, BLOCK=2048, num_warps=4)
     return y

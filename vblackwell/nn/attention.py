@@ -33,9 +33,11 @@ class SelfAttention(nn.Module):
 
     def forward(self, x_BSD: Tensor, cos_SH: Tensor, sin_SH: Tensor, cache: KVCache | None = None) -> Tensor:
         heads = (*x_BSD.shape[:2], -1, self.head_dim)
-        projected = linears_of_one_input(x_BSD, self.q_proj, self.k_proj, self.v_proj)
         # Transposed views all the way: cuDNN and flash attention read and write them as they are.
-        q_BNSH, k_BKTH, v_BKTH = (x.view(heads).transpose(1, 2) for x in projected)
+        q_BNSH, k_BKTH, v_BKTH = (
+            x.view(heads).transpose(1, 2)
+            for x in linears_of_one_input(x_BSD, self.q_proj, self.k_proj, self.v_proj)  # no name keeps them
+        )
         q_BNSH, k_BKTH = rotary(q_BNSH, k_BKTH, cos_SH, sin_SH)
         if cache is not None:
             k_BKTH, v_BKTH = cache.extend(self.layer, k_BKTH, v_BKTH)

@@ -10,11 +10,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from vblackwell.kernels.rms_norm import add_rms_norm, rms_norm
-from vblackwell.kernels.swiglu import swiglu
 from vblackwell.nn.attention import SelfAttention
 from vblackwell.nn.cache import KVCache
 from vblackwell.nn.decoder_config import DecoderConfig
-from vblackwell.nn.plain_linear import linears_of_one_input
+from vblackwell.nn.plain_linear import gated_product, linears_of_one_input
 
 
 class RMSNorm(nn.RMSNorm):
@@ -44,12 +43,16 @@ class FeedForward(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        return self.down_proj(swiglu(*linears_of_one_input(x_BSD, self.gate_proj, self.up_proj)))
+    def forward(self, x_BSD: Tensor, wanted: bool = True) -> Tensor:
+        gate_BSF, up_BSF = linears_of_one_input(x_BSD, self.gate_proj, self.up_proj)
+        return gated_product(gate_BSF, up_BSF, self.down_proj, wanted)
 
 
 class DecoderLayer(nn.Module):
-    """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``."""
+    """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``.
+
+    With ``wanted`` False the last product may be left out: a checkpoint's second pass throws the block's output away.
+    """
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -58,7 +61,9 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.post_attention_layernorm = AddRMSNorm(config.hidden_size, config.norm_eps)
 
-    def forward(self, x_BSD: Tensor, cos_SH: Tensor, sin_SH: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self, x_BSD: Tensor, cos_SH: Tensor, sin_SH: Tensor, cache: KVCache | None = None, wanted: bool = True
+    ) -> Tensor:
         attended_BSD = self.self_attn(self.input_layernorm(x_BSD), cos_SH, sin_SH, cache)
         normed_BSD, x_BSD = self.post_attention_layernorm(attended_BSD, x_BSD)
-        return x_BSD + self.mlp(normed_BSD)
+        return x_BSD + self.mlp(normed_BSD, wanted)

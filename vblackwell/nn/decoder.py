@@ -13,6 +13,8 @@ Legend: B batch, S sequence, T tokens (B * S), D model width, V vocabulary.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -132,7 +134,8 @@ class Decoder(nn.Module):
         kept = check_names(self.kept_activations)
         for layer in self.layers:
             if recompute:
-                x_BSD = checkpoint(Keeping(layer, kept) if kept else layer, x_BSD, *tables, modules=(layer,))
+                block = Keeping(layer, kept, again=partial(layer, wanted=False))
+                x_BSD = checkpoint(block, x_BSD, *tables, modules=(layer,))
             else:
                 x_BSD = layer(x_BSD, *tables, cache)
         if cache is not None:

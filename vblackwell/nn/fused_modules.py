@@ -142,6 +142,8 @@ def _norm_forward(eps_name: str) -> Callable[..., Tensor]:
 
 
 def _separate_forward(self: Any, x: Tensor) -> Tensor:
+    # Not `gated_product`: under transformers' own checkpointing the second pass ends at the last tensor that backward needs, before the
+    # product of a plain linear, but behind that of an operation of ours.
     return self.down_proj(swiglu(*linears_of_one_input(x, self.gate_proj, self.up_proj)))
 
 

@@ -51,26 +51,33 @@ def check_names(names: Iterable[str]) -> tuple[str, ...]:
 
 
 class Keeping:
-    """``function``, called once in the forward and once more in backward, where what was kept is taken.
+    """``function``, called once in the forward; once more in backward it is ``again``, and what was kept is taken.
 
     Make a new one for each checkpoint.
 
     Args:
         function: what is checkpointed.
         names: what to keep, of `NAMES`.
+        again: what computes the same, or at least all that backward reads, in the second pass; default: ``function``.
     """
 
-    def __init__(self, function: Callable[..., Any], names: tuple[str, ...]) -> None:
-        self._function = function
-        self._passes = list(create_selective_checkpoint_contexts(_policy(names)))
+    def __init__(
+        self, function: Callable[..., Any], names: tuple[str, ...], again: Callable[..., Any] | None = None
+    ) -> None:
+        self._next = function
+        self._again = again or function
+        self._contexts = list(create_selective_checkpoint_contexts(_policy(names))) if names else None
 
     def __call__(self, *args: Any) -> Any:
-        if not self._passes:
+        function, self._next = self._next, self._again
+        if self._contexts is None:
+            return function(*args)
+        if not self._contexts:
             raise Unsupported(
                 "a second backward through a graph with kept activations: they were given up in the first"
             )
-        with self._passes.pop(0):
-            return self._function(*args)
+        with self._contexts.pop(0):
+            return function(*args)
 
 
 def _policy(names: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:

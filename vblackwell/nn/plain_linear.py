@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.kernels.shared_input import shared_input_linears
+from vblackwell.kernels.swiglu import swiglu, swiglu_linear
 
 
 def is_plain(linear: nn.Module) -> bool:
@@ -14,13 +15,24 @@ def is_plain(linear: nn.Module) -> bool:
     return type(linear) is nn.Linear and linear.bias is None and not any(hooks)
 
 
-def linears_of_one_input(x: Tensor, *linears: nn.Module) -> list[Tensor]:
-    """``[linear(x) for linear in linears]``; on CUDA as one operation whose backward adds the input's gradients up on the way."""
-    together = (
+def may_fuse(x: Tensor, *linears: nn.Module) -> bool:
+    """Whether the products of ``x`` with the linears' weights may be computed by our operators: CUDA, plain, of one type, no autocast."""
+    return (
         x.is_cuda
         and all(is_plain(linear) and linear.weight.dtype == x.dtype for linear in linears)  # type: ignore[union-attr]
         and not torch.is_autocast_enabled(x.device.type)
     )
-    if together:
+
+
+def linears_of_one_input(x: Tensor, *linears: nn.Module) -> list[Tensor]:
+    """``[linear(x) for linear in linears]``; on CUDA as one operation whose backward adds the input's gradients up on the way."""
+    if may_fuse(x, *linears):
         return shared_input_linears(x, [linear.weight for linear in linears])  # type: ignore[misc]
     return [linear(x) for linear in linears]
+
+
+def gated_product(gate: Tensor, up: Tensor, down: nn.Module, wanted: bool = True) -> Tensor:
+    """``down(silu(gate) * up)``; on CUDA as one operation that keeps no product. ``wanted`` as for `swiglu_linear`."""
+    if may_fuse(gate, down) and gate.dtype == up.dtype:
+        return swiglu_linear(gate, up, down.weight, wanted)  # type: ignore[arg-type]
+    return down(swiglu(gate, up))
