@@ -24,14 +24,14 @@ from vblackwell.offload.departure import Claim, Leaving
 from vblackwell.offload.gradients import GradientCollector
 from vblackwell.offload.groups import Group, Site, Slot
 from vblackwell.offload.home import Homes
-from vblackwell.offload.home_bytes import carry_home, overwrite_home, read_home, zero_home
-from vblackwell.offload.hooks import SiteHook, gradient_hook, prefetcher_of
+from vblackwell.offload.home_bytes import overwrite_home, read_home, zero_home
+from vblackwell.offload.hooks import SiteHook, prefetcher_of
 from vblackwell.offload.lane_cuda import make_lane
 from vblackwell.offload.level0_updates import Level0Updates
 from vblackwell.offload.masters import FORMS, needs_master
-from vblackwell.offload.parameter import OffloadedParameter, attributes
 from vblackwell.offload.sliced import SlicedLeaf, swap_class
 from vblackwell.offload.step import StepControl, UpdateSource, is_final
+from vblackwell.offload.used_parameters import UsedParameters
 from vblackwell.offload.weights import PackedView, WeightStreamer
 from vblackwell.offload.worker import Worker
 
@@ -87,17 +87,14 @@ class Offload:
         self._forward_context = ExitStack()
         self._handles: list[Any] = []
         self._entered = threading.local()
-        self._pins: dict[Slot, int] = {}
-        self._seen_versions: dict[Slot, int] = {}
-        self._placeholders: dict[torch.dtype, torch.Tensor] = {}
         self._backward_ends: set[int] = set()
-        self._hooked: set[Slot] = set()
+        self.used = UsedParameters(self)
         self.prefetcher = prefetcher_of(self)
         stack.add_prefetcher(self.prefetcher)
         _engines.setdefault(stack, weakref.WeakSet()).add(self)
         self._exported: dict[Slot, torch.Tensor] | None = None
         for slot in self.slots():
-            self._unpoint(slot)
+            self.used.unpoint(slot)
         self._sliced: list[nn.Module] = []
         self._slice_rows = slice_rows or {}
         leaves = {group: SlicedLeaf(self, group, rows) for group, rows in self._slice_rows.items()}
@@ -173,7 +170,7 @@ class Offload:
     def _enter(self, site: Site) -> None:
         entered: list[tuple[Site, Any]] = self._entered.__dict__.setdefault("stack", [])
         self.step_control.reached(site.groups[-1])
-        context = self._using([slot for group in site.groups for slot in group.slots])
+        context = self.used.using([slot for group in site.groups for slot in group.slots])
         context.__enter__()
         entered.append((site, context))
 
@@ -188,68 +185,6 @@ class Offload:
         entered = self._entered.__dict__.get("stack", [])
         while entered:
             entered.pop()[1].__exit__(None, None, None)
-
-    @contextmanager
-    def _using(self, slots: Iterable[Slot]) -> Iterator[None]:
-        """Inside, the slots' groups are loaded, their parameters plain, and saved tensors packed."""
-        taken: list[Slot] = []
-        groups: list[Group] = []
-        autocast_cache = torch.is_autocast_cache_enabled()
-        try:
-            for slot in slots:
-                if not groups or slot.group is not groups[-1]:
-                    self.weights.acquire(slot.group)
-                    groups.append(slot.group)
-                self._pin(slot)
-                taken.append(slot)
-            # The cache is keyed by parameter and would hold the casts of every group until the context ends.
-            torch.set_autocast_cache_enabled(False)
-            with self.packing():
-                yield
-        finally:
-            torch.set_autocast_cache_enabled(autocast_cache)
-            carry_home(self, [slot for slot in taken if self._pins[slot] == 1 and self._was_written(slot)])
-            for slot in taken:
-                self._unpin(slot)
-            for group in groups:
-                self.weights.release(group)
-
-    def _pin(self, slot: Slot) -> None:
-        pins = self._pins.get(slot, 0)
-        self._pins[slot] = pins + 1
-        if pins == 0:
-            self._point(slot, self.weights.buffer(slot.group))
-            self._seen_versions[slot] = slot.param._version
-
-    def _was_written(self, slot: Slot) -> bool:
-        """Whether the plain parameter was changed in place (by its module's forward, or by a call outside)."""
-        return slot.param._version != self._seen_versions[slot]
-
-    def _unpin(self, slot: Slot) -> None:
-        self._pins[slot] -= 1
-        if self._pins[slot] == 0:
-            self._unpoint(slot)
-
-    def _point(self, slot: Slot, buffer: torch.Tensor) -> None:
-        slot.param.__class__ = slot.plain_class
-        with torch.inference_mode(False):
-            slot.param.data = slot.view(buffer)
-        if slot.param.requires_grad and slot not in self._hooked:
-            self._hooked.add(slot)
-            self._handles.append(slot.param.register_post_accumulate_grad_hook(gradient_hook(self, slot)))
-
-    def _unpoint(self, slot: Slot) -> None:
-        placeholder = self._placeholders.get(slot.dtype)
-        if placeholder is None:
-            filling = float("nan") if slot.dtype.is_floating_point else 0
-            with torch.inference_mode(False):
-                placeholder = torch.full((), filling, dtype=slot.dtype, device=self.device)
-            self._placeholders[slot.dtype] = placeholder
-        param = slot.param
-        with torch.inference_mode(False):
-            param.data = placeholder.expand(slot.shape)
-        param.__class__ = OffloadedParameter
-        attributes(param).update(_vb_binding=self, _vb_slot=slot)
 
     # -- autograd ----------------------------------------------------------------------------------------------------
 
@@ -295,7 +230,7 @@ class Offload:
 
     @contextmanager
     def reading(self, slots: Iterable[Slot]) -> Iterator[None]:
-        with self._using(sorted(slots, key=lambda slot: slot.group.index)):
+        with self.used.using(sorted(slots, key=lambda slot: slot.group.index)):
             yield
 
     def aliases(self, tensor: torch.Tensor) -> bool:
@@ -407,10 +342,10 @@ class Offload:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.used.remove_hooks()
         for module in self._sliced:
             swap_class(module, None)
         self._sliced.clear()
-        self._hooked.clear()
 
     def close(self) -> None:
         """Give everything back to the stack. Idempotent. Parameters that were not released stay unreadable."""
