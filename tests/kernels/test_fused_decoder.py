@@ -63,15 +63,11 @@ def test_bf16_is_as_near_to_fp32_as_transformers_is():
 
 @pytest.mark.parametrize("kept", [(), ("attention",), ("attention", "projections", "gates")])
 def test_equal_bits_again_and_whatever_is_kept(kept):
-    """On flash attention with deterministic algorithms; cuDNN's backward adds in any order."""
+    """On flash attention, whose backward adds in any order only where there is more than one block of keys; 100 are one."""
     runs = []
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        for names in ((), kept):
-            model = Decoder(CONFIG, seed=3).cuda()
-            model.gradient_checkpointing, model.kept_activations = True, names
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                runs.append(gradients(model, torch.bfloat16))
-    finally:
-        torch.use_deterministic_algorithms(False)
+    for names in ((), kept):
+        model = Decoder(CONFIG, seed=3).cuda()
+        model.gradient_checkpointing, model.kept_activations = True, names
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            runs.append(gradients(model, torch.bfloat16))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

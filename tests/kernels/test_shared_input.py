@@ -46,7 +46,10 @@ def test_opcheck_and_compile():
     )
     expected = torch.autograd.grad(shared_input_linears(x, weights)[1].sum(), (x, weights[1]))
     got = torch.autograd.grad(compiled(x, *weights).sum(), (x, weights[1]))
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(
+            a, b, rtol=1e-5, atol=1e-5
+        )  # traced, a transposed operand may meet another matrix kernel
 
 
 def test_refusals():
