@@ -9,6 +9,9 @@ The gradients of chunks add up in the weight's type: n chunks round n times, so 
 partial sum, typically sqrt(n) times that of rounding once. ``accumulate_fp32`` keeps the sum in fp32, for 4 bytes a weight. All sums are in
 a fixed order: equal calls give equal bits.
 
+16k tokens, width 2560, bf16, H200, forward and backward against the unfused expression: 32,000 words 12.2 ms and 486 MB (16.7 ms, 6.0 GB),
+128,000 words 53.2 ms and 1.09 GB (68.6 ms, 24 GB), of which the gradients are 236 and 705 MB. fp32 sums cost 5 to 11 % more time.
+
 ``z_loss`` adds ``z * logsumexp^2`` a token (Chowdhery et al., PaLM, arXiv:2204.02311). Tokens of ``ignore_index`` count nowhere; if none
 counts, the mean is 0 with zero gradients, where PyTorch's is NaN. A target outside the vocabulary makes the loss NaN.
 

