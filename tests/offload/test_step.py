@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build
+from vblackwell.errors import ConfigurationError, StepAbandoned
 from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.optimizer import VGPUAdamW
@@ -154,6 +155,62 @@ def test_only_the_chosen_groups_move(make_stack: MakeStack, update: str):
     alone = VGPUAdamW(plain.parameters(), max_grad_norm=0.1)
     alone.step(only=chosen)
     assert equal(model, plain)
+
+
+@UPDATES
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_without_undo_the_result_is_the_same(dtype: torch.dtype | None, make_stack: MakeStack, update: str):
+    """No log, and with a master not even a range for the gradient: it lands where the compute weight was."""
+    runs = []
+    for undo in (True, False):
+        model = build(DECODER, use_checkpoint=True)
+        enable_vgpu_stack_optimization(
+            model, make_stack(LEVEL0), placement="streamed", compute_dtype=dtype, update=update
+        )
+        optimizer = VGPUAdamW(model.parameters(), lr=3e-3, update_in_backward=True, undo=undo)
+        losses = []
+        for step in range(6):
+            loss = DECODER.loss(model, step)
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        found = offload_of(model).summary()
+        release(model)
+        runs.append((losses, model, found))
+    (kept, kept_model, with_log), (final, final_model, without) = runs
+    assert kept == final and equal(kept_model, final_model)
+    assert without["undo_bytes"] == 0 < with_log["undo_bytes"]
+    if dtype is not None:
+        assert "gradient" not in without["bytes_by_level"]
+        elements = sum(param.numel() for param in final_model.parameters())
+        total = sum(map(sum, without["bytes_by_level"].values()))
+        # 12 bytes a parameter with split masters, 14 with whole ones; the smallest parameters here are 32 elements in 256-element places.
+        assert total <= (12 if update == "level0" else 14) * elements * 1.06
+
+
+@UPDATES
+def test_a_final_update_without_its_step_is_an_error(make_stack: MakeStack, update: str):
+    def broken(act: Callable[[nn.Module, VGPUAdamW], object]) -> None:
+        model = build(DECODER)
+        enable_vgpu_stack_optimization(
+            model, make_stack(LEVEL0), placement="streamed", compute_dtype=torch.bfloat16, update=update
+        )
+        optimizer = VGPUAdamW(model.parameters(), update_in_backward=True, undo=False)
+        DECODER.loss(model, 0).backward()
+        with pytest.raises(StepAbandoned, match="reload the last checkpoint"):
+            act(model, optimizer)
+
+    def changed(model: nn.Module, optimizer: VGPUAdamW) -> None:
+        optimizer.param_groups[0]["lr"] *= 2
+        optimizer.step()
+
+    broken(lambda model, optimizer: optimizer.zero_grad())
+    broken(lambda model, optimizer: DECODER.loss(model, 1))
+    broken(lambda model, optimizer: model.state_dict())
+    broken(changed)
+    with pytest.raises(ConfigurationError, match="before the norm is known"):
+        VGPUAdamW(build(MLP).parameters(), undo=False, max_grad_norm=1.0)
 
 
 # -- races ---------------------------------------------------------------------------------------------------------------

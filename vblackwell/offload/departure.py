@@ -24,10 +24,17 @@ class Leaving:
 
 @dataclass(frozen=True)
 class Claim:
-    """An update reads a leaving gradient on level 0 until ``end``; if it is ``final`` nobody needs the gradient at home."""
+    """What an update has to do with a gradient that is about to leave level 0.
 
-    end: Transfer
-    final: bool
+    Attributes:
+        end: until then the update reads it there; None: it does not.
+        final: nobody needs the gradient at home.
+        landing: the range at home that it goes to.
+    """
+
+    end: Transfer | None = None
+    final: bool = False
+    landing: str = "gradient"
 
 
 @dataclass(eq=False)

@@ -157,10 +157,8 @@ def _stream(
     ordered = sorted(
         groups, key=lambda group: group not in slice_rows
     )  # slices are cut from addressable ranges: those first
-    at_home = [group for group in trainable if group not in on_level0]
     homes.reserve(
         [(group, "weight") for group in ordered]
-        + [(group, "gradient") for group in at_home]
         + [(group, "remainder" if group in on_level0 else "master") for group in trainable if needs_master(group)]
     )
     for group in slice_rows:

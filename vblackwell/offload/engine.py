@@ -220,7 +220,7 @@ class Offload:
     def _gradient_arrived(self, group: Group) -> None:
         self.step_control.gradient_arrived(group)
 
-    def _departing(self, leaving: Leaving, adding: bool) -> Claim | None:
+    def _departing(self, leaving: Leaving, adding: bool) -> Claim:
         return self.step_control.departing(leaving, adding)
 
     def _settle_loads(self, group: Group) -> None:
@@ -300,14 +300,18 @@ class Offload:
         fresh = [
             (group, kind) for kind in ("exp_avg", "exp_avg_sq") for group in groups if (group, kind) not in self.homes
         ]
-        at_home = [
-            group for group in groups if self.level0 is None or group not in self.level0 or not is_final(optimizer)
-        ]
+        at_home = [group for group in groups if not is_final(optimizer) or self._needs_gradient_at_home(group)]
         self.homes.reserve([(group, "gradient") for group in at_home] + fresh)
         for group, kind in fresh:
             self.worker.submit(zero_home, self.homes, group, kind)
         self.worker.drain()
         self.step_control.source = optimizer
+
+    def _needs_gradient_at_home(self, group: Group) -> bool:
+        """Whether gradients need a range even where every update follows its backward at once."""
+        if self.level0 is not None and group in self.level0:
+            return self.level0.is_deferred(group)
+        return group in self._slice_rows or (group, "master") not in self.homes
 
     # -- life --------------------------------------------------------------------------------------------------------
 

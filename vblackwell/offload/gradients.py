@@ -58,7 +58,7 @@ class GradientCollector:
 
     def __init__(
         self, stack: VGPUStack, groups: list[Group], homes: Homes, worker: Worker,
-        drop_weights: Callable[[], bool], departing: Callable[[Leaving, bool], Claim | None], arrived: Callable[[Group], None],
+        drop_weights: Callable[[], bool], departing: Callable[[Leaving, bool], Claim], arrived: Callable[[Group], None],
     ) -> None:  # fmt: skip
         self._stack = stack
         self._homes = homes
@@ -126,17 +126,18 @@ class GradientCollector:
         state = self._state[group.index]
         adding = bool(state.slots)
         claim = self._departing(leaving, adding)
-        claimed = () if claim is None else (claim.end,)
-        if claim is not None and claim.final:
+        claimed = () if claim.end is None else (claim.end,)
+        if claim.final:
             del self._filling[group.index]
             self._departures.append(Departure(leaving.reservation, claimed))
         else:
             try:
-                self._reserve_home(group, adding)
+                if claim.landing == "gradient":
+                    self._reserve_home(group, adding)
             except InsufficientMemory:
                 del self._filling[group.index]
-                if claim is not None:
-                    claim.end.wait()
+                for end in claimed:
+                    end.wait()
                 self._homes.give(leaving.reservation)
                 raise
             del self._filling[group.index]
@@ -144,8 +145,8 @@ class GradientCollector:
                 self._send_to_sum(leaving)
             else:
                 self.wait_idle(group)
-                transfer = self._stack.write(self._homes.range(group, "gradient"), leaving.buffer)
-                self._worker.submit(self.home.land, group, leaving.slots, transfer)
+                transfer = self._stack.write(self._homes.range(group, claim.landing), leaving.buffer)
+                self._worker.submit(self.home.land, group, leaving.slots, transfer, claim.landing)
                 self._departures.append(Departure(leaving.reservation, (transfer, *claimed)))
         leaving.buffer = torch.empty(0)
         state.slots.update(dict.fromkeys(leaving.slots))

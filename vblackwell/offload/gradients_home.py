@@ -31,11 +31,12 @@ class GradientsAtHome:
         self._state = states
         self._wide = torch.empty(0)
 
-    def land(self, group: Group, slots: list[Slot], transfer: Transfer) -> None:
+    def land(self, group: Group, slots: list[Slot], transfer: Transfer, kind: str) -> None:
+        """A group's first gradient arrives in its range of ``kind``."""
         transfer.wait()
         state = self._state[group.index]
         state.landed = dict.fromkeys(slots)
-        state.kind = "gradient"
+        state.kind = kind
         state.norms.clear()
 
     def add(self, group: Group, slots: list[Slot], incoming: Reservation, transfer: Transfer | None) -> None:

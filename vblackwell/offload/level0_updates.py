@@ -222,11 +222,7 @@ class Level0Updates:
         self._order = []
         if anticipated.shadows is None:
             self._anticipated.clear()
-            raise StepAbandoned(
-                f"{group.name!r} of {self._engine.name!r} was updated behind its backward, and with undo=False that is final, but the step "
-                "did not come as announced (a second backward, changed hyperparameters, or zero_grad() before step()): reload the last "
-                "checkpoint, and use undo=True"
-            )
+            raise abandoned(group.name, self._engine.name)
         self.wait(group)
         while any(loaded.group is group for loaded, _ in self._lent):
             self.make_room()
@@ -282,6 +278,15 @@ def deferred_groups(groups: Sequence[Group]) -> list[Group]:
         left -= num_elements(group)
         found.append(group)
     return found
+
+
+def abandoned(group: str, model: str) -> StepAbandoned:
+    """The error for a final update whose step did not come."""
+    return StepAbandoned(
+        f"{group!r} of {model!r} was updated behind its backward, and with undo=False that is final, but the step did not come as "
+        "announced (a second backward, changed hyperparameters, or zero_grad() before step()): reload the last checkpoint, and use "
+        "undo=True"
+    )
 
 
 def same_jobs(left: Sequence[Job], right: Sequence[Job]) -> bool:

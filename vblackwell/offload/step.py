@@ -24,7 +24,7 @@ from vblackwell.memory.level import Transfer
 from vblackwell.memory.stack import Reservation
 from vblackwell.offload.departure import Claim, Leaving
 from vblackwell.offload.groups import Group, Slot
-from vblackwell.offload.level0_updates import Level0Updates, same_jobs
+from vblackwell.offload.level0_updates import Level0Updates, abandoned, same_jobs
 from vblackwell.offload.update import Hyper, Job, Undo, Updater
 
 if TYPE_CHECKING:
@@ -55,11 +55,11 @@ def is_final(source: UpdateSource) -> bool:
 
 @dataclass(eq=False)
 class Speculation:
-    """An update that ran, or is queued, before its step."""
+    """An update that ran, or is queued, before its step; without ``undo`` it is final."""
 
     jobs: list[Job]
-    undo: Undo
-    memory: Reservation
+    undo: Undo | None
+    memory: Reservation | None
 
 
 class StepControl:
@@ -102,7 +102,7 @@ class StepControl:
         if self._level0 is not None:
             self._level0.look_ahead()
 
-    def departing(self, leaving: Leaving, adding: bool) -> Claim | None:
+    def departing(self, leaving: Leaving, adding: bool) -> Claim:
         """A group's gradient is about to leave level 0: measure it there, and update from it if that was asked for and is possible.
 
         Args:
@@ -110,16 +110,20 @@ class StepControl:
         """
         source, group = self.source, leaving.group
         if source is None:
-            return None
+            return Claim()
         if source.max_grad_norm is not None and leaving.buffer.is_cuda and not adding:
             self._engine.gradients.measure_on_level0(leaving)
-        if self._level0 is None or group not in self._level0 or adding or self._level0.is_deferred(group):
-            return None
-        if not self._may_anticipate(group):
-            return None
-        final = not source.undo
+        if adding or not self._may_anticipate(group):
+            return Claim()
+        if self._level0 is None or group not in self._level0:
+            # The compute weight at home is dead once backward has loaded it: the update makes it anew, from the master. If that is sure to
+            # come, the gradient needs no range of its own.
+            certain = not source.undo and (group, "master") in self._engine.homes
+            return Claim(landing="weight" if certain else "gradient")
+        if self._level0.is_deferred(group):
+            return Claim()
         end = self._level0.anticipate(group, self.jobs(group), leaving.buffer, source.undo)
-        return None if end is None else Claim(end.computed, final)
+        return Claim() if end is None else Claim(end.computed, final=not source.undo)
 
     def _may_anticipate(self, group: Group) -> bool:
         """Whether the group's gradient is whole and its step is expected to be as announced."""
@@ -188,35 +192,50 @@ class StepControl:
         jobs = self.jobs(group)
         if not jobs:
             return
+        undo, memory = None, None
+        assert self.source is not None
+        if self.source.undo:
+            memory = self._undo_memory(group)
+            if memory is None:
+                return  # the log is full: this group is updated at the step, which is always right
+            kept = memory.view()
+            assert kept is not None
+            undo = Undo(jobs, kept)
+        self._wait(group)
+        self._speculated[group.index] = Speculation(jobs, undo, memory)
+        self._queue(group, jobs, None, undo)
+
+    def _undo_memory(self, group: Group) -> Reservation | None:
         homes = self._engine.homes
         try:
             memory = homes.take_host("undo", Undo.size_of(group, homes))
         except InsufficientMemory:
-            return  # the log is full: this group is updated at the step, which is always right
-        kept = memory.view()
-        assert kept is not None
-        self._wait(group)
-        undo = Undo(jobs, kept)
+            return None
         self._undo_bytes += memory.num_bytes
         self.undo_peak_bytes = max(self.undo_peak_bytes, self._undo_bytes)
-        self._speculated[group.index] = Speculation(jobs, undo, memory)
-        self._queue(group, jobs, None, undo)
+        return memory
 
     def rollback(self) -> None:
         """Undo every update whose step has not come."""
         for index in list(self._speculated):
-            self._roll_back(self._engine.groups[index])
+            if index in self._speculated:
+                self._roll_back(self._engine.groups[index])
         if self._level0 is not None:
             self._level0.roll_back_all()
 
     def _roll_back(self, group: Group) -> None:
         speculation = self._speculated.pop(group.index)
+        if speculation.undo is None:
+            self._speculated.clear()
+            raise abandoned(group.name, self._engine.name)
         self._updating[group.index] = None
         self._engine.worker.submit(speculation.undo.put_back, group, self._engine.homes).result()
         self._engine.weights.revert(group)
         self._drop(speculation)
 
     def _drop(self, speculation: Speculation) -> None:
+        if speculation.memory is None:
+            return
         self._undo_bytes -= speculation.memory.num_bytes
         self._engine.homes.give(speculation.memory)
 
