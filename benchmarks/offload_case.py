@@ -50,6 +50,7 @@ class Recipe:
     Attributes:
         update: where AdamW runs: 'auto', 'level0' (streamed states), 'home' (the CPU) or the share of it at home. Streamed only.
         resident_bytes: level-0 bytes for groups that live there. Streamed only.
+        weight_bytes: level-0 bytes for loaded weights. Streamed only.
         activations: where checkpoints' inputs wait for backward: 'level0' or 'host'. Streamed only.
         undo: False: an update behind the backward is final, there is no log to undo it.
         update_in_backward: start a group's update behind its backward.
@@ -62,6 +63,7 @@ class Recipe:
     loss_chunk_tokens: int | None = None
     activations: str | None = None
     resident_bytes: str | None = None
+    weight_bytes: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> Recipe:

@@ -172,6 +172,8 @@ def build_streamed(case: Case, device: torch.device) -> System:
         placing["activations"] = recipe.activations
     if recipe.resident_bytes is not None:
         placing["resident_bytes"] = recipe.resident_bytes
+    if recipe.weight_bytes is not None:
+        placing["weight_bytes"] = recipe.weight_bytes
     updating = {"update_in_backward": recipe.update_in_backward}
     if recipe.undo is not None:
         updating["undo"] = recipe.undo

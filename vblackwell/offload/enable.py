@@ -32,7 +32,7 @@ from vblackwell.units import format_bytes, parse_bytes
 PLACEMENTS = ("auto", "resident", "streamed")
 # On CUDA, level 0's capacity is the whole process: this share is left to activations and workspaces...
 CUDA_ACTIVATION_SHARE = 0.5
-# ...and as every step renews the weights, more groups than are in use, loading, being updated and turning around bring nothing.
+# ...and weights take no more than the groups in use, loading and turning around, unless ``weight_bytes`` says so.
 CUDA_GROUPS = 6
 
 _names: weakref.WeakKeyDictionary[VGPUStack, set[str]] = weakref.WeakKeyDictionary()
@@ -41,7 +41,7 @@ _names: weakref.WeakKeyDictionary[VGPUStack, set[str]] = weakref.WeakKeyDictiona
 def enable_vgpu_stack_optimization(
     model: nn.Module, stack: VGPUStack, name: str = "model", *, placement: str = "auto",
     compute_dtype: torch.dtype | None = None, groups: Iterable[str] | None = None, update: str | float = "auto",
-    activations: str = "level0", resident_bytes: int | str = 0,
+    activations: str = "level0", resident_bytes: int | str = 0, weight_bytes: int | str | None = None,
 ) -> nn.Module:  # fmt: skip
     """Put ``model`` into ``stack`` and return it, ready to run on level 0's device.
 
@@ -55,6 +55,8 @@ def enable_vgpu_stack_optimization(
             a GPU), or the share of the parameters that is updated at home, 0 to 1. It changes no bit.
         resident_bytes: level-0 bytes (number or "2GiB") for groups that live there with their states, from the model's first on (the first
             of forward are the last of backward: nothing hides their journeys).
+        weight_bytes: what loaded weights may take of level 0. More than the few groups in use saves journeys: a group that stays over the
+            turn from forward to backward, or from backward to forward, is not loaded again. Default: a few groups.
         activations: where the inputs of checkpointed layers wait for backward, 'level0' or 'host' (`ActivationStore`).
 
     Raises:
@@ -95,7 +97,9 @@ def enable_vgpu_stack_optimization(
         parts: tuple[Any, ...] = (engine.homes,)
     else:
         store = ActivationStore(stack, f"{name}/activations") if activations == "host" else None
-        engine = _stream(model, stack, name, compute_dtype, groups, update, store, parse_bytes(resident_bytes))
+        engine = _stream(
+            model, stack, name, compute_dtype, groups, update, store, parse_bytes(resident_bytes), weight_bytes
+        )
         if store is not None:
             store.is_weight = engine.aliases
         parts = (engine.homes, engine.worker, engine.prefetcher, store)
@@ -139,6 +143,7 @@ def _close_parts(
 def _stream(
     model: nn.Module, stack: VGPUStack, name: str, compute_dtype: torch.dtype | None, given: Iterable[str] | None,
     update: str | float, store: ActivationStore | None, resident_bytes: int,
+    weight_bytes: int | str | None,
 ) -> Offload:  # fmt: skip
     groups, sites = find_groups(model, compute_dtype, given)
     level = stack.levels[0]
@@ -149,7 +154,8 @@ def _stream(
     ring = ring_bytes(on_level0, free) if on_level0 else 0
     kept = groups_kept(on_level0, resident_bytes)
     kept_bytes = sum(state_bytes(group) for group in kept)
-    budget = _weights_budget(whole, free - ring - kept_bytes, stack.level0_device, level.name)
+    wanted = None if weight_bytes is None else parse_bytes(weight_bytes)
+    budget = _weights_budget(whole, free - ring - kept_bytes, stack.level0_device, level.name, wanted)
     if len(stack.levels) < 2:
         raise ConfigurationError("streaming needs a level below level 0: add a 'cpu' or 'ssd' level to the stack")
     homes = Homes(stack, name, range(1, len(stack.levels)), groups, kept)
@@ -190,8 +196,8 @@ def _choose_slices(groups: list[Group], sites: list[Site], free: int) -> dict[Gr
     return chosen
 
 
-def _weights_budget(groups: list[Group], free: int, device: torch.device, level_name: str) -> int:
-    """What loaded weights may take of ``free`` bytes: all but one gradient buffer, on CUDA a few groups.
+def _weights_budget(groups: list[Group], free: int, device: torch.device, level_name: str, wanted: int | None) -> int:
+    """What loaded weights may take of ``free`` bytes: ``wanted``, or all but one gradient buffer, on CUDA a few groups.
 
     Raises:
         InsufficientMemory: the largest group with its gradient does not fit.
@@ -208,6 +214,8 @@ def _weights_budget(groups: list[Group], free: int, device: torch.device, level_
             available_bytes=free,
         )
     budget = free - gradient
+    if wanted is not None:
+        return max(weights, min(budget, wanted))
     if device.type == "cuda":
         budget = max(weights, min(budget, CUDA_GROUPS * weights, int(free * (1 - CUDA_ACTIVATION_SHARE))))
     return budget

@@ -38,7 +38,8 @@ class LaneJob:
 
     Attributes:
         numbers: what to update, with AdamW's numbers; the group's other parameters go through unchanged.
-        weight: the group's flat compute weights on level 0, changed in place; None: they come from home.
+        weight: the group's flat compute weights on level 0, there after ``last_load`` at the latest, changed in place; None: they come
+            from home.
         gradient: the group's flat gradient on level 0 in compute type; None: it comes from home.
         gradient_kind: which range at home holds it then.
         factor: fp32 scalar that gradients are multiplied by; None for 1.

@@ -128,6 +128,7 @@ class CudaLane(Lane):
             streams.states_in.wait_stream(copy_streams(self._device).d2h)
         if job.last_load is not None:
             job.last_load.wait_on(streams.states_out)
+            job.last_load.wait_on(streams.update)  # it may be what brings ``job.weight``
         if not pieces:
             self._update_here(job)
         for wanted in pieces:

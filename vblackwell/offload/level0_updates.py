@@ -25,7 +25,7 @@ from vblackwell.offload.update import Job
 
 # Backward needs the link for weights and states, forward for weights alone: so much of the updates waits for the next forward. Its groups
 # are the first of backward, whose weights are needed last. Their gradients go home and come back, 4 bytes a parameter more.
-DEFERRED_SHARE = 0.1
+DEFERRED_SHARE = 0.04
 # Updates that wait for the forward are queued when it is so many groups before them, or when the lane has nothing else to do.
 ADVANCE_GROUPS = 3
 
@@ -107,7 +107,7 @@ class Level0Updates:
         gradient: torch.Tensor | None, factor: torch.Tensor | None,
     ) -> LaneEnd:  # fmt: skip
         engine = self._engine
-        if loaded is None and gradient is not None:
+        if loaded is None:
             engine.weights.invalidate(group)
         for job in jobs:
             job.step.add_(1)
@@ -129,6 +129,10 @@ class Level0Updates:
                 last_load=engine.weights.last_load(group),
             )
         )
+        previous = self._ends.get(group.index)
+        if previous is not None and previous.stored.done():
+            engine.homes.in_flight.discard(previous.stored)
+        engine.homes.in_flight.add(end.stored)  # nobody gives the ranges back before
         self._ends[group.index] = self._newest = end
         if loaded is not None:
             engine.weights.renew(loaded, end.computed)
@@ -174,7 +178,6 @@ class Level0Updates:
 
     def update(self, group: Group, jobs: list[Job], factor: torch.Tensor | None) -> None:
         """The step's update of a group that was not anticipated: everything comes from home, at once or a little later (`advance`)."""
-        self._engine.weights.invalidate(group)
         self._waiting[group.index] = (jobs, factor)
         if self._engine.device.type != "cuda":
             self._release(group)
@@ -189,7 +192,7 @@ class Level0Updates:
             last = group.index + ADVANCE_GROUPS
             for index in [index for index in self._waiting if index <= last]:
                 self._release(self._engine.groups[index])
-            if len(self._waiting) and self._idle():
+            if self._waiting and self._idle() and min(self._waiting) <= 2 * group.index:
                 self._release(self._engine.groups[min(self._waiting)])
 
     def _idle(self) -> bool:
@@ -197,9 +200,11 @@ class Level0Updates:
         return self._newest is None or self._newest.computed.done()
 
     def _release(self, group: Group) -> None:
-        """Queue a waiting update."""
+        """Queue a waiting update: on the weights that the forward is going to use, if level 0 has room for them already."""
         jobs, factor = self._waiting.pop(group.index)
-        self._submit(group, jobs, self._own_ranges(group), None, None, factor)
+        loaded = self._engine.weights.fetch(group)
+        self._submit(group, jobs, self._own_ranges(group), loaded, None, factor)
+        self._engine.weights.confirm(group)
 
     def flush(self) -> None:
         """Backward begins: what still waits is queued."""
@@ -254,6 +259,7 @@ class Level0Updates:
         end = self._ends.pop(group.index, None)
         if end is not None:
             end.stored.wait()
+            self._engine.homes.in_flight.discard(end.stored)
 
     def is_under_way(self, group: Group) -> bool:
         end = self._ends.get(group.index)

@@ -20,6 +20,7 @@ from vblackwell.units import MiB, format_bytes
 PLACES = ("auto", "level0", "home")
 # The ring holds one group's states and half of the next: what comes in while a group computes, and what is on its way out.
 RING_GROUPS = 1.5
+FIRST_SHARE = 0.15  # of the groups: they are not updated at home while others can be
 RING_SHARE = 0.25  # of level 0 at most
 BUFFER_BYTES = 96 * MiB  # copies of 4 MiB and more run at the link's rate; a buffer holds three or four
 MOST_BUFFERS = 24
@@ -41,21 +42,34 @@ def groups_on_level0(groups: Iterable[Group], update: str | float, device: torch
     """The groups of ``groups`` (in the order of the forward) that are updated on level 0.
 
     Args:
-        update: 'level0', 'home', 'auto', or the share of the parameters that is updated at home: the last groups of the forward, whose
-            backward is over first, so that the worker has the rest of backward and the next forward for them.
+        update: 'level0', 'home', 'auto', or the share of the parameters that is updated at home.
     """
     if update == "auto":
         update = "level0" if device.type == "cuda" else "home"
     able = [group for group in groups if group.trainable() and _can_update_on_level0(group)]
     if isinstance(update, str):
         return able if update == "level0" else []
-    left = update * sum(num_elements(group) for group in able)
-    for group in reversed(able):
-        if left < num_elements(group) / 2:
-            break
-        left -= num_elements(group)
-        able.remove(group)
-    return able
+    home = _spread(able, update)
+    return [group for group in able if group not in home]
+
+
+def _spread(groups: list[Group], share: float) -> list[Group]:
+    """About ``share`` of the elements of ``groups``, evenly over those that are not the first of the forward.
+
+    Evenly, because the link and the worker then both have work all through backward; not the first, because those finish backward last and
+    are needed first.
+    """
+    wanted = share * sum(num_elements(group) for group in groups)
+    late = groups[int(len(groups) * FIRST_SHARE) :] if share < 1 - FIRST_SHARE else groups
+    found: list[Group] = []
+    taken = seen = 0
+    total = sum(num_elements(group) for group in late) or 1
+    for group in reversed(late):
+        seen += num_elements(group)
+        if taken + num_elements(group) / 2 <= wanted * seen / total:
+            found.append(group)
+            taken += num_elements(group)
+    return found
 
 
 def _can_update_on_level0(group: Group) -> bool:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,37 +24,13 @@ from vblackwell.memory.level import Transfer
 from vblackwell.memory.stack import Reservation, VGPUStack
 from vblackwell.offload.groups import Group
 from vblackwell.offload.home import Homes
+from vblackwell.offload.loaded import Loaded, PackedView
 from vblackwell.offload.trace import AccessTrace
 from vblackwell.units import format_bytes
 
-PREFETCH_GROUPS = 2
-
-
-@dataclass(eq=False)
-class Loaded:
-    """A group's weights on level 0."""
-
-    group: Group
-    reservation: Reservation
-    buffer: torch.Tensor
-    transfer: Transfer
-    storage_key: int
-    arrived: bool = False
-    pins: int = 0
-    own_count: int | None = None  # of its storage, while nobody else holds it
-    provisional: bool = False  # these are the weights after a step that has not come yet
-
-
-@dataclass(frozen=True)
-class PackedView:
-    """What autograd keeps instead of a view into a buffer."""
-
-    group: Group
-    version: tuple[int, int]
-    dtype: torch.dtype
-    offset: int  # bytes from the group's start
-    size: torch.Size
-    stride: tuple[int, ...]
+# Groups that are loaded ahead: half of those that the budget holds, within these. Copies of states share the link, and a load may wait
+# behind a ring of them.
+FEWEST_AHEAD, MOST_AHEAD = 2, 5
 
 
 def current_stream(device: torch.device) -> Any:
@@ -81,6 +56,8 @@ class WeightStreamer:
         self._groups = groups
         self._homes = homes
         self._budget_bytes = budget_bytes
+        largest = max((group.num_bytes for group in groups), default=1) or 1
+        self._prefetch_groups = max(FEWEST_AHEAD, min(MOST_AHEAD, budget_bytes // largest // 2))
         self._settle = settle
         self._make_room = make_room
         self._device = stack.level0_device
@@ -218,7 +195,7 @@ class WeightStreamer:
         return 0 if loaded.group is self._latest else self.trace.next_use(loaded.group.index)
 
     def _prefetch_upcoming(self) -> None:
-        for index in self.trace.upcoming(PREFETCH_GROUPS):
+        for index in self.trace.upcoming(self._prefetch_groups):
             if not self.prefetch(self._groups[index]):
                 return
 
@@ -246,7 +223,9 @@ class WeightStreamer:
 
     @property
     def loaded_bytes(self) -> int:
-        return sum(loaded.group.num_bytes for loaded in self._loaded.values())
+        """What the budget counts. Lent groups are outside it: how many there are is bounded by the gradients under way, and on a GPU the
+        host, which counts, is so far ahead that it would see them for most of the next forward."""
+        return sum(loaded.group.num_bytes for loaded in self._loaded.values() if not loaded.lent)
 
     def drop_one(self) -> bool:
         """Give level 0 the room of one idle group; False if none is idle."""
@@ -288,11 +267,24 @@ class WeightStreamer:
         if loaded is None or loaded.pins or not loaded.arrived or USE_COUNT(loaded.storage_key) != loaded.own_count:
             return None
         loaded.pins += 1
+        loaded.lent = True
+        return loaded
+
+    def fetch(self, group: Group) -> Loaded | None:
+        """Like `lend` for a group that need not be there: it is loaded; None if level 0 has no room that is free or needed later."""
+        if group.index not in self._loaded and not self.prefetch(group):
+            return None
+        loaded = self._loaded[group.index]
+        if loaded.pins or (loaded.arrived and USE_COUNT(loaded.storage_key) != loaded.own_count):
+            return None
+        loaded.pins += 1
+        loaded.lent = True
         return loaded
 
     def renew(self, loaded: Loaded, end: Transfer) -> None:
         """Lent bytes are the group's next version when ``end`` is over, and if its step comes (`confirm`)."""
         self._versions[loaded.group.index] += 1
+        self._homes.in_flight.discard(loaded.transfer)  # ``end`` is behind it
         loaded.transfer, loaded.arrived, loaded.provisional = end, False, True
 
     def confirm(self, group: Group) -> None:
@@ -302,8 +294,9 @@ class WeightStreamer:
             loaded.provisional = False
 
     def returned(self, loaded: Loaded) -> None:
-        """End of `lend`: the bytes are at home too."""
+        """End of `lend` and `fetch`: the bytes are at home too."""
         loaded.pins -= 1
+        loaded.lent = False
 
     def discard(self, group: Group) -> None:
         """What is loaded is not what the group is: drop it."""
