@@ -84,7 +84,7 @@ def test_equal_to_plain(
     case: Case, use_checkpoint: bool, update_in_backward: bool, update: str, make_stack: MakeStack
 ) -> None:
     # Norms of these models start well above 0.5 and fall below it: both branches of clipping are taken.
-    max_norm, accumulation = 0.5, 2 if update == "home" else 1
+    max_norm, accumulation = 0.5, 2
     plain = build(case, use_checkpoint)
     model = copy.deepcopy(plain)
     initial = {name: param.detach().clone() for name, param in plain.named_parameters()}

@@ -158,8 +158,11 @@ def test_only_the_chosen_groups_move(make_stack: MakeStack, update: str):
 
 
 @UPDATES
+@pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_without_undo_the_result_is_the_same(dtype: torch.dtype | None, make_stack: MakeStack, update: str):
+def test_without_undo_the_result_is_the_same(
+    dtype: torch.dtype | None, accumulation: int, make_stack: MakeStack, update: str
+):
     """No log, and with a master not even a range for the gradient: it lands where the compute weight was."""
     runs = []
     for undo in (True, False):
@@ -167,21 +170,27 @@ def test_without_undo_the_result_is_the_same(dtype: torch.dtype | None, make_sta
         enable_vgpu_stack_optimization(
             model, make_stack(LEVEL0), placement="streamed", compute_dtype=dtype, update=update
         )
-        optimizer = VGPUAdamW(model.parameters(), lr=3e-3, update_in_backward=True, undo=undo)
-        losses = []
+        optimizer = VGPUAdamW(
+            model.parameters(), lr=3e-3, update_in_backward=True, undo=undo, accumulation_steps=accumulation
+        )
+        losses, anticipated = [], 0
         for step in range(6):
-            loss = DECODER.loss(model, step)
-            loss.backward()
-            losses.append(loss.item())
+            for micro in range(accumulation):
+                loss = DECODER.loss(model, accumulation * step + micro)
+                loss.backward()
+                losses.append(loss.item())
+            level0 = offload_of(model).level0
+            anticipated += 0 if level0 is None else sum(map(level0.is_anticipated, offload_of(model).groups))
             optimizer.step()
             optimizer.zero_grad()
         found = offload_of(model).summary()
+        assert update == "home" or anticipated == 6 * len(offload_of(model).groups)
         release(model)
         runs.append((losses, model, found))
     (kept, kept_model, with_log), (final, final_model, without) = runs
     assert kept == final and equal(kept_model, final_model)
     assert without["undo_bytes"] == 0 < with_log["undo_bytes"]
-    if dtype is not None:
+    if dtype is not None and accumulation == 1:
         assert "gradient" not in without["bytes_by_level"]
         elements = sum(param.numel() for param in final_model.parameters())
         total = sum(map(sum, without["bytes_by_level"].values()))

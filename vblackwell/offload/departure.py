@@ -21,6 +21,10 @@ class Leaving:
     buffer: torch.Tensor
     slots: list[Slot] = field(default_factory=list)
 
+    def is_whole(self) -> bool:
+        """Whether every parameter that wants a gradient has one in it."""
+        return len(self.slots) == len(self.group.trainable())
+
 
 @dataclass(frozen=True)
 class Claim:

@@ -16,6 +16,7 @@ import torch
 
 from vblackwell.errors import InsufficientMemory, Unsupported
 from vblackwell.memory.copying import start_copy
+from vblackwell.memory.level import Transfer
 from vblackwell.memory.stack import Reservation, VGPUStack
 from vblackwell.offload.departure import Claim, Departure, GroupGradient, Leaving
 from vblackwell.offload.gradients_home import GradientsAtHome, is_fp32
@@ -142,7 +143,7 @@ class GradientCollector:
                 raise
             del self._filling[group.index]
             if adding:
-                self._send_to_sum(leaving)
+                self._send_to_sum(leaving, claim.end)
             else:
                 self.wait_idle(group)
                 transfer = self._stack.write(self._homes.range(group, claim.landing), leaving.buffer)
@@ -152,20 +153,21 @@ class GradientCollector:
         state.slots.update(dict.fromkeys(leaving.slots))
         self._arrived(group)
 
-    def _send_to_sum(self, leaving: Leaving) -> None:
-        """What leaves is added to the sum at home by the worker."""
+    def _send_to_sum(self, leaving: Leaving, reader: Transfer | None) -> None:
+        """What leaves is added to the sum at home by the worker, after ``reader`` has read that."""
         group, slots, reservation = leaving.group, leaving.slots, leaving.reservation
         state = self._state[group.index]
         state.level0_norms.clear()
+        claimed = () if reader is None else (reader,)
         if leaving.buffer.device.type == "cpu":  # the arena: the worker reads it where it is
             self._stack.count_link(0, self._homes.range(group, "gradient").level, leaving.buffer.nbytes)
-            state.task = self._worker.submit(self.home.add, group, slots, reservation, None)
-            self._departures.append(Departure(reservation, (state.task,)))
+            state.task = self._worker.submit(self.home.add, group, slots, reservation, claimed, False)
+            self._departures.append(Departure(reservation, (state.task, *claimed)))
         else:
             incoming = self._reserve_incoming(group.num_bytes)
             transfer = self._stack.write(incoming, leaving.buffer)
-            state.task = self._worker.submit(self.home.add, group, slots, incoming, transfer)
-            self._departures.append(Departure(reservation, (transfer,)))
+            state.task = self._worker.submit(self.home.add, group, slots, incoming, (transfer, *claimed), True)
+            self._departures.append(Departure(reservation, (transfer, *claimed)))
 
     def begin_slices(self, slot: Slot) -> SliceLanding:
         """A gradient of ``slot`` is about to arrive in slices of rows (`SlicedLeaf`)."""
@@ -263,6 +265,10 @@ class GradientCollector:
         """Whether the norms of all of the group's gradients were taken on level 0."""
         state = self._state[group.index]
         return all(slot in state.level0_norms for slot in state.slots)
+
+    def has_at_home(self, group: Group) -> bool:
+        """Whether all gradients of the group are at home, or on their way."""
+        return all(slot in self._state[group.index].slots for slot in group.trainable())
 
     def settled_kind(self, group: Group) -> str:
         """`kind_at_home` for the thread that runs the model, once the worker is done with the sum."""

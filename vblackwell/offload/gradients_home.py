@@ -39,9 +39,14 @@ class GradientsAtHome:
         state.kind = kind
         state.norms.clear()
 
-    def add(self, group: Group, slots: list[Slot], incoming: Reservation, transfer: Transfer | None) -> None:
-        """Add what lies in ``incoming`` (arrived by ``transfer``, or still on level 0) to the sum at home."""
-        if transfer is not None:
+    def add(
+        self, group: Group, slots: list[Slot], incoming: Reservation, before: tuple[Transfer, ...], owned: bool
+    ) -> None:
+        """Add what lies in ``incoming`` to the sum at home, when all of ``before`` is over: its arrival, and whoever still reads the sum.
+
+        ``incoming`` is given back if it is ``owned``: on the arena it is the leaving buffer itself, which belongs to its departure.
+        """
+        for transfer in before:
             transfer.wait()
         state = self._state[group.index]
         self._widen(group)
@@ -55,7 +60,7 @@ class GradientsAtHome:
             else:
                 target.copy_(slot.flat(fresh))
         self._homes.close_range(group, state.kind, summed, store=True)
-        if transfer is not None:
+        if owned:
             self._homes.give(incoming)
         state.landed.update(dict.fromkeys(slots))
         state.norms.clear()

@@ -41,7 +41,8 @@ class LaneJob:
         weight: the group's flat compute weights on level 0, there after ``last_load`` at the latest, changed in place; None: they come
             from home.
         gradient: the group's flat gradient on level 0 in compute type; None: it comes from home.
-        gradient_kind: which range at home holds it then.
+        gradient_kind: which range at home holds it then, or, beside a ``gradient`` on level 0, the sum of earlier micro-batches; None: no
+            range does.
         factor: fp32 scalar that gradients are multiplied by; None for 1.
         sources, targets: ranges that are read and written, by kind; the targets are the group's own, or take their place at the step.
         last_load: the newest copy of the group's compute weights to level 0; what it reads is not written before it is over.
@@ -53,7 +54,7 @@ class LaneJob:
     targets: dict[str, Reservation]
     weight: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
-    gradient_kind: str = "gradient"
+    gradient_kind: str | None = None
     factor: torch.Tensor | None = None
     last_load: Transfer | None = None
 
@@ -134,7 +135,7 @@ class Lane(ABC):
         found = self.states_of(job.group)
         if job.weight is None:
             found.append("weight")
-        if job.gradient is None:
+        if job.gradient_kind is not None:
             found.append(job.gradient_kind)
         return found
 
@@ -164,20 +165,20 @@ class Lane(ABC):
         found = dict(arrived)
         if job.weight is not None:
             found["weight"] = cut(job.weight, group, "weight", piece)
-        gradient_kind = job.gradient_kind
-        if job.gradient is not None:
-            gradient_kind = "gradient"
-            found["gradient"] = cut(job.gradient, group, "gradient", piece)
+        at_home = None if job.gradient_kind is None else typed(found.pop(job.gradient_kind), group, job.gradient_kind)
+        fresh = None if job.gradient is None else typed(cut(job.gradient, group, "gradient", piece), group, "gradient")
+        gradient, previous = (at_home, None) if fresh is None else (fresh, at_home)
+        assert gradient is not None, "a gradient is on level 0 or at home"
         elements = {kind: typed(flat, group, kind) for kind, flat in found.items()}
         for slot, start, stop in parts_of(group, piece):
             if slot not in job.numbers:
                 continue
-            part = {kind: values[start - piece.start : stop - piece.start] for kind, values in elements.items()}
+            own = slice(start - piece.start, stop - piece.start)
+            part = {kind: values[own] for kind, values in elements.items()}
             adamw_piece(
-                part["weight"], part.get("remainder"), part["exp_avg"], part["exp_avg_sq"], part[gradient_kind],
-                job.numbers[slot], factor=job.factor,
+                part["weight"], part.get("remainder"), part["exp_avg"], part["exp_avg_sq"], gradient[own], job.numbers[slot],
+                previous=None if previous is None else previous[own], factor=job.factor,
             )  # fmt: skip
-        del found[gradient_kind]
         return found
 
 

@@ -111,9 +111,9 @@ class Level0Updates:
             engine.weights.invalidate(group)
         for job in jobs:
             job.step.add_(1)
-        kind = "gradient"
+        kind = None
         sources = self._own_ranges(group)
-        if gradient is None:
+        if gradient is None or engine.gradients.has_at_home(group):
             kind = engine.gradients.settled_kind(group)
             sources[kind] = engine.homes.range(group, kind)
         end = self._lane.submit(

@@ -113,9 +113,13 @@ class StepControl:
             return Claim()
         if source.max_grad_norm is not None and leaving.buffer.is_cuda and not adding:
             self._engine.gradients.measure_on_level0(leaving)
-        if adding or not self._may_anticipate(group):
+        if not self._may_anticipate(group):
             return Claim()
+        if adding and not (leaving.is_whole() and self._engine.gradients.has_at_home(group)):
+            return Claim()  # some parameters have earlier gradients, others not: the worker sorts that out
         if self._level0 is None or group not in self._level0:
+            if adding:
+                return Claim()
             # The compute weight at home is dead once backward has loaded it: the update makes it anew, from the master. If that is sure to
             # come, the gradient needs no range of its own.
             certain = not source.undo and (group, "master") in self._engine.homes
