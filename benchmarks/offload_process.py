@@ -70,7 +70,8 @@ def run_system(case: Case, limit_seconds: float, tell: Callable[[str], None]) ->
         text=True,
         errors="replace",
         start_new_session=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        # What `vb train` sets; here for every system alike.
+        env={"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ, "PYTHONUNBUFFERED": "1"},
         cwd=REPO,
     )
     listener = Listener(case.system, tell)

@@ -50,6 +50,8 @@ def test_mistyped_words(place):
         (["--max-steps", "3", "--epochs", "1"], ["--max-steps", "--epochs", "choose one"]),
         (["--fast-memory", "much"], ["--fast-memory 'much'", "8GiB"]),
         (["--lora"], ["--lora", "not part of this version"]),
+        (["--update", "1.5"], ["--update '1.5'", "share between 0 and 1"]),
+        (["--activations", "ram"], ["--activations 'ram'", "host"]),
         (["--config", "gone.yaml"], ["gone.yaml", "No such file"]),
         (["--learning-rate"], ["--learning-rate", "expected one argument"]),
         (["--model", "gone"], ["gone", "no such folder"]),

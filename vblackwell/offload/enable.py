@@ -59,6 +59,8 @@ def enable_vgpu_stack_optimization(
             turn from forward to backward, or from backward to forward, is not loaded again. Default: a few groups.
         activations: where the inputs of checkpointed layers wait for backward, 'level0' or 'host' (`ActivationStore`).
 
+    What concerns streaming (``groups`` to ``activations``) has no meaning for, and is not looked at by, a model that is resident.
+
     Raises:
         ConfigurationError: unknown placement, no parameters, or the model is in a stack already.
         KeyClash: the stack has a model of this name.

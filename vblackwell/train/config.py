@@ -140,6 +140,13 @@ class TrainConfig:
     placement: Literal["auto", "resident", "streamed"] = "auto"
     """Keep all on level 0, stream through it, or decide by what fits."""
 
+    update: str = "auto"
+    """Where AdamW runs when streaming: 'level0' (states come up to the weights), 'home' (the CPU), 'auto' (level 0 on a GPU), or the
+    share of the parameters that the CPU updates, e.g. 0.2. No bit depends on it."""
+
+    activations: Literal["auto", "level0", "host"] = "auto"
+    """Where --gradient-checkpointing's layer inputs wait for backward when streaming; 'auto': host memory on a GPU."""
+
     checkpoint_every: int = 100
     """Steps between checkpoints; 0 for none but the final export."""
 
@@ -171,6 +178,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, parse_bytes(value, flag_of(name)))
+        self._check_update()
         if self.max_steps is not None and self.epochs is not None:
             raise ConfigurationError("--max-steps and --epochs are both given: choose one")
         if self.mixed_precision and self.precision == "fp32":
@@ -179,6 +187,14 @@ class TrainConfig:
             raise ConfigurationError(
                 "--architecture changes a preset; with --model the folder's config.json decides: drop one"
             )
+
+    def _check_update(self) -> None:
+        try:
+            known = 0 <= float(self.update) <= 1
+        except ValueError:
+            known = self.update in ("auto", "level0", "home")
+        if not known:
+            raise ConfigurationError(f"--update {self.update!r}: give auto, level0, home, or a share between 0 and 1")
 
     def _check_counts(self) -> None:
         for name, least in _COUNTS.items():
@@ -238,6 +254,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
 _CHOICES = {
     "precision": ("auto", "fp32", "bf16", "fp16"),
     "placement": ("auto", "resident", "streamed"),
+    "activations": ("auto", "level0", "host"),
     "device": ("auto", "cpu", "cuda"),
 }
 

@@ -50,7 +50,17 @@ def choose_device(wanted: str, say: Callable[[str], None]) -> torch.device:
         raise Unsupported(f"{reason}; or train on the CPU with --device cpu")
     for index in range(1, torch.cuda.device_count()):
         say(f"GPU {index} ({torch.cuda.get_device_name(index)}) is not used: this version trains on one GPU")
+    avoid_fragmentation()
     return torch.device("cuda", 0)
+
+
+def avoid_fragmentation() -> None:
+    """Let torch's allocator grow its segments, unless the user chose otherwise; before the first allocation.
+
+    Buffers of many sizes come and go in a streamed step: with fixed segments a sixth of what the process reserves lies idle.
+    """
+    if "PYTORCH_ALLOC_CONF" not in os.environ and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def make_deterministic(device: torch.device) -> None:

@@ -85,7 +85,10 @@ def prepare(config: TrainConfig, device: torch.device, progress: Progress, clean
     progress.say(f"memory: {describe_levels(stack)}; training state {format_bytes(state_bytes)}")
     if device.type == "cuda" and config.fast_memory is not None:
         cap_process(device, config.fast_memory)
-    enable_vgpu_stack_optimization(model, stack, placement=config.placement, compute_dtype=precision.compute_dtype)
+    enable_vgpu_stack_optimization(
+        model, stack, placement=config.placement, compute_dtype=precision.compute_dtype, update=place_or_share(config.update),
+        activations=choose_activations(config, device),
+    )  # fmt: skip
     parts = Parts(
         model=model,
         optimizer=_make_optimizer(model, config),
@@ -107,6 +110,21 @@ def _choose_attention(
     cleanup.enter_context(allowed)
     shape, dtype = model.config, precision.compute_dtype or torch.float32
     return chosen_backend(shape.num_heads, shape.kv_heads, shape.head_size, config.seq_length, dtype, device)
+
+
+def place_or_share(text: str) -> str | float:
+    """``--update`` as `enable_vgpu_stack_optimization` takes it: a place by its name, or a share."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def choose_activations(config: TrainConfig, device: torch.device) -> str:
+    """Where checkpointed layers' inputs wait: on a GPU in host memory, which is why one checkpoints there."""
+    if config.activations != "auto":
+        return config.activations
+    return "host" if config.gradient_checkpointing and device.type == "cuda" else "level0"
 
 
 def decide_steps(config: TrainConfig, windows_per_epoch: int) -> TrainConfig:
