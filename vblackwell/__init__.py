@@ -28,12 +28,15 @@ _WHERE = {
     "CorruptData": "vblackwell.errors",
     "KeyClash": "vblackwell.errors",
     "StaleTensor": "vblackwell.errors",
+    "StepAbandoned": "vblackwell.errors",
     "Unsupported": "vblackwell.errors",
     "FP4Codec": "vblackwell.numerics.fp4",
     "quantize": "vblackwell.numerics.fp4",
     "PackedTensor": "vblackwell.numerics.packed",
     "FusedFP4Linear": "vblackwell.nn.linear",
     "compare": "vblackwell.nn.compare",
+    "accelerate_causal_lm": "vblackwell.nn.causal_lm",
+    "restore_causal_lm": "vblackwell.nn.causal_lm",
     "VGPUStack": "vblackwell.memory.stack",
     "VGPULevel": "vblackwell.memory.single",
     "create_vgpu_stack": "vblackwell.memory.create",
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
         InsufficientMemory,
         KeyClash,
         StaleTensor,
+        StepAbandoned,
         UnknownKey,
         Unsupported,
         VBError,
@@ -59,6 +63,7 @@ if TYPE_CHECKING:
     from vblackwell.memory.create import create_vgpu_stack
     from vblackwell.memory.single import VGPULevel
     from vblackwell.memory.stack import VGPUStack
+    from vblackwell.nn.causal_lm import accelerate_causal_lm, restore_causal_lm
     from vblackwell.nn.compare import compare
     from vblackwell.nn.linear import FusedFP4Linear
     from vblackwell.numerics.fp4 import FP4Codec, quantize
