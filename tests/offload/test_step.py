@@ -289,3 +289,18 @@ def test_two_threads_give_the_same_bits(make_stack: MakeStack):
             optimizer.zero_grad()
         assert ours.grad_norm == norm.item()
     assert equal(model, plain)
+
+
+@UPDATES
+def test_gradients_made_zero_right_after_the_step(make_stack: MakeStack, update: str):
+    """`zero_grad(set_to_none=False)` overwrites gradients that updates under the next forward have yet to read."""
+    plain, model = build(DECODER), build(DECODER)
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0), update=update)
+    ours = VGPUAdamW(model.parameters())
+    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
+    for step in range(3):
+        for module, optimizer in ((model, ours), (plain, theirs)):
+            DECODER.loss(module, step).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    assert equal(model, plain)

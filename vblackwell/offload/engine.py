@@ -315,6 +315,11 @@ class Offload:
 
     # -- life --------------------------------------------------------------------------------------------------------
 
+    def wait_for_updates(self) -> None:
+        """Return when every update that was promised has read its gradient."""
+        if self.level0 is not None:
+            self.level0.drain()
+
     def finish(self) -> None:
         """Wait until every update that was promised is in the home bytes; undo those that were not."""
         self.gradients.finish_backward()

@@ -255,7 +255,11 @@ class VGPUAdamW(torch.optim.AdamW):
             held = [slot for slot in slots if engine.gradients.has(slot)]
             if held:
                 engine.gradients.finish_backward()
-                engine.gradients.clear(held) if set_to_none else engine.gradients.zero(held)
+                if set_to_none:
+                    engine.gradients.clear(held)
+                else:
+                    engine.wait_for_updates()  # they may still read what is about to be zero
+                    engine.gradients.zero(held)
         with self._without(self._slots.keys()):
             super().zero_grad(set_to_none)
 

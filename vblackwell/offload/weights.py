@@ -284,7 +284,9 @@ class WeightStreamer:
     def renew(self, loaded: Loaded, end: Transfer) -> None:
         """Lent bytes are the group's next version when ``end`` is over, and if its step comes (`confirm`)."""
         self._versions[loaded.group.index] += 1
-        self._homes.in_flight.discard(loaded.transfer)  # ``end`` is behind it
+        # ``end`` is behind the load, and whoever reads them holds the bytes: what the load kept must not count as another holder.
+        self._homes.in_flight.discard(loaded.transfer)
+        loaded.transfer.let_go()
         loaded.transfer, loaded.arrived, loaded.provisional = end, False, True
 
     def confirm(self, group: Group) -> None:
