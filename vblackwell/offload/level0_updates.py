@@ -155,6 +155,11 @@ class Level0Updates:
             self._engine.weights.returned(loaded)
         return True
 
+    def _take_back(self, group: Group) -> None:
+        """Wait for the update that still holds ``group``'s weights on level 0, of the step before at the latest."""
+        while any(loaded.group is group for loaded, _ in self._lent):
+            self.make_room()
+
     # -- at the step -------------------------------------------------------------------------------------------------
 
     def is_anticipated(self, group: Group) -> bool:
@@ -202,6 +207,7 @@ class Level0Updates:
     def _release(self, group: Group) -> None:
         """Queue a waiting update: on the weights that the forward is going to use, if level 0 has room for them already."""
         jobs, factor = self._waiting.pop(group.index)
+        self._take_back(group)
         loaded = self._engine.weights.fetch(group)
         self._submit(group, jobs, self._own_ranges(group), loaded, None, factor)
         self._engine.weights.confirm(group)
@@ -229,8 +235,7 @@ class Level0Updates:
             self._anticipated.clear()
             raise abandoned(group.name, self._engine.name)
         self.wait(group)
-        while any(loaded.group is group for loaded, _ in self._lent):
-            self.make_room()
+        self._take_back(group)
         self._engine.weights.discard(group)
         self._engine.weights.revert(group)
         self.shadows.give_back(anticipated.shadows)
