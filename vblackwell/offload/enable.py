@@ -18,6 +18,7 @@ from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash
 from vblackwell.memory.stack import VGPUStack
 from vblackwell.offload.activations import ActivationStore
 from vblackwell.offload.engine import Offload, drop_idle_weights
+from vblackwell.offload.formats import EXACT, Formats, range_bytes
 from vblackwell.offload.groups import Group, Site, Slot, compute_dtype_of, find_groups
 from vblackwell.offload.home import Homes
 from vblackwell.offload.masters import close_weights, needs_master, open_weights, read_truth, write_truth
@@ -42,6 +43,7 @@ def enable_vgpu_stack_optimization(
     model: nn.Module, stack: VGPUStack, name: str = "model", *, placement: str = "auto",
     compute_dtype: torch.dtype | None = None, groups: Iterable[str] | None = None, update: str | float = "auto",
     activations: str = "level0", resident_bytes: int | str = 0, weight_bytes: int | str | None = None,
+    states: str = "fp32", masters: str = "exact", rounding_seed: int = 0,
 ) -> nn.Module:  # fmt: skip
     """Put ``model`` into ``stack`` and return it, ready to run on level 0's device.
 
@@ -58,17 +60,23 @@ def enable_vgpu_stack_optimization(
         weight_bytes: what loaded weights may take of level 0. More than the few groups in use saves journeys: a group that stays over the
             turn from forward to backward, or from backward to forward, is not loaded again. Default: a few groups.
         activations: where the inputs of checkpointed layers wait for backward, 'level0' or 'host' (`ActivationStore`).
+        states: of AdamW's moments: 'fp32', or '8bit' for 2.03 bytes a parameter instead of 8 (bf16 or fp32 weights; updated on level 0,
+            with or without a GPU). A stated choice: docs/numerics.md says what it changes.
+        masters: 'exact' (fp32), or 'stochastic': bf16 weights are all there is, rounded at random; with 8-bit states alone.
+        rounding_seed: of what is rounded at random. The bits depend on it, the parameter's name, its step and the element.
 
     What concerns streaming (``groups`` to ``activations``) has no meaning for, and is not looked at by, a model that is resident.
 
     Raises:
-        ConfigurationError: unknown placement, no parameters, or the model is in a stack already.
+        ConfigurationError: unknown placement or format, formats that exclude each other, no parameters, or the model is in a stack already.
+        Unsupported: a group that is to be trained cannot be kept in the formats asked for (fp16, mixed types).
         KeyClash: the stack has a model of this name.
         InsufficientMemory: level 0 cannot hold the largest group, or the lower levels the model; nothing was changed.
     """
     if placement not in PLACEMENTS:
         raise ConfigurationError(f"placement {placement!r} is none of {', '.join(PLACEMENTS)}")
-    check_update(update)
+    formats = Formats(states, masters, rounding_seed)
+    check_update(update, formats)
     if activations not in ("level0", "host"):
         raise ConfigurationError(f"activations {activations!r} is neither 'level0' nor 'host'")
     if not any(True for _ in model.parameters()):
@@ -83,7 +91,7 @@ def enable_vgpu_stack_optimization(
     if name in taken:
         raise KeyClash(f"the stack already holds a model named {name!r}: give this one another name=")
     drop_idle_weights(stack)
-    needed = bytes_when_resident(model, compute_dtype)
+    needed = bytes_when_resident(model, compute_dtype, formats)
     level = stack.levels[0]
     free = level.capacity_bytes - level.used_bytes
     room = free * (1 - CUDA_ACTIVATION_SHARE) if stack.level0_device.type == "cuda" else free
@@ -95,12 +103,12 @@ def enable_vgpu_stack_optimization(
             available_bytes=free,
         )
     if placement == "resident" or (placement == "auto" and needed <= room):
-        engine: Any = Resident(model, stack, name, compute_dtype)
+        engine: Any = Resident(model, stack, name, compute_dtype, formats)
         parts: tuple[Any, ...] = (engine.homes,)
     else:
         store = ActivationStore(stack, f"{name}/activations") if activations == "host" else None
         engine = _stream(
-            model, stack, name, compute_dtype, groups, update, store, parse_bytes(resident_bytes), weight_bytes
+            model, stack, name, compute_dtype, groups, update, store, parse_bytes(resident_bytes), weight_bytes, formats
         )
         if store is not None:
             store.is_weight = engine.aliases
@@ -111,13 +119,16 @@ def enable_vgpu_stack_optimization(
     return model
 
 
-def bytes_when_resident(model: nn.Module, compute_dtype: torch.dtype | None) -> int:
+def bytes_when_resident(model: nn.Module, compute_dtype: torch.dtype | None, formats: Formats = EXACT) -> int:
     """Level-0 bytes of weights, and for trainable ones fp32 gradients, both AdamW moments, and fp32 masters where narrower."""
     total = 0
     for param in model.parameters():
         itemsize = compute_dtype_of(param, compute_dtype).itemsize
-        master = 4 if itemsize < 4 else 0
-        total += param.numel() * (itemsize + (4 + 8 + master if param.requires_grad else 0))
+        total += param.numel() * itemsize
+        if param.requires_grad:
+            master = 4 if itemsize < 4 and not formats.stochastic else 0
+            total += param.numel() * (4 + master)
+            total += sum(range_bytes(kind, param.numel(), itemsize) for kind in formats.moments)
     return total
 
 
@@ -145,16 +156,17 @@ def _close_parts(
 def _stream(
     model: nn.Module, stack: VGPUStack, name: str, compute_dtype: torch.dtype | None, given: Iterable[str] | None,
     update: str | float, store: ActivationStore | None, resident_bytes: int,
-    weight_bytes: int | str | None,
+    weight_bytes: int | str | None, formats: Formats,
 ) -> Offload:  # fmt: skip
-    groups, sites = find_groups(model, compute_dtype, given)
+    groups, sites = find_groups(model, compute_dtype, given, formats)
     level = stack.levels[0]
     free = level.capacity_bytes - level.used_bytes
     slice_rows = _choose_slices(groups, sites, free)
     whole = [group for group in groups if group not in slice_rows]
-    on_level0 = groups_on_level0(whole, update, stack.level0_device)
+    # A sliced leaf's weights and gradient come from home, as those of any update that has to wait for its step.
+    on_level0 = groups_on_level0(groups if formats.packed else whole, update, stack.level0_device)
     ring = ring_bytes(on_level0, free) if on_level0 else 0
-    kept = groups_kept(on_level0, resident_bytes)
+    kept = groups_kept([group for group in on_level0 if group in whole], resident_bytes)
     kept_bytes = sum(state_bytes(group) for group in kept)
     wanted = None if weight_bytes is None else parse_bytes(weight_bytes)
     budget = _weights_budget(whole, free - ring - kept_bytes, stack.level0_device, level.name, wanted)

@@ -21,14 +21,16 @@ from vblackwell.errors import InsufficientMemory, Unsupported
 from vblackwell.memory.stack import Reservation, VGPUStack
 from vblackwell.offload.activations import ActivationStore
 from vblackwell.offload.departure import Claim, Leaving
+from vblackwell.offload.formats import of_all
 from vblackwell.offload.gradients import GradientCollector
-from vblackwell.offload.groups import Group, Site, Slot
+from vblackwell.offload.groups import Group, Site, Slot, moment_ranges
 from vblackwell.offload.home import Homes
 from vblackwell.offload.home_bytes import overwrite_home, read_home, zero_home
 from vblackwell.offload.hooks import SiteHook, prefetcher_of
+from vblackwell.offload.lane import smallest_buffer
 from vblackwell.offload.lane_cuda import make_lane
 from vblackwell.offload.level0_updates import Level0Updates
-from vblackwell.offload.masters import FORMS, needs_master
+from vblackwell.offload.masters import refuse_unprepared
 from vblackwell.offload.sliced import SlicedLeaf, swap_class
 from vblackwell.offload.step import StepControl, UpdateSource, is_final
 from vblackwell.offload.used_parameters import UsedParameters
@@ -77,7 +79,8 @@ class Offload:
         self.gradients = GradientCollector(
             stack, groups, homes, self.worker, self._drop_weights, self._departing, self._gradient_arrived
         )
-        lane = None if ring is None else make_lane(stack, homes, ring, self.worker)
+        least = max(map(smallest_buffer, on_level0), default=0)
+        lane = None if ring is None else make_lane(stack, homes, ring, self.worker, least)
         self.level0 = None if lane is None else Level0Updates(self, lane, on_level0)
         if self.level0 is not None:
             self.weights.sweep = self.level0.sweep
@@ -290,16 +293,8 @@ class Offload:
                 f"model {self.name!r} already has an optimizer: put all its parameters into one VGPUAdamW"
             )
         groups = list(dict.fromkeys(slot.group for slot in slots))
-        frozen = [
-            group for group in groups if needs_master(group) and not any((group, form) in self.homes for form in FORMS)
-        ]
-        if frozen:
-            raise Unsupported(
-                f"parameters of {self.name!r} that were frozen when it was offloaded have no fp32 master: release and enable again"
-            )
-        fresh = [
-            (group, kind) for kind in ("exp_avg", "exp_avg_sq") for group in groups if (group, kind) not in self.homes
-        ]
+        refuse_unprepared(self.name, groups, self.homes, () if self.level0 is None else self.level0)
+        fresh = [(group, kind) for group, kind in moment_ranges(groups) if (group, kind) not in self.homes]
         at_home = [group for group in groups if not is_final(optimizer) or self._needs_gradient_at_home(group)]
         self.homes.reserve([(group, "gradient") for group in at_home] + fresh)
         for group, kind in fresh:
@@ -309,9 +304,11 @@ class Offload:
 
     def _needs_gradient_at_home(self, group: Group) -> bool:
         """Whether gradients need a range even where every update follows its backward at once."""
+        if group in self._slice_rows:
+            return True
         if self.level0 is not None and group in self.level0:
             return self.level0.is_deferred(group)
-        return group in self._slice_rows or (group, "master") not in self.homes
+        return (group, "master") not in self.homes
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -338,6 +335,7 @@ class Offload:
             "weights_budget_bytes": self.budget_bytes,
             "sliced": sorted({module._vb_leaf.group.name for module in self._sliced}),  # type: ignore[union-attr]
             "bytes_by_level": self.homes.bytes_by_level(),
+            "formats": of_all(group.formats for group in self.groups).summary(),
             "updated_on_level0": []
             if self.level0 is None
             else [group.name for group in self.groups if group in self.level0],

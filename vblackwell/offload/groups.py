@@ -10,13 +10,14 @@ matrix kernels choose the same path for a view as for a tensor of its own, and v
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from vblackwell.errors import ConfigurationError
+from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.offload.formats import EXACT, MOMENTS, PACKED_MOMENTS, Formats, supports
 from vblackwell.units import align_up
 
 ALIGNMENT = 512
@@ -77,6 +78,8 @@ def _strided(
 class Group:
     """Parameters that move as one flat range of ``num_bytes`` (``num_bytes_fp32`` for fp32 states).
 
+    ``formats`` says what else is kept of them, and what their places are multiples of.
+
     While all parameters have one compute type, element ``i`` of the one range is element ``i`` of the other (`uniform`), so that
     any stretch of elements can be cut out of all of them alike.
     """
@@ -86,14 +89,16 @@ class Group:
     slots: list[Slot] = field(default_factory=list)
     num_bytes: int = 0
     num_bytes_fp32: int = 0
+    formats: Formats = EXACT
 
     def append(self, name: str, param: nn.Parameter, dtype: torch.dtype) -> Slot:
         """Give ``param`` the next place."""
         start, start_fp32 = self.num_bytes, self.num_bytes_fp32
         slot = Slot(name, param, param.shape, _dense_stride(param), dtype, start, start_fp32, self, type(param))
         self.slots.append(slot)
-        self.num_bytes = align_up(slot.offset + slot.num_elements * dtype.itemsize, ALIGNMENT)
-        self.num_bytes_fp32 = align_up(slot.offset_fp32 + slot.num_elements * 4, ALIGNMENT)
+        alignment = max(ALIGNMENT, self.formats.block * dtype.itemsize)
+        self.num_bytes = align_up(slot.offset + slot.num_elements * dtype.itemsize, alignment)
+        self.num_bytes_fp32 = align_up(slot.offset_fp32 + slot.num_elements * 4, max(ALIGNMENT, self.formats.block * 4))
         if self.uniform:
             self.num_bytes_fp32 = max(self.num_bytes_fp32, self.num_bytes // dtype.itemsize * 4)
         return slot
@@ -106,6 +111,11 @@ class Group:
     def trainable(self) -> list[Slot]:
         """Slots whose parameter wants a gradient now; read anew each time because users freeze and unfreeze."""
         return [slot for slot in self.slots if slot.param.requires_grad]
+
+
+def moment_ranges(groups: Sequence[Group]) -> list[tuple[Group, str]]:
+    """The ranges that the moments of ``groups`` need, kind by kind."""
+    return [(group, kind) for kind in (*MOMENTS, *PACKED_MOMENTS) for group in groups if kind in group.formats.moments]
 
 
 @dataclass(eq=False)
@@ -129,16 +139,19 @@ def compute_dtype_of(param: torch.Tensor, wanted: torch.dtype | None) -> torch.d
 
 
 def find_groups(
-    model: nn.Module, compute_dtype: torch.dtype | None = None, given: Iterable[str] | None = None
-) -> tuple[list[Group], list[Site]]:
+    model: nn.Module, compute_dtype: torch.dtype | None = None, given: Iterable[str] | None = None,
+    formats: Formats = EXACT,
+) -> tuple[list[Group], list[Site]]:  # fmt: skip
     """Layer groups of ``model`` in registration order, and the modules that need them.
 
     Args:
         given: names of modules that each form one group (with all that is inside them), instead of the children of
             outermost ModuleLists.
+        formats: of what AdamW keeps; frozen groups that cannot be kept so stay exact.
 
     Raises:
         ConfigurationError: a given name is not a module of the model.
+        Unsupported: a group that is to be trained cannot be kept so.
     """
     whole = _given_roots(model, given) if given is not None else _list_children(model)
     groups: list[Group] = []
@@ -156,14 +169,29 @@ def find_groups(
             continue
         fresh = [(param_name, param) for param_name, param in params if param not in owner]
         if fresh:
-            group = Group(len(groups), name or type(model).__name__)
+            group = Group(len(groups), name or type(model).__name__, formats=formats)
             for param_name, param in fresh:
                 group.append(param_name, param, compute_dtype_of(param, compute_dtype))
                 owner[param] = group
             groups.append(group)
         needed = list(dict.fromkeys(owner[param] for _, param in params))
         sites.append(Site(name, module, needed))
+    for group in groups:
+        if not supports(formats, (slot.dtype for slot in group.slots)):
+            _refuse_formats(group)
+            group.formats = EXACT
     return groups, sites
+
+
+def _refuse_formats(group: Group) -> None:
+    if group.trainable():
+        found = ", ".join(sorted({str(slot.dtype).removeprefix("torch.") for slot in group.slots}))
+        wanted = group.formats
+        able = "bf16" if wanted.stochastic else "bf16 or fp32"
+        raise Unsupported(
+            f"states={wanted.states!r} with masters={wanted.masters!r} is for groups that compute in {able} alone, and {group.name!r} has "
+            f"{found}: give compute_dtype=torch.bfloat16, or keep states='fp32' and masters='exact'"
+        )
 
 
 def _list_children(model: nn.Module) -> set[nn.Module]:

@@ -2,8 +2,8 @@
 
 Kinds of range: ``weight`` (compute weights); the fp32 truth where the compute weight is narrower, either whole (``master``) or as what
 a bf16 weight leaves out of it (``remainder``, 16 bits, see `masters`); ``gradient``, ``accumulated`` (fp32 sum of narrower gradients),
-``exp_avg``, ``exp_avg_sq``. What is needed most often takes the upper levels: placement walks the kinds in that order and
-fills level 1, then 2, and so on.
+``exp_avg``, ``exp_avg_sq``, or what takes their place (`formats`). What is needed most often takes the upper levels: placement
+walks the kinds in that order and fills level 1, then 2, and so on.
 
 The decision (`place`) is arithmetic; `Homes` carries it out and takes everything back if one reservation fails.
 """
@@ -20,12 +20,12 @@ import torch
 from vblackwell.errors import InsufficientMemory, VBError
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.stack import Reservation, VGPUStack
+from vblackwell.offload.formats import MOMENTS, NARROW_KINDS, PACKED_MOMENTS, range_bytes
 from vblackwell.offload.groups import Group
 from vblackwell.units import align_up, format_bytes
 
-KINDS = ("weight", "master", "remainder", "gradient", "accumulated", "exp_avg", "exp_avg_sq")
-KEPT_KINDS = ("weight", "master", "remainder", "exp_avg", "exp_avg_sq")
-NARROW_KINDS = ("weight", "remainder", "gradient")
+KEPT_KINDS = ("weight", "master", "remainder", *MOMENTS, *PACKED_MOMENTS)
+KINDS = (*KEPT_KINDS, "gradient", "accumulated")
 
 
 def place(sizes: Sequence[int], free: Sequence[int], what: str) -> list[int]:
@@ -155,7 +155,10 @@ class Homes:
 
     @staticmethod
     def size_of(group: Group, kind: str) -> int:
-        """Bytes of a range: ``weight``, ``gradient`` and ``remainder`` are as wide as the compute dtype, the rest is fp32."""
+        """Bytes of a range: ``weight``, ``gradient`` and ``remainder`` are as wide as the compute dtype, moments as `formats` has them."""
+        if kind in PACKED_MOMENTS:
+            itemsize = group.slots[0].dtype.itemsize
+            return range_bytes(kind, group.num_bytes // itemsize, itemsize)
         return group.num_bytes if kind in NARROW_KINDS else group.num_bytes_fp32
 
     def __contains__(self, key: tuple[Group, str]) -> bool:

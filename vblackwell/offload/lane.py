@@ -4,6 +4,8 @@ Weights and gradient are on level 0 already when the update runs behind the grou
 passes through: for bf16 weights with split masters 10 bytes a parameter in and 12 out (FACTS: an update on the CPU is what makes offloaded
 training slow). An update that comes later brings weights and gradient the same way.
 
+Groups with 8-bit moments (`formats`) are updated here with and without a GPU: `adamw8_piece` gives both the same bits.
+
 States pass in pieces through a ring of buffers that is taken once. The order is that of three queues (in, update, out) and their
 events; the host never waits. Without a GPU the worker thread does the same piece by piece (`WorkerLane`).
 """
@@ -11,25 +13,29 @@ events; the host never waits. Without a GPU the worker thread does the same piec
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
 
 from vblackwell.kernels.adamw import AdamWStep, adamw_piece
+from vblackwell.kernels.adamw8 import SCALE_BLOCK, adamw8_piece
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.stack import Reservation, VGPUStack
 from vblackwell.memory.transfer import FutureTransfer, transfer_delay
+from vblackwell.offload.formats import CUT, MOMENTS, PACKED_MOMENTS, SCALES, element_type, range_bytes
 from vblackwell.offload.groups import Group, Slot
 from vblackwell.offload.home import Homes
-from vblackwell.offload.pieces import CUT, Piece, parts_of, pieces_of
+from vblackwell.offload.pieces import Piece, first_element, parts_of, pieces_of
 from vblackwell.offload.worker import Worker
 
 ALIGNMENT = 512
 WIDEST_ELEMENT = 16  # bytes of one element in a buffer at most: weight, remainder, moments, fp32 gradient
+WIDEST_PACKED_ELEMENT = 11  # with moments of 8 bits
+MOST_KINDS = 8
 SMALLEST_BUFFER = 3 * CUT * WIDEST_ELEMENT
-STATE_KINDS = ("remainder", "exp_avg", "exp_avg_sq")
+STATE_KINDS = ("remainder", *MOMENTS, *PACKED_MOMENTS)
 
 
 @dataclass(eq=False)
@@ -80,29 +86,63 @@ def state_kinds(group: Group, homes: Homes) -> list[str]:
     return [kind for kind in STATE_KINDS if (group, kind) in homes]
 
 
-def itemsize_of(group: Group, kind: str) -> int:
-    """Bytes of one element of a range of ``kind``."""
-    return group.slots[0].dtype.itemsize if kind in ("weight", "remainder", "gradient") else 4
+def smallest_buffer(group: Group) -> int:
+    """Bytes of a buffer that holds two stretches of ``group`` that cannot be cut."""
+    packed = 2 * group.formats.cut * WIDEST_PACKED_ELEMENT + MOST_KINDS * ALIGNMENT
+    return packed if group.formats.packed else SMALLEST_BUFFER
+
+
+def bytes_of(group: Group, kind: str, num_elements: int) -> int:
+    """Bytes of so many elements of a range of ``kind``, from a multiple of 256 on."""
+    return range_bytes(kind, num_elements, group.slots[0].dtype.itemsize)
 
 
 def cut(flat: torch.Tensor, group: Group, kind: str, piece: Piece) -> torch.Tensor:
     """The bytes of ``piece`` in a group's flat range of ``kind``."""
-    size = itemsize_of(group, kind)
-    return flat[piece.start * size : piece.stop * size]
+    return flat[bytes_of(group, kind, piece.start) : bytes_of(group, kind, piece.stop)]
 
 
 def typed(flat: torch.Tensor, group: Group, kind: str) -> torch.Tensor:
     """Bytes of a range of ``kind`` as its elements."""
-    if kind == "remainder":
-        return flat.view(torch.int16)
-    return flat.view(group.slots[0].dtype if kind in ("weight", "gradient") else torch.float32)
+    return flat.view(element_type(kind, group.slots[0].dtype))
+
+
+def stretch(values: torch.Tensor, kind: str, start: int, stop: int) -> torch.Tensor:
+    """Elements ``start`` (a multiple of 256) to ``stop`` of `typed` bytes; of scales, those that they share."""
+    return values[start // SCALE_BLOCK : -(-stop // SCALE_BLOCK)] if kind in SCALES else values[start:stop]
+
+
+def update_part(
+    slot: Slot, part: Mapping[str, torch.Tensor], gradient: torch.Tensor, numbers: AdamWStep, *,
+    previous: torch.Tensor | None = None, factor: torch.Tensor | None = None, offset: int = 0,
+) -> None:  # fmt: skip
+    """AdamW in place on a part of a parameter, in the formats of its group.
+
+    Args:
+        part: ``weight``, ``remainder`` if there is one, and the moments, each (n,) in its range's type; scales (ceil(n / 256),).
+        gradient: (n,) in compute type or fp32.
+        previous: (n,), the sum of gradients of earlier micro-batches; None for 0.
+        factor: fp32 scalar that the sum is multiplied by; None for 1.
+        offset: the part's first element within the parameter.
+    """
+    formats = slot.group.formats
+    weight, remainder = part["weight"], part.get("remainder")
+    if formats.packed:
+        codes1, scales1, codes2, scales2 = (part[kind] for kind in PACKED_MOMENTS)
+        adamw8_piece(
+            weight, remainder, codes1, scales1, codes2, scales2, gradient, numbers, previous=previous, factor=factor,
+            seed=formats.seed_of(slot.name), offset=offset,
+        )  # fmt: skip
+    else:
+        exp_avg, exp_avg_sq = (part[kind] for kind in MOMENTS)
+        adamw_piece(weight, remainder, exp_avg, exp_avg_sq, gradient, numbers, previous=previous, factor=factor)
 
 
 class Lane(ABC):
     """Runs `LaneJob`s in the order of submission.
 
     Args:
-        memory: level-0 bytes that the ring is cut from, at least `SMALLEST_BUFFER`.
+        memory: level-0 bytes that the ring is cut from, at least `smallest_buffer` of every group.
         num_buffers: places of the ring.
     """
 
@@ -146,7 +186,8 @@ class Lane(ABC):
     def most_elements(self, group: Group, kinds: Sequence[str]) -> int:
         """Elements of which all ``kinds`` fit one buffer."""
         room = self._ring[0].memory.numel() - ALIGNMENT * len(kinds)
-        return room // sum(itemsize_of(group, kind) for kind in kinds) // CUT * CUT
+        elements = room // sum(bytes_of(group, kind, SCALE_BLOCK) for kind in kinds) * SCALE_BLOCK
+        return elements - elements % group.formats.cut
 
     @staticmethod
     def lay_out(buffer: Buffer, group: Group, kinds: Sequence[str], piece: Piece) -> None:
@@ -154,7 +195,7 @@ class Lane(ABC):
         start = 0
         buffer.views = {}
         for kind in kinds:
-            num_bytes = len(piece) * itemsize_of(group, kind)
+            num_bytes = bytes_of(group, kind, len(piece))
             buffer.views[kind] = buffer.memory[start : start + num_bytes]
             start += -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
@@ -174,10 +215,10 @@ class Lane(ABC):
             if slot not in job.numbers:
                 continue
             own = slice(start - piece.start, stop - piece.start)
-            part = {kind: values[own] for kind, values in elements.items()}
-            adamw_piece(
-                part["weight"], part.get("remainder"), part["exp_avg"], part["exp_avg_sq"], gradient[own], job.numbers[slot],
-                previous=None if previous is None else previous[own], factor=job.factor,
+            part = {kind: stretch(values, kind, own.start, own.stop) for kind, values in elements.items()}
+            update_part(
+                slot, part, gradient[own], job.numbers[slot], previous=None if previous is None else previous[own],
+                factor=job.factor, offset=start - first_element(slot),
             )  # fmt: skip
         return found
 

@@ -80,11 +80,11 @@ class CudaQueues(Queues):
         return Copied(end, EventTransfer(start, end, ()))
 
 
-def make_lane(stack: VGPUStack, homes: Homes, ring: Reservation, worker: Worker) -> Lane:
-    """The lane of a model whose level 0 holds ``ring``."""
+def make_lane(stack: VGPUStack, homes: Homes, ring: Reservation, worker: Worker, least_bytes: int) -> Lane:
+    """The lane of a model whose level 0 holds ``ring``, in buffers of at least ``least_bytes``."""
     memory = ring.view()
     assert memory is not None, "level 0 is addressable"
-    count = num_buffers(memory.numel())
+    count = num_buffers(memory.numel(), least_bytes)
     if memory.is_cuda:
         return QueuedLane(stack, homes, memory, count, CudaQueues(memory.device))
     return WorkerLane(stack, homes, memory, count, worker)

@@ -5,13 +5,19 @@ with ties away from zero, ``(bits + 0x8000) >> 16``, and a signed 16-bit remaind
 ``bits(truth) = (bits(weight) << 16) + remainder`` exactly. (Ties to even would need a 17th bit.) Split, weight and truth together take
 4 bytes an element instead of 6, and an update on the GPU brings only the 2 of the remainder.
 
+A group whose masters are 'stochastic' (`formats`) has neither: its bf16 weight is the truth, rounded at random by the update, and
+shown in fp32 to whoever asks for the truth.
+
 Both forms are worked on through ``opened``: the group's ranges at home by kind, as `open_weights` gives them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
+
 import torch
 
+from vblackwell.errors import Unsupported
 from vblackwell.offload.groups import Group, Slot
 from vblackwell.offload.home import Homes
 
@@ -20,8 +26,31 @@ Opened = dict[str, torch.Tensor]
 
 
 def needs_master(group: Group) -> bool:
-    """Whether some compute weight of ``group`` is narrower than the fp32 in which it is updated."""
-    return any(slot.dtype.is_floating_point and slot.dtype != torch.float32 for slot in group.slots)
+    """Whether some compute weight of ``group`` is narrower than the fp32 in which its truth is kept."""
+    return not group.formats.stochastic and any(
+        slot.dtype.is_floating_point and slot.dtype != torch.float32 for slot in group.slots
+    )
+
+
+def refuse_unprepared(name: str, groups: Sequence[Group], homes: Homes, on_level0: Container[Group]) -> None:
+    """``groups`` of the model ``name`` are to get optimizer states.
+
+    Args:
+        on_level0: groups that are updated there, as those with packed moments must be.
+
+    Raises:
+        Unsupported: some were frozen when the model was offloaded, and were not prepared for training.
+    """
+    for group in groups:
+        if needs_master(group) and not any((group, form) in homes for form in FORMS):
+            raise Unsupported(
+                f"parameters of {name!r} that were frozen when it was offloaded have no fp32 master: release and enable again"
+            )
+        if group.formats.packed and group not in on_level0:
+            raise Unsupported(
+                f"parameters of {name!r} that were frozen when it was offloaded have no place on level 0 for their "
+                f"{group.formats.states} states: release and enable again"
+            )
 
 
 def round_from_fp32(source: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor | None = None) -> None:
@@ -73,14 +102,15 @@ def close_weights(homes: Homes, group: Group, opened: Opened, *, store: bool) ->
 
 
 def read_truth(slot: Slot, opened: Opened) -> torch.Tensor:
-    """The parameter at full precision, in its own shape and stride; an alias of ``opened`` unless the master is split."""
+    """The parameter at full precision, in its own shape and stride; an alias of ``opened`` unless it is put together or widened."""
     if slot.dtype.is_floating_point and "master" in opened:
         return slot.view_fp32(opened["master"])
     if slot.dtype == torch.bfloat16 and "remainder" in opened:
         return join(slot.flat(opened["weight"]), slot.flat(opened["remainder"], torch.int16)).as_strided(
             slot.shape, slot.stride
         )
-    return slot.view(opened["weight"])
+    weight = slot.view(opened["weight"])
+    return weight.float() if slot.group.formats.stochastic else weight
 
 
 @torch.no_grad()

@@ -18,11 +18,12 @@ import torch
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.offload.engine import Offload
+from vblackwell.offload.formats import MOMENTS
 from vblackwell.offload.groups import Slot
 from vblackwell.offload.masters import in_memory_order
 from vblackwell.offload.norms import gradient_norm, norm_of_norms
 from vblackwell.offload.parameter import engine_and_slot
-from vblackwell.offload.resident import Resident, resident_of, update_resident, updates_here
+from vblackwell.offload.resident import Resident, plain_state, resident_of, update_resident, updates_here, write_state
 from vblackwell.offload.sparse import Selection
 from vblackwell.offload.state import read_slot_states, write_slot_states
 from vblackwell.offload.update import Hyper
@@ -269,6 +270,8 @@ class VGPUAdamW(torch.optim.AdamW):
         """As `torch.optim.AdamW` would write it; states of offloaded parameters come as CPU tensors."""
         found = super().state_dict()
         index_of = {param: index for index, param in enumerate(self._group_of)}
+        for param, state in self.state.items():
+            found["state"][index_of[param]] = plain_state(param, state)
         for engine in self._engines:
             engine.finish()
             for group in engine.groups:
@@ -279,13 +282,18 @@ class VGPUAdamW(torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Accepts what `torch.optim.AdamW` or this class wrote for the same parameters, wherever they lived."""
         slot_of = {index: self._slots[param] for index, param in enumerate(self._group_of) if param in self._slots}
-        states = {slot_of[index]: state for index, state in state_dict["state"].items() if index in slot_of}
-        plain = {index: state for index, state in state_dict["state"].items() if index not in slot_of}
+        # States that are updated here stay where they are, in their own types: torch would make moments as narrow as the weights.
+        held_of = {
+            index: (param, self.state[param]) for index, param in enumerate(self._group_of) if updates_here(param)
+        }
+        loaded: dict[int, dict[str, torch.Tensor]] = state_dict["state"]
+        states = {slot_of[index]: state for index, state in loaded.items() if index in slot_of}
+        plain = {index: state for index, state in loaded.items() if index not in slot_of and index not in held_of}
         super().load_state_dict({**state_dict, "state": plain})
         self._group_of = {param: group for group in self.param_groups for param in group["params"]}
-        for param, state in self.state.items():
-            if updates_here(param):
-                state["step"] = state["step"].cpu()  # torch has put it beside the parameter; ours is read by the host
+        for index, (param, held) in held_of.items():
+            write_state(param, held, loaded.get(index))
+            self.state[param] = held
         for engine in self._engines:
             engine.finish()
             for group in engine.groups:
@@ -296,7 +304,7 @@ class VGPUAdamW(torch.optim.AdamW):
         """``engine``'s parameters become plain: its states move here, to ``device``. Called by `release`."""
         for group in engine.groups:
             for slot, state in read_slot_states(engine, group):
-                moments = {kind: state[kind].to(device) for kind in ("exp_avg", "exp_avg_sq")}
+                moments = {kind: state[kind].to(device) for kind in MOMENTS}
                 self.state[slot.param] = {"step": state["step"].to(device), **moments}
         self._slots = {param: slot for param, slot in self._slots.items() if engine_and_slot(param) != (engine, slot)}
         self._engines.remove(engine)

@@ -1,7 +1,8 @@
 """Stretches of a group's elements that fit a buffer: what optimizer states move in.
 
 Element ``i`` of a uniform group is element ``i`` of each of its ranges, so one stretch names the same parameters everywhere. It is cut
-at a parameter's start or a multiple of `CUT` elements behind it: there vectorised arithmetic rounds as on the whole.
+at a parameter's start or a multiple of the `Formats.cut` of its group behind it: there arithmetic rounds as on the whole, and
+no block of elements that share a scale is divided.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vblackwell.offload.groups import Group, Slot
-
-CUT = 256  # elements: 512 bytes of the narrowest range, and more than any vector has
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,8 @@ def num_elements(group: Group) -> int:
 
 
 def pieces_of(group: Group, most_elements: int) -> list[Piece]:
-    """All elements of a uniform ``group`` in stretches of at most ``most_elements`` (>= 2 * `CUT`), as few as cutting there allows."""
-    assert most_elements >= 2 * CUT, most_elements
+    """All elements of a uniform ``group`` in stretches of at most ``most_elements`` (>= two cuts), as few as cutting there allows."""
+    assert most_elements >= 2 * group.formats.cut, most_elements
     total = num_elements(group)
     found: list[Piece] = []
     start = 0
@@ -54,7 +53,7 @@ def _cut_before(group: Group, limit: int) -> int:
     """The last place at or before ``limit`` where a cut is allowed."""
     slot = max((slot for slot in group.slots if first_element(slot) <= limit), key=first_element)
     inside = min(limit - first_element(slot), slot.num_elements)
-    return first_element(slot) + inside // CUT * CUT
+    return first_element(slot) + inside // group.formats.cut * group.formats.cut
 
 
 def parts_of(group: Group, piece: Piece) -> Iterator[tuple[Slot, int, int]]:

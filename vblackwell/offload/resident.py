@@ -2,7 +2,7 @@
 
 Parameters become views of one reserved range (so that the stack's books and `peak_bytes` are true), AdamW's moments of
 another. With a compute type narrower than fp32 a third completes them to fp32 masters (`masters`). Where torch's own AdamW
-would give other bits than a streamed run (narrow weights, and any on CUDA), `VGPUAdamW` updates with `update_resident`.
+would give other bits than a streamed run (narrow weights, 8-bit moments, and any on CUDA), `VGPUAdamW` updates with `update_resident`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from vblackwell.kernels.adamw import AdamWStep, adamw_piece
+from vblackwell.kernels.adamw import AdamWStep
 from vblackwell.memory.stack import VGPUStack
-from vblackwell.offload.groups import Group, Slot, find_groups
+from vblackwell.offload.formats import EXACT, MOMENTS, Formats, of_all
+from vblackwell.offload.groups import Group, Slot, find_groups, moment_ranges
 from vblackwell.offload.home import Homes
-from vblackwell.offload.masters import Opened, in_memory_order, needs_master, read_truth, write_truth
+from vblackwell.offload.lane import update_part
+from vblackwell.offload.masters import Opened, in_memory_order, needs_master, read_truth, refuse_unprepared, write_truth
+from vblackwell.offload.moments import moment_parts, read_moments, write_moments
 from vblackwell.offload.moving import move_buffers
 from vblackwell.offload.parameter import attributes
 from vblackwell.offload.update import Hyper, update_master
@@ -34,10 +37,13 @@ class Resident:
     placement = "resident"
     finalizer: weakref.finalize[Any, Any]
 
-    def __init__(self, model: nn.Module, stack: VGPUStack, name: str, compute_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, model: nn.Module, stack: VGPUStack, name: str, compute_dtype: torch.dtype | None, formats: Formats = EXACT
+    ) -> None:
         self.stack = stack
         self.name = name
-        self.groups, _ = find_groups(model, compute_dtype)
+        self.groups, _ = find_groups(model, compute_dtype, formats=formats)
+        self._states: dict[Slot, dict[str, torch.Tensor]] = {}
         self.homes = Homes(stack, name, [0], self.groups)
         wide = [
             (group, "remainder" if splits(group) else "master")
@@ -58,7 +64,7 @@ class Resident:
             write_truth(slot, slot.param.detach(), opened)
             slot.param.data = slot.view(opened["weight"])
             attributes(slot.param).update(_vb_resident=self, _vb_place=(slot, opened))
-            if len(opened) > 1 and slot.dtype.is_floating_point:
+            if has_truth(slot.param):
                 # Micro-batches add up in fp32, each rounded to the compute type first: the bits of gradients that leave level 0.
                 slot.param.grad_dtype = torch.float32
                 self._hooks.append(slot.param.register_hook(_rounding_to(slot.dtype)))
@@ -69,15 +75,24 @@ class Resident:
         return view
 
     def adopt_optimizer(self, params: list[torch.Tensor]) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Fresh AdamW states for ``params`` inside level 0, in the form that `torch.optim.AdamW` keeps them."""
+        """Fresh AdamW states for ``params`` inside level 0, in the form that `torch.optim.AdamW` keeps them (8-bit ones: codes and scales).
+
+        Raises:
+            Unsupported: parameters that were frozen when the model was moved here lack their masters.
+        """
         wanted = set(params)
         slots = [slot for group in self.groups for slot in group.slots if slot.param in wanted]
         groups = list(dict.fromkeys(slot.group for slot in slots))
-        self.homes.reserve([(group, kind) for kind in ("exp_avg", "exp_avg_sq") for group in groups])
-        return {slot.param: self._state(slot) for slot in slots}
+        refuse_unprepared(self.name, groups, self.homes, groups)
+        self.homes.reserve(moment_ranges(groups))
+        self._states |= {slot: self._state(slot) for slot in slots}
+        return {slot.param: self._states[slot] for slot in slots}
 
     def _state(self, slot: Slot) -> dict[str, torch.Tensor]:
-        moments = {kind: slot.view_fp32(self._view(slot.group, kind)).zero_() for kind in ("exp_avg", "exp_avg_sq")}
+        opened = {kind: self._view(slot.group, kind) for kind in slot.group.formats.moments}
+        moments = {kind: part.zero_() for kind, part in moment_parts(slot, opened).items()}
+        if not slot.group.formats.packed:
+            moments = {kind: slot.view_fp32(flat) for kind, flat in opened.items()}
         step_device = "cpu" if updates_here(slot.param) else self.stack.level0_device
         return {"step": torch.zeros((), dtype=torch.float32, device=step_device), **moments}
 
@@ -93,18 +108,21 @@ class Resident:
             "sliced": [],
             "weights_budget_bytes": sum(group.num_bytes for group in self.groups),
             "bytes_by_level": self.homes.bytes_by_level(),
+            "formats": of_all(group.formats for group in self.groups).summary(),
             "undo_bytes": 0,
         }
 
     @torch.no_grad()
     def release(self, device: torch.device) -> None:
-        """Give every parameter memory of its own on ``device``: the fp32 master where there is one."""
+        """Give every parameter memory of its own on ``device``: the fp32 master where there is one. 8-bit states become plain ones."""
         for hook in self._hooks:
             hook.remove()
         for group in self.groups:
             for slot in group.slots:
                 param = slot.param
                 truth = truth_of(param)
+                if slot in self._states and slot.group.formats.packed:
+                    _make_plain(slot, self._states[slot], device)
                 for name in ("_vb_resident", "_vb_place"):
                     attributes(param).pop(name)
                 gradient, param.grad = param.grad, None
@@ -131,22 +149,65 @@ def _place_of(param: torch.Tensor) -> tuple[Slot, Opened] | None:
     return param.__dict__.get("_vb_place")
 
 
-def has_master(param: torch.Tensor) -> bool:
-    """Whether ``param`` is resident with a truth wider than its compute weight."""
+def has_truth(param: torch.Tensor) -> bool:
+    """Whether ``param`` is resident and narrower than the fp32 in which it is updated."""
     place = _place_of(param)
-    return place is not None and place[0].dtype.is_floating_point and len(place[1]) > 1
+    if place is None or not place[0].dtype.is_floating_point:
+        return False
+    return len(place[1]) > 1 or place[0].group.formats.stochastic
+
+
+def has_packed_state(param: torch.Tensor) -> bool:
+    """Whether ``param`` is resident and has 8-bit moments."""
+    place = _place_of(param)
+    return place is not None and place[0].group.formats.packed
 
 
 def updates_here(param: torch.Tensor) -> bool:
     """Whether `update_resident`, not torch's own AdamW, gives ``param`` the bits of a streamed run."""
     place = _place_of(param)
-    return has_master(param) or (place is not None and param.is_cuda and place[0].dtype == torch.float32)
+    if place is None:
+        return False
+    return has_truth(param) or place[0].group.formats.packed or (param.is_cuda and place[0].dtype == torch.float32)
 
 
 def truth_of(param: torch.Tensor) -> torch.Tensor:
     """The fp32 truth of a resident parameter, ``param`` itself where there is none; may alias it."""
     place = _place_of(param)
     return param.detach() if place is None else read_truth(*place)
+
+
+def plain_state(param: torch.Tensor, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The optimizer's ``state`` of any parameter as `torch.optim.AdamW` would hold it: 8-bit moments in fp32, others as they are."""
+    place = _place_of(param)
+    if place is None or not place[0].group.formats.packed:
+        return state
+    return {"step": state["step"], **read_moments(place[0], state)}
+
+
+@torch.no_grad()
+def write_state(param: torch.Tensor, held: dict[str, torch.Tensor], state: dict[str, torch.Tensor] | None) -> None:
+    """Make the resident ``param``'s state, where it lies, the plain ``state``; None: as it was before the first step."""
+    place = _place_of(param)
+    assert place is not None
+    slot = place[0]
+    if state is None:
+        for tensor in held.values():
+            tensor.zero_()
+        return
+    held["step"].copy_(state["step"])
+    if slot.group.formats.packed:
+        write_moments(slot, held, state)
+    else:
+        for kind in MOMENTS:
+            held[kind].copy_(state[kind])
+
+
+def _make_plain(slot: Slot, state: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Turn a state with 8-bit moments into one that torch's own AdamW goes on from on ``device``."""
+    plain = {"step": state["step"], **read_moments(slot, state)}
+    state.clear()
+    state.update({key: value.to(device) for key, value in plain.items()})
 
 
 @torch.no_grad()
@@ -171,17 +232,18 @@ def update_resident(
     assert place is not None
     slot, opened = place
     state["step"].add_(1)
-    moments = in_memory_order(state["exp_avg"]), in_memory_order(state["exp_avg_sq"])
+    moments = {kind: in_memory_order(state[kind]) for kind in slot.group.formats.moments}
     flat = in_memory_order(gradient)
-    if "master" in opened and has_master(param):
+    if "master" in opened and has_truth(param):
         if factor is not None:
             flat.mul_(factor.to(flat.device))
         update_master(
-            slot.flat_fp32(opened["master"]), slot.flat(opened["weight"]), *moments, flat, state["step"], hyper
-        )
+            slot.flat_fp32(opened["master"]), slot.flat(opened["weight"]), moments["exp_avg"], moments["exp_avg_sq"], flat,
+            state["step"], hyper,
+        )  # fmt: skip
         return
-    remainder = slot.flat(opened["remainder"], torch.int16) if "remainder" in opened else None
-    adamw_piece(
-        slot.flat(opened["weight"]), remainder, *moments, flat, AdamWStep(**vars(hyper), step=int(state["step"])),
-        factor=None if factor is None else factor.to(flat.device),
-    )  # fmt: skip
+    part = {"weight": slot.flat(opened["weight"]), **moments}
+    if "remainder" in opened:
+        part["remainder"] = slot.flat(opened["remainder"], torch.int16)
+    numbers = AdamWStep(**vars(hyper), step=int(state["step"]))
+    update_part(slot, part, flat, numbers, factor=None if factor is None else factor.to(flat.device))

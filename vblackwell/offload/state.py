@@ -1,7 +1,8 @@
 """Weights and AdamW states in and out, one parameter at a time, whatever the placement.
 
 A checkpoint knows nothing of stacks: by name it holds fp32 weights (masters where there are any), ``exp_avg``, ``exp_avg_sq`` and
-``step``, as `torch.optim.AdamW` has them. So what one stack wrote, any other stack, or a plain module, reads.
+``step``, as `torch.optim.AdamW` has them. So what one stack wrote, any other stack, or a plain module, reads. Stated formats
+(8-bit moments, weights without masters) are widened on the way out and found again on the way in (`moments`).
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from torch import nn
 from vblackwell.errors import ConfigurationError
 from vblackwell.offload.enable import offload_of
 from vblackwell.offload.engine import Offload
+from vblackwell.offload.formats import MOMENTS
 from vblackwell.offload.groups import Group, Slot
 from vblackwell.offload.masters import close_weights, open_weights, read_truth, write_truth
-from vblackwell.offload.resident import truth_of, updates_here, write_param
+from vblackwell.offload.moments import moment_parts, read_moments, write_moments
+from vblackwell.offload.resident import plain_state, truth_of, updates_here, write_param, write_state
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 ParameterState = dict[str, torch.Tensor]
 
 
@@ -27,7 +29,7 @@ def export_state(
 ) -> Iterator[tuple[str, ParameterState]]:
     """``(name, {'weight', and if stepped 'exp_avg', 'exp_avg_sq', 'step'})`` for each parameter, CPU tensors, one at a time.
 
-    Pending updates are finished first. ``weight`` is fp32 wherever there is a master, else in the parameter's type. Shared
+    Pending updates are finished first. ``weight`` is fp32 wherever it is updated so, else in the parameter's type. Shared
     parameters come once, under their first name.
     """
     engine = offload_of(model)
@@ -38,7 +40,7 @@ def export_state(
         return
     for name, param in model.named_parameters():
         state: ParameterState = {"weight": truth_of(param).to("cpu", copy=True)}
-        held = optimizer.state.get(param, {}) if optimizer is not None else {}
+        held = plain_state(param, optimizer.state.get(param, {})) if optimizer is not None else {}
         state.update({key: held[key].detach().to("cpu", copy=True) for key in (*MOMENTS, "step") if key in held})
         yield name, state
 
@@ -71,6 +73,9 @@ def import_state(
 
 def _import_plain_state(optimizer: torch.optim.Optimizer, param: torch.Tensor, state: ParameterState) -> None:
     held = optimizer.state[param]
+    if held and updates_here(param):
+        write_state(param, held, state)
+        return
     for key in MOMENTS:
         if key in held:
             held[key].copy_(state[key])
@@ -78,40 +83,39 @@ def _import_plain_state(optimizer: torch.optim.Optimizer, param: torch.Tensor, s
             held[key] = torch.empty_like(param, dtype=torch.float32, memory_format=torch.preserve_format).copy_(
                 state[key]
             )
-    # torch's fused AdamW wants the count on the parameter's device, ours where the host reads it.
-    held["step"] = state["step"].to("cpu" if updates_here(param) else param.device, torch.float32, copy=True)
+    held["step"] = state["step"].to(param.device, torch.float32, copy=True)  # where torch's fused AdamW wants it
 
 
 def read_slot_states(engine: Offload, group: Group) -> Iterator[tuple[Slot, ParameterState]]:
     """Moments and step count of each stepped parameter of ``group``, cloned. The engine must be finished."""
-    if (group, "exp_avg") not in engine.homes:
+    if not _has_moments(engine, group):
         return
-    opened = {kind: engine.homes.open(group, kind) for kind in MOMENTS}
+    opened = {kind: engine.homes.open(group, kind) for kind in group.formats.moments}
     for slot in group.slots:
         step = engine.step_control.steps.get(slot)
         if step is not None:
-            moments = {
-                kind: slot.view_fp32(flat).clone(memory_format=torch.preserve_format) for kind, flat in opened.items()
-            }
-            yield slot, {**moments, "step": step.clone()}
+            yield slot, {**read_moments(slot, moment_parts(slot, opened)), "step": step.clone()}
     for kind, flat in opened.items():
         engine.homes.close_range(group, kind, flat, store=False)
 
 
 def write_slot_states(engine: Offload, group: Group, states: dict[Slot, ParameterState]) -> None:
     """The reverse of `read_slot_states`; parameters that are not in ``states`` count as never stepped."""
-    if (group, "exp_avg") not in engine.homes:
+    if not _has_moments(engine, group):
         return
-    for kind in MOMENTS:
-        flat = engine.homes.open(group, kind, load=False)
-        flat.zero_()
-        for slot, state in states.items():
-            slot.view_fp32(flat).copy_(state[kind])
+    opened = {kind: engine.homes.open(group, kind, load=False).zero_() for kind in group.formats.moments}
+    for slot, state in states.items():
+        write_moments(slot, moment_parts(slot, opened), state)
+    for kind, flat in opened.items():
         engine.homes.close_range(group, kind, flat, store=True)
     for slot in group.slots:
         engine.step_control.steps.pop(slot, None)
         if slot in states:
             engine.step_control.steps[slot] = states[slot]["step"].to("cpu", torch.float32, copy=True)
+
+
+def _has_moments(engine: Offload, group: Group) -> bool:
+    return (group, group.formats.moments[0]) in engine.homes
 
 
 def _export_group(engine: Offload, group: Group) -> Iterator[tuple[str, ParameterState]]:

@@ -3,6 +3,8 @@
 On a GPU, level 0: a CPU's update is what makes offloaded training slow (FACTS.md), while the states of a group pass the link in less
 time than its backward takes. A share can stay at home, where the worker updates groups that finish backward first while the link
 serves the others. Without a GPU, level 0 is RAM like the levels below, and the states would only be copied to and fro.
+
+Groups with 8-bit moments (`formats`) are updated on level 0 everywhere: the update at home is torch's, which knows no such states.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from collections.abc import Iterable
 import torch
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory
+from vblackwell.offload.formats import EXACT, Formats
 from vblackwell.offload.groups import Group
-from vblackwell.offload.lane import SMALLEST_BUFFER
+from vblackwell.offload.lane import SMALLEST_BUFFER, bytes_of, smallest_buffer
 from vblackwell.offload.pieces import num_elements
 from vblackwell.units import MiB, format_bytes
 
@@ -26,8 +29,8 @@ BUFFER_BYTES = 96 * MiB  # copies of 4 MiB and more run at the link's rate; a bu
 MOST_BUFFERS = 24
 
 
-def check_update(update: str | float) -> None:
-    """Refuse what is neither a place nor a share.
+def check_update(update: str | float, formats: Formats = EXACT) -> None:
+    """Refuse what is neither a place nor a share, and a place that the formats exclude.
 
     Raises:
         ConfigurationError: with what is allowed.
@@ -36,6 +39,10 @@ def check_update(update: str | float) -> None:
         raise ConfigurationError(f"update {update!r} is none of {', '.join(PLACES)}, nor a share between 0 and 1")
     if not isinstance(update, str) and not 0 <= update <= 1:
         raise ConfigurationError(f"update {update} is no share of the parameters to update at home: give 0 to 1")
+    if formats.packed and update not in ("auto", "level0", 0):
+        raise ConfigurationError(
+            f"update={update!r} would update at home, and {formats.states} states are updated on level 0 alone: use 'level0' or 'auto'"
+        )
 
 
 def groups_on_level0(groups: Iterable[Group], update: str | float, device: torch.device) -> list[Group]:
@@ -44,8 +51,10 @@ def groups_on_level0(groups: Iterable[Group], update: str | float, device: torch
     Args:
         update: 'level0', 'home', 'auto', or the share of the parameters that is updated at home.
     """
+    groups = list(groups)
     if update == "auto":
-        update = "level0" if device.type == "cuda" else "home"
+        packed = any(group.formats.packed for group in groups)
+        update = "level0" if device.type == "cuda" or packed else "home"
     able = [group for group in groups if group.trainable() and _can_update_on_level0(group)]
     if isinstance(update, str):
         return able if update == "level0" else []
@@ -79,7 +88,14 @@ def _can_update_on_level0(group: Group) -> bool:
 
 def state_bytes(group: Group) -> int:
     """Bytes of a group's weights, their masters and AdamW's states."""
-    return num_elements(group) * 12
+    return group.num_bytes + passing_bytes(group)
+
+
+def passing_bytes(group: Group) -> int:
+    """Bytes of what passes through the ring: a group's remainders and moments."""
+    narrow = group.slots[0].dtype.itemsize == 2 and not group.formats.stochastic
+    kinds = [*(["remainder"] if narrow else []), *group.formats.moments]
+    return sum(bytes_of(group, kind, num_elements(group)) for kind in kinds)
 
 
 def groups_kept(groups: Iterable[Group], resident_bytes: int) -> list[Group]:
@@ -99,20 +115,21 @@ def ring_bytes(groups: Iterable[Group], free_bytes: int) -> int:
     Raises:
         InsufficientMemory: not even the smallest buffer fits.
     """
-    largest = max(num_elements(group) * (10 if group.slots[0].dtype.itemsize == 2 else 8) for group in groups)
-    wanted = max(2 * SMALLEST_BUFFER, int(RING_GROUPS * largest))
+    groups = list(groups)
+    least = max(smallest_buffer(group) for group in groups)
+    wanted = max(2 * least, int(RING_GROUPS * max(passing_bytes(group) for group in groups)))
     found = min(wanted, int(free_bytes * RING_SHARE)) // 512 * 512
-    if found < SMALLEST_BUFFER:
+    if found < least:
         raise InsufficientMemory(
-            f"updates on level 0 pass through {format_bytes(SMALLEST_BUFFER)} of it at least, a quarter of the {format_bytes(free_bytes)} "
-            "that are free is less: raise fast_memory (the capacity of level 0), or use update='home'",
-            needed_bytes=int(SMALLEST_BUFFER / RING_SHARE),
+            f"updates on level 0 pass through {format_bytes(least)} of it at least, a quarter of the {format_bytes(free_bytes)} "
+            "that are free is less: raise fast_memory (the capacity of level 0), or use update='home' with states='fp32'",
+            needed_bytes=int(least / RING_SHARE),
             available_bytes=free_bytes,
         )
     return found
 
 
-def num_buffers(total_bytes: int) -> int:
-    """Into how many buffers a ring of ``total_bytes`` is cut."""
+def num_buffers(total_bytes: int, least_bytes: int = SMALLEST_BUFFER) -> int:
+    """Into how many buffers, of ``least_bytes`` at least, a ring of ``total_bytes`` is cut."""
     wanted = max(total_bytes // BUFFER_BYTES, 8)
-    return max(1, min(MOST_BUFFERS, wanted, total_bytes // SMALLEST_BUFFER))
+    return max(1, min(MOST_BUFFERS, wanted, total_bytes // least_bytes))
