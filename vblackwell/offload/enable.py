@@ -19,7 +19,7 @@ from vblackwell.memory.stack import VGPUStack
 from vblackwell.offload.activations import ActivationStore
 from vblackwell.offload.engine import Offload, drop_idle_weights
 from vblackwell.offload.formats import EXACT, Formats, range_bytes
-from vblackwell.offload.groups import Group, Site, Slot, compute_dtype_of, find_groups
+from vblackwell.offload.groups import Group, Site, Slot, compute_dtype_of, find_groups, moment_ranges
 from vblackwell.offload.home import Homes
 from vblackwell.offload.masters import close_weights, needs_master, open_weights, read_truth, write_truth
 from vblackwell.offload.moving import move_buffers
@@ -172,14 +172,15 @@ def _stream(
     budget = _weights_budget(whole, free - ring - kept_bytes, stack.level0_device, level.name, wanted)
     if len(stack.levels) < 2:
         raise ConfigurationError("streaming needs a level below level 0: add a 'cpu' or 'ssd' level to the stack")
-    homes = Homes(stack, name, range(1, len(stack.levels)), groups, kept)
+    homes = Homes(stack, name, range(1, len(stack.levels)), groups, kept, on_level0)
     trainable = [group for group in groups if group.trainable()]
     ordered = sorted(
         groups, key=lambda group: group not in slice_rows
     )  # slices are cut from addressable ranges: those first
     homes.reserve(
         [(group, "weight") for group in ordered]
-        + [(group, "remainder" if group in on_level0 else "master") for group in trainable if needs_master(group)]
+        + [(group, "remainder" if group in on_level0 else "master") for group in trainable if needs_master(group)],
+        later=moment_ranges(trainable),
     )
     for group in slice_rows:
         if homes.range(group, "weight").view() is None:

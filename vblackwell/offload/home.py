@@ -5,49 +5,30 @@ a bf16 weight leaves out of it (``remainder``, 16 bits, see `masters`); ``gradie
 ``exp_avg``, ``exp_avg_sq``, or what takes their place (`formats`). What is needed most often takes the upper levels: placement
 walks the kinds in that order and fills level 1, then 2, and so on.
 
-The decision (`place`) is arithmetic; `Homes` carries it out and takes everything back if one reservation fails.
+The decision (`stage_plan`) is arithmetic; `Homes` carries it out and takes everything back if one reservation fails.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 import torch
 
 from vblackwell.errors import InsufficientMemory, VBError
-from vblackwell.memory.level import Transfer
+from vblackwell.memory.level import Extent, Transfer
 from vblackwell.memory.stack import Reservation, VGPUStack
 from vblackwell.offload.formats import MOMENTS, NARROW_KINDS, PACKED_MOMENTS, range_bytes
 from vblackwell.offload.groups import Group
-from vblackwell.units import align_up, format_bytes
+from vblackwell.offload.stage_ledger import Ledger
+from vblackwell.offload.stage_plan import PAGE, Request, Staging, place, plan_staging, spread
+from vblackwell.units import align_up
 
 KEPT_KINDS = ("weight", "master", "remainder", *MOMENTS, *PACKED_MOMENTS)
 KINDS = (*KEPT_KINDS, "gradient", "accumulated")
-
-
-def place(sizes: Sequence[int], free: Sequence[int], what: str) -> list[int]:
-    """A position in ``free`` for each of ``sizes``: the first with room, in order.
-
-    Raises:
-        InsufficientMemory: with the bytes needed and the bytes there are, before anything is reserved.
-    """
-    left = list(free)
-    chosen = []
-    for size in sizes:
-        position = next((i for i, room in enumerate(left) if room >= size), None)
-        if position is None:
-            raise InsufficientMemory(
-                f"{what} need {format_bytes(sum(sizes))} below level 0, and the lower levels have {format_bytes(sum(free))} free: "
-                "raise host_memory or disk_memory (the capacities of the stack's lower levels)",
-                needed_bytes=sum(sizes),
-                available_bytes=sum(free),
-            )
-        left[position] -= size
-        chosen.append(position)
-    return chosen
 
 
 class Homes:
@@ -57,22 +38,36 @@ class Homes:
         levels: indices of the stack's levels that may be used, nearest first.
         groups: all groups of the model.
         kept: groups whose weights and states live on level 0 (their gradients leave as all do).
+        streamed: groups whose updates run on level 0.
+
+    Attributes:
+        ledger: which ranges are written, and which of them are lost.
+        sets: host memory for groups whose updates run on level 0 and whose ranges are on a disk (`Stage`).
+        in_flight: copies whose ends must not be given back before they are over.
     """
 
     def __init__(
-        self, stack: VGPUStack, name: str, levels: Sequence[int], groups: Sequence[Group], kept: Iterable[Group] = ()
-    ) -> None:
+        self, stack: VGPUStack, name: str, levels: Sequence[int], groups: Sequence[Group], kept: Iterable[Group] = (),
+        streamed: Iterable[Group] = (),
+    ) -> None:  # fmt: skip
         # Sizes, not groups: this object outlives the model (`enable._close_parts`) and must not keep it alive.
         self._largest = {kind: max(self.size_of(group, kind) for group in groups) for kind in KINDS}
         self.stack = stack
         self._name = name
         self._levels = list(levels)
         self._kept = {group.index for group in kept}
+        self._streamed = {group.index for group in streamed} - self._kept
         self._ranges: dict[tuple[int, str], Reservation] = {}
         self._staging: dict[str, Reservation] = {}
+        self.sets: list[Reservation] = []
+        self.sets_in_use = False
+        self._held = Staging()
         self._taken: set[Reservation] = set()
-        self.in_flight: set[Transfer] = set()  # copies whose ends must not be given back before they are over
+        self.ledger = Ledger()
+        self.in_flight: set[Transfer] = set()
         self._serial = itertools.count()
+        self._lock = threading.Lock()
+        self._closed = False
 
     def take(self, what: str, num_bytes: int, level: int) -> Reservation:
         """Reserve bytes of ``level`` for a while; like everything here they go back at `close` at the latest."""
@@ -83,6 +78,7 @@ class Homes:
     def give(self, reservation: Reservation) -> None:
         """End of `take`."""
         self._taken.discard(reservation)
+        self.ledger.forget(reservation)
         self.stack.unreserve(reservation)
 
     def take_host(self, what: str, num_bytes: int) -> Reservation:
@@ -91,21 +87,28 @@ class Homes:
         Raises:
             InsufficientMemory: it has no room.
         """
-        return self.take(what, num_bytes, self._staging_level)
+        return self.take(what, num_bytes, self.staging_level)
 
-    def reserve(self, wanted: Iterable[tuple[Group, str]]) -> None:
-        """Reserve a range for each (group, kind) that has none, most wanted first; all or nothing.
+    def reserve(self, wanted: Iterable[tuple[Group, str]], later: Iterable[tuple[Group, str]] = ()) -> None:
+        """Reserve a range for each (group, kind) that has none, most wanted first (`spread`); all or nothing.
+
+        Args:
+            later: what will be reserved next: if that will spill, room to work on it is taken now.
 
         Raises:
             InsufficientMemory: nothing was reserved.
         """
         missing = [(group, kind) for group, kind in wanted if (group.index, kind) not in self._ranges]
-        fresh = [(group, kind) for group, kind in missing if group.index not in self._kept or kind not in KEPT_KINDS]
-        self._reserve_staging(fresh)
-        positions = self._place(fresh)
+        fresh = [pair for pair in missing if not self._lives_on_level0(*pair)]
+        requests = [self._request(*pair) for pair in fresh]
+        order = spread(requests)
+        fresh, requests = [fresh[index] for index in order], [requests[index] for index in order]
+        coming = [self._request(*pair) for pair in later if not self._lives_on_level0(*pair)]
+        self._reserve_staging(requests, [coming[index] for index in spread(coming)])
+        positions = place([request.num_bytes for request in requests], self._free(), "the model's bytes")
         made: list[tuple[int, str]] = []
         try:
-            for group, kind in (pair for pair in missing if pair not in fresh):
+            for group, kind in (pair for pair in missing if self._lives_on_level0(*pair)):
                 what = f"{self._name}/{group.name}/{kind}"
                 self._ranges[group.index, kind] = self.stack.reserve(what, self.size_of(group, kind), 0)
                 made.append((group.index, kind))
@@ -118,13 +121,19 @@ class Homes:
                 self.stack.unreserve(self._ranges.pop(key))
             raise
 
-    def _place(self, fresh: list[tuple[Group, str]]) -> list[int]:
-        """Positions in ``self._levels`` for ``fresh``, by arithmetic on what is free now."""
-        levels = [self.stack.levels[index] for index in self._levels]
+    def _lives_on_level0(self, group: Group, kind: str) -> bool:
+        return group.index in self._kept and kind in KEPT_KINDS
+
+    def _request(self, group: Group, kind: str) -> Request:
         # Every level rounds up to its own alignment; the coarsest is right for all.
-        alignment = max(level.alignment for level in levels)
-        sizes = [align_up(self.size_of(group, kind), alignment) for group, kind in fresh]
-        return place(sizes, [level.capacity_bytes - level.used_bytes for level in levels], "the model's bytes")
+        alignment = max(self.stack.levels[level].alignment for level in self._levels)
+        held_bytes = align_up(self.size_of(group, kind), alignment)
+        return Request(group.index, kind, held_bytes, group.index in self._streamed)
+
+    def _free(self) -> list[int]:
+        """Bytes of each level."""
+        levels = [self.stack.levels[level] for level in self._levels]
+        return [level.capacity_bytes - level.used_bytes for level in levels]
 
     def _reserve_from(self, position: int, what: str, num_bytes: int) -> Reservation:
         """Reserve on the level at ``position``, or on a lower one where that is too fragmented to hold the range in one piece."""
@@ -135,19 +144,34 @@ class Homes:
                 continue
         return self.stack.reserve(f"{self._name}/{what}", num_bytes, self._levels[-1])
 
-    def _reserve_staging(self, fresh: list[tuple[Group, str]]) -> None:
-        """Host memory through which ranges of not addressable levels are worked on: the largest range of each kind.
+    def _reserve_staging(self, requests: list[Request], later: list[Request]) -> None:
+        """Take the host memory through which ranges that are not in RAM are worked on, as `plan_staging` wants it.
 
         It is taken first and only if something will spill, so that a stack that holds everything in RAM pays nothing.
         """
-        on_host = [position for position, level in enumerate(self._levels) if self._addressable(level)]
-        if not on_host or all(position in on_host for position in self._place(fresh)):
-            return
-        for kind in dict.fromkeys(kind for _, kind in fresh):
-            if (
-                kind not in self._staging
-            ):  # once for all groups: the worker may be using it when the next range is reserved
-                self._staging[kind] = self._reserve_from(on_host[0], f"staging/{kind}", self._largest[kind])
+        in_ram = [self._addressable(level) for level in self._levels]
+        staged_already: dict[int, int] = {}
+        for (index, kind), reservation in self._ranges.items():
+            if index in self._streamed and kind in KEPT_KINDS and not self._addressable(reservation.level):
+                staged_already[index] = staged_already.get(index, 0) + align_up(reservation.num_bytes, PAGE)
+        level = self.stack.levels[self.staging_level]
+        planned = plan_staging(
+            requests, later, self._free(), in_ram, self._held, staged_already, self._largest, level.capacity_bytes
+        )
+        for kind, num_bytes in planned.by_kind.items():
+            if kind not in self._staging:
+                with suppress(InsufficientMemory):  # not in one piece: then it is taken for the moment, each time
+                    self._staging[kind] = self.stack.reserve(
+                        f"{self._name}/staging/{kind}", num_bytes, self.staging_level
+                    )
+        if planned.set_bytes > self._held.set_bytes and not self.sets_in_use:
+            while self.sets:
+                self.give(self.sets.pop())
+            self.sets.append(self.take_host("staging set", planned.set_bytes))
+            with suppress(InsufficientMemory):  # one is enough
+                while len(self.sets) < planned.num_sets:
+                    self.sets.append(self.take_host("staging set", planned.set_bytes))
+        self._held = Staging(planned.by_kind, len(self.sets), self.sets[0].num_bytes if self.sets else 0)
 
     def _addressable(self, level: int) -> bool:
         device = self.stack.levels[level].device
@@ -182,22 +206,56 @@ class Homes:
             return view
         staged = self._stage(kind, reservation.num_bytes)
         if load:
+            self.ledger.settle_to_read(reservation)
             started = time.perf_counter()
             self.stack.levels[reservation.level].read(reservation.extent, staged).wait()
-            self._count(reservation.level, self._staging_level, reservation.num_bytes, started)
+            self._count(reservation.level, self.staging_level, reservation.num_bytes, started)
         return staged
 
     def close_range(self, group: Group, kind: str, opened: torch.Tensor, *, store: bool) -> None:
-        """End of `open`; ``store`` writes staged bytes back."""
+        """End of `open`; ``store``: they were written to. Staged bytes are written back then."""
         self.close_at(self.range(group, kind), opened, store=store)
 
     def close_at(self, reservation: Reservation, opened: torch.Tensor, *, store: bool) -> None:
         """End of `open_at`."""
+        if not store:
+            return
         view = reservation.view()
-        if store and (view is None or view.device.type != "cpu"):
+        if view is None or view.device.type != "cpu":
+            self.ledger.settle(reservation)
+            self.ledger.changed(reservation)  # what is read from now on is neither old nor new
             started = time.perf_counter()
-            self.stack.levels[reservation.level].write(reservation.extent, opened).wait()
-            self._count(self._staging_level, reservation.level, reservation.num_bytes, started)
+            try:
+                self.stack.levels[reservation.level].write(reservation.extent, opened).wait()
+            except BaseException as error:
+                self.ledger.end(reservation, error)
+                raise
+            self._count(self.staging_level, reservation.level, reservation.num_bytes, started)
+        self.ledger.end(reservation, None)
+
+    def start_read(self, reservation: Reservation, out: torch.Tensor) -> Transfer | None:
+        """Begin to read the range into host memory, whose last write is over; None if the homes are closed."""
+        return self._start(
+            self.stack.levels[reservation.level].read, reservation, out, reservation.level, self.staging_level
+        )
+
+    def start_write(self, reservation: Reservation, source: torch.Tensor) -> Transfer | None:
+        """Begin to write the range from host memory; None if the homes are closed."""
+        return self._start(
+            self.stack.levels[reservation.level].write, reservation, source, self.staging_level, reservation.level
+        )
+
+    def _start(
+        self, move: Callable[[Extent, torch.Tensor], Transfer], reservation: Reservation, memory: torch.Tensor,
+        source: int, destination: int,
+    ) -> Transfer | None:  # fmt: skip
+        with self._lock:
+            if self._closed:
+                return None
+            transfer = move(reservation.extent, memory)
+            self.in_flight.add(transfer)
+        self.stack.count_transfer(source, destination, reservation.num_bytes, transfer)
+        return transfer
 
     def swap(self, group: Group, kind: str, reservation: Reservation) -> Reservation:
         """Make ``reservation`` (taken with `take`, of the same size) the range of (group, kind); what it was goes to the caller."""
@@ -210,7 +268,7 @@ class Homes:
         return old
 
     @property
-    def _staging_level(self) -> int:
+    def staging_level(self) -> int:
         """Where staged bytes are: the first CPU-addressable level below the first, level 0 if there is none."""
         return next((level for level in self._levels if self._addressable(level)), 0)
 
@@ -234,12 +292,14 @@ class Homes:
 
     def close(self) -> None:
         """Give every range back. Idempotent."""
-        for transfer in self.in_flight:
+        with self._lock:
+            self._closed = True
+        while self.in_flight:
             with suppress(VBError, OSError):  # nobody is left who would want to know
-                transfer.wait()
-        self.in_flight.clear()
+                self.in_flight.pop().wait()
         for reservation in [*self._ranges.values(), *self._staging.values(), *self._taken]:
             self.stack.unreserve(reservation)
         self._ranges.clear()
         self._staging.clear()
         self._taken.clear()
+        self.sets.clear()

@@ -7,14 +7,13 @@ training slow). An update that comes later brings weights and gradient the same 
 Groups with 8-bit moments (`formats`) are updated here with and without a GPU: `adamw8_piece` gives both the same bits.
 
 States pass in pieces through a ring of buffers that is taken once. The order is that of three queues (in, update, out) and their
-events; the host never waits. Without a GPU the worker thread does the same piece by piece (`WorkerLane`).
+marks (`QueuedLane`, `lane_queues`); the host waits for nothing but a disk.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -23,12 +22,10 @@ from vblackwell.kernels.adamw import AdamWStep, adamw_piece
 from vblackwell.kernels.adamw8 import SCALE_BLOCK, adamw8_piece
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.stack import Reservation, VGPUStack
-from vblackwell.memory.transfer import FutureTransfer, transfer_delay
 from vblackwell.offload.formats import CUT, MOMENTS, PACKED_MOMENTS, SCALES, element_type, range_bytes
 from vblackwell.offload.groups import Group, Slot
 from vblackwell.offload.home import Homes
-from vblackwell.offload.pieces import Piece, first_element, parts_of, pieces_of
-from vblackwell.offload.worker import Worker
+from vblackwell.offload.pieces import Piece, first_element, parts_of
 
 ALIGNMENT = 512
 WIDEST_ELEMENT = 16  # bytes of one element in a buffer at most: weight, remainder, moments, fp32 gradient
@@ -221,39 +218,3 @@ class Lane(ABC):
                 factor=job.factor, offset=start - first_element(slot),
             )  # fmt: skip
         return found
-
-
-class WorkerLane(Lane):
-    """Level 0 is RAM: the worker thread copies and computes, in the order of its other tasks."""
-
-    def __init__(self, stack: VGPUStack, homes: Homes, memory: torch.Tensor, num_buffers: int, worker: Worker) -> None:
-        super().__init__(stack, homes, memory, num_buffers)
-        self._worker = worker
-
-    def submit(self, job: LaneJob) -> LaneEnd:
-        future: Future[None] = self._worker.submit(self._run, job)
-        transfer = FutureTransfer([future])
-        return LaneEnd(transfer, transfer)
-
-    def _run(self, job: LaneJob) -> None:
-        group, homes = job.group, self._homes
-        if job.last_load is not None:
-            job.last_load.wait()
-        kinds = self.loads_of(job)
-        opened = {kind: homes.open_at(job.sources[kind], kind) for kind in kinds}
-        # A source that is staged is worked on where it is and then written to its target.
-        targets = {kind: homes.open_at(target, kind, load=False) for kind, target in job.targets.items()}
-        for piece in pieces_of(group, self.most_elements(group, kinds)):
-            buffer = self._ring[0]
-            self.lay_out(buffer, group, kinds, piece)
-            for kind in kinds:
-                self._copy(buffer.views[kind], cut(opened[kind], group, kind, piece), job.sources[kind].level, 0)
-            for kind, values in self.arithmetic(job, piece, buffer.views).items():
-                self._copy(cut(targets[kind], group, kind, piece), values, 0, job.targets[kind].level)
-        for kind, flat in targets.items():
-            homes.close_at(job.targets[kind], flat, store=True)
-
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, from_level: int, to_level: int) -> None:
-        transfer_delay("thread")
-        target.copy_(source)
-        self._stack.count_link(from_level, to_level, source.numel())

@@ -13,9 +13,10 @@ from vblackwell.memory.stack import Reservation, VGPUStack
 from vblackwell.memory.streams import copy_streams
 from vblackwell.memory.transfer import EventTransfer, transfer_delay
 from vblackwell.offload.home import Homes
-from vblackwell.offload.lane import Lane, WorkerLane
+from vblackwell.offload.lane import Lane
 from vblackwell.offload.lane_queued import QueuedLane
-from vblackwell.offload.lane_queues import Copied, Pairs, Queues
+from vblackwell.offload.lane_queues import Copied, Pairs, Queues, WorkerQueues
+from vblackwell.offload.stage import Stage
 from vblackwell.offload.update_place import num_buffers
 from vblackwell.offload.worker import Worker
 
@@ -84,7 +85,5 @@ def make_lane(stack: VGPUStack, homes: Homes, ring: Reservation, worker: Worker,
     """The lane of a model whose level 0 holds ``ring``, in buffers of at least ``least_bytes``."""
     memory = ring.view()
     assert memory is not None, "level 0 is addressable"
-    count = num_buffers(memory.numel(), least_bytes)
-    if memory.is_cuda:
-        return QueuedLane(stack, homes, memory, count, CudaQueues(memory.device))
-    return WorkerLane(stack, homes, memory, count, worker)
+    queues = CudaQueues(memory.device) if memory.is_cuda else WorkerQueues(worker)
+    return QueuedLane(stack, homes, memory, num_buffers(memory.numel(), least_bytes), queues, Stage(homes), worker)

@@ -5,6 +5,9 @@ the device, for the mark behind its emptying. So the host queues a whole group a
 the ring runs ahead of backward by as much as it holds.
 
 A piece is brought up before its gradient exists (`pump`) if the last step tells which group comes next.
+
+Ranges on a disk are copied from and to the host memory in which the group is staged (`Stage`). Where they are not there in time the host
+waits for the disk, which then is what the step waits for anyway.
 """
 
 from __future__ import annotations
@@ -16,12 +19,17 @@ from typing import Any
 
 import torch
 
+from vblackwell.memory.level import Transfer
 from vblackwell.memory.stack import Reservation, VGPUStack
 from vblackwell.offload.groups import Group
 from vblackwell.offload.home import Homes
 from vblackwell.offload.lane import Buffer, Lane, LaneEnd, LaneJob, cut, state_kinds
 from vblackwell.offload.lane_queues import Copied, Mark, Queues
 from vblackwell.offload.pieces import Piece, num_elements, pieces_of
+from vblackwell.offload.stage import Ranges, Stage, Staged, on_disk
+from vblackwell.offload.stage_ledger import Stamp
+from vblackwell.offload.stage_plan import GRADIENTS
+from vblackwell.offload.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -35,19 +43,32 @@ class Wanted:
 
 @dataclass(eq=False)
 class Filled:
-    """A buffer that is being filled; ``arrived`` is behind the copies."""
+    """A buffer that is being filled from ranges as ``stamps`` tell; ``arrived`` is behind the copies."""
 
     wanted: Wanted
     buffer: Buffer
+    stamps: tuple[Stamp, ...]
     arrived: Mark
+
+
+@dataclass(eq=False)
+class QueuedEnd(LaneEnd):
+    """``weights``: the compute weights are at home, which loads of them wait for. States may be on their way to a disk for long."""
+
+    weights: Transfer
 
 
 class QueuedLane(Lane):
     """See the module's text."""
 
-    def __init__(self, stack: VGPUStack, homes: Homes, memory: torch.Tensor, num_buffers: int, queues: Queues) -> None:
+    def __init__(
+        self, stack: VGPUStack, homes: Homes, memory: torch.Tensor, num_buffers: int, queues: Queues, stage: Stage,
+        worker: Worker,
+    ) -> None:  # fmt: skip
         super().__init__(stack, homes, memory, num_buffers)
         self._queues = queues
+        self._stage = stage
+        self._worker = worker
         self._free: deque[tuple[Buffer, Mark | None]] = deque((buffer, None) for buffer in self._ring)
         self._ahead: deque[Filled] = deque()
         self._expected: deque[Wanted] = deque()
@@ -77,17 +98,32 @@ class QueuedLane(Lane):
 
     def pump(self) -> None:
         while self._free and self._expected:
-            wanted = self._expected.popleft()
+            wanted = self._expected[0]
             sources = {kind: self._homes.range(wanted.group, kind) for kind in wanted.kinds}
-            self._ahead.append(self._bring(wanted, sources))
+            staged = self._stage.ready(wanted.group, sources) if on_disk(sources) else None
+            if staged is None and on_disk(sources):
+                return
+            self._expected.popleft()
+            self._ahead.append(self._bring(wanted, sources, self._memory(sources, staged), staged))
 
     def submit(self, job: LaneJob) -> LaneEnd:
-        group, queues = job.group, self._queues
         self._sweep()
-        pieces = self._pieces(group, tuple(self.loads_of(job)))
-        next_up = self._ahead[0].wanted if self._ahead else self._expected[0] if self._expected else None
-        if pieces and next_up is not None and next_up != pieces[0]:
-            self.expect(())  # the prediction was wrong
+        sources = {kind: job.sources[kind] for kind in self.loads_of(job)}
+        staged = self._stage.take(
+            job.group, {kind: source for kind, source in sources.items() if kind not in GRADIENTS}, job.targets
+        )
+        try:
+            return self._submit(job, sources, staged)
+        except BaseException:
+            if staged is not None:
+                self.synchronize()
+                self._stage.drop(staged)
+            raise
+
+    def _submit(self, job: LaneJob, sources: Ranges, staged: Staged | None) -> QueuedEnd:
+        group, queues = job.group, self._queues
+        memory = self._memory(sources, staged)
+        pieces = self._pieces(group, tuple(sources))
         queues.follow(queues.update, queues.computing())  # weights, gradient and factor
         if job.gradient_kind is not None:
             queues.follow(queues.states_in, queues.leaving())  # it is on its way home there
@@ -96,20 +132,47 @@ class QueuedLane(Lane):
             job.last_load.wait_on(queues.update)  # it may be what brings ``job.weight``
         if not pieces:  # everything is on level 0: one piece, nothing moves but the weights, home
             everything = Piece(0, num_elements(group))
-            self._send(job, everything, *self._compute(job, everything, self._views_here(job, everything)))
+            self._send(job, everything, staged, *self._compute(job, everything, self._views_here(job, everything)))
         for wanted in pieces:
-            filled = self._take(wanted, job)
+            filled = self._take(wanted, sources, memory, staged)
             queues.update.wait_event(filled.arrived)
             arrived = dict(filled.buffer.views)
             if self._is_here(group):
                 arrived |= self._views_here(job, wanted.piece)
-            emptied = self._send(job, wanted.piece, *self._compute(job, wanted.piece, arrived))
+            emptied = self._send(job, wanted.piece, staged, *self._compute(job, wanted.piece, arrived))
             self._free.append((filled.buffer, emptied))
             self.pump()
-        stored = queues.mark(queues.states_out)
-        self._stored[group.index] = stored
-        self._in_use.append((stored, (job.weight, job.gradient, job.factor)))
-        return LaneEnd(queues.transfer(queues.mark(queues.update)), queues.transfer(stored))
+        if on_disk({kind: source for kind, source in sources.items() if kind in GRADIENTS}):
+            queues.states_in.synchronize()  # the worker's staging memory, which it gets back now
+        return self._end(job, staged)
+
+    def _end(self, job: LaneJob, staged: Staged | None) -> QueuedEnd:
+        """All of ``job`` is queued."""
+        queues = self._queues
+        for target in job.targets.values():
+            self._homes.ledger.changed(target)
+        copied = queues.mark(queues.states_out)
+        self._stored[job.group.index] = copied
+        self._in_use.append((copied, (job.weight, job.gradient, job.factor)))
+        computed, weights = queues.transfer(queues.mark(queues.update)), queues.transfer(copied)
+        if staged is None:
+            return QueuedEnd(computed, weights, weights)
+        stored = self._stage.store(staged, job.targets, queues.transfer(queues.waiting_mark(queues.states_out)))
+        return QueuedEnd(computed, stored, stored if "weight" in on_disk(job.targets) else weights)
+
+    def _memory(self, sources: Ranges, staged: Staged | None) -> dict[str, torch.Tensor]:
+        """Where the bytes of ``sources`` can be copied from."""
+        found = {}
+        for kind, source in sources.items():
+            view = source.view()
+            if view is None and kind in GRADIENTS:  # only where not even gradients have room in RAM
+                self._worker.drain()  # it lands them, and has the memory for them
+                view = self._homes.open_at(source, kind)
+            elif view is None:
+                assert staged is not None
+                view = staged.views[kind]
+            found[kind] = view
+        return found
 
     def _compute(
         self, job: LaneJob, piece: Piece, arrived: dict[str, torch.Tensor]
@@ -131,18 +194,25 @@ class QueuedLane(Lane):
         while self._in_use and self._in_use[0][0].query():
             self._in_use.popleft()
 
-    def _take(self, wanted: Wanted, job: LaneJob) -> Filled:
+    def _take(self, wanted: Wanted, sources: Ranges, memory: dict[str, torch.Tensor], staged: Staged | None) -> Filled:
+        """``wanted`` in a buffer: the one that was filled ahead, if that is still right."""
         if self._ahead:
             filled = self._ahead.popleft()
-            assert filled.wanted == wanted, "the ring is filled in order"
-            return filled
-        if self._expected and self._expected[0] == wanted:
-            self._expected.popleft()
-        return self._bring(wanted, job.sources)
+            if filled.wanted == wanted and filled.stamps == self._stamps(wanted, sources):
+                return filled
+            self._free.append((filled.buffer, filled.arrived))
+            self.expect(())  # the prediction was wrong
+        elif self._expected and self._expected.popleft() != wanted:
+            self.expect(())
+        return self._bring(wanted, sources, memory, staged)
 
-    def _bring(self, wanted: Wanted, sources: dict[str, Reservation]) -> Filled:
+    def _stamps(self, wanted: Wanted, sources: Ranges) -> tuple[Stamp, ...]:
+        return tuple(self._homes.ledger.stamp(sources[kind]) for kind in wanted.kinds)
+
+    def _bring(self, wanted: Wanted, sources: Ranges, memory: dict[str, torch.Tensor], staged: Staged | None) -> Filled:
         """Start copying ``wanted`` up into the next buffer of the ring."""
         group, piece = wanted.group, wanted.piece
+        stamps = self._stamps(wanted, sources)
         buffer, emptied = self._free.popleft()
         self.lay_out(buffer, group, wanted.kinds, piece)
         queue = self._queues.states_in
@@ -150,26 +220,38 @@ class QueuedLane(Lane):
             queue.wait_event(emptied)
         if (last := self._stored.get(group.index)) is not None:
             queue.wait_event(last)
-        pairs = [(buffer.views[kind], cut(self._bytes(sources[kind]), group, kind, piece)) for kind in wanted.kinds]
+        pairs = [(buffer.views[kind], cut(memory[kind], group, kind, piece)) for kind in wanted.kinds]
         copied = self._queues.copy(queue, lambda: pairs)
+        if staged is not None:
+            staged.copied = copied.end
+        host = self._homes.staging_level
         self._count(
             copied,
-            [(sources[kind].level, 0, source.numel()) for kind, (_, source) in zip(wanted.kinds, pairs, strict=True)],
+            [
+                (host if sources[kind].view() is None else sources[kind].level, 0, source.numel())
+                for kind, (_, source) in zip(wanted.kinds, pairs, strict=True)
+            ],
         )
-        return Filled(wanted, buffer, copied.end)
+        return Filled(wanted, buffer, stamps, copied.end)
 
-    def _send(self, job: LaneJob, piece: Piece, found: dict[str, torch.Tensor], computed: Mark) -> Mark:
+    def _send(
+        self, job: LaneJob, piece: Piece, staged: Staged | None, found: dict[str, torch.Tensor], computed: Mark
+    ) -> Mark:
         """Start copying what was computed home; the mark behind the copies."""
         queue = self._queues.states_out
         queue.wait_event(computed)
         own = state_kinds(job.group, self._homes) if self._is_here(job.group) else []  # changed where they are
-        targets = {
-            kind: cut(self._bytes(target), job.group, kind, piece)
-            for kind, target in job.targets.items()
-            if kind not in own
-        }
+        ranges = {kind: target for kind, target in job.targets.items() if kind not in own}
+        targets = {kind: cut(flat, job.group, kind, piece) for kind, flat in self._memory(ranges, staged).items()}
         copied = self._queues.copy(queue, lambda: [(target, found[kind]) for kind, target in targets.items()])
-        self._count(copied, [(0, job.targets[kind].level, target.numel()) for kind, target in targets.items()])
+        host = self._homes.staging_level
+        self._count(
+            copied,
+            [
+                (0, host if ranges[kind].view() is None else ranges[kind].level, target.numel())
+                for kind, target in targets.items()
+            ],
+        )
         return copied.end
 
     def _count(self, copied: Copied, moved: list[tuple[int, int, int]]) -> None:
@@ -183,7 +265,7 @@ class QueuedLane(Lane):
     @staticmethod
     def _bytes(reservation: Reservation) -> torch.Tensor:
         view = reservation.view()
-        assert view is not None, "groups with a range that is not addressable are updated at home"
+        assert view is not None, "level 0 is addressable"
         return view
 
     def _drop_ahead(self) -> None:
@@ -192,10 +274,17 @@ class QueuedLane(Lane):
         self._ahead.clear()
 
     def order_loads(self, end: LaneEnd) -> None:
+        assert isinstance(end, QueuedEnd)
         for queue in self._queues.loading():
-            end.stored.wait_on(queue)
+            end.weights.wait_on(queue)
+        self._stage.read_ahead()  # forward has begun: what waited for its step is confirmed now
 
-    def drain(self) -> None:
+    def synchronize(self) -> None:
+        """Return when the queues are empty."""
         for queue in self._queues.all:
             queue.synchronize()
+
+    def drain(self) -> None:
+        self.synchronize()
+        self._stage.drain()
         self._sweep()
