@@ -52,6 +52,8 @@ def test_mistyped_words(place):
         (["--lora"], ["--lora", "not part of this version"]),
         (["--update", "1.5"], ["--update '1.5'", "share between 0 and 1"]),
         (["--activations", "ram"], ["--activations 'ram'", "host"]),
+        (["--optimizer-states", "4bit"], ["--optimizer-states '4bit'", "fp32, 8bit"]),
+        (["--masters", "stochastic"], ["--masters stochastic", "--optimizer-states 8bit"]),
         (["--config", "gone.yaml"], ["gone.yaml", "No such file"]),
         (["--learning-rate"], ["--learning-rate", "expected one argument"]),
         (["--model", "gone"], ["gone", "no such folder"]),

@@ -66,7 +66,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "resident": {"fast": 8 << 20, "placement": "resident"},
     "tight": {"fast": 480 << 10, "placement": "streamed"},
     "roomy": {"fast": 8 << 20, "placement": "streamed"},
-    "disk": {"fast": 900 << 10, "placement": "streamed", "host": 1 << 20},
+    "disk": {"fast": 900 << 10, "placement": "streamed", "host": 1600 << 10},
     "kept": {"fast": 2 << 20, "placement": "streamed", "resident_bytes": "1MiB"},
 }
 

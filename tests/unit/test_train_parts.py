@@ -203,7 +203,8 @@ def test_report_says_what_was_counted():
         ],
         "stall_seconds": 1.0,
     }
-    summary = {"placement": "streamed", "groups": 5, "bytes_by_level": {}}
+    formats = {"states": "8bit", "masters": "exact"}
+    summary = {"placement": "streamed", "groups": 5, "bytes_by_level": {}, "formats": formats}
     report = make_report(stats, summary, run={"seconds": 4.0}, gpu_peak_bytes=None, process_peak_bytes=GiB)
     assert report["ssd_written_bytes"] == 5 * MiB and report["stalled_share"] == 0.25
     assert [entry["hit_rate"] for entry in report["levels"]] == [0.75, None]
@@ -214,6 +215,7 @@ def test_report_says_what_was_counted():
         "arena > ssd",
         "25.0% of the run",
         "5 layer groups",
+        "AdamW: 8bit states, exact masters",
         "written to the SSD: 5.00 MiB",
     ):
         assert part in text

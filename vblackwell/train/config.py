@@ -147,6 +147,12 @@ class TrainConfig:
     activations: Literal["auto", "level0", "host"] = "auto"
     """Where --gradient-checkpointing's layer inputs wait for backward when streaming; 'auto': host memory on a GPU."""
 
+    optimizer_states: Literal["fp32", "8bit"] = "fp32"
+    """AdamW's moments: exact, or in 8 bits for a quarter of their memory and traffic, which changes the numbers (docs/numerics.md)."""
+
+    masters: Literal["exact", "stochastic"] = "exact"
+    """Weights that AdamW updates: exact fp32, or bf16 ones rounded at random (with --optimizer-states 8bit and bf16 alone)."""
+
     checkpoint_every: int = 100
     """Steps between checkpoints; 0 for none but the final export."""
 
@@ -183,6 +189,10 @@ class TrainConfig:
             raise ConfigurationError("--max-steps and --epochs are both given: choose one")
         if self.mixed_precision and self.precision == "fp32":
             raise ConfigurationError("--mixed-precision contradicts --precision fp32: drop one of them")
+        if self.masters == "stochastic" and self.optimizer_states != "8bit":
+            raise ConfigurationError(
+                "--masters stochastic goes with --optimizer-states 8bit alone: give both, or neither"
+            )
         if self.model is not None and self.architecture:
             raise ConfigurationError(
                 "--architecture changes a preset; with --model the folder's config.json decides: drop one"
@@ -255,6 +265,8 @@ _CHOICES = {
     "precision": ("auto", "fp32", "bf16", "fp16"),
     "placement": ("auto", "resident", "streamed"),
     "activations": ("auto", "level0", "host"),
+    "optimizer_states": ("fp32", "8bit"),
+    "masters": ("exact", "stochastic"),
     "device": ("auto", "cpu", "cuda"),
 }
 

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from vblackwell.errors import Unsupported
 from vblackwell.nn.convert import convert_linears
 from vblackwell.offload.enable import bytes_when_resident, enable_vgpu_stack_optimization, offload_of
+from vblackwell.offload.formats import Formats, supports
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.train.attention import attention_backends, chosen_backend
 from vblackwell.train.config import TrainConfig
@@ -72,6 +74,7 @@ def prepare(config: TrainConfig, device: torch.device, progress: Progress, clean
             "masters stay fp32, and so do the saved weights (vb quantize packs them)"
         )
     precision = choose_precision(config.precision, config.mixed_precision, device)
+    formats = choose_formats(config, precision)
     attention = _choose_attention(config, model, precision, device, cleanup)
     progress.say(
         f"{config.name}: {model.config.num_parameters / 1e6:.2f} M parameters, {config.max_steps} steps of "
@@ -81,13 +84,14 @@ def prepare(config: TrainConfig, device: torch.device, progress: Progress, clean
     stack = build_stack(config, device)
     cleanup.callback(stack.close)
     cleanup.callback(_close_engine, model)  # first, and also when what follows fails
-    state_bytes = bytes_when_resident(model, precision.compute_dtype)
+    state_bytes = bytes_when_resident(model, precision.compute_dtype, formats)
     progress.say(f"memory: {describe_levels(stack)}; training state {format_bytes(state_bytes)}")
     if device.type == "cuda" and config.fast_memory is not None:
         cap_process(device, config.fast_memory)
     enable_vgpu_stack_optimization(
         model, stack, placement=config.placement, compute_dtype=precision.compute_dtype, update=place_or_share(config.update),
-        activations=choose_activations(config, device),
+        activations=choose_activations(config, device), states=formats.states, masters=formats.masters,
+        rounding_seed=formats.seed,
     )  # fmt: skip
     parts = Parts(
         model=model,
@@ -118,6 +122,21 @@ def place_or_share(text: str) -> str | float:
         return float(text)
     except ValueError:
         return text
+
+
+def choose_formats(config: TrainConfig, precision: Precision) -> Formats:
+    """What ``--optimizer-states`` and ``--masters`` mean.
+
+    Raises:
+        Unsupported: the compute type cannot be kept so.
+    """
+    formats = Formats(config.optimizer_states, config.masters, config.seed)
+    if not supports(formats, [precision.compute_dtype or torch.float32]):
+        flags = "--masters stochastic" if formats.stochastic else "--optimizer-states 8bit"
+        raise Unsupported(
+            f"{flags} cannot be had with {precision.name} compute: add --precision bf16, or drop the flag"
+        )
+    return formats
 
 
 def choose_activations(config: TrainConfig, device: torch.device) -> str:

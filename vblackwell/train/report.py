@@ -42,6 +42,7 @@ def make_report(
     return {
         **run,
         "placement": summary["placement"],
+        "formats": summary["formats"],
         "groups": summary["groups"],
         "bytes_by_kind_and_level": summary["bytes_by_level"],
         "levels": levels,
@@ -82,6 +83,8 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     if len(links) > 1:
         lines += ["", *_columns(links)]
     lines += ["", f"placement: {report['placement']}, {report['groups']} layer groups"]
+    formats = report["formats"]
+    lines += [f"AdamW: {formats['states']} states, {formats['masters']} masters"]
     lines += [f"time stalled: {format_seconds(report['stall_seconds'])}, {report['stalled_share']:.1%} of the run"]
     lines += [f"written to the SSD: {format_bytes(report['ssd_written_bytes'])}"]
     peak = report["gpu_peak_bytes"]
