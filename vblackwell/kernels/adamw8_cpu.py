@@ -23,7 +23,7 @@ import functools
 import torch
 from torch import Tensor
 
-from vblackwell.kernels.adamw_cpu import BLOCK, AdamWStep, block_sums, join, split
+from vblackwell.kernels.adamw_cpu import BLOCK, AdamWStep, block_sums, join, keep_nan, split
 
 SCALE_BLOCK = 256  # elements that share a scale
 MOST1, MOST2 = 124.0, 126.0  # largest values of codes of 3 + 4 and 3 + 5 bits
@@ -169,3 +169,4 @@ def _update(
     else:
         bits = (weight.float() * decay + change).view(torch.int32)
         weight.view(torch.int16).copy_((bits + (words[0] & 0xFFFF).int()) >> 16)
+        keep_nan(bits, weight)

@@ -146,6 +146,14 @@ def split(bits: Tensor, weight: Tensor, remainder: Tensor, scratch: Tensor) -> N
     """
     remainder.copy_(bits.view(torch.int16)[0::2])  # the low halves, on a little-endian machine
     weight.view(torch.int16).copy_(torch.add(bits, 0x8000, out=scratch).view(torch.int16)[1::2])
+    keep_nan(bits, weight)
+
+
+def keep_nan(bits: Tensor, weight: Tensor) -> None:
+    """Where the int32 ``bits`` of masters are NaN, so be the bf16 ``weight``: one with a full low half rounds up to a zero."""
+    wrong = bits.view(torch.float32).isnan()
+    if bool(wrong.any()):
+        weight.masked_fill_(wrong, math.nan)
 
 
 def block_sums(values: Tensor, out: Tensor) -> None:

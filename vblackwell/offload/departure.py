@@ -60,10 +60,11 @@ class Departure:
 class GroupGradient:
     """A group's gradient at home.
 
-    ``slots``, ``task`` and ``level0_norms`` belong to the thread that runs the model, the rest to the worker.
+    ``slots``, ``kind_queued``, ``task`` and ``level0_norms`` belong to the thread that runs the model, the rest to the worker.
     """
 
     slots: dict[Slot, None] = field(default_factory=dict)
+    kind_queued: str = "gradient"  # what ``kind`` will be when the worker has done what is queued
     task: Future[None] | None = None  # the worker's last one that touches the range at home
     landed: dict[Slot, None] = field(default_factory=dict)
     kind: str = "gradient"

@@ -168,6 +168,17 @@ def _stream(
     ring = ring_bytes(on_level0, free) if on_level0 else 0
     kept = groups_kept([group for group in on_level0 if group in whole], resident_bytes)
     kept_bytes = sum(state_bytes(group) for group in kept)
+    if resident_bytes and not on_level0:
+        raise ConfigurationError(
+            f"resident_bytes={resident_bytes} keeps groups that are updated on level 0, and none is: use update='level0'"
+        )
+    if kept_bytes > free // 2:
+        raise InsufficientMemory(
+            f"resident_bytes would keep {format_bytes(kept_bytes)} on level 0 ({level.name}), more than half of the {format_bytes(free)} "
+            "that are free there: lower it, or raise fast_memory (the capacity of level 0)",
+            needed_bytes=2 * kept_bytes,
+            available_bytes=free,
+        )
     wanted = None if weight_bytes is None else parse_bytes(weight_bytes)
     budget = _weights_budget(whole, free - ring - kept_bytes, stack.level0_device, level.name, wanted)
     if len(stack.levels) < 2:

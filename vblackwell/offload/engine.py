@@ -44,7 +44,7 @@ _engines: weakref.WeakKeyDictionary[VGPUStack, weakref.WeakSet[Offload]] = weakr
 def drop_idle_weights(stack: VGPUStack) -> None:
     """Let the models that stream through ``stack`` give up what they keep on level 0 for later."""
     for engine in _engines.get(stack, ()):
-        while engine.weights.drop_one():
+        while engine.return_weights() or engine.weights.drop_one():
             pass
 
 
@@ -84,6 +84,7 @@ class Offload:
         self.level0 = None if lane is None else Level0Updates(self, lane, on_level0)
         if self.level0 is not None:
             self.weights.sweep = self.level0.sweep
+            self.gradients.free_spare = self.level0.free_shadows
         self.step_control = StepControl(self, self.level0)
         self.weights.busy = self.step_control.is_updating
         self.activations = activations
@@ -121,9 +122,16 @@ class Offload:
         """Level 0 is full and none of this model's idle weights is left: wait for gradients, then ask the stack's other models."""
         return (
             self.gradients.make_room()
-            or (self.level0 is not None and self.level0.make_room())
-            or any(other.weights.drop_one() or other.gradients.make_room() for other in self._neighbours())
+            or self.return_weights()
+            or any(
+                other.weights.drop_one() or other.gradients.make_room() or other.return_weights()
+                for other in self._neighbours()
+            )
         )
+
+    def return_weights(self) -> bool:
+        """Wait for the oldest update that holds weights on level 0; False if there is none."""
+        return self.level0 is not None and self.level0.make_room()
 
     def reserve_level0(self, what: str, num_bytes: int) -> Reservation:
         """Bytes of level 0 for a moment; idle weights and gradients under way give way.
@@ -139,7 +147,7 @@ class Offload:
                     raise
 
     def _drop_weights(self) -> bool:
-        return self.weights.drop_one() or any(other.weights.drop_one() for other in self._neighbours())
+        return any(engine.weights.drop_one() or engine.return_weights() for engine in (self, *self._neighbours()))
 
     def _neighbours(self) -> list[Offload]:
         return [engine for engine in _engines[self.stack] if engine is not self]
@@ -357,5 +365,6 @@ class Offload:
     def close(self) -> None:
         """Give everything back to the stack. Idempotent. Parameters that were not released stay unreadable."""
         self.detach()
+        self.wait_for_updates()
         self.weights.drop_all()
         self.finalizer()

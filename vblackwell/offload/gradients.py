@@ -66,6 +66,9 @@ class GradientCollector:
         self._worker = worker
         self._drop_weights = drop_weights
         self._departing = departing
+        self.free_spare: Callable[[], bool] = lambda: (
+            False
+        )  # gives up host memory that is kept for speed; False if there is none
         self._arrived = arrived
         self._filling: dict[int, Leaving] = {}
         self._departures: deque[Departure] = deque()
@@ -148,6 +151,7 @@ class GradientCollector:
                 self.wait_idle(group)
                 transfer = self._stack.write(self._homes.range(group, claim.landing), leaving.buffer)
                 self._worker.submit(self.home.land, group, leaving.slots, transfer, claim.landing)
+                state.kind_queued = claim.landing
                 self._departures.append(Departure(leaving.reservation, (transfer, *claimed)))
         leaving.buffer = torch.empty(0)
         state.slots.update(dict.fromkeys(leaving.slots))
@@ -158,6 +162,7 @@ class GradientCollector:
         group, slots, reservation = leaving.group, leaving.slots, leaving.reservation
         state = self._state[group.index]
         state.level0_norms.clear()
+        state.kind_queued = _sum_kind(group)
         claimed = () if reader is None else (reader,)
         if leaving.buffer.device.type == "cpu":  # the arena: the worker reads it where it is
             self._stack.count_link(0, self._homes.range(group, "gradient").level, leaving.buffer.nbytes)
@@ -178,9 +183,13 @@ class GradientCollector:
         return SliceLanding(self, slot, adding)
 
     def _reserve_home(self, group: Group, adding: bool) -> None:
-        self._homes.reserve([(group, "gradient")])
-        if adding and not is_fp32(group):
-            self._homes.reserve([(group, "accumulated")])
+        kinds = ["gradient", *(["accumulated"] if adding and not is_fp32(group) else [])]
+        try:
+            self._homes.reserve([(group, kind) for kind in kinds])
+        except InsufficientMemory:
+            if not self.free_spare():
+                raise
+            self._homes.reserve([(group, kind) for kind in kinds])
 
     def wait_idle(self, group: Group) -> None:
         """Return when the worker is done with the group's range at home: a copy into it goes past the worker's order."""
@@ -199,7 +208,7 @@ class GradientCollector:
             try:
                 return self._homes.take_host("incoming", num_bytes)
             except InsufficientMemory:
-                if not self.make_room():
+                if not (self.make_room() or self.free_spare()):
                     raise
 
     def make_room(self) -> bool:
@@ -207,8 +216,10 @@ class GradientCollector:
         if not self._departures:
             return False
         oldest = self._departures.popleft()
-        oldest.wait()
-        self._homes.give(oldest.reservation)
+        try:
+            oldest.wait()
+        finally:
+            self._homes.give(oldest.reservation)
         return True
 
     def sweep(self) -> None:
@@ -220,6 +231,7 @@ class GradientCollector:
         """The last slice is under way."""
         state = self._state[slot.group.index]
         state.slots[slot] = None
+        state.kind_queued = _sum_kind(slot.group) if adding else "gradient"
         self._worker.submit(self.home.note_landed, slot, adding)
         self._arrived(slot.group)
 
@@ -275,7 +287,11 @@ class GradientCollector:
         if self._stack.level0_device.type != "cuda":
             self._worker.drain()
         self.wait_idle(group)
-        return self._state[group.index].kind
+        return self._state[group.index].kind_queued
+
+    def consume(self, group: Group) -> None:
+        """A final update has used the group's gradients; they never went home, or are overwritten there."""
+        self.clear(group.slots)
 
     # -- between backward and step ---------------------------------------------------------------------------------
 
@@ -309,4 +325,10 @@ class GradientCollector:
             self._state[group.index].level0_norms.pop(slot, None)
         if factor is not None:
             self._reserve_home(group, adding=True)
+            self._state[group.index].kind_queued = _sum_kind(group)
         self.occupy(group, self._worker.submit(self.home.scale, group, slots, factor))
+
+
+def _sum_kind(group: Group) -> str:
+    """Which range holds a sum of gradients."""
+    return "gradient" if is_fp32(group) else "accumulated"

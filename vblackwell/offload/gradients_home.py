@@ -156,6 +156,8 @@ class GradientsAtHome:
         for slot in slots:
             state.landed.pop(slot, None)
             state.norms.pop(slot, None)
+        if not state.landed:
+            state.kind = "gradient"
 
 
 def is_fp32(group: Group) -> bool:

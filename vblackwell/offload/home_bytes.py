@@ -18,6 +18,7 @@ def carry_home(engine: Offload, slots: list[Slot]) -> None:
     """The slots' loaded bytes were changed in place: write them where they live, and into their masters."""
     for group in dict.fromkeys(slot.group for slot in slots):
         changed = [slot for slot in slots if slot.group is group]
+        engine.step_control.settle(group)  # an update of the step before may still be on its way home
         buffer = engine.weights.acquire(group)
         engine.stack.write(engine.homes.range(group, "weight"), buffer).wait()
         engine.weights.release(group)

@@ -62,6 +62,9 @@ class Level0Updates:
         self._order: list[Group] = []
         self._previous_order: list[Group] = []
         self._looked_ahead = False
+        self.at_once = (
+            engine.device.type != "cuda"
+        )  # late updates; on the arena nothing would run beside. Tests switch it off
         self._waiting: dict[int, tuple[list[Job], torch.Tensor | None]] = {}
         self._newest: LaneEnd | None = None
         self.shadows = Shadows(engine.homes)
@@ -86,6 +89,7 @@ class Level0Updates:
     def anticipate(self, group: Group, jobs: list[Job], gradient: torch.Tensor, undo: bool) -> LaneEnd | None:
         """Update ``group`` behind its backward, from ``gradient`` on level 0; None if there is no room for a way back."""
         engine = self._engine
+        self._take_back(group)
         self.sweep()
         own = self._own_ranges(group)
         shadows = self.shadows.take(group, own) if undo else None
@@ -109,26 +113,16 @@ class Level0Updates:
         engine = self._engine
         if loaded is None:
             engine.weights.invalidate(group)
+        try:
+            end = self._lane.submit(self._job(group, jobs, targets, loaded, gradient, factor))
+        except BaseException:
+            if loaded is None:
+                engine.weights.revert(group)
+            else:
+                engine.weights.returned(loaded)
+            raise
         for job in jobs:
             job.step.add_(1)
-        kind = None
-        sources = self._own_ranges(group)
-        if gradient is None or engine.gradients.has_at_home(group):
-            kind = engine.gradients.settled_kind(group)
-            sources[kind] = engine.homes.range(group, kind)
-        end = self._lane.submit(
-            LaneJob(
-                group=group,
-                numbers={job.slot: AdamWStep(**vars(job.hyper), step=int(job.step)) for job in jobs},
-                sources=sources,
-                targets=dict(targets),
-                weight=None if loaded is None else loaded.buffer,
-                gradient=gradient,
-                gradient_kind=kind,
-                factor=None if factor is None else factor.to(engine.device),
-                last_load=engine.weights.last_load(group),
-            )
-        )
         previous = self._ends.get(group.index)
         if previous is not None and previous.stored.done():
             engine.homes.in_flight.discard(previous.stored)
@@ -138,6 +132,27 @@ class Level0Updates:
             engine.weights.renew(loaded, end.computed)
             self._lent.append((loaded, end))
         return end
+
+    def _job(
+        self, group: Group, jobs: Sequence[Job], targets: Ranges, loaded: Loaded | None,
+        gradient: torch.Tensor | None, factor: torch.Tensor | None,
+    ) -> LaneJob:  # fmt: skip
+        engine, kind = self._engine, None
+        sources = self._own_ranges(group)
+        if gradient is None or engine.gradients.has_at_home(group):
+            kind = engine.gradients.settled_kind(group)
+            sources[kind] = engine.homes.range(group, kind)
+        return LaneJob(
+            group=group,
+            numbers={job.slot: AdamWStep(**vars(job.hyper), step=int(job.step) + 1) for job in jobs},
+            sources=sources,
+            targets=dict(targets),
+            weight=None if loaded is None else loaded.buffer,
+            gradient=gradient,
+            gradient_kind=kind,
+            factor=None if factor is None else factor.to(engine.device),
+            last_load=engine.weights.last_load(group),
+        )
 
     def sweep(self) -> None:
         """Let weights go whose updates are stored, without waiting."""
@@ -183,8 +198,11 @@ class Level0Updates:
 
     def update(self, group: Group, jobs: list[Job], factor: torch.Tensor | None) -> None:
         """The step's update of a group that was not anticipated: everything comes from home, at once or a little later (`advance`)."""
+        if group.index in self._waiting:  # of another step, whose turn is first
+            self._release(group)
         self._waiting[group.index] = (jobs, factor)
-        if self._engine.device.type != "cuda":
+        self._engine.weights.distrust(group)
+        if self.at_once:
             self._release(group)
 
     def advance(self, group: Group) -> None:
@@ -206,10 +224,16 @@ class Level0Updates:
 
     def _release(self, group: Group) -> None:
         """Queue a waiting update: on the weights that the forward is going to use, if level 0 has room for them already."""
-        jobs, factor = self._waiting.pop(group.index)
-        self._take_back(group)
-        loaded = self._engine.weights.fetch(group)
-        self._submit(group, jobs, self._own_ranges(group), loaded, None, factor)
+        jobs, factor = waiting = self._waiting.pop(group.index)
+        try:
+            self._take_back(group)
+            self._engine.weights.confirm(group)  # what is loaded is what the update starts from
+            loaded = self._engine.weights.fetch(group)
+            self._submit(group, jobs, self._own_ranges(group), loaded, None, factor)
+        except BaseException:
+            self._waiting[group.index] = waiting
+            self._engine.weights.distrust(group)
+            raise
         self._engine.weights.confirm(group)
 
     def flush(self) -> None:
@@ -232,7 +256,7 @@ class Level0Updates:
         anticipated = self._anticipated.pop(group.index)
         self._order = []
         if anticipated.shadows is None:
-            self._anticipated.clear()
+            self._engine.weights.confirm(group)
             raise abandoned(group.name, self._engine.name)
         self.wait(group)
         self._take_back(group)
@@ -242,10 +266,23 @@ class Level0Updates:
         for job, step in zip(anticipated.jobs, anticipated.steps, strict=True):
             job.step.copy_(step)
 
-    def roll_back_all(self) -> None:
+    def roll_back_all(self) -> list[Group]:
+        """Undo all that was anticipated; the groups whose updates were final, and stay."""
+        final = [index for index, anticipated in self._anticipated.items() if anticipated.shadows is None]
+        for index in final:
+            del self._anticipated[index]
+            self._engine.weights.confirm(self._engine.groups[index])
         for index in list(self._anticipated):
-            if index in self._anticipated:
-                self.roll_back(self._engine.groups[index])
+            self.roll_back(self._engine.groups[index])
+        return [self._engine.groups[index] for index in final]
+
+    def free_shadows(self) -> bool:
+        """Give up shadows that are not in use; False if there are none."""
+        if not self.shadows.has_spare:
+            return False
+        self._lane.drain()
+        self.shadows.free_spare()
+        return True
 
     # -- whoever needs a group ---------------------------------------------------------------------------------------
 
@@ -273,6 +310,8 @@ class Level0Updates:
     def drain(self) -> None:
         """Return when all updates are at home."""
         self.flush()
+        self._lane.expect(())  # whoever waits for this is about to change what was brought up
+        self._looked_ahead = False
         self._lane.drain()
         for group in self._groups:
             self.wait(group)
@@ -295,8 +334,8 @@ def abandoned(group: str, model: str) -> StepAbandoned:
     """The error for a final update whose step did not come."""
     return StepAbandoned(
         f"{group!r} of {model!r} was updated behind its backward, and with undo=False that is final, but the step did not come as "
-        "announced (a second backward, changed hyperparameters, or zero_grad() before step()): reload the last checkpoint, and use "
-        "undo=True"
+        "announced (a second backward, another forward or a look at the weights before step(), changed hyperparameters, step(only=...), "
+        "or zero_grad() before step()): reload the last checkpoint, and use undo=True"
     )
 
 

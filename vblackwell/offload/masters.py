@@ -66,9 +66,11 @@ def round_from_fp32(source: torch.Tensor, out: torch.Tensor, scratch: torch.Tens
     source, out = in_memory_order(source), in_memory_order(out)
     if scratch is None:
         scratch = torch.empty(source.shape, dtype=torch.int32, device=source.device)
-    # int32 wraps only for NaN patterns, which never get here: non-finite gradients are not applied.
     bits = torch.add(source.view(torch.int32), 0x8000, out=scratch[: source.numel()])
     out.view(torch.int16).copy_(bits.view(torch.int16)[1::2])  # the high halves, on a little-endian machine
+    wrong = source.isnan()
+    if bool(wrong.any()):  # a NaN with a full low half wraps to a zero: the GPU's own is one
+        out.masked_fill_(wrong, float("nan"))
 
 
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,8 @@ class VGPUAdamW(torch.optim.AdamW):
         update_in_backward: start a group's update behind its backward, with an exact way back (see `StepControl`).
         undo: keep a way back for updates behind the backward. False is a promise that every backward is followed by its `step` with the
             hyperparameters as they are: it saves host memory (14 bytes a parameter with bf16 weights) and gradients' way home. Should
-            the step not come, `StepAbandoned` is raised. Cannot be had with ``max_grad_norm``.
+            the step not come, `StepAbandoned` is raised. Such an update consumes its gradient: after `step` there is none, as after
+            `zero_grad`. Cannot be had with ``max_grad_norm``.
         accumulation_steps: forwards of the whole model per `step`; only with ``update_in_backward`` must it be right for speed.
         loss_scale: the factor that the loss was multiplied by, a power of two; gradients are divided by it. May be
             changed between steps through the attribute of this name.
@@ -252,6 +253,7 @@ class VGPUAdamW(torch.optim.AdamW):
             return super().zero_grad(set_to_none)
         for engine in self._engines:
             engine.step_control.rollback()
+            engine.step_control.begin_window()
             slots = [slot for param, slot in self._slots.items() if engine_and_slot(param) == (engine, slot)]
             held = [slot for slot in slots if engine.gradients.has(slot)]
             if held:

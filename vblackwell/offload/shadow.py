@@ -52,6 +52,18 @@ class Shadows:
         """What was written to ``shadows`` is what the group's ranges hold from now on."""
         self.give_back({kind: self._homes.swap(group, kind, shadow) for kind, shadow in shadows.items()})
 
+    @property
+    def has_spare(self) -> bool:
+        return any(self._spare.values())
+
+    def free_spare(self) -> None:
+        """Give unused shadows back to their levels; nobody reads or writes them any more."""
+        for spare in self._spare.values():
+            while spare:
+                shadow = spare.pop()
+                self.num_bytes -= shadow.num_bytes
+                self._homes.give(shadow)
+
     def give_back(self, shadows: Ranges) -> None:
         """Keep ranges for the next `take`. Whoever still reads or writes them does so before the next writer, in the lane's order."""
         for shadow in shadows.values():

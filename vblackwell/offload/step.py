@@ -37,6 +37,7 @@ class UpdateSource(Protocol):
     update_in_backward: bool
     undo: bool
     accumulation_steps: int
+    loss_scale: float
     max_grad_norm: float | None
 
     def hyper_of(self, slot: Slot) -> Hyper | None:
@@ -73,6 +74,7 @@ class StepControl:
         self._updating: list[Future[None] | None] = [None] * len(engine.groups)
         self._speculated: dict[int, Speculation] = {}
         self._forwards = 0
+        self._open_window = False  # gradients have come since the last step
         self._undo_bytes = 0
         self.undo_peak_bytes = 0
         self.steps: dict[Slot, torch.Tensor] = {}
@@ -111,6 +113,7 @@ class StepControl:
         source, group = self.source, leaving.group
         if source is None:
             return Claim()
+        self._open_window = True
         if source.max_grad_norm is not None and leaving.buffer.is_cuda and not adding:
             self._engine.gradients.measure_on_level0(leaving)
         if not self._may_anticipate(group):
@@ -130,15 +133,21 @@ class StepControl:
         return Claim() if end is None else Claim(end.computed, final=not source.undo)
 
     def _may_anticipate(self, group: Group) -> bool:
-        """Whether the group's gradient is whole and its step is expected to be as announced."""
+        """Whether the group's gradient is whole and its step is expected to be as announced.
+
+        Only where all of the group is updated: backward may read frozen parameters after the last gradient, and a range that is written
+        anew would lose those of another optimizer. A scaled loss means a factor at the step.
+        """
         source = self.source
         assert source is not None
-        if not source.update_in_backward or self._forwards < source.accumulation_steps:
+        if not source.update_in_backward or self._forwards < source.accumulation_steps or source.loss_scale != 1.0:
             return False
         if self._clipped and self.follow_clipping:
             return False
+        if not all(slot.param.requires_grad and source.hyper_of(slot) is not None for slot in group.slots):
+            return False
         gradients = self._engine.gradients
-        return all(gradients.has(slot) for slot in group.trainable()) and not self._engine.weights.is_pinned(group)
+        return all(gradients.has(slot) for slot in group.slots) and not self._engine.weights.is_pinned(group)
 
     def gradient_arrived(self, group: Group) -> None:
         """The group's gradient is under way; update behind it if that was asked for and is possible."""
@@ -206,8 +215,13 @@ class StepControl:
             assert kept is not None
             undo = Undo(jobs, kept)
         self._wait(group)
-        self._speculated[group.index] = Speculation(jobs, undo, memory)
-        self._queue(group, jobs, None, undo)
+        speculation = Speculation(jobs, undo, memory)
+        try:
+            self._queue(group, jobs, None, undo)
+        except BaseException:
+            self._drop(speculation)
+            raise
+        self._speculated[group.index] = speculation
 
     def _undo_memory(self, group: Group) -> Reservation | None:
         homes = self._engine.homes
@@ -221,16 +235,20 @@ class StepControl:
 
     def rollback(self) -> None:
         """Undo every update whose step has not come."""
+        final = [index for index, speculation in self._speculated.items() if speculation.undo is None]
+        for index in final:
+            del self._speculated[index]
         for index in list(self._speculated):
-            if index in self._speculated:
-                self._roll_back(self._engine.groups[index])
+            self._roll_back(self._engine.groups[index])
+        lost = [self._engine.groups[index] for index in final]
         if self._level0 is not None:
-            self._level0.roll_back_all()
+            lost += self._level0.roll_back_all()
+        if lost:  # after everything else is in order: the error comes once
+            raise abandoned(lost[0].name, self._engine.name)
 
     def _roll_back(self, group: Group) -> None:
         speculation = self._speculated.pop(group.index)
         if speculation.undo is None:
-            self._speculated.clear()
             raise abandoned(group.name, self._engine.name)
         self._updating[group.index] = None
         self._engine.worker.submit(speculation.undo.put_back, group, self._engine.homes).result()
@@ -272,12 +290,16 @@ class StepControl:
                 confirmed = self._level0.is_anticipated(group) and self._level0.confirm(group, jobs, factor)
                 if jobs and not confirmed:
                     self._level0.update(group, jobs, factor)
+                elif confirmed and not self.source_keeps_gradients:
+                    self._engine.gradients.consume(group)
                 continue
             speculation = self._speculated.get(group.index)
             if speculation is not None:
                 if factor is None and same_jobs(speculation.jobs, jobs):
                     del self._speculated[group.index]
                     self._engine.worker.submit(self._drop, speculation)
+                    if speculation.undo is None:
+                        self._engine.gradients.consume(group)
                     continue
                 self._roll_back(group)
             if jobs:
@@ -285,7 +307,18 @@ class StepControl:
         if self._level0 is not None:
             self._level0.end_step()
         self._forwards = 0
+        self._open_window = False
         self._clipped = factor is not None
+
+    @property
+    def source_keeps_gradients(self) -> bool:
+        """Whether gradients are at home after an update behind the backward."""
+        return self.source is not None and self.source.undo
+
+    def begin_window(self) -> None:
+        """All gradients were given up: if there were any since the last step, micro-batches are counted anew."""
+        if self._open_window:
+            self._forwards, self._open_window = 0, False
 
     def refuse(self) -> None:
         """The step has come but must change nothing (gradients that are not finite)."""

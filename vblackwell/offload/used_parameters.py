@@ -50,11 +50,13 @@ class UsedParameters:
                 yield
         finally:
             torch.set_autocast_cache_enabled(autocast_cache)
-            carry_home(self._engine, [slot for slot in taken if self._pins[slot] == 1 and self._was_written(slot)])
-            for slot in taken:
-                self._unpin(slot)
-            for group in groups:
-                self._engine.weights.release(group)
+            try:
+                carry_home(self._engine, [slot for slot in taken if self._pins[slot] == 1 and self._was_written(slot)])
+            finally:
+                for slot in taken:
+                    self._unpin(slot)
+                for group in groups:
+                    self._engine.weights.release(group)
 
     def _pin(self, slot: Slot) -> None:
         pins = self._pins.get(slot, 0)

@@ -94,7 +94,7 @@ class WeightStreamer:
 
     def is_pinned(self, group: Group) -> bool:
         loaded = self._loaded.get(group.index)
-        return loaded is not None and loaded.pins > 0
+        return loaded is not None and loaded.pins > int(loaded.lent)
 
     def _ensure(self, group: Group) -> Loaded:
         self.trace.use(group.index)
@@ -151,6 +151,8 @@ class WeightStreamer:
 
     def _load(self, group: Group) -> Loaded:
         self._settle(group)
+        if group.index in self._loaded:  # by an update that was waiting, and was now queued
+            return self._loaded[group.index]
         with torch.inference_mode(False):
             reservation = self._reserve(group)
             buffer = reservation.view()
@@ -288,6 +290,12 @@ class WeightStreamer:
         self._homes.in_flight.discard(loaded.transfer)
         loaded.transfer.let_go()
         loaded.transfer, loaded.arrived, loaded.provisional = end, False, True
+
+    def distrust(self, group: Group) -> None:
+        """What is loaded is not what a step that was promised makes of it: settle before use."""
+        loaded = self._loaded.get(group.index)
+        if loaded is not None:
+            loaded.provisional = True
 
     def confirm(self, group: Group) -> None:
         """The step has come."""

@@ -153,7 +153,7 @@ DEVICE void update(void* weight, u16* remainder, u8* codes1, float* scales1, u8*
         const u32 half = rounded_half(master);
         new_low[i >> 1] |= (master & 0xFFFFu) << (16 * (i & 1));
 #else
-        const u32 half = (master + (random.x & 0xFFFFu)) >> 16;
+        const u32 half = cut_half(master, random.x & 0xFFFFu);
 #endif
         new_w[i >> 1] |= half << (16 * (i & 1));
 #endif

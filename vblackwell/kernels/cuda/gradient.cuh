@@ -100,4 +100,8 @@ DEVICE void sum_block(const void* gradient, const void* previous, float* out, fl
 
 // A split master is its weight's bits on top plus the remainder as signed; its weight is it rounded to nearest, ties away from zero,
 // and its remainder the low half.
-DEVICE u32 rounded_half(u32 master) { return (master + 0x8000u) >> 16; }
+// A NaN stays one: the GPU's own, 0x7FFFFFFF, would round up to a zero.
+DEVICE u32 cut_half(u32 master, u32 added) {
+    return (master & 0x7FFFFFFFu) > 0x7F800000u ? (master >> 16) | 0x40u : (master + added) >> 16;
+}
+DEVICE u32 rounded_half(u32 master) { return cut_half(master, 0x8000u); }
