@@ -51,7 +51,7 @@ class Resident:
             if group.trainable() and needs_master(group)
         ]
         self.homes.reserve([(group, "weight") for group in self.groups] + wide)
-        self._hooks: list[Any] = []
+        self._hooks: dict[Slot, Any] = {}
         for group in self.groups:
             self._move_in(group)
         move_buffers(model, stack.level0_device)
@@ -64,10 +64,13 @@ class Resident:
             write_truth(slot, slot.param.detach(), opened)
             slot.param.data = slot.view(opened["weight"])
             attributes(slot.param).update(_vb_resident=self, _vb_place=(slot, opened))
-            if has_truth(slot.param):
-                # Micro-batches add up in fp32, each rounded to the compute type first: the bits of gradients that leave level 0.
-                slot.param.grad_dtype = torch.float32
-                self._hooks.append(slot.param.register_hook(_rounding_to(slot.dtype)))
+            self._round_gradients(slot)
+
+    def _round_gradients(self, slot: Slot) -> None:
+        """Let micro-batches add up in fp32, each rounded to the compute type first: the bits of gradients that leave level 0."""
+        if slot.param.requires_grad and has_truth(slot.param) and slot not in self._hooks:
+            slot.param.grad_dtype = torch.float32
+            self._hooks[slot] = slot.param.register_hook(_rounding_to(slot.dtype))
 
     def _view(self, group: Group, kind: str) -> torch.Tensor:
         view = self.homes.range(group, kind).view()
@@ -85,6 +88,8 @@ class Resident:
         groups = list(dict.fromkeys(slot.group for slot in slots))
         refuse_unprepared(self.name, groups, self.homes, groups)
         self.homes.reserve(moment_ranges(groups))
+        for slot in slots:  # some may have been frozen when they were moved here
+            self._round_gradients(slot)
         self._states |= {slot: self._state(slot) for slot in slots}
         return {slot.param: self._states[slot] for slot in slots}
 
@@ -115,7 +120,7 @@ class Resident:
     @torch.no_grad()
     def release(self, device: torch.device) -> None:
         """Give every parameter memory of its own on ``device``: the fp32 master where there is one. 8-bit states become plain ones."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
         for group in self.groups:
             for slot in group.slots:
