@@ -14,7 +14,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import torch
 
@@ -154,24 +154,27 @@ class Homes:
         for (index, kind), reservation in self._ranges.items():
             if index in self._streamed and kind in KEPT_KINDS and not self._addressable(reservation.level):
                 staged_already[index] = staged_already.get(index, 0) + align_up(reservation.num_bytes, PAGE)
-        level = self.stack.levels[self.staging_level]
+        free, held, host = self._free(), self._held, self.staging_level
+        if not self.sets_in_use and any(in_ram):  # then they may be others
+            free[in_ram.index(True)] += held.num_sets * held.set_bytes
+            held = Staging(held.by_kind)
         planned = plan_staging(
-            requests, later, self._free(), in_ram, self._held, staged_already, self._largest, level.capacity_bytes
+            requests, later, free, in_ram, held, staged_already, self._largest, self.stack.levels[host].capacity_bytes
         )
+        self._held = planned
+        if not self.sets_in_use and (planned.num_sets, planned.set_bytes) != (len(self.sets), self._set_bytes()):
+            while self.sets:
+                self.give(self.sets.pop())
+            for number in range(planned.num_sets):
+                with suppress(InsufficientMemory) if number else nullcontext():  # not in one piece; one is enough
+                    self.sets.append(self.take_host("staging set", planned.set_bytes))
         for kind, num_bytes in planned.by_kind.items():
             if kind not in self._staging:
                 with suppress(InsufficientMemory):  # not in one piece: then it is taken for the moment, each time
-                    self._staging[kind] = self.stack.reserve(
-                        f"{self._name}/staging/{kind}", num_bytes, self.staging_level
-                    )
-        if planned.set_bytes > self._held.set_bytes and not self.sets_in_use:
-            while self.sets:
-                self.give(self.sets.pop())
-            self.sets.append(self.take_host("staging set", planned.set_bytes))
-            with suppress(InsufficientMemory):  # one is enough
-                while len(self.sets) < planned.num_sets:
-                    self.sets.append(self.take_host("staging set", planned.set_bytes))
-        self._held = Staging(planned.by_kind, len(self.sets), self.sets[0].num_bytes if self.sets else 0)
+                    self._staging[kind] = self.stack.reserve(f"{self._name}/staging/{kind}", num_bytes, host)
+
+    def _set_bytes(self) -> int:
+        return self.sets[0].num_bytes if self.sets else 0
 
     def _addressable(self, level: int) -> bool:
         device = self.stack.levels[level].device

@@ -104,7 +104,7 @@ class QueuedLane(Lane):
             if staged is None and on_disk(sources):
                 return
             self._expected.popleft()
-            self._ahead.append(self._bring(wanted, sources, self._memory(sources, staged), staged))
+            self._ahead.append(self._bring(wanted, sources, self._memory(sources, staged)))
 
     def submit(self, job: LaneJob) -> LaneEnd:
         self._sweep()
@@ -134,7 +134,7 @@ class QueuedLane(Lane):
             everything = Piece(0, num_elements(group))
             self._send(job, everything, staged, *self._compute(job, everything, self._views_here(job, everything)))
         for wanted in pieces:
-            filled = self._take(wanted, sources, memory, staged)
+            filled = self._take(wanted, sources, memory)
             queues.update.wait_event(filled.arrived)
             arrived = dict(filled.buffer.views)
             if self._is_here(group):
@@ -194,7 +194,7 @@ class QueuedLane(Lane):
         while self._in_use and self._in_use[0][0].query():
             self._in_use.popleft()
 
-    def _take(self, wanted: Wanted, sources: Ranges, memory: dict[str, torch.Tensor], staged: Staged | None) -> Filled:
+    def _take(self, wanted: Wanted, sources: Ranges, memory: dict[str, torch.Tensor]) -> Filled:
         """``wanted`` in a buffer: the one that was filled ahead, if that is still right."""
         if self._ahead:
             filled = self._ahead.popleft()
@@ -204,12 +204,12 @@ class QueuedLane(Lane):
             self.expect(())  # the prediction was wrong
         elif self._expected and self._expected.popleft() != wanted:
             self.expect(())
-        return self._bring(wanted, sources, memory, staged)
+        return self._bring(wanted, sources, memory)
 
     def _stamps(self, wanted: Wanted, sources: Ranges) -> tuple[Stamp, ...]:
         return tuple(self._homes.ledger.stamp(sources[kind]) for kind in wanted.kinds)
 
-    def _bring(self, wanted: Wanted, sources: Ranges, memory: dict[str, torch.Tensor], staged: Staged | None) -> Filled:
+    def _bring(self, wanted: Wanted, sources: Ranges, memory: dict[str, torch.Tensor]) -> Filled:
         """Start copying ``wanted`` up into the next buffer of the ring."""
         group, piece = wanted.group, wanted.piece
         stamps = self._stamps(wanted, sources)
@@ -222,8 +222,6 @@ class QueuedLane(Lane):
             queue.wait_event(last)
         pairs = [(buffer.views[kind], cut(memory[kind], group, kind, piece)) for kind in wanted.kinds]
         copied = self._queues.copy(queue, lambda: pairs)
-        if staged is not None:
-            staged.copied = copied.end
         host = self._homes.staging_level
         self._count(
             copied,

@@ -28,7 +28,6 @@ from vblackwell.memory.stack import Reservation
 from vblackwell.offload.groups import Group
 from vblackwell.offload.home import Homes
 from vblackwell.offload.lane import state_kinds
-from vblackwell.offload.lane_queues import Mark
 from vblackwell.offload.stage_behind import Behind, failure_of
 from vblackwell.offload.stage_ledger import Stamp
 from vblackwell.offload.stage_plan import MOST_SETS, layout
@@ -49,7 +48,6 @@ class Staged:
     Attributes:
         own: a set; otherwise memory that was taken for the moment.
         stamps: of the ranges that were read, or are being read by ``reads``.
-        copied: behind the last copy out of it to level 0.
         skipped: updates of other groups since it was read ahead.
     """
 
@@ -59,7 +57,6 @@ class Staged:
     views: dict[str, torch.Tensor]
     stamps: dict[str, Stamp] = field(default_factory=dict)
     reads: list[Transfer] = field(default_factory=list)
-    copied: Mark | None = None
     skipped: int = 0
 
 
@@ -161,7 +158,7 @@ class Stage:
         return transfer
 
     def drop(self, staged: Staged) -> None:
-        """End of `take` without a write. Waits for what fills the memory and for what reads it."""
+        """End of `take` without a write; nothing that was queued uses the memory. Waits for what fills it."""
         self._end(staged.group, staged)
 
     def _end(self, group: Group, staged: Staged | None) -> None:
@@ -249,12 +246,13 @@ class Stage:
                 failure_of(oldest)
 
     def _give_up(self, staged: Staged) -> None:
-        """Nobody needs what is in ``staged``. Waits for what fills the memory and for what reads it."""
+        """Nobody needs what is in ``staged``. Waits for what fills the memory.
+
+        Pieces that are being copied up from it belong to a prediction that has just failed: the lane drops them.
+        """
         for read in staged.reads:
             failure_of(read)
             self._homes.in_flight.discard(read)
-        if staged.copied is not None:
-            staged.copied.synchronize()
         with self._lock:
             self._release(staged)
 

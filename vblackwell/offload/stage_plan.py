@@ -106,7 +106,7 @@ def plan_staging(
         free: bytes of each level. in_ram: which of them are.
         held: staging that has been taken already.
         staged_already: by group, bytes of its ranges on levels that are not in RAM.
-        largest: by kind, bytes of the largest group's range.
+        largest: by kind, bytes of the largest group's range; kinds that are not there get none.
         host_bytes: capacity of the first level in RAM.
 
     Raises:
@@ -119,17 +119,23 @@ def plan_staging(
         place([request.num_bytes for request in wanted], free, "")
     except InsufficientMemory:
         wanted = list(requests)  # what comes later will be refused then
-    if True not in in_ram or (wanted == list(requests) and all(in_ram[position] for position in alone)):
+    requests = list(requests)
+    if True not in in_ram or (wanted == requests and all(in_ram[position] for position in alone)):
         return held
+
+    def settled(most_sets: int, *, with_kinds: bool = True) -> Staging | None:
+        options = held, staged_already, largest if with_kinds else {}, most_sets
+        found = _settled(wanted, free, in_ram, *options)
+        return _settled(requests, free, in_ram, *options) if found is None else found
+
     for most_sets in range(MOST_SETS, 0, -1):
-        found = _settled(wanted, free, in_ram, held, staged_already, largest, most_sets)
-        if found is None and wanted != list(requests):
-            found = _settled(requests, free, in_ram, held, staged_already, largest, most_sets)
+        found = settled(most_sets)
         if found is not None and (most_sets == 1 or found.num_sets * found.set_bytes * SETS_SHARE <= host_bytes):
             return found
-    needed = _needed(requests, [len(free) - 1] * len(requests), in_ram, held, staged_already, largest, 1)
-    if (needed.num_sets, needed.set_bytes) == (held.num_sets, held.set_bytes):
-        return held  # what the worker does not find here it takes for the moment
+    found = settled(1, with_kinds=False)  # the worker then takes, for the moment, what it needs
+    if found is not None:
+        return found
+    needed = _needed(requests, [len(free) - 1] * len(requests), in_ram, held, staged_already, {}, 1)
     room = free[in_ram.index(True)]
     raise InsufficientMemory(
         f"states on a disk pass through RAM, which takes {format_bytes(needed.num_bytes)} of it for this model, and "
@@ -171,7 +177,8 @@ def _needed(
     for request, position in zip(requests, positions, strict=True):
         if in_ram[position]:
             continue
-        by_kind.setdefault(request.kind, align_up(largest[request.kind], PAGE))
+        if request.kind in largest:
+            by_kind.setdefault(request.kind, align_up(largest[request.kind], PAGE))
         if request.streamed and request.kind not in GRADIENTS:
             in_sets[request.group] = in_sets.get(request.group, 0) + align_up(request.num_bytes, PAGE)
     set_bytes = max([atleast.set_bytes, *in_sets.values()])

@@ -1,0 +1,308 @@
+"""One lane over an arena, RAM and a disk, driven by a random program; and what every range must hold when it is over.
+
+Beside the lane runs the plainest reference: whole groups, one after the other, in memory of their own. Memory that a job gives back is
+filled with garbage as soon as its transfers say that it may be.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tests.offload.adversary import PAGE, Adversary, LateBehind, LateDisk, LateQueues
+from vblackwell.kernels.adamw import AdamWStep
+from vblackwell.memory.gpu import DeviceLevel
+from vblackwell.memory.host import HostLevel
+from vblackwell.memory.level import Transfer
+from vblackwell.memory.stack import VGPUStack
+from vblackwell.memory.transfer import EventTransfer
+from vblackwell.offload.formats import EXACT, Formats
+from vblackwell.offload.groups import Group, moment_ranges
+from vblackwell.offload.home import Homes
+from vblackwell.offload.lane import LaneEnd, LaneJob, smallest_buffer, state_kinds
+from vblackwell.offload.lane_queued import QueuedLane
+from vblackwell.offload.pieces import Piece, num_elements
+from vblackwell.offload.shadow import Ranges, Shadows
+from vblackwell.offload.stage import Stage
+from vblackwell.offload.worker import Worker
+
+GARBAGE = 0x7F
+Bytes = dict[str, torch.Tensor]
+
+
+@dataclass
+class Setting:
+    """What a world is made of.
+
+    ``in_ram``: the share of the bytes below level 0 that the host level holds. ``host_writes``: chance that the host changes a range.
+    """
+
+    dtype: torch.dtype = torch.float32
+    formats: Formats = EXACT
+    num_groups: int = 4
+    in_ram: float = 0.6
+    buffers: int = 2
+    eagerness: float = 0.5
+    host_writes: float = 0.1
+
+
+@dataclass(eq=False)
+class Load:
+    """Weights on their way to level 0, and what they must be."""
+
+    buffer: torch.Tensor
+    transfer: Transfer
+    expected: torch.Tensor
+
+
+@dataclass(eq=False)
+class Open:
+    """An update whose step has not come."""
+
+    group: Group
+    shadows: Ranges
+    after: Bytes
+
+
+class World:
+    """See the module's text."""
+
+    def __init__(self, seed: int, setting: Setting, worker: Worker) -> None:
+        self.chance = random.Random(seed)
+        self.adversary = Adversary(seed + 1, setting.eagerness)
+        self.setting = setting
+        self.groups = [self._group(index) for index in range(setting.num_groups)]
+        self.queues = LateQueues(self.adversary)
+        self.disk = LateDisk(self.adversary, 4 << 20)
+        total = sum(self._bytes_below(group) for group in self.groups)
+        largest = max(self._bytes_below(group) for group in self.groups)
+        host = max(int(total * setting.in_ram), 2 * largest + 8 * PAGE)
+        self.stack = VGPUStack([DeviceLevel("cpu", 4 << 20), HostLevel(host, pin=False), self.disk])
+        self.homes = Homes(self.stack, "m", [1, 2], self.groups, (), self.groups)
+        narrow = setting.dtype == torch.bfloat16 and not setting.formats.stochastic
+        first = [(group, "weight") for group in self.groups]
+        first += [(group, "remainder") for group in self.groups] if narrow else []
+        self.homes.reserve(first, later=moment_ranges(self.groups))
+        self.homes.reserve([(group, "gradient") for group in self.groups] + moment_ranges(self.groups))
+        self.truth = {group: self._first_bytes(group) for group in self.groups}
+        size = max(smallest_buffer(group) for group in self.groups)
+        ring = self.homes.take("ring", setting.buffers * size, 0).view()
+        assert ring is not None
+        self.stage = Stage(self.homes, LateBehind(self.adversary))
+        self.lane = QueuedLane(self.stack, self.homes, ring, setting.buffers, self.queues, self.stage, worker)
+        self.shadows = Shadows(self.homes)
+        self.ends: dict[Group, LaneEnd] = {}
+        self.loads: list[Load] = []
+        self.last_load: dict[Group, Transfer] = {}
+        self.open: dict[Group, Open] = {}
+        self.step = 0
+
+    # -- bytes -------------------------------------------------------------------------------------------------------
+
+    def _group(self, index: int) -> Group:
+        group = Group(index, f"g{index}", formats=self.setting.formats)
+        for number in range(self.chance.randint(1, 3)):
+            param = nn.Parameter(torch.empty(self.chance.choice([7, 256, 1500, 2600, 6000])))
+            group.append(f"g{index}.p{number}", param, self.setting.dtype)
+        return group
+
+    def _bytes_below(self, group: Group) -> int:
+        kinds = ["weight", "gradient", *group.formats.moments]
+        return sum(Homes.size_of(group, kind) for kind in kinds) + group.num_bytes
+
+    def _first_bytes(self, group: Group) -> Bytes:
+        return {kind: self._write(group, kind) for kind in ("weight", *state_kinds(group, self.homes))}
+
+    def _values(self, num_bytes: int, kind: str) -> torch.Tensor:
+        """Bytes that are small numbers in whatever type ``kind`` has."""
+        generator = torch.Generator().manual_seed(self.chance.randrange(1 << 30))
+        if kind in ("weight", "gradient"):
+            dtype = self.setting.dtype
+        elif kind == "remainder" or kind.endswith("_codes"):
+            return torch.randint(0, 100, (num_bytes,), generator=generator, dtype=torch.uint8)
+        else:
+            dtype = torch.float32
+        return torch.rand(num_bytes // dtype.itemsize, generator=generator).to(dtype).view(torch.uint8)
+
+    def _write(self, group: Group, kind: str) -> torch.Tensor:
+        """The host writes fresh bytes to a range at home, as loading a checkpoint does."""
+        values = self._values(self.homes.range(group, kind).num_bytes, kind)
+        opened = self.homes.open(group, kind, load=False)
+        opened.copy_(values)
+        self.homes.close_range(group, kind, opened, store=True)
+        return values
+
+    def _after(self, group: Group, before: Bytes, gradient: torch.Tensor, numbers: AdamWStep) -> Bytes:
+        """What an update makes of ``before``: the whole group at once."""
+        arrived = {kind: flat.clone() for kind, flat in before.items()}
+        job = LaneJob(group, dict.fromkeys(group.slots, numbers), {}, {}, gradient=gradient)
+        return QueuedLane.arithmetic(job, Piece(0, num_elements(group)), arrived)
+
+    # -- what a model does -------------------------------------------------------------------------------------------
+
+    def load(self, group: Group) -> Load:
+        """Start to load the weights as they are after everything that was submitted."""
+        if group in self.last_load and self.homes.range(group, "weight").view() is None:
+            self.last_load[group].wait()  # the engine has dropped what it loads again
+        if group in self.ends:
+            self.lane.order_loads(self.ends[group])
+        source = self.homes.range(group, "weight")
+        buffer = torch.full((source.num_bytes,), GARBAGE, dtype=torch.uint8)
+        view = source.view()
+        if view is None:
+            transfer = self.stack.levels[source.level].read(source.extent, buffer)
+        else:
+            copied = self.queues.copy(self.queues.loads, lambda: [(buffer, view)])
+            transfer = copied.transfer
+        load = Load(buffer, transfer, self.truth[group]["weight"].clone())
+        self.loads.append(load)
+        self.last_load[group] = transfer
+        return load
+
+    def update(self, group: Group, *, final: bool, late: bool) -> None:
+        """An update behind the group's backward, or ``late``: from the gradient at home."""
+        self.step += 1
+        numbers = AdamWStep(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=self.step)
+        values = self._values(group.num_bytes, "gradient")
+        kinds = ("weight", *state_kinds(group, self.homes))
+        sources = {kind: self.homes.range(group, kind) for kind in kinds}
+        shadows = None if final else self.shadows.take(group, kinds)
+        targets = shadows or dict(sources)
+        load = self.load(group) if self.chance.random() < 0.6 else None
+        job = LaneJob(group, dict.fromkeys(group.slots, numbers), sources, targets, last_load=self.last_load.get(group))
+        if load is not None:
+            job.weight = load.buffer
+            self.loads.remove(load)
+            if self.chance.random() < 0.5:
+                load.transfer.wait()
+        if late:
+            job.gradient_kind = "gradient"
+            sources["gradient"] = self.homes.range(group, "gradient")
+            self._send_home(group, values)
+        else:
+            gradient = torch.full((group.num_bytes,), GARBAGE, dtype=torch.uint8)
+            self.queues.run(self.queues.model, lambda: gradient.copy_(values))
+            job.gradient = gradient
+        end = self.lane.submit(job)
+        if job.gradient is not None:
+            self._spoil_after(end.computed, job.gradient)
+        if job.weight is not None:
+            self._spoil_after(end.stored, job.weight)
+        after = self._after(group, self.truth[group], values, numbers)
+        self.ends[group] = end
+        if shadows is None:
+            self.truth[group] = after
+        else:
+            self.open[group] = Open(group, shadows, after)
+
+    def _send_home(self, group: Group, values: torch.Tensor) -> None:
+        """A gradient goes home; it was computed with the weights of the last update."""
+        home = self.homes.range(group, "gradient").view()
+        if home is None:
+            if group in self.ends:
+                self.ends[group].computed.wait()
+            opened = self.homes.open(group, "gradient", load=False)
+            opened.copy_(values)
+            self.homes.close_range(group, "gradient", opened, store=True)
+            return
+        if group in self.ends:
+            self.ends[group].computed.wait_on(self.queues.gradients)
+        self.queues.run(self.queues.gradients, lambda: home.fill_(GARBAGE))
+        self.queues.run(self.queues.gradients, lambda: home.copy_(values))
+
+    def _spoil_after(self, transfer: Transfer, memory: torch.Tensor) -> None:
+        """As soon as ``transfer`` is over the memory is somebody else's."""
+        end = transfer._end if isinstance(transfer, EventTransfer) else transfer  # type: ignore[attr-defined]
+
+        def over() -> bool:
+            return getattr(end, "passed", False) or getattr(end, "_over", False)
+
+        def actor() -> Callable[[], None] | None:
+            return spoil if over() else None
+
+        def spoil() -> None:
+            memory.fill_(GARBAGE)
+            self.adversary.leave(actor)
+
+        self.adversary.enter(actor)
+
+    def confirm(self, group: Group) -> None:
+        waiting = self.open.pop(group)
+        self.shadows.confirm(group, waiting.shadows)
+        self.truth[group] = waiting.after
+
+    def roll_back(self, group: Group) -> None:
+        self.ends[group].stored.wait()
+        self.shadows.give_back(self.open.pop(group).shadows)
+
+    def host_writes(self, group: Group) -> None:
+        kind = self.chance.choice(["weight", *state_kinds(group, self.homes)])
+        if group in self.ends:
+            self.ends[group].stored.wait()
+        for load in self.loads:
+            load.transfer.wait()
+        self.truth[group][kind] = self._write(group, kind)
+
+    def host_reads(self, group: Group) -> None:
+        """What is at home is what the reference has."""
+        if group in self.ends:
+            self.ends[group].stored.wait()
+        for kind, expected in self.truth[group].items():
+            opened = self.homes.open(group, kind)
+            assert torch.equal(opened, expected), (group.name, kind, self.step)
+            self.homes.close_range(group, kind, opened, store=False)
+
+    # -- programs ----------------------------------------------------------------------------------------------------
+
+    def run(self, steps: int) -> None:
+        """A training run with everything that may happen in it."""
+        order = self.groups[::-1]
+        for _ in range(steps):
+            if self.chance.random() < 0.2:
+                self.chance.shuffle(order)
+            if self.chance.random() < 0.7:
+                expected = list(order) if self.chance.random() < 0.8 else self.chance.sample(order, len(order))
+                self.lane.expect(expected)
+                self.lane.pump()
+            final, skipped = self.chance.random() < 0.5, self.chance.random() < 0.3
+            for group in order:
+                if self.chance.random() < 0.9:
+                    self.update(group, final=final, late=skipped and self.chance.random() < 0.5)
+                self.something()
+            for group in list(self.open):
+                self.confirm(group) if self.chance.random() < 0.7 else self.roll_back(group)
+            self.adversary.wander()
+            for group in self.groups:
+                if self.chance.random() < 0.3:
+                    self.update(group, final=True, late=True)
+                if self.chance.random() < 0.3:
+                    self.load(group)
+                self.something()
+        self.finish()
+
+    def something(self) -> None:
+        """Now and then: a pump, a look at what is at home, a change of it, time."""
+        if self.chance.random() < 0.3:
+            self.lane.pump()
+        closed = [group for group in self.groups if group not in self.open]
+        if closed and self.chance.random() < 0.1:
+            self.host_reads(self.chance.choice(closed))
+        if closed and self.chance.random() < self.setting.host_writes:
+            self.host_writes(self.chance.choice(closed))
+        self.adversary.wander()
+
+    def finish(self) -> None:
+        self.lane.drain()
+        for load in self.loads:
+            load.transfer.wait()
+            assert torch.equal(load.buffer, load.expected), "weights that were loaded are not those of their time"
+        for group in self.groups:
+            self.host_reads(group)
+
+    def close(self) -> None:
+        self.homes.close()
+        self.stack.close()
