@@ -1,38 +1,87 @@
 """Encode and decode at once: the weights a straight-through forward multiplies by.
 
-The numbers are exactly those of ``quantize(w, format, 'max').dequantize()``. Unlike there nothing here looks at a value from
-the host, so a training step stays asynchronous; inf and NaN are not refused but come out as NaN, where the loss shows
-them. `max` scales and not `mse`, because the search would cost more than the layer's matmul, and because a scale that
-follows the largest weight moves smoothly while weights train.
+The numbers are exactly those of ``quantize(w, format, 'max').dequantize()``, signs of zeros included. Unlike there nothing
+here looks at a value from the host where the tensor is on a GPU, so a training step stays asynchronous; inf and NaN are not refused
+but come out as NaN, where the loss shows them. `max` scales and not `mse`, because the search would cost more than the layer's
+matmul, and because a scale that follows the largest weight moves smoothly while weights train.
+
+fp32 where fp64 would round the same way. An element's code depends on which boundaries ``b`` (half-way between values, at most three bits)
+its quotient ``w / (s * ts)`` exceeds. Here ``q = w / ts`` and ``u = q / s`` are two correctly rounded fp32 divisions, and
+
+* ``q`` is on the side of ``c = b * s`` (7 bits) that ``w / ts`` is on, or equal to it: rounding is monotone and keeps ``c``;
+* ``u`` is on the side of ``b`` that ``q`` is on of ``c``: where they differ, ``q / s`` is further from ``b`` than half a unit in
+  its last place, because neighbours of ``c``, divided by ``s`` < 2 (significands), are.
+
+So the fp32 quotient decides, unless it is a boundary itself. Those elements are compared again in fp64, where ``c * ts`` is exact:
+all elements without a branch on a GPU, the few alone on a CPU. mxfp4 has powers of two for scales and int4 bf16 ones, whose products with
+boundaries fit fp32: a quotient on a boundary is a true tie there. int8's scale takes the place of ``ts``. nf4's boundaries have 25
+bits; a table of 2^13 cells answers for cells without a boundary, fp64 for the others.
+
+``B`` blocks, ``E`` elements a block.
 """
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from vblackwell.numerics.formats import E4M3_MAX, Format
+from vblackwell.numerics.formats import E4M3_MAX, NF4_VALUES, Format
 from vblackwell.numerics.packed import tiles
-from vblackwell.numerics.rounding import decode_elements, decode_scales, max_scale, round_elements
+from vblackwell.numerics.rounding import decode_elements, decode_scales, max_scale, round_elements, round_to_precision
 
-_TILE_ELEMENTS = 1 << 18  # about 12 MiB of fp64 temporaries
+_TILE_ELEMENTS = 1 << 19  # five temporaries of 2 MiB: calls cost as much as arithmetic on smaller ones
+_EXPONENT, _ONE, _HALF = 0x7F800000, 0x3F800000, 0x3F000000  # bits of fp32
+_NF4_CELLS = 1 << 12  # a unit
 
 
 def round_trip(w_NK: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
     """(N, K) weights rounded to ``form`` and back, once to fp32 and then to ``dtype``."""
     (n, k), block = w_NK.shape, form.block_of(w_NK.shape[1])
-    low, high = torch.aminmax(w_NK.detach())
+    w_NK = w_NK.detach()
+    low, high = torch.aminmax(w_NK)
     tensor_scale = max_tensor_scale(torch.maximum(low.abs(), high.abs()).to(torch.float32), form)
     out = torch.empty(n, k, dtype=dtype, device=w_NK.device)
+    room = _Room(min(n * form.padded(k), max(_TILE_ELEMENTS, block)), w_NK.device)
     for rows, columns in tiles(n, form.padded(k), block, _TILE_ELEMENTS):
         stop = min(columns.stop, k)
-        tile = w_NK.detach()[rows, columns.start : stop].to(torch.float64)
-        w_BE = torch.nn.functional.pad(tile, (0, columns.stop - stop)).view(-1, block)
-        scale_B = decode_scales(max_scale(w_BE.abs().amax(1), tensor_scale, form), form)
-        codes_BE = round_elements(w_BE, scale_B.to(torch.float64) * tensor_scale.to(torch.float64), form)
-        values = decode_elements(codes_BE, form).to(torch.float32).mul_(scale_B.unsqueeze(-1)).mul_(tensor_scale)
-        out[rows, columns.start : stop] = values.view(tile.shape[0], -1)[:, : tile.shape[1]]
+        shape = (rows.stop - rows.start, columns.stop - columns.start)
+        room.shape(shape[0] * shape[1] // block, block)
+        w_BE = room.load(w_NK[rows, columns.start : stop], shape)
+        values_BE = _round_blocks(w_BE, tensor_scale, form, room)
+        out[rows, columns.start : stop] = values_BE.view(shape)[:, : stop - columns.start]
     return out
+
+
+class _Room:
+    """Memory for a tile's temporaries, made once: fresh pages cost more than the arithmetic.
+
+    Attributes:
+        u, v, x, y: fp32 (B, E), of the tile at hand.
+    """
+
+    u: Tensor
+    v: Tensor
+    x: Tensor
+    y: Tensor
+
+    def __init__(self, elements: int, device: torch.device) -> None:
+        self._memory = torch.empty(5, elements, dtype=torch.float32, device=device)
+
+    def shape(self, blocks: int, block: int) -> None:
+        """Makes the temporaries (``blocks``, ``block``)."""
+        size = blocks * block
+        self.u, self.v, self.x, self.y = (self._memory[i, :size].view(blocks, block) for i in range(4))
+
+    def load(self, tile: Tensor, shape: tuple[int, int]) -> Tensor:
+        """``tile`` as fp32 blocks, padded with zeros to ``shape``; itself where it is that already. Not to be written to."""
+        if tile.dtype == torch.float32 and tile.is_contiguous() and tile.shape == shape:
+            return tile.view(self.u.shape)
+        padded = self._memory[4, : shape[0] * shape[1]].view(shape)
+        padded[:, : tile.shape[1]] = tile
+        padded[:, tile.shape[1] :] = 0.0
+        return padded.view(self.u.shape)
 
 
 def max_tensor_scale(amax: Tensor, form: Format) -> Tensor:
@@ -42,4 +91,120 @@ def max_tensor_scale(amax: Tensor, form: Format) -> Tensor:
     """
     if form.name != "nvfp4":
         return torch.where(torch.isfinite(amax), 1.0, torch.nan)
-    return torch.where(amax == 0, 1.0, (amax / (form.max_value * E4M3_MAX)).clamp_min(2.0**-126))
+    most = torch.full_like(amax, form.max_value * E4M3_MAX)  # by a number CUDA would multiply with the reciprocal
+    return torch.where(amax == 0, 1.0, (amax / most).clamp_min(2.0**-126))
+
+
+def _round_blocks(w_BE: Tensor, tensor_scale: Tensor, form: Format, room: _Room) -> Tensor:
+    """fp32 blocks rounded to the format and back, in ``room``; ``w_BE`` is left as it is."""
+    # The bits of magnitudes are in order as integers, NaN last, and torch's integer maximum is several times faster.
+    amax_B = torch.abs(w_BE, out=room.u).view(torch.int32).amax(1).view(torch.float32)
+    scale_B1 = _block_scales(amax_B, tensor_scale, form).unsqueeze(-1)
+    if form.name == "nvfp4":
+        torch.div(w_BE, tensor_scale, out=room.u).div_(scale_B1.clamp_min(2.0**-9))
+        v_BE = _round_e2m1(w_BE, scale_B1, tensor_scale, room).mul_(scale_B1).mul_(tensor_scale)
+        if not _may_look(w_BE) or float(scale_B1.amin()) == 0:  # a block without a scale has no negative zeros
+            v_BE.masked_fill_(scale_B1 * tensor_scale == 0, 0.0)  # NaN stays
+        return v_BE
+    torch.div(w_BE, torch.where(scale_B1 > 0, scale_B1, torch.inf), out=room.u)
+    if form.name == "mxfp4":
+        return _round_e2m1(w_BE, None, None, room).mul_(scale_B1)
+    if form.name == "nf4":
+        return _round_nf4(w_BE, scale_B1, form, room).mul_(scale_B1)
+    v_BE = torch.round(room.u, out=room.v)
+    if form.name == "int8":
+        one = torch.ones((), device=w_BE.device)
+        v_BE = _settle(room.u, one, w_BE, scale_B1, one, room)
+    return v_BE.clamp_(-form.max_value, form.max_value).mul_(scale_B1).add_(0.0)  # there is no negative zero
+
+
+def _may_look(tensor: Tensor) -> bool:
+    """Whether the host may look at values on the way; on a GPU it would wait for them."""
+    return tensor.device.type == "cpu"
+
+
+def _block_scales(amax_B: Tensor, tensor_scale: Tensor, form: Format) -> Tensor:
+    """What `max_scale` stands for, fp32; NaN throughout if the tensor scale is."""
+    amax_B = amax_B.to(torch.float64)
+    if form.name == "nvfp4":  # without the way through eight bits
+        quotient_B = amax_B / (form.max_value * tensor_scale.to(torch.float64))
+        return round_to_precision(quotient_B, 4, -6).clamp_max_(E4M3_MAX).to(torch.float32)
+    return decode_scales(max_scale(amax_B, tensor_scale, form), form) * tensor_scale
+
+
+def _round_e2m1(w_BE: Tensor, scale_B1: Tensor | None, tensor_scale: Tensor | None, room: _Room) -> Tensor:
+    """E2M1 values nearest to ``w / (scale * tensor_scale)``, whose fp32 quotient, exact without scales, is ``room.u``."""
+    # Values around u are 2^floor(log2 u) / 2 apart, at least 1/2. A tie goes to the even multiple, which is the even code.
+    step_BE = room.y
+    torch.bitwise_and(room.u.view(torch.int32), _EXPONENT, out=step_BE.view(torch.int32)).clamp_min_(_ONE)
+    t_BE = room.u.div_(step_BE.mul_(0.5))
+    v_BE = torch.round(t_BE, out=room.v)
+    if scale_B1 is not None and tensor_scale is not None:
+        v_BE = _settle(t_BE, step_BE, w_BE, scale_B1, tensor_scale, room)
+    return v_BE.mul_(step_BE).clamp_(-6.0, 6.0)
+
+
+def _settle(t_BE: Tensor, step_BE: Tensor, w_BE: Tensor, scale_B1: Tensor, unit: Tensor, room: _Room) -> Tensor:
+    """``room.v``, the rounded quotients ``t_BE``, with those that lie half-way compared exactly.
+
+    A quotient t stands for the weight ``t * step * scale * unit``.
+    """
+    if not _may_look(w_BE):
+        return _settle_exactly(t_BE, room.v, step_BE, w_BE, scale_B1, unit)
+    at = _positions_of_halves(torch.sub(t_BE, room.v, out=room.x).abs_())
+    if len(at):
+        t, v, w = (tensor.view(-1)[at] for tensor in (t_BE, room.v, w_BE))
+        step = step_BE.view(-1)[at] if step_BE.dim() else step_BE
+        room.v.view(-1)[at] = _settle_exactly(t, v, step, w, scale_B1[at // w_BE.shape[1], 0], unit)
+    return room.v
+
+
+def _positions_of_halves(distance_BE: Tensor) -> Tensor:
+    """Where ``distance_BE``, which is at most 1/2, is 1/2: positions in its memory. Comparing and searching every element would cost
+    more than the rounding, so chunks are narrowed down by their largest."""
+    pieces, start, size = (
+        distance_BE.view(torch.int32).view(1, -1),
+        torch.zeros(1, dtype=torch.int64),
+        distance_BE.numel(),
+    )
+    for width in (512, 16, 1):
+        if size % width == 0:
+            start = (start[:, None] + torch.arange(0, size, width)).view(-1)
+            hot = (pieces.view(-1, width).amax(1) == _HALF).nonzero()[:, 0]
+            pieces, start, size = pieces.view(-1, width)[hot], start[hot], width
+    return start
+
+
+def _settle_exactly(t: Tensor, v: Tensor, step: Tensor, w: Tensor, scale: Tensor, unit: Tensor) -> Tensor:
+    """``v`` where ``t`` is not half-way or at a true tie, else its neighbour on the weight's side."""
+    boundary = t.to(torch.float64) * step.to(torch.float64) * scale.to(torch.float64) * unit.to(torch.float64)
+    side = torch.sign(w.to(torch.float64) - boundary).to(torch.float32)  # exact: at most 8 + 24 bits
+    return torch.where(((t - v).abs() == 0.5) & (side != 0), torch.copysign(t + 0.5 * side, t), v)
+
+
+def _round_nf4(w_BE: Tensor, scale_B1: Tensor, form: Format, room: _Room) -> Tensor:
+    """Table values nearest to ``w / scale``, whose fp32 quotient, in [-1, 1], is ``room.u``."""
+    if not _may_look(w_BE):
+        return _nf4_exactly(w_BE, scale_B1[:, 0], form)
+    cell = room.x.view(torch.int32).copy_(room.u.add_(1.0).mul_(_NF4_CELLS)).clamp_(0, 2 * _NF4_CELLS)
+    v_BE = torch.index_select(_nf4_cells(), 0, cell.view(-1), out=room.v.view(-1)).view_as(w_BE)
+    at = v_BE.isnan().nonzero(as_tuple=True)
+    v_BE[at] = _nf4_exactly(w_BE[at].unsqueeze(-1), scale_B1.expand_as(w_BE)[at], form).squeeze(-1)
+    return v_BE
+
+
+def _nf4_exactly(w_BE: Tensor, scale_B: Tensor, form: Format) -> Tensor:
+    codes_BE = round_elements(w_BE.to(torch.float64), scale_B.to(torch.float64), form)
+    return decode_elements(codes_BE, form).to(torch.float32)
+
+
+@functools.lru_cache
+def _nf4_cells() -> Tensor:
+    """For each cell of width 1 / _NF4_CELLS from -1 on: the value that all of it rounds to, or NaN where a boundary is in or near it."""
+    values = torch.tensor(NF4_VALUES, dtype=torch.float64)
+    boundaries = (values[1:] + values[:-1]) / 2
+    start = torch.arange(2 * _NF4_CELLS + 1, dtype=torch.float64) / _NF4_CELLS - 1
+    slack = 2.0**-20  # u + 1 is rounded, to 2^-24
+    low = torch.bucketize(start - slack, boundaries)
+    high = torch.bucketize(start + 1 / _NF4_CELLS + slack, boundaries)
+    return torch.where(low == high, values[low], torch.nan).to(torch.float32)

@@ -60,7 +60,8 @@ def max_scale(amax: Tensor, tensor_scale: Tensor, form: Format) -> Tensor:
     if form.name == "mxfp4":
         return e8m0_floor(amax)
     significand_bits = 8 if form.scale_dtype == torch.bfloat16 else 24
-    return round_to_precision(amax / form.max_value, significand_bits, -126).to(form.scale_dtype)
+    largest = torch.full_like(amax, form.max_value)  # CUDA would multiply with the reciprocal of a number
+    return round_to_precision(amax / largest, significand_bits, -126).to(form.scale_dtype)
 
 
 def round_elements(w_BE: Tensor, scale_B: Tensor, form: Format) -> Tensor:
