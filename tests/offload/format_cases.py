@@ -143,10 +143,10 @@ def stack_of(fast_bytes: int) -> VGPUStack:
 class Embedded(nn.Module):
     """An embedding that is larger than a small level 0, before layers that are not."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int = 5001) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.embedding = nn.Embedding(5001, 97)
+        self.embedding = nn.Embedding(rows, 97)
         self.layers = nn.ModuleList(nn.Linear(97, 97) for _ in range(3))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -271,6 +271,25 @@ def test_sliced_leaves_are_updated_on_level_0_too(form: Form, make_stack: MakeSt
     assert_same_states(found[1][1], found[0][1])
 
 
+def test_a_sliced_leaf_that_would_fit_without_its_gradient_is_not_loaded_whole(make_stack: MakeStack):
+    """Whoever writes to a sliced leaf writes at home: a copy on level 0 would be what the next update begins with."""
+    model = Embedded(2500)
+    enable_vgpu_stack_optimization(model, make_stack(940 << 10), placement="streamed", **PACKED[0].given)
+    engine = offload_of(model)
+    assert isinstance(engine, Offload) and engine.summary()["sliced"] == ["embedding"]
+    engine.level0.at_once = (
+        False  # as on a GPU: a late update is queued when somebody needs it, and level 0 is empty by then
+    )
+    optimizer = VGPUAdamW(model.parameters(), lr=1e-2, update_in_backward=True)
+    model(torch.arange(300)[None]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    while engine.gradients.make_room():
+        pass
+    engine.step_control.settle(engine.groups[0])
+    assert engine.groups[0].index not in engine.weights._loaded
+
+
 @packed_form
 @pytest.mark.parametrize("placement", ["resident", "streamed"])
 def test_frozen_parts_stay_and_are_refused_when_thawed(form: Form, placement: str, make_stack: MakeStack):

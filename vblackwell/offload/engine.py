@@ -152,6 +152,10 @@ class Offload:
     def _neighbours(self) -> list[Offload]:
         return [engine for engine in _engines[self.stack] if engine is not self]
 
+    def is_sliced(self, group: Group) -> bool:
+        """Whether ``group`` is never on level 0 as a whole."""
+        return group in self._slice_rows
+
     def slots(self) -> Iterator[Slot]:
         """Every managed parameter, in the model's order."""
         for group in self.groups:

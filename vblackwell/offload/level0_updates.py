@@ -228,7 +228,8 @@ class Level0Updates:
         try:
             self._take_back(group)
             self._engine.weights.confirm(group)  # what is loaded is what the update starts from
-            loaded = self._engine.weights.fetch(group)
+            # What a sliced leaf's home has may be written past level 0: no copy of it stays there.
+            loaded = None if self._engine.is_sliced(group) else self._engine.weights.fetch(group)
             self._submit(group, jobs, self._own_ranges(group), loaded, None, factor)
         except BaseException:
             self._waiting[group.index] = waiting
