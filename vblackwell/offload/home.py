@@ -99,6 +99,8 @@ class Homes:
             InsufficientMemory: nothing was reserved.
         """
         missing = [(group, kind) for group, kind in wanted if (group.index, kind) not in self._ranges]
+        if not missing:
+            return
         fresh = [pair for pair in missing if not self._lives_on_level0(*pair)]
         requests = [self._request(*pair) for pair in fresh]
         order = spread(requests)

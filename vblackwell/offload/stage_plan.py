@@ -120,21 +120,16 @@ def plan_staging(
     except InsufficientMemory:
         wanted = list(requests)  # what comes later will be refused then
     requests = list(requests)
-    if True not in in_ram or (wanted == requests and all(in_ram[position] for position in alone)):
+    fits = wanted == requests and all(in_ram[position] for position in alone)
+    if True not in in_ram or (fits and not staged_already):
         return held
 
-    def settled(most_sets: int, *, with_kinds: bool = True) -> Staging | None:
-        options = held, staged_already, largest if with_kinds else {}, most_sets
-        found = _settled(wanted, free, in_ram, *options)
-        return _settled(requests, free, in_ram, *options) if found is None else found
-
-    for most_sets in range(MOST_SETS, 0, -1):
-        found = settled(most_sets)
-        if found is not None and (most_sets == 1 or found.num_sets * found.set_bytes * SETS_SHARE <= host_bytes):
-            return found
-    found = settled(1, with_kinds=False)  # the worker then takes, for the moment, what it needs
-    if found is not None:
-        return found
+    for placed in (wanted, requests):
+        for most_sets in range(MOST_SETS, -1, -1):
+            kinds = largest if most_sets else {}  # last, the worker takes for the moment what it needs
+            found = _settled(placed, free, in_ram, held, staged_already, kinds, max(1, most_sets))
+            if found is not None and (most_sets < 2 or found.num_sets * found.set_bytes * SETS_SHARE <= host_bytes):
+                return found
     needed = _needed(requests, [len(free) - 1] * len(requests), in_ram, held, staged_already, {}, 1)
     room = free[in_ram.index(True)]
     raise InsufficientMemory(
