@@ -33,6 +33,7 @@ def _loop(
     exp_avg_sqs: List[List[torch.Tensor]],  # noqa: UP006
     steps: List[torch.Tensor],  # noqa: UP006
     factor: torch.Tensor,
+    half: torch.Tensor,
     wides: List[List[torch.Tensor]],  # noqa: UP006
     high_halves: List[List[torch.Tensor]],  # noqa: UP006
     low_halves: List[List[torch.Tensor]],  # noqa: UP006
@@ -61,7 +62,7 @@ def _loop(
             masters[index], wides[room], exp_avgs[index], exp_avg_sqs[index], none, steps,
             lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
         )  # fmt: skip
-        torch.add(master_bits[index][0], 0x8000, out=bits[room][0])
+        torch.add(master_bits[index][0], half, out=bits[room][0])
         weights[index][0].copy_(high_bits[room][0])
 
 
@@ -84,6 +85,8 @@ class MasterLoop:
         # Made at the first use, and once: memory that is new at every step costs a page fault every 4 KiB.
         self._wide = torch.empty(0)
         self._bits = torch.empty(0, dtype=torch.int32)
+        # A tensor: TorchScript's sum with a number is made in new memory, page fault by page fault, and copied to `out`.
+        self._half = torch.tensor(0x8000, dtype=torch.int32)
 
     @torch.no_grad()
     def update(
@@ -113,7 +116,7 @@ class MasterLoop:
         compiled_loop()(
             _pieces(master), _pieces(master.view(torch.int32)), _pieces(weight.view(torch.int16)),
             _pieces(gradient if is_wide else gradient.view(torch.int16)), is_wide, _pieces(exp_avg), _pieces(exp_avg_sq), [step],
-            torch.empty(0) if factor is None else factor, [[self._wide[:count]] for count in counts],
+            torch.empty(0) if factor is None else factor, self._half, [[self._wide[:count]] for count in counts],
             [[halves[1 : 2 * count : 2]] for count in counts], [[halves[0 : 2 * count : 2]] for count in counts],
             [[self._bits[:count]] for count in counts], [[bit_halves[1 : 2 * count : 2]] for count in counts],
             lr, beta1, beta2, weight_decay, eps,
