@@ -37,10 +37,10 @@ def test_the_bits_are_those_of_the_cpu(format, search):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_memory_of_quantising_and_of_a_packed_layer(dtype):
-    layer = FusedFP4Linear(4096, 4096, bias=False, device="cuda", dtype=dtype)
-    layer.quantize()  # code and constants of the kernels are loaded once
-    layer = FusedFP4Linear(4096, 4096, bias=False, device="cuda", dtype=dtype)
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "nf4", "int4"])
+def test_memory_of_quantising_and_of_a_packed_layer(format, dtype):
+    FusedFP4Linear(4096, 4096, bias=False, format=format, device="cuda", dtype=dtype).quantize()  # loads code, once
+    layer = FusedFP4Linear(4096, 4096, bias=False, format=format, device="cuda", dtype=dtype)
     torch.cuda.synchronize()
     size, before = layer.weight.nbytes, torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

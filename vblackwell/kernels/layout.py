@@ -104,8 +104,8 @@ def _unpack_words(words: Tensor) -> Tensor:
     return codes
 
 
-def _e5m3(block_scales: Tensor, format: str) -> tuple[Tensor, int]:
-    """Scales as E5M3 bytes, and the exponent that moved into the tensor scale."""
+def _e5m3(block_scales: Tensor, format: str, top: int) -> tuple[Tensor, int]:
+    """Scales as E5M3 bytes, and the exponent that moved into the tensor scale; ``top`` is mxfp4's largest E8M0 byte."""
     if format == "nvfp4":
         if bool(((block_scales & 0x7F) == 0x7F).any()):
             raise Unsupported("block scales hold NaN (E4M3 0x7F): quantise a weight without inf and NaN")
@@ -113,18 +113,45 @@ def _e5m3(block_scales: Tensor, format: str) -> tuple[Tensor, int]:
             raise Unsupported("block scales hold negative values: the tiled layout keeps scales without a sign")
         half_bits = block_scales.view(torch.float8_e4m3fn).to(torch.float16).view(torch.int16)
         return (half_bits >> 7).to(torch.uint8), 0
-    exponent = block_scales.to(torch.int32) - 127
-    top = int(exponent.max()) if exponent.numel() else 0
-    field = exponent - top + _E5M3_TOP
-    return (field.clamp_min(0) << 3).to(torch.uint8), top - (_E5M3_TOP - 15)
+    field = block_scales.to(torch.int16) - top + _E5M3_TOP
+    return (field.clamp_(0, _E5M3_TOP) << 3).to(torch.uint8), top - 127 - (_E5M3_TOP - 15)
+
+
+def _live_blocks(codes: Tensor, block_scales: Tensor) -> Tensor:
+    """Which mxfp4 blocks hold a value: the others may have any exponent, and it must not widen the span."""
+    return (codes & 0x77).view(*block_scales.shape, -1).amax(-1) != 0
+
+
+def live_exponents(codes: Tensor, block_scales: Tensor) -> tuple[int, int]:
+    """(lowest, highest) E8M0 byte among canonical mxfp4 blocks that hold a value; (127, 127) if none does. Waits for the device.
+
+    Raises:
+        Unsupported: NaN scales, or exponents that span more than the tiled layout holds.
+    """
+    if bool((block_scales == 0xFF).any()):
+        raise Unsupported("block scales hold NaN (E8M0 0xFF): quantise a weight without inf and NaN")
+    live = block_scales[_live_blocks(codes, block_scales)]
+    if live.numel() == 0:
+        return 127, 127
+    low, top = int(live.min()), int(live.max())
+    if top - low > _E5M3_TOP - _E5M3_BOTTOM:
+        raise Unsupported(f"mxfp4 exponents span 2^{top - low}; the tiled layout holds 2^{_E5M3_TOP - _E5M3_BOTTOM}")
+    return low, top
 
 
 def to_tiled(
-    codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int
+    codes: Tensor,
+    block_scales: Tensor,
+    tensor_scale: Tensor,
+    format: str,
+    n: int,
+    k: int,
+    top: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Canonical nvfp4 or mxfp4 -> (codes, scales, tensor scale) in the tiled layout, on the same device.
 
-    Waits for the device: it looks at the scales. Meant for the moment of quantising or loading.
+    Waits for the device: it looks at the scales. Meant for the moment of quantising or loading. ``top`` is for a part of an
+    mxfp4 weight: the whole's highest exponent, from ``live_exponents``, which has refused what does not fit.
 
     Raises:
         ConfigurationError: a format without a tiled layout, or shapes that do not fit (n, k).
@@ -139,18 +166,11 @@ def to_tiled(
     bands, steps = tiles(n, k)
     per_scale = FORMATS[format].block_of(k) // 16
     unpacked = torch.stack((codes & 0xF, codes >> 4), dim=-1).view(n, -1)
-    if format == "mxfp4" and bool((block_scales == 0xFF).any()):
-        raise Unsupported("block scales hold NaN (E8M0 0xFF): quantise a weight without inf and NaN")
-    if format == "mxfp4":  # a block without a value may have any exponent: it must not widen the span
-        magnitude = (unpacked & 7).view(n, block_scales.shape[1], -1).amax(-1)
-        low = block_scales.min()
-        block_scales = torch.where(magnitude == 0, low, block_scales)
-        live = block_scales.to(torch.int32)[magnitude != 0]
-        top = live.max() if live.numel() else low.to(torch.int32)
-        span = int(top - live.min()) if live.numel() else 0
-        if span > _E5M3_TOP - _E5M3_BOTTOM:
-            raise Unsupported(f"mxfp4 exponents span 2^{span}; the tiled layout holds 2^{_E5M3_TOP - _E5M3_BOTTOM}")
-    scales, exponent = _e5m3(block_scales, format)
+    if format == "mxfp4" and top is None:
+        top = live_exponents(codes, block_scales)[1]
+    scales, exponent = _e5m3(block_scales, format, top or 0)
+    if format == "mxfp4":
+        scales = torch.where(_live_blocks(codes, block_scales), scales, 0)
     scales = scales.repeat_interleave(per_scale, dim=1)
     pad_k = steps * TILE_K - unpacked.shape[1]
     pad_n = bands * TILE_N - n

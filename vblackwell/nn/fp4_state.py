@@ -78,18 +78,18 @@ def place(packed: PackedTensor) -> Placed:
 def tiled(packed: PackedTensor) -> Placed:
     """The tiled layout of an nvfp4 or mxfp4 tensor.
 
-    Row bands of nvfp4 do not depend on each other, so they are shuffled a few at a time: shuffling takes several bytes a
-    weight while it runs, more than a GPU may have beside the layer.
+    Rows are shuffled in bands, because shuffling takes several bytes a weight while it runs, more than a GPU may have beside the
+    layer. Bands of mxfp4 share the exponent that moves into the tensor scale.
 
     Raises:
         Unsupported: values that the layout cannot hold.
     """
     n, k, name = packed.n, packed.k, layout.tiled_name(packed.format)
     band_rows = layout.TILE_N * max(1, _SHUFFLE_ELEMENTS // (layout.TILE_N * k))
-    if packed.format == "mxfp4" or n <= band_rows:
-        return Placed(
-            name, *layout.to_tiled(packed.codes, packed.block_scales, packed.tensor_scale, packed.format, n, k)
-        )
+    top = layout.live_exponents(packed.codes, packed.block_scales)[1] if packed.format == "mxfp4" else None
+    if n <= band_rows:
+        tensors = (packed.codes, packed.block_scales, packed.tensor_scale)
+        return Placed(name, *layout.to_tiled(*tensors, packed.format, n, k, top))
     codes_shape, scales_shape = layout.shapes(name, n, k)
     codes = torch.empty(codes_shape, dtype=torch.uint8, device=packed.device)
     scales = torch.empty(scales_shape, dtype=torch.uint8, device=packed.device)
@@ -98,7 +98,7 @@ def tiled(packed: PackedTensor) -> Placed:
         rows = slice(row, min(n, row + band_rows))
         bands = slice(row // layout.TILE_N, -(-rows.stop // layout.TILE_N))
         codes[bands], scales[bands], tensor_scale = layout.to_tiled(
-            packed.codes[rows], packed.block_scales[rows], packed.tensor_scale, packed.format, rows.stop - row, k
+            packed.codes[rows], packed.block_scales[rows], packed.tensor_scale, packed.format, rows.stop - row, k, top
         )
     return Placed(name, codes, scales, tensor_scale)
 
