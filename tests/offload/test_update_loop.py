@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vblackwell.offload import update_loop
 from vblackwell.offload.masters import round_from_fp32
-from vblackwell.offload.update_loop import CHUNK, MasterLoop
+from vblackwell.offload.update_loop import CHUNK, PART, MasterLoop
 
 NUMBERS = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
@@ -39,7 +39,7 @@ def reference(
 
 @pytest.mark.parametrize("way", ["compiled", "plain"])
 @given(
-    length=st.sampled_from([1, 7, 16, 31, 4096, CHUNK - 1, CHUNK, CHUNK + 17]),
+    length=st.sampled_from([1, 7, 16, 31, 4096, CHUNK - 1, CHUNK, CHUNK + 17, PART + CHUNK + 3]),
     wide=st.booleans(), clipped=st.lists(st.booleans(), min_size=3, max_size=3), in_place=st.booleans(), seed=st.integers(0, 9),
 )  # fmt: skip
 @settings(max_examples=25, deadline=None)
@@ -61,7 +61,8 @@ def test_bits_are_torchs(way: str, length: int, wide: bool, clipped: list[bool],
                 weight.copy_(gradient)
                 gradient = weight
             step.add_(1)
-            loop.update(ours, weight, gradient, *ours_moments, step, factor, **NUMBERS)
+            loop.add(ours, weight, gradient, *ours_moments, step, factor, **NUMBERS)
+            loop.run()
             assert torch.equal(ours, master) and torch.equal(weight, expected)
             assert all(map(torch.equal, ours_moments, moments))
 
@@ -74,11 +75,49 @@ def test_the_loop_is_compiled_and_lets_other_threads_run():
     weight, gradient = torch.zeros(length, dtype=torch.bfloat16), torch.ones(length, dtype=torch.bfloat16)
     loop, step = MasterLoop(), torch.ones(())
     arguments = (tensors[0], weight, gradient, *tensors[1:], step, None)
-    loop.update(*arguments, **NUMBERS)  # compiled, and memory made
+
+    def update() -> None:
+        loop.add(*arguments, **NUMBERS)
+        loop.run()
+
+    update()  # compiled, and memory made
     counted = 0
-    thread = threading.Thread(target=lambda: loop.update(*arguments, **NUMBERS))
+    thread = threading.Thread(target=update)
     thread.start()
     while thread.is_alive():
         counted += 1
     # The update takes tens of milliseconds, a turn of the loop under a microsecond; with the lock held there would be a few turns.
     assert counted > 1000
+
+
+def test_updating_threads_compute_alone_and_others_do_not():
+    """One OpenMP thread each; torch's number for the process, and for threads to come, stays what it was."""
+    before = torch.get_num_threads()
+    pool, count = update_loop._pool()
+    at_once = threading.Barrier(count)
+
+    def ask() -> int:
+        at_once.wait(10)
+        return torch.get_num_threads()
+
+    assert [task.result() for task in [pool.submit(ask) for _ in range(count)]] == [1] * count
+    later: list[int] = []
+    thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert torch.get_num_threads() == before and later == [before]
+    assert 1 <= count <= max(2, before)
+
+
+def test_an_error_is_raised_when_no_thread_is_at_work():
+    """What was added is forgotten, and the next update is as if nothing had happened."""
+    length, loop, step = 3 * PART, MasterLoop(), torch.ones(())
+    tensors = [torch.zeros(length) for _ in range(3)]
+    weight, gradient = torch.zeros(length, dtype=torch.bfloat16), torch.ones(length, dtype=torch.bfloat16)
+    loop.add(tensors[0], weight, gradient[:PART], *tensors[1:], step, None, **NUMBERS)  # too short for the others
+    with pytest.raises(RuntimeError):
+        loop.run()
+    tensors = [torch.zeros(length) for _ in range(3)]
+    loop.add(tensors[0], weight, gradient, *tensors[1:], step, None, **NUMBERS)
+    loop.run()
+    assert len(tensors[0].unique()) == 1

@@ -141,6 +141,7 @@ class Updater:
         else:
             for job in jobs:
                 self._update_chunked(job, opened, gradient, gradient_kind, factor)
+            self._loop.run()
         for kind in kinds:
             self._homes.close_range(group, kind, opened[kind], store=True)
         self._homes.close_range(group, gradient_kind, gradient, store=factor is not None)
@@ -177,9 +178,7 @@ class Updater:
         states = slot.flat_fp32(opened["exp_avg"]), slot.flat_fp32(opened["exp_avg_sq"])
         source = slot.flat_fp32(gradient) if gradient_kind == "accumulated" else slot.flat(gradient)
         if "master" in opened and weight.dtype == torch.bfloat16:
-            self._loop.update(
-                slot.flat_fp32(opened["master"]), weight, source, *states, job.step, factor, **vars(hyper)
-            )
+            self._loop.add(slot.flat_fp32(opened["master"]), weight, source, *states, job.step, factor, **vars(hyper))
             return
         master = slot.flat_fp32(opened["master"]) if "master" in opened else weight
         if not self._wide.numel():

@@ -1,44 +1,55 @@
-"""AdamW with a bf16 compute weight and a whole fp32 master on the CPU, chunk by chunk in cache, outside the interpreter's lock.
+"""AdamW with a bf16 compute weight and a whole fp32 master on the CPU: many threads, each chunk by chunk in its own cache.
 
-A chunk takes four torch calls. From Python each of them takes the lock back in turn with the thread that launches the model's kernels, 0.2
-ms a time on a busy machine, so chunks would have to be too large for any cache (docs/log-offload.md). TorchScript runs the whole loop with
-the lock released. It is deprecated: where it is gone, the same function runs as Python, slower, with the same bits.
+A chunk takes three or four torch calls. From Python each of them takes the interpreter's lock back in turn with the thread that launches
+the model's kernels, 0.2 ms a time on a busy machine, so TorchScript runs the loop over chunks with the lock released. (It is
+deprecated: where it is gone, the same function runs as Python, slower, with the same bits.) torch's own threads would meet behind every
+call, and wait there for whichever of them shares its core with a busy thread of the model; here every thread has its own chunks,
+and takes the next when it is done (docs/log-offload.md).
 """
 
 from __future__ import annotations
 
+import os
+import threading
 import warnings
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, List  # noqa: UP035 (TorchScript)
 
 import torch
 
-# Elements. A multiple of 16, or torch's vectorised AdamW rounds differently; what one operation wrote is in cache for the next.
-CHUNK = 1 << 19
+# Elements. A multiple of 16, or torch's vectorised AdamW rounds differently; what one operation wrote is in cache for the next: 1.4 MiB.
+CHUNK = 1 << 16
+PART = (
+    1 << 20
+)  # elements that a thread takes at once: so many that taking does not show, so few that all threads are done together
+OTHER_THREADS = 3  # that are busy while updates run: two that launch the model's kernels, one that hands out updates
 
 
-Pieces = list[list[torch.Tensor]]  # a list of one for each chunk: what torch's AdamW takes
-
-
-# TorchScript reads the annotations below, so this is written in what it understands. The lists come from outside: of a list that is made in
-# here it would not see that AdamW writes to what is in it, and drop the call as dead.
+# TorchScript reads the annotations below, so this is written in what it understands. The lists of one come from outside: of a list that is
+# made in here it would not see that AdamW writes to what is in it, and drop the call as dead.
 def _loop(
-    masters: List[List[torch.Tensor]],  # noqa: UP006
-    master_bits: List[List[torch.Tensor]],  # noqa: UP006
-    weights: List[List[torch.Tensor]],  # noqa: UP006
-    gradients: List[List[torch.Tensor]],  # noqa: UP006
-    is_wide: bool,
-    exp_avgs: List[List[torch.Tensor]],  # noqa: UP006
-    exp_avg_sqs: List[List[torch.Tensor]],  # noqa: UP006
-    steps: List[torch.Tensor],  # noqa: UP006
+    master: torch.Tensor,
+    master_bits: torch.Tensor,
+    weight_bits: torch.Tensor,
+    gradient: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
     factor: torch.Tensor,
     half: torch.Tensor,
-    wides: List[List[torch.Tensor]],  # noqa: UP006
-    high_halves: List[List[torch.Tensor]],  # noqa: UP006
-    low_halves: List[List[torch.Tensor]],  # noqa: UP006
-    bits: List[List[torch.Tensor]],  # noqa: UP006
-    high_bits: List[List[torch.Tensor]],  # noqa: UP006
+    wide: torch.Tensor,
+    bits: torch.Tensor,
+    high_bits: torch.Tensor,
+    masters: List[torch.Tensor],  # noqa: UP006
+    gradients: List[torch.Tensor],  # noqa: UP006
+    exp_avgs: List[torch.Tensor],  # noqa: UP006
+    exp_avg_sqs: List[torch.Tensor],  # noqa: UP006
+    steps: List[torch.Tensor],  # noqa: UP006
+    begin: int,
+    end: int,
     lr: float,
     beta1: float,
     beta2: float,
@@ -47,23 +58,24 @@ def _loop(
 ) -> None:
     none: List[torch.Tensor] = []  # noqa: UP006
     scaled = factor.numel() > 0
-    last = len(masters) - 1
-    for index in range(last + 1):
-        room = 1 if index == last else 0  # the working memory is cut for whole chunks and for the last
-        if is_wide:
-            wides[room][0].copy_(gradients[index][0])
-        else:
-            if scaled:
-                low_halves[room][0].zero_()  # the chunk before has left its product there
-            high_halves[room][0].copy_(gradients[index][0])
+    chunk = wide.numel()
+    for start in range(begin, end, chunk):
+        count = min(chunk, end - start)
+        masters[0] = master.narrow(0, start, count)
+        gradients[0] = wide.narrow(0, 0, count)
+        gradients[0].copy_(gradient.narrow(0, start, count))
         if scaled:
-            wides[room][0].mul_(factor)
+            gradients[0].mul_(factor)
+        exp_avgs[0] = exp_avg.narrow(0, start, count)
+        exp_avg_sqs[0] = exp_avg_sq.narrow(0, start, count)
         torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
-            masters[index], wides[room], exp_avgs[index], exp_avg_sqs[index], none, steps,
+            masters, gradients, exp_avgs, exp_avg_sqs, none, steps,
             lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
         )  # fmt: skip
-        torch.add(master_bits[index][0], half, out=bits[room][0])
-        weights[index][0].copy_(high_bits[room][0])
+        # The gradient has been read: its memory takes the sum. A tensor and not a number is added, because TorchScript's sum with a number
+        # is made in new memory, page fault by page fault, and then copied.
+        torch.add(master_bits.narrow(0, start, count), half, out=bits.narrow(0, 0, count))
+        weight_bits.narrow(0, start, count).copy_(high_bits.narrow(0, 0, count))
 
 
 @cache
@@ -78,26 +90,70 @@ def compiled_loop() -> Callable[..., Any]:
             return _loop
 
 
-class MasterLoop:
-    """Updates parameters with whole masters; keeps the memory that it works in. One thread at a time."""
+def _compute_alone() -> None:
+    """Let this thread run torch's operations without torch's other threads."""
+    count = torch.get_num_threads()  # asked first: a thread's first question sets the number to that of the process
+    torch.set_num_threads(1)
+    # That was also the number for threads to come, which another thread can put right without touching this one's.
+    other = threading.Thread(target=torch.set_num_threads, args=(count,))
+    other.start()
+    other.join()
+
+
+def num_threads() -> int:
+    """How many threads update: torch's number, but leave cores to the threads that are busy beside them."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(torch.get_num_threads(), max(2, cores - OTHER_THREADS)))
+
+
+@cache
+def _pool() -> tuple[ThreadPoolExecutor, int]:
+    """The threads of the process, made at the first update, and their number."""
+    count = num_threads()
+    return ThreadPoolExecutor(count, "vblackwell-update", initializer=_compute_alone), count
+
+
+class _Scratch(threading.local):
+    """What a thread works in. Made once: memory that is new at every step costs a page fault every 4 KiB."""
 
     def __init__(self) -> None:
-        # Made at the first use, and once: memory that is new at every step costs a page fault every 4 KiB.
-        self._wide = torch.empty(0)
-        self._bits = torch.empty(0, dtype=torch.int32)
-        # A tensor: TorchScript's sum with a number is made in new memory, page fault by page fault, and copied to `out`.
-        self._half = torch.tensor(0x8000, dtype=torch.int32)
+        self.wide = torch.empty(CHUNK)
+        self.bits = self.wide.view(torch.int32)
+        self.high_bits = self.wide.view(torch.int16)[1::2]  # the upper halves, on a little-endian machine
+        self.half = torch.tensor(0x8000, dtype=torch.int32)
+        self.boxes: list[list[torch.Tensor]] = [[self.wide] for _ in range(4)]
+
+
+@dataclass(frozen=True)
+class _Part:
+    tensors: tuple[torch.Tensor, ...]
+    step: torch.Tensor
+    begin: int
+    end: int
+    numbers: tuple[float, ...]
 
     @torch.no_grad()
-    def update(
+    def run(self, own: _Scratch) -> None:
+        compiled_loop()(
+            *self.tensors, own.half, own.wide, own.bits, own.high_bits, *own.boxes, [self.step], self.begin, self.end, *self.numbers
+        )  # fmt: skip
+
+
+class MasterLoop:
+    """Updates parameters with whole masters. For one thread, in which `run` returns when all is done."""
+
+    def __init__(self) -> None:
+        self._parts: deque[_Part] = deque()
+        self._scratch = _Scratch()
+
+    def add(
         self, master: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor, exp_avg: torch.Tensor,
         exp_avg_sq: torch.Tensor, step: torch.Tensor, factor: torch.Tensor | None, *, lr: float, beta1: float, beta2: float,
         eps: float, weight_decay: float,
     ) -> None:  # fmt: skip
         """One AdamW step in place on ``master``, ``exp_avg`` and ``exp_avg_sq``; ``weight`` becomes the master, rounded with ties away.
 
-        A bf16 is the high half of its fp32, so widening and rounding are strided copies of 16-bit halves: torch's own conversion from bf16
-        runs on one thread.
+        A bf16 is the high half of its fp32, so rounding is a sum of integers and a strided copy of the 16-bit halves.
 
         Args:
             master, exp_avg, exp_avg_sq: (n,) fp32, on the CPU as everything here.
@@ -106,22 +162,37 @@ class MasterLoop:
             step: fp32 scalar, counted up.
             factor: fp32 scalar that gradients are multiplied by; None for 1.
         """
-        if not self._wide.numel():
-            self._wide, self._bits = torch.empty(CHUNK), torch.empty(CHUNK, dtype=torch.int32)
-        is_wide = gradient.dtype == torch.float32
-        halves, bit_halves = self._wide.view(torch.int16), self._bits.view(torch.int16)
-        if not is_wide:
-            halves[0::2].zero_()
-        counts = (min(CHUNK, master.numel()), master.numel() - (master.numel() - 1) // CHUNK * CHUNK)
-        compiled_loop()(
-            _pieces(master), _pieces(master.view(torch.int32)), _pieces(weight.view(torch.int16)),
-            _pieces(gradient if is_wide else gradient.view(torch.int16)), is_wide, _pieces(exp_avg), _pieces(exp_avg_sq), [step],
-            torch.empty(0) if factor is None else factor, self._half, [[self._wide[:count]] for count in counts],
-            [[halves[1 : 2 * count : 2]] for count in counts], [[halves[0 : 2 * count : 2]] for count in counts],
-            [[self._bits[:count]] for count in counts], [[bit_halves[1 : 2 * count : 2]] for count in counts],
-            lr, beta1, beta2, weight_decay, eps,
+        tensors = (
+            master, master.view(torch.int32), weight.view(torch.int16), gradient, exp_avg, exp_avg_sq,
+            torch.empty(0) if factor is None else factor,
         )  # fmt: skip
+        numbers = (lr, beta1, beta2, weight_decay, eps)
+        for begin in range(0, master.numel(), PART):
+            self._parts.append(_Part(tensors, step, begin, min(begin + PART, master.numel()), numbers))
 
+    def run(self) -> None:
+        """Do what was added.
 
-def _pieces(tensor: torch.Tensor) -> Pieces:
-    return [[piece] for piece in tensor.split(CHUNK)]
+        Raises:
+            Exception: what an operation raised, when no thread is at work any more; some parameters are then updated and others not.
+        """
+        try:
+            if len(self._parts) == 1:
+                self._take_all()
+                return
+            pool, count = _pool()
+            compiled_loop()  # once, before threads ask for it together
+            tasks = [pool.submit(self._take_all) for _ in range(min(count, len(self._parts)))]
+            errors = [error for task in tasks if (error := task.exception()) is not None]
+            if errors:
+                raise errors[0]
+        finally:
+            self._parts.clear()
+
+    def _take_all(self) -> None:
+        while True:
+            try:
+                part = self._parts.popleft()
+            except IndexError:
+                return
+            part.run(self._scratch)
