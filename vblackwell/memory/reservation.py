@@ -15,7 +15,7 @@ class Reservation:
         name: unique in its stack. level: number of its level. num_bytes: its size.
     """
 
-    __slots__ = ("name", "level", "num_bytes", "_extent", "_place")
+    __slots__ = ("name", "level", "num_bytes", "_extent", "_place", "_parts")
 
     def __init__(self, name: str, level: int, extent: Extent, place: Level) -> None:
         self.name = name
@@ -23,6 +23,12 @@ class Reservation:
         self.num_bytes = extent.num_bytes
         self._extent: Extent | None = extent
         self._place = place
+        self._parts: dict[tuple[int, int], torch.Tensor] = {}
+
+    @property
+    def is_addressable(self) -> bool:
+        """Whether `view` gives a tensor: everywhere but on a disk."""
+        return self._place.device is not None
 
     @property
     def extent(self) -> Extent:
@@ -39,8 +45,21 @@ class Reservation:
         """The bytes as a uint8 tensor that aliases them; None on a disk. Not to be used after `unreserve`."""
         return self._place.view(self.extent)
 
+    def part(self, start: int, stop: int) -> torch.Tensor:
+        """Bytes ``start`` to ``stop`` of `view`, of a range that has one.
+
+        Remembered: who moves a range in pieces asks for the same ones at every step, and views are most of what that costs the host.
+        """
+        found = self._parts.get((start, stop))
+        if found is None:
+            view = self.view()
+            assert view is not None, f"{self.name} is on a disk"
+            found = self._parts[start, stop] = view[start:stop]
+        return found
+
     def end(self) -> Extent:
         """Mark it as given back; its extent, for the stack to free."""
+        self._parts.clear()
         extent, self._extent = self.extent, None
         return extent
 

@@ -19,22 +19,19 @@ from vblackwell.memory.stack import VGPUStack
 from vblackwell.offload.activations import ActivationStore
 from vblackwell.offload.engine import Offload, drop_idle_weights
 from vblackwell.offload.formats import EXACT, Formats, range_bytes
-from vblackwell.offload.groups import Group, Site, Slot, compute_dtype_of, find_groups, moment_ranges
+from vblackwell.offload.groups import Group, Slot, compute_dtype_of
 from vblackwell.offload.home import Homes
-from vblackwell.offload.masters import close_weights, needs_master, open_weights, read_truth, write_truth
+from vblackwell.offload.initialize import Initialize, Source
+from vblackwell.offload.masters import close_weights, open_weights, read_truth
 from vblackwell.offload.moving import move_buffers
 from vblackwell.offload.parameter import engine_and_slot, forget_binding
 from vblackwell.offload.resident import Resident, resident_of
-from vblackwell.offload.sliced import rows_per_slice, sliceable
-from vblackwell.offload.update_place import check_update, groups_kept, groups_on_level0, ring_bytes, state_bytes
+from vblackwell.offload.streamed import CUDA_ACTIVATION_SHARE, Wishes, reserve_streamed
+from vblackwell.offload.update_place import check_update
 from vblackwell.offload.worker import Worker
 from vblackwell.units import format_bytes, parse_bytes
 
 PLACEMENTS = ("auto", "resident", "streamed")
-# On CUDA, level 0's capacity is the whole process: this share is left to activations and workspaces...
-CUDA_ACTIVATION_SHARE = 0.5
-# ...and weights take no more than the groups in use, loading and turning around, unless ``weight_bytes`` says so.
-CUDA_GROUPS = 6
 
 _names: weakref.WeakKeyDictionary[VGPUStack, set[str]] = weakref.WeakKeyDictionary()
 
@@ -43,12 +40,14 @@ def enable_vgpu_stack_optimization(
     model: nn.Module, stack: VGPUStack, name: str = "model", *, placement: str = "auto",
     compute_dtype: torch.dtype | None = None, groups: Iterable[str] | None = None, update: str | float = "auto",
     activations: str = "level0", resident_bytes: int | str = 0, weight_bytes: int | str | None = None,
-    states: str = "fp32", masters: str = "exact", rounding_seed: int = 0,
+    states: str = "fp32", masters: str = "exact", rounding_seed: int = 0, activation_bytes: int | str = 0,
+    initialize: Initialize | None = None,
 ) -> nn.Module:  # fmt: skip
     """Put ``model`` into ``stack`` and return it, ready to run on level 0's device.
 
     Args:
-        model: any module, its parameters on the CPU or on level 0's device. Train it with `VGPUAdamW`, made afterwards.
+        model: any module, its parameters on the CPU, on level 0's device, or (with ``initialize``) on the meta device. Train it with
+            `VGPUAdamW`, made afterwards.
         name: tells models in one stack apart.
         placement: 'auto' (resident if weights, gradients and AdamW states fit level 0), 'resident' or 'streamed'.
         compute_dtype: type of the weights that kernels read, e.g. torch.bfloat16; trainable parameters then keep fp32 masters.
@@ -64,11 +63,19 @@ def enable_vgpu_stack_optimization(
             with or without a GPU). A stated choice: docs/numerics.md says what it changes.
         masters: 'exact' (fp32), or 'stochastic': bf16 weights are all there is, rounded at random; with 8-bit states alone.
         rounding_seed: of what is rounded at random. The bits depend on it, the parameter's name, its step and the element.
+        activation_bytes: host bytes (number or "2GiB") that weights and states leave to activations='host': layers * tokens * hidden size *
+            bytes an element. Needed where states spill to a disk, because they fill RAM first.
+        initialize: fills what is on the meta device, so that the host never holds the model twice: called once for each parameter and
+            buffer there with its name and a CPU tensor of its shape and type, to be filled in place during the call, e.g.
+            ``lambda name, tensor: tensor.copy_(checkpoint.get_tensor(name))``. Groups go in order; tied parameters come once. Training
+            then gives the bits of a model that was built with these values.
 
-    What concerns streaming (``groups`` to ``activations``) has no meaning for, and is not looked at by, a model that is resident.
+    What concerns streaming (``groups`` to ``activations``, ``activation_bytes``) has no meaning for, and is not looked at by, a model
+    that is resident.
 
     Raises:
-        ConfigurationError: unknown placement or format, formats that exclude each other, no parameters, or the model is in a stack already.
+        ConfigurationError: unknown placement or format, formats that exclude each other, no parameters, or the model is in a stack already;
+            a model on the meta device without ``initialize``, or a tensor that ``initialize`` left unfilled.
         Unsupported: a group that is to be trained cannot be kept in the formats asked for (fp16, mixed types).
         KeyClash: the stack has a model of this name.
         InsufficientMemory: level 0 cannot hold the largest group, or the lower levels the model; nothing was changed.
@@ -90,6 +97,8 @@ def enable_vgpu_stack_optimization(
     taken = _names.setdefault(stack, set())
     if name in taken:
         raise KeyClash(f"the stack already holds a model named {name!r}: give this one another name=")
+    source = Source(model, initialize)
+    source.fill_buffers()
     drop_idle_weights(stack)
     needed = bytes_when_resident(model, compute_dtype, formats)
     level = stack.levels[0]
@@ -103,13 +112,15 @@ def enable_vgpu_stack_optimization(
             available_bytes=free,
         )
     if placement == "resident" or (placement == "auto" and needed <= room):
-        engine: Any = Resident(model, stack, name, compute_dtype, formats)
+        engine: Any = Resident(model, stack, name, compute_dtype, formats, source)
         parts: tuple[Any, ...] = (engine.homes,)
     else:
         store = ActivationStore(stack, f"{name}/activations") if activations == "host" else None
-        engine = _stream(
-            model, stack, name, compute_dtype, groups, update, store, parse_bytes(resident_bytes), weight_bytes, formats
-        )
+        wishes = Wishes(
+            compute_dtype, None if groups is None else tuple(groups), update, parse_bytes(resident_bytes),
+            None if weight_bytes is None else parse_bytes(weight_bytes), parse_bytes(activation_bytes), formats,
+        )  # fmt: skip
+        engine = _stream(model, stack, name, wishes, source, store)
         if store is not None:
             store.is_weight = engine.aliases
         parts = (engine.homes, engine.worker, engine.prefetcher, store)
@@ -154,104 +165,30 @@ def _close_parts(
 
 
 def _stream(
-    model: nn.Module, stack: VGPUStack, name: str, compute_dtype: torch.dtype | None, given: Iterable[str] | None,
-    update: str | float, store: ActivationStore | None, resident_bytes: int,
-    weight_bytes: int | str | None, formats: Formats,
+    model: nn.Module, stack: VGPUStack, name: str, wishes: Wishes, source: Source, store: ActivationStore | None
 ) -> Offload:  # fmt: skip
-    groups, sites = find_groups(model, compute_dtype, given, formats)
-    level = stack.levels[0]
-    free = level.capacity_bytes - level.used_bytes
-    slice_rows = _choose_slices(groups, sites, free)
-    whole = [group for group in groups if group not in slice_rows]
-    # A sliced leaf's weights and gradient come from home, as those of any update that has to wait for its step.
-    on_level0 = groups_on_level0(groups if formats.packed else whole, update, stack.level0_device)
-    ring = ring_bytes(on_level0, free) if on_level0 else 0
-    kept = groups_kept([group for group in on_level0 if group in whole], resident_bytes)
-    kept_bytes = sum(state_bytes(group) for group in kept)
-    if resident_bytes and not on_level0:
-        raise ConfigurationError(
-            f"resident_bytes={resident_bytes} keeps groups that are updated on level 0, and none is: use update='level0'"
-        )
-    if kept_bytes > free // 2:
-        raise InsufficientMemory(
-            f"resident_bytes would keep {format_bytes(kept_bytes)} on level 0 ({level.name}), more than half of the {format_bytes(free)} "
-            "that are free there: lower it, or raise fast_memory (the capacity of level 0)",
-            needed_bytes=2 * kept_bytes,
-            available_bytes=free,
-        )
-    wanted = None if weight_bytes is None else parse_bytes(weight_bytes)
-    budget = _weights_budget(whole, free - ring - kept_bytes, stack.level0_device, level.name, wanted)
-    if len(stack.levels) < 2:
-        raise ConfigurationError("streaming needs a level below level 0: add a 'cpu' or 'ssd' level to the stack")
-    homes = Homes(stack, name, range(1, len(stack.levels)), groups, kept, on_level0)
-    trainable = [group for group in groups if group.trainable()]
-    ordered = sorted(
-        groups, key=lambda group: group not in slice_rows
-    )  # slices are cut from addressable ranges: those first
-    homes.reserve(
-        [(group, "weight") for group in ordered]
-        + [(group, "remainder" if group in on_level0 else "master") for group in trainable if needs_master(group)],
-        later=moment_ranges(trainable),
-    )
-    for group in slice_rows:
-        if homes.range(group, "weight").view() is None:
-            needed, level_name = group.num_bytes, stack.levels[homes.range(group, "weight").level].name
-            homes.close()
-            raise InsufficientMemory(
-                f"{group.name!r} is larger than level 0 and must be cut from RAM, but only {level_name} has room for its "
-                f"{format_bytes(needed)}: raise host_memory",
-                needed_bytes=needed,
-                available_bytes=0,
-            )
-    for group in groups:
-        _bring_home(group, homes)
-    move_buffers(model, stack.level0_device)
-    memory = homes.take("update ring", ring, 0) if ring else None
-    return Offload(model, stack, name, groups, sites, homes, budget, slice_rows, on_level0, memory, store)
+    found = reserve_streamed(model, stack, name, wishes)
+    try:
+        for group in found.groups:
+            _bring_home(group, found.homes, source)
+        source.take_over(found.groups)
+        move_buffers(model, stack.level0_device)
+        memory = found.homes.take("update ring", found.ring_bytes, 0) if found.ring_bytes else None
+        return Offload(
+            model, stack, name, found.groups, found.sites, found.homes, found.budget_bytes, found.slice_rows,
+            found.on_level0, memory, store,
+        )  # fmt: skip
+    except BaseException:
+        source.give_back()
+        found.homes.close()
+        raise
 
 
-def _choose_slices(groups: list[Group], sites: list[Site], free: int) -> dict[Group, int]:
-    """Rows a slice for every group that with its gradient does not fit ``free`` and can be cut."""
-    chosen: dict[Group, int] = {}
-    for group in groups:
-        whole = group.num_bytes * (2 if group.trainable() else 1)
-        if whole > free and sliceable(group, sites):
-            rows = rows_per_slice(group, free // 2)
-            if rows > 0:
-                chosen[group] = rows
-    return chosen
-
-
-def _weights_budget(groups: list[Group], free: int, device: torch.device, level_name: str, wanted: int | None) -> int:
-    """What loaded weights may take of ``free`` bytes: ``wanted``, or all but one gradient buffer, on CUDA a few groups.
-
-    Raises:
-        InsufficientMemory: the largest group with its gradient does not fit.
-    """
-    weights = max((group.num_bytes for group in groups), default=0)
-    gradient = max((group.num_bytes for group in groups if group.trainable()), default=0)
-    if weights + gradient > free:
-        largest = max(groups, key=lambda group: group.num_bytes)
-        raise InsufficientMemory(
-            f"level 0 ({level_name}) has {format_bytes(free)} free, and the largest layer group, {largest.name!r}, needs "
-            f"{format_bytes(weights + gradient)} there (weights {format_bytes(weights)}, gradient {format_bytes(gradient)}): "
-            "raise fast_memory (the capacity of level 0)",
-            needed_bytes=weights + gradient,
-            available_bytes=free,
-        )
-    budget = free - gradient
-    if wanted is not None:
-        return max(weights, min(budget, wanted))
-    if device.type == "cuda":
-        budget = max(weights, min(budget, CUDA_GROUPS * weights, int(free * (1 - CUDA_ACTIVATION_SHARE))))
-    return budget
-
-
-def _bring_home(group: Group, homes: Homes) -> None:
-    """Copy the group's parameters to where they will live."""
+def _bring_home(group: Group, homes: Homes, source: Source) -> None:
+    """Write the group's parameters to where they will live."""
     opened = open_weights(homes, group, load=False)
     for slot in group.slots:
-        write_truth(slot, slot.param.detach(), opened)
+        source.write(slot, opened)
     close_weights(homes, group, opened, store=True)
 
 

@@ -20,7 +20,8 @@ import torch
 
 from vblackwell.errors import InsufficientMemory, VBError
 from vblackwell.memory.level import Extent, Transfer
-from vblackwell.memory.stack import Reservation, VGPUStack
+from vblackwell.memory.pool import LevelPool
+from vblackwell.memory.stack import Reservation
 from vblackwell.offload.formats import MOMENTS, NARROW_KINDS, PACKED_MOMENTS, range_bytes
 from vblackwell.offload.groups import Group
 from vblackwell.offload.stage_ledger import Ledger
@@ -39,6 +40,7 @@ class Homes:
         groups: all groups of the model.
         kept: groups whose weights and states live on level 0 (their gradients leave as all do).
         streamed: groups whose updates run on level 0.
+        set_aside_bytes: of the first level in RAM that ranges leave to others.
 
     Attributes:
         ledger: which ranges are written, and which of them are lost.
@@ -47,14 +49,15 @@ class Homes:
     """
 
     def __init__(
-        self, stack: VGPUStack, name: str, levels: Sequence[int], groups: Sequence[Group], kept: Iterable[Group] = (),
-        streamed: Iterable[Group] = (),
+        self, stack: LevelPool, name: str, levels: Sequence[int], groups: Sequence[Group], kept: Iterable[Group] = (),
+        streamed: Iterable[Group] = (), set_aside_bytes: int = 0,
     ) -> None:  # fmt: skip
         # Sizes, not groups: this object outlives the model (`enable._close_parts`) and must not keep it alive.
         self._largest = {kind: max(self.size_of(group, kind) for group in groups) for kind in KINDS}
         self.stack = stack
         self._name = name
         self._levels = list(levels)
+        self._set_aside_bytes = set_aside_bytes
         self._kept = {group.index for group in kept}
         self._streamed = {group.index for group in streamed} - self._kept
         self._ranges: dict[tuple[int, str], Reservation] = {}
@@ -133,9 +136,13 @@ class Homes:
         return Request(group.index, kind, held_bytes, group.index in self._streamed)
 
     def _free(self) -> list[int]:
-        """Bytes of each level."""
+        """Bytes of each level that ranges may take."""
         levels = [self.stack.levels[level] for level in self._levels]
-        return [level.capacity_bytes - level.used_bytes for level in levels]
+        found = [level.capacity_bytes - level.used_bytes for level in levels]
+        if self._set_aside_bytes and self.staging_level in self._levels:
+            position = self._levels.index(self.staging_level)
+            found[position] = max(0, found[position] - self._set_aside_bytes)
+        return found
 
     def _reserve_from(self, position: int, what: str, num_bytes: int) -> Reservation:
         """Reserve on the level at ``position``, or on a lower one where that is too fragmented to hold the range in one piece."""

@@ -13,7 +13,7 @@ waits for the disk, which then is what the step waits for anyway.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from vblackwell.memory.level import Transfer
 from vblackwell.memory.stack import Reservation, VGPUStack
 from vblackwell.offload.groups import Group
 from vblackwell.offload.home import Homes
-from vblackwell.offload.lane import Buffer, Lane, LaneEnd, LaneJob, cut, state_kinds
+from vblackwell.offload.lane import Buffer, Lane, LaneEnd, LaneJob, bytes_of, state_kinds
 from vblackwell.offload.lane_queues import Copied, Mark, Queues
 from vblackwell.offload.pieces import Piece, num_elements, pieces_of
 from vblackwell.offload.stage import Ranges, Stage, Staged, on_disk
@@ -73,6 +73,7 @@ class QueuedLane(Lane):
         self._ahead: deque[Filled] = deque()
         self._expected: deque[Wanted] = deque()
         self._stored: dict[int, Mark] = {}
+        self._cut: dict[tuple[int, tuple[str, ...]], list[Wanted]] = {}
         # What jobs read and write on level 0: nobody may get its memory before the device is done with it.
         self._in_use: deque[tuple[Mark, Any]] = deque()
         memory.zero_()
@@ -92,19 +93,22 @@ class QueuedLane(Lane):
         return self._homes.range(group, "weight").level == 0
 
     def _pieces(self, group: Group, kinds: tuple[str, ...]) -> list[Wanted]:
-        if not kinds:
-            return []
-        return [Wanted(group, piece, kinds) for piece in pieces_of(group, self.most_elements(group, kinds))]
+        found = self._cut.get((group.index, kinds))
+        if found is None:
+            pieces = pieces_of(group, self.most_elements(group, kinds)) if kinds else []
+            found = self._cut[group.index, kinds] = [Wanted(group, piece, kinds) for piece in pieces]
+        return found
 
     def pump(self) -> None:
         while self._free and self._expected:
             wanted = self._expected[0]
             sources = {kind: self._homes.range(wanted.group, kind) for kind in wanted.kinds}
-            staged = self._stage.ready(wanted.group, sources) if on_disk(sources) else None
-            if staged is None and on_disk(sources):
+            far = on_disk(sources)
+            staged = self._stage.ready(wanted.group, sources) if far else None
+            if staged is None and far:
                 return
             self._expected.popleft()
-            self._ahead.append(self._bring(wanted, sources, self._memory(sources, staged)))
+            self._ahead.append(self._bring(wanted, sources, {} if staged is None else staged.views))
 
     def submit(self, job: LaneJob) -> LaneEnd:
         self._sweep()
@@ -122,8 +126,11 @@ class QueuedLane(Lane):
 
     def _submit(self, job: LaneJob, sources: Ranges, staged: Staged | None) -> QueuedEnd:
         group, queues = job.group, self._queues
-        memory = self._memory(sources, staged)
+        memory = self._far_memory(sources, staged)
         pieces = self._pieces(group, tuple(sources))
+        own = state_kinds(group, self._homes) if self._is_here(group) else []  # changed where they are
+        targets = {kind: target for kind, target in job.targets.items() if kind not in own}
+        far = self._far_memory(targets, staged)
         queues.follow(queues.update, queues.computing())  # weights, gradient and factor
         if job.gradient_kind is not None:
             queues.follow(queues.states_in, queues.leaving())  # it is on its way home there
@@ -132,14 +139,16 @@ class QueuedLane(Lane):
             job.last_load.wait_on(queues.update)  # it may be what brings ``job.weight``
         if not pieces:  # everything is on level 0: one piece, nothing moves but the weights, home
             everything = Piece(0, num_elements(group))
-            self._send(job, everything, staged, *self._compute(job, everything, self._views_here(job, everything)))
+            self._send(
+                group, everything, targets, far, *self._compute(job, everything, self._views_here(job, everything))
+            )
         for wanted in pieces:
             filled = self._take(wanted, sources, memory)
             queues.update.wait_event(filled.arrived)
             arrived = dict(filled.buffer.views)
             if self._is_here(group):
                 arrived |= self._views_here(job, wanted.piece)
-            emptied = self._send(job, wanted.piece, staged, *self._compute(job, wanted.piece, arrived))
+            emptied = self._send(group, wanted.piece, targets, far, *self._compute(job, wanted.piece, arrived))
             self._free.append((filled.buffer, emptied))
             self.pump()
         if on_disk({kind: source for kind, source in sources.items() if kind in GRADIENTS}):
@@ -160,19 +169,25 @@ class QueuedLane(Lane):
         stored = self._stage.store(staged, job.targets, queues.transfer(queues.waiting_mark(queues.states_out)))
         return QueuedEnd(computed, stored, stored if "weight" in on_disk(job.targets) else weights)
 
-    def _memory(self, sources: Ranges, staged: Staged | None) -> dict[str, torch.Tensor]:
-        """Where the bytes of ``sources`` can be copied from."""
+    def _far_memory(self, ranges: Ranges, staged: Staged | None) -> dict[str, torch.Tensor]:
+        """The host memory of those ``ranges`` that copies cannot reach."""
         found = {}
-        for kind, source in sources.items():
-            view = source.view()
-            if view is None and kind in GRADIENTS:  # only where not even gradients have room in RAM
+        for kind, reservation in on_disk(ranges).items():
+            if kind in GRADIENTS:  # only where not even gradients have room in RAM
                 self._worker.drain()  # it lands them, and has the memory for them
-                view = self._homes.open_at(source, kind)
-            elif view is None:
+                found[kind] = self._homes.open_at(reservation, kind)
+            else:
                 assert staged is not None
-                view = staged.views[kind]
-            found[kind] = view
+                found[kind] = staged.views[kind]
         return found
+
+    @staticmethod
+    def _part(
+        reservation: Reservation, far: Mapping[str, torch.Tensor], group: Group, kind: str, piece: Piece
+    ) -> torch.Tensor:
+        """The bytes of ``piece`` in a range, or in the ``far`` memory that stands for it."""
+        start, stop = bytes_of(group, kind, piece.start), bytes_of(group, kind, piece.stop)
+        return far[kind][start:stop] if kind in far else reservation.part(start, stop)
 
     def _compute(
         self, job: LaneJob, piece: Piece, arrived: dict[str, torch.Tensor]
@@ -186,7 +201,7 @@ class QueuedLane(Lane):
     def _views_here(self, job: LaneJob, piece: Piece) -> dict[str, torch.Tensor]:
         """The states of a group that lives on level 0, where they are."""
         return {
-            kind: cut(self._bytes(job.sources[kind]), job.group, kind, piece)
+            kind: self._part(job.sources[kind], {}, job.group, kind, piece)
             for kind in state_kinds(job.group, self._homes)
         }
 
@@ -209,8 +224,8 @@ class QueuedLane(Lane):
     def _stamps(self, wanted: Wanted, sources: Ranges) -> tuple[Stamp, ...]:
         return tuple(self._homes.ledger.stamp(sources[kind]) for kind in wanted.kinds)
 
-    def _bring(self, wanted: Wanted, sources: Ranges, memory: dict[str, torch.Tensor]) -> Filled:
-        """Start copying ``wanted`` up into the next buffer of the ring."""
+    def _bring(self, wanted: Wanted, sources: Ranges, far: Mapping[str, torch.Tensor]) -> Filled:
+        """Start copying ``wanted`` up into the next buffer of the ring; ``far`` is the memory of sources on a disk."""
         group, piece = wanted.group, wanted.piece
         stamps = self._stamps(wanted, sources)
         buffer, emptied = self._free.popleft()
@@ -220,51 +235,43 @@ class QueuedLane(Lane):
             queue.wait_event(emptied)
         if (last := self._stored.get(group.index)) is not None:
             queue.wait_event(last)
-        pairs = [(buffer.views[kind], cut(memory[kind], group, kind, piece)) for kind in wanted.kinds]
+        pairs = [(buffer.views[kind], self._part(sources[kind], far, group, kind, piece)) for kind in wanted.kinds]
         copied = self._queues.copy(queue, lambda: pairs)
-        host = self._homes.staging_level
         self._count(
             copied,
             [
-                (host if sources[kind].view() is None else sources[kind].level, 0, source.numel())
-                for kind, (_, source) in zip(wanted.kinds, pairs, strict=True)
+                (self._level_of(sources[kind]), 0, target.numel())
+                for kind, (target, _) in zip(wanted.kinds, pairs, strict=True)
             ],
         )
         return Filled(wanted, buffer, stamps, copied.end)
 
     def _send(
-        self, job: LaneJob, piece: Piece, staged: Staged | None, found: dict[str, torch.Tensor], computed: Mark
-    ) -> Mark:
-        """Start copying what was computed home; the mark behind the copies."""
+        self, group: Group, piece: Piece, targets: Ranges, far: Mapping[str, torch.Tensor],
+        found: Mapping[str, torch.Tensor], computed: Mark,
+    ) -> Mark:  # fmt: skip
+        """Start copying what was computed home; the mark behind the copies. ``far`` is the memory of targets on a disk."""
         queue = self._queues.states_out
         queue.wait_event(computed)
-        own = state_kinds(job.group, self._homes) if self._is_here(job.group) else []  # changed where they are
-        ranges = {kind: target for kind, target in job.targets.items() if kind not in own}
-        targets = {kind: cut(flat, job.group, kind, piece) for kind, flat in self._memory(ranges, staged).items()}
-        copied = self._queues.copy(queue, lambda: [(target, found[kind]) for kind, target in targets.items()])
-        host = self._homes.staging_level
-        self._count(
-            copied,
-            [
-                (0, host if ranges[kind].view() is None else ranges[kind].level, target.numel())
-                for kind, target in targets.items()
-            ],
-        )
+        parts = {kind: self._part(target, far, group, kind, piece) for kind, target in targets.items()}
+        copied = self._queues.copy(queue, lambda: [(part, found[kind]) for kind, part in parts.items()])
+        self._count(copied, [(0, self._level_of(targets[kind]), part.numel()) for kind, part in parts.items()])
         return copied.end
 
-    def _count(self, copied: Copied, moved: list[tuple[int, int, int]]) -> None:
-        """Count copies of ``(from level, to level, bytes)`` on their links; the first carries the time of all."""
-        for index, (from_level, to_level, num_bytes) in enumerate(moved):
-            if index == 0:
-                self._stack.count_transfer(from_level, to_level, num_bytes, copied.transfer)
-            else:
-                self._stack.count_link(from_level, to_level, num_bytes)
+    def _level_of(self, reservation: Reservation) -> int:
+        """Where the bytes of a range are copied from and to."""
+        return reservation.level if reservation.is_addressable else self._homes.staging_level
 
-    @staticmethod
-    def _bytes(reservation: Reservation) -> torch.Tensor:
-        view = reservation.view()
-        assert view is not None, "level 0 is addressable"
-        return view
+    def _count(self, copied: Copied, moved: list[tuple[int, int, int]]) -> None:
+        """Count copies of ``(from level, to level, bytes)`` on their links; the first link carries the time of all."""
+        links: dict[tuple[int, int], int] = {}
+        for from_level, to_level, num_bytes in moved:
+            links[from_level, to_level] = links.get((from_level, to_level), 0) + num_bytes
+        for index, (link, num_bytes) in enumerate(links.items()):
+            if index == 0:
+                self._stack.count_transfer(*link, num_bytes, copied.transfer)
+            else:
+                self._stack.count_link(*link, num_bytes)
 
     def _drop_ahead(self) -> None:
         for ahead in self._ahead:

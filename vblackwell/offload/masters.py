@@ -22,6 +22,7 @@ from vblackwell.offload.groups import Group, Slot
 from vblackwell.offload.home import Homes
 
 FORMS = ("master", "remainder")
+CHUNK = 1 << 22  # elements that are split at a time
 Opened = dict[str, torch.Tensor]
 
 
@@ -86,9 +87,11 @@ def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 
 def split(truth: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
     """The reverse of `join`: writes both halves of the flat fp32 ``truth``."""
-    round_from_fp32(truth, weight)
-    high = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
-    remainder.copy_(truth.view(torch.int32) - high)  # within 16 bits, by how the weight was rounded
+    for start in range(0, truth.numel(), CHUNK):  # so that a large parameter needs no temporaries of its own size
+        part, high, low = (flat[start : start + CHUNK] for flat in (truth, weight, remainder))
+        round_from_fp32(part, high)
+        bits = high.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+        low.copy_(part.view(torch.int32) - bits)  # within 16 bits, by how the weight was rounded
 
 
 def open_weights(homes: Homes, group: Group, *, load: bool = True) -> Opened:
@@ -127,8 +130,10 @@ def write_truth(slot: Slot, source: torch.Tensor, opened: Opened) -> None:
         if split_too:
             slot.flat(opened["remainder"], torch.int16).zero_()
         return
-    wide = torch.empty_strided(slot.shape, slot.stride, dtype=torch.float32, device=weight.device)
-    wide = in_memory_order(wide.copy_(source))
+    wide = source
+    if source.dtype != torch.float32 or source.stride() != slot.stride or source.device != weight.device:
+        wide = torch.empty_strided(slot.shape, slot.stride, dtype=torch.float32, device=weight.device).copy_(source)
+    wide = in_memory_order(wide)
     if split_too:
         split(wide, slot.flat(weight), slot.flat(opened["remainder"], torch.int16))
     else:

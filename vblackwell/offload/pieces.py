@@ -7,18 +7,20 @@ no block of elements that share a scale is divided.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vblackwell.offload.groups import Group, Slot
+
+Part = tuple[Slot, int, int]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``start`` to ``stop`` of a group."""
+    """Elements ``start`` to ``stop`` of a group; ``parts`` once somebody has asked for them (`parts_of`)."""
 
     start: int
     stop: int
+    parts: list[Part] = field(default_factory=list, compare=False, repr=False)
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -56,10 +58,12 @@ def _cut_before(group: Group, limit: int) -> int:
     return first_element(slot) + inside // group.formats.cut * group.formats.cut
 
 
-def parts_of(group: Group, piece: Piece) -> Iterator[tuple[Slot, int, int]]:
-    """``(slot, first, last)``: the parameters' shares of ``piece``, as element numbers in the group."""
-    for slot in group.slots:
-        start = max(piece.start, first_element(slot))
-        stop = min(piece.stop, first_element(slot) + slot.num_elements)
-        if start < stop:
-            yield slot, start, stop
+def parts_of(group: Group, piece: Piece) -> list[Part]:
+    """``(slot, first, last)``: the parameters' shares of ``piece`` of ``group``, as element numbers in the group."""
+    if not piece.parts:
+        for slot in group.slots:
+            start = max(piece.start, first_element(slot))
+            stop = min(piece.stop, first_element(slot) + slot.num_elements)
+            if start < stop:
+                piece.parts.append((slot, start, stop))
+    return piece.parts

@@ -19,6 +19,7 @@ from vblackwell.memory.stack import VGPUStack
 from vblackwell.offload.formats import EXACT, MOMENTS, Formats, of_all
 from vblackwell.offload.groups import Group, Slot, find_groups, moment_ranges
 from vblackwell.offload.home import Homes
+from vblackwell.offload.initialize import Source
 from vblackwell.offload.lane import update_part
 from vblackwell.offload.masters import Opened, in_memory_order, needs_master, read_truth, refuse_unprepared, write_truth
 from vblackwell.offload.moments import moment_parts, read_moments, write_moments
@@ -38,8 +39,9 @@ class Resident:
     finalizer: weakref.finalize[Any, Any]
 
     def __init__(
-        self, model: nn.Module, stack: VGPUStack, name: str, compute_dtype: torch.dtype | None, formats: Formats = EXACT
-    ) -> None:
+        self, model: nn.Module, stack: VGPUStack, name: str, compute_dtype: torch.dtype | None, formats: Formats = EXACT,
+        source: Source | None = None,
+    ) -> None:  # fmt: skip
         self.stack = stack
         self.name = name
         self.groups, _ = find_groups(model, compute_dtype, formats=formats)
@@ -52,16 +54,27 @@ class Resident:
         ]
         self.homes.reserve([(group, "weight") for group in self.groups] + wide)
         self._hooks: dict[Slot, Any] = {}
+        source = source or Source(model, None)
+        try:
+            for group in self.groups:
+                for slot in group.slots:
+                    source.write(slot, self._opened(group))
+            source.take_over(self.groups)
+        except BaseException:
+            source.give_back()
+            self.homes.close()
+            raise
         for group in self.groups:
             self._move_in(group)
         move_buffers(model, stack.level0_device)
 
+    def _opened(self, group: Group) -> Opened:
+        kinds = ("weight", "master", "remainder")
+        return {kind: self._view(group, kind) for kind in kinds if (group, kind) in self.homes}
+
     def _move_in(self, group: Group) -> None:
-        opened = {
-            kind: self._view(group, kind) for kind in ("weight", "master", "remainder") if (group, kind) in self.homes
-        }
+        opened = self._opened(group)
         for slot in group.slots:
-            write_truth(slot, slot.param.detach(), opened)
             slot.param.data = slot.view(opened["weight"])
             attributes(slot.param).update(_vb_resident=self, _vb_place=(slot, opened))
             self._round_gradients(slot)

@@ -38,7 +38,7 @@ MOST_SKIPPED = 4 * MOST_SETS  # updates of other groups, after which what was re
 
 def on_disk(ranges: Ranges) -> dict[str, Reservation]:
     """Those that copies to and from level 0 cannot reach."""
-    return {kind: reservation for kind, reservation in ranges.items() if reservation.view() is None}
+    return {kind: reservation for kind, reservation in ranges.items() if not reservation.is_addressable}
 
 
 @dataclass(eq=False)

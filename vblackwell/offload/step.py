@@ -270,7 +270,9 @@ class StepControl:
         for slot in group.slots:
             hyper = self.source.hyper_of(slot)
             if hyper is not None and wanted(slot) and self._engine.gradients.has(slot):
-                found.append(Job(slot, self.steps.setdefault(slot, torch.zeros((), dtype=torch.float32)), hyper))
+                if slot not in self.steps:
+                    self.steps[slot] = torch.zeros((), dtype=torch.float32)
+                found.append(Job(slot, self.steps[slot], hyper))
         return found
 
     def collect(self) -> None:

@@ -25,7 +25,9 @@ PLACES = ("auto", "level0", "home")
 RING_GROUPS = 1.5
 FIRST_SHARE = 0.15  # of the groups: they are not updated at home while others can be
 RING_SHARE = 0.25  # of level 0 at most
-BUFFER_BYTES = 96 * MiB  # copies of 4 MiB and more run at the link's rate; a buffer holds three or four
+BUFFER_BYTES = (
+    144 * MiB
+)  # of three or four kinds. Every piece costs the host 0.2 ms (docs/log-offload.md), and the last one nothing hides
 MOST_BUFFERS = 24
 
 
