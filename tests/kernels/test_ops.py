@@ -68,6 +68,31 @@ def test_compiles_as_one_graph():
     assert torch.equal(grad, x.grad)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_casts_the_input_and_nothing_else(dtype):
+    """Under autocast an op gives what it gives on the cast input: with all bits of scales and bias, and fp32 sums inside."""
+    bias = torch.randn(N, requires_grad=True)
+    for format in ("nvfp4-tiled", "nf4"):  # nf4 has fp32 block scales
+        weight, x = packed(format), torch.randn(3, K, requires_grad=True)
+        expected = fp4_linear(x.detach().to(dtype), *weight, bias, format, "gelu", N, K)
+        with torch.autocast("cpu", dtype=dtype):
+            y = fp4_linear(x, *weight, bias, format, "gelu", N, K)
+            compiled = torch.compile(fp4_linear, fullgraph=True, backend="aot_eager")
+            again = compiled(x, *weight, bias, format, "gelu", N, K)
+            y.sum().backward()  # its products must not be cast either
+        assert torch.equal(y, expected) and y.dtype == dtype and torch.equal(again, expected)
+        grads = x.grad.clone(), bias.grad.clone()
+        assert x.grad.dtype == bias.grad.dtype == torch.float32
+        x.grad = bias.grad = None
+        fp4_linear(x.to(dtype), *weight, bias, format, "gelu", N, K).sum().backward()
+        assert torch.equal(grads[0], x.grad) and torch.equal(grads[1], bias.grad)
+        bias.grad = None
+    dy = torch.randn(3, N)
+    expected = fp4_linear_dx(dy, *weight, format, N, K)
+    with torch.autocast("cpu", dtype=dtype):
+        assert torch.equal(fp4_linear_dx(dy, *weight, format, N, K), expected)
+
+
 def test_no_rows_and_half_types():
     weight = packed("nvfp4-tiled")
     assert fp4_linear(torch.empty(0, K), *weight, None, "nvfp4-tiled", "none", N, K).shape == (0, N)

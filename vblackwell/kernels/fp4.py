@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels import backends, layout
+from vblackwell.kernels.autocast import register_autocast
 from vblackwell.kernels.dispatch import choose, request_of
 from vblackwell.kernels.reference import ACTIVATIONS, activation_backward
 from vblackwell.numerics.formats import FORMATS
@@ -80,7 +81,7 @@ def fp4_linear(
         k: in features.
 
     Returns:
-        (..., N) in the type of ``x_MK``. Differentiable in ``x_MK`` and ``bias``.
+        (..., N) in the type of ``x_MK``, or of autocast, to which ``x_MK`` is then cast. Differentiable in ``x_MK`` and ``bias``.
 
     Raises:
         ConfigurationError: tensors that do not belong together, or an unknown format or activation.
@@ -145,6 +146,8 @@ def _backward(ctx, dy_MN: Tensor):  # type: ignore[no-untyped-def]
 
 
 fp4_linear.register_autograd(_backward, setup_context=_save)
+register_autocast(fp4_linear)
+register_autocast(fp4_linear_dx, cast_input=False)
 
 
 @torch.library.custom_op("vblackwell::fp4_dequantize", mutates_args=())
