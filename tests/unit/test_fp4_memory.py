@@ -31,7 +31,7 @@ def test_quantising_needs_a_third_of_the_layer_in_extra(format, dtype, rows, sea
 def test_a_layer_becomes_tiles_in_the_room_that_its_weight_leaves(format, dtype, monkeypatch):
     """A GPU's way of packing a layer, with its memory counted on the CPU; tiles and bands scaled down with the layer."""
     rows, columns = 1000, 1024
-    monkeypatch.setattr(linear_module, "place", fp4_state.tiled)
+    monkeypatch.setattr(linear_module, "place", lambda packed, tiles: fp4_state.tiled(packed))
     monkeypatch.setattr(fp4_state, "_SHUFFLE_ELEMENTS", 1 << 14)
     monkeypatch.setattr(fp4, "_CPU_TILE_ELEMENTS", 1 << 11)
     with PeakBytes() as memory:

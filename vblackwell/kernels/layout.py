@@ -35,6 +35,7 @@ _TARGET_BITS = (6, 7, 8, 15)  # of the low half: mantissa, exponent, exponent, s
 _PAIR_3_BITS = {6: 4, 7: 0, 8: 1, 15: 3}  # target bit of the low half -> where pair 3 keeps it
 _E5M3_TOP, _E5M3_BOTTOM = 23, 6  # exponent fields in use: 2^8 down to 2^-9
 _SUFFIX = "-tiled"
+_BAND_BYTES = 1 << 20
 
 
 def is_tiled(format: str) -> bool:
@@ -117,7 +118,7 @@ def _e5m3(block_scales: Tensor, format: str, top: int) -> tuple[Tensor, int]:
     return (field.clamp_(0, _E5M3_TOP) << 3).to(torch.uint8), top - 127 - (_E5M3_TOP - 15)
 
 
-def _live_blocks(codes: Tensor, block_scales: Tensor) -> Tensor:
+def live_blocks(codes: Tensor, block_scales: Tensor) -> Tensor:
     """Which mxfp4 blocks hold a value: the others may have any exponent, and it must not widen the span."""
     return (codes & 0x77).view(*block_scales.shape, -1).amax(-1) != 0
 
@@ -130,10 +131,14 @@ def live_exponents(codes: Tensor, block_scales: Tensor) -> tuple[int, int]:
     """
     if bool((block_scales == 0xFF).any()):
         raise Unsupported("block scales hold NaN (E8M0 0xFF): quantise a weight without inf and NaN")
-    live = block_scales[_live_blocks(codes, block_scales)]
-    if live.numel() == 0:
+    low, top, band = 255, -1, max(1, _BAND_BYTES // codes.shape[1])
+    for row in range(0, codes.shape[0], band):  # beside a layer there may be little room
+        scales = block_scales[row : row + band]
+        live = scales[live_blocks(codes[row : row + band], scales)]
+        if live.numel():
+            low, top = min(low, int(live.min())), max(top, int(live.max()))
+    if top < 0:
         return 127, 127
-    low, top = int(live.min()), int(live.max())
     if top - low > _E5M3_TOP - _E5M3_BOTTOM:
         raise Unsupported(f"mxfp4 exponents span 2^{top - low}; the tiled layout holds 2^{_E5M3_TOP - _E5M3_BOTTOM}")
     return low, top
@@ -170,7 +175,7 @@ def to_tiled(
         top = live_exponents(codes, block_scales)[1]
     scales, exponent = _e5m3(block_scales, format, top or 0)
     if format == "mxfp4":
-        scales = torch.where(_live_blocks(codes, block_scales), scales, 0)
+        scales = torch.where(live_blocks(codes, block_scales), scales, 0)
     scales = scales.repeat_interleave(per_scale, dim=1)
     pad_k = steps * TILE_K - unpacked.shape[1]
     pad_n = bands * TILE_N - n

@@ -1,7 +1,7 @@
 """FP4 weights on FP8 tensor cores: a stated choice with its own accuracy, never a silent default.
 
 mxfp4 weights become E4M3 exactly, each row relative to its largest block scale, because E2M1 times a power of two needs two
-significant bits; that holds where a row's block exponents span at most 14, which ``row_tops_for_w4a8`` checks once, when the layer is
+significant bits; that holds where a row's block exponents span at most 14, which ``check_row_spans`` finds out when the layer is
 packed. Activations are rounded to E4M3 with one scale a row, amax / 448: about 31 dB on Gaussian rows, the price of the option. The
 product is PyTorch's row-scaled FP8 matmul with full fp32 accumulation, so it pays from about a thousand rows on.
 
@@ -13,46 +13,62 @@ The backward ignores the rounding of the activations (straight through): dX = dY
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels import backends, fp4_cuda, layout, reference
+from vblackwell.kernels.autocast import register_autocast
 from vblackwell.kernels.dispatch import Backend, Request, choose, request_of
 from vblackwell.kernels.fp4 import fp4_linear_dx
+from vblackwell.numerics.packed import PackedTensor
 
 E4M3_MAX = 448.0
 MAX_SPAN = 14
+MULTIPLE = 16  # of N and of K, for PyTorch's FP8 matmul
+_BAND_ELEMENTS = 1 << 20
 FORMAT = "mxfp4-tiled"
-
-
-@triton.jit
-def _quantize_rows_kernel(x, q, scale, K, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    values = tl.load(x + row * K + columns, mask=columns < K, other=0.0).to(tl.float32)
-    amax = tl.max(tl.abs(values), axis=0)
-    unit = tl.where(amax > 0, amax / 448.0, 1.0)
-    tl.store(q + row * K + columns, (values / unit).to(q.dtype.element_ty), mask=columns < K)
-    tl.store(scale + row, unit)
 
 
 def quantize_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     """(E4M3 rows, (M, 1) fp32 scales): x is about rows * scales. A row of zeros has scale 1."""
-    m, k = x_MK.shape
     if x_MK.device.type != "cuda":
         values = x_MK.to(torch.float32)
         amax = values.abs().amax(1, keepdim=True)
         scale_M1 = torch.where(amax > 0, amax / E4M3_MAX, 1.0)
         return (values / scale_M1).to(torch.float8_e4m3fn), scale_M1
-    q_MK = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=x_MK.device)
-    scale_M1 = torch.empty(m, 1, dtype=torch.float32, device=x_MK.device)
-    block = triton.next_power_of_2(k)
-    warps = min(16, max(1, block // 1024))
-    with torch.cuda.device(x_MK.device):
-        _quantize_rows_kernel[(m,)](x_MK, q_MK, scale_M1, k, BLOCK=block, num_warps=warps)  # pyright: ignore[reportCallIssue]
-    return q_MK, scale_M1
+    from vblackwell.kernels import w4a8_triton
+
+    return w4a8_triton.quantize_rows(x_MK)
+
+
+def check_shape(format: str, n: int, k: int, name: str = "the weight") -> None:
+    """That a weight of this format and shape (N, K) may compute by w4a8; raises ConfigurationError otherwise."""
+    if format != "mxfp4":
+        raise ConfigurationError(f"{name} is {format}: w4a8 takes mxfp4, whose scales are powers of two")
+    if n % MULTIPLE or k % MULTIPLE:
+        raise ConfigurationError(f"{name} is {n} x {k}: w4a8 takes multiples of {MULTIPLE}")
+
+
+def check_row_spans(packed: PackedTensor, name: str = "the weight") -> None:
+    """That the rows of a canonical mxfp4 matrix become E4M3 without loss. Waits for the device.
+
+    Raises:
+        ConfigurationError: another format, or sizes that the FP8 matmul does not take.
+        Unsupported: a row's block exponents span more than 14, or those of all rows more than tiles hold.
+    """
+    check_shape(packed.format, packed.n, packed.k, name)
+    layout.live_exponents(packed.codes, packed.block_scales)  # the layout refuses, too, what spans more over all rows
+    band, widest = max(1, _BAND_ELEMENTS // packed.k), 0
+    for row in range(0, packed.n, band):
+        codes, scales = packed.codes[row : row + band], packed.block_scales[row : row + band]
+        live = layout.live_blocks(codes, scales)
+        exponents = scales.to(torch.int16)
+        span_N = torch.where(live, exponents, -1).amax(1) - torch.where(live, exponents, 255).amin(1)
+        widest = max(widest, int(span_N.max()))  # a row without a value has a negative one
+    if widest > MAX_SPAN:
+        raise Unsupported(
+            f"{name}: block exponents of a row span {widest}, E4M3 holds {MAX_SPAN}: use this layer without w4a8"
+        )
 
 
 def row_tops_for_w4a8(block_scales: Tensor, n: int, k: int) -> Tensor:
@@ -77,8 +93,8 @@ def _fp8_reasons(request: Request) -> list[str]:
     reasons = backends.linear_reasons(request)
     if request.device.type == "cuda" and request.capability < (8, 9):
         reasons.append(f"compute capability {request.capability[0]}.{request.capability[1]} has no FP8 tensor cores")
-    if request.n % 16 or request.k % 16:
-        reasons.append(f"{request.n} x {request.k}: PyTorch's FP8 matmul takes multiples of 16")
+    if request.n % MULTIPLE or request.k % MULTIPLE:
+        reasons.append(f"{request.n} x {request.k}: PyTorch's FP8 matmul takes multiples of {MULTIPLE}")
     return reasons
 
 
@@ -100,11 +116,16 @@ def _reference(x_MK, codes, block_scales, tensor_scale, row_top, bias, activatio
     )
 
 
-def _none(request: Request) -> list[str]:
-    return []
+def _reference_reasons(request: Request) -> list[str]:
+    if request.device.type != "cuda":
+        return []
+    return [f"the tensors are on {request.device}: FP8 is asked for to be fast, and this would be slow"]
 
 
-W4A8: tuple[Backend, ...] = (Backend("fp8", _fp8_reasons, _fp8), Backend("reference", _none, _reference))
+W4A8: tuple[Backend, ...] = (
+    Backend("fp8", _fp8_reasons, _fp8),
+    Backend("reference", _reference_reasons, _reference),
+)
 
 
 @torch.library.custom_op("vblackwell::fp4_linear_w4a8", mutates_args=())
@@ -134,7 +155,7 @@ def fp4_linear_w4a8(
 
     Raises:
         ConfigurationError: an input with another number of features.
-        Unsupported: the backend asked for by name refuses.
+        Unsupported: a GPU without FP8 tensor cores, fp32 activations on a GPU, or the backend asked for by name refuses.
     """
     if x_MK.shape[-1] != k:
         raise ConfigurationError(f"the input has {x_MK.shape[-1]} features, the weight takes {k}")
@@ -173,3 +194,4 @@ def _backward(ctx, dy_MN: Tensor):  # type: ignore[no-untyped-def]
 
 
 fp4_linear_w4a8.register_autograd(_backward, setup_context=_save)
+register_autocast(fp4_linear_w4a8)

@@ -63,6 +63,7 @@ def convert_linears(
     format: str = "nvfp4",
     scale_search: str | None = None,
     use_fp4: bool = True,
+    w4a8: bool = False,
     keep: str = HEAD,
 ) -> list[str]:
     """Replaces the selected linears in place; parameters keep their identity, so an optimizer made before still fits.
@@ -71,17 +72,20 @@ def convert_linears(
         model, pattern, keep: as for ``select_linears``.
         format, scale_search: what ``quantize()`` will pack to.
         use_fp4: train straight through the format from now on; ``False`` trains in full precision until ``quantize()``.
+        w4a8: packed mxfp4 layers will multiply on FP8 tensor cores, their inputs rounded to E4M3.
 
     Returns:
         Names of the replaced modules.
 
     Raises:
-        ConfigurationError: as ``select_linears``; or an unknown format or search.
+        ConfigurationError: as ``select_linears``; an unknown format or search; w4a8 with another format or odd sizes. The model
+            is as it was.
     """
     selected = select_linears(model, pattern, keep)
-    for name, linear in selected.items():
-        layer = FusedFP4Linear.from_linear(linear, format=format, scale_search=scale_search, use_fp4=use_fp4)
-        _replace(model, name, linear, layer)
+    options = {"format": format, "scale_search": scale_search, "use_fp4": use_fp4, "w4a8": w4a8}
+    layers = {name: FusedFP4Linear.from_linear(linear, **options) for name, linear in selected.items()}
+    for name, layer in layers.items():
+        _replace(model, name, selected[name], layer)
     return list(selected)
 
 

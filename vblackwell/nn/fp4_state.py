@@ -64,8 +64,13 @@ class Placed:
     tensor_scale: Tensor
 
 
-def place(packed: PackedTensor) -> Placed:
-    """The layout for the device that ``packed`` is on: tiled on CUDA where the format has tiles and the values fit them."""
+def place(packed: PackedTensor, tiles: bool = False) -> Placed:
+    """The layout for the device that ``packed`` is on: tiled on CUDA where the format has tiles and the values fit them.
+
+    With ``tiles`` tiled wherever it is; raises Unsupported where the values do not fit.
+    """
+    if tiles:
+        return tiled(packed)
     canonical = Placed(packed.format, packed.codes, packed.block_scales, packed.tensor_scale)
     if packed.device.type != "cuda" or packed.format not in ("nvfp4", "mxfp4"):
         return canonical

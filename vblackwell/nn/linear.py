@@ -6,6 +6,9 @@ is what adapters over a frozen base need. The buffers are left out of torch's ow
 them in the kernels' layout and a state dict in the published one (``fp4_state.py``); loading accepts either kind of
 checkpoint in either state, so a model need not be quantised to load a quantised file.
 
+With ``w4a8`` a packed mxfp4 layer computes on FP8 tensor cores: the same weights, inputs rounded to E4M3 by rows (kernels/w4a8.py). It
+changes numbers, so it is never chosen for the user, and what cannot run that way is refused, when the layer is packed.
+
 Not a subclass of ``nn.Linear``: libraries that find one reach for ``.weight``, and here there may be none.
 
 With ``DistributedDataParallel`` over packed layers pass ``broadcast_buffers=False``: the packed weights are equal on all
@@ -25,6 +28,7 @@ from torch.nn import functional
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.fp4 import fp4_linear
 from vblackwell.kernels.reference import ACTIVATIONS, activate
+from vblackwell.kernels.w4a8 import check_row_spans, check_shape, fp4_linear_w4a8, row_tops_for_w4a8
 from vblackwell.nn.fp4_state import (
     CODES,
     SCALES,
@@ -41,7 +45,8 @@ from vblackwell.numerics.formats import check_search, format_named
 from vblackwell.numerics.fp4 import quantize
 from vblackwell.numerics.packed import PackedTensor
 
-_BUFFERS = (CODES, SCALES, TENSOR_SCALE)
+_ROW_TOP = "weight_row_top"  # for w4a8 alone; follows from the scales, so no state dict has it
+_BUFFERS = (CODES, SCALES, TENSOR_SCALE, _ROW_TOP)
 
 
 class FusedFP4Linear(nn.Module):
@@ -55,10 +60,12 @@ class FusedFP4Linear(nn.Module):
         format: 'nvfp4', 'mxfp4', 'nf4', 'int4' or 'int8': what ``quantize()`` packs to.
         scale_search: 'mse' or 'max'; default: 'max' with ``use_fp4``, so that packing keeps the trained numbers, else 'mse'.
         use_fp4: multiply by the weight rounded to ``format`` while training, too; its gradient goes straight through.
+        w4a8: once packed, round inputs to E4M3 and multiply on FP8 tensor cores; for mxfp4.
         device, dtype: of the parameters, as for ``nn.Linear``.
 
     Raises:
-        ConfigurationError: a size below 1, or an unknown activation, format or search.
+        ConfigurationError: a size below 1, an unknown activation, format or search, or w4a8 with another format than mxfp4 or
+            with sizes that are no multiples of 16.
     """
 
     weight: nn.Parameter | None
@@ -66,6 +73,7 @@ class FusedFP4Linear(nn.Module):
     weight_codes: Tensor
     weight_scales: Tensor
     weight_tensor_scale: Tensor
+    weight_row_top: Tensor
 
     def __init__(
         self,
@@ -77,6 +85,7 @@ class FusedFP4Linear(nn.Module):
         format: str = "nvfp4",
         scale_search: str | None = None,
         use_fp4: bool = False,
+        w4a8: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -92,6 +101,9 @@ class FusedFP4Linear(nn.Module):
             use_fp4,
         )
         self.form = format_named(format)
+        self.w4a8 = w4a8
+        if w4a8:
+            self._check_w4a8()
         self.scale_search = check_search(scale_search or ("max" if use_fp4 else "mse"))
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
@@ -121,17 +133,20 @@ class FusedFP4Linear(nn.Module):
         return layer.train(linear.training)
 
     @classmethod
-    def from_packed(cls, packed: PackedTensor, bias: Tensor | None = None, activation: str = "none") -> FusedFP4Linear:
+    def from_packed(
+        cls, packed: PackedTensor, bias: Tensor | None = None, activation: str = "none", *, w4a8: bool = False
+    ) -> FusedFP4Linear:
         """A packed layer of a packed (N, K) matrix; a bias that is no parameter becomes a frozen one.
 
         Raises:
-            ConfigurationError: ``packed`` is not a matrix.
+            ConfigurationError: ``packed`` is not a matrix, or not for w4a8.
+            Unsupported: with w4a8, as ``quantize``.
         """
         if len(packed.shape) != 2:
             raise ConfigurationError(
                 f"a packed tensor of shape {packed.shape} is no weight of a linear: it must be (N, K)"
             )
-        layer = cls(packed.k, packed.n, bias is not None, activation, format=packed.format, device="meta")
+        layer = cls(packed.k, packed.n, bias is not None, activation, format=packed.format, w4a8=w4a8, device="meta")
         layer.bias = bias if bias is None or isinstance(bias, nn.Parameter) else nn.Parameter(bias, requires_grad=False)
         layer._adopt(packed)
         return layer
@@ -158,10 +173,27 @@ class FusedFP4Linear(nn.Module):
 
         Raises:
             ConfigurationError: the weight has inf or NaN, or a dtype that cannot be packed.
+            Unsupported: with w4a8, exponents in a row span more than E4M3 holds. The layer stays as it was.
         """
         if self.weight is not None:
-            name = f"weight of {type(self).__name__}({self.in_features} -> {self.out_features})"
-            self._adopt(quantize(self.weight, self.form.name, self.scale_search, tensor_scale=tensor_scale, name=name))
+            form, search, name = self.form.name, self.scale_search, self._name()
+            self._adopt(quantize(self.weight, form, search, tensor_scale=tensor_scale, name=name))
+        return self
+
+    def use_w4a8(self, enabled: bool = True) -> FusedFP4Linear:
+        """Multiplies on FP8 tensor cores from now on, or no longer; for layers that came packed. Returns the layer.
+
+        Raises:
+            ConfigurationError, Unsupported: as the constructor and ``quantize``. The layer stays as it was.
+        """
+        if enabled:
+            self._check_w4a8()
+        packed = self.packed
+        if packed is not None and enabled:
+            check_row_spans(packed, self._name())
+        self.w4a8 = enabled
+        if packed is not None:
+            self._adopt(packed)
         return self
 
     def freeze(self) -> FusedFP4Linear:
@@ -172,22 +204,14 @@ class FusedFP4Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) -> (..., N), in the dtype of ``x`` or of autocast."""
-        device = x.device.type
-        if torch.is_autocast_enabled(device):
-            x = x.to(torch.get_autocast_dtype(device))
         if self.weight is None:
-            with torch.autocast(device, enabled=False):  # the op rounds to the dtype of x itself, once, at its end
-                return fp4_linear(
-                    x,
-                    self.weight_codes,
-                    self.weight_scales,
-                    self.weight_tensor_scale,
-                    self.bias,
-                    self._layout,
-                    self.activation,
-                    self.out_features,
-                    self.in_features,
-                )
+            placed = (self.weight_codes, self.weight_scales, self.weight_tensor_scale)
+            shape = (self.out_features, self.in_features)
+            if self.w4a8:
+                return fp4_linear_w4a8(x, *placed, self.weight_row_top, self.bias, self.activation, *shape)
+            return fp4_linear(x, *placed, self.bias, self._layout, self.activation, *shape)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         weight = fp4_round_trip(self.weight, self.form.name, x.dtype) if self.use_fp4 else self.weight
         return activate(functional.linear(x, weight, self.bias), self.activation)
 
@@ -195,22 +219,29 @@ class FusedFP4Linear(nn.Module):
         state = f"packed={self._layout}" if self.is_quantized else f"format={self.form.name}, use_fp4={self.use_fp4}"
         return (
             f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, "
-            f"activation={self.activation}, {state}"
+            f"activation={self.activation}, {state}" + (", w4a8=True" if self.w4a8 else "")
         )
+
+    def _name(self) -> str:
+        return f"weight of {type(self).__name__}({self.in_features} -> {self.out_features})"
+
+    def _check_w4a8(self) -> None:
+        check_shape(self.form.name, self.out_features, self.in_features, self._name())
 
     def _placed(self) -> Placed:
         return Placed(self._layout, self.weight_codes, self.weight_scales, self.weight_tensor_scale)
 
     def _adopt(self, packed: PackedTensor) -> None:
         """Becomes a packed layer of ``packed``, laid out for its device."""
+        if self.w4a8:
+            check_row_spans(packed, self._name())
         self.weight = None  # first: shuffling into tiles then has the original's room
-        placed = place(packed)
+        placed = place(packed, tiles=self.w4a8)
         self.form, self._dtype, self._layout = packed.form, packed.dtype, placed.name
-        self.weight_codes, self.weight_scales, self.weight_tensor_scale = (
-            placed.codes,
-            placed.scales,
-            placed.tensor_scale,
-        )
+        shape = (self.out_features, self.in_features)
+        tops = row_tops_for_w4a8(placed.scales, *shape) if self.w4a8 else None
+        for name, tensor in zip(_BUFFERS, (placed.codes, placed.scales, placed.tensor_scale, tops), strict=True):
+            setattr(self, name, tensor)
 
     def _drop_packed(self, device: torch.device) -> None:
         """Becomes an unpacked layer with an uninitialised weight."""
@@ -225,7 +256,7 @@ class FusedFP4Linear(nn.Module):
             super()._apply(fn, recurse)
             self._dtype = self.weight.dtype
             return self
-        buffers = {name: getattr(self, name) for name in _BUFFERS}
+        buffers = {name: tensor for name in _BUFFERS if (tensor := getattr(self, name)) is not None}
         for name in _BUFFERS:
             setattr(self, name, None)
         probe = fn(torch.empty(0, dtype=self._dtype, device=buffers[CODES].device))
