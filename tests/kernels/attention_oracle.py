@@ -1,0 +1,86 @@
+"""Cases of the attention kernels, and the float64 answers to them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vblackwell.kernels.attention import bounds
+from vblackwell.kernels.attention_reference import attention_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _repair_interpreter() -> None:
+    """numpy 2.4 turns an array of one element into no index any more; Triton 3.6's interpreter asks it to, for loops to a loaded bound."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+    if getattr(patch, "takes_numpy_2_4", False):
+        return
+
+    def repaired(tensor, scope):  # type: ignore[no-untyped-def]
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    repaired.takes_numpy_2_4 = True  # type: ignore[attr-defined]
+    interpreter._patch_lang_tensor = repaired
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    _repair_interpreter()
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Standard normal values, the same on every device."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def inputs(
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    num_queries: int,
+    num_keys: int,
+    head: int,
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
+    """Queries, keys and values as projections give them: transposed views of (B, S, N, H)."""
+    shapes = ((num_queries, heads), (num_keys, kv_heads), (num_keys, kv_heads))
+    return [normal(batch, *shape, head, dtype=dtype, seed=i).transpose(1, 2) for i, shape in enumerate(shapes)]
+
+
+def gradients(function: Any, tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Output of ``function`` and gradients of all ``tensors``, for an output gradient that depends on the shape alone."""
+    leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
+    out = function(*leaves)
+    # rounded to the narrow type, so that a wide computation is given the same
+    dout = normal(*out.shape, dtype=tensors[0].dtype, seed=9).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def plain(
+    *, mask: Tensor | None = None, causal: bool = False, bottom_right: bool = False, window: int | None = None,
+    scale: float | None = None, softcap: float | None = None, alibi_slopes_N: Tensor | None = None, dropout: float = 0.0,
+    keep_BNST: Tensor | None = None,
+) -> Any:  # fmt: skip
+    """``attention_reference`` with the options of ``flash_attention``."""
+    left, right = bounds(causal, window)
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention_reference(
+            q, k, v, mask=mask, left=left, right=right, bottom_right=bottom_right, scale=scale, softcap=softcap or 0.0,
+            slopes_N=alibi_slopes_N, dropout=dropout, keep_BNST=keep_BNST,
+        )  # fmt: skip
+
+    return function
+
+
+def relative(got: Tensor, exact: Tensor) -> float:
+    """Relative RMS error; NaN counts as infinite."""
+    assert got.shape == exact.shape
+    error = (got.double() - exact.double()).norm().item() / (exact.double().norm().item() or 1.0)
+    return error if error == error else float("inf")

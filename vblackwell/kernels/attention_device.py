@@ -1,0 +1,140 @@
+"""What the attention kernels share on the device: tiles, scores and who may see whom.
+
+A query i of a sequence stands at position i + offset among the keys; key j is visible where i + offset - left <= j <= i + offset + right
+(each bound optional) and j < k_len. Scores are kept in units of log2, so that one exp2 makes a probability of them.
+"""
+# What @triton.jit makes of a function has no type.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false, reportOperatorIssue=false, reportAssignmentType=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def load_tile(
+    source, start, stride, batch, head, length,
+    ROWS: tl.constexpr, H: tl.constexpr, D: tl.constexpr, CHECK: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """(ROWS, D) rows from ``start`` on; beyond ``length`` (if CHECK) and H zeros. ``source`` is a descriptor or a head's first element."""
+    if TMA:
+        return source.load([batch, head, start, 0]).reshape(ROWS, D)
+    else:
+        row, d = tl.arange(0, ROWS), tl.arange(0, D)
+        at = source + tl.cast(start, tl.int64) * stride + row[:, None] * stride + d[None, :]
+        if CHECK:
+            return tl.load(at, (row[:, None] + start < length) & (d[None, :] < H), other=0.0)
+        elif H != D:
+            return tl.load(at, d[None, :] < H, other=0.0)
+        else:
+            return tl.load(at)
+
+
+@triton.jit
+def store_tile(target, start, stride, length, value, ROWS: tl.constexpr, H: tl.constexpr, D: tl.constexpr):
+    row, d = tl.arange(0, ROWS), tl.arange(0, D)
+    at = target + tl.cast(start, tl.int64) * stride + row[:, None] * stride + d[None, :]
+    tl.store(at, value.to(target.dtype.element_ty), (row[:, None] + start < length) & (d[None, :] < H))
+
+
+@triton.jit
+def load_mask(mask, row, col, stride_row, stride_col, q_len, k_len):
+    """The mask's values of rows and columns that broadcast to a tile; zero (for a boolean mask: hidden) outside."""
+    at = mask + row.to(tl.int64) * stride_row + col.to(tl.int64) * stride_col
+    return tl.load(at, (row < q_len) & (col < k_len), other=0)
+
+
+@triton.jit
+def visible(row, col, k_len, offset, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+    inside = (col < k_len) & (row >= 0)
+    if HAS_RIGHT:
+        inside = inside & (col <= row + (offset + right))
+    if HAS_LEFT:
+        inside = inside & (col >= row + (offset - left))
+    return inside
+
+
+@triton.jit
+def scores(
+    s, mask_values, row, col, k_len, offset, left, right, scale, softcap, slope,
+    MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    EDGES: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Products of queries and keys as log2 scores, hidden ones -inf; and the soft cap's derivative.
+
+    Without SCALED the caller multiplies by scale * log2(e) itself (fused with the subtraction of the maximum).
+    """
+    chain = 1.0
+    x = s
+    if SOFTCAP:
+        turned = 1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2E * scale / softcap)))  # tanh
+        chain = 1.0 - turned * turned
+        x = turned * (softcap * LOG2E)
+    elif SCALED:
+        x = s * (scale * LOG2E)
+    if ALIBI:
+        x -= tl.abs(row + offset - col).to(s.dtype) * (slope * LOG2E)
+    if EDGES:
+        inside = visible(row, col, k_len, offset, left, right, HAS_LEFT, HAS_RIGHT)
+        if MASK == 1:
+            inside = inside & (mask_values != 0)
+        if MASK == 2:
+            x += mask_values.to(s.dtype) * LOG2E
+        x = tl.where(inside, x, float("-inf"))
+    return x, chain
+
+
+@triton.jit
+def kept(seed_ptr, head, row, col, dropout):
+    """Whether dropout keeps the probability of (row, col) of a head: Philox (Salmon et al., SC 2011) counted by position."""
+    seed, offset = tl.load(seed_ptr), tl.load(seed_ptr + 1)
+    column = (col + row * 0).to(tl.uint32)
+    line = (row + col * 0).to(tl.uint32)
+    zero = column * 0
+    random, _, _, _ = tl.philox(seed, column, line, zero + head.to(tl.uint32), zero + offset.to(tl.uint32))
+    return (random >> 8).to(tl.float32) * 5.9604644775390625e-08 >= dropout  # 24 bits, exact in fp32
+
+
+@triton.jit
+def column_tiles(
+    row0, k_len, offset, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Tiles of keys that rows from ``row0`` see: (first, first whole, end of whole, end)."""
+    first, end = 0, tl.cdiv(k_len, COLUMNS)
+    whole_first, whole_end = 0, k_len // COLUMNS
+    if HAS_LEFT:
+        first = tl.maximum(row0 + offset - left, 0) // COLUMNS
+        whole_first = tl.cdiv(tl.maximum(row0 + ROWS - 1 + offset - left, 0), COLUMNS)
+    if HAS_RIGHT:
+        end = tl.minimum(end, tl.cdiv(tl.maximum(row0 + ROWS + offset + right, 0), COLUMNS))
+        whole_end = tl.minimum(whole_end, tl.maximum(row0 + offset + right + 1, 0) // COLUMNS)
+    end = tl.maximum(end, first)
+    whole_first = tl.minimum(tl.maximum(whole_first, first), end)
+    whole_end = tl.minimum(tl.maximum(whole_end, whole_first), end)
+    return first, whole_first, whole_end, end
+
+
+@triton.jit
+def row_tiles(
+    col0, q_len, offset, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Tiles of queries that see columns from ``col0``: (first, first whole, end of whole, end)."""
+    first, end = 0, tl.cdiv(q_len, ROWS)
+    whole_first, whole_end = first, end
+    if HAS_RIGHT:
+        first = tl.maximum(col0 - offset - right, 0) // ROWS
+        whole_first = tl.cdiv(tl.maximum(col0 + COLUMNS - 1 - offset - right, 0), ROWS)
+    if HAS_LEFT:
+        end = tl.minimum(end, tl.cdiv(tl.maximum(col0 + COLUMNS - offset + left, 0), ROWS))
+        last = tl.maximum(col0 - offset + left + 1, 0)  # first row that no longer sees all of them
+        whole_end = tl.where(last >= q_len, end, tl.minimum(end, last // ROWS))
+    end = tl.maximum(end, first)
+    whole_first = tl.minimum(tl.maximum(whole_first, first), end)
+    whole_end = tl.minimum(tl.maximum(whole_end, whole_first), end)
+    return first, whole_first, whole_end, end

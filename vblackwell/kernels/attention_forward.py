@@ -1,0 +1,159 @@
+"""Forward kernel of attention.py: Flash Attention 2 (Dao, arXiv:2307.08691) with an online softmax in base 2.
+
+A program takes a tile of queries of one head and walks over the tiles of keys that they see. Tiles that all its rows see whole need
+no comparison; tiles on an edge (diagonal, window, end of the keys) are walked apart. With a mask the tiles come from a list
+(attention_blocks.py) that leaves the empty ones out. With TMA, tiles arrive through Hopper's copy engine by descriptors.
+"""
+# What @triton.jit makes of a function has no type.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false, reportOperatorIssue=false, reportAssignmentType=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vblackwell.kernels.attention_device import (
+    LOG2E,
+    column_tiles,
+    kept,
+    load_mask,
+    load_tile,
+    scores,
+    store_tile,
+)
+
+
+@triton.jit
+def _walk(
+    acc, top, total, q, k, v, begin, end, items, row0, batch, head, kv_head, stride_k, stride_v,
+    mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
+    seed_ptr, dropout, dropout_head,
+    MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    DROPOUT: tl.constexpr, EDGES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    PLAIN: tl.constexpr = not SOFTCAP and not ALIBI and MASK != 2
+    row = (row0 + tl.arange(0, ROWS))[:, None]
+    tile = 0
+    if MASK:
+        tile = tl.load(items + begin)
+    for index in tl.range(begin, end):
+        if MASK:
+            start = tile * COLUMNS
+            tile = tl.load(items + index + 1)  # the list has a spare entry
+        else:
+            start = index * COLUMNS
+        col = (start + tl.arange(0, COLUMNS))[None, :]
+        values = 0.0
+        if MASK and EDGES:
+            values = load_mask(mask, row, col, stride_mask_row, stride_mask_col, q_len, k_len)
+        k_tile = load_tile(k, start, stride_k, batch, kv_head, k_len, COLUMNS, H, D, EDGES, TMA)
+        s = tl.dot(q, tl.trans(k_tile), out_dtype=acc.dtype, input_precision=PRECISION)
+        x, _ = scores(
+            s, values, row, col, k_len, offset, left, right, scale, softcap, slope,
+            MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, EDGES, not PLAIN,
+        )  # fmt: skip
+        factor = scale * LOG2E if PLAIN else 1.0
+        new_top = tl.maximum(top, tl.max(x, 1) * factor)
+        base = tl.where(new_top == float("-inf"), 0.0, new_top) if EDGES else new_top  # rows that see nothing yet
+        p = tl.exp2(x * factor - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(p, 1)
+        if DROPOUT:
+            p = tl.where(kept(seed_ptr, dropout_head, row, col, dropout), p, 0.0)
+        v_tile = load_tile(v, start, stride_v, batch, kv_head, k_len, COLUMNS, H, D, EDGES, TMA)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, out_dtype=acc.dtype, input_precision=PRECISION)
+        top = new_top
+    return acc, top, total
+
+
+@triton.jit
+def attend(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, mask_ptr, items_ptr, counts_ptr, slope_ptr, seed_ptr, q_starts_ptr, k_starts_ptr,
+    stride_qb, stride_qn, stride_q, stride_kb, stride_kn, stride_k, stride_vb, stride_vn, stride_v,
+    stride_ob, stride_on, stride_o, stride_lb, stride_ln, stride_mb, stride_mn, stride_mask_row, stride_mask_col,
+    list_batch, list_head, list_width, q_length, k_length, left, right, scale, softcap, dropout,
+    GROUP: tl.constexpr, MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, EVEN: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    q_tile = tl.program_id(0)
+    if HAS_RIGHT:
+        q_tile = tl.num_programs(0) - 1 - q_tile  # the longest walks first
+    head, batch = tl.program_id(1), tl.program_id(2)
+    kv_head = head // GROUP
+    q_len, k_len = q_length, k_length
+    out = out_ptr + head.to(tl.int64) * stride_on
+    lse = lse_ptr + head.to(tl.int64) * stride_ln
+    wide_batch = batch.to(tl.int64)
+    q_start, k_start = wide_batch * 0, wide_batch * 0
+    if VARLEN:
+        q_start, k_start = tl.load(q_starts_ptr + batch).to(tl.int64), tl.load(k_starts_ptr + batch).to(tl.int64)
+        q_len = (tl.load(q_starts_ptr + batch + 1) - q_start).to(tl.int32)
+        k_len = (tl.load(k_starts_ptr + batch + 1) - k_start).to(tl.int32)
+        out += q_start * stride_o
+        lse += q_start
+    else:
+        out += wide_batch * stride_ob
+        lse += wide_batch * stride_lb
+    row0 = q_tile * ROWS
+    if VARLEN:  # noqa: SIM102 - one is decided while compiling
+        if row0 >= q_len:
+            return
+    q, k, v = q_ptr, k_ptr, v_ptr
+    if not TMA:
+        q += wide_batch * stride_qb + head.to(tl.int64) * stride_qn + q_start * stride_q
+        k += wide_batch * stride_kb + kv_head.to(tl.int64) * stride_kn + k_start * stride_k
+        v += wide_batch * stride_vb + kv_head.to(tl.int64) * stride_vn + k_start * stride_v
+    offset = k_len - q_len if BOTTOM_RIGHT else 0
+    slope = tl.load(slope_ptr + head) if ALIBI else 0.0
+    mask = mask_ptr + wide_batch * stride_mb + head.to(tl.int64) * stride_mn if MASK else mask_ptr
+    dropout_head = batch * tl.num_programs(1) + head
+
+    WIDE: tl.constexpr = tl.float64 if out_ptr.dtype.element_ty == tl.float64 else tl.float32  # fp64: interpreter only
+    q_values = load_tile(q, row0, stride_q, batch, head, q_len, ROWS, H, D, True, TMA)
+    acc = tl.zeros([ROWS, D], WIDE)
+    top = tl.full([ROWS], float("-inf"), WIDE)
+    total = tl.zeros([ROWS], WIDE)
+    items = items_ptr
+    if MASK:
+        line = (batch * list_batch + head * list_head) * tl.num_programs(0) + q_tile
+        items += line.to(tl.int64) * list_width
+        whole_first, first = 0, 0
+        whole_end = tl.load(counts_ptr + line * 2)
+        end = whole_end + tl.load(counts_ptr + line * 2 + 1)
+    else:
+        first, whole_first, whole_end, end = column_tiles(
+            row0, k_len, offset, left, right, HAS_LEFT, HAS_RIGHT, ROWS, COLUMNS
+        )
+    if HAS_LEFT and not MASK:
+        acc, top, total = _walk(
+            acc, top, total, q_values, k, v, first, whole_first, items, row0, batch, head, kv_head, stride_k, stride_v,
+            mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
+            seed_ptr, dropout, dropout_head,
+            MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, True, H, D, ROWS, COLUMNS, PRECISION, TMA,
+        )  # fmt: skip
+    acc, top, total = _walk(
+        acc, top, total, q_values, k, v, whole_first, whole_end, items, row0, batch, head, kv_head, stride_k, stride_v,
+        mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
+        seed_ptr, dropout, dropout_head,
+        MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, False, H, D, ROWS, COLUMNS, PRECISION, TMA,
+    )  # fmt: skip
+    if HAS_LEFT or HAS_RIGHT or MASK or not EVEN:
+        acc, top, total = _walk(
+            acc, top, total, q_values, k, v, whole_end, end, items, row0, batch, head, kv_head, stride_k, stride_v,
+            mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
+            seed_ptr, dropout, dropout_head,
+            MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, True, H, D, ROWS, COLUMNS, PRECISION, TMA,
+        )  # fmt: skip
+
+    empty = total == 0.0
+    rest = 1.0 / (1.0 - dropout) if DROPOUT else 1.0
+    out_values = acc * (rest / tl.where(empty, 1.0, total))[:, None]
+    store_tile(out, row0, stride_o, q_len, out_values, ROWS, H, D)
+    row = row0 + tl.arange(0, ROWS)
+    # +inf for rows that see nothing: backward's probabilities exp2(score - inf) are zero
+    tl.store(lse + row, tl.where(empty, float("inf"), top + tl.log2(tl.where(empty, 1.0, total))), row < q_len)
