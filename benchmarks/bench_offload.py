@@ -4,6 +4,8 @@
     python benchmarks/bench_offload.py --max-grad-norm 1.0 --systems plain,resident,streamed
     python benchmarks/bench_offload.py --sweep 2048,4096,8192,16384,32768,65536 --cap 24GiB
     python benchmarks/bench_offload.py --shape tiny --device cpu --seq 32 --batch 2 --cap 512KiB
+    python benchmarks/bench_offload.py --largest exact --disk-memory 52GB --disk-path .
+    python benchmarks/bench_offload.py --largest 8bit --shape tiny --device cpu --cap 1MiB --host-memory 8MiB --disk-memory 4MiB
 
 Every system trains the same decoder (transformers' Llama, or our Decoder, which computes the same) from the same weights, on the same
 tokens (offload_data.py says which), at the same learning rates, in a process of its own. offload_measure.py says what a step's time
@@ -29,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import psutil
 from offload_case import SHAPES, SYSTEMS, Case, Recipe, Result
 from offload_process import REPO, run_system
-from offload_report import append_csv, ratio_lines, row_of, table_lines
+from offload_report import append_csv, largest_lines, ratio_lines, row_of, table_lines
 from offload_sweep import draw, sweep_lines
 
 from vblackwell.hardware import list_gpus
@@ -39,6 +41,15 @@ RESULTS = Path(__file__).parent / "results"
 IMAGES = REPO / "docs" / "images"
 PACKAGES = ("torch", "triton", "transformers", "deepspeed")
 DEFAULT_CAP = "8GiB"
+# Of flags that were not given: for the comparison, and for the largest model.
+DEFAULTS: dict[str, tuple[Any, Any]] = {
+    "shape": ("2.70B", "70B"),
+    "batch": (8, 2),
+    "steps": (7, 2),
+    "warmup": (3, 1),
+    "limit": (400.0, 560.0),
+    "disk_memory": (0, None),
+}
 
 
 def number_or_none(text: str) -> float | None:
@@ -56,27 +67,60 @@ def names(text: str) -> list[str]:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--systems", type=names, default=[s for s in SYSTEMS if s != "enabled"], help=", ".join(SYSTEMS)
+        "--systems",
+        type=names,
+        default=[s for s in SYSTEMS if s not in ("enabled", "largest")],
+        help=", ".join(SYSTEMS),
     )
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="2.70B")
+    parser.add_argument(
+        "--largest",
+        choices=("exact", "8bit"),
+        default=None,
+        help="instead of the systems: as many blocks of the shape (default 70B's) as train here with fp32 or 8-bit states, 3 steps or "
+        "more; weights are one block of normal numbers, repeated",
+    )
+    parser.add_argument("--masters", choices=("exact", "stochastic"), default="exact", help="of --largest 8bit")
+    parser.add_argument("--layers", type=int, default=None, help="blocks of --largest, instead of as many as fit")
+    parser.add_argument(
+        "--reserve",
+        type=size,
+        default=parse_bytes("8GiB"),
+        help="RAM that --largest leaves to others, unless --host-memory",
+    )
+    parser.add_argument("--shape", choices=tuple(SHAPES), default=None, help="default 2.70B")
     parser.add_argument("--seq", type=int, default=2048, help="tokens in a sequence")
-    parser.add_argument("--batch", type=int, default=8, help="sequences in a step")
-    parser.add_argument("--steps", type=int, default=7, help="measured steps; the median counts")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before them")
+    parser.add_argument("--batch", type=int, default=None, help="sequences in a step; default 8, of --largest 2")
+    parser.add_argument(
+        "--steps", type=int, default=None, help="measured steps, the median counts; default 7, of --largest 2"
+    )
+    parser.add_argument("--warmup", type=int, default=None, help="steps before them; default 3, of --largest 1")
     parser.add_argument("--max-grad-norm", type=number_or_none, default=None, help="a number, or none")
     parser.add_argument(
-        "--cap", type=size, default=None, help=f"GPU memory of the capped systems; default {DEFAULT_CAP}"
+        "--cap",
+        type=size,
+        default=None,
+        help=f"GPU memory of the capped systems; default {DEFAULT_CAP}, of --largest 0.95 of the GPU",
     )
     parser.add_argument("--capped", type=names, default=["streamed"], help="systems that must obey the cap")
     parser.add_argument("--host-memory", type=size, default=None, help="of our level 1; default 0.9 of the free RAM")
-    parser.add_argument("--disk-memory", type=size, default=0, help="of our disk level, for streamed")
+    parser.add_argument(
+        "--disk-memory",
+        type=size,
+        default=None,
+        help="of our disk level, for streamed; default 0, of --largest 0.9 of what is free",
+    )
     parser.add_argument("--disk-path", default=None)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--learning-rate", type=float, default=1e-4, help="reached after 20 steps")
     parser.add_argument("--recipe", type=Recipe.parse, default=Recipe(), help="for ours: update=level0,undo=false,...")
     parser.add_argument("--deterministic", action="store_true", help="deterministic kernels: slower, bits comparable")
-    parser.add_argument("--limit", type=float, default=400, help="seconds that a system may take, set-up included")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=None,
+        help="seconds that a system may take, set-up included; default 400, of --largest 560",
+    )
     parser.add_argument("--trace", type=Path, default=None, help="folder for a profiler trace of each system")
     parser.add_argument("--sweep", default="", help="tokens a step, comma-separated: resident and streamed at each")
     parser.add_argument(
@@ -88,11 +132,20 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for name in [*args.systems, *args.capped]:
         if name not in SYSTEMS:
             parser.error(f"system {name!r} is none of {', '.join(SYSTEMS)}")
+    if args.largest and (args.max_grad_norm is not None or args.sweep):
+        parser.error("--largest updates behind the backward with no way back: it neither clips nor sweeps")
+    for name, (usual, largest) in DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, largest if args.largest else usual)
     return args
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
     """What each system is to do."""
+    if args.largest:
+        from offload_largest import largest_case
+
+        return [largest_case(args, lambda text: print(text, flush=True))]
     cap = args.cap if args.cap is not None else parse_bytes(DEFAULT_CAP)
     wanted = ["resident", "streamed"] if args.sweep else args.systems
     points = tuple(int(part) for part in names(args.sweep))
@@ -171,7 +224,7 @@ def main(argv: list[str] | None = None) -> list[Result]:
     args = parse(argv)
     began, about = time.monotonic(), machine()
     print(", ".join(f"{key} {value}" for key, value in about.items() if value), flush=True)
-    rates = measured_rates(args)
+    rates = {} if args.largest else measured_rates(args)
     if rates:
         print("rates: " + ", ".join(f"{name} {value:.4g}" for name, value in rates.items()), flush=True)
     if args.trace:
@@ -186,12 +239,14 @@ def main(argv: list[str] | None = None) -> list[Result]:
         found = run_system(case, args.limit, tell)
         results += found
         rows += [row_of(about, case, result, rates) for result in found]
-    name = "offload_sweep.csv" if args.sweep else "offload.csv"
+    name = "offload_sweep.csv" if args.sweep else "offload_largest.csv" if args.largest else "offload.csv"
     target = args.csv or RESULTS / name
     append_csv(target, rows)
     if args.sweep:
         lines = sweep_lines(results, SHAPES[args.shape], rates, args.seq)
         lines.append(f"plot: {draw(results, SHAPES[args.shape], rates, args.image, about, args.seq)}")
+    elif args.largest:
+        lines = largest_lines(results)
     else:
         lines = [*table_lines(results), "", *ratio_lines(results, rates, clipped=args.max_grad_norm is not None)]
     print("\n".join(lines), flush=True)

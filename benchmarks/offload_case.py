@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
 
 MARK = "@ "  # begins the lines in which a system's process answers
-SYSTEMS = ("plain", "enabled", "resident", "streamed", "fsdp2", "deepspeed")
+SYSTEMS = ("plain", "enabled", "resident", "streamed", "fsdp2", "deepspeed", "largest")
+
+
+def say(kind: str, **values: Any) -> None:
+    """One line from a system's process to whoever started it."""
+    print(MARK + json.dumps({"kind": kind, **values}), flush=True)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama-style decoder, embeddings not tied to the head, as many key and value heads as query heads."""
+    """A Llama-style decoder, embeddings not tied to the head. ``num_kv_heads`` None: as many as query heads."""
 
     hidden_size: int
     intermediate_size: int
     num_layers: int
     num_heads: int
     vocab_size: int = 32000
+    num_kv_heads: int | None = None
 
     @property
     def block_parameters(self) -> int:
-        """Parameters of one block: four square projections, three of the feed-forward, two norms."""
-        return 4 * self.hidden_size**2 + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        """Parameters of one block: two square projections, two as wide as keys, three of the feed-forward, two norms."""
+        key_size = self.hidden_size // self.num_heads * (self.num_kv_heads or self.num_heads)
+        attention = 2 * self.hidden_size * (self.hidden_size + key_size)
+        return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
 
     @property
     def num_parameters(self) -> int:
@@ -40,6 +49,7 @@ SHAPES = {
     "1.36B": Shape(2048, 5632, 24, 16),
     "2.70B": Shape(2560, 6912, 32, 20),
     "6.7B": Shape(4096, 11008, 32, 32),
+    "70B": Shape(8192, 28672, 80, 64, num_kv_heads=8),  # Llama 2 and 3, with the vocabulary of 2
 }
 
 
@@ -106,6 +116,8 @@ class Case:
         deterministic: deterministic kernels, so that losses may be compared bit by bit.
         sweep_tokens: instead of one run of ``batch``, a few steps at each of these tokens a step.
         trace: a file for a profiler trace of two more steps.
+        layers: blocks of the largest model, instead of its shape's. states, masters: their formats; activation_bytes: what RAM keeps free
+            of its ranges.
     """
 
     system: str
@@ -130,6 +142,10 @@ class Case:
     recipe: Recipe = field(default_factory=Recipe)
     sweep_tokens: tuple[int, ...] = ()
     trace: str | None = None
+    layers: int | None = None
+    states: str = "fp32"
+    masters: str = "exact"
+    activation_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.system not in SYSTEMS:
@@ -143,7 +159,8 @@ class Case:
 
     @property
     def decoder(self) -> Shape:
-        return SHAPES[self.shape]
+        shape = SHAPES[self.shape]
+        return shape if self.layers is None else replace(shape, num_layers=self.layers)
 
     @property
     def tokens_per_step(self) -> int:

@@ -9,7 +9,6 @@ moments at which nothing at all was under way.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import threading
@@ -17,22 +16,16 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import psutil
 import torch
-from offload_case import MARK, Case, Result
+from offload_case import Case, Result, say
 from offload_data import token_batches
 from offload_systems import System, attention_kernels
 
 TRACED_STEPS = 2
-
-
-def say(kind: str, **values: Any) -> None:
-    """One line to whoever started this process."""
-    print(MARK + json.dumps({"kind": kind, **values}), flush=True)
 
 
 class HostWatch:
@@ -75,6 +68,8 @@ def builder_of(system: str) -> Callable[[Case, torch.device], System]:
     """The function that builds a system. Others' packages are imported only where they are asked for."""
     if system in ("fsdp2", "deepspeed"):
         import offload_peers as module
+    elif system == "largest":
+        import offload_largest as module
     else:
         import offload_systems as module
     return getattr(module, f"build_{system}")

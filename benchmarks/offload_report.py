@@ -87,6 +87,27 @@ def _link_rate(result: Result, name: str) -> float | None:
     return result.link_bytes[name] / (busy * seconds) / GB if busy else None
 
 
+def largest_lines(results: list[Result]) -> list[str]:
+    """What became of the largest model: its bytes, and each step's loss and time."""
+    lines = []
+    for result in results:
+        if not result.losses:
+            return [*lines, f"{result.status}: {result.error}"]
+        lines += result.notes
+        first = len(result.losses) - len(result.step_seconds)
+        for number, loss in enumerate(result.losses):
+            seconds = f", {result.step_seconds[number - first]:.2f} s" if number >= first else ", not timed"
+            lines.append(f"step {number + 1}: loss {loss:.5f}{seconds}")
+        for name, num_bytes in result.link_bytes.items():
+            lines.append(f"{name} {num_bytes / GB:.3f} GB a step, busy {result.link_busy[name]:.0%} of the time")
+        sizes = {"GPU reserved": result.peak_reserved, "host RSS": result.host_rss, "host used": result.host_used}
+        lines.append(", ".join(f"{name} {size / GB:.2f} GB" for name, size in sizes.items() if size is not None))
+        lines.append(
+            f"built in {_form(result.build_seconds, '{:.1f}')} s, {_form(result.tokens_per_second, '{:,.0f}')} tokens/s"
+        )
+    return lines
+
+
 # Ratios: what the issue that asked for them calls floor and aim; the second pair holds where the run clips.
 RATIOS: list[tuple[str, str, str, tuple[float, float], tuple[float, float]]] = [
     ("streamed, tokens/s over plain", "streamed", "plain", (0.95, 1.15), (0.85, 1.013)),

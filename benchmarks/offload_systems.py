@@ -78,7 +78,7 @@ def hf_config(shape: Shape, seq: int) -> Any:
         intermediate_size=shape.intermediate_size,
         num_hidden_layers=shape.num_layers,
         num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads or shape.num_heads,
         max_position_embeddings=max(seq, 2048),
         rms_norm_eps=1e-5,
         tie_word_embeddings=False,
@@ -156,7 +156,7 @@ def build_enabled(case: Case, device: torch.device) -> System:
         with autocast(device):
             return loss(ids_BS)
 
-    return _ours(model, optimizer, loss_of, stack)
+    return ours(model, optimizer, loss_of, stack)
 
 
 def build_resident(case: Case, device: torch.device) -> System:
@@ -203,6 +203,7 @@ def _build_decoder(
         shape.intermediate_size,
         shape.num_layers,
         shape.num_heads,
+        shape.num_kv_heads,
         max_position=max(case.seq, 2048),
     )
     model = Decoder(config, device="meta").to_empty(device="cpu" if streamed else device)
@@ -212,10 +213,11 @@ def _build_decoder(
         model.loss_chunk_tokens = case.recipe.loss_chunk_tokens
     enable_vgpu_stack_optimization(model, stack, placement=placement, compute_dtype=torch.bfloat16, **placing)
     optimizer = VGPUAdamW(model.parameters(), **adamw_settings(case), max_grad_norm=case.max_grad_norm, **updating)
-    return _ours(model, optimizer, lambda ids_BS: model(ids_BS, next_tokens(ids_BS)), stack)
+    return ours(model, optimizer, lambda ids_BS: model(ids_BS, next_tokens(ids_BS)), stack)
 
 
-def _ours(model: nn.Module, optimizer: Any, loss_of: Callable[[Tensor], Tensor], stack: Any) -> System:
+def ours(model: nn.Module, optimizer: Any, loss_of: Callable[[Tensor], Tensor], stack: Any) -> System:
+    """The system of a model in a stack."""
     from vblackwell import offload_of
 
     engine = offload_of(model)

@@ -7,6 +7,7 @@ import importlib
 import json
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -93,6 +94,81 @@ def test_recipes_and_cases_travel(bench):
             Recipe.parse(wrong)
     with pytest.raises(ValueError):
         Case("megatron")
+
+
+# -- the largest model -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("states", ["exact", "8bit"])
+def test_the_largest_model_is_found_and_trains(bench, tmp_path, capsys, states):
+    """An arena, RAM and a disk of a few MB: all three are full, and one block more would not fit."""
+    import offload_largest
+    from offload_case import SHAPES
+
+    from vblackwell.errors import InsufficientMemory
+
+    caps = "--cap 512KiB --host-memory 3MiB --disk-memory 1MiB"
+    given = f"--largest {states} --shape tiny --device cpu {caps} --disk-path {tmp_path} --seq 32 --csv {tmp_path / 'rows.csv'}"
+    (result,) = bench.main(given.split(" "))
+    said = capsys.readouterr().out
+    assert result.status == "ok", said
+    assert len(result.losses) == 3 and all(abs(loss - 5.545) < 0.2 for loss in result.losses), (
+        "near ln 256 at the start"
+    )
+    (row,) = rows(tmp_path)
+    layers = int(row["layers"])
+    assert f"plan: {layers} blocks" in said and "step 3: loss" in said
+    assert (row["states"], row["system"]) == ("fp32" if states == "exact" else "8bit", "largest")
+    shape, formats = SHAPES["tiny"], offload_largest.Formats(row["states"])
+    machine = offload_largest.Machine(512 << 10, 3 << 20, 1 << 20, False)
+    with pytest.raises(InsufficientMemory):
+        offload_largest.plan_of(replace(shape, num_layers=layers + 1), machine, formats, 2, 32)
+    plan = offload_largest.plan_of(replace(shape, num_layers=layers), machine, formats, 2, 32)
+    assert plan.parameters == int(row["parameters"])
+    kept = ("weight", "remainder", *formats.moments)
+    # 12 bytes a parameter, or 4 and two codes of one with a scale for each 256; norms of 64 elements fill a page.
+    each = 12 if states == "exact" else 6 + 8 / 256
+    total = sum(sum(plan.table[kind]) for kind in kept)
+    assert each * plan.parameters <= total < 1.1 * each * plan.parameters
+    assert all(plan.table[kind][2] > 0 for kind in formats.moments[-1:]) and plan.table["staging"][1] > 0
+    for name, rooms in (("cpu", 3 << 20), ("ssd", 1 << 20)):
+        note = next(note for note in result.notes if note.startswith(name))
+        assert float(note.split()[1]) * 1e9 > 0.7 * rooms
+
+
+def test_the_largest_model_uses_level_0_too(bench):
+    """On a GPU of 8 GiB (which need not be here: this is arithmetic) some blocks live there, and others in RAM and on the disk."""
+    import offload_largest
+    from offload_case import SHAPES
+
+    small = replace(SHAPES["2.70B"], hidden_size=512, intermediate_size=1536, num_heads=4)
+    machine = offload_largest.Machine(8 << 30, 1 << 30, 1 << 29, True)
+    plan = offload_largest.plan_largest(small, machine, offload_largest.Formats(), 1, 512)
+    homes = [
+        sum(plan.table[kind][level] for kind in ("weight", "remainder", "exp_avg", "exp_avg_sq")) for level in range(3)
+    ]
+    assert all(homes) and homes[0] <= plan.resident_bytes
+    assert sum(homes) == pytest.approx(12 * plan.parameters, rel=0.01)
+
+
+def test_repeated_weights_are_the_blocks_own(bench):
+    import offload_largest
+
+    block = torch.arange(7.0)
+    for size in (0, 1, 5, 7, 12, 30):
+        for start in (0, 3, 6):
+            flat = torch.full((size,), -1.0)
+            offload_largest.repeat_into(flat, block, start)
+            assert flat.tolist() == [(start + index) % 7 for index in range(size)]
+    told: list[str] = []
+    fill = offload_largest.Repeated(8, 0, 2 * 300 * 500, told.append)
+    first, second = torch.empty(300, 500, dtype=torch.bfloat16), torch.empty(300, 500)
+    fill("model.layers.0.mlp.gate_proj.weight", first)
+    fill("model.layers.0.mlp.down_proj.weight", second)
+    # 150,000 draws: 0.2 % is one standard error.
+    assert first.float().std().item() == pytest.approx(0.02, rel=0.01)
+    assert second.std().item() == pytest.approx(0.005, rel=0.01)
+    assert len(told) == 1 and not torch.equal(first[0], first[1])
 
 
 def test_ratios_know_floor_and_aim(bench):

@@ -55,6 +55,11 @@ def read_home(engine: Offload, slot: Slot) -> torch.Tensor:
 
 def zero_home(homes: Homes, group: Group, kind: str) -> None:
     """Make a range zero (worker thread)."""
+    view = homes.range(group, kind).view()
+    if view is not None and view.is_cuda:  # what lives on a GPU need not be zeroed through the host
+        view.zero_()
+        torch.cuda.current_stream(view.device).synchronize()
+        return
     flat = homes.open(group, kind, load=False)
     flat.zero_()
     homes.close_range(group, kind, flat, store=True)

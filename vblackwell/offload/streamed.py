@@ -31,6 +31,7 @@ from vblackwell.units import format_bytes
 CUDA_ACTIVATION_SHARE = 0.5
 # ...and weights take no more than the groups in use, loading and turning around, unless ``weight_bytes`` says so.
 CUDA_GROUPS = 6
+MOST_RESIDENT = 0.75  # of level 0: what groups that live there may take of it
 
 
 @dataclass(frozen=True)
@@ -87,11 +88,11 @@ def reserve_streamed(model: nn.Module, stack: LevelPool, name: str, wishes: Wish
         raise ConfigurationError(
             f"resident_bytes={wishes.resident_bytes} keeps groups that are updated on level 0, and none is: use update='level0'"
         )
-    if kept_bytes > free // 2:
+    if kept_bytes > free * MOST_RESIDENT:
         raise InsufficientMemory(
-            f"resident_bytes would keep {format_bytes(kept_bytes)} on level 0 ({level.name}), more than half of the {format_bytes(free)} "
-            "that are free there: lower it, or raise fast_memory (the capacity of level 0)",
-            needed_bytes=2 * kept_bytes,
+            f"resident_bytes would keep {format_bytes(kept_bytes)} on level 0 ({level.name}), more than {MOST_RESIDENT:.0%} of the "
+            f"{format_bytes(free)} that are free there: lower it, or raise fast_memory (the capacity of level 0)",
+            needed_bytes=int(kept_bytes / MOST_RESIDENT),
             available_bytes=free,
         )
     budget = _weights_budget(whole, free - ring - kept_bytes, stack.level0_device, level.name, wishes.weight_bytes)
