@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vblackwell.offload import update_loop
 from vblackwell.offload.masters import round_from_fp32
-from vblackwell.offload.update_loop import CHUNK, PART, MasterLoop
+from vblackwell.offload.update_loop import CHUNK, LEAST_PART, MasterLoop
 
 NUMBERS = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
@@ -39,7 +39,7 @@ def reference(
 
 @pytest.mark.parametrize("way", ["compiled", "plain"])
 @given(
-    length=st.sampled_from([1, 7, 16, 31, 4096, CHUNK - 1, CHUNK, CHUNK + 17, PART + CHUNK + 3]),
+    length=st.sampled_from([1, 7, 16, 31, 4096, CHUNK - 1, CHUNK, CHUNK + 17, LEAST_PART + CHUNK + 3]),
     wide=st.booleans(), clipped=st.lists(st.booleans(), min_size=3, max_size=3), in_place=st.booleans(), seed=st.integers(0, 9),
 )  # fmt: skip
 @settings(max_examples=25, deadline=None)
@@ -111,10 +111,10 @@ def test_updating_threads_compute_alone_and_others_do_not():
 
 def test_an_error_is_raised_when_no_thread_is_at_work():
     """What was added is forgotten, and the next update is as if nothing had happened."""
-    length, loop, step = 3 * PART, MasterLoop(), torch.ones(())
+    length, loop, step = 3 * LEAST_PART, MasterLoop(), torch.ones(())
     tensors = [torch.zeros(length) for _ in range(3)]
     weight, gradient = torch.zeros(length, dtype=torch.bfloat16), torch.ones(length, dtype=torch.bfloat16)
-    loop.add(tensors[0], weight, gradient[:PART], *tensors[1:], step, None, **NUMBERS)  # too short for the others
+    loop.add(tensors[0], weight, gradient[:LEAST_PART], *tensors[1:], step, None, **NUMBERS)  # too short for the others
     with pytest.raises(RuntimeError):
         loop.run()
     tensors = [torch.zeros(length) for _ in range(3)]

@@ -141,7 +141,8 @@ class Updater:
         else:
             for job in jobs:
                 self._update_chunked(job, opened, gradient, gradient_kind, factor)
-            self._loop.run()
+            with torch.profiler.record_function("AdamW at home"):  # its threads are not in the trace
+                self._loop.run()
         for kind in kinds:
             self._homes.close_range(group, kind, opened[kind], store=True)
         self._homes.close_range(group, gradient_kind, gradient, store=factor is not None)

@@ -15,7 +15,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, List  # noqa: UP035 (TorchScript)
 
@@ -23,59 +22,57 @@ import torch
 
 # Elements. A multiple of 16, or torch's vectorised AdamW rounds differently; what one operation wrote is in cache for the next: 1.4 MiB.
 CHUNK = 1 << 16
-PART = (
-    1 << 20
-)  # elements that a thread takes at once: so many that taking does not show, so few that all threads are done together
+# A thread takes so many elements at once that taking, which needs the interpreter's lock, does not show; and each gets about so many turns,
+# so that one whose core was wanted elsewhere does less.
+LEAST_PART, TURNS = 1 << 20, 2
 OTHER_THREADS = 3  # that are busy while updates run: two that launch the model's kernels, one that hands out updates
 
 
 # TorchScript reads the annotations below, so this is written in what it understands. The lists of one come from outside: of a list that is
 # made in here it would not see that AdamW writes to what is in it, and drop the call as dead.
 def _loop(
-    master: torch.Tensor,
-    master_bits: torch.Tensor,
-    weight_bits: torch.Tensor,
-    gradient: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    factor: torch.Tensor,
+    masters: List[torch.Tensor],  # noqa: UP006
+    master_bits: List[torch.Tensor],  # noqa: UP006
+    weight_bits: List[torch.Tensor],  # noqa: UP006
+    gradients: List[torch.Tensor],  # noqa: UP006
+    exp_avgs: List[torch.Tensor],  # noqa: UP006
+    exp_avg_sqs: List[torch.Tensor],  # noqa: UP006
+    factors: List[torch.Tensor],  # noqa: UP006
+    steps: List[torch.Tensor],  # noqa: UP006
+    numbers: List[List[float]],  # noqa: UP006
     half: torch.Tensor,
     wide: torch.Tensor,
     bits: torch.Tensor,
     high_bits: torch.Tensor,
-    masters: List[torch.Tensor],  # noqa: UP006
-    gradients: List[torch.Tensor],  # noqa: UP006
-    exp_avgs: List[torch.Tensor],  # noqa: UP006
-    exp_avg_sqs: List[torch.Tensor],  # noqa: UP006
-    steps: List[torch.Tensor],  # noqa: UP006
-    begin: int,
-    end: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    eps: float,
+    master: List[torch.Tensor],  # noqa: UP006
+    gradient: List[torch.Tensor],  # noqa: UP006
+    exp_avg: List[torch.Tensor],  # noqa: UP006
+    exp_avg_sq: List[torch.Tensor],  # noqa: UP006
+    step: List[torch.Tensor],  # noqa: UP006
 ) -> None:
     none: List[torch.Tensor] = []  # noqa: UP006
-    scaled = factor.numel() > 0
-    chunk = wide.numel()
-    for start in range(begin, end, chunk):
-        count = min(chunk, end - start)
-        masters[0] = master.narrow(0, start, count)
-        gradients[0] = wide.narrow(0, 0, count)
-        gradients[0].copy_(gradient.narrow(0, start, count))
-        if scaled:
-            gradients[0].mul_(factor)
-        exp_avgs[0] = exp_avg.narrow(0, start, count)
-        exp_avg_sqs[0] = exp_avg_sq.narrow(0, start, count)
-        torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
-            masters, gradients, exp_avgs, exp_avg_sqs, none, steps,
-            lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
-        )  # fmt: skip
-        # The gradient has been read: its memory takes the sum. A tensor and not a number is added, because TorchScript's sum with a number
-        # is made in new memory, page fault by page fault, and then copied.
-        torch.add(master_bits.narrow(0, start, count), half, out=bits.narrow(0, 0, count))
-        weight_bits.narrow(0, start, count).copy_(high_bits.narrow(0, 0, count))
+    for index in range(len(masters)):
+        total, most = masters[index].numel(), wide.numel()
+        scaled = factors[index].numel() > 0
+        lr, beta1, beta2, weight_decay, eps = numbers[index]
+        step[0] = steps[index]
+        for start in range(0, total, most):
+            count = min(most, total - start)
+            master[0] = masters[index].narrow(0, start, count)
+            gradient[0] = wide.narrow(0, 0, count)
+            gradient[0].copy_(gradients[index].narrow(0, start, count))
+            if scaled:
+                gradient[0].mul_(factors[index])
+            exp_avg[0] = exp_avgs[index].narrow(0, start, count)
+            exp_avg_sq[0] = exp_avg_sqs[index].narrow(0, start, count)
+            torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
+                master, gradient, exp_avg, exp_avg_sq, none, step,
+                lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+            )  # fmt: skip
+            # The gradient has been read: its memory takes the sum. A tensor and not a number is added, because TorchScript's sum with a
+            # number is made in new memory, page fault by page fault, and then copied.
+            torch.add(master_bits[index].narrow(0, start, count), half, out=bits.narrow(0, 0, count))
+            weight_bits[index].narrow(0, start, count).copy_(high_bits.narrow(0, 0, count))
 
 
 @cache
@@ -91,13 +88,15 @@ def compiled_loop() -> Callable[..., Any]:
 
 
 def _compute_alone() -> None:
-    """Let this thread run torch's operations without torch's other threads."""
+    """Let this thread run torch's operations without torch's other threads, and unseen by a profiler."""
     count = torch.get_num_threads()  # asked first: a thread's first question sets the number to that of the process
     torch.set_num_threads(1)
     # That was also the number for threads to come, which another thread can put right without touching this one's.
     other = threading.Thread(target=torch.set_num_threads, args=(count,))
     other.start()
     other.join()
+    # It would note every operation on every chunk, which takes as long as the operation, and stops the other threads meanwhile.
+    torch.autograd._enable_record_function(False)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def num_threads() -> int:
@@ -121,29 +120,26 @@ class _Scratch(threading.local):
         self.bits = self.wide.view(torch.int32)
         self.high_bits = self.wide.view(torch.int16)[1::2]  # the upper halves, on a little-endian machine
         self.half = torch.tensor(0x8000, dtype=torch.int32)
-        self.boxes: list[list[torch.Tensor]] = [[self.wide] for _ in range(4)]
+        self.boxes: list[list[torch.Tensor]] = [[self.wide] for _ in range(5)]
 
 
-@dataclass(frozen=True)
-class _Part:
-    tensors: tuple[torch.Tensor, ...]
-    step: torch.Tensor
-    begin: int
-    end: int
-    numbers: tuple[float, ...]
+# A stretch of one parameter: master, its bits, the weight's bits, gradient, exp_avg, exp_avg_sq; factor, step, numbers.
+_Stretch = tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, list[float]]
 
-    @torch.no_grad()
-    def run(self, own: _Scratch) -> None:
-        compiled_loop()(
-            *self.tensors, own.half, own.wide, own.bits, own.high_bits, *own.boxes, [self.step], self.begin, self.end, *self.numbers
-        )  # fmt: skip
+
+@torch.no_grad()
+def _update(stretches: list[_Stretch], own: _Scratch) -> None:
+    tensors, factors, steps, numbers = map(list, zip(*stretches, strict=True))
+    columns = map(list, zip(*tensors, strict=True))
+    compiled_loop()(*columns, factors, steps, numbers, own.half, own.wide, own.bits, own.high_bits, *own.boxes)
 
 
 class MasterLoop:
     """Updates parameters with whole masters. For one thread, in which `run` returns when all is done."""
 
     def __init__(self) -> None:
-        self._parts: deque[_Part] = deque()
+        self._added: list[_Stretch] = []
+        self._parts: deque[list[_Stretch]] = deque()
         self._scratch = _Scratch()
 
     def add(
@@ -162,13 +158,9 @@ class MasterLoop:
             step: fp32 scalar, counted up.
             factor: fp32 scalar that gradients are multiplied by; None for 1.
         """
-        tensors = (
-            master, master.view(torch.int32), weight.view(torch.int16), gradient, exp_avg, exp_avg_sq,
-            torch.empty(0) if factor is None else factor,
-        )  # fmt: skip
-        numbers = (lr, beta1, beta2, weight_decay, eps)
-        for begin in range(0, master.numel(), PART):
-            self._parts.append(_Part(tensors, step, begin, min(begin + PART, master.numel()), numbers))
+        tensors = [master, master.view(torch.int32), weight.view(torch.int16), gradient, exp_avg, exp_avg_sq]
+        none = torch.empty(0)
+        self._added.append((tensors, none if factor is None else factor, step, [lr, beta1, beta2, weight_decay, eps]))
 
     def run(self) -> None:
         """Do what was added.
@@ -177,16 +169,18 @@ class MasterLoop:
             Exception: what an operation raised, when no thread is at work any more; some parameters are then updated and others not.
         """
         try:
-            if len(self._parts) == 1:
-                self._take_all()
+            total = sum(tensors[0].numel() for tensors, *_ in self._added)
+            if total == 0:
                 return
             pool, count = _pool()
             compiled_loop()  # once, before threads ask for it together
+            self._parts.extend(_share_out(self._added, max(LEAST_PART, -(-total // (TURNS * count)))))
             tasks = [pool.submit(self._take_all) for _ in range(min(count, len(self._parts)))]
             errors = [error for task in tasks if (error := task.exception()) is not None]
             if errors:
                 raise errors[0]
         finally:
+            self._added.clear()
             self._parts.clear()
 
     def _take_all(self) -> None:
@@ -195,4 +189,22 @@ class MasterLoop:
                 part = self._parts.popleft()
             except IndexError:
                 return
-            part.run(self._scratch)
+            _update(part, self._scratch)
+
+
+def _share_out(stretches: list[_Stretch], wanted: int) -> list[list[_Stretch]]:
+    """``stretches`` in parts of about ``wanted`` elements, cut only where a whole chunk ends."""
+    parts: list[list[_Stretch]] = [[]]
+    room = wanted
+    for tensors, factor, step, numbers in stretches:
+        total, start = len(tensors[0]), 0
+        while start < total:
+            stop = min(start + -(-room // CHUNK) * CHUNK, total)
+            cut = tensors if stop - start == total else [tensor[start:stop] for tensor in tensors]
+            parts[-1].append((cut, factor, step, numbers))
+            room -= stop - start
+            start = stop
+            if room <= 0:
+                parts.append([])
+                room = wanted
+    return [part for part in parts if part]
