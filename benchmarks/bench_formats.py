@@ -1,17 +1,20 @@
 """What 8-bit optimizer states and stochastic masters cost in loss: training with them beside exact AdamW.
 
-``python benchmarks/bench_formats.py --steps 400 --every 50``. Runs of the package's own trainer on the default corpus, from one seed and
-over the same batches: exact states, 8-bit moments, and 8-bit moments with bf16 weights that have no master, in bf16 compute; then exact
-states and 8-bit moments in fp32 compute. One more exact run begins at another seed: what differs less than those two do may be chance.
-Losses do not depend on where the bytes live (`tests/offload/test_formats.py`), so all runs are resident, without a GPU too.
+``python benchmarks/bench_formats.py --steps 400 --every 50``; on a GPU with ``--device cuda --jobs 6``. Runs of the package's own
+trainer on the default corpus, from one seed and over the same batches: exact states, 8-bit moments, and 8-bit moments with bf16 weights
+that have no master, in bf16 compute; then exact states and 8-bit moments in fp32 compute. One more exact run begins at another seed: what
+differs less than those two do may be chance. Losses do not depend on where the bytes live (`tests/offload/test_formats.py`), so all runs
+are resident, without a GPU too.
 
-Prints a table of mean training losses, one of validation losses, and the bytes that each format keeps, from the stack's own books.
+Prints a table of mean training losses, one of validation losses, the bytes that each format keeps, from the stack's own books, and last
+each format's final validation loss over its exact run's, beside what another seed does. With ``--csv`` that table is appended to a file.
 Everything is written under ``--out`` (default: a temporary folder that is removed); started again there, runs go on from their checkpoints.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import platform
 import statistics
@@ -24,12 +27,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from training_runs import run_folder, train_all
 
-from vblackwell.train.config import TrainConfig
+from vblackwell.train.data import prepare_data
 from vblackwell.train.metrics import METRICS_NAME, read_metrics
-from vblackwell.train.run import train
 from vblackwell.train.runfolder import REPORT
-from vblackwell.train.sources import resolve
 
 SMALL = "{num_layers: 4, hidden_size: 64, intermediate_size: 192, num_heads: 2}"
 
@@ -69,7 +71,10 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--seq-length", type=int, default=128)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--data", type=Path, default=None, help="text; default: the standard library's sources")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--csv", type=Path, default=None)
     parser.add_argument("--only", nargs="*", default=None, help="names of runs; default: all")
     parser.add_argument("--out", type=Path, default=None, help="folder of the runs; default: a temporary one")
     options = parser.parse_args()
@@ -79,25 +84,35 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.out or Path(temporary)
         chosen = [run for run in RUNS if options.only is None or run.name in options.only]
-        found = {
-            run.name: trained(run, folder / run.name.replace(" ", "-").replace(",", ""), options) for run in chosen
-        }
-    report(found, options.every)
+        prepare_data(options.data, None, options.vocab_size)  # once, before several runs ask for it
+        failed = train_all({run.name: flags_of(run, options) for run in chosen}, folder, options.jobs)
+        found = {name: read_run(folder / run_folder(name)) for name, reason in failed.items() if reason is None}
+    if found:
+        report(found, options.every)
+        rows = summary(found)
+        print_summary(rows)
+        if options.csv:
+            append_csv(options.csv, rows, options)
+    for name, reason in failed.items():
+        if reason is not None:
+            print(f"{name}: FAILED, {reason}")
+    if any(failed.values()):
+        raise SystemExit(1)
 
 
-def trained(run: Run, out: Path, options: argparse.Namespace) -> Trained:
-    """Train (or go on, or find it finished); its losses and bytes."""
-    given = {
+def flags_of(run: Run, options: argparse.Namespace) -> dict[str, Any]:
+    """The run's settings, as fields of `TrainConfig`."""
+    return {
         "config": options.config, "architecture": options.architecture, "vocab_size": options.vocab_size,
         "batch_size": options.batch_size, "seq_length": options.seq_length, "learning_rate": options.learning_rate,
         "max_steps": options.steps, "eval_every": options.every, "checkpoint_every": 200, "device": options.device,
-        "placement": "resident", "fast_memory": "1GiB", "sample_tokens": 0, "tensorboard": False, "out": str(out),
-        "resume": (out / METRICS_NAME).exists(), **run.settings,
+        "data": None if options.data is None else str(options.data),
+        "placement": "resident", "fast_memory": "1GiB", "sample_tokens": 0, "tensorboard": False, **run.settings,
     }  # fmt: skip
-    config: TrainConfig = resolve(given)
-    code = train(config)
-    if code:
-        raise SystemExit(code)
+
+
+def read_run(out: Path) -> Trained:
+    """Losses and bytes of the finished run in ``out``."""
     lines = read_metrics(out / METRICS_NAME)
     losses, validation = (
         {line["step"]: line[key] for line in lines if line.get(key) is not None} for key in ("loss", "val_loss")
@@ -140,6 +155,40 @@ def report(found: dict[str, Trained], every: int) -> None:
     for name, run in found.items():
         cells = [f"{run.kept_bytes[kind] / 1024:.0f}" if kind in run.kept_bytes else "" for kind in kinds]
         print(f"| {name} | " + " | ".join(cells) + f" | {sum(run.kept_bytes.values()) / 1024:.0f} |")
+
+
+def summary(found: dict[str, Trained]) -> list[dict[str, Any]]:
+    """A row a run: its last validation loss, over that of the exact run in its compute type, and the bytes it keeps."""
+    rows = []
+    for name, run in found.items():
+        exact = found.get(f"{name.split()[0]} exact")
+        last = max(run.validation)
+        change = None if exact is None or exact is run else 100 * (run.validation[last] / exact.validation[last] - 1)
+        kept = sum(run.kept_bytes.values())
+        rows.append(
+            {"run": name, "step": last, "validation": run.validation[last], "change_percent": change, "bytes": kept}
+        )
+    return rows
+
+
+def print_summary(rows: list[dict[str, Any]]) -> None:
+    print("\n| run | validation loss | over the exact run |\n|---|---|---|")
+    for row in rows:
+        change = "" if row["change_percent"] is None else f"{row['change_percent']:+.2f} %"
+        print(f"| {row['run']} | {row['validation']:.4f} | {change} |")
+
+
+def append_csv(path: Path, rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Add the rows; the header where the file is new."""
+    machine = torch.cuda.get_device_name() if options.device == "cuda" else platform.machine()
+    shared = {"steps": options.steps, "batch_size": options.batch_size, "seq_length": options.seq_length}
+    shared |= {"config": options.config, "architecture": options.architecture, "machine": machine}
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0], *shared, "torch"], lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(row | shared | {"torch": torch.__version__} for row in rows)
 
 
 if __name__ == "__main__":

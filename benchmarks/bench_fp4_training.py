@@ -1,9 +1,10 @@
 """What FP4 costs in loss: training with ``--use-fp4`` beside bf16, and a trained model before and after packing.
 
-``python benchmarks/bench_fp4_training.py --out FOLDER --csv results.csv``. Two runs of the package's own trainer on the
+``python benchmarks/bench_fp4_training.py --out FOLDER --csv results.csv``; on a GPU, in about a minute and a half and over one epoch,
+``--device cuda --jobs 2 --steps 1000 --batch-size 32 --seq-length 256``. Two runs of the package's own trainer on the
 default corpus, from one seed and over the same batches: bf16 compute, and bf16 compute with weights rounded to nvfp4 in
 the forward. Then the bf16 run's model is packed into every format and its validation loss taken again. The losses of
-packed models are computed in fp32, so that a difference is the weights' alone.
+packed models are computed in fp32, so that a difference is the weights' alone. Rows are appended to the CSV.
 
 Everything is written under ``--out`` (default: a temporary folder that is removed), the caches of tokenizer and tokens included.
 Started again on the same folder, the script goes on from the runs' checkpoints.
@@ -18,23 +19,24 @@ import platform
 import statistics
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import nn
+from training_runs import run_folder, train_all
 
 from vblackwell.infer.load import load_decoder
 from vblackwell.nn.convert import convert_linears
 from vblackwell.nn.linear import FusedFP4Linear
 from vblackwell.numerics.sqnr import decibels, noise_and_signal
-from vblackwell.train.config import TrainConfig
 from vblackwell.train.data import prepare_data
 from vblackwell.train.dataset import PackedDataset, evaluation_batches
 from vblackwell.train.metrics import METRICS_NAME, read_metrics
-from vblackwell.train.run import train
 from vblackwell.train.runfolder import FINAL
 from vblackwell.train.sources import resolve
 
@@ -44,6 +46,11 @@ FORMATS = (
 )  # fmt: skip
 NVFP4_FLOOR = 0.01  # validation loss after packing may be this much larger, relatively
 WINDOW = 50  # steps that a training loss is averaged over
+RECIPE = ("batch_size", "seq_length", "learning_rate", "eval_every", "vocab_size")  # flags that replace the preset's
+COLUMNS = (
+    "kind", "step", "bf16_train", "bf16_val", "fp4_train", "fp4_val", "format", "loss", "sqnr_db", "bits",
+    "preset", "steps", "tokens_per_step", "seed", "machine", "torch",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,23 +69,23 @@ class Packed:
     bits: float
 
 
-def run_config(folder: Path, args: argparse.Namespace, use_fp4: bool) -> TrainConfig:
+def run_flags(args: argparse.Namespace, use_fp4: bool) -> dict[str, Any]:
     """The settings of ``vb train --config PRESET`` in bf16, with or without ``--use-fp4``."""
-    flags = {"config": args.preset, "precision": "bf16", "use_fp4": use_fp4, "seed": args.seed, "out": str(folder)}
+    flags = {"config": args.preset, "precision": "bf16", "use_fp4": use_fp4, "seed": args.seed, "device": args.device}
+    flags["data"] = None if args.data is None else str(args.data)
+    given = {name: getattr(args, name) for name in RECIPE if getattr(args, name) is not None}
     if args.steps is not None:
-        flags["max_steps"] = args.steps
-    return resolve(flags | {"sample_tokens": 0, "tensorboard": False, "resume": folder.exists()})
+        given["max_steps"] = args.steps
+    return flags | given | {"placement": "resident", "sample_tokens": 0, "tensorboard": False}
 
 
 def run_both(out: Path, args: argparse.Namespace) -> dict[str, Path]:
     """Train both ways; the run folders by name."""
-    folders = {"bf16": out / "bf16", "fp4": out / "fp4"}
-    for name, folder in folders.items():
-        print(f"-- {name}", flush=True)
-        code = train(run_config(folder, args, name == "fp4"))
-        if code:
-            raise SystemExit(code)
-    return folders
+    failed = train_all({"bf16": run_flags(args, False), "fp4": run_flags(args, True)}, out, args.jobs)
+    for name, reason in failed.items():
+        if reason is not None:
+            raise SystemExit(f"the {name} run failed: {reason}")
+    return {name: out / run_folder(name) for name in failed}
 
 
 def curves(folders: dict[str, Path]) -> list[dict[str, float]]:
@@ -96,17 +103,18 @@ def curves(folders: dict[str, Path]) -> list[dict[str, float]]:
 
 @torch.no_grad()
 def validation_loss(model: nn.Module, dataset: PackedDataset, sequences: int) -> float:
-    """Mean loss over the first ``sequences`` held-out windows."""
-    total = count = 0
+    """Mean loss over the first ``sequences`` held-out windows, rounded up to whole batches of 8."""
+    device = next(model.parameters()).device
+    total, count = torch.zeros((), dtype=torch.float64, device=device), 0
     for input_ids_BS, targets_BS in evaluation_batches(dataset, 8, -(-sequences // 8)):
-        total += float(model(input_ids_BS, targets_BS)) * len(input_ids_BS)
+        total += model(input_ids_BS.to(device), targets_BS.to(device)).double() * len(input_ids_BS)
         count += len(input_ids_BS)
-    return total / count
+    return float(total) / count
 
 
-def packed_model(folder: Path, form: str, search: str, dataset: PackedDataset, sequences: int) -> Packed:
+def packed_model(folder: Path, form: str, search: str, dataset: PackedDataset, sequences: int, device: str) -> Packed:
     """The model in ``folder`` with its linears packed (head, embedding and norms kept), measured."""
-    model = load_decoder(folder).eval()
+    model = load_decoder(folder, device, torch.float32).eval()
     convert_linears(model, format=form, scale_search=search, use_fp4=False)
     noise = signal = 0.0
     held = weights = 0
@@ -143,17 +151,26 @@ def print_packed(title: str, before: float, results: list[Packed]) -> None:
 
 def measure(out: Path, args: argparse.Namespace) -> list[dict[str, object]]:
     """Everything, printed; rows for the CSV."""
+    began = time.perf_counter()
+    config = resolve(run_flags(args, False))
+    corpus = prepare_data(
+        args.data, None, config.vocab_size, lambda text, share: None
+    )  # once, before two runs ask for it
+    prepared = time.perf_counter()
     folders = run_both(out, args)
+    trained_at = time.perf_counter()
     rows = curves(folders)
-    config = run_config(folders["bf16"], args, False)
-    corpus = prepare_data(None, None, config.vocab_size, lambda text, share: None)
     dataset = PackedDataset(corpus, config.seq_length, "validation", config.seed)
     sequences = min(args.sequences, len(dataset))
     before = {
-        name: validation_loss(load_decoder(path / FINAL).eval(), dataset, sequences) for name, path in folders.items()
+        name: validation_loss(load_decoder(path / FINAL, args.device, torch.float32).eval(), dataset, sequences)
+        for name, path in folders.items()
     }
-    results = [packed_model(folders["bf16"] / FINAL, *form, dataset, sequences) for form in FORMATS]
-    trained = [packed_model(folders["fp4"] / FINAL, "nvfp4", search, dataset, sequences) for search in ("max", "mse")]
+    bf16, fp4 = (folders[name] / FINAL for name in ("bf16", "fp4"))
+    results = [packed_model(bf16, *form, dataset, sequences, args.device) for form in FORMATS]
+    trained = [packed_model(fp4, "nvfp4", search, dataset, sequences, args.device) for search in ("max", "mse")]
+    end = time.perf_counter()
+    print(f"\ndata {prepared - began:.1f} s, two runs {trained_at - prepared:.1f} s, packing {end - trained_at:.1f} s")
     print_curves(rows)
     print_packed(f"the bf16 run's model, packed; {sequences} held-out windows", before["bf16"], results)
     print_packed("the --use-fp4 run's model: its fp32 masters, and packed", before["fp4"], trained)
@@ -167,14 +184,25 @@ def measure(out: Path, args: argparse.Namespace) -> list[dict[str, object]]:
             {"kind": f"{run} run", "format": each.name, "loss": each.loss, "sqnr_db": each.sqnr_db, "bits": each.bits}
             for each in found
         ]
-    return table
+    shared = {
+        "preset": args.preset, "steps": config.max_steps, "tokens_per_step": config.tokens_per_step, "seed": args.seed,
+        "machine": machine_of(args.device), "torch": torch.__version__,
+    }  # fmt: skip
+    return [row | shared for row in table]
 
 
-def write_csv(path: Path, table: list[dict[str, object]]) -> None:
-    names = list(dict.fromkeys(name for row in table for name in row))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
+def machine_of(device: str) -> str:
+    """What ran it: the GPU's name, or the processor's architecture."""
+    return torch.cuda.get_device_name(device) if device == "cuda" else platform.machine()
+
+
+def append_csv(path: Path, table: list[dict[str, object]]) -> None:
+    """Add the rows; the header where the file is new."""
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if new:
+            writer.writeheader()
         for row in table:
             writer.writerow(
                 {name: round(value, 6) if isinstance(value, float) else value for name, value in row.items()}
@@ -185,6 +213,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--steps", type=int, default=None, help="default: the preset's")
+    for name, kind in zip(RECIPE, (int, int, float, int, int), strict=True):
+        parser.add_argument("--" + name.replace("_", "-"), type=kind, default=None, help="default: the preset's")
+    parser.add_argument("--data", type=Path, default=None, help="text; default: the standard library's sources")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sequences", type=int, default=512, help="held-out windows of the losses of packed models")
     parser.add_argument("--out", type=Path, default=None, help="folder for the runs and caches; default: temporary")
@@ -199,7 +232,7 @@ def main() -> None:
         os.environ["XDG_CACHE_HOME"] = str(out / "cache")
         table = measure(out, args)
     if args.csv:
-        write_csv(args.csv, table)
+        append_csv(args.csv, table)
 
 
 if __name__ == "__main__":
