@@ -1,7 +1,9 @@
 """FP4 linear against cuBLAS bf16: first that it is right, then how long it takes.
 
 ``python benchmarks/bench_fp4.py --check --bench --out results.csv`` on a CUDA GPU. Times are medians of CUDA-graph replays over 24
-layers whose weights exceed the L2 many times, the same count for every system; ratios are to cuBLAS bf16 in the same run.
+layers whose weights exceed the L2 many times, the same count for every system; ratios are to cuBLAS bf16 in the same run. ``--peers``
+adds other people's 4-bit linears (fp4_peers.py), ``--do-bench`` a second time by ``triton.testing.do_bench``, which launches one layer at
+a time from Python behind an emptied L2. ``--shapes``, ``--rows`` and ``--seconds`` fit a run to the time there is.
 ``--tune`` measures the neighbours of every plan and stores the fastest (kernels/autotune.py). ``--prebuild`` compiles for
 sm_90a without a GPU, into the cache folder, what the other options will need.
 """
@@ -13,13 +15,15 @@ import csv
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from fp4_peers import PEERS, Peer, choose
 
 from vblackwell.kernels import autotune, fp4_cuda, layout, nvrtc, reference, w4a8
 from vblackwell.kernels.fp4 import fp4_linear, fp4_linear_dx
@@ -32,6 +36,7 @@ LAYERS = 24
 CHECK_SHAPES = ((40, 136), (200, 1000), (1056, 4096), (512, 14336), (9000, 520))
 CHECK_ROWS = (1, 3, 4, 8, 13, 16, 33, 64, 100, 256, 300)
 Tiled = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Call = Callable[[torch.Tensor], torch.Tensor]
 
 
 def random_tiled(n: int, k: int) -> Tiled:
@@ -173,29 +178,110 @@ def layers_of(n: int, k: int) -> tuple[list[Tiled], list[torch.Tensor]]:
     return packed, [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(LAYERS)]
 
 
-def bench(out: Path | None) -> None:
+def peer_layers(peers: tuple[Peer, ...], w: torch.Tensor) -> tuple[dict[str, list[Call]], dict[str, str]]:
+    """Layers of the peers that can be had, and why the others cannot, by name."""
+    layers: dict[str, list[Call]] = {}
+    reasons: dict[str, str] = {}
+    for peer in peers:
+        reason = peer.why_not()
+        if reason is None:
+            try:
+                layers[peer.name] = peer.layers(w, LAYERS)
+                continue
+            except Exception as error:  # whatever another package raises is its line of the table
+                reason = failure(error)
+        reasons[peer.name] = reason
+    return layers, reasons
+
+
+def failure(error: Exception) -> str:
+    return f"failed: {type(error).__name__}: {error}".splitlines()[0][:160]
+
+
+def do_bench_us(call: Callable[[], object]) -> float:
+    """Triton's own measurement of one call: the median, with the L2 emptied before each and Python's launch in it."""
+    from triton.testing import do_bench
+
+    return 1000 * float(do_bench(call, warmup=5, rep=20, return_mode="median"))  # pyright: ignore[reportArgumentType]
+
+
+def bench(args: argparse.Namespace) -> None:
     rows: list[dict[str, object]] = []
     machine = autotune.machine(torch.device("cuda", 0))
-    for n, k in SHAPES:
+    peers, began = choose(args.peers), time.monotonic()
+    for n, k in args.shapes:
+        if time.monotonic() - began > args.seconds:
+            print(f"{n}x{k}: not run, {args.seconds:g} s are over")
+            continue
         packed, dense = layers_of(n, k)
-        for m in ROWS:
+        theirs, reasons = peer_layers(peers, dense[0])
+        for name, reason in reasons.items():
+            rows.append({"n": n, "k": k, "m": "", "system": name, "note": reason, **machine})
+        for m in args.rows:
             times: dict[str, float] = {}
-            for system, other, calls in systems(m, n, k, packed, dense):
-                times[system] = time_us(calls, 9 if m <= 256 else 3)
-                ratio = round(times[other] / times[system], 3) if other else ""
-                rows.append(
-                    {"n": n, "k": k, "m": m, "system": system, "us": round(times[system], 2), "ratio": ratio, **machine}
-                )
-    if out:
-        with out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-    for system in ("fp4_linear nvfp4", "fp4_linear_w4a8 mxfp4", "fp4_linear_dx nvfp4"):
-        print(f"{system}: ratio to cuBLAS bf16 (us)")
-        for n, k in SHAPES:
+            x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+            compared = (
+                (name, "cublas bf16", [functools.partial(layer, x) for layer in layers])
+                for name, layers in theirs.items()
+            )
+            for system, other, calls in itertools.chain(systems(m, n, k, packed, dense), compared):
+                row: dict[str, object] = {"n": n, "k": k, "m": m, "system": system, **machine}
+                rows.append(row)
+                try:
+                    times[system] = time_us(calls, 9 if m <= 256 else 3)
+                    row["us"] = round(times[system], 2)
+                    if args.do_bench:
+                        row["do_bench_us"] = round(do_bench_us(calls[0]), 2)
+                except Exception as error:
+                    if system not in theirs:
+                        raise
+                    row["note"] = failure(error)
+                    continue
+                row["ratio"] = round(times[other] / times[system], 3) if other else ""
+        del packed, dense, theirs
+        torch.cuda.empty_cache()
+        if args.out:
+            write_rows(args.out, rows)
+    print_table(rows, args.shapes)
+
+
+def write_rows(path: Path, rows: list[dict[str, object]]) -> None:
+    """Writes what there is so far: a run that is cut off leaves its finished shapes."""
+    columns = [*rows[0], *(name for name in ("us", "ratio", "do_bench_us", "note") if name not in rows[0])]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def print_table(rows: list[dict[str, object]], shapes: Sequence[tuple[int, int]]) -> None:
+    for system in dict.fromkeys(str(row["system"]) for row in rows if not str(row["system"]).startswith("cublas")):
+        print(f"{system}: ratio to cuBLAS bf16 (us; do_bench)")
+        for n, k in shapes:
             cells = [row for row in rows if (row["n"], row["k"], row["system"]) == (n, k, system)]
-            print(f"  {n}x{k}: " + "  ".join(f"M={row['m']}: {row['ratio']} ({row['us']})" for row in cells))
+            print(f"  {n}x{k}: " + "  ".join(_cell(row) for row in cells))
+    print("best peer's time over ours, fp4_linear nvfp4")
+    for n, k in shapes:
+        here = [row for row in rows if (row["n"], row["k"]) == (n, k) and "us" in row]
+        cells = []
+        for ours in (row for row in here if row["system"] == "fp4_linear nvfp4"):
+            names = {peer.name for peer in PEERS}
+            others = [row for row in here if row["m"] == ours["m"] and row["system"] in names]
+            best = min(others, key=lambda row: float(str(row["us"])), default=None)
+            ratio = (
+                "no peer"
+                if best is None
+                else f"{float(str(best['us'])) / float(str(ours['us'])):.2f} ({best['system']})"
+            )
+            cells.append(f"M={ours['m']}: {ratio}")
+        print(f"  {n}x{k}: " + "  ".join(cells))
+
+
+def _cell(row: dict[str, object]) -> str:
+    if "us" not in row:
+        return f"{'M=' + str(row['m']) + ': ' if row['m'] else ''}{row['note']}"
+    other = f"; {row['do_bench_us']}" if "do_bench_us" in row else ""
+    return f"M={row['m']}: {row.get('ratio')} ({row['us']}{other})"
 
 
 def tune() -> None:
@@ -215,12 +301,23 @@ def tune() -> None:
     print("tuned:", autotune.cache_path(autotune.machine(torch.device("cuda", 0))))
 
 
+def parse_shapes(text: str) -> list[tuple[int, int]]:
+    """'4096x4096,8192x8192' as pairs (N, K)."""
+    pairs = [tuple(int(size) for size in word.split("x")) for word in text.split(",")]
+    return [(pair[0], pair[1]) for pair in pairs]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--bench", action="store_true")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--prebuild", action="store_true")
+    parser.add_argument("--peers", default="none", help="all, none, or names like humming,torchao")
+    parser.add_argument("--do-bench", action="store_true", help="also by triton.testing.do_bench")
+    parser.add_argument("--shapes", type=parse_shapes, default=list(SHAPES), help="NxK,NxK,..")
+    parser.add_argument("--rows", type=lambda text: [int(word) for word in text.split(",")], default=list(ROWS))
+    parser.add_argument("--seconds", type=float, default=600.0, help="start no further shape after so many")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     if args.prebuild:
@@ -232,7 +329,7 @@ def main() -> None:
     if args.tune:
         tune()
     if args.bench:
-        bench(args.out)
+        bench(args)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,138 @@
+"""The benchmarks of formats run end to end on a few steps, and say so where a peer or a run is missing."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def _path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"line {number}: the square is {number * number}, and so on\n" for number in range(3000)))
+    return path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, name: str, *words: str) -> ModuleType:
+    module = importlib.import_module(name)
+    monkeypatch.setattr(sys, "argv", [name, *words])
+    module.main()
+    return module
+
+
+def words_of(line: str) -> list[str]:
+    return line.split()
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_losses_of_every_format(monkeypatch, tmp_path, corpus, capsys):
+    table = tmp_path / "fp4.csv"
+    words = words_of("--steps 2 --batch-size 2 --seq-length 16 --eval-every 1 --vocab-size 300 --sequences 8")
+    run(monkeypatch, "bench_fp4_training", *words, "--data", str(corpus), "--csv", str(table))
+    said = capsys.readouterr().out
+    assert "NOT within" not in said and said.rstrip().endswith(
+        "within 1 %"
+    )  # two steps from random weights: nothing to lose
+    found = rows(table)
+    assert [row["step"] for row in found if row["kind"] == "curve"] == ["1", "2"]
+    packed = {row["format"]: float(row["loss"]) for row in found if row["kind"] == "bf16 run"}
+    assert set(packed) == {
+        "fp32",
+        "nvfp4 mse",
+        "nvfp4 max",
+        "mxfp4 mse",
+        "mxfp4 max",
+        "nf4 mse",
+        "int4 mse",
+        "int8 mse",
+    }
+    assert len(set(packed.values())) == len(packed), "each format is another model"
+    bits = {row["format"]: float(row["bits"]) for row in found if row["bits"]}
+    assert bits["mxfp4 mse"] < 4.3 < bits["nvfp4 mse"] < 4.6
+
+
+def test_formats_of_states_and_the_noise_beside_them(monkeypatch, tmp_path, corpus, capsys):
+    words = words_of("--steps 2 --every 1 --batch-size 2 --seq-length 16 --vocab-size 300")
+    chosen = ["bf16 exact", "bf16 8bit stochastic", "fp32 exact", "fp32 exact, other seed"]
+    for _ in range(2):  # rows are appended
+        run(
+            monkeypatch, "bench_formats", *words, "--data", str(corpus), "--csv", str(tmp_path / "f.csv"),
+            "--only", *chosen,
+        )  # fmt: skip
+    found = rows(tmp_path / "f.csv")
+    assert [row["run"] for row in found] == chosen * 2
+    by_name = {row["run"]: row for row in found}
+    assert by_name["bf16 exact"]["change_percent"] == ""
+    assert all(float(by_name[name]["change_percent"]) != 0 for name in (chosen[1], chosen[3]))
+    assert int(by_name[chosen[1]]["bytes"]) < 0.5 * int(by_name["bf16 exact"]["bytes"])
+    assert found[0]["validation"] == found[4]["validation"], "the same run twice"
+    assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith("| fp32 exact, other seed |")
+
+
+def test_a_run_that_fails_is_a_line_and_stops_no_other(tmp_path, corpus):
+    runs = importlib.import_module("training_runs")
+    flags = {
+        "config": "tiny", "max_steps": 1, "batch_size": 1, "seq_length": 16, "vocab_size": 300, "data": str(corpus),
+        "device": "cpu", "placement": "resident", "sample_tokens": 0, "tensorboard": False,
+    }  # fmt: skip
+    found = runs.train_all({"good": flags, "bad": flags | {"data": "/nowhere"}}, tmp_path / "runs", 2)
+    assert found["good"] is None
+    assert found["bad"] is not None and "/nowhere" in found["bad"]
+    assert (tmp_path / "runs" / "good.log").exists()
+
+
+def test_a_missing_peer_is_said_and_a_wrong_one_is_not_timed():
+    bench, peers = importlib.import_module("bench_fp4"), importlib.import_module("fp4_peers")
+    absent = peers.Peer("absent", "absent", "no_such_module_here", lambda w: None)
+    wrong = peers.Peer("wrong", "torch", "torch", lambda w: lambda x: x @ w.t() * 2)
+    broken = peers.Peer("broken", "torch", "torch", lambda w: w.no_such_attribute)
+    right = peers.Peer("right", "torch", "torch", peers._plain)
+    w = torch.randn(48, 64)
+    layers, reasons = bench.peer_layers((absent, wrong, broken, right), w)
+    assert list(layers) == ["right"] and len(layers["right"]) == bench.LAYERS
+    assert len({layer.weight.data_ptr() for layer in layers["right"]}) == bench.LAYERS
+    assert reasons["absent"] == "not installed"
+    assert "relative error" in reasons["wrong"] and "no_such_attribute" in reasons["broken"]
+    assert peers.choose("none") == () and len(peers.choose("all")) == 5
+    assert {peer.name for peer in peers.choose("humming,torchao")} == {
+        "humming mxfp4", "humming e2m1 e4m3/16", "torchao int4 g32"
+    }  # fmt: skip
+    with pytest.raises(SystemExit, match="choose all, none or of humming"):
+        peers.choose("marlin")
+
+
+def test_the_table_shows_ratios_and_reasons(capsys, tmp_path):
+    bench = importlib.import_module("bench_fp4")
+    found = [
+        {"n": 8, "k": 16, "m": "", "system": "gemlite mxfp4", "note": "not installed"},
+        {"n": 8, "k": 16, "m": 1, "system": "cublas bf16", "us": 30.0, "ratio": ""},
+        {"n": 8, "k": 16, "m": 1, "system": "fp4_linear nvfp4", "us": 10.0, "ratio": 3.0, "do_bench_us": 21.0},
+        {"n": 8, "k": 16, "m": 1, "system": "humming mxfp4", "us": 15.0, "ratio": 2.0},
+        {"n": 8, "k": 16, "m": 4, "system": "fp4_linear nvfp4", "us": 11.0, "ratio": 2.8},
+    ]
+    bench.print_table(found, [(8, 16)])
+    said = capsys.readouterr().out
+    assert "8x16: not installed" in said
+    assert "M=1: 3.0 (10.0; 21.0)" in said
+    assert "M=1: 1.50 (humming mxfp4)  M=4: no peer" in said
+    bench.write_rows(tmp_path / "rows.csv", found)
+    assert [row["note"] for row in rows(tmp_path / "rows.csv")] == ["not installed", "", "", "", ""]
+    assert bench.parse_shapes("4096x4096,14336x4096") == [(4096, 4096), (14336, 4096)]
