@@ -146,6 +146,7 @@ class _Call:
             "TMA": tma,
             "num_warps": plan.warps,
             "num_stages": plan.stages,
+            **({"maxnreg": plan.registers} if plan.registers else {}),
         }
 
     def even(self, plan: AttentionPlan) -> bool:

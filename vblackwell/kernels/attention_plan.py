@@ -36,6 +36,7 @@ class AttentionPlan:
         warps: of a program.
         stages: tiles on their way or in use at a time.
         tma: tiles come by tensor descriptors; only where strides and lengths allow it, and on Hopper.
+        registers: most that a thread may hold, so that two programs share a multiprocessor; 0: the compiler's choice.
     """
 
     rows: int
@@ -43,6 +44,7 @@ class AttentionPlan:
     warps: int
     stages: int
     tma: bool = False
+    registers: int = 0
 
 
 def class_of(shared_bytes: int) -> int:

@@ -1,0 +1,378 @@
+"""Attention: the own kernels and the dispatcher beside PyTorch's backends, FlexAttention and attention written out.
+
+``python benchmarks/bench_attention.py`` on a CUDA GPU. First the error of every backend against float64 at a small size, then times
+(medians of CUDA-graph replays, bf16, forward and backward apart), ratios in the same run with their floors and aims, and peak memory.
+FlexAttention's block masks are made beforehand and not counted, the own kernel's tile lists are. ``--sweep`` times plans of the own
+kernels, ``--tune`` lets the dispatcher and the plans be measured and kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import csv
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+
+from vblackwell.kernels import attention_launch
+from vblackwell.kernels.attention import bounds, flash_attention
+from vblackwell.kernels.attention_plan import AttentionPlan
+from vblackwell.nn import attention_backends as dispatcher
+from vblackwell.nn.attention_backends import BACKENDS, Variant
+
+Rows = list[dict[str, Any]]
+STARTED = time.perf_counter()
+# floors and aims of forward and backward, by kind of case
+GOALS = {
+    "causal 128": ((1.15, 1.5), (0.8, 1.0)),
+    "causal 64": ((1.0, 1.3), (0.8, 1.0)),
+    "mask": ((1.2, 2.0), (1.0, 1.5)),
+}
+
+
+def say(*words: object) -> None:
+    print(f"[{time.perf_counter() - STARTED:6.1f}s]", *words, flush=True)
+
+
+def time_us(call: Callable[[], object], replays: int = 7) -> float:
+    """Median time of ``call`` in us, replayed from a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000)
+    return statistics.median(times)
+
+
+def leaves_of(batch: int, heads: int, kv_heads: int, length: int, head: int) -> list[Tensor]:
+    """Queries, keys and values (B, N, S, H) as views of (B, S, N, H), which is how projections give them."""
+    return [
+        torch.randn(batch, length, n, head, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+        for n in (heads, kv_heads, kv_heads)
+    ]
+
+
+def documents(length: int, count: int) -> Tensor:
+    """True within documents of different lengths (1, 1, S, S), as packed training wants."""
+    ends = torch.randint(1, length, (count - 1,), generator=torch.Generator().manual_seed(1)).sort().values
+    place = torch.bucketize(torch.arange(length), ends, right=True).cuda()
+    return (place[:, None] == place[None, :])[None, None]
+
+
+def cases(quick: bool) -> dict[str, dict[str, Any]]:
+    """(batch, heads, key heads, length, head), variant, goal and the backends left out for each case."""
+    found: dict[str, dict[str, Any]] = {}
+    for head, heads in ((128, 16), (64, 32)):
+        for batch, length in ((4, 4096), (2, 8192), (1, 16384)):
+            if quick and (length == 8192 or head == 64 and length == 4096):
+                continue
+            name = f"causal {head} S={length >> 10}k"
+            found[name] = {"shape": (batch, heads, heads, length, head), "goal": f"causal {head}", "causal": True}
+    found["full 128 S=8k"] = {"shape": (2, 16, 16, 8192, 128), "goal": None}
+    found["grouped causal 128 S=8k"] = {"shape": (2, 32, 8, 8192, 128), "goal": None, "causal": True}
+    if not quick:
+        found["causal 96 S=8k"] = {"shape": (2, 16, 16, 8192, 96), "goal": None, "causal": True}
+        found["causal 256 S=4k"] = {"shape": (2, 8, 8, 4096, 256), "goal": None, "causal": True}
+    random = torch.rand(1, 1, 4096, 4096, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    found["boolean random S=4k"] = {"shape": (4, 16, 16, 4096, 128), "goal": "mask", "mask": random > 0.5}
+    found["boolean documents S=8k"] = {"shape": (2, 16, 16, 8192, 128), "goal": "mask", "mask": documents(8192, 8)}
+    keys = (torch.arange(4096, device="cuda")[None] < torch.tensor([[4096], [3000], [2100], [1111]], device="cuda"))[
+        :, None, None
+    ]
+    found["boolean padding S=4k"] = {"shape": (4, 16, 16, 4096, 128), "goal": "mask", "mask": keys}
+    found["additive S=4k"] = {"shape": (4, 16, 16, 4096, 128), "goal": "mask", "mask": (random - 0.5).bfloat16()}
+    found["window 1k causal S=8k"] = {"shape": (2, 16, 16, 8192, 128), "goal": None, "causal": True, "window": 1024}
+    return found
+
+
+def variant_of(case: dict[str, Any]) -> Variant:
+    return Variant(**{name: value for name, value in case.items() if name in Variant._fields})
+
+
+def runner(name: str, leaves: list[Tensor], variant: Variant) -> Callable[[], Tensor]:
+    if name == "flex":
+        from vblackwell.nn.attention_flex import block_mask, flex
+
+        blocks = block_mask(leaves[0], leaves[1], variant)
+        return lambda: flex(leaves[0], leaves[1], leaves[2], variant, blocks)
+    if name == "dispatcher":
+        return lambda: dispatcher.attention(*leaves, **variant._asdict())[0]
+    return lambda: BACKENDS[name].run(leaves[0], leaves[1], leaves[2], variant)
+
+
+def time_both(call: Callable[[], Tensor], leaves: list[Tensor]) -> tuple[float, float, float]:
+    """us of forward and backward, and extra MB of both at their peak."""
+    out = call()
+    dout = torch.randn_like(out)
+    del out
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gradients = torch.autograd.grad(call(), leaves, dout)
+    extra = (torch.cuda.max_memory_allocated() - before) / 2**20
+    del gradients
+    with torch.no_grad():
+        forward = time_us(call)
+    return forward, time_us(lambda: torch.autograd.grad(call(), leaves, dout)) - forward, extra
+
+
+def flops(case: dict[str, Any]) -> float:
+    batch, heads, _, length, head = case["shape"]
+    return 4 * batch * heads * length**2 * head * (0.5 if case.get("causal") else 1.0)
+
+
+def bench(quick: bool, only: str) -> Rows:
+    rows: Rows = []
+    for name, case in cases(quick).items():
+        if only and only not in name:
+            continue
+        leaves, variant = leaves_of(*case["shape"]), variant_of(case)
+        request = dispatcher.request_of(*leaves, variant)
+        reasons = dispatcher.attention_backends(request)
+        systems = ["triton", "dispatcher", *(n for n in ("cudnn", "flash", "efficient", "flex") if not reasons[n])]
+        if case["shape"][3] <= 4096 and not quick:
+            systems.append("math")
+        here: Rows = []
+        for system in systems:
+            try:
+                forward, backward, extra = time_both(runner(system, leaves, variant), leaves)
+            except Exception as error:  # another system's failure must not hide ours
+                if system in ("triton", "dispatcher"):
+                    raise
+                say(f"{name}: {system} failed: {error!r:.200}")
+                continue
+            work = flops(case)
+            here.append({
+                "case": name, "system": system, "forward_us": forward, "backward_us": backward, "extra_mb": extra,
+                "forward_tflops": work / forward / 1e6, "backward_tflops": 2.5 * work / backward / 1e6,
+                "chosen": dispatcher.choose_attention(request) if system == "dispatcher" else "",
+            })  # fmt: skip
+            print_row(here[-1])
+            torch.cuda.empty_cache()
+        rows += here
+    return rows
+
+
+def print_row(row: dict[str, Any]) -> None:
+    words = "  ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items() if v != "")
+    say(words)
+
+
+def ratios(rows: Rows) -> list[str]:
+    """Lines that compare ours with what the goals name."""
+    lines = [f"{'case':26} {'own over':16} {'forward':>8} {'backward':>8}   floors / aims"]
+    by_case: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        by_case.setdefault(row["case"], {})[row["system"]] = row
+    for name, systems in by_case.items():
+        own, chosen = systems["triton"], systems["dispatcher"]
+        kind = " ".join(name.split()[:2]) if name.startswith("causal") else "mask"
+        goal = GOALS.get(kind) if name.startswith(("causal", "boolean", "additive")) else None
+        others = [n for n in systems if n not in ("triton", "dispatcher", "math")]
+        for other in others + (["math"] if "math" in systems else []):
+            named = goal and (other == "flash" or kind == "mask" and other != "math")
+            words = f"{goal[0][0]} / {goal[0][1]}, {goal[1][0]} / {goal[1][1]}" if goal and named else ""
+            values = [systems[other][key] / own[key] for key in ("forward_us", "backward_us")]
+            lines.append(f"{name:26} {other:16} {values[0]:8.2f} {values[1]:8.2f}   {words}")
+        best = [
+            min(systems[n][key] for n in [*others, "triton"]) / chosen[key] for key in ("forward_us", "backward_us")
+        ]
+        lines.append(
+            f"{name:26} {'dispatcher:best':16} {best[0]:8.2f} {best[1]:8.2f}   0.98 / 1.0 ({chosen['chosen']})"
+        )
+    return lines
+
+
+def memory_line() -> str:
+    """Peak extra memory at S = 16k against attention written out."""
+    leaves = leaves_of(1, 4, 4, 16384, 128)
+    extra = {}
+    for system in ("triton", "math"):
+        call, dout = runner(system, leaves, Variant(causal=True)), torch.randn_like(leaves[0])
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(call(), leaves, dout)
+        extra[system] = (torch.cuda.max_memory_allocated() - before) / 2**20
+        torch.cuda.empty_cache()
+    return (
+        f"peak memory S=16k, 4 heads: {extra['triton']:.0f} MB against {extra['math']:.0f} MB unfused: "
+        f"1/{extra['math'] / extra['triton']:.0f} (floor 1/10, aim 1/50)"
+    )
+
+
+# -- correctness -------------------------------------------------------------------------------------------------------
+
+
+def errors(system: str, leaves: list[Tensor], variant: Variant) -> list[float]:
+    exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
+    mask = variant.mask.double() if variant.mask is not None and variant.mask.is_floating_point() else variant.mask
+    exact = BACKENDS["math"].run(exact_leaves[0], exact_leaves[1], exact_leaves[2], variant._replace(mask=mask))
+    dout = torch.randn_like(leaves[0])
+    right = (exact, *torch.autograd.grad(exact, exact_leaves, dout.double()))
+    out = runner(system, leaves, variant)()
+    got = (out, *torch.autograd.grad(out, leaves, dout))
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, right, strict=True)]
+
+
+def check() -> None:
+    """Errors of every backend that accepts, at S = 1000; a backend that is wrong on rows that see nothing shows here."""
+    mask = torch.rand(1000, 1000, device="cuda", generator=torch.Generator("cuda").manual_seed(0)) > 0.5
+    mask[5] = False
+    for words, variant in (("causal", Variant(causal=True)), ("boolean with an empty row", Variant(mask=mask))):
+        leaves = leaves_of(1, 4, 4, 1000, 128)
+        reasons = dispatcher.attention_backends(dispatcher.request_of(*leaves, variant))
+        for system in ("triton", *(n for n in ("cudnn", "flash", "efficient", "flex", "math") if not reasons[n])):
+            try:
+                say(words, system, "errors of out, dq, dk, dv:", *(f"{e:.2e}" for e in errors(system, leaves, variant)))
+            except Exception as error:
+                if system == "triton":
+                    raise
+                say(f"{words}: {system} failed: {error!r:.200}")
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+SWEEP = {
+    (128, "forward"): (
+        (128, 128, 8, 2, 1), (128, 128, 8, 3, 1), (128, 128, 8, 2, 0), (128, 64, 8, 3, 1), (128, 64, 8, 2, 1, 128),
+        (128, 64, 8, 3, 0), (64, 64, 4, 3, 1), (64, 64, 4, 2, 1), (64, 128, 4, 2, 1), (128, 64, 8, 4, 1),
+    ),
+    (128, "dq"): (
+        (128, 64, 8, 2, 1), (128, 64, 8, 3, 1), (128, 64, 8, 2, 0), (64, 64, 4, 2, 1), (128, 128, 8, 2, 1), (64, 128, 4, 2, 1),
+        (128, 32, 8, 3, 1),
+    ),
+    (128, "dkv"): (
+        (64, 128, 8, 2, 1), (64, 128, 8, 3, 1), (64, 128, 8, 2, 0), (32, 128, 8, 3, 1), (64, 64, 4, 2, 1), (128, 128, 8, 2, 1),
+    ),
+    (64, "forward"): (
+        (128, 128, 8, 3, 1), (128, 128, 8, 2, 1), (128, 64, 8, 3, 1), (128, 64, 4, 3, 1), (64, 128, 4, 3, 1), (64, 64, 4, 3, 1),
+        (128, 128, 8, 3, 0),
+    ),
+    (64, "dq"): ((128, 64, 8, 3, 1), (128, 128, 8, 2, 1), (64, 64, 4, 3, 1), (128, 64, 4, 2, 1), (128, 64, 8, 2, 1)),
+    (64, "dkv"): ((64, 128, 8, 3, 1), (64, 128, 8, 2, 1), (128, 128, 8, 2, 1), (64, 64, 4, 3, 1), (64, 128, 4, 2, 1)),
+}  # fmt: skip
+
+
+def plan_of(fields: tuple[int, ...]) -> AttentionPlan:
+    rows, columns, warps, stages, tma, *registers = fields
+    return AttentionPlan(rows, columns, warps, stages, bool(tma), *registers)
+
+
+def compile_plan(head: int, kernel: str, fields: tuple[int, ...]) -> str:
+    """Compile a plan's kernel by running it small; "" or why it cannot run. In a process of its own."""
+    try:
+        with attention_launch.use_plans(**{kernel: plan_of(fields)}):
+            leaves = leaves_of(1, 16, 16, 512, head)
+            out = flash_attention(leaves[0], leaves[1], leaves[2], causal=True)
+            torch.autograd.grad(out, leaves, torch.ones_like(out))
+            torch.cuda.synchronize()
+    except Exception as error:
+        return f"{error!r:.120}"
+    return ""
+
+
+def time_plan(head: int, kernel: str, plan: AttentionPlan) -> float:
+    """us of the forward or of the whole backward with one kernel by ``plan``."""
+    q, k, v = (x.detach() for x in leaves_of(2, 2048 // head, 2048 // head, 8192, head))
+    options = attention_launch.Options(
+        None, None, None, None, None, 8192, 8192, head**-0.5, *bounds(True, None), False, 0.0, 0.0
+    )
+    out, lse = attention_launch.forward(q, k, v, options)
+    with attention_launch.use_plans(**{kernel: plan}):
+        if kernel == "forward":
+            return time_us(lambda: attention_launch.forward(q, k, v, options))
+        return time_us(lambda: attention_launch.backward(out, q, k, v, out, lse, options))
+
+
+def sweep(seconds: float) -> list[str]:
+    """Times of plans at causal S = 8k, a kernel at a time, the others as they are."""
+    jobs = [(head, kernel, fields) for (head, kernel), plans in SWEEP.items() for fields in plans]
+    with concurrent.futures.ProcessPoolExecutor(14, multiprocessing.get_context("spawn")) as pool:
+        failures = list(pool.map(compile_plan, *zip(*jobs, strict=True)))
+    say("compiled", len(jobs), "plans")
+    until, lines = time.perf_counter() + seconds, []
+    for (head, kernel, fields), failure in zip(jobs, failures, strict=True):
+        if failure or time.perf_counter() > until:
+            lines.append(f"{head} {kernel} {fields}: {failure or 'no time left'}")
+            continue
+        try:
+            us = time_plan(head, kernel, plan_of(fields))
+        except Exception as error:
+            lines.append(f"{head} {kernel} {fields}: {error!r:.120}")
+            continue
+        work = 4 * 2 * 2048 * 8192**2 * 0.5 * (1 if kernel == "forward" else 2.5)
+        lines.append(f"{head} {kernel:8} {fields!s:28} {us:9.1f} us  {work / us / 1e6:6.0f} TFLOP/s")
+        say(lines[-1])
+    return lines
+
+
+def tune() -> None:
+    """Let the dispatcher measure the cases, and keep the times."""
+    for name, case in cases(False).items():
+        say("tuned", name, dispatcher.tune_attention(*leaves_of(*case["shape"]), **variant_of(case)._asdict()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer cases")
+    parser.add_argument("--only", default="", help="cases whose name has this")
+    parser.add_argument(
+        "--sweep", type=float, default=0.0, metavar="SECONDS", help="time plans of the own kernels first"
+    )
+    parser.add_argument("--no-table", action="store_true", help="no comparison")
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--out", type=Path, help="CSV to append to")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    say(torch.cuda.get_device_name(), torch.__version__)
+    check()
+    lines = sweep(arguments.sweep) if arguments.sweep else []
+    if arguments.tune:
+        tune()
+    if not arguments.no_table:
+        rows = bench(arguments.quick, arguments.only)
+        lines += [*ratios(rows), memory_line()]
+        if arguments.out is not None:
+            append(arguments.out, rows)
+    print("\n".join(lines))
+
+
+def append(path: Path, rows: Rows) -> None:
+    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    fields = [*machine, *rows[0]]
+    fresh = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, fields)
+        if fresh:
+            writer.writeheader()
+        writer.writerows(
+            {**machine, **{k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}} for row in rows
+        )
+
+
+if __name__ == "__main__":
+    main()
