@@ -252,13 +252,15 @@ BACKENDS = {
 def preference(r: AttentionRequest) -> tuple[str, ...]:
     """Backends in the order in which they are taken where nothing was measured.
 
-    cuDNN leads on Hopper (FACTS of docs/attention.md), flash before; the CPU takes flash, the interpreter being for tests. FlexAttention
+    cuDNN leads on Hopper, flash before it (docs/attention.md); the CPU takes flash, the interpreter being for tests. FlexAttention
     compiles for seconds, so only a measurement or its name brings it. In fp32 the own kernel does not use tensor cores.
     """
     if r.device == "cpu":
         return ("flash", "math", "triton")
     if r.dtype == torch.float32:
         return ("efficient", "triton", "math", "flex")
+    if r.queries <= 16:  # decoding: flash splits the keys over programs
+        return ("flash", "triton", "cudnn", "efficient", "math", "flex")
     if r.capability >= (9, 0):
         return ("cudnn", "triton", "flash", "efficient", "math", "flex")
     return ("flash", "triton", "cudnn", "efficient", "math", "flex")
@@ -318,16 +320,18 @@ def _entry(r: AttentionRequest) -> str:
     return f"backend|{str(r.dtype).removeprefix('torch.')}|{r.head}|{bucket}|{r.kind}"
 
 
+def _measured(r: AttentionRequest) -> dict[str, int]:
+    """Times by backend, where some are known."""
+    if r.device != "cuda" or torch.compiler.is_compiling():
+        return {}
+    return attention_plan.entries(torch.device("cuda", torch.cuda.current_device())).get(_entry(r), {})
+
+
 def _ranking(r: AttentionRequest) -> tuple[str, ...]:
     """Backends, measured ones first, by time."""
-    order = preference(r)
-    if r.device != "cuda" or torch.compiler.is_compiling():
-        return order
-    times = attention_plan.entries(torch.device("cuda", torch.cuda.current_device())).get(_entry(r), {})
-    return (
-        *sorted((name for name in order if name in times), key=times.__getitem__),
-        *(n for n in order if n not in times),
-    )
+    order, times = preference(r), _measured(r)
+    first = sorted((name for name in order if name in times), key=times.__getitem__) if times else []
+    return (*first, *(name for name in order if name not in times))
 
 
 def tune_attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, **variant: Any) -> dict[str, int]:
