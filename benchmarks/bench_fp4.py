@@ -25,9 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from fp4_peers import PEERS, Peer, choose
 
-from vblackwell.kernels import autotune, fp4_cuda, layout, nvrtc, reference, w4a8
+from vblackwell.kernels import autotune, fp4_cuda, fp4_norm, layout, nvrtc, reference, w4a8
 from vblackwell.kernels.fp4 import fp4_linear, fp4_linear_dx
 from vblackwell.kernels.fp4_cuda import MmaPlan, WgmmaPlan
+from vblackwell.kernels.rms_norm import rms_norm
 from vblackwell.numerics.formats import FORMATS
 
 SHAPES = ((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192))
@@ -36,6 +37,10 @@ LAYERS = 24
 CHECK_SHAPES = ((40, 136), (200, 1000), (1056, 4096), (512, 14336), (9000, 520))
 CHECK_ROWS = (1, 3, 4, 8, 13, 16, 33, 64, 100, 256, 300)
 Tiled = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+COMPARED = {
+    "fp4_linear_dx nvfp4": "cuBLAS bf16 dX", "rms_norm, cublas bf16": "nothing",
+    "rms_norm, fp4_linear nvfp4": "rms_norm, cublas bf16", "fp4_norm_linear nvfp4": "rms_norm, fp4_linear nvfp4",
+}  # fmt: skip
 Call = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -153,6 +158,18 @@ def check() -> None:
         raise SystemExit("the check failed: no times are printed for wrong results")
 
 
+def _normed(x: torch.Tensor, gain: torch.Tensor, linear: Call) -> torch.Tensor:
+    return linear(rms_norm(x, gain, 1e-5))
+
+
+def _times(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.linear(x, w)
+
+
+def _linear(linear: Callable[..., torch.Tensor], w: Tiled, x: torch.Tensor) -> torch.Tensor:
+    return linear(x, *w, None)
+
+
 def systems(
     m: int, n: int, k: int, packed: list[Tiled], dense: list[torch.Tensor]
 ) -> Iterator[tuple[str, str, list[Callable[[], object]]]]:
@@ -161,6 +178,18 @@ def systems(
     yield "cublas bf16", "", [functools.partial(torch.nn.functional.linear, x, w) for w in dense]
     linear = functools.partial(fp4_linear, format="nvfp4-tiled", activation="none", n=n, k=k)
     yield "fp4_linear nvfp4", "cublas bf16", [functools.partial(linear, x, *w, None) for w in packed]
+    if m <= fp4_norm.MOST_ROWS:
+        gain = torch.randn(k, device="cuda", dtype=torch.bfloat16)
+        yield (
+            "rms_norm, cublas bf16",
+            "",
+            [functools.partial(_normed, x, gain, functools.partial(_times, w)) for w in dense],
+        )
+        apart = [functools.partial(_normed, x, gain, functools.partial(_linear, linear, w)) for w in packed]
+        yield "rms_norm, fp4_linear nvfp4", "rms_norm, cublas bf16", apart
+        run = functools.partial(fp4_norm.fp4_norm_linear, format="nvfp4-tiled", activation="none", n=n, k=k)
+        fused = [functools.partial(run, x, gain, None, 1e-5, *w, None) for w in packed]
+        yield "fp4_norm_linear nvfp4", "rms_norm, fp4_linear nvfp4", fused
     if m >= 1024:
         tops = [w4a8.row_tops_for_w4a8(w[1], n, k) for w in packed]
         run = functools.partial(w4a8.fp4_linear_w4a8, activation="none", n=n, k=k)
@@ -256,7 +285,7 @@ def write_rows(path: Path, rows: list[dict[str, object]]) -> None:
 
 def print_table(rows: list[dict[str, object]], shapes: Sequence[tuple[int, int]]) -> None:
     for system in dict.fromkeys(str(row["system"]) for row in rows if not str(row["system"]).startswith("cublas")):
-        print(f"{system}: ratio to cuBLAS bf16 (us; do_bench)")
+        print(f"{system}: ratio to {COMPARED.get(system, 'cuBLAS bf16')} (us; do_bench)")
         for n, k in shapes:
             cells = [row for row in rows if (row["n"], row["k"], row["system"]) == (n, k, system)]
             print(f"  {n}x{k}: " + "  ".join(_cell(row) for row in cells))

@@ -11,6 +11,7 @@ import functools
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,13 @@ _MMA_MAIN = """
 extern "C" void run(const u16* x, const u8* codes, const u8* scales, const float* ts, const u16* bias, void* y, int M, int N,
                     int K, int act, int windows, int chunks, int gx, int gz, int shared) {
     launch(gx, SPLITS, gz, THREADS, shared, [=] { fp4_mma(x, codes, scales, ts, bias, y, M, N, K, act, windows, chunks); });
+}"""
+_NORM_MAIN = """
+extern "C" void run(const u16* x, const u8* codes, const u8* scales, const float* ts, const u16* bias, void* y, int M, int N,
+                    int K, int act, int windows, int chunks, const u16* gain, const float* sums, float eps, int gx, int gz,
+                    int shared) {
+    launch(gx, SPLITS, gz, THREADS, shared,
+           [=] { fp4_mma(x, codes, scales, ts, bias, y, M, N, K, act, windows, chunks, gain, sums, eps); });
 }"""
 _WGMMA_MAIN = """
 extern "C" void run(const u16* x, u8* image, const u8* codes, const u8* scales, const float* ts, const u16* bias, void* y,
@@ -65,9 +73,10 @@ def _library(files: tuple[str, ...], macros: tuple[tuple[str, int], ...], main: 
     return library
 
 
-def _call(files: tuple[str, ...], macros: dict[str, int], main: str, args: list[Tensor | int | None]) -> None:
+def _call(files: tuple[str, ...], macros: dict[str, int], main: str, args: Sequence[Tensor | float | None]) -> None:
+    kinds = {int: ctypes.c_int, float: ctypes.c_float}
     values = [
-        ctypes.c_int(arg) if isinstance(arg, int) else ctypes.c_void_p(0 if arg is None else arg.data_ptr())
+        kinds[type(arg)](arg) if type(arg) in kinds else ctypes.c_void_p(0 if arg is None else arg.data_ptr())
         for arg in args
     ]
     _library(files, tuple(macros.items()), main).run(*values)
@@ -80,8 +89,9 @@ def linear(
     bias: Tensor | None,
     activation: str,
     n: int,
+    norm: fp4_cuda.Norm | None = None,
 ) -> Tensor:
-    """fp32 output of the kernel of ``plan``; starts as NaN."""
+    """fp32 output of the kernel of ``plan``, an mma plan with ``norm``; starts as NaN."""
     x_MK, k = fp4_cuda._aligned(x_MK)
     m = x_MK.shape[0]
     y_MN = torch.full((m, n), torch.nan)
@@ -89,7 +99,12 @@ def linear(
     macros = plan.macros(fp16, True)
     act = reference.ACTIVATIONS.index(activation)
     blocks = -(-m // plan.tokens)
-    if isinstance(plan, MmaPlan):
+    if norm is not None:
+        assert isinstance(plan, MmaPlan)
+        grid = (-(-n // (32 * plan.row_warps)), blocks, plan.shared_bytes(k, norm.kind))
+        args = [x_MK, *tiled, bias, y_MN, m, n, k, act, *plan.chunks(k), norm.gain, norm.gain_sums, norm.eps, *grid]
+        _call(fp4_cuda.MMA_FILES, plan.macros(fp16, True, norm.kind), _NORM_MAIN, args)
+    elif isinstance(plan, MmaPlan):
         grid = (-(-n // (32 * plan.row_warps)), blocks, plan.shared_bytes(k))
         _call(fp4_cuda.MMA_FILES, macros, _MMA_MAIN, [x_MK, *tiled, bias, y_MN, m, n, k, act, *plan.chunks(k), *grid])
     else:

@@ -19,6 +19,7 @@ typedef uint8_t u8;
 struct uint4 { u32 x, y, z, w; };
 struct uint2 { u32 x, y; };
 struct float4 { float x, y, z, w; };
+struct float2 { float x, y; };
 struct dim3_ { int x, y, z; };
 #define DEVICE static inline
 #define __global__

@@ -61,6 +61,23 @@ def test_mma_with_clusters(tmp_path):
             assert fp4_cuda.plan_mma(m, n, k, True).shared_bytes(k) <= SHARED_BYTES["sm_90a"]
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_norm_on_the_way(arch, tmp_path):
+    """Of the plans for up to 16 rows one in three, for each kind of norm, and every plan's shared memory."""
+    clusters = arch == "sm_90a"
+    for plan in [plan for plan in plans(clusters) if plan.tokens <= 16][::3]:
+        for kind in (1, 2):
+            cubin = nvrtc.compile_cubin(fp4_cuda.MMA_FILES, plan.macros(False, norm=kind), arch)
+            usage = resources(cubin, tmp_path)["fp4_mma"]
+            assert usage["STACK"] == usage["LOCAL"] == 0, (plan, usage)
+            assert usage["REG"] * plan.threads * plan.min_blocks <= 65536, (plan, usage)
+    for architecture in ("sm_90a",) if clusters else ("sm_80", "sm_86", "sm_89"):
+        for n, k in SHAPES:
+            for m in (1, 3, 8, 16):
+                used = fp4_cuda.plan_mma(m, n, k, clusters).shared_bytes(k, norm=2)
+                assert used <= SHARED_BYTES[architecture], (architecture, m, n, k, used)
+
+
 def test_wgmma(tmp_path):
     chosen = {fp4_cuda.plan_wgmma(m, n, k) for n, k in SHAPES for m in (9, 17, 33, 65, 129, 512)}
     for plan in sorted(chosen, key=str):

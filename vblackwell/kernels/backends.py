@@ -72,21 +72,22 @@ def _mma(x_MK, codes, block_scales, tensor_scale, bias, format, activation, n, k
     plan = autotune.tuned(
         fp4_cuda.plan_mma(x_MK.shape[0], n, k, fp4_cuda.has_clusters(capability(x_MK.device))), x_MK, n, k
     )
-    return fp4_cuda.run_mma(plan, x_MK, codes, block_scales, tensor_scale, _like(bias, x_MK), activation, n)
+    return fp4_cuda.run_mma(plan, x_MK, codes, block_scales, tensor_scale, like(bias, x_MK), activation, n)
 
 
 def _wgmma(x_MK, codes, block_scales, tensor_scale, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
     plan = autotune.tuned(fp4_cuda.plan_wgmma(x_MK.shape[0], n, k), x_MK, n, k)
-    return fp4_cuda.run_wgmma(plan, x_MK, codes, block_scales, tensor_scale, _like(bias, x_MK), activation, n)
+    return fp4_cuda.run_wgmma(plan, x_MK, codes, block_scales, tensor_scale, like(bias, x_MK), activation, n)
 
 
-def _like(bias: Tensor | None, x_MK: Tensor) -> Tensor | None:
+def like(bias: Tensor | None, x_MK: Tensor) -> Tensor | None:
+    """``bias`` in the type of ``x_MK``, contiguous."""
     return None if bias is None else bias.to(x_MK.dtype).contiguous()
 
 
 def _dequantize_linear(x_MK, codes, block_scales, tensor_scale, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
     w_NK = dequantized(codes, block_scales, tensor_scale, format, n, k, x_MK)
-    return reference.activate(torch.nn.functional.linear(x_MK, w_NK, _like(bias, x_MK)), activation)
+    return reference.activate(torch.nn.functional.linear(x_MK, w_NK, like(bias, x_MK)), activation)
 
 
 def _dequantize_fused(

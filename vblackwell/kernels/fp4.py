@@ -55,6 +55,15 @@ def _check(
         raise ConfigurationError(f"the input is on {x.device} and the weight on {codes.device}: move one of them")
 
 
+def check_arguments(
+    x: Tensor, codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, activation: str, n: int, k: int
+) -> None:
+    """Raises ConfigurationError where the arguments of a linear do not belong together, or name what there is not."""
+    _check(x, codes, block_scales, tensor_scale, format, n, k)
+    if activation not in ACTIVATIONS:
+        raise ConfigurationError(f"activation {activation!r} is not known: choose one of {', '.join(ACTIVATIONS)}")
+
+
 @torch.library.custom_op("vblackwell::fp4_linear", mutates_args=())
 def fp4_linear(
     x_MK: Tensor,
@@ -87,9 +96,7 @@ def fp4_linear(
         ConfigurationError: tensors that do not belong together, or an unknown format or activation.
         Unsupported: a backend asked for by name refuses.
     """
-    _check(x_MK, codes, block_scales, tensor_scale, format, n, k)
-    if activation not in ACTIVATIONS:
-        raise ConfigurationError(f"activation {activation!r} is not known: choose one of {', '.join(ACTIVATIONS)}")
+    check_arguments(x_MK, codes, block_scales, tensor_scale, format, activation, n, k)
     rows = x_MK.reshape(-1, k).contiguous()
     if rows.shape[0] == 0:
         return x_MK.new_empty((*x_MK.shape[:-1], n))

@@ -28,6 +28,29 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """What ``fp4_mma`` normalises the rows of x by, on the way: RMSNorm, or with ``gain_sums`` LayerNorm.
+
+    Attributes:
+        gain: (K,) of the type of x; K is a multiple of 8.
+        eps: added to the mean square, or to the variance.
+        gain_sums: (N,) fp32, W times the gain; LayerNorm's own bias times W belongs into the linear's bias.
+    """
+
+    gain: Tensor
+    eps: float
+    gain_sums: Tensor | None = None
+
+    @property
+    def kind(self) -> int:
+        """As the kernel's macro NORM."""
+        return 1 if self.gain_sums is None else 2
+
+
+STATISTICS_BYTES = 1024  # of shared memory, for the rows' statistics
+
+
 @dataclass(frozen=True)
 class MmaPlan:
     """How ``fp4_mma`` covers a shape.
@@ -50,12 +73,13 @@ class MmaPlan:
     min_blocks: int = 1
     x_bytes: int = _X_BYTES
 
-    def macros(self, fp16: bool, out32: bool = False) -> dict[str, int]:
-        return {
+    def macros(self, fp16: bool, out32: bool = False, norm: int = 0) -> dict[str, int]:
+        macros = {
             "FP16": int(fp16), "TOKENS": self.tokens, "ROW_WARPS": self.row_warps, "K_WARPS": self.k_warps,
             "SPLITS": self.splits, "PREFETCH": self.prefetch, "PASS_TOKENS": min(self.tokens, 16),
             "MIN_BLOCKS": self.min_blocks, "OUT32": int(out32),
         }  # fmt: skip
+        return macros | {"NORM": norm} if norm else macros
 
     @property
     def threads(self) -> int:
@@ -72,10 +96,11 @@ class MmaPlan:
         count = _ceil(share, windows)
         return _ceil(_ceil(share, count), unit) * unit, count
 
-    def shared_bytes(self, k: int) -> int:
+    def shared_bytes(self, k: int, norm: int = 0) -> int:
         windows, count = self.chunks(k)
         staged = windows * self.tokens * 128 * min(2, count) + self.threads * self.prefetch * 36
-        return max(staged, self.k_warps * min(self.tokens, 16) * (32 * self.row_warps + 4) * 4)
+        sums = self.k_warps * min(self.tokens, 16) * (32 * self.row_warps + 4) * 4
+        return max(staged, sums) + (STATISTICS_BYTES if norm else 0)
 
 
 @dataclass(frozen=True)
@@ -152,16 +177,20 @@ def run_mma(
     activation: str,
     n: int,
     out_dtype: torch.dtype | None = None,
+    norm: Norm | None = None,
 ) -> Tensor:
-    """One launch of ``fp4_mma``; ``out_dtype`` may be fp32, else the type of x."""
+    """One launch of ``fp4_mma``; ``out_dtype`` may be fp32, else the type of x. ``norm`` comes before the product."""
     x_MK, k = _aligned(x_MK)
     y_MN = _output(x_MK, n, out_dtype)
-    m = x_MK.shape[0]
+    m, kind = x_MK.shape[0], 0 if norm is None else norm.kind
     windows, count = plan.chunks(k)
-    macros = plan.macros(_flags(x_MK), y_MN.dtype == torch.float32)
+    macros = plan.macros(_flags(x_MK), y_MN.dtype == torch.float32, kind)
     grid = (_ceil(n, 32 * plan.row_warps), plan.splits, _ceil(m, plan.tokens))
     args = (x_MK, codes, block_scales, tensor_scale, bias, y_MN, m, n, k, ACTIVATIONS.index(activation), windows, count)
-    kernel(MMA_FILES, "fp4_mma", macros, x_MK.device).launch(grid, plan.threads, plan.shared_bytes(k), args)
+    more = () if norm is None else (norm.gain, norm.gain_sums, float(norm.eps))
+    kernel(MMA_FILES, "fp4_mma", macros, x_MK.device).launch(
+        grid, plan.threads, plan.shared_bytes(k, kind), (*args, *more)
+    )
     return y_MN
 
 

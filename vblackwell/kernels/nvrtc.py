@@ -137,11 +137,11 @@ def _driver() -> ctypes.CDLL:
 def driver_version() -> int:
     """CUDA version that the driver supports, as 1000 * major + 10 * minor."""
     version = ctypes.c_int()
-    _check(_driver().cuDriverGetVersion(ctypes.byref(version)), "asking for the driver's version")
+    check_driver(_driver().cuDriverGetVersion(ctypes.byref(version)), "asking for the driver's version")
     return version.value
 
 
-def _check(result: int, what: str) -> None:
+def check_driver(result: int, what: str) -> None:
     if result != 0:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(result, ctypes.byref(text))
@@ -154,7 +154,7 @@ class _Attribute(ctypes.Structure):
     _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16)]
 
 
-class _Launch(ctypes.Structure):
+class Launch(ctypes.Structure):
     """CUlaunchConfig."""
 
     _fields_ = [
@@ -168,7 +168,7 @@ class _Launch(ctypes.Structure):
 
 
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
-_OVERLAP = (_Attribute * 1)(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_int * 16)(1)))
+OVERLAP = (_Attribute * 1)(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_int * 16)(1)))
 
 
 class Kernel:
@@ -191,35 +191,37 @@ class Kernel:
             torch.empty(1, device=device)
             self._cubin = cached_cubin(files, macros, arch)
             module, function = ctypes.c_void_p(), ctypes.c_void_p()
-            _check(_driver().cuModuleLoadData(ctypes.byref(module), self._cubin), f"loading {self.name}")
-            _check(
+            check_driver(_driver().cuModuleLoadData(ctypes.byref(module), self._cubin), f"loading {self.name}")
+            check_driver(
                 _driver().cuModuleGetFunction(ctypes.byref(function), module, entry.encode()), f"loading {self.name}"
             )
-        self._function = function
+        self.function = function
         self._device = device
-        self._overlaps = major >= 9  # the sources wait for the previous kernel themselves (ptx.cuh: wait_for_previous)
+        self.overlaps = major >= 9  # the sources wait for the previous kernel themselves (ptx.cuh: wait_for_previous)
 
     def launch(
-        self, grid: tuple[int, int, int], threads: int, shared_bytes: int, args: Sequence[Tensor | int | None]
+        self, grid: tuple[int, int, int], threads: int, shared_bytes: int, args: Sequence[Tensor | int | float | None]
     ) -> None:
-        """Enqueue on the current stream. Tensors pass as pointers, None as a null pointer, int as 32 bits."""
+        """Enqueue on the current stream. Tensors pass as pointers, None as a null pointer, int and float as 32 bits."""
         if shared_bytes > self._shared_bytes:
-            result = _driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared_bytes)
-            _check(result, f"{shared_bytes} bytes of shared memory for {self.name}")
+            result = _driver().cuFuncSetAttribute(self.function, _MAX_DYNAMIC_SHARED, shared_bytes)
+            check_driver(result, f"{shared_bytes} bytes of shared memory for {self.name}")
             self._shared_bytes = shared_bytes
-        values: list[ctypes.c_int32 | ctypes.c_void_p] = []
+        values: list[ctypes.c_int32 | ctypes.c_float | ctypes.c_void_p] = []
         for arg in args:
             if isinstance(arg, Tensor):
                 values.append(ctypes.c_void_p(arg.data_ptr()))
+            elif isinstance(arg, float):
+                values.append(ctypes.c_float(arg))
             else:
                 values.append(ctypes.c_void_p(0) if arg is None else ctypes.c_int32(arg))
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        launch = _Launch(grid, (threads, 1, 1), shared_bytes, torch.cuda.current_stream(self._device).cuda_stream)
-        if self._overlaps:
-            launch.attributes, launch.count = _OVERLAP, 1
+        launch = Launch(grid, (threads, 1, 1), shared_bytes, torch.cuda.current_stream(self._device).cuda_stream)
+        if self.overlaps:
+            launch.attributes, launch.count = OVERLAP, 1
         with torch.cuda.device(self._device):
-            result = _driver().cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None)
-        _check(result, f"launching {self.name} on a grid of {grid}")
+            result = _driver().cuLaunchKernelEx(ctypes.byref(launch), self.function, pointers, None)
+        check_driver(result, f"launching {self.name} on a grid of {grid}")
 
 
 @functools.cache

@@ -11,13 +11,24 @@
 // conflict-free 128-bit load. Columns beyond K are zeros there, which lets warps read any valid weights past the end.
 // Tokens beyond M are never written nor read back: columns of an mma do not mix.
 //
-// Set by the launcher: FP16, TOKENS (a power of two), ROW_WARPS, K_WARPS, SPLITS, PREFETCH, PASS_TOKENS, MIN_BLOCKS, OUT32.
+// With NORM the rows of x are normalised on the way (1: RMSNorm, 2: LayerNorm). What the norm multiplies columns by, the gain, goes onto
+// staged x; what it multiplies rows by is known when all of x has passed, and goes onto the sums, which is the same. LayerNorm's
+// x is staged less the mean of its first columns, a pivot near the true mean: x itself, rounded with its gain, would lose the bits
+// that a large mean hides. What is left of the mean is subtracted behind the sum, times the products of W with the gain.
+//
+// Set by the launcher: NORM (or not), FP16, TOKENS (a power of two), ROW_WARPS, K_WARPS, SPLITS, PREFETCH, PASS_TOKENS, MIN_BLOCKS, OUT32.
 #define NB (TOKENS < 8 ? 1 : TOKENS / 8)
 #define ROWS (32 * ROW_WARPS)
 #define THREADS (32 * ROW_WARPS * K_WARPS)
 #define RED_STRIDE (ROWS + 4)
 #define PASSES ((TOKENS + PASS_TOKENS - 1) / PASS_TOKENS)
 #define PASS_NB (PASS_TOKENS < 8 ? 1 : PASS_TOKENS / 8)
+#ifndef NORM
+#define NORM 0
+#endif
+#define STATISTICS_BYTES (NORM ? 1024 : 0)  // of shared memory, before everything else
+#define ROW_THREADS (THREADS / TOKENS)      // threads a token has in its statistics, a power of two
+#define PIVOT_COLUMNS 512
 #define WINDOW_BYTES 1152  // codes of the upper 16 rows, of the lower 16 rows, scales
 
 // The window at `w_address` (this lane's 16 bytes) times 64 columns of x at `x_address`.
@@ -70,13 +81,105 @@ DEVICE void stage(u32 shared, const u16* x, int tokens, int K, int first, int wi
     }
 }
 
+#if NORM
+struct Statistics {
+    float partial[32];  // a warp
+    float4 block[32];   // a token: sum and sum of squares of this block's columns
+    float2 row[32];     // a token: factor of the sums, and what is left of the mean times it
+};
+
+// The sum of `v` over the threads of a token, to each of them; the order is that of the threads.
+DEVICE float row_sum(float v, Statistics* statistics, int tid) {
+#pragma unroll
+    for (int mask = min(ROW_THREADS, 32) / 2; mask > 0; mask /= 2) v += shuffle_xor(v, mask);
+#if ROW_THREADS > 32
+    __syncthreads();
+    if (tid % 32 == 0) statistics->partial[tid / 32] = v;
+    __syncthreads();
+    v = 0.0f;
+    for (int j = 0; j < ROW_THREADS / 32; j++) v += statistics->partial[tid / ROW_THREADS * (ROW_THREADS / 32) + j];
+#endif
+    return v;
+}
+DEVICE void unpack(const uint4 v, float* f) {
+    const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        f[2 * i] = half_to_float((u16)words[i]);
+        f[2 * i + 1] = half_to_float((u16)(words[i] >> 16));
+    }
+}
+// The sum of this thread's share of a row's first columns.
+DEVICE float pivot_share(const u16* x, int tokens, int K, int columns, int tid) {
+    const int m = tid / ROW_THREADS;
+    float sum = 0.0f, f[8];
+    if (m < tokens)
+        for (int k = tid % ROW_THREADS * 8; k < columns; k += ROW_THREADS * 8) {
+            unpack(*(const uint4*)(x + (u64)m * K + k), f);
+#pragma unroll
+            for (int i = 0; i < 8; i++) sum += f[i];
+        }
+    return sum;
+}
+// A staged chunk of x becomes (x - pivot) * gain; its own sums, without gain, are added to `sums`: plain, squared.
+DEVICE void apply_gain(u32 shared, const u16* gain, float pivot, int tokens, int K, int first, int windows, int tid, float* sums) {
+    const int m = tid / ROW_THREADS;
+    if (m >= tokens) return;
+    for (int c = tid % ROW_THREADS; c < windows * 8 && first + c * 8 < K; c += ROW_THREADS) {
+        const u32 at = shared + (((c >> 3) * 2 + (c & 1)) * TOKENS + m) * 64 + ((c >> 1) & 3) * 16;
+        float f[8], g[8];
+        unpack(load_shared(at), f);
+        unpack(*(const uint4*)(gain + first + c * 8), g);
+        u32 out[4];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            f[i] -= pivot;
+            sums[0] += f[i];
+            sums[1] += f[i] * f[i];
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#if FP16
+            out[i] = to_fp16_pair(f[2 * i] * g[2 * i], f[2 * i + 1] * g[2 * i + 1]);
+#else
+            out[i] = to_bf16_pair(f[2 * i] * g[2 * i], f[2 * i + 1] * g[2 * i + 1]);
+#endif
+        store_shared(at, make_uint4(out[0], out[1], out[2], out[3]));
+    }
+}
+// From the sums of this thread's columns to the row's statistics, over the block and its cluster. Ends before a barrier.
+DEVICE void finish_rows(Statistics* statistics, const float* sums, int K, float eps, int tid) {
+    const int m = tid / ROW_THREADS;
+    const bool first = tid % ROW_THREADS == 0;
+    float plain = NORM == 2 ? row_sum(sums[0], statistics, tid) : 0.0f;
+    float squares = row_sum(sums[1], statistics, tid);
+#if SPLITS > 1
+    if (first) statistics->block[m] = float4{plain, squares, 0.0f, 0.0f};
+    cluster_sync();
+    plain = squares = 0.0f;
+    for (int s = 0; s < SPLITS; s++) {
+        const float4 part = load_remote(shared_address(&statistics->block[m]), s);
+        plain += part.x;
+        squares += part.y;
+    }
+#endif
+    const float rest = plain / K;  // of the mean, beside the pivot
+    const float factor = 1.0f / sqrtf(max(squares / K - rest * rest, 0.0f) + eps);
+    if (first) statistics->row[m] = float2{factor, rest * factor};
+}
+#endif
+
 extern "C" __global__ void
 #if SPLITS > 1
 __cluster_dims__(1, SPLITS, 1)
 #endif
 __launch_bounds__(THREADS, MIN_BLOCKS)
 fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_scale, const u16* bias, void* y, int M, int N,
-        int K, int activation, int chunk_windows, int chunks) {
+        int K, int activation, int chunk_windows, int chunks
+#if NORM
+        , const u16* gain, const float* gain_sums, float eps
+#endif
+) {
     SHARED_MEMORY(memory);
     let_next_start();
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
@@ -85,9 +188,9 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
     const int band = min((int)blockIdx.x * ROW_WARPS + row_warp, bands - 1);
     const int m0 = blockIdx.z * TOKENS, tokens = min(TOKENS, M - m0);
 
-    // Shared memory: a ring for each warp, then x (two buffers if there are several chunks); later the sums.
-    const u32 ring = shared_address(memory) + warp * (PREFETCH * WINDOW_BYTES);
-    const u32 shared_x = shared_address(memory) + ROW_WARPS * K_WARPS * PREFETCH * WINDOW_BYTES;
+    // Shared memory: statistics of rows, a ring for each warp, then x (two buffers if there are several chunks); later the sums.
+    const u32 ring = shared_address(memory) + STATISTICS_BYTES + warp * (PREFETCH * WINDOW_BYTES);
+    const u32 shared_x = shared_address(memory) + STATISTICS_BYTES + ROW_WARPS * K_WARPS * PREFETCH * WINDOW_BYTES;
     const u32 buffer_bytes = chunk_windows * TOKENS * 128;
     const int per_warp = chunk_windows / K_WARPS;
     const int first = blockIdx.y * chunks * chunk_windows;  // first window of this block
@@ -113,6 +216,14 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
     wait_for_previous();
     x += (u64)m0 * K;
     stage(shared_x, x, tokens, K, first * 64, chunk_windows, tid);
+#if NORM
+    Statistics* statistics = (Statistics*)memory;
+    float sums[2] = {0.0f, 0.0f}, pivot = 0.0f;
+    if (NORM == 2) {
+        const int columns = min(K, PIVOT_COLUMNS);
+        pivot = row_sum(pivot_share(x, tokens, K, columns, tid), statistics, tid) / columns;
+    }
+#endif
     copy_wait_all();
 
     float acc[2][NB][4];
@@ -128,6 +239,11 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
         if (chunk + 1 < chunks)
             stage(shared_x + ((chunk + 1) & 1) * buffer_bytes, x, tokens, K, (first + (chunk + 1) * chunk_windows) * 64,
                   chunk_windows, tid);
+#if NORM
+        apply_gain(shared_x + (chunk & 1) * buffer_bytes, gain, pivot, tokens, K, (first + chunk * chunk_windows) * 64,
+                   chunk_windows, tid, sums);
+        __syncthreads();
+#endif
         u32 x_address = shared_x + (chunk & 1) * buffer_bytes + x_lane;
 #pragma unroll 2
         for (int i = 0; i < per_warp; i++) {
@@ -140,8 +256,11 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
         }
     }
     copy_wait_all();
+#if NORM
+    finish_rows(statistics, sums, K, eps, tid);
+#endif
 
-    float* red = (float*)memory;  // [K_WARPS][PASS_TOKENS][RED_STRIDE]
+    float* red = (float*)(memory + STATISTICS_BYTES);  // [K_WARPS][PASS_TOKENS][RED_STRIDE]
 #pragma unroll
     for (int pass = 0; pass < PASSES; pass++) {
         __syncthreads();
@@ -181,7 +300,20 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
             float4 sum = *(float4*)at;
             for (int j = 1; j < K_WARPS; j++) add4(sum, *(float4*)(at + j * PASS_TOKENS * RED_STRIDE));
 #endif
-            if (n < N) store4(y, m0 + pass * PASS_TOKENS + t, n, N, sum, unit, bias, activation);
+            float scale = unit;
+#if NORM
+            const float2 row_factor = statistics->row[pass * PASS_TOKENS + t];
+            scale *= row_factor.x;
+#endif
+#if NORM == 2
+            sum = float4{sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale};
+            scale = 1.0f;
+            if (n < N) sum.x -= row_factor.y * gain_sums[n];
+            if (n + 1 < N) sum.y -= row_factor.y * gain_sums[n + 1];
+            if (n + 2 < N) sum.z -= row_factor.y * gain_sums[n + 2];
+            if (n + 3 < N) sum.w -= row_factor.y * gain_sums[n + 3];
+#endif
+            if (n < N) store4(y, m0 + pass * PASS_TOKENS + t, n, N, sum, scale, bias, activation);
         }
 #if SPLITS > 1
         cluster_sync();

@@ -49,6 +49,7 @@ DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(PENDING)
 DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 DEVICE void warp_sync() { __syncwarp(); }
+DEVICE float shuffle_xor(float v, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, v, mask); }
 // A barrier for the first THREADS threads of a block.
 template <int THREADS>
 DEVICE void block_part_sync() { asm volatile("bar.sync 1, %0;" :: "n"(THREADS) : "memory"); }

@@ -1,0 +1,77 @@
+"""A norm and an FP4 linear as one op, on the CPU: values, the rule of autocast, one graph, refusals. test_cuda_source.py has the kernel."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests.kernels.emulation import random_weight
+from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.kernels import fp4_norm
+from vblackwell.kernels.dispatch import Request, choose, explain, use_backend
+from vblackwell.kernels.fp4 import fp4_linear
+from vblackwell.kernels.fp4_norm import fp4_norm_linear
+
+N, K, EPS = 40, 72, 1e-5
+REST = ("nvfp4-tiled", "silu", N, K)
+
+
+def case(dtype=torch.float32):
+    torch.manual_seed(0)
+    w_NK, tiled = random_weight("nvfp4", N, K)
+    x, gain, bias = torch.randn(2, 3, K).to(dtype), torch.randn(K).to(dtype), torch.randn(N).to(dtype)
+    return x, gain, w_NK @ gain.float(), tiled, bias
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_the_linear_of_the_norm(dtype):
+    x, gain, sums, tiled, bias = case(dtype)
+    for given, rows in (
+        (None, functional.rms_norm(x, (K,), gain, EPS)),
+        (sums, functional.layer_norm(x, (K,), gain, None, EPS)),
+    ):
+        y = fp4_norm_linear(x, gain, given, EPS, *tiled, bias, *REST)
+        assert y.dtype == dtype and torch.equal(y, fp4_linear(rows, *tiled, bias, *REST))
+
+
+def test_opcheck_autocast_and_one_graph():
+    x, gain, sums, tiled, bias = case()
+    torch.library.opcheck(fp4_norm_linear, (x, gain, sums, EPS, *tiled, bias, *REST))
+    expected = fp4_norm_linear(x, gain, None, EPS, *tiled, bias, *REST)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(fp4_norm_linear(x, gain, None, EPS, *tiled, bias, *REST), expected), "norms are not cast"
+    compiled = torch.compile(fp4_norm_linear, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, gain, None, EPS, *tiled, bias, *REST), expected)
+    assert fp4_norm_linear(x[:0], gain, None, EPS, *tiled, bias, *REST).shape == (0, 3, N)
+
+
+def request(**changes):
+    values = {"device": torch.device("cuda", 0), "capability": (9, 0), "dtype": torch.bfloat16, "format": "mxfp4-tiled"}
+    return Request(**{**values, "m": 16, "n": 4096, "k": 4096, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "mma"), ({"m": 1, "n": 28672, "k": 8192}, "mma"), ({"capability": (8, 6)}, "mma"),
+        ({"m": 17}, "separate"), ({"dtype": torch.float16}, "separate"), ({"dtype": torch.float32}, "separate"),
+        ({"k": 4100}, "separate"), ({"format": "nf4"}, "separate"), ({"device": torch.device("cpu")}, "separate"),
+    ],
+)  # fmt: skip
+def test_one_kernel_for_few_rows_alone(changes, name):
+    assert choose("fp4_norm_linear", fp4_norm.NORM_LINEAR, request(**changes)).name == name
+
+
+def test_refusals_say_why():
+    reasons = explain(fp4_norm.NORM_LINEAR, request(m=17, dtype=torch.float16, k=4100))["mma"]
+    assert len(reasons) == 3 and "float16" in reasons[0] and "17 rows" in reasons[1] and "multiples of 8" in reasons[2]
+    x, gain, sums, tiled, bias = case()
+    with pytest.raises(ConfigurationError, match="norm's weight"):
+        fp4_norm_linear(x, gain[:8], None, EPS, *tiled, bias, *REST)
+    with pytest.raises(ConfigurationError, match="norm's weight"):
+        fp4_norm_linear(x.bfloat16(), gain, None, EPS, *tiled, bias, *REST)
+    with pytest.raises(ConfigurationError, match="gain_sums_N"):
+        fp4_norm_linear(x, gain, sums[:8], EPS, *tiled, bias, *REST)
+    with pytest.raises(ConfigurationError, match="tanh"):
+        fp4_norm_linear(x, gain, None, EPS, *tiled, bias, "nvfp4-tiled", "tanh", N, K)
+    with use_backend("fp4_norm_linear", "mma"), pytest.raises(Unsupported, match="on cpu"):
+        fp4_norm_linear(x, gain, None, EPS, *tiled, bias, *REST)

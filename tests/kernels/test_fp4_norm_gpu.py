@@ -1,0 +1,85 @@
+"""A norm and an FP4 linear in one kernel, on a GPU: against float64, bits on repetition, graphs, the module around it."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.kernels.emulation import random_weight
+from vblackwell.kernels.dispatch import use_backend
+from vblackwell.kernels.fp4_norm import fp4_norm_linear
+from vblackwell.nn.linear import FusedFP4Linear
+from vblackwell.nn.norm_linear import NormFP4Linear
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("mean", [0.0, 30.0])
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("m", [1, 2, 3, 5, 8, 13, 16])
+@pytest.mark.parametrize(("n", "k"), [(40, 136), (1056, 4096), (512, 14336), (9000, 512), (4096, 4096)])
+def test_against_float64(n, k, m, kind, mean):
+    w_NK, tiled = random_weight("nvfp4", n, k)
+    w_NK, tiled = w_NK.cuda(), tuple(tensor.cuda() for tensor in tiled)
+    scales = torch.logspace(-1, 2, m, device="cuda")[:, None]
+    x = (torch.randn(m, k, device="cuda") * scales * 3 + mean).bfloat16()
+    gain = (1 + 0.3 * torch.randn(k, device="cuda")).bfloat16()
+    bias = torch.randn(n, device="cuda").bfloat16()
+    sums = w_NK @ gain.float() if kind == "layer" else None
+    args = (x, gain, sums, 1e-5, *tiled, bias, "nvfp4-tiled", "none", n, k)
+    with use_backend("fp4_norm_linear", "mma"):
+        y, again = fp4_norm_linear(*args), fp4_norm_linear(*args)
+    assert torch.equal(y, again)
+    norm = nn.functional.layer_norm if kind == "layer" else nn.functional.rms_norm
+    more = (None,) if kind == "layer" else ()
+    exact = norm(x.double(), (k,), gain.double(), *more, eps=1e-5) @ w_NK.double().t() + bias.double()
+    # As in test_cuda_source.py: 2^-9 of what is summed up for rounding x times gain, 1e-5 for fp32; and 2^-9 for the output's rounding.
+    pivot = x[:, :512].double().mean(1, keepdim=True) if kind == "layer" else 0.0
+    spread = x.double().var(1, correction=0) if kind == "layer" else x.double().square().mean(1)
+    products = ((x.double() - pivot) * gain.double()).abs() @ w_NK.double().abs().t() / (spread + 1e-5).sqrt()[:, None]
+    slack = 1e-5 * (products + exact.abs() + bias.abs())
+    bound = 2**-9 * products + slack
+    assert ((y.double() - exact).abs() <= bound + 2**-8.99 * (exact.abs() + bound)).all()
+    with use_backend("fp4_norm_linear", "separate"):
+        apart = fp4_norm_linear(*args)
+    ours, theirs = ((got.double() - exact).norm() for got in (y, apart))
+    assert ours <= 1.5 * theirs  # one rounding on the way each, of values that differ by a factor for each row
+
+
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
+def test_the_module_fuses_few_rows_and_says_the_same(norm, monkeypatch):
+    torch.manual_seed(0)
+    options = {"device": "cuda", "dtype": torch.bfloat16}
+    linear = FusedFP4Linear(512, 256, activation="gelu", **options)
+    module = NormFP4Linear(norm(512, eps=1e-5, **options), linear).quantize().requires_grad_(False)
+    nn.init.normal_(module.norm.weight, 1.0, 0.2)
+    if norm is nn.LayerNorm:
+        nn.init.normal_(module.norm.bias)
+    module.fold()
+    for rows in (1, 7, 16, 17):
+        x = torch.randn(rows, 512, **options) + 5
+        y, apart = module(x), module.linear(module.norm(x))
+        assert (y - apart).float().norm() <= 1e-2 * apart.float().norm()  # three roundings of 2^-9 each
+        assert torch.equal(y, apart) == (rows > 16), "another order of roundings, where it is one kernel"
+        assert torch.equal(copy.deepcopy(module)(x), y)
+    x = torch.randn(4, 512, **options)
+    expected = module(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = module(x)
+    y.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(y, expected)
+    moved = copy.deepcopy(module).cpu().cuda()
+    assert torch.equal(moved(x), expected)
+
+
+# torch 2.11 warns of itself when inductor is imported under Python 3.12.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_the_module_compiles_into_one_graph():
+    options = {"device": "cuda", "dtype": torch.bfloat16}
+    module = NormFP4Linear(nn.RMSNorm(512, eps=1e-5, **options), FusedFP4Linear(512, 256, **options)).quantize()
+    x = torch.randn(4, 512, **options)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(module, fullgraph=True)(x), module(x))

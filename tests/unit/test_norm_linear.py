@@ -1,0 +1,120 @@
+"""NormFP4Linear: what it computes is the linear of the norm, wherever it runs; when it is one op, and when it must not be."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.nn import fp4_state, norm_linear
+from vblackwell.nn import linear as linear_module
+from vblackwell.nn.block import AddRMSNorm, RMSNorm
+from vblackwell.nn.linear import FusedFP4Linear
+from vblackwell.nn.norm_linear import NormFP4Linear
+
+K, N = 64, 48
+NORMS = {"rms": lambda: nn.RMSNorm(K, eps=1e-5), "ours": lambda: RMSNorm(K, 1e-5), "layer": lambda: nn.LayerNorm(K)}
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """As on a GPU: tiles, and the op for few rows; on the CPU it runs its reference. The op's calls, as a list."""
+    calls = []
+
+    def counted(*args):
+        calls.append(args)
+        return op(*args)
+
+    op = norm_linear.fp4_norm_linear
+    monkeypatch.setattr(norm_linear, "on_gpu", lambda x: True)
+    monkeypatch.setattr(norm_linear, "fp4_norm_linear", counted)
+    monkeypatch.setattr(linear_module, "place", lambda packed, tiles: fp4_state.tiled(packed))
+    return calls
+
+
+def build(name: str, dtype=torch.bfloat16, **options) -> NormFP4Linear:
+    torch.manual_seed(0)
+    norm = NORMS[name]()
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter, 1.0, 0.3)
+    return NormFP4Linear(norm, FusedFP4Linear(K, N, activation="silu", **options)).to(dtype).requires_grad_(False)
+
+
+def close(y: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Up to three roundings to bf16, of norm, bias and output, 2^-9 each."""
+    return bool((y - expected).float().norm() <= 1e-2 * expected.float().norm())
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_on_a_cpu_it_is_the_linear_of_the_norm(name):
+    module, x = build(name, torch.float32), torch.randn(3, K)
+    assert torch.equal(module(x), module.linear(module.norm(x)))
+    module.quantize()
+    assert torch.equal(module(x), module.linear(module.norm(x)))
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_few_rows_are_one_op_with_the_same_result(name, bias, fused):
+    module = build(name, bias=bias).quantize()
+    for rows, ops in ((1, 1), (16, 1), (17, 0)):
+        fused.clear()
+        x = torch.randn(rows, K).bfloat16() + 3
+        y = module(x)
+        assert len(fused) == ops
+        assert close(y, module.linear(module.norm(x)))
+
+
+def test_it_stays_apart_where_the_op_would_be_wrong(fused):
+    module, x = build("rms"), torch.randn(2, K).bfloat16()
+    module(x)  # not packed
+    module.quantize()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        module(x)
+    module(x.clone().requires_grad_()).sum().backward()
+    module.norm.requires_grad_(True)
+    module(x).sum().backward()
+    assert module.norm.weight.grad is not None
+    build("rms", torch.float32).quantize()(x.float())
+    assert fused == []
+    with torch.no_grad():
+        module(x)
+    assert len(fused) == 1
+    on_fp8 = build("rms", format="mxfp4", w4a8=True).quantize()
+    on_fp8(x)
+    assert len(fused) == 1
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_states_copies_and_casts_keep_the_folded_vectors_true(name, fused):
+    module, x = build(name).quantize(), torch.randn(2, K).bfloat16()
+    y = module(x)
+    assert {key.split(".")[0] for key in module.state_dict()} == {"norm", "linear"}
+    fresh = build(name)
+    nn.init.zeros_(fresh.norm.weight)
+    fresh.load_state_dict(module.state_dict())
+    assert torch.equal(fresh(x), y)
+    assert torch.equal(copy.deepcopy(module)(x), y)
+    assert torch.equal(copy.deepcopy(module).float().bfloat16()(x), y)
+    nn.init.constant_(module.norm.weight, 2.0)
+    module.fold()
+    assert close(module(x), module.linear(module.norm(x))) and not close(module(x), y)
+    assert len(fused) == 6
+
+
+def test_compiles_into_one_graph(fused):
+    module, x = build("layer").quantize(), torch.randn(2, K).bfloat16()
+    plain = NormFP4Linear(module.norm, module.linear)
+    compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(torch.cat([x] * 10)), plain(torch.cat([x] * 10)))
+
+
+def test_what_cannot_be_fused_is_refused():
+    linear = FusedFP4Linear(K, N)
+    for norm in (nn.BatchNorm1d(K), AddRMSNorm(K, 1e-5)):
+        with pytest.raises(ConfigurationError, match="no norm that can be fused"):
+            NormFP4Linear(norm, linear)
+    for norm in (nn.RMSNorm(K, elementwise_affine=False), nn.LayerNorm(K + 1)):
+        with pytest.raises(ConfigurationError, match="needs a weight"):
+            NormFP4Linear(norm, linear)
