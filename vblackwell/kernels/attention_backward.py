@@ -47,7 +47,9 @@ def _walk_keys(
         col = (start + tl.arange(0, COLUMNS))[None, :]
         values = 0.0
         if MASK and EDGES:
-            values = load_mask(mask, row, col, stride_mask_row, stride_mask_col, q_len, k_len)
+            values = load_mask(
+                mask, row0, start, row - row0, col - start, stride_mask_row, stride_mask_col, q_len, k_len
+            )
         k_tile = load_tile(k, start, stride_k, batch, kv_head, k_len, COLUMNS, H, D, EDGES, TMA)
         v_tile = load_tile(v, start, stride_v, batch, kv_head, k_len, COLUMNS, H, D, EDGES, TMA)
         s = tl.dot(q, tl.trans(k_tile), out_dtype=dq.dtype, input_precision=PRECISION)
@@ -178,7 +180,9 @@ def _walk_queries(
         row = line[None, :]
         values = 0.0
         if MASK and EDGES:
-            values = load_mask(mask, row, col, stride_mask_row, stride_mask_col, q_len, k_len)
+            values = load_mask(
+                mask, start, col0, row - start, col - col0, stride_mask_row, stride_mask_col, q_len, k_len
+            )
         q_tile = load_tile(q, start, stride_q, batch, head, q_len, ROWS, H, D, True, TMA)
         lse = tl.load(lse_ptr + line, line < q_len, other=float("inf"))  # no probability for rows beyond the end
         if PLAIN:

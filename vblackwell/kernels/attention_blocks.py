@@ -47,7 +47,8 @@ def judge_tiles(
     mask = mask_ptr + which // heads * stride_mb + which % heads * stride_mn
     row = (q_tile * ROWS + tl.arange(0, ROWS))[:, None]
     col = (k_tile * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-    values = load_mask(mask, row, col, stride_row, stride_col, q_len, k_len)
+    row0, col0 = q_tile * ROWS, k_tile * COLUMNS
+    values = load_mask(mask, row0, col0, row - row0, col - col0, stride_row, stride_col, q_len, k_len)
     inside = visible(row, col, k_len, offset, left, right, HAS_LEFT, HAS_RIGHT)
     outside = row >= q_len  # such rows are nobody's concern
     if ADDITIVE:

@@ -42,10 +42,10 @@ def store_tile(target, start, stride, length, value, ROWS: tl.constexpr, H: tl.c
 
 
 @triton.jit
-def load_mask(mask, row, col, stride_row, stride_col, q_len, k_len):
-    """The mask's values of rows and columns that broadcast to a tile; zero (for a boolean mask: hidden) outside."""
-    at = mask + row.to(tl.int64) * stride_row + col.to(tl.int64) * stride_col
-    return tl.load(at, (row < q_len) & (col < k_len), other=0)
+def load_mask(mask, row0, col0, row, col, stride_row, stride_col, q_len, k_len):
+    """The mask's values of rows and columns (counted from row0 and col0) that broadcast to a tile; zero (hidden, if boolean) outside."""
+    corner = mask + tl.cast(row0, tl.int64) * stride_row + tl.cast(col0, tl.int64) * stride_col
+    return tl.load(corner + (row * stride_row + col * stride_col), (row0 + row < q_len) & (col0 + col < k_len), other=0)
 
 
 @triton.jit

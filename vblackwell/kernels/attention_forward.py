@@ -47,7 +47,9 @@ def _walk(
         col = (start + tl.arange(0, COLUMNS))[None, :]
         values = 0.0
         if MASK and EDGES:
-            values = load_mask(mask, row, col, stride_mask_row, stride_mask_col, q_len, k_len)
+            values = load_mask(
+                mask, row0, start, row - row0, col - start, stride_mask_row, stride_mask_col, q_len, k_len
+            )
         k_tile = load_tile(k, start, stride_k, batch, kv_head, k_len, COLUMNS, H, D, EDGES, TMA)
         s = tl.dot(q, tl.trans(k_tile), out_dtype=acc.dtype, input_precision=PRECISION)
         x, _ = scores(
