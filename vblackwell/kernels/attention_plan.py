@@ -69,6 +69,14 @@ _HALF = {
     (SMALL, 128): (AttentionPlan(64, 32, 4, 2), AttentionPlan(64, 32, 8, 2), AttentionPlan(32, 64, 8, 2)),
     (SMALL, 256): (AttentionPlan(32, 32, 8, 2), AttentionPlan(32, 32, 8, 1), AttentionPlan(32, 32, 8, 1)),
 }  # fmt: skip
+# The same for masks that are read, whose values take registers too
+_HALF_MASKED = {
+    (LARGE, 128): (
+        AttentionPlan(128, 64, 8, 3, True),
+        AttentionPlan(128, 64, 8, 2, True),
+        AttentionPlan(64, 64, 8, 2, True),
+    ),
+}
 # fp32: products run on the ordinary units in full precision, so small tiles that stay in registers
 _SINGLE = {
     64: (AttentionPlan(64, 32, 4, 2), AttentionPlan(32, 32, 4, 2), AttentionPlan(32, 32, 4, 2)),
@@ -77,10 +85,11 @@ _SINGLE = {
 }
 
 
-def plan_for(kernel: str, head: int, itemsize: int, shared_bytes: int) -> AttentionPlan:
+def plan_for(kernel: str, head: int, itemsize: int, shared_bytes: int, masked: bool = False) -> AttentionPlan:
     """The plan of ``kernel`` ('forward', 'dq' or 'dkv') before tuning."""
     width = next(size for size in (64, 128, 256) if padded_head(head) <= size)
-    plans = _HALF[class_of(shared_bytes), width] if itemsize == 2 else _SINGLE[width]
+    key = (class_of(shared_bytes), width)
+    plans = _SINGLE[width] if itemsize != 2 else _HALF_MASKED.get(key, _HALF[key]) if masked else _HALF[key]
     return plans[KERNELS.index(kernel)]
 
 
@@ -131,7 +140,7 @@ def tuned(kernel: str, head: int, dtype: torch.dtype, length: int, mask: str, de
     if device.type != "cuda":  # the interpreter: tiles small enough that odd lengths have several
         return AttentionPlan(32, 32, 4, 1)
     properties = torch.cuda.get_device_properties(device)
-    plan = plan_for(kernel, head, dtype.itemsize, properties.shared_memory_per_block_optin)
+    plan = plan_for(kernel, head, dtype.itemsize, properties.shared_memory_per_block_optin, mask != "none")
     found = entries(device).get(entry_name(kernel, head, dtype, length, mask, plan), {})
     return dataclasses.replace(
         plan, **{name: type(getattr(plan, name))(found[name]) for name in ("stages", "tma") if name in found}
@@ -144,7 +153,7 @@ def tune(
 ) -> AttentionPlan:  # fmt: skip
     """Measure ``variants`` of a kernel's plan, store the fastest and return it. ``measure_us`` gives inf for one that does not fit."""
     properties = torch.cuda.get_device_properties(device)
-    plan = plan_for(kernel, head, dtype.itemsize, properties.shared_memory_per_block_optin)
+    plan = plan_for(kernel, head, dtype.itemsize, properties.shared_memory_per_block_optin, mask != "none")
     best = min(variants(plan, properties.major == 9), key=measure_us)
     name = entry_name(kernel, head, dtype, length, mask, plan)
     store(device, {name: {"stages": best.stages, "tma": int(best.tma)}})
