@@ -7,9 +7,13 @@ import torch
 from torch import nn
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.nn import fp4_state, norm_linear
+from vblackwell.nn import fp4_state, normed_input
 from vblackwell.nn import linear as linear_module
 from vblackwell.nn.block import AddRMSNorm, RMSNorm
+from vblackwell.nn.cache import KVCache
+from vblackwell.nn.convert import convert_linears
+from vblackwell.nn.decoder import Decoder
+from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.nn.linear import FusedFP4Linear
 from vblackwell.nn.norm_linear import NormFP4Linear
 
@@ -26,9 +30,9 @@ def fused(monkeypatch):
         calls.append(args)
         return op(*args)
 
-    op = norm_linear.fp4_norm_linear
-    monkeypatch.setattr(norm_linear, "on_gpu", lambda x: True)
-    monkeypatch.setattr(norm_linear, "fp4_norm_linear", counted)
+    op = normed_input.fp4_norm_linear
+    monkeypatch.setattr(normed_input, "on_gpu", lambda x: True)
+    monkeypatch.setattr(normed_input, "fp4_norm_linear", counted)
     monkeypatch.setattr(linear_module, "place", lambda packed, tiles: fp4_state.tiled(packed))
     return calls
 
@@ -118,3 +122,37 @@ def test_what_cannot_be_fused_is_refused():
     for norm in (nn.RMSNorm(K, elementwise_affine=False), nn.LayerNorm(K + 1)):
         with pytest.raises(ConfigurationError, match="needs a weight"):
             NormFP4Linear(norm, linear)
+
+
+def packed_decoder() -> Decoder:
+    config = DecoderConfig(
+        vocab_size=50, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, max_position=40
+    )
+    model = Decoder(config).bfloat16().requires_grad_(False).eval()
+    convert_linears(model, use_fp4=False)
+    for module in model.modules():
+        if isinstance(module, FusedFP4Linear):
+            module.quantize()
+    return model
+
+
+def test_a_packed_decoder_decodes_with_its_first_norm_inside_the_projections(fused, monkeypatch):
+    model, ids = packed_decoder(), torch.arange(20).view(1, 20) % 50
+    results = []
+    for inside in (True, False):
+        monkeypatch.setattr(normed_input, "on_gpu", lambda x, inside=inside: inside)
+        fused.clear()
+        cache = KVCache(model.config, 40)
+        prompt = model(ids, cache=cache)
+        assert fused == [], "a prompt of 20 rows is no few rows"
+        token = model(ids[:, :1], cache=cache)
+        assert len(fused) == (2 * 3 if inside else 0)
+        results.append((prompt, token))
+    for got, expected in zip(*results, strict=True):
+        # on a CPU the op runs the same norm and the same products
+        assert torch.equal(got, expected)
+    model.layers[0].input_layernorm.register_forward_hook(lambda module, args, output: output * 2)
+    monkeypatch.setattr(normed_input, "on_gpu", lambda x: True)
+    fused.clear()
+    model(ids[:, :1])
+    assert len(fused) == 3, "a norm with a hook is called"

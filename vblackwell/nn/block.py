@@ -1,8 +1,9 @@
 """One block of the decoder: attention and SwiGLU feed-forward (Shazeer, arXiv:2002.05202), each behind an RMSNorm.
 
 On CUDA what is no matrix product runs as fused kernels (vblackwell/kernels), one pass over memory each way; on the CPU as the
-plain expressions. RMSNorm rounds once, after the weight; Hugging Face's Llama rounds to the compute dtype before it too. In fp32
-both give the same bits; in bf16 ours is the nearer to the exact value.
+plain expressions. A few rows of a packed decoder meet their first norm inside the projections (normed_input.py). RMSNorm
+rounds once, after the weight; Hugging Face's Llama rounds to the compute dtype before it too. In fp32 both give the same bits; in
+bf16 ours is the nearer to the exact value.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from vblackwell.kernels.rms_norm import add_rms_norm, rms_norm
 from vblackwell.nn.attention import SelfAttention
 from vblackwell.nn.cache import KVCache
 from vblackwell.nn.decoder_config import DecoderConfig
+from vblackwell.nn.normed_input import normed
 from vblackwell.nn.plain_linear import gated_product, linears_of_one_input
 
 
@@ -64,6 +66,8 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x_BSD: Tensor, cos_SH: Tensor, sin_SH: Tensor, cache: KVCache | None = None, wanted: bool = True
     ) -> Tensor:
-        attended_BSD = self.self_attn(self.input_layernorm(x_BSD), cos_SH, sin_SH, cache)
+        attention = self.self_attn
+        rows_BSD = normed(x_BSD, self.input_layernorm, attention.q_proj, attention.k_proj, attention.v_proj)
+        attended_BSD = attention(rows_BSD, cos_SH, sin_SH, cache)
         normed_BSD, x_BSD = self.post_attention_layernorm(attended_BSD, x_BSD)
         return x_BSD + self.mlp(normed_BSD, wanted)

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fp4_norm import MOST_ROWS, fp4_norm_linear
-from vblackwell.kernels.layout import is_tiled
 from vblackwell.nn.block import RMSNorm
 from vblackwell.nn.linear import FusedFP4Linear
+from vblackwell.nn.normed_input import may_fuse, norm_linear
 from vblackwell.numerics.packed import PackedTensor
 
 _BAND_ELEMENTS = 1 << 22
@@ -73,36 +72,16 @@ class NormFP4Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) -> (..., N)."""
         linear, norm = self.linear, self.norm
-        if not self._fuses(x):
+        folded = isinstance(norm, nn.LayerNorm)
+        if (folded and self.gain_sums is None) or not may_fuse(x, norm, linear):
             return linear(norm(x))
-        eps = norm.eps if norm.eps is not None else torch.finfo(x.dtype).eps
-        bias = self.folded_bias if isinstance(norm, nn.LayerNorm) else linear.bias
-        placed = (linear.weight_codes, linear.weight_scales, linear.weight_tensor_scale, bias, linear._layout)
-        shape = (linear.out_features, linear.in_features)
-        return fp4_norm_linear(x, norm.weight, self.gain_sums, eps, *placed, linear.activation, *shape)
-
-    def _fuses(self, x: Tensor) -> bool:
-        linear, gain = self.linear, self.norm.weight
-        few = x.numel() <= MOST_ROWS * linear.in_features
-        if not (few and linear.is_quantized and is_tiled(linear._layout) and not linear.w4a8):
-            return False
-        if not (on_gpu(x) and x.dtype == gain.dtype == torch.bfloat16) or torch.is_autocast_enabled(x.device.type):
-            return False
-        if isinstance(self.norm, nn.LayerNorm) and self.gain_sums is None:
-            return False
-        trained = any(parameter.requires_grad for parameter in self.parameters())
-        return not (torch.is_grad_enabled() and (x.requires_grad or trained))
+        return norm_linear(x, norm, linear, self.gain_sums, self.folded_bias if folded else linear.bias)
 
     def _apply(self, fn: Any, recurse: bool = True) -> NormFP4Linear:
         self.gain_sums = self.folded_bias = None  # fp32 whatever the module is cast to: made again from what has moved
         super()._apply(fn, recurse)
         self.fold()
         return self
-
-
-def on_gpu(x: Tensor) -> bool:
-    """Whether there is a fused kernel for the device of ``x``."""
-    return x.is_cuda
 
 
 def _fold_again(module: nn.Module, keys: Any) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from vblackwell.kernels.shared_input import shared_input_linears
 from vblackwell.kernels.swiglu import swiglu, swiglu_linear
+from vblackwell.nn.normed_input import Unnormed
 
 
 def is_plain(linear: nn.Module) -> bool:
@@ -24,8 +25,13 @@ def may_fuse(x: Tensor, *linears: nn.Module) -> bool:
     )
 
 
-def linears_of_one_input(x: Tensor, *linears: nn.Module) -> list[Tensor]:
-    """``[linear(x) for linear in linears]``; on CUDA as one operation whose backward adds the input's gradients up on the way."""
+def linears_of_one_input(x: Tensor | Unnormed, *linears: nn.Module) -> list[Tensor]:
+    """``[linear(x) for linear in linears]``; on CUDA as one operation whose backward adds the input's gradients up on the way.
+
+    What `normed` made of an input for these linears passes as ``x`` too.
+    """
+    if isinstance(x, Unnormed):
+        return [x.linear(linear) for linear in linears]  # type: ignore[arg-type]
     if may_fuse(x, *linears):
         return shared_input_linears(x, [linear.weight for linear in linears])  # type: ignore[misc]
     return [linear(x) for linear in linears]

@@ -1,0 +1,85 @@
+"""A few rows that are still to be normalised, handed to the packed linears behind the norm, which do it themselves.
+
+What computes several projections of one normalised input (queries, keys and values) takes `Unnormed` in its place and passes it to
+`linears_of_one_input`; nothing else reads it. So a decoded token costs no launch for that norm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vblackwell.kernels.fp4_norm import MOST_ROWS, fp4_norm_linear
+from vblackwell.kernels.layout import is_tiled
+from vblackwell.nn.linear import FusedFP4Linear
+
+
+@dataclass(frozen=True, eq=False)
+class Unnormed:
+    """Rows and the RMSNorm that they have not been through.
+
+    Attributes:
+        x: (..., K).
+        norm: over K.
+    """
+
+    x: Tensor
+    norm: nn.RMSNorm
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.x.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    def linear(self, linear: FusedFP4Linear) -> Tensor:
+        """``linear(norm(x))`` as one op."""
+        return norm_linear(self.x, self.norm, linear, None, linear.bias)
+
+
+def normed(x: Tensor, norm: nn.RMSNorm, *linears: nn.Module) -> Tensor | Unnormed:
+    """``norm(x)`` for the linears, or ``x`` and the norm, where each of them is one kernel with it."""
+    plain = not any(_hooks(module) for module in (norm, *linears))
+    return Unnormed(x, norm) if plain and all(may_fuse(x, norm, linear) for linear in linears) else norm(x)
+
+
+def may_fuse(x: Tensor, norm: nn.RMSNorm | nn.LayerNorm, linear: nn.Module) -> bool:
+    """Whether norm and linear may be one op: packed into tiles, few bf16 rows on a GPU, no autocast, no gradients wanted."""
+    if not isinstance(linear, FusedFP4Linear) or not linear.is_quantized or linear.w4a8 or norm.weight is None:
+        return False
+    if not is_tiled(linear._layout) or x.numel() > MOST_ROWS * linear.in_features:
+        return False
+    if not (on_gpu(x) and x.dtype == norm.weight.dtype == torch.bfloat16) or torch.is_autocast_enabled(x.device.type):
+        return False
+    parameters = [norm.weight, getattr(norm, "bias", None), linear.bias]
+    trained = any(parameter is not None and parameter.requires_grad for parameter in parameters)
+    return not (torch.is_grad_enabled() and (x.requires_grad or trained))
+
+
+def norm_linear(
+    x: Tensor,
+    norm: nn.RMSNorm | nn.LayerNorm,
+    linear: FusedFP4Linear,
+    gain_sums_N: Tensor | None,
+    bias_N: Tensor | None,
+) -> Tensor:
+    """The op on the modules' tensors; ``gain_sums_N`` and ``bias_N`` as it takes them."""
+    eps = norm.eps if norm.eps is not None else torch.finfo(x.dtype).eps
+    placed = (linear.weight_codes, linear.weight_scales, linear.weight_tensor_scale, bias_N, linear._layout)
+    shape = (linear.out_features, linear.in_features)
+    return fp4_norm_linear(x, norm.weight, gain_sums_N, eps, *placed, linear.activation, *shape)
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether there is a fused kernel for the device of ``x``."""
+    return x.is_cuda
+
+
+def _hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
