@@ -7,6 +7,7 @@ nothing can run, that is a deadlock, and an error.
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 import time
@@ -181,6 +182,12 @@ class LateQueues(Queues):
                 target.copy_(source)
 
         queue.add(work)
+        end = self.mark(queue)
+        return Copied(end, EventTransfer.at(end))
+
+    def copy_at(self, queue: Any, copies: Sequence[tuple[int, int, int]]) -> Copied:
+        """As `CudaQueues.copy_at`."""
+        queue.add(lambda: [ctypes.memmove(*copy) for copy in copies])
         end = self.mark(queue)
         return Copied(end, EventTransfer.at(end))
 

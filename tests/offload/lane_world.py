@@ -48,6 +48,7 @@ class Setting:
     buffers: int = 2
     eagerness: float = 0.5
     host_writes: float = 0.1
+    lane: type[QueuedLane] = QueuedLane
 
 
 @dataclass(eq=False)
@@ -93,7 +94,7 @@ class World:
         ring = self.homes.take("ring", setting.buffers * size, 0).view()
         assert ring is not None
         self.stage = Stage(self.homes, LateBehind(self.adversary))
-        self.lane = QueuedLane(self.stack, self.homes, ring, setting.buffers, self.queues, self.stage, worker)
+        self.lane = setting.lane(self.stack, self.homes, ring, setting.buffers, self.queues, self.stage, worker)
         self.shadows = Shadows(self.homes)
         self.ends: dict[Group, LaneEnd] = {}
         self.loads: list[Load] = []

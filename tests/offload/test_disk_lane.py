@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +13,10 @@ from hypothesis import strategies as st
 
 from tests.offload.adversary import Adversary, LateChain, LateQueues
 from tests.offload.lane_world import Setting, World
+from vblackwell.kernels.adamw import adamw_piece
+from vblackwell.offload import lane_cuda
 from vblackwell.offload.formats import EXACT, Formats
+from vblackwell.offload.lane_cuda import CudaLane
 from vblackwell.offload.lane_queued import QueuedLane
 from vblackwell.offload.stage import Ranges, Stage, Staged
 from vblackwell.offload.stage_ledger import Ledger
@@ -50,6 +55,43 @@ FORMS = [
 def test_every_order_gives_the_same_bits(worker, seed, form, num_groups, in_ram, buffers, eagerness):
     setting = Setting(*form, num_groups=num_groups, in_ram=in_ram, buffers=buffers, eagerness=eagerness)
     run_world(seed, setting, worker).close()
+
+
+def on_a_cpu(patch: pytest.MonkeyPatch) -> None:
+    """Let `CudaLane` hand its addresses to late queues, and its AdamW to the CPU's."""
+
+    def tensor(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        memory = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address)
+        return torch.frombuffer(memory, dtype=dtype)
+
+    def adamw_at(at, num_elements, numbers, gradient, previous, stream) -> None:
+        assert at.factor == 0 and at.square_sums == 0
+        weight = tensor(at.weight, num_elements, torch.bfloat16 if at.remainder else torch.float32)
+        remainder = tensor(at.remainder, num_elements, torch.int16) if at.remainder else None
+        moments = [tensor(address, num_elements, torch.float32) for address in (at.exp_avg, at.exp_avg_sq)]
+        fresh = tensor(at.gradient, num_elements, gradient)
+        earlier = tensor(at.previous, num_elements, previous) if previous is not None else None
+        stream.add(lambda: adamw_piece(weight, remainder, *moments, fresh, numbers, previous=earlier))
+
+    patch.setattr(lane_cuda, "adamw_at", adamw_at)
+    patch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    patch.setattr(LateQueues, "device", torch.device("cpu"), raising=False)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    form=st.sampled_from(FORMS),
+    num_groups=st.integers(1, 6),
+    in_ram=st.sampled_from([0.4, 0.8, 2.0]),
+    buffers=st.integers(1, 4),
+    eagerness=st.sampled_from([0.0, 0.5, 0.9]),
+)
+def test_every_order_gives_the_same_bits_by_address(worker, seed, form, num_groups, in_ram, buffers, eagerness):
+    setting = Setting(*form, num_groups, in_ram, buffers, eagerness, lane=CudaLane)
+    with pytest.MonkeyPatch.context() as patch:
+        on_a_cpu(patch)
+        run_world(seed, setting, worker).close()
 
 
 # -- the check itself ----------------------------------------------------------------------------------------------------

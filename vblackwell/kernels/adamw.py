@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +19,10 @@ from torch import Tensor
 from vblackwell.errors import Unsupported
 from vblackwell.kernels import adamw_cpu, nvrtc
 from vblackwell.kernels.adamw_cpu import BLOCK, AdamWStep, torch_order
+from vblackwell.kernels.direct import Launcher
 from vblackwell.kernels.nvrtc import Kernel
 
-__all__ = ["BLOCK", "AdamWStep", "adamw_piece", "norm_of", "square_sums"]
+__all__ = ["BLOCK", "AdamWStep", "Addresses", "adamw_at", "adamw_piece", "norm_of", "square_sums"]
 
 FILES = ("ptx.cuh", "gradient.cuh", "adamw.cu")
 THREADS = 512
@@ -143,6 +145,51 @@ def adamw_piece(
     tensors = (weight, remainder, exp_avg, exp_avg_sq, gradient, previous, factor, square_sums)
     args = (*tensors, n, tail_start, aligned(words, halves), *numbers.words)
     compiled.launch((-(-n // BLOCK), 1, 1), THREADS, 64, args)
+
+
+class Addresses(NamedTuple):
+    """Where the tensors of `adamw_piece` are, on one GPU; 0 for None."""
+
+    weight: int
+    remainder: int
+    exp_avg: int
+    exp_avg_sq: int
+    gradient: int
+    previous: int
+    factor: int
+    square_sums: int
+
+
+def adamw_at(
+    at: Addresses, num_elements: int, numbers: AdamWStep, gradient: torch.dtype, previous: torch.dtype | None,
+    stream: torch.cuda.Stream,
+) -> None:  # fmt: skip
+    """`adamw_piece` for whoever queues hundreds of pieces a step: by address, nothing checked, on ``stream`` of the current device.
+
+    Args:
+        num_elements: of the piece, at least one.
+        gradient, previous: their types; ``previous`` is None where there is none.
+    """
+    itemsizes = (
+        4 if at.remainder == 0 else 2,
+        2,
+        4,
+        4,
+        gradient.itemsize,
+        0 if previous is None else previous.itemsize,
+    )
+    unaligned = 0
+    for address, itemsize in zip(at, itemsizes, strict=False):
+        unaligned |= address * 4 // itemsize if itemsize else 0
+    words = (num_elements, torch_order().tail_start(num_elements), int(unaligned % 16 == 0), *numbers.words)
+    _launcher(int(at.remainder == 0), gradient, previous, stream.device)(
+        -(-num_elements // BLOCK), at, words, stream.cuda_stream
+    )
+
+
+@functools.cache
+def _launcher(weight: int, gradient: torch.dtype, previous: torch.dtype | None, device: torch.device) -> Launcher:
+    return Launcher(_kernel("adamw", weight, gradient, previous, device), THREADS, 64, len(Addresses._fields), 10)
 
 
 def square_sums(gradient: Tensor, out: Tensor, *, previous: Tensor | None = None) -> None:

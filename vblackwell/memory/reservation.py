@@ -15,7 +15,7 @@ class Reservation:
         name: unique in its stack. level: number of its level. num_bytes: its size.
     """
 
-    __slots__ = ("name", "level", "num_bytes", "_extent", "_place", "_parts")
+    __slots__ = ("name", "level", "num_bytes", "_extent", "_place", "_parts", "_address")
 
     def __init__(self, name: str, level: int, extent: Extent, place: Level) -> None:
         self.name = name
@@ -24,6 +24,7 @@ class Reservation:
         self._extent: Extent | None = extent
         self._place = place
         self._parts: dict[tuple[int, int], torch.Tensor] = {}
+        self._address: int | None = None
 
     @property
     def is_addressable(self) -> bool:
@@ -45,6 +46,15 @@ class Reservation:
         """The bytes as a uint8 tensor that aliases them; None on a disk. Not to be used after `unreserve`."""
         return self._place.view(self.extent)
 
+    @property
+    def address(self) -> int:
+        """Of the first byte, of a range that has a view; for those who hand it to a driver."""
+        if self._address is None:
+            view = self.view()
+            assert view is not None, f"{self.name} is on a disk"
+            self._address = view.data_ptr()
+        return self._address
+
     def part(self, start: int, stop: int) -> torch.Tensor:
         """Bytes ``start`` to ``stop`` of `view`, of a range that has one.
 
@@ -60,6 +70,7 @@ class Reservation:
     def end(self) -> Extent:
         """Mark it as given back; its extent, for the stack to free."""
         self._parts.clear()
+        self._address = None
         extent, self._extent = self.extent, None
         return extent
 

@@ -75,7 +75,12 @@ class Buffer:
     """One place of the ring, and how what is in it is laid out."""
 
     memory: torch.Tensor
-    views: dict[str, torch.Tensor] = field(default_factory=dict)
+    places: Mapping[str, slice] = field(default_factory=dict)
+
+    @property
+    def views(self) -> dict[str, torch.Tensor]:
+        """What is in it, by kind."""
+        return {kind: self.memory[place] for kind, place in self.places.items()}
 
 
 def state_kinds(group: Group, homes: Homes) -> list[str]:
@@ -187,14 +192,14 @@ class Lane(ABC):
         return elements - elements % group.formats.cut
 
     @staticmethod
-    def lay_out(buffer: Buffer, group: Group, kinds: Sequence[str], piece: Piece) -> None:
-        """Give each kind its part of the buffer."""
-        start = 0
-        buffer.views = {}
+    def layout(group: Group, kinds: Sequence[str], piece: Piece) -> dict[str, slice]:
+        """The part of a buffer that each kind gets, in bytes."""
+        start, found = 0, {}
         for kind in kinds:
             num_bytes = bytes_of(group, kind, len(piece))
-            buffer.views[kind] = buffer.memory[start : start + num_bytes]
+            found[kind] = slice(start, start + num_bytes)
             start += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        return found
 
     @staticmethod
     def arithmetic(job: LaneJob, piece: Piece, arrived: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class Wanted:
     group: Group
     piece: Piece
     kinds: tuple[str, ...]
+    places: dict[str, slice] = field(compare=False, repr=False)  # in a buffer
 
 
 @dataclass(eq=False)
@@ -96,7 +97,8 @@ class QueuedLane(Lane):
         found = self._cut.get((group.index, kinds))
         if found is None:
             pieces = pieces_of(group, self.most_elements(group, kinds)) if kinds else []
-            found = self._cut[group.index, kinds] = [Wanted(group, piece, kinds) for piece in pieces]
+            found = [Wanted(group, piece, kinds, self.layout(group, kinds, piece)) for piece in pieces]
+            self._cut[group.index, kinds] = found
         return found
 
     def pump(self) -> None:
@@ -145,11 +147,7 @@ class QueuedLane(Lane):
         for wanted in pieces:
             filled = self._take(wanted, sources, memory)
             queues.update.wait_event(filled.arrived)
-            arrived = dict(filled.buffer.views)
-            if self._is_here(group):
-                arrived |= self._views_here(job, wanted.piece)
-            emptied = self._send(group, wanted.piece, targets, far, *self._compute(job, wanted.piece, arrived))
-            self._free.append((filled.buffer, emptied))
+            self._free.append((filled.buffer, self._pass(job, filled, targets, far)))
             self.pump()
         if on_disk({kind: source for kind, source in sources.items() if kind in GRADIENTS}):
             queues.states_in.synchronize()  # the worker's staging memory, which it gets back now
@@ -224,27 +222,36 @@ class QueuedLane(Lane):
     def _stamps(self, wanted: Wanted, sources: Ranges) -> tuple[Stamp, ...]:
         return tuple(self._homes.ledger.stamp(sources[kind]) for kind in wanted.kinds)
 
+    def _pass(self, job: LaneJob, filled: Filled, targets: Ranges, far: Mapping[str, torch.Tensor]) -> Mark:
+        """Queue the update of what a buffer was filled with, and its way home; the mark behind that."""
+        piece = filled.wanted.piece
+        arrived = filled.buffer.views
+        if self._is_here(job.group):
+            arrived |= self._views_here(job, piece)
+        return self._send(job.group, piece, targets, far, *self._compute(job, piece, arrived))
+
     def _bring(self, wanted: Wanted, sources: Ranges, far: Mapping[str, torch.Tensor]) -> Filled:
         """Start copying ``wanted`` up into the next buffer of the ring; ``far`` is the memory of sources on a disk."""
-        group, piece = wanted.group, wanted.piece
         stamps = self._stamps(wanted, sources)
         buffer, emptied = self._free.popleft()
-        self.lay_out(buffer, group, wanted.kinds, piece)
+        buffer.places = wanted.places
         queue = self._queues.states_in
         if emptied is not None:
             queue.wait_event(emptied)
-        if (last := self._stored.get(group.index)) is not None:
+        if (last := self._stored.get(wanted.group.index)) is not None:
             queue.wait_event(last)
-        pairs = [(buffer.views[kind], self._part(sources[kind], far, group, kind, piece)) for kind in wanted.kinds]
-        copied = self._queues.copy(queue, lambda: pairs)
+        copied = self._fill(wanted, buffer, sources, far)
         self._count(
             copied,
-            [
-                (self._level_of(sources[kind]), 0, target.numel())
-                for kind, (target, _) in zip(wanted.kinds, pairs, strict=True)
-            ],
+            [(self._level_of(sources[kind]), 0, place.stop - place.start) for kind, place in wanted.places.items()],
         )
         return Filled(wanted, buffer, stamps, copied.end)
+
+    def _fill(self, wanted: Wanted, buffer: Buffer, sources: Ranges, far: Mapping[str, torch.Tensor]) -> Copied:
+        """The copies of `_bring`."""
+        views, group, piece = buffer.views, wanted.group, wanted.piece
+        pairs = [(views[kind], self._part(sources[kind], far, group, kind, piece)) for kind in wanted.kinds]
+        return self._queues.copy(self._queues.states_in, lambda: pairs)
 
     def _send(
         self, group: Group, piece: Piece, targets: Ranges, far: Mapping[str, torch.Tensor],
