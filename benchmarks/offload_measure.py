@@ -1,9 +1,10 @@
 """The process of one system: builds it, trains, measures. Started by bench_offload.py with a case as its only argument.
 
 What it has to say goes to standard output as lines that begin with ``@ `` and hold JSON; anything else is other people's chatter.
-Step times are the intervals between the moments at which a step's loss has been read on the host (one synchronisation of
-the computing stream, at the step's end), as a loop that logs its loss does it. Work that runs on behind the step
-(updates under the next forward) is in the next interval; the *drained* rate covers all measured steps between two
+The loop is that of a careful user, for every system: tokens come from pinned memory and are sent one step before they are needed, a
+loss is read while the next step runs, both on a stream of their own. Step times are the intervals between events on the
+computing stream behind each step (on a CPU: between the moments at which the calls return). Work that runs on behind the
+step (updates under the next forward) is in the next interval; the *drained* rate covers all measured steps between two
 moments at which nothing at all was under way.
 """
 
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -23,6 +25,7 @@ import psutil
 import torch
 from offload_case import Case, Result, say
 from offload_data import token_batches
+from offload_loop import Clock, Feed, LateLoss
 from offload_systems import System, attention_kernels
 
 TRACED_STEPS = 2
@@ -118,9 +121,9 @@ class Run:
             torch.cuda.reset_peak_memory_stats(self.device)
         self.gpu_used = 0
 
-    def step(self, ids_BS: torch.Tensor, number: int) -> float:
-        """One step, to the moment at which its loss is known; the loss."""
-        loss = float(self.system.step(ids_BS.to(self.device), self.case.rate_at(number)))
+    def step(self, ids_BS: torch.Tensor, number: int) -> LateLoss:
+        """One step on tokens that are on the device; its loss, on the way to the host."""
+        loss = LateLoss(self.system.step(ids_BS, self.case.rate_at(number)))
         if self.cuda:
             free, total = torch.cuda.mem_get_info(self.device)
             self.gpu_used = max(self.gpu_used, total - free)
@@ -170,23 +173,38 @@ def train(run: Run, batch: int, seq: int, warmup: int, steps: int, *, told: bool
     run.drain()
     run.forget_peaks()
     links: dict[str, tuple[int, float]] = {}
-    stalls, begun, marks = 0.0, 0.0, []
-    for number, ids_BS in enumerate(batches):
-        if number == warmup:
-            begun = run.drain()
-            links, stalls, marks = links_of(system), stalls_of(system), [begun]
-        loss = run.step(ids_BS, number)
-        marks.append(time.perf_counter())
-        norm = system.grad_norm()
+    stalls, begun, clock = 0.0, 0.0, Clock(run.device)
+    waiting: list[tuple[LateLoss, Any]] = []
+
+    def read_oldest() -> None:
+        late, norm = waiting.pop(0)
+        loss = late.read()
+        norm = None if norm is None else float(norm)
         result.losses.append(loss)
         if norm is not None:
             result.grad_norms.append(norm)
-        if number == 0 and told:
+        number = len(result.losses)
+        if number == 1 and told:
             result.first_step_seconds = since_start()
         if told:
-            say("step", step=number + 1, of=warmup + steps, loss=loss, norm=norm, since_start=since_start())
+            say("step", step=number, of=warmup + steps, loss=loss, norm=norm, since_start=since_start())
+
+    for number, ids_BS in enumerate(Feed(batches, run.device)):
+        if number == warmup:
+            while waiting:
+                read_oldest()
+            begun = run.drain()
+            links, stalls, clock = links_of(system), stalls_of(system), Clock(run.device)
+            clock.mark()
+        late = run.step(ids_BS, number)
+        clock.mark()
+        waiting.append((late, system.grad_norm()))
+        while len(waiting) > 1 or (waiting and number == 0):
+            read_oldest()
     ended = run.drain()
-    _fill_rates(result, marks, ended - begun)
+    while waiting:
+        read_oldest()
+    _fill_rates(result, clock.intervals(), ended - begun)
     for name, (num_bytes, seconds) in links_of(system).items():
         before = links.get(name, (0, 0.0))
         result.link_bytes[name] = (num_bytes - before[0]) / steps
@@ -200,8 +218,8 @@ def train(run: Run, batch: int, seq: int, warmup: int, steps: int, *, told: bool
     return result
 
 
-def _fill_rates(result: Result, marks: list[float], seconds: float) -> None:
-    result.step_seconds = [after - before for before, after in zip(marks, marks[1:], strict=False)]
+def _fill_rates(result: Result, step_seconds: list[float], seconds: float) -> None:
+    result.step_seconds = step_seconds
     result.tokens_per_second = result.tokens / statistics.median(result.step_seconds)
     result.drained_tokens_per_second = result.tokens * len(result.step_seconds) / seconds
 
@@ -215,9 +233,12 @@ def trace(run: Run, path: str) -> None:
     batches = token_batches(case.decoder.vocab_size, case.batch, case.seq, count, case.seed + 1)
     tell = lambda text: say("phase", text=text)  # noqa: E731
     with tracing(Path(path), run.device, tell, skipped_steps=0, traced_steps=TRACED_STEPS) as step_context:
-        for number, ids_BS in enumerate(batches):
+        waiting: list[LateLoss] = []
+        for number, ids_BS in enumerate(Feed(batches, run.device)):
             with step_context():
-                run.step(ids_BS, case.warmup + case.steps + number)
+                waiting.append(run.step(ids_BS, case.warmup + case.steps + number))
+                if number:
+                    waiting.pop(0).read()
 
 
 def sweep(run: Run) -> None:

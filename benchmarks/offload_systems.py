@@ -63,9 +63,9 @@ class System:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def grad_norm(self) -> float | None:
-        """The 2-norm of the last step's gradients before clipping, where somebody measured it."""
-        return self.norm_of() if self._clipped is None else float(self._clipped)
+    def grad_norm(self) -> Tensor | float | None:
+        """The 2-norm of the last step's gradients before clipping, where somebody measured it; perhaps still under way."""
+        return self.norm_of() if self._clipped is None else self._clipped
 
 
 def hf_config(shape: Shape, seq: int) -> Any:
