@@ -14,10 +14,10 @@ from tests.kernels.attention_compile import SHARED_BYTES
 # The inner loop without masks holds no spilled register; the walk over diagonal tiles, compiled into the same kernel, may hold some.
 SPILLED_BYTES = 160
 CASES = {
-    80: ("forward,128,none", "dkv,128,none"),
-    86: ("forward,128,none", "dkv,128,none", "dq,256,none"),
+    80: ("dkv,128,none",),
+    86: ("forward,128,none", "dkv,128,none"),
     89: ("forward,64,none",),
-    90: ("forward,128,none", "dq,128,none", "dkv,128,none", "forward,128,boolean", "dkv,256,none"),
+    90: ("forward,128,none", "dkv,128,none", "forward,128,boolean"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Forward kernel of attention.py: Flash Attention 2 (Dao, arXiv:2307.08691) with an online softmax in base 2.
+"""Forward kernel of attention.py: Flash Attention 2 with an online softmax in base 2 (Dao, arXiv:2307.08691).
 
 A program takes a tile of queries of one head and walks over the tiles of keys that they see. Tiles that all its rows see whole need
 no comparison; tiles on an edge (diagonal, window, end of the keys) are walked apart. With a mask the tiles come from a list
