@@ -1,7 +1,7 @@
 """What FP4 costs in loss: training with ``--use-fp4`` beside bf16, and a trained model before and after packing.
 
-``python benchmarks/bench_fp4_training.py --out FOLDER --csv results.csv``; on a GPU, in about a minute and a half and over one epoch,
-``--device cuda --jobs 2 --steps 1000 --batch-size 32 --seq-length 256``. Two runs of the package's own trainer on the
+``python benchmarks/bench_fp4_training.py --out FOLDER --csv results.csv``; on a GPU
+``--device cuda --jobs 2 --steps 800 --batch-size 32 --seq-length 256``. Two runs of the package's own trainer on the
 default corpus, from one seed and over the same batches: bf16 compute, and bf16 compute with weights rounded to nvfp4 in
 the forward. Then the bf16 run's model is packed into every format and its validation loss taken again. The losses of
 packed models are computed in fp32, so that a difference is the weights' alone. Rows are appended to the CSV.
@@ -114,7 +114,7 @@ def validation_loss(model: nn.Module, dataset: PackedDataset, sequences: int) ->
 
 def packed_model(folder: Path, form: str, search: str, dataset: PackedDataset, sequences: int, device: str) -> Packed:
     """The model in ``folder`` with its linears packed (head, embedding and norms kept), measured."""
-    model = load_decoder(folder, device, torch.float32).eval()
+    model = load_decoder(folder, "cpu", torch.float32).eval()  # packed there: small layers are many small launches
     convert_linears(model, format=form, scale_search=search, use_fp4=False)
     noise = signal = 0.0
     held = weights = 0
@@ -127,7 +127,7 @@ def packed_model(folder: Path, form: str, search: str, dataset: PackedDataset, s
             more_noise, more_signal = noise_and_signal(before.detach(), packed.dequantize(torch.float32))
             noise, signal = noise + more_noise, signal + more_signal
             held, weights = held + packed.nbytes, weights + before.numel()
-    loss = validation_loss(model, dataset, sequences)
+    loss = validation_loss(model.to(device), dataset, sequences)
     return Packed(f"{form} {search}", loss, decibels(noise, signal), 8 * held / weights)
 
 
