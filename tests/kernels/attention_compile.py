@@ -1,7 +1,8 @@
 """Compiles attention kernels for GPUs that are not there, and says what they need: ``python -m tests.kernels.attention_compile 90``.
 
 A process of its own: Triton's interpreter must be off. Arguments: compute capability, and cases as ``kernel,head,mask`` or
-``kernel,head,mask,fp32`` (default: every kernel, head width and kind of mask, which takes minutes). Prints a line of JSON a case: name, shared bytes, spilled bytes.
+``kernel,head,mask,fp32`` (default: every kernel, head width and kind of mask, which takes minutes). Prints a line of JSON a case:
+name, shared bytes, spilled bytes of a thread.
 """
 
 from __future__ import annotations
