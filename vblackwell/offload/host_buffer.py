@@ -111,7 +111,8 @@ class HostBuffers:
             raise InsufficientMemory(
                 f"{self._name!r} holds {format_bytes(self.num_bytes)} of host memory and needs {format_bytes(num_bytes)} more, but "
                 f"{level.name} has {format_bytes(free)} free: raise host_memory (the capacity of "
-                "the level), keep more of it on level 0, or use a smaller batch",
+                "the level), keep more of it on level 0, use a smaller batch, or, where a model's states spill to a disk, keep RAM free of "
+                "them with activation_bytes=",
                 needed_bytes=num_bytes,
                 available_bytes=free,
             ) from error
