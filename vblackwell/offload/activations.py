@@ -47,7 +47,7 @@ from vblackwell.offload.stall import Stalls
 from vblackwell.units import MiB
 
 NEWEST = 2  # boundaries that stay in any case: one is read by its layer, one is on its way
-AHEAD = 2  # checkpoints whose inputs are loaded before backward asks for them
+AHEAD = 3  # checkpoints whose inputs are loaded before backward asks for them
 SHARED_CALLS = 3  # what so many checkpoints keep (rotary tables, an encoder's output) is alive anyway
 SMALLEST_BYTES = 4 * MiB  # the link needs so much at a time to come near its rate
 HOLES = 2  # a strided tensor may span so many times its bytes

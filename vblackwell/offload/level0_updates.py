@@ -25,7 +25,7 @@ from vblackwell.offload.update import Job
 
 # Backward needs the link for weights and states, forward for weights alone: so much of the updates waits for the next forward. Its groups
 # are the first of backward, whose weights are needed last. Their gradients go home and come back, 4 bytes a parameter more.
-DEFERRED_SHARE = 0.04
+DEFERRED_SHARE = 0.15
 # Updates that wait for the forward are queued when it is so many groups before them, or when the lane has nothing else to do.
 ADVANCE_GROUPS = 3
 
@@ -215,7 +215,7 @@ class Level0Updates:
             last = group.index + ADVANCE_GROUPS
             for index in [index for index in self._waiting if index <= last]:
                 self._release(self._engine.groups[index])
-            if self._waiting and self._idle() and min(self._waiting) <= 2 * group.index:
+            if self._waiting and self._idle():
                 self._release(self._engine.groups[min(self._waiting)])
 
     def _idle(self) -> bool:
