@@ -117,8 +117,9 @@ def test_norm_on_the_way(plan, m, n, k, kind, mean):
     pivot = x[:, :512].mean(1, keepdim=True) if kind == 2 else torch.zeros(m, 1)
     spread = x.var(1, correction=0) if kind == 2 else x.square().mean(1)
     products = ((x - pivot) * gain).abs() @ w_NK.double().abs().t() / (spread + 1e-5).sqrt()[:, None]
-    # Half a unit of bf16 is 2^-9 of a value; fp32 sums, the rest of the mean and the bias are good to 1e-5 of what they add up.
-    assert ((y_MN - exact).abs() <= 2**-9 * products + 1e-5 * (products + exact.abs() + bias_N.abs())).all()
+    # Half a unit of bf16 is at most 2^-8 of a value; fp32 sums, the rest of the mean and the bias are good to 1e-5 of what they add up.
+    # x rounded with its mean would err by up to 30 spreads of that.
+    assert ((y_MN - exact).abs() <= 2**-8 * products + 1e-5 * (products + exact.abs() + bias_N.abs())).all()
 
 
 @pytest.mark.parametrize("kind", [1, 2])

