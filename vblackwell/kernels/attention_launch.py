@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from vblackwell.kernels.attention_backward import key_gradient, query_gradient
 from vblackwell.kernels.attention_blocks import TileLists, list_tiles, mask_strides
 from vblackwell.kernels.attention_forward import attend
-from vblackwell.kernels.attention_plan import AttentionPlan, padded_head, tuned
+from vblackwell.kernels.attention_plan import AttentionPlan, padded_head, specialized_plan, tuned
 from vblackwell.kernels.rotary import empty_of
 
 _FORCED: ContextVar[dict[str, AttentionPlan]] = ContextVar("vblackwell_attention_plans", default={})  # noqa: B039
@@ -86,6 +86,16 @@ class _Call:
         length = max(self.q_length, self.k_length)
         found = tuned(kernel, self.head, self.q.dtype, length, self.options.mask_kind, self.q.device)
         return _FORCED.get().get(kernel, found)
+
+    def specialized(self, plan: AttentionPlan) -> AttentionPlan | None:
+        """The plan of Hopper's own forward, where it computes this; ``use_plans`` decides if it gave one."""
+        options = self.options
+        plain = options.mask is None and options.left is None and options.slopes_N is None and not self.varlen
+        if not plain or options.softcap or options.dropout or self.q.device.type != "cuda" or self.head < 32:
+            return None
+        if "forward" in _FORCED.get():
+            return plan if plan.specialized else None
+        return specialized_plan(self.head, self.q.element_size(), torch.cuda.get_device_capability(self.q.device))
 
     def takes_tma(self, *tensors: Tensor) -> bool:
         return not self.varlen and all(
@@ -169,8 +179,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
         return result, lse
     if k.numel() == 0:
         return result.zero_(), lse.fill_(float("inf"))
-    lists = call.lists(plan, by_column=False)
     out = call.heads_first(result)
+    special = call.specialized(plan)
+    if special is not None and call.takes_tma(call.q, call.k, call.v):
+        from vblackwell.kernels import attention_hopper  # triton.experimental: only where it runs
+
+        attention_hopper.launch(
+            call.q, call.k, call.v, out, lse, options.right, options.bottom_right, options.scale, special
+        )
+        return result, lse
+    lists = call.lists(plan, by_column=False)
     attend[(triton.cdiv(call.q_length, plan.rows), call.num_heads, call.batch)](
         call.described(call.q, plan.rows, tma), call.described(call.k, plan.columns, tma),
         call.described(call.v, plan.columns, tma), out, lse, *call.pointers(lists),

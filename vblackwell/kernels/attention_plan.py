@@ -37,6 +37,7 @@ class AttentionPlan:
         stages: tiles on their way or in use at a time.
         tma: tiles come by tensor descriptors; only where strides and lengths allow it, and on Hopper.
         registers: most that a thread may hold, so that two programs share a multiprocessor; 0: the compiler's choice.
+        specialized: attention_hopper.py's kernel, ``stages`` being those of its rings; always by descriptors.
     """
 
     rows: int
@@ -45,6 +46,7 @@ class AttentionPlan:
     stages: int
     tma: bool = False
     registers: int = 0
+    specialized: bool = False
 
 
 def class_of(shared_bytes: int) -> int:
@@ -77,6 +79,13 @@ _HALF_MASKED = {
         AttentionPlan(64, 64, 8, 2, True),
     ),
 }
+# attention_hopper.py's forward, by padded head: two groups of 64 queries. Taken when it has been measured to be right and faster.
+SPECIALIZED_BY_DEFAULT = False
+_SPECIALIZED = {
+    64: AttentionPlan(128, 128, 4, 3, True, 168, True),
+    128: AttentionPlan(128, 128, 4, 2, True, 168, True),
+    256: AttentionPlan(128, 64, 4, 2, True, 168, True),
+}
 # fp32: products run on the ordinary units in full precision, so small tiles that stay in registers
 _SINGLE = {
     64: (AttentionPlan(64, 32, 4, 2), AttentionPlan(32, 32, 4, 2), AttentionPlan(32, 32, 4, 2)),
@@ -91,6 +100,13 @@ def plan_for(kernel: str, head: int, itemsize: int, shared_bytes: int, masked: b
     key = (class_of(shared_bytes), width)
     plans = _SINGLE[width] if itemsize != 2 else _HALF_MASKED.get(key, _HALF[key]) if masked else _HALF[key]
     return plans[KERNELS.index(kernel)]
+
+
+def specialized_plan(head: int, itemsize: int, capability: tuple[int, int]) -> AttentionPlan | None:
+    """The plan of attention_hopper.py's forward; None where it does not run."""
+    if not SPECIALIZED_BY_DEFAULT or capability != (9, 0) or itemsize != 2:
+        return None
+    return _SPECIALIZED[max(64, padded_head(head))]
 
 
 def variants(plan: AttentionPlan, hopper: bool) -> list[AttentionPlan]:
