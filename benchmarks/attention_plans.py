@@ -1,0 +1,160 @@
+"""Times of the attention kernels' plans on this GPU, and a check of the forward with specialised warps; bench_attention.py calls it.
+
+Plans are compiled by many processes at once, each running one small, so that the timing process finds them in Triton's cache.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+
+from vblackwell.kernels import attention_launch
+from vblackwell.kernels.attention import bounds, flash_attention
+from vblackwell.kernels.attention_plan import AttentionPlan
+from vblackwell.nn.attention_backends import BACKENDS, Variant
+
+STARTED = time.perf_counter()
+PROCESSES = 14
+
+
+def say(*words: object) -> None:
+    print(f"[{time.perf_counter() - STARTED:6.1f}s]", *words, flush=True)
+
+
+def time_us(call: Callable[[], object], replays: int = 7) -> float:
+    """Median time of ``call`` in us, replayed from a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000)
+    return statistics.median(times)
+
+
+def leaves_of(batch: int, heads: int, kv_heads: int, length: int, head: int) -> list[Tensor]:
+    """Queries, keys and values (B, N, S, H) as views of (B, S, N, H), which is how projections give them."""
+    return [
+        torch.randn(batch, length, n, head, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+        for n in (heads, kv_heads, kv_heads)
+    ]
+
+
+SWEEP = {
+    (128, "forward"): (
+        (128, 128, 8, 2, 1), (128, 128, 8, 3, 1), (128, 128, 8, 2, 0), (128, 64, 8, 3, 1), (128, 64, 8, 2, 1, 128),
+        (128, 64, 8, 3, 0), (64, 64, 4, 3, 1), (64, 64, 4, 2, 1), (64, 128, 4, 2, 1), (128, 64, 8, 4, 1),
+    ),
+    (128, "dq"): (
+        (128, 64, 8, 2, 1), (128, 64, 8, 3, 1), (128, 64, 8, 2, 0), (64, 64, 4, 2, 1), (128, 128, 8, 2, 1), (64, 128, 4, 2, 1),
+        (128, 32, 8, 3, 1),
+    ),
+    (128, "dkv"): (
+        (64, 128, 8, 2, 1), (64, 128, 8, 3, 1), (64, 128, 8, 2, 0), (32, 128, 8, 3, 1), (64, 64, 4, 2, 1), (128, 128, 8, 2, 1),
+        (64, 64, 8, 2, 1), (64, 64, 8, 3, 1),
+    ),
+    (64, "forward"): (
+        (128, 128, 8, 3, 1), (128, 128, 8, 2, 1), (128, 64, 8, 3, 1), (128, 64, 4, 3, 1), (64, 128, 4, 3, 1), (64, 64, 4, 3, 1),
+        (128, 128, 8, 3, 0),
+    ),
+    (64, "dq"): ((128, 64, 8, 3, 1), (128, 128, 8, 2, 1), (64, 64, 4, 3, 1), (128, 64, 4, 2, 1), (128, 64, 8, 2, 1)),
+    (64, "dkv"): ((64, 128, 8, 3, 1), (64, 128, 8, 2, 1), (128, 128, 8, 2, 1), (64, 64, 4, 3, 1), (64, 128, 4, 2, 1)),
+}  # fmt: skip
+SPECIALIZED = (
+    (128, (128, 128, 4, 2, 1, 168, 1)), (128, (128, 64, 4, 3, 1, 168, 1)), (128, (128, 64, 4, 4, 1, 168, 1)),
+    (64, (128, 128, 4, 3, 1, 168, 1)), (64, (128, 128, 4, 4, 1, 168, 1)), (64, (128, 64, 4, 4, 1, 168, 1)),
+)  # fmt: skip
+
+
+def sweep_specialized() -> None:
+    """Errors of attention_hopper.py's forward at odd shapes, then its times; the largest error of the usual kernel beside."""
+    for head, fields in SPECIALIZED:
+        worst = {"special": 0.0, "usual": 0.0}
+        for queries, keys, options in (
+            (1000, 1000, {"causal": True}), (129, 1000, {"causal": True, "bottom_right": True}), (300, 200, {}),
+            (1000, 129, {"causal": True, "bottom_right": True}), (17, 63, {"causal": True}),
+        ):  # fmt: skip
+            q = leaves_of(2, 4, 2, queries, head)[0].detach()
+            _, k, v = (x.detach() for x in leaves_of(2, 4, 2, keys, head))
+            exact = BACKENDS["math"].run(q.double(), k.double(), v.double(), Variant(**options))
+            for name, plans in (("usual", {}), ("special", {"forward": plan_of(fields)})):
+                with attention_launch.use_plans(**plans):
+                    error = ((flash_attention(q, k, v, **options).double() - exact).norm() / exact.norm()).item()
+                worst[name] = max(worst[name], error if error == error else float("inf"))
+        us = time_plan(head, "forward", plan_of(fields))
+        say(f"special {head} {fields} errors {worst} {us:.1f} us {4 * 2 * 2048 * 8192**2 * 0.5 / us / 1e6:.0f} TFLOP/s")
+
+
+def plan_of(fields: tuple[int, ...]) -> AttentionPlan:
+    rows, columns, warps, stages, tma, registers, specialized = (*fields, 0, 0)[:7]
+    return AttentionPlan(rows, columns, warps, stages, bool(tma), registers, bool(specialized))
+
+
+def compile_plan(head: int, kernel: str, fields: tuple[int, ...]) -> str:
+    """Compile a plan's kernel by running it small; "" or why it cannot run. In a process of its own."""
+    try:
+        with attention_launch.use_plans(**{kernel: plan_of(fields)}):
+            leaves = leaves_of(1, 16, 16, 512, head)
+            out = flash_attention(leaves[0], leaves[1], leaves[2], causal=True)
+            torch.autograd.grad(out, leaves, torch.ones_like(out))
+            torch.cuda.synchronize()
+    except Exception as error:
+        return f"{error!r:.120}"
+    return ""
+
+
+def time_plan(head: int, kernel: str, plan: AttentionPlan) -> float:
+    """us of the forward or of the whole backward with one kernel by ``plan``."""
+    q, k, v = (x.detach() for x in leaves_of(2, 2048 // head, 2048 // head, 8192, head))
+    options = attention_launch.Options(
+        None, None, None, None, None, 8192, 8192, head**-0.5, *bounds(True, None), False, 0.0, 0.0
+    )
+    out, lse = attention_launch.forward(q, k, v, options)
+    with attention_launch.use_plans(**{kernel: plan}):
+        if kernel == "forward":
+            return time_us(lambda: attention_launch.forward(q, k, v, options))
+        return time_us(lambda: attention_launch.backward(out, q, k, v, out, lse, options))
+
+
+def sweep(seconds: float) -> list[str]:
+    """Times of plans at causal S = 8k, a kernel at a time, the others as they are."""
+    jobs = [(head, kernel, fields) for (head, kernel), plans in SWEEP.items() for fields in plans]
+    with concurrent.futures.ProcessPoolExecutor(14, multiprocessing.get_context("spawn")) as pool:
+        failures = list(pool.map(compile_plan, *zip(*jobs, strict=True)))
+    say("compiled", len(jobs), "plans")
+    until, lines = time.perf_counter() + seconds, []
+    for (head, kernel, fields), failure in zip(jobs, failures, strict=True):
+        if failure or time.perf_counter() > until:
+            lines.append(f"{head} {kernel} {fields}: {failure or 'no time left'}")
+            continue
+        try:
+            us = time_plan(head, kernel, plan_of(fields))
+        except Exception as error:
+            lines.append(f"{head} {kernel} {fields}: {error!r:.120}")
+            continue
+        work = 4 * 2 * 2048 * 8192**2 * 0.5 * (1 if kernel == "forward" else 2.5)
+        lines.append(f"{head} {kernel:8} {fields!s:28} {us:9.1f} us  {work / us / 1e6:6.0f} TFLOP/s")
+        say(lines[-1])
+    return lines
