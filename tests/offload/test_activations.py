@@ -395,8 +395,8 @@ def test_what_comes_next_is_loaded_ahead(stack: VGPUStack, store: ActivationStor
     for tensor, ticket in reversed(list(zip(tensors, tickets, strict=True))):
         assert torch.equal(store.unpack(ticket), tensor)
         loads.append(moved(stack)[1] // BOUNDARY_BYTES)
-    assert AHEAD == 2 and NEWEST == 2
-    assert loads == [1, 2, 3, 4, 5, 6, 6, 6]  # the newest two are there; then always two more than were asked for
+    assert AHEAD == 3 and NEWEST == 2
+    assert loads == [2, 3, 4, 5, 6, 6, 6, 6]  # the newest two are there; then always three more than were asked for
 
 
 def test_what_was_loaded_in_vain_is_let_go(stack: VGPUStack, store: ActivationStore, no_collector: None):

@@ -240,11 +240,6 @@ class QueuedLane(Lane):
             queue.wait_event(emptied)
         if (last := self._stored.get(wanted.group.index)) is not None:
             queue.wait_event(last)
-        if wanted.piece.start == 0:
-            # Weights and activations that the host has asked for so far are needed first. A copy engine does not change to another
-            # stream while one has copies that could run, so without this it brought up the states of three groups and let them wait.
-            for loading in self._queues.loading():
-                self._queues.follow(queue, loading)
         copied = self._fill(wanted, buffer, sources, far)
         self._count(
             copied,
