@@ -45,7 +45,7 @@ def build(kernel_name: str, head: int, mask: str, dtype: str, capability: int, *
     def type_of(name: str) -> str:
         if name in constants:
             return "constexpr"
-        if name in tiled and plan.tma:
+        if name in tiled and constants["TMA"]:
             return f"tensordesc<{dtype}[1, 1, {tiled[name]}, {width}]>"
         if name.endswith("_ptr"):
             special = {

@@ -84,7 +84,10 @@ class _Call:
 
     def plan(self, kernel: str) -> AttentionPlan:
         length = max(self.q_length, self.k_length)
-        found = tuned(kernel, self.head, self.q.dtype, length, self.options.mask_kind, self.q.device)
+        options, kind = self.options, self.options.mask_kind
+        if kind == "none" and (options.softcap or options.dropout or options.slopes_N is not None):
+            kind = "scored"  # takes registers as a mask does
+        found = tuned(kernel, self.head, self.q.dtype, length, kind, self.q.device)
         return _FORCED.get().get(kernel, found)
 
     def specialized(self, plan: AttentionPlan) -> AttentionPlan | None:
