@@ -23,6 +23,7 @@ import torch
 from attention_plans import PROCESSES, leaves_of, say, sweep, sweep_specialized, time_us
 from torch import Tensor
 
+from vblackwell.kernels.autotune import machine, write_entries
 from vblackwell.nn import attention_backends as dispatcher
 from vblackwell.nn.attention_backends import BACKENDS, Variant
 
@@ -126,7 +127,8 @@ def flops(case: dict[str, Any]) -> float:
     return 4 * batch * heads * length**2 * head * (0.5 if case.get("causal") else 1.0)
 
 
-def bench(quick: bool, only: str) -> Rows:
+def bench(quick: bool, only: str, table: dict[str, dict[str, int]]) -> Rows:
+    """A row a case and system; ``table`` gets the times by which the dispatcher chooses."""
     rows: Rows = []
     wanted = {name: case for name, case in cases(quick).items() if only in name}
     with concurrent.futures.ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
@@ -156,6 +158,10 @@ def bench(quick: bool, only: str) -> Rows:
             print_row(here[-1])
             torch.cuda.empty_cache()
         rows += here
+        known = [row for row in here if row["system"] in BACKENDS]
+        for gradient in (True, False):  # training, and inference
+            times = {r["system"]: int((r["forward_us"] + gradient * r["backward_us"]) * 1000) for r in known}
+            table[dispatcher.entry_name(request._replace(gradient=gradient))] = times
     return rows
 
 
@@ -255,6 +261,9 @@ def main() -> None:
     )
     parser.add_argument("--no-table", action="store_true", help="no comparison")
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument(
+        "--table", type=Path, help="JSON file of times for the dispatcher, to ship in vblackwell/kernels/tuned"
+    )
     parser.add_argument("--out", type=Path, help="CSV to append to")
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -267,7 +276,10 @@ def main() -> None:
     if arguments.tune:
         tune()
     if not arguments.no_table:
-        rows = bench(arguments.quick, arguments.only)
+        table: dict[str, dict[str, int]] = {}
+        rows = bench(arguments.quick, arguments.only, table)
+        if arguments.table is not None:
+            write_entries(arguments.table, machine(torch.device("cuda")), table)
         lines += [*ratios(rows), memory_line()]
         if arguments.out is not None:
             append(arguments.out, rows)
@@ -275,15 +287,15 @@ def main() -> None:
 
 
 def append(path: Path, rows: Rows) -> None:
-    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-    fields = [*machine, *rows[0]]
+    where = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    fields = [*where, *rows[0]]
     fresh = not path.exists()
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, fields)
         if fresh:
             writer.writeheader()
         writer.writerows(
-            {**machine, **{k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}} for row in rows
+            {**where, **{k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}} for row in rows
         )
 
 

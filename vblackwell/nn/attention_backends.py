@@ -315,7 +315,8 @@ def attention(
     return BACKENDS[name].run(q_BNSH, k_BKTH, v_BKTH, variant), name
 
 
-def _entry(r: AttentionRequest) -> str:
+def entry_name(r: AttentionRequest) -> str:
+    """The key of measured times: type, head width, length up to the next power of two, and kind."""
     bucket = 1 << max(0, max(r.queries, r.keys) - 1).bit_length()
     return f"backend|{str(r.dtype).removeprefix('torch.')}|{r.head}|{bucket}|{r.kind}"
 
@@ -324,7 +325,7 @@ def _measured(r: AttentionRequest) -> dict[str, int]:
     """Times by backend, where some are known."""
     if r.device != "cuda" or torch.compiler.is_compiling():
         return {}
-    return attention_plan.entries(torch.device("cuda", torch.cuda.current_device())).get(_entry(r), {})
+    return attention_plan.entries(torch.device("cuda", torch.cuda.current_device())).get(entry_name(r), {})
 
 
 def _ranking(r: AttentionRequest) -> tuple[str, ...]:
@@ -348,7 +349,7 @@ def tune_attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, **variant: An
     for name in preference(request):
         if name != "math" and not BACKENDS[name].reasons(request):
             times[name] = int(_measure_ns(BACKENDS[name], (q_BNSH, k_BKTH, v_BKTH), chosen, request.gradient))
-    attention_plan.store(q_BNSH.device, {_entry(request): times})
+    attention_plan.store(q_BNSH.device, {entry_name(request): times})
     return times
 
 
