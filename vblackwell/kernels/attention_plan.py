@@ -73,12 +73,13 @@ _HALF = {
 }  # fmt: skip
 # The same for masks that are read, whose values take registers too
 _HALF_MASKED = {
-    (LARGE, 128): (
-        AttentionPlan(128, 64, 8, 3, True),
-        AttentionPlan(128, 64, 8, 2, True),
-        AttentionPlan(64, 64, 8, 2, True),
-    ),
-}
+    (LARGE, 64): (AttentionPlan(128, 64, 8, 3, True), AttentionPlan(128, 64, 8, 3, True), AttentionPlan(64, 128, 8, 3, True)),
+    (LARGE, 128): (AttentionPlan(128, 64, 8, 3, True), AttentionPlan(128, 64, 8, 2, True), AttentionPlan(64, 64, 8, 2, True)),
+    (LARGE, 256): (AttentionPlan(128, 32, 8, 2, True), AttentionPlan(64, 32, 8, 2, True), AttentionPlan(32, 64, 8, 2, True)),
+    (MEDIUM, 64): (AttentionPlan(64, 64, 4, 2), AttentionPlan(64, 32, 8, 2), AttentionPlan(32, 64, 8, 2)),
+    (MEDIUM, 128): (AttentionPlan(64, 64, 8, 2), AttentionPlan(64, 32, 8, 2), AttentionPlan(32, 64, 8, 2)),
+    (SMALL, 64): (AttentionPlan(64, 64, 8, 2), AttentionPlan(64, 32, 8, 2), AttentionPlan(32, 64, 8, 2)),
+}  # fmt: skip
 # attention_hopper.py's forward, by padded head: two groups of 64 queries. Taken when it has been measured to be right and faster.
 SPECIALIZED_BY_DEFAULT = False
 _SPECIALIZED = {
@@ -88,9 +89,9 @@ _SPECIALIZED = {
 }
 # fp32: products run on the ordinary units in full precision, so small tiles that stay in registers
 _SINGLE = {
-    64: (AttentionPlan(64, 32, 4, 2), AttentionPlan(32, 32, 4, 2), AttentionPlan(32, 32, 4, 2)),
-    128: (AttentionPlan(32, 32, 4, 1), AttentionPlan(32, 32, 8, 1), AttentionPlan(32, 32, 8, 1)),
-    256: (AttentionPlan(16, 16, 4, 1), AttentionPlan(16, 16, 8, 1), AttentionPlan(16, 16, 8, 1)),
+    64: (AttentionPlan(32, 32, 4, 1), AttentionPlan(32, 32, 8, 1), AttentionPlan(32, 32, 8, 1)),
+    128: (AttentionPlan(32, 16, 8, 1), AttentionPlan(32, 16, 8, 1), AttentionPlan(16, 32, 8, 1)),
+    256: (AttentionPlan(16, 16, 8, 1), AttentionPlan(16, 16, 8, 1), AttentionPlan(16, 16, 8, 1)),
 }
 
 
