@@ -6,7 +6,8 @@ delta = sum(out * dout) of each row, which both need. Formulas: Dao, arXiv:2307.
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false, reportOperatorIssue=false, reportAssignmentType=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ A query i of a sequence stands at position i + offset among the keys; key j is v
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false, reportOperatorIssue=false, reportAssignmentType=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ no comparison; tiles on an edge (diagonal, window, end of the keys) are walked a
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false, reportOperatorIssue=false, reportAssignmentType=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false
 
 from __future__ import annotations
 
