@@ -9,6 +9,7 @@ import torch
 
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.stack import Reservation
+from vblackwell.memory.transfer import EventTransfer
 from vblackwell.offload.groups import Group, Slot
 
 
@@ -54,6 +55,18 @@ class Departure:
     def wait(self) -> None:
         for end in self.ends:
             end.wait() if isinstance(end, Transfer) else end.result()
+
+    def order(self, stream: torch.cuda.Stream | None) -> bool:
+        """Let ``stream``, from whose memory the bytes are, wait in place of the host; False if that is not possible."""
+        if stream is None:
+            return False
+        transfers = [end for end in self.ends if isinstance(end, EventTransfer)]
+        if len(transfers) < len(self.ends):  # the worker reads them
+            return False
+        for transfer in transfers:
+            transfer.wait_on(stream)
+            transfer.let_go()
+        return True
 
 
 @dataclass(eq=False)

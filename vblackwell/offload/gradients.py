@@ -23,6 +23,7 @@ from vblackwell.offload.gradients_home import GradientsAtHome, is_fp32
 from vblackwell.offload.groups import Group, Slot
 from vblackwell.offload.home import Homes
 from vblackwell.offload.norms import gradient_norm
+from vblackwell.offload.weights import current_stream
 from vblackwell.offload.worker import Worker
 from vblackwell.units import format_bytes
 
@@ -208,16 +209,23 @@ class GradientCollector:
             try:
                 return self._homes.take_host("incoming", num_bytes)
             except InsufficientMemory:
-                if not (self.make_room() or self.free_spare()):
+                if not (self._end_oldest(on_host=True) or self.free_spare()):
                     raise
 
     def make_room(self) -> bool:
-        """Wait until the oldest departing bytes are free; False if none are departing."""
+        """Free the oldest departing bytes for what the current stream queues from now on; False if none are departing.
+
+        On a GPU the stream waits and not the host: a host that does has nothing queued when it wakes, and link and GPU stand still.
+        """
+        return self._end_oldest(on_host=False)
+
+    def _end_oldest(self, *, on_host: bool) -> bool:
         if not self._departures:
             return False
         oldest = self._departures.popleft()
         try:
-            oldest.wait()
+            if on_host or not oldest.order(current_stream(self._stack.level0_device)):
+                oldest.wait()
         finally:
             self._homes.give(oldest.reservation)
         return True
@@ -225,7 +233,7 @@ class GradientCollector:
     def sweep(self) -> None:
         """Free what has departed, without waiting."""
         while self._departures and self._departures[0].over():
-            self.make_room()
+            self._end_oldest(on_host=True)
 
     def finish_slices(self, slot: Slot, adding: bool) -> None:
         """The last slice is under way."""

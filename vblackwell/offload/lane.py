@@ -157,7 +157,10 @@ class Lane(ABC):
 
     @abstractmethod
     def submit(self, job: LaneJob) -> LaneEnd:
-        """Queue ``job``. What it reads on level 0 must be ordered behind the current stream; it may be freed when it is ``stored``."""
+        """Queue ``job``. What it reads on level 0 must be ordered behind the current stream.
+
+        The caller keeps the gradient until the update is ``computed``, the weights until it is ``stored``.
+        """
 
     def pump(self) -> None:  # noqa: B027 (optional)
         """Bring up what the next updates will need, as far as the ring has room. Never blocks."""

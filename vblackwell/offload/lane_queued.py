@@ -75,7 +75,7 @@ class QueuedLane(Lane):
         self._expected: deque[Wanted] = deque()
         self._stored: dict[int, Mark] = {}
         self._cut: dict[tuple[int, tuple[str, ...]], list[Wanted]] = {}
-        # What jobs read and write on level 0: nobody may get its memory before the device is done with it.
+        # The factors that jobs read: nobody may get their memory before the device is done with it.
         self._in_use: deque[tuple[Mark, Any]] = deque()
         memory.zero_()
         for queue in queues.all:
@@ -160,7 +160,7 @@ class QueuedLane(Lane):
             self._homes.ledger.changed(target)
         copied = queues.mark(queues.states_out)
         self._stored[job.group.index] = copied
-        self._in_use.append((copied, (job.weight, job.gradient, job.factor)))
+        self._in_use.append((copied, job.factor))
         computed, weights = queues.transfer(queues.mark(queues.update)), queues.transfer(copied)
         if staged is None:
             return QueuedEnd(computed, weights, weights)

@@ -17,17 +17,20 @@ import torch
 
 from vblackwell.errors import StepAbandoned
 from vblackwell.kernels.adamw import AdamWStep
+from vblackwell.memory.transfer import EventTransfer
 from vblackwell.offload.groups import Group
 from vblackwell.offload.lane import Lane, LaneEnd, LaneJob, state_kinds
 from vblackwell.offload.pieces import num_elements
 from vblackwell.offload.shadow import Ranges, Shadows
 from vblackwell.offload.update import Job
+from vblackwell.offload.weights import current_stream
 
 # Backward needs the link for weights and states, forward for weights alone: so much of the updates waits for the next forward. Its groups
 # are the first of backward, whose weights are needed last. Their gradients go home and come back, 4 bytes a parameter more.
 DEFERRED_SHARE = 0.15
 # Updates that wait for the forward are queued when it is so many groups before them, or when the lane has nothing else to do.
 ADVANCE_GROUPS = 3
+MOST_LENT = 4  # groups whose weights stay on level 0 while they go home; the host may be many groups ahead of that
 
 if TYPE_CHECKING:
     from vblackwell.offload.engine import Offload
@@ -131,6 +134,8 @@ class Level0Updates:
         if loaded is not None:
             engine.weights.renew(loaded, end.computed)
             self._lent.append((loaded, end))
+            while len(self._lent) > MOST_LENT:
+                self.make_room()
         return end
 
     def _job(
@@ -160,12 +165,19 @@ class Level0Updates:
             self.make_room()
 
     def make_room(self) -> bool:
-        """Wait for the oldest update that holds weights on level 0; False if there is none."""
+        """Let the weights go that the oldest update holds on level 0; False if there is none.
+
+        On a GPU their memory is that of the current stream, which waits in place of the host (`GradientCollector.make_room`).
+        """
         if not self._lent:
             return False
         loaded, end = self._lent.popleft()
         try:
-            end.stored.wait()
+            stream = current_stream(self._engine.device)
+            if stream is not None and isinstance(end.stored, EventTransfer):
+                end.stored.wait_on(stream)
+            else:
+                end.stored.wait()
         finally:
             self._engine.weights.returned(loaded)
         return True
