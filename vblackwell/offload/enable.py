@@ -52,8 +52,8 @@ def enable_vgpu_stack_optimization(
         placement: 'auto' (resident if weights, gradients and AdamW states fit level 0), 'resident' or 'streamed'.
         compute_dtype: type of the weights that kernels read, e.g. torch.bfloat16; trainable parameters then keep fp32 masters.
         groups: names of modules that stream as one each; by default the children of outermost ModuleLists.
-        update: where AdamW runs for a streamed model: 'level0' (states come up to the weights), 'home' (on the CPU), 'auto' (level 0 on
-            a GPU), or the share of the parameters that is updated at home, 0 to 1. It changes no bit.
+        update: where AdamW runs for a streamed model: 'level0' (states come up to the weights), 'home' (on the CPU), the share of the
+            parameters that is updated at home, 0 to 1, or 'auto': that share by measured rates, 1 without a GPU. It changes no bit.
         resident_bytes: level-0 bytes (number or "2GiB") for groups that live there with their states, from the model's first on (the first
             of forward are the last of backward: nothing hides their journeys).
         weight_bytes: what loaded weights may take of level 0. More than the few groups in use saves journeys: a group that stays over the

@@ -1,8 +1,8 @@
 """Where each group's AdamW runs, and the level-0 memory that updates there pass through.
 
-On a GPU, level 0: a CPU's update is what makes offloaded training slow (FACTS.md), while the states of a group pass the link in less
-time than its backward takes. A share can stay at home, where the worker updates groups that finish backward first while the link
-serves the others. Without a GPU, level 0 is RAM like the levels below, and the states would only be copied to and fro.
+On a GPU, level 0 for most: a CPU's update is what makes offloaded training slow, while the states of a group pass the link in about
+the time that its backward takes. A share stays at home, where the CPU updates some groups while the link serves the others. Without a
+GPU, level 0 is RAM like the levels below, and the states would only be copied to and fro.
 
 Groups with 8-bit moments (`formats`) are updated on level 0 everywhere: the update at home is torch's, which knows no such states.
 """
@@ -18,6 +18,7 @@ from vblackwell.offload.formats import EXACT, Formats
 from vblackwell.offload.groups import Group
 from vblackwell.offload.lane import SMALLEST_BUFFER, bytes_of, smallest_buffer
 from vblackwell.offload.pieces import num_elements
+from vblackwell.offload.update_rates import balanced_share
 from vblackwell.units import MiB, format_bytes
 
 PLACES = ("auto", "level0", "home")
@@ -51,12 +52,13 @@ def groups_on_level0(groups: Iterable[Group], update: str | float, device: torch
     """The groups of ``groups`` (in the order of the forward) that are updated on level 0.
 
     Args:
-        update: 'level0', 'home', 'auto', or the share of the parameters that is updated at home.
+        update: 'level0', 'home', the share of the parameters that is updated at home, or 'auto': the share that keeps a GPU's link and the
+            CPU busy alike (`balanced_share`), and everything at home without a GPU.
     """
     groups = list(groups)
     if update == "auto":
         packed = any(group.formats.packed for group in groups)
-        update = "level0" if device.type == "cuda" or packed else "home"
+        update = "level0" if packed else balanced_share(device) if device.type == "cuda" else "home"
     able = [group for group in groups if group.trainable() and _can_update_on_level0(group)]
     if isinstance(update, str):
         return able if update == "level0" else []

@@ -1,0 +1,49 @@
+"""The share of updates that the CPU gets."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vblackwell.offload.update_rates import (
+    OVERLAP,
+    PASS_BYTES,
+    STATE_BYTES,
+    balanced_share,
+    cpu_rate,
+    duplex_rate,
+    share_for,
+)
+
+RATES = st.floats(1e8, 1e11)
+
+
+def test_the_reference_machine():
+    """Rates of docs/log-offload.md; its sweep found 0.35 the fastest of 0.2, 0.3, 0.35 and 0.4."""
+    assert share_for(47e9, 1.87e9) == pytest.approx(0.35, abs=0.02)
+
+
+@given(link=RATES, cpu=RATES)
+def test_both_are_done_together(link: float, cpu: float):
+    share = share_for(link, cpu)
+    assert 0 <= share <= 0.5
+    if 0.02 < share < 0.5:
+        whole = share / OVERLAP  # if the CPU had all of the step
+        up, at_home = (PASS_BYTES + (1 - whole) * STATE_BYTES) / link, whole / cpu
+        # Shares are rounded to hundredths, so each side is off by 0.005 of its slope at most.
+        assert abs(up - at_home) <= 0.0051 / OVERLAP * (STATE_BYTES / link + 1 / cpu)
+
+
+def test_a_slow_cpu_gets_nothing():
+    assert share_for(50e9, 2e7) == 0.0
+
+
+def test_a_rate_is_measured():
+    assert 1e7 < cpu_rate() < 1e11
+
+
+@pytest.mark.gpu
+def test_a_gpu_gets_a_share():
+    device = torch.device("cuda", 0)
+    assert 1e9 < duplex_rate(device) < 1e12
+    assert 0 <= balanced_share(device) <= 0.5
