@@ -1,8 +1,8 @@
 """Compiles attention kernels for GPUs that are not there, and says what they need: ``python -m tests.kernels.attention_compile 90``.
 
 A process of its own: Triton's interpreter must be off. Arguments: compute capability, and cases as ``kernel,head,mask`` or
-``kernel,head,mask,fp32`` (default: every kernel, head width and kind of mask, which takes minutes). Prints a line of JSON a case:
-name, shared bytes, spilled bytes of a thread.
+``kernel,head,mask,fp32``, the kernel being forward, dq, dkv or, on 90, specialized. Default: every one of the first three by head width
+and kind of mask, which takes minutes. Prints a line of JSON a case: name, shared bytes, spilled bytes of a thread.
 """
 
 from __future__ import annotations
@@ -72,15 +72,51 @@ def build(kernel_name: str, head: int, mask: str, dtype: str, capability: int, *
     )
     options = {"num_warps": plan.warps, "num_stages": plan.stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return str(plan), compiled.metadata.shared, spilled_bytes(compiled.asm["cubin"])
+
+
+def build_specialized(head: int) -> tuple[str, int, int]:
+    """The same of attention_hopper.py's forward, causal, for sm_90."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from vblackwell.kernels.attention_hopper import attend_hopper
+    from vblackwell.kernels.attention_plan import SPECIALIZED, padded_head
+
+    width = padded_head(head)
+    plan, names = SPECIALIZED[width], attend_hopper.arg_names
+    constants: dict[str, Any] = {
+        "GROUP": 1, "HAS_RIGHT": True, "BOTTOM_RIGHT": False, "H": head, "D": width, "ROWS": plan.rows // 2,
+        "COLUMNS": plan.columns, "STAGES": plan.stages,
+    }  # fmt: skip
+    signature = {name: "constexpr" if name in constants else "i32" for name in names}
+    signature |= {"out_ptr": "*bf16", "lse_ptr": "*fp32", "scale": "fp32"}
+    for name, rows in (("q", plan.rows // 2), ("k", plan.columns), ("v", plan.columns)):
+        layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], gl.bfloat16)
+        signature[name] = f"tensordesc<bf16[1, 1, {rows}, {width}],{layout!r}>"
+    source = GluonASTSource(
+        attend_hopper, signature, constexprs={(names.index(k),): v for k, v in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.endswith("_ptr") or name.startswith("stride_")},
+    )  # fmt: skip
+    options = {"num_warps": plan.warps, "maxnreg": plan.registers}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return str(plan), compiled.metadata.shared, spilled_bytes(compiled.asm["cubin"])
+
+
+def spilled_bytes(cubin: bytes) -> int:
+    """Bytes of local memory that a thread uses."""
+    import triton
+
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(cubin)
         file.flush()
         tool = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
         usage = subprocess.run(
             [tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
         ).stdout
-    local = max(int(value) for value in re.findall(r"(?:STACK|LOCAL):(\d+)", usage))
-    return str(plan), compiled.metadata.shared, local
+    return max(int(value) for value in re.findall(r"(?:STACK|LOCAL):(\d+)", usage))
 
 
 def main() -> None:
@@ -91,7 +127,10 @@ def main() -> None:
     ]  # fmt: skip
     for kernel, head, mask, *dtype in cases or everything:
         dtype = dtype[0] if dtype else "bf16"
-        plan, shared, local = build(kernel, int(head), mask, dtype, capability)
+        special = kernel == "specialized"
+        plan, shared, local = (
+            build_specialized(int(head)) if special else build(kernel, int(head), mask, dtype, capability)
+        )
         print(json.dumps([f"sm_{capability} {kernel} {head} {mask} {dtype} {plan}", shared, local]), flush=True)
 
 

@@ -17,7 +17,7 @@ CASES = {
     80: ("dkv,128,none",),
     86: ("forward,128,none", "dkv,128,none"),
     89: ("forward,64,none",),
-    90: ("forward,128,none", "dkv,128,none", "forward,128,boolean"),
+    90: ("forward,128,none", "dkv,128,none", "forward,128,boolean", "specialized,128,none"),
 }
 
 

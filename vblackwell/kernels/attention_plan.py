@@ -82,7 +82,7 @@ _HALF_MASKED = {
 }  # fmt: skip
 # attention_hopper.py's forward, by padded head: two groups of 64 queries. Taken when it has been measured to be right and faster.
 SPECIALIZED_BY_DEFAULT = False
-_SPECIALIZED = {
+SPECIALIZED = {
     64: AttentionPlan(128, 128, 4, 3, True, 168, True),
     128: AttentionPlan(128, 128, 4, 2, True, 168, True),
     256: AttentionPlan(128, 64, 4, 2, True, 168, True),
@@ -107,7 +107,7 @@ def specialized_plan(head: int, itemsize: int, capability: tuple[int, int]) -> A
     """The plan of attention_hopper.py's forward; None where it does not run."""
     if not SPECIALIZED_BY_DEFAULT or capability != (9, 0) or itemsize != 2:
         return None
-    return _SPECIALIZED[max(64, padded_head(head))]
+    return SPECIALIZED[max(64, padded_head(head))]
 
 
 def variants(plan: AttentionPlan, hopper: bool) -> list[AttentionPlan]:
