@@ -1,21 +1,13 @@
-"""What a careful training loop does around its steps: tokens ahead, losses behind, and a clock that stops nobody.
-
-A copy that the computing stream waits for holds up everything behind it, and where weights are streamed there is always a queue at the
-copy engines: a loss read with ``.item()`` at the end of a step waits for the states of the last group, tokens for those of the next.
-"""
+"""What a careful training loop does around its steps: tokens ahead, and a clock that stops nobody. (Losses: `LateScalar`.)"""
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Iterator
 
 import torch
 
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+from vblackwell.train.small_copies import Sent
 
 
 class Feed:
@@ -30,46 +22,12 @@ class Feed:
         self._device = device
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        if self._device.type != "cuda":
-            yield from self._batches
-            return
-        coming = self._send(0)
+        coming = Sent(self._batches[0], self._device)
         for number in range(len(self._batches)):
-            ids_BS, sent = coming
+            sent = coming
             if number + 1 < len(self._batches):
-                coming = self._send(number + 1)
-            sent.wait()
-            ids_BS.record_stream(torch.cuda.current_stream(self._device))
-            yield ids_BS
-
-    def _send(self, number: int) -> tuple[torch.Tensor, torch.cuda.Event]:
-        stream = _side_stream(self._device)
-        with torch.cuda.stream(stream):
-            ids_BS = self._batches[number].to(self._device, non_blocking=True)
-            return ids_BS, stream.record_event()
-
-
-class LateLoss:
-    """A loss on its way to the host."""
-
-    def __init__(self, loss: torch.Tensor) -> None:
-        self._loss = loss.detach()
-        self._event: torch.cuda.Event | None = None
-        if loss.is_cuda:
-            stream = _side_stream(loss.device)
-            stream.wait_stream(torch.cuda.current_stream(loss.device))
-            with torch.cuda.stream(stream):
-                self._host = torch.empty(self._loss.shape, dtype=self._loss.dtype, pin_memory=True)
-                self._host.copy_(self._loss, non_blocking=True)
-                self._loss.record_stream(stream)
-                self._event = stream.record_event()
-
-    def read(self) -> float:
-        """The loss; waits for its step."""
-        if self._event is None:
-            return float(self._loss)
-        self._event.synchronize()
-        return float(self._host)
+                coming = Sent(self._batches[number + 1], self._device)
+            yield sent.arrived()
 
 
 class Clock:

@@ -25,8 +25,10 @@ import psutil
 import torch
 from offload_case import Case, Result, say
 from offload_data import token_batches
-from offload_loop import Clock, Feed, LateLoss
+from offload_loop import Clock, Feed
 from offload_systems import System, attention_kernels
+
+from vblackwell.train.small_copies import LateScalar
 
 TRACED_STEPS = 2
 
@@ -121,9 +123,9 @@ class Run:
             torch.cuda.reset_peak_memory_stats(self.device)
         self.gpu_used = 0
 
-    def step(self, ids_BS: torch.Tensor, number: int) -> LateLoss:
+    def step(self, ids_BS: torch.Tensor, number: int) -> LateScalar:
         """One step on tokens that are on the device; its loss, on the way to the host."""
-        loss = LateLoss(self.system.step(ids_BS, self.case.rate_at(number)))
+        loss = LateScalar(self.system.step(ids_BS, self.case.rate_at(number)))
         if self.cuda:
             free, total = torch.cuda.mem_get_info(self.device)
             self.gpu_used = max(self.gpu_used, total - free)
@@ -174,7 +176,7 @@ def train(run: Run, batch: int, seq: int, warmup: int, steps: int, *, told: bool
     run.forget_peaks()
     links: dict[str, tuple[int, float]] = {}
     stalls, begun, clock = 0.0, 0.0, Clock(run.device)
-    waiting: list[tuple[LateLoss, Any]] = []
+    waiting: list[tuple[LateScalar, Any]] = []
 
     def read_oldest() -> None:
         late, norm = waiting.pop(0)
@@ -233,7 +235,7 @@ def trace(run: Run, path: str) -> None:
     batches = token_batches(case.decoder.vocab_size, case.batch, case.seq, count, case.seed + 1)
     tell = lambda text: say("phase", text=text)  # noqa: E731
     with tracing(Path(path), run.device, tell, skipped_steps=0, traced_steps=TRACED_STEPS) as step_context:
-        waiting: list[LateLoss] = []
+        waiting: list[LateScalar] = []
         for number, ids_BS in enumerate(Feed(batches, run.device)):
             with step_context():
                 waiting.append(run.step(ids_BS, case.warmup + case.steps + number))

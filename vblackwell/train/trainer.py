@@ -26,6 +26,7 @@ from vblackwell.train.progress import Progress
 from vblackwell.train.scaler import LossScaler
 from vblackwell.train.schedule import Schedule
 from vblackwell.train.signals import StopRequest
+from vblackwell.train.small_copies import LateScalar, Sent
 from vblackwell.train.state import TrainerState, capture_rng, restore_rng
 
 if TYPE_CHECKING:
@@ -159,13 +160,13 @@ class Trainer:
             parts.optimizer.zero_grad()
             self.restore(start)
             return None
-        loss = float(torch.stack(losses).sum())
+        loss = sum(late.read() for late in losses)
         skipped = not self._update(loss)
         self.step += 1
         seconds = time.perf_counter() - began
         return self._record(loss, learning_rate, seconds, read_traffic(parts.stack).since(before), skipped)
 
-    def _backward_micro_batches(self) -> Iterator[torch.Tensor]:
+    def _backward_micro_batches(self) -> Iterator[LateScalar]:
         """Forward and backward, yielding each micro-batch's share of the loss; ends early if a stop is wanted."""
         parts, count = self.parts, self.config.accumulation_steps
         scale = 1.0 if parts.scaler is None else parts.scaler.scale
@@ -175,12 +176,12 @@ class Trainer:
             if self._stop.wanted:
                 return
             input_ids_BS, targets_BS = parts.stream.next()
-            loss = parts.model(
-                input_ids_BS.to(parts.device, non_blocking=True), targets_BS.to(parts.device, non_blocking=True)
-            )
+            sent = [Sent(tokens_BS, parts.device) for tokens_BS in (input_ids_BS, targets_BS)]
+            loss = parts.model(*(tokens.arrived() for tokens in sent))
+            late = LateScalar(loss.detach() / count)  # on its way before backward fills the queues
             self._note_held()
             (loss * (scale / count)).backward()
-            yield loss.detach() / count
+            yield late
 
     def _note_held(self) -> None:
         """Remember what the levels hold between forward and backward: at the end of a step level 0 is nearly empty."""
