@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -121,3 +126,73 @@ def test_an_error_is_raised_when_no_thread_is_at_work():
     loop.add(tensors[0], weight, gradient, *tensors[1:], step, None, **NUMBERS)
     loop.run()
     assert len(tensors[0].unique()) == 1
+
+
+def test_threads_that_start_together_leave_the_number_of_threads_as_it_was(monkeypatch: pytest.MonkeyPatch):
+    """One of them must not take the other's 1 for the number of the process."""
+    before, count, change = torch.get_num_threads(), 8, torch.set_num_threads
+
+    def change_slowly(number: int) -> None:
+        change(number)
+        time.sleep(0.02)
+
+    at_once = threading.Barrier(count)
+    change(3)
+    try:
+        monkeypatch.setattr(torch, "set_num_threads", change_slowly)
+        with ThreadPoolExecutor(count, initializer=update_loop._compute_alone) as pool:
+            for task in [pool.submit(at_once.wait, 10) for _ in range(count)]:
+                task.result()
+        with ThreadPoolExecutor(1) as fresh:
+            assert fresh.submit(torch.get_num_threads).result() == 3
+    finally:
+        change(before)
+
+
+def test_an_interrupt_waits_for_threads_that_are_at_work(monkeypatch: pytest.MonkeyPatch):
+    """Behind it nobody writes to the caller's memory, and what nobody had begun is not begun."""
+    begun, over = threading.Event(), []
+
+    def update(*_: Any) -> None:
+        begun.set()
+        time.sleep(0.2)
+        over.append(None)
+
+    class Interrupted:
+        def submit(self, task: Any) -> Future[None]:
+            if begun.is_set():
+                raise KeyboardInterrupt
+            future = pool.submit(task)
+            assert begun.wait(10)
+            return future
+
+    length, loop = 8 * LEAST_PART, MasterLoop()
+    tensors = [torch.zeros(length) for _ in range(3)]
+    weight = torch.zeros(length, dtype=torch.bfloat16)
+    loop.add(tensors[0], weight, weight, *tensors[1:], torch.ones(()), None, **NUMBERS)
+    monkeypatch.setattr(update_loop, "_update", update)
+    with ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(update_loop, "_pool", lambda: (Interrupted(), 2))
+        with pytest.raises(KeyboardInterrupt):
+            loop.run()
+        assert len(over) == 1
+    assert len(over) == 1
+
+
+FORKED = """
+import os, signal, torch
+from vblackwell.offload.update_rates import cpu_rate
+torch.set_num_threads(2)
+cpu_rate()
+child = os.fork()
+if child == 0:
+    torch.set_num_threads(1)  # OpenMP's threads do not live in a child either
+    signal.alarm(20)
+    cpu_rate()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_a_forked_process_has_threads_of_its_own():
+    subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED], check=True, timeout=120)

@@ -14,7 +14,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from typing import Any, List  # noqa: UP035 (TorchScript)
 
@@ -87,14 +87,18 @@ def compiled_loop() -> Callable[..., Any]:
             return _loop
 
 
+_one_at_a_time = threading.Lock()
+
+
 def _compute_alone() -> None:
     """Let this thread run torch's operations without torch's other threads, and unseen by a profiler."""
-    count = torch.get_num_threads()  # asked first: a thread's first question sets the number to that of the process
-    torch.set_num_threads(1)
-    # That was also the number for threads to come, which another thread can put right without touching this one's.
-    other = threading.Thread(target=torch.set_num_threads, args=(count,))
-    other.start()
-    other.join()
+    with _one_at_a_time:  # two together would take each other's 1 for the number of the process, and leave it at that
+        count = torch.get_num_threads()  # asked first: a thread's first question sets the number to that of the process
+        torch.set_num_threads(1)
+        # That was also the number for threads to come, which another thread can put right without touching this one's.
+        other = threading.Thread(target=torch.set_num_threads, args=(count,))
+        other.start()
+        other.join()
     # It would note every operation on every chunk, which takes as long as the operation, and stops the other threads meanwhile.
     torch.autograd._enable_record_function(False)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -110,6 +114,10 @@ def _pool() -> tuple[ThreadPoolExecutor, int]:
     """The threads of the process, made at the first update, and their number."""
     count = num_threads()
     return ThreadPoolExecutor(count, "vblackwell-update", initializer=_compute_alone), count
+
+
+if hasattr(os, "register_at_fork"):  # a child has the pool's tasks and none of its threads: it would wait for ever
+    os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 class _Scratch(threading.local):
@@ -166,8 +174,10 @@ class MasterLoop:
         """Do what was added.
 
         Raises:
-            Exception: what an operation raised, when no thread is at work any more; some parameters are then updated and others not.
+            BaseException: what an operation raised, or an interrupt, when no thread is at work any more; some parameters are then updated
+                and others not.
         """
+        tasks: list[Future[None]] = []
         try:
             total = sum(tensors[0].numel() for tensors, *_ in self._added)
             if total == 0:
@@ -175,13 +185,15 @@ class MasterLoop:
             pool, count = _pool()
             compiled_loop()  # once, before threads ask for it together
             self._parts.extend(_share_out(self._added, max(LEAST_PART, -(-total // (TURNS * count)))))
-            tasks = [pool.submit(self._take_all) for _ in range(min(count, len(self._parts)))]
+            for _ in range(min(count, len(self._parts))):
+                tasks.append(pool.submit(self._take_all))
             errors = [error for task in tasks if (error := task.exception()) is not None]
             if errors:
                 raise errors[0]
         finally:
-            self._added.clear()
             self._parts.clear()
+            wait(tasks)
+            self._added.clear()
 
     def _take_all(self) -> None:
         while True:
