@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build
+from vblackwell.errors import Unsupported
 from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.masters import round_from_fp32
 from vblackwell.offload.optimizer import VGPUAdamW
@@ -115,3 +116,12 @@ def test_micro_batches_sum_in_fp32(make_stack: MakeStack):
     optimizer.step()
     norms = torch.stack([torch.linalg.vector_norm(value) for value in sums.values()])
     assert optimizer.grad_norm == torch.linalg.vector_norm(norms).item()
+
+
+def test_updates_on_level0_are_refused_where_they_cannot_be(make_stack: MakeStack):
+    """Asked for by name they are not quietly done elsewhere; 'auto' and a share leave the choice."""
+    model, stack = nn.Linear(8, 8), make_stack(1 << 20)
+    with pytest.raises(Unsupported, match="bf16 or fp32 alone, and 'Linear' has float16"):
+        enable_vgpu_stack_optimization(model, stack, placement="streamed", compute_dtype=torch.float16, update="level0")
+    assert offload_of(model) is None and all(level.used_bytes == 0 for level in stack.levels)
+    enable_vgpu_stack_optimization(model, stack, placement="streamed", compute_dtype=torch.float16, update=0.5)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import torch
 
-from vblackwell.errors import ConfigurationError, InsufficientMemory
+from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported
 from vblackwell.offload.formats import EXACT, Formats
 from vblackwell.offload.groups import Group
 from vblackwell.offload.lane import SMALLEST_BUFFER, bytes_of, smallest_buffer
@@ -54,8 +54,13 @@ def groups_on_level0(groups: Iterable[Group], update: str | float, device: torch
     Args:
         update: 'level0', 'home', the share of the parameters that is updated at home, or 'auto': the share that keeps a GPU's link and the
             CPU busy alike (`balanced_share`), and everything at home without a GPU.
+
+    Raises:
+        Unsupported: 'level0', and a group that is to be trained cannot be updated there. With 'auto' or a share it is updated at home.
     """
     groups = list(groups)
+    if update == "level0":
+        _refuse_unable(groups)
     if update == "auto":
         packed = any(group.formats.packed for group in groups)
         update = "level0" if packed else balanced_share(device) if device.type == "cuda" else "home"
@@ -64,6 +69,16 @@ def groups_on_level0(groups: Iterable[Group], update: str | float, device: torch
         return able if update == "level0" else []
     home = _spread(able, update)
     return [group for group in able if group not in home]
+
+
+def _refuse_unable(groups: Iterable[Group]) -> None:
+    for group in groups:
+        if group.trainable() and not _can_update_on_level0(group):
+            found = ", ".join(sorted({str(slot.dtype).removeprefix("torch.") for slot in group.slots}))
+            raise Unsupported(
+                f"update='level0' is for groups that compute in bf16 or fp32 alone, and {group.name!r} has {found}: give "
+                "compute_dtype=torch.bfloat16, or use update='auto', which updates such groups on the CPU"
+            )
 
 
 def _spread(groups: list[Group], share: float) -> list[Group]:
