@@ -115,10 +115,13 @@ def plan_of(fields: tuple[int, ...]) -> AttentionPlan:
 def compile_plan(head: int, kernel: str, fields: tuple[int, ...]) -> str:
     """Compile a plan's kernel by running it small; "" or why it cannot run. In a process of its own."""
     try:
+        q, k, v = (x.detach() for x in leaves_of(1, 16, 16, 512, head))
+        options = attention_launch.Options(
+            None, None, None, None, None, 512, 512, head**-0.5, *bounds(True, None), False, 0.0, 0.0
+        )
         with attention_launch.use_plans(**{kernel: plan_of(fields)}):
-            leaves = leaves_of(1, 16, 16, 512, head)
-            out = flash_attention(leaves[0], leaves[1], leaves[2], causal=True)
-            torch.autograd.grad(out, leaves, torch.ones_like(out))
+            out, lse = attention_launch.forward(q, k, v, options)
+            attention_launch.backward(out, q, k, v, out, lse, options)
             torch.cuda.synchronize()
     except Exception as error:
         return f"{error!r:.120}"

@@ -52,7 +52,10 @@ class Options:
 
 @contextlib.contextmanager
 def use_plans(**plans: AttentionPlan) -> Iterator[None]:
-    """Inside, kernels ('forward', 'dq', 'dkv') run by these plans. For measurements and tests."""
+    """Inside, kernels ('forward', 'dq', 'dkv') run by these plans. For measurements and tests.
+
+    In this thread alone: on a GPU autograd runs backward in another one, so call ``backward`` here for plans of 'dq' and 'dkv'.
+    """
     token = _FORCED.set({**_FORCED.get(), **plans})
     try:
         yield
