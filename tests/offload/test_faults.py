@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.offload.models import CASES, build
 from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.memory.stack import VGPUStack
 from vblackwell.offload.clip import clip_grad_norm_
+from vblackwell.offload.departure import Leaving
 from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.optimizer import VGPUAdamW
@@ -208,6 +210,48 @@ def test_a_refused_accumulation_keeps_nothing_of_level_0(make_stack: MakeStack):
         engine.weights.drop_all()
         assert stack.levels[0].used_bytes == 0
         model(x).float().sum().backward()
+
+
+def test_host_memory_that_the_worker_is_about_to_give_back_is_waited_for(
+    late_worker: None, make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch
+):
+    """Sums under way on a GPU: their copies are over, their memory is not free yet, and there is no other."""
+
+    class OnGpu:
+        device = SimpleNamespace(type="cuda")
+
+        def __init__(self, bytes_there: torch.Tensor) -> None:
+            self.bytes_there = bytes_there
+
+    model = build(MLP)
+    stack = make_stack(4 << 20, host_bytes=1 << 20, disk_bytes=4 << 20)
+    enable_vgpu_stack_optimization(model, stack, placement="streamed")
+    MLP.loss(model, 0).backward()
+    engine = engine_of(model)
+    engine.worker.drain()
+    write, group, homes = VGPUStack.write, engine.groups[0], engine.homes
+    before = homes.range(group, "gradient").view()
+    assert before is not None
+    first = before.clone()
+    monkeypatch.setattr(
+        VGPUStack, "write", lambda self, home, source: write(self, home, getattr(source, "bytes_there", source))
+    )
+    room = homes.take_host("incoming", group.num_bytes)
+    with pytest.raises(InsufficientMemory):
+        while True:
+            homes.take_host("everything else", 4096)
+    homes.give(room)  # room for one
+    for _ in range(3):
+        reservation = homes.take("leaving", group.num_bytes, 0)
+        view = reservation.view()
+        assert view is not None
+        view.copy_(first)
+        leaving = Leaving(group, reservation, OnGpu(view), list(group.slots))  # type: ignore[arg-type]
+        engine.gradients._send_to_sum(leaving, None)
+    engine.worker.drain()
+    for slot in group.slots:  # twice, three times, and four times a number, in the order of the sum
+        once = slot.flat(first)
+        assert torch.equal(slot.flat(before), ((once + once) + once) + once)
 
 
 def test_gradients_from_before_are_refused(make_stack: MakeStack):

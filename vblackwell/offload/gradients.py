@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
@@ -73,6 +73,7 @@ class GradientCollector:
         self._arrived = arrived
         self._filling: dict[int, Leaving] = {}
         self._departures: deque[Departure] = deque()
+        self._summing: deque[Future[None]] = deque()  # tasks of the worker that give host memory back, oldest first
         self._state = [GroupGradient() for _ in groups]
         self.home = GradientsAtHome(stack, homes, self._state)
 
@@ -173,6 +174,7 @@ class GradientCollector:
             incoming = self._reserve_incoming(group.num_bytes)
             transfer = self._stack.write(incoming, leaving.buffer)
             state.task = self._worker.submit(self.home.add, group, slots, incoming, (transfer, *claimed), True)
+            self._summing.append(state.task)
             self._departures.append(Departure(reservation, (transfer, *claimed)))
 
     def begin_slices(self, slot: Slot) -> SliceLanding:
@@ -185,6 +187,11 @@ class GradientCollector:
 
     def _reserve_home(self, group: Group, adding: bool) -> None:
         kinds = ["gradient", *(["accumulated"] if adding and not is_fp32(group) else [])]
+        if any(
+            (group, kind) not in self._homes for kind in kinds
+        ):  # once: what is lent for a moment must not push it to a disk for good
+            while self._end_summing():
+                pass
         try:
             self._homes.reserve([(group, kind) for kind in kinds])
         except InsufficientMemory:
@@ -205,12 +212,21 @@ class GradientCollector:
 
     def _reserve_incoming(self, num_bytes: int) -> Reservation:
         """Host memory for a gradient that will be added: the range at home holds the sum so far."""
+        while self._summing and self._summing[0].done():
+            self._summing.popleft()
         while True:
             try:
                 return self._homes.take_host("incoming", num_bytes)
             except InsufficientMemory:
-                if not (self._end_oldest(on_host=True) or self.free_spare()):
+                if not (self._end_oldest(on_host=True) or self._end_summing() or self.free_spare()):
                     raise
+
+    def _end_summing(self) -> bool:
+        """Wait until the worker has given back host memory; False if it has none."""
+        if not self._summing:
+            return False
+        wait([self._summing.popleft()])  # its failure is raised by the worker
+        return True
 
     def make_room(self) -> bool:
         """Free the oldest departing bytes for what the current stream queues from now on; False if none are departing.
@@ -269,10 +285,9 @@ class GradientCollector:
             landing = incoming.view()
             assert landing is not None
             transfer = start_copy(landing, buffer, pool)
-            self.occupy(
-                slot.group,
-                self._worker.submit(self.home.land_slice, slot, start, len(rows), adding, incoming, transfer),
-            )
+            task = self._worker.submit(self.home.land_slice, slot, start, len(rows), adding, incoming, transfer)
+            self.occupy(slot.group, task)
+            self._summing.append(task)
             self._departures.append(Departure(reservation, (transfer,)))
 
     def measure_on_level0(self, leaving: Leaving) -> None:
