@@ -20,9 +20,12 @@ _WHERE = {
     "clip_grad_norm_": "vblackwell.offload.clip",
     "select_top_k_gradients": "vblackwell.offload.sparse",
     "export_state": "vblackwell.offload.state",
+    "load_causal_lm": "vblackwell.infer.causal_lm",
+    "save_causal_lm": "vblackwell.infer.causal_lm",
     "import_state": "vblackwell.offload.state",
     "VBError": "vblackwell.errors",
     "ConfigurationError": "vblackwell.errors",
+    "FolderMismatch": "vblackwell.errors",
     "InsufficientMemory": "vblackwell.errors",
     "DiskError": "vblackwell.errors",
     "CorruptData": "vblackwell.errors",
@@ -34,6 +37,9 @@ _WHERE = {
     "quantize": "vblackwell.numerics.fp4",
     "PackedTensor": "vblackwell.numerics.packed",
     "FusedFP4Linear": "vblackwell.nn.linear",
+    "FlashAttention": "vblackwell.nn.attention_layer",
+    "from_multihead_attention": "vblackwell.nn.attention_layer",
+    "OptimizedTransformerBlock": "vblackwell.nn.transformer_block",
     "compare": "vblackwell.nn.compare",
     "accelerate_causal_lm": "vblackwell.nn.causal_lm",
     "restore_causal_lm": "vblackwell.nn.causal_lm",
@@ -51,6 +57,7 @@ if TYPE_CHECKING:
         ConfigurationError,
         CorruptData,
         DiskError,
+        FolderMismatch,
         InsufficientMemory,
         KeyClash,
         StaleTensor,
@@ -60,12 +67,15 @@ if TYPE_CHECKING:
         VBError,
     )
     from vblackwell.hardware import HardwareDetector
+    from vblackwell.infer.causal_lm import load_causal_lm, save_causal_lm
     from vblackwell.memory.create import create_vgpu_stack
     from vblackwell.memory.single import VGPULevel
     from vblackwell.memory.stack import VGPUStack
+    from vblackwell.nn.attention_layer import FlashAttention, from_multihead_attention
     from vblackwell.nn.causal_lm import accelerate_causal_lm, restore_causal_lm
     from vblackwell.nn.compare import compare
     from vblackwell.nn.linear import FusedFP4Linear
+    from vblackwell.nn.transformer_block import OptimizedTransformerBlock
     from vblackwell.numerics.fp4 import FP4Codec, quantize
     from vblackwell.numerics.packed import PackedTensor
     from vblackwell.offload.clip import clip_grad_norm_

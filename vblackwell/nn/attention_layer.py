@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.rotary import rotary
 from vblackwell.nn.attention_backends import attention
+from vblackwell.nn.linear import FusedFP4Linear
 from vblackwell.nn.rotary import rotary_tables
 
 
@@ -66,6 +67,7 @@ class FlashAttention(nn.Module):
         softcap: of the scores; see ``flash_attention``.
         bias: of the projections.
         backend: 'auto', or the name of the only one that may run.
+        use_fp4: both projections train straight through nvfp4, and ``quantize()`` packs them.
 
     Attributes:
         backend: which backend ran last; None before the first forward.
@@ -77,7 +79,8 @@ class FlashAttention(nn.Module):
     def __init__(
         self, d_model: int, n_heads: int, dropout: float = 0.0, *, n_kv_heads: int | None = None, causal: bool = False,
         window: int | None = None, rotary_theta: float | None = None, softcap: float | None = None, bias: bool = True,
-        backend: str = "auto", device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        backend: str = "auto", use_fp4: bool = False, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
@@ -95,11 +98,28 @@ class FlashAttention(nn.Module):
         self.rotary_theta, self.wanted_backend = rotary_theta, backend
         self.backend: str | None = None
         outputs = (n_heads + 2 * n_kv_heads) * self.head_dim
-        self.qkv_proj = nn.Linear(d_model, outputs, bias=bias, device=device, dtype=dtype)
-        self.out_proj = nn.Linear(d_model, d_model, bias=bias, device=device, dtype=dtype)
+        self.qkv_proj: nn.Linear | FusedFP4Linear
+        self.out_proj: nn.Linear | FusedFP4Linear
+        if use_fp4:
+            self.qkv_proj = FusedFP4Linear(d_model, outputs, bias, use_fp4=True, device=device, dtype=dtype)
+            self.out_proj = FusedFP4Linear(d_model, d_model, bias, use_fp4=True, device=device, dtype=dtype)
+        else:
+            self.qkv_proj = nn.Linear(d_model, outputs, bias=bias, device=device, dtype=dtype)
+            self.out_proj = nn.Linear(d_model, d_model, bias=bias, device=device, dtype=dtype)
 
     def extra_repr(self) -> str:
         return f"{self.d_model}, heads={self.n_heads}/{self.n_kv_heads}, causal={self.causal}, backend={self.wanted_backend!r}"
+
+    def quantize(self) -> FlashAttention:
+        """Packs the projections made with ``use_fp4``; packed ones stay as they are, and so do others. Returns the module.
+
+        Raises:
+            ConfigurationError: a weight has inf or NaN.
+        """
+        for projection in (self.qkv_proj, self.out_proj):
+            if isinstance(projection, FusedFP4Linear):
+                projection.quantize()
+        return self
 
     def forward(self, x_BSD: Tensor, mask: Tensor | None = None, cache: AttentionCache | None = None) -> Tensor:
         """What each position gathers, (B, S, D).
@@ -156,15 +176,13 @@ def from_multihead_attention(
         raise Unsupported(
             "a MultiheadAttention with add_bias_kv or add_zero_attn: FlashAttention has no additional keys"
         )
-    weight = module.in_proj_weight
+    weight, bias = module.in_proj_weight, module.in_proj_bias
     made = FlashAttention(
-        module.embed_dim, module.num_heads, module.dropout, causal=causal, bias=module.in_proj_bias is not None,
+        module.embed_dim, module.num_heads, module.dropout, causal=causal, bias=bias is not None,
         backend=backend, device=weight.device, dtype=weight.dtype,
     )  # fmt: skip
-    with torch.no_grad():
-        made.qkv_proj.weight.copy_(weight)
-        made.out_proj.weight.copy_(module.out_proj.weight)
-        if module.in_proj_bias is not None:
-            made.qkv_proj.bias.copy_(module.in_proj_bias)
-            made.out_proj.bias.copy_(module.out_proj.bias)
+    given = {"qkv_proj.weight": weight, "out_proj.weight": module.out_proj.weight}
+    if bias is not None:
+        given |= {"qkv_proj.bias": bias, "out_proj.bias": module.out_proj.bias}
+    made.load_state_dict(given)
     return made.train(module.training)
