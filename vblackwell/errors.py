@@ -21,6 +21,21 @@ class ConfigurationError(VBError, ValueError):
     """A value, flag, key or combination that is refused; the message names the allowed range and a remedy."""
 
 
+class FolderMismatch(ConfigurationError):
+    """The tensors in a model's folder are not those of its config.json; nothing was loaded.
+
+    Args:
+        message: some of each kind, with their files.
+        missing: names that the model wants and no file has.
+        extra: names that a file has and the model does not want.
+        misshapen: names whose shape or kind of type is another.
+    """
+
+    def __init__(self, message: str, *, missing: Iterable[str], extra: Iterable[str], misshapen: Iterable[str]) -> None:
+        super().__init__(message)
+        self.missing, self.extra, self.misshapen = tuple(missing), tuple(extra), tuple(misshapen)
+
+
 class InsufficientMemory(VBError):
     """A level, or the stack as a whole, lacks room. Nothing was moved or changed when this is raised.
 

@@ -25,7 +25,12 @@ from vblackwell.units import GiB
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+GENERATION = "generation_config.json"
 MAX_NAMED = 5  # names in a message
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "tokenizer.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
 
 
 def save_model(
@@ -35,6 +40,8 @@ def save_model(
     tensors: Iterator[tuple[str, Tensor]] | dict[str, Tensor],
     tokenizer: Tokenizer | None = None,
     max_shard_bytes: int = 5 * GiB,
+    *,
+    generation: bool = True,
 ) -> None:
     """Writes a Hugging Face folder.
 
@@ -45,6 +52,7 @@ def save_model(
         tensors: the tensors by name, or an iterator over all of them in the order of ``SafetensorsShards.names``.
         tokenizer: written as files that ``AutoTokenizer`` opens.
         max_shard_bytes: of one weight file.
+        generation: write a generation_config.json from ``config`` too.
 
     Raises:
         DiskError: the disk refused.
@@ -52,8 +60,10 @@ def save_model(
     specs = list(specs)
     kinds = {str(spec.dtype).removeprefix("torch.") for spec in specs if spec.dtype.is_floating_point}
     folder.add_json("config.json", config | ({"dtype": kinds.pop()} if len(kinds) == 1 else {}))
-    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None}
-    folder.add_json("generation_config.json", {"_from_model_config": True, **ends})
+    if generation:
+        keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+        ends = {key: config[key] for key in keys if config.get(key) is not None}
+        folder.add_json(GENERATION, {"_from_model_config": True, **ends})
     if tokenizer is not None:
         save_tokenizer(folder, tokenizer, config.get("eos_token_id"), config.get("max_position_embeddings"))
     with SafetensorsShards(folder, "model", specs, max_shard_bytes) as shards:
@@ -79,6 +89,21 @@ def save_tokenizer(
     if max_length is not None:
         settings["model_max_length"] = max_length
     folder.add_json("tokenizer_config.json", settings)
+
+
+def copy_tokenizer(folder: CommitFolder, source: Path) -> None:
+    """Adds the tokenizer's files of the model folder ``source``, as they are.
+
+    Raises:
+        ConfigurationError: there are none.
+    """
+    found = [source / name for name in _TOKENIZER_FILES if (source / name).is_file()]
+    if not found:
+        raise ConfigurationError(
+            f"tokenizer {source}: none of the files of one is there; give the folder that has them"
+        )
+    for path in found:
+        folder.add(path.name, path.read_bytes())
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
@@ -144,12 +169,14 @@ def tensor_files(folder: Path, prefix: str = "model") -> list[Path]:
         hint = f"; {pickled[0]} is pickled and may run code: convert it with save_pretrained" if pickled else ""
         raise ConfigurationError(f"{folder} holds no {prefix}.safetensors and no index of shards{hint}")
     places = read_json(index).get("weight_map")
-    if not isinstance(places, dict):
-        raise CorruptData(f"{index} has no weight_map; fetch or write the folder again")
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise CorruptData(f"{index} has no weight_map of file names; fetch or write the folder again")
     files = [folder / name for name in sorted(set(places.values()))]
     missing = [path.name for path in files if not path.is_file()]
     if missing:
-        raise CorruptData(f"{folder} lacks {_some(missing)}, named in {index.name}; fetch or write the folder again")
+        raise CorruptData(
+            f"{folder} lacks {some_names(missing)}, named in {index.name}; fetch or write the folder again"
+        )
     return files
 
 
@@ -208,7 +235,7 @@ def check_names(expected: dict[str, tuple[int, ...]], found: dict[str, TensorSpe
         if name in found and found[name].shape != shape
     ]
     kinds = (("lacks", missing), ("has in excess", extra), ("has in another shape", misshapen))
-    reasons = [f"{word} {_some(names)}" for word, names in kinds if names]
+    reasons = [f"{word} {some_names(names)}" for word, names in kinds if names]
     if reasons:
         raise ConfigurationError(
             f"{folder} does not fit the model: it {'; it '.join(reasons)}. Give the folder it came from"
@@ -234,6 +261,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
             targets[name].copy_(tensor)
 
 
-def _some(names: list[str]) -> str:
+def some_names(names: list[str]) -> str:
+    """The first few of ``names``, and how many there are beyond."""
     shown = ", ".join(names[:MAX_NAMED])
     return shown if len(names) <= MAX_NAMED else f"{shown} and {len(names) - MAX_NAMED} more"

@@ -1,0 +1,324 @@
+"""A folder into a stack: what is cast, tied and computed; what does not fit is named before anything is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from tests.offload.test_round_trip_models import CONFIGS, tokens, written  # noqa: F401 (a fixture)
+from vblackwell.artifacts.hub import find_folder
+from vblackwell.artifacts.meta_model import build_on_meta
+from vblackwell.artifacts.tensor_file import TensorFile
+from vblackwell.artifacts.weights import FolderWeights
+from vblackwell.errors import ConfigurationError, CorruptData, FolderMismatch, Unsupported
+from vblackwell.infer.causal_lm import load_causal_lm, save_causal_lm
+from vblackwell.offload.enable import enable_vgpu_stack_optimization, release
+
+ROOM = 1 << 20
+
+
+def shards(folder: Path) -> list[Path]:
+    found = sorted(folder.glob("model-*.safetensors"))
+    assert len(found) >= 2
+    return found
+
+
+def edit(path: Path, change) -> None:
+    """Write the tensors of ``path`` again as ``change`` leaves them."""
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def edit_json(path: Path, **changes) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def open_weights(folder: Path) -> FolderWeights:
+    return FolderWeights(build_on_meta(folder, torch.float32), folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_folders_become_fp32_masters_and_compute_in_what_is_asked(written, make_stack, tmp_path, dtype):  # noqa: F811
+    folder = written("llama", dtype)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    placed = {"placement": "streamed", "compute_dtype": torch.bfloat16}
+    copied = enable_vgpu_stack_optimization(plain, make_stack(ROOM), **placed)
+    model = load_causal_lm(folder, make_stack(ROOM), **placed)
+    with torch.no_grad():
+        logits = model.eval()(tokens()).logits
+        assert torch.equal(logits, copied.eval()(tokens()).logits)
+        if dtype == torch.bfloat16:  # fp16 has ties, which masters round away from zero, torch's conversion to even
+            narrow = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+            assert torch.equal(logits, narrow.eval()(tokens()).logits)
+    save_causal_lm(model, tmp_path / "narrow", dtype=dtype)
+    for name, tensor in AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict().items():
+        kept = AutoModelForCausalLM.from_pretrained(tmp_path / "narrow", dtype="auto").state_dict()[name]
+        assert kept.dtype == dtype and torch.equal(kept, tensor), name
+
+
+def test_frozen_weights_keep_no_masters(written, make_stack):  # noqa: F811
+    folder = written("mixtral", torch.bfloat16)
+    stack = make_stack(ROOM)
+    model = load_causal_lm(folder, stack, dtype=torch.bfloat16, trainable=False, placement="streamed")
+    held = sum(level["used_bytes"] for level in stack.get_stats()["levels"][1:])
+    weights = sum(2 * param.numel() for param in model.parameters())
+    assert weights <= held < 1.5 * weights, "more than the weights, and what rounds ranges up, is held"
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    released = release(model)
+    for name, param in plain.named_parameters():
+        assert torch.equal(param, released.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_buffers_are_those_of_a_model_that_transformers_loads(kind, written):  # noqa: F811
+    folder = written(kind)
+    plain, made = AutoModelForCausalLM.from_pretrained(folder), build_on_meta(folder, torch.float32)
+    assert all(param.is_meta for param in made.parameters())
+    wanted, found = dict(plain.named_buffers()), dict(made.named_buffers())
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) and not found[name].is_meta for name in wanted)
+    assert [name for name, _ in made.named_parameters()] == [name for name, _ in plain.named_parameters()]
+
+
+def test_what_a_module_registers_after_building_stays_real(written):  # noqa: F811
+    build_on_meta(written("llama"), torch.float32)
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+def test_missing_extra_and_misshapen_are_all_named_with_their_files(written):  # noqa: F811
+    folder = written("llama")
+    last = shards(folder)[-1]
+    lost, bent = sorted(load_file(last))[:2]
+
+    def change(tensors):
+        del tensors[lost]
+        tensors[bent] = torch.zeros(3, 5)
+        tensors["model.stranger"] = torch.zeros(2)
+        tensors["model.rotary_emb.inv_freq"] = torch.zeros(4)  # computed, never read
+
+    edit(last, change)
+    index = folder / "model.safetensors.index.json"
+    places = {name: place for name, place in json.loads(index.read_text())["weight_map"].items() if name != lost}
+    edit_json(index, weight_map=places)
+    with pytest.raises(FolderMismatch) as caught:
+        open_weights(folder)
+    error = caught.value
+    assert (error.missing, error.extra, error.misshapen) == ((lost,), ("model.stranger",), (bent,))
+    for part in (str(folder), lost, "model.stranger", f"{bent} (3, 5) in {last.name} instead of", last.name):
+        assert part in str(error)
+
+
+def test_a_lost_expert_is_named(written):  # noqa: F811
+    folder = written("mixtral")
+    for path in shards(folder):
+        gone = [name for name in load_file(path) if name.endswith("layers.1.block_sparse_moe.experts.2.w1.weight")]
+        if gone:
+            edit(path, lambda tensors, gone=gone: tensors.pop(gone[0]))
+            index = folder / "model.safetensors.index.json"
+            places = json.loads(index.read_text())["weight_map"]
+            del places[gone[0]]
+            edit_json(index, weight_map=places)
+    with pytest.raises(FolderMismatch) as caught:
+        open_weights(folder)
+    assert caught.value.misshapen == ("model.layers.1.mlp.experts.gate_up_proj",)
+
+
+def test_an_index_that_is_wrong_is_named(written):  # noqa: F811
+    folder = written("llama")
+    index = folder / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    name = next(iter(places))
+    first, last = shards(folder)[0].name, shards(folder)[-1].name
+    edit_json(index, weight_map=places | {name: last if places[name] == first else first})
+    with pytest.raises(CorruptData, match=f"index.json puts {name}"):
+        open_weights(folder)
+    edit_json(index, weight_map=places | {name: ["list"]})
+    with pytest.raises(CorruptData, match="no weight_map of file names"):
+        open_weights(folder)
+
+
+def test_truncated_and_damaged_shards_are_named(written, tmp_path):  # noqa: F811
+    folder = written("llama")
+    path = shards(folder)[1]
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+
+    def table(change) -> bytes:
+        entries = json.loads(whole[8 : 8 + length])
+        change(entries)
+        raw = json.dumps(entries).encode()
+        return len(raw).to_bytes(8, "little") + raw + whole[8 + length :]
+
+    def first(entries):
+        return entries[next(name for name in entries if name != "__metadata__")]
+
+    damaged = {
+        "7 bytes": whole[:7],
+        "bytes are missing": whole[:-5],
+        "are too many": whole + b"xx",
+        "its table alone ends": whole[: 8 + length // 2],
+        "more than any has": b"\xff" * 8 + whole[8:],
+        "not JSON": whole[:8] + b"\x00" * length + whole[8 + length :],
+        "no JSON object": (2).to_bytes(8, "little") + b"[]",
+        "its table gives it": table(lambda entries: first(entries).update(shape=[1])),
+        "has not type, shape and offsets": table(lambda entries: first(entries).update(shape=[-1])),
+        "begins at byte": table(
+            lambda entries: first(entries).update(
+                data_offsets=[number + 4 for number in first(entries)["data_offsets"]]
+            )
+        ),
+    }
+    for reason, data in damaged.items():
+        path.write_bytes(data)
+        with pytest.raises(CorruptData) as caught:
+            open_weights(folder)
+        assert str(path) in str(caught.value) and reason in str(caught.value)
+    path.write_bytes(table(lambda entries: first(entries).update(dtype="F4")))
+    with pytest.raises(Unsupported, match=f"{path.name}: .* is F4"):
+        open_weights(folder)
+    path.unlink()
+    with pytest.raises(CorruptData, match=path.name):
+        open_weights(folder)
+
+
+def test_a_shard_that_shrinks_while_it_is_read_is_named(written, make_stack):  # noqa: F811
+    folder = written("llama")
+    path = shards(folder)[-1]
+    with TensorFile(path) as file:
+        os.truncate(path, path.stat().st_size - 8)
+        last = max(file.tensors.values(), key=lambda tensor: tensor.begin)
+        with pytest.raises(CorruptData, match=path.name):
+            last.load()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_tensor_is_read_to_any_type_and_strides(tmp_path, monkeypatch, dtype):
+    monkeypatch.setattr("vblackwell.artifacts.tensor_file.CONVERSION_BYTES", 64)  # several pieces
+    values = torch.randn(7, 11).to(dtype)
+    save_file({"a": values, "scalar": torch.tensor(3.0), "empty": torch.zeros(0, 4)}, tmp_path / "x.safetensors")
+    with TensorFile(tmp_path / "x.safetensors") as file:
+        for out_type in (torch.float32, torch.bfloat16):
+            for out in (torch.empty(7, 11, dtype=out_type), torch.empty(11, 7, dtype=out_type).t()):
+                file.tensors["a"].read_into(out)
+                assert torch.equal(out, values.to(out_type))
+        assert file.tensors["scalar"].load() == 3 and file.tensors["empty"].load().shape == (0, 4)
+
+
+def test_tied_parameters_that_differ_are_refused(written):  # noqa: F811
+    folder = written("llama")  # not tied: head and embedding differ
+    edit_json(folder / "config.json", tie_word_embeddings=True)
+    with pytest.raises(CorruptData, match=r"ties .*embed_tokens.* and lm_head.weight.*tie_word_embeddings"):
+        open_weights(folder)
+    stored = {name: tensor for path in shards(folder) for name, tensor in load_file(path).items()}
+    for path in shards(folder):
+        path.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    save_file(stored, folder / "model.safetensors")
+    open_weights(folder)
+    del stored["model.embed_tokens.weight"]  # one name is enough, whichever it is
+    save_file(stored, folder / "model.safetensors")
+    with open_weights(folder) as weights:
+        out = torch.empty(96, 32)
+        weights("model.embed_tokens.weight", out)
+        assert torch.equal(out, stored["lm_head.weight"])
+
+
+def test_a_folder_without_prefix_and_with_masks_is_read(written):  # noqa: F811
+    """The published gpt2 folder has neither 'transformer.' nor a head, and holds the causal masks."""
+    folder = written("gpt2")
+    stored = {name: tensor for path in shards(folder) for name, tensor in load_file(path).items()}
+    for path in [*shards(folder), folder / "model.safetensors.index.json"]:
+        path.unlink()
+    published = {name.removeprefix("transformer."): tensor for name, tensor in stored.items()}
+    published["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
+    save_file(published, folder / "model.safetensors")
+    with open_weights(folder) as weights:
+        for name, tensor in stored.items():
+            out = torch.empty_like(tensor)
+            weights(name, out)
+            assert torch.equal(out, tensor), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "part"),
+    [
+        ({"model_type": "lama"}, Unsupported, "no architecture 'lama'"),
+        ({"model_type": "lama", "auto_map": {"AutoConfig": "code.C"}}, Unsupported, "trust_remote_code"),
+        ({"model_type": None}, ConfigurationError, "no model_type"),
+        ({"model_type": "vit"}, ConfigurationError, "no causal model"),
+        ({"hidden_size": "wide"}, ConfigurationError, "hidden_size"),
+        ({"hidden_size": -4}, ConfigurationError, "builds no causal model"),
+        ({"quantization_config": {"quant_method": "x"}}, Unsupported, "quantised"),
+    ],
+)
+def test_a_wrong_config_is_named(written, changes, kind, part):  # noqa: F811
+    folder = written("llama")
+    edit_json(folder / "config.json", **changes)
+    with pytest.raises(kind) as caught:
+        build_on_meta(folder, torch.float32)
+    assert str(folder / "config.json") in str(caught.value) and part in str(caught.value)
+
+
+def test_a_config_of_another_size_names_what_differs(written, make_stack):  # noqa: F811
+    folder = written("llama")
+    edit_json(folder / "config.json", num_hidden_layers=7, vocab_size=100)
+    stack = make_stack(ROOM)
+    with pytest.raises(FolderMismatch) as caught:
+        load_causal_lm(folder, stack)
+    assert set(caught.value.misshapen) == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert len(caught.value.missing) == 9 and all("layers.6." in name for name in caught.value.missing)
+    assert all(level["used_bytes"] == 0 for level in stack.get_stats()["levels"])
+    edit_json(folder / "config.json", num_hidden_layers=6, vocab_size=96)
+    load_causal_lm(folder, stack)  # the stack is as it was
+
+
+def test_pickles_are_refused(written):  # noqa: F811
+    folder = written("llama")
+    for path in folder.glob("model*"):
+        path.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ConfigurationError, match=r"pytorch_model.bin is pickled"):
+        open_weights(folder)
+
+
+def test_a_hub_id_comes_from_the_cache_or_says_what_to_do(written, tmp_path):  # noqa: F811
+    folder = written("llama")
+    assert find_folder(folder) == folder
+    for wrong in ("gone", "/gone/away", "a/b/c", Path("some/folder")):
+        with pytest.raises(ConfigurationError, match="no such folder"):
+            find_folder(wrong)
+    commit = "0" * 40
+    cached = tmp_path / "cache/models--owner--name"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs/main").write_text(commit)
+    shutil.copytree(folder, cached / "snapshots" / commit)
+    code = f"""
+import os
+from vblackwell.artifacts.hub import find_folder
+for name in ("owner/name", "owner/other", "cut", "owner/name"):
+    if name == "cut":
+        os.unlink({str(cached / "snapshots" / commit / shards(folder)[0].name)!r})
+        continue
+    try:
+        print(find_folder(name))
+    except ValueError as error:
+        print(error)
+"""
+    environment = os.environ | {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    whole, other, cut = result.stdout.splitlines()
+    assert whole == str(cached / "snapshots" / commit)
+    assert "not to be downloaded" in other and "hf download owner/other --local-dir" in other
+    assert shards(folder)[0].name in cut and "hf download owner/name --local-dir" in cut

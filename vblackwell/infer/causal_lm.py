@@ -1,0 +1,174 @@
+"""Causal models of transformers, from a folder or hub id into a stack, and out again as a folder.
+
+Nothing is held twice: the model is built without bytes, every tensor of the folder is read to where it will live, and saving writes one
+parameter after the other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vblackwell.artifacts.commit import CommitFolder
+from vblackwell.artifacts.folder import GENERATION, copy_tokenizer, save_model
+from vblackwell.artifacts.hub import find_folder
+from vblackwell.artifacts.meta_model import build_on_meta
+from vblackwell.artifacts.shards import TensorSpec, spec_of
+from vblackwell.artifacts.weights import FolderWeights
+from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.memory.stack import VGPUStack
+from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of
+from vblackwell.offload.engine import Offload
+from vblackwell.offload.state import export_state
+from vblackwell.units import GiB
+
+
+def load_causal_lm(
+    model: str | Path,
+    stack: VGPUStack,
+    name: str = "model",
+    *,
+    dtype: torch.dtype = torch.float32,
+    trainable: bool = True,
+    attention: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    **placement: Any,
+) -> nn.Module:
+    """The causal model in a Hugging Face folder, read straight into ``stack``'s levels, in training mode.
+
+    Everything that does not fit is found before the first weight is read. No pickled file is opened.
+
+    Args:
+        model: a folder with config.json and safetensors (one file, or shards with their index); or a hub id ``owner/name``.
+        dtype: of the parameters; the files' values are cast to it. Trainable ones keep fp32 masters whatever it is.
+        trainable: False freezes all parameters: no masters, gradients or states are kept for them.
+        attention: transformers' ``attn_implementation``; by default what it chooses.
+        revision: branch, tag or commit of a hub id.
+        trust_remote_code: run code that lies in the folder, where the architecture is not one of transformers'.
+        placement: the keywords of `enable_vgpu_stack_optimization`: ``compute_dtype``, ``placement``, ``states`` and so on.
+
+    Raises:
+        ConfigurationError: no such folder, or the id cannot be had; the config.json describes no causal model.
+        FolderMismatch: tensors are missing, too many, or of another shape, all named.
+        CorruptData: a file is missing or cut short, or its table is none, by name.
+        Unsupported: an architecture that transformers does not know, or quantised weights.
+        InsufficientMemory: the levels cannot hold the model.
+    """
+    folder = find_folder(model, revision)
+    made = build_on_meta(folder, dtype, attention=attention, trust_remote_code=trust_remote_code)
+    made.requires_grad_(trainable)
+    with FolderWeights(made, folder) as weights:
+        weights.load_buffers()
+        return enable_vgpu_stack_optimization(made, stack, name, initialize=weights, **placement)
+
+
+def save_causal_lm(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * GiB,
+) -> Path:
+    """Write a causal model of transformers, in a stack or not, as a folder that ``from_pretrained`` opens. One parameter at a time.
+
+    Tensors get the names and shapes that the architecture's published folders have. The folder appears whole or not at all; one that has
+    the name is replaced.
+
+    Args:
+        folder: its name is the new folder's, its parent must be writable.
+        tokenizer: folder whose tokenizer's files are copied.
+        dtype: of what is written; by default the masters' (fp32), else the parameters'.
+
+    Raises:
+        DiskError: no room, or the disk failed; a folder that was there is as before.
+        Unsupported: the architecture's published tensors cannot be made from one parameter at a time.
+    """
+    made: Any = model
+    if not hasattr(made, "config") or not hasattr(made, "base_model_prefix"):
+        raise ConfigurationError(
+            f"{type(model).__name__} is none of transformers' models: export_state gives its tensors"
+        )
+    path = Path(folder).absolute()
+    plan = _Published(made, dtype)
+    needed = sum(spec.size_bytes for spec in plan.specs) + (64 << 20)
+    config = json.loads(made.config.to_json_string()) | {"architectures": [type(model).__name__]}
+    generation = getattr(made, "generation_config", None)
+    with CommitFolder(path.parent, path.name, needed) as commit:
+        if generation is not None:
+            commit.add_json(GENERATION, json.loads(generation.to_json_string()))
+        if tokenizer is not None:
+            copy_tokenizer(commit, Path(tokenizer))
+        save_model(commit, config, plan.specs, plan.tensors(), None, max_shard_bytes, generation=generation is None)
+    return path
+
+
+class _Published:
+    """A model's tensors as its architecture's folders have them.
+
+    Attributes:
+        specs: in the order in which `tensors` gives them.
+    """
+
+    def __init__(self, model: Any, dtype: torch.dtype | None) -> None:
+        self._model, self._dtype = model, dtype
+        engine = offload_of(model)
+        params = (
+            [(slot.name, slot.param) for slot in engine.slots()]
+            if isinstance(engine, Offload)
+            else list(model.named_parameters())
+        )
+        self._buffers = [(name, buffer) for name, buffer in _persistent_buffers(model) if buffer.numel()]
+        shapes = [
+            (name, torch.empty(tensor.shape, dtype=self._type_of(tensor), device="meta"))
+            for name, tensor in [*params, *self._buffers]
+        ]
+        parts = [part for name, shape in shapes for part in self._cut(name, shape).items()]
+        whole = _revert(model, dict(shapes))
+        if {name: tensor.shape for name, tensor in whole.items()} != {name: tensor.shape for name, tensor in parts}:
+            raise Unsupported(
+                f"{type(model).__name__}: its published tensors join several parameters, which cannot be written one at a time; "
+                "release(model) and use its save_pretrained"
+            )
+        ordered = sorted(parts, key=lambda part: -part[1].dtype.itemsize)
+        if [name for name, _ in ordered] != [name for name, _ in parts]:
+            raise Unsupported(f"{type(model).__name__} mixes types in what is saved: give dtype=")
+        self.specs: list[TensorSpec] = [spec_of(name, tensor) for name, tensor in parts]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and values, a parameter's at a time."""
+        for name, state in export_state(self._model):
+            yield from self._cut(name, self._cast(state["weight"])).items()
+        for name, buffer in self._buffers:
+            yield from self._cut(name, self._cast(buffer.detach().cpu())).items()
+
+    def _cut(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        return _revert(self._model, {name: tensor})
+
+    def _type_of(self, tensor: Tensor) -> torch.dtype:
+        if not tensor.is_floating_point():
+            return tensor.dtype
+        trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad and offload_of(self._model) is not None
+        return self._dtype or (torch.float32 if trained else tensor.dtype)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._dtype) if self._dtype is not None and tensor.is_floating_point() else tensor
+
+
+def _revert(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, tensors)
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{key}" if prefix else key, buffer
