@@ -1,0 +1,239 @@
+"""What a traced step allocates, against counts by hand and against a real run on the CPU."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from vblackwell.plan.cuda_on_meta import cuda_on_meta
+from vblackwell.plan.trace import CUBLAS_BYTES, Trace, Untraceable, language_batch, trace_training
+
+F32 = 4
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+
+
+def square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def rows(width: int = 32, count: int = 16):
+    return lambda: torch.zeros(count, width, device="cuda")
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
+
+
+def peak(trace: Trace, without_cublas: bool = True) -> int:
+    """Most bytes alive at once, cuBLAS's workspaces left out."""
+    live = most = 0
+    for event in trace.events:
+        size = trace.sizes[event if event >= 0 else ~event]
+        if without_cublas and size == CUBLAS_BYTES[False]:
+            continue
+        live += size if event >= 0 else -size
+        most = max(most, live)
+    return most
+
+
+class RealBytes(TorchDispatchMode):
+    """Bytes of storages that a run on the CPU holds, now and at most."""
+
+    def __init__(self, held: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.known: set[int] = set()
+        self.live = self.most = 0
+        for tensor in held:
+            self.note(tensor)
+
+    def note(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in self.known:
+            return
+        pointer, size = storage.data_ptr(), storage.nbytes()
+        self.known.add(pointer)
+        self.live += size
+        self.most = max(self.most, self.live)
+        weakref.finalize(storage, self.forget, pointer, size)
+
+    def forget(self, pointer: int, size: int) -> None:
+        self.known.discard(pointer)
+        self.live -= size
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.note(tensor)
+        return out
+
+
+def test_peak_is_that_of_a_real_run():
+    """Operators that are the same on every device: the peak must be the same byte for byte."""
+    trace = trace_training(mlp(), rows(), square, sgd)
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    real = RealBytes(list(model.parameters()))
+    with real:
+        for _ in range(2):
+            loss = square(model, torch.zeros(16, 32))
+            loss.backward()
+            del loss
+            optimizer.step()
+            optimizer.zero_grad()
+    assert peak(trace) == real.most
+
+
+def test_categories_by_hand():
+    trace = trace_training(mlp(), rows(), square, lambda p: torch.optim.AdamW(p, foreach=False, fused=False))
+    parameters = 32 * 64 + 64 + 64 * 64 + 64 + 64 * 8 + 8
+    assert trace.num_parameters == trace.trainable == parameters
+    assert trace.total("weights") == F32 * parameters
+    assert trace.total("gradients") == 2 * F32 * parameters  # made anew in each of two steps
+    assert trace.total("optimizer") == 2 * F32 * parameters  # the step counters are on the CPU
+    # Kept by autograd until backward: the input, relu's and tanh's results.
+    assert trace.total("activations") == 2 * F32 * 16 * (32 + 64 + 64)
+
+
+def test_events_are_balanced():
+    trace = trace_training(mlp(), rows(), square, sgd)
+    born, dead = [e for e in trace.events if e >= 0], [~e for e in trace.events if e < 0]
+    assert born == list(range(len(trace.sizes))) and len(set(dead)) == len(dead) <= len(born)
+    left = set(born) - set(dead)
+    assert {trace.categories[i] for i in left} == {"weights", "workspace"}
+    assert all(trace.sizes[i] == CUBLAS_BYTES[False] for i in left if trace.categories[i] == "workspace")
+
+
+def test_fused_optimizer_keeps_its_counter_on_the_gpu_and_foreach_takes_temporaries():
+    fused = trace_training(mlp(), rows(), square, lambda p: torch.optim.AdamW(p, fused=True))
+    each = trace_training(mlp(), rows(), square, lambda p: torch.optim.AdamW(p))
+    assert fused.total("optimizer") == each.total("optimizer") + 6 * F32
+    assert peak(each) > peak(fused)
+
+
+class Attention(nn.Module):
+    """Just attention; with torch's own formula it would keep S x S probabilities."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.project = nn.Linear(64, 192, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.project(x).view(2, 512, 3, 4, 16).permute(2, 0, 3, 1, 4)
+        assert x.is_cuda and x.device.type == "cuda"
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_keeps_no_square(dtype):
+    trace = trace_training(
+        Attention(dtype), lambda: torch.zeros(2, 512, 64, dtype=dtype, device="cuda"), square, None, steps=1
+    )
+    square_bytes = 2 * 4 * 512 * 512 * dtype.itemsize
+    assert max(size for size in trace.sizes if size not in CUBLAS_BYTES.values()) < square_bytes / 4
+
+
+def test_dropout_keeps_a_byte_an_element():
+    model = nn.Sequential(nn.Linear(32, 1024), nn.Dropout(0.1))
+    trace = trace_training(model, rows(), square, None, steps=1)
+    assert 16 * 1024 in trace.sizes
+
+
+class Blocks(nn.Module):
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32)) for _ in range(6))
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return x
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_checkpointing_keeps_inputs_alone(autocast):
+    plain = trace_training(Blocks(False), rows(), square, None, steps=1, autocast=autocast)
+    again = trace_training(Blocks(True), rows(), square, None, steps=1, autocast=autocast)
+    wide = 16 * 256 * (2 if autocast else 4)
+    assert sum(size == wide for size in again.sizes) > sum(size == wide for size in plain.sizes)
+    assert again.total("activations") < plain.total("activations") / 4
+
+
+def test_autocast_casts_each_weight_once_a_step():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(self.linear(x))
+            assert y.dtype == torch.bfloat16 and functional.softmax(y, -1).dtype == torch.float32
+            return y
+
+    trace = trace_training(Twice(), rows(64, 48), square, None, steps=1, autocast=torch.bfloat16)
+    forward_ends = next(index for index, _, phase in trace.marks if phase == "loss_backward")
+    casts = [e for e in trace.events[:forward_ends] if e >= 0 and trace.sizes[e] == 2 * 64 * 64]
+    assert len(casts) == 1
+
+
+def test_tied_weights_count_once_and_frozen_ones_have_no_gradient():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(100, 16)
+            self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 100, bias=False)
+            self.head.weight = self.embedding.weight
+            self.body.requires_grad_(False)
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return functional.cross_entropy(
+                self.head(self.body(self.embedding(input_ids))).flatten(0, 1), labels.flatten()
+            )
+
+    trace = trace_training(Tied(), language_batch(100, 2, 8), lambda m, b: m(**b), sgd)
+    assert trace.num_parameters == 1600 + 272 and trace.trainable == 1600
+    assert trace.total("gradients") == 2 * F32 * 1600
+    assert trace.total("logits_and_loss") >= 2 * 2 * F32 * 16 * 100  # logits and their gradient, twice
+
+
+def test_what_reads_values_is_refused():
+    class Branches(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) if input.sum() > 0 else input
+
+    with pytest.raises(Untraceable, match=r"Branches cannot be traced in phase 'setup'.*measured in a short run"):
+        trace_training(Branches(32, 32), rows(), square, sgd)
+
+
+def test_the_model_is_left_alone():
+    model = mlp()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trace_training(model, rows(), square, sgd)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters()) and not model[0]._forward_pre_hooks
+
+
+def test_nothing_of_the_disguise_remains():
+    names = (
+        functional.scaled_dot_product_attention,
+        torch.cuda.get_device_capability,
+        torch.is_autocast_enabled,
+        nn.Module.__call__,
+    )
+    with cuda_on_meta():
+        assert torch.zeros(2, device="cuda:0").to("cuda").is_cuda
+    assert names == (
+        functional.scaled_dot_product_attention, torch.cuda.get_device_capability, torch.is_autocast_enabled, nn.Module.__call__,
+    )  # fmt: skip
+    assert torch.zeros(2, device="meta").is_meta

@@ -1,0 +1,1 @@
+"""What a run will take, by arithmetic: nothing here needs or touches a GPU."""

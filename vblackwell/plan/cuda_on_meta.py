@@ -1,0 +1,213 @@
+"""Meta tensors that answer as if they were on a GPU, so that models take their CUDA path where there is none.
+
+Fake CUDA tensors need a build of torch with CUDA as soon as autograd meets them. Meta tensors do not: their autograd is the same C++
+on every build. What differs is decided by the device: which attention runs, whether dropout keeps a byte or a float an
+element, what autocast casts, what `x.is_cuda` says. `CudaOnMeta` answers these as CUDA does, above autograd, so the graph and what
+it saves are those of the GPU. One path for all machines: a laptop and a GPU server give the same bytes.
+
+Not seen from here: calls that C++ makes by itself to attention or dropout (`torch.nn.LSTM`), autocast regions that a model opens itself.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+CUDA = torch.device("cuda", 0)
+META = torch.device("meta")
+FLASH_MOST_HEAD = 256
+_SDPA = functional.scaled_dot_product_attention
+_PLAIN = (Tensor, torch.nn.Parameter)
+_DROPOUT = (functional.dropout, torch.dropout)
+
+# torch's documented lists of what autocast computes in the lower precision and what in fp32 (amp.html, "CUDA Op-Specific Behavior").
+_LOWER = {
+    getattr(owner, name)
+    for owner, names in (
+        (torch, "matmul bmm mm addmm addbmm baddbmm addmv mv conv1d conv2d conv3d conv_transpose1d conv_transpose2d prelu einsum"),
+        (Tensor, "matmul __matmul__ __rmatmul__ bmm mm addmm addbmm baddbmm addmv mv prelu"),
+        (functional, "linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d bilinear"),
+    )
+    for name in names.split()
+    if hasattr(owner, name)
+}  # fmt: skip
+_FP32 = {
+    getattr(owner, name)
+    for owner, names in (
+        (torch, "exp expm1 log log10 log2 log1p pow reciprocal rsqrt acos asin cosh sinh tan erfinv cumsum cumprod prod sum norm "
+                "softmax log_softmax dist cdist renorm logsumexp"),
+        (Tensor, "exp expm1 log log10 log2 log1p pow __pow__ __rpow__ reciprocal rsqrt cumsum cumprod prod sum norm softmax "
+                 "log_softmax logsumexp"),
+        (functional, "softmax log_softmax layer_norm group_norm cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss kl_div "
+                     "cosine_similarity softplus normalize"),
+    )
+    for name in names.split()
+    if hasattr(owner, name)
+}  # fmt: skip
+
+
+class CudaOnMeta(TorchFunctionMode):
+    """While entered, tensors on meta say that they are on ``cuda:0``, and what is made on CUDA is made on meta.
+
+    Args:
+        autocast: dtype of an autocast region around forward and loss; None: no autocast.
+    """
+
+    def __init__(self, autocast: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.autocast = autocast
+        self.cache_casts = False
+        self._casts: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def drop_casts(self) -> None:
+        """Forget the weights that autocast has cast: what leaving its region does."""
+        self._casts.clear()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ANSWERS:
+            return _ANSWERS[func](args[0], func)
+        kwargs = kwargs or {}
+        if self.autocast is not None:
+            args, kwargs = self._cast(func, args, kwargs)
+        if func is _SDPA:
+            return attention(*args, **kwargs)
+        if func in _DROPOUT:
+            return dropout(*args, **kwargs)
+        if func is Tensor.cuda:
+            return args[0].to(META)
+        if func is Tensor.pin_memory:
+            return args[0]
+        if any(_names_cuda(value) for value in args) or any(_names_cuda(value) for value in kwargs.values()):
+            args = tuple(META if _names_cuda(value) else value for value in args)
+            kwargs = {name: META if _names_cuda(value) else value for name, value in kwargs.items()}
+        for kind in types:
+            if kind not in _PLAIN:  # a subclass's own rule, which may look at devices again
+                with self:
+                    return kind.__torch_function__(func, types, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _cast(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if func is _SDPA or func in _LOWER:
+            wanted = self.autocast
+        elif func in _FP32 and kwargs.get("dtype") is None:
+            wanted = torch.float32
+        else:
+            return args, kwargs
+        return tuple(self._as(value, wanted) for value in args), {
+            name: self._as(value, wanted) for name, value in kwargs.items()
+        }
+
+    def _as(self, value: Any, wanted: torch.dtype | None) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._as(each, wanted) for each in value)
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype in (wanted, torch.float64):
+            return value
+        if not (value.is_leaf and value.requires_grad and self.cache_casts) or wanted == torch.float32:
+            return value.to(wanted)
+        if id(value) not in self._casts:
+            self._casts[id(value)] = (value, value.to(wanted))
+        return self._casts[id(value)][1]
+
+
+def _names_cuda(value: Any) -> bool:
+    if isinstance(value, torch.device):
+        return value.type == "cuda"
+    return isinstance(value, str) and (value == "cuda" or value.startswith("cuda:"))
+
+
+def _device(tensor: Tensor, getter: Callable[[Tensor], torch.device]) -> torch.device:
+    found = getter(tensor)
+    return CUDA if found.type == "meta" else found
+
+
+_ANSWERS: dict[Any, Callable[[Tensor, Any], Any]] = {
+    Tensor.device.__get__: _device,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.is_cuda.__get__: lambda tensor, getter: Tensor.device.__get__(tensor).type == "meta",  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.is_meta.__get__: lambda tensor, getter: False,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.get_device: lambda tensor, getter: 0 if Tensor.device.__get__(tensor).type == "meta" else -1,  # pyright: ignore[reportAttributeAccessIssue]
+}
+
+
+def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """`torch.nn.functional.dropout` as CUDA computes it: one fused operator that keeps a byte an element."""
+    if not training or p == 0 or p == 1 or input.numel() == 0:
+        return _DROPOUT[0](input, p, training, inplace)
+    if inplace:
+        return _DROPOUT[0](input, p, training, inplace=True)
+    return torch.native_dropout(input, p, True)[0]
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """`scaled_dot_product_attention` as CUDA dispatches it.
+
+    Half precision without a mask: flash (which keeps output and a log-sum-exp a row; cuDNN's keeps the same bytes). With a mask, or in
+    fp32: memory-efficient, which pads a mask's rows to 16 bytes. Grouped queries in fp32, heads over 256 or of odd widths: the unfused
+    one.
+    """
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    head = query.shape[-1]
+    saves = any(each.requires_grad for each in (query, key, value)) and torch.is_grad_enabled()
+    if query.dim() != 4 or head > FLASH_MOST_HEAD or value.shape[-1] != head or head % 4:
+        return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if half and attn_mask is None:
+        pad = -head % 8
+        if pad:
+            query, key, value = (functional.pad(each, (0, pad)) for each in (query, key, value))
+        scale = head**-0.5 if scale is None else scale
+        out = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )
+        return out[0][..., :head]
+    if query.shape[1] != key.shape[1]:
+        return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    bias = attn_mask
+    if bias is not None:
+        if bias.dtype == torch.bool:
+            bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(bias.logical_not(), float("-inf"))
+        length = bias.shape[-1]
+        if length % 8:
+            bias = functional.pad(bias, (0, -length % 8))[..., :length]
+        bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    out = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, saves, dropout_p, is_causal, scale=scale
+    )
+    return out[0]
+
+
+@contextmanager
+def cuda_on_meta(autocast: torch.dtype | None = None, capability: tuple[int, int] = (8, 0)) -> Iterator[CudaOnMeta]:
+    """Enter `CudaOnMeta`, on a GPU of that compute capability; attention inside torch's own Python functions is caught too."""
+    mode = CudaOnMeta(autocast)
+    call = torch.nn.Module.__call__
+
+    def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._len_torch_function_stack():
+            return call(module, *args, **kwargs)
+        with mode:  # autograd's engine runs without modes, and checkpointing calls modules from inside it
+            return call(module, *args, **kwargs)
+
+    with (
+        mode,
+        warnings.catch_warnings(),
+        mock.patch.object(torch.nn.Module, "__call__", called),
+        mock.patch.object(functional, "scaled_dot_product_attention", attention),
+        mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: capability),
+        mock.patch.object(
+            torch, "is_autocast_enabled", lambda device_type="cuda": device_type == "cuda" and autocast is not None
+        ),
+        mock.patch.object(torch, "get_autocast_dtype", lambda device_type: autocast or torch.float32),
+    ):
+        # Checkpointing restores autocast around its second forward, and says so where torch has no CUDA.
+        warnings.filterwarnings("ignore", message=".*Disabling autocast")
+        yield mode
