@@ -141,7 +141,10 @@ def test_bf16_fp16_and_accumulation(place):
             "--gradient-checkpointing", "--deterministic", "--use-flash-attn", "--out", precision,
         )  # fmt: skip
         output = place.vb(*words).stdout
-        assert f"{'bfloat16' if precision == 'bf16' else 'float16'} on cpu" in output
+        assert (
+            f"{'bfloat16' if precision == 'bf16' else 'float16'} on cpu, attention: flash, as --use-flash-attn asks"
+            in output
+        )
         losses = [line["loss"] for line in metrics_of(place.folder / precision)]
         assert losses[-1] < losses[0] - 0.3
         folder = place.folder / precision / "checkpoints/step-00000008"

@@ -15,9 +15,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
 from vblackwell.hardware import DiskFacts, GPUFacts, MemoryFacts
+from vblackwell.nn import attention_backends as dispatcher
+from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.train import machine
-from vblackwell.train.attention import attention_backends, chosen_backend
+from vblackwell.train.attention import attention_backends, chosen_backend, fused_backend
 from vblackwell.train.config import TrainConfig, field_help
 from vblackwell.train.doctor import advice
 from vblackwell.train.metrics import MetricsLog, StepRecord, cut_after, read_metrics
@@ -285,6 +287,39 @@ def test_the_attention_that_runs_is_known():
         assert chosen_backend(shape.num_heads, shape.kv_heads, shape.head_size, 16, torch.float32, CPU) == "flash"
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), pytest.raises(Unsupported, match="--use-flash-attn: no fused"):
         chosen_backend(shape.num_heads, shape.kv_heads, shape.head_size, 16, torch.float32, CPU)
+
+
+def test_the_fused_attention_of_a_run_and_why_there_is_none(monkeypatch):
+    monkeypatch.setattr(dispatcher, "_measured", lambda request: {})
+    assert fused_backend(4, 2, 32, 16, torch.float32, CPU) == "flash"
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert fused_backend(4, 2, 64, 512, torch.bfloat16, cuda) == "cudnn"
+    assert fused_backend(4, 2, 64, 512, torch.bfloat16, cuda, deterministic=True) == "flash"
+    with pytest.raises(Unsupported, match="--use-flash-attn: no fused.*--mixed-precision") as caught:
+        fused_backend(4, 2, 64, 512, torch.float32, cuda)
+    for words in ("flash: torch.float32: it takes", "efficient: 4 query heads over 2 key heads"):
+        assert words in str(caught.value)
+    assert "math" not in str(caught.value) and "triton" not in str(caught.value)
+
+
+def test_a_decoder_attends_where_it_is_told():
+    shape = DecoderConfig(
+        vocab_size=31, hidden_size=32, intermediate_size=32, num_layers=2, num_heads=4, num_kv_heads=2
+    )
+    tokens = torch.randint(0, 31, (2, 9), generator=torch.Generator().manual_seed(0))
+    runs = []
+    for backend in (None, "flash"):
+        model = Decoder(shape, seed=1)
+        model.use_attention(backend)
+        loss = model(tokens, tokens)
+        runs.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    model.use_attention("cudnn")
+    with pytest.raises(Unsupported, match="'cudnn' refuses"):
+        model(tokens)
+    model.use_attention(None)
+    model(tokens)
 
 
 def test_advice_names_what_is_missing(tmp_path):

@@ -1,4 +1,4 @@
-"""Causal grouped-query self-attention of the decoder, on PyTorch's ``scaled_dot_product_attention``.
+"""Causal grouped-query self-attention of the decoder, on PyTorch's ``scaled_dot_product_attention`` or a backend given by name.
 
 The mask is given as ``is_causal`` wherever that is the whole truth: an explicit mask sends SDPA to its slow backends. Only a
 prompt that continues a filled cache needs one.
@@ -13,18 +13,24 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vblackwell.kernels.rotary import rotary
+from vblackwell.nn.attention_backends import attention
 from vblackwell.nn.cache import KVCache
 from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.nn.plain_linear import linears_of_one_input
 
 
 class SelfAttention(nn.Module):
-    """Attention of one block; parameters named as in Hugging Face's Llama."""
+    """Attention of one block; parameters named as in Hugging Face's Llama.
+
+    Attributes:
+        backend: the backend of attention_backends.py that passes without a cache run on; None: PyTorch chooses.
+    """
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         width, head = config.hidden_size, config.head_size
         self.layer, self.head_dim = layer, head
+        self.backend: str | None = None
         self.grouped = config.kv_heads != config.num_heads
         self.q_proj = nn.Linear(width, config.num_heads * head, bias=False)
         self.k_proj = nn.Linear(width, config.kv_heads * head, bias=False)
@@ -41,6 +47,9 @@ class SelfAttention(nn.Module):
         q_BNSH, k_BKTH = rotary(q_BNSH, k_BKTH, cos_SH, sin_SH)
         if cache is not None:
             k_BKTH, v_BKTH = cache.extend(self.layer, k_BKTH, v_BKTH)
+        if cache is None and self.backend is not None:
+            y_BNSH, _ = attention(q_BNSH, k_BKTH, v_BKTH, causal=True, backend=self.backend)
+            return self.o_proj(y_BNSH.transpose(1, 2).reshape(*x_BSD.shape[:2], -1))
         new, known = q_BNSH.shape[2], k_BKTH.shape[2]
         mask_ST = None
         if 1 < new < known:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError
+from vblackwell.nn.attention import SelfAttention
 from vblackwell.nn.block import DecoderLayer, RMSNorm
 from vblackwell.nn.cache import KVCache
 from vblackwell.nn.checkpoint import checkpoint
@@ -81,6 +82,12 @@ class Decoder(nn.Module):
     def layers(self) -> nn.ModuleList:
         """The blocks, first to last."""
         return self.model.layers
+
+    def use_attention(self, backend: str | None) -> None:
+        """Passes without a cache attend on this backend of attention_backends.py, or raise; None: on what PyTorch chooses."""
+        for module in self.modules():
+            if isinstance(module, SelfAttention):
+                module.backend = backend
 
     def _allocate(self, device: torch.device, dtype: torch.dtype | None) -> None:
         """Gives every parameter memory; ``to_empty`` would do but for fake tensors, whose storage it cannot swap."""

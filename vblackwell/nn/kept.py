@@ -25,15 +25,18 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.kernels import attention as _attention_op  # noqa: F401 - registers the own kernel's op
 from vblackwell.kernels import shared_input
 
 NAMES = ("attention", "projections", "gates")
 _aten: Any = torch.ops.aten
+_own: Any = torch.ops.vblackwell
 _ATTENTION = {
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _own.attention.default,
 }
 
 

@@ -1,7 +1,8 @@
-"""Which attention backend runs: asked of torch for the run's real shapes, and narrowed where the run demands it.
+"""Which attention backend runs: looked up beforehand for the run's real shapes, told, and narrowed where the run demands it.
 
-``--use-flash-attn`` must not end in the slow path unnoticed, and torch chooses silently; so the choice is looked up
-beforehand and told. Deterministic runs leave cuDNN and the memory-efficient kernel out: neither has a deterministic backward.
+With ``--use-flash-attn`` the dispatcher (nn/attention_backends.py) names a fused backend, the decoder runs that one or raises, and where
+there is none the run is refused: it must not end in the slow path unnoticed. Without the flag torch chooses. Deterministic runs leave
+cuDNN and the memory-efficient kernel out: neither has a deterministic backward.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vblackwell.errors import Unsupported
+from vblackwell.nn import attention_backends as dispatcher
 
 FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
@@ -21,6 +23,31 @@ def attention_backends(*, use_flash_attn: bool, deterministic: bool) -> Abstract
     if deterministic:
         return sdpa_kernel([SDPBackend.FLASH_ATTENTION] + ([] if use_flash_attn else [SDPBackend.MATH]))
     return sdpa_kernel(FUSED) if use_flash_attn else nullcontext()
+
+
+def fused_backend(
+    num_heads: int, num_kv_heads: int, head_dim: int, seq_length: int, dtype: torch.dtype, device: torch.device, *,
+    deterministic: bool = False,
+) -> str:  # fmt: skip
+    """The dispatcher's choice for causal training of this shape among the fused backends: the fastest measured here, or the stated order's.
+
+    FlexAttention, which compiles, and the own kernel, until it may be chosen, are not among them.
+
+    Raises:
+        Unsupported: all refuse; the message has their reasons.
+    """
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    request = dispatcher.AttentionRequest(
+        device.type, capability, dtype, num_heads, num_kv_heads, seq_length, seq_length, head_dim, causal=True,
+        gradient=True, deterministic=deterministic,
+    )  # fmt: skip
+    names = ("cudnn", "flash", "efficient") + ("triton",) * dispatcher.OWN_KERNEL_BY_DEFAULT
+    reasons = {name: why for name, why in dispatcher.attention_backends(request).items() if name in names}
+    for name, why in reasons.items():
+        if not why:
+            return name
+    said = " | ".join(f"{name}: {'; '.join(why)}" for name, why in reasons.items())
+    raise Unsupported(f"{_refused(num_heads, head_dim, dtype, device)}. {said}")
 
 
 def chosen_backend(
@@ -51,6 +78,5 @@ def chosen_backend(
 def _refused(num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Unsupported:
     return Unsupported(
         f"--use-flash-attn: no fused attention takes {num_heads} heads of {head_dim} in {dtype} on {device}: leave "
-        "the flag out, or add "
-        "--mixed-precision"
+        "the flag out, or add --mixed-precision"
     )

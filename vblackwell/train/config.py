@@ -110,7 +110,7 @@ class TrainConfig:
     """Recompute each block in backward instead of keeping its activations."""
 
     use_flash_attn: bool = False
-    """Ask for the fused attention, refuse to run without it, and say which one ran."""
+    """Run the fastest fused attention that is known here, refuse to run without one, and say which it is."""
 
     use_fp4: bool = False
     """Train with nvfp4-rounded weights in the forward, gradients straight through; without --gradient-checkpointing

@@ -9,32 +9,30 @@ import math
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from vblackwell.errors import Unsupported
 from vblackwell.nn.convert import convert_linears
+from vblackwell.nn.decoder import Decoder
 from vblackwell.offload.enable import bytes_when_resident, enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.formats import Formats, supports
 from vblackwell.offload.optimizer import VGPUAdamW
-from vblackwell.train.attention import attention_backends, chosen_backend
+from vblackwell.train.attention import attention_backends, chosen_backend, fused_backend
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.data import Corpus, prepare_data
 from vblackwell.train.dataset import BatchStream, PackedDataset
 from vblackwell.train.levels import build_stack, describe_levels
 from vblackwell.train.machine import cap_process
-from vblackwell.train.model import find_source
+from vblackwell.train.model import Learner, find_source
 from vblackwell.train.precision import Precision, choose_precision
 from vblackwell.train.progress import Progress
 from vblackwell.train.scaler import LossScaler
 from vblackwell.train.schedule import Schedule, default_warmup_steps
 from vblackwell.train.trainer import Parts
 from vblackwell.units import format_bytes
-
-if TYPE_CHECKING:
-    from vblackwell.nn.decoder import Decoder
 
 
 @dataclass
@@ -44,12 +42,14 @@ class Prepared:
     Attributes:
         config: with ``max_steps`` and ``warmup_steps`` decided.
         model_config: the model's Hugging Face config.json.
+        tokenizer_folder: the folder whose tokenizer's files go with the model; None to write the corpus' tokenizer.
     """
 
     config: TrainConfig
     model_config: dict[str, Any]
     corpus: Corpus
     parts: Parts
+    tokenizer_folder: Path | None = None
 
 
 def prepare(config: TrainConfig, device: torch.device, progress: Progress, cleanup: ExitStack) -> Prepared:
@@ -58,15 +58,17 @@ def prepare(config: TrainConfig, device: torch.device, progress: Progress, clean
     Raises:
         VBError: whatever of it cannot be had.
     """
-    source = find_source(config)
+    source = find_source(config, cleanup)  # first: reading the data may take long
     data = None if config.data is None else Path(config.data)
     corpus = prepare_data(data, source.tokenizer_path, config.vocab_size, progress.phase)
     dataset = PackedDataset(corpus, config.seq_length, "train", config.seed)
     validation = PackedDataset(corpus, config.seq_length, "validation", config.seed)
     config = decide_steps(config, len(dataset))
     torch.manual_seed(config.seed)
-    model = source.build(config, corpus)
-    model.gradient_checkpointing = config.gradient_checkpointing
+    learner = source.build(config, corpus)
+    model = learner.model
+    if config.gradient_checkpointing:
+        _checkpoint_layers(model)
     if config.use_fp4:
         converted = convert_linears(model)  # heads, embeddings and norms stay as they are
         progress.say(
@@ -75,9 +77,9 @@ def prepare(config: TrainConfig, device: torch.device, progress: Progress, clean
         )
     precision = choose_precision(config.precision, config.mixed_precision, device)
     formats = choose_formats(config, precision)
-    attention = _choose_attention(config, model, precision, device, cleanup)
+    attention = _choose_attention(config, learner, precision, device, cleanup)
     progress.say(
-        f"{config.name}: {model.config.num_parameters / 1e6:.2f} M parameters, {config.max_steps} steps of "
+        f"{config.name}: {sum(param.numel() for param in model.parameters()) / 1e6:.2f} M parameters, {config.max_steps} steps of "
         f"{config.tokens_per_step} "
         f"tokens, {precision.name} on {device}, attention: {attention}"
     )
@@ -91,7 +93,7 @@ def prepare(config: TrainConfig, device: torch.device, progress: Progress, clean
     enable_vgpu_stack_optimization(
         model, stack, placement=config.placement, compute_dtype=precision.compute_dtype, update=place_or_share(config.update),
         activations=choose_activations(config, device), states=formats.states, masters=formats.masters,
-        rounding_seed=formats.seed,
+        rounding_seed=formats.seed, initialize=learner.initialize,
     )  # fmt: skip
     parts = Parts(
         model=model,
@@ -102,18 +104,34 @@ def prepare(config: TrainConfig, device: torch.device, progress: Progress, clean
         schedule=_make_schedule(config),
         scaler=LossScaler() if precision.needs_scaler else None,
         device=device,
+        loss=learner.loss,
     )
-    return Prepared(config, model.config.to_hf(), corpus, parts)
+    return Prepared(config, learner.config, corpus, parts, source.tokenizer_folder)
+
+
+def _checkpoint_layers(model: nn.Module) -> None:
+    if isinstance(model, Decoder):
+        model.gradient_checkpointing = True
+        return
+    made: Any = model
+    if not made.supports_gradient_checkpointing:
+        raise Unsupported(f"--gradient-checkpointing: {type(model).__name__} does not offer it; leave the flag out")
+    made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def _choose_attention(
-    config: TrainConfig, model: Decoder, precision: Precision, device: torch.device, cleanup: ExitStack
+    config: TrainConfig, learner: Learner, precision: Precision, device: torch.device, cleanup: ExitStack
 ) -> str:
-    """Allow what the flags allow until ``cleanup``; the backend that torch takes for this model."""
+    """Allow what the flags allow until ``cleanup``; the backend that runs in this model."""
     allowed = attention_backends(use_flash_attn=config.use_flash_attn, deterministic=config.deterministic)
     cleanup.enter_context(allowed)
     shape, dtype = model.config, precision.compute_dtype or torch.float32
-    return chosen_backend(shape.num_heads, shape.kv_heads, shape.head_size, config.seq_length, dtype, device)
+    wanted = (shape.num_heads, shape.kv_heads, shape.head_size, config.seq_length, dtype, device)
+    if not config.use_flash_attn:
+        return chosen_backend(*wanted)
+    name = fused_backend(*wanted, deterministic=config.deterministic)
+    model.use_attention(name)
+    return f"{name}, as --use-flash-attn asks"
 
 
 def place_or_share(text: str) -> str | float:
