@@ -188,7 +188,11 @@ class World:
             gradient = torch.full((group.num_bytes,), GARBAGE, dtype=torch.uint8)
             self.queues.run(self.queues.model, lambda: gradient.copy_(values))
             job.gradient = gradient
-        end = self.lane.submit(job)
+        try:
+            end = self.lane.submit(job)
+        except BaseException:
+            self.shadows.give_back(shadows or {})
+            raise
         if job.gradient is not None:
             self._spoil_after(end.computed, job.gradient)
         if job.weight is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -92,6 +93,46 @@ def test_every_order_gives_the_same_bits_by_address(worker, seed, form, num_grou
     with pytest.MonkeyPatch.context() as patch:
         on_a_cpu(patch)
         run_world(seed, setting, worker).close()
+
+
+class Refusing:
+    """Makes one of the next copies of states an error, when told to."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, queues: LateQueues) -> None:
+        self.left = 0
+        self._of_states = queues.all
+        for name in ("copy", "copy_at"):
+            patch.setattr(queues, name, partial(self._copy, getattr(queues, name)))
+
+    def _copy(self, copy: Callable, queue, what):
+        if queue in self._of_states:
+            self.left -= 1
+            if self.left == 0:
+                raise RuntimeError("the driver said no")
+        return copy(queue, what)
+
+
+@pytest.mark.parametrize("lane", [QueuedLane, CudaLane])
+def test_an_update_that_fails_in_its_middle_leaves_nothing_under_way(lane, worker, monkeypatch):
+    """Whoever lent it memory may give that away when it raises; and the ring is whole for the next one."""
+    on_a_cpu(monkeypatch)
+    failed = 0
+    for seed in range(60):
+        world = World(seed, Setting(num_groups=2, in_ram=40.0, buffers=1 + seed % 3, eagerness=0.1, lane=lane), worker)
+        refusing = Refusing(monkeypatch, world.queues)
+        for group in world.groups * 3:
+            refusing.left = world.chance.randrange(1, 7)
+            try:
+                world.update(group, final=False, late=False)
+                world.confirm(group)
+            except RuntimeError:
+                failed += 1
+                assert not any(queue._items for queue in world.queues.all)
+            refusing.left = 0
+            world.update(group, final=True, late=False)
+        world.finish()
+        world.close()
+    assert failed > 60
 
 
 # -- the check itself ----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Also what an update behind the backward must not do: touch parameters that are f
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build
 from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
+from vblackwell.offload.lane import LaneEnd, LaneJob
 from vblackwell.offload.masters import join, round_from_fp32, split
 from vblackwell.offload.optimizer import VGPUAdamW
 
@@ -61,6 +63,29 @@ def clamp(module: nn.Module) -> None:
 
 def read(module: nn.Module) -> float:
     return sum(float(param.detach().abs().sum()) for param in module.parameters())
+
+
+def test_an_interrupt_while_an_update_is_queued_comes_behind_it(
+    pair: tuple[nn.Module, nn.Module], monkeypatch: pytest.MonkeyPatch
+):
+    """It was queued, so it must not be queued again by the forward that follows."""
+    model, lane = pair[0], offload_of(pair[0]).level0._lane
+    optimizers, submit, interrupts = optimizers_of(pair), lane.submit, iter([True])
+
+    def interrupted(job: LaneJob) -> LaneEnd:
+        end = submit(job)
+        if next(interrupts, False):
+            signal.raise_signal(signal.SIGINT)
+        return end
+
+    step_both(pair, optimizers, 0)
+    monkeypatch.setattr(lane, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        DECODER.loss(model, 1)
+    for seed in range(1, 3):
+        ours, theirs = step_both(pair, optimizers, seed)
+        assert ours == theirs
+    assert equal(*pair)
 
 
 @pytest.mark.parametrize("between", [id, clamp, read, lambda module: module.state_dict()])

@@ -121,8 +121,8 @@ class QueuedLane(Lane):
         try:
             return self._submit(job, sources, staged)
         except BaseException:
+            self._start_over()
             if staged is not None:
-                self.synchronize()
                 self._stage.drop(staged)
             raise
 
@@ -240,7 +240,11 @@ class QueuedLane(Lane):
             queue.wait_event(emptied)
         if (last := self._stored.get(wanted.group.index)) is not None:
             queue.wait_event(last)
-        copied = self._fill(wanted, buffer, sources, far)
+        try:
+            copied = self._fill(wanted, buffer, sources, far)
+        except BaseException:
+            self._start_over()
+            raise
         self._count(
             copied,
             [(self._level_of(sources[kind]), 0, place.stop - place.start) for kind, place in wanted.places.items()],
@@ -279,6 +283,15 @@ class QueuedLane(Lane):
                 self._stack.count_transfer(*link, num_bytes, copied.transfer)
             else:
                 self._stack.count_link(*link, num_bytes)
+
+    def _start_over(self) -> None:
+        """Something could not be queued: let the rest of it end, whose memory callers are about to give away, and empty the ring."""
+        self._ahead.clear()
+        self._expected.clear()
+        try:
+            self.synchronize()
+        finally:
+            self._free = deque((buffer, None) for buffer in self._ring)
 
     def _drop_ahead(self) -> None:
         for ahead in self._ahead:

@@ -22,6 +22,7 @@ from vblackwell.offload.groups import Group
 from vblackwell.offload.lane import Lane, LaneEnd, LaneJob, state_kinds
 from vblackwell.offload.pieces import num_elements
 from vblackwell.offload.shadow import Ranges, Shadows
+from vblackwell.offload.uninterrupted import uninterrupted
 from vblackwell.offload.update import Job
 from vblackwell.offload.weights import current_stream
 
@@ -89,6 +90,7 @@ class Level0Updates:
         """Whether ``group`` is updated under the next forward even where its update could run behind its backward."""
         return group in self._deferred
 
+    @uninterrupted()
     def anticipate(self, group: Group, jobs: list[Job], gradient: torch.Tensor, undo: bool) -> LaneEnd | None:
         """Update ``group`` behind its backward, from ``gradient`` on level 0; None if there is no room for a way back."""
         engine = self._engine
@@ -100,7 +102,11 @@ class Level0Updates:
             return None
         steps = [job.step.clone() for job in jobs]
         loaded = engine.weights.lend(group)
-        end = self._submit(group, jobs, own if shadows is None else shadows, loaded, gradient, None)
+        try:
+            end = self._submit(group, jobs, own if shadows is None else shadows, loaded, gradient, None)
+        except BaseException:
+            self.shadows.give_back(shadows or {})
+            raise
         self._anticipated[group.index] = Anticipated(jobs, steps, shadows, end)
         self._order.append(group)
         return end
@@ -121,8 +127,9 @@ class Level0Updates:
         except BaseException:
             if loaded is None:
                 engine.weights.revert(group)
-            else:
+            else:  # some of it may be updated
                 engine.weights.returned(loaded)
+                engine.weights.discard(group)
             raise
         for job in jobs:
             job.step.add_(1)
@@ -234,6 +241,7 @@ class Level0Updates:
         """Whether the lane has nothing to do but what it is storing."""
         return self._newest is None or self._newest.computed.done()
 
+    @uninterrupted()
     def _release(self, group: Group) -> None:
         """Queue a waiting update: on the weights that the forward is going to use, if level 0 has room for them already."""
         jobs, factor = waiting = self._waiting.pop(group.index)
