@@ -1,0 +1,307 @@
+"""PyTorch's caching allocator as arithmetic: what a sequence of allocations makes it hold, and whether that fits under a cap.
+
+Its rules, as in c10/cuda/CUDACachingAllocator.cpp with default settings and one stream. A size is rounded up to 512 B. Up to 1 MiB
+comes from the small pool, whose segments are 2 MiB; more from the large pool, whose segments are 20 MiB for sizes below 10 MiB, else the
+size rounded up to 2 MiB. The free block that fits best is taken, the lowest among equals, and split if what is left is at least 512 B
+(small pool) or more than 1 MiB (large pool); otherwise the whole block counts as allocated. A freed block joins its free neighbours.
+Segments are kept; only when the cap is hit are those that are entirely free given back, once, before the allocation fails.
+
+With expandable segments each pool is one range of addresses, mapped in pages of 2 MiB (small) or 20 MiB (large) where it needs to grow, and
+split to the last 512 B; hitting the cap unmaps the whole pages inside free blocks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from typing import Protocol
+
+from vblackwell.errors import InsufficientMemory
+from vblackwell.units import GiB, MiB, align_up, format_bytes
+
+MIN_BLOCK = 512
+SMALL_SIZE = MiB
+SMALL_SEGMENT = 2 * MiB
+MIN_LARGE = 10 * MiB
+LARGE_SEGMENT = 20 * MiB
+ROUND_LARGE = 2 * MiB
+_SPAN = 1 << 60  # addresses of an expandable segment: more than any GPU has
+_POOL_GAP = 16 * GiB
+
+
+class Block:
+    """A range of a segment: allocated, free, or (expandable segments) not mapped."""
+
+    __slots__ = ("address", "size", "small", "allocated", "mapped", "previous", "next")
+
+    def __init__(self, address: int, size: int, small: bool, mapped: bool = True) -> None:
+        self.address, self.size, self.small, self.mapped = address, size, small, mapped
+        self.allocated = False
+        self.previous: Block | None = None
+        self.next: Block | None = None
+
+
+def round_size(num_bytes: int) -> int:
+    """What a request of ``num_bytes`` > 0 is counted as."""
+    return max(MIN_BLOCK, align_up(num_bytes, MIN_BLOCK))
+
+
+def segment_size(size: int) -> int:
+    """Bytes that are taken from the driver where no free block holds ``size`` (already rounded) bytes."""
+    if size <= SMALL_SIZE:
+        return SMALL_SEGMENT
+    return LARGE_SEGMENT if size < MIN_LARGE else align_up(size, ROUND_LARGE)
+
+
+class CachingAllocator:
+    """Blocks without bytes.
+
+    Args:
+        cap_bytes: most that may be reserved; None: no limit. (`set_per_process_memory_fraction`, or what the card has left.)
+        expandable: as with ``PYTORCH_ALLOC_CONF=expandable_segments:True``.
+
+    Attributes:
+        allocated, reserved: bytes now; peak_allocated, peak_reserved: at most.
+        flushes: how often the cap made it give segments back.
+    """
+
+    def __init__(self, cap_bytes: int | None = None, expandable: bool = False) -> None:
+        self.cap_bytes, self.expandable = cap_bytes, expandable
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.flushes = 0
+        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
+        self._address = 0
+        self._ranges = {small: Block(_SPAN * (2 - small), _SPAN, small, mapped=False) for small in (True, False)}
+
+    def malloc(self, num_bytes: int) -> Block | None:
+        """A block for ``num_bytes``; None for 0 bytes, which take nothing.
+
+        Raises:
+            InsufficientMemory: it would exceed the cap even after free segments were given back.
+        """
+        if num_bytes == 0:
+            return None
+        size = round_size(num_bytes)
+        small = size <= SMALL_SIZE
+        block = self._best_fit(size, small) or self._grow(size, small)
+        if block is None:
+            self._flush()
+            block = self._grow(size, small)
+        if block is None:
+            raise InsufficientMemory(
+                f"an allocation of {format_bytes(size)} does not fit: {format_bytes(self.allocated)} are in use and "
+                f"{format_bytes(self.reserved)} reserved of {format_bytes(self.cap_bytes or 0)}",
+                needed_bytes=self.reserved + size,
+                available_bytes=self.cap_bytes or 0,
+            )
+        rest = block.size - size
+        if rest >= MIN_BLOCK if small or self.expandable else rest > SMALL_SIZE:
+            self._put(self._cut(block, size))
+        block.allocated = True
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block
+
+    def free(self, block: Block | None) -> None:
+        """Give a block back to its pool."""
+        if block is None:
+            return
+        assert block.allocated, "freed twice"
+        block.allocated = False
+        self.allocated -= block.size
+        self._put(self._join(block))
+
+    # -- free blocks -------------------------------------------------------------------------------------------------------
+
+    def _best_fit(self, size: int, small: bool) -> Block | None:
+        free = self._free[small]
+        index = bisect_left(free, (size,))
+        if index == len(free):
+            return None
+        if self.expandable:  # leave the block that could still grow to those who need more than there is
+            while index + 1 < len(free) and _could_become(free[index + 1][2]) < _could_become(free[index][2]):
+                index += 1
+        return free.pop(index)[2]
+
+    def _put(self, block: Block) -> None:
+        insort(self._free[block.small], (block.size, block.address, block))
+
+    def _take(self, block: Block) -> None:
+        free = self._free[block.small]
+        del free[bisect_left(free, (block.size, block.address))]
+
+    def _cut(self, block: Block, size: int) -> Block:
+        """Shorten ``block`` to ``size``; the rest of it."""
+        rest = Block(block.address + size, block.size - size, block.small, block.mapped)
+        rest.previous, rest.next, block.next = block, block.next, rest
+        if rest.next:
+            rest.next.previous = rest
+        block.size = size
+        return rest
+
+    def _join(self, block: Block) -> Block:
+        """``block``, which is in no list, with its free neighbours, which leave theirs."""
+        if block.previous and self._is_free(block.previous):
+            self._take(block.previous)
+            block = self._absorb(block.previous, block)
+        if block.next and self._is_free(block.next):
+            self._take(block.next)
+            self._absorb(block, block.next)
+        return block
+
+    @staticmethod
+    def _is_free(block: Block) -> bool:
+        return block.mapped and not block.allocated
+
+    @staticmethod
+    def _absorb(left: Block, right: Block) -> Block:
+        left.size += right.size
+        left.next = right.next
+        if right.next:
+            right.next.previous = left
+        return left
+
+    # -- the driver's memory -----------------------------------------------------------------------------------------------
+
+    def _reserve(self, num_bytes: int) -> bool:
+        if self.cap_bytes is not None and self.reserved + num_bytes > self.cap_bytes:
+            return False
+        self.reserved += num_bytes
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        return True
+
+    def _grow(self, size: int, small: bool) -> Block | None:
+        if self.expandable:
+            return self._map(size, small)
+        wanted = segment_size(size)
+        if not self._reserve(wanted):
+            return None
+        block = Block(self._address, wanted, small)
+        self._address += wanted + _POOL_GAP
+        return block
+
+    def _map(self, size: int, small: bool) -> Block | None:
+        """The lowest run of free and unmapped blocks that has room, its unmapped parts mapped by whole pages."""
+        page = SMALL_SEGMENT if small else LARGE_SEGMENT
+        start = self._room(size, small)
+        while True:
+            hole = start if not start.mapped else start.next
+            assert hole is not None and not hole.mapped
+            missing = align_up(size if hole is start else size - start.size, page)
+            if not self._reserve(min(missing, hole.size)):
+                return None
+            if hole.size > missing:
+                self._cut(hole, missing)
+            hole.mapped = True
+            start = self._join(hole)
+            if start.size >= size:
+                return start
+            self._put(start)
+
+    def _room(self, size: int, small: bool) -> Block:
+        block: Block | None = self._ranges[small]
+        while block:
+            if not block.mapped:
+                first = block.previous if block.previous and self._is_free(block.previous) else block
+                run, each = 0, first
+                while each and not each.allocated and run < size:
+                    run, each = run + each.size, each.next
+                if run >= size:
+                    return first
+            block = block.next
+        raise AssertionError("an expandable segment has room for everything")
+
+    def _flush(self) -> None:
+        """Give back what is entirely free."""
+        self.flushes += 1
+        for small, free in self._free.items():
+            kept: list[tuple[int, int, Block]] = []
+            for _, _, block in free:
+                if self.expandable:
+                    kept += [(each.size, each.address, each) for each in self._unmap(block, small)]
+                elif block.previous or block.next:
+                    kept.append((block.size, block.address, block))
+                else:
+                    self.reserved -= block.size
+            self._free[small] = sorted(kept, key=lambda entry: entry[:2])
+
+    def _unmap(self, block: Block, small: bool) -> list[Block]:
+        """Unmap the whole pages of a free block; what is left of it."""
+        page = SMALL_SEGMENT if small else LARGE_SEGMENT
+        base = _SPAN * (2 - small)
+        first = align_up(block.address - base, page) + base
+        last = (block.address + block.size - base) // page * page + base
+        if last <= first:
+            return [block]
+        kept = []
+        if first > block.address:
+            kept.append(block)
+            block = self._cut(block, first - block.address)
+        if block.address + block.size > last:
+            kept.append(self._cut(block, last - block.address))
+        self.reserved -= block.size
+        block.mapped = False
+        for left, right in ((block, block.next), (block.previous, block)):
+            if left and right and not left.mapped and not right.mapped:
+                self._absorb(left, right)
+        return kept
+
+
+def _could_become(block: Block) -> int:
+    return block.size + (block.next.size if block.next and not block.next.mapped else 0)
+
+
+# -- replay --------------------------------------------------------------------------------------------------------------
+
+
+class Events(Protocol):
+    """What is replayed: ``i`` in ``events`` allocates ``sizes[i]`` bytes, ``~i`` frees them."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+    @property
+    def events(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a sequence of allocations makes the allocator hold.
+
+    Attributes:
+        fits: whether every allocation succeeded; if not, the rest describes what came before.
+        peak_allocated, peak_reserved: bytes, as `torch.cuda.max_memory_allocated` and `max_memory_reserved` count.
+        peak_event: index of the event at which allocated bytes were at their peak.
+        reserved_then: bytes reserved at that moment.
+        flushes: how often free segments had to be given back.
+        failed_event: index of the allocation that failed, or None.
+    """
+
+    fits: bool
+    peak_allocated: int
+    peak_reserved: int
+    peak_event: int
+    reserved_then: int
+    flushes: int
+    failed_event: int | None
+
+
+def replay(trace: Events, cap_bytes: int | None = None, expandable: bool = False) -> Replay:
+    """Run the events of ``trace`` through the allocator."""
+    allocator = CachingAllocator(cap_bytes, expandable)
+    blocks: dict[int, Block | None] = {}
+    peak_event = reserved_then = 0
+    failed = None
+    for position, event in enumerate(trace.events):
+        if event < 0:
+            allocator.free(blocks.pop(~event))
+            continue
+        before = allocator.peak_allocated
+        try:
+            blocks[event] = allocator.malloc(trace.sizes[event])
+        except InsufficientMemory:
+            failed = position
+            break
+        if allocator.peak_allocated > before:
+            peak_event, reserved_then = position, allocator.reserved
+    return Replay(
+        failed is None, allocator.peak_allocated, allocator.peak_reserved, peak_event, reserved_then, allocator.flushes, failed
+    )  # fmt: skip
