@@ -65,7 +65,9 @@ def save_model(
         ends = {key: config[key] for key in keys if config.get(key) is not None}
         folder.add_json(GENERATION, {"_from_model_config": True, **ends})
     if tokenizer is not None:
-        save_tokenizer(folder, tokenizer, config.get("eos_token_id"), config.get("max_position_embeddings"))
+        end = config.get("eos_token_id")
+        end = end[0] if isinstance(end, list) else end  # models may stop at several
+        save_tokenizer(folder, tokenizer, end, config.get("max_position_embeddings"))
     with SafetensorsShards(folder, "model", specs, max_shard_bytes) as shards:
         for name in shards.names:
             tensor = tensors[name] if isinstance(tensors, dict) else _expect(name, tensors)

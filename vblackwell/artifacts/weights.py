@@ -74,7 +74,7 @@ class FolderWeights:
     It is the ``initialize`` of `enable_vgpu_stack_optimization`: called with a parameter's name and a CPU tensor, it fills that.
 
     Args:
-        model: one of transformers', its parameters on the meta device (`build_on_meta`).
+        model: its parameters on the meta device: one of transformers' (`build_on_meta`), or any module whose names are the files'.
         folder: with safetensors.
 
     Raises:
@@ -141,11 +141,12 @@ class FolderWeights:
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
         model: Any = self._model
-        mapping = get_model_conversion_mapping(model)
+        known = hasattr(model, "base_model_prefix")
+        mapping = get_model_conversion_mapping(model) if known else []
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-        prefix, extra = model.base_model_prefix, list[StoredTensor]()
+        prefix, extra = model.base_model_prefix if known else None, list[StoredTensor]()
         groups: dict[str, Recipe] = {}
         for name in sorted(self._stored, key=dot_natural_key):
             target, pattern = rename_source_key(name, renamings, converters, prefix, self._targets)
@@ -156,7 +157,10 @@ class FolderWeights:
                 continue
             recipe = groups.setdefault(target, Recipe(target, None if pattern is None else by_pattern[pattern]))
             recipe.sources.setdefault(pattern or "", []).append(self._stored[name])
-        model._weight_conversions = [entry for entry in mapping if entry.was_used()]  # saving reverts what loading did
+        if known:
+            model._weight_conversions = [
+                entry for entry in mapping if entry.was_used()
+            ]  # saving reverts what loading did
         misshapen = [wrong for recipe in groups.values() for wrong in self._check_recipe(recipe)]
         return extra, misshapen
 

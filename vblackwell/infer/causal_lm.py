@@ -96,27 +96,38 @@ def save_causal_lm(
             f"{type(model).__name__} is none of transformers' models: export_state gives its tensors"
         )
     path = Path(folder).absolute()
-    plan = _Published(made, dtype)
+    plan = PublishedTensors(made, dtype)
     needed = sum(spec.size_bytes for spec in plan.specs) + (64 << 20)
-    config = json.loads(made.config.to_json_string()) | {"architectures": [type(model).__name__]}
     generation = getattr(made, "generation_config", None)
     with CommitFolder(path.parent, path.name, needed) as commit:
         if generation is not None:
             commit.add_json(GENERATION, json.loads(generation.to_json_string()))
         if tokenizer is not None:
             copy_tokenizer(commit, Path(tokenizer))
-        save_model(commit, config, plan.specs, plan.tensors(), None, max_shard_bytes, generation=generation is None)
+        save_model(
+            commit, config_json(model), plan.specs, plan.tensors(), None, max_shard_bytes, generation=generation is None
+        )
     return path
 
 
-class _Published:
+def config_json(model: nn.Module) -> dict[str, Any]:
+    """The config.json of a model of transformers."""
+    made: Any = model
+    return json.loads(made.config.to_json_string()) | {"architectures": [type(model).__name__]}
+
+
+class PublishedTensors:
     """A model's tensors as its architecture's folders have them.
+
+    Args:
+        model: one of transformers', in a stack or not.
+        dtype: of what is written; by default the masters' (fp32), else the parameters'.
 
     Attributes:
         specs: in the order in which `tensors` gives them.
     """
 
-    def __init__(self, model: Any, dtype: torch.dtype | None) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype | None = None) -> None:
         self._model, self._dtype = model, dtype
         engine = offload_of(model)
         params = (

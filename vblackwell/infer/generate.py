@@ -81,7 +81,7 @@ def _encode(model: nn.Module, tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 def _room(model: nn.Module, prompt_length: int, max_new_tokens: int | None) -> int:
     """How many tokens may be added."""
-    limit = _limit(model)
+    limit = position_limit(model)
     if max_new_tokens is not None and max_new_tokens < 1:
         raise ConfigurationError(f"{max_new_tokens} new tokens: give at least 1")
     if limit is None:
@@ -100,7 +100,8 @@ def _room(model: nn.Module, prompt_length: int, max_new_tokens: int | None) -> i
     return limit - prompt_length if max_new_tokens is None else max_new_tokens
 
 
-def _limit(model: nn.Module) -> int | None:
+def position_limit(model: nn.Module) -> int | None:
+    """The longest sequence that the model's config allows; None if it names none."""
     config: Any = model.config
     names = ("max_position", "max_position_embeddings", "n_positions")
     return next((getattr(config, name) for name in names if getattr(config, name, None)), None)

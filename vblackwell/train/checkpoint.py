@@ -22,9 +22,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from vblackwell.artifacts.commit import CommitFolder, clean_leftovers, newest_verified, prune, verify_folder
-from vblackwell.artifacts.folder import read_json, save_model, tensor_files
+from vblackwell.artifacts.folder import copy_tokenizer, read_json, save_model, tensor_files
 from vblackwell.artifacts.shards import SafetensorsShards, TensorSpec
 from vblackwell.errors import CorruptData, DiskError, VBError
+from vblackwell.infer.causal_lm import PublishedTensors
+from vblackwell.nn.decoder import Decoder
 from vblackwell.offload.enable import offload_of
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.state import MOMENTS, ParameterState, export_state, import_state
@@ -159,6 +161,13 @@ def _write_model(folder: CommitFolder, prepared: Prepared, *, with_states: bool)
     named = _in_export_order(model)
     weights = [TensorSpec(name, tuple(param.shape), torch.float32) for name, param in named]
     config, tokenizer = prepared.model_config, prepared.corpus.tokenizer
+    if prepared.tokenizer_folder is not None:  # with its special tokens and its chat template
+        copy_tokenizer(folder, prepared.tokenizer_folder)
+        tokenizer = None
+    if not with_states and not isinstance(model, Decoder):
+        published = PublishedTensors(model)  # names and shapes as others expect them
+        save_model(folder, config, published.specs, published.tensors(), tokenizer)
+        return
     if not with_states:
         tensors = ((name, state["weight"]) for name, state in export_state(model))
         save_model(folder, config, weights, tensors, tokenizer)

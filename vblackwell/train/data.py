@@ -80,10 +80,11 @@ def prepare_data(
         report(f"{tokenizer_path} has no end-of-text token: documents follow each other without a mark", None)
     fingerprint = xxhash.xxh3_128_hexdigest(f"{FORMAT} {content} {end} {tokenizer.to_str()}".encode())
     tokens = _packed_tokens(source, tokenizer, end, fingerprint, report)
-    return Corpus(tokens, tokenizer, _vocab_size(tokenizer), end, fingerprint, source.name)
+    return Corpus(tokens, tokenizer, vocab_size_of(tokenizer), end, fingerprint, source.name)
 
 
-def _vocab_size(tokenizer: Tokenizer) -> int:
+def vocab_size_of(tokenizer: Tokenizer) -> int:
+    """One more than the largest token number."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
 
 
@@ -137,7 +138,7 @@ def _packed_tokens(
 
 def _pack(source: Source, tokenizer: Tokenizer, end: int | None, folder: Path, report: Progress) -> None:
     """Writes ``tokens.bin`` and ``tokens.json`` into ``folder``."""
-    kind = np.dtype(np.uint16 if _vocab_size(tokenizer) <= 1 << 16 else np.uint32)
+    kind = np.dtype(np.uint16 if vocab_size_of(tokenizer) <= 1 << 16 else np.uint32)
     digest, count, text_bytes = xxhash.xxh3_128(), 0, 0
     with (folder / "tokens.bin").open("wb") as file:
         for numbers, read in _encoded(source, tokenizer, end):

@@ -1,17 +1,34 @@
-"""The decoder that a run trains: a preset with random weights, or a Hugging Face folder's."""
+"""The model that a run trains: a preset's decoder with random weights, or the causal model of a Hugging Face folder.
+
+A folder whose architecture is Llama's is computed by our `Decoder`, any other by transformers. Either is built on the meta device, and
+its folder checked whole (configuration, tokenizer, tables of all shards), before the data is looked at; weights are read when
+the stack takes the model.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vblackwell.artifacts.folder import load_weights, read_config
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vblackwell.artifacts.folder import read_config, read_tokenizer
+from vblackwell.artifacts.hub import find_folder
+from vblackwell.artifacts.meta_model import build_on_meta
+from vblackwell.artifacts.weights import FolderWeights
 from vblackwell.errors import ConfigurationError, nearest
-from vblackwell.nn.decoder import Decoder
-from vblackwell.nn.decoder_config import DecoderConfig
+from vblackwell.infer.causal_lm import config_json
+from vblackwell.nn.decoder import IGNORED_TARGET, Decoder
+from vblackwell.nn.decoder_config import DecoderConfig, not_supported_reasons
+from vblackwell.offload.initialize import Initialize
 from vblackwell.train.config import TrainConfig
+from vblackwell.train.data import vocab_size_of
 from vblackwell.train.presets import find_preset
 
 if TYPE_CHECKING:
@@ -19,68 +36,124 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Learner:
+    """A model that is about to be put into a stack and trained.
+
+    Attributes:
+        loss: called with (input_ids, targets), both (B, S) int64; the mean cross entropy.
+        config: the model's Hugging Face config.json.
+        heads: query heads, key and value heads, and the width of one.
+        initialize: fills the model, which is on the meta device; None for one that has its weights.
+    """
+
+    model: nn.Module
+    loss: Callable[[Tensor, Tensor], Tensor]
+    config: dict[str, Any]
+    heads: tuple[int, int, int]
+    initialize: Initialize | None = None
+
+
+@dataclass(frozen=True)
 class Source:
     """Where the model comes from.
 
     Attributes:
-        folder: Hugging Face folder with shape and weights; None for a preset.
+        learner: the folder's model; None for a preset, whose vocabulary is the data's.
         tokenizer_path: what the data is to be encoded with; None to train a tokenizer.
+        tokenizer_folder: the model folder, if its tokenizer is used.
     """
 
-    folder: Path | None
+    learner: Learner | None
     tokenizer_path: Path | None
+    tokenizer_folder: Path | None = None
 
-    def shape(self, config: TrainConfig, corpus: Corpus) -> DecoderConfig:
-        """The decoder's shape for this run.
+    def build(self, config: TrainConfig, corpus: Corpus) -> Learner:
+        """The folder's model; or the preset's, drawn from the run's seed, on the CPU in fp32.
 
         Raises:
-            ConfigurationError: data and model do not go together, or an unknown architecture key.
-            Unsupported: the folder describes a model that `Decoder` does not compute.
+            ConfigurationError: an unknown architecture key.
         """
-        if self.folder is None:
-            return _preset_shape(config, corpus)
-        shape = DecoderConfig.from_hf(read_config(self.folder))
-        if corpus.vocab_size > shape.vocab_size:
-            raise ConfigurationError(
-                f"the tokenizer has {corpus.vocab_size} tokens, {self.folder} was trained with {shape.vocab_size}: "
-                "give the model's own "
-                "--tokenizer"
-            )
-        if config.seq_length > shape.max_position:
-            raise ConfigurationError(
-                f"--seq-length {config.seq_length} is beyond the {shape.max_position} positions of {self.folder}: shorten it"
-            )
-        return shape
-
-    def build(self, config: TrainConfig, corpus: Corpus) -> Decoder:
-        """The model on the CPU in fp32: drawn from the run's seed, or read from the folder."""
-        model = Decoder(self.shape(config, corpus), seed=config.seed, device="cpu")
-        if self.folder is not None:
-            load_weights(model, self.folder)
-        return model
+        if self.learner is not None:
+            return self.learner
+        shape = _preset_shape(config, corpus)
+        return _learner_of(Decoder(shape, seed=config.seed, device="cpu"))
 
 
-def find_source(config: TrainConfig) -> Source:
-    """What ``--model`` and ``--tokenizer`` mean.
+def find_source(config: TrainConfig, cleanup: ExitStack) -> Source:
+    """What ``--model`` and ``--tokenizer`` mean. The folder's files stay open until ``cleanup``.
 
     Raises:
-        ConfigurationError: the folder is not there, or has no tokenizer and none was given.
+        ConfigurationError: the folder is not there, has no tokenizer and none was given, or model, tokenizer and flags disagree.
+        FolderMismatch: its tensors are not those of its config.json.
+        CorruptData: one of its files is damaged.
+        Unsupported: an architecture that neither `Decoder` nor transformers computes.
     """
     tokenizer = None if config.tokenizer is None else Path(config.tokenizer)
     if config.model is None:
         return Source(None, tokenizer)
-    folder = Path(config.model)
-    if not folder.is_dir():
+    folder = find_folder(config.model)
+    if tokenizer is None and not (folder / "tokenizer.json").is_file():
         raise ConfigurationError(
-            f"--model {folder}: no such folder; give a Hugging Face folder with config.json and safetensors"
+            f"--model {folder} has no tokenizer.json: give the one it was trained with as --tokenizer"
         )
-    if tokenizer is None:
-        if not (folder / "tokenizer.json").is_file():
+    learner = _open_folder(folder, config, cleanup)
+    path = tokenizer or folder
+    size, rows = vocab_size_of(read_tokenizer(path)), learner.config["vocab_size"]
+    if size > rows:
+        file = path / "tokenizer.json" if path.is_dir() else path
+        raise ConfigurationError(
+            f"{file} has {size} tokens, {folder / 'config.json'} a vocab_size of {rows}: give the tokenizer that the model was trained "
+            "with as --tokenizer"
+        )
+    return Source(learner, path, folder if tokenizer is None else None)
+
+
+def _open_folder(folder: Path, config: TrainConfig, cleanup: ExitStack) -> Learner:
+    raw, file = read_config(folder), folder / "config.json"
+    if not_supported_reasons(raw):
+        learner = _learner_of(build_on_meta(folder, torch.float32))
+    else:
+        try:
+            shape = DecoderConfig.from_hf(raw)
+        except (ConfigurationError, TypeError, ValueError) as error:
             raise ConfigurationError(
-                f"--model {folder} has no tokenizer.json: give the one it was trained with as --tokenizer"
-            )
-        tokenizer = folder
-    return Source(folder, tokenizer)
+                f"{file}: {error}; give the config.json that the weights were published with"
+            ) from error
+        learner = _learner_of(Decoder(shape, device="meta", dtype=torch.float32))
+    limit = learner.config.get("max_position_embeddings")
+    if limit is not None and config.seq_length > limit:
+        raise ConfigurationError(
+            f"--seq-length {config.seq_length} is beyond the {limit} positions of {file}: shorten it"
+        )
+    weights = cleanup.enter_context(FolderWeights(learner.model, folder))
+    weights.load_buffers()
+    return dataclasses.replace(learner, initialize=weights)
+
+
+def _learner_of(model: nn.Module) -> Learner:
+    if isinstance(model, Decoder):
+        shape = model.config
+        return Learner(model, model, shape.to_hf(), (shape.num_heads, shape.kv_heads, shape.head_size))
+    made: Any = model
+    config = made.config.get_text_config()
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    names = {name: getattr(config, name, None) for name in ("vocab_size", "max_position_embeddings")}
+    return Learner(model, NextTokenLoss(model), config_json(model) | names, (heads, kv_heads, width))
+
+
+class NextTokenLoss:
+    """The mean cross entropy, in fp32, of a causal model of transformers; targets of -100 do not count."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __call__(self, input_ids_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        logits_BSV = self._model(input_ids=input_ids_BS, use_cache=False).logits
+        return functional.cross_entropy(
+            logits_BSV.flatten(0, 1).float(), targets_BS.flatten(), ignore_index=IGNORED_TARGET
+        )
 
 
 def _preset_shape(config: TrainConfig, corpus: Corpus) -> DecoderConfig:

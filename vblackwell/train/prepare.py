@@ -125,8 +125,15 @@ def _choose_attention(
     """Allow what the flags allow until ``cleanup``; the backend that runs in this model."""
     allowed = attention_backends(use_flash_attn=config.use_flash_attn, deterministic=config.deterministic)
     cleanup.enter_context(allowed)
-    shape, dtype = model.config, precision.compute_dtype or torch.float32
-    wanted = (shape.num_heads, shape.kv_heads, shape.head_size, config.seq_length, dtype, device)
+    model: Any = learner.model
+    kind = getattr(model.config, "_attn_implementation", "sdpa")
+    if config.use_flash_attn and (kind != "sdpa" or not isinstance(model, Decoder)):
+        raise Unsupported(
+            f"--use-flash-attn: {type(model).__name__} of transformers chooses its attention itself ({kind}); leave the flag out"
+        )
+    if kind != "sdpa":
+        return kind
+    wanted = (*learner.heads, config.seq_length, precision.compute_dtype or torch.float32, device)
     if not config.use_flash_attn:
         return chosen_backend(*wanted)
     name = fused_backend(*wanted, deterministic=config.deterministic)

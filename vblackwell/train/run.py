@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported
-from vblackwell.infer.generate import generate
+from vblackwell.infer.generate import generate, position_limit
 from vblackwell.offload.enable import offload_of
 from vblackwell.train.checkpoint import Checkpoints, export_final, finished_step, refuse_full_disk
 from vblackwell.train.config import TrainConfig
@@ -164,9 +164,9 @@ class _Run:
 
     def _sample(self) -> None:
         config, prepared = self.prepared.config, self.prepared
-        tokenizer, limit = prepared.corpus.tokenizer, prepared.model_config["max_position_embeddings"]
-        room = limit - max(1, len(tokenizer.encode(config.sample_prompt).ids))
-        count = min(config.sample_tokens, room)
+        tokenizer, limit = prepared.corpus.tokenizer, position_limit(prepared.parts.model)
+        prompt_tokens = max(1, len(tokenizer.encode(config.sample_prompt).ids))
+        count = config.sample_tokens if limit is None else min(config.sample_tokens, limit - prompt_tokens)
         if count < config.sample_tokens:
             self.progress.say(
                 f"sample: {config.sample_tokens} tokens are asked for, the model has room for {max(count, 0)}"

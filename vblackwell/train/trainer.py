@@ -43,7 +43,8 @@ class Parts:
     """What a run is made of.
 
     Attributes:
-        model: called with (input_ids, targets), both (B, S) int64; returns the mean loss.
+        model: what is trained.
+        loss: called with (input_ids, targets), both (B, S) int64; returns the mean loss. By default the model itself.
         stream: the training data.
         validation: the held-out windows.
     """
@@ -56,6 +57,7 @@ class Parts:
     schedule: Schedule
     scaler: LossScaler | None
     device: torch.device
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Trainer:
         assert config.max_steps is not None
         self.config = config
         self.parts = parts
+        self._loss = parts.loss or parts.model
         self.total_steps = config.max_steps
         self.step = 0
         self._held: dict[str, int] = {}
@@ -177,7 +180,7 @@ class Trainer:
                 return
             input_ids_BS, targets_BS = parts.stream.next()
             sent = [Sent(tokens_BS, parts.device) for tokens_BS in (input_ids_BS, targets_BS)]
-            loss = parts.model(*(tokens.arrived() for tokens in sent))
+            loss = self._loss(*(tokens.arrived() for tokens in sent))
             late = LateScalar(loss.detach() / count)  # on its way before backward fills the queues
             self._note_held()
             (loss * (scale / count)).backward()
@@ -236,7 +239,7 @@ class Trainer:
             if self._stop.wanted:
                 return None
             used = min(len(input_ids_BS), wanted - seen)
-            loss = parts.model(input_ids_BS[:used].to(parts.device), targets_BS[:used].to(parts.device))
+            loss = self._loss(input_ids_BS[:used].to(parts.device), targets_BS[:used].to(parts.device))
             total += float(loss) * used
             seen += used
         return finite_or_none(total / seen)
