@@ -135,6 +135,20 @@ def test_an_update_that_fails_in_its_middle_leaves_nothing_under_way(lane, worke
     assert failed > 60
 
 
+@pytest.mark.parametrize("lane", [QueuedLane, CudaLane])
+def test_what_was_brought_up_for_nobody_has_come_when_its_memory_goes(lane, worker, monkeypatch):
+    """A model may be collected in the middle of a step: nobody drains its lane then."""
+    on_a_cpu(monkeypatch)
+    for seed in range(10):
+        world = World(seed, Setting(num_groups=2, in_ram=40.0, eagerness=0.0, lane=lane), worker)
+        world.lane.expect(world.groups)
+        world.lane.pump()
+        assert world.queues.states_in._items
+        world.homes.close()
+        assert not world.queues.states_in._items
+        world.stack.close()
+
+
 # -- the check itself ----------------------------------------------------------------------------------------------------
 
 

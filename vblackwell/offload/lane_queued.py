@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +60,24 @@ class QueuedEnd(LaneEnd):
     weights: Transfer
 
 
+class _Idle(Transfer):
+    """Everything that queues have been given, whenever it is asked about."""
+
+    def __init__(self, queues: Queues) -> None:
+        self._queues = queues
+
+    def wait(self) -> None:
+        for queue in self._queues.all:
+            with suppress(Exception):  # of what was queued: its owner has heard of it
+                queue.synchronize()
+
+    def wait_on(self, stream: Any) -> None:
+        self.wait()
+
+    def done(self) -> bool:
+        return False
+
+
 class QueuedLane(Lane):
     """See the module's text."""
 
@@ -77,6 +96,8 @@ class QueuedLane(Lane):
         self._cut: dict[tuple[int, tuple[str, ...]], list[Wanted]] = {}
         # The factors that jobs read: nobody may get their memory before the device is done with it.
         self._in_use: deque[tuple[Mark, Any]] = deque()
+        # A model that dies between two steps leaves copies into the ring under way, of pieces that nobody takes.
+        homes.in_flight.add(_Idle(queues))
         memory.zero_()
         for queue in queues.all:
             queues.follow(queue, queues.computing())
