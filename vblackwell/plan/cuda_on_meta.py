@@ -65,6 +65,7 @@ class CudaOnMeta(TorchFunctionMode):
         super().__init__()
         self.autocast = autocast
         self.cache_casts = False
+        self.items_are_one = False
         self._casts: dict[int, tuple[Tensor, Tensor]] = {}
 
     def drop_casts(self) -> None:
@@ -74,6 +75,8 @@ class CudaOnMeta(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ANSWERS:
             return _ANSWERS[func](args[0], func)
+        if func is Tensor.item and self.items_are_one and args[0].is_meta:
+            return 1.0
         kwargs = kwargs or {}
         if self.autocast is not None:
             args, kwargs = self._cast(func, args, kwargs)

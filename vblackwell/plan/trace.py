@@ -268,7 +268,11 @@ def _one_step(
     del value
     recorder.enter_phase("optimizer")
     if optimizer is not None:
+        masquerade.items_are_one = (
+            True  # what an optimizer reads (Adafactor: a norm) scales its step, and decides no size
+        )
         optimizer.step()
+        masquerade.items_are_one = False
         with torch._C.DisableTorchFunction():
             for tensor in tree_leaves([state for state in optimizer.state.values()]):
                 if isinstance(tensor, Tensor) and tensor.is_meta:

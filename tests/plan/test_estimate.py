@@ -1,0 +1,146 @@
+"""Numbers that are known otherwise: published parameter counts, state per parameter, sums that must add up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.plan.allocator import replay
+from vblackwell.plan.causal_lm import build_causal_lm, language_loss, plain_batches
+from vblackwell.plan.estimate import OPTIMIZERS, Batches, estimate_trace, fits, optimizer_named
+from vblackwell.plan.gpus import find_gpu
+from vblackwell.plan.known_models import KNOWN_MODELS
+from vblackwell.plan.trace import Trace, language_batch, trace_training
+from vblackwell.units import GiB
+
+SMALL = {
+    "llama": {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4},
+    "gpt2": {"vocab_size": 500, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64},
+    "mixtral": {
+        "vocab_size": 500, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+    },
+}  # fmt: skip
+
+
+def trace_of(kind: str, batch: int = 2, optimizer: str = "adamw", autocast: torch.dtype | None = None) -> Trace:
+    model = build_causal_lm({"model_type": kind} | SMALL[kind], kind)
+    with plain_batches():
+        return trace_training(
+            model, language_batch(500, batch, 32), language_loss, optimizer_named(optimizer), autocast=autocast
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("gpt2", 124_439_808), ("gpt2-medium", 354_823_168), ("gpt2-large", 774_030_080), ("gpt2-xl", 1_557_611_200),
+        ("llama-7b", 6_738_415_616), ("llama-3-8b", 8_030_261_248), ("llama-3-70b", 70_553_706_496), ("qwen2.5-7b", 7_615_616_512),
+        ("mixtral-8x7b", 46_702_792_704), ("tinyllama-1.1b", 1_100_048_384), ("mistral-7b", 7_241_732_096),
+    ],
+)  # fmt: skip
+def test_published_parameter_counts(name, parameters):
+    model = build_causal_lm(KNOWN_MODELS[name], name)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+def test_llama_7b_has_107_8_gb_of_state():
+    model = build_causal_lm(KNOWN_MODELS["llama-7b"], "llama-7b")
+    with plain_batches():
+        trace = trace_training(model, language_batch(32000, 1, 128), language_loss, optimizer_named("adamw-for-loop"))
+    estimate = estimate_trace(trace)
+    assert estimate.parameters == 6_738_415_616
+    buffers = 2 * 64 * 4  # transformers keeps the rotary frequencies twice
+    assert estimate.state_bytes == 16 * 6_738_415_616 + buffers
+    assert round(estimate.state_bytes / 1e9, 1) == 107.8
+
+
+@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_categories_add_up(kind, autocast):
+    estimate = estimate_trace(trace_of(kind, autocast=autocast), (9, 0))
+    values = estimate.as_dict()
+    parts = (
+        "weights",
+        "gradients",
+        "optimizer",
+        "activations",
+        "logits_and_loss",
+        "workspace",
+        "fragmentation",
+        "context",
+    )
+    assert sum(values[name] for name in parts) == estimate.peak_p50 < estimate.peak_p99
+    assert estimate.reserved >= estimate.allocated > 16 * estimate.parameters
+    assert all(value >= 0 for value in values.values())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_each"), [("adamw-for-loop", 8), ("adamw", 8), ("sgd", 0), ("sgd-momentum", 4)]
+)
+def test_states_of_optimizers(optimizer, bytes_each):
+    trace = trace_of("llama", optimizer=optimizer)
+    assert trace.total("optimizer") == bytes_each * trace.num_parameters
+
+
+def test_every_optimizer_traces():
+    sizes = {name: estimate_trace(trace_of("gpt2", optimizer=name)).state_bytes for name in OPTIMIZERS}
+    assert sizes["adafactor"] < sizes["sgd-momentum"] < sizes["adamw"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_any_batch_follows_from_two(kind):
+    family = Batches(lambda batch: trace_of(kind, batch))
+    assert family.affine
+    for batch in (4, 7):
+        assert family.at(batch) == trace_of(kind, batch)
+
+
+def test_the_largest_batch_is_the_boundary():
+    family = Batches(lambda batch: trace_of("llama", batch))
+    cap = 400 << 20
+    batch = family.largest(lambda trace: replay(trace, cap).fits)
+    assert batch > 4 and replay(family.at(batch), cap).fits and not replay(family.at(batch + 1), cap).fits
+    assert family.largest(lambda trace: False) == 0
+    assert family.largest(lambda trace: True, most=100) == 100
+
+
+def test_fits_keeps_the_margin():
+    trace = trace_of("llama")
+    estimate = estimate_trace(trace)
+    assert fits(trace, estimate.peak_p99, (8, 0)) and fits(trace, 8 * GiB, (8, 0))
+    assert not fits(trace, estimate.allocated + estimate.context, (8, 0))
+
+
+def test_bad_configurations_say_what_is_wrong():
+    with pytest.raises(ConfigurationError, match="lacks the field 'model_type'"):
+        build_causal_lm({}, "config.json")
+    with pytest.raises(ConfigurationError, match="'lama' is unknown to transformers; did you mean 'llama'"):
+        build_causal_lm({"model_type": "lama"}, "config.json")
+    for missing in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        fields = {"model_type": "llama"} | {k: v for k, v in SMALL["llama"].items() if k != missing}
+        with pytest.raises(ConfigurationError, match=f"lacks the field '{missing}'"):
+            build_causal_lm(fields, "config.json")
+    for value in (-64, 0, 1 << 40):
+        with pytest.raises(ConfigurationError, match=f"hidden_size is {value}"):
+            build_causal_lm({"model_type": "llama"} | SMALL["llama"] | {"hidden_size": value}, "config.json")
+    with pytest.raises(ConfigurationError, match="does not describe a causal model"):
+        build_causal_lm({"model_type": "llama"} | SMALL["llama"] | {"num_attention_heads": "four"}, "config.json")
+    with pytest.raises(ConfigurationError, match="'adamv' is none of .* did you mean 'adamw'"):
+        optimizer_named("adamv")
+
+
+def test_gpus_by_name():
+    assert find_gpu("NVIDIA GeForce RTX 3090").total_bytes == find_gpu("rtx-3090").total_bytes == 24 * GiB
+    assert find_gpu("h200").total_bytes == 141 * 10**9 and find_gpu("RTX 5090").capability == (12, 0)
+    with pytest.raises(ConfigurationError, match="did you mean 'RTX 3090'"):
+        find_gpu("RTX 3091")
+
+
+def test_a_plain_module_needs_no_transformers():
+    trace = trace_training(
+        nn.Linear(256, 256), lambda: torch.zeros(8, 256, device="cuda"), lambda m, b: m(b).sum(), optimizer_named("sgd")
+    )
+    assert estimate_trace(trace).weights == 4 * (256 * 256 + 256)

@@ -1,0 +1,110 @@
+"""transformers' causal language models from a configuration, without weights, and what they ask about a batch answered for a plain one.
+
+Two questions of transformers need values of tensors: whether positions restart inside a row (packed sequences), and which experts get which
+tokens. An ordinary batch is not packed, and grouped products take the same bytes however the tokens are spread.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from vblackwell.errors import ConfigurationError, nearest
+
+
+def build_causal_lm(fields: dict[str, Any], source: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The model that ``fields`` (a config.json) describe, in training mode, on meta.
+
+    Raises:
+        ConfigurationError: a field is missing or impossible, or transformers has no such causal model.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = fields.get("model_type")
+    if kind is None:
+        raise ConfigurationError(f"{source} lacks the field 'model_type': it is no configuration of transformers")
+    if kind not in CONFIG_MAPPING:
+        raise ConfigurationError(
+            f"{source}: model_type {kind!r} is unknown to transformers{nearest(str(kind), CONFIG_MAPPING)}"
+        )
+    rest = {
+        name: value
+        for name, value in fields.items()
+        if name not in ("model_type", "dtype", "torch_dtype", "architectures")
+    }
+    _check_sizes(rest, source)
+    moe = {"experts_implementation": "grouped_mm"} if any("expert" in name for name in rest) else {}
+    try:
+        config = CONFIG_MAPPING[kind](**rest)
+        config.use_cache = False  # as in training: a cache would keep keys and values beside autograd's
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **moe)
+    except Exception as error:  # transformers raises all sorts for a field of the wrong kind
+        text = " ".join(str(error).split())[:200]
+        raise ConfigurationError(
+            f"{source} does not describe a causal model: {type(error).__name__}: {text}"
+        ) from error
+    return model.train()
+
+
+_SIZES = ("size", "layers", "layer", "heads", "embd", "head", "positions", "embeddings", "experts", "dim", "model")
+_REQUIRED = {
+    "llama-style": (("vocab_size",), ("hidden_size", "n_embd", "d_model"), ("num_hidden_layers", "n_layer", "num_layers"),
+                    ("num_attention_heads", "n_head", "num_heads")),
+}  # fmt: skip
+MOST = 1 << 31
+
+
+def _check_sizes(fields: dict[str, Any], source: str) -> None:
+    for names in _REQUIRED["llama-style"]:
+        if not any(name in fields for name in names):
+            raise ConfigurationError(
+                f"{source} lacks the field {names[0]!r}: without it the size of the model is not known"
+            )
+    for name, value in fields.items():
+        if (
+            name.rsplit("_", 1)[-1] in _SIZES
+            and isinstance(value, (int, float))
+            and not isinstance(value, bool)
+            and not 0 < value < MOST
+        ):
+            raise ConfigurationError(f"{source}: {name} is {value}: give a number between 1 and {MOST - 1}")
+
+
+@contextmanager
+def plain_batches() -> Iterator[None]:
+    """Answer what transformers asks about values, where transformers is in use at all."""
+    import sys
+
+    patches: list[Any] = []
+    masks, experts = (sys.modules.get(f"transformers.{name}") for name in ("masking_utils", "integrations.moe"))
+    if masks is not None and hasattr(masks, "find_packed_sequence_indices"):
+        patches.append(mock.patch.object(masks, "find_packed_sequence_indices", lambda position_ids: None))
+    if experts is not None and hasattr(experts, "_can_use_grouped_mm"):  # torch's own shape rule takes bf16 alone
+        patches.append(
+            mock.patch.object(
+                experts, "_can_use_grouped_mm", lambda input, *rest, **named: input.dtype == torch.bfloat16
+            )
+        )
+    for patch in patches:
+        patch.start()
+    try:
+        yield
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+def language_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The loss that the model computes itself from ``input_ids`` and ``labels``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model(input_ids=batch["input_ids"], labels=batch["labels"]).loss

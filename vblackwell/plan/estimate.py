@@ -1,0 +1,191 @@
+"""From a trace to numbers a user can act on: peak bytes by category, whether they fit, and the largest batch that does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from vblackwell.errors import ConfigurationError, nearest
+from vblackwell.plan.allocator import Replay, replay
+from vblackwell.plan.gpus import context_bytes
+from vblackwell.plan.trace import CATEGORIES, Trace
+from vblackwell.units import MiB
+
+P99_PERCENT = 3
+P99_BYTES = 64 * MiB
+"""What P99 adds to the reserved bytes for what is not modelled: kernels' own workspaces, other orders of frees. Not yet measured."""
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters),
+    "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "adamw-for-loop": lambda parameters: torch.optim.AdamW(parameters, foreach=False),
+    "sgd": lambda parameters: torch.optim.SGD(parameters),
+    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters),
+}
+
+
+def optimizer_named(name: str) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+    """A maker of torch's optimizer of that name.
+
+    Raises:
+        ConfigurationError: no such optimizer.
+    """
+    if name not in OPTIMIZERS:
+        raise ConfigurationError(f"optimizer {name!r} is none of {', '.join(OPTIMIZERS)}{nearest(name, OPTIMIZERS)}")
+    return OPTIMIZERS[name]
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Peak bytes of one training step on a GPU; the categories, fragmentation and context add up to ``peak_p50``.
+
+    Attributes:
+        parameters: elements of the model's weights.
+        weights, gradients, optimizer, activations, logits_and_loss, workspace: bytes alive when most are allocated.
+        fragmentation: reserved at its peak beyond those: rounding, holes, segments kept free.
+        context: CUDA context and kernels, outside the allocator.
+        peak_p50, peak_p99: bytes of the device that the process takes: expected, and what to plan for.
+        allocated, reserved: peaks as torch counts them.
+        state_bytes: weights, gradients and optimizer states in full, whether or not they are all alive at the peak.
+    """
+
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits_and_loss: int
+    workspace: int
+    fragmentation: int
+    context: int
+    peak_p50: int
+    peak_p99: int
+    allocated: int
+    reserved: int
+    state_bytes: int
+
+    def as_dict(self) -> dict[str, int]:
+        """The fields by name."""
+        return asdict(self)
+
+
+def room(gpu_bytes: int, context: int) -> int:
+    """Bytes that the allocator may reserve on a GPU of ``gpu_bytes`` so that a run still fits at P99."""
+    return max(0, (gpu_bytes - context - P99_BYTES) * 100 // (100 + P99_PERCENT))
+
+
+def fits(trace: Trace, gpu_bytes: int, capability: tuple[int, int], expandable: bool = False) -> bool:
+    """Whether a replay succeeds on a GPU of ``gpu_bytes``, with the margin of P99: free segments are given back where that helps."""
+    return replay(trace, room(gpu_bytes, context_bytes(capability)), expandable).fits
+
+
+def estimate_trace(trace: Trace, capability: tuple[int, int] = (8, 0), expandable: bool = False) -> MemoryEstimate:
+    """The peaks of ``trace`` on a GPU without a limit."""
+    found = replay(trace, None, expandable)
+    split = _split_at(trace, found)
+    context = context_bytes(capability)
+    peak = found.peak_reserved + context
+    state = trace.total("weights") + _in_full(trace, "gradients") + _in_full(trace, "optimizer")
+    return MemoryEstimate(
+        parameters=trace.num_parameters,
+        weights=split["weights"],
+        gradients=split["gradients"],
+        optimizer=split["optimizer"],
+        activations=split["activations"],
+        logits_and_loss=split["logits_and_loss"],
+        workspace=split["workspace"],
+        fragmentation=found.peak_reserved - sum(split.values()),
+        context=context,
+        peak_p50=peak,
+        peak_p99=-(-found.peak_reserved * (100 + P99_PERCENT) // 100) + P99_BYTES + context,
+        allocated=found.peak_allocated,
+        reserved=found.peak_reserved,
+        state_bytes=state,
+    )
+
+
+def _split_at(trace: Trace, found: Replay) -> dict[str, int]:
+    alive: set[int] = set()
+    for event in trace.events[: found.peak_event + 1]:
+        if event >= 0:
+            alive.add(event)
+        else:
+            alive.discard(~event)
+    split: dict[str, int] = {category: 0 for category in CATEGORIES}
+    for index in alive:
+        split[trace.categories[index]] += trace.sizes[index]
+    return split
+
+
+def _in_full(trace: Trace, category: str) -> int:
+    """Most bytes of one category at one time."""
+    return peak_of(trace, (category,))
+
+
+def peak_of(trace: Trace, categories: Iterable[str]) -> int:
+    """Most bytes of these categories together at one time, before the allocator's rounding."""
+    wanted = set(categories)
+    live = most = 0
+    for event in trace.events:
+        index = event if event >= 0 else ~event
+        if trace.categories[index] in wanted:
+            live += trace.sizes[index] if event >= 0 else -trace.sizes[index]
+            most = max(most, live)
+    return most
+
+
+class Batches:
+    """Traces of one model at any batch size, from as few real traces as possible.
+
+    Where the traces of two and of three sequences are the same events, every size is affine in the batch, and all others follow without
+    running the model again.
+
+    Args:
+        trace_at: traces the model at a batch size.
+    """
+
+    def __init__(self, trace_at: Callable[[int], Trace]) -> None:
+        self.trace_at = trace_at
+        self._two, self._three = trace_at(2), trace_at(3)
+        self.affine = self._two.events == self._three.events
+
+    def at(self, batch_size: int) -> Trace:
+        """The trace of ``batch_size`` sequences."""
+        if not self.affine or batch_size == 1:
+            return self.trace_at(batch_size)
+        sizes = tuple(
+            two + (three - two) * (batch_size - 2)
+            for two, three in zip(self._two.sizes, self._three.sizes, strict=True)
+        )
+        return Trace(
+            sizes,
+            self._two.categories,
+            self._two.events,
+            self._two.marks,
+            self._two.num_parameters,
+            self._two.trainable,
+        )
+
+    def largest(self, is_ok: Callable[[Trace], bool], most: int = 1 << 16) -> int:
+        """The largest batch of at most ``most`` sequences whose trace ``is_ok``; 0 where one sequence is too many. It is monotone here."""
+        if not is_ok(self.at(1)):
+            return 0
+        low, high = 1, 2
+        while high <= most and is_ok(self.at(high)):
+            low, high = high, high * 2
+        high = min(high, most + 1)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if is_ok(self.at(middle)) else (low, middle)
+        return low
+
+
+def as_report(estimate: MemoryEstimate, names: Iterable[str] | None = None) -> dict[str, Any]:
+    """``bytes`` of ``vb estimate --json``."""
+    values = estimate.as_dict()
+    return {name: values[name] for name in (names or values) if name != "parameters"}
