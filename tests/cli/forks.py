@@ -118,6 +118,8 @@ def _serve() -> None:
     import jsonargparse  # noqa: F401
     import tokenizers  # noqa: F401
     import torch._dynamo  # noqa: F401  (torch.optim does, at its first use)
+    import transformers.conversion_mapping
+    import transformers.models.auto.modeling_auto  # noqa: F401
 
     import vblackwell.infer.command
     import vblackwell.memory.stack

@@ -83,10 +83,11 @@ def save_causal_lm(
 
     Args:
         folder: its name is the new folder's, its parent must be writable.
-        tokenizer: folder whose tokenizer's files are copied.
+        tokenizer: folder, or hub id, whose tokenizer's files are copied.
         dtype: of what is written; by default the masters' (fp32), else the parameters'.
 
     Raises:
+        ConfigurationError: none of transformers' models, or a folder without a tokenizer.
         DiskError: no room, or the disk failed; a folder that was there is as before.
         Unsupported: the architecture's published tensors cannot be made from one parameter at a time.
     """
@@ -95,15 +96,15 @@ def save_causal_lm(
         raise ConfigurationError(
             f"{type(model).__name__} is none of transformers' models: export_state gives its tensors"
         )
-    path = Path(folder).absolute()
+    path, source = Path(folder).absolute(), None if tokenizer is None else find_folder(tokenizer)
     plan = PublishedTensors(made, dtype)
     needed = sum(spec.size_bytes for spec in plan.specs) + (64 << 20)
     generation = getattr(made, "generation_config", None)
     with CommitFolder(path.parent, path.name, needed) as commit:
         if generation is not None:
             commit.add_json(GENERATION, json.loads(generation.to_json_string()))
-        if tokenizer is not None:
-            copy_tokenizer(commit, Path(tokenizer))
+        if source is not None:
+            copy_tokenizer(commit, source)
         save_model(
             commit, config_json(model), plan.specs, plan.tensors(), None, max_shard_bytes, generation=generation is None
         )
