@@ -48,6 +48,10 @@ _WHERE = {
     "create_vgpu_stack": "vblackwell.memory.create",
     "HardwareDetector": "vblackwell.hardware",
     "UnknownKey": "vblackwell.errors",
+    "VGPUResourceEstimator": "vblackwell.estimator",
+    "ModelConfig": "vblackwell.estimator",
+    "quick_estimate": "vblackwell.estimator",
+    "MemoryEstimate": "vblackwell.plan.estimate",
 }
 
 __all__ = sorted(_WHERE)  # pyright: ignore[reportUnsupportedDunderAll]
@@ -66,6 +70,7 @@ if TYPE_CHECKING:
         Unsupported,
         VBError,
     )
+    from vblackwell.estimator import ModelConfig, VGPUResourceEstimator, quick_estimate
     from vblackwell.hardware import HardwareDetector
     from vblackwell.infer.causal_lm import load_causal_lm, save_causal_lm
     from vblackwell.memory.create import create_vgpu_stack
@@ -84,6 +89,7 @@ if TYPE_CHECKING:
     from vblackwell.offload.optimizer import VGPUAdamW
     from vblackwell.offload.sparse import select_top_k_gradients
     from vblackwell.offload.state import export_state, import_state
+    from vblackwell.plan.estimate import MemoryEstimate
 
 
 def __getattr__(name: str) -> Any:

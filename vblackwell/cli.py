@@ -181,6 +181,39 @@ def _quantize(words: list[str]) -> int:
     return quantize_command(**options)
 
 
+def _estimate(words: list[str]) -> int:
+    parser = _parser("estimate")
+    parser.add_argument(
+        "model", type=str, help="Preset, known name, Hugging Face folder, config.json, or package.module:factory."
+    )
+    parser.add_argument("--gpu-memory", type=str, help="Memory of the GPU, e.g. 8GiB.")
+    parser.add_argument("--gpu", type=str, help="Name of a GPU, e.g. 'RTX 3090'; brings its memory.")
+    parser.add_argument("--batch-size", type=int, default=8, help="Sequences in one forward.")
+    parser.add_argument("--seq-length", type=int, default=1024, help="Tokens in one sequence.")
+    parser.add_argument(
+        "--optimizer",
+        type=str,
+        default="adamw",
+        help="adamw, adamw-fused, adamw-for-loop, sgd, sgd-momentum, adafactor.",
+    )
+    parser.add_argument("--precision", type=str, default="fp32", help="fp32, bf16 (weights too) or autocast (to bf16).")
+    parser.add_argument("--host-memory", type=str, help="RAM for an offload stack, e.g. 32GiB.")
+    parser.add_argument("--disk-memory", type=str, help="Disk for an offload stack.")
+    for flag, text in (
+        ("--gradient-checkpointing", "Recompute blocks in backward."),
+        ("--expandable-segments", "As with PYTORCH_ALLOC_CONF=expandable_segments:True."),
+        ("--json", "Print the estimate as JSON."),
+    ):
+        _add_switch(parser, flag, text)
+    options: dict[str, Any] = dict.fromkeys(("gpu", "gpu_memory", "host_memory", "disk_memory"))
+    options |= {"batch_size": 8, "seq_length": 1024, "optimizer": "adamw", "precision": "fp32"}
+    options |= {"gradient_checkpointing": False, "expandable_segments": False, "json": False}
+    options |= _parse(parser, words)
+    from vblackwell.train.estimate import estimate_command
+
+    return estimate_command(as_json=options.pop("json"), **options)
+
+
 def _not_yet(command: str, reason: str) -> Callable[[list[str]], int]:
     def refuse(words: list[str]) -> int:
         raise Unsupported(f"vb {command} is not part of this version: {reason}")
@@ -192,12 +225,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (_train, "Train a model that may be larger than its fast memory."),
     "generate": (_generate, "Continue a prompt with a trained model."),
     "doctor": (_doctor, "Look at this machine: what it has, how fast it is, what is missing for what."),
-    "estimate": (
-        _not_yet(
-            "estimate", "the predictor is not built; `vb train` refuses what cannot fit, and reports what a run used"
-        ),
-        "Predict memory and speed before a run (not in this version).",
-    ),
+    "estimate": (_estimate, "Predict the GPU memory that training a model takes, before a run."),
     "quantize": (_quantize, "Pack the linears of a Hugging Face folder into FP4 or int8."),
     "bench": (
         _not_yet("bench", "the programs in benchmarks/ measure this project against others"),

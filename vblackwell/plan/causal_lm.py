@@ -52,6 +52,7 @@ def build_causal_lm(fields: dict[str, Any], source: str, dtype: torch.dtype = to
         raise ConfigurationError(
             f"{source} does not describe a causal model: {type(error).__name__}: {text}"
         ) from error
+    model.loss_type = "ForCausalLM"  # it does not recognise GPT-2's class by name, and says so on every run
     return model.train()
 
 

@@ -147,15 +147,18 @@ class Batches:
 
     Args:
         trace_at: traces the model at a batch size.
+        one: its trace of one sequence, if it is there already.
     """
 
-    def __init__(self, trace_at: Callable[[int], Trace]) -> None:
-        self.trace_at = trace_at
+    def __init__(self, trace_at: Callable[[int], Trace], one: Trace | None = None) -> None:
+        self.trace_at, self._one = trace_at, one
         self._two, self._three = trace_at(2), trace_at(3)
         self.affine = self._two.events == self._three.events
 
     def at(self, batch_size: int) -> Trace:
         """The trace of ``batch_size`` sequences."""
+        if batch_size == 1 and self._one is not None:
+            return self._one
         if not self.affine or batch_size == 1:
             return self.trace_at(batch_size)
         sizes = tuple(

@@ -124,7 +124,7 @@ class _Recorder(TorchDispatchMode):
         else:
             index = self._birth(storage.nbytes(), None)
             self._alive[key] = (index, weakref.ref(storage, lambda _: self._death(key, index)))
-        if category and self.category.get(index) in (None, category):
+        if category and self.category.get(index) not in ("weights", "gradients", "optimizer"):
             self.category[index] = category
 
     def _death(self, key: int, index: int) -> None:

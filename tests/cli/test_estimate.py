@@ -1,0 +1,123 @@
+"""`vb estimate`: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cli.test_bad_input import refused
+
+QUICK = ["--batch-size", "2", "--seq-length", "64"]
+CONFIG = {
+    "model_type": "llama", "vocab_size": 500, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+FACTORIES = """
+import torch
+from torch import nn
+
+class Tiny(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(300, 32), nn.Linear(32, 300)
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens).relu())
+
+class Reads(Tiny):
+    def forward(self, tokens):
+        return super().forward(tokens) if tokens.max() > 3 else tokens
+
+def broken():
+    raise KeyError("no such layer")
+
+def number():
+    return 3
+"""
+
+
+def test_json_of_a_preset_adds_up(place):
+    words = ["estimate", "tiny", "--gpu-memory", "8GiB", "--json", *QUICK]
+    found = json.loads(place.vb(*words).stdout)
+    values = found["bytes"]
+    parts = (
+        "weights",
+        "gradients",
+        "optimizer",
+        "activations",
+        "logits_and_loss",
+        "workspace",
+        "fragmentation",
+        "context",
+    )
+    assert sum(values[name] for name in parts) == values["peak_p50"] < values["peak_p99"]
+    assert values["state_bytes"] == 16 * found["parameters"]
+    assert found["fits"] is True and found["plan"]["largest_batch_size"] > 2 and found["assumptions"]
+
+
+def test_a_folder_and_its_config_are_the_same_model(place):
+    folder = place.folder / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    first, second = (place.vb("estimate", name, *QUICK).stdout for name in ("model", "model/config.json"))
+    assert first.splitlines()[2:] == second.splitlines()[2:]
+
+
+def test_what_does_not_fit_is_shown_with_the_offload_stack(place):
+    words = [
+        "estimate",
+        "medium",
+        "--gpu",
+        "rtx 3070",
+        "--gpu-memory",
+        "3GiB",
+        "--gradient-checkpointing",
+        "--host-memory",
+        "32GiB",
+    ]
+    found = json.loads(place.vb(*words, "--json", *QUICK).stdout)
+    assert found["fits"] is False and found["plan"]["largest_batch_size"] == 0
+    offload = found["plan"]["offload"]
+    # Weights, moments and a share of the gradients have their home in RAM.
+    assert offload["host"] >= 12 * found["parameters"] and offload["level0"] < 3 << 30
+
+
+def test_own_factories(place):
+    (place.folder / "mine.py").write_text(FACTORIES)
+    out = place.vb("estimate", "mine:Tiny", *QUICK).stdout
+    assert f"{300 * 32 + 32 * 300 + 300:,} parameters" in out
+    refused(place, ["estimate", "mine:broken"], "mine:broken", "KeyError", "no such layer")
+    refused(place, ["estimate", "mine:number"], "gives int, not a torch.nn.Module")
+    refused(place, ["estimate", "mine:gone"], "AttributeError")
+    refused(place, ["estimate", "mine:Reads"], "cannot be traced", "measured in a short run")
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ([], ["arguments are required: model"]),
+        (["llama-7"], ["'llama-7' is unknown", "did you mean 'llama-7b'"]),
+        (["gpt2", "--gpu", "RTX 3091"], ["RTX 3091", "did you mean 'RTX 3090'"]),
+        (["gpt2", "--optimizer", "adamv"], ["'adamv'", "did you mean 'adamw'"]),
+        (["gpt2", "--precision", "fp31"], ["'fp31'", "did you mean 'fp32'"]),
+        (["gpt2", "--batch-size", "-1"], ["batch size -1", "at least 1"]),
+        (["gpt2", "--seq-length", "4096"], ["positions up to 1024", "4096"]),
+        (["tiny", "--batch-size", "1000000000"], ["tokens in one forward"]),
+        (["tiny", "--gpu-memory", "much"], ["--gpu-memory 'much'", "8GiB"]),
+        (["tiny", "--gpu-memory", "9000TiB"], ["--gpu-memory 9000TiB is no GPU"]),
+        (
+            ["tiny", "--gpu-memory", "64MiB"],
+            ["below the minimum for tiny", "CUDA context takes", "largest layer group"],
+        ),
+        (["gone.json"], ["gone.json", "No such file"]),
+    ],
+)
+def test_refusals(place, words, parts):
+    refused(place, ["estimate", *words], *parts)
+
+
+def test_a_config_that_lacks_a_field(place):
+    (place.folder / "config.json").write_text(json.dumps({k: v for k, v in CONFIG.items() if k != "num_hidden_layers"}))
+    refused(place, ["estimate", "config.json"], "config.json lacks the field 'num_hidden_layers'")
+    (place.folder / "config.json").write_text("{")
+    refused(place, ["estimate", "config.json"], "is not JSON")

@@ -1,0 +1,355 @@
+"""How much memory a model will take, before anything is run: builds the module without weights and asks `vblackwell.plan`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from vblackwell.errors import ConfigurationError, InsufficientMemory, VBError, nearest
+from vblackwell.nn.decoder import Decoder
+from vblackwell.nn.decoder_config import DecoderConfig
+from vblackwell.offload.formats import EXACT
+from vblackwell.offload.groups import find_groups
+from vblackwell.offload.level0_updates import deferred_groups
+from vblackwell.offload.streamed import CUDA_ACTIVATION_SHARE, CUDA_GROUPS, Wishes, bytes_by_level
+from vblackwell.plan.causal_lm import build_causal_lm, language_loss, plain_batches
+from vblackwell.plan.estimate import Batches, MemoryEstimate, estimate_trace, fits, optimizer_named, peak_of
+from vblackwell.plan.gpus import context_bytes
+from vblackwell.plan.known_models import KNOWN_MODELS
+from vblackwell.plan.trace import Trace, language_batch, on_meta, trace_training
+from vblackwell.units import MiB, format_bytes
+
+PRECISIONS = ("fp32", "bf16", "autocast")
+MOST_TOKENS = 1 << 28
+PLENTY = 1 << 50
+NOT_STATE = ("activations", "logits_and_loss", "workspace")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder and its batch, as `VGPUResourceEstimator` takes them.
+
+    Args:
+        vocab_size, hidden_size, num_layers, num_heads: the decoder's shape.
+        seq_length, batch_size: tokens in a sequence, sequences in a forward.
+        intermediate_size: of the feed-forward; None: 8/3 of ``hidden_size``, rounded up to 64, as Llama's.
+
+    Raises:
+        ConfigurationError: a size below 1, or a batch beyond any GPU.
+    """
+
+    vocab_size: int = 50257
+    hidden_size: int = 768
+    num_layers: int = 12
+    num_heads: int = 12
+    seq_length: int = 1024
+    batch_size: int = 8
+    intermediate_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads"):
+            if not 1 <= getattr(self, name) < 1 << 31:
+                raise ConfigurationError(
+                    f"{name} is {getattr(self, name)}: give a number between 1 and {(1 << 31) - 1}"
+                )
+        check_batch(self.batch_size, self.seq_length)
+
+    def decoder(self) -> DecoderConfig:
+        """The shape alone."""
+        wide = self.intermediate_size or -(-self.hidden_size * 8 // 3 // 64) * 64
+        return DecoderConfig(
+            vocab_size=self.vocab_size, hidden_size=self.hidden_size, intermediate_size=wide, num_layers=self.num_layers,
+            num_heads=self.num_heads, max_position=self.seq_length,
+        )  # fmt: skip
+
+
+def check_batch(batch_size: int, seq_length: int) -> None:
+    """Raises ConfigurationError where a batch is empty or beyond any GPU."""
+    for name, value in (("batch size", batch_size), ("sequence length", seq_length)):
+        if value < 1:
+            raise ConfigurationError(f"{name} {value} is not possible: give at least 1")
+    if batch_size * seq_length > MOST_TOKENS:
+        raise ConfigurationError(
+            f"{batch_size} sequences of {seq_length} tokens are {batch_size * seq_length:.3g} tokens in one forward: "
+            f"give at most {MOST_TOKENS}"
+        )
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to be estimated: how to build it on meta, its vocabulary, and how its loss is had."""
+
+    name: str
+    build: Callable[[torch.dtype], nn.Module]
+    vocab_size: int
+    loss: Callable[[nn.Module, Any], Tensor]
+
+
+def find_subject(text: str, decoders: dict[str, DecoderConfig], seq_length: int) -> Subject:
+    """What MODEL of ``vb estimate`` means: a preset of ``decoders``, a known name, a folder, a config.json, or ``package.module:factory``.
+
+    Raises:
+        ConfigurationError: nothing of the sort; a broken file; a factory that is missing, raises or gives no module.
+    """
+    if text in decoders:
+        return _of_decoder(text, decoders[text])
+    if text in KNOWN_MODELS:
+        return _of_config(KNOWN_MODELS[text], text, seq_length)
+    path = Path(text)
+    if path.is_dir() or path.suffix == ".json":
+        return _of_config(_read(path / "config.json" if path.is_dir() else path), text, seq_length)
+    if ":" in text:
+        return _of_factory(text)
+    names = [*decoders, *KNOWN_MODELS]
+    raise ConfigurationError(
+        f"model {text!r} is unknown{nearest(text, names)}; give one of {', '.join(names)}, a Hugging Face folder, a config.json, or "
+        "package.module:factory"
+    )
+
+
+def _of_decoder(name: str, config: DecoderConfig) -> Subject:
+    def build(dtype: torch.dtype) -> nn.Module:
+        return Decoder(config, device="meta", dtype=dtype).train()
+
+    return Subject(name, build, config.vocab_size, lambda model, batch: model(batch["input_ids"], batch["labels"]))
+
+
+def _of_config(fields: dict[str, Any], source: str, seq_length: int) -> Subject:
+    limit = fields.get("n_positions")
+    if isinstance(limit, int) and seq_length > limit:
+        raise ConfigurationError(f"{source} learns positions up to {limit}: --seq-length {seq_length} is beyond them")
+    vocab = fields.get("vocab_size")
+    if not isinstance(vocab, int) or not 1 <= vocab < 1 << 31:
+        raise ConfigurationError(f"{source}: vocab_size is {vocab!r}: the field must be a number of at least 1")
+    return Subject(source, partial(build_causal_lm, fields, source), vocab, language_loss)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}; give a folder that holds a config.json") from error
+    except ValueError as error:
+        raise ConfigurationError(f"{path} is not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"{path} holds no JSON object")
+    return found
+
+
+def _of_factory(text: str) -> Subject:
+    """``package.module:factory``, called without arguments; the module's forward takes token numbers and gives logits or a loss."""
+    module_name, _, factory_name = text.partition(":")
+    try:
+        with mock.patch.object(sys, "path", [str(Path.cwd()), *sys.path]):  # as `python -m` would find it
+            factory = getattr(importlib.import_module(module_name), factory_name)
+        with torch.device("meta"):
+            model = factory()
+    except VBError:
+        raise
+    except Exception as error:  # a stranger's code may raise anything
+        words = " ".join(str(error).split())[:200]
+        raise ConfigurationError(f"{text} cannot be built on device 'meta': {type(error).__name__}: {words}") from error
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"{text} gives {type(model).__name__}, not a torch.nn.Module")
+    sizes = [each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)]
+    if not sizes:
+        raise ConfigurationError(
+            f"{text} has no nn.Embedding, so what it takes is not known: use vblackwell.plan.trace.trace_training from Python"
+        )
+    model = on_meta(model).train()
+    return Subject(text, lambda dtype: model.to(dtype), max(sizes), _any_loss)
+
+
+def _any_loss(model: nn.Module, batch: Any) -> Tensor:
+    out = model(batch["input_ids"])
+    found = getattr(out, "logits", out[0] if isinstance(out, (tuple, list)) else out)
+    if found.dim() == 0:
+        return found
+    return nn.functional.cross_entropy(found.flatten(0, -2), batch["labels"].flatten())
+
+
+@dataclass(frozen=True)
+class Run:
+    """A subject and how it is trained.
+
+    Args:
+        optimizer: of `vblackwell.plan.estimate.OPTIMIZERS`. precision: of `PRECISIONS`.
+        capability: of the GPU. expandable: segments of the allocator.
+    """
+
+    subject: Subject
+    seq_length: int
+    optimizer: str = "adamw"
+    precision: str = "fp32"
+    checkpointing: bool = False
+    capability: tuple[int, int] = (8, 0)
+    expandable: bool = False
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise ConfigurationError(
+                f"precision {self.precision!r} is none of {', '.join(PRECISIONS)}{nearest(self.precision, PRECISIONS)}"
+            )
+        optimizer_named(self.optimizer)
+
+    def model(self) -> nn.Module:
+        """The module on meta."""
+        model = self.subject.build(torch.bfloat16 if self.precision == "bf16" else torch.float32)
+        if self.checkpointing:
+            if isinstance(model, Decoder):
+                model.gradient_checkpointing = True
+            elif hasattr(model, "gradient_checkpointing_enable"):
+                _checkpoint(model)
+            else:
+                raise ConfigurationError(
+                    f"{self.subject.name} has no switch for gradient checkpointing: leave the flag out"
+                )
+        if self.precision == "autocast" and isinstance(model, Decoder):
+            raise ConfigurationError(
+                "presets compute in bf16 from bf16 weights with fp32 masters, not under autocast: use --precision bf16"
+            )
+        return model
+
+    def trace(self, batch_size: int) -> Trace:
+        """What two steps with that batch allocate."""
+        autocast = torch.bfloat16 if self.precision == "autocast" else None
+        batch = language_batch(self.subject.vocab_size, batch_size, self.seq_length)
+        model = self.model()
+        with plain_batches():
+            return trace_training(
+                model, batch, self.subject.loss, optimizer_named(self.optimizer), autocast=autocast, capability=self.capability
+            )  # fmt: skip
+
+    def largest_batch(self, gpu_bytes: int) -> int:
+        """The largest batch whose replay fits a GPU of that size with P99's margin; 0 where one sequence does not."""
+        one = self.trace(1)
+        if not self.fits(one, gpu_bytes):
+            return 0
+        return Batches(self.trace, one).largest(lambda trace: self.fits(trace, gpu_bytes))
+
+    def fits(self, trace: Trace, gpu_bytes: int) -> bool:
+        """Whether the replay of ``trace`` fits a GPU of that size with P99's margin."""
+        return fits(trace, gpu_bytes, self.capability, self.expandable)
+
+
+def _checkpoint(model: Any) -> None:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # renamed in newer versions of transformers
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+@dataclass(frozen=True)
+class OffloadEstimate:
+    """What the offload stack would hold, from the same code that places a model.
+
+    Attributes:
+        level0: bytes of level 0 for loaded weights, states passing through, gradients; activations and context come on top.
+        host, disk: bytes of each.
+        step: activations, logits and workspace of the step.
+        refused: why it does not fit, instead of numbers.
+    """
+
+    level0: int
+    host: int
+    disk: int
+    step: int
+    refused: str | None = None
+
+
+def estimate_offload(run: Run, trace: Trace, gpu_bytes: int, host_bytes: int, disk_bytes: int) -> OffloadEstimate:
+    """The bytes of a streamed run beside the activations of ``trace`` on a GPU of ``gpu_bytes``."""
+    step = peak_of(trace, NOT_STATE)
+    left = gpu_bytes - context_bytes(run.capability) - step
+    if left <= 0:
+        return OffloadEstimate(
+            0, 0, 0, step, f"activations, logits and workspace of this batch take {format_bytes(step)} alone"
+        )
+    capacities = [left, host_bytes] + ([disk_bytes] if disk_bytes else [])
+    try:
+        table, late = _streamed(run.model(), capacities)
+    except InsufficientMemory as error:
+        return OffloadEstimate(0, 0, 0, step, str(error))
+    sums = [sum(row[level] for row in table.values()) for level in range(len(capacities))] + [0]
+    return OffloadEstimate(sums[0], sums[1] + late, sums[2], step)
+
+
+def _streamed(model: nn.Module, capacities: list[int]) -> tuple[dict[str, list[int]], int]:
+    """The engine's own placement as on a GPU, and the bytes of gradients that wait at home for the norm.
+
+    It is asked for level 0 on the CPU with a GPU's choices written out, because on 'cuda' it would open streams.
+    """
+    groups = [group for group in find_groups(model, None, None, EXACT)[0] if group.trainable()]
+    largest = max((group.num_bytes for group in groups), default=1)
+    weights = max(1, min(CUDA_GROUPS * largest, int(capacities[0] * (1 - CUDA_ACTIVATION_SHARE))))
+    late = sum(group.num_bytes for group in deferred_groups(groups))
+    return bytes_by_level(model, capacities, Wishes(update="level0", weight_bytes=weights)), late
+
+
+def minimum_gpu_bytes(run: Run) -> tuple[int, str]:
+    """The GPU below which no batch and no setting of ours trains this model, and what sets it: streaming's floor and the context."""
+    model, context = run.model(), context_bytes(run.capability)
+    low, high = 0, 4 * sum(p.numel() * p.element_size() for p in model.parameters()) + 64 * MiB
+    setting = "weights"
+    while high - low > max(MiB, high // 64):
+        middle = (low + high) // 2
+        try:
+            _streamed(model, [middle, PLENTY])
+            high = middle
+        except InsufficientMemory as error:
+            low, setting = middle, str(error)
+    return (
+        context + high,
+        f"the CUDA context takes {format_bytes(context)}, and streaming needs {format_bytes(high)} of level 0: {setting}",
+    )
+
+
+class VGPUResourceEstimator:
+    """Memory of training, by name or shape.
+
+    Args:
+        gpu_capability: CUDA compute capability of the card that is meant.
+    """
+
+    def __init__(self, gpu_capability: tuple[int, int] = (8, 0)) -> None:
+        self.capability = gpu_capability
+
+    def estimate_transformer(
+        self, config: ModelConfig, optimizer: str = "adamw", precision: str = "fp32"
+    ) -> MemoryEstimate:
+        """Peak bytes of training our decoder of that shape with that batch."""
+        return estimate_trace(self._run(config, optimizer, precision).trace(config.batch_size), self.capability)
+
+    def recommend_batch_size(
+        self, config: ModelConfig, gpu_memory_mb: float, optimizer: str = "adamw", precision: str = "fp32"
+    ) -> int:
+        """The largest batch that fits ``gpu_memory_mb`` MiB with P99's margin; 0 where none does. ``config.batch_size`` is ignored."""
+        if gpu_memory_mb <= 0:
+            raise ConfigurationError(f"gpu_memory_mb is {gpu_memory_mb}: give the card's memory in MiB")
+        return self._run(config, optimizer, precision).largest_batch(int(gpu_memory_mb * MiB))
+
+    def _run(self, config: ModelConfig, optimizer: str, precision: str) -> Run:
+        subject = _of_decoder("decoder", config.decoder())
+        return Run(subject, config.seq_length, optimizer, precision, capability=self.capability)
+
+
+def quick_estimate(name: str, batch_size: int = 8, seq_length: int = 1024, optimizer: str = "adamw") -> MemoryEstimate:
+    """Peak bytes of training a known model in fp32 with that batch.
+
+    Raises:
+        ConfigurationError: the name is not known; the message has the nearest one.
+    """
+    check_batch(batch_size, seq_length)
+    run = Run(find_subject(name, {}, seq_length), seq_length, optimizer)
+    return estimate_trace(run.trace(batch_size), run.capability)
