@@ -9,11 +9,12 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.offload.adversary import Adversary, LateChain, LateQueues
 from tests.offload.lane_world import Setting, World
+from vblackwell.errors import InsufficientMemory
 from vblackwell.kernels.adamw import adamw_piece
 from vblackwell.offload import lane_cuda
 from vblackwell.offload.formats import EXACT, Formats
@@ -32,7 +33,13 @@ def worker() -> Iterator[Worker]:
 
 
 def run_world(seed: int, setting: Setting, worker: Worker) -> World:
-    world = World(seed, setting, worker)
+    try:
+        world = World(seed, setting, worker)
+    except (
+        InsufficientMemory
+    ):  # what is left of so little RAM is in pieces that are too small for a set: a refusal in its right
+        assume(setting.in_ram >= 2.0)  # where everything fits it would be a fault
+        raise
     world.run(4)
     return world
 
