@@ -270,7 +270,7 @@ class OffloadEstimate:
 
 def estimate_offload(run: Run, trace: Trace, gpu_bytes: int, host_bytes: int, disk_bytes: int) -> OffloadEstimate:
     """The bytes of a streamed run beside the activations of ``trace`` on a GPU of ``gpu_bytes``."""
-    step = peak_of(trace, NOT_STATE)
+    step = peak_of(trace, NOT_STATE, outside="optimizer")  # the engine's own AdamW takes the place of torch's
     left = gpu_bytes - context_bytes(run.capability) - step
     if left <= 0:
         return OffloadEstimate(

@@ -9,7 +9,7 @@ from torch import nn
 from vblackwell.errors import ConfigurationError
 from vblackwell.plan.allocator import replay
 from vblackwell.plan.causal_lm import build_causal_lm, language_loss, plain_batches
-from vblackwell.plan.estimate import OPTIMIZERS, Batches, estimate_trace, fits, optimizer_named
+from vblackwell.plan.estimate import OPTIMIZERS, Batches, estimate_trace, fits, optimizer_named, peak_of
 from vblackwell.plan.gpus import find_gpu
 from vblackwell.plan.known_models import KNOWN_MODELS
 from vblackwell.plan.trace import Trace, language_batch, trace_training
@@ -112,6 +112,13 @@ def test_fits_keeps_the_margin():
     estimate = estimate_trace(trace)
     assert fits(trace, estimate.peak_p99, (8, 0)) and fits(trace, 8 * GiB, (8, 0))
     assert not fits(trace, estimate.allocated + estimate.context, (8, 0))
+
+
+def test_an_optimizers_temporaries_can_be_left_out():
+    foreach, loop = trace_of("llama", 1, "adamw"), trace_of("llama", 1, "adamw-for-loop")
+    most = [peak_of(trace, ("workspace", "activations")) for trace in (foreach, loop)]
+    step = [peak_of(trace, ("workspace", "activations"), outside="optimizer") for trace in (foreach, loop)]
+    assert step[0] == step[1] <= most[1] <= most[0]
 
 
 def test_bad_configurations_say_what_is_wrong():

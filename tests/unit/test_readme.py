@@ -31,4 +31,5 @@ def test_flags_exist():
     from vblackwell.train.config import TrainConfig, flag_of
 
     known = {flag_of(name) for name in TrainConfig.__dataclass_fields__} | {"--debug", "--help", "--prompt"}
+    known |= set(re.findall(r'"(--[a-z][a-z0-9-]+)"', (ROOT / "vblackwell/cli.py").read_text(encoding="utf-8")))
     assert set(re.findall(r"(?<!\S)`?(--[a-z][a-z0-9-]+)", README)) <= known
