@@ -19,7 +19,7 @@ train: $(STAMP)
 	$(RUN)vb train --config tiny --fast-memory 14MiB --host-memory 24MiB --disk-memory 1GiB
 
 test: $(STAMP)
-	$(RUN)python -m pytest -q -n 2 --dist loadfile -m "not gpu and not multi_gpu"
+	OMP_NUM_THREADS=1 $(RUN)python -m pytest -q -n 2 --dist loadfile -m "not gpu and not multi_gpu"
 
 # Run where the GPU is; uses the environment that is active, because GPU machines often bring their own torch.
 test-gpu:

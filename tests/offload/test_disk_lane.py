@@ -51,7 +51,7 @@ FORMS = [
 ]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),
     form=st.sampled_from(FORMS),
@@ -86,7 +86,7 @@ def on_a_cpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LateQueues, "device", torch.device("cpu"), raising=False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),
     form=st.sampled_from(FORMS),
