@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -150,7 +150,7 @@ def _of_factory(text: str) -> Subject:
     """``package.module:factory``, called without arguments; the module's forward takes token numbers and gives logits or a loss."""
     module_name, _, factory_name = text.partition(":")
     try:
-        with mock.patch.object(sys, "path", [str(Path.cwd()), *sys.path]):  # as `python -m` would find it
+        with _working_folder_on_path():
             factory = getattr(importlib.import_module(module_name), factory_name)
         with torch.device("meta"):
             model = factory()
@@ -168,6 +168,17 @@ def _of_factory(text: str) -> Subject:
         )
     model = on_meta(model).train()
     return Subject(text, lambda dtype: model.to(dtype), max(sizes), _any_loss)
+
+
+@contextmanager
+def _working_folder_on_path() -> Iterator[None]:
+    """Imports look into the working folder first, as under `python -m`; behind it ``sys.path`` is the list that it was."""
+    before = sys.path
+    sys.path = [str(Path.cwd()), *before]
+    try:
+        yield
+    finally:
+        sys.path = before
 
 
 def _any_loss(model: nn.Module, batch: Any) -> Tensor:

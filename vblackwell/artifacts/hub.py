@@ -7,6 +7,7 @@ tokenizer and safetensors are fetched: no pickled weights, and no code.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from vblackwell.artifacts.folder import tensor_files
@@ -40,12 +41,10 @@ def find_folder(model: str | Path, revision: str | None = None) -> Path:
         raise ConfigurationError(
             f"{model}: no such folder, and hub ids need the package huggingface_hub: pip install huggingface_hub"
         ) from error
-    try:
+    with suppress(LocalEntryNotFoundError):  # not in the cache: to be downloaded, as what is there in part
         cached = Path(snapshot_download(model, revision=revision, local_files_only=True))
         if _lack(cached) is None:
             return cached
-    except LocalEntryNotFoundError:
-        pass  # then it is to be downloaded
     try:
         found = Path(snapshot_download(model, revision=revision, allow_patterns=PATTERNS))
         lack = _lack(found)  # without a network, what is in the cache may come back as it is
