@@ -139,6 +139,9 @@ def _generate(words: list[str]) -> int:
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token each time.")
     parser.add_argument("--top-k", type=int, default=50, help="Draw from this many of the likeliest tokens; 0 for all.")
     parser.add_argument("--top-p", type=float, default=1.0, help="Draw from the fewest tokens of this probability.")
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, help="Draw from tokens with this share of the likeliest's probability."
+    )
     parser.add_argument("--seed", type=int, default=0, help="Seed of the draws.")
     parser.add_argument("--device", type=str, default="auto", help="auto, cpu or cuda.")
     options = _parse(parser, words)

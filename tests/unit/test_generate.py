@@ -1,5 +1,6 @@
 """Sampling, text from models of both kinds, and finding the model that a path means."""
 
+import copy
 import os
 
 import pytest
@@ -20,9 +21,10 @@ from vblackwell.artifacts.commit import CommitFolder
 from vblackwell.artifacts.folder import read_tokenizer
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
 from vblackwell.infer.command import generate_command
-from vblackwell.infer.generate import generate
+from vblackwell.infer.generate import draws, generate
 from vblackwell.infer.load import load_model, resolve_model
-from vblackwell.infer.sampling import Sampling, probabilities, sample
+from vblackwell.infer.sampling import Arrival, Sampling, sample
+from vblackwell.kernels.sampling import kept_tokens
 from vblackwell.nn.decoder import Decoder
 from vblackwell.train.documents import Source
 from vblackwell.train.tokenizer import train_tokenizer
@@ -141,42 +143,117 @@ def test_a_gpt2_folder_opens(tmp_path):
         read_tokenizer(tmp_path)
 
 
+def reads_nothing(vocabulary=50):
+    """A step that counts the tokens it was given; the logits depend on the last of them."""
+    table, given = torch.randn(vocabulary, vocabulary, generator=torch.Generator().manual_seed(0)), []
+
+    def step(tokens_BS):
+        given.append(tokens_BS.shape[1])
+        return table[tokens_BS[:, -1]]
+
+    return step, given
+
+
+def test_reading_a_step_late_changes_no_token():
+    sampling, prompt = Sampling(1.0, top_k=20, min_p=0.01), torch.tensor([[3, 4, 5]])
+    written = []
+    for ahead in (0, 1, 3, 20):
+        step, given = reads_nothing()
+        written.append(list(draws(step, prompt, 12, sampling, 9, ahead)))
+        assert given == [3] + [1] * 11
+    assert all(one == written[0] for one in written) and len(written[0]) == 12
+    step, given = reads_nothing()
+    tokens = draws(step, prompt, 12, sampling, 9, 1)
+    assert next(tokens) == written[0][0] and len(given) == 2  # one more was begun, no other
+
+
+def test_a_request_draws_the_same_alone_and_among_others():
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(1))
+    seeds, positions, sampling = torch.tensor([5, 6, 7, 8]), torch.tensor([0, 3, 9, 1]), Sampling(1.3, top_p=0.9)
+    together = sample(logits, sampling, seeds, positions)
+    alone = [sample(logits[i : i + 1], sampling, int(seeds[i]), int(positions[i])) for i in range(4)]
+    assert torch.equal(torch.cat(alone), together)
+    assert torch.equal(sample(logits.double(), sampling, seeds, positions), together)
+
+
+def test_logits_that_are_not_finite_are_named_and_never_embedded():
+    def step(tokens_BS):
+        assert tokens_BS.min() >= 0
+        return torch.full((1, 5), float("nan"))
+
+    for ahead in (0, 1):
+        with pytest.raises(CorruptData, match="not finite"):
+            list(draws(step, torch.tensor([[1]]), 3, Sampling(), 0, ahead))
+    assert Arrival(torch.tensor([3, 4])).numbers() == [3, 4]
+
+
 @given(
     logits=st.lists(st.integers(-80, 80).map(lambda step: step / 4), min_size=1, max_size=30),
     temperature=st.floats(0.05, 5),
     top_k=st.integers(0, 35),
     top_p=st.floats(0.01, 1),
 )
-def test_a_distribution_keeps_the_likeliest(logits, temperature, top_k, top_p):
+def test_what_may_be_drawn_is_the_likeliest(logits, temperature, top_k, top_p):
     row = torch.tensor(logits)
-    chances = probabilities(row, Sampling(temperature, top_k, top_p))
-    assert chances.sum().item() == pytest.approx(1, abs=1e-5) and chances[row == row.max()].max() > 0
-    kept, gone = row[chances > 0], row[(chances == 0) & (row > row.max() - 50 * temperature)]
-    assert not len(gone) or kept.min() >= gone.max()
+    cuts = torch.tensor([top_k], dtype=torch.int32), torch.tensor([top_p]), torch.tensor([0.0])
+    stays = kept_tokens((row / temperature)[None], *cuts)[0]
+    assert stays[row == row.max()].all()
+    kept, gone = row[stays], row[~stays]
+    assert not len(gone) or kept.min() > gone.max()
     if 0 < top_k < len(row) and len(set(logits)) == len(logits):
         assert len(kept) <= top_k
     full = (row / temperature).softmax(-1)
     if top_p < 1 and top_k == 0:
-        assert full[chances > 0].sum() >= top_p - 1e-5  # enough is kept
-        least = full[chances > 0].min()
-        assert full[chances > 0].sum() - least < top_p + 1e-5  # and nothing more than that
+        assert full[stays].sum() >= top_p - 1e-5  # enough is kept
+        ties = full[stays].min() * (kept == kept.min()).sum()
+        assert full[stays].sum() - ties < top_p + 1e-5  # and nothing more than that, but equals
 
 
 def test_draws_follow_the_distribution():
-    row, generator = torch.tensor([0.1, 0.6, 0.3]).log(), torch.Generator().manual_seed(0)
-    counts = torch.bincount(torch.tensor([sample(row, Sampling(1.0), generator) for _ in range(4000)]), minlength=3)
+    row = torch.tensor([0.1, 0.6, 0.3]).log()
+
+    def drawn(sampling, count):
+        return sample(row.expand(count, -1), sampling, 0, torch.arange(count))
+
+    counts = torch.bincount(drawn(Sampling(1.0), 4000), minlength=3)
     assert torch.allclose(counts / 4000, row.exp(), atol=0.04)  # 5 sigma
-    assert {sample(row, Sampling(1.0, top_k=1), generator) for _ in range(50)} == {1}
-    assert {sample(row, Sampling(1.0, top_p=0.7), generator) for _ in range(200)} == {1, 2}
-    assert sample(row, Sampling(0), generator) == 1
+    assert set(drawn(Sampling(1.0, top_k=1), 50).tolist()) == {1}
+    assert set(drawn(Sampling(1.0, top_p=0.7), 200).tolist()) == {1, 2}
+    assert set(drawn(Sampling(1.0, min_p=0.4), 200).tolist()) == {1, 2}
+    assert drawn(Sampling(0), 2).tolist() == [1, 1]
 
 
-def test_values_out_of_range_are_refused():
-    for bad in ({"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.1}):
+def test_values_out_of_range_are_refused(model, tokenizer):
+    cases = (
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0},
+        {"top_p": 1.1},
+        {"min_p": 2},
+    )
+    for bad in cases:
         with pytest.raises(ConfigurationError, match=next(iter(bad))):
             Sampling(**bad)
-    with pytest.raises(CorruptData, match="not finite"):
-        sample(torch.tensor([1.0, float("nan")]), Sampling(0), torch.Generator())
+    with pytest.raises(ConfigurationError, match="seed"):
+        generate(model, tokenizer, "x", 1, seed=1 << 63)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_nothing_waits_and_the_text_is_the_same(model, tokenizer):
+    expected = generate(model, tokenizer, "def f", 20, temperature=1.5, seed=4)
+    moved = copy.deepcopy(model).cuda()
+    assert generate(moved, tokenizer, "def f", 20, temperature=1.5, seed=4) == expected
+    step, _ = reads_nothing()
+    table = step(torch.arange(50)[:, None]).cuda()
+    sampling, prompt = Sampling(1.0, top_k=20, top_p=0.9), torch.tensor([[3]], device="cuda")
+    list(draws(lambda tokens_BS: table[tokens_BS[:, -1]], prompt, 3, sampling, 9, 1))  # kernels are compiled
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = list(draws(lambda tokens_BS: table[tokens_BS[:, -1]], prompt, 12, sampling, 9, 1))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert found == list(draws(reads_nothing()[0], prompt.cpu(), 12, sampling, 9, 0))
 
 
 @settings(max_examples=5, deadline=None)

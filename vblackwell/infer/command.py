@@ -21,6 +21,7 @@ def generate_command(
     top_p: float = 1.0,
     seed: int = 0,
     device: torch.device | str = "cpu",
+    min_p: float = 0.0,
 ) -> int:
     """Prints the prompt and what follows it; checkpoints that were passed over are named on standard error.
 
@@ -42,6 +43,6 @@ def generate_command(
         print("".join(pieces) + text, end="", flush=True)
         pieces.clear()  # the prompt comes with the first text: an error before it leaves standard output empty
 
-    generate(opened, tokenizer, prompt, max_new_tokens, temperature, top_k, top_p, seed, on_token=show)
+    generate(opened, tokenizer, prompt, max_new_tokens, temperature, top_k, top_p, seed, on_token=show, min_p=min_p)
     print("".join(pieces))
     return 0

@@ -3,19 +3,23 @@
 The model is only called, never taken apart, so one whose weights stream through a stack works the same. It runs under
 ``no_grad``, not ``inference_mode``: what a model allocates at its first call may be needed by a later backward.
 
+Tokens go from draw to embedding on the device. On CUDA the host reads each one while the next is being computed, so the device never
+waits for it; the price is one token computed in vain where a text ends early.
+
 Legend: B batch (1), S sequence, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.infer.sampling import Sampling, sample
+from vblackwell.infer.sampling import Arrival, Sampling, check_seed, sample
 from vblackwell.nn.cache import KVCache
 from vblackwell.nn.decoder import Decoder
 
@@ -33,6 +37,7 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     on_token: Callable[[str], None] | None = None,
+    min_p: float = 0.0,
 ) -> str:
     """What the model writes behind ``prompt``, until its end-of-text token or ``max_new_tokens``.
 
@@ -41,31 +46,53 @@ def generate(
         tokenizer: the one it was trained with.
         prompt: text to continue; empty: a document begins.
         max_new_tokens: most tokens to add; ``None``: as many as the model's limit leaves.
-        temperature, top_k, top_p: see ``Sampling``.
-        seed: of the draws.
+        temperature, top_k, top_p, min_p: see ``Sampling``.
+        seed: of the draws; the same seed, prompt and logits give the same text.
         on_token: called with each new stretch of whole characters as it is decided.
 
     Raises:
         ConfigurationError: the prompt, or prompt and new tokens, exceed the model's limit; or a value out of range.
     """
-    sampling = Sampling(temperature, top_k, top_p)
+    sampling = Sampling(temperature, top_k, top_p, min_p)
+    check_seed(seed)
     numbers = _encode(model, tokenizer, prompt)
     count = _room(model, len(numbers), max_new_tokens)
-    generator = torch.Generator().manual_seed(seed)
     step, ends = _stepper(model, len(numbers) + count), _end_tokens(model)
-    stream, written = _Text(tokenizer, numbers, on_token), numbers
+    stream = _Text(tokenizer, numbers, on_token)
     training = model.training
     model.eval()
     try:
-        for _ in range(count):
-            token = sample(step(written), sampling, generator)
+        prompt_BS = torch.tensor([numbers], device=next(model.parameters()).device)
+        for token in draws(step, prompt_BS, count, sampling, seed, ahead=int(prompt_BS.is_cuda)):
             if token in ends:
                 break
             stream.add(token)
-            written = [token]
     finally:
         model.train(training)
     return stream.finish()
+
+
+def draws(
+    step: Callable[[Tensor], Tensor], prompt_BS: Tensor, count: int, sampling: Sampling, seed: int, ahead: int
+) -> Iterator[int]:
+    """``count`` tokens behind the prompt (1, S), one by one.
+
+    Args:
+        step: maps tokens (1, S) that follow what it has seen to the logits (1, V) behind the last.
+        ahead: so many steps behind a token are begun before it is handed out.
+
+    Raises:
+        CorruptData: logits are not finite.
+    """
+    arriving, tokens_BS = deque[Arrival](), prompt_BS
+    for position in range(count):
+        token_B = sample(step(tokens_BS), sampling, seed, position)
+        tokens_BS = token_B.clamp(min=0)[:, None]  # the host learns of a -1 later, and no embedding must meet it before
+        arriving.append(Arrival(token_B))
+        if len(arriving) > ahead:
+            yield arriving.popleft().numbers()[0]
+    for arrival in arriving:
+        yield arrival.numbers()[0]
 
 
 def _encode(model: nn.Module, tokenizer: Tokenizer, prompt: str) -> list[int]:
@@ -113,24 +140,22 @@ def _end_tokens(model: nn.Module) -> set[int]:
     return set() if ends is None else set(ends) if isinstance(ends, list) else {ends}
 
 
-def _stepper(model: nn.Module, max_length: int) -> Callable[[list[int]], Tensor]:
-    """A function that reads more tokens and returns the logits (V,) behind the last."""
-    device = next(model.parameters()).device
+def _stepper(model: nn.Module, max_length: int) -> Callable[[Tensor], Tensor]:
+    """A function that reads more tokens (1, S) and returns the logits (1, V) behind the last."""
     config: Any = model.config
     if getattr(config, "is_encoder_decoder", False):
         raise Unsupported(f"{type(model).__name__} is an encoder-decoder: generate works with causal models")
     known: Any = KVCache(model.config, max_length) if isinstance(model, Decoder) else None
 
     @torch.no_grad()
-    def step(numbers: list[int]) -> Tensor:
+    def step(input_ids_BS: Tensor) -> Tensor:
         nonlocal known
-        input_ids_BS = torch.tensor([numbers], device=device)
         if isinstance(model, Decoder):
             hidden_BSD = model.hidden(input_ids_BS, known)
-            return model.lm_head(hidden_BSD[:, -1])[0]  # a prompt's other logits would only cost memory
+            return model.lm_head(hidden_BSD[:, -1])  # a prompt's other logits would only cost memory
         output = model(input_ids_BS, past_key_values=known, use_cache=True, logits_to_keep=1)
         known = output.past_key_values
-        return output.logits[0, -1]
+        return output.logits[:, -1]
 
     return step
 
