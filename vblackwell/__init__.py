@@ -41,6 +41,8 @@ _WHERE = {
     "from_multihead_attention": "vblackwell.nn.attention_layer",
     "OptimizedTransformerBlock": "vblackwell.nn.transformer_block",
     "compare": "vblackwell.nn.compare",
+    "convert": "vblackwell.nn.convert",
+    "Conversion": "vblackwell.nn.convert",
     "accelerate_causal_lm": "vblackwell.nn.causal_lm",
     "restore_causal_lm": "vblackwell.nn.causal_lm",
     "VGPUStack": "vblackwell.memory.stack",
@@ -79,6 +81,7 @@ if TYPE_CHECKING:
     from vblackwell.nn.attention_layer import FlashAttention, from_multihead_attention
     from vblackwell.nn.causal_lm import accelerate_causal_lm, restore_causal_lm
     from vblackwell.nn.compare import compare
+    from vblackwell.nn.convert import Conversion, convert
     from vblackwell.nn.linear import FusedFP4Linear
     from vblackwell.nn.transformer_block import OptimizedTransformerBlock
     from vblackwell.numerics.fp4 import FP4Codec, quantize

@@ -170,6 +170,7 @@ def _quantize(words: list[str]) -> int:
     parser.add_argument("--scale-search", type=str, default="mse", help="mse (least error) or max (plain scale).")
     parser.add_argument("--block-size", type=int, help="Elements a scale: 32 or 128 for int4; even for int8.")
     parser.add_argument("--pattern", type=str, default="all", help="all, large, or a regular expression of names.")
+    parser.add_argument("--keep", type=str, help="Regular expression for names that are left alone, besides the head.")
     parser.add_argument("--device", type=str, default="auto", help="Where weights are packed: auto, cpu or cuda.")
     options = _parse(parser, words)
     for name in ("model", "out"):

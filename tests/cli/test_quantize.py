@@ -147,7 +147,7 @@ def test_report_and_sizes(source, tmp_path):
         source, tmp_path / "out", "nvfp4", on_layer=lambda layer, number, count: seen.append((number, count))
     )
     assert seen == [(number, 14) for number in range(1, 15)]
-    assert report.kept == {"lm_head": "head, tied, or not in the pattern"}
+    assert report.kept == {"lm_head": "its name is among those to keep"}
     assert all(20.5 < layer.sqnr_db < 23 for layer in report.layers)  # 21.8 on a Gaussian, small matrices scatter
     assert report.bytes_before == sum(spec.size_bytes for spec in load_specs(source).values())
     assert report.bytes_after == sum(spec.size_bytes for spec in load_specs(tmp_path / "out").values())

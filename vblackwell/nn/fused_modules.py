@@ -71,7 +71,8 @@ def _swapped_names(module: nn.Module) -> list[str]:
     if plain_class(module) is type(module):
         return []
     ours = {"__reduce_ex__", "__module__", "_vb_original", "__doc__"}
-    return [name for name, value in type(module).__dict__.items() if name not in ours and callable(value)]
+    held = type(module).__dict__.items()
+    return [name for name, value in held if name not in ours and (callable(value) or isinstance(value, property))]
 
 
 def plain_class(module: nn.Module) -> type:

@@ -116,6 +116,13 @@ class TrainConfig:
     """Train with nvfp4-rounded weights in the forward, gradients straight through; without --gradient-checkpointing
     the rounded copies are kept until backward."""
 
+    fp4_layers: str = "all"
+    """Linears that --use-fp4 is for: all, large (2^20 elements and more), or a regular expression searched for in names; never the
+    output head and tied weights."""
+
+    keep: str | None = None
+    """Regular expression for names of linears that --use-fp4 leaves alone besides."""
+
     lora: bool = False
     """Train low-rank adapters over a frozen base."""
 
@@ -193,6 +200,8 @@ class TrainConfig:
             raise ConfigurationError(
                 "--masters stochastic goes with --optimizer-states 8bit alone: give both, or neither"
             )
+        if not self.use_fp4 and (self.fp4_layers != "all" or self.keep is not None):
+            raise ConfigurationError("--fp4-layers and --keep say what --use-fp4 is for: add it, or drop them")
         if self.model is not None and self.architecture:
             raise ConfigurationError(
                 "--architecture changes a preset; with --model the folder's config.json decides: drop one"

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from vblackwell.errors import Unsupported
-from vblackwell.nn.convert import convert_linears
+from vblackwell.nn.convert import convert
 from vblackwell.nn.decoder import Decoder
 from vblackwell.offload.enable import bytes_when_resident, enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.formats import Formats, supports
@@ -70,11 +70,7 @@ def prepare(config: TrainConfig, device: torch.device, progress: Progress, clean
     if config.gradient_checkpointing:
         _checkpoint_layers(model)
     if config.use_fp4:
-        converted = convert_linears(model)  # heads, embeddings and norms stay as they are
-        progress.say(
-            f"--use-fp4: {len(converted)} linears compute with their weights rounded to nvfp4, gradients straight through; "
-            "masters stay fp32, and so do the saved weights (vb quantize packs them)"
-        )
+        _use_fp4(config, model, progress)
     precision = choose_precision(config.precision, config.mixed_precision, device)
     formats = choose_formats(config, precision)
     attention = _choose_attention(config, learner, precision, device, cleanup)
@@ -107,6 +103,17 @@ def prepare(config: TrainConfig, device: torch.device, progress: Progress, clean
         loss=learner.loss,
     )
     return Prepared(config, learner.config, corpus, parts, source.tokenizer_folder)
+
+
+def _use_fp4(config: TrainConfig, model: nn.Module, progress: Progress) -> None:
+    """Linears, and experts, straight through nvfp4; heads, embeddings and norms stay as they are."""
+    done = convert(model, fp4_layers=config.fp4_layers, keep=config.keep, attention=None, fused=False)
+    experts = len(done.replaced.get("experts", []))
+    progress.say(
+        f"--use-fp4: {len(done.replaced.get('linear', []))} linears {f'and the experts of {experts} layers ' if experts else ''}compute "
+        "with their weights rounded to nvfp4, gradients straight through; masters stay fp32, and so do the saved weights (vb quantize "
+        f"packs them)\n{done}"
+    )
 
 
 def _checkpoint_layers(model: nn.Module) -> None:

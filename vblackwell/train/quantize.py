@@ -24,7 +24,7 @@ from vblackwell.artifacts.compressed import GLOBAL, entry_specs, not_packable_re
 from vblackwell.artifacts.folder import load_specs, read_config, tensor_files
 from vblackwell.artifacts.shards import SafetensorsShards, TensorSpec
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.nn.convert import HEAD, select_linears
+from vblackwell.nn.convert_linears import HEAD, find_linears, select_linears
 from vblackwell.nn.skeleton import skeleton
 from vblackwell.numerics.formats import Format, check_search, format_named
 from vblackwell.numerics.fp4 import joint_tensor_scale, quantize
@@ -131,6 +131,7 @@ def quantize_command(
     scale_search: str = "mse",
     block_size: int | None = None,
     pattern: str = "all",
+    keep: str | None = None,
     device: str = "cpu",
 ) -> int:
     """Run ``vb quantize``: a line a layer while it works, then sizes before and after.
@@ -144,8 +145,9 @@ def quantize_command(
         print(f"[{number:>{len(str(count))}}/{count}] {layer.name:<48} {shape:>13} {layer.sqnr_db:6.2f} dB", flush=True)
 
     report = quantize_folder(
-        model, out, format, scale_search, block_size=block_size, pattern=pattern, device=device, on_layer=say
-    )
+        model, out, format, scale_search, block_size=block_size, pattern=pattern, device=device, on_layer=say,
+        keep=HEAD if keep is None else f"(?:{HEAD})|(?:{keep})",
+    )  # fmt: skip
     for name, reason in report.kept.items():
         print(f"kept {name}: {reason}")
     worst = min(report.layers, key=lambda layer: layer.sqnr_db)
@@ -171,11 +173,11 @@ class _Plan:
     @classmethod
     def of(cls, config: dict[str, Any], found: dict[str, TensorSpec], form: Format, pattern: str, keep: str) -> _Plan:
         module = skeleton(config)
-        selected = select_linears(module, pattern, keep)
-        linears = [name for name, child in module.named_modules() if isinstance(child, torch.nn.Linear)]
+        select_linears(module, pattern, keep)  # raises where there is none
+        why = find_linears(module, pattern, keep)
         packed, kept, specs = {}, {}, []
-        for name in linears:
-            reasons = _reasons(name, selected, found, form)
+        for name, reason in why.items():
+            reasons = _reasons(name, reason, found, form)
             if reasons:
                 kept[name] = "; ".join(reasons)
             else:
@@ -197,9 +199,9 @@ class _Plan:
         return sum(spec.size_bytes for spec in self.specs)
 
 
-def _reasons(name: str, selected: dict[str, Any], found: dict[str, TensorSpec], form: Format) -> list[str]:
-    if name not in selected:
-        return ["head, tied, or not in the pattern"]
+def _reasons(name: str, reason: str | None, found: dict[str, TensorSpec], form: Format) -> list[str]:
+    if reason is not None:
+        return [reason]
     spec = found.get(f"{name}.weight")
     if spec is None:
         return ["the folder stores it under another name"]
