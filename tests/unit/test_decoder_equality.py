@@ -146,3 +146,33 @@ def test_cache_and_model_have_a_limit():
 def test_what_the_decoder_does_not_compute_is_refused(change):
     with pytest.raises(Unsupported, match="transformers"):
         DecoderConfig.from_hf(config().to_hf() | change)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_packed_documents_are_strangers(checkpointing):
+    """A row of two documents gives the logits, the loss and the gradients of the documents alone."""
+    model = Decoder(config(num_kv_heads=2), seed=3)
+    model.gradient_checkpointing = checkpointing
+    one, other = tokens()[:1, :5], tokens()[1:, :9]
+    positions = torch.cat((torch.arange(4), torch.arange(8)))[None]
+    row = torch.cat((one[:, :-1], other[:, :-1]), 1)
+    targets = torch.cat((one[:, 1:], other[:, 1:]), 1)
+    with torch.no_grad():
+        packed = model(row, positions_BS=positions)
+        apart = torch.cat((model(one[:, :-1]), model(other[:, :-1])), 1)
+    torch.testing.assert_close(packed, apart, rtol=1e-5, atol=1e-6)  # sums over other numbers of keys, some of them zero
+    gradients = []
+    for loss in (
+        lambda: model(row, targets, positions),
+        lambda: (4 * model(one[:, :-1], one[:, 1:]) + 8 * model(other[:, :-1], other[:, 1:])) / 12,
+    ):
+        model.zero_grad()
+        loss().backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for got, expected in zip(*gradients, strict=True):
+        assert (got - expected).norm() <= 1e-5 * expected.norm()
+    with pytest.raises(ConfigurationError, match="cache"):
+        model(row, positions_BS=positions, cache=KVCache(model.config, 32))
+    model.use_attention("flash")
+    with pytest.raises(Unsupported, match="packed documents"):
+        model(row, positions_BS=positions)

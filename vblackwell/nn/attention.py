@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from vblackwell.errors import Unsupported
 from vblackwell.kernels.rotary import rotary
 from vblackwell.nn.attention_backends import attention
 from vblackwell.nn.cache import KVCache
@@ -37,7 +38,15 @@ class SelfAttention(nn.Module):
         self.v_proj = nn.Linear(width, config.kv_heads * head, bias=False)
         self.o_proj = nn.Linear(config.num_heads * head, width, bias=False)
 
-    def forward(self, x_BSD: Tensor, cos_SH: Tensor, sin_SH: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x_BSD: Tensor,
+        cos_SH: Tensor,
+        sin_SH: Tensor,
+        cache: KVCache | None = None,
+        mask_BSS: Tensor | None = None,
+    ) -> Tensor:
+        """(B, S, D); tables may be (B, S, H) too. ``mask_BSS`` is what may be attended to, causality included."""
         heads = (*x_BSD.shape[:2], -1, self.head_dim)
         # Transposed views all the way: cuDNN and flash attention read and write them as they are.
         q_BNSH, k_BKTH, v_BKTH = (
@@ -47,9 +56,11 @@ class SelfAttention(nn.Module):
         q_BNSH, k_BKTH = rotary(q_BNSH, k_BKTH, cos_SH, sin_SH)
         if cache is not None:
             k_BKTH, v_BKTH = cache.extend(self.layer, k_BKTH, v_BKTH)
-        if cache is None and self.backend is not None:
+        if cache is None and self.backend is not None and mask_BSS is None:
             y_BNSH, _ = attention(q_BNSH, k_BKTH, v_BKTH, causal=True, backend=self.backend)
             return self.o_proj(y_BNSH.transpose(1, 2).reshape(*x_BSD.shape[:2], -1))
+        if mask_BSS is not None:
+            return self.o_proj(self._masked(q_BNSH, k_BKTH, v_BKTH, mask_BSS))
         new, known = q_BNSH.shape[2], k_BKTH.shape[2]
         mask_ST = None
         if 1 < new < known:
@@ -58,3 +69,26 @@ class SelfAttention(nn.Module):
             q_BNSH, k_BKTH, v_BKTH, attn_mask=mask_ST, is_causal=new == known > 1, enable_gqa=self.grouped
         )
         return self.o_proj(y_BNSH.transpose(1, 2).reshape(*x_BSD.shape[:2], -1))
+
+    def _masked(self, q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask_BSS: Tensor) -> Tensor:
+        if self.backend is not None:
+            raise Unsupported(
+                f"packed documents need a mask, and attention is fixed to {self.backend!r}, which may have none: pack nothing, or leave "
+                "the choice open"
+            )
+        if self.grouped:  # with a mask, SDPA has no fused kernel for grouped heads
+            k_BKTH, v_BKTH = (x.repeat_interleave(q_BNSH.shape[1] // x.shape[1], dim=1) for x in (k_BKTH, v_BKTH))
+        y_BNSH = functional.scaled_dot_product_attention(q_BNSH, k_BKTH, v_BKTH, attn_mask=mask_BSS[:, None])
+        return y_BNSH.transpose(1, 2).reshape(q_BNSH.shape[0], q_BNSH.shape[2], -1)
+
+
+def within_documents(positions_BS: Tensor) -> Tensor:
+    """What each token of packed documents may attend to, (B, S, S): itself and what is before it in its own document.
+
+    Args:
+        positions_BS: counted from 0 in each document.
+    """
+    document_BS = (positions_BS == 0).cumsum(1)
+    length = positions_BS.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=positions_BS.device).tril()
+    return (document_BS[:, :, None] == document_BS[:, None, :]) & causal

@@ -64,10 +64,16 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = AddRMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(
-        self, x_BSD: Tensor, cos_SH: Tensor, sin_SH: Tensor, cache: KVCache | None = None, wanted: bool = True
+        self,
+        x_BSD: Tensor,
+        cos_SH: Tensor,
+        sin_SH: Tensor,
+        cache: KVCache | None = None,
+        wanted: bool = True,
+        mask_BSS: Tensor | None = None,
     ) -> Tensor:
         attention = self.self_attn
         rows_BSD = normed(x_BSD, self.input_layernorm, attention.q_proj, attention.k_proj, attention.v_proj)
-        attended_BSD = attention(rows_BSD, cos_SH, sin_SH, cache)
+        attended_BSD = attention(rows_BSD, cos_SH, sin_SH, cache, mask_BSS)
         normed_BSD, x_BSD = self.post_attention_layernorm(attended_BSD, x_BSD)
         return x_BSD + self.mlp(normed_BSD, wanted)

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.nn.attention import SelfAttention
+from vblackwell.nn.attention import SelfAttention, within_documents
 from vblackwell.nn.block import DecoderLayer, RMSNorm
 from vblackwell.nn.cache import KVCache
 from vblackwell.nn.checkpoint import checkpoint
 from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.nn.head_loss import HiddenWithTargets, takes_targets
 from vblackwell.nn.kept import Keeping, check_names
-from vblackwell.nn.rotary import rotary_tables
+from vblackwell.nn.rotary import rotary_tables, rotary_tables_at
 
 IGNORED_TARGET = -100
 
@@ -111,24 +111,33 @@ class Decoder(nn.Module):
             parameter.copy_(drawn.normal_(0.0, scale, generator=generator))
 
     def forward(
-        self, input_ids_BS: Tensor, targets_BS: Tensor | None = None, *, cache: KVCache | None = None
+        self,
+        input_ids_BS: Tensor,
+        targets_BS: Tensor | None = None,
+        positions_BS: Tensor | None = None,
+        *,
+        cache: KVCache | None = None,
     ) -> Tensor:
         """Logits (B, S, V); or, with targets, the mean cross entropy in fp32 over those that are not -100.
 
         Args:
             input_ids_BS: token numbers; with a cache, those that follow what it holds.
             targets_BS: for each position the token that follows.
+            positions_BS: of rows that hold several documents: counted from 0 in each. No token attends to another document.
             cache: keys and values of earlier positions; extended by this call.
 
         Raises:
-            ConfigurationError: more positions than ``config.max_position``.
+            ConfigurationError: more positions than ``config.max_position``, or positions together with a cache.
+            Unsupported: positions, and attention was fixed to one backend by `use_attention`.
         """
-        hidden_BSD = self.hidden(input_ids_BS, cache)
+        hidden_BSD = self.hidden(input_ids_BS, cache, positions_BS)
         if targets_BS is None:
             return self.lm_head(hidden_BSD)
         return self._loss(hidden_BSD.flatten(0, 1), targets_BS.flatten())
 
-    def hidden(self, input_ids_BS: Tensor, cache: KVCache | None = None) -> Tensor:
+    def hidden(
+        self, input_ids_BS: Tensor, cache: KVCache | None = None, positions_BS: Tensor | None = None
+    ) -> Tensor:
         """The final norm's output (B, S, D), which the head turns into logits."""
         start, length = (0 if cache is None else cache.length), input_ids_BS.shape[1]
         if start + length > self.config.max_position:
@@ -136,15 +145,22 @@ class Decoder(nn.Module):
                 f"a sequence of {start + length} tokens: this model's limit is {self.config.max_position}; shorten it"
             )
         x_BSD = self.model.embed_tokens(input_ids_BS)
-        tables = rotary_tables(start, length, self.config.head_size, self.config.rope_theta, x_BSD.device)
+        mask_BSS, shape = None, (self.config.head_size, self.config.rope_theta)
+        if positions_BS is None:
+            tables = rotary_tables(start, length, *shape, x_BSD.device)
+        elif cache is not None:
+            raise ConfigurationError("positions of packed documents, and a cache: give one document at a time")
+        else:
+            tables, mask_BSS = rotary_tables_at(positions_BS, *shape), within_documents(positions_BS)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled() and cache is None
         kept = check_names(self.kept_activations)
         for layer in self.layers:
             if recompute:
-                block = Keeping(layer, kept, again=partial(layer, wanted=False))
+                once = layer if mask_BSS is None else partial(layer, mask_BSS=mask_BSS)
+                block = Keeping(once, kept, again=partial(once, wanted=False))
                 x_BSD = checkpoint(block, x_BSD, *tables, modules=(layer,))
             else:
-                x_BSD = layer(x_BSD, *tables, cache)
+                x_BSD = layer(x_BSD, *tables, cache, mask_BSS=mask_BSS)
         if cache is not None:
             cache.advance(length)
         return self.model.norm(x_BSD)
