@@ -1,4 +1,4 @@
-"""Builds a kernel's own CUDA source for the CPU (emulator.h) and calls it on tensors.
+"""Builds a kernel's own CUDA source for the CPU (emulator.h, emulator.cpp) and calls it on tensors.
 
 Every CUDA thread becomes a thread of the host and barriers stay barriers, so that indexing, staging, padding, reductions across warps and
 clusters, and the decode run as written. Shared memory starts as NaN. What stays unseen is the hardware: asynchrony and speed.
@@ -23,6 +23,7 @@ from vblackwell.kernels.fp4_cuda import MmaPlan, WgmmaPlan
 from vblackwell.numerics.formats import FORMATS
 
 HERE = Path(__file__).parent
+COMPILER = ["g++", "-w", "-fPIC", "-pthread"]
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ builds the kernels for the CPU")
 
 _MMA_MAIN = """
@@ -58,6 +59,15 @@ extern "C" void run(const u8* codes, const u8* scales, const float* ts, const u8
 _REAL = ("ptx.cuh", "wgmma.cuh", "barrier.cuh")  # what emulator.h stands in for
 
 
+@functools.cache
+def _runtime() -> bytes:
+    """emulator.cpp's object file."""
+    with tempfile.TemporaryDirectory(prefix="vblackwell-emulation-") as folder:
+        path = Path(folder) / "emulator.o"
+        subprocess.run([*COMPILER, "-std=c++20", "-O1", "-c", "-o", str(path), str(HERE / "emulator.cpp")], check=True)
+        return path.read_bytes()
+
+
 @functools.lru_cache
 def _library(files: tuple[str, ...], macros: tuple[tuple[str, int], ...], main: str) -> ctypes.CDLL:
     text = "\n".join(f"#define {name} {value}" for name, value in macros)
@@ -66,8 +76,9 @@ def _library(files: tuple[str, ...], macros: tuple[tuple[str, int], ...], main: 
     )
     folder = Path(tempfile.mkdtemp(prefix="vblackwell-emulation-"))
     (folder / "kernel.cpp").write_text(text)
-    command = ["g++", "-std=c++20", "-O0", "-w", "-shared", "-fPIC", "-pthread", "-o", "kernel.so", "kernel.cpp"]
-    subprocess.run(command, cwd=folder, check=True)
+    (folder / "emulator.o").write_bytes(_runtime())
+    words = ["-std=c++17", "-O0", f"-I{HERE}", "-shared", "-o", "kernel.so", "kernel.cpp", "emulator.o"]
+    subprocess.run([*COMPILER, *words], cwd=folder, check=True)
     library = ctypes.CDLL(str(folder / "kernel.so"))
     shutil.rmtree(folder)
     return library
