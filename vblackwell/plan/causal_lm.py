@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from vblackwell.errors import ConfigurationError, nearest
+from vblackwell.plan.flex_on_meta import flex_patches
 
 
 def build_causal_lm(fields: dict[str, Any], source: str, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -85,7 +86,7 @@ def plain_batches() -> Iterator[None]:
     """Answer what transformers asks about values, where transformers is in use at all."""
     import sys
 
-    patches: list[Any] = []
+    patches: list[Any] = flex_patches()
     masks, experts = (sys.modules.get(f"transformers.{name}") for name in ("masking_utils", "integrations.moe"))
     if masks is not None and hasattr(masks, "find_packed_sequence_indices"):
         patches.append(mock.patch.object(masks, "find_packed_sequence_indices", lambda position_ids: None))

@@ -1,0 +1,90 @@
+"""FlexAttention on tensors without bytes, as its compiled form on CUDA keeps and takes them.
+
+`torch.compile` does not run on meta, and uncompiled FlexAttention keeps squares of the sequence that the compiled kernel never has. Forward
+keeps queries, keys, values, the output and a log-sum-exp in fp32 a row; backward takes one dot product a row more. A block mask holds
+counts and indices of blocks of 128, seen by queries and by keys, partial and full: eight small tensors.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+
+
+class FlexOnMeta(torch.autograd.Function):
+    """The bytes of compiled FlexAttention: (B, N, S, H) queries, (B, K, T, H) keys and values."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Output (B, N, S, Hv) and log-sum-exp (B, N, S)."""
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, rows)
+        ctx.mark_non_differentiable(rows)
+        return out, rows
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the three."""
+        query, key, value, _, rows = ctx.saved_tensors
+        dots = torch.empty_like(rows)
+        del dots
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *rest: Any,
+    return_aux: Any = None,
+    return_lse: bool = False,
+    **named: Any,
+) -> Any:
+    """`torch.nn.attention.flex_attention.flex_attention`, compiled."""
+    from torch.nn.attention import flex_attention as module
+
+    with torch._C.DisableTorchFunction():  # checkpointing compares devices of what is saved: meta, as within operators
+        out, rows = FlexOnMeta.apply(query, key, value)  # pyright: ignore[reportGeneralTypeIssues]
+    if return_aux is not None:
+        return out, module.AuxOutput(lse=rows, max_scores=None)
+    return (out, rows) if return_lse else out
+
+
+def block_mask(
+    mask_mod: Any, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Any = "cuda", **rest: Any
+) -> Any:  # noqa: N803
+    """`create_block_mask`, compiled: what it returns, and no squares on the way."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    rows, columns = -(-Q_LEN // BLOCK), -(-KV_LEN // BLOCK)
+
+    def pair(of: int, others: int) -> tuple[Tensor, Tensor]:
+        counts = torch.empty(B or 1, H or 1, of, dtype=torch.int32, device=device)
+        return counts, torch.empty(B or 1, H or 1, of, others, dtype=torch.int32, device=device)
+
+    kv, full_kv, q, full_q = pair(rows, columns), pair(rows, columns), pair(columns, rows), pair(columns, rows)
+    return BlockMask((Q_LEN, KV_LEN), *kv, *full_kv, *q, *full_q, (BLOCK, BLOCK), mask_mod)
+
+
+def flex_patches() -> list[Any]:
+    """Patches of transformers' modules that use FlexAttention, where they are loaded."""
+    found: list[Any] = []
+    masks, attention = (
+        sys.modules.get(f"transformers.{name}") for name in ("masking_utils", "integrations.flex_attention")
+    )
+    if masks is not None and hasattr(masks, "create_block_mask"):
+        found.append(mock.patch.object(masks, "create_block_mask", block_mask))
+    if attention is not None and hasattr(attention, "compile_friendly_flex_attention"):
+
+        def compiled(query: Tensor, key: Tensor, value: Tensor, training: bool = False, **named: Any) -> Any:
+            return flex(query, key, value, **named)
+
+        found.append(mock.patch.object(attention, "compile_friendly_flex_attention", compiled))
+    return found
