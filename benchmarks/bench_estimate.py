@@ -1,0 +1,259 @@
+"""The estimator against real runs: bytes that torch and the driver count, and the limit at which a run really fails.
+
+    python benchmarks/bench_estimate.py predict --out predicted.json.gz                  # CPU only
+    python benchmarks/bench_estimate.py measure --predicted predicted.json.gz --out measured.json.gz --boundary 12
+    python benchmarks/bench_estimate.py report --predicted predicted.json.gz --measured measured.json.gz
+    python benchmarks/bench_estimate.py all --cases 100 --jobs 8 --limit 150 --boundary 12 --timed 8 --folder results-here
+    python benchmarks/bench_estimate.py all --cases 10 --tiny --device cpu               # the plumbing, without a GPU
+
+Cases are drawn from a grid with a fixed seed (estimate_cases.py). Each runs two real steps in a process of its own, several abreast; timed
+ones, and searches of the boundary, run as their lines say. A case that fails is a row with its error.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is loaded: asking whether there is a GPU must not start CUDA in the parent, and forks must find no threads.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import argparse
+import gzip
+import json
+import platform
+import statistics
+import sys
+import time
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+from estimate_cases import FAMILIES, Case, boundary_cases, draw
+from estimate_measure import boundary, measure
+from estimate_models import build
+from estimate_pool import Pool, Task, cuda_in_a_fork
+from estimate_predict import predict
+from estimate_report import append_csv, boundary_lines, case_lines, case_of, claim_bytes, rows_of, summary_lines
+
+from vblackwell.hardware import list_gpus
+from vblackwell.units import GiB
+
+RESULTS = Path(__file__).parent / "results" / "estimate.csv"
+TINY = {"language": (64, 2, 4), "resnet": (1, 1, 1, 1), "mlp": (64, 2, 0)}
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=("predict", "measure", "report", "all"))
+    parser.add_argument("--cases", type=int, default=100)
+    parser.add_argument("--only", default="", help="numbers of cases, comma-separated, instead of all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--boundary", type=int, default=0, metavar="N", help="search the real limit of N more runs")
+    parser.add_argument(
+        "--timed", type=int, default=0, metavar="N", help="time steps of N cases, each alone on the GPU"
+    )
+    parser.add_argument("--tracker", type=int, default=0, metavar="N", help="also ask torch's MemTracker about N cases")
+    parser.add_argument("--jobs", type=int, default=8, help="cases abreast")
+    parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="for all measurements together")
+    parser.add_argument("--case-limit", type=float, default=60.0, metavar="SECONDS", help="for one case")
+    parser.add_argument("--gpu-bytes", type=int, default=110 * GiB, help="that cases abreast may share")
+    parser.add_argument("--start", choices=("auto", "fork", "spawn"), default="auto", help="of the cases' processes")
+    parser.add_argument("--capability", default="9.0", help="of the GPU that predictions are for")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="the same grid with toy sizes, for machines without a GPU")
+    parser.add_argument("--folder", type=Path, default=Path("."), help="where `all` leaves its files")
+    parser.add_argument("--predicted", type=Path, default=None)
+    parser.add_argument("--measured", type=Path, default=None)
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument(
+        "--csv", type=Path, default=None, help=f"append there instead of {RESULTS.parent.name}/{RESULTS.name}"
+    )
+    return parser.parse_args(argv)
+
+
+def load(path: Path) -> dict[str, Any]:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+        return json.load(file)
+
+
+def save(path: Path, values: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (gzip.open if path.suffix == ".gz" else open)(path, "wt", encoding="utf-8") as file:
+        json.dump(values, file)
+    print(f"written: {path.name}, {path.stat().st_size / 1e6:.1f} MB", flush=True)
+
+
+def shrunk(case: Case) -> Case:
+    """A toy of the same kind."""
+    size = TINY.get(case.family, TINY["language"])
+    return replace(
+        case, size=size, batch=2, seq=min(case.seq, 32), level0_bytes=GiB if case.stack else 0, expandable=False
+    )
+
+
+def drawn(args: argparse.Namespace) -> tuple[list[Case], list[Case]]:
+    """Cases of the grid, and those whose boundary is searched."""
+    cases = draw(args.cases, args.seed)
+    limits = boundary_cases(cases, args.boundary) if args.boundary else []
+    if args.only:
+        wanted = {int(part) for part in args.only.split(",")}
+        cases = [case for case in cases if case.number in wanted]
+    if args.tiny:
+        cases, limits = [shrunk(case) for case in cases], [replace(shrunk(case), card_bytes=0) for case in limits]
+    return cases, limits
+
+
+def preload() -> None:
+    """Import in the parent what every child needs: modules come with the first model of a family. No backward: its threads bar forks."""
+    import torch._dynamo  # noqa: F401
+    import torch._inductor.compile_fx  # noqa: F401
+
+    import vblackwell
+
+    assert vblackwell.VGPUAdamW and vblackwell.create_vgpu_stack
+    for case in draw(2 * len(FAMILIES)):
+        build(shrunk(case))
+
+
+def about(args: argparse.Namespace) -> dict[str, Any]:
+    gpus = list_gpus()
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"), "gpu": gpus[0].name if gpus else "none",
+        "driver": gpus[0].driver_version if gpus else "", "python": platform.python_version(), "torch": torch.__version__,
+        "transformers": metadata.version("transformers"), "seed": args.seed,
+    }  # fmt: skip
+
+
+def tell(text: str) -> None:
+    print(text, flush=True)
+
+
+def do_predict(args: argparse.Namespace) -> dict[str, Any]:
+    cases, limits = drawn(args)
+    major, minor = map(int, args.capability.split("."))
+    bounded = {case.number for case in limits}
+    tasks = [
+        Task(case.name, predict, {"case": case, "capability": (major, minor), "with_cap": case.number in bounded})
+        for case in dict.fromkeys([*cases, *limits])
+    ]
+    pool = Pool(max(1, min(args.jobs * 2, len(os.sched_getaffinity(0)))), time.monotonic() + 3600, 300.0)
+    began = time.monotonic()
+    found = pool.run(tasks, tell)
+    failed = [f"{key}: {each['error']}" for key, each in found.items() if "error" in each]
+    print(
+        "\n".join([f"{len(found)} predicted in {time.monotonic() - began:.0f} s, {len(failed)} failed", *failed]),
+        flush=True,
+    )
+    return {"about": about(args), "cases": {task.key: found[task.key] for task in tasks}}
+
+
+def do_measure(args: argparse.Namespace, predicted: dict[str, Any]) -> dict[str, Any]:
+    began = time.monotonic()
+    cases, limits = drawn(args)
+    told = predicted["cases"]
+    deadline, start = began + args.limit, args.start
+    if start == "auto":
+        start = "fork"
+        if args.device == "cuda":
+            answer = Pool(1, deadline, 30.0).run([Task("cuda", cuda_in_a_fork, {})])["cuda"]
+            start = "spawn" if "error" in answer else "fork"
+            tell(f"CUDA in a fork: {answer}; cases start by {start}")
+
+    def need(case: Case) -> int:
+        return told.get(case.name, {}).get("peak_p50", 16 * GiB)
+
+    timed = {case.name for case in cases[:: max(1, len(cases) // args.timed)][: args.timed]} if args.timed else set()
+    tasks = [Task(case.name, measure, {"values": case.to_dict(), "device": args.device}, need(case)) for case in cases]
+    # What compiles starts first; the others fill the room beside it.
+    tasks.sort(
+        key=lambda task: (task.arguments["values"]["attention"] != "flex_attention", task.arguments["values"]["number"])
+    )
+    tasks += [
+        Task(f"tracker {case.name}", measure, {"values": case.to_dict(), "device": args.device, "tracker": True}, GiB)
+        for case in cases[:: max(1, len(cases) // args.tracker)][: args.tracker]
+    ] if args.tracker else []  # fmt: skip
+    tasks += [
+        _boundary_task(case, told, args.device) for case in limits if "smallest_cap" in told.get(_key(case, told), {})
+    ]
+    pool = Pool(args.jobs, deadline, args.case_limit, args.gpu_bytes, start)
+    found = pool.run(tasks, tell)
+    alone = [
+        Task(case.name, measure, {"values": case.to_dict(), "device": args.device, "timed": args.device == "cuda"}, alone=True)
+        for case in cases if case.name in timed
+    ]  # fmt: skip
+    for key, answer in pool.run(alone, tell).items():
+        if "error" not in answer or "error" in found[key]:
+            found[key] = answer
+    failed = sum("error" in each for each in found.values())
+    print(f"{len(found)} measured in {time.monotonic() - began:.0f} s, {failed} failed", flush=True)
+    return {"about": about(args), "cases": found}
+
+
+def _key(case: Case, told: dict[str, Any]) -> str:
+    """The key of a boundary's prediction; a card's batch is known by its prediction alone."""
+    return (
+        case.name
+        if case.name in told
+        else next((key for key in told if key.startswith(f"{case.number:03d} ")), case.name)
+    )
+
+
+def _boundary_task(case: Case, told: dict[str, Any], device: str) -> Task:
+    key = _key(case, told)
+    mine = told[key]
+    chosen = case_of(mine)
+    arguments = {"values": chosen.to_dict(), "device": device, "claim": claim_bytes(mine["smallest_cap"])}
+    if chosen.card_bytes:
+        arguments["card"] = chosen.card_bytes - mine["context"]
+    return Task(f"boundary {key}", boundary, arguments, mine["peak_p99"])
+
+
+def do_report(args: argparse.Namespace, predicted: dict[str, Any], measured: dict[str, Any]) -> None:
+    told, real = predicted["cases"], measured["cases"]
+    contexts = [each["context"] for each in real.values() if each.get("context")]
+    context = int(statistics.median(contexts)) if contexts else None
+    drawn_only = {key: each for key, each in told.items() if key in real or "error" in each}
+    rows = rows_of(drawn_only, real, context)
+    print(
+        "\n".join([*case_lines(rows), "", *boundary_lines(told, real, context), "", *summary_lines(rows)]), flush=True
+    )
+    if not args.tiny:
+        append_csv(args.csv or RESULTS, rows, measured["about"])
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    torch.set_num_threads(1)
+    if args.what != "report":
+        preload()
+    if args.what == "all":
+        args.predicted, args.measured = (args.folder / f"{name}.json.gz" for name in ("predicted", "measured"))
+    if args.what in ("predict", "all"):
+        predicted = do_predict(args)
+        save(
+            args.out if args.what == "predict" and args.out else args.predicted or Path("predicted.json.gz"), predicted
+        )
+    if args.what in ("measure", "all"):
+        if args.predicted is None:
+            raise SystemExit(
+                "measure: give --predicted FILE, made by `predict` with the same --cases, --seed and --boundary"
+            )
+        measured = do_measure(args, load(args.predicted))
+        save(args.out if args.what == "measure" and args.out else args.measured or Path("measured.json.gz"), measured)
+    if args.what in ("report", "all"):
+        if args.predicted is None or args.measured is None:
+            raise SystemExit("report: give --predicted FILE and --measured FILE")
+        do_report(args, load(args.predicted), load(args.measured))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""One case for real, in a process of its own: what torch counts, what the driver counts, every allocation, and the real boundary.
+
+The loop is the one that a trace runs: batch, forward and loss, backward, step, gradients set to None; two steps. Sizes of allocations and
+frees come back too, so that an error of the estimate can be traced to the operator that it forgot.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import time
+from typing import Any
+
+import torch
+from estimate_cases import Case
+from estimate_models import Built, build, materialise
+
+from vblackwell.plan.estimate import optimizer_named
+from vblackwell.units import GiB, MiB
+
+HISTORY = 400_000  # allocations and frees that are kept of a case
+TIMED_STEPS, WARM_STEPS = 7, 3
+BOUNDARY_SHARE = 0.002  # to which the real boundary is searched, of what is reserved without a cap
+
+
+def _use_segments(case: Case) -> None:
+    if case.expandable:
+        setting = "expandable_segments:True"
+        os.environ["PYTORCH_ALLOC_CONF"] = setting
+        torch.cuda.memory._set_allocator_settings(setting)
+
+
+def process_bytes() -> int | None:
+    """GPU memory of this process as the driver counts it; None where it does not say."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        for each in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+            if each.pid == os.getpid() and each.usedGpuMemory:
+                return int(each.usedGpuMemory)
+    except Exception:  # no such package, driver or permission: then nobody says
+        return None
+    return None
+
+
+class Training:
+    """A case that trains on ``device``, through torch alone or through a stack."""
+
+    def __init__(self, case: Case, device: str) -> None:
+        self.case, self.device = case, device
+        built: Built = build(case)
+        self.make, self.loss = built.batch(device), built.loss
+        if case.stack:
+            self._through_stack(case, built.model)
+        else:
+            self.model = materialise(built.model, device)
+            self.optimizer: Any = optimizer_named(case.optimizer)(self.model.parameters())
+            self.finish = lambda: None
+
+    def _through_stack(self, case: Case, model: torch.nn.Module) -> None:
+        from vblackwell import VGPUAdamW, create_vgpu_stack, enable_vgpu_stack_optimization, offload_of
+
+        model = materialise(model.float(), "cpu")
+        host = 16 * sum(p.numel() for p in model.parameters()) + 2 * GiB
+        stack = create_vgpu_stack(case.level0_bytes, host, 0, device=self.device)
+        enable_vgpu_stack_optimization(
+            model, stack, placement="streamed", compute_dtype=torch.bfloat16, update="level0"
+        )
+        self.model, self.optimizer = model, VGPUAdamW(model.parameters(), update_in_backward=True, undo=False)
+        engine = offload_of(model)
+        assert engine is not None, "the model was just put into a stack"
+        self.finish = engine.finish
+
+    def step(self) -> None:
+        batch = self.make()
+        kind = torch.device(self.device).type
+        with torch.autocast(kind, torch.bfloat16, enabled=self.case.precision == "autocast"):
+            loss = self.loss(self.model, batch)
+        loss.backward()
+        del loss
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def two_steps(self) -> None:
+        self.step()
+        self.step()
+        self.finish()
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+
+
+def measure(values: dict[str, Any], device: str, timed: bool = False, tracker: bool = False) -> dict[str, Any]:
+    """Two steps; with ``timed`` the median of more. ``tracker``: instead, what MemTracker says.
+
+    Returns:
+        allocated, reserved, requested (peaks), device (of the process, by the driver), context (device less reserved), retries,
+        sizes (every allocation > 0 and free < 0, in order), step_seconds.
+    """
+    case = Case.from_dict(values)
+    if tracker:
+        from estimate_peers import memtracker
+
+        return {"memtracker": memtracker(case)}
+    if device == "cpu":
+        began = time.perf_counter()
+        Training(case, device).two_steps()
+        return {"allocated": None, "seconds": time.perf_counter() - began}
+    _use_segments(case)
+    torch.cuda.init()
+    began = time.perf_counter()
+    torch.cuda.memory._record_memory_history(context=None, max_entries=HISTORY)  # pyright: ignore
+    training = Training(case, device)
+    training.two_steps()
+    stats, used = torch.cuda.memory_stats(), process_bytes()
+    found: dict[str, Any] = {
+        "allocated": stats["allocated_bytes.all.peak"],
+        "reserved": stats["reserved_bytes.all.peak"],
+        "requested": stats["requested_bytes.all.peak"],
+        "retries": stats["num_alloc_retries"],
+        "device": used,
+        "context": None if used is None else used - torch.cuda.memory_reserved(),
+        "sizes": _sizes(),
+        "seconds": time.perf_counter() - began,
+    }
+    torch.cuda.memory._record_memory_history(enabled=None)
+    if timed:
+        found["step_seconds"] = _time(training)
+    return found
+
+
+def _sizes() -> list[int]:
+    found = []
+    for entry in torch.cuda.memory._snapshot()["device_traces"][0]:
+        if entry["action"] == "alloc":
+            found.append(entry["size"])
+        elif entry["action"] == "free_completed":
+            found.append(-entry["size"])
+    return found
+
+
+def _time(training: Training) -> float:
+    for _ in range(WARM_STEPS):
+        training.step()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED_STEPS + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        training.step()
+        mark.record()
+    training.finish()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)) / 1e3
+
+
+def boundary(values: dict[str, Any], device: str, claim: int, card: int = 0) -> dict[str, Any]:
+    """The smallest limit on reserved bytes under which the case runs, by bisection in this process.
+
+    Args:
+        claim: reserved bytes that are said to be enough: tried as they are. card: likewise, of a whole card less its context.
+    """
+    case = Case.from_dict(values)
+    if device == "cpu":
+        Training(case, device).two_steps()
+        return {"boundary": None}
+    _use_segments(case)
+    torch.cuda.init()
+    total = torch.cuda.get_device_properties(0).total_memory
+    left_over = 0
+
+    def runs(limit: int) -> bool:
+        nonlocal left_over
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
+        try:
+            Training(case, device).two_steps()
+            return True
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            gc.collect()
+            torch._C._cuda_clearCublasWorkspaces()
+            left_over = max(left_over, torch.cuda.memory_allocated())
+            torch.cuda.empty_cache()
+
+    torch.cuda.reset_peak_memory_stats()
+    if not runs(total):
+        return {"error": f"does not fit {total} bytes"}
+    low, high = torch.cuda.max_memory_allocated() - MiB, torch.cuda.max_memory_reserved()
+    found: dict[str, Any] = {"allocated": low + MiB, "reserved": high, "claim": claim, "claim_runs": runs(claim)}
+    if card:
+        found |= {"card": card, "card_runs": runs(card)}
+    step = max(2 * MiB, int(high * BOUNDARY_SHARE))
+    while high - low > step:
+        middle = (low + high) // 2
+        low, high = (low, middle) if runs(middle) else (middle, high)
+    return found | {"boundary": high, "left_over": left_over}

@@ -1,0 +1,84 @@
+"""What `vblackwell.plan` expects of a case: traced on meta, replayed through the allocator's rules. CPU only."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from estimate_cases import Case
+from estimate_models import build
+from estimate_peers import formulas
+
+from vblackwell.estimator import PLENTY, Run, Subject, estimate_offload
+from vblackwell.plan.allocator import replay
+from vblackwell.plan.causal_lm import plain_batches
+from vblackwell.plan.estimate import Batches, estimate_trace, fits, optimizer_named
+from vblackwell.plan.gpus import context_bytes
+from vblackwell.plan.trace import Trace, trace_training
+from vblackwell.units import MiB
+
+STEP = 2 * MiB  # to which the smallest cap is searched: what the allocator's segments are rounded to
+
+
+def trace_case(case: Case, capability: tuple[int, int]) -> Trace:
+    """Two steps of ``case`` on tensors without bytes."""
+    built = build(case)
+    autocast = torch.bfloat16 if case.precision == "autocast" else None
+    with plain_batches():
+        return trace_training(
+            built.model, built.batch("cuda"), built.loss, optimizer_named(case.optimizer), autocast=autocast, capability=capability
+        )  # fmt: skip
+
+
+def chosen_batch(case: Case, capability: tuple[int, int]) -> int:
+    """The largest batch that is predicted to fit the case's card."""
+
+    def at(batch: int) -> Trace:
+        return trace_case(replace(case, batch=batch), capability)
+
+    return Batches(at).largest(lambda trace: fits(trace, case.card_bytes, capability, case.expandable))
+
+
+def smallest_cap(trace: Trace, low: int, high: int, expandable: bool) -> int:
+    """The smallest limit on reserved bytes under which the replay succeeds, to `STEP`; ``high`` is known to."""
+    while high - low > STEP:
+        middle = (low + high) // 2
+        low, high = (low, middle) if replay(trace, middle, expandable).fits else (middle, high)
+    return high
+
+
+def predict(case: Case, capability: tuple[int, int], with_cap: bool = False) -> dict[str, Any]:
+    """The estimate of ``case`` as JSON values; for a card, of the batch that it chooses first."""
+    began = time.perf_counter()
+    if case.card_bytes and not case.batch:
+        case = replace(case, batch=chosen_batch(case, capability))
+    trace = trace_case(case, capability)
+    found: dict[str, Any] = {"case": case.to_dict()}
+    if case.stack:
+        found |= _through_stack(case, trace, capability)
+    else:
+        estimate = estimate_trace(trace, capability, case.expandable)
+        found |= estimate.as_dict()
+        if with_cap:
+            found["smallest_cap"] = smallest_cap(trace, estimate.allocated - STEP, estimate.reserved, case.expandable)
+    found |= {"formulas": formulas(trace.num_parameters, case), "seconds": time.perf_counter() - began}
+    return found
+
+
+def _through_stack(case: Case, trace: Trace, capability: tuple[int, int]) -> dict[str, Any]:
+    subject = Subject(
+        case.family, lambda dtype: build(case).model, 1, lambda model, batch: build(case).loss(model, batch)
+    )
+    run = Run(subject, case.seq, case.optimizer, case.precision, case.checkpointing, capability)
+    context = context_bytes(capability)
+    bare = estimate_offload(run, trace, PLENTY, PLENTY, 0)
+    stack = estimate_offload(run, trace, case.level0_bytes + context + bare.step, PLENTY, 0)
+    if stack.refused:
+        raise ValueError(f"the stack refuses: {stack.refused}")
+    total = stack.level0 + stack.step
+    return {
+        "parameters": trace.num_parameters, "allocated": total, "reserved": total, "context": context, "peak_p50": total + context,
+        "peak_p99": total + context, "host": stack.host, "level0": stack.level0,
+    }  # fmt: skip
