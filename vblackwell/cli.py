@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from vblackwell.errors import ConfigurationError, Unsupported, VBError, nearest
+from vblackwell.errors import ConfigurationError, VBError, nearest
 
 DEBUG = "--debug"
 
@@ -218,11 +218,28 @@ def _estimate(words: list[str]) -> int:
     return estimate_command(as_json=options.pop("json"), **options)
 
 
-def _not_yet(command: str, reason: str) -> Callable[[list[str]], int]:
-    def refuse(words: list[str]) -> int:
-        raise Unsupported(f"vb {command} is not part of this version: {reason}")
+def _bench(words: list[str]) -> int:
+    parser = _parser("bench")
+    parser.add_argument("model", type=str, help="Preset, Hugging Face folder, or run folder of vb train.")
+    parser.add_argument("--batch-size", type=int, default=4, help="Sequences in a training step, and in a pass.")
+    parser.add_argument("--seq-length", type=int, help="Tokens in a sequence; by default 512, or the model's limit.")
+    parser.add_argument("--steps", type=int, default=7, help="Training steps a rung; the first two are not timed.")
+    parser.add_argument("--rungs", type=str, default="all", help="all, or some of fp32,bf16,fp4,flash,checkpointing.")
+    parser.add_argument("--phases", type=str, default="all", help="all, training or inference.")
+    parser.add_argument("--vocab-size", type=int, default=50257, help="Tokens that a preset knows.")
+    parser.add_argument("--learning-rate", type=float, default=3e-4, help="Of the training steps.")
+    parser.add_argument("--seed", type=int, default=0, help="Of a preset's weights, and of the tokens.")
+    parser.add_argument("--device", type=str, default="auto", help="auto, cpu or cuda.")
+    parser.add_argument("--json", type=str, metavar="FILE", help="Write the numbers there as well; - prints only them.")
+    options = _parse(parser, words)
+    if "model" not in options:
+        raise ConfigurationError("vb bench needs a model: vb bench tiny, or see vb bench --help")
+    from vblackwell.train.bench import bench_command
+    from vblackwell.train.machine import choose_device
 
-    return refuse
+    options["device"] = choose_device(options.pop("device", "auto"), lambda text: None)
+    options["json_file"] = options.pop("json", None)
+    return bench_command(**options)
 
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
@@ -231,8 +248,5 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "doctor": (_doctor, "Look at this machine: what it has, how fast it is, what is missing for what."),
     "estimate": (_estimate, "Predict the GPU memory that training a model takes, before a run."),
     "quantize": (_quantize, "Pack the linears of a Hugging Face folder into FP4 or int8."),
-    "bench": (
-        _not_yet("bench", "the programs in benchmarks/ measure this project against others"),
-        "Measure a model on this machine (not in this version).",
-    ),
+    "bench": (_bench, "Measure what bf16, FP4, fused attention and checkpointing bring a model on this machine."),
 }

@@ -63,11 +63,6 @@ def test_bad_values(place, words, parts):
     refused(place, ["train", *words], *parts)
 
 
-def test_commands_that_are_not_built_say_so(place):
-    for command in ("bench",):
-        refused(place, [command], command, "not part of this version")
-
-
 def test_bad_files(place):
     (place.folder / "empty.txt").write_text("")
     (place.folder / "latin.txt").write_bytes("caf\xe9 ".encode("latin-1") * 100)

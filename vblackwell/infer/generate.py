@@ -57,7 +57,7 @@ def generate(
     check_seed(seed)
     numbers = _encode(model, tokenizer, prompt)
     count = _room(model, len(numbers), max_new_tokens)
-    step, ends = _stepper(model, len(numbers) + count), _end_tokens(model)
+    step, ends = stepper(model, len(numbers) + count), _end_tokens(model)
     stream = _Text(tokenizer, numbers, on_token)
     training = model.training
     model.eval()
@@ -140,8 +140,8 @@ def _end_tokens(model: nn.Module) -> set[int]:
     return set() if ends is None else set(ends) if isinstance(ends, list) else {ends}
 
 
-def _stepper(model: nn.Module, max_length: int) -> Callable[[Tensor], Tensor]:
-    """A function that reads more tokens (1, S) and returns the logits (1, V) behind the last."""
+def stepper(model: nn.Module, max_length: int) -> Callable[[Tensor], Tensor]:
+    """A function that reads more tokens (B, S), up to ``max_length`` in all, and returns the logits (B, V) behind the last."""
     config: Any = model.config
     if getattr(config, "is_encoder_decoder", False):
         raise Unsupported(f"{type(model).__name__} is an encoder-decoder: generate works with causal models")

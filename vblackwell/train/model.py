@@ -76,7 +76,7 @@ class Source:
         if self.learner is not None:
             return self.learner
         shape = _preset_shape(config, corpus)
-        return _learner_of(Decoder(shape, seed=config.seed, device="cpu"))
+        return learner_of(Decoder(shape, seed=config.seed, device="cpu"))
 
 
 def find_source(config: TrainConfig, cleanup: ExitStack) -> Source:
@@ -111,7 +111,7 @@ def find_source(config: TrainConfig, cleanup: ExitStack) -> Source:
 def _open_folder(folder: Path, config: TrainConfig, cleanup: ExitStack) -> Learner:
     raw, file = read_config(folder), folder / "config.json"
     if not_supported_reasons(raw):
-        learner = _learner_of(build_on_meta(folder, torch.float32))
+        learner = learner_of(build_on_meta(folder, torch.float32))
     else:
         try:
             shape = DecoderConfig.from_hf(raw)
@@ -119,7 +119,7 @@ def _open_folder(folder: Path, config: TrainConfig, cleanup: ExitStack) -> Learn
             raise ConfigurationError(
                 f"{file}: {error}; give the config.json that the weights were published with"
             ) from error
-        learner = _learner_of(Decoder(shape, device="meta", dtype=torch.float32))
+        learner = learner_of(Decoder(shape, device="meta", dtype=torch.float32))
     limit = learner.config.get("max_position_embeddings")
     if limit is not None and config.seq_length > limit:
         raise ConfigurationError(
@@ -130,7 +130,8 @@ def _open_folder(folder: Path, config: TrainConfig, cleanup: ExitStack) -> Learn
     return dataclasses.replace(learner, initialize=weights)
 
 
-def _learner_of(model: nn.Module) -> Learner:
+def learner_of(model: nn.Module) -> Learner:
+    """A `Decoder` or a causal model of transformers with what training asks of it."""
     if isinstance(model, Decoder):
         shape = model.config
         return Learner(model, model, shape.to_hf(), (shape.num_heads, shape.kv_heads, shape.head_size))

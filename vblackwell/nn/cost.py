@@ -1,0 +1,226 @@
+"""What running something costs, measured: milliseconds, bytes at the peak, and what the time went into.
+
+Times are the host's clock around a run and the wait for its device, medians, after runs that do not count. Bytes are what torch
+allocated beyond what it held before: on CUDA its own statistics, on the CPU the allocations that its profiler records in a run that is not
+timed. What the time went into is the profiler's too: kernels on CUDA, where what no kernel fills is a kind of its own, and
+operators' own time on the CPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
+from torch.profiler import ProfilerActivity, profile
+
+WAITING = "waiting for the host"
+_OTHER = "elementwise and reductions"
+# The first that matches names the kind: names of operators (CPU) and of kernels (CUDA), ours and others', in small letters.
+_KINDS = tuple(
+    (kind, re.compile(pattern))
+    for kind, pattern in (
+        ("FP4 layers", r"fp4|w4a8"),
+        ("attention", r"attention|flash|fmha|sdpa|attend|query_gradient|key_gradient"),
+        ("optimizer", r"adam"),
+        ("matrix products", r"gemm|cutlass|nvjet|xmma|cublas|splitk|::(mm|addmm|bmm|baddbmm|matmul|linear|mkldnn\w*linear\w*)$"),
+        ("autograd", r"^autograd::|backward\d+$"),  # walking the graph; what its nodes call counts as itself
+        ("copies", r"memcpy|memset|::(copy_|_to_copy|to|clone|contiguous)$"),
+    )
+)  # fmt: skip
+_LONGEST_NAME = 60
+_MEMORY = "[memory]"  # what torch calls an allocation among its events
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one run took.
+
+    Attributes:
+        milliseconds: median.
+        peak_bytes: most that was allocated at a time beyond what was there before.
+    """
+
+    milliseconds: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """Where the time of one run went.
+
+    Attributes:
+        shares: of the time, by kind of work, largest first; they add up to 1.
+        name: the kernel or operator that took most within the first kind; empty where that is ``WAITING``.
+        name_share: its share of the time.
+    """
+
+    shares: dict[str, float]
+    name: str
+    name_share: float
+
+    @property
+    def kind(self) -> str:
+        """What took most."""
+        return next(iter(self.shares), "nothing")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run's cost and where its time went."""
+
+    cost: Cost
+    bottleneck: Bottleneck
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of parameters and buffers, packed ones as packed; what is shared counts once."""
+    storages = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+        for tensor in (*model.parameters(), *model.buffers())
+    }
+    return sum(storages.values())
+
+
+def measure(run: Callable[[], Any], device: torch.device, repeats: int = 5, warmup: int = 1) -> Measured:
+    """Calls ``run`` ``warmup + repeats + 1`` times; the last call is the profiled one."""
+    for _ in range(warmup):
+        run()
+    _settle(device)
+    before = 0
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+    milliseconds = time_of(run, device, repeats, warmup=0)
+    on_cuda = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else None
+    spent, peak_on_cpu = _profiled(run, device)
+    if on_cuda is not None:
+        spent[WAITING] = max(0.0, milliseconds - sum(spent.values()))
+    return Measured(Cost(milliseconds, peak_on_cpu if on_cuda is None else on_cuda), bottleneck_of(spent))
+
+
+def time_of(run: Callable[[], Any], device: torch.device, repeats: int = 5, warmup: int = 1) -> float:
+    """Median milliseconds of ``repeats`` calls after ``warmup`` others."""
+    for _ in range(warmup):
+        run()
+    _settle(device)
+    return statistics.median(_timed(run, device) for _ in range(repeats))
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _timed(run: Callable[[], Any], device: torch.device) -> float:
+    began = time.perf_counter()
+    run()
+    _settle(device)
+    return (time.perf_counter() - began) * 1e3
+
+
+def _profiled(run: Callable[[], Any], device: torch.device) -> tuple[dict[str, float], int]:
+    """Milliseconds by name of what ran on ``device``, and the most that the CPU's allocator gave out at a time."""
+    on_cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+    with _garbage_stays(), profile(activities=activities, profile_memory=not on_cuda) as profiler:
+        run()
+        _settle(device)
+    records: Any = (
+        profiler.profiler
+    )  # its list of everything is read itself: torch's tables of it take seconds, and lack allocations
+    events = [event for event in records.kineto_results.events() if not _is_annotation(event)]
+    spent: dict[str, float] = defaultdict(float)
+    if on_cuda:
+        for event in events:
+            if event.device_type() == DeviceType.CUDA:
+                spent[event.name()] += event.duration_ns() / 1e6
+        return spent, 0
+    here = [event for event in events if event.device_type() == DeviceType.CPU]
+    calls = [
+        Call(event.start_thread_id(), event.start_ns(), event.start_ns() + event.duration_ns(), event.name())
+        for event in here
+        if event.name() != _MEMORY
+    ]
+    for name, nanoseconds in own_times(calls).items():
+        spent[name] += nanoseconds / 1e6
+    return spent, peak_of((event.start_ns(), event.nbytes()) for event in here if event.name() == _MEMORY)
+
+
+def _is_annotation(event: Any) -> bool:
+    """Whether it is a named stretch of a program, such as an optimizer's step, and no work of its own."""
+    return bool(event.is_user_annotation())
+
+
+@contextmanager
+def _garbage_stays() -> Iterator[None]:
+    """What was there before must not be freed inside: it would hide as much of what is allocated."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class Call(NamedTuple):
+    """One operator's run on one thread, in any unit of time."""
+
+    thread: int
+    start: int
+    end: int
+    name: str
+
+
+def own_times(calls: Iterable[Call]) -> dict[str, int]:
+    """Time by name, less that of the calls inside."""
+    found: dict[str, int] = defaultdict(int)
+    open_calls: list[Call] = []
+    for call in sorted(calls, key=lambda each: (each.thread, each.start, -each.end)):
+        while open_calls and (open_calls[-1].thread != call.thread or open_calls[-1].end <= call.start):
+            open_calls.pop()
+        found[call.name] += call.end - call.start
+        if open_calls:
+            found[open_calls[-1].name] -= min(call.end, open_calls[-1].end) - call.start
+        open_calls.append(call)
+    return dict(found)
+
+
+def peak_of(changes: Iterable[tuple[int, int]]) -> int:
+    """The highest sum, at least 0, of (time, bytes taken or, negative, given back), in the order of their times."""
+    now = peak = 0
+    for _, num_bytes in sorted(changes, key=lambda change: change[0]):
+        now += num_bytes
+        peak = max(peak, now)
+    return peak
+
+
+def kind_of(name: str) -> str:
+    """The kind of work that a kernel or operator of this name does."""
+    small = name.lower()
+    return WAITING if name == WAITING else next((kind for kind, pattern in _KINDS if pattern.search(small)), _OTHER)
+
+
+def bottleneck_of(spent: dict[str, float]) -> Bottleneck:
+    """Shares by kind of times by name."""
+    kinds: dict[str, float] = defaultdict(float)
+    for name, milliseconds in spent.items():
+        kinds[kind_of(name)] += milliseconds
+    total = sum(kinds.values()) or 1.0
+    shares = {kind: kinds[kind] / total for kind in sorted(kinds, key=lambda kind: -kinds[kind])}
+    first = next(iter(shares), "")
+    inside = {name: value for name, value in spent.items() if kind_of(name) == first}
+    if not inside or first == WAITING:
+        return Bottleneck(shares, "", 0.0)
+    name = max(inside, key=lambda each: inside[each])
+    return Bottleneck(shares, name[:_LONGEST_NAME], inside[name] / total)
