@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from vblackwell.estimator import _checkpoint
+from vblackwell.plan.causal_lm import plain_batches
 from vblackwell.plan.cuda_on_meta import cuda_on_meta
 from vblackwell.plan.trace import CUBLAS_BYTES, Trace, Untraceable, language_batch, trace_training
 
@@ -237,3 +239,25 @@ def test_nothing_of_the_disguise_remains():
         functional.scaled_dot_product_attention, torch.cuda.get_device_capability, torch.is_autocast_enabled, nn.Module.__call__,
     )  # fmt: skip
     assert torch.zeros(2, device="meta").is_meta
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_flex_attention_keeps_no_square(recompute):
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="flex_attention").train()
+    if recompute:
+        _checkpoint(model)
+    with plain_batches():
+        trace = trace_training(model, language_batch(64, 2, 1024), lambda m, b: m(**b).loss, None, steps=1)
+    square_bytes = 2 * 4 * 1024 * 1024  # even one byte an element would show
+    assert max(size for size in trace.sizes if size not in CUBLAS_BYTES.values()) < square_bytes / 4
+    rows = (
+        F32 * 2 * 4 * 1024
+    )  # the log-sum-exp of each block's attention, kept for backward; its dot products, taken there
+    assert sum(size == rows for size in trace.sizes) >= 4

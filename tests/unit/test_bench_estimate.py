@@ -1,0 +1,106 @@
+"""The check of estimates: the same draw everywhere, children that fail are rows, errors are those of the numbers given."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def part(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+    def load(name: str) -> ModuleType:
+        return importlib.import_module(f"estimate_{name}")
+
+    return load
+
+
+def test_the_draw_is_fixed_and_covers_the_grid(part):
+    cases = part("cases").draw(100)
+    assert cases == part("cases").draw(100) != part("cases").draw(100, seed=1)
+    assert len({replace(case, number=0) for case in cases}) == 100
+    assert cases[:60] == part("cases").draw(60)
+    for name, wanted in (("attention", 3), ("optimizer", 6), ("precision", 3), ("stack", 2), ("family", 10)):
+        assert len({getattr(case, name) for case in cases}) == wanted
+    assert part("cases").Case.from_dict(cases[3].to_dict()) == cases[3]
+    limits = part("cases").boundary_cases(cases, 12)
+    assert len(set(limits)) == 12 and sum(case.card_bytes > 0 for case in limits) == 4
+
+
+def _answer(value: int) -> dict[str, Any]:
+    return {"value": value, "pid": os.getpid()}
+
+
+def _raise() -> dict[str, Any]:
+    raise ValueError("no such thing")
+
+
+def _die() -> dict[str, Any]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+def _sleep() -> dict[str, Any]:
+    time.sleep(60)
+    return {}
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # children here touch no thread's lock
+def test_children_that_fail_are_rows(part):
+    pool = part("pool")
+    tasks = [pool.Task("slow", _sleep, {}), pool.Task("bad", _raise, {}), pool.Task("dead", _die, {})]
+    tasks += [pool.Task(f"good {i}", _answer, {"value": i}, gpu_bytes=60, alone=i == 2) for i in range(3)]
+    found = pool.Pool(3, time.monotonic() + 30, case_seconds=1.0, gpu_bytes=100).run(tasks)
+    assert [found[f"good {i}"]["value"] for i in range(3)] == [0, 1, 2]
+    assert len({each["pid"] for key, each in found.items() if key.startswith("good")} | {os.getpid()}) == 4
+    assert found["bad"]["error"].startswith("ValueError: no such thing at test_bench_estimate.py:")
+    assert "-9" in found["dead"]["error"] and found["slow"]["error"].startswith("stopped after 1")
+    late = pool.Pool(1, time.monotonic() - 1, case_seconds=1.0).run([pool.Task("late", _answer, {"value": 1})])
+    assert late == {"late": {"error": "not run: out of time"}}
+
+
+def test_a_prediction_and_a_run_of_the_same_module(part):
+    case = part("cases").Case(7, "mlp", (64, 2, 0), "adamw", "fp32", False, "eager", 8, 1)
+    told = part("predict").predict(case, (9, 0), with_cap=True)
+    parameters = 2 * (64 * 64 + 64) + 64 * 1000 + 1000
+    assert told["parameters"] == parameters and told["formulas"]["deepspeed"] == 20 * parameters
+    assert told["allocated"] <= told["smallest_cap"] <= told["reserved"]
+    training = part("measure").Training(case, "cpu")
+    training.two_steps()
+    assert sum(p.numel() for p in training.model.parameters()) == parameters
+    assert all(torch.isfinite(p).all() for p in training.model.parameters())
+
+
+def test_errors_and_claims(part):
+    report = part("report")
+    told = {
+        "allocated": 90,
+        "reserved": 110,
+        "context": 10,
+        "peak_p50": 120,
+        "peak_p99": 130,
+        "formulas": {"accelerate": 50},
+    }
+    real = {"allocated": 100, "reserved": 100, "context": 20}
+    rows = report.rows_of(
+        {"0 mlp 1 fp32": told, "1 mlp 1 fp32": {"error": "no"}}, {"0 mlp 1 fp32": real, "1 mlp 1 fp32": real}
+    )
+    assert report.relative(rows[0], "predicted_allocated", "allocated") == pytest.approx(-0.1)
+    assert rows[0]["device"] == 120 and rows[1]["error"] == "predicted: no"
+    lines = report.summary_lines(rows)
+    assert "10.00%" in lines[1] and "P99 below what was used: 0 (none)" in lines
+    limits = {"boundary a": {"boundary": 100, "claim": 100, "claim_runs": True, "left_over": 0}}
+    assert "says fits where it fails: 1" in report.boundary_lines({"a": told}, limits, 20)[-1]
+    assert "says fits where it fails: 0" in report.boundary_lines({"a": told}, limits, 5)[-1]
