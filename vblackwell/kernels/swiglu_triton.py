@@ -56,9 +56,9 @@ def _rows(*tensors: Tensor) -> tuple[list[Tensor], list[int], int, int]:
     return flat, [tensor.stride(0) for tensor in flat], flat[0].shape[0], flat[0].shape[1]
 
 
-def forward(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up``, contiguous."""
-    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+def forward(gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
+    """``silu(gate) * up``, contiguous: new, or ``out``, which may be a contiguous ``gate`` or ``up`` itself."""
+    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if out is None else out
     (gate, up), strides, rows, width = _rows(gate, up)
     if rows and width:
         _forward[(triton.cdiv(width, BLOCK), rows)](gate, up, y, width, *strides, BLOCK=BLOCK, num_warps=WARPS)
@@ -75,3 +75,13 @@ def backward(dy: Tensor, gate: Tensor, up: Tensor, with_product: bool) -> tuple[
             dy, gate, up, dgate, dup, y, width, *strides, WITH_PRODUCT=with_product, BLOCK=BLOCK, num_warps=WARPS
         )
     return dgate, dup, y
+
+
+def backward_in_place(dy: Tensor, gate: Tensor, up: Tensor) -> None:
+    """Turns the three, contiguous, into the product, dgate and dup: each element is read before it is written, by the same thread."""
+    count = dy.numel()
+    if count:
+        grid = (triton.cdiv(count, BLOCK), 1)
+        _backward[grid](
+            dy, gate, up, gate, up, dy, count, count, count, count, WITH_PRODUCT=True, BLOCK=BLOCK, num_warps=WARPS
+        )

@@ -15,7 +15,7 @@ from vblackwell.nn.attention import SelfAttention
 from vblackwell.nn.cache import KVCache
 from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.nn.normed_input import normed
-from vblackwell.nn.plain_linear import gated_product, linears_of_one_input
+from vblackwell.nn.plain_linear import gated_product, lean_feed_forward, linears_of_one_input
 
 
 class RMSNorm(nn.RMSNorm):
@@ -45,7 +45,11 @@ class FeedForward(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x_BSD: Tensor, wanted: bool = True) -> Tensor:
+    def forward(self, x_BSD: Tensor, wanted: bool = True, lean: bool = False) -> Tensor:
+        if lean:
+            y_BSD = lean_feed_forward(x_BSD, self.gate_proj, self.up_proj, self.down_proj, wanted)
+            if y_BSD is not None:
+                return y_BSD
         gate_BSF, up_BSF = linears_of_one_input(x_BSD, self.gate_proj, self.up_proj)
         return gated_product(gate_BSF, up_BSF, self.down_proj, wanted)
 
@@ -53,7 +57,8 @@ class FeedForward(nn.Module):
 class DecoderLayer(nn.Module):
     """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``.
 
-    With ``wanted`` False the last product may be left out: a checkpoint's second pass throws the block's output away.
+    With ``wanted`` False the last product may be left out: a checkpoint's second pass throws the block's output away. ``lean``: backward
+    computes the feed-forward again from its input, which costs nothing where it is under a checkpoint that keeps no gates.
     """
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
@@ -70,10 +75,11 @@ class DecoderLayer(nn.Module):
         sin_SH: Tensor,
         cache: KVCache | None = None,
         wanted: bool = True,
+        lean: bool = False,
         mask_BSS: Tensor | None = None,
     ) -> Tensor:
         attention = self.self_attn
         rows_BSD = normed(x_BSD, self.input_layernorm, attention.q_proj, attention.k_proj, attention.v_proj)
         attended_BSD = attention(rows_BSD, cos_SH, sin_SH, cache, mask_BSS)
         normed_BSD, x_BSD = self.post_attention_layernorm(attended_BSD, x_BSD)
-        return x_BSD + self.mlp(normed_BSD, wanted)
+        return x_BSD + self.mlp(normed_BSD, wanted, lean)

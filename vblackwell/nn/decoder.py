@@ -135,9 +135,7 @@ class Decoder(nn.Module):
             return self.lm_head(hidden_BSD)
         return self._loss(hidden_BSD.flatten(0, 1), targets_BS.flatten())
 
-    def hidden(
-        self, input_ids_BS: Tensor, cache: KVCache | None = None, positions_BS: Tensor | None = None
-    ) -> Tensor:
+    def hidden(self, input_ids_BS: Tensor, cache: KVCache | None = None, positions_BS: Tensor | None = None) -> Tensor:
         """The final norm's output (B, S, D), which the head turns into logits."""
         start, length = (0 if cache is None else cache.length), input_ids_BS.shape[1]
         if start + length > self.config.max_position:
@@ -154,9 +152,10 @@ class Decoder(nn.Module):
             tables, mask_BSS = rotary_tables_at(positions_BS, *shape), within_documents(positions_BS)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled() and cache is None
         kept = check_names(self.kept_activations)
+        lean = "gates" not in kept
         for layer in self.layers:
             if recompute:
-                once = layer if mask_BSS is None else partial(layer, mask_BSS=mask_BSS)
+                once = partial(layer, lean=lean, mask_BSS=mask_BSS)
                 block = Keeping(once, kept, again=partial(once, wanted=False))
                 x_BSD = checkpoint(block, x_BSD, *tables, modules=(layer,))
             else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from vblackwell.kernels.gated_mlp import gated_mlp
 from vblackwell.kernels.shared_input import shared_input_linears
 from vblackwell.kernels.swiglu import swiglu, swiglu_linear
 from vblackwell.nn.normed_input import Unnormed
@@ -42,3 +43,10 @@ def gated_product(gate: Tensor, up: Tensor, down: nn.Module, wanted: bool = True
     if may_fuse(gate, down) and gate.dtype == up.dtype:
         return swiglu_linear(gate, up, down.weight, wanted)  # type: ignore[arg-type]
     return down(swiglu(gate, up))
+
+
+def lean_feed_forward(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module, wanted: bool = True) -> Tensor | None:
+    """``down(silu(gate(x)) * up(x))`` as one operation that keeps ``x`` alone; None where the linears must be called as they are."""
+    if not may_fuse(x, gate, up, down):
+        return None
+    return gated_mlp(x, gate.weight, up.weight, down.weight, wanted)  # type: ignore[arg-type]
