@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import psutil
 from offload_case import SHAPES, SYSTEMS, Case, Recipe, Result
 from offload_process import REPO, run_system
-from offload_report import append_csv, largest_lines, ratio_lines, row_of, table_lines
-from offload_sweep import draw, sweep_lines
+from offload_report import append_csv, largest_lines, ratio_lines, read_csv, row_of, table_lines
+from offload_sweep import Lanes, draw, sweep_lines
 
 from vblackwell.hardware import list_gpus
 from vblackwell.units import parse_bytes
@@ -206,11 +206,13 @@ def measured_rates(args: argparse.Namespace) -> dict[str, float]:
     """Of the link and of matrix products; empty without a GPU."""
     if args.rates:
         values = [float(part) for part in args.rates.split(",")]
-        if len(values) != 4:
-            raise SystemExit("--rates: give four numbers: h2d,d2h,duplex in GB/s and matmul in TFLOP/s")
-        return dict(
-            zip(("h2d_gbps", "d2h_gbps", "duplex_gbps", "matmul_flops"), [*values[:3], values[3] * 1e12], strict=True)
-        )
+        if len(values) not in (4, 5):
+            raise SystemExit(
+                "--rates: give four numbers, h2d,d2h,duplex in GB/s and matmul in TFLOP/s, and perhaps a fifth: G parameters/s of the "
+                "CPU's AdamW"
+            )
+        names_of_rates = ("h2d_gbps", "d2h_gbps", "duplex_gbps", "matmul_flops", "adamw_gps")
+        return dict(zip(names_of_rates, [*values[:3], values[3] * 1e12, *values[4:]], strict=False))
     if args.device == "cpu":
         return {}
     script = Path(__file__).with_name("offload_rates.py")
@@ -222,6 +224,9 @@ def measured_rates(args: argparse.Namespace) -> dict[str, float]:
 
 def main(argv: list[str] | None = None) -> list[Result]:
     args = parse(argv)
+    name = "offload_sweep.csv" if args.sweep else "offload_largest.csv" if args.largest else "offload.csv"
+    target = args.csv or RESULTS / name
+    read_csv(target)  # before minutes of measuring, whether rows can be added
     began, about = time.monotonic(), machine()
     print(", ".join(f"{key} {value}" for key, value in about.items() if value), flush=True)
     rates = {} if args.largest else measured_rates(args)
@@ -238,18 +243,21 @@ def main(argv: list[str] | None = None) -> list[Result]:
         tell("starts")
         found = run_system(case, args.limit, tell)
         results += found
+        for result in found:  # at once: what comes later may fail
+            if result.tokens_per_second and result.peak_reserved is not None:
+                tell(f"{result.tokens_per_second:,.0f} tokens/s, {result.peak_reserved / 1e9:.2f} GB reserved")
         rows += [row_of(about, case, result, rates) for result in found]
-    name = "offload_sweep.csv" if args.sweep else "offload_largest.csv" if args.largest else "offload.csv"
-    target = args.csv or RESULTS / name
-    append_csv(target, rows)
     if args.sweep:
-        lines = sweep_lines(results, SHAPES[args.shape], rates, args.seq)
-        lines.append(f"plot: {draw(results, SHAPES[args.shape], rates, args.image, about, args.seq)}")
+        shape = SHAPES[args.shape]
+        lanes = Lanes.of(args.recipe, rates, shape)
+        lines = sweep_lines(results, shape, lanes, args.seq)
+        lines.append(f"plot: {draw(results, shape, rates, lanes, args.image, about, args.seq)}")
     elif args.largest:
         lines = largest_lines(results)
     else:
         lines = [*table_lines(results), "", *ratio_lines(results, rates, clipped=args.max_grad_norm is not None)]
     print("\n".join(lines), flush=True)
+    append_csv(target, rows)
     print(f"rows appended to {target}; {time.monotonic() - began:.0f} s in all", flush=True)
     return results
 

@@ -193,20 +193,35 @@ def row_of(about: dict[str, Any], case: Case, result: Result, rates: dict[str, f
     return {**about, **rates, **asked, **answer}
 
 
+def read_csv(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
+    """Columns and rows of ``path``; none if there is no such file.
+
+    Raises:
+        SystemExit: a row has more values than there are columns.
+    """
+    if not path.exists():
+        return [], []
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        rows: list[dict[str, Any]] = []
+        for row in reader:
+            if None in row:
+                raise SystemExit(
+                    f"{path}, line {reader.line_num}: more values than the first line has names; mend it first"
+                )
+            rows.append(row)
+        return list(reader.fieldnames or []), rows
+
+
 def append_csv(path: Path, rows: list[dict[str, Any]]) -> None:
     """Add ``rows``; columns that the file does not have yet are added to it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    held: list[dict[str, Any]] = []
-    columns: list[str] = []
-    if path.exists():
-        with path.open(newline="") as file:
-            reader = csv.DictReader(file)
-            columns, held = list(reader.fieldnames or []), list(reader)
+    columns, held = read_csv(path)
     columns += [name for row in rows for name in row if name not in columns]
     columns = list(dict.fromkeys(columns))
     fresh = path.with_suffix(".csv.tmp")
     with fresh.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="")
+        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(held + rows)
     fresh.replace(path)
