@@ -61,6 +61,7 @@ class Recipe:
         update: where AdamW runs: 'auto', 'level0' (streamed states), 'home' (the CPU) or the share of it at home. Streamed only.
         resident_bytes: level-0 bytes for groups that live there. Streamed only.
         weight_bytes: level-0 bytes for loaded weights. Streamed only.
+        level0_bytes: of level 0, less than the cap: what activations need stays outside. Streamed only.
         activations: where checkpoints' inputs wait for backward: 'level0' or 'host'. Streamed only.
         undo: False: an update behind the backward is final, there is no log to undo it.
         update_in_backward: start a group's update behind its backward.
@@ -74,6 +75,7 @@ class Recipe:
     activations: str | None = None
     resident_bytes: str | None = None
     weight_bytes: str | None = None
+    level0_bytes: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> Recipe:

@@ -1,7 +1,8 @@
 """Rates of the machine that the comparison refers to, in a process of their own, before anything else runs.
 
 The link is measured as streaming uses it: pinned slabs of our own making (huge pages, one registration), copies of 64 MiB, both
-directions at once for a second; and each direction alone. The matrix product is bf16, 8192 cubed. Prints a JSON object.
+directions at once for a second; and each direction alone. The matrix product is bf16, 8192 cubed. The CPU's AdamW runs with nothing
+beside it. Prints a JSON object.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 
 from vblackwell.memory.slab import map_slab
 from vblackwell.memory.streams import copy_streams
+from vblackwell.offload.update_rates import cpu_rate
 from vblackwell.units import GiB, MiB
 
 PIECE = 64 * MiB
@@ -72,6 +74,7 @@ def main() -> None:
         "d2h_gbps": link_gbps(device, inward=False, outward=True),
         "duplex_gbps": link_gbps(device, inward=True, outward=True),
         "matmul_flops": matmul_flops(device),
+        "adamw_gps": cpu_rate() / 1e9,
     }
     print(json.dumps(found), flush=True)
 

@@ -1,26 +1,65 @@
 """Tokens a step against speed: measured, and the arithmetic it should follow; a table and a plot.
 
 A step of T tokens with recompute takes 8 P T / F seconds of matrix products, P the parameters that a token is multiplied by, and
-the causal attention's share of it. Streamed with AdamW on the GPU it moves 14 bytes a parameter in and 12 out, so it takes at
-least 14 N / B and 12 N / B, N all parameters and B what one direction of the link carries while both run; the longest of the
-three is the step. F is what the resident run sustains at its largest step, so the line tests the streaming and not
-whether a model reaches the speed of one large product; the dashed line takes F from the product.
+the causal attention's share of it. Streamed, the link brings 4 bytes of each of N parameters (a bf16 weight for forward and for
+backward) and 10 of those that AdamW updates on the GPU (their states), and takes back 12 of these, or 2 (a gradient) of those that
+the CPU updates at A parameters a second. What stays loaded at the two turns, between forward and backward and behind backward, comes
+in once less. The longest of computing, the link each way, at the B bytes/s that it carries while both ways run, and the CPU is the
+step. F is what the resident run sustains at its largest step, so the line tests the streaming and not whether a model reaches
+the speed of one large product; the grey dashed line takes F from the product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offload_case import Result, Shape
+from offload_case import Recipe, Result, Shape
 
-IN_BYTES, OUT_BYTES = (
-    14,
-    12,
-)  # a parameter and step: weight 2 + 2 (forward, backward) and states 10; states 10 and weight 2
+from vblackwell.offload.update_rates import BESIDE_COPIES, OVERLAP, share_for
+from vblackwell.units import parse_bytes
+
+WEIGHT_BYTES, STATE_BYTES, UPDATED_BYTES, GRADIENT_BYTES = 4, 10, 12, 2
+RING_GROUPS = 3  # of what is loaded, those that are in use or on their way
 TOLERANCE = 0.15
 COLOURS = {"resident": "#1f77b4", "streamed": "#d62728"}
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """What the lanes beside the computing one can do.
+
+    Attributes:
+        duplex_gbps: of the link, each way.
+        share: of the parameters, updated by the CPU. cpu: parameters/s of it, beside copies, over a whole step.
+        kept_bytes: of weights that stay loaded at each of the two turns.
+    """
+
+    duplex_gbps: float
+    share: float = 0.0
+    cpu: float = float("inf")
+    kept_bytes: float = 0.0
+
+    @classmethod
+    def of(cls, recipe: Recipe, rates: dict[str, float], shape: Shape) -> Lanes | None:
+        """Those of a recipe on a machine; None without its rates."""
+        duplex, cpu = rates.get("duplex_gbps"), rates.get("adamw_gps", float("inf")) * 1e9 * BESIDE_COPIES
+        if not duplex:
+            return None
+        named = {"level0": 0.0, "home": 1.0, "auto": share_for(duplex * 1e9, cpu), None: share_for(duplex * 1e9, cpu)}
+        share = named[recipe.update] if recipe.update in named else float(recipe.update or 0)
+        room = 0 if recipe.weight_bytes is None else parse_bytes(recipe.weight_bytes)
+        kept = min(max(0, room - RING_GROUPS * 2 * shape.block_parameters), 2 * shape.num_parameters)
+        return cls(duplex, share, cpu * OVERLAP, kept)
+
+    def seconds(self, shape: Shape) -> float:
+        """The longest of the link's two ways and the CPU."""
+        count, here, there = shape.num_parameters, 1 - self.share, self.share
+        inward = count * (WEIGHT_BYTES + STATE_BYTES * here) - 2 * self.kept_bytes
+        outward = count * (UPDATED_BYTES * here + GRADIENT_BYTES * there)
+        return max(inward / self.duplex_gbps / 1e9, outward / self.duplex_gbps / 1e9, count * there / self.cpu)
 
 
 def step_flops(shape: Shape, tokens: int, seq: int) -> float:
@@ -32,10 +71,9 @@ def step_flops(shape: Shape, tokens: int, seq: int) -> float:
     return 8.0 * shape.matmul_parameters * tokens + 4.5 * forward * tokens
 
 
-def streamed_seconds(shape: Shape, tokens: int, seq: int, flops: float, duplex_gbps: float) -> float:
-    """The model's step: the longest of computing, bytes in, bytes out."""
-    compute = step_flops(shape, tokens, seq) / flops
-    return max(compute, IN_BYTES * shape.num_parameters / (duplex_gbps * 1e9))
+def streamed_seconds(shape: Shape, tokens: int, seq: int, flops: float, lanes: Lanes) -> float:
+    """The arithmetic's step: the longest of computing and the other lanes."""
+    return max(step_flops(shape, tokens, seq) / flops, lanes.seconds(shape))
 
 
 def sustained_flops(results: list[Result], shape: Shape, seq: int) -> float | None:
@@ -48,17 +86,18 @@ def sustained_flops(results: list[Result], shape: Shape, seq: int) -> float | No
     return step_flops(shape, largest.tokens, seq) * largest.tokens_per_second / largest.tokens
 
 
-def sweep_lines(results: list[Result], shape: Shape, rates: dict[str, float], seq: int) -> list[str]:
-    """A line a number of tokens: resident, streamed, their ratio, the model, and by how much it is off."""
+def sweep_lines(results: list[Result], shape: Shape, lanes: Lanes | None, seq: int) -> list[str]:
+    """A line a number of tokens: resident, streamed, their ratio, the arithmetic, and by how much it is off."""
     speed = {(result.system, result.tokens): result.tokens_per_second for result in results}
-    flops, duplex = sustained_flops(results, shape, seq), rates.get("duplex_gbps")
-    lines = [f"{'tokens/step':>12}{'resident':>12}{'streamed':>12}{'ratio':>8}{'model':>12}{'off by':>9}"]
+    flops = sustained_flops(results, shape, seq)
+    lines = [] if lanes is None else [f"arithmetic of {lanes}: {lanes.seconds(shape):.3f} s beside the computing"]
+    lines += [f"{'tokens/step':>12}{'resident':>12}{'streamed':>12}{'ratio':>8}{'model':>12}{'off by':>9}"]
     for tokens in sorted({result.tokens for result in results if result.tokens}):
         resident, streamed = speed.get(("resident", tokens)), speed.get(("streamed", tokens))
         ratio = f"{streamed / resident:.3f}" if resident and streamed else ""
         model = off = ""
-        if flops and duplex:
-            predicted = tokens / streamed_seconds(shape, tokens, seq, flops, duplex)
+        if flops and lanes:
+            predicted = tokens / streamed_seconds(shape, tokens, seq, flops, lanes)
             model = f"{predicted:,.0f}"
             if streamed:
                 error = streamed / predicted - 1
@@ -81,15 +120,15 @@ def _speed(value: float | None) -> str:
 Curve = tuple[str, str, list[tuple[float, float]], bool]  # label, colour, points, whether measured
 
 
-def curves(results: list[Result], shape: Shape, rates: dict[str, float], seq: int) -> list[Curve]:
-    """What is drawn: measured points, and the model on a fine grid."""
+def curves(results: list[Result], shape: Shape, rates: dict[str, float], lanes: Lanes | None, seq: int) -> list[Curve]:
+    """What is drawn: measured points, and the arithmetic on a fine grid."""
     found: list[Curve] = []
     for system, colour in COLOURS.items():
         points = [(float(r.tokens), r.tokens_per_second) for r in results if r.system == system and r.tokens_per_second]
         if points:
             found.append((f"{system}, measured", colour, sorted(points), True))
-    duplex, tokens = rates.get("duplex_gbps"), [result.tokens for result in results if result.tokens]
-    if not duplex or not tokens:
+    tokens = [result.tokens for result in results if result.tokens]
+    if not lanes or not tokens:
         return found
     low, high = min(tokens), max(tokens)
     grid = [int(low * (high / low) ** (step / 60)) for step in range(61)]
@@ -98,16 +137,22 @@ def curves(results: list[Result], shape: Shape, rates: dict[str, float], seq: in
         ("streamed, arithmetic at the speed of one large product", "#bbbbbb", rates.get("matmul_flops")),
     ):
         if flops:
-            line = [(float(t), t / streamed_seconds(shape, t, seq, flops, duplex)) for t in grid]
+            line = [(float(t), t / streamed_seconds(shape, t, seq, flops, lanes)) for t in grid]
             found.append((label, colour, line, False))
     return found
 
 
 def draw(
-    results: list[Result], shape: Shape, rates: dict[str, float], path: Path, about: dict[str, Any], seq: int
+    results: list[Result],
+    shape: Shape,
+    rates: dict[str, float],
+    lanes: Lanes | None,
+    path: Path,
+    about: dict[str, Any],
+    seq: int,
 ) -> Path:
     """The plot: a PNG by matplotlib where it is installed, else an SVG of the same name; the path written."""
-    found = curves(results, shape, rates, seq)
+    found = curves(results, shape, rates, lanes, seq)
     title = f"{shape.num_parameters / 1e9:.2f} B parameters, {about.get('gpu', '')}, torch {about.get('torch', '')}"
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

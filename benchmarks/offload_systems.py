@@ -19,6 +19,8 @@ from offload_case import Case, Shape
 from offload_data import fill, next_tokens
 from torch import Tensor, nn
 
+from vblackwell.units import parse_bytes
+
 RESIDENT_SHARE = 0.95  # of the free GPU memory, as level 0 of a model that fits
 HOST_SHARE = 0.9  # of the free RAM, as level 1
 
@@ -234,6 +236,8 @@ def our_stack(case: Case, device: torch.device, *, streamed: bool) -> Any:
     fast = case.cap_bytes
     if fast is None and device.type == "cuda":
         fast = int(RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0])
+    if streamed and case.recipe.level0_bytes is not None:
+        fast = parse_bytes(case.recipe.level0_bytes)
     host = case.host_bytes if case.host_bytes is not None else int(HOST_SHARE * psutil.virtual_memory().available)
     disk = case.disk_bytes if streamed else 0
     return create_vgpu_stack(fast, host, disk, case.disk_path, device=device)

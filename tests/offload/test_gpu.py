@@ -43,7 +43,7 @@ def deterministic() -> Iterator[None]:
 
 
 def gpu_stack(fast_mb: float) -> VGPUStack:
-    return VGPUStack({"levels": [{"capacity_mb": fast_mb, "device": "cuda:0"}, {"capacity_mb": 4096, "device": "cpu"}]})
+    return VGPUStack({"levels": [{"capacity_mb": fast_mb, "device": "cuda:0"}, {"capacity_mb": 1536, "device": "cpu"}]})
 
 
 def train(

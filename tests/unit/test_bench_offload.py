@@ -204,11 +204,12 @@ def test_the_sweep_draws_what_it_measured(bench, tmp_path):
     from offload_case import SHAPES, Result
 
     shape, flops, rates = SHAPES["2.70B"], 4e14, {"duplex_gbps": 48.0, "matmul_flops": 7.8e14}
+    lanes = offload_sweep.Lanes(48.0)
 
     def speed(system: str, tokens: int) -> float:
         compute = offload_sweep.step_flops(shape, tokens, 2048) / flops
         return tokens / (
-            compute if system == "resident" else offload_sweep.streamed_seconds(shape, tokens, 2048, flops, 48.0)
+            compute if system == "resident" else offload_sweep.streamed_seconds(shape, tokens, 2048, flops, lanes)
         )
 
     results = [
@@ -216,13 +217,32 @@ def test_the_sweep_draws_what_it_measured(bench, tmp_path):
         for system in ("resident", "streamed")
         for tokens in (2048, 4096, 32768)
     ]
-    lines = offload_sweep.sweep_lines(results, shape, rates, 2048)
-    assert [line.split()[-1] for line in lines[1:]] == ["+0.0%", "!", "+0.0%"]
+    lines = offload_sweep.sweep_lines(results, shape, lanes, 2048)
+    assert [line.split()[-1] for line in lines[2:]] == ["+0.0%", "!", "+0.0%"]
     # FACTS' arithmetic: 14 bytes a parameter at 48 GB/s hide behind about 18 k tokens at 500 TFLOP/s.
-    wait = offload_sweep.IN_BYTES * shape.num_parameters / 48e9
-    assert offload_sweep.step_flops(shape, 18_000, 2048) / 5e14 == pytest.approx(wait, rel=0.1)
-    text = offload_sweep.svg(offload_sweep.curves(results, shape, rates, 2048), "a title")
+    wait = lanes.seconds(shape)
+    assert wait == pytest.approx(14 * shape.num_parameters / 48e9) and offload_sweep.step_flops(
+        shape, 18_000, 2048
+    ) / 5e14 == pytest.approx(wait, rel=0.1)
+    text = offload_sweep.svg(offload_sweep.curves(results, shape, rates, lanes, 2048), "a title")
     assert text.count("<polyline") == 4 and text.count("<circle") == 6 and "a title" in text
+
+
+def test_the_arithmetic_of_a_recipe(bench):
+    """A share at home: fewer states by link, time of the CPU; what stays loaded comes in once less at each turn."""
+    from offload_case import SHAPES, Recipe
+    from offload_sweep import Lanes
+
+    shape, rates = SHAPES["2.70B"], {"duplex_gbps": 50.0, "adamw_gps": 4.0}
+    count = shape.num_parameters
+    assert Lanes.of(Recipe(update="0.3"), {}, shape) is None
+    shared = Lanes.of(Recipe(update="0.3", weight_bytes="2GiB"), rates, shape)
+    kept = (2 << 30) - 3 * 2 * shape.block_parameters
+    assert shared.share == 0.3 and shared.kept_bytes == kept
+    assert shared.seconds(shape) == pytest.approx((count * (4 + 10 * 0.7) - 2 * kept) / 50e9)
+    at_home = Lanes.of(Recipe(update="home"), rates, shape)
+    assert at_home.seconds(shape) == count / at_home.cpu > count / 4e9
+    assert Lanes.of(Recipe(), rates, shape).share == pytest.approx(0.43, abs=0.02)
 
 
 # -- traces ----------------------------------------------------------------------------------------------------------------
