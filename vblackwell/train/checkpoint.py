@@ -30,6 +30,7 @@ from vblackwell.nn.decoder import Decoder
 from vblackwell.offload.enable import offload_of
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.state import MOMENTS, ParameterState, export_state, import_state
+from vblackwell.train.chat_template import FILE as TEMPLATE
 from vblackwell.train.runfolder import FINAL
 from vblackwell.train.state import TrainerState
 from vblackwell.units import format_bytes
@@ -164,6 +165,8 @@ def _write_model(folder: CommitFolder, prepared: Prepared, *, with_states: bool)
     if prepared.tokenizer_folder is not None:  # with its special tokens and its chat template
         copy_tokenizer(folder, prepared.tokenizer_folder)
         tokenizer = None
+    if prepared.template is not None and prepared.template.is_default:  # or who opens the folder would not know it
+        folder.add(TEMPLATE, prepared.template.source.encode())
     if not with_states and not isinstance(model, Decoder):
         published = PublishedTensors(model)  # names and shapes as others expect them
         save_model(folder, config, published.specs, published.tensors(), tokenizer)

@@ -38,7 +38,14 @@ class TrainConfig:
     """Hugging Face folder to start from instead of a preset's random weights."""
 
     data: str | None = None
-    """Text, jsonl (field 'text'), parquet, or a folder of them; default: the Python standard library's sources."""
+    """Text, jsonl (field 'text'; or conversations: messages, sharegpt or alpaca, told by the first line), parquet, or a folder of them;
+    default: the Python standard library's sources."""
+
+    packing: bool = True
+    """Let several conversations share a row, positions beginning again with each; --no-packing gives each a row of its own."""
+
+    inspect_data: bool = False
+    """Print the first rows, token by token and which are learnt, and stop."""
 
     tokenizer: str | None = None
     """tokenizer.json, or a folder that has one; default: a byte-pair tokenizer trained on the data and cached."""

@@ -72,7 +72,7 @@ def prepare_data(
     """
     report = progress or (lambda message, share: None)
     source = find_source(path)
-    content = _content_hash(source, report)
+    content = content_hash(source, report)
     given = None if tokenizer_path is None else read_tokenizer(tokenizer_path)
     tokenizer = given or _trained_tokenizer(source, content, vocab_size, report)
     end = end_of_text_id(tokenizer, tokenizer_path)
@@ -88,7 +88,8 @@ def vocab_size_of(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
 
 
-def _content_hash(source: Source, report: Progress) -> str:
+def content_hash(source: Source, report: Progress) -> str:
+    """Hash of the files' names and bytes."""
     digest = xxhash.xxh3_128()
     total, done = max(1, source.size_bytes), 0
     for path in source.files:

@@ -10,7 +10,7 @@ Legend: B batch, S sequence.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -95,6 +95,23 @@ class PackedDataset:
             rows[here] = self.tokens[starts[:, None] * self.seq_length + np.arange(self.seq_length + 1)]
         return torch.from_numpy(rows)
 
+    def batch(self, positions: np.ndarray) -> tuple[Tensor, ...]:
+        """Inputs and targets, (B, S) int64 each, of the windows at ``positions``."""
+        rows = self.windows(positions)
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+class Dataset(Protocol):
+    """What a run trains on: windows at positions that are counted through all epochs."""
+
+    def __len__(self) -> int:
+        """Windows in an epoch."""
+        ...
+
+    def batch(self, positions: np.ndarray) -> tuple[Tensor, ...]:
+        """What the loss is called with: inputs, targets and maybe positions, (B, S) int64 each."""
+        ...
+
 
 class BatchStream:
     """Batches without end, epoch after epoch.
@@ -105,7 +122,7 @@ class BatchStream:
         state: windows consumed before; what ``state`` returned, also under another batch size.
     """
 
-    def __init__(self, dataset: PackedDataset, batch_size: int, state: int = 0) -> None:
+    def __init__(self, dataset: Dataset, batch_size: int, state: int = 0) -> None:
         if batch_size < 1:
             raise ConfigurationError(f"batch size {batch_size}: give at least 1")
         if state < 0:
@@ -117,18 +134,17 @@ class BatchStream:
         """Epochs completed: the one that the next batch begins in."""
         return self.state // len(self.dataset)
 
-    def next(self) -> tuple[Tensor, Tensor]:
-        """The next inputs and targets, (B, S) int64 each."""
-        rows = self.dataset.windows(np.arange(self.state, self.state + self.batch_size))
+    def next(self) -> tuple[Tensor, ...]:
+        """The next inputs and targets, and what else the data set gives, (B, S) int64 each."""
+        found = self.dataset.batch(np.arange(self.state, self.state + self.batch_size))
         self.state += self.batch_size
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        return found
 
 
 def evaluation_batches(
-    dataset: PackedDataset, batch_size: int, max_batches: int | None = None
-) -> Iterator[tuple[Tensor, Tensor]]:
+    dataset: Dataset, batch_size: int, max_batches: int | None = None
+) -> Iterator[tuple[Tensor, ...]]:
     """Every window of ``dataset`` once, or those of the first ``max_batches``; the last batch may be smaller."""
     count = len(dataset) if max_batches is None else min(len(dataset), max_batches * batch_size)
     for start in range(0, count, batch_size):
-        rows = dataset.windows(np.arange(start, min(start + batch_size, count)))
-        yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        yield dataset.batch(np.arange(start, min(start + batch_size, count)))

@@ -40,14 +40,14 @@ class Learner:
     """A model that is about to be put into a stack and trained.
 
     Attributes:
-        loss: called with (input_ids, targets), both (B, S) int64; the mean cross entropy.
+        loss: called with input_ids, targets and, for packed documents, positions, all (B, S) int64; the mean cross entropy.
         config: the model's Hugging Face config.json.
         heads: query heads, key and value heads, and the width of one.
         initialize: fills the model, which is on the meta device; None for one that has its weights.
     """
 
     model: nn.Module
-    loss: Callable[[Tensor, Tensor], Tensor]
+    loss: Callable[..., Tensor]
     config: dict[str, Any]
     heads: tuple[int, int, int]
     initialize: Initialize | None = None
@@ -150,8 +150,9 @@ class NextTokenLoss:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
-    def __call__(self, input_ids_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        logits_BSV = self._model(input_ids=input_ids_BS, use_cache=False).logits
+    def __call__(self, input_ids_BS: Tensor, targets_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
+        given = {} if positions_BS is None else {"position_ids": positions_BS}
+        logits_BSV = self._model(input_ids=input_ids_BS, use_cache=False, **given).logits
         return functional.cross_entropy(
             logits_BSV.flatten(0, 1).float(), targets_BS.flatten(), ignore_index=IGNORED_TARGET
         )

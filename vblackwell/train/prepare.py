@@ -21,14 +21,17 @@ from vblackwell.offload.enable import bytes_when_resident, enable_vgpu_stack_opt
 from vblackwell.offload.formats import Formats, supports
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.train.attention import attention_backends, chosen_backend, fused_backend
+from vblackwell.train.chat_template import ChatTemplate
 from vblackwell.train.config import TrainConfig
-from vblackwell.train.data import Corpus, prepare_data
-from vblackwell.train.dataset import BatchStream, PackedDataset
+from vblackwell.train.data import Corpus
+from vblackwell.train.dataset import BatchStream
+from vblackwell.train.inspect_data import inspect_lines
 from vblackwell.train.levels import build_stack, describe_levels
 from vblackwell.train.machine import cap_process
 from vblackwell.train.model import Learner, find_source
 from vblackwell.train.precision import Precision, choose_precision
 from vblackwell.train.progress import Progress
+from vblackwell.train.run_data import check_packing, open_data
 from vblackwell.train.scaler import LossScaler
 from vblackwell.train.schedule import Schedule, default_warmup_steps
 from vblackwell.train.trainer import Parts
@@ -43,6 +46,7 @@ class Prepared:
         config: with ``max_steps`` and ``warmup_steps`` decided.
         model_config: the model's Hugging Face config.json.
         tokenizer_folder: the folder whose tokenizer's files go with the model; None to write the corpus' tokenizer.
+        template: how conversations were written down; None for plain text.
     """
 
     config: TrainConfig
@@ -50,6 +54,7 @@ class Prepared:
     corpus: Corpus
     parts: Parts
     tokenizer_folder: Path | None = None
+    template: ChatTemplate | None = None
 
 
 def prepare(config: TrainConfig, device: torch.device, progress: Progress, cleanup: ExitStack) -> Prepared:
@@ -59,11 +64,9 @@ def prepare(config: TrainConfig, device: torch.device, progress: Progress, clean
         VBError: whatever of it cannot be had.
     """
     source = find_source(config, cleanup)  # first: reading the data may take long
-    data = None if config.data is None else Path(config.data)
-    corpus = prepare_data(data, source.tokenizer_path, config.vocab_size, progress.phase)
-    dataset = PackedDataset(corpus, config.seq_length, "train", config.seed)
-    validation = PackedDataset(corpus, config.seq_length, "validation", config.seed)
-    config = decide_steps(config, len(dataset))
+    data = open_data(config, source.tokenizer_path, progress)
+    corpus = data.corpus
+    config = decide_steps(config, len(data.train))
     torch.manual_seed(config.seed)
     learner = source.build(config, corpus)
     model = learner.model
@@ -73,7 +76,7 @@ def prepare(config: TrainConfig, device: torch.device, progress: Progress, clean
         _use_fp4(config, model, progress)
     precision = choose_precision(config.precision, config.mixed_precision, device)
     formats = choose_formats(config, precision)
-    attention = _choose_attention(config, learner, precision, device, cleanup)
+    attention = _choose_attention(config, learner, precision, device, cleanup, data.packs_documents)
     progress.say(
         f"{config.name}: {sum(param.numel() for param in model.parameters()) / 1e6:.2f} M parameters, {config.max_steps} steps of "
         f"{config.tokens_per_step} "
@@ -91,18 +94,33 @@ def prepare(config: TrainConfig, device: torch.device, progress: Progress, clean
         activations=choose_activations(config, device), states=formats.states, masters=formats.masters,
         rounding_seed=formats.seed, initialize=learner.initialize,
     )  # fmt: skip
+    if data.packs_documents and not isinstance(model, Decoder):
+        check_packing(model, learner.config["vocab_size"], device)
     parts = Parts(
         model=model,
         optimizer=_make_optimizer(model, config),
         stack=stack,
-        stream=BatchStream(dataset, config.batch_size),
-        validation=validation,
+        stream=BatchStream(data.train, config.batch_size),
+        validation=data.validation,
         schedule=_make_schedule(config),
         scaler=LossScaler() if precision.needs_scaler else None,
         device=device,
         loss=learner.loss,
     )
-    return Prepared(config, learner.config, corpus, parts, source.tokenizer_folder)
+    return Prepared(config, learner.config, corpus, parts, source.tokenizer_folder, data.template)
+
+
+def inspect_data(config: TrainConfig, progress: Progress) -> None:
+    """``--inspect-data``: print the first rows as the model would see them.
+
+    Raises:
+        VBError: the model's folder, its tokenizer or the data cannot be used.
+    """
+    with ExitStack() as opened:
+        source = find_source(config, opened)
+        data = open_data(config, source.tokenizer_path, progress)
+    for line in inspect_lines(data.train, data.corpus.tokenizer):
+        progress.say(line)
 
 
 def _use_fp4(config: TrainConfig, model: nn.Module, progress: Progress) -> None:
@@ -127,9 +145,13 @@ def _checkpoint_layers(model: nn.Module) -> None:
 
 
 def _choose_attention(
-    config: TrainConfig, learner: Learner, precision: Precision, device: torch.device, cleanup: ExitStack
+    config: TrainConfig, learner: Learner, precision: Precision, device: torch.device, cleanup: ExitStack, packs: bool
 ) -> str:
     """Allow what the flags allow until ``cleanup``; the backend that runs in this model."""
+    if packs and config.use_flash_attn:
+        raise Unsupported(
+            "--use-flash-attn fixes a backend for causal attention, and conversations that share rows need a mask: add --no-packing"
+        )
     allowed = attention_backends(use_flash_attn=config.use_flash_attn, deterministic=config.deterministic)
     cleanup.enter_context(allowed)
     model: Any = learner.model

@@ -21,7 +21,7 @@ from vblackwell.train.checkpoint import Checkpoints, export_final, finished_step
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.machine import choose_device, make_deterministic, peak_gpu_bytes, refuse_distributed
 from vblackwell.train.metrics import MetricsLog, StepRecord
-from vblackwell.train.prepare import Prepared, prepare
+from vblackwell.train.prepare import Prepared, inspect_data, prepare
 from vblackwell.train.profile import tracing
 from vblackwell.train.progress import Progress, open_progress
 from vblackwell.train.report import make_report, report_lines
@@ -42,6 +42,9 @@ def train(config: TrainConfig) -> int:
     progress = open_progress()
     with ExitStack() as cleanup:
         cleanup.callback(progress.close)
+        if config.inspect_data:
+            inspect_data(config, progress)
+            return 0
         stop = cleanup.enter_context(StopRequest())
         try:
             return _train(config, progress, stop, cleanup)

@@ -19,7 +19,7 @@ from torch import nn
 
 from vblackwell.errors import VBError
 from vblackwell.train.config import TrainConfig
-from vblackwell.train.dataset import BatchStream, PackedDataset, evaluation_batches
+from vblackwell.train.dataset import BatchStream, Dataset, evaluation_batches
 from vblackwell.train.levels import Traffic, read_traffic
 from vblackwell.train.metrics import StepRecord, finite_or_none
 from vblackwell.train.progress import Progress
@@ -44,7 +44,8 @@ class Parts:
 
     Attributes:
         model: what is trained.
-        loss: called with (input_ids, targets), both (B, S) int64; returns the mean loss. By default the model itself.
+        loss: called with what the data gives: input_ids, targets and, for packed documents, positions, all (B, S) int64; returns the mean
+            loss. By default the model itself.
         stream: the training data.
         validation: the held-out windows.
     """
@@ -53,11 +54,11 @@ class Parts:
     optimizer: VGPUAdamW
     stack: VGPUStack
     stream: BatchStream
-    validation: PackedDataset
+    validation: Dataset
     schedule: Schedule
     scaler: LossScaler | None
     device: torch.device
-    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    loss: Callable[..., torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -178,8 +179,7 @@ class Trainer:
         for _ in range(count):
             if self._stop.wanted:
                 return
-            input_ids_BS, targets_BS = parts.stream.next()
-            sent = [Sent(tokens_BS, parts.device) for tokens_BS in (input_ids_BS, targets_BS)]
+            sent = [Sent(numbers_BS, parts.device) for numbers_BS in parts.stream.next()]
             loss = self._loss(*(tokens.arrived() for tokens in sent))
             late = LateScalar(loss.detach() / count)  # on its way before backward fills the queues
             self._note_held()
@@ -235,11 +235,11 @@ class Trainer:
         parts, wanted, total, seen = self.parts, self.config.eval_sequences, 0.0, 0
         parts.model.eval()
         batches = evaluation_batches(parts.validation, self.config.batch_size, -(-wanted // self.config.batch_size))
-        for input_ids_BS, targets_BS in batches:
+        for batch in batches:
             if self._stop.wanted:
                 return None
-            used = min(len(input_ids_BS), wanted - seen)
-            loss = self._loss(input_ids_BS[:used].to(parts.device), targets_BS[:used].to(parts.device))
+            used = min(len(batch[0]), wanted - seen)
+            loss = self._loss(*(numbers_BS[:used].to(parts.device) for numbers_BS in batch))
             total += float(loss) * used
             seen += used
         return finite_or_none(total / seen)

@@ -1,0 +1,264 @@
+"""Conversations: told apart, written down by templates, answers found, packed into rows; and what is wrong with a line is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer
+
+from tests.offload.test_round_trip_models import CONFIGS
+from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.train.chat import chat_kind, conversations
+from vblackwell.train.chat_data import LEARNT, ChatDataset, prepare_chat
+from vblackwell.train.chat_template import DEFAULT, find_template
+from vblackwell.train.documents import Source, find_source
+from vblackwell.train.packing import pack_rows
+from vblackwell.train.run_data import check_packing
+from vblackwell.train.tokenizer import train_tokenizer
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] | trim + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# One that says itself what is written, and one that changes earlier turns, as models that think do.
+SAYING = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}A: {% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}U: {{ m.content }}\n{% endif %}{% endfor %}"
+)
+THINKING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.last %}{{ '<think>\n</think>\n' }}"
+    "{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+)
+SPACED = "{% for m in messages %}{{ bos_token if loop.first }}{{ m.role }} {{ m.content.strip() }} {{ eos_token }}{% endfor %}"
+TURNS = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "Two and two?"},
+    {"role": "assistant", "content": "  Four.\n"},
+    {"role": "user", "content": "And one?"},
+    {"role": "assistant", "content": "Five, of course."},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "text.txt").write_text("Two and two are four, and one more is five, of course. " * 40)
+    made = train_tokenizer(Source(folder, (folder / "text.txt",), "text"), 300)
+    made.add_special_tokens([AddedToken(name, special=True) for name in ("<|im_start|>", "<|im_end|>")])
+    return made
+
+
+@pytest.fixture
+def folder_of(tokenizer, tmp_path):
+    """``folder_of(template)``: a tokenizer's folder."""
+
+    def make(template: str | None) -> Path:
+        folder = tmp_path / "tokenizer"
+        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+        if template is not None:
+            fast.chat_template = template
+        fast.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+def written(path: Path, *records: object) -> Source:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return find_source(path)
+
+
+def learnt_text(corpus, index: int, tokenizer: Tokenizer) -> list[str]:
+    """Runs of learnt tokens of a conversation, as text."""
+    start = int(corpus.lengths[:index].sum())
+    numbers = np.asarray(corpus.tokens[start : start + corpus.lengths[index]])
+    runs, run = [], []
+    for number in [*numbers.tolist(), 0]:
+        if number & LEARNT:
+            run.append(int(number & ~LEARNT))
+        elif run:
+            runs.append(tokenizer.decode(run, skip_special_tokens=False))
+            run = []
+    return runs
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    ("template", "learnt"),
+    [
+        (CHATML, ["Four.<|im_end|>", "Five, of course.<|im_end|>"]),
+        (SAYING, ["  Four.\n<|endoftext|>", "Five, of course.<|endoftext|>"]),
+        (THINKING, ["Four.\n<|im_end|>", "Five, of course.<|im_end|>"]),
+        (SPACED, ["Four. <|endoftext|>", " Five, of course. <|endoftext|>"]),
+        (None, ["Four.\n<|endoftext|>", "Five, of course.<|endoftext|>"]),
+    ],
+)
+def test_what_is_learnt_is_what_the_model_writes(template, learnt, folder_of, tokenizer, tmp_path):
+    """The tokens are those of transformers; learnt are the answers and the mark that ends a turn, where it stands right behind."""
+    folder = folder_of(template)
+    source = written(tmp_path / "chat.jsonl", {"messages": TURNS}, {"messages": TURNS[1:3]})
+    corpus = prepare_chat(source, "messages", folder, lambda text, share: None)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    expected = theirs.apply_chat_template(TURNS, chat_template=template or DEFAULT, return_dict=False)
+    assert (np.asarray(corpus.tokens[: corpus.lengths[0]]) & ~LEARNT).tolist() == expected
+    assert corpus.template.is_default == (template is None)
+    found = learnt_text(corpus, 0, tokenizer)
+    assert [text.strip() for text in found] == [text.strip() for text in learnt]
+    assert all(answer in text for answer, text in zip(("Four.", "Five, of course."), found, strict=True))
+    assert not any(word in text for text in found for word in ("Two", "And", "short", "user", "think"))
+    said: list[str] = []
+    again = prepare_chat(source, "messages", folder, lambda text, share: said.append(text))
+    assert not any("encoding" in text for text in said), "not from the cache"
+    assert again.fingerprint == corpus.fingerprint and np.array_equal(again.tokens, corpus.tokens)
+
+
+def test_the_kinds_mean_the_same(folder_of, tmp_path):
+    folder, tokens = folder_of(CHATML), []
+    talk = [{"from": name, "value": turn["content"]} for name, turn in zip(("human", "gpt"), TURNS[1:3], strict=True)]
+    for kind, record in (
+        ("messages", {"messages": TURNS[:3]}),
+        ("sharegpt", {"conversations": talk, "system": "Be short."}),
+        ("alpaca", {"instruction": "Two and two?", "input": "", "output": "  Four.\n", "system": "Be short."}),
+    ):
+        source = written(tmp_path / f"{kind}.jsonl", record, record)
+        assert chat_kind(source) == kind
+        tokens.append(np.asarray(prepare_chat(source, kind, folder, lambda text, share: None).tokens))
+    assert all(np.array_equal(one, tokens[0]) for one in tokens)
+    source = written(tmp_path / "more.jsonl", {"instruction": "Add.", "input": "1 and 2", "output": "3"})
+    assert next(conversations(source, "alpaca")).messages[0]["content"] == "Add.\n\n1 and 2"
+    assert chat_kind(written(tmp_path / "text.jsonl", {"text": "plain"})) is None
+    assert chat_kind(written(tmp_path / "notes.txt", "plain")) is None
+
+
+@pytest.mark.parametrize(
+    ("record", "part"),
+    [
+        ({"messages": [{"content": "who?"}]}, "message 1 has no 'role'"),
+        ({"messages": [{"role": "asistant", "content": "x"}]}, "did you mean 'assistant'"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "no text under 'content'"),
+        ({"messages": TURNS[:2]}, "no message of the assistant"),
+        ({"messages": []}, "'messages' is no list of messages"),
+        ({"instruction": "x", "output": "y"}, "is of kind alpaca, the first line is of kind messages"),
+        ({"text": "x"}, "has none of the keys messages, conversations, instruction"),
+        ({"messages": [*TURNS[1:2], {"role": "assistant", "content": ""}]}, "answers without a token"),
+        ([1], "has none of the keys"),
+    ],
+)
+def test_a_line_that_cannot_be_used_is_named(record, part, folder_of, tmp_path):
+    source = written(tmp_path / "chat.jsonl", {"messages": TURNS}, record)
+    with pytest.raises(ConfigurationError) as caught:
+        prepare_chat(source, "messages", folder_of(SPACED.replace(" {{ eos_token }}", "")), lambda text, share: None)
+    assert f"{tmp_path / 'chat.jsonl'}: line 2" in str(caught.value) and part in str(caught.value)
+
+
+def test_templates_that_cannot_be_used_are_named(folder_of, tokenizer, tmp_path):
+    source = written(tmp_path / "chat.jsonl", {"messages": TURNS})
+    for template, part in (
+        ("{{ raise_exception('no system') }}", "refuses it (no system)"),
+        (
+            "{% for m in messages %}{{ m.content | upper | replace('FOUR', 'x') | truncate(9) }}{% endfor %}",
+            "changes the answers",
+        ),
+        ("{% for m in messages %}", "refuses it"),
+        ("nothing of them", "changes the answers"),
+    ):
+        with pytest.raises(ConfigurationError, match="line 1") as caught:
+            prepare_chat(source, "messages", folder_of(template), lambda text, share: None)
+        assert part in str(caught.value)
+    with pytest.raises(ConfigurationError, match="--tokenizer"):
+        prepare_chat(source, "messages", None, lambda text, share: None)
+    path = tmp_path / "alone.json"
+    tokenizer.save(str(path))
+    assert find_template(tokenizer, path).source == DEFAULT
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=60))
+def test_rows_hold_everything_once(lengths):
+    rows = pack_rows(np.asarray(lengths), 40)
+    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+    assert all(sum(lengths[index] for index in row) <= 40 for row in rows)
+    assert len(rows) <= 11 / 9 * -(-sum(lengths) // 40) + len([length for length in lengths if length > 20]) + 1
+
+
+def test_batches_are_conversations_side_by_side(folder_of, tmp_path):
+    texts = [f"{'and ' * (number % 7)}one" for number in range(60)]
+    records = [{"instruction": "Two?", "output": text} for text in texts] + [
+        {"instruction": "one " * 60, "output": "x"}
+    ]
+    corpus = prepare_chat(
+        written(tmp_path / "c.jsonl", *records[::-1]), "alpaca", folder_of(CHATML), lambda *args: None
+    )
+    packed, single = (ChatDataset(corpus, 64, packing=packing, seed=3) for packing in (True, False))
+    assert (
+        packed.left_out == packed.cut == 1
+        and packed.conversations == 59 == len(single)
+        and len(packed) < 0.6 * len(single)
+    )
+    assert packed.filled > 1.5 * single.filled
+    seen = []
+    for row in range(len(packed)):
+        inputs, targets, places = (array[0] for array in packed.batch(np.asarray([row])))
+        begins = [*torch.nonzero(places == 0).flatten().tolist(), 64]
+        for begin, end in zip(begins, begins[1:], strict=False):
+            assert torch.equal(places[begin:end], torch.arange(end - begin))
+            if (targets[begin:end] != -100).any():
+                seen.append(tuple(zip(inputs[begin:end].tolist(), targets[begin:end].tolist(), strict=True)))
+    alone = []
+    for row in range(len(single)):
+        inputs, targets = (array[0] for array in single.batch(np.asarray([row])))
+        alone.append((inputs.tolist(), targets.tolist()))
+        wanted = (targets != -100).nonzero().flatten()
+        # a target is the token that stands next, but for the last one, which the row does not hold
+        assert torch.equal(targets[wanted[:-1]], inputs[wanted[:-1] + 1])
+    learnt = sorted(target for row in seen for _, target in row if target != -100)
+    assert learnt == sorted(target for _, targets in alone for target in targets if target != -100)
+    assert not np.array_equal(packed.batch(np.arange(3))[0], packed.batch(np.arange(3) + len(packed))[0]), (
+        "epochs differ"
+    )
+    with pytest.raises(ConfigurationError, match="no training conversation has an answer in its first 4 tokens"):
+        ChatDataset(corpus, 4)
+
+
+def test_a_damaged_cache_is_made_again(folder_of, tmp_path):
+    source, said = written(tmp_path / "c.jsonl", {"messages": TURNS}, {"messages": TURNS}), []
+    folder = folder_of(CHATML)
+    corpus = prepare_chat(source, "messages", folder, lambda *args: None)
+    (path,) = (tmp_path / "cache").rglob("tokens.bin")
+    expected = np.array(corpus.tokens)
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    again = prepare_chat(source, "messages", folder, lambda text, share: said.append(text))
+    assert any("encoding again" in text for text in said) and np.array_equal(again.tokens, expected)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_architectures_keep_packed_documents_apart(kind):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]())
+    if kind == "opt":  # makes a mask of its own, and counts positions by it
+        with pytest.raises(Unsupported, match="OPTForCausalLM.*--no-packing"):
+            check_packing(model, 96, torch.device("cpu"))
+    else:
+        check_packing(model, 96, torch.device("cpu"))
+    assert model.training
+
+
+def test_a_model_that_mixes_documents_is_refused():
+    torch.manual_seed(0)
+    config = CONFIGS["llama"]()
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    original = model.model.forward
+    model.model.forward = lambda *args, position_ids=None, **options: original(*args, **options)
+    with pytest.raises(Unsupported, match="--no-packing"):
+        check_packing(model, 96, torch.device("cpu"))
