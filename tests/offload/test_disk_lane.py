@@ -214,17 +214,21 @@ def loads_are_not_ordered(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "sabotage",
+    ("sabotage", "first"),
     [
-        deaf("states_in"), deaf("update"), deaf("states_out"), reads_are_not_waited_for, writes_do_not_wait, writes_end_early,
-        sets_are_free_at_once, nothing_is_stale, pieces_are_never_stale, writes_are_not_settled, loads_are_not_ordered,
+        (deaf("states_in"), 0), (deaf("update"), 0), (deaf("states_out"), 0), (reads_are_not_waited_for, 0), (writes_do_not_wait, 0),
+        (writes_end_early, 0), (sets_are_free_at_once, 0), (nothing_is_stale, 64), (pieces_are_never_stale, 92),
+        (writes_are_not_settled, 84), (loads_are_not_ordered, 0),
     ],
-    ids=lambda sabotage: sabotage.__qualname__.split(".")[0],
+    ids=lambda value: value.__qualname__.split(".")[0] if callable(value) else "",
 )  # fmt: skip
-def test_a_missing_rule_shows(sabotage, worker, monkeypatch):
-    """Each rule that orders the lane and its disk is needed: without it some run of a few comes out wrong."""
+def test_a_missing_rule_shows(sabotage, first, worker, monkeypatch):
+    """Each rule that orders the lane and its disk is needed: without it some run of a few comes out wrong.
+
+    ``first``: where to begin to look; a rule that only a run in a hundred needs was found missing soon behind it.
+    """
     sabotage(monkeypatch)
-    for seed in range(160):
+    for seed in range(first, first + 160):
         setting = Setting(
             *FORMS[seed % 3], num_groups=2 + seed % 4, in_ram=0.4, buffers=1 + seed % 4,
             eagerness=[0.0, 0.1, 0.5, 0.9][seed // 4 % 4], host_writes=0.5 if seed % 2 else 0.1,
