@@ -206,6 +206,8 @@ def test_backends_that_accept_agree(case, kv_heads):
     assert "triton" in ran and "math" in ran
 
 
+# torch 2.11 warns of itself when inductor is imported under Python 3.12.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 def test_compile_and_graph():
     q, k, v = (x.requires_grad_() for x in inputs(1, 4, 2, 256, 256, 64, torch.bfloat16))
     expected = gradients(lambda q, k, v: flash_attention(q, k, v, causal=True) * 2, [q, k, v])
@@ -230,3 +232,15 @@ def test_memory_is_linear():
     torch.autograd.grad(out, leaves, torch.ones_like(out))
     # out, its gradient, three gradients, two numbers of fp32 a row: 5.1 tensors of 8 MiB
     assert torch.cuda.max_memory_allocated() - before < 7 * leaves[0].nbytes
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_gpu_that_holds_the_tensors_runs_it():
+    tensors = inputs(1, 4, 2, 300, 300, 64, torch.bfloat16)
+    expected = gradients(lambda q, k, v: flash_attention(q, k, v, causal=True), tensors)
+    moved = [x.to("cuda:1") for x in tensors]
+    assert torch.cuda.current_device() == 0
+    leaves = [x.requires_grad_() for x in moved]
+    out = flash_attention(*leaves, causal=True)
+    got = [out, *torch.autograd.grad(out, leaves, normal(*out.shape, dtype=torch.bfloat16, seed=9).to("cuda:1"))]
+    assert all(torch.equal(a.cuda(0), b) for a, b in zip(got, expected, strict=True))

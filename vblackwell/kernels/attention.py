@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
+from vblackwell.kernels.fused import on_device
 from vblackwell.kernels.rotary import empty_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -179,7 +180,8 @@ def _attention(
     options = attention_launch.Options(
         mask, slopes_N, seed, q_starts, k_starts, max_q, max_k, scale, left, right, bottom_right, softcap, dropout
     )
-    return attention_launch.forward(q, k, v, options)
+    with on_device(q):
+        return attention_launch.forward(q, k, v, options)
 
 
 def _lse_of(q: Tensor) -> Tensor:
@@ -205,7 +207,8 @@ def _attention_backward(
     options = attention_launch.Options(
         mask, slopes_N, seed, q_starts, k_starts, max_q, max_k, scale, left, right, bottom_right, softcap, dropout
     )
-    return attention_launch.backward(dout, q, k, v, out, lse, options)
+    with on_device(q):
+        return attention_launch.backward(dout, q, k, v, out, lse, options)
 
 
 @_attention_backward.register_fake

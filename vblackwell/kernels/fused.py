@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -51,6 +52,11 @@ _TABLES = {"cuda": (_TRITON, _TORCH), "cpu": (_TORCH, _TRITON)}
 def interpreting() -> bool:
     """Whether Triton's kernels run on the CPU in its interpreter."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def on_device(x: Tensor) -> AbstractContextManager[object]:
+    """Inside, launches go to the GPU that holds ``x``: Triton takes the current one, whatever its arguments are on."""
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
 
 
 def runs_triton(op: str, x: Tensor, row: int) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fused import DTYPES, runs_triton
+from vblackwell.kernels.fused import DTYPES, on_device, runs_triton
 
 GROUP = 4096  # columns that share 1,024 Philox counters, four words each
 LANES = GROUP // 4
@@ -103,7 +103,8 @@ def _sample(
     from vblackwell.kernels import sampling_triton
 
     cuts = None if top_k_B is None or top_p_B is None or min_p_B is None else (top_k_B, top_p_B, min_p_B)
-    return sampling_triton.sample(logits_BV, seeds_B, positions_B, temperature_B, cuts)
+    with on_device(logits_BV):
+        return sampling_triton.sample(logits_BV, seeds_B, positions_B, temperature_B, cuts)
 
 
 @_sample.register_fake
