@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from vblackwell.estimator import _checkpoint
+from vblackwell.nn.decoder import Decoder
+from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.plan.causal_lm import plain_batches
 from vblackwell.plan.cuda_on_meta import cuda_on_meta
 from vblackwell.plan.trace import CUBLAS_BYTES, Trace, Untraceable, language_batch, trace_training
@@ -143,6 +145,28 @@ def test_attention_keeps_no_square(dtype):
     )
     square_bytes = 2 * 4 * 512 * 512 * dtype.itemsize
     assert max(size for size in trace.sizes if size not in CUBLAS_BYTES.values()) < square_bytes / 4
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_our_decoder_takes_its_fused_kernels(recompute):
+    """As on a GPU of that capability, also where torch has no CUDA: norms keep a scale a row, loss and head a chunk of logits."""
+    config = DecoderConfig(512, 64, 192, 2, 4, max_position=64)
+    model = Decoder(config, device="meta", dtype=torch.bfloat16).train()
+    model.gradient_checkpointing = recompute
+    loss = lambda model, batch: model(batch["input_ids"], batch["labels"])  # noqa: E731
+    make = language_batch(512, 4, 64)
+    trace, older = (
+        trace_training(model, make, loss, None, steps=1, capability=each) for each in ((9, 0), (7, 5))
+    )  # Triton's kernels need 8.0
+    rows, bf16 = 4 * 64, 2
+    # Four norms and the last keep fp32 scales; unfused they keep fp32 copies of the rows.
+    assert trace.total("activations") + trace.total("logits_and_loss") < older.total("activations")
+    temporary = {trace.sizes[i] for i, of in enumerate(trace.categories) if of == "workspace"}
+    assert rows * 512 * bf16 + 4 * rows in temporary  # logits and a loss a row
+    inner = (
+        3 if recompute else 1
+    )  # under a checkpoint backward makes gate, up and the product; else forward the product
+    assert inner * rows * 192 * bf16 in temporary
 
 
 def test_dropout_keeps_a_byte_an_element():

@@ -10,6 +10,7 @@ Not seen from here: calls that C++ makes by itself to attention or dropout (`tor
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -189,6 +190,18 @@ def attention(
 
 
 @contextmanager
+def _forgetting_capability() -> Iterator[None]:
+    """Our kernels' dispatcher asks once for a device's capability and remembers it: not across the borders of a trace."""
+    dispatch = sys.modules.get("vblackwell.kernels.dispatch")
+    forget: Callable[[], Any] = getattr(getattr(dispatch, "capability", None), "cache_clear", lambda: None)
+    forget()
+    try:
+        yield
+    finally:
+        forget()
+
+
+@contextmanager
 def cuda_on_meta(autocast: torch.dtype | None = None, capability: tuple[int, int] = (8, 0)) -> Iterator[CudaOnMeta]:
     """Enter `CudaOnMeta`, on a GPU of that compute capability; attention inside torch's own Python functions is caught too."""
     mode = CudaOnMeta(autocast)
@@ -206,6 +219,8 @@ def cuda_on_meta(autocast: torch.dtype | None = None, capability: tuple[int, int
         mock.patch.object(torch.nn.Module, "__call__", called),
         mock.patch.object(functional, "scaled_dot_product_attention", attention),
         mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: capability),
+        mock.patch.object(torch.version, "cuda", torch.version.cuda or "13.0"),
+        _forgetting_capability(),
         mock.patch.object(
             torch, "is_autocast_enabled", lambda device_type="cuda": device_type == "cuda" and autocast is not None
         ),

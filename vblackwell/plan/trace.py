@@ -89,13 +89,14 @@ class _Recorder(TorchDispatchMode):
             else:
                 found = [each for each in tree_leaves(out) if isinstance(each, Tensor) and each.is_meta]
             name = func.__name__
-            if found:
-                self._workspace(name, args)
+            taken = self._workspace(name, args) if found else None
             for tensor in found:
                 self.see(tensor)
+            if taken is not None:  # a kernel takes it beside its outputs
+                self.events.append(~taken)
             return out
 
-    def _workspace(self, name: str, args: Any) -> None:
+    def _workspace(self, name: str, args: Any) -> int | None:
         if name.partition(".")[0] in CUBLAS:
             # One handle a thread: autograd's backward has its own.
             thread = "backward" if "backward" in self.phase else "forward"
@@ -103,8 +104,7 @@ class _Recorder(TorchDispatchMode):
                 self._cublas.add(thread)
                 self._birth(CUBLAS_BYTES[self.capability[0] >= 9], "workspace")
         num_bytes = workspace_bytes(name, args)
-        if num_bytes:
-            self.events.append(~self._birth(num_bytes, "workspace"))
+        return self._birth(num_bytes, "workspace") if num_bytes else None
 
     def _birth(self, num_bytes: int, category: str | None) -> int:
         index = len(self.sizes)
