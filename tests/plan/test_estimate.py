@@ -92,10 +92,11 @@ def test_every_optimizer_traces():
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_any_batch_follows_from_two(kind):
-    family = Batches(lambda batch: trace_of(kind, batch))
-    assert family.affine
+    asked: list[int] = []
+    family = Batches(lambda batch: asked.append(batch) or trace_of(kind, batch))
     for batch in (4, 7):
         assert family.at(batch) == trace_of(kind, batch)
+    assert asked == [2, 3]
 
 
 def test_the_largest_batch_is_the_boundary():
@@ -105,6 +106,18 @@ def test_the_largest_batch_is_the_boundary():
     assert batch > 4 and replay(family.at(batch), cap).fits and not replay(family.at(batch + 1), cap).fits
     assert family.largest(lambda trace: False) == 0
     assert family.largest(lambda trace: True, most=100) == 100
+
+
+def test_a_size_that_stops_growing_does_not_mislead():
+    """Expected from two and three sequences the size would go on growing: real traces have the last word."""
+
+    def trace_at(batch: int) -> Trace:
+        return Trace((1000 * min(batch, 5) + 10 * batch,), ("activations",), (0,), (), 1, 1)
+
+    family = Batches(trace_at)
+    assert family.at(9).sizes == (1010 * 9,) and trace_at(9).sizes == (5090,)
+    assert family.largest(lambda trace: trace.sizes[0] <= 5500) == 50
+    assert family.largest(lambda trace: trace.sizes[0] <= 5059) == 5
 
 
 def test_fits_keeps_the_margin():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -147,8 +147,9 @@ def peak_of(trace: Trace, categories: Iterable[str], outside: str | None = None)
 class Batches:
     """Traces of one model at any batch size, from as few real traces as possible.
 
-    Where the traces of two and of three sequences are the same events, every size is affine in the batch, and all others follow without
-    running the model again.
+    Where the traces of two neighbouring batches are the same events, every size is taken to be affine in the batch, and others follow
+    without running the model again. That is a guess, because some sizes stop growing (chunks) and some operators change with the size, so
+    what `largest` finds is traced for real.
 
     Args:
         trace_at: traces the model at a batch size.
@@ -156,41 +157,54 @@ class Batches:
     """
 
     def __init__(self, trace_at: Callable[[int], Trace], one: Trace | None = None) -> None:
-        self.trace_at, self._one = trace_at, one
-        self._two, self._three = trace_at(2), trace_at(3)
-        self.affine = self._two.events == self._three.events
+        self.trace_at = trace_at
+        self._real: dict[int, Trace] = {} if one is None else {1: one}
+        self._base = 2
+
+    def real(self, batch_size: int) -> Trace:
+        """The trace of ``batch_size`` sequences."""
+        if batch_size not in self._real:
+            self._real[batch_size] = self.trace_at(batch_size)
+        return self._real[batch_size]
 
     def at(self, batch_size: int) -> Trace:
-        """The trace of ``batch_size`` sequences."""
-        if batch_size == 1 and self._one is not None:
-            return self._one
-        if not self.affine or batch_size == 1:
-            return self.trace_at(batch_size)
+        """The trace of ``batch_size`` sequences, as two neighbouring ones let expect it."""
+        below, above = self.real(self._base), self.real(self._base + 1)
+        if batch_size in self._real or batch_size == 1 or below.events != above.events:
+            return self.real(batch_size)
         sizes = tuple(
-            two + (three - two) * (batch_size - 2)
-            for two, three in zip(self._two.sizes, self._three.sizes, strict=True)
+            max(0, one + (other - one) * (batch_size - self._base))
+            for one, other in zip(below.sizes, above.sizes, strict=True)
         )
-        return Trace(
-            sizes,
-            self._two.categories,
-            self._two.events,
-            self._two.marks,
-            self._two.num_parameters,
-            self._two.trainable,
-        )
+        return replace(below, sizes=sizes)
 
     def largest(self, is_ok: Callable[[Trace], bool], most: int = 1 << 16) -> int:
         """The largest batch of at most ``most`` sequences whose trace ``is_ok``; 0 where one sequence is too many. It is monotone here."""
-        if not is_ok(self.at(1)):
+        if not is_ok(self.real(1)):
             return 0
-        low, high = 1, 2
-        while high <= most and is_ok(self.at(high)):
-            low, high = high, high * 2
-        high = min(high, most + 1)
+        low, high = 1, most + 1  # known to be right, known or taken to be wrong
+        while high - low > 1:
+            guess = self._guess(is_ok, low, high)
+            if not is_ok(self.real(guess)):
+                high = guess
+            elif guess + 1 < high and is_ok(self.real(guess + 1)):
+                low = guess + 1
+            else:
+                return guess
+            self._base = max(2, guess)
+        return low
+
+    def _guess(self, is_ok: Callable[[Trace], bool], low: int, high: int) -> int:
+        """Strictly between the two, by expected traces."""
+        start = low
+        step = 1
+        while low + step < high and is_ok(self.at(low + step)):
+            low, step = low + step, step * 2
+        high = min(high, low + step)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if is_ok(self.at(middle)) else (low, middle)
-        return low
+        return max(low, start + 1)
 
 
 def as_report(estimate: MemoryEstimate, names: Iterable[str] | None = None) -> dict[str, Any]:
