@@ -18,11 +18,11 @@ from typing import Any
 
 from offload_case import Recipe, Result, Shape
 
+from vblackwell.offload.update_place import GROUPS_IN_USE
 from vblackwell.offload.update_rates import BESIDE_COPIES, OVERLAP, share_for
 from vblackwell.units import parse_bytes
 
 WEIGHT_BYTES, STATE_BYTES, UPDATED_BYTES, GRADIENT_BYTES = 4, 10, 12, 2
-RING_GROUPS = 3  # of what is loaded, those that are in use or on their way
 TOLERANCE = 0.15
 COLOURS = {"resident": "#1f77b4", "streamed": "#d62728"}
 
@@ -48,10 +48,11 @@ class Lanes:
         duplex, cpu = rates.get("duplex_gbps"), rates.get("adamw_gps", float("inf")) * 1e9 * BESIDE_COPIES
         if not duplex:
             return None
-        named = {"level0": 0.0, "home": 1.0, "auto": share_for(duplex * 1e9, cpu), None: share_for(duplex * 1e9, cpu)}
-        share = named[recipe.update] if recipe.update in named else float(recipe.update or 0)
         room = 0 if recipe.weight_bytes is None else parse_bytes(recipe.weight_bytes)
-        kept = min(max(0, room - RING_GROUPS * 2 * shape.block_parameters), 2 * shape.num_parameters)
+        kept = min(max(0, room - GROUPS_IN_USE * 2 * shape.block_parameters), 2 * shape.num_parameters)
+        auto = share_for(duplex * 1e9, cpu, WEIGHT_BYTES - 2 * kept / shape.num_parameters)
+        named = {"level0": 0.0, "home": 1.0, "auto": auto, None: auto}
+        share = named[recipe.update] if recipe.update in named else float(recipe.update or 0)
         return cls(duplex, share, cpu * OVERLAP, kept)
 
     def seconds(self, shape: Shape) -> float:

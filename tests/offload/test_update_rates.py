@@ -5,6 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vblackwell.offload.groups import find_groups
+from vblackwell.offload.update_place import pass_bytes
 from vblackwell.offload.update_rates import (
     OVERLAP,
     PASS_BYTES,
@@ -32,6 +34,17 @@ def test_both_are_done_together(link: float, cpu: float):
         up, at_home = (PASS_BYTES + (1 - whole) * STATE_BYTES) / link, whole / cpu
         # Shares are rounded to hundredths, so each side is off by 0.005 of its slope at most.
         assert abs(up - at_home) <= 0.0051 / OVERLAP * (STATE_BYTES / link + 1 / cpu)
+
+
+def test_what_stays_loaded_leaves_less_to_the_cpu():
+    linear = lambda: torch.nn.Linear(128, 80, bias=False)  # noqa: E731
+    groups, _ = find_groups(torch.nn.Sequential(*(linear() for _ in range(10))), torch.bfloat16, None)
+    group = 128 * 80 * 2
+    assert [group.num_bytes for group in groups] == [group] * 10
+    room = [None, 3 * group, 5 * group, 8 * group, 20 * group]
+    assert [pass_bytes(groups, each) for each in room] == [4.0, 4.0, 3.2, 2.0, 0.0]
+    shares = [share_for(50e9, 1.6e9, pass_bytes(groups, each)) for each in room]
+    assert shares == sorted(shares, reverse=True) and shares[-1] < shares[0]
 
 
 def test_a_slow_cpu_gets_nothing():

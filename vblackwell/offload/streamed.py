@@ -80,7 +80,8 @@ def reserve_streamed(model: nn.Module, stack: LevelPool, name: str, wishes: Wish
     slice_rows = _choose_slices(groups, sites, free)
     whole = [group for group in groups if group not in slice_rows]
     # A sliced leaf's weights and gradient come from home, as those of any update that has to wait for its step.
-    on_level0 = groups_on_level0(groups if formats.packed else whole, wishes.update, stack.level0_device)
+    able = groups if formats.packed else whole
+    on_level0 = groups_on_level0(able, wishes.update, stack.level0_device, wishes.weight_bytes)
     ring = ring_bytes(on_level0, free) if on_level0 else 0
     kept = groups_kept([group for group in on_level0 if group in whole], wishes.resident_bytes)
     kept_bytes = sum(state_bytes(group) for group in kept)

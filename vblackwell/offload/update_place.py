@@ -9,7 +9,7 @@ Groups with 8-bit moments (`formats`) are updated on level 0 everywhere: the upd
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -25,6 +25,7 @@ PLACES = ("auto", "level0", "home")
 # The ring holds one group's states and half of the next: what comes in while a group computes, and what is on its way out.
 RING_GROUPS = 1.5
 FIRST_SHARE = 0.15  # of the groups: they are not updated at home while others can be
+GROUPS_IN_USE = 3  # of the loaded ones: the one that computes, the next, and one on its way
 RING_SHARE = 0.25  # of level 0 at most
 BUFFER_BYTES = (
     144 * MiB
@@ -48,12 +49,15 @@ def check_update(update: str | float, formats: Formats = EXACT) -> None:
         )
 
 
-def groups_on_level0(groups: Iterable[Group], update: str | float, device: torch.device) -> list[Group]:
+def groups_on_level0(
+    groups: Iterable[Group], update: str | float, device: torch.device, weight_bytes: int | None = None
+) -> list[Group]:
     """The groups of ``groups`` (in the order of the forward) that are updated on level 0.
 
     Args:
         update: 'level0', 'home', the share of the parameters that is updated at home, or 'auto': the share that keeps a GPU's link and the
             CPU busy alike (`balanced_share`), and everything at home without a GPU.
+        weight_bytes: what loaded weights may take of level 0; None: the few groups in use.
 
     Raises:
         Unsupported: 'level0', and a group that is to be trained cannot be updated there. With 'auto' or a share it is updated at home.
@@ -63,12 +67,25 @@ def groups_on_level0(groups: Iterable[Group], update: str | float, device: torch
         _refuse_unable(groups)
     if update == "auto":
         packed = any(group.formats.packed for group in groups)
-        update = "level0" if packed else balanced_share(device) if device.type == "cuda" else "home"
+        if packed:
+            update = "level0"
+        elif device.type == "cuda":
+            update = balanced_share(device, pass_bytes(groups, weight_bytes))
+        else:
+            update = "home"
     able = [group for group in groups if group.trainable() and _can_update_on_level0(group)]
     if isinstance(update, str):
         return able if update == "level0" else []
     home = _spread(able, update)
     return [group for group in able if group not in home]
+
+
+def pass_bytes(groups: Sequence[Group], weight_bytes: int | None) -> float:
+    """Bytes a parameter that are loaded for a forward and its backward: each weight twice, but for what stays at the two turns."""
+    whole, count = sum(group.num_bytes for group in groups), sum(num_elements(group) for group in groups)
+    in_use = GROUPS_IN_USE * max((group.num_bytes for group in groups), default=0)
+    stays = 0 if weight_bytes is None else min(max(0, weight_bytes - in_use), whole)
+    return 2 * (whole - stays) / max(count, 1)
 
 
 def _refuse_unable(groups: Iterable[Group]) -> None:

@@ -1,9 +1,10 @@
 """Which share of AdamW the CPU should do beside a GPU: from rates that are measured here, once a process.
 
-A parameter that is updated on level 0 costs the link `STATE_BYTES` up; one that is updated at home costs the CPU its AdamW. `PASS_BYTES` of
-every parameter go up in any case, for forward and backward. Both are done together when
+A parameter that is updated on level 0 costs the link `STATE_BYTES` up; one that is updated at home costs the CPU its AdamW. Some bytes
+of every parameter go up in any case for forward and backward, ``pass_bytes``: twice its weight, less what stays loaded from one
+to the other. All is done together when
 
-    (PASS_BYTES + (1 - share) * STATE_BYTES) / link = share / cpu
+    (pass_bytes + (1 - share) * STATE_BYTES) / link = share / cpu
 
 with ``link`` in bytes/s while copies go both ways, and ``cpu`` in parameters/s beside them. The CPU cannot begin before the first
 gradient is there, and must be done before the forward comes by: `OVERLAP` of a step is its. Tokens do not enter: where compute takes longer
@@ -20,7 +21,7 @@ import torch
 from vblackwell.offload.update_loop import MasterLoop
 from vblackwell.units import MiB
 
-STATE_BYTES, PASS_BYTES = 10, 4  # split bf16 masters; fp32 weights differ by 2 and 4
+STATE_BYTES, PASS_BYTES = 10, 4  # split bf16 masters, every weight loaded twice
 OVERLAP = 0.85
 # An update whose memory is shared with copies both ways: 1.9 of 2.65 G parameters/s on the reference machine (docs/log-offload.md).
 BESIDE_COPIES = 0.7
@@ -29,15 +30,20 @@ CPU_ELEMENTS = 16 << 20  # 256 MiB of states: more than most caches
 LINK_BYTES, COPIES = 64 * MiB, 4
 
 
+def balanced_share(device: torch.device, pass_bytes: float = PASS_BYTES) -> float:
+    """The share of a model's parameters that is best updated at home, for level 0 on ``device``, a GPU: 0 to 0.5. Measures once, 0.3 s."""
+    link, cpu = _rates(device)
+    return share_for(link, cpu, pass_bytes)
+
+
 @functools.cache
-def balanced_share(device: torch.device) -> float:
-    """The share of a model's parameters that is best updated at home, for level 0 on ``device``, a GPU; 0 to 0.5. Takes 0.3 s."""
-    return share_for(duplex_rate(device), BESIDE_COPIES * cpu_rate())
+def _rates(device: torch.device) -> tuple[float, float]:
+    return duplex_rate(device), BESIDE_COPIES * cpu_rate()
 
 
-def share_for(link: float, cpu: float) -> float:
+def share_for(link: float, cpu: float, pass_bytes: float = PASS_BYTES) -> float:
     """The share for a ``link`` in bytes/s each way and a ``cpu`` in parameters/s (see the module's text)."""
-    share = OVERLAP * (PASS_BYTES + STATE_BYTES) / link / (STATE_BYTES / link + 1 / cpu)
+    share = OVERLAP * (pass_bytes + STATE_BYTES) / link / (STATE_BYTES / link + 1 / cpu)
     return 0.0 if share < LEAST_SHARE else min(round(share, 2), 0.5)
 
 
