@@ -27,10 +27,25 @@ def separately(x, gate, up, down):
     return swiglu_linear(*shared_input_linears(x, [gate, up]), down)
 
 
+def rows_at_a_time(monkeypatch, count):
+    """Chunks of ``count`` of `case`'s 15 rows."""
+    monkeypatch.setattr(module, "ROW_STEP", count)
+    monkeypatch.setattr(module, "MOST_BYTES", 1)
+
+
+def test_chunks_cover_all_rows():
+    assert module._chunks(16384, 6912 * 2) == [slice(0, 16384)]
+    assert module._chunks(32768, 11008 * 2) == [slice(0, 11008), slice(11008, 22016), slice(22016, 32768)]
+    assert module._chunks(0, 64) == [slice(0, 0)]
+    for rows in (1, 255, 100_001):
+        found = module._chunks(rows, 30_000)
+        assert [each.start for each in found] == [0, *(each.stop for each in found[:-1])] and found[-1].stop == rows
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("chunk", [100, 4])
 def test_against_float64(dtype, chunk, monkeypatch):
-    monkeypatch.setattr(module, "MOST_ROWS", chunk)
+    rows_at_a_time(monkeypatch, chunk)
     # gate and up, the product, and the result are rounded one after the other; weights' gradients once a chunk, of four
     assert max(errors(gated_mlp, "swiglu", case(dtype), plain)) <= (4 if chunk == 100 else 6) * TOLERANCE[dtype]
 
@@ -52,7 +67,7 @@ def test_it_keeps_its_arguments_and_no_more():
 
 
 def test_gradients_that_nobody_wants(monkeypatch):
-    monkeypatch.setattr(module, "MOST_ROWS", 4)
+    rows_at_a_time(monkeypatch, 4)
     expected = results(gated_mlp, case(torch.float32))[1:]
     for wanted in range(4):
         inputs = case(torch.float32)
@@ -91,8 +106,9 @@ def test_refusals():
 
 @pytest.mark.gpu
 def test_memory_in_backward():
-    """Three tensors of (M, I) at a time, and in chunks three of (chunk, I)."""
-    rows, width, inner = 4 * module.MOST_ROWS, 256, 1024
+    """Three tensors of (M, I) at a time, of a chunk where that is more than `MOST_BYTES`."""
+    width, inner = 256, 4096
+    rows = 4 * module.MOST_BYTES // (2 * inner)
     x = normal(rows, width, dtype=torch.bfloat16).requires_grad_()
     shapes = [(inner, width), (inner, width), (width, inner)]
     weights = [(normal(*shape, dtype=torch.bfloat16) / 16).requires_grad_() for shape in shapes]
@@ -102,6 +118,7 @@ def test_memory_in_backward():
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     y.backward(dy)
-    chunk = module.MOST_ROWS * inner * 2
     gradients = rows * width * 2 + 3 * inner * width * 2
-    assert torch.cuda.max_memory_allocated() - before <= 3 * chunk + gradients + (40 << 20)  # and cuBLAS's workspace
+    assert torch.cuda.max_memory_allocated() - before <= 3 * module.MOST_BYTES + gradients + (
+        40 << 20
+    )  # and cuBLAS's workspace

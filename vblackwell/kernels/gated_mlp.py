@@ -5,8 +5,8 @@ size: five, and the gradient of the product for a moment: six of (M, I). Here th
 makes gate, up and the product's gradient, which one kernel turns, in place, into their gradients and the product: three. The products
 and their order are the same, so are the bits.
 
-Beyond `MOST_ROWS` rows forward and backward go in chunks of rows, so that (chunk, I) is what the memory depends on. Gradients of the
-weights are then rounded once a chunk: the first is written, the others are added to it inside the matrix kernels.
+Where one such tensor would take more than `MOST_BYTES`, forward and backward go in chunks of rows. Gradients of the weights are then
+rounded once a chunk: the first is written, the others are added to it inside the matrix kernels.
 
 Legend: M rows, D model width, I inner width.
 """
@@ -18,7 +18,9 @@ from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
 
-MOST_ROWS = 16384  # products of 8k rows and more run as fast as those of 16k; 16k keep the bits of steps up to there
+# Products of 8k rows run as fast as those of 16k, and few chunks are few roundings: 18k rows of I = 6912 in bf16, 11k of I = 11008.
+MOST_BYTES = 256 << 20
+ROW_STEP = 256  # chunks are multiples of the matrix kernels' tiles
 
 
 def gated_mlp(x: Tensor, gate_ID: Tensor, up_ID: Tensor, down_DI: Tensor, wanted: bool = True) -> Tensor:
@@ -42,11 +44,12 @@ def gated_mlp(x: Tensor, gate_ID: Tensor, up_ID: Tensor, down_DI: Tensor, wanted
     return _gated_mlp(x, gate_ID, up_ID, down_DI, wanted)
 
 
-def _chunks(rows: int) -> list[slice]:
-    """Equal chunks of at most `MOST_ROWS`, to within one row."""
-    count = max(1, -(-rows // MOST_ROWS))
-    ends = [rows * number // count for number in range(count + 1)]
-    return [slice(start, end) for start, end in zip(ends, ends[1:], strict=False)]
+def _chunks(rows: int, row_bytes: int) -> list[slice]:
+    """Chunks of ``rows``, about equal, of at most about `MOST_BYTES`."""
+    count = max(1, -(-rows * row_bytes // MOST_BYTES))
+    step = -(-rows // count)
+    step = max(1, -(-step // ROW_STEP) * ROW_STEP)
+    return [slice(start, min(start + step, rows)) for start in range(0, max(rows, 1), step)]
 
 
 @torch.library.custom_op("vblackwell::gated_mlp", mutates_args=())
@@ -57,7 +60,7 @@ def _gated_mlp(x: Tensor, gate_ID: Tensor, up_ID: Tensor, down_DI: Tensor, wante
     if not wanted:
         return y
     x_MD, y_MD = x.reshape(-1, x.shape[-1]), y.view(-1, x.shape[-1])
-    for rows in _chunks(len(x_MD)):
+    for rows in _chunks(len(x_MD), gate_ID.shape[0] * x.itemsize):
         gate, up = torch.mm(x_MD[rows], gate_ID.t()), torch.mm(x_MD[rows], up_ID.t())
         swiglu_triton.forward(gate, up, out=gate)
         del up
@@ -91,7 +94,7 @@ def _gated_mlp_backward(
         else:
             torch.addmm(gradient, left.t(), right, out=gradient)
 
-    for number, rows in enumerate(_chunks(len(x_MD))):
+    for number, rows in enumerate(_chunks(len(x_MD), gate_ID.shape[0] * x.itemsize)):
         x_CD, dy_CD, first = x_MD[rows], dy_MD[rows], number == 0
         gate, up = torch.mm(x_CD, gate_ID.t()), torch.mm(x_CD, up_ID.t())
         product = torch.mm(dy_CD, down_DI)
