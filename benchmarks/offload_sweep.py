@@ -170,6 +170,8 @@ def draw(
         x, y = zip(*points, strict=True)
         axes.plot(x, y, "o-" if measured else "--", color=colour, label=label, linewidth=1.4)
     axes.set_xscale("log", base=2)
+    ticks = sorted({x for _, _, points, measured in found if measured for x, _ in points})
+    axes.set_xticks(ticks, [f"{x / 1024:g}k" for x in ticks])
     axes.set_xlabel("tokens a step")
     axes.set_ylabel("tokens/s")
     axes.set_ylim(bottom=0)
@@ -220,7 +222,7 @@ def _axes(place: Callable[[float, float], tuple[float, float]], left: float, rig
     for power in range(round(left), round(right) + 1):
         x, y = place(2.0**power, 0)
         parts.append(f'<line x1="{x:.1f}" y1="{y}" x2="{x:.1f}" y2="{MARGIN}" stroke="#eeeeee"/>')
-        parts.append(f'<text x="{x:.1f}" y="{y + 18}" text-anchor="middle">{2**power:,}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{y + 18}" text-anchor="middle">{2**power / 1024:g}k</text>')
     for part in range(6):
         value = top * part / 5
         _, y = place(2.0**left, value)
