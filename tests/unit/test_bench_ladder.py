@@ -122,3 +122,22 @@ def test_tokens_fall_off_as_words_do():
 def test_what_is_refused(folder, options, words):
     with pytest.raises(ConfigurationError, match=words):
         bench_command(**{"model": str(folder), **SMALL, **options})
+
+
+@pytest.mark.gpu
+def test_the_ladder_on_a_gpu(tmp_path):
+    shape = config(vocab_size=4096, hidden_size=512, intermediate_size=1024, num_heads=8, max_position=600)
+    path = save(Decoder(shape, seed=3), tmp_path)
+    file = tmp_path / "bench.json"
+    assert bench_command(str(path), batch_size=2, seq_length=512, steps=4, device="cuda", json_file=str(file)) == 0
+    rungs = {row["name"]: row for row in json.loads(file.read_text())["rungs"]}
+    assert all(not row["refused"] for row in rungs.values()), {name: row["refused"] for name, row in rungs.items()}
+    for row in rungs.values():
+        for phase in filter(None, (row["training"], row["inference"])):
+            shares = phase["bottleneck"]["shares"]
+            assert (
+                sum(shares.values()) == pytest.approx(1) and shares["matrix products"] + shares.get("FP4 layers", 0) > 0
+            )
+    assert rungs["fp4"]["inference"]["weight_bytes"] < rungs["bf16"]["inference"]["weight_bytes"]
+    assert rungs["flash"]["attention"] in ("cudnn", "flash", "efficient", "triton")
+    assert rungs["checkpointing"]["training"]["peak_bytes"] <= rungs["flash"]["training"]["peak_bytes"]
