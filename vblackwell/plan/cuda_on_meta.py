@@ -213,11 +213,16 @@ def cuda_on_meta(autocast: torch.dtype | None = None, capability: tuple[int, int
         with mode:  # autograd's engine runs without modes, and checkpointing calls modules from inside it
             return call(module, *args, **kwargs)
 
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        if autocast is not None:  # a call by this name never reaches the mode, which casts what it sees
+            args, kwargs = mode._cast(_SDPA, args, kwargs)
+        return attention(*args, **kwargs)
+
     with (
         mode,
         warnings.catch_warnings(),
         mock.patch.object(torch.nn.Module, "__call__", called),
-        mock.patch.object(functional, "scaled_dot_product_attention", attention),
+        mock.patch.object(functional, "scaled_dot_product_attention", attend),
         mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: capability),
         mock.patch.object(torch.version, "cuda", torch.version.cuda or "13.0"),
         _forgetting_capability(),
