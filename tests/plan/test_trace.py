@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,10 @@ from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.plan.causal_lm import plain_batches
 from vblackwell.plan.cuda_on_meta import cuda_on_meta
+from vblackwell.plan.gpus import find_gpu
+from vblackwell.plan.rates import assumed_rates
 from vblackwell.plan.trace import CUBLAS_BYTES, Trace, Untraceable, language_batch, trace_training
+from vblackwell.plan.work import MATMUL_SHARE, phase_seconds
 
 F32 = 4
 
@@ -167,6 +171,39 @@ def test_our_decoder_takes_its_fused_kernels(recompute):
         3 if recompute else 1
     )  # under a checkpoint backward makes gate, up and the product; else forward the product
     assert inner * rows * 192 * bf16 in temporary
+
+
+def test_autocast_reaches_attention_whoever_calls_it():
+    """By torch's own name in another module, as transformers does: fp32 queries are cast, and so is what attention keeps."""
+
+    class Calls(Attention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.project(x).float().view(2, 512, 3, 4, 16).permute(2, 0, 3, 1, 4)
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            assert out.dtype == torch.bfloat16
+            return out
+
+    make = lambda: torch.zeros(2, 512, 64, device="cuda")  # noqa: E731
+    trace = trace_training(Calls(torch.float32), make, square, None, steps=1, autocast=torch.bfloat16)
+    assert trace.total("activations") > 0
+
+
+def test_the_work_of_a_linear_by_hand():
+    model = nn.Linear(64, 128, bias=False)
+    trace = trace_training(model, rows(64, 32), lambda m, b: m(b).sum(), sgd)
+    product = 2 * 32 * 64 * 128
+    assert (
+        sum(each.flops for each in trace.work) == 2 * product
+    )  # output and the weight's gradient; the input needs none
+    forward = next(each for each in trace.work if each.flops)
+    assert forward.num_bytes == F32 * (32 * 64 + 64 * 128 + 32 * 128) and forward.width == 4
+    update = sum(each.num_bytes for each in trace.work if each.phase == "optimizer")
+    assert update >= 4 * F32 * 64 * 128  # momentum read and written, gradient read, weight written, at least
+    rates = assumed_rates(find_gpu("H200"))
+    slow = replace(rates, matmul_fp32=1.0)
+    assert phase_seconds(trace.work, slow)["loss"] == pytest.approx(product / MATMUL_SHARE, rel=0.01)
+    issued = replace(rates, issue_seconds=1.0)
+    assert sum(phase_seconds(trace.work, issued).values()) == len(trace.work)
 
 
 def test_dropout_keeps_a_byte_an_element():

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from vblackwell.errors import Unsupported, VBError
 from vblackwell.plan.cuda_on_meta import META, cuda_on_meta
+from vblackwell.plan.work import Work, work_of
 from vblackwell.plan.workspace import CUBLAS, workspace_bytes
 
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "logits_and_loss", "workspace")
@@ -45,6 +46,7 @@ class Trace:
         events: ``i`` where storage i is allocated, ``~i`` where it is freed.
         marks: (index into ``events``, step, phase of `PHASES`) where a phase begins.
         num_parameters: elements of all parameters, tied ones once; trainable: those with gradients.
+        work: what the operators of the last step ask of a GPU.
     """
 
     sizes: tuple[int, ...]
@@ -53,6 +55,7 @@ class Trace:
     marks: tuple[tuple[int, int, str], ...]
     num_parameters: int
     trainable: int
+    work: tuple[Work, ...] = ()
 
     def total(self, category: str) -> int:
         """Bytes of all storages of ``category``, whether or not they lived at the same time."""
@@ -69,6 +72,8 @@ class _Recorder(TorchDispatchMode):
     events: list[int] = field(default_factory=list)
     marks: list[tuple[int, int, str]] = field(default_factory=list)
     category: dict[int, str] = field(default_factory=dict)
+    work: list[Work] = field(default_factory=list)
+    counts_work: bool = False
     step: int = 0
     phase: str = "setup"
 
@@ -90,11 +95,18 @@ class _Recorder(TorchDispatchMode):
                 found = [each for each in tree_leaves(out) if isinstance(each, Tensor) and each.is_meta]
             name = func.__name__
             taken = self._workspace(name, args) if found else None
+            if self.counts_work:
+                is_view = bool(found) and not name.partition(".")[0].endswith("_") and all(map(self._knows, found))
+                work = work_of(self.phase, func, args, kwargs, out, is_view)
+                self.work += [] if work is None else [work]
             for tensor in found:
                 self.see(tensor)
             if taken is not None:  # a kernel takes it beside its outputs
                 self.events.append(~taken)
             return out
+
+    def _knows(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._alive
 
     def _workspace(self, name: str, args: Any) -> int | None:
         if name.partition(".")[0] in CUBLAS:
@@ -204,6 +216,7 @@ def trace_training(
         marks=tuple(recorder.marks),
         num_parameters=sum(p.numel() for p in parameters),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        work=tuple(recorder.work),
     )
 
 
@@ -234,6 +247,7 @@ def _record(
     )
     model.zero_grad(set_to_none=True)
     for recorder.step in range(steps):
+        recorder.counts_work = recorder.step == steps - 1
         with recorder:
             _one_step(recorder, masquerade, model, make_batch, loss, optimizer)
     recorder.enter_phase("setup")

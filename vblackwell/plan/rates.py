@@ -1,0 +1,76 @@
+"""How fast a machine is, as the simulation of a step needs it: measured by ``vb doctor``, or taken from a GPU's data sheet.
+
+What data sheets say is reached in part: of an H200's, a matrix product of 8192 cubed in bf16 reaches 0.79, one in fp32 0.75, a copy in
+its memory 0.89, and copies over its link 0.87 of 63 GB/s alone and 0.79 both ways at once (docs/log-offload.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from vblackwell.plan.gpus import KnownGPU
+
+HALF_SHARE, FP32_SHARE, MEMORY_SHARE = 0.79, 0.75, 0.89
+LINK_SHARE, BOTH_SHARE = 0.87, 0.79
+# Beside copies, on a desktop's memory of two channels: 28 bytes a parameter of some 60 GB/s, shared. A server's is twice that.
+CPU_ADAMW = 1.0e9
+ISSUE_SECONDS = 7e-6  # of Python and torch for an operator
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Operations, bytes and parameters a second.
+
+    Attributes:
+        matmul_half, matmul_fp32: FLOP/s of large matrix products in bf16 (fp16 where there is none) and in fp32.
+        memory: bytes/s of the GPU's memory, read and written. up, down: of the link to and from it, alone; up_both, down_both: at once.
+        cpu_adamw: parameters/s that the CPU updates while the link is busy.
+        issue_seconds: what the host takes to issue one operator.
+        source: where the numbers are from, for people.
+    """
+
+    matmul_half: float
+    matmul_fp32: float
+    memory: float
+    up: float
+    down: float
+    up_both: float
+    down_both: float
+    cpu_adamw: float
+    issue_seconds: float = ISSUE_SECONDS
+    source: str = "measured"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Rates:
+        """What `as_dict` gave.
+
+        Raises:
+            ValueError: a rate is missing or not a number above 0.
+        """
+        names = [each.name for each in fields(cls)]
+        for name in names:
+            value = values.get(name)
+            if name != "source" and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
+                raise ValueError(f"the rate {name} is {value!r}: measure again with vb doctor")
+        return cls(**{name: values[name] for name in names if name in values})
+
+
+def assumed_rates(gpu: KnownGPU) -> Rates:
+    """What a card's data sheet lets expect, with the shares that an H200 reaches of its own."""
+    link = gpu.link_bytes
+    return Rates(
+        matmul_half=HALF_SHARE * gpu.half_flops,
+        matmul_fp32=FP32_SHARE * gpu.fp32_flops,
+        memory=MEMORY_SHARE * gpu.memory_bytes_per_second,
+        up=LINK_SHARE * link,
+        down=LINK_SHARE * link,
+        up_both=BOTH_SHARE * link,
+        down_both=BOTH_SHARE * link,
+        cpu_adamw=CPU_ADAMW,
+        source=f"data sheet of {gpu.name}",
+    )
