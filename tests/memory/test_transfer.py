@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -71,6 +71,24 @@ def test_a_chain_stops_at_its_first_error(pool: ThreadPoolExecutor):
     transfer = chain(pool, FutureTransfer([pool.submit(fail, gate)]), lambda: pytest.fail("must not start"))
     with pytest.raises(DiskError):
         transfer.wait()
+
+
+def test_waiting_ends_for_what_a_closed_pool_never_began():
+    gate, pool = threading.Event(), ThreadPoolExecutor(1)
+    transfer = FutureTransfer([pool.submit(gate.wait), pool.submit(gate.wait)])
+    pool.shutdown(wait=False, cancel_futures=True)
+    heard: list[type] = []
+
+    def wait() -> None:
+        with pytest.raises(CancelledError) as found:
+            transfer.wait()
+        heard.append(found.type)
+
+    waiter = threading.Thread(target=wait, daemon=True)  # one that waits forever must not keep the process
+    waiter.start()
+    gate.set()
+    waiter.join(20)
+    assert heard == [CancelledError] and transfer.done()
 
 
 def test_large_copies_are_cut_and_complete():

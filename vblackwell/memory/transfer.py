@@ -13,8 +13,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for_futures
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -107,7 +107,11 @@ class FutureTransfer(Transfer):
         self._keep = ()
 
     def _events(self) -> list[torch.cuda.Event]:
-        wait_for_futures(self._futures)
+        for future in self._futures:
+            with suppress(
+                CancelledError
+            ):  # by a pool that was closed; concurrent.futures.wait would wait for it forever
+                future.exception()
         return [result for future in self._futures if isinstance(result := future.result(), torch.cuda.Event)]
 
     def wait(self) -> None:
