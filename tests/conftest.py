@@ -1,8 +1,13 @@
 """Where there is no GPU, Triton's kernels run in its interpreter: it must be on before anything (transformers, say) imports triton."""
 
+import importlib.util
 import os
 
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if os.environ["TRITON_INTERPRET"] == "1" and importlib.util.find_spec("triton"):
+        from tests.interpreter import repair
+
+        repair()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -12,26 +11,6 @@ from vblackwell.kernels.attention import bounds
 from vblackwell.kernels.attention_reference import attention_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _repair_interpreter() -> None:
-    """numpy 2.4 turns an array of one element into no index any more; Triton 3.6's interpreter asks it to, for loops to a loaded bound."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-    if getattr(patch, "takes_numpy_2_4", False):
-        return
-
-    def repaired(tensor, scope):  # type: ignore[no-untyped-def]
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    repaired.takes_numpy_2_4 = True  # type: ignore[attr-defined]
-    interpreter._patch_lang_tensor = repaired
-
-
-if os.environ.get("TRITON_INTERPRET") == "1":
-    _repair_interpreter()
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

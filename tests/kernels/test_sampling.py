@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.kernels import attention_oracle  # noqa: F401 - repairs the interpreter for loops to a loaded bound
 from tests.kernels.fused_oracle import DEVICE, normal, poisoned
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.dispatch import use_backend

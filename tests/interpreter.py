@@ -1,0 +1,74 @@
+"""Three things about Triton 3.6's interpreter, which runs the kernels where there is no GPU (conftest.py turns it on).
+
+numpy 2.4 takes an array of one element for no index, and the interpreter asks it to for loops to a loaded bound.
+
+It looks through all of triton.language, some thousand names, each time a kernel calls a function of its own or ``tl.sum``, to replace what
+it has replaced already: half of its time with kernels as small as a test's. Here that is done once a launch for each set of modules.
+
+It works out the type and the shape of every value anew, name and all: a third of what is left. Here each is worked out once a process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def repair() -> None:
+    """All three, at most once a process. The interpreter must be on."""
+    from triton.runtime import interpreter
+
+    if hasattr(interpreter, "vblackwell_repaired"):
+        return
+    interpreter.vblackwell_repaired = True
+    tl = interpreter.tl
+    patch_tensor, patch_lang, launch = (
+        interpreter._patch_lang_tensor, interpreter._patch_lang, interpreter.GridExecutor.__call__,
+    )  # fmt: skip
+    ready: set[frozenset[int]] = set()  # sets of modules that are replaced as long as the launch lasts
+
+    def patched_tensor(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def patched_lang(function: Any) -> Any:
+        used = frozenset(id(value) for value in function.__globals__.values() if value is tl or value is tl.core)
+        if used in ready:
+            return interpreter._LangPatchScope()  # with nothing to restore
+        ready.add(used)
+        return patch_lang(function)
+
+    def launched(self: Any, *args: Any, **kwargs: Any) -> None:
+        ready.clear()
+        try:
+            launch(self, *args, **kwargs)
+        finally:
+            ready.clear()
+
+    interpreter._patch_lang_tensor = patched_tensor
+    interpreter._patch_lang = patched_lang
+    interpreter.GridExecutor.__call__ = launched
+    _remember_types(tl.core)
+
+
+def _remember_types(core: Any) -> None:
+    make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
+    types: dict[tuple[Any, ...], dict[str, Any]] = {}
+    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *(getattr(size, "value", size) for size in shape))
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = dict(self.__dict__)
+        self.__dict__.update(types[key])
+        self.element_ty = element_ty
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape.values) if type.is_block() else ()
+        if key not in shapes:
+            make_tensor(self, handle, type)
+            shapes[key] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[key]
+
+    core.block_type.__init__, core.tensor.__init__ = block_type, tensor
