@@ -27,6 +27,7 @@ from vblackwell.offload.groups import Group, Site, Slot, moment_ranges
 from vblackwell.offload.home import Homes
 from vblackwell.offload.home_bytes import overwrite_home, read_home, zero_home
 from vblackwell.offload.hooks import SiteHook, prefetcher_of
+from vblackwell.offload.kept_parameters import handing_on
 from vblackwell.offload.lane import smallest_buffer
 from vblackwell.offload.lane_cuda import make_lane
 from vblackwell.offload.level0_updates import Level0Updates
@@ -209,9 +210,12 @@ class Offload:
         Hooks that are active already keep everything. Ours among them do what is right; checkpointing's must see the same
         tensors in the first pass and in the recompute, where modules may be called without their hooks.
         """
-        if _top_hooks(True) is not None:
+        active = _top_hooks(True)
+        if active is None:
+            return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        if active[0] == self._pack:
             return nullcontext()
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        return handing_on(active) or nullcontext()
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | PackedView:
         packed = self.weights.pack(tensor)
