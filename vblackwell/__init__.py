@@ -22,6 +22,8 @@ _WHERE = {
     "export_state": "vblackwell.offload.state",
     "load_causal_lm": "vblackwell.infer.causal_lm",
     "save_causal_lm": "vblackwell.infer.causal_lm",
+    "Lora": "vblackwell.nn.lora_config",
+    "save_adapter": "vblackwell.infer.adapters",
     "import_state": "vblackwell.offload.state",
     "VBError": "vblackwell.errors",
     "ConfigurationError": "vblackwell.errors",
@@ -74,6 +76,7 @@ if TYPE_CHECKING:
     )
     from vblackwell.estimator import ModelConfig, VGPUResourceEstimator, quick_estimate
     from vblackwell.hardware import HardwareDetector
+    from vblackwell.infer.adapters import save_adapter
     from vblackwell.infer.causal_lm import load_causal_lm, save_causal_lm
     from vblackwell.memory.create import create_vgpu_stack
     from vblackwell.memory.single import VGPULevel
@@ -83,6 +86,7 @@ if TYPE_CHECKING:
     from vblackwell.nn.compare import compare
     from vblackwell.nn.convert import Conversion, convert
     from vblackwell.nn.linear import FusedFP4Linear
+    from vblackwell.nn.lora_config import Lora
     from vblackwell.nn.transformer_block import OptimizedTransformerBlock
     from vblackwell.numerics.fp4 import FP4Codec, quantize
     from vblackwell.numerics.packed import PackedTensor

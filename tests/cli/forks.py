@@ -116,6 +116,7 @@ def _child(request: dict[str, Any]) -> None:
 def _serve() -> None:
     # No torch operation may run before the fork: its threads would not survive it.
     import jsonargparse  # noqa: F401
+    import peft  # noqa: F401
     import tokenizers  # noqa: F401
     import torch._dynamo  # noqa: F401  (torch.optim does, at its first use)
     import transformers.conversion_mapping

@@ -21,10 +21,11 @@ from vblackwell.artifacts.meta_model import build_on_meta
 from vblackwell.artifacts.shards import TensorSpec, spec_of
 from vblackwell.artifacts.weights import FolderWeights
 from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.infer.adapters import adapt, adapted, whole_tensors
 from vblackwell.memory.stack import VGPUStack
+from vblackwell.nn.lora_config import Lora
 from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of
-from vblackwell.offload.engine import Offload
-from vblackwell.offload.state import export_state
+from vblackwell.offload.initialize import Initialize
 from vblackwell.units import GiB
 
 
@@ -36,6 +37,11 @@ def load_causal_lm(
     dtype: torch.dtype = torch.float32,
     trainable: bool = True,
     attention: str | None = None,
+    lora: Lora | None = None,
+    fp4: str | None = None,
+    fp4_layers: str = "all",
+    keep: str | None = None,
+    seed: int = 0,
     revision: str | None = None,
     trust_remote_code: bool = False,
     **placement: Any,
@@ -49,23 +55,37 @@ def load_causal_lm(
         dtype: of the parameters; the files' values are cast to it. Trainable ones keep fp32 masters whatever it is.
         trainable: False freezes all parameters: no masters, gradients or states are kept for them.
         attention: transformers' ``attn_implementation``; by default what it chooses.
+        lora: train these adapters over the frozen model. `save_adapter` writes them, `save_causal_lm` the model with them merged.
+        fp4: with ``lora``, the format that the frozen linears are packed to ('nvfp4'), in the stack like any weight.
+        fp4_layers, keep: which linears, as for `convert`.
+        seed: of the adapters' first values.
         revision: branch, tag or commit of a hub id.
         trust_remote_code: run code that lies in the folder, where the architecture is not one of transformers'.
         placement: the keywords of `enable_vgpu_stack_optimization`: ``compute_dtype``, ``placement``, ``states`` and so on.
 
     Raises:
-        ConfigurationError: no such folder, or the id cannot be had; the config.json describes no causal model.
+        ConfigurationError: no such folder, or the id cannot be had; the config.json describes no causal model; fp4 without lora.
         FolderMismatch: tensors are missing, too many, or of another shape, all named.
         CorruptData: a file is missing or cut short, or its table is none, by name.
         Unsupported: an architecture that transformers does not know, or quantised weights.
         InsufficientMemory: the levels cannot hold the model.
     """
+    if fp4 is not None and lora is None:
+        raise ConfigurationError(
+            "fp4= packs a base that is frozen under adapters: give lora=Lora(rank), or convert(model)"
+        )
     folder = find_folder(model, revision)
     made = build_on_meta(folder, dtype, attention=attention, trust_remote_code=trust_remote_code)
     made.requires_grad_(trainable)
     with FolderWeights(made, folder) as weights:
         weights.load_buffers()
-        return enable_vgpu_stack_optimization(made, stack, name, initialize=weights, **placement)
+        initialize: Initialize = weights
+        if lora is not None:
+            tiled = stack.level0_device.type == "cuda" and fp4 in ("nvfp4", "mxfp4")
+            initialize = adapt(
+                made, weights, folder, lora, name=str(model), fp4=fp4, fp4_layers=fp4_layers, keep=keep, tiled=tiled, seed=seed
+            )  # fmt: skip
+        return enable_vgpu_stack_optimization(made, stack, name, initialize=initialize, **placement)
 
 
 def save_causal_lm(
@@ -77,6 +97,7 @@ def save_causal_lm(
     max_shard_bytes: int = 5 * GiB,
 ) -> Path:
     """Write a causal model of transformers, in a stack or not, as a folder that ``from_pretrained`` opens. One parameter at a time.
+    Adapters are merged.
 
     Tensors get the names and shapes that the architecture's published folders have. The folder appears whole or not at all; one that has
     the name is replaced.
@@ -130,12 +151,7 @@ class PublishedTensors:
 
     def __init__(self, model: Any, dtype: torch.dtype | None = None) -> None:
         self._model, self._dtype = model, dtype
-        engine = offload_of(model)
-        params = (
-            [(slot.name, slot.param) for slot in engine.slots()]
-            if isinstance(engine, Offload)
-            else list(model.named_parameters())
-        )
+        params, self._values = whole_tensors(model)
         self._buffers = [(name, buffer) for name, buffer in _persistent_buffers(model) if buffer.numel()]
         shapes = [
             (name, torch.empty(tensor.shape, dtype=self._type_of(tensor), device="meta"))
@@ -155,8 +171,8 @@ class PublishedTensors:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Names and values, a parameter's at a time."""
-        for name, state in export_state(self._model):
-            yield from self._cut(name, self._cast(state["weight"])).items()
+        for name, value in self._values():
+            yield from self._cut(name, self._cast(value)).items()
         for name, buffer in self._buffers:
             yield from self._cut(name, self._cast(buffer.detach().cpu())).items()
 
@@ -166,6 +182,8 @@ class PublishedTensors:
     def _type_of(self, tensor: Tensor) -> torch.dtype:
         if not tensor.is_floating_point():
             return tensor.dtype
+        if adapted(self._model) is not None:
+            return self._dtype or torch.float32
         trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad and offload_of(self._model) is not None
         return self._dtype or (torch.float32 if trained else tensor.dtype)
 

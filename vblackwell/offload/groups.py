@@ -21,6 +21,8 @@ from vblackwell.offload.formats import EXACT, MOMENTS, PACKED_MOMENTS, Formats, 
 from vblackwell.units import align_up
 
 ALIGNMENT = 512
+MOST_TRAINED = 4  # where frozen parameters are more than so many times the others, they are a group of their own
+TRAINED = "/trained"  # what the name of the others' group then ends with
 
 
 @dataclass(eq=False)
@@ -168,9 +170,12 @@ def find_groups(
         if not params:
             continue
         fresh = [(param_name, param) for param_name, param in params if param not in owner]
-        if fresh:
-            group = Group(len(groups), name or type(model).__name__, formats=formats)
-            for param_name, param in fresh:
+        for part in _apart(fresh):
+            label = (name or type(model).__name__) + (
+                TRAINED if len(part) < len(fresh) and part[0][1].requires_grad else ""
+            )
+            group = Group(len(groups), label, formats=formats)
+            for param_name, param in part:
                 group.append(param_name, param, compute_dtype_of(param, compute_dtype))
                 owner[param] = group
             groups.append(group)
@@ -181,6 +186,20 @@ def find_groups(
             _refuse_formats(group)
             group.formats = EXACT
     return groups, sites
+
+
+def _apart(params: list[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
+    """Frozen parameters and the others, each as a group of its own, where only a little is trained, as with adapters.
+
+    Gradients, masters and moments have the length of their group, which must not be that of a frozen base.
+    """
+    frozen = [(name, param) for name, param in params if not param.requires_grad]
+    trained = [(name, param) for name, param in params if param.requires_grad]
+    bytes_apart = bool(trained) and any(not param.is_floating_point() for _, param in frozen)
+    small = bytes_apart or sum(param.numel() for _, param in trained) * MOST_TRAINED < sum(
+        param.numel() for _, param in frozen
+    )
+    return [part for part in ((frozen, trained) if small else (params,)) if part]
 
 
 def _refuse_formats(group: Group) -> None:

@@ -25,20 +25,27 @@ ParameterState = dict[str, torch.Tensor]
 
 
 def export_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    only: Callable[[str], bool] | None = None,
 ) -> Iterator[tuple[str, ParameterState]]:
     """``(name, {'weight', and if stepped 'exp_avg', 'exp_avg_sq', 'step'})`` for each parameter, CPU tensors, one at a time.
 
     Pending updates are finished first. ``weight`` is fp32 wherever it is updated so, else in the parameter's type. Shared
-    parameters come once, under their first name.
+    parameters come once, under their first name. ``only``: of the parameters that it holds for by name; no others are read.
     """
+    wanted = only or (lambda name: True)
     engine = offload_of(model)
     if isinstance(engine, Offload):
         engine.finish()
         for group in engine.groups:
-            yield from _export_group(engine, group)
+            if any(wanted(slot.name) for slot in group.slots):
+                yield from (entry for entry in _export_group(engine, group) if wanted(entry[0]))
         return
     for name, param in model.named_parameters():
+        if not wanted(name):
+            continue
         state: ParameterState = {"weight": truth_of(param).to("cpu", copy=True)}
         held = plain_state(param, optimizer.state.get(param, {})) if optimizer is not None else {}
         state.update({key: held[key].detach().to("cpu", copy=True) for key in (*MOMENTS, "step") if key in held})
@@ -46,25 +53,36 @@ def export_state(
 
 
 def import_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, read: Callable[[str], ParameterState]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    read: Callable[[str], ParameterState],
+    *,
+    only: Callable[[str], bool] | None = None,
 ) -> None:
     """The reverse of `export_state`: ``read(name)`` gives a parameter's tensors; states are skipped without an optimizer.
+
+    With ``only``, parameters that it does not hold for stay as they are.
 
     Raises:
         ConfigurationError: a tensor is missing or has another shape; what was read before it is already in place.
     """
+    wanted = only or (lambda name: True)
     engine = offload_of(model)
     if isinstance(engine, Offload):
         engine.finish()
         engine.weights.drop_all()
         for group in engine.groups:
+            if not any(wanted(slot.name) for slot in group.slots):
+                continue
             engine.weights.touched(group)
             load = engine.weights.last_load(group)
             if load is not None:
                 load.wait()
-            _import_group(engine, group, read, with_states=optimizer is not None)
+            _import_group(engine, group, read, wanted, with_states=optimizer is not None)
         return
     for name, param in model.named_parameters():
+        if not wanted(name):
+            continue
         state = _checked(name, param.shape, read(name))
         write_param(param, state["weight"])
         if optimizer is not None and "step" in state:
@@ -127,9 +145,11 @@ def _export_group(engine: Offload, group: Group) -> Iterator[tuple[str, Paramete
     close_weights(engine.homes, group, opened, store=False)
 
 
-def _import_group(engine: Offload, group: Group, read: Callable[[str], ParameterState], *, with_states: bool) -> None:
-    found = {slot: _checked(slot.name, slot.shape, read(slot.name)) for slot in group.slots}
-    opened = open_weights(engine.homes, group, load=False)
+def _import_group(
+    engine: Offload, group: Group, read: Callable[[str], ParameterState], wanted: Callable[[str], bool], *, with_states: bool
+) -> None:  # fmt: skip
+    found = {slot: _checked(slot.name, slot.shape, read(slot.name)) for slot in group.slots if wanted(slot.name)}
+    opened = open_weights(engine.homes, group, load=len(found) < len(group.slots))
     for slot, state in found.items():
         write_truth(slot, state["weight"], opened)
     close_weights(engine.homes, group, opened, store=True)

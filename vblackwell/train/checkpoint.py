@@ -5,6 +5,9 @@
     trainer.json                 step, data position, generators, loss scale, schedule, settings, placement
     manifest.json                sizes and hashes (the commit protocol)
 
+With adapters, adapter_model.safetensors and adapter_config.json are in the place of the weights: the base does not change, and peft
+opens a checkpoint as it is.
+
 Weights and states are written as they are read, one parameter at a time, so a checkpoint needs no second copy of the
 model in memory.
 """
@@ -25,13 +28,15 @@ from vblackwell.artifacts.commit import CommitFolder, clean_leftovers, newest_ve
 from vblackwell.artifacts.folder import copy_tokenizer, read_json, save_model, tensor_files
 from vblackwell.artifacts.shards import SafetensorsShards, TensorSpec
 from vblackwell.errors import CorruptData, DiskError, VBError
+from vblackwell.infer.adapters import ADAPTER_FILE, adapted, save_adapter, whole_tensors, write_adapter
 from vblackwell.infer.causal_lm import PublishedTensors
 from vblackwell.nn.decoder import Decoder
+from vblackwell.nn.lora import file_name, is_adapter
 from vblackwell.offload.enable import offload_of
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.state import MOMENTS, ParameterState, export_state, import_state
 from vblackwell.train.chat_template import FILE as TEMPLATE
-from vblackwell.train.runfolder import FINAL
+from vblackwell.train.runfolder import ADAPTER, FINAL
 from vblackwell.train.state import TrainerState
 from vblackwell.units import format_bytes
 
@@ -57,7 +62,7 @@ class Checkpoints:
         Raises:
             DiskError: no room, or the disk failed; earlier checkpoints are untouched.
         """
-        needed = 3 * _weight_bytes(self._prepared.parts.model) + METADATA_BYTES
+        needed = _checkpoint_bytes(self._prepared.parts.model) + METADATA_BYTES
         with CommitFolder(self.parent, f"step-{state.step:08d}", needed) as folder:
             _write_model(folder, self._prepared, with_states=True)
             folder.add_json(TRAINER, _trainer_json(self._prepared, state))
@@ -86,9 +91,16 @@ class Checkpoints:
             raise CorruptData(
                 f"{found} was written with other data or another tokenizer: give the same --data and --tokenizer"
             )
+        model, made = self._prepared.parts.model, adapted(self._prepared.parts.model)
+        if made is not None and stored.get("base") != made.base:
+            raise CorruptData(
+                f"{found} holds an adapter for another base than --model {self._prepared.config.model}: give the folder that the run was "
+                "started with"
+            )
         state = TrainerState.from_json(stored["state"])
-        with _TensorReader(found) as read:
-            import_state(self._prepared.parts.model, self._prepared.parts.optimizer, read.parameter)
+        with _TensorReader(found, "model" if made is None else ADAPTER_FILE) as read:
+            only = None if made is None else is_adapter
+            import_state(model, self._prepared.parts.optimizer, read.parameter, only=only)
         self._say(f"resumed from {found} after step {state.step}")
         if stored["num_threads"] != torch.get_num_threads():
             self._say(
@@ -115,6 +127,17 @@ def export_final(parent: Path, prepared: Prepared, state: TrainerState) -> Path:
     return parent / FINAL
 
 
+def export_adapter(parent: Path, prepared: Prepared) -> Path | None:
+    """The trained adapters as a folder ``parent``/adapter, which peft opens; None if there are none.
+
+    Raises:
+        DiskError: no room, or the disk failed.
+    """
+    if adapted(prepared.parts.model) is None:
+        return None
+    return save_adapter(prepared.parts.model, parent / ADAPTER)
+
+
 def finished_step(final: Path) -> int | None:
     """The step that the model in ``final`` was exported after; None if there is none, or it is damaged."""
     try:
@@ -130,7 +153,7 @@ def refuse_full_disk(out: Path, model: nn.Module, keep_checkpoints: int) -> None
     Raises:
         DiskError: with what is needed and what is free.
     """
-    needed = (3 * (keep_checkpoints + 1) + 1) * _weight_bytes(model) + METADATA_BYTES
+    needed = (keep_checkpoints + 1) * _checkpoint_bytes(model) + _weight_bytes(model) + METADATA_BYTES
     folder = out
     while not folder.exists():
         folder = folder.absolute().parent
@@ -146,7 +169,15 @@ def refuse_full_disk(out: Path, model: nn.Module, keep_checkpoints: int) -> None
 
 
 def _weight_bytes(model: nn.Module) -> int:
-    return sum(4 * param.numel() for param in model.parameters())
+    """Of the final model."""
+    return sum(4 * shape.numel() for _, shape in whole_tensors(model)[0])
+
+
+def _checkpoint_bytes(model: nn.Module) -> int:
+    """Weights and both moments; of adapters alone, where there are some."""
+    if adapted(model) is not None:
+        return 3 * sum(4 * param.numel() for param in model.parameters() if param.requires_grad)
+    return 3 * _weight_bytes(model)
 
 
 def _in_export_order(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -160,7 +191,6 @@ def _write_model(folder: CommitFolder, prepared: Prepared, *, with_states: bool)
     """Weights, and AdamW's states if wanted, in one pass over the model."""
     model, optimizer = prepared.parts.model, prepared.parts.optimizer
     named = _in_export_order(model)
-    weights = [TensorSpec(name, tuple(param.shape), torch.float32) for name, param in named]
     config, tokenizer = prepared.model_config, prepared.corpus.tokenizer
     if prepared.tokenizer_folder is not None:  # with its special tokens and its chat template
         copy_tokenizer(folder, prepared.tokenizer_folder)
@@ -168,25 +198,31 @@ def _write_model(folder: CommitFolder, prepared: Prepared, *, with_states: bool)
     if prepared.template is not None and prepared.template.is_default:  # or who opens the folder would not know it
         folder.add(TEMPLATE, prepared.template.source.encode())
     if not with_states and not isinstance(model, Decoder):
-        published = PublishedTensors(model)  # names and shapes as others expect them
+        published = PublishedTensors(model)  # names and shapes as others expect them, adapters merged
         save_model(folder, config, published.specs, published.tensors(), tokenizer)
         return
     if not with_states:
-        tensors = ((name, state["weight"]) for name, state in export_state(model))
-        save_model(folder, config, weights, tensors, tokenizer)
+        entries, values = whole_tensors(model)
+        weights = [TensorSpec(name, tuple(shape.shape), torch.float32) for name, shape in entries]
+        save_model(folder, config, weights, values(), tokenizer)
         return
     specs = [spec for name, param in named if param.requires_grad for spec in _state_specs(name, param)]
     with SafetensorsShards(folder, "optimizer", specs) as shards:
 
-        def tensors_and_states() -> Iterator[tuple[str, Tensor]]:
-            for name, state in export_state(model, optimizer):
+        def with_moments() -> Iterator[tuple[str, ParameterState]]:
+            for name, state in export_state(model, optimizer, only=only):
                 for spec in _state_specs(name, state["weight"]) if name in trainable else ():
                     shards.write(spec.name, _state_tensor(state, spec))
-                yield name, state["weight"]
+                yield name, state
 
         trainable = {name for name, param in named if param.requires_grad}
-        exported = tensors_and_states()
-        save_model(folder, config, weights, exported, tokenizer)
+        only = None if adapted(model) is None else is_adapter
+        exported = with_moments()
+        if only is not None:
+            write_adapter(folder, model, exported)
+        else:
+            weights = [TensorSpec(name, tuple(param.shape), torch.float32) for name, param in named]
+            save_model(folder, config, weights, ((name, state["weight"]) for name, state in exported), tokenizer)
         assert next(exported, None) is None, "export_state gave more than the model has"
 
 
@@ -202,7 +238,7 @@ def _state_tensor(state: ParameterState, spec: TensorSpec) -> Tensor:
 
 
 def _trainer_json(prepared: Prepared, state: TrainerState) -> dict[str, Any]:
-    engine = offload_of(prepared.parts.model)
+    engine, made = offload_of(prepared.parts.model), adapted(prepared.parts.model)
     return {
         "format": FORMAT,
         "state": dataclasses.asdict(state),
@@ -210,6 +246,7 @@ def _trainer_json(prepared: Prepared, state: TrainerState) -> dict[str, Any]:
         "schedule": dataclasses.asdict(prepared.parts.schedule),
         "config": prepared.config.to_dict(),
         "fingerprint": prepared.corpus.fingerprint,
+        "base": None if made is None else made.base,
         "plan": None if engine is None else engine.summary(),
         "num_threads": torch.get_num_threads(),
     }
@@ -221,13 +258,13 @@ def _trainer_json(prepared: Prepared, state: TrainerState) -> dict[str, Any]:
 class _TensorReader:
     """Opens a checkpoint's weight and optimizer files; gives one parameter at a time."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, prefix: str = "model") -> None:
+        self._folder, self._prefix = folder, prefix
         self._files: list[Any] = []
         self._where: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> _TensorReader:
-        for prefix in ("model", "optimizer"):
+        for prefix in (self._prefix, "optimizer"):
             for path in tensor_files(self._folder, prefix):
                 file = safe_open(path, framework="pt", device="cpu").__enter__()
                 self._files.append(file)
@@ -241,8 +278,9 @@ class _TensorReader:
 
     def parameter(self, name: str) -> ParameterState:
         """What `import_state` wants of ``name``."""
-        weights, states = self._where["model"], self._where.get("optimizer", {})
-        found = {"weight": weights[name].get_tensor(name)} if name in weights else {}
+        weights, states = self._where[self._prefix], self._where.get("optimizer", {})
+        stored = name if self._prefix == "model" else file_name(name)
+        found = {"weight": weights[stored].get_tensor(stored)} if stored in weights else {}
         for key in (*MOMENTS, "step"):
             full = f"{name}.{key}"
             if full in states:

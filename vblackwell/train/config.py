@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vblackwell.errors import ConfigurationError
+from vblackwell.nn.lora_config import Lora
 from vblackwell.units import parse_bytes
 
 
@@ -130,8 +131,9 @@ class TrainConfig:
     keep: str | None = None
     """Regular expression for names of linears that --use-fp4 leaves alone besides."""
 
-    lora: bool = False
-    """Train low-rank adapters over a frozen base."""
+    lora: str | None = None
+    """Train low-rank adapters over the frozen --model: RANK[,alpha=A][,dropout=P][,targets=NAME+NAME], e.g. 16 or
+    '16,alpha=32,targets=q_proj+v_proj'; with --use-fp4 the base is packed to nvfp4."""
 
     vgpu_auto: bool = False
     """Plan the memory levels from the probed machine, a disk level included; sizes that are given bound the plan."""
@@ -209,6 +211,10 @@ class TrainConfig:
             )
         if not self.use_fp4 and (self.fp4_layers != "all" or self.keep is not None):
             raise ConfigurationError("--fp4-layers and --keep say what --use-fp4 is for: add it, or drop them")
+        if self.lora is not None:
+            Lora.parse(self.lora)
+            if self.model is None:
+                raise ConfigurationError("--lora trains adapters over a model that is there: give --model FOLDER")
         if self.model is not None and self.architecture:
             raise ConfigurationError(
                 "--architecture changes a preset; with --model the folder's config.json decides: drop one"

@@ -61,11 +61,13 @@ class Source:
         learner: the folder's model; None for a preset, whose vocabulary is the data's.
         tokenizer_path: what the data is to be encoded with; None to train a tokenizer.
         tokenizer_folder: the model folder, if its tokenizer is used.
+        folder: the model folder; None for a preset.
     """
 
     learner: Learner | None
     tokenizer_path: Path | None
     tokenizer_folder: Path | None = None
+    folder: Path | None = None
 
     def build(self, config: TrainConfig, corpus: Corpus) -> Learner:
         """The folder's model; or the preset's, drawn from the run's seed, on the CPU in fp32.
@@ -105,7 +107,7 @@ def find_source(config: TrainConfig, cleanup: ExitStack) -> Source:
             f"{file} has {size} tokens, {folder / 'config.json'} a vocab_size of {rows}: give the tokenizer that the model was trained "
             "with as --tokenizer"
         )
-    return Source(learner, path, folder if tokenizer is None else None)
+    return Source(learner, path, folder if tokenizer is None else None, folder)
 
 
 def _open_folder(folder: Path, config: TrainConfig, cleanup: ExitStack) -> Learner:

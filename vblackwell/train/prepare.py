@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 from vblackwell.errors import Unsupported
+from vblackwell.infer.adapters import adapt, adapted, packed_linears
 from vblackwell.nn.convert import convert
 from vblackwell.nn.decoder import Decoder
+from vblackwell.nn.lora_config import Lora
 from vblackwell.offload.enable import bytes_when_resident, enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.formats import Formats, supports
 from vblackwell.offload.optimizer import VGPUAdamW
@@ -28,7 +30,7 @@ from vblackwell.train.dataset import BatchStream
 from vblackwell.train.inspect_data import inspect_lines
 from vblackwell.train.levels import build_stack, describe_levels
 from vblackwell.train.machine import cap_process
-from vblackwell.train.model import Learner, find_source
+from vblackwell.train.model import Learner, Source, find_source
 from vblackwell.train.precision import Precision, choose_precision
 from vblackwell.train.progress import Progress
 from vblackwell.train.run_data import check_packing, open_data
@@ -72,7 +74,9 @@ def prepare(config: TrainConfig, device: torch.device, progress: Progress, clean
     model = learner.model
     if config.gradient_checkpointing:
         _checkpoint_layers(model)
-    if config.use_fp4:
+    if config.lora is not None:
+        learner = _adapt(config, learner, source, device, progress)
+    elif config.use_fp4:
         _use_fp4(config, model, progress)
     precision = choose_precision(config.precision, config.mixed_precision, device)
     formats = choose_formats(config, precision)
@@ -121,6 +125,34 @@ def inspect_data(config: TrainConfig, progress: Progress) -> None:
         data = open_data(config, source.tokenizer_path, progress)
     for line in inspect_lines(data.train, data.corpus.tokenizer):
         progress.say(line)
+
+
+def _adapt(
+    config: TrainConfig, learner: Learner, source: Source, device: torch.device, progress: Progress
+) -> Learner:  # fmt: skip
+    """Adapters around the model's linears, over a base that is frozen and, with ``--use-fp4``, packed."""
+    assert config.lora is not None and config.model is not None and learner.initialize is not None
+    assert source.folder is not None
+    model, given = learner.model, Path(config.model)
+    name = str(given.resolve()) if given.is_dir() else config.model
+    fill = adapt(
+        model, learner.initialize, source.folder, Lora.parse(config.lora), name=name, fp4="nvfp4" if config.use_fp4 else None,
+        fp4_layers=config.fp4_layers, keep=config.keep, tiled=device.type == "cuda", seed=config.seed,
+    )  # fmt: skip
+    made = adapted(model)
+    assert made is not None
+    trained = [param.numel() for param in model.parameters() if param.requires_grad]
+    left = [f"{left} ({reason})" for left, reason in made.packed.items() if reason is not None and ".lora_" not in left]
+    base = (
+        f"packed to nvfp4 in {packed_linears(model)} linears (left: {', '.join(left[:3]) or 'none'})"
+        if made.packed
+        else "as it is"
+    )
+    progress.say(
+        f"--lora: rank {made.lora.rank}, scale {made.lora.scale:g}, around {len(trained) // 2} linears "
+        f"({', '.join(made.config['target_modules'])}): {sum(trained) / 1e6:.2f} M parameters are trained; the base is frozen, {base}"
+    )
+    return replace(learner, initialize=fill)
 
 
 def _use_fp4(config: TrainConfig, model: nn.Module, progress: Progress) -> None:

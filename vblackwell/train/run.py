@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported
+from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.infer.generate import generate, position_limit
 from vblackwell.offload.enable import offload_of
-from vblackwell.train.checkpoint import Checkpoints, export_final, finished_step, refuse_full_disk
+from vblackwell.train.checkpoint import Checkpoints, export_adapter, export_final, finished_step, refuse_full_disk
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.machine import choose_device, make_deterministic, peak_gpu_bytes, refuse_distributed
 from vblackwell.train.metrics import MetricsLog, StepRecord
@@ -38,7 +38,6 @@ def train(config: TrainConfig) -> int:
         VBError: whatever was refused or failed, as one sentence.
     """
     refuse_distributed()
-    refuse_unsupported(config)
     progress = open_progress()
     with ExitStack() as cleanup:
         cleanup.callback(progress.close)
@@ -59,16 +58,6 @@ def train(config: TrainConfig) -> int:
 def _first_sentences(error: Exception) -> str:
     """torch's "CUDA out of memory. Tried to allocate 32.00 MiB", without the accounting and advice that follow."""
     return str(error).split(". GPU ")[0].replace("memory. Tried", "memory: tried")
-
-
-def refuse_unsupported(config: TrainConfig) -> None:
-    """Flags whose work is not part of this version.
-
-    Raises:
-        Unsupported: naming the flag and why.
-    """
-    if config.lora:
-        raise Unsupported("--lora is not part of this version: all weights are trained; drop the flag")
 
 
 def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: ExitStack) -> int:
@@ -138,8 +127,11 @@ class _Run:
                 f"stopped by {self.stop.signal.name} after step {trainer.step}: go on with --resume --out {self.folder.path}"
             )
             return self.stop.exit_code
+        adapter = export_adapter(self.folder.path, self.prepared)
+        if adapter is not None:
+            self.progress.say(f"adapter: {adapter}")
         export_final(self.folder.path, self.prepared, trainer.state())
-        self.progress.say(f"model: {self.folder.final}")
+        self.progress.say(f"model: {self.folder.final}" + (" (the adapter merged)" if adapter is not None else ""))
         self._report(seconds, trainer.step - first_step)
         self._sample()
         return 0

@@ -3,6 +3,7 @@
     settings.json    the settings, as resolved
     metrics.jsonl    a line a step          tensorboard/   the same for TensorBoard
     checkpoints/     step-00000100/ ...     final/         the trained model, a Hugging Face folder
+    adapter/         with --lora, as peft opens it; final/ has it merged
     report.json      the table at the end   trace.json     with --profile
 
 Nothing is created before the run is sure to start.
@@ -20,6 +21,7 @@ from vblackwell.train.lock import RunLock
 from vblackwell.train.metrics import METRICS_NAME
 
 FINAL = "final"
+ADAPTER = "adapter"
 CHECKPOINTS = "checkpoints"
 SETTINGS = "settings.json"
 REPORT = "report.json"

@@ -1,0 +1,73 @@
+"""`vb train --lora`: adapters over a frozen base, packed or not; resumed; opened by peft and transformers; wrong bases refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from tests.cli.test_bad_input import refused
+from tests.cli.test_folders import RUN, folders, metrics, words  # noqa: F401 - a fixture
+
+# peft asks for it
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+FAST = ["--learning-rate", "2e-2", "--max-steps", "6"]
+
+
+def loss_of(model, ids: torch.Tensor) -> float:
+    with torch.no_grad():
+        return float(model.eval()(input_ids=ids, labels=ids).loss)
+
+
+@pytest.mark.parametrize(("kind", "fp4"), [("llama", True), ("qwen3", False)])
+def test_adapters_are_trained(kind, fp4, place, folders):  # noqa: F811
+    """Streamed; checkpoints hold adapters alone; a resumed run ends with the same bytes; both folders open."""
+    folder = folders(kind)
+    levels = ["--placement", "streamed", "--fast-memory", "1MiB", "--host-memory", "1MiB", "--disk-memory", "16MiB"]
+    lora = ["--lora", "4,alpha=16", *(["--use-fp4"] if fp4 else [])]
+    output = place.vb(*words(place, folder, *RUN, *FAST, *levels, *lora)).stdout
+    assert "--lora: rank 4, scale 4, around" in output and ("packed to nvfp4 in" in output) == fp4
+    run = place.folder / "run"
+    lines = metrics(run)
+    assert lines[-1]["val_loss"] < lines[0]["val_loss"]
+    ids = torch.arange(30).view(2, 15) + 60
+    merged = transformers.AutoModelForCausalLM.from_pretrained(run / "final")
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    opened = peft.PeftModel.from_pretrained(base, run / "adapter")
+    # Over a packed base the merged folder has the rounded weights; peft's adapter over the unrounded ones is near it.
+    assert loss_of(opened, ids) == pytest.approx(loss_of(merged, ids), rel=0.05 if fp4 else 1e-4)
+    assert json.loads((run / "adapter/adapter_config.json").read_text())["base_model_name_or_path"] == str(folder)
+    checkpoint = run / "checkpoints/step-00000006"
+    assert not list(checkpoint.glob("model*")) and set(load_file(checkpoint / "adapter_model.safetensors")) == set(
+        load_file(run / "adapter/adapter_model.safetensors")
+    )
+    assert "sample:" in output and place.vb("generate", "--model", "run", "--prompt", "def ", "--max-new-tokens", "3")
+
+    whole = {path.name: path.read_bytes() for path in (run / "final").glob("*.safetensors")}
+    shutil.rmtree(run / "final")
+    shutil.rmtree(checkpoint)
+    assert "resumed from" in place.vb("train", "--out", "run", "--resume").stdout
+    assert {path.name: path.read_bytes() for path in (run / "final").glob("*.safetensors")} == whole
+
+
+def test_what_does_not_belong_together_is_refused(place, folders):  # noqa: F811
+    folder = place.folder / "base"
+    shutil.copytree(folders("qwen3"), folder)
+    train = words(place, folder, *RUN, "--lora", "4")
+    refused(place, [*train[:-1], "4,targets=c_attn"], "targets=c_attn", "Qwen3ForCausalLM", "q_proj")
+    refused(place, [*train, "--use-fp4", "--fp4-layers", "nothing"], "'nothing' selects no linear")
+    refused(place, [*train, "--fp4-layers", "mlp"], "--fp4-layers", "--use-fp4")
+    place.vb(*train)
+    shutil.rmtree(place.folder / "run/final")
+    shutil.rmtree(place.folder / "run/checkpoints/step-00000004")
+    (shard,) = sorted(folder.glob("*.safetensors"))[:1]
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    result = place.vb("train", "--out", "run", "--resume", code=2)
+    assert "adapter for another base" in result.stderr and str(folder) in result.stderr

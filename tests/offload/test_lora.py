@@ -1,0 +1,194 @@
+"""Adapters over a frozen base in a stack: peft's training, peft's files, merged folders; and a base packed to FP4 that streams."""
+
+from __future__ import annotations
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.offload.test_round_trip_models import RATES, same_bits, step, tokens, written  # noqa: F401 - a fixture
+from vblackwell.errors import ConfigurationError
+from vblackwell.infer.adapters import adapted, fingerprint, save_adapter
+from vblackwell.infer.causal_lm import load_causal_lm, save_causal_lm
+from vblackwell.nn.lora import is_adapter
+from vblackwell.nn.lora_config import Lora
+from vblackwell.nn.stored_fp4 import StoredFP4Linear
+from vblackwell.numerics.fp4 import quantize
+from vblackwell.offload.enable import offload_of
+from vblackwell.offload.engine import Offload
+from vblackwell.offload.optimizer import VGPUAdamW
+from vblackwell.offload.state import export_state, import_state
+
+# peft asks the first, the second has another name in the newest transformers alone
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.(is_gradient_checkpointing|gradient_checkpointing_enable). is deprecated:FutureWarning"
+)
+LORA = Lora(2, alpha=8)
+LEVEL0 = 96 << 10
+
+
+def trained(model) -> list[torch.nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def load(folder, make_stack, **options):
+    options = {"lora": LORA, "placement": "streamed", "seed": 5} | options
+    return load_causal_lm(folder, make_stack(LEVEL0), **options)
+
+
+def rounded_(model, format: str = "nvfp4") -> None:
+    """Give a plain model the weights that a packed base stands for."""
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if type(module) is torch.nn.Linear and name != "lm_head":
+                module.weight.copy_(quantize(module.weight, format).dequantize())
+
+
+def adapters_of(model) -> dict[str, torch.Tensor]:
+    return {name: state["weight"] for name, state in export_state(model, only=is_adapter)}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "mixtral"])
+def test_training_is_that_of_peft(kind, written, make_stack, tmp_path):  # noqa: F811
+    """The same adapters after two steps, bit for bit; the files open in peft and transformers, with equal logits."""
+    folder = written(kind)
+    model = load(folder, make_stack)
+    assert isinstance(offload_of(model), Offload) and all(
+        is_adapter(name) for name, p in model.named_parameters() if p.requires_grad
+    )
+    config = peft.LoraConfig(**{key: value for key, value in adapted(model).config.items() if key in (
+        "r", "lora_alpha", "target_modules", "fan_in_fan_out", "task_type")})  # fmt: skip
+    plain = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config).train()
+    theirs = dict(plain.base_model.model.named_parameters())
+    with torch.no_grad():
+        for name, value in adapters_of(model).items():
+            theirs[name].copy_(value)
+    ours, other = VGPUAdamW(trained(model), **RATES), torch.optim.AdamW(trained(plain), fused=True, **RATES)
+    for _ in range(2):
+        assert same_bits(step(model, ours), step(plain, other))
+    found = adapters_of(model)
+    assert len(found) == len(trained(plain)) and all(same_bits(value, theirs[name]) for name, value in found.items())
+
+    again = AutoModelForCausalLM.from_pretrained(folder)
+    opened = peft.PeftModel.from_pretrained(again, save_adapter(model, tmp_path / "adapter")).eval()
+    merged = AutoModelForCausalLM.from_pretrained(save_causal_lm(model, tmp_path / "merged")).eval()
+    with torch.no_grad():
+        logits = plain.eval()(input_ids=tokens()).logits
+        assert torch.equal(opened(input_ids=tokens()).logits, logits)
+        # W + BA in one product instead of two: sums of a few dozen fp32 products in another order
+        torch.testing.assert_close(merged(input_ids=tokens()).logits, logits, rtol=1e-4, atol=1e-5)
+    base = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        assert (base(input_ids=tokens()).logits - logits).norm() > 1e-2 * logits.norm(), "the adapters do nothing"
+
+
+@pytest.mark.parametrize("placement", ["streamed", "resident"])
+def test_a_packed_base_is_in_the_stack(placement, written, make_stack, tmp_path):  # noqa: F811
+    """Training over FP4 is training over the rounded weights; the packed bytes have homes, and come and go."""
+    folder = written("qwen2")
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    weight_bytes = sum(4 * param.numel() for param in plain.parameters())
+    rounded_(plain)
+    config = peft.LoraConfig(r=2, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    plain = peft.get_peft_model(plain, config).train()
+
+    stack = make_stack(4 << 20 if placement == "resident" else LEVEL0)
+    model = load_causal_lm(folder, stack, lora=LORA, fp4="nvfp4", placement=placement, seed=5)
+    packed = [module for module in model.modules() if isinstance(module, StoredFP4Linear)]
+    assert len(packed) == 6 * 7 and not any(name.endswith("base_layer.weight") for name, _ in model.named_parameters())
+    held = offload_of(model).homes.bytes_by_level()["weight"]
+    assert (held[0] == 0) == (placement == "streamed") and sum(
+        held
+    ) < 0.75 * weight_bytes  # every small tensor takes 512
+    theirs = dict(plain.base_model.model.named_parameters())
+    with torch.no_grad():
+        for name, value in adapters_of(model).items():
+            theirs[name].copy_(value)
+    ours, other = VGPUAdamW(trained(model), **RATES), torch.optim.AdamW(trained(plain), fused=True, **RATES)
+    for _ in range(3):
+        # fp32 products with a weight that is decoded in tiles, against one that was decoded before: another order of sums
+        torch.testing.assert_close(step(model, ours), step(plain, other), rtol=1e-4, atol=1e-5)
+    if placement == "streamed":
+        stats = stack.get_stats()["levels"]
+        assert stats[0]["peak_bytes"] <= LEVEL0 < sum(held), "level 0 held it all"
+        moments = offload_of(model).homes.bytes_by_level()["exp_avg"]
+        assert sum(moments) < sum(held) / 2, "moments of a frozen base are kept"
+
+    merged = AutoModelForCausalLM.from_pretrained(save_causal_lm(model, tmp_path / "merged")).eval()
+    model.eval()
+    with torch.no_grad():
+        logits = model(input_ids=tokens(), use_cache=False).logits
+        torch.testing.assert_close(merged(input_ids=tokens()).logits, logits, rtol=1e-4, atol=1e-5)  # as above
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    rounded_(base)
+    opened = peft.PeftModel.from_pretrained(base, save_adapter(model, tmp_path / "adapter")).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(opened(input_ids=tokens()).logits, logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fp4", [None, "nvfp4"])
+def test_bf16_with_recompute(fp4, written, make_stack, tmp_path):  # noqa: F811
+    """Compute in bf16 with fp32 masters of the adapters: layers computed again in backward give the same bits; merging keeps it."""
+    folder, ends = written("llama"), []
+    for recompute in (False, True):
+        model = load(folder, make_stack, fp4=fp4, compute_dtype=torch.bfloat16)
+        if recompute:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        optimizer = VGPUAdamW(trained(model), lr=2e-2, update_in_backward=True)
+        losses = []
+        for _ in range(6):
+            loss = model(input_ids=tokens(), labels=tokens(), use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        assert losses[-1] < losses[0] - 0.05
+        ends.append(adapters_of(model))
+        assert all(same_bits(value, ends[0][name]) for name, value in ends[-1].items())
+    merged = AutoModelForCausalLM.from_pretrained(save_causal_lm(model, tmp_path / "merged"))
+    with torch.no_grad():  # fp32 against bf16, one step later
+        assert abs(float(merged(input_ids=tokens(), labels=tokens()).loss) - losses[-1]) < 0.1
+
+
+def test_adapters_come_and_go_without_their_base(written, make_stack):  # noqa: F811
+    folder = written("llama")
+    one, other = (
+        load(folder, make_stack),
+        load(folder, make_stack, seed=6, fp4="nvfp4", fp4_layers="mlp", keep="layers.0"),
+    )
+    assert sum(isinstance(module, StoredFP4Linear) for module in other.modules()) == 15
+    optimizer = VGPUAdamW(trained(one), **RATES)
+    step(one, optimizer)
+    states = dict(export_state(one, optimizer, only=is_adapter))
+    assert all("exp_avg" in state for state in states.values())
+    assert not same_bits(
+        *(adapters_of(model)["model.layers.0.mlp.up_proj.lora_A.default.weight"] for model in (one, other))
+    )
+    into = VGPUAdamW(trained(other), **RATES)
+    import_state(other, into, states.__getitem__, only=is_adapter)
+    for name, state in export_state(other, into, only=is_adapter):
+        assert all(same_bits(state[key], states[name][key]) for key in state)
+    assert adapted(one).base == adapted(other).base == fingerprint(folder)
+
+
+def test_what_cannot_be_adapted_is_refused(written, make_stack, tmp_path):  # noqa: F811
+    folder = written("llama")
+    for text, part in (
+        ("many", "cannot be read"),
+        ("0", "at least 1"),
+        ("4,alfa=8", "did you mean 'alpha'"),
+        ("4,alpha=-1", "positive"),
+        ("4,dropout=1", "below 1"),
+    ):
+        with pytest.raises(ConfigurationError, match=part):
+            Lora.parse(text)
+    assert Lora.parse("4, alpha=8,targets=q_proj+v_proj") == Lora(4, 8.0, 0.0, ("q_proj", "v_proj"))
+    with pytest.raises(ConfigurationError, match="no such linear, only down_proj.*did you mean 'q_proj'"):
+        load(folder, make_stack, lora=Lora(4, targets=("q_prj",)))
+    with pytest.raises(ConfigurationError, match="'nothing' selects no linear"):
+        load(folder, make_stack, fp4="nvfp4", fp4_layers="nothing")
+    with pytest.raises(ConfigurationError, match="give lora="):
+        load(folder, make_stack, lora=None, fp4="nvfp4")
+    with pytest.raises(ConfigurationError, match="no adapters"):
+        save_adapter(load(folder, make_stack, lora=None), tmp_path / "none")

@@ -1,0 +1,234 @@
+"""Models with low-rank adapters in a stack: their first bytes, and what is written of them.
+
+Three things come out of such a model. The adapter: a few tensors under peft's names, with peft's configuration. The merged model: every
+linear with its adapter added, as if it had been trained so; over a packed base the packed numbers are what is added to, because those are
+what the adapter was trained with. And checkpoints, which hold the adapter alone: nothing else changes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from vblackwell.artifacts.commit import CommitFolder
+from vblackwell.artifacts.folder import tensor_files
+from vblackwell.artifacts.shards import SafetensorsShards, TensorSpec
+from vblackwell.errors import ConfigurationError
+from vblackwell.nn.lora import add_adapters, base_name, file_name, fill_adapter, is_adapter
+from vblackwell.nn.lora_config import Lora
+from vblackwell.nn.stored_fp4 import PARTS, StoredFP4Linear, store_linears, stored_part
+from vblackwell.offload.enable import offload_of
+from vblackwell.offload.engine import Offload
+from vblackwell.offload.initialize import Initialize
+from vblackwell.offload.state import export_state
+
+ADAPTER_FILE = "adapter_model"
+ADAPTER_CONFIG = "adapter_config.json"
+_HEAD_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """What was done to a model.
+
+    Attributes:
+        lora: its adapters.
+        config: peft's adapter_config.json.
+        packed: linears of the base that are kept in FP4, and why the others are not; empty for a base in full precision.
+        base: fingerprint of the base's folder.
+    """
+
+    lora: Lora
+    config: dict[str, Any]
+    packed: dict[str, str | None]
+    base: str
+
+
+_adapted: weakref.WeakKeyDictionary[nn.Module, Adapted] = weakref.WeakKeyDictionary()
+
+
+def adapted(model: nn.Module) -> Adapted | None:
+    """What `adapt` did to ``model``; None if it did nothing."""
+    return _adapted.get(model)
+
+
+def adapt(
+    model: nn.Module, weights: Initialize, folder: Path, lora: Lora, *, name: str | None = None, fp4: str | None = None,
+    fp4_layers: str = "all", keep: str | None = None, tiled: bool = False, seed: int = 0,
+) -> Initialize:  # fmt: skip
+    """Freeze ``model``, which is on the meta device, and put adapters around its linears, in place.
+
+    Args:
+        weights: fills the model's own parameters, by the names that they have now.
+        folder: where those come from.
+        lora: the adapters.
+        name: path or hub id of the base, for whoever finds the adapter.
+        fp4: format that the base's linears are packed to; None keeps them as they are.
+        fp4_layers, keep: which, as for `store_linears`.
+        tiled: packed in the layout of the fused kernels: where level 0 is a GPU.
+        seed: of the adapters' first values.
+
+    Returns:
+        What fills the adapted model.
+
+    Raises:
+        ConfigurationError: targets or layers that the model does not have.
+        Unsupported: peft is not installed.
+    """
+    model.requires_grad_(False)
+    config = add_adapters(model, lora, name or str(folder))
+    packed = {} if fp4 is None else store_linears(model, fp4_layers, keep, fp4, tiled=tiled)
+    _adapted[model] = Adapted(lora, config, packed, fingerprint(folder))
+    return _Filling(model, weights, seed)
+
+
+class _Filling:
+    """Fills adapters with their first values, packed linears with what their weights become, all else from the folder."""
+
+    def __init__(self, model: nn.Module, weights: Initialize, seed: int) -> None:
+        self._model = weakref.ref(model)
+        self._weights, self._seed = weights, seed
+        self._ready: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, out: Tensor) -> None:
+        model = self._model()
+        assert model is not None
+        if is_adapter(name):
+            fill_adapter(name, out, self._seed)
+            return
+        stored = stored_part(model, name)
+        if stored is None:
+            self._weights(base_name(name), out)
+            return
+        linear, owner, _ = stored
+        if name not in self._ready:  # the first of three parts
+            weight_name = base_name(f"{owner}.weight")
+            weight_NK = torch.empty(linear.out_features, linear.in_features)
+            self._weights(weight_name, weight_NK)
+            parts = linear.bytes_of(weight_NK, weight_name)
+            self._ready |= {f"{owner}.{part}": tensor for part, tensor in parts.items()}
+        out.copy_(self._ready.pop(name))
+
+
+def fingerprint(folder: Path) -> str:
+    """Tells one base from another: its config.json, and of each weight file the size and the first and last MiB."""
+    digest = xxhash.xxh3_128((folder / "config.json").read_bytes())
+    for path in tensor_files(folder):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {size} ".encode() + file.read(_HEAD_BYTES))
+            file.seek(max(0, size - _HEAD_BYTES))
+            digest.update(file.read())
+    return digest.hexdigest()
+
+
+# -- out -----------------------------------------------------------------------------------------------------------------
+
+
+def whole_tensors(model: nn.Module) -> tuple[list[tuple[str, Tensor]], Callable[[], Iterator[tuple[str, Tensor]]]]:
+    """The parameters of ``model`` without its adapters' modules, merged, in the order in which they can be had.
+
+    Returns:
+        Names with tensors of their shapes and types; and what yields names and values, one parameter at a time.
+    """
+    engine = offload_of(model)
+    named = [(slot.name, slot.param) for slot in engine.slots()] if isinstance(engine, Offload) else None
+    entries: list[tuple[str, Tensor]] = list(model.named_parameters()) if named is None else list(named)
+    if adapted(model) is None:
+        return entries, lambda: ((name, state["weight"]) for name, state in export_state(model))
+    shown = []
+    for name, param in entries:
+        stored = stored_part(model, name)
+        if stored is not None and stored[2] == PARTS[-1]:
+            linear, owner, _ = stored
+            shape = (linear.out_features, linear.in_features)
+            shown.append((base_name(f"{owner}.weight"), torch.empty(shape, device="meta")))
+        elif stored is None and not is_adapter(name):
+            shown.append((base_name(name), torch.empty(param.shape, dtype=torch.float32, device="meta")))
+    return shown, lambda: _merged(model)
+
+
+def _merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    made = adapted(model)
+    assert made is not None
+    small = {name: state["weight"].float() for name, state in export_state(model, only=is_adapter)}
+    parts: dict[str, Tensor] = {}
+    for name, state in export_state(model, only=lambda name: not is_adapter(name)):
+        stored = stored_part(model, name)
+        if stored is None:
+            yield base_name(name), _added(state["weight"].float(), name, small, made)
+            continue
+        linear, owner, part = stored
+        parts[part] = state["weight"]
+        if part == PARTS[-1]:
+            weight_name = f"{owner}.weight"
+            yield base_name(weight_name), _added(linear.weight_of(parts), weight_name, small, made)
+            parts = {}
+
+
+def _added(weight: Tensor, name: str, small: dict[str, Tensor], made: Adapted) -> Tensor:
+    """``weight`` with its adapter, if it has one."""
+    owner, _, leaf = name.rpartition(".base_layer.")
+    a_RK, b_NR = (small.get(f"{owner}.{matrix}.default.weight") for matrix in ("lora_A", "lora_B"))
+    if leaf != "weight" or a_RK is None or b_NR is None:
+        return weight
+    delta_NK = (b_NR @ a_RK) * made.lora.scale
+    return weight + (delta_NK.t() if made.config.get("fan_in_fan_out") else delta_NK)
+
+
+def adapter_specs(model: nn.Module, dtype: torch.dtype = torch.float32) -> list[TensorSpec]:
+    """What an adapter's file holds, in the order of `export_state`.
+
+    Raises:
+        ConfigurationError: the model has no adapters.
+    """
+    if adapted(model) is None:
+        raise ConfigurationError(f"{type(model).__name__} has no adapters: load it with lora=Lora(rank)")
+    engine = offload_of(model)
+    slots = [(slot.name, slot.param) for slot in engine.slots()] if isinstance(engine, Offload) else None
+    named = list(model.named_parameters()) if slots is None else slots
+    return [TensorSpec(file_name(name), tuple(param.shape), dtype) for name, param in named if is_adapter(name)]
+
+
+def write_adapter(
+    folder: CommitFolder, model: nn.Module, states: Iterator[tuple[str, dict[str, Tensor]]] | None = None
+) -> None:
+    """Write adapter_config.json and adapter_model.safetensors, in fp32, into ``folder``.
+
+    Args:
+        states: `export_state` of the adapters, where its reader wants to see them too.
+    """
+    made = adapted(model)
+    specs = adapter_specs(model)
+    assert made is not None
+    folder.add_json(ADAPTER_CONFIG, made.config)
+    values = export_state(model, only=is_adapter) if states is None else states
+    with SafetensorsShards(folder, ADAPTER_FILE, specs) as shards:
+        for name, state in values:
+            shards.write(file_name(name), state["weight"].float())
+
+
+def save_adapter(model: nn.Module, folder: str | Path) -> Path:
+    """Write the adapters of ``model`` as a folder that ``peft.PeftModel.from_pretrained`` opens, whole or not at all.
+
+    Raises:
+        ConfigurationError: the model has none.
+        DiskError: no room, or the disk failed; a folder that was there is as before.
+    """
+    path = Path(folder).absolute()
+    needed = sum(spec.size_bytes for spec in adapter_specs(model)) + (1 << 20)
+    with CommitFolder(path.parent, path.name, needed) as commit:
+        write_adapter(commit, model)
+    return path
+
+
+def packed_linears(model: nn.Module) -> int:
+    """How many linears of the base are kept in FP4."""
+    return sum(isinstance(module, StoredFP4Linear) for module in model.modules())

@@ -1,0 +1,102 @@
+"""Low-rank adapters (Hu et al., arXiv:2106.09685) by peft, put around the linears of any model.
+
+Only what peft has no word for is here: which linears by default, and models whose parameters are on the meta device. The modules are
+peft's own, under peft's names, so what is trained is what peft loads.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vblackwell.errors import ConfigurationError, Unsupported, nearest
+from vblackwell.nn.convert_linears import HEAD, find_linears
+from vblackwell.nn.lora_config import Lora
+
+ADAPTER = "default"  # peft's name of the one adapter
+PREFIX = "base_model.model."  # of parameters in peft's files
+
+
+def require_peft() -> Any:
+    """The package peft.
+
+    Raises:
+        Unsupported: it is not installed.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise Unsupported("adapters need the package peft: pip install 'vblackwell[lora]'") from error
+    return peft
+
+
+def add_adapters(model: nn.Module, lora: Lora, base: str | None = None) -> dict[str, Any]:
+    """Wrap the targets in peft's layers, adapters on the meta device, and freeze everything else.
+
+    Args:
+        base: path or id of the model, for whoever finds the adapter.
+
+    Returns:
+        peft's adapter_config.json.
+
+    Raises:
+        ConfigurationError: a target that no linear has.
+        Unsupported: peft is not installed.
+    """
+    peft = require_peft()
+    getter: Any = getattr(model, "get_output_embeddings", None)
+    head = getter() if getter is not None else None
+    linears = {name: model.get_submodule(name) for name in find_linears(model)}
+    found = {name: linear for name, linear in linears.items() if linear is not head and not re.search(HEAD, name)}
+    names = sorted({name.rpartition(".")[2] for name in found})
+    wanted = names if lora.targets is None else list(lora.targets)
+    for target in wanted:
+        if target not in names:
+            raise ConfigurationError(
+                f"--lora targets={target}: {type(model).__name__} has no such linear, only {', '.join(names)}{nearest(target, names)}"
+            )
+    chosen = [module for name, module in found.items() if name.rpartition(".")[2] in wanted]
+    config = peft.LoraConfig(
+        r=lora.rank, lora_alpha=lora.scale * lora.rank, lora_dropout=lora.dropout, target_modules=wanted, bias="none",
+        task_type="CAUSAL_LM", base_model_name_or_path=base,
+        fan_in_fan_out=all(type(module).__name__ == "Conv1D" for module in chosen),
+    )  # fmt: skip
+    peft.inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
+    stated = config.to_dict() | {"inference_mode": True}
+    return json.loads(json.dumps(stated, default=_plain))
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set) else str(value)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether the parameter ``name`` is an adapter's."""
+    return f".lora_A.{ADAPTER}." in name or f".lora_B.{ADAPTER}." in name
+
+
+def file_name(name: str) -> str:
+    """What peft's files call the adapter's parameter ``name``."""
+    return PREFIX + name.replace(f".{ADAPTER}.", ".")
+
+
+def base_name(name: str) -> str:
+    """The name that a base's parameter had before its module was wrapped."""
+    return name.replace(".base_layer.", ".")
+
+
+@torch.no_grad()
+def fill_adapter(name: str, out: Tensor, seed: int) -> None:
+    """First values: A uniform as an ``nn.Linear``'s, B zero, so that the model begins as its base. The same whatever the placement."""
+    if f".lora_B.{ADAPTER}." in name:
+        out.zero_()
+        return
+    generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+    bound = 1 / math.sqrt(out.shape[1])
+    out.copy_(torch.empty(out.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator))
