@@ -161,33 +161,7 @@ H200 = AttentionRequest("cuda", (9, 0), torch.bfloat16, 16, 16, 4096, 4096, 128)
 )
 def test_the_stated_order(change, chosen, monkeypatch):
     monkeypatch.setattr(dispatcher, "_measured", lambda request: {})
-    monkeypatch.setattr(dispatcher, "OWN_KERNEL_BY_DEFAULT", True)
     assert choose_attention(H200._replace(**change)) == chosen
-
-
-@pytest.mark.parametrize(
-    ("change", "chosen"),
-    [
-        ({}, "cudnn"),
-        ({"mask": "boolean"}, "efficient"),
-        ({"mask": "boolean", "causal": True}, "math"),
-        ({"causal": True, "window": 100}, "math"),
-        ({"gradient": True, "deterministic": True}, "flash"),
-        ({"deterministic": True}, "flash"),
-        ({"head": 512}, "efficient"),
-    ],
-    ids=str,
-)
-def test_the_own_kernel_waits_for_a_verdict(change, chosen, monkeypatch):
-    """Measured to be the fastest it is not taken either; asked for by name it runs, and nobody else's refusal brings it forward."""
-    assert not dispatcher.OWN_KERNEL_BY_DEFAULT
-    request = H200._replace(**change)
-    for times in ({}, {"triton": 1, "flash": 5}):
-        monkeypatch.setattr(dispatcher, "_measured", lambda request, times=times: times)
-        expected = "flash" if times and not dispatcher.BACKENDS["flash"].reasons(request) else chosen
-        assert choose_attention(request) == expected
-    if request.head <= 256:
-        assert choose_attention(request, "triton") == "triton"
 
 
 def test_the_own_kernel_runs_where_all_others_refuse(monkeypatch):
@@ -208,7 +182,6 @@ def test_masks_of_any_shape_reach_pytorch(shape):
 
 
 def test_measured_times_decide_among_those_that_accept(monkeypatch):
-    monkeypatch.setattr(dispatcher, "OWN_KERNEL_BY_DEFAULT", True)
     monkeypatch.setattr(dispatcher, "_measured", lambda request: {"flash": 10, "triton": 20, "cudnn": 30})
     assert choose_attention(H200) == "flash"
     assert choose_attention(H200._replace(mask="boolean")) == "triton"

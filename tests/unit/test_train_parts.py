@@ -295,12 +295,17 @@ def test_the_fused_attention_of_a_run_and_why_there_is_none(monkeypatch):
     cuda = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert fused_backend(4, 2, 64, 512, torch.bfloat16, cuda) == "cudnn"
-    assert fused_backend(4, 2, 64, 512, torch.bfloat16, cuda, deterministic=True) == "flash"
+    assert fused_backend(4, 2, 64, 512, torch.bfloat16, cuda, deterministic=True) == "triton"
+    assert fused_backend(4, 4, 64, 512, torch.float32, cuda) == "efficient"
     with pytest.raises(Unsupported, match="--use-flash-attn: no fused.*--mixed-precision") as caught:
-        fused_backend(4, 2, 64, 512, torch.float32, cuda)
-    for words in ("flash: torch.float32: it takes", "efficient: 4 query heads over 2 key heads"):
+        fused_backend(4, 2, 512, 512, torch.float32, cuda)
+    for words in (
+        "flash: torch.float32: it takes",
+        "efficient: 4 query heads over 2 key heads",
+        "triton: a head of 512",
+    ):
         assert words in str(caught.value)
-    assert "math" not in str(caught.value) and "triton" not in str(caught.value)
+    assert "math" not in str(caught.value)
 
 
 def test_a_decoder_attends_where_it_is_told():

@@ -27,10 +27,6 @@ from vblackwell.kernels.attention_reference import attention_reference
 from vblackwell.kernels.fused import interpreting
 
 HALF = (torch.bfloat16, torch.float16)
-# The own kernel agrees with float64 in Triton's interpreter, but its first compiled tests on a GPU were cut short with failures that nobody
-# has explained. Until tests/kernels/test_attention_gpu.py has passed on a GPU it runs there by name, or where every other backend refuses,
-# whatever was measured: a fast kernel that may be wrong is worth nothing.
-OWN_KERNEL_BY_DEFAULT = False
 
 
 class Variant(NamedTuple):
@@ -259,7 +255,7 @@ BACKENDS = {
 
 
 def preference(r: AttentionRequest) -> tuple[str, ...]:
-    """Backends in the order in which they are taken where nothing was measured and the own kernel may run (``OWN_KERNEL_BY_DEFAULT``).
+    """Backends in the order in which they are taken where nothing was measured.
 
     cuDNN leads on Hopper, flash before it (docs/attention.md); the CPU takes flash, the interpreter being for tests. FlexAttention
     compiles for seconds, so only a measurement or its name brings it. In fp32 the own kernel does not use tensor cores.
@@ -338,13 +334,10 @@ def _measured(r: AttentionRequest) -> dict[str, int]:
 
 
 def _ranking(r: AttentionRequest) -> tuple[str, ...]:
-    """Backends, measured ones first, by time; on a GPU the own kernel last until it may be chosen."""
+    """Backends, measured ones first, by time."""
     order, times = preference(r), _measured(r)
     first = sorted((name for name in order if name in times), key=times.__getitem__) if times else []
-    ranked = (*first, *(name for name in order if name not in times))
-    if r.device == "cuda" and not OWN_KERNEL_BY_DEFAULT:
-        return (*(name for name in ranked if name != "triton"), "triton")
-    return ranked
+    return (*first, *(name for name in order if name not in times))
 
 
 def tune_attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, **variant: Any) -> dict[str, int]:

@@ -31,7 +31,7 @@ def fused_backend(
 ) -> str:  # fmt: skip
     """The dispatcher's choice for causal training of this shape among the fused backends: the fastest measured here, or the stated order's.
 
-    FlexAttention, which compiles, and the own kernel, until it may be chosen, are not among them.
+    FlexAttention, which compiles, is not among them.
 
     Raises:
         Unsupported: all refuse; the message has their reasons.
@@ -41,7 +41,7 @@ def fused_backend(
         device.type, capability, dtype, num_heads, num_kv_heads, seq_length, seq_length, head_dim, causal=True,
         gradient=True, deterministic=deterministic,
     )  # fmt: skip
-    names = ("cudnn", "flash", "efficient") + ("triton",) * dispatcher.OWN_KERNEL_BY_DEFAULT
+    names = ("triton", "cudnn", "flash", "efficient")
     reasons = {name: why for name, why in dispatcher.attention_backends(request).items() if name in names}
     for name, why in reasons.items():
         if not why:
