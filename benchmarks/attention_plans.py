@@ -62,25 +62,33 @@ def leaves_of(batch: int, heads: int, kv_heads: int, length: int, head: int) -> 
     ]
 
 
+# rows, columns, warps, stages, copy engine, registers; the shipped plan first. Behind it those that, by their registers and shared memory,
+# put two or more programs on a multiprocessor, so that one computes products while another is at its exponentials (docs/log-attention.md).
 SWEEP = {
     (128, "forward"): (
-        (128, 128, 8, 2, 1), (128, 128, 8, 3, 1), (128, 128, 8, 2, 0), (128, 64, 8, 3, 1), (128, 64, 8, 2, 1, 128),
-        (128, 64, 8, 3, 0), (64, 64, 4, 3, 1), (64, 64, 4, 2, 1), (64, 128, 4, 2, 1), (128, 64, 8, 4, 1),
-    ),
-    (128, "dq"): (
-        (128, 64, 8, 2, 1), (128, 64, 8, 3, 1), (128, 64, 8, 2, 0), (64, 64, 4, 2, 1), (128, 128, 8, 2, 1), (64, 128, 4, 2, 1),
-        (128, 32, 8, 3, 1),
-    ),
-    (128, "dkv"): (
-        (64, 128, 8, 2, 1), (64, 128, 8, 3, 1), (64, 128, 8, 2, 0), (32, 128, 8, 3, 1), (64, 64, 4, 2, 1), (128, 128, 8, 2, 1),
-        (64, 64, 8, 2, 1), (64, 64, 8, 3, 1),
+        (128, 128, 8, 2, 1), (128, 64, 8, 2, 1, 128), (64, 64, 4, 2, 1), (64, 64, 4, 3, 1), (128, 32, 8, 3, 1), (128, 64, 8, 3, 1),
+        (128, 128, 8, 3, 1), (64, 128, 4, 2, 1), (128, 128, 8, 2, 0), (128, 64, 8, 4, 1),
     ),
     (64, "forward"): (
-        (128, 128, 8, 3, 1), (128, 128, 8, 2, 1), (128, 64, 8, 3, 1), (128, 64, 4, 3, 1), (64, 128, 4, 3, 1), (64, 64, 4, 3, 1),
-        (128, 128, 8, 3, 0),
+        (128, 128, 8, 3, 1), (128, 128, 8, 2, 1, 128), (128, 64, 8, 3, 1), (128, 64, 8, 2, 1), (128, 64, 4, 3, 1), (64, 128, 4, 2, 1),
+        (64, 64, 4, 3, 1), (128, 128, 8, 2, 1),
     ),
-    (64, "dq"): ((128, 64, 8, 3, 1), (128, 128, 8, 2, 1), (64, 64, 4, 3, 1), (128, 64, 4, 2, 1), (128, 64, 8, 2, 1)),
-    (64, "dkv"): ((64, 128, 8, 3, 1), (64, 128, 8, 2, 1), (128, 128, 8, 2, 1), (64, 64, 4, 3, 1), (64, 128, 4, 2, 1)),
+    (128, "dq"): (
+        (128, 64, 8, 2, 1), (64, 64, 4, 2, 1), (128, 32, 8, 2, 1, 128), (64, 32, 4, 2, 1), (128, 64, 8, 3, 1), (64, 128, 4, 2, 1),
+        (128, 64, 8, 2, 0),
+    ),
+    (128, "dkv"): (
+        (64, 128, 8, 2, 1), (64, 64, 4, 2, 1), (32, 64, 4, 2, 1), (32, 128, 8, 3, 1), (64, 128, 8, 3, 1), (64, 64, 8, 3, 1),
+        (64, 128, 8, 2, 0),
+    ),
+    (64, "dq"): (
+        (128, 64, 8, 3, 1), (64, 64, 4, 3, 1), (64, 64, 4, 2, 1), (128, 32, 8, 3, 1), (64, 128, 4, 2, 1), (128, 64, 4, 2, 1),
+        (128, 128, 8, 2, 1),
+    ),
+    (64, "dkv"): (
+        (64, 128, 8, 3, 1), (64, 64, 4, 2, 1), (128, 64, 4, 2, 1), (64, 128, 8, 2, 1, 128), (64, 64, 4, 3, 1), (64, 128, 4, 2, 1),
+        (128, 128, 8, 2, 1),
+    ),
 }  # fmt: skip
 SPECIALIZED = (
     (128, (128, 128, 4, 2, 1, 168, 1)), (128, (128, 64, 4, 3, 1, 168, 1)), (128, (128, 64, 4, 4, 1, 168, 1)),
@@ -148,6 +156,7 @@ def sweep(seconds: float) -> list[str]:
         failures = list(pool.map(compile_plan, *zip(*jobs, strict=True)))
     say("compiled", len(jobs), "plans")
     until, lines = time.perf_counter() + seconds, []
+    times: dict[tuple[int, str], dict[tuple[int, ...], float]] = {case: {} for case in SWEEP}
     for (head, kernel, fields), failure in zip(jobs, failures, strict=True):
         if failure or time.perf_counter() > until:
             lines.append(f"{head} {kernel} {fields}: {failure or 'no time left'}")
@@ -157,7 +166,22 @@ def sweep(seconds: float) -> list[str]:
         except Exception as error:
             lines.append(f"{head} {kernel} {fields}: {error!r:.120}")
             continue
+        times[head, kernel][fields] = us
         work = 4 * 2 * 2048 * 8192**2 * 0.5 * (1 if kernel == "forward" else 2.5)
         lines.append(f"{head} {kernel:8} {fields!s:28} {us:9.1f} us  {work / us / 1e6:6.0f} TFLOP/s")
         say(lines[-1])
+    return [*lines, "", *best_of(times)]
+
+
+def best_of(times: dict[tuple[int, str], dict[tuple[int, ...], float]]) -> list[str]:
+    """A line a kernel: the shipped plan, the fastest, and what it gains (of the whole backward, for its two kernels)."""
+    lines = []
+    for (head, kernel), found in times.items():
+        shipped = SWEEP[head, kernel][0]
+        if shipped in found:
+            best = min(found, key=lambda fields: found[fields])
+            gain = found[shipped] / found[best]
+            lines.append(
+                f"best {head:3} {kernel:8} shipped {shipped!s:24} fastest {best!s:28} {gain:.3f} times as fast"
+            )
     return lines

@@ -1,8 +1,9 @@
 """Compiles attention kernels for GPUs that are not there, and says what they need: ``python -m tests.kernels.attention_compile 90``.
 
-A process of its own: Triton's interpreter must be off. Arguments: compute capability, and cases as ``kernel,head,mask`` or
-``kernel,head,mask,fp32``, the kernel being forward, dq, dkv or, on 90, specialized. Default: every one of the first three by head width
-and kind of mask, which takes minutes. Prints a line of JSON a case: name, shared bytes, spilled bytes of a thread.
+A process of its own: Triton's interpreter must be off. Arguments: compute capability, and cases as ``kernel,head,mask``, with
+``,fp32`` or ``,bf16,FEATURE`` (of `FEATURES`) behind it, the kernel being forward, dq, dkv or, on 90, specialized. Default: every one of
+the first three by head width, kind of mask and feature, which takes minutes. Prints a line of JSON a case: name with registers of a
+thread, shared bytes, spilled bytes of a thread.
 """
 
 from __future__ import annotations
@@ -17,10 +18,32 @@ from typing import Any
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
 MASKS = ("none", "boolean", "additive")
+# What else launches may ask for, and how the kernels are told; all but the first four take the tiles of masked attention.
+FEATURES: dict[str, dict[str, Any]] = {
+    "whole": {"HAS_RIGHT": False},
+    "window": {"HAS_LEFT": True, "EVEN": False},
+    "packed": {"VARLEN": True, "EVEN": False, "TMA": False, "aligned_lengths": False},
+    "strided": {"EVEN": False, "TMA": False, "aligned_lengths": False},
+    "dropout": {"DROPOUT": True, "EVEN": False},
+    "softcap": {"SOFTCAP": True, "EVEN": False},
+    "alibi": {"ALIBI": True, "EVEN": False},
+}
+FEATURES["all"] = {
+    **FEATURES["dropout"],
+    "SOFTCAP": True,
+    "ALIBI": True,
+    "HAS_LEFT": True,
+    "BOTTOM_RIGHT": True,
+    "GROUP": 4,
+}
+SCORED = ("dropout", "softcap", "alibi", "all")
 
 
-def build(kernel_name: str, head: int, mask: str, dtype: str, capability: int, **features: Any) -> tuple[str, int, int]:
-    """(plan, shared bytes, spilled bytes a thread) of a causal kernel as it ships."""
+def build(
+    kernel_name: str, head: int, mask: str, dtype: str, capability: int, scored: bool = False, aligned_lengths: bool = True,
+    **features: Any,
+) -> tuple[str, int, int, int]:  # fmt: skip
+    """(plan, shared bytes, spilled bytes and registers a thread) of a causal kernel as it ships."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -30,7 +53,7 @@ def build(kernel_name: str, head: int, mask: str, dtype: str, capability: int, *
     from vblackwell.kernels.attention_plan import padded_head, plan_for
 
     kernel = {"forward": attend, "dq": query_gradient, "dkv": key_gradient}[kernel_name]
-    plan = plan_for(kernel_name, head, 4 if dtype == "fp32" else 2, SHARED_BYTES[capability], mask != "none")
+    plan = plan_for(kernel_name, head, 4 if dtype == "fp32" else 2, SHARED_BYTES[capability], scored or mask != "none")
     width = padded_head(head)
     constants: dict[str, Any] = {
         "GROUP": 1, "MASK": MASKS.index(mask), "HAS_LEFT": False, "HAS_RIGHT": True, "BOTTOM_RIGHT": False, "SOFTCAP": False,
@@ -61,21 +84,23 @@ def build(kernel_name: str, head: int, mask: str, dtype: str, capability: int, *
         return "fp32" if name in ("scale", "softcap", "dropout") else "i32"
 
     signature = {name: type_of(name) for name in kernel.arg_names}
-    # as launches find them: aligned pointers and strides
+    # as launches find them: aligned pointers and strides, and, by ``aligned_lengths``, lengths that are multiples of 16
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or name.startswith("stride_") and signature[name] == "i32"
+        if signature[name].startswith("*")
+        or (name.startswith("stride_") or aligned_lengths and name in ("q_length", "k_length"))
+        and signature[name] == "i32"
     }
     source = ASTSource(
         kernel, signature, constexprs={(kernel.arg_names.index(k),): v for k, v in constants.items()}, attrs=aligned
     )
     options = {"num_warps": plan.warps, "num_stages": plan.stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return str(plan), compiled.metadata.shared, spilled_bytes(compiled.asm["cubin"])
+    return str(plan), compiled.metadata.shared, *usage(compiled.asm["cubin"])
 
 
-def build_specialized(head: int) -> tuple[str, int, int]:
+def build_specialized(head: int) -> tuple[str, int, int, int]:
     """The same of attention_hopper.py's forward, causal, for sm_90."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -102,36 +127,52 @@ def build_specialized(head: int) -> tuple[str, int, int]:
     )  # fmt: skip
     options = {"num_warps": plan.warps, "maxnreg": plan.registers}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return str(plan), compiled.metadata.shared, spilled_bytes(compiled.asm["cubin"])
+    return str(plan), compiled.metadata.shared, *usage(compiled.asm["cubin"])
 
 
-def spilled_bytes(cubin: bytes) -> int:
-    """Bytes of local memory that a thread uses."""
+def usage(cubin: bytes) -> tuple[int, int]:
+    """Bytes of local memory, and registers, that a thread uses."""
     import triton
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         tool = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-        usage = subprocess.run(
+        said = subprocess.run(
             [tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
         ).stdout
-    return max(int(value) for value in re.findall(r"(?:STACK|LOCAL):(\d+)", usage))
+    local, registers = re.findall(r"(?:STACK|LOCAL):(\d+)", said), re.findall(r"REG:(\d+)", said)
+    return max(map(int, local)), max(map(int, registers))
+
+
+def everything(capability: int) -> list[list[str]]:
+    """All cases of a class of GPU; TMA can only be refused where there is one."""
+    kernels, heads = ("forward", "dq", "dkv"), ("64", "128", "256")
+    cases = [[kernel, head, mask, "bf16"] for head in heads for kernel in kernels for mask in MASKS]
+    for feature in FEATURES:
+        if feature == "strided" and capability != 90:
+            continue
+        mask = "additive" if feature == "all" else "none"
+        cases += [[kernel, head, mask, "bf16", feature] for head in heads for kernel in kernels]
+    cases += [[kernel, head, "none", "bf16"] for head in ("32", "80", "96") for kernel in kernels]
+    return cases + [
+        [kernel, head, mask, "fp32"] for head in heads for kernel in kernels for mask in ("none", "additive")
+    ]
 
 
 def main() -> None:
     capability, cases = int(sys.argv[1]), [word.split(",") for word in sys.argv[2:]]
-    everything = [
-        (kernel, head, mask, dtype)
-        for dtype in ("bf16", "fp32") for head in (64, 128, 256) for kernel in ("forward", "dq", "dkv") for mask in MASKS
-    ]  # fmt: skip
-    for kernel, head, mask, *dtype in cases or everything:
-        dtype = dtype[0] if dtype else "bf16"
-        special = kernel == "specialized"
-        plan, shared, local = (
-            build_specialized(int(head)) if special else build(kernel, int(head), mask, dtype, capability)
+    for kernel, head, mask, *others in cases or everything(capability):
+        dtype, feature = others if len(others) == 2 else ((others or ["bf16"])[0], "")
+        options = {"scored": feature in SCORED, **FEATURES.get(feature, {})}
+        if kernel == "specialized":
+            plan, shared, local, registers = build_specialized(int(head))
+        else:
+            plan, shared, local, registers = build(kernel, int(head), mask, dtype, capability, **options)
+        name = " ".join(
+            filter(None, (f"sm_{capability}", kernel, head, mask, dtype, feature, plan, f"{registers} registers"))
         )
-        print(json.dumps([f"sm_{capability} {kernel} {head} {mask} {dtype} {plan}", shared, local]), flush=True)
+        print(json.dumps([name, shared, local]), flush=True)
 
 
 if __name__ == "__main__":
