@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import peft
+import pytest
 import torch
 import transformers
 
@@ -51,5 +53,28 @@ def test_finetune_folder(place):
     assert loss < last + 0.01, "what was saved is one step further than the last loss that was shown"
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
+def test_adapters_over_fp4(place):
+    first, last = losses_of(run_example(place, "adapters_over_fp4.py"))
+    assert last < 0.75 * first
+    base = transformers.AutoModelForCausalLM.from_pretrained(place.folder / "tiny-llama", dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(base, place.folder / "tiny-llama-adapted")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(place.folder / "tiny-llama-adapted-merged")
+    tokens = torch.arange(96).view(4, 24)
+    with torch.no_grad():
+        losses = [float(model.eval()(input_ids=tokens, labels=tokens).loss) for model in (merged, adapted)]
+    assert losses[0] < last + 0.05, "what was saved is one step further than the last loss that was shown"
+    assert abs(losses[1] - losses[0]) < 0.2, "over the unrounded base the adapter does nearly the same"
+
+
+def test_generate(place):
+    output = run_example(place, "generate.py")
+    assert output.startswith("Once") and len(output.split("\nlevel 0")[0]) > 10
+    (held,) = re.findall(r"level 0 held at most (\d+) bytes", output)
+    size = sum(path.stat().st_size for path in (place.folder / "tiny-gpt").glob("*.safetensors"))
+    assert 0 < int(held) <= 4 << 20 < size
+
+
 def test_every_example_has_a_test():
-    assert [path.name for path in sorted(EXAMPLES.glob("*.py"))] == ["finetune_folder.py", "train_own_module.py"]
+    tested = {name.removeprefix("test_") + ".py" for name in globals() if name.startswith("test_")}
+    assert {path.name for path in EXAMPLES.glob("*.py")} <= tested
