@@ -16,6 +16,10 @@ SHARED_BYTES = {"sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_89": 99 * 1024, "sm
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 pytestmark = pytest.mark.skipif(bool(nvrtc.why_not()), reason="nvidia-cuda-nvrtc is not installed")
+# Plans differ in a few sizes: one in three is compiled each time, all of them with what is slow (make test-all).
+one_in_three_or_all = pytest.mark.parametrize(
+    "chosen", [slice(None, None, 3), pytest.param(slice(None), marks=pytest.mark.slow)], ids=["one in three", "all"]
+)
 
 
 def resources(cubin: bytes, folder: Path) -> dict[str, dict[str, int]]:
@@ -35,11 +39,10 @@ def plans(clusters: bool) -> list[MmaPlan]:
     return list(dict.fromkeys(fp4_cuda.plan_mma(m, n, k, clusters) for n, k in SHAPES for m in rows))
 
 
+@one_in_three_or_all
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
-def test_mma_without_clusters(arch, tmp_path):
-    # one binary serves all of 8.x; each architecture compiles the widest and one in three of the others
-    chosen = plans(False) if arch == "sm_86" else plans(False)[::3]
-    for plan in chosen:
+def test_mma_without_clusters(arch, chosen, tmp_path):
+    for plan in plans(False)[chosen]:
         usage = resources(nvrtc.compile_cubin(fp4_cuda.MMA_FILES, plan.macros(plan.tokens == 4), arch), tmp_path)[
             "fp4_mma"
         ]
@@ -50,23 +53,25 @@ def test_mma_without_clusters(arch, tmp_path):
         assert plan.threads <= 1024 and plan.splits == 1
 
 
-def test_mma_with_clusters(tmp_path):
-    for plan in plans(True):
+@one_in_three_or_all
+def test_mma_with_clusters(chosen, tmp_path):
+    for plan in plans(True)[chosen]:
         usage = resources(nvrtc.compile_cubin(fp4_cuda.MMA_FILES, plan.macros(False), "sm_90a"), tmp_path)["fp4_mma"]
         assert usage["STACK"] == usage["LOCAL"] == 0, (plan, usage)
         assert usage["REG"] * plan.threads * plan.min_blocks <= 65536, plan
-        assert plan.splits <= 8
+    assert all(plan.splits <= 8 for plan in plans(True))
     for n, k in SHAPES:
         for m in (1, 3, 8, 16):
             assert fp4_cuda.plan_mma(m, n, k, True).shared_bytes(k) <= SHARED_BYTES["sm_90a"]
 
 
+@one_in_three_or_all
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_norm_on_the_way(arch, tmp_path):
-    """Of the plans for up to 16 rows one in three, for each kind of norm, and every plan's shared memory."""
+def test_norm_on_the_way(arch, chosen, tmp_path):
+    """Plans for up to 16 rows, for one kind of norm after the other or, of all plans, for both, and every plan's shared memory."""
     clusters = arch == "sm_90a"
-    for plan in [plan for plan in plans(clusters) if plan.tokens <= 16][::3]:
-        for kind in (1, 2):
+    for place, plan in enumerate([plan for plan in plans(clusters) if plan.tokens <= 16][chosen]):
+        for kind in (1 + place % 2,) if chosen.step else (1, 2):
             cubin = nvrtc.compile_cubin(fp4_cuda.MMA_FILES, plan.macros(False, norm=kind), arch)
             usage = resources(cubin, tmp_path)["fp4_mma"]
             assert usage["STACK"] == usage["LOCAL"] == 0, (plan, usage)
@@ -78,11 +83,12 @@ def test_norm_on_the_way(arch, tmp_path):
                 assert used <= SHARED_BYTES[architecture], (architecture, m, n, k, used)
 
 
-def test_wgmma(tmp_path):
-    chosen = {fp4_cuda.plan_wgmma(m, n, k) for n, k in SHAPES for m in (9, 17, 33, 65, 129, 512)}
-    for plan in sorted(chosen, key=str):
-        for variant in autotune.variants(plan):
-            assert variant.shared_bytes() <= SHARED_BYTES["sm_90a"], variant
+@one_in_three_or_all
+def test_wgmma(chosen, tmp_path):
+    every = {fp4_cuda.plan_wgmma(m, n, k) for n, k in SHAPES for m in (9, 17, 33, 65, 129, 512)}
+    for variant in (variant for plan in every for variant in autotune.variants(plan)):
+        assert variant.shared_bytes() <= SHARED_BYTES["sm_90a"], variant
+    for plan in sorted(every, key=str)[chosen]:
         usage = resources(nvrtc.compile_cubin(fp4_cuda.WGMMA_FILES, plan.macros(True), "sm_90a"), tmp_path)["fp4_wgmma"]
         assert usage["STACK"] == usage["LOCAL"] == 0, (plan, usage)
         # what consumers take and the copying warpgroup keeps is no more than the block was given
