@@ -121,11 +121,17 @@ def forward(x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float) ->
 
 
 def backward(
-    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight_D: Tensor, scale_R: Tensor, with_weight: bool
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    weight_D: Tensor,
+    scale_R: Tensor,
+    with_weight: bool,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``(dx + dtotal, dweight)``; the second is empty without ``with_weight``."""
+    """``(dx + dtotal, dweight)``; the second is empty without ``with_weight``, the first ``out``, contiguous, if that is given."""
     width, rows = x.shape[-1], x.shape[:-1].numel()
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     at_once, block, warps = tile_of(width)
     tiles_each, programs = tiles_of(-(-rows // at_once))
     partial = torch.empty((programs if with_weight else 0, width), dtype=torch.float32, device=x.device)

@@ -42,7 +42,11 @@ def _(x, weights_NK):  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("vblackwell::shared_input_linears_dx", mutates_args=())
 def _linears_dx(dys: list[Tensor], weights_NK: list[Tensor]) -> Tensor:
-    """``sum dy @ w``, in order."""
+    return linears_dx(dys, weights_NK)
+
+
+def linears_dx(dys: list[Tensor], weights_NK: list[Tensor]) -> Tensor:
+    """``sum dy @ w`` of dys (..., N) and weights (N, K), in order: (..., K). No autograd."""
     rows = [dy.reshape(-1, dy.shape[-1]) for dy in dys]
     dx_MK = torch.mm(rows[0], weights_NK[0])
     for dy_MN, w_NK in zip(rows[1:], weights_NK[1:], strict=True):

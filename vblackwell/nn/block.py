@@ -14,8 +14,9 @@ from vblackwell.kernels.rms_norm import add_rms_norm, rms_norm
 from vblackwell.nn.attention import SelfAttention
 from vblackwell.nn.cache import KVCache
 from vblackwell.nn.decoder_config import DecoderConfig
+from vblackwell.nn.lean import lean_feed_forward, normed_later
 from vblackwell.nn.normed_input import normed
-from vblackwell.nn.plain_linear import gated_product, lean_feed_forward, linears_of_one_input
+from vblackwell.nn.plain_linear import gated_product, linears_of_one_input
 
 
 class RMSNorm(nn.RMSNorm):
@@ -45,21 +46,13 @@ class FeedForward(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x_BSD: Tensor, wanted: bool = True, lean: bool = False) -> Tensor:
-        if lean:
-            y_BSD = lean_feed_forward(x_BSD, self.gate_proj, self.up_proj, self.down_proj, wanted)
-            if y_BSD is not None:
-                return y_BSD
+    def forward(self, x_BSD: Tensor, wanted: bool = True) -> Tensor:
         gate_BSF, up_BSF = linears_of_one_input(x_BSD, self.gate_proj, self.up_proj)
         return gated_product(gate_BSF, up_BSF, self.down_proj, wanted)
 
 
 class DecoderLayer(nn.Module):
-    """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``.
-
-    With ``wanted`` False the last product may be left out: a checkpoint's second pass throws the block's output away. ``lean``: backward
-    computes the feed-forward again from its input, which costs nothing where it is under a checkpoint that keeps no gates.
-    """
+    """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -74,12 +67,27 @@ class DecoderLayer(nn.Module):
         cos_SH: Tensor,
         sin_SH: Tensor,
         cache: KVCache | None = None,
-        wanted: bool = True,
-        lean: bool = False,
         mask_BSS: Tensor | None = None,
+        wanted: bool = True,
+        lean: tuple[str, ...] = (),
     ) -> Tensor:
-        attention = self.self_attn
-        rows_BSD = normed(x_BSD, self.input_layernorm, attention.q_proj, attention.k_proj, attention.v_proj)
+        """(B, S, D) to the same.
+
+        Args:
+            wanted: False: the last product may be left out, because a checkpoint's second pass throws the output away.
+            lean: of 'attention' and 'feed_forward', the halves that keep the residual stream alone (lean.py): those that are under a
+                checkpoint which keeps nothing of them.
+        """
+        attention, mlp = self.self_attn, self.mlp
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        rows_BSD = normed_later(x_BSD, self.input_layernorm, *projections) if "attention" in lean else None
+        if rows_BSD is None:
+            rows_BSD = normed(x_BSD, self.input_layernorm, *projections)
         attended_BSD = attention(rows_BSD, cos_SH, sin_SH, cache, mask_BSS)
+        if "feed_forward" in lean:
+            linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+            y_BSD = lean_feed_forward(attended_BSD, x_BSD, self.post_attention_layernorm, mlp, linears, wanted)
+            if y_BSD is not None:
+                return y_BSD
         normed_BSD, x_BSD = self.post_attention_layernorm(attended_BSD, x_BSD)
-        return x_BSD + self.mlp(normed_BSD, wanted, lean)
+        return x_BSD + mlp(normed_BSD, wanted)

@@ -152,7 +152,8 @@ class Decoder(nn.Module):
             tables, mask_BSS = rotary_tables_at(positions_BS, *shape), within_documents(positions_BS)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled() and cache is None
         kept = check_names(self.kept_activations)
-        lean = "gates" not in kept
+        held = {"attention": "projections", "feed_forward": "gates"}
+        lean = tuple(half for half, name in held.items() if name not in kept)
         for layer in self.layers:
             if recompute:
                 once = partial(layer, lean=lean, mask_BSS=mask_BSS)

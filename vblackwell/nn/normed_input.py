@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vblackwell.kernels.fp4_norm import MOST_ROWS, fp4_norm_linear
 from vblackwell.kernels.layout import is_tiled
 from vblackwell.nn.linear import FusedFP4Linear
+from vblackwell.nn.plain_linear import hooked
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,14 +37,14 @@ class Unnormed:
     def device(self) -> torch.device:
         return self.x.device
 
-    def linear(self, linear: FusedFP4Linear) -> Tensor:
-        """``linear(norm(x))`` as one op."""
-        return norm_linear(self.x, self.norm, linear, None, linear.bias)
+    def linears(self, linears: tuple[nn.Module, ...]) -> list[Tensor]:
+        """``linear(norm(x))`` of each, as one op each."""
+        return [norm_linear(self.x, self.norm, linear, None, linear.bias) for linear in linears]  # type: ignore[arg-type]
 
 
 def normed(x: Tensor, norm: nn.RMSNorm, *linears: nn.Module) -> Tensor | Unnormed:
     """``norm(x)`` for the linears, or ``x`` and the norm, where each of them is one kernel with it."""
-    plain = not any(_hooks(module) for module in (norm, *linears))
+    plain = not any(hooked(module) for module in (norm, *linears))
     return Unnormed(x, norm) if plain and all(may_fuse(x, norm, linear) for linear in linears) else norm(x)
 
 
@@ -77,9 +78,3 @@ def norm_linear(
 def on_gpu(x: Tensor) -> bool:
     """Whether there is a fused kernel for the device of ``x``."""
     return x.is_cuda
-
-
-def _hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
-from vblackwell.kernels.gated_mlp import gated_mlp
 from vblackwell.kernels.shared_input import shared_input_linears
 from vblackwell.kernels.swiglu import swiglu, swiglu_linear
-from vblackwell.nn.normed_input import Unnormed
 
 
 def is_plain(linear: nn.Module) -> bool:
     """Whether calling ``linear`` is the product with its weight alone: no bias, no hooks, no other class (FP4, a parametrisation)."""
-    hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
-    return type(linear) is nn.Linear and linear.bias is None and not any(hooks)
+    return type(linear) is nn.Linear and linear.bias is None and not hooked(linear)
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether something happens around a call of ``module`` beside its forward."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 def may_fuse(x: Tensor, *linears: nn.Module) -> bool:
@@ -26,13 +32,22 @@ def may_fuse(x: Tensor, *linears: nn.Module) -> bool:
     )
 
 
-def linears_of_one_input(x: Tensor | Unnormed, *linears: nn.Module) -> list[Tensor]:
-    """``[linear(x) for linear in linears]``; on CUDA as one operation whose backward adds the input's gradients up on the way.
+class Prepared(Protocol):
+    """What stands for an input that the linears themselves prepare: `normed_input.Unnormed`, `lean.NormedLater`."""
 
-    What `normed` made of an input for these linears passes as ``x`` too.
-    """
-    if isinstance(x, Unnormed):
-        return [x.linear(linear) for linear in linears]  # type: ignore[arg-type]
+    @property
+    def shape(self) -> torch.Size: ...
+    @property
+    def device(self) -> torch.device: ...
+    def linears(self, linears: tuple[nn.Module, ...]) -> list[Tensor]:
+        """The outputs of these."""
+        ...
+
+
+def linears_of_one_input(x: Tensor | Prepared, *linears: nn.Module) -> list[Tensor]:
+    """``[linear(x) for linear in linears]``; on CUDA as one operation whose backward adds the input's gradients up on the way."""
+    if not isinstance(x, Tensor):
+        return x.linears(linears)
     if may_fuse(x, *linears):
         return shared_input_linears(x, [linear.weight for linear in linears])  # type: ignore[misc]
     return [linear(x) for linear in linears]
@@ -43,10 +58,3 @@ def gated_product(gate: Tensor, up: Tensor, down: nn.Module, wanted: bool = True
     if may_fuse(gate, down) and gate.dtype == up.dtype:
         return swiglu_linear(gate, up, down.weight, wanted)  # type: ignore[arg-type]
     return down(swiglu(gate, up))
-
-
-def lean_feed_forward(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module, wanted: bool = True) -> Tensor | None:
-    """``down(silu(gate(x)) * up(x))`` as one operation that keeps ``x`` alone; None where the linears must be called as they are."""
-    if not may_fuse(x, gate, up, down):
-        return None
-    return gated_mlp(x, gate.weight, up.weight, down.weight, wanted)  # type: ignore[arg-type]
