@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import multiprocessing
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from graph_timing import graph_us
 from torch import Tensor
 
 from vblackwell.kernels import attention_launch
@@ -31,27 +31,9 @@ def say(*words: object) -> None:
     print(f"[{time.perf_counter() - STARTED:6.1f}s]", *words, flush=True)
 
 
-def time_us(call: Callable[[], object], replays: int = 7) -> float:
+def time_us(call: Callable[[], object]) -> float:
     """Median time of ``call`` in us, replayed from a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000)
-    return statistics.median(times)
+    return graph_us([call], 7)
 
 
 def leaves_of(batch: int, heads: int, kv_heads: int, length: int, head: int) -> list[Tensor]:

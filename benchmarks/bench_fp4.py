@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from fp4_peers import PEERS, Peer, choose
+from graph_timing import graph_us
 
 from vblackwell.kernels import autotune, fp4_cuda, fp4_norm, layout, nvrtc, reference, w4a8
 from vblackwell.kernels.fp4 import fp4_linear, fp4_linear_dx
@@ -50,30 +51,6 @@ def random_tiled(n: int, k: int) -> Tiled:
     codes = torch.randint(0, 256, codes_shape, dtype=torch.uint8, device="cuda")
     scales = torch.randint(12, 18, scales_shape, dtype=torch.uint8, device="cuda") << 3  # powers of two: mxfp4 as well
     return codes, scales, torch.tensor(2.0**-7, device="cuda")
-
-
-def time_us(calls: list[Callable[[], object]], replays: int = 9) -> float:
-    """Median time of one call, in us, from replays of a graph of all ``calls``."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        calls[0]()
-        calls[-1]()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / len(calls))
-    return sorted(times)[len(times) // 2]
 
 
 def plans_of(m: int, n: int, k: int) -> list[MmaPlan | WgmmaPlan]:
@@ -257,7 +234,7 @@ def bench(args: argparse.Namespace) -> None:
                 row: dict[str, object] = {"n": n, "k": k, "m": m, "system": system, **machine}
                 rows.append(row)
                 try:
-                    times[system] = time_us(calls, 9 if m <= 256 else 3)
+                    times[system] = graph_us(calls, 9 if m <= 256 else 3)
                     row["us"] = round(times[system], 2)
                     if args.do_bench:
                         row["do_bench_us"] = round(do_bench_us(calls[0]), 2)
@@ -324,7 +301,7 @@ def tune() -> None:
             def measure(
                 variant: MmaPlan | WgmmaPlan, x: torch.Tensor = x, n: int = n, packed: list[Tiled] = packed
             ) -> float:
-                return time_us([functools.partial(run_plan, variant, x, w, n) for w in packed], 5)
+                return graph_us([functools.partial(run_plan, variant, x, w, n) for w in packed], 5)
 
             autotune.tune(plan, x, n, k, measure)
     print("tuned:", autotune.cache_path(autotune.machine(torch.device("cuda", 0))))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import csv
 import functools
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from graph_timing import graph_us, median_us
 from torch.nn import functional
 
 from vblackwell.kernels.cross_entropy import linear_cross_entropy
@@ -38,31 +38,9 @@ def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(*shape, device="cuda") * scale).bfloat16()
 
 
-def time_us(call: Callable[[], object], replays: int = 15) -> float:
+def time_us(call: Callable[[], object]) -> float:
     """Median time of ``call`` in us, replayed from a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    graph.replay()
-    return _median_us(graph.replay, replays)
-
-
-def _median_us(call: Callable[[], object], repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000)
-    return statistics.median(times)
+    return graph_us([call], 15)
 
 
 def copy_rate() -> float:
@@ -348,7 +326,7 @@ def time_model(model: torch.nn.Module, run: Callable[[], torch.Tensor]) -> dict[
 
     step()
     return {
-        "ms": _median_us(step, 7) / 1000,
+        "ms": median_us(step, 7) / 1000,
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
         "loss": loss,
         "norm": norm,

@@ -13,7 +13,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from bench_ops import _median_us, time_us
+from bench_ops import time_us
+from graph_timing import median_us
 
 from vblackwell.kernels.dispatch import use_backend
 from vblackwell.kernels.sampling import sample_tokens
@@ -38,7 +39,7 @@ def main() -> None:
 
         for _ in range(3):
             eager()
-        theirs = _median_us(eager, 30)
+        theirs = median_us(eager, 30)
         for options in ({}, {"temperature": 0.8}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.05}):
             ours = time_us(lambda logits=logits, options=options: sample_tokens(logits, seeds, **options))
             goal = f" floor {FLOOR} aim {AIM}" if not options else ""
