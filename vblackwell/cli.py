@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from vblackwell.errors import ConfigurationError, VBError, nearest
+from vblackwell.units import parse_bytes
 
 DEBUG = "--debug"
 
@@ -134,7 +135,10 @@ def _train(words: list[str]) -> int:
 def _generate(words: list[str]) -> int:
     parser = _parser("generate")
     parser.add_argument("--model", type=str, required=True, help="Run folder of vb train, or a Hugging Face folder.")
-    parser.add_argument("--prompt", type=str, required=True, help="Text to continue.")
+    parser.add_argument("--prompt", type=str, help="Text to continue.")
+    parser.add_argument("--prompts", type=str, help="File with a prompt a line; each gets a line of JSON.")
+    parser.add_argument("--batch-size", type=int, default=8, help="Prompts of --prompts that are written on at once.")
+    parser.add_argument("--prefill-chunk", type=int, help="Tokens of a prompt read in one pass; default: all.")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="Tokens to add.")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token each time.")
     parser.add_argument("--top-k", type=int, default=50, help="Draw from this many of the likeliest tokens; 0 for all.")
@@ -144,12 +148,25 @@ def _generate(words: list[str]) -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="Seed of the draws.")
     parser.add_argument("--device", type=str, default="auto", help="auto, cpu or cuda.")
+    parser.add_argument("--fast-memory", type=str, help="What level 0 may hold, e.g. 8GiB: weights stream through it.")
+    parser.add_argument("--host-memory", type=str, help="What the CPU RAM level may hold.")
+    parser.add_argument("--disk-memory", type=str, help="What a disk level may hold.")
+    parser.add_argument("--disk-path", type=str, help="Folder of the disk level.")
+    _add_switch(parser, "--use-fp4", "Pack linears to nvfp4 while loading.")
+    parser.add_argument("--fp4-layers", type=str, default="all", help="all, large, or a regular expression of names.")
+    parser.add_argument("--keep", type=str, help="Regular expression for names that --use-fp4 leaves alone besides.")
     options = _parse(parser, words)
-    from vblackwell.infer.command import generate_command
-    from vblackwell.train.machine import choose_device
+    if "model" not in options:
+        raise ConfigurationError("vb generate needs --model: see vb generate --help")
+    from vblackwell.infer.command import Places, generate_command
+    from vblackwell.train.machine import cap_process, choose_device
 
-    options["device"] = choose_device(options.pop("device", "auto"), lambda text: None)
-    return generate_command(**options)
+    device = options["device"] = choose_device(options.pop("device", "auto"), lambda text: None)
+    names = [field.name for field in dataclasses.fields(Places)]
+    places = Places(**{name: options.pop(name) for name in names if name in options})
+    if device.type == "cuda" and places.fast_memory is not None:
+        cap_process(device, parse_bytes(places.fast_memory, "--fast-memory"))
+    return generate_command(**options, places=places)
 
 
 def _doctor(words: list[str]) -> int:

@@ -89,6 +89,19 @@ def adapt(
     return _Filling(model, weights, seed)
 
 
+def pack_frozen(
+    model: nn.Module, weights: Initialize, format: str, fp4_layers: str = "all", keep: str | None = None, *, tiled: bool = False
+) -> Initialize:  # fmt: skip
+    """Freeze ``model``, which is on the meta device, and pack its linears, without adapters; arguments as for `adapt`.
+
+    Raises:
+        ConfigurationError: nothing is selected.
+    """
+    model.requires_grad_(False)
+    store_linears(model, fp4_layers, keep, format, tiled=tiled)
+    return _Filling(model, weights, 0)
+
+
 class _Filling:
     """Fills adapters with their first values, packed linears with what their weights become, all else from the folder."""
 

@@ -21,7 +21,7 @@ from vblackwell.artifacts.meta_model import build_on_meta
 from vblackwell.artifacts.shards import TensorSpec, spec_of
 from vblackwell.artifacts.weights import FolderWeights
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.infer.adapters import adapt, adapted, whole_tensors
+from vblackwell.infer.adapters import adapt, adapted, pack_frozen, whole_tensors
 from vblackwell.memory.stack import VGPUStack
 from vblackwell.nn.lora_config import Lora
 from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of
@@ -56,7 +56,7 @@ def load_causal_lm(
         trainable: False freezes all parameters: no masters, gradients or states are kept for them.
         attention: transformers' ``attn_implementation``; by default what it chooses.
         lora: train these adapters over the frozen model. `save_adapter` writes them, `save_causal_lm` the model with them merged.
-        fp4: with ``lora``, the format that the frozen linears are packed to ('nvfp4'), in the stack like any weight.
+        fp4: the format that frozen linears are packed to ('nvfp4'), in the stack like any weight; with ``lora`` or not ``trainable``.
         fp4_layers, keep: which linears, as for `convert`.
         seed: of the adapters' first values.
         revision: branch, tag or commit of a hub id.
@@ -70,9 +70,9 @@ def load_causal_lm(
         Unsupported: an architecture that transformers does not know, or quantised weights.
         InsufficientMemory: the levels cannot hold the model.
     """
-    if fp4 is not None and lora is None:
+    if fp4 is not None and lora is None and trainable:
         raise ConfigurationError(
-            "fp4= packs a base that is frozen under adapters: give lora=Lora(rank), or convert(model)"
+            "fp4= packs what is frozen: give lora=Lora(rank) or trainable=False, or convert(model)"
         )
     folder = find_folder(model, revision)
     made = build_on_meta(folder, dtype, attention=attention, trust_remote_code=trust_remote_code)
@@ -80,8 +80,10 @@ def load_causal_lm(
     with FolderWeights(made, folder) as weights:
         weights.load_buffers()
         initialize: Initialize = weights
-        if lora is not None:
-            tiled = stack.level0_device.type == "cuda" and fp4 in ("nvfp4", "mxfp4")
+        tiled = stack.level0_device.type == "cuda" and fp4 in ("nvfp4", "mxfp4")
+        if lora is None and fp4 is not None:
+            initialize = pack_frozen(made, weights, fp4, fp4_layers, keep, tiled=tiled)
+        elif lora is not None:
             initialize = adapt(
                 made, weights, folder, lora, name=str(model), fp4=fp4, fp4_layers=fp4_layers, keep=keep, tiled=tiled, seed=seed
             )  # fmt: skip

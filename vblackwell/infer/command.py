@@ -1,20 +1,81 @@
-"""``vb generate``: opens what the path means and writes the text to standard output as it comes."""
+"""``vb generate``: opens what the path means and writes the text to standard output as it comes.
+
+Of many prompts, from a file, each gets a line of JSON.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from vblackwell.artifacts.folder import read_tokenizer
+from vblackwell.errors import ConfigurationError
+from vblackwell.infer.batch import check_chunk, generate_batch
 from vblackwell.infer.generate import generate
 from vblackwell.infer.load import load_model, resolve_model
+from vblackwell.infer.sampling import Sampling
+from vblackwell.infer.streamed import open_streamed
+from vblackwell.memory.create import create_vgpu_stack
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the weights may be; nothing said: all of them on the device.
+
+    Attributes:
+        fast_memory, host_memory, disk_memory: sizes of levels, e.g. '8GiB'.
+        disk_path: folder of the disk level.
+        use_fp4: pack linears to nvfp4 while loading; fp4_layers, keep: which.
+    """
+
+    fast_memory: str | None = None
+    host_memory: str | None = None
+    disk_memory: str | None = None
+    disk_path: str | None = None
+    use_fp4: bool = False
+    fp4_layers: str = "all"
+    keep: str | None = None
+
+    @property
+    def streams(self) -> bool:
+        """Whether a stack is asked for."""
+        sizes = (self.fast_memory, self.host_memory, self.disk_memory, self.disk_path)
+        return self.use_fp4 or any(size is not None for size in sizes)
+
+    def open(self, folder: Path, device: torch.device | str, rows: int, tokens: int, cleanup: ExitStack) -> nn.Module:
+        """The model in ``folder`` in a stack of these sizes, which lasts until ``cleanup``."""
+        wants_disk = self.disk_memory is not None or self.disk_path is not None
+        stack = create_vgpu_stack(
+            self.fast_memory, self.host_memory, self.disk_memory if wants_disk else 0, self.disk_path, device=device
+        )
+        cleanup.callback(stack.close)
+        options = {"fp4": "nvfp4" if self.use_fp4 else None, "fp4_layers": self.fp4_layers, "keep": self.keep}
+        model = open_streamed(folder, stack, rows=rows, tokens=tokens, **options)
+        cleanup.callback(_close, model)
+        return model
+
+
+def _close(model: nn.Module) -> None:
+    from vblackwell.offload.enable import offload_of
+
+    engine = offload_of(model)
+    if engine is not None:
+        engine.close()
 
 
 def generate_command(
     model: str,
-    prompt: str,
+    prompt: str | None = None,
     max_new_tokens: int | None = 128,
     temperature: float = 0.8,
     top_k: int = 50,
@@ -22,27 +83,82 @@ def generate_command(
     seed: int = 0,
     device: torch.device | str = "cpu",
     min_p: float = 0.0,
+    *,
+    prompts: str | None = None,
+    batch_size: int = 8,
+    prefill_chunk: int | None = None,
+    places: Places | None = None,
 ) -> int:
     """Prints the prompt and what follows it; checkpoints that were passed over are named on standard error.
 
     Args:
         model: a run folder of ``vb train``, one of its checkpoints, or a Hugging Face folder.
+        prompt: text to continue.
+        prompts: a file with one a line instead, for each of which a line of JSON is printed, ``batch_size`` at a time.
         device: where to compute; the others as in ``generate``.
+        places: where the weights may be.
 
     Raises:
         VBError: no model there, a damaged one, or options out of range.
     """
+    if (prompt is None) == (prompts is None):
+        raise ConfigurationError("vb generate needs --prompt TEXT or --prompts FILE, and not both")
+    if batch_size < 1:
+        raise ConfigurationError(f"--batch-size {batch_size}: give at least 1")
+    check_chunk(prefill_chunk)
+    places = places or Places()
+    if not places.use_fp4 and (places.fp4_layers != "all" or places.keep is not None):
+        raise ConfigurationError("--fp4-layers and --keep say what --use-fp4 is for: add it, or drop them")
+    sampling = Sampling(temperature, top_k, top_p, min_p)
+    texts = [prompt] if prompt is not None else _lines(Path(prompts or ""))
     resolved = resolve_model(Path(model))
     for problem in resolved.problems:
         print(f"passed over: {problem}", file=sys.stderr)
     tokenizer = read_tokenizer(resolved.folder)
-    opened = load_model(resolved.folder, device)
-    pieces = [prompt]
+    with ExitStack() as cleanup:
+        if places.streams or prompts is not None:  # rows of several lengths are read by transformers' models alone
+            rows = 1 if prompts is None else min(batch_size, len(texts))
+            longest = max(len(tokenizer.encode(text).ids) for text in texts) + (max_new_tokens or 0)
+            opened = places.open(resolved.folder, device, rows, longest, cleanup)
+        else:
+            opened = load_model(resolved.folder, device)
+        if prompts is not None:
+            _write_all(opened, tokenizer, texts, batch_size, max_new_tokens or 128, sampling, seed, prefill_chunk)
+            return 0
+        pieces = [texts[0]]
 
-    def show(text: str) -> None:
-        print("".join(pieces) + text, end="", flush=True)
-        pieces.clear()  # the prompt comes with the first text: an error before it leaves standard output empty
+        def show(text: str) -> None:
+            print("".join(pieces) + text, end="", flush=True)
+            pieces.clear()  # the prompt comes with the first text: an error before it leaves standard output empty
 
-    generate(opened, tokenizer, prompt, max_new_tokens, temperature, top_k, top_p, seed, on_token=show, min_p=min_p)
-    print("".join(pieces))
+        generate(
+            opened, tokenizer, texts[0], max_new_tokens, temperature, top_k, top_p, seed, on_token=show, min_p=min_p,
+            prefill_chunk=prefill_chunk,
+        )  # fmt: skip
+        print("".join(pieces))
     return 0
+
+
+def _write_all(
+    model: nn.Module, tokenizer: Tokenizer, texts: list[str], batch_size: int, count: int, sampling: Sampling, seed: int,
+    prefill_chunk: int | None,
+) -> None:  # fmt: skip
+    for start in range(0, len(texts), batch_size):
+        batch = texts[start : start + batch_size]
+        for text, new in zip(
+            batch, generate_batch(model, tokenizer, batch, count, sampling, seed, prefill_chunk), strict=True
+        ):
+            print(json.dumps({"prompt": text, "text": new}, ensure_ascii=False), flush=True)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"--prompts {path} cannot be read ({error}): give a text file with a prompt a line"
+        ) from error
+    found = [line for line in lines if line.strip()]
+    if not found:
+        raise ConfigurationError(f"--prompts {path} holds no prompt: write one a line")
+    return found

@@ -38,6 +38,7 @@ def generate(
     seed: int = 0,
     on_token: Callable[[str], None] | None = None,
     min_p: float = 0.0,
+    prefill_chunk: int | None = None,
 ) -> str:
     """What the model writes behind ``prompt``, until its end-of-text token or ``max_new_tokens``.
 
@@ -49,15 +50,16 @@ def generate(
         temperature, top_k, top_p, min_p: see ``Sampling``.
         seed: of the draws; the same seed, prompt and logits give the same text.
         on_token: called with each new stretch of whole characters as it is decided.
+        prefill_chunk: tokens of the prompt that are read in one pass over the weights; by default all of them.
 
     Raises:
         ConfigurationError: the prompt, or prompt and new tokens, exceed the model's limit; or a value out of range.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p)
     check_seed(seed)
-    numbers = _encode(model, tokenizer, prompt)
-    count = _room(model, len(numbers), max_new_tokens)
-    step, ends = stepper(model, len(numbers) + count), _end_tokens(model)
+    numbers = encode(model, tokenizer, prompt)
+    count = room(model, len(numbers), max_new_tokens)
+    step, ends = stepper(model, len(numbers) + count, prefill_chunk), end_tokens(model)
     stream = _Text(tokenizer, numbers, on_token)
     training = model.training
     model.eval()
@@ -95,7 +97,12 @@ def draws(
         yield arrival.numbers()[0]
 
 
-def _encode(model: nn.Module, tokenizer: Tokenizer, prompt: str) -> list[int]:
+def encode(model: nn.Module, tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """The prompt's tokens; of an empty one the token that begins a document.
+
+    Raises:
+        ConfigurationError: the model has no such token.
+    """
     numbers = tokenizer.encode(prompt).ids
     if numbers:
         return numbers
@@ -106,8 +113,12 @@ def _encode(model: nn.Module, tokenizer: Tokenizer, prompt: str) -> list[int]:
     return [start]
 
 
-def _room(model: nn.Module, prompt_length: int, max_new_tokens: int | None) -> int:
-    """How many tokens may be added."""
+def room(model: nn.Module, prompt_length: int, max_new_tokens: int | None) -> int:
+    """How many tokens may be added.
+
+    Raises:
+        ConfigurationError: none, or fewer than were asked for; or the model states no limit and none was given.
+    """
     limit = position_limit(model)
     if max_new_tokens is not None and max_new_tokens < 1:
         raise ConfigurationError(f"{max_new_tokens} new tokens: give at least 1")
@@ -134,14 +145,19 @@ def position_limit(model: nn.Module) -> int | None:
     return next((getattr(config, name) for name in names if getattr(config, name, None)), None)
 
 
-def _end_tokens(model: nn.Module) -> set[int]:
+def end_tokens(model: nn.Module) -> set[int]:
+    """Tokens behind which a text is over."""
     source: Any = getattr(model, "generation_config", None) or model.config
     ends = source.eos_token_id
     return set() if ends is None else set(ends) if isinstance(ends, list) else {ends}
 
 
-def stepper(model: nn.Module, max_length: int) -> Callable[[Tensor], Tensor]:
-    """A function that reads more tokens (B, S), up to ``max_length`` in all, and returns the logits (B, V) behind the last."""
+def stepper(model: nn.Module, max_length: int, chunk: int | None = None) -> Callable[[Tensor], Tensor]:
+    """A function that reads more tokens (B, S), up to ``max_length`` in all, and returns the logits (B, V) behind the last.
+
+    Args:
+        chunk: tokens a row that are read in one pass; by default all that are given.
+    """
     config: Any = model.config
     if getattr(config, "is_encoder_decoder", False):
         raise Unsupported(f"{type(model).__name__} is an encoder-decoder: generate works with causal models")
@@ -149,6 +165,12 @@ def stepper(model: nn.Module, max_length: int) -> Callable[[Tensor], Tensor]:
 
     @torch.no_grad()
     def step(input_ids_BS: Tensor) -> Tensor:
+        *before, last = input_ids_BS.split(chunk or input_ids_BS.shape[1], dim=1)
+        for part in before:
+            read(part)
+        return read(last)
+
+    def read(input_ids_BS: Tensor) -> Tensor:
         nonlocal known
         if isinstance(model, Decoder):
             hidden_BSD = model.hidden(input_ids_BS, known)

@@ -1,0 +1,137 @@
+"""Writing with models that are larger than level 0: the text of the plain model, alone and in batches, in chunks, over FP4."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tests.offload.conftest import make_stack  # noqa: F401 - a fixture
+from tests.offload.test_lora import rounded_
+from tests.offload.test_round_trip_models import CONFIGS
+from vblackwell.cli import main
+from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.infer.batch import generate_batch
+from vblackwell.infer.generate import generate
+from vblackwell.infer.sampling import Sampling
+from vblackwell.infer.streamed import cache_bytes, open_streamed
+
+PROMPTS = ["Once upon", "A", "There was a wolf who"]
+GREEDY = Sampling(temperature=0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """Bytes, but the first three numbers, which the models end texts with."""
+    letters = ["<0>", "<1>", "<2>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    made = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder_of(tokenizer, tmp_path_factory):
+    """``folder_of(kind)``: a small random model with spread logits, and the tokenizer."""
+    parent = tmp_path_factory.mktemp("models")
+
+    def make(kind: str):
+        folder = parent / kind
+        if not folder.exists():
+            torch.manual_seed(0)
+            config = CONFIGS[kind]()
+            config.vocab_size, config.initializer_range = 259, 0.3
+            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+            transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+        return folder
+
+    return make
+
+
+def plain_text(model, tokenizer: Tokenizer, prompt: str, count: int) -> str:
+    ids = tokenizer.encode(prompt).ids
+    with torch.no_grad():
+        written = model.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False, pad_token_id=0)[0].tolist()
+    new = [number for number in written[len(ids) :] if number not in (0, 2)]
+    return tokenizer.decode(ids + new)[len(tokenizer.decode(ids)) :]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "opt"])
+def test_the_text_is_that_of_the_plain_model(kind, folder_of, tokenizer, make_stack):  # noqa: F811
+    folder = folder_of(kind)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    expected = [plain_text(plain, tokenizer, prompt, 8) for prompt in PROMPTS]
+    size = sum(4 * parameter.numel() for parameter in plain.parameters())
+    stack = make_stack(size // 2)
+    model = open_streamed(folder, stack)
+    assert [generate(model, tokenizer, prompt, 8, temperature=0) for prompt in PROMPTS] == expected
+    assert generate(model, tokenizer, PROMPTS[2], 8, temperature=0, prefill_chunk=3) == expected[2]
+    assert generate_batch(model, tokenizer, PROMPTS, 8, GREEDY) == expected
+    assert generate_batch(model, tokenizer, PROMPTS, 8, GREEDY, prefill_chunk=7) == expected
+    levels = stack.get_stats()["levels"]
+    assert levels[0]["peak_bytes"] <= size // 2 and levels[1]["used_bytes"] >= size
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_over_fp4(folder_of, tokenizer, make_stack):  # noqa: F811
+    folder = folder_of("qwen3")
+    rounded = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    rounded_(rounded)
+    model = open_streamed(folder, make_stack(96 << 10), fp4="nvfp4")
+    expected = [plain_text(rounded, tokenizer, prompt, 8) for prompt in PROMPTS]
+    assert generate_batch(model, tokenizer, PROMPTS, 8, GREEDY) == expected
+
+
+def test_draws_are_those_of_the_seed(folder_of, tokenizer, make_stack):  # noqa: F811
+    model, hot = open_streamed(folder_of("qwen3"), make_stack(96 << 10)), Sampling(temperature=0.9, top_k=40)
+    once = generate_batch(model, tokenizer, PROMPTS, 6, hot, seed=4)
+    assert (
+        once
+        == generate_batch(model, tokenizer, PROMPTS, 6, hot, seed=4)
+        != generate_batch(model, tokenizer, PROMPTS, 6, hot, seed=5)
+    )
+    alone = [generate(model, tokenizer, prompt, 6, temperature=0.9, top_k=40, seed=4) for prompt in PROMPTS]
+    assert once == alone, "a row is not written as it is alone"
+    assert generate_batch(model, tokenizer, [], 6, hot) == []
+    with pytest.raises(ConfigurationError, match="60 tokens, the model's limit is 64|limit of 64"):
+        generate_batch(model, tokenizer, ["x" * 60, "y"], 8, hot)
+
+
+def test_the_command(folder_of, tmp_path, capsys):
+    folder, file = folder_of("qwen3"), tmp_path / "prompts.txt"
+    file.write_text("\n".join(PROMPTS) + "\n\n")
+    levels = ["--fast-memory", "128KiB", "--host-memory", "1MiB", "--device", "cpu"]
+    common = ["generate", "--model", str(folder), "--temperature", "0", "--max-new-tokens", "5"]
+    assert main([*common, *levels, "--prompts", str(file), "--batch-size", "2", "--prefill-chunk", "4"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["prompt"] for line in lines] == PROMPTS
+    assert main([*common, *levels, "--prompt", PROMPTS[0]]) == 0
+    assert capsys.readouterr().out.rstrip("\n") == (PROMPTS[0] + lines[0]["text"]).rstrip("\n")
+    assert main([*common, "--device", "cpu", "--prompt", PROMPTS[0], "--use-fp4", "--keep", "layers.0"]) == 0
+    capsys.readouterr()
+    for words, part in (
+        ([*levels], "--prompt TEXT or --prompts FILE"),
+        ([*levels, "--prompt", "a", "--prompts", str(file)], "not both"),
+        ([*levels, "--prompts", str(tmp_path / "gone")], "gone cannot be read"),
+        ([*levels, "--prompt", "a", "--prefill-chunk", "0"], "prefill chunk 0"),
+        ([*levels, "--prompt", "a", "--fp4-layers", "mlp"], "add it, or drop them"),
+        ([*levels, "--prompt", "x" * 70], "the model's limit is 64"),
+        (["--fast-memory", "8KiB", "--prompt", "a", "--device", "cpu"], "raise fast_memory"),
+    ):
+        assert main([*common, *words]) == 2
+        assert part in capsys.readouterr().err
+
+
+def test_room_for_keys_and_values(folder_of, make_stack):  # noqa: F811
+    config = json.loads((folder_of("qwen3") / "config.json").read_text())
+    assert cache_bytes(config, rows=3, tokens=10) == 2 * 6 * 2 * 8 * 4 * 3 * 10
+    folder = folder_of("gpt2")
+    path = folder / "config.json"
+    good = path.read_text()
+    path.write_text(json.dumps(json.loads(good) | {"quantization_config": {"quant_method": "x"}}))
+    with pytest.raises(Unsupported, match="quantised already"):
+        open_streamed(folder, make_stack(1 << 20))
+    path.write_text(good)

@@ -1,0 +1,107 @@
+"""Several prompts written on at once, by a causal model of transformers whose weights may stream: one pass over them serves all rows.
+
+Rows are filled up on the left, so that all end at the same place; a mask hides the filling and positions are counted without it. Every row
+draws with the same seed from its own logits: it is written as it would be alone, but for the last bits of sums of other lengths.
+
+Legend: B batch, S sequence.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.infer.generate import encode, end_tokens, room
+from vblackwell.infer.sampling import Arrival, Sampling, check_seed, sample
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+def generate_batch(
+    model: nn.Module, tokenizer: Tokenizer, prompts: list[str], max_new_tokens: int, sampling: Sampling, seed: int = 0,
+    prefill_chunk: int | None = None,
+) -> list[str]:  # fmt: skip
+    """What the model writes behind each prompt, until its end-of-text token or ``max_new_tokens``.
+
+    Args:
+        model: a causal model of transformers, in a stack or not.
+        tokenizer: the one it was trained with.
+        seed: of every row's draws.
+        prefill_chunk: positions of the prompts that are read in one pass; by default all.
+
+    Raises:
+        ConfigurationError: a prompt exceeds the model's limit, or a value is out of range.
+        CorruptData: logits are not finite.
+    """
+    check_seed(seed)
+    if not prompts:
+        return []
+    numbers = [encode(model, tokenizer, prompt) for prompt in prompts]
+    longest = max(map(len, numbers))
+    count = room(model, longest, max_new_tokens)
+    training = model.training
+    model.eval()
+    try:
+        written: list[list[int]] = [[] for _ in prompts]
+        ends, open_rows = end_tokens(model), set(range(len(prompts)))
+        for tokens in _columns(model, numbers, longest, count, sampling, seed, prefill_chunk):
+            for row in list(open_rows):
+                if tokens[row] in ends:
+                    open_rows.discard(row)
+                else:
+                    written[row].append(tokens[row])
+            if not open_rows:
+                break
+    finally:
+        model.train(training)
+    return [_behind(tokenizer, prompt, new) for prompt, new in zip(numbers, written, strict=True)]
+
+
+def _behind(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> str:
+    return tokenizer.decode(prompt + new)[len(tokenizer.decode(prompt)) :]
+
+
+@torch.no_grad()
+def _columns(
+    model: Any, numbers: list[list[int]], longest: int, count: int, sampling: Sampling, seed: int, chunk: int | None
+) -> Iterator[list[int]]:
+    """The next token of every row, ``count`` times."""
+    device = next(model.parameters()).device
+    filled = [[0] * (longest - len(row)) + row for row in numbers]
+    input_ids_BS = torch.tensor(filled, device=device)
+    mask_BS = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in numbers], device=device)
+    takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+    known: Any = None
+
+    def read(input_ids_BS: Tensor, mask_BS: Tensor) -> Tensor:
+        nonlocal known
+        options: dict[str, Any] = {"attention_mask": mask_BS, "past_key_values": known}
+        if takes_positions:
+            options["position_ids"] = (mask_BS.cumsum(1) - 1).clamp(min=0)[:, -input_ids_BS.shape[1] :]
+        output = model(input_ids_BS, use_cache=True, logits_to_keep=1, **options)
+        known = output.past_key_values
+        return output.logits[:, -1]
+
+    size = chunk or longest
+    *before, last = range(0, longest, size)
+    for start in before:
+        read(input_ids_BS[:, start : start + size], mask_BS[:, : start + size])
+    logits_BV = read(input_ids_BS[:, last:], mask_BS)
+    for position in range(count):
+        token_B = sample(logits_BV, sampling, seed, position)
+        yield Arrival(token_B).numbers()
+        if position + 1 < count:
+            mask_BS = torch.cat((mask_BS, torch.ones_like(mask_BS[:, :1])), 1)
+            logits_BV = read(token_B.clamp(min=0)[:, None], mask_BS)
+
+
+def check_chunk(prefill_chunk: int | None) -> None:
+    """Raises ConfigurationError for a chunk that reads nothing."""
+    if prefill_chunk is not None and prefill_chunk < 1:
+        raise ConfigurationError(f"prefill chunk {prefill_chunk}: give at least 1 token, better thousands")

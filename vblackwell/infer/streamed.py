@@ -1,0 +1,75 @@
+"""A causal model opened for writing alone, whose weights may be more than level 0 holds: frozen, in a stack, packed to FP4 on request.
+
+Nothing is kept but weights. They are read from the folder into the lower levels, and each layer is loaded before it is needed. What of
+level 0 is not kept free for keys, values and workspace holds layers that stay: a pass uses them in the same order each time, so which
+ones stay is what the recorded order says (Belady). A model that fits is loaded once, in its first pass.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vblackwell.artifacts.folder import read_config
+from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.infer.causal_lm import load_causal_lm
+from vblackwell.memory.stack import VGPUStack
+from vblackwell.units import MiB
+
+LEAST_WORKSPACE = 512 * MiB  # of a GPU: what a pass takes beside weights, keys and values
+
+
+def open_streamed(
+    folder: Path, stack: VGPUStack, *, rows: int = 1, tokens: int = 0, fp4: str | None = None, fp4_layers: str = "all",
+    keep: str | None = None,
+) -> nn.Module:  # fmt: skip
+    """The model in ``folder``, in eval mode, its weights in ``stack``.
+
+    Args:
+        rows, tokens: sequences at once and the longest, prompt and new tokens: what room for keys and values is kept for on a GPU.
+        fp4: format that its linears are packed to; fp4_layers, keep: which, as for `convert`.
+
+    Raises:
+        ConfigurationError, FolderMismatch, CorruptData, Unsupported, InsufficientMemory: as `load_causal_lm`.
+    """
+    config = read_config(folder)
+    if config.get("quantization_config"):
+        raise Unsupported(
+            f"{folder} is quantised already: leave the memory flags out, or give the original folder and --use-fp4"
+        )
+    placement: dict[str, Any] = {"placement": "streamed"}
+    level = stack.levels[0]
+    if stack.level0_device.type == "cuda":
+        reserved = max(LEAST_WORKSPACE, level.capacity_bytes // 8) + cache_bytes(config, rows, tokens)
+        placement["weight_bytes"] = max(0, level.capacity_bytes - reserved)
+    model = load_causal_lm(
+        folder, stack, dtype=stored_dtype(config), trainable=False, fp4=fp4, fp4_layers=fp4_layers, keep=keep, **placement
+    )  # fmt: skip
+    return model.eval()
+
+
+def stored_dtype(config: dict[str, Any]) -> torch.dtype:
+    """What config.json says that the weights are.
+
+    Raises:
+        ConfigurationError: it names no type of torch's.
+    """
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigurationError(f"config.json says dtype {name!r}, which is none of torch's")
+    return dtype
+
+
+def cache_bytes(config: dict[str, Any], rows: int, tokens: int) -> int:
+    """Keys and values of ``rows`` sequences of ``tokens``, by the usual names of sizes; 0 where they are not among them."""
+    layers = config.get("num_hidden_layers") or config.get("n_layer") or 0
+    heads = config.get("num_attention_heads") or config.get("n_head") or 1
+    width = config.get("hidden_size") or config.get("n_embd") or 0
+    head = config.get("head_dim") or width // heads
+    return (
+        2 * layers * (config.get("num_key_value_heads") or heads) * head * stored_dtype(config).itemsize * rows * tokens
+    )
