@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vblackwell.artifacts.folder import read_json
 from vblackwell.errors import ConfigurationError, InsufficientMemory, VBError, nearest
 from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.decoder_config import DecoderConfig
@@ -99,7 +99,8 @@ def find_subject(text: str, decoders: dict[str, DecoderConfig], seq_length: int)
     """What MODEL of ``vb estimate`` means: a preset of ``decoders``, a known name, a folder, a config.json, or ``package.module:factory``.
 
     Raises:
-        ConfigurationError: nothing of the sort; a broken file; a factory that is missing, raises or gives no module.
+        CorruptData: a file that is no JSON object.
+        ConfigurationError: nothing of the sort; a factory that is missing, raises or gives no module.
     """
     if text in decoders:
         return _of_decoder(text, decoders[text])
@@ -107,7 +108,7 @@ def find_subject(text: str, decoders: dict[str, DecoderConfig], seq_length: int)
         return _of_config(KNOWN_MODELS[text], text, seq_length)
     path = Path(text)
     if path.is_dir() or path.suffix == ".json":
-        return _of_config(_read(path / "config.json" if path.is_dir() else path), text, seq_length)
+        return _of_config(read_json(path / "config.json" if path.is_dir() else path), text, seq_length)
     if ":" in text:
         return _of_factory(text)
     names = [*decoders, *KNOWN_MODELS]
@@ -132,18 +133,6 @@ def _of_config(fields: dict[str, Any], source: str, seq_length: int) -> Subject:
     if not isinstance(vocab, int) or not 1 <= vocab < 1 << 31:
         raise ConfigurationError(f"{source}: vocab_size is {vocab!r}: the field must be a number of at least 1")
     return Subject(source, partial(build_causal_lm, fields, source), vocab, language_loss)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigurationError(f"{path}: {error.strerror}; give a folder that holds a config.json") from error
-    except ValueError as error:
-        raise ConfigurationError(f"{path} is not JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise ConfigurationError(f"{path} holds no JSON object")
-    return found
 
 
 def _of_factory(text: str) -> Subject:
