@@ -7,7 +7,9 @@ import json
 import pytest
 
 from tests.cli.test_bad_input import refused
+from vblackwell.plan.trace import CATEGORIES
 
+PARTS = (*CATEGORIES, "fragmentation", "context")
 QUICK = ["--batch-size", "2", "--seq-length", "64"]
 CONFIG = {
     "model_type": "llama", "vocab_size": 500, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -40,17 +42,7 @@ def test_json_of_a_preset_adds_up(place):
     words = ["estimate", "tiny", "--gpu-memory", "8GiB", "--json", *QUICK]
     found = json.loads(place.vb(*words).stdout)
     values = found["bytes"]
-    parts = (
-        "weights",
-        "gradients",
-        "optimizer",
-        "activations",
-        "logits_and_loss",
-        "workspace",
-        "fragmentation",
-        "context",
-    )
-    assert sum(values[name] for name in parts) == values["peak_p50"] < values["peak_p99"]
+    assert sum(values[name] for name in PARTS) == values["peak_p50"] < values["peak_p99"]
     assert values["state_bytes"] == 16 * found["parameters"]
     assert found["fits"] is True and found["plan"]["largest_batch_size"] > 2 and found["assumptions"]
 

@@ -12,9 +12,10 @@ from vblackwell.plan.causal_lm import build_causal_lm, language_loss, plain_batc
 from vblackwell.plan.estimate import OPTIMIZERS, Batches, estimate_trace, fits, optimizer_named, peak_of
 from vblackwell.plan.gpus import find_gpu
 from vblackwell.plan.known_models import KNOWN_MODELS
-from vblackwell.plan.trace import Trace, language_batch, trace_training
+from vblackwell.plan.trace import CATEGORIES, Trace, language_batch, trace_training
 from vblackwell.units import GiB
 
+PARTS = (*CATEGORIES, "fragmentation", "context")
 SMALL = {
     "llama": {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4},
     "gpt2": {"vocab_size": 500, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64},
@@ -62,17 +63,7 @@ def test_llama_7b_has_107_8_gb_of_state():
 def test_categories_add_up(kind, autocast):
     estimate = estimate_trace(trace_of(kind, autocast=autocast), (9, 0))
     values = estimate.as_dict()
-    parts = (
-        "weights",
-        "gradients",
-        "optimizer",
-        "activations",
-        "logits_and_loss",
-        "workspace",
-        "fragmentation",
-        "context",
-    )
-    assert sum(values[name] for name in parts) == estimate.peak_p50 < estimate.peak_p99
+    assert sum(values[name] for name in PARTS) == estimate.peak_p50 < estimate.peak_p99
     assert estimate.reserved >= estimate.allocated > 16 * estimate.parameters
     assert all(value >= 0 for value in values.values())
 
