@@ -1,9 +1,10 @@
 """Compiles attention kernels for GPUs that are not there, and says what they need: ``python -m tests.kernels.attention_compile 90``.
 
 A process of its own: Triton's interpreter must be off. Arguments: compute capability, and cases as ``kernel,head,mask``, with
-``,fp32`` or ``,bf16,FEATURE`` (of `FEATURES`) behind it, the kernel being forward, dq, dkv or, on 90, specialized. Default: every one of
-the first three by head width, kind of mask and feature, which takes minutes. Prints a line of JSON a case: name with registers of a
-thread, shared bytes, spilled bytes of a thread.
+``,fp32`` or ``,bf16,FEATURE`` (of `FEATURES`) behind it, the kernel being forward, dq, dkv or, on 90, specialized; and behind those
+``,128x64x8x2`` or ``,128x64x8x2x128`` for another plan than the shipped one (rows, columns, warps, stages, most registers). Default: every
+one of the first three by head width, kind of mask and feature, which takes minutes. Prints a line of JSON a case: name with registers
+of a thread and how many programs a multiprocessor holds, shared bytes, spilled bytes of a thread.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ SCORED = ("dropout", "softcap", "alibi", "all")
 
 def build(
     kernel_name: str, head: int, mask: str, dtype: str, capability: int, scored: bool = False, aligned_lengths: bool = True,
-    **features: Any,
+    plan: Any = None, **features: Any,
 ) -> tuple[str, int, int, int]:  # fmt: skip
     """(plan, shared bytes, spilled bytes and registers a thread) of a causal kernel as it ships."""
     import triton
@@ -53,7 +54,9 @@ def build(
     from vblackwell.kernels.attention_plan import padded_head, plan_for
 
     kernel = {"forward": attend, "dq": query_gradient, "dkv": key_gradient}[kernel_name]
-    plan = plan_for(kernel_name, head, 4 if dtype == "fp32" else 2, SHARED_BYTES[capability], scored or mask != "none")
+    plan = plan or plan_for(
+        kernel_name, head, 4 if dtype == "fp32" else 2, SHARED_BYTES[capability], scored or mask != "none"
+    )
     width = padded_head(head)
     constants: dict[str, Any] = {
         "GROUP": 1, "MASK": MASKS.index(mask), "HAS_LEFT": False, "HAS_RIGHT": True, "BOTTOM_RIGHT": False, "SOFTCAP": False,
@@ -95,7 +98,9 @@ def build(
     source = ASTSource(
         kernel, signature, constexprs={(kernel.arg_names.index(k),): v for k, v in constants.items()}, attrs=aligned
     )
-    options = {"num_warps": plan.warps, "num_stages": plan.stages}
+    options = {"num_warps": plan.warps, "num_stages": plan.stages} | (
+        {"maxnreg": plan.registers} if plan.registers else {}
+    )
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return str(plan), compiled.metadata.shared, *usage(compiled.asm["cubin"])
 
@@ -145,6 +150,23 @@ def usage(cubin: bytes) -> tuple[int, int]:
     return max(map(int, local)), max(map(int, registers))
 
 
+def programs_of(registers: int, warps: int, shared: int, capability: int) -> int:
+    """How many programs a multiprocessor holds at a time, by registers (given out in eights) and shared memory (1 KiB is the system's)."""
+    return min(
+        (1 << 16) // (-(-registers // 8) * 8 * 32 * warps), (SHARED_BYTES[capability] + 1024) // 1024 // (-(-shared // 1024) + 1)
+    )
+
+
+def plan_of(sizes: str, capability: int) -> Any:
+    """The plan that ``sizes`` means, with the copy engine on Hopper; None for none."""
+    from vblackwell.kernels.attention_plan import AttentionPlan
+
+    if not sizes:
+        return None
+    rows, columns, warps, stages, registers = (*map(int, sizes.split("x")), 0)[:5]
+    return AttentionPlan(rows, columns, warps, stages, capability == 90, registers)
+
+
 def everything(capability: int) -> list[list[str]]:
     """All cases of a class of GPU; TMA can only be refused where there is one."""
     kernels, heads = ("forward", "dq", "dkv"), ("64", "128", "256")
@@ -163,15 +185,26 @@ def everything(capability: int) -> list[list[str]]:
 def main() -> None:
     capability, cases = int(sys.argv[1]), [word.split(",") for word in sys.argv[2:]]
     for kernel, head, mask, *others in cases or everything(capability):
-        dtype, feature = others if len(others) == 2 else ((others or ["bf16"])[0], "")
-        options = {"scored": feature in SCORED, **FEATURES.get(feature, {})}
+        dtype, feature, sizes = (*others, *("bf16", "", "")[len(others) :])
+        options = {"scored": feature in SCORED, **FEATURES.get(feature, {}), "plan": plan_of(sizes, capability)}
         if kernel == "specialized":
             plan, shared, local, registers = build_specialized(int(head))
         else:
             plan, shared, local, registers = build(kernel, int(head), mask, dtype, capability, **options)
-        name = " ".join(
-            filter(None, (f"sm_{capability}", kernel, head, mask, dtype, feature, plan, f"{registers} registers"))
+        warps = int(re.findall(r"warps=(\d+)", plan)[0])
+        programs = 0 if kernel == "specialized" else programs_of(registers, warps, shared, capability)
+        words = (
+            f"sm_{capability}",
+            kernel,
+            head,
+            mask,
+            dtype,
+            feature,
+            plan,
+            f"{registers} registers",
+            f"{programs} programs",
         )
+        name = " ".join(word for word in words if word and not word.startswith("0 "))
         print(json.dumps([name, shared, local]), flush=True)
 
 

@@ -32,7 +32,7 @@ _KINDS = tuple(
         ("FP4 layers", r"fp4|w4a8"),
         ("attention", r"attention|flash|fmha|sdpa|attend|query_gradient|key_gradient"),
         ("optimizer", r"adam"),
-        ("matrix products", r"gemm|cutlass|nvjet|xmma|cublas|splitk|::(mm|addmm|bmm|baddbmm|matmul|linear|mkldnn\w*linear\w*)$"),
+        ("matrix products", r"gemm|gemv|cutlass|nvjet|xmma|cublas|splitk|::(mm|addmm|bmm|baddbmm|matmul|linear|mkldnn\w*linear\w*)$"),
         ("autograd", r"^autograd::|backward\d+$"),  # walking the graph; what its nodes call counts as itself
         ("copies", r"memcpy|memset|::(copy_|_to_copy|to|clone|contiguous)$"),
     )
