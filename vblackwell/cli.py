@@ -152,6 +152,7 @@ def _generate(words: list[str]) -> int:
     parser.add_argument("--host-memory", type=str, help="What the CPU RAM level may hold.")
     parser.add_argument("--disk-memory", type=str, help="What a disk level may hold.")
     parser.add_argument("--disk-path", type=str, help="Folder of the disk level.")
+    parser.add_argument("--adapter", type=str, help="Folder of a LoRA adapter for the model, of vb train or of peft.")
     _add_switch(parser, "--use-fp4", "Pack linears to nvfp4 while loading.")
     parser.add_argument("--fp4-layers", type=str, default="all", help="all, large, or a regular expression of names.")
     parser.add_argument("--keep", type=str, help="Regular expression for names that --use-fp4 leaves alone besides.")

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.offload.test_round_trip_models import RATES, same_bits, step, tokens, written  # noqa: F401 - a fixture
-from vblackwell.errors import ConfigurationError
+from tests.offload.test_round_trip_models import CONFIGS, RATES, same_bits, step, tokens, written  # noqa: F401 - a fixture
+from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.infer.adapters import adapted, fingerprint, save_adapter
 from vblackwell.infer.causal_lm import load_causal_lm, save_causal_lm
 from vblackwell.nn.lora import is_adapter
@@ -49,7 +49,7 @@ def adapters_of(model) -> dict[str, torch.Tensor]:
     return {name: state["weight"] for name, state in export_state(model, only=is_adapter)}
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_training_is_that_of_peft(kind, written, make_stack, tmp_path):  # noqa: F811
     """The same adapters after two steps, bit for bit; the files open in peft and transformers, with equal logits."""
     folder = written(kind)
@@ -170,6 +170,40 @@ def test_adapters_come_and_go_without_their_base(written, make_stack):  # noqa: 
     for name, state in export_state(other, into, only=is_adapter):
         assert all(same_bits(state[key], states[name][key]) for key in state)
     assert adapted(one).base == adapted(other).base == fingerprint(folder)
+
+
+def test_an_adapter_is_brought_along(written, make_stack, tmp_path):  # noqa: F811
+    """From peft's folder into a stack: the same logits; trained on from there; one for another base is named."""
+    folder = written("llama")
+    plain = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder), peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
+    )
+    with torch.no_grad():
+        for param in trained(plain):
+            param.normal_(0, 0.3)
+        logits = plain.eval()(input_ids=tokens()).logits
+    plain.save_pretrained(tmp_path / "adapter")
+    model = load(folder, make_stack, lora=None, adapter=tmp_path / "adapter", trainable=False).eval()
+    assert not trained(model)
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=tokens(), use_cache=False).logits, logits)
+    again = load(folder, make_stack, lora=None, adapter=tmp_path / "adapter", fp4="nvfp4")
+    assert len(trained(again)) == 2 * 2 * 6
+    with pytest.raises(ConfigurationError, match="no such linear"):
+        load(written("gpt2"), make_stack, lora=None, adapter=tmp_path / "adapter")
+    other = CONFIGS["llama"]()
+    other.num_hidden_layers, other.intermediate_size = 7, 64
+    AutoModelForCausalLM.from_config(other).save_pretrained(tmp_path / "other")
+    with pytest.raises(
+        ConfigurationError, match=r"another base than .*lacks .*layers\.6.*; it has .*\(2, 48\) instead of \(2, 64\)"
+    ):
+        load(tmp_path / "other", make_stack, lora=None, adapter=tmp_path / "adapter")
+    with pytest.raises(ConfigurationError, match="give one"):
+        load(folder, make_stack, adapter=tmp_path / "adapter")
+    config = tmp_path / "adapter/adapter_config.json"
+    config.write_text(config.read_text().replace('"use_dora": false', '"use_dora": true'))
+    with pytest.raises(Unsupported, match="adapter_config.json: use_dora"):
+        load(folder, make_stack, lora=None, adapter=tmp_path / "adapter")
 
 
 def test_what_cannot_be_adapted_is_refused(written, make_stack, tmp_path):  # noqa: F811

@@ -18,9 +18,9 @@ import xxhash
 from torch import Tensor, nn
 
 from vblackwell.artifacts.commit import CommitFolder
-from vblackwell.artifacts.folder import tensor_files
+from vblackwell.artifacts.folder import load_state, read_json, some_names, tensor_files
 from vblackwell.artifacts.shards import SafetensorsShards, TensorSpec
-from vblackwell.errors import ConfigurationError
+from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.nn.lora import add_adapters, base_name, file_name, fill_adapter, is_adapter
 from vblackwell.nn.lora_config import Lora
 from vblackwell.nn.stored_fp4 import PARTS, StoredFP4Linear, store_linears, stored_part
@@ -32,6 +32,16 @@ from vblackwell.offload.state import export_state
 ADAPTER_FILE = "adapter_model"
 ADAPTER_CONFIG = "adapter_config.json"
 _HEAD_BYTES = 1 << 20
+_MORE = (
+    "use_dora",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "target_parameters",
+    "bias",
+    "lora_bias",
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,7 @@ def adapted(model: nn.Module) -> Adapted | None:
 
 def adapt(
     model: nn.Module, weights: Initialize, folder: Path, lora: Lora, *, name: str | None = None, fp4: str | None = None,
-    fp4_layers: str = "all", keep: str | None = None, tiled: bool = False, seed: int = 0,
+    fp4_layers: str = "all", keep: str | None = None, tiled: bool = False, seed: int = 0, values: Path | None = None,
 ) -> Initialize:  # fmt: skip
     """Freeze ``model``, which is on the meta device, and put adapters around its linears, in place.
 
@@ -74,19 +84,66 @@ def adapt(
         fp4_layers, keep: which, as for `store_linears`.
         tiled: packed in the layout of the fused kernels: where level 0 is a GPU.
         seed: of the adapters' first values.
+        values: an adapter's folder that has them instead.
 
     Returns:
         What fills the adapted model.
 
     Raises:
-        ConfigurationError: targets or layers that the model does not have.
+        ConfigurationError: targets or layers that the model does not have; the adapter was made for another base.
         Unsupported: peft is not installed.
     """
     model.requires_grad_(False)
     config = add_adapters(model, lora, name or str(folder))
     packed = {} if fp4 is None else store_linears(model, fp4_layers, keep, fp4, tiled=tiled)
     _adapted[model] = Adapted(lora, config, packed, fingerprint(folder))
-    return _Filling(model, weights, seed)
+    return _Filling(model, weights, seed, None if values is None else _fitting(model, values, folder))
+
+
+def read_lora(folder: Path) -> Lora:
+    """What the adapter in ``folder``, peft's or ours, is.
+
+    Raises:
+        ConfigurationError: there is none.
+        CorruptData: its adapter_config.json is no JSON.
+        Unsupported: it is more than low-rank matrices around linears.
+    """
+    file = folder / ADAPTER_CONFIG
+    found = read_json(file)
+    other = [name for name in _MORE if found.get(name) not in (None, False, {}, [], "none")]
+    targets = found.get("target_modules")
+    if found.get("peft_type") != "LORA" or other or not isinstance(targets, list):
+        what = f"{', '.join(other)}" if other else f"peft_type {found.get('peft_type')!r}, target_modules {targets!r}"
+        raise Unsupported(f"{file}: {what}: only plain LoRA with a list of targets is read; merge it with peft first")
+    try:
+        return Lora(int(found["r"]), float(found["lora_alpha"]), float(found.get("lora_dropout") or 0), tuple(targets))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigurationError(f"{file}: {error}; write the adapter again") from error
+
+
+def _fitting(model: nn.Module, folder: Path, base: Path) -> dict[str, Tensor]:
+    """The adapter's tensors in ``folder``, by parameter name.
+
+    Raises:
+        ConfigurationError: they are not those that ``model`` wants.
+    """
+    wanted = {file_name(name): (name, param.shape) for name, param in model.named_parameters() if is_adapter(name)}
+    held = dict(load_state(folder, ADAPTER_FILE))
+    lacks = [name for name in wanted if name not in held]
+    extra = [name for name in held if name not in wanted]
+    shapes = [
+        f"{name} {tuple(held[name].shape)} instead of {tuple(shape)}"
+        for name, (_, shape) in wanted.items()
+        if name in held and held[name].shape != shape
+    ]
+    reasons = [
+        f"{verb} {some_names(names)}"
+        for verb, names in (("lacks", lacks), ("has in excess", extra), ("has", shapes))
+        if names
+    ]
+    if reasons:
+        raise ConfigurationError(f"{folder} holds an adapter for another base than {base}: it {'; it '.join(reasons)}")
+    return {wanted[name][0]: value for name, value in held.items()}
 
 
 def pack_frozen(
@@ -105,14 +162,19 @@ def pack_frozen(
 class _Filling:
     """Fills adapters with their first values, packed linears with what their weights become, all else from the folder."""
 
-    def __init__(self, model: nn.Module, weights: Initialize, seed: int) -> None:
-        self._model = weakref.ref(model)
+    def __init__(
+        self, model: nn.Module, weights: Initialize, seed: int, values: dict[str, Tensor] | None = None
+    ) -> None:  # fmt: skip
+        self._model, self._values = weakref.ref(model), values
         self._weights, self._seed = weights, seed
         self._ready: dict[str, Tensor] = {}
 
     def __call__(self, name: str, out: Tensor) -> None:
         model = self._model()
         assert model is not None
+        if self._values is not None and is_adapter(name):
+            out.copy_(self._values[name])
+            return
         if is_adapter(name):
             fill_adapter(name, out, self._seed)
             return

@@ -21,7 +21,7 @@ from vblackwell.artifacts.meta_model import build_on_meta
 from vblackwell.artifacts.shards import TensorSpec, spec_of
 from vblackwell.artifacts.weights import FolderWeights
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.infer.adapters import adapt, adapted, pack_frozen, whole_tensors
+from vblackwell.infer.adapters import adapt, adapted, pack_frozen, read_lora, whole_tensors
 from vblackwell.memory.stack import VGPUStack
 from vblackwell.nn.lora_config import Lora
 from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of
@@ -38,6 +38,7 @@ def load_causal_lm(
     trainable: bool = True,
     attention: str | None = None,
     lora: Lora | None = None,
+    adapter: str | Path | None = None,
     fp4: str | None = None,
     fp4_layers: str = "all",
     keep: str | None = None,
@@ -56,6 +57,7 @@ def load_causal_lm(
         trainable: False freezes all parameters: no masters, gradients or states are kept for them.
         attention: transformers' ``attn_implementation``; by default what it chooses.
         lora: train these adapters over the frozen model. `save_adapter` writes them, `save_causal_lm` the model with them merged.
+        adapter: folder of an adapter, peft's or ours, to go on from instead, or to use if not ``trainable``.
         fp4: the format that frozen linears are packed to ('nvfp4'), in the stack like any weight; with ``lora`` or not ``trainable``.
         fp4_layers, keep: which linears, as for `convert`.
         seed: of the adapters' first values.
@@ -64,12 +66,17 @@ def load_causal_lm(
         placement: the keywords of `enable_vgpu_stack_optimization`: ``compute_dtype``, ``placement``, ``states`` and so on.
 
     Raises:
-        ConfigurationError: no such folder, or the id cannot be had; the config.json describes no causal model; fp4 without lora.
+        ConfigurationError: no such folder, or the id cannot be had; the config.json describes no causal model; fp4 without lora;
+            an adapter for another base.
         FolderMismatch: tensors are missing, too many, or of another shape, all named.
         CorruptData: a file is missing or cut short, or its table is none, by name.
         Unsupported: an architecture that transformers does not know, or quantised weights.
         InsufficientMemory: the levels cannot hold the model.
     """
+    if adapter is not None:
+        if lora is not None:
+            raise ConfigurationError("lora= begins adapters, adapter= brings them: give one")
+        lora = read_lora(Path(adapter))
     if fp4 is not None and lora is None and trainable:
         raise ConfigurationError(
             "fp4= packs what is frozen: give lora=Lora(rank) or trainable=False, or convert(model)"
@@ -85,8 +92,11 @@ def load_causal_lm(
             initialize = pack_frozen(made, weights, fp4, fp4_layers, keep, tiled=tiled)
         elif lora is not None:
             initialize = adapt(
-                made, weights, folder, lora, name=str(model), fp4=fp4, fp4_layers=fp4_layers, keep=keep, tiled=tiled, seed=seed
+                made, weights, folder, lora, name=str(model), fp4=fp4, fp4_layers=fp4_layers, keep=keep, tiled=tiled, seed=seed,
+                values=None if adapter is None else Path(adapter),
             )  # fmt: skip
+            if not trainable:
+                made.requires_grad_(False)
         return enable_vgpu_stack_optimization(made, stack, name, initialize=initialize, **placement)
 
 

@@ -36,6 +36,7 @@ class Places:
         fast_memory, host_memory, disk_memory: sizes of levels, e.g. '8GiB'.
         disk_path: folder of the disk level.
         use_fp4: pack linears to nvfp4 while loading; fp4_layers, keep: which.
+        adapter: folder of an adapter for the model.
     """
 
     fast_memory: str | None = None
@@ -45,11 +46,12 @@ class Places:
     use_fp4: bool = False
     fp4_layers: str = "all"
     keep: str | None = None
+    adapter: str | None = None
 
     @property
     def streams(self) -> bool:
         """Whether a stack is asked for."""
-        sizes = (self.fast_memory, self.host_memory, self.disk_memory, self.disk_path)
+        sizes = (self.fast_memory, self.host_memory, self.disk_memory, self.disk_path, self.adapter)
         return self.use_fp4 or any(size is not None for size in sizes)
 
     def open(self, folder: Path, device: torch.device | str, rows: int, tokens: int, cleanup: ExitStack) -> nn.Module:
@@ -60,7 +62,8 @@ class Places:
         )
         cleanup.callback(stack.close)
         options = {"fp4": "nvfp4" if self.use_fp4 else None, "fp4_layers": self.fp4_layers, "keep": self.keep}
-        model = open_streamed(folder, stack, rows=rows, tokens=tokens, **options)
+        adapter = None if self.adapter is None else Path(self.adapter)
+        model = open_streamed(folder, stack, rows=rows, tokens=tokens, adapter=adapter, **options)
         cleanup.callback(_close, model)
         return model
 

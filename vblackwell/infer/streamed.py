@@ -24,12 +24,13 @@ LEAST_WORKSPACE = 512 * MiB  # of a GPU: what a pass takes beside weights, keys 
 
 def open_streamed(
     folder: Path, stack: VGPUStack, *, rows: int = 1, tokens: int = 0, fp4: str | None = None, fp4_layers: str = "all",
-    keep: str | None = None,
+    keep: str | None = None, adapter: Path | None = None,
 ) -> nn.Module:  # fmt: skip
     """The model in ``folder``, in eval mode, its weights in ``stack``.
 
     Args:
         rows, tokens: sequences at once and the longest, prompt and new tokens: what room for keys and values is kept for on a GPU.
+        adapter: folder of an adapter for it.
         fp4: format that its linears are packed to; fp4_layers, keep: which, as for `convert`.
 
     Raises:
@@ -46,7 +47,8 @@ def open_streamed(
         reserved = max(LEAST_WORKSPACE, level.capacity_bytes // 8) + cache_bytes(config, rows, tokens)
         placement["weight_bytes"] = max(0, level.capacity_bytes - reserved)
     model = load_causal_lm(
-        folder, stack, dtype=stored_dtype(config), trainable=False, fp4=fp4, fp4_layers=fp4_layers, keep=keep, **placement
+        folder, stack, dtype=stored_dtype(config), trainable=False, adapter=adapter, fp4=fp4, fp4_layers=fp4_layers, keep=keep,
+        **placement,
     )  # fmt: skip
     return model.eval()
 
