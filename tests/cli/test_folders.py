@@ -92,7 +92,9 @@ def test_other_architectures_are_trained(kind, place, folders):
 
 def test_layers_are_computed_again_on_request(place, folders):
     place.vb(*words(place, folders("qwen3"), *RUN))
-    place.vb(*words(place, folders("qwen3"), *RUN[:-1], "again", "--gradient-checkpointing"))
+    flags = ("--gradient-checkpointing", "--use-flash-attn")  # what the CPU attends with in any case
+    output = place.vb(*words(place, folders("qwen3"), *RUN[:-1], "again", *flags)).stdout
+    assert "attention: flash, as --use-flash-attn asks" in output
     one, other = (load_file(place.folder / name / "final/model.safetensors") for name in ("run", "again"))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -120,7 +122,8 @@ def test_what_is_wrong_with_a_folder_is_named(place, folders):
     config.unlink()
     refused(place, train, str(config), "No such file")
     config.write_text(good)
-    refused(place, [*train, "--use-flash-attn"], "--use-flash-attn", "Qwen3ForCausalLM")
+    sliding = words(place, folders("mistral"), *RUN, "--use-flash-attn")
+    refused(place, sliding, "--use-flash-attn: MistralForCausalLM", "sliding window of 8", "--seq-length 16")
     refused(place, [*train, "--seq-length", "65"], "--seq-length 65", "64 positions", str(config))
 
     shard = sorted(folder.glob("*.safetensors"))[1]

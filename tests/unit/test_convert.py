@@ -190,6 +190,7 @@ def test_the_dispatcher_attends_as_sdpa_does(kind):
 
     expected = outputs()
     done = convert(model, fp4_layers=None, fused=False)
+    assert convert(build(kind), fp4_layers=None, fused=False, attention="flash").replaced == {"attention": [""]}
     for got, right in zip(outputs(), expected, strict=True):
         torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)  # as above
     done.undo()

@@ -1,6 +1,6 @@
 """The attention of transformers' models on our dispatcher, through the registry that transformers keeps for that.
 
-``use_dispatcher(model)`` names the implementation 'vblackwell' (or 'vblackwell-BACKEND') in the model's configuration; its masks are
+``use_dispatcher(model)`` names an implementation 'vblackwell-...' in the model's configuration; its masks are
 those that transformers makes for SDPA: None where causality is the whole truth, a boolean one for padding, packed sequences and
 sliding windows. What SDPA cannot say (a soft cap on scores, as in Gemma 2) the dispatcher can. Sinks and biases by position are
 refused at the call, because no backend has them.
@@ -33,12 +33,13 @@ def why_not(model: nn.Module) -> str | None:
     return None
 
 
-def use_dispatcher(model: nn.Module, backend: str = "auto") -> Callable[[], None]:
+def use_dispatcher(model: nn.Module, backend: str = "auto", cached: str | None = None) -> Callable[[], None]:
     """Let ``model`` attend through the dispatcher; what is returned puts things back.
 
     Args:
         model: one of transformers' models; it may be in a stack.
         backend: of attention_backends.py, by name; 'auto': the dispatcher's choice for each request.
+        cached: the same for passes that continue what a cache holds; by default ``backend``.
 
     Raises:
         ConfigurationError: there is no such backend.
@@ -53,16 +54,18 @@ def use_dispatcher(model: nn.Module, backend: str = "auto") -> Callable[[], None
         raise Unsupported(f"the dispatcher's attention: {reason}")
     made: Any = model
     before = made.config._attn_implementation
-    made.set_attn_implementation(_registered(backend))
+    made.set_attn_implementation(_registered(backend, backend if cached is None else cached))
     return lambda: made.set_attn_implementation(before)
 
 
-def _registered(backend: str) -> str:
+def _registered(backend: str, cached: str) -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    name = NAME if backend == "auto" else f"{NAME}-{backend}"
-    AttentionInterface.register(name, _Forward(backend))
+    # Numbers, not words: transformers takes every name with "flash" in it for one of its own.
+    numbers = ["auto", *BACKENDS]
+    name = f"{NAME}-{numbers.index(backend)}-{numbers.index(cached)}"
+    AttentionInterface.register(name, _Forward(backend, cached))
     AttentionMaskInterface.register(name, sdpa_mask)
     return name
 
@@ -70,8 +73,8 @@ def _registered(backend: str) -> str:
 class _Forward:
     """transformers' attention function: queries (B, N, S, H), keys and values (B, K, T, H) in, (B, S, N, H) and no weights out."""
 
-    def __init__(self, backend: str) -> None:
-        self._backend = backend
+    def __init__(self, backend: str, cached: str) -> None:
+        self._backend, self._cached = backend, cached
 
     def __call__(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
@@ -83,6 +86,7 @@ class _Forward:
                 f"{type(module).__name__} attends with {asked[0]}, which no backend of the dispatcher has"
             )
         queries, keys = query.shape[2], key.shape[2]
+        backend = self._backend if queries == keys else self._cached
         causal = (getattr(module, "is_causal", True) if is_causal is None else is_causal) and attention_mask is None
         causal = causal and queries > 1
         if causal and keys > queries:  # a static cache that is being filled: what lies behind is empty
@@ -91,6 +95,6 @@ class _Forward:
             attention_mask = attention_mask[..., : key.shape[2]]
         out_BNSH, _ = attention(
             query, key, value, mask=attention_mask, causal=causal, scale=scaling, softcap=softcap, dropout=dropout,
-            backend=self._backend,
+            backend=backend,
         )  # fmt: skip
         return out_BNSH.transpose(1, 2).contiguous(), None

@@ -16,6 +16,7 @@ from torch import nn
 
 from vblackwell.errors import Unsupported
 from vblackwell.infer.adapters import adapt, adapted, packed_linears
+from vblackwell.nn.attention_interface import use_dispatcher, why_not
 from vblackwell.nn.convert import convert
 from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.lora_config import Lora
@@ -187,19 +188,29 @@ def _choose_attention(
     allowed = attention_backends(use_flash_attn=config.use_flash_attn, deterministic=config.deterministic)
     cleanup.enter_context(allowed)
     model: Any = learner.model
-    kind = getattr(model.config, "_attn_implementation", "sdpa")
-    if config.use_flash_attn and (kind != "sdpa" or not isinstance(model, Decoder)):
-        raise Unsupported(
-            f"--use-flash-attn: {type(model).__name__} of transformers chooses its attention itself ({kind}); leave the flag out"
-        )
-    if kind != "sdpa":
+    kind, foreign = getattr(model.config, "_attn_implementation", "sdpa"), not isinstance(model, Decoder)
+    if config.use_flash_attn and foreign:
+        _refuse_foreign(model, config.seq_length)
+    elif kind != "sdpa":
         return kind
     wanted = (*learner.heads, config.seq_length, precision.compute_dtype or torch.float32, device)
     if not config.use_flash_attn:
         return chosen_backend(*wanted)
     name = fused_backend(*wanted, deterministic=config.deterministic)
-    model.use_attention(name)
+    if foreign:
+        cleanup.callback(use_dispatcher(model, name, cached="auto"))  # the sample at the end writes with a cache
+    else:
+        model.use_attention(name)
     return f"{name}, as --use-flash-attn asks"
+
+
+def _refuse_foreign(model: Any, seq_length: int) -> None:
+    """Raises Unsupported where a model of transformers cannot be told how to attend, or needs more than causality."""
+    reason, window = why_not(model), getattr(model.config.get_text_config(), "sliding_window", None)
+    if reason is None and window is not None and window < seq_length:
+        reason = f"its sliding window of {window} is shorter than --seq-length {seq_length} and needs a mask"
+    if reason is not None:
+        raise Unsupported(f"--use-flash-attn: {type(model).__name__}: {reason}; leave the flag out")
 
 
 def place_or_share(text: str) -> str | float:
