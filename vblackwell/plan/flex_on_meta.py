@@ -23,7 +23,8 @@ class FlexOnMeta(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Output (B, N, S, Hv) and log-sum-exp (B, N, S)."""
-        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        same = query.shape[-1] == value.shape[-1]  # compiled, the output has the strides of the queries
+        out = torch.empty_like(query) if same else query.new_empty(*query.shape[:-1], value.shape[-1])
         rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, rows)
         ctx.mark_non_differentiable(rows)

@@ -90,14 +90,29 @@ def find_gpu(name: str) -> KnownGPU:
     )
 
 
-def _plain(name: str) -> str:
+def _words(name: str) -> list[str]:
     words = name.lower().replace("-", " ").replace("_", " ").split()
-    return "".join(word for word in words if word not in ("nvidia", "geforce", "tesla"))
+    return [word for word in words if word not in ("nvidia", "geforce", "tesla")]
+
+
+def _plain(name: str) -> str:
+    return "".join(_words(name))
+
+
+def known_as(driver_name: str) -> KnownGPU | None:
+    """The card of the table that a driver calls so, e.g. 'NVIDIA H100 80GB HBM3'; None where no card's words are all in it."""
+    words = set(_words(driver_name))
+    found = [gpu for gpu in GPUS.values() if set(_words(gpu.name)) <= words]
+    return max(found, key=lambda gpu: len(_words(gpu.name)), default=None)
 
 
 def context_bytes(capability: tuple[int, int]) -> int:
-    """What a CUDA context with torch's and cuBLAS's kernels is assumed to take outside the allocator; grows with the architecture."""
-    for major, size in ((9, 550), (8, 450)):
+    """What a CUDA context with torch's and cuBLAS's kernels takes outside the allocator.
+
+    Measured on an H200 (driver 580, CUDA 13.0): 742 MiB with cuBLAS alone, 758 to 762 with attention or convolutions. Older architectures
+    are assumed to be smaller by as much as their kernels' images are: not measured.
+    """
+    for major, size in ((9, 758), (8, 620)):
         if capability[0] >= major:
             return size * MiB
-    return 350 * MiB
+    return 480 * MiB

@@ -99,7 +99,7 @@ class _Recorder(TorchDispatchMode):
                 is_view = bool(found) and not name.partition(".")[0].endswith("_") and all(map(self._knows, found))
                 work = work_of(self.phase, func, args, kwargs, out, is_view)
                 self.work += [] if work is None else [work]
-            for tensor in found:
+            for tensor in reversed(found) if name == "native_dropout.default" else found:  # its mask comes first
                 self.see(tensor)
             if taken is not None:  # a kernel takes it beside its outputs
                 self.events.append(~taken)
@@ -115,6 +115,9 @@ class _Recorder(TorchDispatchMode):
             if thread not in self._cublas:
                 self._cublas.add(thread)
                 self._birth(CUBLAS_BYTES[self.capability[0] >= 9], "workspace")
+        if name == "addmm.default" and "backward" not in self.phase and "lt" not in self._cublas:
+            self._cublas.add("lt")
+            self._birth(CUBLASLT_BYTES, "workspace")
         num_bytes = workspace_bytes(name, args)
         return self._birth(num_bytes, "workspace") if num_bytes else None
 
@@ -150,6 +153,8 @@ class _Recorder(TorchDispatchMode):
 
 CUBLAS_BYTES = {False: 2 * 4096 * 1024 + 8 * 16 * 1024, True: 32 * 1024 * 1024}
 """torch's default cuBLAS workspace (`CUBLAS_WORKSPACE_CONFIG`): ':4096:2:16:8', from capability 9 on ':4096:8'."""
+CUBLASLT_BYTES = 1024 * 1024
+"""What the first product with a bias takes for cuBLASLt and keeps."""
 
 
 def on_meta(model: nn.Module) -> nn.Module:

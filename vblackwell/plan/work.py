@@ -108,8 +108,12 @@ _OWN: dict[str, Callable[..., float]] = {
     "shared_input_linears": lambda x, weights: _products(x, weights),
     "shared_input_linears_dx": lambda dys, weights: _products(dys[0], weights),
     "swiglu_linear": lambda gate, up, weight, wanted: _products(gate, [weight]) if wanted else 0.0,
-    "gated_mlp": lambda x, gate, up, down, wanted: _products(x, [gate, up, down]) if wanted else 0.0,
-    "gated_mlp_backward": lambda dy, x, gate, *rest: 8 * _products(x, [gate]),
+    "normed_linears": lambda x, norm, eps, weights: _products(x, weights),
+    "normed_linears_backward": lambda dys, x, norm, eps, weights, needed: 2 * _products(x, weights),
+    "feed_forward_block": lambda x, norm, eps, gate, up, down, wanted: (
+        _products(x, [gate, up, down]) if wanted else 0.0
+    ),
+    "feed_forward_block_backward": lambda dy, x, norm, eps, gate, *rest: 8 * _products(x, [gate]),
     "linear_cross_entropy": lambda hidden, weight, *rest: (1 + rest[-3] + rest[-2]) * _products(hidden, [weight]),
 }
 

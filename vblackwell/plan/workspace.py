@@ -12,9 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
+from vblackwell.units import align_up
+
 CUBLAS = {
     "mm", "addmm", "bmm", "baddbmm", "linear", "_addmm_activation", "shared_input_linears", "shared_input_linears_dx", "swiglu_linear",
-    "gated_mlp", "gated_mlp_backward", "linear_cross_entropy",
+    "normed_linears", "normed_linears_backward", "feed_forward_block", "feed_forward_block_backward", "linear_cross_entropy",
 }  # fmt: skip
 """Operators that call cuBLAS, whose workspace is allocated at the first one."""
 
@@ -41,16 +43,74 @@ def _embedding_backward(dy: Tensor, indices: Tensor, *rest: Any) -> int:
     return 5 * 8 * indices.numel() if indices.numel() > 3072 else 0
 
 
-MOST_ROWS = 16384  # of kernels/gated_mlp.py: beyond it goes in chunks
+def _softmax_backward(dy: Tensor, *rest: Any) -> int:
+    return dy.numel() * dy.element_size()  # dy * y, before it is summed
+
+
+def _safe_softmax(scores: Tensor, *rest: Any) -> int:
+    """The plain softmax, where the scores are -inf, and which rows are so altogether: the result is another tensor."""
+    return scores.numel() * (scores.element_size() + 1) + scores.numel() // max(1, scores.shape[-1])
+
+
+THREADS, VECTOR, WARP, THREADS_OF_SM = 512, 4, 32, 2048
+
+
+def reduction_bytes(reduced: int, kept: int, num_sms: int) -> int:
+    """What a sum over the outer dimensions takes to add up blocks' parts, of (reduced, kept) elements; a bias's gradient is one.
+
+    `gpu_reduce_kernel`'s configuration (ATen/native/cuda/Reduce.cuh): threads of a block cover ``kept`` in vectors of four and split
+    ``reduced`` among them; if each still has 256 values, blocks split it too, until the GPU is full or a thread has 16. The buffer holds
+    fp32 sums of the columns for every such block, times the columns that a block covers.
+    """
+    vector = next(width for width in (VECTOR, 2, 1) if kept % width == 0)
+    threads = THREADS // vector
+    columns, depth = _power_below(kept // vector, threads), _power_below(reduced, threads)
+    width = min(columns, WARP)
+    height = min(depth, threads // width)
+    width = min(columns, threads // height)
+    values = -(-reduced // height) if reduced >= height * 16 or reduced >= 256 else reduced
+    grid = -(-kept // (vector * width))
+    target = num_sms * (THREADS_OF_SM // (width * height))
+    if values < 256 or grid > target or values == reduced:
+        return 0
+    blocks = max(min(-(-target // grid), -(-values // 16)), -(-values // 256))
+    return 4 * kept * blocks * width * vector if blocks > 1 else 0
+
+
+def _power_below(number: int, most: int) -> int:
+    return most if number >= most else 1 << max(0, number.bit_length() - 1)
+
+
+NUM_SMS = 132  # of an H200; smaller GPUs take less
+
+
+def _sum(x: Tensor, dims: Any = None, *rest: Any) -> int:
+    if not dims or x.dim() < 2 or not x.is_contiguous():
+        return 0
+    outer = sorted(dim % x.dim() for dim in dims)
+    if outer != list(range(len(outer))) or len(outer) == x.dim():
+        return 0
+    reduced = x.shape[: len(outer)].numel()
+    return reduction_bytes(reduced, x.numel() // max(1, reduced), NUM_SMS)
 
 
 def _rows(x: Tensor) -> int:
     return x.numel() // max(1, x.shape[-1])
 
 
-def _chunk_rows(x: Tensor) -> int:
+def _normed_input(x: Tensor) -> int:
+    return x.numel() * x.element_size() + 4 * _rows(x)  # and the norm's scale of each row, or a gradient of that size
+
+
+CHUNK_BYTES, ROW_STEP = 128 << 20, 256  # of kernels/feed_forward.py
+
+
+def _feed_forward(x: Tensor, gate: Tensor, inner: int) -> int:
+    """A chunk's normed input and ``inner`` products of the inner width."""
     rows = _rows(x)
-    return -(-rows // max(1, -(-rows // MOST_ROWS)))
+    count = max(1, -(-rows * len(gate) * x.element_size() // CHUNK_BYTES))
+    chunk = min(rows, align_up(-(-rows // count), ROW_STEP))
+    return chunk * ((x.shape[-1] + inner * len(gate)) * x.element_size() + 4)
 
 
 def _head_and_loss(
@@ -74,8 +134,14 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "embedding_dense_backward": _embedding_backward,
-    "gated_mlp": lambda x, gate, up, down, wanted: 2 * _chunk_rows(x) * len(gate) * x.element_size() if wanted else 0,
-    "gated_mlp_backward": lambda dy, x, gate, *rest: 3 * _chunk_rows(x) * len(gate) * x.element_size(),
+    "_softmax_backward_data": _softmax_backward,
+    "_safe_softmax": _safe_softmax,
+    "sum": _sum,
+    "mean": _sum,
+    "normed_linears": lambda x, *rest: _normed_input(x),
+    "normed_linears_backward": lambda dys, x, *rest: _normed_input(x),
+    "feed_forward_block": lambda x, norm, eps, gate, up, down, wanted: _feed_forward(x, gate, 2) if wanted else 0,
+    "feed_forward_block_backward": lambda dy, x, norm, eps, gate, *rest: _feed_forward(x, gate, 3),
     "swiglu_linear": lambda gate, up, weight, wanted: gate.numel() * gate.element_size() if wanted else 0,
     "linear_cross_entropy": _head_and_loss,
 }
