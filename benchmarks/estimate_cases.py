@@ -150,10 +150,4 @@ def boundary_cases(cases: list[Case], count: int) -> list[Case]:
         Case(903, "vit", (1024, 12, 16), "adamw-fused", "bf16", False, "sdpa", 0, 0, card_bytes=CARDS[0]),
     ][: max(0, count)]
     plain = [case for case in cases if not case.stack and not case.attention.startswith("flex")]
-    wanted = count - len(cards)
-    step = max(1, len(plain) // max(1, wanted))
-    # A stride that is no multiple of the number of families, so that all kinds come up.
-    picked = [
-        plain[(index * (step + 1 if step % len(FAMILIES) == 0 else step)) % len(plain)] for index in range(wanted)
-    ]
-    return cards + list(dict.fromkeys(picked))
+    return cards + random.Random(0).sample(plain, min(len(plain), max(0, count - len(cards))))

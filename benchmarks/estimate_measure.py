@@ -21,14 +21,16 @@ from vblackwell.units import GiB, MiB
 
 HISTORY = 400_000  # allocations and frees that are kept of a case
 TIMED_STEPS, WARM_STEPS = 7, 3
-BOUNDARY_SHARE = 0.002  # to which the real boundary is searched, of what is reserved without a cap
+BOUNDARY_SHARE = 0.004  # to which the real boundary is searched, of what is reserved without a cap
+BOUNDARY_SECONDS = 25.0  # then what is known of it has to do
 
 
 def _use_segments(case: Case) -> None:
-    if case.expandable:
-        setting = "expandable_segments:True"
-        os.environ["PYTORCH_ALLOC_CONF"] = setting
-        torch.cuda.memory._set_allocator_settings(setting)
+    """As the case says, whatever the environment does."""
+    setting = f"expandable_segments:{case.expandable}"
+    os.environ["PYTORCH_ALLOC_CONF"] = setting
+    os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
+    torch.cuda.memory._set_allocator_settings(setting)
 
 
 def process_bytes() -> int | None:
@@ -97,7 +99,7 @@ def measure(values: dict[str, Any], device: str, timed: bool = False, tracker: b
 
     Returns:
         allocated, reserved, requested (peaks), device (of the process, by the driver), context (device less reserved), retries,
-        sizes (every allocation > 0 and free < 0, in order), step_seconds.
+        blocks (every allocation in order, as its size, and every free, as ~ the number of its allocation), step_seconds.
     """
     case = Case.from_dict(values)
     if tracker:
@@ -122,7 +124,7 @@ def measure(values: dict[str, Any], device: str, timed: bool = False, tracker: b
         "retries": stats["num_alloc_retries"],
         "device": used,
         "context": None if used is None else used - torch.cuda.memory_reserved(),
-        "sizes": _sizes(),
+        "blocks": _blocks(),
         "seconds": time.perf_counter() - began,
     }
     torch.cuda.memory._record_memory_history(enabled=None)
@@ -131,13 +133,14 @@ def measure(values: dict[str, Any], device: str, timed: bool = False, tracker: b
     return found
 
 
-def _sizes() -> list[int]:
-    found = []
+def _blocks() -> list[int]:
+    found, numbers, count = [], {}, 0
     for entry in torch.cuda.memory._snapshot()["device_traces"][0]:
         if entry["action"] == "alloc":
+            numbers[entry["addr"]], count = count, count + 1
             found.append(entry["size"])
-        elif entry["action"] == "free_completed":
-            found.append(-entry["size"])
+        elif entry["action"] == "free_completed" and entry["addr"] in numbers:
+            found.append(~numbers.pop(entry["addr"]))
     return found
 
 
@@ -191,7 +194,8 @@ def boundary(values: dict[str, Any], device: str, claim: int, card: int = 0) -> 
     if card:
         found |= {"card": card, "card_runs": runs(card)}
     step = max(2 * MiB, int(high * BOUNDARY_SHARE))
-    while high - low > step:
+    began = time.monotonic()
+    while high - low > step and time.monotonic() - began < BOUNDARY_SECONDS:
         middle = (low + high) // 2
         low, high = (low, middle) if runs(middle) else (middle, high)
-    return found | {"boundary": high, "left_over": left_over}
+    return found | {"boundary": high, "fails": low, "left_over": left_over}

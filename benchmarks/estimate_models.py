@@ -143,10 +143,11 @@ def _llama_like(
 ) -> Callable[[tuple[int, ...]], dict[str, Any]]:
     def fields(size: tuple[int, ...]) -> dict[str, Any]:
         width, layers, heads = size
+        shared = groups if heads % groups == 0 else 7  # 14 heads, as Qwen2.5-0.5B has them
         return {
             "model_type": model_type, "vocab_size": vocab_size, "hidden_size": width, "num_hidden_layers": layers,
             "intermediate_size": more.get("intermediate_size") or -(-width * 8 // 3 // 64) * 64, "num_attention_heads": heads,
-            "num_key_value_heads": heads // groups, "max_position_embeddings": 4096, "tie_word_embeddings": tied,
+            "num_key_value_heads": heads // shared, "max_position_embeddings": 4096, "tie_word_embeddings": tied,
             **{name: value for name, value in more.items() if name != "intermediate_size"},
         }  # fmt: skip
 

@@ -50,7 +50,7 @@ def memtracker(case: Case) -> int:
         tracker, make = MemTracker(), built.batch("cuda")
         tracker.track_external(model, optimizer)
         with tracker:
-            for _ in range(2):
+            for step in range(2):
                 batch = make()
                 with torch.autocast("cuda", torch.bfloat16, enabled=case.precision == "autocast"):
                     loss = built.loss(model, batch)
@@ -58,5 +58,7 @@ def memtracker(case: Case) -> int:
                 del loss
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
+                if step == 0:
+                    tracker.reset_mod_stats()
     peak: dict[Any, Any] = tracker.get_tracker_snapshot("peak")
     return max(int(each["Total"]) for device, each in peak.items() if device.type == "cuda")
