@@ -153,7 +153,8 @@ def usage(cubin: bytes) -> tuple[int, int]:
 def programs_of(registers: int, warps: int, shared: int, capability: int) -> int:
     """How many programs a multiprocessor holds at a time, by registers (given out in eights) and shared memory (1 KiB is the system's)."""
     return min(
-        (1 << 16) // (-(-registers // 8) * 8 * 32 * warps), (SHARED_BYTES[capability] + 1024) // 1024 // (-(-shared // 1024) + 1)
+        (1 << 16) // (-(-registers // 8) * 8 * 32 * warps),
+        (SHARED_BYTES[capability] + 1024) // 1024 // (-(-shared // 1024) + 1),
     )
 
 
