@@ -177,6 +177,15 @@ class _Paper(NullLevel):
         self.capacity_bytes = capacity_bytes // alignment * alignment
 
 
+def paper_pool(capacities: Sequence[int], device: torch.device | str) -> LevelPool:
+    """Levels that hold nothing: of ``capacities`` bytes, the first on ``device``, then RAM and, if there is a third, a disk."""
+    level0 = torch.device(device)
+    names = (str(level0), "cpu", "ssd")
+    places = (level0, torch.device("cpu"), None)
+    sizes = (512, PAGE, PAGE)
+    return LevelPool([_Paper(*each) for each in zip(capacities, names, places, sizes, strict=False)], LRU())
+
+
 def bytes_by_level(
     model: nn.Module, capacities: Sequence[int], wishes: Wishes, device: torch.device | str = "cpu"
 ) -> dict[str, list[int]]:
@@ -193,11 +202,8 @@ def bytes_by_level(
         As `reserve_streamed`; InsufficientMemory too where optimizer states find no room.
     """
     level0 = torch.device(device)
-    names = (str(level0), "cpu", "ssd")
-    places = (level0, torch.device("cpu"), None)
-    sizes = (512, PAGE, PAGE)
-    levels = [_Paper(*each) for each in zip(capacities, names, places, sizes, strict=False)]
-    pool = LevelPool(list(levels), LRU())
+    pool = paper_pool(capacities, level0)
+    levels = pool.levels
     found = reserve_streamed(model, pool, "plan", wishes)
     trainable = [group for group in found.groups if group.trainable()]
     late = set(found.slice_rows) | {group for group in trainable if group not in found.on_level0}
