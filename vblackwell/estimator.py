@@ -19,14 +19,18 @@ from vblackwell.errors import ConfigurationError, InsufficientMemory, VBError, n
 from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.offload.formats import EXACT
-from vblackwell.offload.groups import find_groups
+from vblackwell.offload.groups import Group, find_groups
 from vblackwell.offload.level0_updates import deferred_groups
 from vblackwell.offload.streamed import CUDA_ACTIVATION_SHARE, CUDA_GROUPS, Wishes, bytes_by_level
+from vblackwell.offload.timing import streamed_times
 from vblackwell.plan.causal_lm import build_causal_lm, language_loss, plain_batches
 from vblackwell.plan.estimate import Batches, MemoryEstimate, estimate_trace, fits, optimizer_named, peak_of
 from vblackwell.plan.gpus import context_bytes
 from vblackwell.plan.known_models import KNOWN_MODELS
+from vblackwell.plan.lanes import LaneTimes
+from vblackwell.plan.rates import Rates
 from vblackwell.plan.trace import Trace, language_batch, on_meta, trace_training
+from vblackwell.plan.work import phase_seconds
 from vblackwell.units import MiB, format_bytes
 
 PRECISIONS = ("fp32", "bf16", "autocast")
@@ -285,6 +289,12 @@ def estimate_offload(run: Run, trace: Trace, gpu_bytes: int, host_bytes: int, di
     return OffloadEstimate(sums[0], sums[1] + late, sums[2], step)
 
 
+def _loaded_bytes(groups: list[Group], level0_bytes: int) -> int:
+    """What the engine lets loaded weights take of level 0 on a GPU."""
+    largest = max((group.num_bytes for group in groups), default=1)
+    return max(1, min(CUDA_GROUPS * largest, int(level0_bytes * (1 - CUDA_ACTIVATION_SHARE))))
+
+
 def _streamed(model: nn.Module, capacities: list[int]) -> tuple[dict[str, list[int]], int]:
     """The engine's own placement as on a GPU, and the bytes of gradients that wait at home for the norm.
 
@@ -292,12 +302,24 @@ def _streamed(model: nn.Module, capacities: list[int]) -> tuple[dict[str, list[i
     """
     groups = [group for group in find_groups(model, None, None, EXACT)[0] if group.trainable()]
     largest = max((group.num_bytes for group in groups), default=1)
-    weights = max(1, min(CUDA_GROUPS * largest, int(capacities[0] * (1 - CUDA_ACTIVATION_SHARE))))
+    weights = _loaded_bytes(groups, capacities[0])
     late = sum(group.num_bytes for group in deferred_groups(groups))
     table = bytes_by_level(model, capacities, Wishes(update="level0", weight_bytes=weights))
     # One gradient is made while the one before leaves: three decoders on an H200 took 3 % more, 2 % less and 7 % more than all this.
     table["leaving"] = [2 * largest] + [0] * (len(capacities) - 1)
     return table, late
+
+
+def streamed_seconds(run: Run, trace: Trace, capacities: list[int], rates: Rates) -> LaneTimes:
+    """One step of ``run`` streaming through levels of ``capacities`` bytes, level 0 first; AdamW where `rates` make it fastest.
+
+    Raises:
+        InsufficientMemory: a level is too small.
+    """
+    model = run.model()
+    groups = [group for group in find_groups(model, None, None, EXACT)[0] if group.trainable()]
+    wishes = Wishes(weight_bytes=_loaded_bytes(groups, capacities[0]))
+    return streamed_times(model, capacities, wishes, phase_seconds(trace.work, rates), rates)
 
 
 def minimum_gpu_bytes(run: Run) -> tuple[int, str]:

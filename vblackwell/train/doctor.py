@@ -25,8 +25,9 @@ from vblackwell.hardware import (
     memory_facts,
     why_no_cuda,
 )
+from vblackwell.train.measured_rates import keep
 from vblackwell.train.precision import has_bf16
-from vblackwell.train.rates import adamw_gparams, cpu_matmul_gflops, disk_gbps, gpu_rates, host_copy_gbps
+from vblackwell.train.rates import adamw_gparams, as_rates, cpu_matmul_gflops, disk_gbps, gpu_rates, host_copy_gbps
 from vblackwell.units import GiB, format_bytes
 
 SLOW_FILE_SYSTEMS = ("9p", "nfs", "cifs", "fuse")
@@ -60,6 +61,8 @@ def examine(disk_path: str, say: Callable[[str], None]) -> dict[str, Any]:
     for number, (what, key, measure) in enumerate(measured, 1):
         say(f"measuring {number}/{len(measured)}: {what}")
         rates[key] = measure()
+    if "gpu" in rates:
+        keep(torch.cuda.get_device_name(0), as_rates(rates["gpu"]))  # vb estimate goes by them
     return {
         "software": {
             "python": platform.python_version(), "torch": torch.__version__, "torch_cuda": torch.version.cuda,

@@ -17,6 +17,7 @@ from vblackwell.estimator import (
 )
 from vblackwell.plan.estimate import P99_BYTES, P99_PERCENT, MemoryEstimate, estimate_trace
 from vblackwell.plan.gpus import KnownGPU, find_gpu
+from vblackwell.train.estimate_speed import Speed, speed_of
 from vblackwell.train.presets import GPT2_VOCAB_SIZE, PRESETS
 from vblackwell.units import MiB, TiB, format_bytes, parse_bytes
 
@@ -57,15 +58,18 @@ def estimate_command(
     ok = None if gpu_bytes is None else run.fits(trace, gpu_bytes)
     largest = None if gpu_bytes is None else 0 if found.state_bytes > gpu_bytes else run.largest_batch(gpu_bytes)
     stack = None
+    host = parse_bytes(host_memory, "--host-memory") if host_memory else PLENTY
+    disk = parse_bytes(disk_memory, "--disk-memory") if disk_memory else 0
     if gpu_bytes is not None and (not ok or host_memory or disk_memory):
-        host = parse_bytes(host_memory, "--host-memory") if host_memory else PLENTY
-        disk = parse_bytes(disk_memory, "--disk-memory") if disk_memory else 0
         stack = estimate_offload(run, trace, gpu_bytes, host, disk)
-    assumptions = _assumptions(run, batch_size, card)
+    speed = None
+    if card is not None and gpu_bytes is not None:
+        speed = speed_of(run, trace, batch_size, card, gpu_bytes, stack, host, disk)
+    assumptions = _assumptions(run, batch_size, card, speed)
     if as_json:
-        print(json.dumps(_report(model, found, ok, largest, stack, gpu_bytes, assumptions), indent=2))
+        print(json.dumps(_report(model, found, ok, largest, stack, gpu_bytes, speed, assumptions), indent=2))
     else:
-        print(_table(model, run, batch_size, found, ok, largest, stack, gpu_bytes, assumptions))
+        print(_table(model, run, batch_size, found, ok, largest, stack, gpu_bytes, speed, assumptions))
     return 0
 
 
@@ -82,27 +86,34 @@ def _card(gpu: str | None, gpu_memory: str | None) -> tuple[KnownGPU | None, int
     return card, num_bytes
 
 
-def _assumptions(run: Run, batch_size: int, card: KnownGPU | None) -> list[str]:
+def _assumptions(run: Run, batch_size: int, card: KnownGPU | None, speed: Speed | None) -> list[str]:
     where = card.name if card else "a GPU"
-    return [
+    context = "measured on an H200" if run.capability[0] == 9 else "assumed from the architecture, not measured"
+    found = [
         f"two training steps of {batch_size} x {run.seq_length} tokens, {run.precision}, torch's {run.optimizer}, gradients set to None",
-        f"{where} of compute capability {run.capability[0]}.{run.capability[1]}; its CUDA context is assumed from the "
-        "architecture, not measured",
-        f"P99 adds {P99_PERCENT} % of what is reserved and {format_bytes(P99_BYTES)} for what is not modelled; not yet checked on a GPU",
+        f"{where} of compute capability {run.capability[0]}.{run.capability[1]}; its CUDA context is {context}",
+        f"P99 adds {P99_PERCENT} % of what is reserved and {format_bytes(P99_BYTES)} for what is not modelled",
     ]
+    if speed is not None:
+        found.append(f"speeds by {speed.rates}; streamed without the host's own time, on an H200 6 % too fast")
+    return found
 
 
 def _report(
     model: str, found: MemoryEstimate, ok: bool | None, largest: int | None, stack: OffloadEstimate | None, gpu_bytes: int | None,
-    assumptions: list[str],
+    speed: Speed | None, assumptions: list[str],
 ) -> dict[str, Any]:  # fmt: skip
     values = found.as_dict()
     parameters = values.pop("parameters")
     plan: dict[str, Any] = {"largest_batch_size": largest}
     if stack is not None:
         plan["offload"] = {"refused": stack.refused} if stack.refused else _levels(stack)
+    if speed is not None:
+        plan["speed"] = speed.as_dict()
+    tokens_per_second = None if speed is None else speed.resident if ok else speed.streamed
     return {
-        "model": model, "parameters": parameters, "bytes": values, "gpu_bytes": gpu_bytes, "fits": ok, "tokens_per_second": None,
+        "model": model, "parameters": parameters, "bytes": values, "gpu_bytes": gpu_bytes, "fits": ok,
+        "tokens_per_second": tokens_per_second,
         "plan": plan, "assumptions": assumptions,
     }  # fmt: skip
 
@@ -113,7 +124,7 @@ def _levels(stack: OffloadEstimate) -> dict[str, int]:
 
 def _table(
     model: str, run: Run, batch_size: int, found: MemoryEstimate, ok: bool | None, largest: int | None, stack: OffloadEstimate | None,
-    gpu_bytes: int | None, assumptions: list[str],
+    gpu_bytes: int | None, speed: Speed | None, assumptions: list[str],
 ) -> str:  # fmt: skip
     values = found.as_dict()
     lines = [
@@ -141,4 +152,8 @@ def _table(
             f"  with an offload stack: {format_bytes(stack.level0)} of level 0 and {format_bytes(stack.step)} of activations and "
             f"workspace on the GPU, {format_bytes(stack.host)} of RAM{disk}"
         )
+    if speed is not None and ok:
+        lines.append(f"  about {speed.resident:,.0f} tokens/s")
+    if speed is not None and speed.streamed is not None:
+        lines.append(f"  about {speed.streamed:,.0f} tokens/s streamed; busiest: {speed.bottleneck}")
     return "\n".join([*lines, "", *(f"  assumes {text}" for text in assumptions)])

@@ -13,12 +13,17 @@ from typing import Any
 import torch
 
 from vblackwell.errors import ConfigurationError, DiskError
+from vblackwell.offload.update_rates import cpu_rate, duplex_rate
+from vblackwell.plan.rates import Rates
 from vblackwell.units import MiB
 
 COPY_BYTES = 256 * MiB
 DISK_BYTES = 128 * MiB
 DISK_PIECE_BYTES = 8 * MiB
 ADAMW_PARAMETERS = 8 * MiB
+BESIDE_BYTES, BESIDE_COPIES = 64 * MiB, 150  # 0.2 s each way at 50 GB/s: longer than what is timed beside them
+ISSUED_LAYERS = 64
+OPERATORS_OF_A_LAYER = 6  # product and ReLU; ReLU's gradient, two products and a sum
 REPEATS = 3
 
 
@@ -85,19 +90,74 @@ def disk_gbps(path: str) -> dict[str, float | str]:
 
 
 def gpu_rates(device: torch.device) -> dict[str, float]:
-    """Links, memory, bf16 matrix product and AdamW of a GPU."""
+    """Links alone and both at once, memory, matrix products, AdamW on it and on the CPU beside copies, and the issue of operators."""
     finish = _finish(device)
     host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     there, also_there = (torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-    size = 8192
-    a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
-    return {
+    found = {
         "host_to_gpu_gbps": COPY_BYTES / seconds_of(lambda: there.copy_(host, non_blocking=True), finish) / 1e9,
         "gpu_to_host_gbps": COPY_BYTES / seconds_of(lambda: host.copy_(there, non_blocking=True), finish) / 1e9,
+        "both_ways_gbps": duplex_rate(device) / 1e9,
         "memory_gbps": 2 * COPY_BYTES / seconds_of(lambda: also_there.copy_(there), finish) / 1e9,
-        "matmul_bf16_tflops": 2 * size**3 / seconds_of(lambda: a @ a, finish) / 1e12,
-        "adamw_gparams": adamw_gparams(device),
     }
+    half = torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+    for name, dtype, size in (("half", half, 8192), ("fp32", torch.float32, 4096)):
+        a = torch.randn(size, size, device=device, dtype=dtype)
+        found[f"matmul_{name}_tflops"] = 2 * size**3 / seconds_of(lambda a=a: a @ a, finish) / 1e12
+    return found | {
+        "adamw_gparams": adamw_gparams(device),
+        "cpu_adamw_beside_copies_gparams": adamw_beside_copies(device) / 1e9,
+        "issue_us": issue_seconds(device) * 1e6,
+    }
+
+
+def adamw_beside_copies(device: torch.device) -> float:
+    """Parameters a second that the offload runtime's AdamW updates on the CPU while the link copies both ways."""
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    there = [torch.empty(BESIDE_BYTES, dtype=torch.uint8, device=device) for _ in streams]
+    here = [torch.empty(BESIDE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in streams]
+    found = [cpu_rate()]  # the first makes threads and memory
+    finish = _finish(device)
+    finish()
+    for _ in range(REPEATS):
+        for _ in range(BESIDE_COPIES):
+            for stream, target, source in zip(streams, (there[0], here[1]), (here[0], there[1]), strict=True):
+                with torch.cuda.stream(stream):
+                    target.copy_(source, non_blocking=True)
+        found.append(cpu_rate())
+        finish()
+    return statistics.median(found[1:])
+
+
+def issue_seconds(device: torch.device) -> float:
+    """What the host takes to issue one operator of a training step, in small layers that leave the device nothing to do."""
+    layers = torch.nn.Sequential(
+        *(part for _ in range(ISSUED_LAYERS) for part in (torch.nn.Linear(64, 64), torch.nn.ReLU()))
+    )
+    layers.to(device)
+    x = torch.zeros(64, 64, device=device)
+
+    def step() -> None:
+        layers(x).sum().backward()
+        layers.zero_grad(set_to_none=True)
+
+    return seconds_of(step, _finish(device)) / (ISSUED_LAYERS * OPERATORS_OF_A_LAYER)
+
+
+def as_rates(gpu: dict[str, float]) -> Rates:
+    """What the simulation of a step takes of `gpu_rates`."""
+    return Rates(
+        matmul_half=gpu["matmul_half_tflops"] * 1e12,
+        matmul_fp32=gpu["matmul_fp32_tflops"] * 1e12,
+        memory=gpu["memory_gbps"] * 1e9,
+        up=gpu["host_to_gpu_gbps"] * 1e9,
+        down=gpu["gpu_to_host_gbps"] * 1e9,
+        up_both=gpu["both_ways_gbps"] * 1e9,
+        down_both=gpu["both_ways_gbps"] * 1e9,
+        cpu_adamw=gpu["cpu_adamw_beside_copies_gparams"] * 1e9,
+        issue_seconds=gpu["issue_us"] / 1e6,
+        source="measured here by vb doctor",
+    )
 
 
 def _finish(device: torch.device) -> Callable[[], None]:
