@@ -152,7 +152,9 @@ class GradientCollector:
             else:
                 self.wait_idle(group)
                 transfer = self._stack.write(self._homes.range(group, claim.landing), leaving.buffer)
-                self._worker.submit(self.home.land, group, leaving.slots, transfer, claim.landing)
+                self._worker.submit(
+                    self.home.land, group, leaving.slots, transfer, claim.landing, group=group.index, arriving=transfer
+                )
                 state.kind_queued = claim.landing
                 self._departures.append(Departure(leaving.reservation, (transfer, *claimed)))
         leaving.buffer = torch.empty(0)
@@ -168,12 +170,23 @@ class GradientCollector:
         claimed = () if reader is None else (reader,)
         if leaving.buffer.device.type == "cpu":  # the arena: the worker reads it where it is
             self._stack.count_link(0, self._homes.range(group, "gradient").level, leaving.buffer.nbytes)
-            state.task = self._worker.submit(self.home.add, group, slots, reservation, claimed, False)
+            state.task = self._worker.submit(
+                self.home.add, group, slots, reservation, claimed, False, group=group.index
+            )
             self._departures.append(Departure(reservation, (state.task, *claimed)))
         else:
             incoming = self._reserve_incoming(group.num_bytes)
             transfer = self._stack.write(incoming, leaving.buffer)
-            state.task = self._worker.submit(self.home.add, group, slots, incoming, (transfer, *claimed), True)
+            state.task = self._worker.submit(
+                self.home.add,
+                group,
+                slots,
+                incoming,
+                (transfer, *claimed),
+                True,
+                group=group.index,
+                arriving=transfer,
+            )
             self._summing.append(state.task)
             self._departures.append(Departure(reservation, (transfer, *claimed)))
 
@@ -256,7 +269,7 @@ class GradientCollector:
         state = self._state[slot.group.index]
         state.slots[slot] = None
         state.kind_queued = _sum_kind(slot.group) if adding else "gradient"
-        self._worker.submit(self.home.note_landed, slot, adding)
+        self._worker.submit(self.home.note_landed, slot, adding, group=slot.group.index)
         self._arrived(slot.group)
 
     def send_slice(
@@ -277,7 +290,9 @@ class GradientCollector:
             buffer.view(slot.dtype).view(rows.shape).copy_(rows)
         self._stack.count_link(0, self._homes.range(slot.group, "gradient").level, rows.nbytes)
         if buffer.device.type == "cpu":
-            task = self._worker.submit(self.home.land_slice, slot, start, len(rows), adding, reservation, None)
+            task = self._worker.submit(
+                self.home.land_slice, slot, start, len(rows), adding, reservation, None, group=slot.group.index
+            )
             self.occupy(slot.group, task)
             self._departures.append(Departure(reservation, (task,)))
         else:
@@ -285,7 +300,9 @@ class GradientCollector:
             landing = incoming.view()
             assert landing is not None
             transfer = start_copy(landing, buffer, pool)
-            task = self._worker.submit(self.home.land_slice, slot, start, len(rows), adding, incoming, transfer)
+            task = self._worker.submit(
+                self.home.land_slice, slot, start, len(rows), adding, incoming, transfer, group=slot.group.index
+            )
             self.occupy(slot.group, task)
             self._summing.append(task)
             self._departures.append(Departure(reservation, (transfer,)))
@@ -335,7 +352,9 @@ class GradientCollector:
             self._state[slot.group.index].slots.pop(slot, None)
             self._state[slot.group.index].level0_norms.pop(slot, None)
         for group in dict.fromkeys(slot.group for slot in slots):
-            self._worker.submit(self.home.forget, group, [slot for slot in slots if slot.group is group])
+            self._worker.submit(
+                self.home.forget, group, [slot for slot in slots if slot.group is group], group=group.index
+            )
 
     def zero(self, slots: list[Slot]) -> None:
         """Make the gradients of ``slots`` zero but keep them (``zero_grad(set_to_none=False)``)."""
@@ -349,7 +368,7 @@ class GradientCollector:
         if factor is not None:
             self._reserve_home(group, adding=True)
             self._state[group.index].kind_queued = _sum_kind(group)
-        self.occupy(group, self._worker.submit(self.home.scale, group, slots, factor))
+        self.occupy(group, self._worker.submit(self.home.scale, group, slots, factor, group=group.index))
 
 
 def _sum_kind(group: Group) -> str:

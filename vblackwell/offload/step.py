@@ -160,7 +160,7 @@ class StepControl:
             and self._forwards >= source.accumulation_steps
             and not gradients.is_measured(group)
         ):
-            self._engine.worker.submit(gradients.home.measure, group)
+            self._engine.worker.submit(gradients.home.measure, group, group=group.index)
         if (self._level0 is None or group not in self._level0) and self._may_anticipate(group):
             self._speculate(group)
 
@@ -251,7 +251,7 @@ class StepControl:
         if speculation.undo is None:
             raise abandoned(group.name, self._engine.name)
         self._updating[group.index] = None
-        self._engine.worker.submit(speculation.undo.put_back, group, self._engine.homes).result()
+        self._engine.worker.submit(speculation.undo.put_back, group, self._engine.homes, group=group.index).result()
         self._engine.weights.revert(group)
         self._drop(speculation)
 
@@ -280,7 +280,7 @@ class StepControl:
         self._engine.gradients.finish_backward()
         for group in self._engine.groups:
             if not self._engine.gradients.is_measured(group):
-                self._engine.worker.submit(self._engine.gradients.home.measure, group)
+                self._engine.worker.submit(self._engine.gradients.home.measure, group, group=group.index)
         self._engine.worker.drain()
 
     def promise(self, wanted: Callable[[Slot], bool], factor: torch.Tensor | None) -> None:
@@ -299,7 +299,7 @@ class StepControl:
             if speculation is not None:
                 if factor is None and same_jobs(speculation.jobs, jobs):
                     del self._speculated[group.index]
-                    self._engine.worker.submit(self._drop, speculation)
+                    self._engine.worker.submit(self._drop, speculation, group=group.index)
                     if speculation.undo is None:
                         self._engine.gradients.consume(group)
                     continue
@@ -330,7 +330,9 @@ class StepControl:
     def _queue(self, group: Group, jobs: list[Job], factor: torch.Tensor | None, undo: Undo | None) -> None:
         self._engine.weights.invalidate(group)
         load = self._engine.weights.last_load(group)
-        task = self._engine.worker.submit(self._update, group, jobs, factor, undo, load)
+        task = self._engine.worker.submit(
+            self._update, group, jobs, factor, undo, load, group=group.index, postponable=True
+        )
         self._updating[group.index] = task
         self._engine.gradients.occupy(group, task)
 

@@ -1,15 +1,25 @@
-"""One background thread a model, for everything that touches gradients and states at home, in order.
+"""One background thread a model, for everything that touches gradients and states at home.
 
-One thread, because order is the cheapest lock there is: a group's gradient arrives, is summed, measured and applied by
-tasks submitted in that order. torch's kernels release the GIL and use all cores inside each task.
+One thread, because order is the cheapest lock there is: a group's gradient arrives, is summed, measured and applied by tasks submitted in
+that order. Tasks of different groups touch nothing in common, and the CPU is best used if they do not wait for each other: updates begin
+with the last groups, whose gradients come first, but the next forward needs the first groups first. So an update is *postponable*: among
+those that could run, the one of the first group runs, and only when nothing else could. Where the CPU is behind at the end of
+backward it then still has the whole forward for the last groups. A task without a group keeps its place behind all that was
+submitted before it, and before all that comes later.
+
+torch's kernels release the GIL and use all cores inside each task.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Any
+
+from vblackwell.memory.level import Transfer
 
 _delay: Callable[[], None] | None = None
 
@@ -20,32 +30,91 @@ def set_worker_delay(delay: Callable[[], None] | None) -> None:
     _delay = delay
 
 
+@dataclass(eq=False)
+class _Task:
+    work: Callable[..., Any]
+    args: tuple[Any, ...]
+    group: int | None
+    postponable: bool
+    arriving: Transfer | None
+    future: Future[Any]
+
+
 class Worker:
-    """Runs tasks in the order of submission. The first failure is raised at the next `submit` or `drain`, once."""
+    """Runs tasks in a thread of its own. The first failure is raised at the next `submit` or `drain`, once."""
 
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"vblackwell-{name}")
-        self._last: Future[Any] | None = None
+        self._lock = threading.Lock()
+        self._waiting: deque[_Task] = deque()  # as many as the pool has calls of `_run_next` to come
+        self._unfinished: deque[Future[Any]] = deque()
         self._failure: BaseException | None = None
 
-    def submit(self, task: Callable[..., Any], *args: Any) -> Future[Any]:
-        self._raise_failure()
-        self._last = self._pool.submit(self._run, task, *args)
-        return self._last
+    def submit(
+        self,
+        work: Callable[..., Any],
+        *args: Any,
+        group: int | None = None,
+        postponable: bool = False,
+        arriving: Transfer | None = None,
+    ) -> Future[Any]:
+        """Run ``work(*args)``.
 
-    def _run(self, task: Callable[..., Any], *args: Any) -> Any:
-        if _delay is not None:
-            _delay()
+        Args:
+            group: the number of the group, in the order of the forward, to whose ranges it keeps: behind that group's earlier tasks. None:
+                behind all earlier tasks.
+            postponable: other groups' tasks may go first.
+            arriving: what it waits for; until then tasks that need not wait go first.
+        """
+        self._raise_failure()
+        task = _Task(work, args, group, postponable, arriving, Future())
+        with self._lock:
+            self._waiting.append(task)
+            while self._unfinished and self._unfinished[0].done():
+                self._unfinished.popleft()
+            self._unfinished.append(task.future)
+        self._pool.submit(self._run_next)
+        return task.future
+
+    def _run_next(self) -> None:
+        with self._lock:
+            task = self._choose()
+            self._waiting.remove(task)
+        task.future.set_running_or_notify_cancel()
         try:
-            return task(*args)
+            if _delay is not None:
+                _delay()
+            result = task.work(*task.args)
         except BaseException as failure:
             self._failure = self._failure or failure
-            raise
+            task.future.set_exception(failure)
+        else:
+            task.future.set_result(result)
+
+    def _choose(self) -> _Task:
+        """The oldest task that need not wait; else the postponable one of the first group; else the oldest."""
+        seen: set[int] = set()
+        postponed: _Task | None = None
+        for task in self._waiting:
+            if task.group is None:
+                if task is self._waiting[0]:
+                    return task
+                break
+            if task.group in seen:
+                continue
+            seen.add(task.group)
+            if task.postponable:
+                if postponed is None or task.group < (postponed.group or 0):
+                    postponed = task
+            elif task.arriving is None or task.arriving.done():
+                return task
+        return postponed or self._waiting[0]
 
     def drain(self) -> None:
         """Wait until everything submitted so far is done; raise the first failure."""
-        if self._last is not None:
-            self._last.exception()
+        with self._lock:
+            unfinished = list(self._unfinished)
+        wait(unfinished)
         self._raise_failure()
 
     def _raise_failure(self) -> None:

@@ -1,0 +1,111 @@
+"""The order in which a model's worker runs its tasks."""
+
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vblackwell.memory.level import Transfer
+from vblackwell.offload.worker import Worker
+
+
+class Arriving(Transfer):
+    """A transfer that is over when the test says so."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+    def wait(self) -> None:
+        self.event.wait(10)
+
+    def wait_on(self, stream: Any) -> None:
+        raise NotImplementedError
+
+    def done(self) -> bool:
+        return self.event.is_set()
+
+
+class Held:
+    """A worker whose thread stands still until `go`, so that what is submitted meanwhile can be ordered."""
+
+    def __init__(self) -> None:
+        self.worker, self.ran, self._gate = Worker("test"), [], threading.Event()
+        self.worker.submit(self._gate.wait, 10)
+
+    def submit(self, name: object, **how: Any) -> Future[Any]:
+        return self.worker.submit(self.ran.append, name, **how)
+
+    def go(self) -> list[object]:
+        self._gate.set()
+        self.worker.drain()
+        self.worker.close(lambda: self.ran.append("closed"))
+        assert self.ran.pop() == "closed"
+        return self.ran
+
+
+def test_updates_of_the_first_groups_go_first_and_last_of_all():
+    held = Held()
+    for group in (5, 4, 3):
+        held.submit(f"land {group}", group=group)
+        held.submit(f"update {group}", group=group, postponable=True)
+    held.submit("forget 5", group=5)
+    assert held.go() == ["land 5", "land 4", "land 3", "update 3", "update 4", "update 5", "forget 5"]
+
+
+def test_what_has_not_arrived_lets_others_go_first():
+    held, arriving = Held(), Arriving()
+    held.submit("land 3", group=3, arriving=arriving)
+    held.submit("update 3", group=3, postponable=True)
+    held.submit("update 7", group=7, postponable=True)
+    held.submit("add 2", group=2)
+    held.worker.submit(arriving.event.set, group=9, postponable=True)
+    assert held.go() == ["add 2", "update 7", "land 3", "update 3"]
+
+
+def test_a_task_without_a_group_keeps_its_place():
+    held = Held()
+    held.submit("update 5", group=5, postponable=True)
+    held.submit("all")
+    held.submit("update 1", group=1, postponable=True)
+    held.submit("land 0", group=0)
+    assert held.go() == ["update 5", "all", "land 0", "update 1"]
+
+
+def test_a_failure_is_raised_once_and_the_rest_still_runs():
+    held = Held()
+    failing = held.worker.submit([].pop, group=4, postponable=True)
+    behind = held.submit("behind", group=4)
+    with pytest.raises(IndexError):
+        held.go()
+    assert behind.done() and isinstance(failing.exception(), IndexError) and held.ran == ["behind"]
+    held.worker.drain()
+    held.worker.close(lambda: None)
+
+
+TASKS = st.lists(
+    st.tuples(st.one_of(st.none(), st.integers(0, 4)), st.booleans(), st.booleans()), min_size=1, max_size=25
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(tasks=TASKS)
+def test_groups_keep_their_order_and_others_their_place(tasks: list[tuple[int | None, bool, bool]]):
+    """Whatever is postponed or late: nothing is lost, a group keeps its order, and nothing passes a task without a group."""
+    held, arrivals = Held(), []
+    for number, (group, postponable, late) in enumerate(tasks):
+        arriving = Arriving() if late and group is not None else None
+        arrivals += [arriving] if arriving is not None else []
+        held.submit(number, group=group, postponable=postponable and group is not None, arriving=arriving)
+    for arriving in arrivals[::2]:
+        arriving.event.set()
+    ran = held.go()
+    assert sorted(ran) == list(range(len(tasks)))
+    place = {number: at for at, number in enumerate(ran)}
+    for later, (group, _, _) in enumerate(tasks):
+        for earlier in range(later):
+            other = tasks[earlier][0]
+            if group == other or group is None or other is None:
+                assert place[earlier] < place[later]
