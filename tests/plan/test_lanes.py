@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from vblackwell.offload.update_rates import BESIDE_COPIES, share_for
 from vblackwell.plan.lanes import GroupWork, LanePlan, LaneRates, simulate
 from vblackwell.units import GiB
 
@@ -101,10 +102,27 @@ def llama(share: float, weight_gib: float) -> LanePlan:
 
 @pytest.mark.parametrize(
     ("share", "weight_gib", "tokens_per_second", "up_gb"),
-    [(0.0, 1.6, 18_277, 38.2), (0.2, 1.6, 20_581, 32.7), (0.3, 2.2, 22_015, 28.9), (0.35, 2.0, 22_478, 27.7), (0.4, 2.2, 21_218, 26.0)],
+    [(0.0, 1.6, 18_277, 38.2), (0.2, 1.6, 20_581, 32.7), (0.3, 2.2, 22_015, 28.9), (0.35, 2.0, 22_478, 27.7)],
 )  # fmt: skip
 def test_measured_steps(share, weight_gib, tokens_per_second, up_gb):
-    """Bytes come out within 2 %, tokens/s within 8 % and always too high: what the host itself takes between lanes is not simulated."""
+    """Bytes come out within 2 %, tokens/s within 8 % and always too high: what the host itself takes between lanes is not simulated.
+
+    Measured when the CPU took groups as they came, from the last to the first; at 0.4 that cost a tenth, which is why it no longer does.
+    """
     times = simulate(llama(share, weight_gib), H200)
     assert times.up_bytes / 1e9 == pytest.approx(up_gb, rel=0.02)
     assert tokens_per_second < TOKENS / times.step_seconds < 1.08 * tokens_per_second
+
+
+@pytest.mark.parametrize("alone", [1.8e9, 2.2e9, 2.65e9])
+def test_the_measured_share_is_near_the_best(alone):
+    """What `share_for` makes of rates that are measured alone, against the best of a row of shares, simulated."""
+    cpu, weight_gib = BESIDE_COPIES * alone, 2.7
+    rates = replace(H200, cpu=cpu)
+    pass_bytes = 4 - 2 * (weight_gib * GiB - 3 * 2 * BLOCK) / (2 * EDGE + LAYERS * BLOCK)
+    seconds = {
+        share: simulate(llama(share, weight_gib), rates).step_seconds
+        for share in (0.2, 0.25, 0.3, 0.33, 0.36, 0.4, 0.44)
+    }
+    chosen = simulate(llama(share_for(H200.up_both, cpu, pass_bytes), weight_gib), rates).step_seconds
+    assert chosen <= 1.03 * min(seconds.values())

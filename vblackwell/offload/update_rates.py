@@ -6,9 +6,9 @@ to the other. All is done together when
 
     (pass_bytes + (1 - share) * STATE_BYTES) / link = share / cpu
 
-with ``link`` in bytes/s while copies go both ways, and ``cpu`` in parameters/s beside them. The CPU cannot begin before the first
-gradient is there, and must be done before the forward comes by: `OVERLAP` of a step is its. Tokens do not enter: where compute takes longer
-than both, any share does.
+with ``link`` in bytes/s while copies go both ways, of which a step uses `LINK_USE` at best, and ``cpu`` in parameters/s beside them. It
+cannot begin before the first gradient is there, and must be done before the forward comes by: `OVERLAP` of a step is its. A share that is
+too large costs more than one that is too small. Tokens do not enter: where compute takes longer than both, any share does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vblackwell.offload.update_loop import MasterLoop
 from vblackwell.units import MiB
 
 STATE_BYTES, PASS_BYTES = 10, 4  # split bf16 masters, every weight loaded twice
-OVERLAP = 0.85
+LINK_USE, OVERLAP = 0.8, 0.95
 # An update whose memory is shared with copies both ways: 1.9 of 2.65 G parameters/s on the reference machine (docs/log-offload.md).
 BESIDE_COPIES = 0.7
 LEAST_SHARE = 0.02  # less is not worth a thread
@@ -43,6 +43,7 @@ def _rates(device: torch.device) -> tuple[float, float]:
 
 def share_for(link: float, cpu: float, pass_bytes: float = PASS_BYTES) -> float:
     """The share for a ``link`` in bytes/s each way and a ``cpu`` in parameters/s (see the module's text)."""
+    link *= LINK_USE
     share = OVERLAP * (pass_bytes + STATE_BYTES) / link / (STATE_BYTES / link + 1 / cpu)
     return 0.0 if share < LEAST_SHARE else min(round(share, 2), 0.5)
 

@@ -9,7 +9,8 @@ thing at a time. What the runtime does is here as tasks with what they wait for:
 - A group updated on the GPU needs its states, which pass in pieces through a ring: up, update behind the group's backward, down again.
   They come in the order of backward, from the first gradient on, and give way to loads after every piece. Some updates are late: they wait
   for the next forward, with their gradients at home.
-- A group updated at home sends its gradient down; the CPU updates it; its next load waits for that.
+- A group updated at home sends its gradient down; the CPU updates it; its next load waits for that. Of the groups whose gradients are there
+  the CPU takes the first of the forward.
 
 A piece that starts while the other direction works passes at the rate for both directions; while the CPU updates, links are slower.
 Seconds and bytes; the last steps of a few are counted, when the lanes have settled.
@@ -109,6 +110,7 @@ class _Task:
     waits_for: int = 0
     ring: int = 0  # bytes of the ring that it takes
     frees: int = 0  # bytes of the ring that it gives back
+    index: int = 0  # of its group, where the CPU goes by that
     step: int = 0
     then: list[_Task] = field(default_factory=list)
 
@@ -171,7 +173,8 @@ class _Graph:
         if group.at_home or group.deferred:
             gradient = self._down(step, group.parameters * self.plan.gradient).after(backward)
             if group.at_home:
-                self.fresh[index] = self._cpu(step, group.parameters / self.rates.cpu).after(gradient)
+                update = self._cpu(step, group.parameters / self.rates.cpu).after(gradient)
+                self.fresh[index], update.index = update, index
             else:
                 self.late[index] = gradient
             return
@@ -325,7 +328,12 @@ class _Clock:
 
     def _choose(self, lane: str) -> _Task | None:
         if lane in self._queues:
-            return self._queues[lane].popleft() if self._queues[lane] else None
+            waiting = self._queues[lane]
+            if lane == "cpu" and waiting:
+                first = min(waiting, key=lambda task: (task.step, task.index))
+                waiting.remove(first)
+                return first
+            return waiting.popleft() if waiting else None
         ordered = (self.graph.gpu,) if lane == "gpu" else (self.graph.loads, self.graph.states)
         for queue in ordered:
             if queue and not queue[0].waits_for and queue[0].ring <= self.ring:
