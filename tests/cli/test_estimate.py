@@ -47,6 +47,14 @@ def test_json_of_a_preset_adds_up(place):
     assert found["fits"] is True and found["plan"]["largest_batch_size"] > 2 and found["assumptions"]
 
 
+def test_a_known_card_says_how_fast(place):
+    """Resident where it fits, and streamed where a stack is asked for."""
+    found = json.loads(place.vb("estimate", "tiny", "--gpu", "H200", "--host-memory", "8GiB", "--json", *QUICK).stdout)
+    speed = found["plan"]["speed"]
+    assert found["fits"] and found["tokens_per_second"] == speed["resident"] > speed["streamed"] > 0
+    assert speed["rates"] == "data sheet of H200" and any(speed["rates"] in line for line in found["assumptions"])
+
+
 def test_a_folder_and_its_config_are_the_same_model(place):
     folder = place.folder / "model"
     folder.mkdir()

@@ -70,7 +70,8 @@ def _plan(model: nn.Module, found: Streamed, seconds: Mapping[str, float], input
             parts = seconds.get("loss", 0.0), seconds.get("loss_backward", 0.0)
         else:
             parts = tuple(seconds.get(phase, 0.0) * count / body for phase in ("forward", "backward"))
-        inputs = input_bytes if count and index != last else 0
+        # Blocks, not the norm behind them.
+        inputs = input_bytes if index != last and count * 10 > max(multiplied) else 0
         works.append(_work(group, parts, inputs, group not in on_level0, group in late))
     states = [passing_bytes(group) / num_elements(group) for group in found.on_level0]
     width = max((slot.dtype.itemsize for group in found.groups for slot in group.slots), default=2)
