@@ -22,7 +22,7 @@ from vblackwell.errors import InsufficientMemory, StaleTensor, VBError
 from vblackwell.memory.entry import USE_COUNT
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.stack import Reservation, VGPUStack
-from vblackwell.offload.groups import Group
+from vblackwell.offload.groups import TRAINED, Group
 from vblackwell.offload.home import Homes
 from vblackwell.offload.loaded import Loaded, PackedView
 from vblackwell.offload.trace import AccessTrace
@@ -58,6 +58,8 @@ class WeightStreamer:
         self._budget_bytes = budget_bytes
         largest = max((group.num_bytes for group in groups), default=1) or 1
         self._prefetch_groups = max(FEWEST_AHEAD, min(MOST_AHEAD, budget_bytes // largest // 2))
+        if any(group.name.endswith(TRAINED) for group in groups):  # a layer is two groups, one of them small
+            self._prefetch_groups *= 2
         self._settle = settle
         self._make_room = make_room
         self._device = stack.level0_device
