@@ -134,7 +134,7 @@ def _train(words: list[str]) -> int:
 
 def _generate(words: list[str]) -> int:
     parser = _parser("generate")
-    parser.add_argument("--model", type=str, required=True, help="Run folder of vb train, or a Hugging Face folder.")
+    parser.add_argument("--model", type=str, required=True, help="Run folder of vb train, Hugging Face folder, or hub id.")
     parser.add_argument("--prompt", type=str, help="Text to continue.")
     parser.add_argument("--prompts", type=str, help="File with a prompt a line; each gets a line of JSON.")
     parser.add_argument("--batch-size", type=int, default=8, help="Prompts of --prompts that are written on at once.")

@@ -14,6 +14,7 @@ from tests.offload.test_lora import rounded_
 from tests.offload.test_round_trip_models import CONFIGS
 from vblackwell.cli import main
 from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.infer import command
 from vblackwell.infer.batch import generate_batch
 from vblackwell.infer.generate import generate
 from vblackwell.infer.sampling import Sampling
@@ -100,7 +101,7 @@ def test_draws_are_those_of_the_seed(folder_of, tokenizer, make_stack):  # noqa:
         generate_batch(model, tokenizer, ["x" * 60, "y"], 8, hot)
 
 
-def test_the_command(folder_of, tmp_path, capsys):
+def test_the_command(folder_of, tmp_path, capsys, monkeypatch):
     folder, file = folder_of("qwen3"), tmp_path / "prompts.txt"
     file.write_text("\n".join(PROMPTS) + "\n\n")
     levels = ["--fast-memory", "128KiB", "--host-memory", "1MiB", "--device", "cpu"]
@@ -111,6 +112,9 @@ def test_the_command(folder_of, tmp_path, capsys):
     assert main([*common, *levels, "--prompt", PROMPTS[0]]) == 0
     assert capsys.readouterr().out.rstrip("\n") == (PROMPTS[0] + lines[0]["text"]).rstrip("\n")
     assert main([*common, "--device", "cpu", "--prompt", PROMPTS[0], "--use-fp4", "--keep", "layers.0"]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(command, "find_folder", {"owner/name": folder}.__getitem__)
+    assert main(["generate", "--model", "owner/name", "--device", "cpu", "--prompt", "a", "--max-new-tokens", "1"]) == 0
     capsys.readouterr()
     for words, part in (
         ([*levels], "--prompt TEXT or --prompts FILE"),

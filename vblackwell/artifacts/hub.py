@@ -30,7 +30,7 @@ def find_folder(model: str | Path, revision: str | None = None) -> Path:
     path = Path(model)
     if path.is_dir():
         return path
-    if isinstance(model, Path) or not _ID.fullmatch(model):
+    if isinstance(model, Path) or not is_hub_id(model):
         raise ConfigurationError(
             f"{model}: no such folder; give a Hugging Face folder with config.json and safetensors, or a hub id owner/name"
         )
@@ -53,6 +53,11 @@ def find_folder(model: str | Path, revision: str | None = None) -> Path:
     if lack is not None:
         raise _not_to_be_had(model, lack)
     return found
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether ``model`` has the form of a hub id, ``owner/name``."""
+    return _ID.fullmatch(model) is not None
 
 
 def _not_to_be_had(model: str, reason: str) -> ConfigurationError:

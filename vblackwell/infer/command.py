@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from vblackwell.artifacts.folder import read_tokenizer
+from vblackwell.artifacts.hub import find_folder, is_hub_id
 from vblackwell.errors import ConfigurationError
 from vblackwell.infer.batch import check_chunk, generate_batch
 from vblackwell.infer.generate import generate
@@ -95,7 +96,7 @@ def generate_command(
     """Prints the prompt and what follows it; checkpoints that were passed over are named on standard error.
 
     Args:
-        model: a run folder of ``vb train``, one of its checkpoints, or a Hugging Face folder.
+        model: a run folder of ``vb train``, one of its checkpoints, a Hugging Face folder, or a hub id.
         prompt: text to continue.
         prompts: a file with one a line instead, for each of which a line of JSON is printed, ``batch_size`` at a time.
         device: where to compute; the others as in ``generate``.
@@ -114,7 +115,8 @@ def generate_command(
         raise ConfigurationError("--fp4-layers and --keep say what --use-fp4 is for: add it, or drop them")
     sampling = Sampling(temperature, top_k, top_p, min_p)
     texts = [prompt] if prompt is not None else _lines(Path(prompts or ""))
-    resolved = resolve_model(Path(model))
+    path = Path(model)
+    resolved = resolve_model(find_folder(model) if not path.exists() and is_hub_id(model) else path)
     for problem in resolved.problems:
         print(f"passed over: {problem}", file=sys.stderr)
     tokenizer = read_tokenizer(resolved.folder)
