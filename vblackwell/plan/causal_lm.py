@@ -81,6 +81,42 @@ def _check_sizes(fields: dict[str, Any], source: str) -> None:
             raise ConfigurationError(f"{source}: {name} is {value}: give a number between 1 and {MOST - 1}")
 
 
+class GroupedOnMeta(torch.autograd.Function):
+    """The bytes of a grouped product of (S, K) rows and (E, K, N) weights in fp32.
+
+    torch's shape rule takes bf16 alone, and the way round it in transformers reads how many rows each expert has, in
+    older releases also in backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """(S, N)."""
+        ctx.save_for_backward(rows, weights)
+        return rows.new_empty(rows.shape[0], weights.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those of the rows and of the weights."""
+        rows, weights = ctx.saved_tensors
+        return torch.empty_like(rows), torch.empty_like(weights)
+
+
+def _grouped(experts: Any) -> Any:
+    plain = experts._grouped_mm
+
+    def grouped(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        if input.dtype == torch.bfloat16:
+            return plain(input, weight, offs)
+        rows = input.to(weight.dtype)
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # checkpointing compares devices of what is saved: meta, as within operators
+            found: Any = GroupedOnMeta.apply(rows, weight)
+        return found
+
+    return grouped
+
+
 @contextmanager
 def plain_batches() -> Iterator[None]:
     """Answer what transformers asks about values, where transformers is in use at all."""
@@ -90,12 +126,8 @@ def plain_batches() -> Iterator[None]:
     masks, experts = (sys.modules.get(f"transformers.{name}") for name in ("masking_utils", "integrations.moe"))
     if masks is not None and hasattr(masks, "find_packed_sequence_indices"):
         patches.append(mock.patch.object(masks, "find_packed_sequence_indices", lambda position_ids: None))
-    if experts is not None and hasattr(experts, "_can_use_grouped_mm"):  # torch's own shape rule takes bf16 alone
-        patches.append(
-            mock.patch.object(
-                experts, "_can_use_grouped_mm", lambda input, *rest, **named: input.dtype == torch.bfloat16
-            )
-        )
+    if experts is not None and hasattr(experts, "_grouped_mm"):
+        patches.append(mock.patch.object(experts, "_grouped_mm", _grouped(experts)))
     for patch in patches:
         patch.start()
     try:
