@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from vblackwell.errors import ConfigurationError, VBError, nearest
 from vblackwell.units import parse_bytes
 
 DEBUG = "--debug"
+# torch's profiler and allocators write lines of their own between ours; read when torch is imported.
+QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = [word for word in words if word != DEBUG]
     if not debug:
         sys.excepthook = _brief
+        for name, level in QUIET.items():
+            os.environ.setdefault(name, level)
     try:
         return _dispatch(words)
     except VBError as error:
@@ -134,7 +139,9 @@ def _train(words: list[str]) -> int:
 
 def _generate(words: list[str]) -> int:
     parser = _parser("generate")
-    parser.add_argument("--model", type=str, required=True, help="Run folder of vb train, Hugging Face folder, or hub id.")
+    parser.add_argument(
+        "--model", type=str, required=True, help="Run folder of vb train, Hugging Face folder, or hub id."
+    )
     parser.add_argument("--prompt", type=str, help="Text to continue.")
     parser.add_argument("--prompts", type=str, help="File with a prompt a line; each gets a line of JSON.")
     parser.add_argument("--batch-size", type=int, default=8, help="Prompts of --prompts that are written on at once.")

@@ -1,7 +1,10 @@
 """``import vblackwell`` is quick, starts no CUDA and loads nothing heavy: people import it in every script."""
 
+import os
 import subprocess
 import sys
+
+from vblackwell import cli
 
 PROGRAM = """
 import sys, time
@@ -22,3 +25,16 @@ def test_lean_import():
     program = "import sys, torch\nBEFORE = set(sys.modules)\n" + PROGRAM
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
+
+
+def test_torchs_own_lines_are_silenced_before_it_is_imported(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # main sets its own
+    for name in cli.QUIET:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")  # somebody's wish
+    assert cli.main(["--version"]) == 0
+    assert os.environ["KINETO_LOG_LEVEL"] == "99" and os.environ["TORCH_CPP_LOG_LEVEL"] == "INFO"
+    monkeypatch.delenv("KINETO_LOG_LEVEL")
+    assert cli.main(["--version", "--debug"]) == 0
+    assert "KINETO_LOG_LEVEL" not in os.environ
+    capsys.readouterr()
