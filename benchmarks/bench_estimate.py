@@ -69,6 +69,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gpu-bytes", type=int, default=110 * GiB, help="that cases abreast may share")
     parser.add_argument("--start", choices=("auto", "fork", "spawn"), default="auto", help="of the cases' processes")
     parser.add_argument("--capability", default="9.0", help="of the GPU that predictions are for")
+    parser.add_argument("--gpu", default="H200", help="whose rates predicted step times go by")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="the same grid with toy sizes, for machines without a GPU")
     parser.add_argument("--folder", type=Path, default=Path("."), help="where `all` leaves its files")
@@ -143,7 +144,11 @@ def do_predict(args: argparse.Namespace) -> dict[str, Any]:
     major, minor = map(int, args.capability.split("."))
     bounded = {case.number for case in limits}
     tasks = [
-        Task(case.name, predict, {"case": case, "capability": (major, minor), "with_cap": case.number in bounded})
+        Task(
+            case.name,
+            predict,
+            {"case": case, "capability": (major, minor), "with_cap": case.number in bounded, "gpu": args.gpu},
+        )
         for case in dict.fromkeys([*cases, *limits])
     ]
     pool = Pool(max(1, min(args.jobs * 2, len(os.sched_getaffinity(0)))), time.monotonic() + 3600, 300.0)

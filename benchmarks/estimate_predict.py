@@ -15,8 +15,10 @@ from vblackwell.estimator import PLENTY, Run, Subject, estimate_offload
 from vblackwell.plan.allocator import replay
 from vblackwell.plan.causal_lm import plain_batches
 from vblackwell.plan.estimate import Batches, estimate_trace, fits, optimizer_named
-from vblackwell.plan.gpus import context_bytes
+from vblackwell.plan.gpus import context_bytes, find_gpu
 from vblackwell.plan.trace import Trace, trace_training
+from vblackwell.plan.work import phase_seconds
+from vblackwell.train.measured_rates import rates_of
 from vblackwell.units import MiB
 
 STEP = 2 * MiB  # to which the smallest cap is searched: what the allocator's segments are rounded to
@@ -49,8 +51,8 @@ def smallest_cap(trace: Trace, low: int, high: int, expandable: bool) -> int:
     return high
 
 
-def predict(case: Case, capability: tuple[int, int], with_cap: bool = False) -> dict[str, Any]:
-    """The estimate of ``case`` as JSON values; for a card, of the batch that it chooses first."""
+def predict(case: Case, capability: tuple[int, int], with_cap: bool = False, gpu: str = "H200") -> dict[str, Any]:
+    """The estimate of ``case`` as JSON values; for a card, of the batch that it chooses first. Seconds are for ``gpu``."""
     began = time.perf_counter()
     if case.card_bytes and not case.batch:
         case = replace(case, batch=chosen_batch(case, capability))
@@ -61,6 +63,7 @@ def predict(case: Case, capability: tuple[int, int], with_cap: bool = False) -> 
     else:
         estimate = estimate_trace(trace, capability, case.expandable)
         found |= estimate.as_dict()
+        found["step_seconds"] = sum(phase_seconds(trace.work, rates_of(find_gpu(gpu))).values())
         if with_cap:
             found["smallest_cap"] = smallest_cap(trace, estimate.allocated - STEP, estimate.reserved, case.expandable)
     found |= {"formulas": formulas(trace.num_parameters, case), "seconds": time.perf_counter() - began}
