@@ -1,10 +1,13 @@
 """The order in which a model's worker runs its tasks."""
 
+import gc
 import threading
+import weakref
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,13 +35,14 @@ class Held:
     """A worker whose thread stands still until `go`, so that what is submitted meanwhile can be ordered."""
 
     def __init__(self) -> None:
-        self.worker, self.ran, self._gate = Worker("test"), [], threading.Event()
+        self.worker, self._gate = Worker("test"), threading.Event()
+        self.ran: list[Any] = []
         self.worker.submit(self._gate.wait, 10)
 
     def submit(self, name: object, **how: Any) -> Future[Any]:
         return self.worker.submit(self.ran.append, name, **how)
 
-    def go(self) -> list[object]:
+    def go(self) -> list[Any]:
         self._gate.set()
         self.worker.drain()
         self.worker.close(lambda: self.ran.append("closed"))
@@ -83,6 +87,71 @@ def test_a_failure_is_raised_once_and_the_rest_still_runs():
     assert behind.done() and isinstance(failing.exception(), IndexError) and held.ran == ["behind"]
     held.worker.drain()
     held.worker.close(lambda: None)
+
+
+def test_a_transfer_that_raises_when_asked_is_the_tasks_to_hear_of():
+    held = Held()
+
+    class Broken(Arriving):
+        def done(self) -> bool:
+            raise OSError("the device is lost")
+
+        def wait(self) -> None:
+            self.done()
+
+    broken = Broken()
+    landing = held.worker.submit(broken.wait, group=3, arriving=broken)
+    behind = held.submit("behind", group=3)
+    with pytest.raises(OSError, match="lost"):
+        held.go()
+    assert isinstance(landing.exception(1), OSError) and behind.done()
+
+
+def test_after_the_end_nothing_waits_for_what_will_not_run():
+    held = Held()
+    held.go()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        held.submit("late")
+    held.worker.drain()
+    assert not held.ran
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_an_interrupted_submit_loses_no_other_task(when: str, monkeypatch: pytest.MonkeyPatch):
+    held = Held()
+    held.submit("first", group=1)
+    submit = held.worker._pool.submit
+
+    def interrupted(*args: Any) -> None:
+        if when == "behind":
+            submit(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(held.worker._pool, "submit", interrupted)
+        held.submit("interrupted", group=2)
+    held.submit("last", group=3)
+    assert held.go() == ["first", "last"]
+
+
+def test_what_failed_holds_its_arguments_no_longer_than_its_failure():
+    held, argument = Held(), torch.empty(1)
+    kept = weakref.ref(argument)
+
+    def fail(tensor: torch.Tensor) -> None:
+        raise OSError("no room")
+
+    gc.disable()  # no cycle is to be found by chance
+    try:
+        failing = held.worker.submit(fail, argument, group=1)
+        del argument
+        with pytest.raises(OSError, match="no room"):
+            held.go()
+        held.worker.drain()
+        del failing, held
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 TASKS = st.lists(

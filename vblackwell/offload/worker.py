@@ -46,8 +46,8 @@ class Worker:
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"vblackwell-{name}")
         self._lock = threading.Lock()
-        self._waiting: deque[_Task] = deque()  # as many as the pool has calls of `_run_next` to come
-        self._unfinished: deque[Future[Any]] = deque()
+        self._waiting: deque[_Task] = deque()  # at most as many as the pool has calls of `_run_next` to come
+        self._running: Future[Any] | None = None
         self._failure: BaseException | None = None
 
     def submit(
@@ -69,17 +69,17 @@ class Worker:
         self._raise_failure()
         task = _Task(work, args, group, postponable, arriving, Future())
         with self._lock:
+            self._pool.submit(self._run_next)  # first: where this raises, or is interrupted, nothing waits in vain
             self._waiting.append(task)
-            while self._unfinished and self._unfinished[0].done():
-                self._unfinished.popleft()
-            self._unfinished.append(task.future)
-        self._pool.submit(self._run_next)
         return task.future
 
     def _run_next(self) -> None:
         with self._lock:
+            if not self._waiting:  # an interrupt came between the call and its task
+                return
             task = self._choose()
             self._waiting.remove(task)
+            self._running = task.future
         task.future.set_running_or_notify_cancel()
         try:
             if _delay is not None:
@@ -90,6 +90,9 @@ class Worker:
             task.future.set_exception(failure)
         else:
             task.future.set_result(result)
+        finally:
+            self._running = None
+            del task  # a failure holds this frame, and must not hold itself by it
 
     def _choose(self) -> _Task:
         """The oldest task that need not wait; else the postponable one of the first group; else the oldest."""
@@ -106,21 +109,27 @@ class Worker:
             if task.postponable:
                 if postponed is None or task.group < (postponed.group or 0):
                     postponed = task
-            elif task.arriving is None or task.arriving.done():
+            elif _has_arrived(task):
                 return task
         return postponed or self._waiting[0]
 
     def drain(self) -> None:
         """Wait until everything submitted so far is done; raise the first failure."""
-        with self._lock:
-            unfinished = list(self._unfinished)
-        wait(unfinished)
+        wait(self._unfinished())
         self._raise_failure()
+
+    def _unfinished(self) -> list[Future[Any]]:
+        with self._lock:
+            running = [] if self._running is None else [self._running]
+            return running + [task.future for task in self._waiting]
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
             failure, self._failure = self._failure, None
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure  # as in `_run_next`
 
     def close(self, then: Callable[[], None]) -> None:
         """Finish what was submitted, then run ``then``. Idempotent.
@@ -133,3 +142,11 @@ class Worker:
         else:
             self._pool.shutdown(wait=True)
             then()
+
+
+def _has_arrived(task: _Task) -> bool:
+    """Whether ``task`` need not wait. A transfer that failed is the task's own to hear of: here nobody would, and the task be lost."""
+    try:
+        return task.arriving is None or task.arriving.done()
+    except Exception:
+        return True
