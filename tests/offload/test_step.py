@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -228,8 +231,6 @@ def test_a_final_update_without_its_step_is_an_error(make_stack: MakeStack, upda
 @pytest.fixture
 def delays() -> Iterator[Callable[..., None]]:
     """Random waits in every copy thread and in the worker, reproducible in distribution, not in order: that is the point."""
-    import threading
-
     pause = threading.Event()
     chance = random.Random(0)
 
@@ -288,6 +289,43 @@ def test_two_threads_give_the_same_bits(make_stack: MakeStack):
             optimizer.step()
             optimizer.zero_grad()
         assert ours.grad_norm == norm.item()
+    assert equal(model, plain)
+
+
+@pytest.mark.parametrize("anticipated", [False, True])
+def test_an_interrupted_wait_is_waited_for_again(anticipated: bool, make_stack: MakeStack):
+    """Ctrl-C while the forward waits for an update, or for its way back: who needs the group next must wait as well."""
+    plain, model = build(MLP), build(MLP)
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0), update="home")
+    ours = VGPUAdamW(model.parameters(), update_in_backward=anticipated)
+    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
+    reached, interrupted = threading.Event(), threading.Event()
+
+    def delay() -> None:
+        reached.wait(10)
+        if not interrupted.is_set():
+            time.sleep(0.05)  # until the main thread waits; should it not yet, the interrupt comes a little earlier
+            interrupted.set()
+            signal.pthread_kill(
+                threading.main_thread().ident, signal.SIGINT
+            )  # wakes it, unlike `_thread.interrupt_main`
+        time.sleep(0.02)
+
+    set_worker_delay(delay)
+    try:
+        for module, optimizer in ((plain, theirs), (model, ours)):
+            MLP.loss(module, 0).backward()
+            if not anticipated:
+                optimizer.step()
+        with pytest.raises(KeyboardInterrupt):
+            reached.set()
+            MLP.loss(model, 1)
+            interrupted.wait(10)
+        assert MLP.loss(model, 1).item() == MLP.loss(plain, 1).item()
+    finally:
+        reached.set()
+        interrupted.set()
+        set_worker_delay(None)
     assert equal(model, plain)
 
 

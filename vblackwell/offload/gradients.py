@@ -216,6 +216,7 @@ class GradientCollector:
         """Return when the worker is done with the group's range at home: a copy into it goes past the worker's order."""
         task, state = self._state[group.index].task, self._state[group.index]
         if task is not None:
+            task.exception()  # an interrupt leaves it to be waited for by the next copy
             state.task = None
             task.result()
 

@@ -25,6 +25,7 @@ from vblackwell.memory.stack import Reservation
 from vblackwell.offload.departure import Claim, Leaving
 from vblackwell.offload.groups import Group, Slot
 from vblackwell.offload.level0_updates import Level0Updates, abandoned, same_jobs
+from vblackwell.offload.uninterrupted import uninterrupted
 from vblackwell.offload.update import Hyper, Job, Undo, Updater
 
 if TYPE_CHECKING:
@@ -187,6 +188,7 @@ class StepControl:
     def _wait(self, group: Group) -> None:
         future = self._updating[group.index]
         if future is not None:
+            future.exception()  # an interrupt leaves it to be waited for by whoever needs the group next
             self._updating[group.index] = None
             future.result()
 
@@ -216,12 +218,13 @@ class StepControl:
             undo = Undo(jobs, kept)
         self._wait(group)
         speculation = Speculation(jobs, undo, memory)
-        try:
-            self._queue(group, jobs, None, undo)
-        except BaseException:
-            self._drop(speculation)
-            raise
-        self._speculated[group.index] = speculation
+        with uninterrupted():
+            try:
+                self._queue(group, jobs, None, undo)
+            except BaseException:
+                self._drop(speculation)
+                raise
+            self._speculated[group.index] = speculation
 
     def _undo_memory(self, group: Group) -> Reservation | None:
         homes = self._engine.homes
@@ -247,13 +250,25 @@ class StepControl:
             raise abandoned(lost[0].name, self._engine.name)
 
     def _roll_back(self, group: Group) -> None:
-        speculation = self._speculated.pop(group.index)
+        speculation = self._speculated[group.index]
         if speculation.undo is None:
+            del self._speculated[group.index]
             raise abandoned(group.name, self._engine.name)
-        self._updating[group.index] = None
-        self._engine.worker.submit(speculation.undo.put_back, group, self._engine.homes, group=group.index).result()
+        with uninterrupted():
+            self._updating[group.index] = self._engine.worker.submit(
+                self._put_back, group, speculation, group=group.index
+            )
+            del self._speculated[group.index]
+        self._wait(group)
         self._engine.weights.revert(group)
-        self._drop(speculation)
+
+    def _put_back(self, group: Group, speculation: Speculation) -> None:
+        """The worker's part of `_roll_back`."""
+        assert speculation.undo is not None
+        try:
+            speculation.undo.put_back(group, self._engine.homes)
+        finally:
+            self._drop(speculation)
 
     def _drop(self, speculation: Speculation) -> None:
         if speculation.memory is None:
@@ -327,6 +342,7 @@ class StepControl:
         self.rollback()
         self._forwards = 0
 
+    @uninterrupted()
     def _queue(self, group: Group, jobs: list[Job], factor: torch.Tensor | None, undo: Undo | None) -> None:
         self._engine.weights.invalidate(group)
         load = self._engine.weights.last_load(group)
