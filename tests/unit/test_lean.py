@@ -1,4 +1,4 @@
-"""Lean halves of the decoder's blocks: on a GPU only, so here in Triton's interpreter, by pretending that linears on the CPU may be fused."""
+"""Lean halves of the decoder's blocks: on a GPU only, so here in Triton's interpreter, as if linears on the CPU might be fused."""
 
 import copy
 
@@ -64,6 +64,16 @@ def test_modules_with_hooks_are_called(name):
     model.layers[1].get_submodule(name).register_forward_pre_hook(lambda *_: calls.append(name))
     _, counts = trained(model)
     assert len(calls) == 2 and sum(counts.get(half, 0) for half in HALVES) == 8 - 2
+
+
+def test_a_hook_on_attention_sees_a_tensor():
+    model = Decoder(CONFIG, seed=3)
+    model.gradient_checkpointing = True
+    seen = []
+    model.layers[1].self_attn.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    _, counts = trained(model)
+    assert [type(each) for each in seen] == [torch.Tensor] * 2
+    assert tuple(counts.get(name, 0) for name in HALVES) == (4, 2)
 
 
 def test_streamed_as_resident():

@@ -16,7 +16,7 @@ from vblackwell.nn.cache import KVCache
 from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.nn.lean import lean_feed_forward, normed_later
 from vblackwell.nn.normed_input import normed
-from vblackwell.nn.plain_linear import gated_product, linears_of_one_input
+from vblackwell.nn.plain_linear import gated_product, hooked, linears_of_one_input
 
 
 class RMSNorm(nn.RMSNorm):
@@ -80,9 +80,12 @@ class DecoderLayer(nn.Module):
         """
         attention, mlp = self.self_attn, self.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        rows_BSD = normed_later(x_BSD, self.input_layernorm, *projections) if "attention" in lean else None
-        if rows_BSD is None:
-            rows_BSD = normed(x_BSD, self.input_layernorm, *projections)
+        if hooked(attention):  # whoever looks at its input expects a tensor
+            rows_BSD = self.input_layernorm(x_BSD)
+        else:
+            rows_BSD = normed_later(x_BSD, self.input_layernorm, *projections) if "attention" in lean else None
+            if rows_BSD is None:
+                rows_BSD = normed(x_BSD, self.input_layernorm, *projections)
         attended_BSD = attention(rows_BSD, cos_SH, sin_SH, cache, mask_BSS)
         if "feed_forward" in lean:
             linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
