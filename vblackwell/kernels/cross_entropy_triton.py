@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vblackwell.kernels.fused import on_device
+
 BLOCK = 4096
 WARPS = 8
 
@@ -67,10 +69,11 @@ def loss_and_gradient_(
     """Writes the loss of each row, and with ``gradients`` its gradient over the logits; rows of adjacent elements."""
     rows, words = logits_CV.shape
     if rows:
-        _loss_and_gradient[(rows,)](
-            logits_CV, targets_C.contiguous(), loss_C, logits_CV.stride(0), ignore_index, z_loss,
-            WORDS=words, GRADIENTS=gradients, BLOCK=min(BLOCK, triton.next_power_of_2(words)), num_warps=WARPS,
-        )  # fmt: skip
+        with on_device(logits_CV):
+            _loss_and_gradient[(rows,)](
+                logits_CV, targets_C.contiguous(), loss_C, logits_CV.stride(0), ignore_index, z_loss,
+                WORDS=words, GRADIENTS=gradients, BLOCK=min(BLOCK, triton.next_power_of_2(words)), num_warps=WARPS,
+            )  # fmt: skip
 
 
 def scale(x: Tensor, factor: Tensor, out: Tensor | None = None) -> Tensor:
@@ -79,5 +82,6 @@ def scale(x: Tensor, factor: Tensor, out: Tensor | None = None) -> Tensor:
     y = torch.empty_like(x) if out is None else out
     count = x.numel()
     if count:
-        _scale[(triton.cdiv(count, 2048),)](x, factor, y, count, BLOCK=2048, num_warps=4)
+        with on_device(x):
+            _scale[(triton.cdiv(count, 2048),)](x, factor, y, count, BLOCK=2048, num_warps=4)
     return y

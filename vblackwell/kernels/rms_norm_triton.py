@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vblackwell.kernels.fused import on_device
+
 # Partial sums of the weight's gradient: programs for two on each multiprocessor of an H200, whatever the GPU, so that the order of
 # additions is a function of the shape.
 BACKWARD_PROGRAMS = 264
@@ -113,10 +115,11 @@ def forward(x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float) ->
     scale_R = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
         at_once, block, warps = tile_of(width)
-        _forward[(triton.cdiv(rows, at_once),)](
-            x_RD, x_RD if residual is None else residual.contiguous(), weight_D.contiguous(), y, total, scale_R, rows, eps,
-            D=width, HAS_RESIDUAL=residual is not None, ROWS=at_once, BLOCK=block, num_warps=warps,
-        )  # fmt: skip
+        with on_device(y):
+            _forward[(triton.cdiv(rows, at_once),)](
+                x_RD, x_RD if residual is None else residual.contiguous(), weight_D.contiguous(), y, total, scale_R, rows, eps,
+                D=width, HAS_RESIDUAL=residual is not None, ROWS=at_once, BLOCK=block, num_warps=warps,
+            )  # fmt: skip
     return y, total, scale_R
 
 
@@ -138,22 +141,19 @@ def backward(
     row_bytes = (2 if dtotal is None else 3) * at_once * block * x.element_size()
     if rows:
         dy = dy.contiguous()
-        _backward[(programs,)](
-            dy, dy if dtotal is None else dtotal.contiguous(), x.contiguous(), weight_D.contiguous(), scale_R, dx, partial,
-            rows, TILES=tiles_each, D=width, HAS_DTOTAL=dtotal is not None, WITH_WEIGHT=with_weight, ROWS=at_once, BLOCK=block,
-            STAGES=stages_of(row_bytes), num_warps=warps if block <= TILE else 32,
-        )  # fmt: skip
+        with on_device(dx):
+            _backward[(programs,)](
+                dy, dy if dtotal is None else dtotal.contiguous(), x.contiguous(), weight_D.contiguous(), scale_R, dx, partial,
+                rows, TILES=tiles_each, D=width, HAS_DTOTAL=dtotal is not None, WITH_WEIGHT=with_weight, ROWS=at_once, BLOCK=block,
+                STAGES=stages_of(row_bytes), num_warps=warps if block <= TILE else 32,
+            )  # fmt: skip
     if not with_weight:
         return dx, weight_D.new_empty(0)
     dweight_D = torch.zeros_like(weight_D, memory_format=torch.contiguous_format)
     if rows:
-        _sum[(triton.cdiv(width, SUM_COLUMNS),)](
-            partial,
-            dweight_D,
-            programs,
-            D=width,
-            ROWS=triton.next_power_of_2(programs),
-            COLUMNS=SUM_COLUMNS,
-            num_warps=4,
-        )
+        with on_device(dx):
+            _sum[(triton.cdiv(width, SUM_COLUMNS),)](
+                partial, dweight_D, programs,
+                D=width, ROWS=triton.next_power_of_2(programs), COLUMNS=SUM_COLUMNS, num_warps=4,
+            )  # fmt: skip
     return dx, dweight_D

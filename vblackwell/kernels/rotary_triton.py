@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vblackwell.kernels.fused import on_device
 from vblackwell.kernels.rotary import empty_of
 
 # Elements of one half that a program holds at a time.
@@ -74,9 +75,10 @@ def rotate(q_BNSH: Tensor, k_BKSH: Tensor, cos: Tensor, sin: Tensor, inverse: bo
     tables = [
         (table.stride(0) if table.dim() == 3 and table.shape[0] > 1 else 0, table.stride(-2)) for table in (cos, sin)
     ]
-    _rotate[(batch * length,)](
-        q, k, q_out, k_out, cos, sin, length,
-        *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3], *tables[0], *tables[1],
-        N=heads, K=k.shape[1], HALF=width // 2, HEADS=at_once, BLOCK=block, INVERSE=inverse, num_warps=4,
-    )  # fmt: skip
+    with on_device(q):
+        _rotate[(batch * length,)](
+            q, k, q_out, k_out, cos, sin, length,
+            *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3], *tables[0], *tables[1],
+            N=heads, K=k.shape[1], HALF=width // 2, HEADS=at_once, BLOCK=block, INVERSE=inverse, num_warps=4,
+        )  # fmt: skip
     return q_out, k_out

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vblackwell.kernels.fused import on_device
+
 BLOCK = 2048
 WARPS = 4
 
@@ -61,7 +63,8 @@ def forward(gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if out is None else out
     (gate, up), strides, rows, width = _rows(gate, up)
     if rows and width:
-        _forward[(triton.cdiv(width, BLOCK), rows)](gate, up, y, width, *strides, BLOCK=BLOCK, num_warps=WARPS)
+        with on_device(y):
+            _forward[(triton.cdiv(width, BLOCK), rows)](gate, up, y, width, *strides, BLOCK=BLOCK, num_warps=WARPS)
     return y
 
 
@@ -71,9 +74,10 @@ def backward(dy: Tensor, gate: Tensor, up: Tensor, with_product: bool) -> tuple[
     y = torch.empty(gate.shape if with_product else (0,), dtype=gate.dtype, device=gate.device)
     (dy, gate, up), strides, rows, width = _rows(dy, gate, up)
     if rows and width:
-        _backward[(triton.cdiv(width, BLOCK), rows)](
-            dy, gate, up, dgate, dup, y, width, *strides, WITH_PRODUCT=with_product, BLOCK=BLOCK, num_warps=WARPS
-        )
+        with on_device(y):
+            _backward[(triton.cdiv(width, BLOCK), rows)](
+                dy, gate, up, dgate, dup, y, width, *strides, WITH_PRODUCT=with_product, BLOCK=BLOCK, num_warps=WARPS
+            )
     return dgate, dup, y
 
 
@@ -82,6 +86,7 @@ def backward_in_place(dy: Tensor, gate: Tensor, up: Tensor) -> None:
     count = dy.numel()
     if count:
         grid = (triton.cdiv(count, BLOCK), 1)
-        _backward[grid](
-            dy, gate, up, gate, up, dy, count, count, count, count, WITH_PRODUCT=True, BLOCK=BLOCK, num_warps=WARPS
-        )
+        with on_device(dy):
+            _backward[grid](
+                dy, gate, up, gate, up, dy, count, count, count, count, WITH_PRODUCT=True, BLOCK=BLOCK, num_warps=WARPS
+            )

@@ -1,0 +1,76 @@
+"""Fused kernels run on the GPU that holds their tensors, whichever is the current one: Triton itself would take that."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from vblackwell.kernels import cross_entropy_triton, rms_norm_triton, rotary_triton, swiglu_triton
+
+
+def rms_norm(*inputs: Tensor) -> list[Tensor]:
+    x, y = inputs
+    normed, total, scale = rms_norm_triton.forward(x, y, x[0].contiguous(), 1e-5)
+    return [normed, total, *rms_norm_triton.backward(normed, y, total, x[0].contiguous(), scale, True)]
+
+
+def swiglu(*inputs: Tensor) -> list[Tensor]:
+    x, y = inputs
+    found = [swiglu_triton.forward(x, y), *swiglu_triton.backward(x, x, y, True)]
+    in_place = [x.clone(), x.clone(), y.clone()]
+    swiglu_triton.backward_in_place(*in_place)
+    return found + in_place
+
+
+def rotary(*inputs: Tensor) -> list[Tensor]:
+    x, y = inputs
+    tables = x[:4].cos(), x[:4].sin()
+    return list(rotary_triton.rotate(x.view(1, 2, 4, 16), y.view(1, 2, 4, 16), *tables, False))
+
+
+def cross_entropy(*inputs: Tensor) -> list[Tensor]:
+    logits, y = inputs[0].clone(), inputs[1]
+    loss = torch.empty(8, device=logits.device)
+    targets = torch.arange(8, device=logits.device)
+    cross_entropy_triton.loss_and_gradient_(logits, targets, loss, -100, 0.0, True)
+    return [loss, logits, cross_entropy_triton.scale(y, loss[:1])]
+
+
+OPS: list[tuple[Callable[..., list[Tensor]], int]] = [(rms_norm, 3), (swiglu, 3), (rotary, 1), (cross_entropy, 2)]
+
+
+def inputs(device: str) -> list[Tensor]:
+    return [torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)).to(device) for seed in (1, 2)]
+
+
+@pytest.mark.parametrize(("op", "launches"), OPS)
+def test_every_launch_is_on_its_tensors_device(
+    op: Callable[..., list[Tensor]], launches: int, monkeypatch: pytest.MonkeyPatch
+):
+    module = importlib.import_module(f"vblackwell.kernels.{op.__name__}_triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    asked = []
+
+    @contextmanager
+    def on_device(x: Tensor) -> Iterator[None]:
+        asked.append(x.device.type)
+        yield
+
+    monkeypatch.setattr(module, "on_device", on_device)
+    op(*inputs(device))
+    assert asked == [device] * launches
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", [op for op, _ in OPS])
+def test_on_the_second_gpu_while_the_first_is_current(op: Callable[..., list[Tensor]]):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    first, second = op(*inputs("cuda:0")), op(*inputs("cuda:1"))
+    torch.cuda.synchronize(1)
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(first, second, strict=True))
