@@ -26,6 +26,23 @@ def test_halves_of_one_tensor(dtype):
     assert max(errors(lambda both: swiglu(*both.chunk(2, -1)), "swiglu", inputs)) <= TOLERANCE[dtype]
 
 
+def test_more_rows_than_a_grid_takes(monkeypatch):
+    from vblackwell.kernels import swiglu_triton
+
+    monkeypatch.setattr(swiglu_triton, "MOST_ROWS", 3)
+    with poisoned():
+        test_halves_of_one_tensor(torch.float32)
+        gate, up = normal(10, 266).chunk(2, -1)
+        product = swiglu_backward(torch.ones(1, 1, device=DEVICE).expand(10, 133), gate, up, True)[2]
+    assert relative(product, functional.silu(gate.double()) * up) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.gpu
+def test_halves_of_very_many_rows():
+    gate, up = normal(70_000, 32, dtype=torch.bfloat16).chunk(2, -1)
+    assert torch.equal(swiglu(gate, up), swiglu(gate.contiguous(), up.contiguous()))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_full_size(dtype):

@@ -13,6 +13,7 @@ from vblackwell.kernels.fused import on_device
 
 BLOCK = 2048
 WARPS = 4
+MOST_ROWS = 65535  # of one launch: CUDA's limit for the second dimension of a grid
 
 
 @triton.jit
@@ -58,13 +59,24 @@ def _rows(*tensors: Tensor) -> tuple[list[Tensor], list[int], int, int]:
     return flat, [tensor.stride(0) for tensor in flat], flat[0].shape[0], flat[0].shape[1]
 
 
+def _part(start: int, rows: int, *tensors: Tensor) -> tuple[list[Tensor], int]:
+    """At most `MOST_ROWS` rows of each from ``start`` on, and how many."""
+    count = min(MOST_ROWS, rows - start)
+    return list(tensors) if count == rows else [tensor[start : start + count] for tensor in tensors], count
+
+
 def forward(gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
     """``silu(gate) * up``, contiguous: new, or ``out``, which may be a contiguous ``gate`` or ``up`` itself."""
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if out is None else out
     (gate, up), strides, rows, width = _rows(gate, up)
     if rows and width:
+        y_RI = y.view(rows, width)
         with on_device(y):
-            _forward[(triton.cdiv(width, BLOCK), rows)](gate, up, y, width, *strides, BLOCK=BLOCK, num_warps=WARPS)
+            for start in range(0, rows, MOST_ROWS):
+                (gate_RI, up_RI, out_RI), count = _part(start, rows, gate, up, y_RI)
+                _forward[(triton.cdiv(width, BLOCK), count)](
+                    gate_RI, up_RI, out_RI, width, *strides, BLOCK=BLOCK, num_warps=WARPS
+                )
     return y
 
 
@@ -74,10 +86,13 @@ def backward(dy: Tensor, gate: Tensor, up: Tensor, with_product: bool) -> tuple[
     y = torch.empty(gate.shape if with_product else (0,), dtype=gate.dtype, device=gate.device)
     (dy, gate, up), strides, rows, width = _rows(dy, gate, up)
     if rows and width:
+        written = [out.view(rows, width) for out in ((dgate, dup, y) if with_product else (dgate, dup, dgate))]
         with on_device(y):
-            _backward[(triton.cdiv(width, BLOCK), rows)](
-                dy, gate, up, dgate, dup, y, width, *strides, WITH_PRODUCT=with_product, BLOCK=BLOCK, num_warps=WARPS
-            )
+            for start in range(0, rows, MOST_ROWS):
+                parts, count = _part(start, rows, dy, gate, up, *written)
+                _backward[(triton.cdiv(width, BLOCK), count)](
+                    *parts, width, *strides, WITH_PRODUCT=with_product, BLOCK=BLOCK, num_warps=WARPS
+                )
     return dgate, dup, y
 
 
