@@ -43,6 +43,7 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_losses_of_every_format(monkeypatch, tmp_path, corpus, capsys):
     table = tmp_path / "fp4.csv"
     words = words_of("--steps 2 --batch-size 2 --seq-length 16 --eval-every 1 --vocab-size 300 --sequences 8")
