@@ -12,13 +12,14 @@ from torch import nn
 
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build
-from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, StaleTensor, Unsupported
+from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, StaleTensor, StepAbandoned, Unsupported
 from vblackwell.memory.stack import VGPUStack
 from vblackwell.offload.clip import clip_grad_norm_
 from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.linear import VGPUStackLinear
 from vblackwell.offload.optimizer import VGPUAdamW
+from vblackwell.offload.state import export_state
 
 MLP, DECODER, GPT2, T5, VIT = CASES
 LEVEL0 = 128 << 10
@@ -153,8 +154,12 @@ def test_torch_utilities_that_read_grad_say_so(stack: VGPUStack):
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # nothing to clip yet: as in PyTorch
     MLP.loss(model, 0).backward()
     assert all(param.grad is None for param in model.parameters())
-    with pytest.raises(Unsupported, match="clip_grad_norm_"):
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for other in (
+        lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=1.0),
+        lambda: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0),
+    ):
+        with pytest.raises(Unsupported, match="global 2-norm"):
+            other()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.zeros(()))
     with pytest.raises(Unsupported, match="loss_scale"):
@@ -165,17 +170,18 @@ def test_torch_utilities_that_read_grad_say_so(stack: VGPUStack):
         model.head.weight.grad = torch.zeros(7, 48)
 
 
-def test_our_clip_is_torchs(stack: VGPUStack):
+@pytest.mark.parametrize("clip", [clip_grad_norm_, torch.nn.utils.clip_grad_norm_])
+def test_our_clip_is_torchs_and_so_is_torchs(clip, stack: VGPUStack):
     plain = build(MLP)
     model = offloaded(stack, copy.deepcopy(plain))
     for update_in_backward in (False, True):
         ours = VGPUAdamW(model.parameters(), update_in_backward=update_in_backward)
         theirs = torch.optim.AdamW(plain.parameters(), fused=True)
-        for step in range(3):
+        for step, limit in enumerate((0.3, 0.3, 1e3, torch.inf, 0.3)):
             MLP.loss(model, step).backward()
             MLP.loss(plain, step).backward()
-            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
-            assert torch.equal(clip_grad_norm_(model, 0.3), norm) and norm > 0.3
+            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), limit)
+            assert torch.equal(clip(model.parameters(), limit), norm) and norm > 0.3
             for optimizer in (ours, theirs):
                 optimizer.step()
                 optimizer.zero_grad()
@@ -183,6 +189,34 @@ def test_our_clip_is_torchs(stack: VGPUStack):
         release(model)
         plain.load_state_dict(model.state_dict())
         offloaded(stack, model)
+
+
+def test_torchs_clip_is_ours_for_narrow_weights(stack: VGPUStack):
+    models = [
+        enable_vgpu_stack_optimization(build(MLP), stack, name, placement="streamed", compute_dtype=torch.bfloat16)
+        for name in ("ours", "torchs")
+    ]
+    optimizers = [VGPUAdamW(model.parameters()) for model in models]
+    for step in range(2):
+        norms = []
+        for model, clip in zip(models, (clip_grad_norm_, torch.nn.utils.clip_grad_norm_), strict=True):
+            with torch.autocast("cpu", torch.bfloat16):
+                MLP.loss(model, step).backward()
+            norms.append(clip(model.parameters(), 0.05))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(*norms) and norms[0] > 0.05 and norms[0].dtype == torch.float32
+    (ours, torchs) = (dict(export_state(model)) for model in models)
+    assert all(torch.equal(ours[name]["weight"], torchs[name]["weight"]) for name in ours)
+
+
+def test_torchs_clip_of_a_final_update_is_refused(stack: VGPUStack):
+    model = offloaded(stack, build(MLP))
+    VGPUAdamW(model.parameters(), update_in_backward=True, undo=False)
+    MLP.loss(model, 0).backward()
+    with pytest.raises(StepAbandoned):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
 def test_module_zero_grad_forgets(stack: VGPUStack):

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from vblackwell.errors import StaleTensor, Unsupported
+from vblackwell.offload.departed_gradient import departed_gradient
 from vblackwell.offload.groups import Slot
 
 _T: Any = torch.Tensor
@@ -216,11 +217,11 @@ def _plain_copy(param: OffloadedParameter) -> torch.Tensor:
         return param.detach().clone(memory_format=torch.preserve_format)
 
 
-def _read_gradient(param: OffloadedParameter, caller: Any) -> None:
+def _read_gradient(param: OffloadedParameter, caller: Any) -> torch.Tensor | None:
     """``p.grad`` is None while offloaded; torch's own utilities must not mistake that for "no gradient".
 
-    They read ``p.grad`` and do nothing where it is None, which would be silence: so zero_grad does its work here, and
-    clip_grad_norm_, GradScaler and torch's optimizers, told apart by the module that reads, get an error.
+    They read ``p.grad`` and do nothing where it is None, which would be silence: so zero_grad does its work here, clip_grad_norm_ gets
+    something to measure and to scale, and GradScaler and torch's optimizers, told apart by the module that reads, an error.
     """
     slot = param._vb_slot
     if not param._vb_binding.has_gradient(slot):
@@ -230,6 +231,9 @@ def _read_gradient(param: OffloadedParameter, caller: Any) -> None:
         if caller.f_code.co_name == "zero_grad":
             param._vb_binding.clear_gradient(slot)
             return None
+        if module == torch.nn.utils.clip_grad_norm_.__module__:
+            with torch._C.DisableTorchFunctionSubclass():
+                return departed_gradient(cast(Any, param._vb_binding), slot, param.data)
         raise Unsupported(
             f"{module} reads the gradient of {slot.name!r}, which has left level 0 for the optimizer: use VGPUAdamW (its max_grad_norm, "
             "grad_norm and loss_scale), or vblackwell.clip_grad_norm_(model, max_norm), or release(model) first"
