@@ -75,7 +75,7 @@ class Resident:
     def _move_in(self, group: Group) -> None:
         opened = self._opened(group)
         for slot in group.slots:
-            slot.param.data = slot.view(opened["weight"])
+            slot.param.data = _by_itself(slot.view(opened["weight"]))
             attributes(slot.param).update(_vb_resident=self, _vb_place=(slot, opened))
             self._round_gradients(slot)
 
@@ -151,6 +151,13 @@ class Resident:
     def close(self) -> None:
         """Give everything back to the stack. The optimizer's states, if any, stay valid while it holds them."""
         self.finalizer()
+
+
+def _by_itself(view: torch.Tensor) -> torch.Tensor:
+    """The same bytes as a storage of their own: whoever saves safetensors takes views of one storage for tied, and may keep but one."""
+    start, num_bytes = view.storage_offset() * view.itemsize, view.numel() * view.itemsize
+    storage = view.untyped_storage()[start : start + num_bytes]
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())
 
 
 def resident_of(param: torch.Tensor) -> Resident | None:
