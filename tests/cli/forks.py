@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import runpy
 import signal
 import subprocess
 import sys
@@ -62,7 +63,10 @@ class ForkServer:
     def start(
         self, words: list[str], folder: Path, environment: dict[str, str] | None = None, file_bytes: int | None = None
     ) -> Child:
-        """A child that runs ``vb words`` in ``folder``; ``file_bytes`` is the largest file it may write (RLIMIT_FSIZE)."""
+        """A child that runs ``vb words``, or the script that the first word names, in ``folder``.
+
+        ``file_bytes`` is the largest file it may write (RLIMIT_FSIZE).
+        """
         self._end_child()
         assert self._process.stdin is not None and self._process.stdout is not None
         self._count += 1
@@ -102,7 +106,12 @@ def _child(request: dict[str, Any]) -> None:
 
     code = 1  # an error that nobody foresaw
     try:
-        code = main(request["words"])
+        if request["words"][0].endswith(".py"):
+            sys.argv = request["words"]
+            runpy.run_path(sys.argv[0], run_name="__main__")
+            code = 0
+        else:
+            code = main(request["words"])
     except SystemExit as leave:
         code = leave.code
     except BaseException:

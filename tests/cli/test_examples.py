@@ -15,10 +15,12 @@ import transformers
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 
-def run_example(place, name: str) -> str:
-    """What the example prints; it must end well, and be short."""
+def run_example(place, name: str, alone: bool = False) -> str:
+    """What the example prints; it must end well, and be short. ``alone``: not forked, so that Python's own end is met too."""
     path = EXAMPLES / name
     assert len(path.read_text().splitlines()) <= 40
+    if not alone:
+        return place.vb(str(path)).stdout
     result = subprocess.run(
         [sys.executable, str(path)],
         capture_output=True,
@@ -44,7 +46,7 @@ def test_train_own_module(place):
 
 
 def test_finetune_folder(place):
-    first, last = losses_of(run_example(place, "finetune_folder.py"))
+    first, last = losses_of(run_example(place, "finetune_folder.py", alone=True))
     assert last < 0.75 * first
     tuned = transformers.AutoModelForCausalLM.from_pretrained(place.folder / "tiny-qwen3-tuned")
     tokens = torch.arange(96).view(4, 24)
@@ -73,6 +75,26 @@ def test_generate(place):
     (held,) = re.findall(r"level 0 held at most (\d+) bytes", output)
     size = sum(path.stat().st_size for path in (place.folder / "tiny-gpt").glob("*.safetensors"))
     assert 0 < int(held) <= 4 << 20 < size
+
+
+def test_trainer(place):
+    logged = re.findall(r"'loss': '([\d.]+)', 'grad_norm': '([\d.]+)'", run_example(place, "trainer.py"))
+    losses = [float(loss) for loss, _ in logged]
+    assert losses[-1] < 0.75 * losses[0] and max(float(norm) for _, norm in logged) > 1.0
+    (checkpoint,) = (place.folder / "tiny-llama-trained").glob("checkpoint-*")
+    trained = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    tokens = torch.arange(96).view(4, 24)
+    with torch.no_grad():
+        assert float(trained(input_ids=tokens, labels=tokens).loss) < losses[-1] + 0.05  # the mean of all four rows
+
+
+def test_accelerate_loop(place):
+    output = run_example(place, "accelerate_loop.py")
+    first, last = losses_of(output)
+    assert last < 0.75 * first
+    (held,) = re.findall(r"level 0 held at most (\d+) bytes", output)
+    size = (place.folder / "tiny-gpt2-state" / "model.safetensors").stat().st_size
+    assert 0 < int(held) < 0.9 * size
 
 
 def test_every_example_has_a_test():
