@@ -73,8 +73,10 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> boo
     return found.keys() == wanted.keys() and all(same_bits(found[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize("options", [{}, {"update_in_backward": True, "accumulation_steps": 2}, {"share": 6}])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("llama", {}), ("gpt2", {"update_in_backward": True, "accumulation_steps": 2}), ("gpt2", {"share": 6})],
+)
 def test_a_loop_is_that_of_a_plain_model(kind, options, make_stack, tmp_path):
     plain, ours = Run(kind), Run(kind, make_stack, **options)
     found, wanted = ours.train(), plain.train()
@@ -85,8 +87,8 @@ def test_a_loop_is_that_of_a_plain_model(kind, options, make_stack, tmp_path):
     assert same(*(load_file(tmp_path / folder / "model.safetensors") for folder in ("ours", "plain")))
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_saved_state_goes_on_with_and_without_a_stack(kind, make_stack, tmp_path):
+def test_a_saved_state_goes_on_with_and_without_a_stack(make_stack, tmp_path):
+    kind = "gpt2"  # its head is tied, and comes once in a file
     whole = Run(kind)
     wanted = whole.train()
     begun = Run(kind, make_stack)

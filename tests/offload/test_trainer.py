@@ -89,14 +89,14 @@ def test_training_is_that_of_a_plain_trainer(kind, options, trainer, tmp_path):
     assert same(weights(opened), weights(plain.model))
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_run_goes_on_from_either_ones_checkpoint(kind, trainer, tmp_path):
+def test_a_run_goes_on_from_either_ones_checkpoint(trainer, tmp_path):
     """The dropout of GPT-2 draws from the generator that the checkpoint restores."""
+    kind = "gpt2"
     whole = trainer(kind, "whole", PLAIN)
     whole.train()
     first = trainer(kind, "first")
     first.train()
-    for optimizer, begun in ((OURS, "whole"), (OURS, "first"), (PLAIN, "first")):
+    for optimizer, begun in ((OURS, "whole"), (PLAIN, "first")):
         again = trainer(kind, "again", optimizer)
         again.train(resume_from_checkpoint=str(tmp_path / begun / "checkpoint-2"))
         assert history(again)[-4:-1] == history(whole)[-4:-1]
