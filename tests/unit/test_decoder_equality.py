@@ -160,7 +160,9 @@ def test_packed_documents_are_strangers(checkpointing):
     with torch.no_grad():
         packed = model(row, positions_BS=positions)
         apart = torch.cat((model(one[:, :-1]), model(other[:, :-1])), 1)
-    torch.testing.assert_close(packed, apart, rtol=1e-5, atol=1e-6)  # sums over other numbers of keys, some of them zero
+    torch.testing.assert_close(
+        packed, apart, rtol=1e-5, atol=1e-6
+    )  # sums over other numbers of keys, some of them zero
     gradients = []
     for loss in (
         lambda: model(row, targets, positions),
