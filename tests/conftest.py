@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 
 import torch
 
@@ -11,3 +12,7 @@ if not torch.cuda.is_available():
         from tests.interpreter import repair
 
         repair()
+
+# A shell starts what it runs in the background with Ctrl-C ignored, and Python then leaves it so: tests that send it would wait in vain.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
