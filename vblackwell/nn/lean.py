@@ -6,35 +6,16 @@ pass on. Only on CUDA, and only where every module involved is plain: elsewhere 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
 from vblackwell.kernels.feed_forward import feed_forward_block
 from vblackwell.kernels.normed_linears import normed_linears
-from vblackwell.nn.plain_linear import hooked, may_fuse
+from vblackwell.nn.plain_linear import Unnormed, hooked, may_fuse
 
 
-@dataclass(frozen=True, eq=False)
-class NormedLater:
-    """Rows whose norm the linears behind it compute, in place of its output; `linears_of_one_input` takes it.
-
-    Attributes:
-        x: (..., D).
-        norm: over D.
-    """
-
-    x: Tensor
-    norm: nn.RMSNorm
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.x.shape
-
-    @property
-    def device(self) -> torch.device:
-        return self.x.device
+class NormedLater(Unnormed):
+    """Rows whose norm is computed with the linears behind it, and once more in their backward."""
 
     def linears(self, linears: tuple[nn.Module, ...]) -> list[Tensor]:
         """``[linear(norm(x)) for linear in linears]`` as one operation."""

@@ -1,12 +1,10 @@
 """A few rows that are still to be normalised, handed to the packed linears behind the norm, which do it themselves.
 
-What computes several projections of one normalised input (queries, keys and values) takes `Unnormed` in its place and passes it to
+What computes several projections of one normalised input (queries, keys and values) takes `NormedByPacked` in its place and passes it to
 `linears_of_one_input`; nothing else reads it. So a decoded token costs no launch for that norm.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,38 +12,21 @@ from torch import Tensor, nn
 from vblackwell.kernels.fp4_norm import MOST_ROWS, fp4_norm_linear
 from vblackwell.kernels.layout import is_tiled
 from vblackwell.nn.linear import FusedFP4Linear
-from vblackwell.nn.plain_linear import hooked
+from vblackwell.nn.plain_linear import Unnormed, hooked
 
 
-@dataclass(frozen=True, eq=False)
-class Unnormed:
-    """Rows and the RMSNorm that they have not been through.
-
-    Attributes:
-        x: (..., K).
-        norm: over K.
-    """
-
-    x: Tensor
-    norm: nn.RMSNorm
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.x.shape
-
-    @property
-    def device(self) -> torch.device:
-        return self.x.device
+class NormedByPacked(Unnormed):
+    """A few rows whose norm is one kernel with each packed linear behind it."""
 
     def linears(self, linears: tuple[nn.Module, ...]) -> list[Tensor]:
         """``linear(norm(x))`` of each, as one op each."""
         return [norm_linear(self.x, self.norm, linear, None, linear.bias) for linear in linears]  # type: ignore[arg-type]
 
 
-def normed(x: Tensor, norm: nn.RMSNorm, *linears: nn.Module) -> Tensor | Unnormed:
+def normed(x: Tensor, norm: nn.RMSNorm, *linears: nn.Module) -> Tensor | NormedByPacked:
     """``norm(x)`` for the linears, or ``x`` and the norm, where each of them is one kernel with it."""
     plain = not any(hooked(module) for module in (norm, *linears))
-    return Unnormed(x, norm) if plain and all(may_fuse(x, norm, linear) for linear in linears) else norm(x)
+    return NormedByPacked(x, norm) if plain and all(may_fuse(x, norm, linear) for linear in linears) else norm(x)
 
 
 def may_fuse(x: Tensor, norm: nn.RMSNorm | nn.LayerNorm, linear: nn.Module) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -32,19 +33,32 @@ def may_fuse(x: Tensor, *linears: nn.Module) -> bool:
     )
 
 
-class Prepared(Protocol):
-    """What stands for an input that the linears themselves prepare: `normed_input.Unnormed`, `lean.NormedLater`."""
+@dataclass(frozen=True, eq=False)
+class Unnormed(ABC):
+    """Rows and the RMSNorm that they have not been through: for linears that compute the norm themselves.
+
+    Attributes:
+        x: (..., D).
+        norm: over D.
+    """
+
+    x: Tensor
+    norm: nn.RMSNorm
 
     @property
-    def shape(self) -> torch.Size: ...
+    def shape(self) -> torch.Size:
+        return self.x.shape
+
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        return self.x.device
+
+    @abstractmethod
     def linears(self, linears: tuple[nn.Module, ...]) -> list[Tensor]:
-        """The outputs of these."""
-        ...
+        """``[linear(norm(x)) for linear in linears]``."""
 
 
-def linears_of_one_input(x: Tensor | Prepared, *linears: nn.Module) -> list[Tensor]:
+def linears_of_one_input(x: Tensor | Unnormed, *linears: nn.Module) -> list[Tensor]:
     """``[linear(x) for linear in linears]``; on CUDA as one operation whose backward adds the input's gradients up on the way."""
     if not isinstance(x, Tensor):
         return x.linears(linears)
