@@ -70,7 +70,7 @@ def test_every_launch_is_on_its_tensors_device(
 @pytest.mark.parametrize("op", [op for op, _ in OPS])
 def test_on_the_second_gpu_while_the_first_is_current(op: Callable[..., list[Tensor]]):
     if torch.cuda.device_count() < 2:
-        pytest.skip("one GPU")
+        pytest.skip("needs two GPUs")
     first, second = op(*inputs("cuda:0")), op(*inputs("cuda:1"))
     torch.cuda.synchronize(1)
     assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(first, second, strict=True))
