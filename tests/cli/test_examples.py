@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -45,6 +46,19 @@ def test_train_own_module(place):
     assert 0 < int(held) <= 1 << 20
 
 
+def test_train_from_scratch(place):
+    output = run_example(place, "train_from_scratch.py")
+    first, last = losses_of(output)
+    assert last < 0.7 * first and abs(first - math.log(256)) < 0.2, "random weights know nothing of 256 bytes"
+    path = place.folder / "from-scratch" / "model.safetensors"
+    (held,) = re.findall(r"level 0 held at most (\d+) bytes", output)
+    assert 0 < int(held) <= 4 * path.stat().st_size / 8, "weights, gradients and two moments, all fp32"
+    trained = transformers.AutoModelForCausalLM.from_pretrained(path.parent)
+    ids = torch.tensor([list(b"    def decode(self, s):\n        if not isinstance(s, str):\n")])
+    with torch.no_grad():
+        assert float(trained(input_ids=ids, labels=ids).loss) < 0.7 * first
+
+
 def test_finetune_folder(place):
     first, last = losses_of(run_example(place, "finetune_folder.py", alone=True))
     assert last < 0.75 * first
@@ -67,6 +81,25 @@ def test_adapters_over_fp4(place):
         losses = [float(model.eval()(input_ids=tokens, labels=tokens).loss) for model in (merged, adapted)]
     assert losses[0] < last + 0.05, "what was saved is one step further than the last loss that was shown"
     assert abs(losses[1] - losses[0]) < 0.2, "over the unrounded base the adapter does nearly the same"
+
+
+def test_distil(place):
+    output = run_example(place, "distil.py")
+    first, last = losses_of(output)
+    assert last < first / 4
+    teacher, student, before = (
+        transformers.AutoModelForCausalLM.from_pretrained(place.folder / name)
+        for name in ("tiny-teacher", "distilled", "tiny-student")
+    )
+    ids = torch.arange(192).view(8, 24) % 128
+    with torch.no_grad():
+        wanted, got, was = (model(input_ids=ids).logits.log_softmax(-1) for model in (teacher, student, before))
+    left, had = (float((wanted.exp() * (wanted - said)).sum(-1).mean()) for said in (got, was))
+    assert abs(had - first) < 1e-3 and left < last, (
+        "what was saved is one step further than the last loss that was shown"
+    )
+    (held,) = re.findall(r"level 0 held at most (\d+) bytes", output)
+    assert 0 < int(held) < (place.folder / "tiny-student" / "model.safetensors").stat().st_size
 
 
 def test_generate(place):
