@@ -22,6 +22,7 @@ from vblackwell.memory.stack import Reservation, VGPUStack
 from vblackwell.offload.activations import ActivationStore
 from vblackwell.offload.departure import Claim, Leaving
 from vblackwell.offload.formats import of_all
+from vblackwell.offload.frozen import FrozenStreamer
 from vblackwell.offload.gradients import GradientCollector
 from vblackwell.offload.groups import Group, Site, Slot, moment_ranges
 from vblackwell.offload.home import Homes
@@ -76,7 +77,8 @@ class Offload:
         self.budget_bytes = budget_bytes
         self.device = stack.level0_device
         self.worker = Worker(name)
-        self.weights = WeightStreamer(stack, name, groups, homes, budget_bytes, self._settle_loads, self._make_room)
+        streamer = WeightStreamer if any(group.trainable() for group in groups) else FrozenStreamer
+        self.weights = streamer(stack, name, groups, homes, budget_bytes, self._settle_loads, self._make_room)
         self.gradients = GradientCollector(
             stack, groups, homes, self.worker, self._drop_weights, self._departing, self._gradient_arrived
         )

@@ -55,12 +55,19 @@ class AccessTrace:
         position = positions[at] if at < len(positions) else len(self._previous) + positions[0]
         return position - self._cursor
 
-    def upcoming(self, limit: int) -> list[int]:
-        """The next ``limit`` distinct groups of this pass, soonest first. Never looks past the pass: updates lie there."""
+    def expect(self, order: list[int]) -> None:
+        """Predict this for the first pass."""
+        assert not self._current, "nothing was used yet"
+        self._current = order
+        self.begin_pass()
+
+    def upcoming(self, limit: int, *, wrap: bool = False) -> list[int]:
+        """The next ``limit`` distinct groups of this pass, soonest first. With ``wrap`` of the next pass too: updates may lie before it."""
         if self._cursor is None:
             return []
         found: dict[int, None] = {}
-        for index in self._previous[self._cursor :]:
+        coming = self._previous[self._cursor :]
+        for index in coming + self._previous[: self._cursor] if wrap else coming:
             found.setdefault(index)
             if len(found) == limit:
                 break

@@ -1,0 +1,125 @@
+"""Streaming a model that nothing trains: which groups stay, and that a pass moves the others once, in whatever order it goes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of
+from vblackwell.offload.frozen import PLACES, FrozenStreamer, groups_that_stay
+from vblackwell.offload.groups import Group
+from vblackwell.offload.weights import WeightStreamer
+
+LAYERS, WIDTH = 12, 32
+LAYER_BYTES = WIDTH * WIDTH * 4
+
+
+def group_of(index: int, num_bytes: int) -> Group:
+    made = Group(index, f"g{index}")
+    made.append("w", nn.Parameter(torch.empty(num_bytes, dtype=torch.uint8, device="meta"), False), torch.uint8)
+    return made
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+        self.order = list(range(LAYERS))
+
+    def forward(self, x):
+        for index in self.order:
+            x = torch.tanh(self.layers[index](x))
+        return x
+
+
+@pytest.fixture
+def chain(make_stack):
+    """``chain(places)``: a frozen model of which level 0 holds so many layers, a plain copy, and the bytes that a call of it loads."""
+
+    def make(places: int):
+        torch.manual_seed(0)
+        plain, streamed = Chain().requires_grad_(False), Chain().requires_grad_(False)
+        streamed.load_state_dict(plain.state_dict())
+        stack = make_stack(places * LAYER_BYTES)
+        enable_vgpu_stack_optimization(streamed, stack, placement="streamed")
+
+        def loaded_by(model) -> int:
+            def count():
+                return sum(link["bytes"] for link in stack.get_stats()["links"] if link["destination"] == "arena")
+
+            before, x = count(), torch.randn(3, WIDTH)
+            with torch.no_grad():
+                assert torch.equal(model(x), plain(x))
+            return (count() - before) // LAYER_BYTES
+
+        return streamed, plain, loaded_by
+
+    return make
+
+
+@pytest.mark.parametrize("places", [5, 8, LAYERS])
+def test_a_pass_moves_what_does_not_stay_once(places, chain):
+    model, _, loaded_by = chain(places)
+    weights = offload_of(model).weights
+    assert type(weights) is FrozenStreamer
+    loaded_by(model)
+    stays = places if places == LAYERS else places - PLACES
+    assert len(weights.staying) == stays
+    assert [loaded_by(model) for _ in range(4)] == [LAYERS - stays] * 4
+
+
+def test_the_next_pass_is_on_its_way_before_it_begins(chain):
+    model, _, loaded_by = chain(5)
+    loaded_by(model)
+    weights = offload_of(model).weights
+    first = [index for index in range(LAYERS) if index not in weights.staying][: PLACES - 1]
+    assert all(index in weights._loaded for index in first)
+
+
+def test_any_order_is_right_and_is_learned(chain):
+    model, plain, loaded_by = chain(5)
+    back = list(reversed(range(LAYERS)))
+    for order in (list(range(LAYERS)), [3, 1, 1, 7, 0], back, back, back):
+        model.order = plain.order = order
+        last = loaded_by(model)
+    assert last == LAYERS - 2
+
+
+def test_the_budget_may_change(chain):
+    model, _, loaded_by = chain(9)
+    weights = offload_of(model).weights
+    assert [loaded_by(model) for _ in range(2)][1] == LAYERS - 6
+    weights.rebudget(5 * LAYER_BYTES)
+    assert weights.loaded_bytes <= 5 * LAYER_BYTES
+    assert [loaded_by(model) for _ in range(2)][1] == LAYERS - 2
+    weights.rebudget(0)  # never less than a group
+    assert [loaded_by(model) for _ in range(2)][1] == LAYERS
+
+
+def test_a_model_with_something_to_train_keeps_beladys_rule(make_stack):
+    model = Chain().requires_grad_(False)
+    model.layers[3].requires_grad_(True)
+    enable_vgpu_stack_optimization(model, make_stack(9 * LAYER_BYTES), placement="streamed")
+    assert type(offload_of(model).weights) is WeightStreamer
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=20), budget=st.integers(0, 120))
+def test_what_stays_leaves_room_for_what_passes(sizes, budget):
+    groups = [group_of(index, 512 * size) for index, size in enumerate(sizes)]
+    stays = groups_that_stay(groups, 512 * budget)
+    held = sum(group.num_bytes for group in stays) // 512
+    assert len(set(stays)) == len(stays) and held <= budget
+    if sum(sizes) <= budget:
+        assert len(stays) == len(sizes)
+    elif stays:
+        assert held + PLACES * max(sizes) <= budget
+
+
+def test_groups_of_one_size_stay_evenly():
+    groups = [group_of(index, 512) for index in range(12)]
+    chosen = sorted(group.index for group in groups_that_stay(groups, 512 * (PLACES + 4)))
+    assert [later - earlier for earlier, later in zip(chosen, chosen[1:], strict=False)] == [3, 3, 3]
