@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from vblackwell.errors import Unsupported, VBError
 from vblackwell.plan.cuda_on_meta import META, cuda_on_meta
+from vblackwell.plan.meta_answers import Answering, MetaAnswers
 from vblackwell.plan.work import Work, work_of
 from vblackwell.plan.workspace import CUBLAS, workspace_bytes
 
@@ -81,6 +82,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self._alive: dict[int, tuple[int, Any]] = {}
         self._cublas: set[str] = set()
+        self.answers = MetaAnswers()
 
     def enter_phase(self, phase: str) -> None:
         self.phase = phase
@@ -88,7 +90,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
-            out = func(*args, **(kwargs or {}))
+            out = self.answers.call(func, args, kwargs or {})
             if type(out) is Tensor:
                 found = [out] if out.is_meta else []
             else:
@@ -244,7 +246,8 @@ def _record(
         for tensor in [*model.parameters(), *model.buffers()]:
             recorder.see(tensor, "weights")
     optimizer = make_optimizer(model.parameters()) if make_optimizer else None
-    head = _last_module_with_weights(model, make_batch, loss)
+    with Answering(recorder.answers):
+        head = _last_module_with_weights(model, make_batch, loss)
     handle = (
         head.register_forward_pre_hook(lambda module, inputs: _enter_loss(recorder, inputs))
         if head is not None
