@@ -22,6 +22,7 @@ class TrainerState:
         skipped_in_a_row: steps, up to the last one, that were not finite.
         scaler: the loss scaler's state; None where there is none.
         rng: generators, as `capture_rng` returns them.
+        micro_batch: sequences in a forward, less than the settings' where memory did not suffice; None: as the settings say.
     """
 
     step: int = 0
@@ -29,6 +30,7 @@ class TrainerState:
     skipped_in_a_row: int = 0
     scaler: dict[str, Any] | None = None
     rng: dict[str, Any] = field(default_factory=dict)
+    micro_batch: int | None = None
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> TrainerState:
@@ -38,7 +40,8 @@ class TrainerState:
             CorruptData: a key is missing.
         """
         try:
-            return cls(**{name: found[name] for name in cls.__dataclass_fields__})
+            given: dict[str, Any] = {"micro_batch": None} | found  # which older checkpoints do not have
+            return cls(**{name: given[name] for name in cls.__dataclass_fields__})
         except KeyError as error:
             raise CorruptData(f"trainer.json has no {error.args[0]!r}: it was written by another version") from None
 

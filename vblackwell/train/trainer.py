@@ -3,6 +3,10 @@
 The loop knows a model that returns a loss, an optimizer that measures and clips by itself, and a stack that counts bytes;
 where those bytes live is none of its business. It stops only where the state is whole: a step that is interrupted
 half-way is undone (its gradients dropped, data position and generators put back), so a resumed run repeats it bit by bit.
+
+A step for which the GPU's memory does not suffice is undone in the same way and begun again with half the sequences in a forward, at the
+same sequences a step. That stays so, also in a resumed run. Only forward and backward can be undone: once the optimizer has begun to
+change weights, an error is an error.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from vblackwell.errors import VBError
+from vblackwell.errors import InsufficientMemory, VBError
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.dataset import BatchStream, Dataset, evaluation_batches
 from vblackwell.train.levels import Traffic, read_traffic
@@ -86,6 +90,7 @@ class Trainer:
         self._loss = parts.loss or parts.model
         self.total_steps = config.max_steps
         self.step = 0
+        self.micro_batch = config.batch_size  # sequences in a forward
         self._held: dict[str, int] = {}
         self._skipped_in_a_row = 0
         self._progress = progress
@@ -103,6 +108,7 @@ class Trainer:
             skipped_in_a_row=self._skipped_in_a_row,
             scaler=None if scaler is None else scaler.state_dict(),
             rng=capture_rng(self.parts.device),
+            micro_batch=self.micro_batch,
         )
 
     def restore(self, state: TrainerState) -> None:
@@ -112,7 +118,18 @@ class Trainer:
         self._skipped_in_a_row = state.skipped_in_a_row
         if self.parts.scaler is not None and state.scaler is not None:
             self.parts.scaler.load_state_dict(state.scaler)
+        if state.micro_batch is not None:
+            self._take_micro_batches_of(state.micro_batch)
         restore_rng(state.rng, self.parts.device)
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Forwards in a step."""
+        return self.config.batch_size * self.config.accumulation_steps // self.micro_batch
+
+    def _take_micro_batches_of(self, sequences: int) -> None:
+        self.micro_batch = self.parts.stream.batch_size = sequences
+        self.parts.optimizer.accumulation_steps = self.accumulation_steps
 
     # -- the loop --------------------------------------------------------------------------------------------------------
 
@@ -158,9 +175,9 @@ class Trainer:
         learning_rate = parts.schedule.learning_rate(self.step)
         for group in parts.optimizer.param_groups:
             group["lr"] = learning_rate
-        self._held = {}
-        losses = list(self._backward_micro_batches())
-        if len(losses) < self.config.accumulation_steps:
+        while (losses := self._forward_and_backward()) is None:
+            self._begin_again_smaller(start)
+        if len(losses) < self.accumulation_steps:
             parts.optimizer.zero_grad()
             self.restore(start)
             return None
@@ -170,9 +187,32 @@ class Trainer:
         seconds = time.perf_counter() - began
         return self._record(loss, learning_rate, seconds, read_traffic(parts.stack).since(before), skipped)
 
+    def _forward_and_backward(self) -> list[LateScalar] | None:
+        """Every micro-batch's share of the loss; None where memory ran out and fewer sequences at a time may fit."""
+        self._held = {}
+        try:
+            return list(self._backward_micro_batches())
+        except (torch.OutOfMemoryError, InsufficientMemory) as error:
+            if not is_out_of_memory(error) or self.micro_batch == 1:
+                raise
+        return None  # the error is gone here, and with it what its frames held
+
+    def _begin_again_smaller(self, start: TrainerState) -> None:
+        """Undo the begun step, and halve what a forward takes."""
+        parts, before = self.parts, self.micro_batch
+        parts.optimizer.zero_grad()
+        self.restore(start)
+        if parts.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._take_micro_batches_of(half_of(before, before * self.accumulation_steps))
+        self._progress.say(
+            f"step {self.step + 1}: out of memory with {before} sequences in a forward; begun again with {self.micro_batch}, "
+            f"{self.accumulation_steps} forwards a step, the same {self.config.tokens_per_step:,} tokens"
+        )
+
     def _backward_micro_batches(self) -> Iterator[LateScalar]:
         """Forward and backward, yielding each micro-batch's share of the loss; ends early if a stop is wanted."""
-        parts, count = self.parts, self.config.accumulation_steps
+        parts, count = self.parts, self.accumulation_steps
         scale = 1.0 if parts.scaler is None else parts.scaler.scale
         parts.optimizer.loss_scale = scale
         parts.model.train()
@@ -234,7 +274,7 @@ class Trainer:
         """
         parts, wanted, total, seen = self.parts, self.config.eval_sequences, 0.0, 0
         parts.model.eval()
-        batches = evaluation_batches(parts.validation, self.config.batch_size, -(-wanted // self.config.batch_size))
+        batches = evaluation_batches(parts.validation, self.micro_batch, -(-wanted // self.micro_batch))
         for batch in batches:
             if self._stop.wanted:
                 return None
@@ -243,3 +283,13 @@ class Trainer:
             total += float(loss) * used
             seen += used
         return finite_or_none(total / seen)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device's allocator refused, perhaps to a level of the stack that had room by its own books."""
+    return isinstance(error, torch.OutOfMemoryError) or isinstance(error.__cause__, torch.OutOfMemoryError)
+
+
+def half_of(micro_batch: int, sequences: int) -> int:
+    """The most sequences in a forward, at most half of ``micro_batch`` (2 or more), that divide the ``sequences`` of a step."""
+    return next(size for size in range(micro_batch // 2, 0, -1) if sequences % size == 0)
