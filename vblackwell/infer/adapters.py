@@ -72,6 +72,7 @@ def adapted(model: nn.Module) -> Adapted | None:
 def adapt(
     model: nn.Module, weights: Initialize, folder: Path, lora: Lora, *, name: str | None = None, fp4: str | None = None,
     fp4_layers: str = "all", keep: str | None = None, tiled: bool = False, seed: int = 0, values: Path | None = None,
+    device: torch.device | str = "cpu",
 ) -> Initialize:  # fmt: skip
     """Freeze ``model``, which is on the meta device, and put adapters around its linears, in place.
 
@@ -85,6 +86,7 @@ def adapt(
         tiled: packed in the layout of the fused kernels: where level 0 is a GPU.
         seed: of the adapters' first values.
         values: an adapter's folder that has them instead.
+        device: where linears are packed, one at a time; it changes no bit.
 
     Returns:
         What fills the adapted model.
@@ -97,7 +99,7 @@ def adapt(
     config = add_adapters(model, lora, name or str(folder))
     packed = {} if fp4 is None else store_linears(model, fp4_layers, keep, fp4, tiled=tiled)
     _adapted[model] = Adapted(lora, config, packed, fingerprint(folder))
-    return _Filling(model, weights, seed, None if values is None else _fitting(model, values, folder))
+    return _Filling(model, weights, seed, device, None if values is None else _fitting(model, values, folder))
 
 
 def read_lora(folder: Path) -> Lora:
@@ -147,7 +149,8 @@ def _fitting(model: nn.Module, folder: Path, base: Path) -> dict[str, Tensor]:
 
 
 def pack_frozen(
-    model: nn.Module, weights: Initialize, format: str, fp4_layers: str = "all", keep: str | None = None, *, tiled: bool = False
+    model: nn.Module, weights: Initialize, format: str, fp4_layers: str = "all", keep: str | None = None, *, tiled: bool = False,
+    device: torch.device | str = "cpu",
 ) -> Initialize:  # fmt: skip
     """Freeze ``model``, which is on the meta device, and pack its linears, without adapters; arguments as for `adapt`.
 
@@ -156,17 +159,18 @@ def pack_frozen(
     """
     model.requires_grad_(False)
     store_linears(model, fp4_layers, keep, format, tiled=tiled)
-    return _Filling(model, weights, 0)
+    return _Filling(model, weights, 0, device)
 
 
 class _Filling:
     """Fills adapters with their first values, packed linears with what their weights become, all else from the folder."""
 
     def __init__(
-        self, model: nn.Module, weights: Initialize, seed: int, values: dict[str, Tensor] | None = None
+        self, model: nn.Module, weights: Initialize, seed: int, device: torch.device | str,
+        values: dict[str, Tensor] | None = None,
     ) -> None:  # fmt: skip
         self._model, self._values = weakref.ref(model), values
-        self._weights, self._seed = weights, seed
+        self._weights, self._seed, self._device = weights, seed, torch.device(device)
         self._ready: dict[str, Tensor] = {}
 
     def __call__(self, name: str, out: Tensor) -> None:
@@ -185,9 +189,10 @@ class _Filling:
         linear, owner, _ = stored
         if name not in self._ready:  # the first of three parts
             weight_name = base_name(f"{owner}.weight")
-            weight_NK = torch.empty(linear.out_features, linear.in_features)
+            shape, pinned = (linear.out_features, linear.in_features), self._device.type == "cuda"
+            weight_NK = torch.empty(shape, dtype=linear.dtype, pin_memory=pinned)
             self._weights(weight_name, weight_NK)
-            parts = linear.bytes_of(weight_NK, weight_name)
+            parts = linear.bytes_of(weight_NK.to(self._device), weight_name)
             self._ready |= {f"{owner}.{part}": tensor for part, tensor in parts.items()}
         out.copy_(self._ready.pop(name))
 

@@ -87,13 +87,14 @@ def load_causal_lm(
     with FolderWeights(made, folder) as weights:
         weights.load_buffers()
         initialize: Initialize = weights
-        tiled = stack.level0_device.type == "cuda" and fp4 in ("nvfp4", "mxfp4")
+        device = stack.level0_device
+        tiled = device.type == "cuda" and fp4 in ("nvfp4", "mxfp4")
         if lora is None and fp4 is not None:
-            initialize = pack_frozen(made, weights, fp4, fp4_layers, keep, tiled=tiled)
+            initialize = pack_frozen(made, weights, fp4, fp4_layers, keep, tiled=tiled, device=device)
         elif lora is not None:
             initialize = adapt(
                 made, weights, folder, lora, name=str(model), fp4=fp4, fp4_layers=fp4_layers, keep=keep, tiled=tiled, seed=seed,
-                values=None if adapter is None else Path(adapter),
+                values=None if adapter is None else Path(adapter), device=device,
             )  # fmt: skip
             if not trainable:
                 made.requires_grad_(False)

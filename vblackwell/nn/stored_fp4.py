@@ -20,7 +20,9 @@ from vblackwell.nn.fp4_state import place
 from vblackwell.numerics.formats import format_named
 from vblackwell.numerics.fp4 import quantize
 from vblackwell.numerics.packed import PackedTensor
+from vblackwell.units import MiB
 
+PACKING_BYTES = 512 * MiB  # of a GPU, while a weight is packed there
 PARTS = ("weight_codes", "weight_scales", "weight_tensor_scale")
 
 
@@ -33,14 +35,16 @@ class StoredFP4Linear(nn.Module):
         format: of `numerics.formats`.
         tiled: in the layout of the fused kernels, which level 0 on a GPU reads; for nvfp4 and mxfp4.
         device: of the bytes; 'meta' until they are known.
+        dtype: of the weight that is packed.
     """
 
     def __init__(
         self, in_features: int, out_features: int, bias: nn.Parameter | None, format: str = "nvfp4", *, tiled: bool = False,
-        device: torch.device | str = "meta",
+        device: torch.device | str = "meta", dtype: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
         super().__init__()
         self.in_features, self.out_features, self.form = in_features, out_features, format_named(format)
+        self.dtype = dtype
         self.layout = layout.tiled_name(format) if tiled else format
         codes, scales = layout.shapes(self.layout, out_features, in_features)
         kinds = (torch.uint8, torch.uint8) if tiled else (self.form.codes_dtype, self.form.scale_dtype)
@@ -62,13 +66,14 @@ class StoredFP4Linear(nn.Module):
         return fp4_linear(x, codes, scales, tensor_scale, self.bias, self.layout, "none", *shape)
 
     def bytes_of(self, weight_NK: Tensor, name: str) -> dict[str, Tensor]:
-        """The bytes of each part that ``weight_NK``, packed, becomes.
+        """The bytes of each part that ``weight_NK``, packed on its device, becomes: the same on any.
 
         Raises:
             ConfigurationError: the weight has inf or NaN.
             Unsupported: values that the tiled layout cannot hold.
         """
-        placed = place(quantize(weight_NK, self.form.name, "mse", name=name), tiles=layout.is_tiled(self.layout))
+        packed = quantize(weight_NK, self.form.name, "mse", workspace_bytes=PACKING_BYTES, name=name)
+        placed = place(packed, tiles=layout.is_tiled(self.layout))
         tensors = (placed.codes, placed.scales, placed.tensor_scale)
         return {
             part: tensor.contiguous().reshape(-1).view(torch.uint8) for part, tensor in zip(PARTS, tensors, strict=True)
@@ -104,7 +109,8 @@ def store_linears(
         raise ConfigurationError(f"{pattern!r} selects no linear of {type(model).__name__} ({said})")
     for name in chosen:
         linear: Any = model.get_submodule(name)
-        stored = StoredFP4Linear(linear.in_features, linear.out_features, linear.bias, format, tiled=tiled)
+        sizes, dtype = (linear.in_features, linear.out_features), linear.weight.dtype
+        stored = StoredFP4Linear(*sizes, linear.bias, format, tiled=tiled, dtype=dtype)
         replace_module(model, name, linear, stored.train(linear.training))
     return found
 

@@ -138,7 +138,7 @@ def _adapt(
     name = str(given.resolve()) if given.is_dir() else config.model
     fill = adapt(
         model, learner.initialize, source.folder, Lora.parse(config.lora), name=name, fp4="nvfp4" if config.use_fp4 else None,
-        fp4_layers=config.fp4_layers, keep=config.keep, tiled=device.type == "cuda", seed=config.seed,
+        fp4_layers=config.fp4_layers, keep=config.keep, tiled=device.type == "cuda", seed=config.seed, device=device,
     )  # fmt: skip
     made = adapted(model)
     assert made is not None
