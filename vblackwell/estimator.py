@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from vblackwell.artifacts.folder import read_json
-from vblackwell.errors import ConfigurationError, InsufficientMemory, VBError, nearest
+from vblackwell.errors import ConfigurationError, InsufficientMemory, nearest
 from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.offload.formats import EXACT
@@ -23,18 +16,17 @@ from vblackwell.offload.groups import Group, find_groups
 from vblackwell.offload.level0_updates import deferred_groups
 from vblackwell.offload.streamed import CUDA_ACTIVATION_SHARE, CUDA_GROUPS, Wishes, bytes_by_level
 from vblackwell.offload.timing import streamed_times
-from vblackwell.plan.causal_lm import build_causal_lm, language_loss, plain_batches
+from vblackwell.plan.causal_lm import plain_batches
 from vblackwell.plan.estimate import Batches, MemoryEstimate, estimate_trace, fits, optimizer_named, peak_of
 from vblackwell.plan.gpus import context_bytes
-from vblackwell.plan.known_models import KNOWN_MODELS
 from vblackwell.plan.lanes import LaneTimes
 from vblackwell.plan.rates import Rates
-from vblackwell.plan.trace import Trace, language_batch, on_meta, trace_training
+from vblackwell.plan.trace import Trace, language_batch, trace_training
 from vblackwell.plan.work import phase_seconds
+from vblackwell.subject import Subject, check_batch, find_subject, of_decoder
 from vblackwell.units import MiB, format_bytes
 
 PRECISIONS = ("fp32", "bf16", "autocast")
-MOST_TOKENS = 1 << 28
 PLENTY = 1 << 50
 NOT_STATE = ("activations", "logits_and_loss", "workspace")
 
@@ -75,111 +67,6 @@ class ModelConfig:
             vocab_size=self.vocab_size, hidden_size=self.hidden_size, intermediate_size=wide, num_layers=self.num_layers,
             num_heads=self.num_heads, max_position=self.seq_length,
         )  # fmt: skip
-
-
-def check_batch(batch_size: int, seq_length: int) -> None:
-    """Raises ConfigurationError where a batch is empty or beyond any GPU."""
-    for name, value in (("batch size", batch_size), ("sequence length", seq_length)):
-        if value < 1:
-            raise ConfigurationError(f"{name} {value} is not possible: give at least 1")
-    if batch_size * seq_length > MOST_TOKENS:
-        raise ConfigurationError(
-            f"{batch_size} sequences of {seq_length} tokens are {batch_size * seq_length:.3g} tokens in one forward: "
-            f"give at most {MOST_TOKENS}"
-        )
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A model to be estimated: how to build it on meta, its vocabulary, and how its loss is had."""
-
-    name: str
-    build: Callable[[torch.dtype], nn.Module]
-    vocab_size: int
-    loss: Callable[[nn.Module, Any], Tensor]
-
-
-def find_subject(text: str, decoders: dict[str, DecoderConfig], seq_length: int) -> Subject:
-    """What MODEL of ``vb estimate`` means: a preset of ``decoders``, a known name, a folder, a config.json, or ``package.module:factory``.
-
-    Raises:
-        CorruptData: a file that is no JSON object.
-        ConfigurationError: nothing of the sort; a factory that is missing, raises or gives no module.
-    """
-    if text in decoders:
-        return _of_decoder(text, decoders[text])
-    if text in KNOWN_MODELS:
-        return _of_config(KNOWN_MODELS[text], text, seq_length)
-    path = Path(text)
-    if path.is_dir() or path.suffix == ".json":
-        return _of_config(read_json(path / "config.json" if path.is_dir() else path), text, seq_length)
-    if ":" in text:
-        return _of_factory(text)
-    names = [*decoders, *KNOWN_MODELS]
-    raise ConfigurationError(
-        f"model {text!r} is unknown{nearest(text, names)}; give one of {', '.join(names)}, a Hugging Face folder, a config.json, or "
-        "package.module:factory"
-    )
-
-
-def _of_decoder(name: str, config: DecoderConfig) -> Subject:
-    def build(dtype: torch.dtype) -> nn.Module:
-        return Decoder(config, device="meta", dtype=dtype).train()
-
-    return Subject(name, build, config.vocab_size, lambda model, batch: model(batch["input_ids"], batch["labels"]))
-
-
-def _of_config(fields: dict[str, Any], source: str, seq_length: int) -> Subject:
-    limit = fields.get("n_positions")
-    if isinstance(limit, int) and seq_length > limit:
-        raise ConfigurationError(f"{source} learns positions up to {limit}: --seq-length {seq_length} is beyond them")
-    vocab = fields.get("vocab_size")
-    if not isinstance(vocab, int) or not 1 <= vocab < 1 << 31:
-        raise ConfigurationError(f"{source}: vocab_size is {vocab!r}: the field must be a number of at least 1")
-    return Subject(source, partial(build_causal_lm, fields, source), vocab, language_loss)
-
-
-def _of_factory(text: str) -> Subject:
-    """``package.module:factory``, called without arguments; the module's forward takes token numbers and gives logits or a loss."""
-    module_name, _, factory_name = text.partition(":")
-    try:
-        with _working_folder_on_path():
-            factory = getattr(importlib.import_module(module_name), factory_name)
-        with torch.device("meta"):
-            model = factory()
-    except VBError:
-        raise
-    except Exception as error:  # a stranger's code may raise anything
-        words = " ".join(str(error).split())[:200]
-        raise ConfigurationError(f"{text} cannot be built on device 'meta': {type(error).__name__}: {words}") from error
-    if not isinstance(model, nn.Module):
-        raise ConfigurationError(f"{text} gives {type(model).__name__}, not a torch.nn.Module")
-    sizes = [each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)]
-    if not sizes:
-        raise ConfigurationError(
-            f"{text} has no nn.Embedding, so what it takes is not known: use vblackwell.plan.trace.trace_training from Python"
-        )
-    model = on_meta(model).train()
-    return Subject(text, lambda dtype: model.to(dtype), max(sizes), _any_loss)
-
-
-@contextmanager
-def _working_folder_on_path() -> Iterator[None]:
-    """Imports look into the working folder first, as under `python -m`; behind it ``sys.path`` is the list that it was."""
-    before = sys.path
-    sys.path = [str(Path.cwd()), *before]
-    try:
-        yield
-    finally:
-        sys.path = before
-
-
-def _any_loss(model: nn.Module, batch: Any) -> Tensor:
-    out = model(batch["input_ids"])
-    found = getattr(out, "logits", out[0] if isinstance(out, (tuple, list)) else out)
-    if found.dim() == 0:
-        return found
-    return nn.functional.cross_entropy(found.flatten(0, -2), batch["labels"].flatten())
 
 
 @dataclass(frozen=True)
@@ -322,6 +209,15 @@ def streamed_seconds(run: Run, trace: Trace, capacities: list[int], rates: Rates
     return streamed_times(model, capacities, wishes, phase_seconds(trace.work, rates), rates)
 
 
+def streams_on(run: Run, gpu_bytes: int) -> bool:
+    """Whether a GPU of that size holds what streaming this model needs of one at any batch size."""
+    try:
+        _streamed(run.model(), [gpu_bytes - context_bytes(run.capability), PLENTY])
+    except InsufficientMemory:
+        return False
+    return True
+
+
 def minimum_gpu_bytes(run: Run) -> tuple[int, str]:
     """The GPU below which no batch and no setting of ours trains this model, and what sets it: streaming's floor and the context."""
     model, context = run.model(), context_bytes(run.capability)
@@ -365,7 +261,7 @@ class VGPUResourceEstimator:
         return self._run(config, optimizer, precision).largest_batch(int(gpu_memory_mb * MiB))
 
     def _run(self, config: ModelConfig, optimizer: str, precision: str) -> Run:
-        subject = _of_decoder("decoder", config.decoder())
+        subject = of_decoder("decoder", config.decoder())
         return Run(subject, config.seq_length, optimizer, precision, capability=self.capability)
 
 

@@ -6,7 +6,8 @@ import pytest
 
 import vblackwell as vb
 from vblackwell.estimator import Run as TrainingRun
-from vblackwell.estimator import _of_decoder, minimum_gpu_bytes
+from vblackwell.estimator import minimum_gpu_bytes, streams_on
+from vblackwell.subject import of_decoder
 
 SHAPE = {"vocab_size": 1000, "hidden_size": 64, "num_layers": 3, "num_heads": 4, "seq_length": 64}
 
@@ -25,17 +26,17 @@ def test_the_recommended_batch_fits_and_the_next_does_not():
     gpu_mb = 900
     batch = estimator.recommend_batch_size(config, gpu_memory_mb=gpu_mb)
     assert batch > 1
-    run = TrainingRun(_of_decoder("decoder", config.decoder()), config.seq_length)
+    run = TrainingRun(of_decoder("decoder", config.decoder()), config.seq_length)
     assert run.fits(run.trace(batch), gpu_mb << 20) and not run.fits(run.trace(batch + 1), gpu_mb << 20)
     assert estimator.recommend_batch_size(config, gpu_memory_mb=100) == 0
 
 
 def test_below_the_minimum_nothing_streams():
-    run = TrainingRun(_of_decoder("decoder", vb.ModelConfig(**SHAPE).decoder()), 64)
+    run = TrainingRun(of_decoder("decoder", vb.ModelConfig(**SHAPE).decoder()), 64)
     least, why = minimum_gpu_bytes(run)
-    assert (
-        620 << 20 < least < 650 << 20
-    )  # the context that is assumed of capability 8.0, and little else and "CUDA context" in why
+    # The context that is assumed of capability 8.0, and little else.
+    assert 620 << 20 < least < 650 << 20 and "CUDA context" in why
+    assert streams_on(run, least) and not streams_on(run, 620 << 20)
 
 
 def test_refusals():

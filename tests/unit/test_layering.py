@@ -10,7 +10,7 @@ LAYERS = {
     "units": 0, "errors": 0, "nvml": 0,
     "hardware": 1, "numerics": 1,
     "memory": 2, "kernels": 2, "plan": 2, "distributed": 2,
-    "nn": 3, "artifacts": 3, "offload": 3.5,
+    "nn": 3, "artifacts": 3, "offload": 3.5, "subject": 3.5,
     "infer": 4, "estimator": 4, "train": 4.5,
     "cli": 5, "__main__": 6,
 }  # fmt: skip

@@ -6,6 +6,7 @@ tokens. An ordinary batch is not packed, and grouped products take the same byte
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,23 @@ def build_causal_lm(fields: dict[str, Any], source: str, dtype: torch.dtype = to
     Raises:
         ConfigurationError: a field is missing or impossible, or transformers has no such causal model.
     """
+    with _without_collector():
+        return _build(fields, source, dtype)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """transformers is some ten thousand objects that stay; looking for garbage among them takes a tenth of the import."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _build(fields: dict[str, Any], source: str, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

@@ -14,6 +14,7 @@ from vblackwell.estimator import (
     estimate_offload,
     find_subject,
     minimum_gpu_bytes,
+    streams_on,
 )
 from vblackwell.plan.estimate import P99_BYTES, P99_PERCENT, MemoryEstimate, estimate_trace
 from vblackwell.plan.gpus import KnownGPU, find_gpu
@@ -46,13 +47,12 @@ def estimate_command(
         find_subject(model, decoders, seq_length), seq_length, optimizer, precision, gradient_checkpointing,
         card.capability if card else (8, 0), expandable_segments,
     )  # fmt: skip
-    if gpu_bytes is not None:
+    if gpu_bytes is not None and not streams_on(run, gpu_bytes):
         least, why = minimum_gpu_bytes(run)
-        if gpu_bytes < least:
-            raise ConfigurationError(
-                f"--gpu-memory {format_bytes(gpu_bytes)} is below the minimum for {model}, about {format_bytes(least)} at any "
-                f"batch size: {why}"
-            )
+        raise ConfigurationError(
+            f"--gpu-memory {format_bytes(gpu_bytes)} is below the minimum for {model}, about {format_bytes(least)} at any "
+            f"batch size: {why}"
+        )
     trace = run.trace(batch_size)
     found = estimate_trace(trace, run.capability, expandable_segments)
     ok = None if gpu_bytes is None else run.fits(trace, gpu_bytes)
