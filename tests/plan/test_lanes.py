@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from vblackwell.offload.update_rates import BESIDE_COPIES, share_for
-from vblackwell.plan.lanes import GroupWork, LanePlan, LaneRates, simulate
+from vblackwell.plan.lanes import GroupWork, LanePlan, LaneRates, disk_hidden_from, simulate
 from vblackwell.units import GiB
 
 FAST = LaneRates(1e15, 1e15, 1e15, 1e15, 1e15, 1e18)
@@ -56,6 +56,78 @@ def test_a_narrow_ring_holds_updates_back():
     link = replace(FAST, up=4e3, up_both=4e3, down=4e3, down_both=4e3)
     narrow, wide = (simulate(LanePlan(chain(), 12000, ring, piece_bytes=500), link) for ring in (500, 20000))
     assert narrow.step_seconds > 1.2 * wide.step_seconds
+
+
+def test_groups_that_live_on_level_0_take_no_journey():
+    kept = simulate(LanePlan(chain(kept=True), 2 * 2000, 20000), FAST)
+    assert kept.up_bytes == kept.down_bytes == 0 and kept.busy["gpu"] == pytest.approx(1.0, rel=1e-3)
+    # With a way back there is none from level 0: their gradients go home, and come back for the step.
+    undo = simulate(LanePlan(chain(kept=True), 2 * 2000, 20000, gradients_home=True), FAST)
+    assert undo.up_bytes == undo.down_bytes == pytest.approx(6 * 2000, rel=0.01)
+
+
+def test_while_steps_clip_states_and_gradients_wait_for_the_norm():
+    link = replace(FAST, up=4e3, up_both=4e3, down=4e3, down_both=4e3)
+    free, clipped = (simulate(LanePlan(chain(), 12000, 20000, clips=clips), link) for clips in (False, True))
+    assert clipped.up_bytes == pytest.approx(6 * 12_000, rel=0.01)  # gradients come back
+    # Nothing hides behind backward, three quarters of the compute: the forward and the link are what is left.
+    assert clipped.step_seconds > free.step_seconds + 6
+    home = simulate(LanePlan(chain(at_home=True), 12000, 20000, clips=True), replace(FAST, cpu=1000.0))
+    assert home.step_seconds >= 6 * 3 + 6  # the CPU's six seconds begin behind backward, and end before forward's last
+
+
+def test_micro_batches_pass_weights_and_gradients_again():
+    once, thrice = (simulate(LanePlan(chain(), 2 * 2000, 20000, micro_batches=count), FAST) for count in (1, 3))
+    assert thrice.step_seconds == pytest.approx(3 * once.step_seconds, rel=1e-3)
+    # Weights come three times, and the sum of two gradients, in fp32, once for the update.
+    weights = 2 * (6 - 2) * 2000
+    assert thrice.up_bytes == pytest.approx(3 * weights + 6 * (10_000 + 4000), rel=0.01)
+    assert thrice.down_bytes == pytest.approx(6 * (12_000 + 2 * 2000), rel=0.01) and thrice.busy["cpu"] > 0
+
+
+# -- the disk ------------------------------------------------------------------------------------------------------------
+
+ON_DISK = {"disk_read": 8000, "disk_write": 8000}
+
+
+def test_a_disk_that_keeps_up_costs_nothing_and_a_slow_one_sets_the_pace():
+    plan = LanePlan(chain(**ON_DISK), 12000, 20000)
+    rates = replace(FAST, disk_read=4e4, disk_write=4e4)
+    fast = simulate(plan, rates)
+    assert fast.step_seconds == pytest.approx(
+        24, rel=0.03
+    )  # compute; the last group's states are all that nothing hides
+    assert fast.disk_bytes == pytest.approx(6 * 16_000, rel=0.02) and fast.bottleneck == "gpu"
+    slow = simulate(plan, replace(FAST, disk_read=1e3, disk_write=2e3))
+    assert slow.bottleneck == "disk" and slow.step_seconds == pytest.approx(6 * (8 + 4), rel=0.05)
+    half = simulate(
+        LanePlan(chain(at_home=True, **ON_DISK), 12000, 20000), replace(FAST, disk_read=1e3, disk_write=2e3)
+    )
+    assert half.bottleneck == "disk" and half.step_seconds >= 6 * (8 + 4)
+
+
+def test_more_sets_of_host_memory_let_the_disk_read_further_ahead():
+    rates = replace(FAST, disk_read=5e3, disk_write=5e3, up=1e4, up_both=1e4, down=1e4, down_both=1e4)
+    one, three = (simulate(LanePlan(chain(**ON_DISK), 12000, 20000, disk_sets=sets), rates) for sets in (1, 3))
+    assert one.step_seconds > 1.1 * three.step_seconds
+    assert one.disk_bytes == pytest.approx(three.disk_bytes, rel=0.05)
+
+
+def test_weights_on_a_disk_are_read_for_every_load():
+    plan = LanePlan(chain(weights_on_disk=True), 2 * 2000, 20000)
+    times = simulate(plan, replace(FAST, disk_read=1e6, disk_write=1e6))
+    assert times.disk_bytes == pytest.approx(2 * (6 - 2) * 2000, rel=0.01)
+
+
+def test_tokens_a_step_from_which_the_disk_is_hidden():
+    rates = replace(FAST, disk_read=1e3, disk_write=1e3)
+    plan = LanePlan(chain(**ON_DISK), 12000, 20000)
+    tokens = disk_hidden_from(plan, rates, 1000)
+    # 96 seconds of disk a step; 24 of compute for 1000 tokens, and a start and an end that nothing hides.
+    assert tokens is not None and 4000 <= tokens <= 5600
+    assert disk_hidden_from(LanePlan(chain(), 12000, 20000), rates, 1000) == 0
+    idle = LanePlan(tuple(replace(group, forward=0.0, backward=0.0) for group in plan.groups), 12000, 20000)
+    assert disk_hidden_from(idle, rates, 1000) is None
 
 
 def test_it_needs_groups_and_steps():
