@@ -21,8 +21,8 @@ def median_us(call: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def graph_us(calls: Sequence[Callable[[], object]], replays: int) -> float:
-    """Median time of one of ``calls``, in us, from replays of a CUDA graph of all of them; the first and the last run before."""
+def graph_of(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of all ``calls``, replayed once; the first and the last call run before."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -34,4 +34,24 @@ def graph_us(calls: Sequence[Callable[[], object]], replays: int) -> float:
         for call in calls:
             call()
     graph.replay()
-    return median_us(graph.replay, replays) / len(calls)
+    return graph
+
+
+def graph_us(calls: Sequence[Callable[[], object]], replays: int) -> float:
+    """Median time of one of ``calls``, in us, from replays of a CUDA graph of all of them."""
+    return median_us(graph_of(calls).replay, replays) / len(calls)
+
+
+def alternating_us(systems: Sequence[Sequence[Callable[[], object]]], rounds: int) -> list[float]:
+    """Median time of one call of each of ``systems``, in us, from graphs replayed in turns.
+
+    In turns, because a GPU lowers its clocks under load: whoever is timed first, by itself, looks faster. One round goes before.
+    """
+    graphs = [graph_of(calls) for calls in systems]
+    times: list[list[float]] = [[] for _ in graphs]
+    for number in range(rounds + 1):
+        for graph, found in zip(graphs, times, strict=True):
+            us = median_us(graph.replay, 1)
+            if number:
+                found.append(us)
+    return [statistics.median(found) / len(calls) for found, calls in zip(times, systems, strict=True)]

@@ -105,6 +105,8 @@ def linear(
     """fp32 output of the kernel of ``plan``, an mma plan with ``norm``; starts as NaN."""
     x_MK, k = fp4_cuda._aligned(x_MK)
     m = x_MK.shape[0]
+    if isinstance(plan, MmaPlan) and (norm is not None or k % 64):
+        plan = plan.without_bulk()
     y_MN = torch.full((m, n), torch.nan)
     fp16 = x_MK.dtype == torch.float16
     macros = plan.macros(fp16, True)

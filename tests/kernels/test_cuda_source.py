@@ -16,12 +16,16 @@ MMA = [  # plan, rows, n, k: one of each shape of block, chunked and whole, padd
     (MmaPlan(16, 2, 2, 2, 2, x_bytes=16384), 11, 70, 1024),
     (MmaPlan(8, 1, 4, 1, 2), 20, 32, 264),
     (MmaPlan(32, 1, 2, 1, 1, x_bytes=16384), 33, 64, 512),
+    (MmaPlan(16, 2, 2, 2, 2, chunk=2, x_stages=2), 11, 70, 1088),
+    (MmaPlan(4, 1, 3, 1, 2, chunk=3, x_stages=3), 3, 33, 960),
 ]
 WGMMA = [
     (WgmmaPlan(32, 1, 1, 2, 3), 20, 40, 392),
     (WgmmaPlan(32, 2, 2, 3, 2), 33, 200, 264),
     (WgmmaPlan(64, 1, 4, 2, image=True), 70, 70, 264),
     (WgmmaPlan(32, 1, 1, 4, 2), 33, 40, 520),
+    (WgmmaPlan(32, 1, 2, 4, 2, k_groups=3), 20, 40, 712),
+    (WgmmaPlan(64, 1, 1, 3, 2, image=True, k_groups=2), 50, 70, 520),
 ]
 
 

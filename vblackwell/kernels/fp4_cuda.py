@@ -17,7 +17,7 @@ from torch import Tensor
 from vblackwell.kernels.nvrtc import kernel
 from vblackwell.kernels.reference import ACTIVATIONS
 
-MMA_FILES = ("ptx.cuh", "decode.cuh", "epilogue.cuh", "fp4_mma.cu")
+MMA_FILES = ("ptx.cuh", "decode.cuh", "barrier.cuh", "epilogue.cuh", "fp4_mma.cu")
 WGMMA_FILES = ("ptx.cuh", "decode.cuh", "wgmma.cuh", "barrier.cuh", "epilogue.cuh", "fp4_wgmma.cu")
 DEQUANTIZE_FILES = ("ptx.cuh", "decode.cuh", "fp4_dequantize.cu")
 _MULTIPROCESSORS = 132  # of an H200, on every GPU: a plan may not depend on where it runs
@@ -63,6 +63,8 @@ class MmaPlan:
         prefetch: windows a warp has in flight.
         min_blocks: blocks the compiler must fit on a multiprocessor.
         x_bytes: of x that a block may hold; more than one chunk takes half of it each.
+        chunk: windows of x a bulk copy brings (sm_90, K a multiple of 64), a multiple of ``k_warps``; 0: x comes by smaller copies.
+        x_stages: chunks of x in shared memory, with ``chunk``.
     """
 
     tokens: int
@@ -72,6 +74,8 @@ class MmaPlan:
     prefetch: int
     min_blocks: int = 1
     x_bytes: int = _X_BYTES
+    chunk: int = 0
+    x_stages: int = 2
 
     def macros(self, fp16: bool, out32: bool = False, norm: int = 0) -> dict[str, int]:
         macros = {
@@ -79,14 +83,20 @@ class MmaPlan:
             "SPLITS": self.splits, "PREFETCH": self.prefetch, "PASS_TOKENS": min(self.tokens, 16),
             "MIN_BLOCKS": self.min_blocks, "OUT32": int(out32),
         }  # fmt: skip
+        if self.chunk:
+            macros |= {"BULK": 1, "CHUNK": self.chunk, "X_STAGES": self.x_stages}
         return macros | {"NORM": norm} if norm else macros
+
+    def without_bulk(self) -> MmaPlan:
+        """The same, with x staged by the block's threads: what a norm and a K that is no multiple of 64 take."""
+        return replace(self, chunk=0, x_stages=2)
 
     @property
     def threads(self) -> int:
         return 32 * self.row_warps * self.k_warps
 
     def chunks(self, k: int) -> tuple[int, int]:
-        """(windows a chunk of x, chunks a block): equal chunks that fit the staging memory."""
+        """(windows a chunk of x, chunks a block): equal chunks that fit the staging memory. Bulk copies take ``chunk`` instead."""
         share = _ceil(_ceil(k, 64), self.splits)
         most = max(1, self.x_bytes // (self.tokens * 128))
         if _ceil(share, self.k_warps) * self.k_warps <= most:
@@ -98,7 +108,10 @@ class MmaPlan:
 
     def shared_bytes(self, k: int, norm: int = 0) -> int:
         windows, count = self.chunks(k)
-        staged = windows * self.tokens * 128 * min(2, count) + self.threads * self.prefetch * 36
+        x_bytes = windows * self.tokens * 128 * min(2, count)
+        if self.chunk:
+            x_bytes = self.x_stages * (self.tokens * (self.chunk * 128 + 16) + 16)
+        staged = x_bytes + self.threads * self.prefetch * 36
         sums = self.k_warps * min(self.tokens, 16) * (32 * self.row_warps + 4) * 4
         return max(staged, sums) + (STATISTICS_BYTES if norm else 0)
 
@@ -111,10 +124,11 @@ class WgmmaPlan:
         tokens: rows of x a block takes (wgmma's n).
         groups: warpgroups, 64 weight rows each.
         splits: blocks of a cluster that split K.
-        stages: windows of x in shared memory, at least 2.
+        stages: windows of x in shared memory, at least 2 and more than ``k_groups``.
         prefetch: windows of weights a warp has in flight.
         min_blocks: blocks the compiler must fit on a multiprocessor.
         image: whether x is brought into the kernel's order by a launch of its own.
+        k_groups: sets of ``groups`` warpgroups that take turns at the windows.
     """
 
     tokens: int
@@ -124,30 +138,39 @@ class WgmmaPlan:
     prefetch: int = 4
     min_blocks: int = 1
     image: bool = False
+    k_groups: int = 1
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that multiply."""
+        return self.groups * self.k_groups
 
     @property
     def registers(self) -> int:
-        """Of a consumer thread: its share of what the block gets at launch when the copying warpgroup keeps 40.
+        """Of a consumer thread: its share of what the block gets at launch when the copying warpgroup keeps its own.
 
         Asking for more than the block was given would wait for ever.
         """
+        kept = 40 if self.image else 56
         at_launch = min(255, 65536 // self.min_blocks // self.threads) // 8 * 8
-        return min(240, (at_launch * (self.groups + 1) - 40) // self.groups // 8 * 8)
+        return min(240, (at_launch * (self.consumers + 1) - kept) // self.consumers // 8 * 8)
 
     def macros(self, fp16: bool, out32: bool = False) -> dict[str, int]:
         return {
-            "FP16": int(fp16), "TOKENS": self.tokens, "IMAGE": int(self.image), "GROUPS": self.groups, "SPLITS": self.splits,
+            "FP16": int(fp16), "TOKENS": self.tokens, "IMAGE": int(self.image), "GROUPS": self.groups,
+            "KGROUPS": self.k_groups, "SPLITS": self.splits,
             "STAGES": self.stages, "PREFETCH": self.prefetch, "REGISTERS": self.registers,
             "MIN_BLOCKS": self.min_blocks, "OUT32": int(out32),
         }  # fmt: skip
 
     @property
     def threads(self) -> int:
-        return 128 * (self.groups + 1)
+        return 128 * (self.consumers + 1)
 
     def shared_bytes(self) -> int:
-        sums = self.tokens * (64 * self.groups + 4) * 4
-        main = self.stages * self.tokens * 128 + 4 * self.groups * self.prefetch * 640
+        sums = self.k_groups * self.tokens * (64 * self.groups + 4) * 4
+        raw = 0 if self.image else 4  # windows of x as it comes
+        main = (self.stages + raw) * self.tokens * 128 + 4 * self.consumers * self.prefetch * 640
         return max(main, sums) + 16 * self.stages
 
 
@@ -183,6 +206,8 @@ def run_mma(
     x_MK, k = _aligned(x_MK)
     y_MN = _output(x_MK, n, out_dtype)
     m, kind = x_MK.shape[0], 0 if norm is None else norm.kind
+    if kind or k % 64:
+        plan = plan.without_bulk()
     windows, count = plan.chunks(k)
     macros = plan.macros(_flags(x_MK), y_MN.dtype == torch.float32, kind)
     grid = (_ceil(n, 32 * plan.row_warps), plan.splits, _ceil(m, plan.tokens))

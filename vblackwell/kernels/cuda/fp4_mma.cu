@@ -11,12 +11,17 @@
 // conflict-free 128-bit load. Columns beyond K are zeros there, which lets warps read any valid weights past the end.
 // Tokens beyond M are never written nor read back: columns of an mma do not mix.
 //
+// With BULK (sm_90, K a multiple of 64, no NORM) rows of x come by bulk copies as they are, CHUNK windows at a time, into X_STAGES slots
+// that barriers guard: the first product waits for one chunk only. Rows in shared memory are 16 bytes longer than what they hold, so that
+// a fragment, 32 contiguous bytes of a row, is still two conflict-free loads. One warp asks for x as slots come free.
+//
 // With NORM the rows of x are normalised on the way (1: RMSNorm, 2: LayerNorm). What the norm multiplies columns by, the gain, goes onto
 // staged x; what it multiplies rows by is known when all of x has passed, and goes onto the sums, which is the same. LayerNorm's
 // x is staged less the mean of its first columns, a pivot near the true mean: x itself, rounded with its gain, would lose the bits
 // that a large mean hides. What is left of the mean is subtracted behind the sum, times the products of W with the gain.
 //
-// Set by the launcher: NORM (or not), FP16, TOKENS (a power of two), ROW_WARPS, K_WARPS, SPLITS, PREFETCH, PASS_TOKENS, MIN_BLOCKS, OUT32.
+// Set by the launcher: NORM (or not), FP16, TOKENS (a power of two), ROW_WARPS, K_WARPS, SPLITS, PREFETCH, PASS_TOKENS, MIN_BLOCKS, OUT32,
+// BULK (or not), and with it CHUNK (a multiple of K_WARPS) and X_STAGES.
 #define NB (TOKENS < 8 ? 1 : TOKENS / 8)
 #define ROWS (32 * ROW_WARPS)
 #define THREADS (32 * ROW_WARPS * K_WARPS)
@@ -30,6 +35,17 @@
 #define ROW_THREADS (THREADS / TOKENS)      // threads a token has in its statistics, a power of two
 #define PIVOT_COLUMNS 512
 #define WINDOW_BYTES 1152  // codes of the upper 16 rows, of the lower 16 rows, scales
+#ifndef BULK
+#define BULK 0
+#endif
+#if BULK
+#define X_PITCH (CHUNK * 128 + 16)
+#define X_GROUP (8 * X_PITCH)  // from a token to the eighth after it
+#define X_HALF 16              // from a block's first eight columns to the others
+#else
+#define X_GROUP 512
+#define X_HALF (TOKENS * 64)
+#endif
 
 // The window at `w_address` (this lane's 16 bytes) times 64 columns of x at `x_address`.
 DEVICE void compute(float (*acc)[NB][4], u32 w_address, u32 scale_address, u32 x_address) {
@@ -53,7 +69,7 @@ DEVICE void compute(float (*acc)[NB][4], u32 w_address, u32 scale_address, u32 x
     }
 #pragma unroll
     for (int nb = 0; nb < NB; nb++) {
-        const uint4 b0 = load_shared(x_address + nb * 512), b1 = load_shared(x_address + nb * 512 + TOKENS * 64);
+        const uint4 b0 = load_shared(x_address + nb * X_GROUP), b1 = load_shared(x_address + nb * X_GROUP + X_HALF);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             mma(acc[h][nb], a[h][0], b0.x, b0.y);
@@ -188,19 +204,33 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
     const int band = min((int)blockIdx.x * ROW_WARPS + row_warp, bands - 1);
     const int m0 = blockIdx.z * TOKENS, tokens = min(TOKENS, M - m0);
 
-    // Shared memory: statistics of rows, a ring for each warp, then x (two buffers if there are several chunks); later the sums.
+    // Shared memory: statistics of rows, a ring for each warp, then x (two buffers if there are several chunks, with BULK X_STAGES slots and
+    // their barriers); later the sums.
     const u32 ring = shared_address(memory) + STATISTICS_BYTES + warp * (PREFETCH * WINDOW_BYTES);
     const u32 shared_x = shared_address(memory) + STATISTICS_BYTES + ROW_WARPS * K_WARPS * PREFETCH * WINDOW_BYTES;
+#if BULK
+    const int first = windows * (int)blockIdx.y / SPLITS, end = windows * ((int)blockIdx.y + 1) / SPLITS;
+    chunks = (end - first + CHUNK - 1) / CHUNK;
+#else
     const u32 buffer_bytes = chunk_windows * TOKENS * 128;
     const int per_warp = chunk_windows / K_WARPS;
     const int first = blockIdx.y * chunks * chunk_windows;  // first window of this block
+#endif
     const u8* band_codes = codes + (u64)band * windows * 1024 + lane * 16;
     const u8* band_scales = scales + (u64)band * windows * 128 + lane * 4;
 
-    int next = first + k_warp, todo = per_warp * chunks;  // the next window to load, and how many remain
+    int next = first + k_warp;  // the next window to load
+#if !BULK
+    int todo = per_warp * chunks;
+#endif
     auto load = [&](u32 slot) {
+#if BULK
+        if (next < end) {
+            const u32 at = next;
+#else
         if (todo-- > 0) {
             const u32 at = min(next, windows - 1);
+#endif
             const u8* from = band_codes + (u64)at * 1024;
             copy_async(slot + lane * 16, from, 16);
             copy_async(slot + lane * 16 + 512, from + 512, 16);
@@ -213,8 +243,66 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
     for (int d = 0; d < PREFETCH; d++) load(ring + d * WINDOW_BYTES);
     const float unit = tensor_scale[0] * WEIGHT_UNIT;
 
-    wait_for_previous();
+    float acc[2][NB][4];
+#pragma unroll
+    for (int i = 0; i < 2 * NB * 4; i++) acc[i / (NB * 4)][i / 4 % NB][i % 4] = 0.0f;
+    const u32 token = TOKENS < 8 ? min(lane >> 2, TOKENS - 1) : lane >> 2;
+    u32 slot = 0;
     x += (u64)m0 * K;
+#if BULK
+    const u32 full = shared_x + X_STAGES * TOKENS * X_PITCH, empty = full + 8 * X_STAGES;
+    if (tid == 0) {
+        for (int s = 0; s < X_STAGES; s++) {
+            barrier_init(full + 8 * s, 1);
+            barrier_init(empty + 8 * s, ROW_WARPS * K_WARPS);
+        }
+        barrier_init_done();
+    }
+    __syncthreads();
+    auto fetch = [&](int chunk) {  // by one warp: a lane asks for a row
+        const int from = first + chunk * CHUNK, stage = chunk % X_STAGES;
+        const u32 bytes = (min(from + CHUNK, end) - from) * 128;
+        if (lane == 0) barrier_expect(full + 8 * stage, tokens * bytes);
+        warp_sync();
+        if (lane < tokens)
+            copy_bulk(shared_x + (stage * TOKENS + lane) * X_PITCH, x + (u64)lane * K + from * 64, bytes, full + 8 * stage);
+    };
+    if (warp == 0) {
+        wait_for_previous();  // the others see x, and with it the previous kernel's end, through the barriers
+        for (int chunk = 0; chunk < min(X_STAGES, chunks); chunk++) fetch(chunk);
+    }
+    const u32 x_lane = shared_x + token * X_PITCH + (lane & 3) * 32 + k_warp * 128;
+    int stage = 0, previous = 0;
+    u32 parity = 0, previous_parity = 0;
+    for (int chunk = 0; chunk < chunks; chunk++) {
+        if (warp == 0 && chunk > 0 && chunk - 1 + X_STAGES < chunks) {
+            barrier_wait(empty + 8 * previous, previous_parity);
+            fetch(chunk - 1 + X_STAGES);
+        }
+        barrier_wait(full + 8 * stage, parity);
+        u32 x_address = x_lane + stage * (TOKENS * X_PITCH);
+        const int mine = min(CHUNK, end - first - chunk * CHUNK) - k_warp;
+#pragma unroll 2
+        for (int i = 0; i < mine; i += K_WARPS) {
+            const u32 at = ring + slot;
+            copy_wait<PREFETCH - 1>();
+            compute(acc, at + lane * 16, at + 1024 + lane * 4, x_address);
+            load(at);
+            x_address += K_WARPS * 128;
+            slot = slot == (PREFETCH - 1) * WINDOW_BYTES ? 0 : slot + WINDOW_BYTES;
+        }
+        warp_sync();
+        if (lane == 0) barrier_arrive(empty + 8 * stage);
+        previous = stage;
+        previous_parity = parity;
+        if (++stage == X_STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+    copy_wait_all();
+#else
+    wait_for_previous();
     stage(shared_x, x, tokens, K, first * 64, chunk_windows, tid);
 #if NORM
     Statistics* statistics = (Statistics*)memory;
@@ -226,13 +314,7 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
 #endif
     copy_wait_all();
 
-    float acc[2][NB][4];
-#pragma unroll
-    for (int i = 0; i < 2 * NB * 4; i++) acc[i / (NB * 4)][i / 4 % NB][i % 4] = 0.0f;
-
-    const u32 token = TOKENS < 8 ? min(lane >> 2, TOKENS - 1) : lane >> 2;
     const u32 x_lane = token * 64 + (lane & 3) * 16 + k_warp * TOKENS * 128;
-    u32 slot = 0;
     for (int chunk = 0; chunk < chunks; chunk++) {
         if (chunk > 0) copy_wait<PREFETCH - 1>();  // x of this chunk came with a group at least PREFETCH windows old
         __syncthreads();
@@ -258,6 +340,7 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
     copy_wait_all();
 #if NORM
     finish_rows(statistics, sums, K, eps, tid);
+#endif
 #endif
 
     float* red = (float*)(memory + STATISTICS_BYTES);  // [K_WARPS][PASS_TOKENS][RED_STRIDE]

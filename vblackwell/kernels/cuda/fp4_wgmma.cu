@@ -1,29 +1,31 @@
 // y = act(x W^T + bias) for tens to hundreds of rows of x (sm_90a): weights are the A operand of wgmma, decoded into registers,
 // tokens its n, from shared memory.
 //
-// A block takes 64 * GROUPS weight rows and TOKENS tokens; each of its GROUPS warpgroups owns 64 rows. Codes and scales come by
-// cp.async, PREFETCH windows of 64 columns ahead, into a ring that is private to the lane, so that waiting for them takes no
-// barrier; the next window is decoded into registers while the tensor cores work on this one. One more warpgroup brings x, STAGES
-// windows deep. SPLITS blocks of a cluster split K; their sums meet in shared memory and are added in a
-// fixed order.
+// A block takes 64 * GROUPS weight rows and TOKENS tokens; each of its GROUPS warpgroups owns 64 rows, and KGROUPS such sets take turns at
+// the windows of 64 columns. Codes and scales come by cp.async, PREFETCH windows ahead, into a ring that is private to the lane, so that waiting
+// for them takes no barrier; the next window is decoded into registers while the tensor cores work on this one. One more
+// warpgroup brings x, STAGES windows deep. SPLITS blocks of a cluster split K; all sums meet in shared memory and are added in a fixed order.
 //
 // A stage of x is TOKENS rows of 128 bytes with the 128-byte swizzle, columns inside a window permuted as the tiled layout
-// permutes them, zeros beyond K. With IMAGE 0 the warpgroup copies x into that form 4 bytes at a time, which costs it one instruction for each
-// token of a window; with IMAGE 1 a kernel before this one (`arrange`) has written that form, and a stage is one bulk copy.
+// permutes them, zeros beyond K. With IMAGE 1 a kernel before this one (`arrange`) has written that form, and a stage is one bulk copy. With
+// IMAGE 0 the warpgroup makes it: each warp copies rows as they are into a ring of its own, RAW windows deep, and a lane turns four
+// granules of 16 bytes, 4 x 4 words, into four others, which is no work in registers.
 //
-// Set by the launcher: FP16, TOKENS, IMAGE, GROUPS, SPLITS, STAGES, PREFETCH, REGISTERS (a consumer thread's), MIN_BLOCKS, OUT32.
+// Set by the launcher: FP16, TOKENS, IMAGE, GROUPS, KGROUPS (less than STAGES), SPLITS, STAGES, PREFETCH, REGISTERS (a consumer thread's), MIN_BLOCKS, OUT32.
 #define ROWS (64 * GROUPS)
-#define CONSUMERS (128 * GROUPS)
+#define CONSUMERS (128 * GROUPS * KGROUPS)
 #define THREADS (CONSUMERS + 128)  // registers move between warpgroups, so the copying warp costs a whole one
 #define STAGE_BYTES (TOKENS * 128)
 #define WINDOW_BYTES 640  // codes of 16 rows, scales of 32
-// Windows of x under way before the oldest is reported. A stage comes back when the window after it is issued: more than
-// STAGES - 2 would wait for ever.
-#define LAG (STAGES > 5 ? 3 : STAGES - 2)
+#define RAW 4              // windows of x under way where the kernel arranges them itself
+#define RAW_ROWS (TOKENS / 4)
+#define COPY_REGISTERS (IMAGE ? 40 : 56)
 #define RINGS (STAGES * STAGE_BYTES)
 #define RED_STRIDE (ROWS + 4)
-#define MAIN_BYTES (RINGS + 4 * GROUPS * PREFETCH * WINDOW_BYTES)
-#define BARRIERS (MAIN_BYTES > TOKENS * RED_STRIDE * 4 ? MAIN_BYTES : TOKENS * RED_STRIDE * 4)
+#define RAW_RINGS (RINGS + 4 * GROUPS * KGROUPS * PREFETCH * WINDOW_BYTES)
+#define MAIN_BYTES (RAW_RINGS + (IMAGE ? 0 : RAW * STAGE_BYTES))
+#define SUM_BYTES (KGROUPS * TOKENS * RED_STRIDE * 4)
+#define BARRIERS (MAIN_BYTES > SUM_BYTES ? MAIN_BYTES : SUM_BYTES)
 
 // One warp's 16 rows by 64 columns to A fragments. `scales` has the lane's four rows of the band.
 DEVICE void decode_window(const uint4& q, u32 scales, int half, u32 (*a)[4]) {
@@ -65,8 +67,8 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
     __syncthreads();
     let_next_start();
 
-    if (warp >= 4 * GROUPS) {
-        give_registers<40>();
+    if (warp >= 4 * GROUPS * KGROUPS) {
+        give_registers<COPY_REGISTERS>();
         int stage = 0;
         u32 parity = 1;  // a fresh barrier counts as released
 #if IMAGE
@@ -84,52 +86,69 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
             }
         }
 #else
-        // A warp copies every fourth token; a lane columns 2 lane and 2 lane + 1 of a window.
+        // A warp brings a quarter of the tokens. Copying, eight lanes take a row, a lane column granule `c`; arranging, a lane takes granules
+        // j, 2 + j, 4 + j, 6 + j of a row: the same eight columns of each lane's sixteen, in fours of which an mma's step takes two pairs.
         wait_for_previous();
-        const int first_token = warp - 4 * GROUPS, m0 = blockIdx.z * TOKENS;
-        const u32 pair = 32 * ((lane & 7) >> 1) + 16 * (lane & 1) + 4 * (lane >> 3);
-        const u8* from = x + ((u64)(m0 + first_token) * K + begin * 64 + lane * 2) * 2;
-        int filled = 0;  // the stage that is reported next
-        for (int i = 0; i < count + LAG; i++) {
+        const int mine = warp - 4 * GROUPS * KGROUPS, first_token = mine * RAW_ROWS, m0 = blockIdx.z * TOKENS;
+        const int c = lane & 7;
+        const u32 raw = shared + RAW_RINGS + mine * (RAW * RAW_ROWS * 128);
+        int raw_in = 0, raw_out = 0;
+        for (int i = 0; i < count + RAW - 1; i++) {
             if (i < count) {
-                barrier_wait(empty + 8 * stage, parity);
-                const int inside = (begin + i) * 64 + lane * 2 < K;
-                const u8* row = from + i * 128;
-                u32 to = shared + stage * STAGE_BYTES + first_token * 128;
-#pragma unroll 4
-                for (int t = first_token; t < TOKENS; t += 4) {
-                    copy_async_word(to + (pair ^ ((t & 7) << 4)), row, inside && m0 + t < M ? 4 : 0);
-                    row += (u64)K * 8;
-                    to += 512;
+                const int k = (begin + i) * 64 + c * 8;
+#pragma unroll
+                for (int r = 0; r < RAW_ROWS; r += 4) {
+                    const int row = r + (lane >> 3), m = m0 + first_token + row;
+                    copy_async(raw + (raw_in * RAW_ROWS + row) * 128 + ((c ^ (2 * (row & 3))) << 4),
+                               x + ((u64)min(m, M - 1) * K + min(k, K - 8)) * 2, k < K && m < M ? 16 : 0);
                 }
+                raw_in = raw_in == RAW - 1 ? 0 : raw_in + 1;
+            }
+            copy_commit();
+            if (i >= RAW - 1) {
+                copy_wait<RAW - 1>();
+                warp_sync();
+                barrier_wait(empty + 8 * stage, parity);
+#pragma unroll 1
+                for (int task = lane; task < 2 * RAW_ROWS; task += 32) {
+                    const int row = task >> 1, j = task & 1, token = first_token + row;
+                    const u32 from = raw + (raw_out * RAW_ROWS + row) * 128;
+                    uint4 v[4];
+#pragma unroll
+                    for (int t = 0; t < 4; t++) v[t] = load_shared(from + (((2 * t + j) ^ (2 * (row & 3))) << 4));
+                    const u32 to = shared + stage * STAGE_BYTES + token * 128, swizzle = token & 7;
+                    store_shared(to + (((4 * j) ^ swizzle) << 4), make_uint4(v[0].x, v[1].x, v[2].x, v[3].x));
+                    store_shared(to + (((4 * j + 1) ^ swizzle) << 4), make_uint4(v[0].y, v[1].y, v[2].y, v[3].y));
+                    store_shared(to + (((4 * j + 2) ^ swizzle) << 4), make_uint4(v[0].z, v[1].z, v[2].z, v[3].z));
+                    store_shared(to + (((4 * j + 3) ^ swizzle) << 4), make_uint4(v[0].w, v[1].w, v[2].w, v[3].w));
+                }
+                publish_to_tensor_cores();
+                warp_sync();
+                if (lane == 0) barrier_arrive(full + 8 * stage);
+                raw_out = raw_out == RAW - 1 ? 0 : raw_out + 1;
                 if (++stage == STAGES) {
                     stage = 0;
                     parity ^= 1;
                 }
             }
-            copy_commit();
-            if (i >= LAG) {
-                copy_wait<LAG>();
-                publish_to_tensor_cores();
-                warp_sync();
-                if (lane == 0) barrier_arrive(full + 8 * filled);
-                filled = filled == STAGES - 1 ? 0 : filled + 1;
-            }
         }
 #endif
     } else {
         take_registers<REGISTERS>();
-        const int row16 = blockIdx.x * (ROWS / 16) + warp, band = min(row16 >> 1, bands - 1), half = row16 & 1;
-        const u8* from_codes = codes + ((u64)band * windows + begin) * 1024 + half * 512 + lane * 16;
-        const u8* from_scales = scales + ((u64)band * windows + begin) * 128 + lane * 4;
+        const int k_group = warp / (4 * GROUPS), row_warp = warp % (4 * GROUPS);
+        const int row16 = blockIdx.x * (ROWS / 16) + row_warp, band = min(row16 >> 1, bands - 1), half = row16 & 1;
+        const u64 first = (u64)band * windows + begin + k_group;
+        const u8* from_codes = codes + first * 1024 + half * 512 + lane * 16;
+        const u8* from_scales = scales + first * 128 + lane * 4;
+        const int mine = (count - k_group + KGROUPS - 1) / KGROUPS;  // windows of this warp
         const u32 ring = shared + RINGS + warp * (PREFETCH * WINDOW_BYTES);
-        int todo = count;
+        int todo = mine;
         auto load = [&](u32 slot) {
             if (todo-- > 0) {
                 copy_async(slot + lane * 16, from_codes, 16);
                 copy_async_word(slot + 512 + lane * 4, from_scales, 4);
-                from_codes += 1024;
-                from_scales += 128;
+                from_codes += KGROUPS * 1024;
+                from_scales += KGROUPS * 128;
             }
             copy_commit();
         };
@@ -143,13 +162,13 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
         copy_wait<PREFETCH - 1>();
         uint4 q = load_shared(slot + lane * 16);
         u32 packed = load_shared_word(slot + 512 + lane * 4);
-        if (count > 0) decode_window(q, packed, half, a[0]);
-        int stage = 0, previous = 0;
+        if (mine > 0) decode_window(q, packed, half, a[0]);
+        int stage = k_group, previous = 0;
         u32 parity = 0;
-        for (int i = 0; i < count; i += 2) {
+        for (int i = 0; i < mine; i += 2) {
 #pragma unroll
             for (int d = 0; d < 2; d++) {
-                if (i + d >= count) break;
+                if (i + d >= mine) break;
                 load(slot);
                 slot = slot == ring + (PREFETCH - 1) * WINDOW_BYTES ? ring : slot + WINDOW_BYTES;
                 copy_wait<PREFETCH - 1>();
@@ -164,31 +183,42 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
                 wgmma_wait<1>();
                 if (lane == 0 && i + d > 0) barrier_arrive(empty + 8 * previous);
                 previous = stage;
-                if (++stage == STAGES) {
-                    stage = 0;
+                stage += KGROUPS;
+                if (stage >= STAGES) {
+                    stage -= STAGES;
                     parity ^= 1;
                 }
-                if (i + d + 1 < count) decode_window(q, packed, half, a[d ^ 1]);
+                if (i + d + 1 < mine) decode_window(q, packed, half, a[d ^ 1]);
             }
         }
         copy_wait_all();
         wgmma_wait<0>();
 
         block_part_sync<CONSUMERS>();
-        float* red = (float*)memory;  // [TOKENS][RED_STRIDE]
+        float* red = (float*)memory;  // [KGROUPS][TOKENS][RED_STRIDE]
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; i++) {
-            const int token = (i >> 2) * 8 + (lane & 3) * 2 + (i & 1), row = warp * 16 + ((i >> 1) & 1) * 8 + (lane >> 2);
-            red[token * RED_STRIDE + row] = acc[i];
+            const int token = (i >> 2) * 8 + (lane & 3) * 2 + (i & 1), row = row_warp * 16 + ((i >> 1) & 1) * 8 + (lane >> 2);
+            red[(k_group * TOKENS + token) * RED_STRIDE + row] = acc[i];
         }
+        const int m0 = blockIdx.z * TOKENS, groups = min(TOKENS, M - m0) * (ROWS / 4);  // groups of four rows
+#if KGROUPS > 1
+        block_part_sync<CONSUMERS>();
+        for (int e = tid; e < groups; e += CONSUMERS) {
+            float* at = red + e / (ROWS / 4) * RED_STRIDE + e % (ROWS / 4) * 4;
+            float4 sum = *(float4*)at;
+#pragma unroll
+            for (int j = 1; j < KGROUPS; j++) add4(sum, *(float4*)(at + j * TOKENS * RED_STRIDE));
+            *(float4*)at = sum;
+        }
+#endif
 #if SPLITS > 1
         cluster_sync();
         const int rank = cluster_rank();
 #else
-        block_part_sync<CONSUMERS>();
+        if (KGROUPS == 1) block_part_sync<CONSUMERS>();  // a thread reads back what it has added up itself
         const int rank = 0;
 #endif
-        const int m0 = blockIdx.z * TOKENS, groups = min(TOKENS, M - m0) * (ROWS / 4);  // groups of four rows
         for (int e = tid + rank * CONSUMERS; e < groups; e += CONSUMERS * SPLITS) {
             const int t = e / (ROWS / 4), row = e % (ROWS / 4) * 4, n = blockIdx.x * ROWS + row;
             float* at = red + t * RED_STRIDE + row;
