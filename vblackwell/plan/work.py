@@ -2,7 +2,8 @@
 
 An operator takes the longer of its operations over the rate of the matrix units and its bytes over that of the memory, and no less than a
 small kernel; a phase takes the sum, or what the host needs to issue its operators one by one, if that is longer. Operations by
-`torch.utils.flop_counter`'s formulas; causal attention counts half. Our own operators are known by name, as in `workspace`.
+`torch.utils.flop_counter`'s formulas, attention's by our own; causal attention counts half. Our own operators are known by name, as in
+`workspace`.
 """
 
 from __future__ import annotations
@@ -71,12 +72,22 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
         return float(_OWN[name](*args))
     if name == "_grouped_mm":
         return _grouped(args[0], args[1], out)
+    if name.startswith("_scaled_dot_product"):
+        return _attention(name, args)
     from torch.utils.flop_counter import flop_registry
 
     formula = flop_registry.get(getattr(func, "_overloadpacket", None))
     if formula is None:
         return 0.0
-    found = float(formula(*args, **(kwargs or {}), out_val=out))
+    return float(formula(*args, **(kwargs or {}), out_val=out))
+
+
+def _attention(name: str, args: Any) -> float:
+    """Two products forward; five backward, which computes the scores again. Keys may have fewer heads (torch's formulas refuse those)."""
+    backward = name.endswith("_backward")
+    query, key, value = args[1:4] if backward else args[:3]
+    scores = 2.0 * query.numel() // query.shape[-1] * key.shape[-2]
+    found = scores * ((3 if backward else 1) * query.shape[-1] + (2 if backward else 1) * value.shape[-1])
     causal = _CAUSAL.get(name)
     return found / 2 if causal is not None and causal < len(args) and args[causal] is True else found
 
