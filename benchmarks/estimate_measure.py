@@ -39,10 +39,10 @@ def process_bytes() -> int | None:
         import pynvml
 
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-        for each in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
-            if each.pid == os.getpid() and each.usedGpuMemory:
-                return int(each.usedGpuMemory)
+        for index in range(pynvml.nvmlDeviceGetCount()):  # NVML knows no CUDA_VISIBLE_DEVICES
+            for each in pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(index)):
+                if each.pid == os.getpid() and each.usedGpuMemory:
+                    return int(each.usedGpuMemory)
     except Exception:  # no such package, driver or permission: then nobody says
         return None
     return None
