@@ -151,8 +151,8 @@ def _summed(busy: list[tuple[str, float, float, float]], begin: float, end: floa
 def disk_hidden_from(plan: LanePlan, rates: LaneRates, tokens: int) -> int | None:
     """The fewest tokens a step from which the disk costs a step next to nothing, to about 5 %; 0 without one, None if never.
 
-    ``plan`` is of ``tokens`` a step; its seconds of compute grow with them, its bytes of states do not. (Accumulation brings tokens too: more
-    passes of weights and gradients, which are no work for the disk unless weights are there.)
+    ``plan`` is of ``tokens`` a step; its seconds of compute grow with them, its bytes of states do not. (Accumulation brings tokens too:
+    more passes of weights and gradients, no work for the disk unless weights are there.)
     """
     if not any(group.disk_read or group.disk_write or group.weights_on_disk for group in plan.groups):
         return 0

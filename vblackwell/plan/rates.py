@@ -6,7 +6,7 @@ its memory 0.89, and copies over its link 0.87 of 63 GB/s alone and 0.79 both wa
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from vblackwell.plan.gpus import KnownGPU
@@ -16,6 +16,7 @@ LINK_SHARE, BOTH_SHARE = 0.87, 0.79
 # Beside copies, on a desktop's memory of two channels: 28 bytes a parameter of some 60 GB/s, shared. A server's is twice that.
 CPU_ADAMW = 1.0e9
 ISSUE_SECONDS = 7e-6  # of Python and torch for an operator
+DISK_BYTES_PER_SECOND = 1.75e9  # each way, a virtual NVMe disk with O_DIRECT; a desktop's is seldom slower over hours
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Rates:
         memory: bytes/s of the GPU's memory, read and written. up, down: of the link to and from it, alone; up_both, down_both: at once.
         cpu_adamw: parameters/s that the CPU updates while the link is busy.
         issue_seconds: what the host takes to issue one operator.
+        disk_read, disk_write: bytes/s of the disk level's disk.
         source: where the numbers are from, for people.
     """
 
@@ -40,6 +42,8 @@ class Rates:
     cpu_adamw: float
     issue_seconds: float = ISSUE_SECONDS
     source: str = "measured"
+    disk_read: float = DISK_BYTES_PER_SECOND
+    disk_write: float = DISK_BYTES_PER_SECOND
 
     def as_dict(self) -> dict[str, Any]:
         """The fields by name."""
@@ -50,9 +54,9 @@ class Rates:
         """What `as_dict` gave.
 
         Raises:
-            ValueError: a rate is missing or not a number above 0.
+            ValueError: a rate without a default is missing, or one is not a number above 0.
         """
-        names = [each.name for each in fields(cls)]
+        names = [each.name for each in fields(cls) if each.default is MISSING or each.name in values]
         for name in names:
             value = values.get(name)
             if name != "source" and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
