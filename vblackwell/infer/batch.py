@@ -9,6 +9,7 @@ Legend: B batch, S sequence.
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.infer.generate import encode, end_tokens, room
+from vblackwell.infer.room import room_for
 from vblackwell.infer.sampling import Arrival, Sampling, check_seed, sample
 
 if TYPE_CHECKING:
@@ -50,14 +52,15 @@ def generate_batch(
     try:
         written: list[list[int]] = [[] for _ in prompts]
         ends, open_rows = end_tokens(model), set(range(len(prompts)))
-        for tokens in _columns(model, numbers, longest, count, sampling, seed, prefill_chunk):
-            for row in list(open_rows):
-                if tokens[row] in ends:
-                    open_rows.discard(row)
-                else:
-                    written[row].append(tokens[row])
-            if not open_rows:
-                break
+        with room_for(model, len(prompts), longest + count) as (cache, chunk):
+            for tokens in columns(model, numbers, count, sampling, seed, prefill_chunk or chunk, cache):
+                for row in list(open_rows):
+                    if tokens[row] in ends:
+                        open_rows.discard(row)
+                    else:
+                        written[row].append(tokens[row])
+                if not open_rows:
+                    break
     finally:
         model.train(training)
     return [_behind(tokenizer, prompt, new) for prompt, new in zip(numbers, written, strict=True)]
@@ -68,20 +71,28 @@ def _behind(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> str:
 
 
 @torch.no_grad()
-def _columns(
-    model: Any, numbers: list[list[int]], longest: int, count: int, sampling: Sampling, seed: int, chunk: int | None
-) -> Iterator[list[int]]:
-    """The next token of every row, ``count`` times."""
-    device = next(model.parameters()).device
+def columns(
+    model: Any, numbers: list[list[int]], count: int, sampling: Sampling, seed: int, chunk: int | None, cache: Any = None
+) -> Iterator[list[int]]:  # fmt: skip
+    """The next token of every row, ``count`` times. On CUDA the host reads them while the next ones are being computed.
+
+    Args:
+        numbers: the prompts' tokens.
+        chunk: positions that are read in one pass; None: all.
+        cache: empty; by default what the model makes.
+    """
+    device, longest = next(model.parameters()).device, max(map(len, numbers))
     filled = [[0] * (longest - len(row)) + row for row in numbers]
     input_ids_BS = torch.tensor(filled, device=device)
     mask_BS = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in numbers], device=device)
-    takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
-    known: Any = None
+    # Of rows that are equally long nothing is masked: without a mask attention takes its fast way, and nobody waits to look at it.
+    masked = any(len(row) < longest for row in numbers)
+    takes_positions = masked and "position_ids" in inspect.signature(type(model).forward).parameters
+    known: Any = cache
 
     def read(input_ids_BS: Tensor, mask_BS: Tensor) -> Tensor:
         nonlocal known
-        options: dict[str, Any] = {"attention_mask": mask_BS, "past_key_values": known}
+        options: dict[str, Any] = {"attention_mask": mask_BS if masked else None, "past_key_values": known}
         if takes_positions:
             options["position_ids"] = (mask_BS.cumsum(1) - 1).clamp(min=0)[:, -input_ids_BS.shape[1] :]
         output = model(input_ids_BS, use_cache=True, logits_to_keep=1, **options)
@@ -93,12 +104,17 @@ def _columns(
     for start in before:
         read(input_ids_BS[:, start : start + size], mask_BS[:, : start + size])
     logits_BV = read(input_ids_BS[:, last:], mask_BS)
+    arriving = deque[Arrival]()
     for position in range(count):
         token_B = sample(logits_BV, sampling, seed, position)
-        yield Arrival(token_B).numbers()
+        arriving.append(Arrival(token_B))
         if position + 1 < count:
+            if len(arriving) > int(device.type == "cuda"):
+                yield arriving.popleft().numbers()
             mask_BS = torch.cat((mask_BS, torch.ones_like(mask_BS[:, :1])), 1)
             logits_BV = read(token_B.clamp(min=0)[:, None], mask_BS)
+    for arrival in arriving:
+        yield arrival.numbers()
 
 
 def check_chunk(prefill_chunk: int | None) -> None:

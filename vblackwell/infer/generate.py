@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.infer.room import room_for
 from vblackwell.infer.sampling import Arrival, Sampling, check_seed, sample
 from vblackwell.nn.cache import KVCache
 from vblackwell.nn.decoder import Decoder
@@ -59,16 +60,17 @@ def generate(
     check_seed(seed)
     numbers = encode(model, tokenizer, prompt)
     count = room(model, len(numbers), max_new_tokens)
-    step, ends = stepper(model, len(numbers) + count, prefill_chunk), end_tokens(model)
-    stream = _Text(tokenizer, numbers, on_token)
+    ends, stream = end_tokens(model), _Text(tokenizer, numbers, on_token)
     training = model.training
     model.eval()
     try:
-        prompt_BS = torch.tensor([numbers], device=next(model.parameters()).device)
-        for token in draws(step, prompt_BS, count, sampling, seed, ahead=int(prompt_BS.is_cuda)):
-            if token in ends:
-                break
-            stream.add(token)
+        with room_for(model, 1, len(numbers) + count) as (cache, chunk):
+            step = stepper(model, len(numbers) + count, prefill_chunk or chunk, cache)
+            prompt_BS = torch.tensor([numbers], device=next(model.parameters()).device)
+            for token in draws(step, prompt_BS, count, sampling, seed, ahead=int(prompt_BS.is_cuda)):
+                if token in ends:
+                    break
+                stream.add(token)
     finally:
         model.train(training)
     return stream.finish()
@@ -152,16 +154,19 @@ def end_tokens(model: nn.Module) -> set[int]:
     return set() if ends is None else set(ends) if isinstance(ends, list) else {ends}
 
 
-def stepper(model: nn.Module, max_length: int, chunk: int | None = None) -> Callable[[Tensor], Tensor]:
+def stepper(
+    model: nn.Module, max_length: int, chunk: int | None = None, cache: Any = None
+) -> Callable[[Tensor], Tensor]:
     """A function that reads more tokens (B, S), up to ``max_length`` in all, and returns the logits (B, V) behind the last.
 
     Args:
         chunk: tokens a row that are read in one pass; by default all that are given.
+        cache: of transformers, empty, for its models; by default what they make themselves.
     """
     config: Any = model.config
     if getattr(config, "is_encoder_decoder", False):
         raise Unsupported(f"{type(model).__name__} is an encoder-decoder: generate works with causal models")
-    known: Any = KVCache(model.config, max_length) if isinstance(model, Decoder) else None
+    known: Any = KVCache(model.config, max_length) if isinstance(model, Decoder) else cache
 
     @torch.no_grad()
     def step(input_ids_BS: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """A causal model opened for writing alone, whose weights may be more than level 0 holds: frozen, in a stack, packed to FP4 on request.
 
 Nothing is kept but weights. They are read from the folder into the lower levels, and each layer is loaded before it is needed. What of
-level 0 is not kept free for keys, values and workspace holds layers that stay: a pass uses them in the same order each time, so which
-ones stay is what the recorded order says (Belady). A model that fits is loaded once, in its first pass.
+level 0 is not kept free for keys, values and workspace holds layers that stay (offload/frozen.py); on a GPU room.py divides it for each
+text. A model that fits is loaded once, in its first pass.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from torch import nn
 from vblackwell.artifacts.folder import read_config
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.infer.causal_lm import load_causal_lm
+from vblackwell.infer.room import workspace_bytes
 from vblackwell.memory.stack import VGPUStack
-from vblackwell.units import MiB
-
-LEAST_WORKSPACE = 512 * MiB  # of a GPU: what a pass takes beside weights, keys and values
 
 
 def open_streamed(
@@ -44,8 +42,8 @@ def open_streamed(
     placement: dict[str, Any] = {"placement": "streamed"}
     level = stack.levels[0]
     if stack.level0_device.type == "cuda":
-        reserved = max(LEAST_WORKSPACE, level.capacity_bytes // 8) + cache_bytes(config, rows, tokens)
-        placement["weight_bytes"] = max(0, level.capacity_bytes - reserved)
+        reserved = workspace_bytes(level.capacity_bytes) + cache_bytes(config, rows, tokens)
+        placement["weight_bytes"] = max(0, level.capacity_bytes - reserved)  # `room_for` divides anew for each text
     model = load_causal_lm(
         folder, stack, dtype=stored_dtype(config), trainable=False, adapter=adapter, fp4=fp4, fp4_layers=fp4_layers, keep=keep,
         **placement,

@@ -1,0 +1,112 @@
+"""What level 0 holds while a text is written: weights that stay, keys and values, and room to compute in.
+
+Decided anew for every request by arithmetic on sizes, because a batch of many rows needs its room for keys and values, and a single row
+has it for weights. Every byte that does not stay crosses the link once a token, whichever it is: so keys and values live on level 0 if they
+fit beside the weights that pass through, and otherwise pass through as well.
+
+Legend: B rows, S positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from vblackwell.infer.cache_shape import PLACES as CACHE_PLACES
+from vblackwell.infer.cache_shape import CacheShape, cache_shape, layers_on_level0
+from vblackwell.offload.enable import offload_of
+from vblackwell.offload.engine import Offload
+from vblackwell.offload.frozen import PLACES, FrozenStreamer
+from vblackwell.units import MiB
+
+if TYPE_CHECKING:
+    from vblackwell.infer.stacked_cache import StackedCache
+
+LEAST_WORKSPACE = 512 * MiB  # of a GPU: what a pass takes beside weights, keys and values
+
+
+@dataclass(frozen=True)
+class Room:
+    """What level 0's bytes are for.
+
+    Attributes:
+        weight_bytes: loaded weights.
+        cached_layers: layers whose keys and values live on level 0; of the others, two at a time.
+        chunk: positions a row that one pass reads.
+    """
+
+    weight_bytes: int
+    cached_layers: int
+    chunk: int
+
+
+def workspace_bytes(capacity_bytes: int) -> int:
+    """What is kept free of a GPU's cap."""
+    return max(LEAST_WORKSPACE, capacity_bytes // 8)
+
+
+def divide(free_bytes: int, weights: list[int], shape: CacheShape, token_bytes: int, workspace: int) -> Room:
+    """The room of one request.
+
+    Args:
+        free_bytes: of level 0, without the workspace.
+        weights: bytes of the groups that can be loaded.
+        shape: of keys and values.
+        token_bytes: of activations, a position of a row.
+        workspace: bytes for activations.
+
+    Raises:
+        InsufficientMemory: as `layers_on_level0`.
+    """
+    chunk = max(1, workspace * 3 // 4 // max(1, token_bytes * shape.rows))
+    total = sum(weights)
+    if shape.num_bytes <= free_bytes - min(total, PLACES * max(weights, default=0)):
+        return Room(free_bytes - shape.num_bytes, shape.layers, chunk)
+    through = CACHE_PLACES * shape.layer_bytes
+    kept = min(
+        total, max(free_bytes - through, max(weights, default=0))
+    )  # weights first: what a cache holds is not full at once
+    return Room(kept, layers_on_level0(shape, free_bytes - kept), chunk)
+
+
+def token_bytes(config: Any, itemsize: int) -> int:
+    """About what a position takes of a pass: the feed-forward's four, and eight of the width."""
+    width = getattr(config, "hidden_size", 0) or 0
+    inner = getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", None) or 4 * width
+    return (4 * inner + 8 * width) * itemsize
+
+
+@contextmanager
+def room_for(model: nn.Module, rows: int, positions: int) -> Iterator[tuple[StackedCache | None, int | None]]:
+    """Inside, level 0 is divided for a text of ``rows`` of at most ``positions``.
+
+    Yields:
+        The cache to write with, and positions that one pass may read; None each: nothing is known, and transformers' own, and all.
+
+    Raises:
+        InsufficientMemory: level 0, or RAM, has no room for so many rows.
+    """
+    engine = offload_of(model)
+    cache, chunk = None, None
+    if isinstance(engine, Offload) and isinstance(engine.weights, FrozenStreamer) and engine.device.type == "cuda":
+        dtype = next(param.dtype for param in model.parameters() if param.is_floating_point())
+        shape = cache_shape(model.config, rows, positions, dtype)
+        level = engine.stack.levels[0]
+        workspace = workspace_bytes(level.capacity_bytes)
+        free = level.capacity_bytes - (level.used_bytes - engine.weights.loaded_bytes) - workspace
+        if shape is not None:
+            from vblackwell.infer.stacked_cache import StackedCache
+
+            sizes = [group.num_bytes for group in engine.groups if not engine.is_sliced(group)]
+            room = divide(free, sizes, shape, token_bytes(model.config, dtype.itemsize), workspace)
+            engine.weights.rebudget(room.weight_bytes)
+            cache, chunk = StackedCache(engine.stack, shape, room.cached_layers), room.chunk
+    try:
+        yield cache, chunk
+    finally:
+        if cache is not None:
+            cache.close()
