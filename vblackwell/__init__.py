@@ -51,6 +51,7 @@ _WHERE = {
     "VGPULevel": "vblackwell.memory.single",
     "create_vgpu_stack": "vblackwell.memory.create",
     "HardwareDetector": "vblackwell.hardware",
+    "communication_cost": "vblackwell.plan.collectives",
     "UnknownKey": "vblackwell.errors",
     "VGPUResourceEstimator": "vblackwell.estimator",
     "ModelConfig": "vblackwell.estimator",
@@ -96,6 +97,7 @@ if TYPE_CHECKING:
     from vblackwell.offload.optimizer import VGPUAdamW
     from vblackwell.offload.sparse import select_top_k_gradients
     from vblackwell.offload.state import export_state, import_state
+    from vblackwell.plan.collectives import communication_cost
     from vblackwell.plan.estimate import MemoryEstimate
 
 
