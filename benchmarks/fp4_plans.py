@@ -1,8 +1,8 @@
 """Every plausible plan of the fused FP4 kernels for a shape against cuBLAS bf16: where the rules of kernels/fp4_cuda.py come from.
 
-``python benchmarks/fp4_plans.py --cells 16x4096x4096,64x4096x4096 --csv plans.csv`` on a Hopper GPU. A cell is M x N x K. Plans are compiled
-in parallel, checked against float64 (a wrong or unrepeatable one is not timed), then timed as in bench_fp4.py: CUDA graphs of 24
-layers, all systems in turns. ``--list`` counts the plans of each cell and needs no GPU.
+``python benchmarks/fp4_plans.py --cells 16x4096x4096,64x4096x4096 --csv plans.csv`` on a Hopper GPU. A cell is M x N x K. Plans are
+compiled in parallel, checked against float64 (a wrong or unrepeatable one is not timed), then timed as in bench_fp4.py: CUDA graphs of
+24 layers, all systems in turns. ``--list`` counts the plans of each cell and needs no GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from bench_fp4 import LAYERS, Tiled, layers_of, run_plan
 from graph_timing import alternating_us
 
-from vblackwell.kernels import fp4_cuda, layout, nvrtc
+from vblackwell.kernels import fp4_cuda, nvrtc
 from vblackwell.kernels.fp4_cuda import MmaPlan, WgmmaPlan
 
 Plan = MmaPlan | WgmmaPlan
@@ -79,10 +79,20 @@ def wgmma_plans(m: int, n: int, k: int) -> Iterator[WgmmaPlan]:
         (16, 32, 64, 128, 256), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 4), (False, True), (1, 2)
     ):
         columns, consumers = -(-m // tokens), groups * k_groups
-        if tokens > max(m, 16) or tokens < min(m, 32) or columns > 2 or consumers > 4 or (tokens == 256 and image is False):
+        if (
+            tokens > max(m, 16)
+            or tokens < min(m, 32)
+            or columns > 2
+            or consumers > 4
+            or (tokens == 256 and image is False)
+        ):
             continue
         blocks = -(-n // (64 * groups)) * splits * columns
-        if not _fills(blocks, most) or (most == 2 and blocks <= 132) or (splits == 4 and 120 * most < blocks <= 132 * most):
+        if (
+            not _fills(blocks, most)
+            or (most == 2 and blocks <= 132)
+            or (splits == 4 and 120 * most < blocks <= 132 * most)
+        ):
             continue
         plan = WgmmaPlan(tokens, groups, splits, 4, 4, most, image, k_groups)
         needed = tokens // 2 + 32 + 24  # sums, fragments, addresses

@@ -71,6 +71,8 @@ DEVICE u32 multiply_pair(u32 a, u32 b) {
 }
 DEVICE float as_float(u32 bits) { float f; memcpy(&f, &bits, 4); return f; }
 DEVICE u32 as_bits(float f) { u32 b; memcpy(&b, &f, 4); return b; }
+DEVICE float fp16_to_float(u16 h) { _Float16 f; memcpy(&f, &h, 2); return (float)f; }
+DEVICE float bf16_to_float(u16 h) { return as_float((u32)h << 16); }
 DEVICE u16 to_fp16(float f) { _Float16 h = (_Float16)f; u16 bits; memcpy(&bits, &h, 2); return bits; }
 DEVICE u16 to_bf16(float f) {
     const u32 b = as_bits(f);
@@ -86,8 +88,10 @@ DEVICE u32 to_e4m3(float a, float b, float c, float d) {
         auto value = [](int code) {
             return (code >> 3) ? ldexpf(8 + (code & 7), (code >> 3) - 10) : ldexpf(code & 7, -9);
         };
-        for (int code = 0; code < 127; code++)
-            if (fabsf(value(code) - fabsf(values[i])) < fabsf(value(best) - fabsf(values[i]))) best = code;
+        for (int code = 0; code < 127; code++) {
+            const float here = fabsf(value(code) - fabsf(values[i])), least = fabsf(value(best) - fabsf(values[i]));
+            if (here < least || (here == least && code % 2 == 0)) best = code;  // ties to even
+        }
         out |= (u32)(best | (signbit(values[i]) ? 128 : 0)) << (8 * i);
     }
     return out;

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.kernels import emulation
-from vblackwell.kernels import fp4_cuda, layout, reference
+from vblackwell.kernels import fp4_cuda, layout, reference, w4a8
 from vblackwell.kernels.fp4_cuda import MmaPlan, WgmmaPlan
 
 pytestmark = emulation.needs_compiler
@@ -76,17 +76,21 @@ def test_odd_k_is_padded():
 @pytest.mark.parametrize(("format", "n", "k"), [("nvfp4", 40, 136), ("nvfp4", 33, 77), ("mxfp4", 70, 600)])
 def test_dequantize_is_the_reference_rounded_once(format, n, k, dtype):
     w_NK, tiled = emulation.random_weight(format, n, k)
-    assert torch.equal(emulation.dequantize(tiled, None, n, k, dtype), w_NK.to(dtype))
+    assert torch.equal(emulation.dequantize(tiled, n, k, dtype), w_NK.to(dtype))
 
 
-def test_e4m3_weights_are_exact_where_rows_span_14():
-    n, k = 40, 160
+@pytest.mark.parametrize("dtype", HALVES)
+def test_e4m3_weights_are_exact_where_rows_span_14_and_rows_are_rounded_once(dtype):
+    n, k, m = 40, 544, 5
     codes, scales = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8), torch.randint(100, 115, (n, k // 32))
     tiled = layout.to_tiled(codes, scales.to(torch.uint8), torch.tensor(1.0), "mxfp4", n, k)
+    x_MK = (torch.randn(m, k) * torch.logspace(-3, 3, m)[:, None]).to(dtype)
+    x_MK[2] = 0
     top = fp4_cuda.row_tops(tiled[1], n, k)
-    w8_NK = emulation.dequantize(tiled, top, n, k, torch.float8_e4m3fn)
-    scale_N = fp4_cuda.row_scales(top, tiled[2])
-    assert torch.equal(w8_NK.float() * scale_N[:, None], reference.dequantize(*tiled, "mxfp4-tiled", n, k))
+    q_MK, scale_M1, w8_NK, scale_1N = emulation.prepare_e4m3(x_MK, tiled, top, n, k, 1)
+    assert torch.equal(w8_NK.float() * scale_1N.t(), reference.dequantize(*tiled, "mxfp4-tiled", n, k))
+    wanted, wanted_scale = w4a8.quantize_rows(x_MK)
+    assert torch.equal(scale_M1, wanted_scale) and torch.equal(q_MK.float(), wanted.float())
 
 
 def normed(x_MK: torch.Tensor, gain_K: torch.Tensor, eps: float, kind: int) -> torch.Tensor:

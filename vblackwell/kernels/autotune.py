@@ -24,7 +24,7 @@ from vblackwell.kernels.fp4_cuda import MmaPlan, WgmmaPlan
 from vblackwell.kernels.nvrtc import cache_folder, driver_version, write_atomically
 
 Plan = TypeVar("Plan", MmaPlan, WgmmaPlan)
-TUNABLE = {MmaPlan: ("prefetch", "min_blocks"), WgmmaPlan: ("stages", "prefetch", "min_blocks")}
+TUNABLE = {MmaPlan: ("prefetch", "min_blocks", "x_stages"), WgmmaPlan: ("stages", "prefetch", "min_blocks")}
 SHIPPED = Path(__file__).parent / "tuned"
 _VERSION = 1
 

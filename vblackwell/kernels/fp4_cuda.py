@@ -347,41 +347,39 @@ def run_dequantize(
     """One launch of ``fp4_dequantize``: the (n, k) weight as bf16, fp16 or fp32."""
     w_NK = torch.empty(n, k, dtype=dtype, device=codes.device)
     macros = {"FP16": 0, "OUT": {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}[dtype]}
-    _launch_dequantize(macros, codes, block_scales, tensor_scale, None, w_NK, n, k)
-    return w_NK
-
-
-def run_dequantize_e4m3(codes: Tensor, block_scales: Tensor, row_top: Tensor, n: int, k: int) -> Tensor:
-    """The (n, k) weight as E4M3, each row relative to its largest scale ``row_top`` (E5M3 bytes), which becomes 2^6."""
-    w_NK = torch.empty(n, k, dtype=torch.float8_e4m3fn, device=codes.device)
-    _launch_dequantize({"FP16": 0, "OUT": 3}, codes, block_scales, None, row_top, w_NK, n, k)
-    return w_NK
-
-
-def _launch_dequantize(
-    macros: dict[str, int],
-    codes: Tensor,
-    block_scales: Tensor,
-    tensor_scale: Tensor | None,
-    row_top: Tensor | None,
-    w_NK: Tensor,
-    n: int,
-    k: int,
-) -> None:
-    warps = 4 if macros["OUT"] == 2 else 8
+    warps = 4 if dtype == torch.float32 else 8
     grid = (_ceil(_ceil(k, 64), warps), _ceil(n, 32), 1)
     shared_bytes = warps * 32 * 64 * w_NK.element_size()
-    args = (codes, block_scales, tensor_scale, row_top, w_NK, n, k)
+    args = (codes, block_scales, tensor_scale, None, w_NK, n, k)
     kernel(DEQUANTIZE_FILES, "fp4_dequantize", macros, codes.device).launch(grid, 32 * warps, shared_bytes, args)
+    return w_NK
+
+
+def run_prepare_e4m3(
+    x_MK: Tensor, codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, row_top: Tensor, n: int, k: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One launch that makes both operands of an FP8 matmul; K is a multiple of 16.
+
+    Returns:
+        x as E4M3 rows (M, K) and their (M, 1) fp32 scales, amax / 448 or 1; the weight (N, K) as E4M3, each row relative to its largest
+        scale ``row_top`` (E5M3 bytes), which becomes 2^6, and its (1, N) fp32 scales.
+    """
+    x_MK, _ = _aligned(x_MK)
+    m, device = x_MK.shape[0], x_MK.device
+    q_MK = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=device)
+    w_NK = torch.empty(n, k, dtype=torch.float8_e4m3fn, device=device)
+    scale_M1 = torch.empty(m, 1, dtype=torch.float32, device=device)
+    scale_1N = torch.empty(1, n, dtype=torch.float32, device=device)
+    macros = {"FP16": 0, "OUT": 3, "X_FP16": int(_flags(x_MK))}
+    columns = _ceil(_ceil(k, 64), 8)
+    row_blocks = min(1024, _ceil(m, columns))
+    args = (codes, block_scales, tensor_scale, row_top, w_NK, n, k, scale_1N, x_MK, q_MK, scale_M1, m, row_blocks)
+    prepare = kernel(DEQUANTIZE_FILES, "fp4_dequantize", macros, device)
+    prepare.launch((columns, _ceil(n, 32) + row_blocks, 1), 256, 8 * 32 * 64, args)
+    return q_MK, scale_M1, w_NK, scale_1N
 
 
 def row_tops(block_scales: Tensor, n: int, k: int) -> Tensor:
     """(N,) E5M3 bytes: the largest scale of each row of a tiled weight."""
     bands, windows = _ceil(n, 32), _ceil(k, 64)
     return block_scales.view(bands, windows, 8, 4, 4).amax((1, 3)).transpose(1, 2).reshape(-1)[:n].contiguous()
-
-
-def row_scales(row_top: Tensor, tensor_scale: Tensor) -> Tensor:
-    """(N,) fp32: what ``run_dequantize_e4m3``'s rows must be multiplied by to be the weight."""
-    field = (row_top >> 3).to(torch.float32)
-    return torch.exp2(field - (15 + 6)) * tensor_scale

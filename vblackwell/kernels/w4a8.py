@@ -31,14 +31,10 @@ FORMAT = "mxfp4-tiled"
 
 def quantize_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     """(E4M3 rows, (M, 1) fp32 scales): x is about rows * scales. A row of zeros has scale 1."""
-    if x_MK.device.type != "cuda":
-        values = x_MK.to(torch.float32)
-        amax = values.abs().amax(1, keepdim=True)
-        scale_M1 = torch.where(amax > 0, amax / E4M3_MAX, 1.0)
-        return (values / scale_M1).to(torch.float8_e4m3fn), scale_M1
-    from vblackwell.kernels import w4a8_triton
-
-    return w4a8_triton.quantize_rows(x_MK)
+    values = x_MK.to(torch.float32)
+    amax = values.abs().amax(1, keepdim=True)
+    scale_M1 = torch.where(amax > 0, amax / E4M3_MAX, 1.0)
+    return (values / scale_M1).to(torch.float8_e4m3fn), scale_M1
 
 
 def check_shape(format: str, n: int, k: int, name: str = "the weight") -> None:
@@ -99,9 +95,7 @@ def _fp8_reasons(request: Request) -> list[str]:
 
 
 def _fp8(x_MK, codes, block_scales, tensor_scale, row_top, bias, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
-    q_MK, scale_M1 = quantize_rows(x_MK)
-    w_NK = fp4_cuda.run_dequantize_e4m3(codes, block_scales, row_top, n, k)
-    scale_1N = fp4_cuda.row_scales(row_top, tensor_scale)[None]
+    q_MK, scale_M1, w_NK, scale_1N = fp4_cuda.run_prepare_e4m3(x_MK, codes, block_scales, tensor_scale, row_top, n, k)
     z_MN = torch.ops.aten._scaled_mm(q_MK, w_NK.t(), scale_M1, scale_1N, out_dtype=torch.bfloat16, use_fast_accum=False)
     if bias is not None:
         z_MN = z_MN + bias.to(z_MN.dtype)

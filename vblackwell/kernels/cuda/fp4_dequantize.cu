@@ -1,5 +1,6 @@
 // A tiled weight to a row-major one: (code * scale) * tensor_scale in fp32, rounded once to bf16, fp16 or fp32 (OUT 0, 1, 2),
-// or, with OUT 3, code * scale relative to its row's largest scale as E4M3, exact where the row spans no more than 2^14.
+// or, with OUT 3, code * scale relative to its row's largest scale as E4M3, exact where the row spans no more than 2^14. With OUT 3 the blocks
+// below the weight's round rows of x (fp16 with X_FP16) to E4M3, so that what an FP8 matmul needs is one launch.
 //
 // A warp takes one tile of 32 rows by 64 columns, a block eight (four for fp32) neighbouring ones, so that the writes of a block are
 // runs of whole cache lines. Lanes own 16 columns of 4 rows; shared memory turns that into rows (granules of 16 bytes, xor-swizzled).
@@ -18,11 +19,67 @@
 #endif
 #define ROW_GRANULES (64 * ELEMENT_BYTES / 16)
 
-// `row_top`: for OUT 3, the E5M3 byte of each row's largest scale; a row is scaled so that this becomes 2^6.
+#if OUT == 3
+#if X_FP16
+#define X_FLOAT fp16_to_float
+#else
+#define X_FLOAT bf16_to_float
+#endif
+// A row of K elements, a multiple of 16, relative to its largest magnitude, which becomes 448; a row of zeros has scale 1.
+DEVICE void round_row(const u16* x, u8* q, float* scale, int K, int tid, float* tops) {
+    u32 bits = 0;  // magnitudes of halves are ordered like their bits
+    for (int k = tid * 8; k < K; k += WARPS * 256) {
+        const uint4 v = *(const uint4*)(x + k);
+        const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) bits = max(bits, max(words[i] & 0x7FFF, (words[i] >> 16) & 0x7FFF));
+    }
+    float top = as_float(bits);  // positive floats are, too
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) top = as_float(max(as_bits(top), as_bits(shuffle_xor(top, mask))));
+    if (tid % 32 == 0) tops[tid / 32] = top;
+    __syncthreads();
+    bits = 0;
+#pragma unroll
+    for (int i = 0; i < WARPS; i++) bits = max(bits, as_bits(tops[i]));
+    const float amax = X_FLOAT((u16)bits), unit = bits ? amax / 448.0f : 1.0f;
+    for (int k = tid * 8; k < K; k += WARPS * 256) {
+        const uint4 v = *(const uint4*)(x + k);
+        const u32 words[4] = {v.x, v.y, v.z, v.w};
+        float f[8];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            f[2 * i] = X_FLOAT((u16)words[i]) / unit;
+            f[2 * i + 1] = X_FLOAT((u16)(words[i] >> 16)) / unit;
+        }
+        *(uint2*)(q + k) = make_uint2(to_e4m3(f[0], f[1], f[2], f[3]), to_e4m3(f[4], f[5], f[6], f[7]));
+    }
+    if (tid == 0) *scale = unit;
+}
+#endif
+
+// `row_top`: for OUT 3, the E5M3 byte of each row's largest scale; a row is scaled so that this becomes 2^6, and `row_scale` says what it must
+// be multiplied by to be the weight.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
-fp4_dequantize(const u8* codes, const u8* scales, const float* tensor_scale, const u8* row_top, u8* w, int N, int K) {
+fp4_dequantize(const u8* codes, const u8* scales, const float* tensor_scale, const u8* row_top, u8* w, int N, int K
+#if OUT == 3
+    , float* row_scale, const u16* x, u8* q, float* x_scale, int M, int row_blocks
+#endif
+) {
     SHARED_MEMORY(memory);
     let_next_start();
+#if OUT == 3
+    const int bands = (N + 31) / 32;
+    if ((int)blockIdx.y >= bands) {
+        wait_for_previous();
+        const int columns = (K + 64 * WARPS - 1) / (64 * WARPS);  // of blocks
+        for (int m = (blockIdx.y - bands) * columns + blockIdx.x; m < M; m += row_blocks * columns) {
+            round_row(x + (u64)m * K, q + (u64)m * K, x_scale + m, K, threadIdx.x, (float*)memory);
+            __syncthreads();
+        }
+        return;
+    }
+#endif
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int windows = (K + 63) / 64, window = blockIdx.x * WARPS + warp, band = blockIdx.y;
     if (window >= windows) return;
@@ -69,6 +126,10 @@ fp4_dequantize(const u8* codes, const u8* scales, const float* tensor_scale, con
     }
     warp_sync();
     wait_for_previous();  // w may lie where the previous kernel still reads
+#if OUT == 3
+    if (window == 0 && band * 32 + lane < N)
+        row_scale[band * 32 + lane] = as_float((u32)(127 - 21 + (row_top[band * 32 + lane] >> 3)) << 23) * tensor_scale[0];
+#endif
     const u64 pitch = (u64)K * ELEMENT_BYTES;
 #pragma unroll
     for (int i = 0; i < ROW_GRANULES; i++) {

@@ -56,6 +56,8 @@ DEVICE void block_part_sync() { asm volatile("bar.sync 1, %0;" :: "n"(THREADS) :
 
 DEVICE float as_float(u32 bits) { return __uint_as_float(bits); }
 DEVICE u32 as_bits(float f) { return __float_as_uint(f); }
+DEVICE float fp16_to_float(u16 h) { float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h)); return f; }
+DEVICE float bf16_to_float(u16 h) { return as_float((u32)h << 16); }
 DEVICE u32 to_bf16_pair(float low, float high) {
     u32 d;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
