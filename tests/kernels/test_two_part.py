@@ -1,0 +1,187 @@
+"""Linears with weights in two parts: the op against the oracle, and the CUDA kernels' own source on the CPU (emulation.py)."""
+
+import pytest
+import torch
+
+from tests.kernels import emulation
+from tests.kernels.test_compile import resources
+from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
+from vblackwell.kernels import nvrtc, two_part_cuda, two_part_layout
+from vblackwell.kernels.dispatch import use_backend
+from vblackwell.kernels.reference import ACTIVATIONS, activate
+from vblackwell.kernels.two_part import OP, two_part_linear
+from vblackwell.kernels.two_part_cuda import TwoPartPlan
+from vblackwell.numerics import separation
+from vblackwell.numerics.separation import separate
+
+MAIN = """
+extern "C" void run(const u16* x, const u8* codes, const u8* fine, const u8* scales, const float* ts, const u16* bias, void* y, int M,
+                    int N, int K, int act, int windows, int chunks, int gx, int gz, int shared) {
+    launch(gx, SPLITS, gz, THREADS, shared,
+           [=] { two_part_mma(x, codes, fine, scales, ts, bias, y, M, N, K, act, windows, chunks); });
+}"""
+DEQUANTIZE_MAIN = """
+extern "C" void run(const u8* codes, const u8* fine, const u8* scales, const float* ts, void* w, int N, int K, int gx, int gy) {
+    for (int y = 0; y < gy; y++)
+        launch(gx, 1, 1, 128, 16, [=] {
+            blockIdx.y = y;
+            two_part_dequantize(codes, fine, scales, ts, w, N, K);
+        });
+}"""
+
+
+def random_parts(n: int, k: int):
+    """(fp32 weight, canonical parts) of random codes under all finite scales, blocks without a scale among them."""
+    generator = torch.Generator().manual_seed(n + k)
+    padded = separation.FORM.padded(k)
+    codes = torch.randint(0, 16, (n, padded), dtype=torch.uint8, generator=generator)
+    fine = torch.randint(0, 16, (n, padded), dtype=torch.uint8, generator=generator)
+    fine = torch.where(codes & 7 == 0, fine | 8, fine)
+    scales = torch.randint(0, 127, (n, padded // 16), dtype=torch.uint8, generator=generator)
+    packed = [tensor[:, 0::2] | (tensor[:, 1::2] << 4) for tensor in (codes, fine)]
+    parts = (packed[0], packed[1], scales, torch.tensor(0.37))
+    return separation.dequantize(*parts, n, k, torch.float32), parts
+
+
+def bf16_weight(parts, n: int, k: int) -> torch.Tensor:
+    """What the kernel multiplies by: code times scale rounded to bf16, then the tensor scale in fp32's sum."""
+    codes, fine, scales, _ = parts
+    return separation.dequantize(codes, fine, scales, torch.tensor(1.0), n, k, torch.bfloat16).double() * 0.37
+
+
+def emulated(plan: TwoPartPlan, x_MK, tiled, bias, activation, n):
+    x_MK, k = two_part_cuda._aligned(x_MK)
+    m = x_MK.shape[0]
+    y_MN = torch.full((m, n), torch.nan)
+    grid = (-(-n // (32 * plan.row_warps)), -(-m // plan.tokens), plan.shared_bytes(k))
+    args = [x_MK, *tiled, bias, y_MN, m, n, k, ACTIVATIONS.index(activation), *plan.chunks(k), *grid]
+    emulation._call(two_part_cuda.FILES, plan.macros(True), MAIN, args)
+    return y_MN
+
+
+@pytest.mark.parametrize("shape", [(40, 136), (33, 77), (64, 64)])
+def test_tiles_are_turned_back(shape):
+    w_NK, parts = random_parts(*shape)
+    tiled = two_part_layout.to_tiled(*parts, *shape)
+    assert [tuple(tensor.shape) for tensor in tiled[:3]] == list(two_part_layout.shapes("nvfp4-tiled", *shape))
+    assert torch.equal(separation.dequantize(*two_part_layout.from_tiled(*tiled, *shape), *shape, torch.float32), w_NK)
+
+
+def test_a_fine_part_of_another_weight_is_refused():
+    _, (codes, fine, scales, scale) = random_parts(32, 64)
+    with pytest.raises(CorruptData, match="below zero"):
+        two_part_layout.to_tiled(torch.zeros_like(codes), torch.zeros_like(fine), scales, scale, 32, 64)
+    x_MK = torch.zeros(1, 64)
+    with pytest.raises(ConfigurationError, match="beside coarse"):
+        two_part_linear(x_MK, codes, fine[:16], scales, scale, None, "nvfp4", "none", 32, 64)
+    with pytest.raises(ConfigurationError, match="layout"):
+        two_part_linear(x_MK, codes, fine, scales, scale, None, "mxfp4", "none", 32, 64)
+    with use_backend(OP, "mma"), pytest.raises(Unsupported, match="CUDA"):
+        two_part_linear(x_MK, codes, fine, scales, scale, None, "nvfp4", "none", 32, 64)
+
+
+@pytest.mark.parametrize("activation", ["none", "gelu"])
+def test_op_and_gradients_against_float64(activation):
+    n, k = 24, 40
+    separated = separate(torch.randn(n, k) * 0.1)
+    coarse, w_NK = separated.coarse, separated.dequantize().double()
+    parts = (coarse.codes, separated.fine, coarse.block_scales, coarse.tensor_scale)
+    x, bias = torch.randn(2, 3, k), torch.randn(n)
+    ours = [tensor.clone().requires_grad_() for tensor in (x, bias)]
+    theirs = [tensor.double().requires_grad_() for tensor in (x, bias)]
+    y = two_part_linear(ours[0], *parts, ours[1], "nvfp4", activation, n, k)
+    exact = activate(torch.nn.functional.linear(theirs[0], w_NK, theirs[1]), activation)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    exact.backward(dy.double())
+    torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5)  # fp32 sums of 40 products of size 0.1
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad.double(), other.grad, rtol=1e-5, atol=1e-5)
+    torch.library.opcheck(
+        torch.ops.vblackwell.two_part_linear, (x, *parts, bias, "nvfp4", activation, n, k),
+        test_utils=("test_schema", "test_faketensor"),
+    )  # fmt: skip
+
+
+@emulation.needs_compiler
+@pytest.mark.parametrize(
+    ("plan", "m", "n", "k"),
+    [
+        (TwoPartPlan(4, 2, 1, 2, 2, 8192), 3, 70, 330),
+        (TwoPartPlan(16, 1, 2, 1, 1, 8192), 11, 40, 648),
+    ],
+    ids=str,
+)
+def test_kernel_source_within_the_bound_of_float64(plan, m, n, k):
+    w_NK, parts = random_parts(n, k)
+    x_MK = torch.randn(m, k).bfloat16()
+    tiled = two_part_layout.to_tiled(*parts, n, k)
+    y_MN = emulated(plan, x_MK, tiled, None, "none", n)
+    assert emulation.error_over_bound(y_MN, x_MK, bf16_weight(parts, n, k)) <= 1
+    # And beside the unrounded weight: 2^-9 of each product at most.
+    exact = x_MK.double() @ w_NK.double().t()
+    bound = 2**-9 * (x_MK.double().abs() @ w_NK.double().abs().t()) * 1.01
+    assert ((y_MN - exact).abs() <= bound).all()
+    bias = torch.randn(n).bfloat16()
+    again = emulated(plan, x_MK, (*tiled[:3], tiled[3] * 2.0**-9), bias, "silu", n)
+    expected = torch.nn.functional.silu(y_MN.double() * 2.0**-9 + bias.double())
+    torch.testing.assert_close(again.double(), expected, rtol=1e-5, atol=1e-5)  # expf to a few units in the last place
+
+
+@emulation.needs_compiler
+@pytest.mark.parametrize(
+    ("dtype", "n", "k"), [(torch.bfloat16, 33, 77), pytest.param(torch.float32, 40, 136, marks=pytest.mark.slow)]
+)
+def test_dequantize_source_is_the_oracle(dtype, n, k):
+    w_NK, parts = random_parts(n, k)
+    out = torch.full((n, k), torch.nan).to(dtype)
+    tiled = two_part_layout.to_tiled(*parts, n, k)
+    macros = {"FP16": 0, "OUT": {torch.bfloat16: 0, torch.float32: 2}[dtype]}
+    grid = ((k + 255) // 256, (n + 31) // 32)
+    emulation._call(two_part_cuda.FILES, macros, DEQUANTIZE_MAIN, [*tiled, out, n, k, *grid])
+    assert torch.equal(out, w_NK.to(dtype))
+
+
+@pytest.mark.skipif(bool(nvrtc.why_not()), reason="nvidia-cuda-nvrtc is not installed")
+@pytest.mark.parametrize(
+    ("arch", "m"),
+    [
+        ("sm_90a", 16),
+        pytest.param("sm_90a", 1, marks=pytest.mark.slow),
+        pytest.param("sm_86", 16, marks=pytest.mark.slow),
+    ],
+)
+def test_compiles_without_spills_and_fits(arch, m, tmp_path):
+    plan = two_part_cuda.plan(m, 8192, 8192, arch == "sm_90a")
+    usage = resources(nvrtc.compile_cubin(two_part_cuda.FILES, plan.macros(), arch), tmp_path)["two_part_mma"]
+    assert usage["STACK"] == usage["LOCAL"] == 0, (plan, usage)
+    assert usage["REG"] * plan.threads <= 65536, (plan, usage)
+    most = 227 * 1024 if arch == "sm_90a" else 99 * 1024
+    for rows in (1, 2, 3, 8, 16):
+        for n, k in ((256, 64), (768, 3072), (4096, 14336), (8192, 8192), (8192, 28672)):
+            assert two_part_cuda.plan(rows, n, k, arch == "sm_90a").shared_bytes(k) <= most
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 2, 3, 5, 8, 13, 16])
+@pytest.mark.parametrize(("n", "k"), [(40, 136), (200, 1000), (1056, 4096), (512, 14336)])
+def test_kernel_on_the_gpu(m, n, k):
+    w_NK, parts = random_parts(n, k)
+    tiled = [tensor.cuda() for tensor in two_part_layout.to_tiled(*parts, n, k)]
+    x_MK = torch.randn(m, k).bfloat16().cuda()
+    for clusters in (True, False) if torch.cuda.get_device_capability()[0] == 9 else (False,):
+        plan = two_part_cuda.plan(m, n, k, clusters)
+        first, second = (
+            two_part_cuda.run_mma(plan, x_MK, *tiled, None, "none", n, torch.float32) for _ in range(2)
+        )  # fmt: skip
+        assert torch.equal(first, second)
+        assert emulation.error_over_bound(first.cpu(), x_MK.cpu(), bf16_weight(parts, n, k)) <= 1, plan
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        written = two_part_cuda.run_dequantize(*tiled, n, k, dtype)
+        assert torch.equal(written.cpu(), w_NK.to(dtype))
+    with use_backend(OP, "mma"):
+        fused = two_part_linear(x_MK, *tiled, None, "nvfp4-tiled", "none", n, k)
+    with use_backend(OP, "dequantize"):
+        written = two_part_linear(x_MK, *tiled, None, "nvfp4-tiled", "none", n, k)
+    # Both round weights and sums to bf16, 2^-9 each, in places of their own: independent errors of relative RMS under 2^-9.
+    assert (fused.double() - written.double()).norm() <= 2**-8 * written.double().norm()

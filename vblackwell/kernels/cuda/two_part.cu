@@ -1,0 +1,245 @@
+// y = act(x W^T + bias) for few rows of x and a weight in two parts (kernels/two_part_layout.py), in one pass over both.
+//
+// The frame is that of fp4_mma.cu: weights are the A operand of mma.m16n8k16, tokens its n = 8; a warp takes one band of 32 weight rows and a
+// share of K; ROW_WARPS stand side by side, K_WARPS take turns at the windows, SPLITS blocks of a cluster split K further; x is staged by
+// chunks; sums meet in shared memory and are added in a fixed order. What differs: a window is 2176 bytes, and the decode adds the fine
+// bits to the coarse ones before the one multiplication by the scale, an E2M5 number times a scale of four bits, rounded to bf16
+// (2^-9 of a weight, beside the 2^-6 of a code that the fine part resolves). So the fine part costs its bytes and eleven operations
+// for eight weights, and no second product.
+//
+// The second kernel writes the weight out, (code * scale) * tensor_scale in fp32 rounded once, for many rows and for backward.
+//
+// Set by the launcher: FP16 (0), TOKENS (a power of two, at most 16), ROW_WARPS, K_WARPS, SPLITS, PREFETCH, MIN_BLOCKS, OUT32; OUT for the second.
+#define FINE_MASK 0x003C003Cu
+#define FINE_NOTHING 0x00200020u
+
+// A placed coarse pair with its fine codes, which lie in bits 5..2 of both halves of `fine`, as E2M5. No carry leaves a half: only cells
+// that do not begin at zero have fine codes below 8.
+DEVICE u32 refine(u32 coarse, u32 fine) { return coarse + (fine & FINE_MASK) - FINE_NOTHING; }
+
+// Eight coarse and fine codes to four unscaled pairs.
+DEVICE void decode_parts(u32 word, u32 fine, u32* pairs) {
+    pairs[0] = refine(word & PAIR_MASK, fine);
+    pairs[1] = refine(rotate_left(word, 10) & PAIR_MASK, rotate_left(fine, 28));
+    pairs[2] = refine(rotate_left(word, 13) & PAIR_MASK, rotate_left(fine, 24));
+    pairs[3] = refine(((word & PAIR_3_BITS) * PAIR_3_MULTIPLIER) & PAIR_MASK, rotate_left(fine, 20));
+}
+
+#ifdef TOKENS
+#define NB (TOKENS < 8 ? 1 : TOKENS / 8)
+#define ROWS (32 * ROW_WARPS)
+#define THREADS (32 * ROW_WARPS * K_WARPS)
+#define RED_STRIDE (ROWS + 4)
+#define WINDOW_BYTES 2176  // coarse codes of the upper 16 rows, of the lower, fine codes of both, scales
+
+DEVICE void compute(float (*acc)[NB][4], u32 w_address, u32 scale_address, u32 x_address) {
+    u32 a[2][4][4];  // [half][step of 16 columns][fragment]
+    const u32 scales = load_shared_word(scale_address);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const uint4 q = load_shared(w_address + h * 512), f = load_shared(w_address + 1024 + h * 512);
+        const u32 upper = scale_pair(scales, 2 * h), lower = scale_pair(scales, 2 * h + 1);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            u32 top[4], bottom[4];
+            decode_parts(i ? q.y : q.x, i ? f.y : f.x, top);
+            decode_parts(i ? q.w : q.z, i ? f.w : f.z, bottom);
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                a[h][2 * i + (j >> 1)][2 * (j & 1)] = multiply_pair(top[j], upper);
+                a[h][2 * i + (j >> 1)][2 * (j & 1) + 1] = multiply_pair(bottom[j], lower);
+            }
+        }
+    }
+#pragma unroll
+    for (int nb = 0; nb < NB; nb++) {
+        const uint4 b0 = load_shared(x_address + nb * 512), b1 = load_shared(x_address + nb * 512 + TOKENS * 64);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            mma(acc[h][nb], a[h][0], b0.x, b0.y);
+            mma(acc[h][nb], a[h][1], b0.z, b0.w);
+            mma(acc[h][nb], a[h][2], b1.x, b1.y);
+            mma(acc[h][nb], a[h][3], b1.z, b1.w);
+        }
+    }
+}
+
+// A chunk of x into shared memory in fragment order: columns [first, first + 64 * windows), tokens [0, tokens); zeros beyond K.
+DEVICE void stage(u32 shared, const u16* x, int tokens, int K, int first, int windows, int tid) {
+    const int granules = windows * 8;
+    for (int e = tid; e < granules * tokens; e += THREADS) {
+        const int m = e / granules, c = e % granules, k = first + c * 8;
+        const u32 to = shared + (((c >> 3) * 2 + (c & 1)) * TOKENS + m) * 64 + ((c >> 1) & 3) * 16;
+        copy_async(to, x + (u64)m * K + min(k, K - 8), k < K ? 16 : 0);
+    }
+}
+
+extern "C" __global__ void
+#if SPLITS > 1
+__cluster_dims__(1, SPLITS, 1)
+#endif
+__launch_bounds__(THREADS, MIN_BLOCKS)
+two_part_mma(const u16* x, const u8* codes, const u8* fine, const u8* scales, const float* tensor_scale, const u16* bias, void* y,
+             int M, int N, int K, int activation, int chunk_windows, int chunks) {
+    SHARED_MEMORY(memory);
+    let_next_start();
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+    const int row_warp = warp % ROW_WARPS, k_warp = warp / ROW_WARPS;
+    const int bands = (N + 31) / 32, windows = (K + 63) / 64;
+    const int band = min((int)blockIdx.x * ROW_WARPS + row_warp, bands - 1);
+    const int m0 = blockIdx.z * TOKENS, tokens = min(TOKENS, M - m0);
+
+    // Shared memory: a ring for each warp, then x (two buffers if there are several chunks); later the sums.
+    const u32 ring = shared_address(memory) + warp * (PREFETCH * WINDOW_BYTES);
+    const u32 shared_x = shared_address(memory) + ROW_WARPS * K_WARPS * PREFETCH * WINDOW_BYTES;
+    const u32 buffer_bytes = chunk_windows * TOKENS * 128;
+    const int per_warp = chunk_windows / K_WARPS;
+    const int first = blockIdx.y * chunks * chunk_windows;  // first window of this block
+    const u64 band_window = (u64)band * windows;
+    int next = first + k_warp, todo = per_warp * chunks;  // the next window to load, and how many remain
+    auto load = [&](u32 slot) {
+        if (todo-- > 0) {
+            const u64 at = band_window + min(next, windows - 1);
+            const u32 to = slot + lane * 16;
+            copy_async(to, codes + at * 1024 + lane * 16, 16);
+            copy_async(to + 512, codes + at * 1024 + 512 + lane * 16, 16);
+            copy_async(to + 1024, fine + at * 1024 + lane * 16, 16);
+            copy_async(to + 1536, fine + at * 1024 + 512 + lane * 16, 16);
+            copy_async_word(slot + 2048 + lane * 4, scales + at * 128 + lane * 4, 4);
+            next += K_WARPS;
+        }
+        copy_commit();
+    };
+#pragma unroll
+    for (int d = 0; d < PREFETCH; d++) load(ring + d * WINDOW_BYTES);
+    const float unit = tensor_scale[0] * WEIGHT_UNIT;
+
+    wait_for_previous();
+    x += (u64)m0 * K;
+    stage(shared_x, x, tokens, K, first * 64, chunk_windows, tid);
+    copy_wait_all();
+
+    float acc[2][NB][4];
+#pragma unroll
+    for (int i = 0; i < 2 * NB * 4; i++) acc[i / (NB * 4)][i / 4 % NB][i % 4] = 0.0f;
+
+    const u32 token = TOKENS < 8 ? min(lane >> 2, TOKENS - 1) : lane >> 2;
+    const u32 x_lane = token * 64 + (lane & 3) * 16 + k_warp * TOKENS * 128;
+    u32 slot = 0;
+    for (int chunk = 0; chunk < chunks; chunk++) {
+        if (chunk > 0) copy_wait<PREFETCH - 1>();  // x of this chunk came with a group at least PREFETCH windows old
+        __syncthreads();
+        if (chunk + 1 < chunks)
+            stage(shared_x + ((chunk + 1) & 1) * buffer_bytes, x, tokens, K, (first + (chunk + 1) * chunk_windows) * 64,
+                  chunk_windows, tid);
+        u32 x_address = shared_x + (chunk & 1) * buffer_bytes + x_lane;
+#pragma unroll 2
+        for (int i = 0; i < per_warp; i++) {
+            const u32 at = ring + slot;
+            copy_wait<PREFETCH - 1>();
+            compute(acc, at + lane * 16, at + 2048 + lane * 4, x_address);
+            load(at);
+            x_address += K_WARPS * TOKENS * 128;
+            slot = slot == (PREFETCH - 1) * WINDOW_BYTES ? 0 : slot + WINDOW_BYTES;
+        }
+    }
+    copy_wait_all();
+
+    float* red = (float*)memory;  // [K_WARPS][TOKENS][RED_STRIDE]
+    __syncthreads();
+#pragma unroll
+    for (int b = 0; b < NB; b++)
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                const int t = b * 8 + (lane & 3) * 2 + (c & 1);
+                const int row = row_warp * 32 + h * 16 + (c >> 1) * 8 + (lane >> 2);
+                if (TOKENS >= 8 || t < TOKENS) red[(k_warp * TOKENS + t) * RED_STRIDE + row] = acc[h][b][c];
+            }
+    __syncthreads();
+    const int count = tokens * (ROWS / 4);  // groups of four rows
+#if SPLITS > 1
+    for (int e = tid; e < count; e += THREADS) {
+        float* at = red + e / (ROWS / 4) * RED_STRIDE + e % (ROWS / 4) * 4;
+        float4 sum = *(float4*)at;
+        for (int j = 1; j < K_WARPS; j++) add4(sum, *(float4*)(at + j * TOKENS * RED_STRIDE));
+        *(float4*)at = sum;
+    }
+    cluster_sync();
+    const int rank = cluster_rank();
+#else
+    const int rank = 0;
+#endif
+    for (int e = tid + rank * THREADS; e < count; e += THREADS * SPLITS) {
+        const int t = e / (ROWS / 4), row = e % (ROWS / 4) * 4, n = blockIdx.x * ROWS + row;
+        float* at = red + t * RED_STRIDE + row;
+#if SPLITS > 1
+        float4 sum = load_remote(shared_address(at), 0);
+#pragma unroll
+        for (int s = 1; s < SPLITS; s++) add4(sum, load_remote(shared_address(at), s));
+#else
+        float4 sum = *(float4*)at;
+        for (int j = 1; j < K_WARPS; j++) add4(sum, *(float4*)(at + j * TOKENS * RED_STRIDE));
+#endif
+        if (n < N) store4(y, m0 + t, n, N, sum, unit, bias, activation);
+    }
+#if SPLITS > 1
+    cluster_sync();  // nobody leaves while its sums are read
+#endif
+}
+#endif
+
+#ifdef OUT
+// A tile of 32 rows by 64 columns a warp, four of them a block; a lane writes 16 columns of 4 rows, 32 or 64 contiguous bytes. OUT 0 is bf16, 1 fp16, 2 fp32.
+extern "C" __global__ void __launch_bounds__(128)
+two_part_dequantize(const u8* codes, const u8* fine, const u8* scales, const float* tensor_scale, void* w, int N, int K) {
+    let_next_start();
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const int windows = (K + 63) / 64, window = blockIdx.x * 4 + (threadIdx.x >> 5), band = blockIdx.y;
+    if (window >= windows) return;
+    const u64 tile = (u64)band * windows + window;
+    const u8* from = codes + tile * 1024 + lane * 16;
+    const u8* fine_from = fine + tile * 1024 + lane * 16;
+    const uint4 coarse_halves[2] = {load_weights(from), load_weights(from + 512)};
+    const uint4 fine_halves[2] = {load_weights(fine_from), load_weights(fine_from + 512)};
+    const u32 packed = load_scales(scales + tile * 128 + lane * 4);
+    const float unit = tensor_scale[0] * WEIGHT_UNIT;
+    wait_for_previous();  // w may lie where the previous kernel still reads
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+        const uint4 q = coarse_halves[r >> 1], f = fine_halves[r >> 1];
+        const float scale = as_float(scale_pair(packed, r) << 16);
+        u32 pairs[8];
+        decode_parts(r & 1 ? q.z : q.x, r & 1 ? f.z : f.x, pairs);
+        decode_parts(r & 1 ? q.w : q.y, r & 1 ? f.w : f.y, pairs + 4);
+        float v[16];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            v[2 * i] = as_float(pairs[i] << 16) * scale * unit;  // the first product is exact
+            v[2 * i + 1] = as_float(pairs[i] & 0xFFFF0000u) * scale * unit;
+        }
+        const int n = band * 32 + r * 8 + g, k = window * 64 + t * 16;
+        if (n >= N) continue;
+        const u64 at = (u64)n * K + k;
+#if OUT == 2
+        float* to = (float*)w + at;
+        for (int i = 0; i < 16; i++)
+            if (k + i < K) to[i] = v[i];
+#else
+        u32 words[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            words[i] = OUT == 1 ? to_fp16_pair(v[2 * i], v[2 * i + 1]) : to_bf16_pair(v[2 * i], v[2 * i + 1]);
+        u16* to = (u16*)w + at;
+        if (K % 16 == 0) {
+            ((uint4*)to)[0] = make_uint4(words[0], words[1], words[2], words[3]);
+            ((uint4*)to)[1] = make_uint4(words[4], words[5], words[6], words[7]);
+        } else {
+            for (int i = 0; i < 16; i++)
+                if (k + i < K) to[i] = (u16)(words[i >> 1] >> (16 * (i & 1)));
+        }
+#endif
+    }
+}
+#endif

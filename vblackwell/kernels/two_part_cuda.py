@@ -1,0 +1,104 @@
+"""Launches of ``cuda/two_part.cu``, and how they cover a shape.
+
+Blocks are those that `fp4_cuda.plan_mma` gives the coarse part alone, since what decides is the same: one block of 16 warps a
+multiprocessor, and a cluster that splits K from three rows on. A window holds 2176 bytes instead of 1152, so x has less room.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vblackwell.kernels.fp4_cuda import _aligned, _ceil, plan_mma
+from vblackwell.kernels.nvrtc import kernel
+from vblackwell.kernels.reference import ACTIVATIONS
+
+FILES = ("ptx.cuh", "decode.cuh", "epilogue.cuh", "two_part.cu")
+MOST_ROWS = 16
+_WINDOW_BYTES = 2176
+_X_BYTES = {
+    True: 80 * 1024,
+    False: 24 * 1024,
+}  # of x that a block stages at a time: with clusters of 227 KB, without of 99
+
+
+@dataclass(frozen=True)
+class TwoPartPlan:
+    """How ``two_part_mma`` covers a shape; fields as of `fp4_cuda.MmaPlan`."""
+
+    tokens: int
+    row_warps: int
+    k_warps: int
+    splits: int
+    prefetch: int
+    x_bytes: int
+    min_blocks: int = 1
+
+    def macros(self, out32: bool = False) -> dict[str, int]:
+        """What the source is compiled with."""
+        return {
+            "FP16": 0, "TOKENS": self.tokens, "ROW_WARPS": self.row_warps, "K_WARPS": self.k_warps, "SPLITS": self.splits,
+            "PREFETCH": self.prefetch, "MIN_BLOCKS": self.min_blocks, "OUT32": int(out32),
+        }  # fmt: skip
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.row_warps * self.k_warps
+
+    def chunks(self, k: int) -> tuple[int, int]:
+        """(windows a chunk of x, chunks a block): one chunk where it fits, else equal ones in two buffers."""
+        share = _ceil(_ceil(k, 64), self.splits)
+        most = self.x_bytes // (self.tokens * 128)
+        whole = _ceil(share, self.k_warps) * self.k_warps
+        if whole <= most:
+            return whole, 1
+        unit = self.k_warps * self.prefetch  # so that a chunk of x is older than the windows that a warp waits for
+        windows = max(1, most // 2 // unit) * unit
+        count = _ceil(share, windows)
+        return _ceil(_ceil(share, count), unit) * unit, count
+
+    def shared_bytes(self, k: int) -> int:
+        """Of a block, for rows of ``k``."""
+        windows, count = self.chunks(k)
+        staged = windows * self.tokens * 128 * min(2, count)
+        ring = self.row_warps * self.k_warps * self.prefetch * _WINDOW_BYTES
+        return max(staged + ring, self.k_warps * self.tokens * (32 * self.row_warps + 4) * 4)
+
+
+def plan(m: int, n: int, k: int, clusters: bool) -> TwoPartPlan:
+    """The plan for up to 16 rows, with or without clusters of blocks (sm_90); a function of the shape alone."""
+    base = plan_mma(m, n, k, clusters)
+    return TwoPartPlan(
+        base.tokens, base.row_warps, base.k_warps, base.splits, min(4, base.prefetch), _X_BYTES[clusters]
+    )
+
+
+def run_mma(
+    plan: TwoPartPlan, x_MK: Tensor, codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor,
+    bias: Tensor | None, activation: str, n: int, out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """One launch; x is bf16, ``out_dtype`` bf16 or fp32."""
+    x_MK, k = _aligned(x_MK)
+    m = x_MK.shape[0]
+    y_MN = torch.empty(m, n, dtype=out_dtype or x_MK.dtype, device=x_MK.device)
+    grid = (_ceil(n, 32 * plan.row_warps), plan.splits, _ceil(m, plan.tokens))
+    args = (
+        x_MK, codes, fine, block_scales, tensor_scale, bias, y_MN, m, n, k, ACTIVATIONS.index(activation), *plan.chunks(k),
+    )  # fmt: skip
+    macros = plan.macros(y_MN.dtype == torch.float32)
+    kernel(FILES, "two_part_mma", macros, x_MK.device).launch(grid, plan.threads, plan.shared_bytes(k), args)
+    return y_MN
+
+
+def run_dequantize(
+    codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor, n: int, k: int, dtype: torch.dtype
+) -> Tensor:
+    """The (n, k) weight as bf16, fp16 or fp32, by one launch."""
+    w_NK = torch.empty(n, k, dtype=dtype, device=codes.device)
+    macros = {"FP16": 0, "OUT": {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}[dtype]}
+    grid = (_ceil(_ceil(k, 64), 4), _ceil(n, 32), 1)
+    args = (codes, fine, block_scales, tensor_scale, w_NK, n, k)
+    kernel(FILES, "two_part_dequantize", macros, codes.device).launch(grid, 128, 0, args)
+    return w_NK
