@@ -39,6 +39,13 @@ _WHERE = {
     "quantize": "vblackwell.numerics.fp4",
     "PackedTensor": "vblackwell.numerics.packed",
     "FusedFP4Linear": "vblackwell.nn.linear",
+    "SeparatedTensor": "vblackwell.numerics.separation",
+    "separate": "vblackwell.numerics.separation",
+    "VBOptimizedLinear": "vblackwell.nn.optimized_linear",
+    "VBModelWrapper": "vblackwell.nn.optimize",
+    "enable_vb_optimization": "vblackwell.nn.optimize",
+    "VirtualBlackwellAdapter": "vblackwell.nn.two_part",
+    "create_virtual_blackwell": "vblackwell.nn.two_part",
     "FlashAttention": "vblackwell.nn.attention_layer",
     "from_multihead_attention": "vblackwell.nn.attention_layer",
     "OptimizedTransformerBlock": "vblackwell.nn.transformer_block",
@@ -88,9 +95,13 @@ if TYPE_CHECKING:
     from vblackwell.nn.convert import Conversion, convert
     from vblackwell.nn.linear import FusedFP4Linear
     from vblackwell.nn.lora_config import Lora
+    from vblackwell.nn.optimize import VBModelWrapper, enable_vb_optimization
+    from vblackwell.nn.optimized_linear import VBOptimizedLinear
     from vblackwell.nn.transformer_block import OptimizedTransformerBlock
+    from vblackwell.nn.two_part import VirtualBlackwellAdapter, create_virtual_blackwell
     from vblackwell.numerics.fp4 import FP4Codec, quantize
     from vblackwell.numerics.packed import PackedTensor
+    from vblackwell.numerics.separation import SeparatedTensor, separate
     from vblackwell.offload.clip import clip_grad_norm_
     from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
     from vblackwell.offload.linear import VGPUStackLinear
