@@ -6,7 +6,7 @@ mesh after Chan, Heimlich, Purkayastha and van de Geijn (Collective communicatio
 algorithms), and direct exchange where every GPU reaches every other (the same, and Thakur, Rabenseifner and Gropp, Optimization of
 collective communication operations in MPICH, 2005). ``tests/plan/test_collectives.py`` moves real pieces through the same steps and counts.
 
-Legend: p GPUs, n bytes of the whole tensor (all-reduce: on every GPU; all-gather: gathered; reduce-scatter: before; all-to-all: of one GPU).
+Legend: p GPUs, n bytes of the whole tensor (all-reduce: on every GPU; all-gather: gathered; reduce-scatter: before; all-to-all: one GPU's).
 """
 
 from __future__ import annotations
