@@ -8,22 +8,23 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from vblackwell.artifacts.folder import read_tokenizer
+from vblackwell.artifacts.folder import read_config, read_tokenizer, tensor_files
 from vblackwell.artifacts.hub import find_folder, is_hub_id
 from vblackwell.errors import ConfigurationError
 from vblackwell.infer.batch import check_chunk, generate_batch
 from vblackwell.infer.generate import generate
-from vblackwell.infer.load import load_model, resolve_model
+from vblackwell.infer.load import open_resident, resolve_model
 from vblackwell.infer.sampling import Sampling
 from vblackwell.infer.streamed import open_streamed
-from vblackwell.memory.create import create_vgpu_stack
+from vblackwell.memory.create import GPU_SHARE, create_vgpu_stack
+from vblackwell.nn.decoder_config import not_supported_reasons
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -54,6 +55,14 @@ class Places:
         """Whether a stack is asked for."""
         sizes = (self.fast_memory, self.host_memory, self.disk_memory, self.disk_path, self.adapter)
         return self.use_fp4 or any(size is not None for size in sizes)
+
+    def stay_on(self, folder: Path, device: torch.device | str) -> bool:
+        """Whether FP4 alone is asked for, of a model that a ``Decoder`` computes and that fits the GPU before it is packed."""
+        if replace(self, use_fp4=False).streams or torch.device(device).type != "cuda":
+            return False
+        config, size = read_config(folder), sum(path.stat().st_size for path in tensor_files(folder))
+        fits = size < torch.cuda.mem_get_info(device)[0] * GPU_SHARE
+        return fits and not config.get("quantization_config") and not not_supported_reasons(config)
 
     def open(self, folder: Path, device: torch.device | str, rows: int, tokens: int, cleanup: ExitStack) -> nn.Module:
         """The model in ``folder`` in a stack of these sizes, which lasts until ``cleanup``."""
@@ -121,12 +130,16 @@ def generate_command(
         print(f"passed over: {problem}", file=sys.stderr)
     tokenizer = read_tokenizer(resolved.folder)
     with ExitStack() as cleanup:
-        if places.streams or prompts is not None:  # rows of several lengths are read by transformers' models alone
+        alone = prompts is None  # rows of several lengths are read by transformers' models alone
+        if alone and places.use_fp4 and places.stay_on(resolved.folder, device):
+            options = {"fp4": "nvfp4", "fp4_layers": places.fp4_layers, "keep": places.keep}
+            opened = open_resident(resolved.folder, device, **options)
+        elif places.streams or not alone:
             rows = 1 if prompts is None else min(batch_size, len(texts))
             longest = max(len(tokenizer.encode(text).ids) for text in texts) + (max_new_tokens or 0)
             opened = places.open(resolved.folder, device, rows, longest, cleanup)
         else:
-            opened = load_model(resolved.folder, device)
+            opened = open_resident(resolved.folder, device)
         if prompts is not None:
             _write_all(opened, tokenizer, texts, batch_size, max_new_tokens or 128, sampling, seed, prefill_chunk)
             return 0

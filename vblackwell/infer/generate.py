@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.infer.decode_graph import FEWEST_STEPS, DecodeGraph, may_capture
 from vblackwell.infer.room import room_for
 from vblackwell.infer.sampling import Arrival, Sampling, check_seed, sample
 from vblackwell.nn.cache import KVCache
@@ -167,10 +168,18 @@ def stepper(
     if getattr(config, "is_encoder_decoder", False):
         raise Unsupported(f"{type(model).__name__} is an encoder-decoder: generate works with causal models")
     known: Any = KVCache(model.config, max_length) if isinstance(model, Decoder) else cache
+    graph: DecodeGraph | None = None
 
     @torch.no_grad()
     def step(input_ids_BS: Tensor) -> Tensor:
-        *before, last = input_ids_BS.split(chunk or input_ids_BS.shape[1], dim=1)
+        nonlocal graph
+        rows, length = input_ids_BS.shape
+        if isinstance(model, Decoder) and length == 1 and known.length:
+            if graph is None and known.max_length - known.length >= FEWEST_STEPS and may_capture(model):
+                graph = DecodeGraph(model, known, rows)
+            if graph is not None:
+                return graph.step(input_ids_BS)
+        *before, last = input_ids_BS.split(chunk or length, dim=1)
         for part in before:
             read(part)
         return read(last)

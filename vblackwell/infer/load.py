@@ -14,11 +14,15 @@ import torch
 from torch import nn
 
 from vblackwell.artifacts.commit import MANIFEST, newest_complete, verify_folder
-from vblackwell.artifacts.folder import load_specs, load_weights, read_config, read_json
+from vblackwell.artifacts.folder import check_names, load_specs, load_state, load_weights, read_config, read_json
 from vblackwell.errors import ConfigurationError, CorruptData
+from vblackwell.infer.decode_graph import lay_out_for_decoding
 from vblackwell.infer.quantized import load_quantized
+from vblackwell.nn.convert_linears import HEAD, find_linears, install_packed
 from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.decoder_config import DecoderConfig, not_supported_reasons
+from vblackwell.nn.stored_fp4 import PACKING_BYTES
+from vblackwell.numerics.fp4 import quantize
 
 FINAL = "final"
 CHECKPOINTS = "checkpoints"
@@ -89,6 +93,46 @@ def load_decoder(folder: Path, device: torch.device | str = "cpu", dtype: torch.
         dtype = head.dtype if head else torch.float32
     model = Decoder(config, device="meta", dtype=dtype).to_empty(device=device)
     load_weights(model, folder)
+    return model
+
+
+def open_resident(
+    folder: Path, device: torch.device | str = "cpu", *, fp4: str | None = None, fp4_layers: str = "all", keep: str | None = None
+) -> nn.Module:  # fmt: skip
+    """A model for writing alone, all of it on ``device``, in eval mode. On a GPU a ``Decoder`` computes projections of one input as one
+    product.
+
+    Args:
+        fp4: the format that linears are packed to, one at a time, on the device; for architectures that a ``Decoder`` computes.
+        fp4_layers, keep: which, as for `convert`.
+
+    Raises:
+        ConfigurationError, CorruptData: as `load_decoder`; or nothing is selected.
+        Unsupported: fp4 for another architecture.
+    """
+    model = load_model(folder, device) if fp4 is None else _load_packed(folder, device, fp4, fp4_layers, keep)
+    if isinstance(model, Decoder) and torch.device(device).type == "cuda":
+        lay_out_for_decoding(model.requires_grad_(False))
+    return model.eval()
+
+
+def _load_packed(
+    folder: Path, device: torch.device | str, fp4: str, fp4_layers: str, keep: str | None
+) -> Decoder:  # fmt: skip
+    model = Decoder(DecoderConfig.from_hf(read_config(folder)), device="meta")
+    linears = find_linears(model, fp4_layers, HEAD if keep is None else f"(?:{HEAD})|(?:{keep})")
+    chosen = {name for name, reason in linears.items() if reason is None}
+    if not chosen:
+        raise ConfigurationError(f"{fp4_layers!r} selects no linear of {folder}")
+    found = {name: spec for name, spec in load_specs(folder).items() if not name.endswith("rotary_emb.inv_freq")}
+    check_names({name: tuple(param.shape) for name, param in model.named_parameters()}, found, folder)
+    for name, tensor in load_state(folder, names=found, device=device):
+        owner, _, leaf = name.rpartition(".")
+        if owner in chosen:
+            packed = quantize(tensor, fp4, workspace_bytes=PACKING_BYTES, name=name)
+            install_packed(model, owner, packed)
+        else:
+            model.get_submodule(owner)._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
     return model
 
 

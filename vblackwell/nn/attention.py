@@ -15,7 +15,7 @@ from torch.nn import functional
 from vblackwell.errors import Unsupported
 from vblackwell.kernels.rotary import rotary
 from vblackwell.nn.attention_backends import attention
-from vblackwell.nn.cache import KVCache
+from vblackwell.nn.cache import KVCache, SteadyCache
 from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.nn.plain_linear import linears_of_one_input
 
@@ -43,7 +43,7 @@ class SelfAttention(nn.Module):
         x_BSD: Tensor,
         cos_SH: Tensor,
         sin_SH: Tensor,
-        cache: KVCache | None = None,
+        cache: KVCache | SteadyCache | None = None,
         mask_BSS: Tensor | None = None,
     ) -> Tensor:
         """(B, S, D); tables may be (B, S, H) too. ``mask_BSS`` is what may be attended to, causality included."""
@@ -53,6 +53,9 @@ class SelfAttention(nn.Module):
             x.view(heads).transpose(1, 2)
             for x in linears_of_one_input(x_BSD, self.q_proj, self.k_proj, self.v_proj)  # no name keeps them
         )
+        if isinstance(cache, SteadyCache):
+            y_BNH = cache.attend(self.layer, q_BNSH.squeeze(2), k_BKTH.squeeze(2), v_BKTH.squeeze(2))
+            return self.o_proj(y_BNH.reshape(*x_BSD.shape[:2], -1))
         q_BNSH, k_BKTH = rotary(q_BNSH, k_BKTH, cos_SH, sin_SH)
         if cache is not None:
             k_BKTH, v_BKTH = cache.extend(self.layer, k_BKTH, v_BKTH)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vblackwell.kernels.rms_norm import add_rms_norm, rms_norm
 from vblackwell.nn.attention import SelfAttention
-from vblackwell.nn.cache import KVCache
+from vblackwell.nn.cache import KVCache, SteadyCache
 from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.nn.lean import lean_feed_forward, normed_later
 from vblackwell.nn.normed_input import normed
@@ -66,7 +66,7 @@ class DecoderLayer(nn.Module):
         x_BSD: Tensor,
         cos_SH: Tensor,
         sin_SH: Tensor,
-        cache: KVCache | None = None,
+        cache: KVCache | SteadyCache | None = None,
         mask_BSS: Tensor | None = None,
         wanted: bool = True,
         lean: tuple[str, ...] = (),

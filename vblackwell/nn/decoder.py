@@ -22,7 +22,7 @@ from torch.nn import functional
 from vblackwell.errors import ConfigurationError
 from vblackwell.nn.attention import SelfAttention, within_documents
 from vblackwell.nn.block import DecoderLayer, RMSNorm
-from vblackwell.nn.cache import KVCache
+from vblackwell.nn.cache import KVCache, SteadyCache
 from vblackwell.nn.checkpoint import checkpoint
 from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.nn.head_loss import HiddenWithTargets, takes_targets
@@ -164,6 +164,17 @@ class Decoder(nn.Module):
         if cache is not None:
             cache.advance(length)
         return self.model.norm(x_BSD)
+
+    def next_logits(self, input_ids_B1: Tensor, cache: SteadyCache) -> Tensor:
+        """Logits (B, V) behind one more token a row, which is stored at the cache's position.
+
+        Nothing of it asks the device, so that it may be captured in a graph and replayed.
+        """
+        x_BSD = self.model.embed_tokens(input_ids_B1)
+        for layer in self.layers:
+            x_BSD = layer(x_BSD, x_BSD, x_BSD, cache)  # tables are the cache's
+        cache.advance()
+        return self.lm_head(self.model.norm(x_BSD)[:, -1])
 
     def _loss(self, hidden_TD: Tensor, targets_T: Tensor) -> Tensor:
         if hidden_TD.is_cuda and takes_targets(self.lm_head):

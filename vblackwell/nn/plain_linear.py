@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from vblackwell.kernels.shared_input import shared_input_linears
 from vblackwell.kernels.swiglu import swiglu, swiglu_linear
@@ -63,8 +64,41 @@ def linears_of_one_input(x: Tensor | Unnormed, *linears: nn.Module) -> list[Tens
     if not isinstance(x, Tensor):
         return x.linears(linears)
     if may_fuse(x, *linears):
-        return shared_input_linears(x, [linear.weight for linear in linears])  # type: ignore[misc]
+        weights: list[Tensor] = [linear.weight for linear in linears]  # type: ignore[misc]
+        joint = None if torch.is_grad_enabled() else joint_weight(weights)
+        if joint is not None:
+            return list(functional.linear(x, joint).split([weight.shape[0] for weight in weights], -1))
+        return shared_input_linears(x, weights)
     return [linear(x) for linear in linears]
+
+
+def joint_weight(weights_NK: list[Tensor]) -> Tensor | None:
+    """The matrix of all rows, if the weights lie one behind the other in one storage (`lay_together`), as a view."""
+    first, end = weights_NK[0], weights_NK[0].data_ptr()
+    for weight in weights_NK:
+        if weight.data_ptr() != end or not weight.is_contiguous():
+            return None
+        end += weight.nbytes
+    rows, begin = sum(weight.shape[0] for weight in weights_NK), first.storage_offset() * first.itemsize
+    if begin + end - first.data_ptr() > first.untyped_storage().nbytes():  # neighbours by chance
+        return None
+    return first.detach().as_strided((rows, first.shape[1]), (first.shape[1], 1))
+
+
+@torch.no_grad()
+def lay_together(*linears: nn.Module) -> bool:
+    """Let the weights of plain linears with one input lie one behind the other, so that without gradients one product computes them all.
+
+    Parameters keep names and identity. False, and nothing is done, where one of them is not plain, or in a stack.
+    """
+    weights = [linear.weight for linear in linears if is_plain(linear)]
+    alike = len(weights) == len(linears) and len({(w.dtype, w.device, w.shape[1]) for w in weights}) == 1  # type: ignore[index]
+    if not alike or any("_vb_binding" in w.__dict__ or "_vb_resident" in w.__dict__ for w in weights):
+        return False
+    joint = torch.cat(weights)  # type: ignore[arg-type]
+    for weight, rows in zip(weights, joint.split([len(w) for w in weights]), strict=True):  # type: ignore[arg-type]
+        weight.data = rows
+    return True
 
 
 def gated_product(gate: Tensor, up: Tensor, down: nn.Module, wanted: bool = True) -> Tensor:
