@@ -1,0 +1,275 @@
+"""What each way of training a model would take of a machine: memory from traces and the engine's own placement, seconds from its lanes.
+
+On a GPU level 0 shares the process's memory with activations: what they leave, with a margin, is level 0's capacity. Without one, level 0
+is an arena of a stated size, activations lie outside it, and all lanes are the same cores, one after another.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from vblackwell.errors import InsufficientMemory, Unsupported
+from vblackwell.estimator import Run
+from vblackwell.nn.convert import convert
+from vblackwell.offload.activations import AHEAD, NEWEST
+from vblackwell.offload.formats import Formats, range_bytes, supports
+from vblackwell.offload.groups import Group, find_groups
+from vblackwell.offload.level0_updates import MOST_LENT
+from vblackwell.offload.pieces import num_elements
+from vblackwell.offload.streamed import MOST_RESIDENT, Wishes
+from vblackwell.offload.timing import Foreseen, foresee, lane_rates
+from vblackwell.offload.update_place import RING_GROUPS, RING_SHARE, passing_bytes, state_bytes
+from vblackwell.plan.causal_lm import plain_batches
+from vblackwell.plan.estimate import P99_BYTES
+from vblackwell.plan.lanes import disk_hidden_from, simulate
+from vblackwell.plan.placement import Bounds, Choice, Lacking, Plan, Prediction, Space, make_plan
+from vblackwell.plan.rates import Rates
+from vblackwell.plan.trace import Trace, language_batch, trace_training
+from vblackwell.plan.work import phase_seconds
+from vblackwell.units import align_up
+
+STREAMED_P99 = 1.08  # three streamed decoders on an H200 reserved 3 % more, 2 % less and 7 % more than predicted (docs/log-estimate.md)
+RESIDENT_P99 = 1.03
+ADAMW_BYTES = 34  # a parameter, that AdamW on a GPU reads and writes, with the norm of its gradient
+LEAVING = 2  # gradients of the largest group on level 0: one is made while the one before leaves
+WIDE_GRADIENT = 4  # bytes of a resident parameter's gradient
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run may take and how fast it is.
+
+    Attributes:
+        has_gpu: level 0 is a GPU. undo: updates keep a way back, as the trainer's do. may_clip: steps may clip.
+    """
+
+    bounds: Bounds
+    rates: Rates
+    has_gpu: bool = True
+    undo: bool = True
+    may_clip: bool = True
+
+
+class Forecast:
+    """Predicts choices for one run on one machine. Traces and models are made once each.
+
+    Args:
+        run: the model in its compute type; its ``checkpointing`` is each choice's, and its optimizer is the package's own.
+        fp4_layers, keep: which linears a choice with ``fp4`` converts (`vblackwell.nn.convert`).
+    """
+
+    def __init__(self, run: Run, machine: Machine, fp4_layers: str = "all", keep: str | None = None) -> None:
+        self.run, self.machine = run, machine
+        self._fp4 = fp4_layers, keep
+        self.model = functools.cache(self._model)
+        self.trace = functools.cache(self._trace)
+        self.seconds = functools.cache(self._seconds)
+        self.groups = functools.cache(self._groups_of)
+
+    def _model(self, checkpointing: bool, fp4: bool) -> nn.Module:
+        run = replace(self.run, checkpointing=checkpointing)
+        model = run.model()
+        if fp4:
+            convert(model, fp4_layers=self._fp4[0], keep=self._fp4[1], attention=None, fused=False)
+        return model
+
+    def _trace(self, checkpointing: bool, fp4: bool, batch_size: int) -> Trace:
+        run = self.run
+        batch = language_batch(run.subject.vocab_size, batch_size, run.seq_length)
+        with plain_batches():
+            model = self.model(checkpointing, fp4)
+            return trace_training(model, batch, run.subject.loss, None, capability=run.capability)
+
+    def _seconds(self, checkpointing: bool, fp4: bool, batch_size: int) -> Mapping[str, float]:
+        return phase_seconds(self.trace(checkpointing, fp4, batch_size).work, self.machine.rates)
+
+    # -- one choice --------------------------------------------------------------------------------------------------
+
+    def least_seconds(self, choice: Choice) -> float:
+        """Compute alone, the CPU's updates alone, and what the states alone need of the link: the longest, or their sum on one CPU."""
+        rates, groups = self.machine.rates, self._groups(choice)
+        trained = sum(num_elements(group) for group in groups if group.trainable())
+        compute = choice.accumulation_steps * sum(self._seconds_of(choice).values())
+        if choice.placement == "resident":
+            return compute
+        at_home = {"level0": 0.0, "home": 1.0}.get(str(choice.update), choice.update)
+        assert isinstance(at_home, float)
+        cpu = max(0.0, at_home - 0.1) * trained / rates.cpu_adamw  # whole groups: a little less than the share, maybe
+        return compute + cpu if not self.machine.has_gpu else max(compute, cpu)
+
+    def predict(self, choice: Choice, in_full: bool = False) -> tuple[Choice, Prediction] | Lacking:
+        """The choice with its sizes, and what it takes; or what it lacks. ``in_full``: also what only people ask for."""
+        try:
+            formats = Formats(choice.states)
+            if not supports(formats, [p.dtype for p in self.model(choice.checkpointing, choice.fp4).parameters()]):
+                return Lacking(f"{choice.states} states need bf16 or fp32 weights")
+            if choice.placement == "resident":
+                return self._resident(choice, formats)
+            return self._streamed(choice, formats, in_full)
+        except InsufficientMemory as error:
+            return Lacking(str(error))
+        except Unsupported as error:
+            return Lacking(str(error))
+
+    def _seconds_of(self, choice: Choice) -> Mapping[str, float]:
+        return self.seconds(choice.checkpointing, choice.fp4, choice.batch_size)
+
+    def _groups(self, choice: Choice) -> list[Group]:
+        return self.groups(choice.checkpointing, choice.fp4, choice.states)
+
+    def _groups_of(self, checkpointing: bool, fp4: bool, states: str) -> list[Group]:
+        return find_groups(self.model(checkpointing, fp4), None, None, Formats(states))[0]
+
+    def _tokens(self, choice: Choice) -> int:
+        return choice.batch_size * choice.accumulation_steps * self.run.seq_length
+
+    # -- resident ----------------------------------------------------------------------------------------------------
+
+    def _resident(self, choice: Choice, formats: Formats) -> tuple[Choice, Prediction] | Lacking:
+        machine, model = self.machine, self.model(choice.checkpointing, choice.fp4)
+        state = trained = 0
+        for param in model.parameters():
+            width, count = param.element_size(), param.numel()
+            state += count * width
+            if param.requires_grad:
+                trained += count
+                master = {2: 2, 4: 0}.get(width, 4) if not formats.stochastic else 0
+                state += count * master + sum(range_bytes(kind, count, width) for kind in formats.moments)
+        books = state + trained * (WIDE_GRADIENT + 2)  # what the stack asks level 0 to have
+        trace = self.trace(choice.checkpointing, choice.fp4, choice.batch_size)
+        widened = WIDE_GRADIENT / min(4, max((p.element_size() for p in model.parameters()), default=4))
+        step = peak_with_gradients(trace, widened, held=choice.accumulation_steps > 1)
+        gpu = state + step if machine.has_gpu else books
+        p99 = int(gpu * RESIDENT_P99) + P99_BYTES if machine.has_gpu else books
+        if p99 > machine.bounds.gpu:
+            return Lacking("GPU memory" if machine.has_gpu else "level 0", p99 - machine.bounds.gpu)
+        rates = machine.rates
+        compute = choice.accumulation_steps * sum(self._seconds_of(choice).values())
+        update = trained * ADAMW_BYTES / rates.memory if machine.has_gpu else trained / rates.cpu_adamw
+        seconds = compute + update
+        prediction = Prediction(gpu, p99, 0, 0, seconds, self._tokens(choice), {"gpu": 1.0})
+        return replace(choice, level0_bytes=align_up(books, 1 << 20)), prediction
+
+    # -- streamed ----------------------------------------------------------------------------------------------------
+
+    def _streamed(self, choice: Choice, formats: Formats, in_full: bool) -> tuple[Choice, Prediction] | Lacking:
+        machine, bounds = self.machine, self.machine.bounds
+        step = self._step_bytes(choice) if machine.has_gpu else 0
+        free = bounds.gpu if not machine.has_gpu else int((bounds.gpu - P99_BYTES) / STREAMED_P99) - step
+        if free <= 0:
+            return Lacking("GPU memory for activations, logits and workspace", -free + 1)
+        choice = self._sized(choice, free)
+        inputs = self._input_bytes(choice) if choice.activations == "host" else 0
+        waiting = inputs * self._num_blocks(choice)
+        wishes = Wishes(
+            update=choice.update, weight_bytes=choice.weight_bytes, resident_bytes=choice.resident_bytes, activation_bytes=waiting,
+            formats=formats,
+        )  # fmt: skip
+        capacities = [choice.level0_bytes, bounds.host] + ([bounds.disk] if bounds.disk else [])
+        found = foresee(
+            self.model(choice.checkpointing, choice.fp4), capacities, wishes, self._seconds_of(choice), input_bytes=inputs,
+            micro_batches=choice.accumulation_steps, undo=machine.undo,
+        )  # fmt: skip
+        gpu = found.bytes_of(0) + step
+        p99 = min(int(gpu * STREAMED_P99) + P99_BYTES, bounds.gpu) if machine.has_gpu else found.bytes_of(0)
+        return choice, self._timed(choice, found, gpu, p99, found.bytes_of(1) + waiting, in_full)
+
+    def _timed(self, choice: Choice, found: Foreseen, gpu: int, p99: int, host: int, in_full: bool) -> Prediction:
+        machine, tokens = self.machine, self._tokens(choice)
+        rates = lane_rates(machine.rates)
+        times = simulate(found.lanes, rates)
+        clipped = None
+        if in_full and machine.may_clip and machine.has_gpu:
+            clipped = simulate(replace(found.lanes, clips=True), rates).step_seconds
+        seconds, busy = times.step_seconds, times.busy
+        if not machine.has_gpu:  # every lane is the same cores
+            seconds = sum(busy.values()) * seconds
+            busy = {lane: share * times.step_seconds / seconds for lane, share in busy.items()}
+        written = sum(group.disk_write for group in found.lanes.groups)
+        hidden = disk_hidden_from(found.lanes, rates, tokens) if in_full and written and machine.has_gpu else 0
+        return Prediction(
+            gpu, p99, host, found.bytes_of(2), seconds, tokens, {lane: share for lane, share in busy.items() if share}, clipped,
+            written, hidden,
+        )  # fmt: skip
+
+    def _sized(self, choice: Choice, free: int) -> Choice:
+        """How ``free`` bytes of level 0 are divided: a ring, gradients and lent groups, loaded weights, and groups that live there."""
+        groups = self._groups(choice)
+        largest = max((group.num_bytes for group in groups), default=1)
+        passing = max((passing_bytes(group) for group in groups if group.trainable()), default=0)
+        ring = 0 if choice.update == "home" else min(int(RING_GROUPS * passing), int(free * RING_SHARE))
+        slack = min((LEAVING + MOST_LENT) * largest, free // 3)
+        whole = sum(group.num_bytes for group in groups)
+        left = free - ring - slack
+        weights, resident = max(1, min(left, whole)), 0
+        if left > whole and choice.update != "home" and not self.machine.undo:
+            states = sum(state_bytes(group) for group in groups) - whole
+            resident = min(left - whole, int(MOST_RESIDENT * free) - ring, states)
+        needed = min(free, ring + slack + weights + resident + 2 * largest)
+        return replace(choice, level0_bytes=needed, weight_bytes=weights, resident_bytes=max(0, resident))
+
+    def _step_bytes(self, choice: Choice) -> int:
+        """Activations, logits and workspace on the GPU, and a parameter's gradient before its group's buffer takes it."""
+        trace = self.trace(choice.checkpointing, choice.fp4, choice.batch_size)
+        model = self.model(choice.checkpointing, choice.fp4)
+        gradient = max((p.numel() * p.element_size() for p in model.parameters() if p.requires_grad), default=0)
+        found = peak_with_gradients(trace, 0.0) + gradient
+        if choice.activations == "host":
+            found -= max(0, self._num_blocks(choice) - NEWEST - AHEAD) * self._input_bytes(choice)
+        return max(gradient, found)
+
+    def _num_blocks(self, choice: Choice) -> int:
+        groups = self._groups(choice)
+        most = max(len(group.slots) for group in groups)
+        return sum(len(group.slots) * 2 > most for group in groups)
+
+    def _input_bytes(self, choice: Choice) -> int:
+        """Of a block's input: tokens by hidden size, in the compute type."""
+        model: nn.Module = self.model(choice.checkpointing, choice.fp4)
+        config = getattr(model, "config", None)
+        hidden = getattr(getattr(config, "get_text_config", lambda: config)(), "hidden_size", None)
+        if hidden is None:
+            raise Unsupported("the hidden size of the model is not known, so checkpoints' inputs cannot be counted")
+        width = max(p.element_size() for p in model.parameters())
+        return choice.batch_size * self.run.seq_length * int(hidden) * width
+
+
+def peak_with_gradients(trace: Trace, widened: float, held: bool = False) -> int:
+    """Most bytes of activations, logits, workspace and gradients at one time; gradients ``widened`` times as wide as they were traced.
+
+    Args:
+        held: earlier micro-batches' gradients are there all the time.
+    """
+    live = most = 0
+    base = int(trace.total("gradients") * widened / max(1, _steps(trace))) if held else 0
+    for event in trace.events:
+        index = event if event >= 0 else ~event
+        category = trace.categories[index]
+        if category in ("weights", "optimizer") or (held and category == "gradients"):
+            continue
+        size = int(trace.sizes[index] * widened) if category == "gradients" else trace.sizes[index]
+        live += size if event >= 0 else -size
+        most = max(most, live)
+    return base + most
+
+
+def _steps(trace: Trace) -> int:
+    return 1 + max((step for _, step, _ in trace.marks), default=0)
+
+
+def plan_of(run: Run, space: Space, machine: Machine, forecast: Forecast | None = None) -> Plan:
+    """The fastest choice of ``space`` for ``run`` on ``machine``.
+
+    Raises:
+        InsufficientMemory: none fits.
+        Untraceable: the model cannot be traced.
+    """
+    made = forecast or Forecast(run, machine)
+    plan = make_plan(space.choices(), made.least_seconds, made.predict, machine.bounds, machine.rates.source)
+    again = made.predict(plan.choice, in_full=True)
+    assert not isinstance(again, Lacking), "it fitted a moment ago"
+    return replace(plan, prediction=again[1])
