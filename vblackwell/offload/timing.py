@@ -23,6 +23,8 @@ from vblackwell.offload.update_rates import share_for
 from vblackwell.plan.lanes import GroupWork, LanePlan, LaneRates, LaneTimes, simulate
 from vblackwell.plan.rates import Rates
 
+# Groups whose weights stay on level 0 until their update is home, beside the loaded ones: of at most four, an H200 was seen to have three.
+LENT = 3
 CPU_SLOWS_LINK = 0.9  # copies beside the CPU's update: 43 to 46 of 49.6 GB/s (docs/log-offload.md)
 
 
@@ -31,7 +33,7 @@ class Foreseen:
     """A streamed model before it is one.
 
     Attributes:
-        bytes_by_level: of each kind of range and of 'ring', 'loaded', 'leaving' and 'undo', by level.
+        bytes_by_level: of each kind of range and of 'ring', 'loaded', 'leaving', 'lent' and 'undo', by level.
         lanes: what a step asks of them.
     """
 
@@ -95,6 +97,7 @@ def _add_rest(
     table["ring"], table["loaded"] = [found.ring_bytes, *[0] * (count - 1)], [loaded, *[0] * (count - 1)]
     # One gradient is made while the one before leaves: three decoders on an H200 took 3 % more, 2 % less and 7 % more than all this.
     table["leaving"] = [2 * largest, *[0] * (count - 1)]
+    table["lent"] = [LENT * largest if found.on_level0 else 0, *[0] * (count - 1)]
     if undo:
         homes = found.homes
         moving = [group for group in trainable if homes.range(group, "weight").level > 0]

@@ -37,7 +37,7 @@ class Space:
     """What may be chosen.
 
     Attributes:
-        batches: (sequences in a forward, forwards in a step), each with the tokens a step that the user asked for.
+        batches: (sequences in a forward, forwards in a step) that the user's words allow.
         checkpointing, placements, updates, activations: as in `Choice`.
         states: formats of AdamW's moments that the user allows. fp4: whether linears may compute with weights rounded to FP4.
     """
@@ -136,6 +136,10 @@ class Prediction:
     disk_hidden_from: int | None = 0
 
     @property
+    def token_seconds(self) -> float:
+        return self.step_seconds / self.tokens
+
+    @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.step_seconds
 
@@ -184,7 +188,7 @@ class Plan:
         ]
         found += [f"  {text}" for text in _remarks(self.prediction)]
         for choice, prediction in _different(self.others, self.choice)[:MOST_SHOWN]:
-            longer = prediction.step_seconds / self.prediction.step_seconds
+            longer = prediction.token_seconds / self.prediction.token_seconds
             found.append(f"  instead, {longer:.2f} times as long: {choice}: {_numbers(prediction)}")
         for choice, lacking in _nearest(self.rejected)[:MOST_SHOWN]:
             found.append(f"  not {choice}: {lacking}")
@@ -208,10 +212,10 @@ Predict = Callable[[Choice], "tuple[Choice, Prediction] | Lacking"]
 def make_plan(
     choices: Iterable[Choice], least_seconds: Callable[[Choice], float], predict: Predict, bounds: Bounds, rates: str = ""
 ) -> Plan:  # fmt: skip
-    """Predict ``choices``, those first that could be the fastest, and leave out those that cannot be.
+    """Predict ``choices``, those first that could be the fastest by the token, and leave out those that cannot be.
 
     Args:
-        least_seconds: of a step, by arithmetic: no prediction may be below it.
+        least_seconds: a token, by arithmetic: no prediction may be below it.
         predict: a choice with its sizes filled in, or what it lacks.
 
     Raises:
@@ -229,11 +233,11 @@ def make_plan(
             rejected.append((choice, result))
         else:
             found.append(result)
-            best = min(best, result[1].step_seconds)
+            best = min(best, result[1].token_seconds)
     if not found:
         raise _nothing_fits(rejected, bounds)
-    found.sort(key=lambda each: each[1].step_seconds)
-    alike = [each for each in found if each[1].step_seconds <= best * ALIKE]
+    found.sort(key=lambda each: each[1].token_seconds)
+    alike = [each for each in found if each[1].token_seconds <= best * ALIKE]
     chosen = min(alike, key=_modesty)
     others = tuple(each for each in found if each is not chosen)
     return Plan(*chosen, others, tuple(rejected), pruned, bounds, rates)

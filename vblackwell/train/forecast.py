@@ -59,11 +59,14 @@ class Forecast:
 
     Args:
         run: the model in its compute type; its ``checkpointing`` is each choice's, and its optimizer is the package's own.
+        masters: 'exact' or 'stochastic', as `Formats` has them.
         fp4_layers, keep: which linears a choice with ``fp4`` converts (`vblackwell.nn.convert`).
     """
 
-    def __init__(self, run: Run, machine: Machine, fp4_layers: str = "all", keep: str | None = None) -> None:
-        self.run, self.machine = run, machine
+    def __init__(
+        self, run: Run, machine: Machine, masters: str = "exact", fp4_layers: str = "all", keep: str | None = None
+    ) -> None:
+        self.run, self.machine, self._masters = run, machine, masters
         self._fp4 = fp4_layers, keep
         self.model = functools.cache(self._model)
         self.trace = functools.cache(self._trace)
@@ -90,21 +93,22 @@ class Forecast:
     # -- one choice --------------------------------------------------------------------------------------------------
 
     def least_seconds(self, choice: Choice) -> float:
-        """Compute alone, the CPU's updates alone, and what the states alone need of the link: the longest, or their sum on one CPU."""
+        """A token's share of compute alone, or of the CPU's updates alone: the longer, or their sum on one CPU."""
         rates, groups = self.machine.rates, self._groups(choice)
         trained = sum(num_elements(group) for group in groups if group.trainable())
         compute = choice.accumulation_steps * sum(self._seconds_of(choice).values())
+        tokens = self._tokens(choice)
         if choice.placement == "resident":
-            return compute
+            return compute / tokens
         at_home = {"level0": 0.0, "home": 1.0}.get(str(choice.update), choice.update)
         assert isinstance(at_home, float)
         cpu = max(0.0, at_home - 0.1) * trained / rates.cpu_adamw  # whole groups: a little less than the share, maybe
-        return compute + cpu if not self.machine.has_gpu else max(compute, cpu)
+        return (max(compute, cpu) if self.machine.has_gpu else compute + cpu) / tokens
 
     def predict(self, choice: Choice, in_full: bool = False) -> tuple[Choice, Prediction] | Lacking:
         """The choice with its sizes, and what it takes; or what it lacks. ``in_full``: also what only people ask for."""
         try:
-            formats = Formats(choice.states)
+            formats = Formats(choice.states, self._masters)
             if not supports(formats, [p.dtype for p in self.model(choice.checkpointing, choice.fp4).parameters()]):
                 return Lacking(f"{choice.states} states need bf16 or fp32 weights")
             if choice.placement == "resident":
@@ -122,7 +126,7 @@ class Forecast:
         return self.groups(choice.checkpointing, choice.fp4, choice.states)
 
     def _groups_of(self, checkpointing: bool, fp4: bool, states: str) -> list[Group]:
-        return find_groups(self.model(checkpointing, fp4), None, None, Formats(states))[0]
+        return find_groups(self.model(checkpointing, fp4), None, None, Formats(states, self._masters))[0]
 
     def _tokens(self, choice: Choice) -> int:
         return choice.batch_size * choice.accumulation_steps * self.run.seq_length
@@ -175,7 +179,8 @@ class Forecast:
             micro_batches=choice.accumulation_steps, undo=machine.undo,
         )  # fmt: skip
         gpu = found.bytes_of(0) + step
-        p99 = min(int(gpu * STREAMED_P99) + P99_BYTES, bounds.gpu) if machine.has_gpu else found.bytes_of(0)
+        p99 = int(gpu * STREAMED_P99) + P99_BYTES if machine.has_gpu else gpu
+        gpu, p99 = min(gpu, bounds.gpu), min(p99, bounds.gpu)  # what level 0 lets in ends at its capacity
         return choice, self._timed(choice, found, gpu, p99, found.bytes_of(1) + waiting, in_full)
 
     def _timed(self, choice: Choice, found: Foreseen, gpu: int, p99: int, host: int, in_full: bool) -> Prediction:
