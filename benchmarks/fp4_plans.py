@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 import csv
 import functools
+import gc
 import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -25,20 +26,31 @@ import torch
 from bench_fp4 import LAYERS, Tiled, layers_of, run_plan
 from graph_timing import alternating_us
 
-from vblackwell.kernels import fp4_cuda, nvrtc
+from vblackwell.kernels import fp4_cuda, nvrtc, w4a8
+from vblackwell.kernels.fp4 import fp4_linear
 from vblackwell.kernels.fp4_cuda import MmaPlan, WgmmaPlan
 
 Plan = MmaPlan | WgmmaPlan
 Cell = tuple[int, int, int]
-OPEN = "4x14336x4096,4x4096x14336,{16},{64},128x4096x4096,128x6144x4096,128x4096x14336,128x28672x8192,256x6144x4096,256x4096x4096"
+OPEN = "1x14336x4096,4x4096x4096,4x14336x4096,4x4096x14336,{16},{64},{128},256x6144x4096,256x4096x4096,{1024},{4096}"
 SHAPES = "4096x4096,6144x4096,14336x4096,4096x14336,8192x8192,28672x8192"
 SHARED, REGISTERS = 227 * 1024, 65536
 
 
 def open_cells() -> list[Cell]:
-    """The cells whose floor is not reached yet, and their neighbours."""
-    text = OPEN.replace("{16}", ",".join(f"16x{shape}" for shape in SHAPES.split(",")))
-    return parse_cells(text.replace("{64}", "64x4096x4096,64x6144x4096,64x4096x14336,64x8192x8192"))
+    """The cells whose floors were missed, and their neighbours."""
+    shapes = SHAPES.split(",")
+    rows = {
+        16: shapes,
+        64: [*shapes[:2], *shapes[3:5]],
+        128: [*shapes[:2], shapes[3], shapes[5]],
+        1024: shapes,
+        4096: shapes[:5],
+    }
+    text = OPEN
+    for m, chosen in rows.items():
+        text = text.replace(f"{{{m}}}", ",".join(f"{m}x{shape}" for shape in chosen))
+    return parse_cells(text)
 
 
 def parse_cells(text: str) -> list[Cell]:
@@ -50,26 +62,27 @@ def _fills(blocks: int, per_processor: int) -> bool:
     """Whether the grid is one wave that keeps most multiprocessors busy, or so many waves that the last one matters little."""
     slots = 132 * per_processor
     waves = -(-blocks // slots)
-    return blocks / (waves * slots) >= 0.66
+    return blocks / (waves * slots) >= 0.72
 
 
 def mma_plans(m: int, n: int, k: int) -> Iterator[MmaPlan]:
     tokens = 1
     while tokens < min(m, 16):
         tokens *= 2
-    shapes = [(r, w // r) for w, r in itertools.product((8, 12, 15, 16), (1, 2, 3, 4, 5, 6, 8)) if w % r == 0]
-    for (rows, ways), splits, (chunk, stages), prefetch in itertools.product(
-        shapes, (1, 2, 4), ((0, 2), (8, 4), (16, 3), (16, 8)), (4, 6)
-    ):
+    room = {1: 61, 2: 61, 4: 61, 8: 61, 16: 80}[tokens]  # registers without which the compiler spills
+    shapes = [(r, w // r) for w, r in itertools.product((8, 12, 15, 16)[m < 9 :], (1, 2, 3, 4, 6, 8)) if w % r == 0]
+    for (rows, ways), splits, (chunk, stages), most in itertools.product(shapes, (1, 2, 4), ((8, 4), (16, 3)), (1, 2)):
         warps = rows * ways
-        blocks, most = -(-n // (32 * rows)) * splits, 2 if warps <= 8 else 1
-        if not _fills(blocks, most) or (splits == 4 and blocks > 120 * most and blocks <= 132 * most):
+        blocks = -(-n // (32 * rows)) * splits
+        if warps * 32 * room * most > REGISTERS or (warps == 8 and most == 1):
+            continue
+        if not (_fills(blocks, 1) or _fills(blocks, most)) or (splits == 4 and 120 * most < blocks <= 132 * most):
             continue  # not all multiprocessors can be had for clusters of four
         if chunk:
             chunk = -(-chunk // ways) * ways
-        if chunk * stages > max(24, 1.2 * k / 64 / splits) or (prefetch == 6 and chunk == 0):
+        if chunk > k / 64 / splits:
             continue
-        plan = MmaPlan(tokens, rows, ways, splits, prefetch, most, chunk=chunk, x_stages=stages)
+        plan = MmaPlan(tokens, rows, ways, splits, 4, most, chunk=chunk, x_stages=stages)
         if plan.shared_bytes(k) <= SHARED // most - 1024:
             yield plan
 
@@ -79,44 +92,68 @@ def wgmma_plans(m: int, n: int, k: int) -> Iterator[WgmmaPlan]:
         (16, 32, 64, 128, 256), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 4), (False, True), (1, 2)
     ):
         columns, consumers = -(-m // tokens), groups * k_groups
-        if (
-            tokens > max(m, 16)
-            or tokens < min(m, 32)
-            or columns > 2
-            or consumers > 4
-            or (tokens == 256 and image is False)
-        ):
+        if tokens > max(m, 16) or tokens < min(m, 32) or columns > 2 or consumers > 4 or (tokens == 256 and not image):
             continue
         blocks = -(-n // (64 * groups)) * splits * columns
-        if (
-            not _fills(blocks, most)
-            or (most == 2 and blocks <= 132)
-            or (splits == 4 and 120 * most < blocks <= 132 * most)
-        ):
+        if not (_fills(blocks, 1) or _fills(blocks, most)) or (splits == 4 and 120 * most < blocks <= 132 * most):
             continue
         plan = WgmmaPlan(tokens, groups, splits, 4, 4, most, image, k_groups)
-        needed = tokens // 2 + 32 + 24  # sums, fragments, addresses
-        if plan.registers < needed or plan.k_groups >= plan.stages + 1:
+        if plan.registers < tokens // 2 + 32 + (24 if image else 32):  # sums, fragments, addresses
             continue
-        for stages, prefetch in ((6, 4), (8, 6), (4, 4)):
+        if most == 2 and consumers == 1 and k_groups == 1 and blocks > 132 and splits == 4:
+            continue
+        for stages, prefetch in ((6, 4), (5, 4), (4, 4)):
             variant = replace(plan, stages=stages, prefetch=prefetch)
-            if variant.k_groups < stages and variant.shared_bytes() <= SHARED // most - 1024:
+            if k_groups < stages and variant.shared_bytes() <= SHARED // most - 1024:
                 yield variant
                 break
 
 
+def tiles_plans(m: int) -> Iterator[WgmmaPlan]:
+    for tokens, groups, stages in ((256, 2, 4), (256, 2, 5), (128, 2, 8), (128, 3, 6)):
+        if tokens == 256 or m <= 256:
+            yield WgmmaPlan(tokens, groups, 1, stages, image=True, clusters=66)
+
+
 def plans(m: int, n: int, k: int) -> list[Plan]:
+    """What the rules choose today, then what could be."""
+    if m > 1024:
+        return []
     found: list[Plan] = list(mma_plans(m, n, k)) if m <= 16 else []
-    if m >= 16:
+    if 16 <= m <= 256:
         found += wgmma_plans(m, n, k)
+    if m >= 128:
+        found += tiles_plans(m)
     today: list[Plan] = [fp4_cuda.plan_mma(m, n, k, True)] if m <= 16 else []
     return list(dict.fromkeys([*today, fp4_cuda.plan_wgmma(m, n, k), *found]))
 
 
+def parts(m: int, n: int, k: int, x: torch.Tensor, packed: list[Tiled]) -> dict[str, list[Callable[[], object]]]:
+    """The ops, by name, and what w4a8 is made of, for many rows."""
+    if m < 1024:
+        return {}
+    op = functools.partial(fp4_linear, format="nvfp4-tiled", activation="none", n=n, k=k)
+    found: dict[str, list[Callable[[], object]]] = {"op": [functools.partial(op, x, *w, None) for w in packed]}
+    tops = [w4a8.row_tops_for_w4a8(w[1], n, k) for w in packed]
+    op = functools.partial(w4a8.fp4_linear_w4a8, activation="none", n=n, k=k)
+    found["w4a8"] = [functools.partial(op, x, *w, top, None) for w, top in zip(packed, tops, strict=True)]
+    prepare = functools.partial(fp4_cuda.run_prepare_e4m3, x, n=n, k=k)
+    found["w4a8: operands"] = [functools.partial(prepare, *w, row_top=top) for w, top in zip(packed, tops, strict=True)]
+    ready = [prepare(*w, row_top=top) for w, top in zip(packed, tops, strict=True)]
+    found["w4a8: matmul"] = [functools.partial(_fp8_matmul, *operands) for operands in ready]
+    return found
+
+
+def _fp8_matmul(q: torch.Tensor, scale_m: torch.Tensor, w: torch.Tensor, scale_n: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten._scaled_mm(q, w.t(), scale_m, scale_n, out_dtype=torch.bfloat16, use_fast_accum=False)
+
+
 def compile_all(wanted: list[Plan]) -> None:
     def one(plan: Plan) -> None:
-        files = fp4_cuda.MMA_FILES if isinstance(plan, MmaPlan) else fp4_cuda.WGMMA_FILES
-        nvrtc.cached_cubin(files, plan.macros(False), "sm_90a")
+        for files in dict.fromkeys(
+            (fp4_cuda.MMA_FILES,) if isinstance(plan, MmaPlan) else (fp4_cuda.WGMMA_FILES, plan.files)
+        ):
+            nvrtc.cached_cubin(files, plan.macros(False), "sm_90a")
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(one, dict.fromkeys(wanted)))
@@ -132,7 +169,7 @@ def sweep(cells: list[Cell], rounds: int, seconds: float, path: Path | None) -> 
     began, rows = time.monotonic(), []
     compile_all([plan for cell in cells for plan in plans(*cell)])
     print(f"compiled in {time.monotonic() - began:.0f} s")
-    cells = sorted(cells, key=lambda cell: cell[1] * cell[2])
+    cells = sorted(cells, key=lambda cell: (cell[1] * cell[2], cell[1]))
     for (n, k), group in itertools.groupby(cells, key=lambda cell: cell[1:]):
         packed, dense = layers_of(n, k)
         w = fp4_cuda.run_dequantize(*packed[0], n, k, torch.bfloat16)
@@ -153,14 +190,16 @@ def sweep(cells: list[Cell], rounds: int, seconds: float, path: Path | None) -> 
                 print("WRONG", m, n, k, plan)
             systems = [[functools.partial(torch.nn.functional.linear, x, d) for d in dense]]
             systems += [[functools.partial(run_plan, plan, x, p, n) for p in packed] for plan in right]
-            cublas, *ours = alternating_us(systems, rounds)
-            ranked = sorted(zip(ours, right, strict=True), key=lambda pair: pair[0])
+            others = parts(m, n, k, x, packed)
+            cublas, *ours = alternating_us([*systems, *others.values()], rounds)
+            named = [(us, repr(plan), brief(plan)) for us, plan in zip(ours, right, strict=False)]
+            named += [(us, name, name) for us, name in zip(ours[len(right) :], others, strict=True)]
             print(f"{m}x{n}x{k}: cuBLAS {cublas:.2f} us; {len(right)} plans")
-            for us, plan in ranked:
-                rows.append([m, n, k, plan, round(us, 2), round(cublas, 2)])
-            for us, plan in ranked[:4]:
-                print(f"   {cublas / us:.3f} {us:.2f} {brief(plan)}")
-            print(f"   {cublas / ours[0]:.3f} {ours[0]:.2f} {brief(right[0])} (the rule's)")
+            rows += [[m, n, k, name, round(us, 2), round(cublas, 2)] for us, name, _ in named]
+            for us, _, name in [*sorted(named[: len(right)])[:4], *named[len(right) :]]:
+                print(f"   {cublas / us:.3f} {us:.2f} {name}")
+            if right:
+                print(f"   {cublas / ours[0]:.3f} {ours[0]:.2f} {named[0][2]} (the rule's)")
             if path:
                 write(path, rows)
         del packed, dense, w
@@ -176,6 +215,7 @@ def brief(plan: Plan) -> str:
     return (
         f"wgmma t{plan.tokens} g{plan.groups} kg{plan.k_groups} s{plan.splits} st{plan.stages} pf{plan.prefetch}"
         f" mb{plan.min_blocks} {'image' if plan.image else 'direct'}"
+        f"{' tiles' if plan.clusters else ''}"
     )
 
 
@@ -194,6 +234,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=None)
     parser.add_argument("--list", action="store_true")
     args = parser.parse_args()
+    gc.freeze()  # capturing a graph collects garbage
     if args.list:
         for cell in args.cells:
             print(cell, len(plans(*cell)))

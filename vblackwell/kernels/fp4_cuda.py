@@ -19,6 +19,7 @@ from vblackwell.kernels.reference import ACTIVATIONS
 
 MMA_FILES = ("ptx.cuh", "decode.cuh", "barrier.cuh", "epilogue.cuh", "fp4_mma.cu")
 WGMMA_FILES = ("ptx.cuh", "decode.cuh", "wgmma.cuh", "barrier.cuh", "epilogue.cuh", "fp4_wgmma.cu")
+TILES_FILES = (*WGMMA_FILES[:-1], "fp4_tiles.cu")
 DEQUANTIZE_FILES = ("ptx.cuh", "decode.cuh", "fp4_dequantize.cu")
 _MULTIPROCESSORS = 132  # of an H200, on every GPU: a plan may not depend on where it runs
 _X_BYTES = 128 * 1024  # of x that a block stages at a time
@@ -129,6 +130,7 @@ class WgmmaPlan:
         min_blocks: blocks the compiler must fit on a multiprocessor.
         image: whether x is brought into the kernel's order by a launch of its own.
         k_groups: sets of ``groups`` warpgroups that take turns at the windows.
+        clusters: if not 0, so many clusters of two blocks go through all tiles (``fp4_tiles``); with ``image``, without splits.
     """
 
     tokens: int
@@ -139,6 +141,12 @@ class WgmmaPlan:
     min_blocks: int = 1
     image: bool = False
     k_groups: int = 1
+    clusters: int = 0
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The kernel's sources."""
+        return TILES_FILES if self.clusters else WGMMA_FILES
 
     @property
     def consumers(self) -> int:
@@ -158,7 +166,7 @@ class WgmmaPlan:
     def macros(self, fp16: bool, out32: bool = False) -> dict[str, int]:
         return {
             "FP16": int(fp16), "TOKENS": self.tokens, "IMAGE": int(self.image), "GROUPS": self.groups,
-            "KGROUPS": self.k_groups, "SPLITS": self.splits,
+            "KGROUPS": self.k_groups, "SPLITS": 2 if self.clusters else self.splits,
             "STAGES": self.stages, "PREFETCH": self.prefetch, "REGISTERS": self.registers,
             "MIN_BLOCKS": self.min_blocks, "OUT32": int(out32),
         }  # fmt: skip
@@ -171,6 +179,8 @@ class WgmmaPlan:
         sums = self.k_groups * self.tokens * (64 * self.groups + 4) * 4
         raw = 0 if self.image else 4  # windows of x as it comes
         main = (self.stages + raw) * self.tokens * 128 + 4 * self.consumers * self.prefetch * 640
+        if self.clusters:
+            main += 4 * self.consumers * 32 * 20 * 4  # where warps turn their sums
         return max(main, sums) + 16 * self.stages
 
 
@@ -242,7 +252,10 @@ def run_wgmma(
         arrange.launch((_ceil(windows * plan.tokens * 8, 256), blocks, 1), 256, 0, (x_MK, source, m, k))
     grid = (_ceil(n, 64 * plan.groups), plan.splits, blocks)
     args = (source, codes, block_scales, tensor_scale, bias, y_MN, m, n, k, ACTIVATIONS.index(activation))
-    kernel(WGMMA_FILES, "fp4_wgmma", macros, x_MK.device).launch(grid, plan.threads, plan.shared_bytes(), args)
+    if plan.clusters:
+        grid, args = (plan.clusters, 2, 1), (*args, plan.clusters)
+    entry = "fp4_tiles" if plan.clusters else "fp4_wgmma"
+    kernel(plan.files, entry, macros, x_MK.device).launch(grid, plan.threads, plan.shared_bytes(), args)
     return y_MN
 
 

@@ -27,23 +27,6 @@
 #define SUM_BYTES (KGROUPS * TOKENS * RED_STRIDE * 4)
 #define BARRIERS (MAIN_BYTES > SUM_BYTES ? MAIN_BYTES : SUM_BYTES)
 
-// One warp's 16 rows by 64 columns to A fragments. `scales` has the lane's four rows of the band.
-DEVICE void decode_window(const uint4& q, u32 scales, int half, u32 (*a)[4]) {
-    const u32 pair = scales >> (16 * half);
-    const u32 upper = scale_pair(pair, 0), lower = scale_pair(pair, 1);
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        u32 top[4], bottom[4];
-        decode(i ? q.y : q.x, upper, top);
-        decode(i ? q.w : q.z, lower, bottom);
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            a[2 * i + (j >> 1)][2 * (j & 1)] = top[j];
-            a[2 * i + (j >> 1)][2 * (j & 1) + 1] = bottom[j];
-        }
-    }
-}
-
 extern "C" __global__ void
 #if SPLITS > 1
 __cluster_dims__(1, SPLITS, 1)
