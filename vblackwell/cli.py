@@ -166,6 +166,7 @@ def _generate(words: list[str]) -> int:
     options = _parse(parser, words)
     if "model" not in options:
         raise ConfigurationError("vb generate needs --model: see vb generate --help")
+    from vblackwell.artifacts.checked import check_request
     from vblackwell.infer.command import Places, generate_command
     from vblackwell.train.machine import cap_process, choose_device
 
@@ -174,6 +175,11 @@ def _generate(words: list[str]) -> int:
     places = Places(**{name: options.pop(name) for name in names if name in options})
     if device.type == "cuda" and places.fast_memory is not None:
         cap_process(device, parse_bytes(places.fast_memory, "--fast-memory"))
+    asked = {name: options.get(name) for name in ("prompt", "prompts")}
+    # Into a stack a folder is read by ourselves, who look before.
+    check_request(
+        options["model"], **asked, max_new_tokens=options.get("max_new_tokens", 128), weights=not places.streams
+    )
     return generate_command(**options, places=places)
 
 

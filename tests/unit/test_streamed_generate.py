@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tests.offload.conftest import make_stack  # noqa: F401 - a fixture
 from tests.offload.test_lora import rounded_
 from tests.offload.test_round_trip_models import CONFIGS
+from vblackwell.artifacts import checked
 from vblackwell.cli import main
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.infer import command
@@ -113,7 +114,8 @@ def test_the_command(folder_of, tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out.rstrip("\n") == (PROMPTS[0] + lines[0]["text"]).rstrip("\n")
     assert main([*common, "--device", "cpu", "--prompt", PROMPTS[0], "--use-fp4", "--keep", "layers.0"]) == 0
     capsys.readouterr()
-    monkeypatch.setattr(command, "find_folder", {"owner/name": folder}.__getitem__)
+    for module in (command, checked):
+        monkeypatch.setattr(module, "find_folder", {"owner/name": folder}.__getitem__)
     assert main(["generate", "--model", "owner/name", "--device", "cpu", "--prompt", "a", "--max-new-tokens", "1"]) == 0
     capsys.readouterr()
     for words, part in (

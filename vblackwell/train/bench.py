@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vblackwell.artifacts.checked import check_weights
 from vblackwell.artifacts.folder import read_config
 from vblackwell.errors import ConfigurationError, nearest
 from vblackwell.estimator import check_batch
@@ -123,6 +124,7 @@ def _open(text: str, vocab_size: int, seq_length: int | None, seed: int) -> nn.M
     folder = resolve_model(Path(text)).folder
     if read_config(folder).get("quantization_config"):
         raise ConfigurationError(f"{folder} is packed already: give the folder that it was made from")
+    check_weights(folder)
     return load_model(folder, "cpu", torch.float32)
 
 

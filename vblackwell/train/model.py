@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from vblackwell.artifacts.checked import check_tokenizer
 from vblackwell.artifacts.folder import read_config, read_tokenizer
 from vblackwell.artifacts.hub import find_folder
 from vblackwell.artifacts.meta_model import build_on_meta
@@ -28,7 +29,6 @@ from vblackwell.nn.decoder import IGNORED_TARGET, Decoder
 from vblackwell.nn.decoder_config import DecoderConfig, not_supported_reasons
 from vblackwell.offload.initialize import Initialize
 from vblackwell.train.config import TrainConfig
-from vblackwell.train.data import vocab_size_of
 from vblackwell.train.presets import find_preset
 
 if TYPE_CHECKING:
@@ -100,13 +100,7 @@ def find_source(config: TrainConfig, cleanup: ExitStack) -> Source:
         )
     learner = _open_folder(folder, config, cleanup)
     path = tokenizer or folder
-    size, rows = vocab_size_of(read_tokenizer(path)), learner.config["vocab_size"]
-    if size > rows:
-        file = path / "tokenizer.json" if path.is_dir() else path
-        raise ConfigurationError(
-            f"{file} has {size} tokens, {folder / 'config.json'} a vocab_size of {rows}: give the tokenizer that the model was trained "
-            "with as --tokenizer"
-        )
+    check_tokenizer(folder, read_tokenizer(path), path, remedy=" as --tokenizer")
     return Source(learner, path, folder if tokenizer is None else None, folder)
 
 

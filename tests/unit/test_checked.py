@@ -1,0 +1,101 @@
+"""What is wrong with a folder, a tokenizer or a prompt is named before `vb generate` writes: resident and streamed alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_streamed_generate import folder_of, tokenizer  # noqa: F401 (fixtures)
+from vblackwell.artifacts.checked import check_weights
+from vblackwell.cli import main
+from vblackwell.errors import ConfigurationError
+
+STREAMED = ["--fast-memory", "128KiB", "--host-memory", "4MiB"]
+
+
+@pytest.fixture
+def refused(capsys):
+    """``refused(words, *parts)``: exit code 2, one line with the parts, and nothing was written."""
+
+    def check(words: list[str], *parts: str) -> None:
+        assert main(["generate", *words, "--max-new-tokens", "2", "--device", "cpu"]) == 2
+        said = capsys.readouterr()
+        errors = [line for line in said.err.splitlines() if line.startswith("vb: error: ")]
+        assert len(errors) == 1 and not said.out
+        for part in parts:
+            assert part in errors[0], errors[0]
+
+    return check
+
+
+@pytest.fixture(params=["llama", "mixtral"])  # the first is also computed by our own decoder
+def folder(request, folder_of, tmp_path) -> Path:  # noqa: F811
+    return Path(shutil.copytree(folder_of(request.param), tmp_path / "model"))
+
+
+def test_a_wrong_folder_never_writes(folder, refused):
+    words = ["--model", str(folder), "--prompt", "ab"]
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    good, whole = config.read_text(), weights.read_bytes()
+
+    def change(**values) -> None:
+        config.write_text(json.dumps(json.loads(good) | values))
+
+    os.truncate(weights, len(whole) - 3)
+    for levels in ([], STREAMED):
+        refused([*words, *levels], str(weights), "3 bytes are missing")
+    weights.unlink()
+    refused(words, str(folder), "safetensors")
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    refused(words, str(folder), "pickled")
+    weights.write_bytes(whole)
+    config.write_text('{\n"model_type": "llama",\n}')
+    refused(words, str(config), "not JSON", "line 3")
+    change(hidden_size="wide")
+    refused(words, str(config), "hidden_size", "wide")
+    change(model_type="lama")
+    refused(words, str(config), "'lama'")
+    change(num_hidden_layers=7, layer_types=None)  # transformers alone would draw the seventh at random, and write
+    refused(words, str(folder), "lacks model.layers.6.", "model.safetensors")
+    change(vocab_size=260)
+    refused(words, "lm_head.weight (259, 32) in model.safetensors", "instead of (260, 32)")
+    config.write_text(good)
+    check_weights(folder)
+
+
+def test_a_tokenizer_that_does_not_belong_is_named(folder, refused):
+    words, file = ["--model", str(folder), "--prompt", "ab"], folder / "tokenizer.json"
+    larger = json.loads(file.read_text())
+    larger["model"]["vocab"]["wider"] = 259
+    file.write_text(json.dumps(larger))
+    refused([*words, *STREAMED], f"{file} has 260 tokens", f"{folder / 'config.json'} a vocab_size of 259")
+    file.write_text("{}")
+    refused(words, str(file), "not one that")
+    file.unlink()
+    refused(words, str(file), "there is no file")
+
+
+def test_a_prompt_that_is_too_long_is_named_with_its_line(folder_of, tmp_path, refused):  # noqa: F811
+    folder, file = folder_of("llama"), tmp_path / "prompts.txt"
+    stated = f"the model's limit is 64 (max_position_embeddings in {folder / 'config.json'})"
+    file.write_text("short\n\n" + "x" * 70 + "\nshort\n")
+    words = ["--model", str(folder), "--batch-size", "1"]
+    refused(
+        [*words, *STREAMED, "--prompts", str(file)], f"{file}: line 3: the prompt has 70 tokens", stated, "at most 63"
+    )
+    refused([*words, "--prompt", "x" * 64], "--prompt: the prompt has 64 tokens", stated)
+    refused([*words, "--prompt", "x" * 63], "with 2 new ones 65", stated, "ask for at most 1")
+
+
+def test_folders_that_somebody_else_checks_are_left_to_them(folder):
+    """Quantised tensors have other names; what we wrote has a manifest of hashes, and both may be opened."""
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigurationError, match="safetensors"):
+        check_weights(folder)
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"format": "nvfp4"}}))
+    check_weights(folder)
