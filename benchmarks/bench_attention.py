@@ -125,15 +125,21 @@ def flops(case: dict[str, Any]) -> float:
     return 4 * batch * heads * length**2 * head * (0.5 if case.get("causal") else 1.0)
 
 
-def bench(quick: bool, only: str, table: dict[str, dict[str, int]]) -> Rows:
-    """A row a case and system; ``table`` gets the times by which the dispatcher chooses."""
-    rows: Rows = []
+def prepared(quick: bool, only: str) -> dict[str, dict[str, Any]]:
+    """The cases that are wanted, once all that they need is compiled."""
     wanted = {name: case for name, case in cases(quick).items() if only in name}
     with concurrent.futures.ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
         for name, done in {name: pool.submit(prepare, name, quick) for name in wanted}.items():
             if done.exception() is not None:
                 say(f"{name}: compiling failed: {done.exception()!r:.200}")
     say("compiled", len(wanted), "cases")
+    return wanted
+
+
+def bench(quick: bool, only: str, table: dict[str, dict[str, int]]) -> Rows:
+    """A row a case and system; ``table`` gets the times by which the dispatcher chooses."""
+    rows: Rows = []
+    wanted = prepared(quick, only)
     for name, case in wanted.items():
         leaves, variant = leaves_of(*case["shape"]), variant_of(case)
         request = dispatcher.request_of(*leaves, variant)
@@ -258,6 +264,7 @@ def main() -> None:
         "--specialized", action="store_true", help="only check and time the kernel with specialised warps"
     )
     parser.add_argument("--no-table", action="store_true", help="no comparison")
+    parser.add_argument("--prepare", action="store_true", help="only compile what the cases need")
     parser.add_argument("--no-check", action="store_true", help="no errors against float64 first")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument(
@@ -269,6 +276,9 @@ def main() -> None:
     say(torch.cuda.get_device_name(), torch.__version__)
     if arguments.specialized:
         sweep_specialized()
+        return
+    if arguments.prepare:
+        prepared(arguments.quick, arguments.only)
         return
     if not arguments.no_check:
         check()
