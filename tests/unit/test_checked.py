@@ -7,7 +7,9 @@ import os
 import shutil
 from pathlib import Path
 
+import peft
 import pytest
+import transformers
 
 from tests.unit.test_streamed_generate import folder_of, tokenizer  # noqa: F401 (fixtures)
 from vblackwell.artifacts.checked import check_weights
@@ -99,3 +101,20 @@ def test_folders_that_somebody_else_checks_are_left_to_them(folder):
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"format": "nvfp4"}}))
     check_weights(folder)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
+def test_an_adapter_for_another_base_is_named(folder_of, tmp_path, refused):  # noqa: F811
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder_of("llama"))
+    adapted = peft.get_peft_model(plain, peft.LoraConfig(r=2, target_modules=["down_proj"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    other = Path(shutil.copytree(folder_of("llama"), tmp_path / "other"))
+    config = transformers.AutoConfig.from_pretrained(other)
+    config.intermediate_size = 64
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(other)
+    words = ["--prompt", "ab", "--adapter", str(tmp_path / "adapter"), *STREAMED, "--model"]
+    refused([*words, str(other)], f"{tmp_path / 'adapter'} holds an adapter for another base than {other}", "(2, 48)")
+    refused([*words, str(folder_of("gpt2"))], "down_proj", "GPT2LMHeadModel has no such linear")
+    config_file = tmp_path / "adapter/adapter_config.json"
+    config_file.write_text('{"r": 2,\n')
+    refused([*words, str(folder_of("llama"))], str(config_file), "not JSON", "line 2")
