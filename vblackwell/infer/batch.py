@@ -109,7 +109,7 @@ def columns(
         token_B = sample(logits_BV, sampling, seed, position)
         arriving.append(Arrival(token_B))
         if position + 1 < count:
-            if len(arriving) > int(device.type == "cuda"):
+            if position == 0 or len(arriving) > int(device.type == "cuda"):  # whoever waits for the first wants it now
                 yield arriving.popleft().numbers()
             mask_BS = torch.cat((mask_BS, torch.ones_like(mask_BS[:, :1])), 1)
             logits_BV = read(token_B.clamp(min=0)[:, None], mask_BS)

@@ -1,0 +1,169 @@
+"""Writing with a model larger than the GPU's share: streamed, over FP4, resident, and beside accelerate's CPU offload, in one run.
+
+    python benchmarks/bench_generate.py                                     # 6.7B under 8 GiB, one H200, less than 280 s
+    python benchmarks/bench_generate.py --systems streamed,accelerate --batches 1
+    python benchmarks/bench_generate.py --shape tiny --device cpu --cap 384KiB --host-memory 64MiB --prompt 16 --new 6
+
+Writes a folder of random weights (in /dev/shm where it has room), then lets every system open it and write, each in a process of its
+own; 'streamed', 'streamed-fp4' and 'accelerate' under the same enforced cap. accelerate writes 6 tokens a text, which is enough for its
+rate. Every row is printed and appended to benchmarks/results/generate.csv as it comes; the table, with floors and aims, comes last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench_offload import RESULTS, machine, names, size
+from generate_case import MARK, SHAPES, SYSTEMS, Case, Loading, Point
+from generate_report import HEAD, line_of, loading_line, ratio_lines, row_of
+from offload_report import append_csv, read_csv
+
+CHILD = Path(__file__).with_name("generate_measure.py")
+KEPT_LINES = 12
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--systems", type=names, default=[s for s in SYSTEMS if s != "folder"], help=", ".join(SYSTEMS[1:])
+    )
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="6.7B")
+    parser.add_argument("--batches", type=lambda text: tuple(map(int, text.split(","))), default=(1, 8, 32))
+    parser.add_argument("--prompt", type=int, default=512, help="tokens")
+    parser.add_argument("--new", type=int, default=64, help="tokens")
+    parser.add_argument("--through-new", type=int, default=20, help="tokens with room for three layers; 0: none")
+    parser.add_argument("--cap", type=size, default=size("8GiB"), help="GPU memory of the capped systems")
+    parser.add_argument("--host-memory", type=size, default=size("60GiB"), help="of our second level, and accelerate's")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--folder", type=Path, default=None, help="where the weights go; default a temporary folder")
+    parser.add_argument(
+        "--deadline", type=float, default=272.0, help="seconds for everything; what is late is left out"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--csv", type=Path, default=RESULTS / "generate.csv")
+    args = parser.parse_args(argv)
+    for name in args.systems:
+        if name not in SYSTEMS[1:]:
+            parser.error(f"system {name!r} is none of {', '.join(SYSTEMS[1:])}")
+    return args
+
+
+def place_for(num_bytes: int) -> Path:
+    """A new folder in memory where that has room, else among the temporary files."""
+    shm = Path("/dev/shm")
+    roomy = shm.is_dir() and shutil.disk_usage(shm).free > num_bytes * 1.1
+    return Path(tempfile.mkdtemp(prefix="vb-generate-", dir=shm if roomy else None))
+
+
+class Run:
+    """Processes one after the other, and what they said."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.began = args, time.monotonic()
+        self.about = machine()
+        self.rates: dict[str, float] = {}
+        self.points: list[Point] = []
+        self.loadings: list[Loading] = []
+
+    def tell(self, text: str) -> None:
+        print(f"[{time.monotonic() - self.began:6.1f} s] {text}", flush=True)
+
+    def left(self) -> float:
+        return self.args.deadline - (time.monotonic() - self.began)
+
+    def start(self, case: Case) -> None:
+        """One system, within what is left of the time."""
+        if self.left() < 5:
+            self.tell(f"{case.system}: no time is left")
+            return
+        self.tell(f"{case.system}: starts")
+        process = subprocess.Popen(
+            [sys.executable, str(CHILD), case.to_json()], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            errors="replace", start_new_session=True,
+            env={"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ, "PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
+        tail: deque[str] = deque(maxlen=KEPT_LINES)
+        reader = threading.Thread(target=self._read, args=(case, process.stdout, tail), name=f"listen-{case.system}")
+        reader.start()
+        try:
+            process.wait(max(1.0, self.left()))
+        except subprocess.TimeoutExpired:
+            self.tell(f"{case.system}: stopped, the time is over")
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            reader.join()
+        if process.returncode not in (0, -signal.SIGKILL):
+            for line in tail:
+                self.tell(f"{case.system} | {line}")
+
+    def _read(self, case: Case, stream: Any, tail: deque[str]) -> None:
+        for line in stream:
+            if line.startswith(MARK):
+                self._hear(case, json.loads(line[len(MARK) :]))
+            else:
+                tail.append(line.rstrip()[:300])
+
+    def _hear(self, case: Case, event: dict[str, Any]) -> None:
+        kind = event["kind"]
+        if kind == "rates":
+            self.rates = event["rates"]
+            self.tell("rates: " + ", ".join(f"{name} {value:.1f}" for name, value in self.rates.items()))
+        elif kind == "point":
+            point = Point(**event["point"])
+            self.points.append(point)
+            self.tell(line_of(point))
+            append_csv(self.args.csv, [row_of(self.about, case, self.rates, point)])
+        elif kind == "loading":
+            loading = Loading(**event["loading"])
+            self.loadings.append(loading)
+            self.tell(loading_line(loading))
+            append_csv(self.args.csv, [row_of(self.about, case, self.rates, loading)])
+        else:
+            self.tell(f"{case.system}: {event.get('text') or event.get('error')}")
+
+
+def main(argv: list[str] | None = None) -> Run:
+    args = parse(argv)
+    read_csv(args.csv)  # before minutes of measuring, whether rows can be added
+    run = Run(args)
+    print(", ".join(f"{key} {value}" for key, value in run.about.items() if value), flush=True)
+    print(f"{args.shape}, prompt {args.prompt}, new {args.new}; GB of 1e9 bytes\n{HEAD}", flush=True)
+    num_bytes = SHAPES[args.shape].num_parameters * (2 if args.dtype == "bfloat16" else 4)
+    folder = args.folder or place_for(num_bytes)
+    case = Case(
+        "folder", str(folder), args.shape, args.batches, args.prompt, args.new, args.through_new, args.cap,
+        args.host_memory, args.device, args.dtype, args.seed,
+    )  # fmt: skip
+    try:
+        for system in ["folder", *args.systems]:
+            run.start(replace(case, system=system))
+    finally:
+        if args.folder is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    lines = ["", HEAD, *map(line_of, run.points), "", *map(loading_line, run.loadings), ""]
+    print("\n".join([*lines, *ratio_lines(run.points, run.loadings, run.rates)]), flush=True)
+    print(f"rows appended to {args.csv}; {time.monotonic() - run.began:.0f} s in all", flush=True)
+    return run
+
+
+if __name__ == "__main__":
+    main()

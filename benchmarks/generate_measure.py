@@ -1,0 +1,317 @@
+"""The process of one system: opens the folder, writes texts, measures. Started by bench_generate.py with a case as its only argument.
+
+Every system writes greedily from the same prompts, through the package's own loop (`columns`), which reads a token while the next is
+computed; the resident decoder through its own (`stepper`), with the step in a graph. Times are those at which tokens are on the host.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Generator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import psutil
+import torch
+from generate_case import CAPPED, Case, Loading, Point, say
+
+from vblackwell.errors import VBError
+from vblackwell.infer.batch import columns
+from vblackwell.infer.cache_shape import cache_shape
+from vblackwell.infer.generate import stepper
+from vblackwell.infer.room import LEAST_WORKSPACE, room_for, token_bytes, workspace_bytes
+from vblackwell.infer.sampling import Arrival, Sampling, sample
+
+GREEDY = Sampling(temperature=0)
+SKIPPED = 2  # intervals behind the first token: a graph is captured, kernels are chosen
+ACCELERATE_NEW = 6
+ACCELERATE_SPARE = 1 << 28  # beside the workspace that ours keeps free
+
+
+class Watch:
+    """The highest growth of the process's anonymous memory and of the machine's used RAM."""
+
+    def __init__(self) -> None:
+        self.start, self.own, self.machine = self._now(), 0, 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def _now() -> tuple[int, int]:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        own = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+        memory = psutil.virtual_memory()
+        return own, memory.total - memory.available
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.02):
+            self._look()
+
+    def _look(self) -> None:
+        own, machine = self._now()
+        self.own, self.machine = max(self.own, own - self.start[0]), max(self.machine, machine - self.start[1])
+
+    def end(self) -> tuple[int, int]:
+        self._stop.set()
+        self._thread.join()
+        self._look()
+        return self.own, self.machine
+
+
+class System:
+    """An opened folder."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.device = case, torch.device(case.device)
+        self.cuda = self.device.type == "cuda"
+        self.model: Any = None
+
+    def open(self, rows: int) -> None:
+        raise NotImplementedError
+
+    def texts(self, numbers: list[list[int]], new: int) -> Generator[list[int]]:
+        """Tokens of all rows, one position at a time."""
+        raise NotImplementedError
+
+    def prepare(self, rows: int, positions: int) -> None:
+        """Before texts of a new size."""
+
+    def must_bytes(self, rows: int) -> float | None:
+        """What is needed for a token and is not on the GPU."""
+        return None
+
+    def moved_bytes(self) -> int | None:
+        """What has crossed the link so far, to the GPU."""
+        return None
+
+    def weight_bytes(self) -> int:
+        """What the GPU reads of the weights for a token: all but the embedding."""
+        held = sum(each.nbytes for each in [*self.model.parameters(), *self.model.buffers()])
+        return held - self.model.model.embed_tokens.weight.nbytes
+
+    @property
+    def mean_length(self) -> float:
+        return self.case.prompt + self.case.new / 2
+
+
+class Ours(System):
+    """Streamed under the cap."""
+
+    def open(self, rows: int) -> None:
+        from vblackwell.infer.streamed import open_streamed
+        from vblackwell.memory.stack import VGPUStack
+
+        case = self.case
+        levels = [
+            {"device": "cuda:0" if self.cuda else "arena", "capacity_mb": case.cap_bytes / (1 << 20)},
+            {"device": "cpu", "capacity_mb": case.host_bytes / (1 << 20)},
+        ]
+        self.stack = VGPUStack({"levels": levels})
+        fp4 = "nvfp4" if case.system.endswith("fp4") else None
+        self.model = open_streamed(Path(case.folder), self.stack, fp4=fp4)
+        self.through = False
+
+    def texts(self, numbers: list[list[int]], new: int) -> Generator[list[int]]:
+        if self.through:
+            from vblackwell.offload.enable import offload_of
+
+            case, engine = self.case, offload_of(self.model)
+            engine.weights.rebudget(3 * case.sizes.block_parameters * getattr(torch, case.dtype).itemsize)
+            self.passing = None
+            yield from columns(self.model, numbers, new, GREEDY, 0, None)
+            return
+        with room_for(self.model, len(numbers), len(numbers[0]) + new) as (cache, chunk):
+            self.passing = None if cache is None else len(cache._passing._homes)
+            yield from columns(self.model, numbers, new, GREEDY, 0, chunk, cache)
+
+    def must_bytes(self, rows: int) -> float:
+        from vblackwell.offload.enable import offload_of
+
+        engine = offload_of(self.model)
+        weights = sum(group.num_bytes for group in engine.groups if group.index not in engine.weights.staying)
+        shape = cache_shape(self.model.config, rows, 1, getattr(torch, self.case.dtype))
+        return weights + (self.passing or 0) * self.mean_length * shape.position_bytes
+
+    def moved_bytes(self) -> int:
+        links = self.stack.get_stats()["links"]
+        return sum(link["bytes"] for link in links if link["destination"] == self.stack.levels[0].name)
+
+
+class Accelerate(System):
+    """`device_map="auto"` with the rest in RAM; keys and values there too where they do not fit (transformers' offloaded cache)."""
+
+    def open(self, rows: int) -> None:
+        from transformers import AutoModelForCausalLM
+
+        case, self.model = self.case, None
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+        self.offloaded, room = self._room(rows)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            case.folder, dtype=getattr(torch, case.dtype), device_map="auto" if self.cuda else None,
+            max_memory={0: room, "cpu": case.host_bytes} if self.cuda else None,
+        ).eval()  # fmt: skip
+        self.rows = rows
+
+    def _room(self, rows: int) -> tuple[bool, int]:
+        """Whether keys and values go to RAM, and what weights may take of the GPU."""
+        from transformers import AutoConfig
+
+        case = self.case
+        config = AutoConfig.from_pretrained(case.folder)
+        shape = cache_shape(config, rows, case.prompt + ACCELERATE_NEW, getattr(torch, case.dtype))
+        free = case.cap_bytes - workspace_bytes(case.cap_bytes) - ACCELERATE_SPARE
+        offloaded = shape.num_bytes > free - 3 * case.sizes.block_parameters * 2
+        return offloaded, max(1, free - (3 * shape.layer_bytes if offloaded else shape.num_bytes))
+
+    def prepare(self, rows: int, positions: int) -> None:
+        if self._room(rows) != self._room(self.rows):
+            self.open(rows)
+
+    def texts(self, numbers: list[list[int]], new: int) -> Generator[list[int]]:
+        from transformers import DynamicCache
+
+        config, case = self.model.config, self.case
+        cache = DynamicCache(config=config, offloading=True) if self.offloaded and self.cuda else None
+        each = token_bytes(config, getattr(torch, case.dtype).itemsize) * len(numbers)
+        chunk = max(1, max(LEAST_WORKSPACE, workspace_bytes(case.cap_bytes)) * 3 // 4 // each)
+        yield from columns(self.model, numbers, new, GREEDY, 0, chunk, cache)
+
+
+class Resident(System):
+    """The decoder on the GPU, its step in a graph."""
+
+    def open(self, rows: int) -> None:
+        from vblackwell.infer.load import open_resident
+
+        fp4 = "nvfp4" if self.case.system.endswith("fp4") else None
+        self.model = open_resident(Path(self.case.folder), self.device, fp4=fp4)
+
+    def texts(self, numbers: list[list[int]], new: int) -> Generator[list[int]]:
+        step = stepper(self.model, len(numbers[0]) + new)
+        tokens_BS, arriving = torch.tensor(numbers, device=self.device), deque[Arrival]()
+        for position in range(new):
+            token_B = sample(step(tokens_BS), GREEDY, 0, position)
+            tokens_BS = token_B.clamp(min=0)[:, None]
+            arriving.append(Arrival(token_B))
+            if position == 0 or len(arriving) > int(self.cuda):
+                yield arriving.popleft().numbers()
+        for arrival in arriving:
+            yield arrival.numbers()
+
+
+MADE = {
+    "streamed": Ours,
+    "streamed-fp4": Ours,
+    "accelerate": Accelerate,
+    "resident": Resident,
+    "resident-fp4": Resident,
+}
+
+
+def prompts(case: Case, rows: int) -> list[list[int]]:
+    """The same for every system."""
+    generator = torch.Generator().manual_seed(case.seed + rows)
+    return torch.randint(3, case.sizes.vocab_size, (rows, case.prompt), generator=generator).tolist()
+
+
+def measure(system: System, rows: int, new: int, *, through: bool = False) -> Point:
+    case, numbers = system.case, prompts(system.case, rows)
+    point = Point(case.system, rows, new, through)
+    system.prepare(rows, case.prompt + new)
+    if system.cuda:
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    text = system.texts(numbers, new)
+    point.tokens = next(text)
+    point.first_cold = time.perf_counter() - began
+    text.close()
+    began = time.perf_counter()
+    times, moved = [], []
+    for _ in system.texts(numbers, new):
+        times.append(time.perf_counter() - began)
+        moved.append(system.moved_bytes())
+        if len(times) == SKIPPED:
+            point.must_bytes = system.must_bytes(rows)
+    intervals = [late - early for early, late in zip(times, times[1:], strict=False)][SKIPPED:] or [0.0]
+    point.first_seconds, point.step_seconds = times[0], statistics.median(intervals)
+    point.rate = rows / point.step_seconds if point.step_seconds else None
+    if len(times) > 1:
+        point.drained_rate = rows * (len(times) - 1) / (times[-1] - times[0])
+    counted = [b - a for a, b in zip(moved, moved[1:], strict=False) if a is not None and b is not None][SKIPPED:]
+    point.moved_bytes = statistics.fmean(counted) if counted else None
+    if isinstance(system, Resident):
+        sizes = case.sizes
+        heads = sizes.num_kv_heads or sizes.num_heads
+        position = 2 * sizes.num_layers * heads * (sizes.hidden_size // sizes.num_heads) * 2 * rows
+        point.read_bytes = system.weight_bytes() + position * system.mean_length
+    if system.cuda:
+        point.peak_reserved = torch.cuda.max_memory_reserved()
+    return point
+
+
+def main() -> None:
+    case = Case.from_json(sys.argv[1])
+    if case.system == "folder":
+        from generate_folder import make
+
+        make(case)
+        return
+    cuda = case.device.startswith("cuda")
+    if cuda:
+        torch.cuda.init()
+        if case.system in CAPPED:
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, case.cap_bytes / total), 0)
+        torch.zeros(1, device="cuda")
+    import transformers.models.llama.modeling_llama  # noqa: F401 (not counted as memory that a folder takes)
+
+    import vblackwell.infer.streamed  # noqa: F401
+
+    if case.system == "accelerate":
+        import accelerate  # noqa: F401
+    system: System = MADE[case.system](case)
+    file_bytes = sum(path.stat().st_size for path in Path(case.folder).glob("*.safetensors"))
+    watch, began = Watch(), time.perf_counter()
+    system.open(case.batches[0])
+    if cuda:
+        torch.cuda.synchronize()
+    own, machine = watch.end()
+    loading = Loading(case.system, time.perf_counter() - began, file_bytes, own, machine)
+    say("loading", loading=asdict(loading))
+    with torch.no_grad():
+        for rows in case.batches:
+            new = min(case.new, ACCELERATE_NEW) if case.system == "accelerate" else case.new
+            one(system, rows, new, through=False)
+        if case.through_new and isinstance(system, Ours):
+            system.through = True
+            one(system, 1, case.through_new, through=True)
+
+
+def one(system: System, rows: int, new: int, *, through: bool) -> None:
+    """A point; what does not fit is one too."""
+    try:
+        point = measure(system, rows, new, through=through)
+    except (torch.OutOfMemoryError, MemoryError, VBError) as error:
+        point = Point(
+            system.case.system, rows, new, through, status=" ".join(f"{type(error).__name__} {error}".split())[:160]
+        )
+    say("point", point=asdict(point))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Exception as error:
+        say("failed", error=" ".join(f"{type(error).__name__} {error}".split())[:300])
+        raise
