@@ -119,7 +119,7 @@ class Prediction:
 
     Attributes:
         gpu, gpu_p99: bytes that the GPU's allocator reserves: expected, and to plan for. Without a GPU: of the arena.
-        host, disk: bytes. disk_written: bytes a step.
+        host, disk: bytes. waiting: of checkpoints' inputs in RAM, part of ``host``. disk_written: bytes a step.
         step_seconds: of one optimizer step of ``tokens``. clipped_seconds: of one that clips, where that is another.
         busy: share of the step in which each lane works. disk_hidden_from: tokens a step from which the disk costs nothing.
     """
@@ -134,6 +134,7 @@ class Prediction:
     clipped_seconds: float | None = None
     disk_written: int = 0
     disk_hidden_from: int | None = 0
+    waiting: int = 0
 
     @property
     def token_seconds(self) -> float:

@@ -67,7 +67,11 @@ class TrainConfig:
     """Passes over the training data, instead of --max-steps."""
 
     batch_size: int = 8
-    """Sequences in one forward."""
+    """Sequences in one forward; 'auto': the most that fit, see --auto-batch-size."""
+
+    auto_batch_size: bool = False
+    """Plan the sequences in one forward (--batch-size auto), as --vgpu-auto plans the rest: the fastest of the most that fit and its parts;
+    with --accumulation-steps at the same sequences a step, the preset's --batch-size times the steps."""
 
     accumulation_steps: int = 1
     """Forwards whose gradients make one optimizer step."""
@@ -136,7 +140,8 @@ class TrainConfig:
     '16,alpha=32,targets=q_proj+v_proj'; with --use-fp4 the base is packed to nvfp4."""
 
     vgpu_auto: bool = False
-    """Plan the memory levels from the probed machine, a disk level included; sizes that are given bound the plan."""
+    """Choose the fastest way that fits, by prediction: levels (a disk included), placement, recomputing, where AdamW runs. What is said
+    with other flags bounds the plan; no bit of the training depends on it."""
 
     deterministic: bool = False
     """torch's deterministic algorithms: slower on a GPU; on one machine the same run gives the same bits."""

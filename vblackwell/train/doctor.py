@@ -62,7 +62,7 @@ def examine(disk_path: str, say: Callable[[str], None]) -> dict[str, Any]:
         say(f"measuring {number}/{len(measured)}: {what}")
         rates[key] = measure()
     if "gpu" in rates:
-        keep(torch.cuda.get_device_name(0), as_rates(rates["gpu"]))  # vb estimate goes by them
+        keep(torch.cuda.get_device_name(0), as_rates(rates["gpu"], rates["disk_gbps"]))  # vb estimate goes by them
     return {
         "software": {
             "python": platform.python_version(), "torch": torch.__version__, "torch_cuda": torch.version.cuda,

@@ -30,7 +30,7 @@ from vblackwell.plan.placement import Bounds, Choice, Lacking, Plan, Prediction,
 from vblackwell.plan.rates import Rates
 from vblackwell.plan.trace import Trace, language_batch, trace_training
 from vblackwell.plan.work import phase_seconds
-from vblackwell.units import align_up
+from vblackwell.units import MiB, align_up
 
 STREAMED_P99 = 1.08  # three streamed decoders on an H200 reserved 3 % more, 2 % less and 7 % more than predicted (docs/log-estimate.md)
 RESIDENT_P99 = 1.03
@@ -119,6 +119,19 @@ class Forecast:
         except Unsupported as error:
             return Lacking(str(error))
 
+    def fits(self, choice: Choice, trace: Trace) -> bool:
+        """Whether ``choice`` has room, where ``trace`` is what its forward and backward allocate."""
+        formats = Formats(choice.states, self._masters)
+        if choice.placement == "resident":
+            return self._resident_bytes(choice, formats, trace)[1] <= self.machine.bounds.gpu
+        try:
+            return not isinstance(self._foreseen(choice, formats, trace, {}), Lacking)
+        except (InsufficientMemory, Unsupported):
+            return False
+
+    def _trace_of(self, choice: Choice) -> Trace:
+        return self.trace(choice.checkpointing, choice.fp4, choice.batch_size)
+
     def _seconds_of(self, choice: Choice) -> Mapping[str, float]:
         return self.seconds(choice.checkpointing, choice.fp4, choice.batch_size)
 
@@ -134,35 +147,58 @@ class Forecast:
     # -- resident ----------------------------------------------------------------------------------------------------
 
     def _resident(self, choice: Choice, formats: Formats) -> tuple[Choice, Prediction] | Lacking:
-        machine, model = self.machine, self.model(choice.checkpointing, choice.fp4)
+        machine, rates = self.machine, self.machine.rates
+        gpu, p99, books = self._resident_bytes(choice, formats, self._trace_of(choice))
+        if p99 > machine.bounds.gpu:
+            return Lacking("GPU memory" if machine.has_gpu else "level 0", p99 - machine.bounds.gpu)
+        trained = sum(num_elements(group) for group in self._groups(choice) if group.trainable())
+        update = trained * ADAMW_BYTES / rates.memory if machine.has_gpu else trained / rates.cpu_adamw
+        seconds = choice.accumulation_steps * sum(self._seconds_of(choice).values()) + update
+        prediction = Prediction(gpu, p99, 0, 0, seconds, self._tokens(choice), {"gpu": 1.0})
+        return replace(choice, level0_bytes=align_up(books, MiB)), prediction
+
+    def _resident_bytes(self, choice: Choice, formats: Formats, trace: Trace) -> tuple[int, int, int]:
+        """What the GPU is expected to hold, what to plan for, and what the stack asks level 0 to have; the last alone without a GPU."""
         state = trained = 0
-        for param in model.parameters():
+        widths = [4]
+        for param in self.model(choice.checkpointing, choice.fp4).parameters():
             width, count = param.element_size(), param.numel()
             state += count * width
             if param.requires_grad:
+                widths.append(width)
                 trained += count
                 master = {2: 2, 4: 0}.get(width, 4) if not formats.stochastic else 0
                 state += count * master + sum(range_bytes(kind, count, width) for kind in formats.moments)
-        books = state + trained * (WIDE_GRADIENT + 2)  # what the stack asks level 0 to have
-        trace = self.trace(choice.checkpointing, choice.fp4, choice.batch_size)
-        widened = WIDE_GRADIENT / min(4, max((p.element_size() for p in model.parameters()), default=4))
-        step = peak_with_gradients(trace, widened, held=choice.accumulation_steps > 1)
-        gpu = state + step if machine.has_gpu else books
-        p99 = int(gpu * RESIDENT_P99) + P99_BYTES if machine.has_gpu else books
-        if p99 > machine.bounds.gpu:
-            return Lacking("GPU memory" if machine.has_gpu else "level 0", p99 - machine.bounds.gpu)
-        rates = machine.rates
-        compute = choice.accumulation_steps * sum(self._seconds_of(choice).values())
-        update = trained * ADAMW_BYTES / rates.memory if machine.has_gpu else trained / rates.cpu_adamw
-        seconds = compute + update
-        prediction = Prediction(gpu, p99, 0, 0, seconds, self._tokens(choice), {"gpu": 1.0})
-        return replace(choice, level0_bytes=align_up(books, 1 << 20)), prediction
+        books = state + trained * (WIDE_GRADIENT + 2)
+        if not self.machine.has_gpu:
+            return books, books, books
+        gpu = state + peak_with_gradients(trace, WIDE_GRADIENT / min(widths), held=choice.accumulation_steps > 1)
+        return gpu, int(gpu * RESIDENT_P99) + P99_BYTES, books
 
     # -- streamed ----------------------------------------------------------------------------------------------------
 
     def _streamed(self, choice: Choice, formats: Formats, in_full: bool) -> tuple[Choice, Prediction] | Lacking:
+        found = self._foreseen(choice, formats, self._trace_of(choice), self._seconds_of(choice))
+        if isinstance(found, Lacking):
+            return found
+        sized, foreseen, gpu, waiting = found
+        has_gpu, most = self.machine.has_gpu, self.machine.bounds.gpu
+        p99 = int(gpu * STREAMED_P99) + P99_BYTES if has_gpu else gpu
+        # What level 0 lets in ends at its capacity.
+        return sized, self._timed(
+            sized, foreseen, min(gpu, most), min(p99, most), foreseen.bytes_of(1) + waiting, in_full
+        )
+
+    def _foreseen(
+        self, choice: Choice, formats: Formats, trace: Trace, seconds: Mapping[str, float]
+    ) -> tuple[Choice, Foreseen, int, int] | Lacking:
+        """The choice with its sizes, where its bytes are, those on the GPU, and those of checkpoints that wait in RAM.
+
+        Raises:
+            InsufficientMemory: level 0 or the levels below are too small.
+        """
         machine, bounds = self.machine, self.machine.bounds
-        step = self._step_bytes(choice) if machine.has_gpu else 0
+        step = self._step_bytes(choice, trace) if machine.has_gpu else 0
         free = bounds.gpu if not machine.has_gpu else int((bounds.gpu - P99_BYTES) / STREAMED_P99) - step
         if free <= 0:
             return Lacking("GPU memory for activations, logits and workspace", -free + 1)
@@ -175,13 +211,10 @@ class Forecast:
         )  # fmt: skip
         capacities = [choice.level0_bytes, bounds.host] + ([bounds.disk] if bounds.disk else [])
         found = foresee(
-            self.model(choice.checkpointing, choice.fp4), capacities, wishes, self._seconds_of(choice), input_bytes=inputs,
+            self.model(choice.checkpointing, choice.fp4), capacities, wishes, seconds, input_bytes=inputs,
             micro_batches=choice.accumulation_steps, undo=machine.undo,
         )  # fmt: skip
-        gpu = found.bytes_of(0) + step
-        p99 = int(gpu * STREAMED_P99) + P99_BYTES if machine.has_gpu else gpu
-        gpu, p99 = min(gpu, bounds.gpu), min(p99, bounds.gpu)  # what level 0 lets in ends at its capacity
-        return choice, self._timed(choice, found, gpu, p99, found.bytes_of(1) + waiting, in_full)
+        return choice, found, found.bytes_of(0) + step, waiting
 
     def _timed(self, choice: Choice, found: Foreseen, gpu: int, p99: int, host: int, in_full: bool) -> Prediction:
         machine, tokens = self.machine, self._tokens(choice)
@@ -217,9 +250,8 @@ class Forecast:
         needed = min(free, ring + slack + weights + resident + 2 * largest)
         return replace(choice, level0_bytes=needed, weight_bytes=weights, resident_bytes=max(0, resident))
 
-    def _step_bytes(self, choice: Choice) -> int:
+    def _step_bytes(self, choice: Choice, trace: Trace) -> int:
         """Activations, logits and workspace on the GPU, and a parameter's gradient before its group's buffer takes it."""
-        trace = self.trace(choice.checkpointing, choice.fp4, choice.batch_size)
         model = self.model(choice.checkpointing, choice.fp4)
         gradient = max((p.numel() * p.element_size() for p in model.parameters() if p.requires_grad), default=0)
         found = peak_with_gradients(trace, 0.0) + gradient

@@ -20,10 +20,11 @@ from vblackwell.units import format_bytes
 
 if TYPE_CHECKING:
     from vblackwell.memory.stack import VGPUStack
+    from vblackwell.plan.placement import Plan
 
 
-def build_stack(config: TrainConfig, device: torch.device) -> VGPUStack:
-    """The stack of a run on ``device``.
+def build_stack(config: TrainConfig, device: torch.device, plan: Plan | None = None) -> VGPUStack:
+    """The stack of a run on ``device``: of the sizes that were planned, or else asked for.
 
     Raises:
         ConfigurationError: a size that the machine does not have, a path that is no directory on a disk.
@@ -32,6 +33,10 @@ def build_stack(config: TrainConfig, device: torch.device) -> VGPUStack:
     wants_disk = config.vgpu_auto or config.disk_memory is not None or config.disk_path is not None
     if config.disk_memory:
         _refuse_full_disk(config)
+    if plan is not None:
+        bounds = plan.bounds
+        level0 = plan.choice.level0_bytes if device.type == "cuda" else bounds.gpu
+        return create_vgpu_stack(level0, bounds.host, bounds.disk, config.disk_path, device=device)
     return create_vgpu_stack(
         config.fast_memory,
         config.host_memory,

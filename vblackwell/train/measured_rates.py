@@ -29,6 +29,16 @@ def rates_of(card: KnownGPU) -> Rates:
     return assumed_rates(card)
 
 
+def kept_rates(gpu_name: str) -> Rates | None:
+    """What `keep` remembers of the GPU that the driver calls so; None if it was never measured here."""
+    folder = _folder()
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+        found = _read(path)
+        if found is not None and found[0] == gpu_name:
+            return found[1]
+    return None
+
+
 def _folder() -> Path:
     return cache_root() / "rates"
 

@@ -24,7 +24,9 @@ from vblackwell.offload.enable import bytes_when_resident, enable_vgpu_stack_opt
 from vblackwell.offload.formats import Formats, supports
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.train.attention import attention_backends, chosen_backend, fused_backend
+from vblackwell.plan.placement import Plan
 from vblackwell.train.chat_template import ChatTemplate
+from vblackwell.train.auto import apply_plan, plan_run, planned_sizes
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.data import Corpus
 from vblackwell.train.dataset import BatchStream
@@ -51,6 +53,7 @@ class Prepared:
         tokenizer_folder: the folder whose tokenizer's files go with the model; None to write the corpus' tokenizer.
         template: how conversations were written down; None for plain text.
     """
+        plan: what ``config`` and the stack follow, where one was asked for.
 
     config: TrainConfig
     model_config: dict[str, Any]
@@ -59,6 +62,7 @@ class Prepared:
     tokenizer_folder: Path | None = None
     template: ChatTemplate | None = None
 
+    plan: Plan | None = None
 
 def prepare(config: TrainConfig, device: torch.device, progress: Progress, cleanup: ExitStack) -> Prepared:
     """Data, model, stack and optimizer of a run. What must be closed is left to ``cleanup``.
@@ -69,12 +73,9 @@ def prepare(config: TrainConfig, device: torch.device, progress: Progress, clean
     source = find_source(config, cleanup)  # first: reading the data may take long
     data = open_data(config, source.tokenizer_path, progress)
     corpus = data.corpus
-    config = decide_steps(config, len(data.train))
     torch.manual_seed(config.seed)
     learner = source.build(config, corpus)
     model = learner.model
-    if config.gradient_checkpointing:
-        _checkpoint_layers(model)
     if config.lora is not None:
         learner = _adapt(config, learner, source, device, progress)
     elif config.use_fp4:
@@ -83,11 +84,15 @@ def prepare(config: TrainConfig, device: torch.device, progress: Progress, clean
     formats = choose_formats(config, precision)
     attention = _choose_attention(config, learner, precision, device, cleanup, data.packs_documents)
     progress.say(
+    plan = plan_run(config, model, precision, device, progress)
+    config = decide_steps(config if plan is None else apply_plan(config, plan), len(data.train))
+    if config.gradient_checkpointing:
+        _checkpoint_layers(model)
         f"{config.name}: {sum(param.numel() for param in model.parameters()) / 1e6:.2f} M parameters, {config.max_steps} steps of "
         f"{config.tokens_per_step} "
         f"tokens, {precision.name} on {device}, attention: {attention}"
     )
-    stack = build_stack(config, device)
+    stack = build_stack(config, device, plan)
     cleanup.callback(stack.close)
     cleanup.callback(_close_engine, model)  # first, and also when what follows fails
     state_bytes = bytes_when_resident(model, precision.compute_dtype, formats)
@@ -97,7 +102,7 @@ def prepare(config: TrainConfig, device: torch.device, progress: Progress, clean
     enable_vgpu_stack_optimization(
         model, stack, placement=config.placement, compute_dtype=precision.compute_dtype, update=place_or_share(config.update),
         activations=choose_activations(config, device), states=formats.states, masters=formats.masters,
-        rounding_seed=formats.seed, initialize=learner.initialize,
+        rounding_seed=formats.seed, initialize=learner.initialize, **({} if plan is None else planned_sizes(plan)),
     )  # fmt: skip
     if data.packs_documents and not isinstance(model, Decoder):
         check_packing(model, learner.config["vocab_size"], device)
@@ -112,7 +117,7 @@ def prepare(config: TrainConfig, device: torch.device, progress: Progress, clean
         device=device,
         loss=learner.loss,
     )
-    return Prepared(config, learner.config, corpus, parts, source.tokenizer_folder, data.template)
+    return Prepared(config, learner.config, corpus, parts, source.tokenizer_folder, data.template, plan)
 
 
 def inspect_data(config: TrainConfig, progress: Progress) -> None:

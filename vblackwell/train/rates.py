@@ -17,7 +17,8 @@ from vblackwell.offload.update_rates import cpu_rate, duplex_rate
 from vblackwell.plan.rates import Rates
 from vblackwell.units import MiB
 
-COPY_BYTES = 256 * MiB
+COPY_BYTES, QUICK_COPY_BYTES = 256 * MiB, 32 * MiB
+ADAMW_BYTES = 28  # a parameter that AdamW on a CPU, bound by its memory, reads and writes
 DISK_BYTES = 128 * MiB
 DISK_PIECE_BYTES = 8 * MiB
 ADAMW_PARAMETERS = 8 * MiB
@@ -144,8 +145,21 @@ def issue_seconds(device: torch.device) -> float:
     return seconds_of(step, _finish(device)) / (ISSUED_LAYERS * OPERATORS_OF_A_LAYER)
 
 
-def as_rates(gpu: dict[str, float]) -> Rates:
-    """What the simulation of a step takes of `gpu_rates`."""
+def cpu_rates() -> Rates:
+    """What the simulation of a step takes of a machine without a GPU, whose level 0 is RAM: a tenth of a second."""
+    source = torch.ones(QUICK_COPY_BYTES, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    copied = QUICK_COPY_BYTES / seconds_of(lambda: target.copy_(source))
+    flops = cpu_matmul_gflops(512) * 1e9
+    return Rates(
+        matmul_half=flops, matmul_fp32=flops, memory=2 * copied, up=copied, down=copied, up_both=copied / 2, down_both=copied / 2,
+        cpu_adamw=2 * copied / ADAMW_BYTES, issue_seconds=issue_seconds(torch.device("cpu")), source="products and copies on this CPU",
+    )  # fmt: skip
+
+
+def as_rates(gpu: dict[str, float], disk: dict[str, Any] | None = None) -> Rates:
+    """What the simulation of a step takes of `gpu_rates`, and of `disk_gbps` where the disk can be used."""
+    of_disk = {} if disk is None or "refused" in disk else {f"disk_{way}": disk[way] * 1e9 for way in ("read", "write")}
     return Rates(
         matmul_half=gpu["matmul_half_tflops"] * 1e12,
         matmul_fp32=gpu["matmul_fp32_tflops"] * 1e12,
@@ -157,6 +171,7 @@ def as_rates(gpu: dict[str, float]) -> Rates:
         cpu_adamw=gpu["cpu_adamw_beside_copies_gparams"] * 1e9,
         issue_seconds=gpu["issue_us"] / 1e6,
         source="measured here by vb doctor",
+        **of_disk,
     )
 
 

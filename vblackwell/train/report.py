@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
+from vblackwell.plan.placement import Plan
 from vblackwell.train.levels import level_labels
 from vblackwell.units import format_bytes, format_seconds
 
@@ -55,6 +57,44 @@ def make_report(
     }
 
 
+UNSETTLED_STEPS = 2  # at the start of a run, slower than the others
+
+
+def compare(plan: Plan, report: dict[str, Any], speeds: list[float]) -> dict[str, Any]:
+    """The plan's choice, and what it predicted beside what ``report`` and the steps' ``speeds`` (tokens/s) have, by name.
+
+    GPU: what torch reserved; without a GPU the arena. Host: what the stack's RAM level held.
+    """
+    said, peak = plan.prediction, report["gpu_peak_bytes"]
+    settled = speeds[UNSETTLED_STEPS:] or speeds
+    level0, *below = report["levels"]
+    host = sum(level["peak_bytes"] for level in below if level["level"].startswith("cpu"))
+    return {
+        "choice": str(plan.choice),
+        "gpu_bytes": {"predicted": said.gpu, "measured": level0["peak_bytes"] if peak is None else peak["reserved"]},
+        "host_bytes": {"predicted": said.host, "measured": host},
+        "tokens_per_second": {
+            "predicted": said.tokens_per_second,
+            "measured": statistics.median(settled) if settled else None,
+        },
+        "clipped_tokens_per_second": None if said.clipped_seconds is None else said.tokens / said.clipped_seconds,
+    }
+
+
+def _plan_lines(found: dict[str, Any]) -> list[str]:
+    rows = [("plan", "predicted", "measured", "off by")]
+    for name, text, show in (
+        ("gpu_bytes", "GPU or arena", format_bytes), ("host_bytes", "RAM level", format_bytes),
+        ("tokens_per_second", "tokens/s", lambda value: f"{value:,.0f}"),
+    ):  # fmt: skip
+        said, was = found[name]["predicted"], found[name]["measured"]
+        off = "-" if not was else f"{said / was - 1:+.1%}"
+        rows.append((text, show(said), "-" if was is None else show(was), off))
+    lines = _columns(rows)
+    clipped = found["clipped_tokens_per_second"]
+    return lines if clipped is None else [*lines, f"predicted while steps clip: {clipped:,.0f} tokens/s"]
+
+
 def _rate(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
@@ -94,7 +134,7 @@ def report_lines(report: dict[str, Any]) -> list[str]:
             "reserved"
         ]
     lines += [f"process memory (RAM): {format_bytes(report['process_peak_bytes'])} at the peak"]
-    return lines
+    return [*lines, "", *_plan_lines(report["plan"])] if "plan" in report else lines
 
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:

@@ -9,6 +9,7 @@ import resource
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from vblackwell.train.metrics import MetricsLog, StepRecord
 from vblackwell.train.prepare import Prepared, inspect_data, prepare
 from vblackwell.train.profile import tracing
 from vblackwell.train.progress import Progress, open_progress
-from vblackwell.train.report import make_report, report_lines
+from vblackwell.train.report import compare, make_report, report_lines
 from vblackwell.train.resume import refuse_changes
 from vblackwell.train.runfolder import REPORT, SETTINGS, TRACE, RunFolder, default_out, read_stored_config
 from vblackwell.train.signals import StopRequest
@@ -66,6 +67,7 @@ def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: 
     stored = read_stored_config(folder.path) if config.resume else None
     if stored is not None:
         refuse_changes(config, stored)
+        config = replace(config, auto_batch_size=False)  # it goes on with what was planned then
     device = choose_device(config.device, progress.say)
     if config.deterministic:
         make_deterministic(device)
@@ -76,7 +78,9 @@ def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: 
     refuse_full_disk(folder.path, prepared.parts.model, prepared.config.keep_checkpoints)
     folder.create()
     if stored is None:
-        folder.write_json(SETTINGS, config.to_dict())
+        chosen = prepared.config
+        as_planned = replace(config, batch_size=chosen.batch_size, accumulation_steps=chosen.accumulation_steps)
+        folder.write_json(SETTINGS, as_planned.to_dict())
     return _Run(prepared, folder, progress, stop, cleanup).to_the_end()
 
 
@@ -98,6 +102,7 @@ class _Run:
         self.cleanup = cleanup
         self.checkpoints = Checkpoints(folder.checkpoints, prepared, progress.say)
         self.losses: dict[str, float] = {}
+        self.speeds: list[float] = []
 
     def to_the_end(self) -> int:
         """Resume if asked, train, export, report; the exit code."""
@@ -148,6 +153,7 @@ class _Run:
 
         def record(line: StepRecord) -> None:
             metrics.write(line)
+            self.speeds.append(line.tokens_per_second)
             for name in ("loss", "val_loss"):
                 value = getattr(line, name)
                 if value is not None:
@@ -188,5 +194,7 @@ class _Run:
             gpu_peak_bytes=peak_gpu_bytes(parts.device),
             process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )
+        if self.prepared.plan is not None:
+            report["plan"] = compare(self.prepared.plan, report, self.speeds)
         self.folder.write_json(REPORT, report)
         self.progress.say("\n".join(report_lines(report)))

@@ -27,8 +27,8 @@ def resolve(flags: dict[str, Any]) -> TrainConfig:
     Raises:
         ConfigurationError: an unknown preset, file or key, or a value out of range.
     """
-    flags = dict(flags)
-    file_values = _named(flags.pop("config", None))
+    file_values = _with_auto_batch(_named(flags.get("config")))
+    flags = _with_auto_batch({name: value for name, value in flags.items() if name != "config"})
     explicit = file_values | flags
     stored = _stored(explicit)
     preset = str(explicit.get("preset", stored.get("preset", TrainConfig.preset)))
@@ -43,6 +43,13 @@ def resolve(flags: dict[str, Any]) -> TrainConfig:
             values = {name: value for name, value in values.items() if name not in EXCLUSIVE}
         values |= layer
     return TrainConfig(**{name: convert(name, value) for name, value in values.items()})
+
+
+def _with_auto_batch(values: dict[str, Any]) -> dict[str, Any]:
+    """``batch_size: auto`` as the switch that it stands for; the number is then that of the layers below."""
+    if values.get("batch_size") != "auto":
+        return values
+    return {name: value for name, value in values.items() if name != "batch_size"} | {"auto_batch_size": True}
 
 
 def _stored(explicit: dict[str, Any]) -> dict[str, Any]:

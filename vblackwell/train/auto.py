@@ -1,0 +1,234 @@
+"""``--vgpu-auto`` and ``--batch-size auto``: a plan for a run on this machine, and the settings that follow from it.
+
+The model that is about to be trained is copied to the meta device and traced there; the machine is asked what it has free; its rates are
+those that ``vb doctor`` kept, or are measured now. What the user said explicitly is not chosen again: it bounds the plan.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from vblackwell.errors import InsufficientMemory
+from vblackwell.estimator import Run
+from vblackwell.hardware import disk_facts, memory_facts
+from vblackwell.memory.config import default_disk_path
+from vblackwell.memory.create import ARENA_SHARE, DISK_SHARE, LARGEST_DISK_BYTES
+from vblackwell.nn.decoder import Decoder
+from vblackwell.plan.estimate import Batches
+from vblackwell.plan.placement import SHARES, Bounds, Choice, Lacking, Plan, Space
+from vblackwell.plan.rates import Rates
+from vblackwell.plan.trace import Trace, Untraceable, on_meta
+from vblackwell.subject import Subject
+from vblackwell.train.config import TrainConfig
+from vblackwell.train.forecast import Forecast, Machine, plan_of
+from vblackwell.train.measured_rates import keep, kept_rates
+from vblackwell.train.model import learner_of
+from vblackwell.train.precision import Precision
+from vblackwell.train.progress import Progress
+from vblackwell.train.rates import as_rates, cpu_rates, gpu_rates
+from vblackwell.units import MiB
+
+HOST_SHARE = 0.75  # of the RAM that is free; the rest is for the page cache and everybody else
+LATER_BYTES = 300 * MiB  # of CUDA's context that are not there yet: cuBLAS, kernels (758 MiB in all on an H200)
+MOST_SEQUENCES = 1024  # in one forward
+
+
+def make_training_plan(
+    config: TrainConfig, model: nn.Module, precision: Precision, device: torch.device, say: Callable[[str], None]
+) -> Plan:  # fmt: skip
+    """The fastest way to run ``config`` here.
+
+    Args:
+        model: as it will be put into a stack, on the CPU or on meta; it is not changed.
+
+    Raises:
+        InsufficientMemory: none fits.
+        Untraceable: the model cannot be traced without its bytes.
+    """
+    has_gpu = device.type == "cuda"
+    rates = _rates_of(device, say)
+    machine = Machine(bounds_of(config, device), rates, has_gpu, may_clip=config.max_grad_norm > 0)
+    vocab_size = next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), 2)
+    subject = Subject(config.name, _copier(model), vocab_size, _loss)
+    capability = torch.cuda.get_device_capability(device) if has_gpu else (8, 0)
+    wide = "fp32" if precision.compute_dtype is None else "bf16"
+    run = Run(subject, config.seq_length, precision=wide, capability=capability, expandable=True)
+    forecast = Forecast(run, machine, config.masters)
+    with torch.random.fork_rng(devices=[]):
+        space = _space(config, model, forecast, has_gpu)
+        return plan_of(run, space, machine, forecast)
+
+
+def plan_run(
+    config: TrainConfig, model: nn.Module, precision: Precision, device: torch.device, progress: Progress
+) -> Plan | None:  # fmt: skip
+    """The plan that ``config`` asks for, said line by line; None if it asks for none, or if the model cannot be traced.
+
+    Raises:
+        InsufficientMemory: none fits.
+        Untraceable: the batch was to be planned, and the model cannot be traced.
+    """
+    if not (config.vgpu_auto or config.auto_batch_size):
+        return None
+    try:
+        plan = make_training_plan(config, model, precision, device, progress.say)
+    except Untraceable as error:
+        if config.auto_batch_size:
+            raise
+        progress.say(
+            f"--vgpu-auto: {error}. No plan: sizes that are not given are probed, and the rest is as the flags say"
+        )
+        return None
+    progress.say("\n".join(plan.lines()))
+    return plan
+
+
+def planned_sizes(plan: Plan) -> dict[str, Any]:
+    """What `enable_vgpu_stack_optimization` takes of the plan beside the settings."""
+    choice = plan.choice
+    if choice.placement == "resident":
+        return {}
+    waiting = plan.prediction.waiting if choice.activations == "host" else 0
+    return {"weight_bytes": choice.weight_bytes, "resident_bytes": choice.resident_bytes, "activation_bytes": waiting}
+
+
+def _copier(model: nn.Module) -> Callable[[torch.dtype], nn.Module]:
+    def build(dtype: torch.dtype) -> nn.Module:
+        made = on_meta(model)
+        return (copy.deepcopy(made) if made is model else made).to(dtype).train()
+
+    return build
+
+
+def _loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return learner_of(model).loss(batch["input_ids"], batch["labels"])
+
+
+def apply_plan(config: TrainConfig, plan: Plan) -> TrainConfig:
+    """``config`` with what the plan chose."""
+    choice = plan.choice
+    return replace(
+        config, batch_size=choice.batch_size, accumulation_steps=choice.accumulation_steps, gradient_checkpointing=choice.checkpointing,
+        placement=choice.placement, update=str(choice.update), activations=choice.activations, optimizer_states=choice.states,
+    )  # fmt: skip
+
+
+def bounds_of(config: TrainConfig, device: torch.device) -> Bounds:
+    """What the machine has free, cut to what the settings allow."""
+    available = memory_facts().available_bytes
+    if device.type == "cuda":
+        gpu = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - LATER_BYTES
+    else:
+        gpu = int(available * ARENA_SHARE)
+    disk = min(int(disk_facts(config.disk_path or default_disk_path()).free_bytes * DISK_SHARE), LARGEST_DISK_BYTES)
+    given = (config.fast_memory, config.host_memory, config.disk_memory)
+    gpu, host, disk = (
+        room if asked is None else _asked(asked, room, index == 0 and device.type == "cuda")
+        for index, (asked, room) in enumerate(zip(given, (gpu, int(available * HOST_SHARE), disk), strict=True))
+    )
+    return Bounds(gpu, host, disk)
+
+
+def _asked(asked: int | str, room: int, is_limited: bool) -> int:
+    assert isinstance(asked, int), "TrainConfig has parsed it"
+    return min(asked, room) if is_limited else asked
+
+
+def _rates_of(device: torch.device, say: Callable[[str], None]) -> Rates:
+    if device.type != "cuda":
+        return cpu_rates()
+    name = torch.cuda.get_device_name(device)
+    found = kept_rates(name)
+    if found is None:
+        say("measuring this GPU and its link, once (vb doctor does it again)")
+        found = as_rates(gpu_rates(device))
+        keep(name, found)
+        torch.cuda.empty_cache()
+    return found
+
+
+# -- what may be chosen ----------------------------------------------------------------------------------------------------
+
+
+def _space(config: TrainConfig, model: nn.Module, forecast: Forecast, has_gpu: bool) -> Space:
+    able = isinstance(model, Decoder) or getattr(model, "supports_gradient_checkpointing", False)
+    checkpointing = (True,) if config.gradient_checkpointing else (False, True) if able and has_gpu else (False,)
+    updates: tuple[str | float, ...] = SHARES if has_gpu else ("home", "level0")
+    if config.update != "auto":
+        updates = (config.update if config.update in ("level0", "home") else float(config.update),)
+    activations = ("level0", "host") if has_gpu else ("level0",)
+    space = Space(
+        batches=((config.batch_size, config.accumulation_steps),),
+        checkpointing=checkpointing,
+        placements=("resident", "streamed") if config.placement == "auto" else (config.placement,),
+        updates=updates,
+        activations=activations if config.activations == "auto" else (config.activations,),
+        states=(config.optimizer_states,),
+    )
+    return replace(space, batches=batches_of(config, space, forecast)) if config.auto_batch_size else space
+
+
+def batches_of(config: TrainConfig, space: Space, forecast: Forecast) -> tuple[tuple[int, int], ...]:
+    """(sequences in a forward, forwards in a step) that ``--batch-size auto`` may mean.
+
+    With accumulation: every way to divide the sequences of a step. Without: for each placement and checkpointing the largest forward that
+    fits, and its half and quarter, because what activations leave is what streaming has.
+
+    Raises:
+        InsufficientMemory: not one sequence fits.
+    """
+    if config.accumulation_steps > 1:
+        total = config.batch_size * config.accumulation_steps
+        return tuple((size, total // size) for size in range(min(total, MOST_SEQUENCES), 0, -1) if total % size == 0)
+    sizes: set[int] = set()
+    lacking: Lacking | None = None
+    for choice in {
+        replace(each, update=space.updates[0])
+        for each in space.choices()
+        if each.update in (space.updates[0], "level0")
+    }:
+        largest, refused = largest_forward(choice, forecast)
+        sizes |= {size for size in (largest, largest // 2, largest // 4) if size}
+        lacking = refused or lacking
+    if not sizes:
+        raise InsufficientMemory(
+            f"--batch-size auto: not one sequence of {config.seq_length} tokens fits {forecast.machine.bounds}: {lacking}; shorten "
+            "--seq-length, or give more memory",
+            needed_bytes=lacking.num_bytes if lacking else 0,
+            available_bytes=0,
+        )
+    return tuple((size, 1) for size in sorted(sizes, reverse=True))
+
+
+class _Sizes(Batches):
+    """Traces by batch size that remember which size was asked for last."""
+
+    size = 1
+
+    def real(self, batch_size: int) -> Trace:
+        self.size = batch_size
+        return super().real(batch_size)
+
+    def at(self, batch_size: int) -> Trace:
+        found = super().at(batch_size)
+        self.size = batch_size
+        return found
+
+
+def largest_forward(choice: Choice, forecast: Forecast) -> tuple[int, Lacking | None]:
+    """The most sequences in a forward with which ``choice`` fits; 0 and the reason where one does not."""
+    first = forecast.predict(replace(choice, batch_size=1))
+    if isinstance(first, Lacking):
+        return 0, first
+    if not forecast.machine.has_gpu:  # activations are outside the arena
+        return choice.batch_size, None
+    traces = _Sizes(lambda size: forecast.trace(choice.checkpointing, choice.fp4, size))
+    return traces.largest(
+        lambda trace: forecast.fits(replace(choice, batch_size=traces.size), trace), MOST_SEQUENCES
+    ), None  # fmt: skip
