@@ -234,14 +234,17 @@ def _estimate(words: list[str]) -> int:
     parser.add_argument("--precision", type=str, default="fp32", help="fp32, bf16 (weights too) or autocast (to bf16).")
     parser.add_argument("--host-memory", type=str, help="RAM for an offload stack, e.g. 32GiB.")
     parser.add_argument("--disk-memory", type=str, help="Disk for an offload stack.")
+    parser.add_argument("--gpus", type=int, help="Number of such GPUs: plans tensor parallelism, FSDP and a pipeline.")
+    parser.add_argument("--topology", type=str, default="ring", help="How they are joined: ring, mesh or all_to_all.")
+    parser.add_argument("--html", type=str, metavar="FILE", help="Write the estimate as a page as well.")
     for flag, text in (
         ("--gradient-checkpointing", "Recompute blocks in backward."),
         ("--expandable-segments", "As with PYTORCH_ALLOC_CONF=expandable_segments:True."),
         ("--json", "Print the estimate as JSON."),
     ):
         _add_switch(parser, flag, text)
-    options: dict[str, Any] = dict.fromkeys(("gpu", "gpu_memory", "host_memory", "disk_memory"))
-    options |= {"batch_size": 8, "seq_length": 1024, "optimizer": "adamw", "precision": "fp32"}
+    options: dict[str, Any] = dict.fromkeys(("gpu", "gpu_memory", "host_memory", "disk_memory", "gpus", "html"))
+    options |= {"batch_size": 8, "seq_length": 1024, "optimizer": "adamw", "precision": "fp32", "topology": "ring"}
     options |= {"gradient_checkpointing": False, "expandable_segments": False, "json": False}
     options |= _parse(parser, words)
     from vblackwell.train.estimate import estimate_command

@@ -48,8 +48,12 @@ def test_json_of_a_preset_adds_up(place):
 
 
 def test_a_known_card_says_how_fast(place):
-    """Resident where it fits, and streamed where a stack is asked for."""
-    found = json.loads(place.vb("estimate", "tiny", "--gpu", "H200", "--host-memory", "8GiB", "--json", *QUICK).stdout)
+    """Resident where it fits, streamed where a stack is asked for, and on two; the same as a page."""
+    words = ["--gpu", "H200", "--host-memory", "8GiB", "--gpus", "2", "--html", "tiny.html", "--json", *QUICK]
+    found = json.loads(place.vb("estimate", "tiny", *words).stdout)
+    names = {each["strategy"] for each in found["plan"]["parallel"]["strategies"]}
+    assert names == {"tensor", "column", "row", "hybrid", "fsdp", "pipeline"}
+    assert "tokens/s" in (place.folder / "tiny.html").read_text()
     speed = found["plan"]["speed"]
     assert found["fits"] and found["tokens_per_second"] == speed["resident"] > speed["streamed"] > 0
     assert speed["rates"] == "data sheet of H200" and any(speed["rates"] in line for line in found["assumptions"])
@@ -110,6 +114,10 @@ def test_own_factories(place):
             ["below the minimum for tiny", "CUDA context takes", "largest layer group"],
         ),
         (["gone.json"], ["gone.json", "No such file"]),
+        (["tiny", "--gpus", "2"], ["--gpus", "--gpu 'RTX 3090'"]),
+        (["tiny", "--gpu", "T4", "--gpus", "1", *QUICK], ["1 GPUs", "2 to 65536"]),
+        (["tiny", "--gpu", "T4", "--gpus", "2", "--topology", "rings", *QUICK], ["did you mean 'ring'"]),
+        (["tiny", "--html", "gone/page.html", *QUICK], ["--html gone/page.html", "is no folder"]),
     ],
 )
 def test_refusals(place, words, parts):

@@ -89,7 +89,8 @@ class Strategy:
         step_seconds, tokens: of one step of all GPUs together.
         communication_seconds: in which a GPU's port works; exposed_seconds: of these, in which its compute waits.
         sent_bytes: by each GPU in a step.
-        efficiency: tokens a second over those of as many GPUs that hold everything and send nothing.
+        efficiency: tokens a second over those of as many GPUs that hold everything and send nothing. Each of those runs the whole
+            optimizer, so that sharded data, whose GPUs run a part of it, can pass 1.
         gpu_bytes: most that one GPU holds; activations of a tensor-parallel step are counted whole, which is their bound.
         layers: (name, kind) of each layer, where layers are divided.
         refused: why it is not possible, instead of numbers.
@@ -113,14 +114,19 @@ def strategies(work: Workload, num_gpus: int, topology: str = "ring", link: Link
     Raises:
         ConfigurationError: fewer than two GPUs, an unknown topology.
     """
-    if isinstance(num_gpus, bool) or not isinstance(num_gpus, int) or not 2 <= num_gpus <= 1 << 16:
-        raise ConfigurationError(f"{num_gpus} GPUs: a plan for several needs 2 to 65536")
+    check_several(num_gpus, topology)
     net = _Net(num_gpus, topology, link or Link())
-    net.cost("all_reduce", 1, num_gpus)  # refuses an unknown topology
     found = [tensor(work, net, KINDS, "tensor")]
     found += [tensor(work, net, (kind,), kind) for kind in KINDS]
     found += [fsdp(work, net), pipeline(work, net, MICRO_BATCHES_A_STAGE * num_gpus)]
     return sorted(found, key=lambda each: (each.refused is not None, -each.efficiency))
+
+
+def check_several(num_gpus: int, topology: str) -> None:
+    """Raises ConfigurationError for fewer than two GPUs, or an unknown topology."""
+    if isinstance(num_gpus, bool) or not isinstance(num_gpus, int) or not 2 <= num_gpus <= 1 << 16:
+        raise ConfigurationError(f"{num_gpus} GPUs: a plan for several needs 2 to 65536")
+    cost_of("all_reduce", 1, num_gpus, topology)
 
 
 @dataclass(frozen=True)
