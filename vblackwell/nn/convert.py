@@ -77,7 +77,20 @@ class Conversion:
         return {row.name: row.reason for row in self.rows if row.became is None}
 
     def undo(self) -> nn.Module:
-        """The model as it was; it is returned. A packed weight comes back rounded, everything else bit for bit. Idempotent."""
+        """The model as it was; it is returned. A packed weight comes back rounded, everything else bit for bit. Idempotent.
+
+        What was trained meanwhile stays trained: the parameters are the same. That holds in a stack too, but not for packed weights.
+
+        Raises:
+            ConfigurationError: weights are packed and the model is in a stack, which would not know those that come back.
+        """
+        made: list[Any] = (
+            [self.model.get_submodule(name) for name in self.replaced.get("linear", [])] if self._undo else []
+        )
+        if any(layer.is_quantized for layer in made) and _in_stack(self.model):
+            raise ConfigurationError(
+                f"{type(self.model).__name__} is in a stack: release(model) before its weights unpack"
+            )
         while self._undo:
             self._undo.pop()()
         return self.model
@@ -132,7 +145,7 @@ def convert(
         ConfigurationError: an invalid expression, an unknown format or backend, weights that cannot be packed, nothing that FP4 was asked
             for is there, or the model is in a stack or accelerated already. The model is as it was.
     """
-    if any("_vb_binding" in param.__dict__ or "_vb_resident" in param.__dict__ for param in model.parameters()):
+    if _in_stack(model):
         raise ConfigurationError(f"{type(model).__name__} is in a stack: convert it first, or release(model)")
     done = Conversion(model)
     try:
@@ -155,6 +168,10 @@ def convert(
         done.undo()
         raise
     return done
+
+
+def _in_stack(model: nn.Module) -> bool:
+    return any("_vb_binding" in param.__dict__ or "_vb_resident" in param.__dict__ for param in model.parameters())
 
 
 def _fuse(done: Conversion, modules: bool, loss: bool) -> None:
