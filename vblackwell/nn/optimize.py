@@ -52,11 +52,16 @@ def enable_vb_optimization(
     layers = {id(linear): VBOptimizedLinear.from_linear(linear, settings) for linear in chosen.values()}
     if verbose:
         _say(chosen, settings)
+    put_in_place(model, layers)
+    return model
+
+
+def put_in_place(model: nn.Module, layers: dict[int, VBOptimizedLinear]) -> None:
+    """Put each layer wherever the module with its id is, in one walk over the model."""
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if id(child) in layers:
                 parent._modules[name] = layers[id(child)]
-    return model
 
 
 def _say(chosen: dict[str, nn.Linear], settings: Settings) -> None:
