@@ -203,6 +203,7 @@ def _quantize(words: list[str]) -> int:
     parser.add_argument("--pattern", type=str, default="all", help="all, large, or a regular expression of names.")
     parser.add_argument("--keep", type=str, help="Regular expression for names that are left alone, besides the head.")
     parser.add_argument("--device", type=str, default="auto", help="Where weights are packed: auto, cpu or cuda.")
+    parser.add_argument("--assignment", type=str, help="File of an assignment: packs what it puts in nvfp4.")
     options = _parse(parser, words)
     for name in ("model", "out"):
         if name not in options:

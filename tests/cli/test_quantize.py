@@ -14,6 +14,7 @@ from vblackwell.artifacts.shards import spec_of
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
 from vblackwell.infer.generate import generate
 from vblackwell.infer.quantized import load_quantized
+from vblackwell.nn.assignment import Assignment
 from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.nn.linear import FusedFP4Linear
@@ -283,3 +284,22 @@ def test_command_line(source, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("abc")
     assert main(["quantize", "--model", str(source), "--format", "fp3", "--out", str(tmp_path / "x")]) == 2
     assert "choose one of nvfp4" in capsys.readouterr().err and not Path(tmp_path / "x").exists()
+
+
+def test_an_assignment_says_what_is_packed(source, tmp_path):
+    shapes = {f"model.layers.0.mlp.{name}_proj": shape for name, shape in (("up", (96, 64)), ("down", (64, 96)))}
+    up, down = shapes
+    assignment = Assignment({up: "nvfp4", down: "bf16"}, shapes)
+    report = quantize_folder(source, tmp_path / "out", assignment=assignment)
+    assert [layer.name for layer in report.layers] == [up] and "assignment" in report.kept[down]
+    model = load_quantized(tmp_path / "out")
+    assert isinstance(model.get_submodule(up), FusedFP4Linear) and type(model.get_submodule(down)) is torch.nn.Linear
+    for wrong, error, match in (
+        (Assignment({up: "two-part"}, {up: shapes[up]}), Unsupported, "two parts"),
+        (Assignment({up: "nvfp4"}, {up: (64, 64)}), ConfigurationError, "another model"),
+    ):
+        with pytest.raises(error, match=match):
+            quantize_folder(source, tmp_path / "refused", assignment=wrong)
+        assert not (tmp_path / "refused").exists()
+    with pytest.raises(ConfigurationError, match="nvfp4, not int8"):
+        quantize_folder(source, tmp_path / "refused", "int8", assignment=assignment)

@@ -135,6 +135,10 @@ class TrainConfig:
     keep: str | None = None
     """Regular expression for names of linears that --use-fp4 leaves alone besides."""
 
+    assignment: str | None = None
+    """File of an assignment of precisions (docs/precision.md): its linears train straight through nvfp4, or through two parts; for the same
+    model alone, and instead of --use-fp4."""
+
     lora: str | None = None
     """Train low-rank adapters over the frozen --model: RANK[,alpha=A][,dropout=P][,targets=NAME+NAME], e.g. 16 or
     '16,alpha=32,targets=q_proj+v_proj'; with --use-fp4 the base is packed to nvfp4."""
@@ -216,6 +220,8 @@ class TrainConfig:
             )
         if not self.use_fp4 and (self.fp4_layers != "all" or self.keep is not None):
             raise ConfigurationError("--fp4-layers and --keep say what --use-fp4 is for: add it, or drop them")
+        if self.assignment is not None and (self.use_fp4 or self.lora is not None):
+            raise ConfigurationError("--assignment says how each linear trains: drop --use-fp4 and --lora")
         if self.lora is not None:
             Lora.parse(self.lora)
             if self.model is None:

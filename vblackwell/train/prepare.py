@@ -16,6 +16,7 @@ from torch import nn
 
 from vblackwell.errors import Unsupported
 from vblackwell.infer.adapters import adapt, adapted, packed_linears
+from vblackwell.nn.assignment import BITS, Assignment, apply_assignment
 from vblackwell.nn.attention_interface import use_dispatcher, why_not
 from vblackwell.nn.convert import convert
 from vblackwell.nn.decoder import Decoder
@@ -23,10 +24,10 @@ from vblackwell.nn.lora_config import Lora
 from vblackwell.offload.enable import bytes_when_resident, enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.formats import Formats, supports
 from vblackwell.offload.optimizer import VGPUAdamW
-from vblackwell.train.attention import attention_backends, chosen_backend, fused_backend
 from vblackwell.plan.placement import Plan
-from vblackwell.train.chat_template import ChatTemplate
+from vblackwell.train.attention import attention_backends, chosen_backend, fused_backend
 from vblackwell.train.auto import apply_plan, plan_run, planned_sizes
+from vblackwell.train.chat_template import ChatTemplate
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.data import Corpus
 from vblackwell.train.dataset import BatchStream
@@ -52,8 +53,8 @@ class Prepared:
         model_config: the model's Hugging Face config.json.
         tokenizer_folder: the folder whose tokenizer's files go with the model; None to write the corpus' tokenizer.
         template: how conversations were written down; None for plain text.
-    """
         plan: what ``config`` and the stack follow, where one was asked for.
+    """
 
     config: TrainConfig
     model_config: dict[str, Any]
@@ -61,8 +62,8 @@ class Prepared:
     parts: Parts
     tokenizer_folder: Path | None = None
     template: ChatTemplate | None = None
-
     plan: Plan | None = None
+
 
 def prepare(config: TrainConfig, device: torch.device, progress: Progress, cleanup: ExitStack) -> Prepared:
     """Data, model, stack and optimizer of a run. What must be closed is left to ``cleanup``.
@@ -80,14 +81,16 @@ def prepare(config: TrainConfig, device: torch.device, progress: Progress, clean
         learner = _adapt(config, learner, source, device, progress)
     elif config.use_fp4:
         _use_fp4(config, model, progress)
+    elif config.assignment is not None:
+        _use_assignment(config.assignment, model, progress)
     precision = choose_precision(config.precision, config.mixed_precision, device)
-    formats = choose_formats(config, precision)
-    attention = _choose_attention(config, learner, precision, device, cleanup, data.packs_documents)
-    progress.say(
     plan = plan_run(config, model, precision, device, progress)
     config = decide_steps(config if plan is None else apply_plan(config, plan), len(data.train))
     if config.gradient_checkpointing:
         _checkpoint_layers(model)
+    formats = choose_formats(config, precision)
+    attention = _choose_attention(config, learner, precision, device, cleanup, data.packs_documents)
+    progress.say(
         f"{config.name}: {sum(param.numel() for param in model.parameters()) / 1e6:.2f} M parameters, {config.max_steps} steps of "
         f"{config.tokens_per_step} "
         f"tokens, {precision.name} on {device}, attention: {attention}"
@@ -169,6 +172,17 @@ def _use_fp4(config: TrainConfig, model: nn.Module, progress: Progress) -> None:
         f"--use-fp4: {len(done.replaced.get('linear', []))} linears {f'and the experts of {experts} layers ' if experts else ''}compute "
         "with their weights rounded to nvfp4, gradients straight through; masters stay fp32, and so do the saved weights (vb quantize "
         f"packs them)\n{done}"
+    )
+
+
+def _use_assignment(path: str, model: nn.Module, progress: Progress) -> None:
+    """Linears straight through the precisions that a file assigns to them."""
+    assignment = Assignment.load(path)
+    apply_assignment(model, assignment, "training")
+    counts = ", ".join(f"{len(assignment.names(precision))} in {precision}" for precision in BITS)
+    progress.say(
+        f"--assignment: {counts}, {assignment.bits:.2f} bits a weight of theirs; gradients straight through, masters stay fp32, and so do "
+        "the saved weights"
     )
 
 

@@ -24,6 +24,7 @@ from vblackwell.artifacts.compressed import GLOBAL, entry_specs, not_packable_re
 from vblackwell.artifacts.folder import load_specs, read_config, tensor_files
 from vblackwell.artifacts.shards import SafetensorsShards, TensorSpec
 from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.nn.assignment import Assignment
 from vblackwell.nn.convert_linears import HEAD, find_linears, select_linears
 from vblackwell.nn.skeleton import skeleton
 from vblackwell.numerics.formats import Format, check_search, format_named
@@ -85,6 +86,7 @@ def quantize_folder(
     pattern: str = "all",
     keep: str = HEAD,
     device: torch.device | str = "cpu",
+    assignment: Assignment | None = None,
     on_layer: Callable[[PackedLayer, int, int], None] | None = None,
 ) -> QuantizeReport:
     """Packs the linears of a Hugging Face folder into ``out``.
@@ -95,11 +97,13 @@ def quantize_folder(
         format, scale_search, block_size: as for ``numerics.fp4.quantize``.
         pattern, keep: which linears, as for ``nn.convert.select_linears``.
         device: where weights are packed, a layer at a time.
+        assignment: which linears are packed: those that it puts in nvfp4; the others stay as they are.
         on_layer: called with each packed layer, its number and their count.
 
     Raises:
-        ConfigurationError: no such model, nothing to pack, weights with inf or NaN, or ``out`` is in use.
-        Unsupported: the model is quantised already.
+        ConfigurationError: no such model, nothing to pack, weights with inf or NaN, ``out`` is in use, or the assignment is for
+            another model or packs what cannot be packed.
+        Unsupported: the model is quantised already, or the assignment has linears in two parts, for which folders have no place.
         DiskError: the disk is full or failed; nothing is left under ``out`` then.
     """
     source, target = Path(model), Path(out)
@@ -109,7 +113,9 @@ def quantize_folder(
     if config.get("quantization_config"):
         raise Unsupported(f"{source} is quantised already: give the folder with the original weights")
     _check_target(source, target)
-    plan = _Plan.of(config, load_specs(source), form, pattern, keep)
+    if assignment is not None:
+        _check_assignment(assignment, form)
+    plan = _Plan.of(config, load_specs(source), form, pattern, keep, assignment)
     with _Reader(source, torch.device(device)) as reader:
         scales = {} if form.name != "nvfp4" else _tensor_scales(plan, reader, form, scale_search)
         packer = _Packer(plan, reader, form, scale_search, scales, on_layer)
@@ -133,6 +139,7 @@ def quantize_command(
     pattern: str = "all",
     keep: str | None = None,
     device: str = "cpu",
+    assignment: str | None = None,
 ) -> int:
     """Run ``vb quantize``: a line a layer while it works, then sizes before and after.
 
@@ -147,6 +154,7 @@ def quantize_command(
     report = quantize_folder(
         model, out, format, scale_search, block_size=block_size, pattern=pattern, device=device, on_layer=say,
         keep=HEAD if keep is None else f"(?:{HEAD})|(?:{keep})",
+        assignment=None if assignment is None else Assignment.load(assignment),
     )  # fmt: skip
     for name, reason in report.kept.items():
         print(f"kept {name}: {reason}")
@@ -171,10 +179,17 @@ class _Plan:
     bytes_before: int
 
     @classmethod
-    def of(cls, config: dict[str, Any], found: dict[str, TensorSpec], form: Format, pattern: str, keep: str) -> _Plan:
+    def of(
+        cls, config: dict[str, Any], found: dict[str, TensorSpec], form: Format, pattern: str, keep: str,
+        assignment: Assignment | None = None,
+    ) -> _Plan:  # fmt: skip
         module = skeleton(config)
         select_linears(module, pattern, keep)  # raises where there is none
         why = find_linears(module, pattern, keep)
+        if assignment is not None:
+            shapes = {name: found[f"{name}.weight"].shape for name in why if f"{name}.weight" in found}
+            assignment.check({name: (shape[0], shape[1]) for name, shape in shapes.items()}, "that of the folder")
+            why = {name: reason or _assigned_reason(assignment, name) for name, reason in why.items()}
         packed, kept, specs = {}, {}, []
         for name, reason in why.items():
             reasons = _reasons(name, reason, found, form)
@@ -197,6 +212,20 @@ class _Plan:
     @property
     def bytes_after(self) -> int:
         return sum(spec.size_bytes for spec in self.specs)
+
+
+def _check_assignment(assignment: Assignment, form: Format) -> None:
+    if form.name != "nvfp4":
+        raise ConfigurationError(f"an assignment packs to nvfp4, not {form.name}: drop --format, or the assignment")
+    if two := assignment.names("two-part"):
+        raise Unsupported(
+            f"the assignment puts {len(two)} linears in two parts, e.g. {two[0]}: packed folders have no place for fine parts; "
+            "use it with enable_vb_optimization or vb train, or make it with precisions=('nvfp4', 'bf16')"
+        )
+
+
+def _assigned_reason(assignment: Assignment, name: str) -> str | None:
+    return None if assignment.precisions.get(name) == "nvfp4" else "the assignment keeps it as it is"
 
 
 def _reasons(name: str, reason: str | None, found: dict[str, TensorSpec], form: Format) -> list[str]:

@@ -13,7 +13,7 @@ from vblackwell.train.config import TrainConfig, flag_of
 FIXED = (
     "preset", "architecture", "model", "data", "packing", "tokenizer", "vocab_size", "batch_size", "accumulation_steps", "seq_length",
     "learning_rate", "min_learning_rate_ratio", "warmup_steps", "weight_decay", "beta1", "beta2", "epsilon", "max_grad_norm",
-    "seed", "mixed_precision", "precision", "use_fp4", "fp4_layers", "keep", "lora", "optimizer_states", "masters",
+    "seed", "mixed_precision", "precision", "use_fp4", "fp4_layers", "keep", "assignment", "lora", "optimizer_states", "masters",
 )  # fmt: skip
 
 
