@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from graph_timing import graph_us
+from managed_model import managed
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -188,22 +189,20 @@ def call_parts(x: Tensor, parts: tuple[Tensor, ...], n: int, k: int) -> Tensor:
 
 
 def overhead_rows(rows: Rows, preset: str, batch: int, length: int, rounds: int) -> None:
-    """Median step of both models, steps taken in turns; AdamW fused on fp32 masters, bf16 by autocast."""
+    """Median step of both models, resident, bf16 weights with fp32 masters; steps taken in turns."""
     shape = find_preset(preset).decoder_config(4096, length)
-    models = {"plain": Decoder(shape, seed=0, device="cpu").cuda()}
-    models["two-part"] = enable_vb_optimization(Decoder(shape, seed=0, device="cpu").cuda(), mode="training")
-    optimizers = {name: torch.optim.AdamW(m.parameters(), lr=1e-4, fused=True) for name, m in models.items()}
+    models: dict[str, nn.Module] = {"plain": Decoder(shape, seed=0, device="cpu")}
+    models["two-part"] = enable_vb_optimization(Decoder(shape, seed=0, device="cpu"), mode="training")
+    runs = {name: managed(model, "cuda", 1e-4) for name, model in models.items()}
     tokens = torch.randint(0, 4096, (batch, length + 1), device="cuda")
     times: dict[str, list[float]] = {name: [] for name in models}
     for step in range(rounds + 3):
-        for name, model in models.items():
+        for name, (model, optimizer, _) in runs.items():
             torch.cuda.synchronize()
             began = time.perf_counter()
-            with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
-                loss = model(tokens[:, :-1], tokens[:, 1:])
-            loss.backward()
-            optimizers[name].step()
-            optimizers[name].zero_grad(set_to_none=True)
+            model(tokens[:, :-1], tokens[:, 1:]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
             torch.cuda.synchronize()
             if step >= 3:
                 times[name].append(time.perf_counter() - began)
