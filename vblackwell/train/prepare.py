@@ -16,6 +16,7 @@ from torch import nn
 
 from vblackwell.errors import Unsupported
 from vblackwell.infer.adapters import adapt, adapted, packed_linears
+from vblackwell.nn.assignment import BITS, Assignment, apply_assignment
 from vblackwell.nn.attention_interface import use_dispatcher, why_not
 from vblackwell.nn.convert import convert
 from vblackwell.nn.decoder import Decoder
@@ -80,6 +81,8 @@ def prepare(config: TrainConfig, device: torch.device, progress: Progress, clean
         learner = _adapt(config, learner, source, device, progress)
     elif config.use_fp4:
         _use_fp4(config, model, progress)
+    elif config.assignment is not None:
+        _use_assignment(config.assignment, model, progress)
     precision = choose_precision(config.precision, config.mixed_precision, device)
     plan = plan_run(config, model, precision, device, progress)
     config = decide_steps(config if plan is None else apply_plan(config, plan), len(data.train))
@@ -169,6 +172,17 @@ def _use_fp4(config: TrainConfig, model: nn.Module, progress: Progress) -> None:
         f"--use-fp4: {len(done.replaced.get('linear', []))} linears {f'and the experts of {experts} layers ' if experts else ''}compute "
         "with their weights rounded to nvfp4, gradients straight through; masters stay fp32, and so do the saved weights (vb quantize "
         f"packs them)\n{done}"
+    )
+
+
+def _use_assignment(path: str, model: nn.Module, progress: Progress) -> None:
+    """Linears straight through the precisions that a file assigns to them."""
+    assignment = Assignment.load(path)
+    apply_assignment(model, assignment, "training")
+    counts = ", ".join(f"{len(assignment.names(precision))} in {precision}" for precision in BITS)
+    progress.say(
+        f"--assignment: {counts}, {assignment.bits:.2f} bits a weight of theirs; gradients straight through, masters stay fp32, and so do "
+        "the saved weights"
     )
 
 
