@@ -10,6 +10,7 @@ from pathlib import Path
 import peft
 import pytest
 import transformers
+from huggingface_hub import constants
 
 from tests.unit.test_streamed_generate import folder_of, tokenizer  # noqa: F401 (fixtures)
 from vblackwell.artifacts.checked import check_weights
@@ -118,3 +119,37 @@ def test_an_adapter_for_another_base_is_named(folder_of, tmp_path, refused):  # 
     config_file = tmp_path / "adapter/adapter_config.json"
     config_file.write_text('{"r": 2,\n')
     refused([*words, str(folder_of("llama"))], str(config_file), "not JSON", "line 2")
+
+
+def test_hub_ids_come_from_the_cache_or_say_what_to_do(folder_of, tmp_path, monkeypatch, capsys, refused):  # noqa: F811
+    """As without a network: what is in huggingface_hub's cache writes; what is not there, or in part, is refused with a remedy."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    commit = "0" * 40
+    for name in ("whole", "cut"):
+        cached = tmp_path / f"models--owner--{name}"
+        (cached / "refs").mkdir(parents=True)
+        (cached / "refs/main").write_text(commit)
+        shutil.copytree(folder_of("qwen3"), cached / "snapshots" / commit)
+    (cached / "snapshots" / commit / "model.safetensors").unlink()
+    words = [
+        "--model",
+        "owner/whole",
+        "--prompt",
+        "ab",
+        "--max-new-tokens",
+        "2",
+        "--device",
+        "cpu",
+        "--temperature",
+        "0",
+    ]
+    assert main(["generate", *words]) == 0
+    streamed, said = [*words, *STREAMED], capsys.readouterr().out
+    assert main(["generate", *streamed]) == 0 and capsys.readouterr().out == said != ""
+    for name, reason in (("cut", "safetensors"), ("nothing", "not to be downloaded")):
+        remedy = f"run `hf download owner/{name} --local-dir DIR`"
+        refused(["--model", f"owner/{name}", "--prompt", "ab"], f"owner/{name}: no such folder", reason, remedy)
+        assert main(["train", "--model", f"owner/{name}", "--out", str(tmp_path / "run")]) == 2
+        assert remedy in capsys.readouterr().err and not (tmp_path / "run").exists()
