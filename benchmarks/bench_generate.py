@@ -12,17 +12,10 @@ rate. Every row is printed and appended to benchmarks/results/generate.csv as it
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import deque
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,12 +23,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench_offload import RESULTS, machine, names, size
-from generate_case import MARK, SHAPES, SYSTEMS, Case, Loading, Point
+from child_process import run_child
+from generate_case import SHAPES, SYSTEMS, Case, Loading, Point
 from generate_report import HEAD, line_of, loading_line, ratio_lines, row_of
 from offload_report import append_csv, read_csv
 
 CHILD = Path(__file__).with_name("generate_measure.py")
-KEPT_LINES = 12
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -52,7 +45,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--host-memory", type=size, default=size("60GiB"), help="of our second level, and accelerate's")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--folder", type=Path, default=None, help="where the weights go; default a temporary folder")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where the weights are, or go and stay; default a temporary folder"
+    )
     parser.add_argument(
         "--deadline", type=float, default=272.0, help="seconds for everything; what is late is left out"
     )
@@ -94,33 +89,10 @@ class Run:
             self.tell(f"{case.system}: no time is left")
             return
         self.tell(f"{case.system}: starts")
-        process = subprocess.Popen(
-            [sys.executable, str(CHILD), case.to_json()], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            errors="replace", start_new_session=True,
-            env={"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ, "PYTHONUNBUFFERED": "1"},
+        run_child(
+            CHILD, case.to_json(), self.left(), lambda event: self._hear(case, event),
+            lambda text: self.tell(f"{case.system}: {text}"),
         )  # fmt: skip
-        tail: deque[str] = deque(maxlen=KEPT_LINES)
-        reader = threading.Thread(target=self._read, args=(case, process.stdout, tail), name=f"listen-{case.system}")
-        reader.start()
-        try:
-            process.wait(max(1.0, self.left()))
-        except subprocess.TimeoutExpired:
-            self.tell(f"{case.system}: stopped, the time is over")
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            reader.join()
-        if process.returncode not in (0, -signal.SIGKILL):
-            for line in tail:
-                self.tell(f"{case.system} | {line}")
-
-    def _read(self, case: Case, stream: Any, tail: deque[str]) -> None:
-        for line in stream:
-            if line.startswith(MARK):
-                self._hear(case, json.loads(line[len(MARK) :]))
-            else:
-                tail.append(line.rstrip()[:300])
 
     def _hear(self, case: Case, event: dict[str, Any]) -> None:
         kind = event["kind"]

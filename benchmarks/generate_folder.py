@@ -19,7 +19,8 @@ import torch
 from generate_case import Case, Shape, say
 
 THREADS = 8
-HEAD_STD = 0.02
+SPREAD = 0.02
+INDEX = "model.safetensors.index.json"
 
 
 def config_of(shape: Shape, dtype: str) -> dict[str, Any]:
@@ -85,7 +86,7 @@ def write_folder(folder: Path, shape: Shape, dtype: torch.dtype, device: torch.d
             jobs.append(pool.submit(_write_shard, folder / file, tensors, dtype, device, seed + number))
         total = sum(job.result() for job in jobs)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / INDEX).write_text(json.dumps(index))  # last: it says that the folder is whole
     return total
 
 
@@ -103,7 +104,7 @@ def _write_shard(
     for name, shape in tensors:
         place = table[name]["data_offsets"]
         part = flat[place[0] // dtype.itemsize : place[1] // dtype.itemsize]
-        part.fill_(1.0) if len(shape) == 1 else part.normal_(0.0, HEAD_STD, generator=generator)
+        part.fill_(1.0) if len(shape) == 1 else part.normal_(0.0, SPREAD, generator=generator)
     data = flat.cpu().view(torch.uint8).numpy()
     with path.open("wb", buffering=0) as file:
         file.write(len(head).to_bytes(8, "little") + head)
@@ -148,9 +149,12 @@ def hbm_gbps(device: torch.device) -> float:
 
 def make(case: Case) -> None:
     """Write the folder of ``case`` and tell the machine's rates."""
-    device, began = torch.device(case.device), time.perf_counter()
-    num_bytes = write_folder(Path(case.folder), case.sizes, getattr(torch, case.dtype), device, case.seed)
-    seconds = time.perf_counter() - began
-    say("phase", text=f"{num_bytes / 1e9:.2f} GB written in {seconds:.1f} s")
+    device, began, folder = torch.device(case.device), time.perf_counter(), Path(case.folder)
+    if (folder / INDEX).is_file():
+        say("phase", text="the folder is there")
+    else:
+        num_bytes = write_folder(folder, case.sizes, getattr(torch, case.dtype), device, case.seed)
+        say("phase", text=f"{num_bytes / 1e9:.2f} GB written in {time.perf_counter() - began:.1f} s")
     rates = {"link_gbps": link_gbps(device), "hbm_gbps": hbm_gbps(device)} if device.type == "cuda" else {}
-    say("rates", rates=rates)
+    if rates:
+        say("rates", rates=rates)

@@ -1,0 +1,155 @@
+"""Adapters over a 4-bit base of 6.7B: ours in nvfp4 beside bitsandbytes' nf4 with peft, the same adapters, text and cap, in one run.
+
+    python benchmarks/bench_lora.py                             # sequence 2048, batch 4, 50 steps under 16 GiB, one H200, below 150 s
+    python benchmarks/bench_lora.py --placement streamed        # ours with the base in RAM
+    python benchmarks/bench_lora.py --shape tiny --device cpu --dtype float32 --seq 32 --batch 2 --steps 6 --cap 64MiB --host-memory 64MiB
+
+Writes a folder of random weights, trains in a process a system, prints losses side by side and the ratios with floor and aim, and
+appends to benchmarks/results/lora.csv as results come. bitsandbytes must be importable (where there is no network: carried as a wheel).
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench_generate import CHILD as FOLDER_CHILD
+from bench_generate import place_for
+from bench_offload import RESULTS, machine, names, size
+from child_process import run_child
+from generate_case import Case as FolderCase
+from lora_case import SHAPES, SYSTEMS, Case, Result
+from offload_report import _verdict as verdict
+from offload_report import append_csv, read_csv
+
+CHILD = Path(__file__).with_name("lora_measure.py")
+GB = 1e9
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--systems", type=names, default=list(SYSTEMS), help=", ".join(SYSTEMS))
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="6.7B")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--alpha", type=float, default=32.0)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--seq", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--learning-rate", type=float, default=5e-4, help="reached after 5 steps")
+    parser.add_argument("--cap", type=size, default=size("16GiB"), help="GPU memory of both")
+    parser.add_argument("--host-memory", type=size, default=size("40GiB"), help="of our second level")
+    parser.add_argument("--placement", choices=("auto", "resident", "streamed"), default="auto", help="of ours")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--folder", type=Path, default=None, help="where the weights are, or go and stay")
+    parser.add_argument("--deadline", type=float, default=145.0, help="seconds for everything")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--csv", type=Path, default=RESULTS / "lora.csv")
+    return parser.parse_args(argv)
+
+
+def curve_lines(results: list[Result]) -> list[str]:
+    """Losses side by side."""
+    ran = [result for result in results if result.losses]
+    lines = ["step" + "".join(f"{result.system:>15}" for result in ran)] if ran else []
+    steps = max((len(result.losses) for result in ran), default=0)
+    for step in sorted({*range(0, steps, 5), steps - 1} if steps else ()):
+        lines.append(f"{step + 1:4}" + "".join(f"{result.losses[step]:>15.4f}" for result in ran))
+    return lines
+
+
+def ratio_lines(results: list[Result]) -> list[str]:
+    """Ours over bitsandbytes."""
+    found = {result.system: result for result in results if result.tokens_per_second}
+    lines = []
+    for result in results:
+        speed = "" if result.tokens_per_second is None else f"{result.tokens_per_second:,.0f} tokens/s"
+        peaks = [value / GB for value in (result.peak_reserved, result.peak_allocated) if value is not None]
+        memory = f", {peaks[0]:.2f} GB reserved, {peaks[1]:.2f} allocated" if peaks else ""
+        lines.append(f"{result.system}: {result.status}; {speed}{memory}, {result.placement}")
+    if len(found) < 2:
+        return lines
+    mine, theirs = found["ours"], found["bitsandbytes"]
+    lines.append(f"{'ratio':56}{'value':>8}{'floor':>8}{'aim':>8}")
+    speed = (mine.tokens_per_second or 0.0) / (theirs.tokens_per_second or 1.0)
+    lines.append(verdict("LoRA over FP4, tokens/s over bitsandbytes + peft", speed, 1.1, 1.4))
+    if mine.peak_reserved and theirs.peak_reserved:
+        lines.append(
+            verdict("peak GPU memory, bitsandbytes over ours", theirs.peak_reserved / mine.peak_reserved, 1.0, 1.0)
+        )
+    last = min(len(mine.losses), len(theirs.losses)) - 1
+    lines.append(
+        f"losses: first {mine.losses[0]:.4f} and {theirs.losses[0]:.4f}, last {mine.losses[last]:.4f} and {theirs.losses[last]:.4f}"
+    )
+    return lines
+
+
+def main(argv: list[str] | None = None) -> list[Result]:
+    args = parse(argv)
+    read_csv(args.csv)
+    began, about = time.monotonic(), machine()
+    print(", ".join(f"{key} {value}" for key, value in about.items() if value), flush=True)
+    num_bytes = SHAPES[args.shape].num_parameters * (2 if args.dtype == "bfloat16" else 4)
+    folder, results = args.folder or place_for(num_bytes), list[Result]()
+    case = Case(
+        "", str(folder), args.shape, args.rank, args.alpha, args.batch, args.seq, args.steps, args.learning_rate, 5, args.cap,
+        args.host_memory, args.placement, args.device, args.dtype, args.seed,
+    )  # fmt: skip
+
+    def run(script: Path, argument: str, system: str, hear: Any) -> None:
+        def tell(text: str) -> None:
+            print(f"[{time.monotonic() - began:6.1f} s] {system}: {text}", flush=True)
+
+        def heard(event: dict[str, Any]) -> None:
+            if event["kind"] == "result":
+                hear(event["result"])
+            else:
+                tell(str(event.get("text") or event.get("rates") or event.get("error")))
+
+        tell("starts")
+        run_child(script, argument, args.deadline - (time.monotonic() - began), heard, tell)
+
+    def keep(case: Case, values: dict[str, Any]) -> None:
+        result = Result(**values)
+        results.append(result)
+        row = {name: value for name, value in asdict(case).items() if name != "folder"} | asdict(result)
+        for name in ("step_seconds", "losses"):
+            row[name] = " ".join(f"{value:.6g}" for value in row[name])
+        append_csv(args.csv, [{**about, "parameters": case.sizes.num_parameters, **row}])
+
+    try:
+        writer = FolderCase(
+            "folder",
+            str(folder),
+            args.shape,
+            (1,),
+            1,
+            1,
+            0,
+            args.cap,
+            args.host_memory,
+            args.device,
+            args.dtype,
+            args.seed,
+        )
+        run(FOLDER_CHILD, writer.to_json(), "folder", None)
+        for system in args.systems:
+            one = replace(case, system=system)
+            run(CHILD, one.to_json(), system, lambda values, one=one: keep(one, values))
+    finally:
+        if args.folder is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    print("\n".join(["", *curve_lines(results), "", *ratio_lines(results)]), flush=True)
+    print(f"rows appended to {args.csv}; {time.monotonic() - began:.0f} s in all", flush=True)
+    return results
+
+
+if __name__ == "__main__":
+    main()
