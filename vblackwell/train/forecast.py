@@ -192,7 +192,7 @@ class Forecast:
     def _foreseen(
         self, choice: Choice, formats: Formats, trace: Trace, seconds: Mapping[str, float]
     ) -> tuple[Choice, Foreseen, int, int] | Lacking:
-        """The choice with its sizes, where its bytes are, those on the GPU, and those of checkpoints that wait in RAM.
+        """The choice with sizes (its own, if it has some), where its bytes are, those on the GPU, and those of checkpoints in RAM.
 
         Raises:
             InsufficientMemory: level 0 or the levels below are too small.
@@ -202,7 +202,7 @@ class Forecast:
         free = bounds.gpu if not machine.has_gpu else int((bounds.gpu - P99_BYTES) / STREAMED_P99) - step
         if free <= 0:
             return Lacking("GPU memory for activations, logits and workspace", -free + 1)
-        choice = self._sized(choice, free)
+        choice = choice if choice.level0_bytes else self._sized(choice, free)
         inputs = self._input_bytes(choice) if choice.activations == "host" else 0
         waiting = inputs * self._num_blocks(choice)
         wishes = Wishes(
