@@ -18,6 +18,7 @@ from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.infer.causal_lm import load_causal_lm
 from vblackwell.infer.room import workspace_bytes
 from vblackwell.memory.stack import VGPUStack
+from vblackwell.nn.causal_lm import accelerate_causal_lm
 
 
 def open_streamed(
@@ -48,6 +49,7 @@ def open_streamed(
         folder, stack, dtype=stored_dtype(config), trainable=False, adapter=adapter, fp4=fp4, fp4_layers=fp4_layers, keep=keep,
         **placement,
     )  # fmt: skip
+    accelerate_causal_lm(model, loss=False)  # on a GPU: fewer launches, by which the host must stay ahead of the copies
     return model.eval()
 
 
