@@ -20,7 +20,15 @@ from vblackwell.plan.causal_lm import plain_batches
 from vblackwell.plan.cuda_on_meta import cuda_on_meta
 from vblackwell.plan.gpus import find_gpu
 from vblackwell.plan.rates import assumed_rates
-from vblackwell.plan.trace import CUBLAS_BYTES, CUBLASLT_BYTES, Trace, Untraceable, language_batch, trace_training
+from vblackwell.plan.trace import (
+    CUBLAS_BYTES,
+    CUBLASLT_BYTES,
+    Trace,
+    Untraceable,
+    language_batch,
+    trace_forward,
+    trace_training,
+)
 from vblackwell.plan.work import MATMUL_SHARE, phase_seconds
 from vblackwell.plan.workspace import reduction_bytes
 
@@ -370,3 +378,28 @@ def test_flex_attention_keeps_no_square(recompute):
         F32 * 2 * 4 * 1024
     )  # the log-sum-exp of each block's attention, kept for backward; its dot products, taken there
     assert sum(size == rows for size in trace.sizes) >= 4
+
+
+def test_a_packed_linear_multiplies_as_a_plain_one_does():
+    """Operations, the packed bytes that are read, and the weight that is written out for a gradient or for many rows."""
+    from vblackwell.nn.stored_fp4 import StoredFP4Linear
+
+    stored, plain = StoredFP4Linear(256, 512, None, tiled=True, dtype=torch.bfloat16), nn.Linear(256, 512, bias=False)
+
+    def make(count: int) -> torch.Tensor:
+        return torch.zeros(count, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+
+    plain.to(torch.bfloat16).requires_grad_(False)
+    written_out = 2 * 256 * 512
+    for count, outs in ((64, 1), (1024, 2)):
+        found, truth = (
+            trace_training(m, lambda count=count: make(count), lambda m, b: m(b).sum(), None, steps=1)
+            for m in (stored, plain)
+        )
+        assert sum(each.flops for each in found.work) == sum(each.flops for each in truth.work) == 4 * count * 256 * 512
+        assert found.sizes.count(written_out) == outs
+    packed = sum(p.numel() for p in stored.parameters())
+    work = trace_forward(stored, lambda: make(1), lambda m, b: m(b))
+    made, product = work  # the batch is made in the trace
+    assert made.num_bytes == 2 * 256 and product.flops == 2 * 256 * 512
+    assert product.num_bytes == packed + 2 * (256 + 512) and packed < written_out * 0.3

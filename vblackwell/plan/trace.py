@@ -227,6 +227,24 @@ def trace_training(
     )
 
 
+def trace_forward(
+    model: nn.Module, make_batch: Callable[[], Any], loss: Loss, capability: tuple[int, int] = (8, 0)
+) -> tuple[Work, ...]:
+    """What one forward without gradients asks of a GPU; arguments and errors as `trace_training`."""
+    model = on_meta(model)
+    recorder = _Recorder(capability, counts_work=True)
+    _see_weights(recorder, model)  # so that views of them are known
+    recorder.enter_phase("forward")
+    try:
+        with cuda_on_meta(None, capability), torch.no_grad(), recorder:
+            loss(model, make_batch())
+    except VBError:
+        raise
+    except Exception as error:  # as above
+        raise Untraceable(f"{type(model).__name__} cannot be traced in its forward: {_brief(error)}") from error
+    return tuple(recorder.work)
+
+
 def _brief(error: Exception) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}"
@@ -241,10 +259,7 @@ def _record(
     make_optimizer: MakeOptimizer | None,
     steps: int,
 ) -> None:
-    recorder.enter_phase("setup")
-    with torch._C.DisableTorchFunction():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            recorder.see(tensor, "weights")
+    _see_weights(recorder, model)
     optimizer = make_optimizer(model.parameters()) if make_optimizer else None
     with Answering(recorder.answers):
         head = _last_module_with_weights(model, make_batch, loss)
@@ -262,6 +277,13 @@ def _record(
     model.zero_grad(set_to_none=True)
     if handle is not None:
         handle.remove()
+
+
+def _see_weights(recorder: _Recorder, model: nn.Module) -> None:
+    recorder.enter_phase("setup")
+    with torch._C.DisableTorchFunction():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            recorder.see(tensor, "weights")
 
 
 def _one_step(

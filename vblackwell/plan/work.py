@@ -116,6 +116,8 @@ def _products(x: Tensor, weights: Iterable[Tensor]) -> float:
 
 
 _OWN: dict[str, Callable[..., float]] = {
+    "fp4_linear": lambda x, codes, scales, tensor_scale, bias, layout, activation, n, k: 2.0 * _rows(x) * n * k,
+    "fp4_linear_dx": lambda dy, codes, scales, tensor_scale, layout, n, k: 2.0 * _rows(dy) * n * k,
     "shared_input_linears": lambda x, weights: _products(x, weights),
     "shared_input_linears_dx": lambda dys, weights: _products(dys[0], weights),
     "swiglu_linear": lambda gate, up, weight, wanted: _products(gate, [weight]) if wanted else 0.0,

@@ -130,7 +130,18 @@ def _head_and_loss(
     return logits + 4 * hidden.shape[0] + total
 
 
+FUSED_FP4_ROWS = 128  # beyond them a packed weight may be written out once for cuBLAS, as it is for every gradient
+
+
+def _written_out(rows: int, n: int, k: int, x: Tensor) -> int:
+    return n * k * x.element_size() if rows > FUSED_FP4_ROWS else 0
+
+
 _FORMULAS: dict[str, Callable[..., int]] = {
+    "fp4_linear": lambda x, codes, scales, tensor_scale, bias, layout, activation, n, k: _written_out(
+        _rows(x), n, k, x
+    ),
+    "fp4_linear_dx": lambda dy, codes, scales, tensor_scale, layout, n, k: n * k * dy.element_size(),
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "embedding_dense_backward": _embedding_backward,
