@@ -152,12 +152,15 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Lacking:
-    """Why a choice does not fit: ``what`` is missing, and how many bytes of it (0: not a matter of bytes)."""
+    """Why a choice does not fit: ``what`` is missing, and how many bytes of it (0: not a matter of bytes); ``words`` that say it better."""
 
     what: str
     num_bytes: int = 0
+    words: str = ""
 
     def __str__(self) -> str:
+        if self.words:
+            return self.words
         return f"lacks {format_bytes(self.num_bytes)} of {self.what}" if self.num_bytes else self.what
 
 

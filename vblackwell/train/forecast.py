@@ -110,14 +110,14 @@ class Forecast:
         try:
             formats = Formats(choice.states, self._masters)
             if not supports(formats, [p.dtype for p in self.model(choice.checkpointing, choice.fp4).parameters()]):
-                return Lacking(f"{choice.states} states need bf16 or fp32 weights")
+                return Lacking(f"is refused: {choice.states} states need bf16 or fp32 weights")
             if choice.placement == "resident":
                 return self._resident(choice, formats)
             return self._streamed(choice, formats, in_full)
         except InsufficientMemory as error:
-            return Lacking(str(error))
+            return Lacking("memory", max(1, error.needed_bytes - error.available_bytes), f"is refused: {error}")
         except Unsupported as error:
-            return Lacking(str(error))
+            return Lacking(f"is refused: {error}")
 
     def fits(self, choice: Choice, trace: Trace) -> bool:
         """Whether ``choice`` has room, where ``trace`` is what its forward and backward allocate."""

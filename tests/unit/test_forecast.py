@@ -1,0 +1,161 @@
+"""What each way of training is predicted to take: a small decoder on paper, with an H200's measured rates."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from vblackwell.errors import InsufficientMemory
+from vblackwell.estimator import Run
+from vblackwell.nn.decoder import Decoder
+from vblackwell.nn.decoder_config import DecoderConfig
+from vblackwell.plan.placement import Bounds, Choice, Lacking, Space
+from vblackwell.plan.rates import Rates
+from vblackwell.subject import of_decoder
+from vblackwell.train import auto
+from vblackwell.train.config import TrainConfig
+from vblackwell.train.forecast import Forecast, Machine, plan_of
+from vblackwell.train.precision import Precision
+from vblackwell.train.report import compare
+from vblackwell.units import GiB, MiB
+
+SHAPE = DecoderConfig(4096, 512, 1408, 8, 8, max_position=512)
+H200 = Rates(779e12, 50e12, 4.27e12, 55e9, 55e9, 49.6e9, 49.6e9, 1.9e9)
+SEQ = 512
+
+
+@pytest.fixture(scope="module")
+def small() -> Forecast:
+    """A GPU of 192 MiB, in whose RAM there is plenty of room."""
+    run = Run(of_decoder("decoder", SHAPE), SEQ, precision="bf16", capability=(9, 0))
+    return Forecast(run, Machine(Bounds(320 * MiB, 8 * GiB), H200, undo=False, may_clip=False))
+
+
+def on(forecast: Forecast, **changes) -> Forecast:
+    """The same model on another machine; its traces are kept."""
+    other = copy.copy(forecast)
+    other.machine = replace(forecast.machine, **changes)
+    return other
+
+
+def choice(**changes) -> Choice:
+    return replace(Choice("streamed", 4, 1, True, activations="host"), **changes)
+
+
+def test_resident_takes_sixteen_bytes_a_parameter_and_what_a_step_needs(small):
+    count = sum(p.numel() for p in small.model(False, False).parameters())
+    found = on(small, bounds=Bounds(GiB, GiB)).predict(choice(placement="resident", activations="level0"))
+    assert not isinstance(found, Lacking)
+    sized, prediction = found
+    # bf16 weight, remainder, two moments, and at the end of backward fp32 gradients, when the activations are gone.
+    assert 16 * count < prediction.gpu < 16 * count + 128 * MiB and prediction.gpu_p99 > prediction.gpu
+    assert sized.level0_bytes >= 18 * count and prediction.host == prediction.disk == 0
+    lacking = small.predict(choice(placement="resident", activations="level0"))
+    assert isinstance(lacking, Lacking) and lacking.num_bytes > 0
+
+
+def test_checkpointing_and_checkpoints_in_ram_take_less_of_the_gpu(small):
+    def step(which: Choice) -> int:
+        return small._step_bytes(which, small._trace_of(which))
+
+    without, with_it, in_ram = (
+        step(choice(checkpointing=False, activations="level0")), step(choice(activations="level0")), step(choice()),
+    )  # fmt: skip
+    assert without > with_it > in_ram
+    inputs = 4 * SEQ * 512 * 2  # of a block: tokens, hidden size, bf16
+    assert with_it - in_ram == (8 - 5) * inputs  # of eight blocks five stay
+
+
+def test_streaming_fits_where_residing_does_not_and_never_beyond_its_bounds(small):
+    for update in ("level0", 0.3, "home"):
+        found = small.predict(choice(update=update))
+        assert not isinstance(found, Lacking)
+        sized, prediction = found
+        assert prediction.gpu_p99 <= 320 * MiB and sized.level0_bytes <= 320 * MiB
+        assert sized.weight_bytes > 0 and prediction.host > 12 * 25e6  # weights, remainders, moments
+        assert prediction.step_seconds > 0 and prediction.disk == 0
+    tiny = on(small, bounds=Bounds(48 * MiB, 8 * GiB)).predict(choice())
+    assert isinstance(tiny, Lacking)
+
+
+def test_a_way_back_takes_ram_and_the_links_time(small):
+    without = small.predict(choice())
+    undo = on(small, undo=True, may_clip=True).predict(choice(), in_full=True)
+    assert not isinstance(without, Lacking) and not isinstance(undo, Lacking)
+    assert undo[1].host > 1.8 * without[1].host
+    assert (
+        undo[1].clipped_seconds is not None
+        and undo[1].clipped_seconds > undo[1].step_seconds >= without[1].step_seconds
+    )
+
+
+def test_states_that_ram_cannot_hold_go_to_the_disk(small):
+    bounds = Bounds(320 * MiB, 300 * MiB, 8 * GiB)
+    found = on(small, bounds=bounds).predict(choice(), in_full=True)
+    assert not isinstance(found, Lacking)
+    assert found[1].disk > 0 and found[1].disk_written > 0 and found[1].bottleneck == "disk"
+    assert found[1].disk_hidden_from is None or found[1].disk_hidden_from > found[1].tokens
+    without = on(small, bounds=Bounds(320 * MiB, 300 * MiB)).predict(choice())
+    assert isinstance(without, Lacking) and "raise host_memory or disk_memory" in str(without)
+
+
+def test_eight_bit_states_take_a_quarter(small):
+    exact, packed = small.predict(choice()), small.predict(choice(states="8bit"))
+    assert not isinstance(exact, Lacking) and not isinstance(packed, Lacking)
+    assert packed[1].host < 0.6 * exact[1].host and packed[1].step_seconds <= exact[1].step_seconds
+
+
+def test_the_plan_is_the_fastest_of_what_is_predicted(small):
+    space = Space(((4, 1),), updates=("level0", 0.2, "home"))
+    plan = plan_of(small.run, space, small.machine, small)
+    every = [found for each in space.choices() if not isinstance(found := small.predict(each), Lacking)]
+    assert plan.prediction.step_seconds <= 1.006 * min(prediction.step_seconds for _, prediction in every)
+    assert plan.prediction.gpu_p99 <= small.machine.bounds.gpu
+    large = on(small, bounds=Bounds(4 * GiB, 8 * GiB))
+    assert plan_of(large.run, space, large.machine, large).choice.placement == "resident"
+    with pytest.raises(InsufficientMemory, match="no plan fits"):
+        none = on(small, bounds=Bounds(16 * MiB, 8 * GiB))
+        plan_of(none.run, space, none.machine, none)
+
+
+def test_batch_size_auto_keeps_the_sequences_of_a_step(small):
+    config = TrainConfig(batch_size=3, accumulation_steps=4, seq_length=SEQ, auto_batch_size=True)
+    space = Space(((3, 4),), checkpointing=(True,), updates=("level0",), activations=("host",))
+    assert auto.batches_of(config, space, small) == ((12, 1), (6, 2), (4, 3), (3, 4), (2, 6), (1, 12))
+    one = replace(config, accumulation_steps=1)
+    sizes = [size for size, _ in auto.batches_of(one, space, small)]
+    assert sizes[1:] == [
+        size for size in sorted({sizes[0] // 2, sizes[0] // 4}, reverse=True) if size and size != sizes[0]
+    ]
+    largest = choice(batch_size=sizes[0])
+    assert not isinstance(small.predict(largest), Lacking)
+    assert isinstance(small.predict(replace(largest, batch_size=sizes[0] + 1)), Lacking)
+    with pytest.raises(InsufficientMemory, match="not one sequence of 512 tokens fits"):
+        auto.batches_of(one, space, on(small, bounds=Bounds(16 * MiB, 8 * GiB)))
+
+
+def test_a_run_without_a_gpu_is_planned_and_compared(monkeypatch):
+    """The plan's settings are the run's; the model and the generator of the run are left as they were."""
+    shape = DecoderConfig(64, 32, 64, 3, 2, max_position=16)
+    model = Decoder(shape, seed=0, device="cpu")
+    monkeypatch.setattr(auto, "cpu_rates", lambda: replace(H200, matmul_fp32=1e11, memory=1e10, up=5e9, down=5e9))
+    config = TrainConfig(vgpu_auto=True, seq_length=16, batch_size=2, fast_memory=256 << 10, host_memory=16 * MiB)
+    before, weights = torch.get_rng_state(), [p.detach().clone() for p in model.parameters()]
+    said: list[str] = []
+    plan = auto.make_training_plan(config, model, Precision(None, False), torch.device("cpu"), said.append)
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True))
+    applied = auto.apply_plan(config, plan)
+    assert (applied.placement, applied.batch_size, applied.activations) == ("streamed", 2, "level0")
+    assert plan.bounds.gpu == 256 << 10 and auto.planned_sizes(plan)["weight_bytes"] > 0
+    levels = [
+        {"level": "arena", "peak_bytes": 60_000},
+        {"level": "cpu", "peak_bytes": 400_000},
+        {"level": "ssd", "peak_bytes": 7},
+    ]
+    found = compare(plan, {"gpu_peak_bytes": None, "levels": levels}, [1.0, 2.0, 50.0, 70.0, 60.0])
+    assert found["gpu_bytes"]["measured"] == 60_000 and found["host_bytes"]["measured"] == 400_000
+    assert found["tokens_per_second"]["measured"] == 60.0
