@@ -11,7 +11,6 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -195,7 +194,9 @@ def _doctor(words: list[str]) -> int:
 
 def _quantize(words: list[str]) -> int:
     parser = _parser("quantize")
-    parser.add_argument("--model", type=str, required=True, help="Hugging Face folder, or run folder of vb train.")
+    parser.add_argument(
+        "--model", type=str, required=True, help="Run folder of vb train, Hugging Face folder, or hub id."
+    )
     parser.add_argument("--out", type=str, required=True, help="Folder to make.")
     parser.add_argument("--format", type=str, default="nvfp4", help="nvfp4, mxfp4, nf4, int4 or int8.")
     parser.add_argument("--scale-search", type=str, default="mse", help="mse (least error) or max (plain scale).")
@@ -208,11 +209,12 @@ def _quantize(words: list[str]) -> int:
     for name in ("model", "out"):
         if name not in options:
             raise ConfigurationError(f"vb quantize needs --{name}: see vb quantize --help")
+    from vblackwell.artifacts.hub import find_folder
     from vblackwell.infer.load import resolve_model
     from vblackwell.train.machine import choose_device
     from vblackwell.train.quantize import quantize_command
 
-    options["model"] = str(resolve_model(Path(options["model"])).folder)
+    options["model"] = str(resolve_model(find_folder(options["model"])).folder)
     options["device"] = str(choose_device(options.pop("device", "auto"), lambda text: None))
     return quantize_command(**options)
 
@@ -220,7 +222,9 @@ def _quantize(words: list[str]) -> int:
 def _estimate(words: list[str]) -> int:
     parser = _parser("estimate")
     parser.add_argument(
-        "model", type=str, help="Preset, known name, Hugging Face folder, config.json, or package.module:factory."
+        "model",
+        type=str,
+        help="Preset, known name, Hugging Face folder, hub id, config.json, or package.module:factory.",
     )
     parser.add_argument("--gpu-memory", type=str, help="Memory of the GPU, e.g. 8GiB.")
     parser.add_argument("--gpu", type=str, help="Name of a GPU, e.g. 'RTX 3090'; brings its memory.")
@@ -255,7 +259,7 @@ def _estimate(words: list[str]) -> int:
 
 def _bench(words: list[str]) -> int:
     parser = _parser("bench")
-    parser.add_argument("model", type=str, help="Preset, Hugging Face folder, or run folder of vb train.")
+    parser.add_argument("model", type=str, help="Preset, Hugging Face folder, hub id, or run folder of vb train.")
     parser.add_argument("--batch-size", type=int, default=4, help="Sequences in a training step, and in a pass.")
     parser.add_argument("--seq-length", type=int, help="Tokens in a sequence; by default 512, or the model's limit.")
     parser.add_argument("--steps", type=int, default=7, help="Training steps a rung; the first two are not timed.")

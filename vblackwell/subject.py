@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.artifacts.folder import read_json
+from vblackwell.artifacts.hub import find_config, is_hub_id
 from vblackwell.errors import ConfigurationError, VBError, nearest
 from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.decoder_config import DecoderConfig
@@ -48,7 +49,8 @@ class Subject:
 
 
 def find_subject(text: str, decoders: dict[str, DecoderConfig], seq_length: int) -> Subject:
-    """What MODEL of ``vb estimate`` means: a preset of ``decoders``, a known name, a folder, a config.json, or ``package.module:factory``.
+    """What MODEL of ``vb estimate`` means: a preset of ``decoders``, a known name, a folder, a config.json, a hub id, or
+    ``package.module:factory``.
 
     Raises:
         CorruptData: a file that is no JSON object.
@@ -63,10 +65,12 @@ def find_subject(text: str, decoders: dict[str, DecoderConfig], seq_length: int)
         return of_config(read_json(path / "config.json" if path.is_dir() else path), text, seq_length)
     if ":" in text:
         return _of_factory(text)
+    if is_hub_id(text):
+        return of_config(read_json(find_config(text)), text, seq_length)
     names = [*decoders, *KNOWN_MODELS]
     raise ConfigurationError(
-        f"model {text!r} is unknown{nearest(text, names)}; give one of {', '.join(names)}, a Hugging Face folder, a config.json, or "
-        "package.module:factory"
+        f"model {text!r} is unknown{nearest(text, names)}; give one of {', '.join(names)}, a Hugging Face folder or hub id, a config.json, "
+        "or package.module:factory"
     )
 
 

@@ -16,6 +16,7 @@ from tests.unit.test_streamed_generate import folder_of, tokenizer  # noqa: F401
 from vblackwell.artifacts.checked import check_weights
 from vblackwell.cli import main
 from vblackwell.errors import ConfigurationError
+from vblackwell.subject import find_subject
 
 STREAMED = ["--fast-memory", "128KiB", "--host-memory", "4MiB"]
 
@@ -148,8 +149,16 @@ def test_hub_ids_come_from_the_cache_or_say_what_to_do(folder_of, tmp_path, monk
     assert main(["generate", *words]) == 0
     streamed, said = [*words, *STREAMED], capsys.readouterr().out
     assert main(["generate", *streamed]) == 0 and capsys.readouterr().out == said != ""
+    assert main(["quantize", "--model", "owner/whole", "--out", str(tmp_path / "packed"), "--device", "cpu"]) == 0
+    assert (tmp_path / "packed/config.json").is_file()
+    assert find_subject("owner/whole", {}, 16).vocab_size == find_subject("owner/cut", {}, 16).vocab_size == 259
+    capsys.readouterr()
     for name, reason in (("cut", "safetensors"), ("nothing", "not to be downloaded")):
         remedy = f"run `hf download owner/{name} --local-dir DIR`"
         refused(["--model", f"owner/{name}", "--prompt", "ab"], f"owner/{name}: no such folder", reason, remedy)
         assert main(["train", "--model", f"owner/{name}", "--out", str(tmp_path / "run")]) == 2
         assert remedy in capsys.readouterr().err and not (tmp_path / "run").exists()
+        assert main(["bench", f"owner/{name}", "--device", "cpu"]) == 2
+        assert remedy in capsys.readouterr().err
+    assert main(["estimate", "owner/nothing"]) == 2
+    assert "run `hf download owner/nothing --local-dir DIR`" in capsys.readouterr().err

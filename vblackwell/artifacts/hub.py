@@ -38,9 +38,7 @@ def find_folder(model: str | Path, revision: str | None = None) -> Path:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError as error:
-        raise ConfigurationError(
-            f"{model}: no such folder, and hub ids need the package huggingface_hub: pip install huggingface_hub"
-        ) from error
+        raise _without_hub(model) from error
     with suppress(LocalEntryNotFoundError):  # not in the cache: to be downloaded, as what is there in part
         cached = Path(snapshot_download(model, revision=revision, local_files_only=True))
         if _lack(cached) is None:
@@ -55,9 +53,34 @@ def find_folder(model: str | Path, revision: str | None = None) -> Path:
     return found
 
 
+def find_config(model: str, revision: str | None = None) -> Path:
+    """The config.json of a hub id; no weights are fetched for it.
+
+    Raises:
+        ConfigurationError: it is not in the cache and cannot be downloaded, with what to do about it.
+    """
+    try:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError as error:
+        raise _without_hub(model) from error
+    with suppress(LocalEntryNotFoundError):
+        return Path(hf_hub_download(model, "config.json", revision=revision, local_files_only=True))
+    try:
+        return Path(hf_hub_download(model, "config.json", revision=revision))
+    except (HfHubHTTPError, EntryNotFoundError, OSError, ValueError) as error:
+        raise _not_to_be_had(model, (str(error).strip() or type(error).__name__).splitlines()[0]) from error
+
+
 def is_hub_id(model: str) -> bool:
     """Whether ``model`` has the form of a hub id, ``owner/name``."""
     return _ID.fullmatch(model) is not None
+
+
+def _without_hub(model: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{model}: no such folder, and hub ids need the package huggingface_hub: pip install huggingface_hub"
+    )
 
 
 def _not_to_be_had(model: str, reason: str) -> ConfigurationError:

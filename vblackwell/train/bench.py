@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vblackwell.artifacts.checked import check_weights
 from vblackwell.artifacts.folder import read_config
+from vblackwell.artifacts.hub import find_folder, is_hub_id
 from vblackwell.errors import ConfigurationError, nearest
 from vblackwell.estimator import check_batch
 from vblackwell.infer.generate import position_limit
@@ -116,12 +117,12 @@ def _open(text: str, vocab_size: int, seq_length: int | None, seed: int) -> nn.M
         preset = PRESETS[text]
         longest = (seq_length or min(LONGEST_DEFAULT, preset.max_position)) + _SPARE
         return Decoder(preset.decoder_config(vocab_size, max(longest, preset.max_position)), seed=seed, device="cpu")
-    if not Path(text).is_dir():
+    if not Path(text).is_dir() and not is_hub_id(text):
         raise ConfigurationError(
-            f"model {text!r} is unknown{nearest(text, PRESETS)}; give one of {', '.join(PRESETS)}, a Hugging Face folder or a run "
-            "folder of vb train"
+            f"model {text!r} is unknown{nearest(text, PRESETS)}; give one of {', '.join(PRESETS)}, a Hugging Face folder or hub id, or a "
+            "run folder of vb train"
         )
-    folder = resolve_model(Path(text)).folder
+    folder = resolve_model(find_folder(text)).folder
     if read_config(folder).get("quantization_config"):
         raise ConfigurationError(f"{folder} is packed already: give the folder that it was made from")
     check_weights(folder)
