@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM
 
 from tests.offload.test_round_trip_models import CONFIGS, same_bits, tokens, written  # noqa: F401 (a fixture)
 from vblackwell.infer.causal_lm import load_causal_lm
+from vblackwell.memory.stack import VGPUStack
 from vblackwell.offload.clip import clip_grad_norm_
 from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.engine import Offload
@@ -18,10 +20,10 @@ STEPS, TEMPERATURE, MAX_NORM = 4, 2.0, 1.0
 RATES = {"lr": 1e-2, "weight_decay": 0.1}
 
 
-def loss_of(student, teacher, step: int) -> torch.Tensor:
+def loss_of(student, teacher, step: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Half of what the teacher says, half of what comes next."""
     torch.manual_seed(step)  # of the student's dropout
-    ids_BS = tokens().roll(step, 1)
+    ids_BS = tokens().roll(step, 1).to(device)
     with torch.no_grad():
         wanted_BSV = teacher(input_ids=ids_BS, use_cache=False).logits / TEMPERATURE
     output = student(input_ids=ids_BS, labels=ids_BS, use_cache=False)
@@ -91,3 +93,37 @@ def test_distilling_is_what_it_is_in_plain_torch(in_backward, written, make_stac
         assert same_bits(trained.get_parameter(name), param), name
     for name, param in teacher.named_parameters():
         assert same_bits(frozen.get_parameter(name), param), name
+
+
+def distilled(folder, weight_bytes: str | None, device: str) -> list[torch.Tensor]:
+    """Losses, then the student's weights."""
+    student = small_student("llama")
+    with VGPUStack({"levels": [{"capacity_mb": 64, "device": device}, {"capacity_mb": 64, "device": "cpu"}]}) as stack:
+        placed = {"placement": "streamed", "compute_dtype": torch.bfloat16, "weight_bytes": weight_bytes}
+        teacher = load_causal_lm(folder, stack, "teacher", trainable=False, **placed).eval()
+        enable_vgpu_stack_optimization(student, stack, "student", **placed)
+        optimizer = VGPUAdamW(student.parameters(), max_grad_norm=MAX_NORM, update_in_backward=True, **RATES)
+        losses = []
+        for step in range(STEPS):
+            loss = loss_of(student, teacher, step, stack.level0_device)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().float().cpu())
+        release(student)
+        release(teacher)
+        return [*losses, *(param.detach().float().cpu() for param in student.parameters())]
+
+
+@pytest.mark.gpu
+def test_level0_size_changes_no_bit_on_a_gpu(written, monkeypatch):  # noqa: F811
+    """In bf16 with fp32 masters: level 0 keeps a few layers of each model, or both whole."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            tight, wide = (distilled(written("llama"), room, "cuda:0") for room in ("64KiB", "32MiB"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert tight[0] > tight[STEPS - 1]
+    assert all(same_bits(one, other) for one, other in zip(tight, wide, strict=True))
