@@ -248,6 +248,7 @@ def _estimate(words: list[str]) -> int:
         ("--json", "Print the estimate as JSON."),
     ):
         _add_switch(parser, flag, text)
+    _add_switch(parser, "--advice", "Say what would save memory or time; each line costs a trace of the model.", True)
     options: dict[str, Any] = dict.fromkeys(("gpu", "gpu_memory", "host_memory", "disk_memory", "gpus", "html"))
     options |= {"batch_size": 8, "seq_length": 1024, "optimizer": "adamw", "precision": "fp32", "topology": "ring"}
     options |= {"gradient_checkpointing": False, "expandable_segments": False, "json": False}

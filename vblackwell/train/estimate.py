@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from vblackwell.errors import ConfigurationError
@@ -18,6 +19,7 @@ from vblackwell.estimator import (
 from vblackwell.plan.estimate import estimate_trace
 from vblackwell.plan.gpus import KnownGPU, find_gpu
 from vblackwell.plan.parallel import check_several
+from vblackwell.train.estimate_advice import advice_of
 from vblackwell.train.estimate_parallel import parallel_plan
 from vblackwell.train.estimate_speed import speed_of
 from vblackwell.train.estimated import Estimated
@@ -30,12 +32,13 @@ LEAST_GPU, MOST_GPU = MiB, 16 * TiB
 def estimate_command(
     model: str, gpu: str | None, gpu_memory: str | None, batch_size: int, seq_length: int, optimizer: str, precision: str,
     gradient_checkpointing: bool, expandable_segments: bool, host_memory: str | None, disk_memory: str | None, as_json: bool,
-    gpus: int | None = None, topology: str = "ring", html: str | None = None,
+    gpus: int | None = None, topology: str = "ring", html: str | None = None, advice: bool = True,
 ) -> int:  # fmt: skip
     """Print the estimate; 0.
 
     Args:
         html: file for the same as a page.
+        advice: say what would save memory or time, where it does not fit or the card is known; each line costs a trace.
 
     Raises:
         ConfigurationError: bad input, or a GPU below what the model needs at any batch size.
@@ -81,6 +84,8 @@ def estimate_command(
     estimated = Estimated(
         model, run, batch_size, trace, found, card, gpu_bytes, ok, largest, stack, speed, parallel
     )  # fmt: skip
+    if advice and gpus is None and (ok is False or card is not None):
+        estimated = replace(estimated, advice=advice_of(estimated))
     if html is not None:
         write_page(Path(html), estimated)
     print(json.dumps(estimated.report(), indent=2) if as_json else estimated.table())

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vblackwell.estimator import OffloadEstimate, Run
+from vblackwell.plan.advice import Advice
 from vblackwell.plan.estimate import P99_BYTES, P99_PERCENT, MemoryEstimate
 from vblackwell.plan.gpus import KnownGPU
 from vblackwell.plan.trace import Trace
@@ -26,7 +27,7 @@ class Estimated:
     Attributes:
         trace: of its two steps. memory: the peak. card, gpu_bytes: that were asked about. fits, largest: whether it does, and the largest
             batch that does; None where no size was given.
-        stack: an offload stack's bytes. speed: by a known card. parallel: on several.
+        stack: an offload stack's bytes. speed: by a known card. parallel: on several. advice: what would save memory or time.
     """
 
     model: str
@@ -41,6 +42,7 @@ class Estimated:
     stack: OffloadEstimate | None = None
     speed: Speed | None = None
     parallel: ParallelPlan | None = None
+    advice: tuple[Advice, ...] = ()
 
     def title(self) -> str:
         """The run in a line."""
@@ -85,7 +87,8 @@ class Estimated:
         tokens_per_second = None if speed is None else speed.resident if self.fits else speed.streamed
         return {
             "model": self.model, "parameters": parameters, "bytes": values, "gpu_bytes": self.gpu_bytes, "fits": self.fits,
-            "tokens_per_second": tokens_per_second, "plan": plan, "assumptions": self.assumptions(),
+            "tokens_per_second": tokens_per_second, "plan": plan, "advice": [each.as_dict() for each in self.advice],
+            "assumptions": self.assumptions(),
         }  # fmt: skip
 
     def plan_lines(self) -> list[str]:
@@ -124,6 +127,8 @@ class Estimated:
         ]
         if self.parallel is not None:
             lines += ["", *self.parallel.lines()]
+        if self.advice:
+            lines += ["", "  what would help:", *(f"    {each}" for each in self.advice)]
         return "\n".join([*lines, "", *(f"  assumes {text}" for text in self.assumptions())])
 
 

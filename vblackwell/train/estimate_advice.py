@@ -1,0 +1,80 @@
+"""What ``vb estimate`` advises: the run that was asked about, traced and replayed again in other ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.estimator import Run
+from vblackwell.nn.decoder import Decoder
+from vblackwell.plan.advice import Advice, Way, advise
+from vblackwell.plan.estimate import estimate_trace
+from vblackwell.plan.gpus import context_bytes
+from vblackwell.plan.rates import Rates
+from vblackwell.plan.trace import Trace
+from vblackwell.plan.work import phase_seconds
+from vblackwell.train.estimated import Estimated
+from vblackwell.train.measured_rates import rates_of
+
+MOST_SHOWN = 6
+NARROW = "products in bf16"
+FOREACH = ("adamw", "adamw-for-loop")
+
+
+def advice_of(estimated: Estimated) -> tuple[Advice, ...]:
+    """What would save memory or time, each line with its numbers; memory first where it does not fit."""
+    run = estimated.run
+    rates = None if estimated.card is None else rates_of(estimated.card)
+    now = _way("", run, estimated.trace, estimated.batch_size, rates)
+    ways = [*_ways(estimated, rates), *_streamed(estimated)]
+    tokens = estimated.batch_size * run.seq_length
+    found = advise(now, ways, tokens, for_memory=estimated.fits is False)
+    return tuple(found[:MOST_SHOWN])
+
+
+def _way(change: str, run: Run, trace: Trace, batch_size: int, rates: Rates | None, also: str = "") -> Way:
+    tokens = batch_size * run.seq_length
+    memory = estimate_trace(trace, run.capability, run.expandable)
+    seconds = None if rates is None else sum(phase_seconds(trace.work, rates).values()) / tokens
+    return Way(change, memory.peak_p50, seconds, sum(each.flops for each in trace.work) / tokens, also)
+
+
+def _ways(estimated: Estimated, rates: Rates | None) -> Iterator[Way]:
+    run, batch_size, trace = estimated.run, estimated.batch_size, estimated.trace
+    if not run.expandable:
+        changed = replace(run, expandable=True)
+        yield _way("PYTORCH_ALLOC_CONF=expandable_segments:True", changed, trace, batch_size, rates)
+    if run.optimizer in FOREACH:
+        yield from _traced("torch.optim.AdamW(fused=True)", replace(run, optimizer="adamw-fused"), batch_size, rates)
+    if not run.checkpointing:
+        yield from _traced("--gradient-checkpointing", replace(run, checkpointing=True), batch_size, rates)
+    if run.precision == "fp32":
+        precision = "bf16" if isinstance(run.model(), Decoder) else "autocast"
+        also = (
+            NARROW
+            if precision == "autocast"
+            else "weights and products in bf16; vb train keeps fp32 masters beside them"
+        )
+        yield from _traced(f"--precision {precision}", replace(run, precision=precision), batch_size, rates, also)
+    if batch_size > 1:
+        smaller = batch_size // 2
+        change = f"batches of {smaller}, gradients of {-(-batch_size // smaller)} added up"
+        yield from _traced(change, run, smaller, rates)
+
+
+def _traced(change: str, run: Run, batch_size: int, rates: Rates | None, also: str = "") -> Iterator[Way]:
+    try:
+        yield _way(change, run, run.trace(batch_size), batch_size, rates, also)
+    except (ConfigurationError, Unsupported):
+        return  # this model cannot be run so: nothing to advise
+
+
+def _streamed(estimated: Estimated) -> Iterator[Way]:
+    """Through an offload stack, where the estimate has one."""
+    stack, speed = estimated.stack, estimated.speed
+    if stack is None or stack.refused:
+        return
+    peak = context_bytes(estimated.run.capability) + stack.level0 + stack.step
+    seconds = None if speed is None or speed.streamed is None else 1 / speed.streamed
+    yield Way("an offload stack (vb train --vgpu-auto)", peak, seconds, also=f"{stack.host / 2**30:.1f} GiB of RAM")
