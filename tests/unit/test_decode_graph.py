@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tests.unit.test_decoder_equality import config
+from vblackwell.errors import ConfigurationError
 from vblackwell.infer import generate as module
 from vblackwell.infer.decode_graph import lay_out_for_decoding, may_capture
 from vblackwell.infer.generate import draws, stepper
@@ -113,6 +114,8 @@ def test_replays_grow_the_cache_and_wait_for_nothing():
             logits.append(step(ids[:, position : position + 1]).clone())
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    with pytest.raises(ConfigurationError, match="150 positions are taken"):
+        step(ids[:, :1])
     whole = model(ids)
     for position in (21, 63, 64, 128, 149):
         difference = logits[position - 21] - whole[:, position]

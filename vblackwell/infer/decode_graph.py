@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from vblackwell.errors import ConfigurationError
 from vblackwell.nn.cache import KVCache, SteadyCache
 from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.plain_linear import lay_together
@@ -45,6 +46,7 @@ class DecodeGraph:
     @torch.no_grad()
     def __init__(self, model: Decoder, cache: KVCache, rows: int) -> None:
         device = cache.room(0)[0].device
+        self._left, self._max_length = cache.max_length - cache.length, cache.max_length
         self._steady = SteadyCache(cache, model.config)
         self._ids_B1 = torch.zeros((rows, 1), dtype=torch.int64, device=device)
         self._graph = torch.cuda.CUDAGraph()
@@ -61,7 +63,14 @@ class DecodeGraph:
 
     @torch.no_grad()
     def step(self, input_ids_B1: Tensor) -> Tensor:
-        """Logits (B, V) behind one more token a row; they are overwritten by the next call."""
+        """Logits (B, V) behind one more token a row; they are overwritten by the next call.
+
+        Raises:
+            ConfigurationError: the cache is full.
+        """
+        if not self._left:
+            raise ConfigurationError(f"the cache's {self._max_length} positions are taken: make a longer KVCache")
+        self._left -= 1
         self._ids_B1.copy_(input_ids_B1)
         self._graph.replay()
         return self._logits_BV

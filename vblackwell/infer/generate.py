@@ -174,6 +174,7 @@ def stepper(
     def step(input_ids_BS: Tensor) -> Tensor:
         nonlocal graph
         rows, length = input_ids_BS.shape
+        assert graph is None or length == 1, "the host's count of positions ends where the graph begins"
         if isinstance(model, Decoder) and length == 1 and known.length:
             if graph is None and known.max_length - known.length >= FEWEST_STEPS and may_capture(model):
                 graph = DecodeGraph(model, known, rows)

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from vblackwell.kernels.fused import on_device
 
-KEYS = 64  # positions at a time
-_PROGRAMS = 264  # two for each multiprocessor of the largest GPU that this was made for
+_PROGRAMS = 528  # four for each multiprocessor of the largest GPU that this was made for
 _MOST_PARTS = 32
 _LOG2_E = math.log2(math.e)
 
@@ -111,9 +110,14 @@ def _join(
     tl.store(out_ptr + row * H + h, y.to(out_ptr.dtype.element_ty), h < H)
 
 
-def parts_of(rows: int, kv_heads: int, positions: int) -> int:
+def keys_at_once(itemsize: int) -> int:
+    """Positions that a program holds in registers: what compiles without spills up to heads of 256."""
+    return 32 if itemsize == 2 else 16
+
+
+def parts_of(rows: int, kv_heads: int, positions: int, keys: int) -> int:
     """Into how many parts the positions of a cache are cut."""
-    return max(1, min(_MOST_PARTS, -(-_PROGRAMS // (rows * kv_heads)), -(-positions // KEYS)))
+    return max(1, min(_MOST_PARTS, -(-_PROGRAMS // (rows * kv_heads)), -(-positions // keys)))
 
 
 def store(
@@ -139,14 +143,15 @@ def attend(q_BNH: Tensor, keys_BKTH: Tensor, values_BKTH: Tensor, position_1: Te
     q = q_BNH.contiguous()
     (batch, heads, width), (kv_heads, positions) = q.shape, keys_BKTH.shape[1:3]
     assert keys_BKTH.stride() == values_BKTH.stride() and keys_BKTH.stride(-1) == 1
-    parts, wide = parts_of(batch, kv_heads, positions), max(16, triton.next_power_of_2(width))
+    keys, wide = keys_at_once(q.dtype.itemsize), max(16, triton.next_power_of_2(width))
+    parts = parts_of(batch, kv_heads, positions, keys)
     sums = torch.empty((batch * heads, parts, width), dtype=torch.float32, device=q.device)
     tops, masses = torch.empty((2, batch * heads, parts), dtype=torch.float32, device=q.device)
     out = torch.empty_like(q)
     with on_device(q):
         _attend[(batch * kv_heads, parts)](
             q, keys_BKTH, values_BKTH, position_1, sums, tops, masses, _LOG2_E / math.sqrt(width), *keys_BKTH.stride()[:3],
-            K=kv_heads, G=heads // kv_heads, H=width, WIDE=wide, PARTS=parts, KEYS=KEYS, num_warps=4,
+            K=kv_heads, G=heads // kv_heads, H=width, WIDE=wide, PARTS=parts, KEYS=keys, num_warps=4,
         )  # fmt: skip
         _join[(batch * heads,)](
             sums, tops, masses, out, H=width, WIDE=wide, PARTS=parts, MANY=triton.next_power_of_2(parts), num_warps=2
