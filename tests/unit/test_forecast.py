@@ -159,3 +159,31 @@ def test_a_run_without_a_gpu_is_planned_and_compared(monkeypatch):
     found = compare(plan, {"gpu_peak_bytes": None, "levels": levels}, [1.0, 2.0, 50.0, 70.0, 60.0])
     assert found["gpu_bytes"]["measured"] == 60_000 and found["host_bytes"]["measured"] == 400_000
     assert found["tokens_per_second"]["measured"] == 60.0
+
+
+@pytest.mark.slow
+def test_the_2_70b_shape_as_an_h200_ran_it():
+    """docs/log-offload.md, 2026-11-22, 16,384 tokens a step, the CPU's AdamW at 2.02 G parameters/s alone: bytes within 4 %, tokens/s 5 to 8."""
+    run = Run(
+        of_decoder("decoder", DecoderConfig(32000, 2560, 6912, 32, 20, max_position=2048)),
+        2048,
+        precision="bf16",
+        capability=(9, 0),
+    )
+    rates = replace(H200, up=55.2e9, up_both=50.4e9, down_both=50.4e9, cpu_adamw=0.7 * 2.02e9)
+    forecast = Forecast(run, Machine(Bounds(8 * GiB, 110 * GiB), rates, undo=False, may_clip=False))
+    streamed = Choice(
+        "streamed", 8, 1, True, update=0.29, activations="host", level0_bytes=8 * GiB, weight_bytes=int(3.1 * GiB)
+    )
+    found = forecast.predict(streamed)
+    assert not isinstance(found, Lacking)
+    assert found[1].gpu == pytest.approx(6.99e9, rel=0.04) and found[1].host == pytest.approx(39.1e9, rel=0.04)
+    assert found[1].tokens_per_second == pytest.approx(22_325, rel=0.05)
+    clipping = on(forecast, undo=True, may_clip=True).predict(
+        replace(streamed, weight_bytes=int(2.6 * GiB), update=0.3), in_full=True
+    )
+    assert not isinstance(clipping, Lacking) and clipping[1].clipped_seconds is not None
+    assert clipping[1].tokens / clipping[1].clipped_seconds == pytest.approx(16_137, rel=0.05)
+    resident = on(forecast, bounds=Bounds(80 * GiB, GiB)).predict(Choice("resident", 8, 1, True))
+    assert not isinstance(resident, Lacking) and resident[1].gpu == pytest.approx(43.9e9, rel=0.02)
+    assert resident[1].tokens_per_second == pytest.approx(25_679, rel=0.08)

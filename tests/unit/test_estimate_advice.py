@@ -1,0 +1,37 @@
+"""What `vb estimate` advises for a small decoder: numbers of real traces, costs beside them, memory first where it is missing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vblackwell.estimator import Run
+from vblackwell.nn.decoder_config import DecoderConfig
+from vblackwell.plan.estimate import estimate_trace
+from vblackwell.plan.gpus import find_gpu
+from vblackwell.subject import of_decoder
+from vblackwell.train.estimate_advice import advice_of
+from vblackwell.train.estimated import Estimated
+from vblackwell.units import GiB
+
+
+def test_every_line_is_a_difference_between_two_traces():
+    run = Run(of_decoder("decoder", DecoderConfig(512, 256, 704, 4, 4, max_position=256)), 256, capability=(8, 6))
+    trace = run.trace(16)
+    memory = estimate_trace(trace, run.capability)
+    estimated = Estimated("decoder", run, 16, trace, memory, find_gpu("RTX 3070"), GiB, False)
+    found = {each.change: each for each in advice_of(estimated)}
+    checkpointed = estimate_trace(replace(run, checkpointing=True).trace(16), run.capability)
+    advice = found["--gradient-checkpointing"]
+    assert advice.saved_bytes == memory.peak_p50 - checkpointed.peak_p50 > 0
+    assert advice.saved_time is not None and advice.saved_time < 0 and "more time" in advice.cost
+    assert found["--precision bf16"].saved_bytes > 0 and "fp32 masters" in found["--precision bf16"].cost
+    assert "batches of 8, gradients of 2 added up" in found
+    saved = [each.saved_bytes for each in advice_of(estimated)]
+    assert saved == sorted(saved, reverse=True)
+
+
+def test_what_is_done_already_is_not_advised():
+    subject = of_decoder("decoder", DecoderConfig(512, 64, 128, 2, 2, max_position=64))
+    run = Run(subject, 64, "adamw-fused", "bf16", checkpointing=True, expandable=True)
+    trace = run.trace(1)
+    assert advice_of(Estimated("decoder", run, 1, trace, estimate_trace(trace), None, GiB, False)) == ()
