@@ -1,0 +1,123 @@
+"""Levels that hold keys in fewer bytes: the same bits without loss, stated ones with; damage and fullness are typed errors."""
+
+import pytest
+import torch
+
+import vblackwell as vb
+from vblackwell.errors import ConfigurationError, CorruptData, InsufficientMemory, UnknownKey
+from vblackwell.memory import lossless
+from vblackwell.memory.compressed import CODECS, CompressedVGPULevel, KeyStats, worth
+from vblackwell.numerics.fp4 import quantize
+from vblackwell.numerics.sqnr import sqnr
+
+pytest.importorskip("zstandard", reason="the extra 'compressed' is not installed")
+
+
+@pytest.fixture(params=["cpu", "ssd"])
+def level(request, tmp_path):
+    path = str(tmp_path) if request.param == "ssd" else None
+    made = CompressedVGPULevel(1, 4, request.param, path=path)
+    yield made
+    made.close()
+
+
+VALUES = {
+    "weights": torch.randn(300, 257, generator=torch.Generator().manual_seed(0)).mul(0.02).bfloat16(),
+    "moments": torch.randn(1 << 17, generator=torch.Generator().manual_seed(1)).pow(3).mul(1e-6),
+    "integers": torch.arange(1000).view(10, 100),
+    "bytes": torch.randint(0, 256, (12_345,), dtype=torch.uint8),
+    "flags": torch.tensor([True, False, True]),
+    "doubles": torch.randn(7, dtype=torch.float64),
+    "scalar": torch.tensor(3.5),
+    "nothing": torch.empty(0, 3),
+    "nan": torch.tensor([float("nan"), float("inf"), -0.0]),
+}
+
+
+def test_every_bit_comes_back(level):
+    for key, value in VALUES.items():
+        level.put(key, value)
+    for key, value in VALUES.items():
+        again = level.get(key)
+        assert again.dtype == value.dtype and again.shape == value.shape
+        assert (
+            again.numpy(force=True).tobytes() == value.numpy().tobytes()
+            if value.dtype != torch.bfloat16
+            else torch.equal(again, value)
+        )
+    stats = level.stats()
+    assert stats["weights"].ratio > 1.2 and stats["integers"].ratio > 5
+    assert stats["bytes"].held_bytes <= 12_345 + 24 + 4  # what does not shrink costs its table
+    assert level.used_bytes < sum(value.nbytes for value in VALUES.values())
+    packed = quantize(VALUES["weights"])
+    level.put("packed", packed)
+    assert torch.equal(level.get("packed").dequantize(), packed.dequantize())
+
+
+def test_pieces_and_odd_ends(monkeypatch):
+    monkeypatch.setattr(lossless, "PIECE_BYTES", 1000)
+    for dtype in (torch.bfloat16, torch.float32, torch.uint8):
+        for count in (1, 249, 250, 251, 2500):
+            value = torch.randn(count).mul(9).to(dtype)
+            blob = lossless.compress(value)
+            assert torch.equal(lossless.decompress(blob).view(dtype), value)
+
+
+@pytest.mark.parametrize(("codec", "ratio", "floor"), [("fp4", 3.3, 20), ("int8", 1.9, 38), ("fp4+zstd", 3.4, 20)])
+def test_marked_keys_are_rounded(level, codec, ratio, floor):
+    w = VALUES["weights"]
+    level.put("w", w, codec=codec)
+    again = level.get("w")
+    assert again.dtype == w.dtype and sqnr(w, again) > floor and level.stats()["w"].ratio > ratio
+    for value in (VALUES["integers"], VALUES["nan"]):
+        with pytest.raises(ConfigurationError):
+            level.put("w", value, codec=codec)
+    assert torch.equal(level.get("w"), again)  # what was refused changed nothing
+
+
+def test_a_flipped_bit_is_an_error_and_a_full_level_keeps_what_it_has():
+    with pytest.raises(ConfigurationError, match="codec"):
+        CompressedVGPULevel(codec="zip")
+    level = CompressedVGPULevel(1, 0.1, "cpu")
+    level.put("a", VALUES["weights"][:20])
+    level.put("b", VALUES["weights"][:20], codec="fp4")
+    for key in "ab":
+        extent = level._held[key].extent
+        bytes_ = level._place.view(extent)
+        for at in (0, extent.num_bytes // 2, extent.num_bytes - 1):
+            bytes_[at] ^= 4
+            with pytest.raises(CorruptData, match=f"'{key}'.*differ"):
+                level.get(key)
+            bytes_[at] ^= 4
+        assert level.get(key).shape == (20, 257)
+    used = level.used_bytes
+    with pytest.raises(InsufficientMemory):
+        level.put("a", torch.randn(100_000))
+    assert level.used_bytes == used and torch.equal(level.get("a"), VALUES["weights"][:20])
+    with pytest.raises(UnknownKey, match="did you mean 'a'"):
+        level.get("aa")
+    level.remove("a")
+    assert "a" not in level and level.used_bytes < used
+    level.close()
+
+
+def test_damaged_blobs_are_corrupt_data_whatever_is_damaged():
+    blob = lossless.compress(VALUES["weights"])
+    for at in (0, 4, 8, 16, 25):
+        for value in (0xFF, 0x7F):
+            damaged = blob.clone()
+            damaged[at] ^= value
+            with pytest.raises(CorruptData):
+                lossless.decompress(damaged)
+    for cut in (0, 10, 30, blob.numel() - 1):
+        with pytest.raises(CorruptData):
+            lossless.decompress(blob[:cut].clone())
+
+
+def test_worth_is_bytes_against_seconds():
+    stats = KeyStats("lossless", 1000, 500, 1e-7, 1e-7)
+    assert worth(stats, 1e9) and not worth(stats, 1e10)
+    assert not worth(KeyStats("lossless", 1000, 1000, 0.0, 1e-9), 1.0)
+    with pytest.raises(ConfigurationError, match="never read"):
+        worth(KeyStats("lossless", 1000, 500, 0.1, None), 1e9)
+    assert vb.CompressedVGPULevel is CompressedVGPULevel and set(CODECS) > {"lossless"}
