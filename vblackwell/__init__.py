@@ -56,6 +56,8 @@ _WHERE = {
     "restore_causal_lm": "vblackwell.nn.causal_lm",
     "VGPUStack": "vblackwell.memory.stack",
     "VGPULevel": "vblackwell.memory.single",
+    "CompressedVGPULevel": "vblackwell.memory.compressed",
+    "AccessPredictor": "vblackwell.memory.predictor",
     "create_vgpu_stack": "vblackwell.memory.create",
     "HardwareDetector": "vblackwell.hardware",
     "communication_cost": "vblackwell.plan.collectives",
@@ -86,7 +88,9 @@ if TYPE_CHECKING:
     from vblackwell.hardware import HardwareDetector
     from vblackwell.infer.adapters import save_adapter
     from vblackwell.infer.causal_lm import load_causal_lm, save_causal_lm
+    from vblackwell.memory.compressed import CompressedVGPULevel
     from vblackwell.memory.create import create_vgpu_stack
+    from vblackwell.memory.predictor import AccessPredictor
     from vblackwell.memory.single import VGPULevel
     from vblackwell.memory.stack import VGPUStack
     from vblackwell.nn.attention_layer import FlashAttention, from_multihead_attention

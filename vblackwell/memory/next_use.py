@@ -89,6 +89,11 @@ class NextUse(LRU):
         """Whether the trace repeats, so that the future is known."""
         return self._cycle is not None
 
+    def ahead(self, count: int) -> list[str]:
+        """The keys of the next ``count`` accesses; none while no period is known."""
+        cycle, at = self._cycle or [], self._rhythm.position
+        return [cycle[(at + step) % len(cycle)] for step in range(count)] if cycle else []
+
     def add(self, entry: Entry) -> None:
         super().add(entry)
         self._members[entry.key] = entry

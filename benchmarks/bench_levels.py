@@ -1,0 +1,223 @@
+"""Compressed levels on trained tensors, and policies on recorded traces.
+
+``python benchmarks/bench_levels.py`` trains a preset for some steps with torch's AdamW, then holds its weights as bf16, its fp32 weights
+and both
+moments in `CompressedVGPULevel` by every codec: ratio, GB/s in and out, and whether that beats moving the bytes at 1.75 GB/s (the disk of
+docs/precision.md; ``--link`` for another). ``--disk DIR`` measures a plain and a compressed level in that folder instead of assuming.
+``--traces`` records which modules a training loop, a generation and a mixture of 64 experts ask for, with real tokens and a router that
+was trained for a moment, and replays them under `lru`, `next_use`, the successor tables of `AccessPredictor` and Belady's optimum: hit
+rate of demand
+alone, and time waited with prefetching, in transfers of one key.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vblackwell.memory.compressed import CODECS, CompressedVGPULevel, worth
+from vblackwell.memory.replay import POLICIES, replay
+from vblackwell.memory.single import VGPULevel
+from vblackwell.nn.decoder import Decoder
+from vblackwell.train.data import Corpus, prepare_data
+from vblackwell.train.dataset import BatchStream, PackedDataset
+from vblackwell.train.presets import find_preset
+from vblackwell.units import MiB
+
+
+def train(corpus: Corpus, args: argparse.Namespace) -> dict[str, list[Tensor]]:
+    """A trained preset's tensors by kind, on the CPU."""
+    model = Decoder(find_preset(args.preset).decoder_config(corpus.vocab_size, 128), seed=0, device="cpu").to(
+        args.device
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
+    stream = BatchStream(PackedDataset(corpus, 128), 8)
+    began, loss = time.perf_counter(), torch.zeros(())
+    for _ in range(args.steps):
+        inputs, targets = (tensor.to(args.device) for tensor in stream.next())
+        loss = model(inputs, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    print(
+        f"{args.preset}: {args.steps} steps, loss {float(loss.detach()):.3f}, {time.perf_counter() - began:.0f} s",
+        flush=True,
+    )
+    parameters = list(model.parameters())
+    kinds = {
+        "bf16 weights": [p.detach().bfloat16() for p in parameters],
+        "fp32 weights": [p.detach() for p in parameters],
+    }
+    for name, label in (("exp_avg", "first moments"), ("exp_avg_sq", "second moments")):
+        kinds[label] = [optimizer.state[p][name] for p in parameters]
+    return {kind: [tensor.cpu() for tensor in tensors] for kind, tensors in kinds.items()}
+
+
+def compression(kinds: dict[str, list[Tensor]], args: argparse.Namespace) -> None:
+    device, where = ("ssd", args.disk) if args.disk else ("cpu", None)
+    total = sum(t.nbytes for tensors in kinds.values() for t in tensors)
+    capacity = 2 * total / MiB + 64
+    print(f"\nheld in {where or 'RAM'}; {sum(t.nbytes for t in kinds['fp32 weights']) / MiB:.1f} MiB of fp32 weights")
+    print(
+        f"{'what':<15} {'codec':<9} {'ratio':>6} {'in GB/s':>8} {'out GB/s':>9}  worth it at {args.link:g} GB/s, or as measured"
+    )
+    for kind, tensors in kinds.items():
+        times = plain_seconds(tensors, capacity, device, where)
+        size = sum(tensor.nbytes for tensor in tensors)
+        print(f"{kind:<15} {'none':<9} {1:>6.2f} {size / times[0] / 1e9:>8.2f} {size / times[1] / 1e9:>9.2f}")
+        for codec in CODECS:
+            if codec != "lossless" and kind != "bf16 weights":
+                continue
+            level = CompressedVGPULevel(1, capacity, device, path=where, codec=codec)
+            for number, tensor in enumerate(tensors):
+                level.put(str(number), tensor)
+                level.get(str(number))
+            stats = list(level.stats().values())
+            put, get = sum(s.put_seconds for s in stats), sum(s.get_seconds or 0.0 for s in stats)
+            ratio = size / sum(s.held_bytes for s in stats)
+            if where:
+                verdict = f"{'yes' if put + get < sum(times) else 'no'}: {put + get:.2f} s beside {sum(times):.2f}"
+            else:
+                share = sum(s.num_bytes for s in stats if worth(s, args.link * 1e9)) / size
+                verdict = f"{'yes' if share > 0.5 else 'no'}, for {100 * share:.0f} % of the bytes"
+            print(
+                f"{'':<15} {codec:<9} {ratio:>6.2f} {size / put / 1e9:>8.2f} {size / get / 1e9:>9.2f}  {verdict}",
+                flush=True,
+            )
+            level.close()
+
+
+def plain_seconds(tensors: list[Tensor], capacity: float, device: str, path: str | None) -> tuple[float, float]:
+    """To put them into a plain level, and to get them back."""
+    level, began = VGPULevel(1, capacity, device, path=path), time.perf_counter()
+    for number, tensor in enumerate(tensors):
+        level.put(str(number), tensor)
+    middle = time.perf_counter()
+    for number in range(len(tensors)):
+        level.get(str(number))
+    end = time.perf_counter()
+    level.close()
+    return middle - began, end - middle
+
+
+class Experts(nn.Module):
+    """A language model of two layers with 64 experts each, of which a token takes two."""
+
+    def __init__(self, vocab_size: int, width: int = 64, experts: int = 64) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocab_size, width), nn.Linear(width, vocab_size, bias=False)
+        self.routers = nn.ModuleList(nn.Linear(width, experts, bias=False) for _ in range(2))
+        self.experts = nn.ParameterList(
+            nn.Parameter(torch.randn(experts, width, width) * width**-0.5) for _ in range(2)
+        )
+        self.chosen: list[Tensor] = []
+
+    def forward(self, ids_BS: Tensor) -> Tensor:
+        x, self.chosen = self.embed(ids_BS), []
+        x = x + functional.pad(x[:, :-1], (0, 0, 1, 0))  # the token before
+        for router, weights in zip(self.routers, self.experts, strict=True):
+            gate, index = router(x).softmax(-1).topk(2, dim=-1)
+            self.chosen.append(index)
+            out = torch.einsum("bsd,bskde->bske", x, weights[index])
+            x = x + (functional.gelu(out) * gate.unsqueeze(-1)).sum(2)
+        return self.head(functional.rms_norm(x, x.shape[-1:]))
+
+
+def traces(corpus: Corpus, steps: int) -> Iterator[tuple[str, list[str]]]:
+    """(what, keys in order)."""
+    torch.manual_seed(0)
+    model = Decoder(find_preset("tiny").decoder_config(corpus.vocab_size, 32), seed=0, device="cpu")
+    heard: list[str] = []
+    for number, layer in enumerate(model.layers):
+        for register in (layer.register_forward_pre_hook, layer.register_full_backward_pre_hook):
+            register(lambda *_, name=f"layer {number}": heard.append(name))
+    stream = BatchStream(PackedDataset(corpus, 32), 1)
+    for _ in range(60):
+        inputs, targets = stream.next()
+        (model(inputs, targets) / 2).backward()
+    yield "training, 9 layers", list(heard)
+    updates: list[str] = []
+    for start in range(0, len(heard), 36):  # two micro-batches, then an update from the first layer on
+        updates += heard[start : start + 36] + [f"layer {number}" for number in range(9)]
+    yield "the same with updates", updates
+    heard.clear()
+    with torch.no_grad():
+        ids = stream.next()[0]
+        for _ in range(150):
+            ids = torch.cat([ids, model(ids[:, -16:])[:, -1].argmax(-1, keepdim=True)], 1)
+    yield "generation, 9 layers", list(heard)
+    moe = Experts(corpus.vocab_size)
+    optimizer = torch.optim.AdamW(moe.parameters(), lr=3e-3)
+    batches = BatchStream(PackedDataset(corpus, 64), 4)
+    for _ in range(steps):
+        inputs, targets = batches.next()
+        logits = moe(inputs)
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        (loss + balance(moe, inputs)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print(f"experts: {steps} steps, loss {float(loss.detach()):.3f}")
+    with torch.no_grad():
+        moe(torch.from_numpy(corpus.tokens[:3000].astype("int64"))[None])
+    keys = []
+    for token in range(3000):
+        for layer, index in enumerate(moe.chosen):
+            keys += [f"{layer}.{int(expert)}" for expert in index[0, token]]
+    yield "experts, 2 x 64, top 2", keys
+    chance = random.Random(0)
+    yield "noise, 64 keys", [str(chance.randrange(64)) for _ in range(4000)]
+
+
+def balance(moe: Experts, inputs: Tensor) -> Tensor:
+    """The usual load balancing: mean probability of each expert times its share."""
+    probabilities = moe.routers[0](moe.embed(inputs)).softmax(-1).flatten(0, 1).mean(0)
+    share = functional.one_hot(moe.chosen[0].flatten(), 64).float().mean(0)
+    return 64 * 0.01 * (probabilities * share).sum()
+
+
+def policies(corpus: Corpus, args: argparse.Namespace) -> None:
+    print(
+        f"\n{'trace':<24} {'keys':>5} {'level':>6}  "
+        + "  ".join(f"{policy:>18}" for policy in POLICIES)
+        + "   (hit rate, waited)"
+    )
+    for what, trace in traces(corpus, args.steps):
+        distinct = len(set(trace))
+        for capacity in (max(2, distinct // 3), max(3, 2 * distinct // 3)):
+            found = [replay(trace, capacity, policy, compute=args.compute) for policy in POLICIES]
+            cells = "  ".join(f"{100 * each.hit_rate:>7.2f} % {each.stall:>8.0f}" for each in found)
+            print(f"{what:<24} {distinct:>5} {capacity:>6}  {cells}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="tiny")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--link", type=float, default=1.75, help="GB/s that bytes would move at")
+    parser.add_argument("--disk", default=None, help="folder of a level on a disk")
+    parser.add_argument("--traces", action="store_true", help="the traces alone")
+    parser.add_argument("--compute", type=float, default=1.0, help="time an access computes, in transfers of a key")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}")
+    corpus = prepare_data(None)
+    if args.traces:
+        policies(corpus, args)
+    else:
+        compression(train(corpus, args), args)
+
+
+if __name__ == "__main__":
+    main()
