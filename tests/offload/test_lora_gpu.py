@@ -9,7 +9,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.offload.test_lora import trained
 from vblackwell.infer.adapters import save_adapter
+from vblackwell.infer.batch import columns
 from vblackwell.infer.causal_lm import load_causal_lm, save_causal_lm
+from vblackwell.infer.room import room_for
+from vblackwell.infer.sampling import Sampling
 from vblackwell.infer.streamed import open_streamed
 from vblackwell.memory.stack import VGPUStack
 from vblackwell.nn.lora_config import Lora
@@ -81,3 +84,19 @@ def test_logits_of_a_streamed_model(fp4, folder):
         with torch.no_grad():
             logits.append(model(input_ids=IDS.to(stack.level0_device), use_cache=False).logits.float().cpu())
     assert (logits[0] - logits[1]).norm() < 0.05 * logits[0].norm()
+
+
+@pytest.mark.parametrize("fp4", [None, "nvfp4"])
+def test_the_text_is_the_same_however_little_fits(fp4, folder):
+    """Weights, keys and values pass through 512 MiB and little more, of which the workspace takes 512 MiB; or all of them stay."""
+    texts, moved = [], []
+    for extra in (512, 4.5 if fp4 is None else 2.1):
+        levels = [{"device": "cuda:0", "capacity_mb": 512 + extra}, {"device": "cpu", "capacity_mb": 256}]
+        stack = VGPUStack({"levels": levels})
+        model = open_streamed(folder, stack, fp4=fp4)
+        with room_for(model, 4, 48) as (cache, _):
+            texts.append(list(columns(model, IDS[:, :16].tolist(), 32, Sampling(temperature=0), 0, 5, cache)))
+        links = stack.get_stats()["links"]
+        moved.append(sum(link["bytes"] for link in links if link["destination"] == "cuda:0"))
+    assert texts[0] == texts[1] and len(texts[0]) == 32
+    assert moved[1] > 5 * moved[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -14,6 +16,7 @@ from vblackwell.infer.cache_shape import CacheShape, cache_shape, layers_on_leve
 from vblackwell.infer.room import Room, divide, room_for
 from vblackwell.infer.sampling import Sampling
 from vblackwell.infer.stacked_cache import StackedCache
+from vblackwell.memory.stack import VGPUStack
 
 NUMBERS = [list(range(3, 13)), list(range(30, 40)), [5, 6, 7]]
 COUNT = 6
@@ -58,6 +61,22 @@ def test_levels_change_no_bit(rows, chunk, model, make_stack):  # noqa: F811
     assert stack.get_stats()["levels"][0]["used_bytes"] == stack.get_stats()["levels"][1]["used_bytes"] == 0
     for tokens, logits in found:
         assert tokens == expected[0]
+        assert all(torch.equal(one, other) for one, other in zip(logits, found[0][1], strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_levels_change_no_bit_on_a_gpu(chunk, model):
+    moved = copy.deepcopy(model).to("cuda", torch.bfloat16)
+    shape = shape_of(model, 3)._replace(dtype=torch.bfloat16)
+    with VGPUStack({"levels": [{"device": "cuda:0", "capacity_mb": 8}, {"device": "cpu", "capacity_mb": 64}]}) as stack:
+        found = []
+        for on_level0 in (5, 3, 0, 0):
+            cache = StackedCache(stack, shape, on_level0)
+            found.append(write(moved, 3, cache, chunk))
+            cache.close()
+    for tokens, logits in found[1:]:
+        assert tokens == found[0][0]
         assert all(torch.equal(one, other) for one, other in zip(logits, found[0][1], strict=True))
 
 
