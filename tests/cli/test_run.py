@@ -102,10 +102,13 @@ def test_a_hugging_face_folder_is_trained_further(finished, place):
         "--seq-length",
         "32",
         "--batch-size",
-        "4",
+        "auto",
     ]
     output = place.vb(*words, "--max-steps", "3", "--device", "cpu", "--sample-tokens", "0", "--vgpu-auto").stdout
     assert "final: 0.05 M parameters" in output and " over ssd " in output, output
+    assert "plan: resident, 8 sequences" in output and "predicted  measured" in output, output
+    report = json.loads((place.folder / "runs/final/report.json").read_text())
+    assert report["placement"] == "resident" and report["plan"]["tokens_per_second"]["measured"] > 0
     lines = metrics_of(place.folder / "runs/final")
     last = [line["val_loss"] for line in metrics_of(run) if "val_loss" in line][-1]
     assert abs(lines[0]["val_loss"] - last) < 0.3  # an untrained one is above 5.4

@@ -163,7 +163,7 @@ def test_a_run_without_a_gpu_is_planned_and_compared(monkeypatch):
 
 @pytest.mark.slow
 def test_the_2_70b_shape_as_an_h200_ran_it():
-    """docs/log-offload.md, 2026-11-22, 16,384 tokens a step, the CPU's AdamW at 2.02 G parameters/s alone: bytes within 4 %, tokens/s 5 to 8."""
+    """docs/log-offload.md, 2026-11-22, 16,384 tokens a step, AdamW on the CPU at 2.02 G/s alone: bytes within 4 %, speed 5 to 8."""
     run = Run(
         of_decoder("decoder", DecoderConfig(32000, 2560, 6912, 32, 20, max_position=2048)),
         2048,

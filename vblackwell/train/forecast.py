@@ -171,7 +171,7 @@ class Forecast:
                 state += count * master + sum(range_bytes(kind, count, width) for kind in formats.moments)
         books = state + trained * (WIDE_GRADIENT + 2)
         if not self.machine.has_gpu:
-            return books, books, books
+            return state, books, books  # gradients are outside the arena, but asked for
         gpu = state + peak_with_gradients(trace, WIDE_GRADIENT / min(widths), held=choice.accumulation_steps > 1)
         return gpu, int(gpu * RESIDENT_P99) + P99_BYTES, books
 
