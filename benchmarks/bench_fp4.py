@@ -26,9 +26,9 @@ import torch
 from fp4_peers import PEERS, Peer, choose
 from graph_timing import graph_us
 
-from vblackwell.kernels import autotune, fp4_cuda, fp4_norm, layout, nvrtc, reference, w4a8
+from vblackwell.kernels import autotune, fp4_cuda, fp4_norm, fp4_plan, layout, nvrtc, reference, w4a8
 from vblackwell.kernels.fp4 import fp4_linear, fp4_linear_dx
-from vblackwell.kernels.fp4_cuda import MmaPlan, WgmmaPlan
+from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan
 from vblackwell.kernels.rms_norm import rms_norm
 from vblackwell.numerics.formats import FORMATS
 
@@ -57,11 +57,11 @@ def plans_of(m: int, n: int, k: int) -> list[MmaPlan | WgmmaPlan]:
     """Every plan that the dispatcher, or somebody who asks for a backend, may run for a shape on Hopper."""
     plans: list[MmaPlan | WgmmaPlan] = []
     if m <= 16:
-        plans.append(fp4_cuda.plan_mma(m, n, k, True))
+        plans.append(fp4_plan.plan_mma(m, n, k, True))
     if m <= 32:
-        plans.append(fp4_cuda.plan_mma(m, n, k, False))
+        plans.append(fp4_plan.plan_mma(m, n, k, False))
     if m <= 1024:
-        plans.append(fp4_cuda.plan_wgmma(m, n, k))
+        plans.append(fp4_plan.plan_wgmma(m, n, k))
     return plans
 
 
@@ -84,7 +84,7 @@ def prebuild() -> None:
     for (n, k), m, fp16 in itertools.product(CHECK_SHAPES, CHECK_ROWS, (False, True)):
         wanted += [(plan, fp16, True) for plan in plans_of(m, n, k)]
     for plan, fp16, out32 in dict.fromkeys(wanted):
-        files = fp4_cuda.MMA_FILES if isinstance(plan, MmaPlan) else fp4_cuda.WGMMA_FILES
+        files = fp4_plan.MMA_FILES if isinstance(plan, MmaPlan) else fp4_plan.WGMMA_FILES
         jobs.append((files, plan.macros(fp16, out32)))
     with ThreadPoolExecutor(16) as pool:
         done = list(pool.map(lambda job: nvrtc.cached_cubin(job[0], job[1], "sm_90a"), jobs))
@@ -297,7 +297,7 @@ def tune() -> None:
         packed, _ = layers_of(n, k)
         for m in (row for row in ROWS if row <= 256):
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-            plan = plans_of(m, n, k)[0] if m <= fp4_cuda.most_mma_rows((9, 0), n) else fp4_cuda.plan_wgmma(m, n, k)
+            plan = plans_of(m, n, k)[0] if m <= fp4_plan.most_mma_rows((9, 0), n) else fp4_plan.plan_wgmma(m, n, k)
 
             def measure(
                 variant: MmaPlan | WgmmaPlan, x: torch.Tensor = x, n: int = n, packed: list[Tiled] = packed

@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vblackwell.kernels import fp4_cuda, layout, nvrtc, reference
-from vblackwell.kernels.fp4_cuda import MmaPlan, WgmmaPlan
+from vblackwell.kernels import fp4_cuda, fp4_plan, layout, nvrtc, reference
+from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan
 from vblackwell.numerics.formats import FORMATS
 
 HERE = Path(__file__).parent
@@ -123,9 +123,9 @@ def linear(
     norm: fp4_cuda.Norm | None = None,
 ) -> Tensor:
     """fp32 output of the kernel of ``plan``, an mma plan with ``norm``; starts as NaN."""
-    x_MK, k = fp4_cuda._aligned(x_MK)
+    x_MK, k = fp4_cuda.aligned(x_MK)
     m = x_MK.shape[0]
-    if isinstance(plan, MmaPlan) and (norm is not None or k % 64):
+    if isinstance(plan, MmaPlan) and k % 64:
         plan = plan.without_bulk()
     y_MN = torch.full((m, n), torch.nan)
     fp16 = x_MK.dtype == torch.float16
@@ -136,20 +136,20 @@ def linear(
         assert isinstance(plan, MmaPlan)
         grid = (-(-n // (32 * plan.row_warps)), blocks, plan.shared_bytes(k, norm.kind))
         args = [x_MK, *tiled, bias, y_MN, m, n, k, act, *plan.chunks(k), norm.gain, norm.gain_sums, norm.eps, *grid]
-        _call(fp4_cuda.MMA_FILES, plan.macros(fp16, True, norm.kind), _NORM_MAIN, args)
+        _call(fp4_plan.MMA_FILES, plan.macros(fp16, True, norm.kind), _NORM_MAIN, args)
     elif isinstance(plan, MmaPlan):
         grid = (-(-n // (32 * plan.row_warps)), blocks, plan.shared_bytes(k))
-        _call(fp4_cuda.MMA_FILES, macros, _MMA_MAIN, [x_MK, *tiled, bias, y_MN, m, n, k, act, *plan.chunks(k), *grid])
+        _call(fp4_plan.MMA_FILES, macros, _MMA_MAIN, [x_MK, *tiled, bias, y_MN, m, n, k, act, *plan.chunks(k), *grid])
     else:
         windows = -(-k // 64)
         image = torch.full((blocks * windows * plan.tokens * 128,), 0xFF, dtype=torch.uint8)
         grid = (-(-windows * plan.tokens * 8 // 256), -(-n // (64 * plan.groups)), blocks, plan.shared_bytes())
         if plan.clusters:
-            _call(fp4_cuda.WGMMA_FILES, macros, _ARRANGE_MAIN, [x_MK, image, m, k, grid[0], blocks])
+            _call(fp4_plan.WGMMA_FILES, macros, _ARRANGE_MAIN, [x_MK, image, m, k, grid[0], blocks])
             args = [image, *tiled, bias, y_MN, m, n, k, act, plan.clusters, plan.shared_bytes()]
             _call(plan.files, macros, _TILES_MAIN, args)
             return y_MN
-        _call(fp4_cuda.WGMMA_FILES, macros, _WGMMA_MAIN, [x_MK, image, *tiled, bias, y_MN, m, n, k, act, *grid])
+        _call(fp4_plan.WGMMA_FILES, macros, _WGMMA_MAIN, [x_MK, image, *tiled, bias, y_MN, m, n, k, act, *grid])
     return y_MN
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.kernels import backends, dispatch, fp4_cuda
+from vblackwell.kernels import backends, dispatch, fp4_plan
 from vblackwell.kernels.dispatch import Backend, Request, choose, explain, use_backend
 
 H200 = torch.device("cuda", 0)
@@ -67,10 +67,10 @@ def test_a_cpu_has_no_capability():
 
 
 def test_consumer_blackwell_gets_the_plans_that_fit_99_kb():
-    assert [fp4_cuda.has_clusters(c) for c in ((8, 9), (9, 0), (10, 0), (12, 0))] == [False, True, True, False]
+    assert [fp4_plan.has_clusters(c) for c in ((8, 9), (9, 0), (10, 0), (12, 0))] == [False, True, True, False]
 
 
 def test_dequantising_wins_for_many_rows_and_never_for_few():
     for n, k in ((4096, 4096), (14336, 4096), (28672, 8192)):
-        assert all(fp4_cuda.wgmma_beats_dequantize(m, n, k) for m in (17, 64, 256))
-        assert not fp4_cuda.wgmma_beats_dequantize(8192, n, k)
+        assert all(fp4_plan.wgmma_beats_dequantize(m, n, k) for m in (17, 64, 256))
+        assert not fp4_plan.wgmma_beats_dequantize(8192, n, k)

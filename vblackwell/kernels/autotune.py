@@ -1,6 +1,6 @@
 """Which of several equal plans is fastest here: measured once, kept on disk, never a matter of the result.
 
-A plan (fp4_cuda.py) comes from the shape. What may be tuned are the fields that leave the order of additions alone (how many windows are
+A plan (fp4_plan.py) comes from the shape. What may be tuned are the fields that leave the order of additions alone (how many windows are
 in flight, how many blocks share a multiprocessor), so results do not depend on whether or where somebody tuned. Entries
 are looked up by (op, dtype, rows rounded up to a power of two, N, K) first in the cache of this very GPU, driver, torch and triton
 version under ``$XDG_CACHE_HOME/vblackwell/autotune``, then in the table shipped for the GPU's name; without either the plan
@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from vblackwell.kernels.fp4_cuda import MmaPlan, WgmmaPlan
+from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan
 from vblackwell.kernels.nvrtc import cache_folder, driver_version, write_atomically
 
 Plan = TypeVar("Plan", MmaPlan, WgmmaPlan)

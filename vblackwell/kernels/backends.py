@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from vblackwell.kernels import autotune, fp4_cuda, layout, nvrtc, reference
+from vblackwell.kernels import autotune, fp4_cuda, fp4_plan, layout, nvrtc, reference
 from vblackwell.kernels.dispatch import Backend, Request, capability, choose, request_of
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -45,7 +45,7 @@ def linear_reasons(request: Request) -> list[str]:
 
 def _mma_reasons(request: Request) -> list[str]:
     reasons = linear_reasons(request)
-    most = fp4_cuda.most_mma_rows(request.capability, request.n)
+    most = fp4_plan.most_mma_rows(request.capability, request.n)
     if request.m > most:
         reasons.append(f"{request.m} rows: above {most} another backend is faster for {request.n} features on this GPU")
     return reasons
@@ -55,7 +55,7 @@ def _wgmma_reasons(request: Request) -> list[str]:
     reasons = linear_reasons(request)
     if request.device.type == "cuda" and request.capability != (9, 0):
         reasons.append(f"compute capability {request.capability[0]}.{request.capability[1]}: it needs 9.0 (Hopper)")
-    if not fp4_cuda.wgmma_beats_dequantize(request.m, request.n, request.k):
+    if not fp4_plan.wgmma_beats_dequantize(request.m, request.n, request.k):
         reasons.append(f"{request.m} rows: dequantising once is faster for {request.n} x {request.k}")
     return reasons
 
@@ -70,13 +70,13 @@ def _cuda_only(request: Request) -> list[str]:
 
 def _mma(x_MK, codes, block_scales, tensor_scale, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
     plan = autotune.tuned(
-        fp4_cuda.plan_mma(x_MK.shape[0], n, k, fp4_cuda.has_clusters(capability(x_MK.device))), x_MK, n, k
+        fp4_plan.plan_mma(x_MK.shape[0], n, k, fp4_plan.has_clusters(capability(x_MK.device))), x_MK, n, k
     )
     return fp4_cuda.run_mma(plan, x_MK, codes, block_scales, tensor_scale, like(bias, x_MK), activation, n)
 
 
 def _wgmma(x_MK, codes, block_scales, tensor_scale, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
-    plan = autotune.tuned(fp4_cuda.plan_wgmma(x_MK.shape[0], n, k), x_MK, n, k)
+    plan = autotune.tuned(fp4_plan.plan_wgmma(x_MK.shape[0], n, k), x_MK, n, k)
     return fp4_cuda.run_wgmma(plan, x_MK, codes, block_scales, tensor_scale, like(bias, x_MK), activation, n)
 
 

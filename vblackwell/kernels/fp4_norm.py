@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels import autotune, backends, fp4_cuda
+from vblackwell.kernels import autotune, backends, fp4_cuda, fp4_plan
 from vblackwell.kernels.autocast import register_autocast
 from vblackwell.kernels.dispatch import Backend, Request, capability, choose, request_of
 from vblackwell.kernels.fp4 import check_arguments
@@ -37,7 +37,7 @@ def _mma_reasons(request: Request) -> list[str]:
 
 
 def _mma(x_MK, gain_K, gain_sums_N, eps, codes, scales, tensor_scale, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
-    plan = fp4_cuda.plan_mma(x_MK.shape[0], n, k, fp4_cuda.has_clusters(capability(x_MK.device)))
+    plan = fp4_plan.plan_mma(x_MK.shape[0], n, k, fp4_plan.has_clusters(capability(x_MK.device)), bulk=False)
     plan = autotune.tuned(plan, x_MK, n, k)
     norm = fp4_cuda.Norm(_aligned(gain_K), eps, gain_sums_N)
     bias = backends.like(bias, x_MK)

@@ -1,6 +1,6 @@
 """Launches of ``cuda/two_part.cu``, and how they cover a shape.
 
-Blocks are those that `fp4_cuda.plan_mma` gives the coarse part alone, since what decides is the same: one block of 16 warps a
+Blocks are those that `fp4_plan.plan_mma` gives the coarse part alone, since what decides is the same: one block of 16 warps a
 multiprocessor, and a cluster that splits K from three rows on. A window holds 2176 bytes instead of 1152, so x has less room.
 """
 
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vblackwell.kernels.fp4_cuda import _aligned, _ceil, plan_mma
+from vblackwell.kernels.fp4_cuda import aligned
+from vblackwell.kernels.fp4_plan import ceil_div, plan_mma
 from vblackwell.kernels.nvrtc import kernel
 from vblackwell.kernels.reference import ACTIVATIONS
 
@@ -26,7 +27,7 @@ _X_BYTES = {
 
 @dataclass(frozen=True)
 class TwoPartPlan:
-    """How ``two_part_mma`` covers a shape; fields as of `fp4_cuda.MmaPlan`."""
+    """How ``two_part_mma`` covers a shape; fields as of `fp4_plan.MmaPlan`."""
 
     tokens: int
     row_warps: int
@@ -49,15 +50,15 @@ class TwoPartPlan:
 
     def chunks(self, k: int) -> tuple[int, int]:
         """(windows a chunk of x, chunks a block): one chunk where it fits, else equal ones in two buffers."""
-        share = _ceil(_ceil(k, 64), self.splits)
+        share = ceil_div(ceil_div(k, 64), self.splits)
         most = self.x_bytes // (self.tokens * 128)
-        whole = _ceil(share, self.k_warps) * self.k_warps
+        whole = ceil_div(share, self.k_warps) * self.k_warps
         if whole <= most:
             return whole, 1
         unit = self.k_warps * self.prefetch  # so that a chunk of x is older than the windows that a warp waits for
         windows = max(1, most // 2 // unit) * unit
-        count = _ceil(share, windows)
-        return _ceil(_ceil(share, count), unit) * unit, count
+        count = ceil_div(share, windows)
+        return ceil_div(ceil_div(share, count), unit) * unit, count
 
     def shared_bytes(self, k: int) -> int:
         """Of a block, for rows of ``k``."""
@@ -69,7 +70,7 @@ class TwoPartPlan:
 
 def plan(m: int, n: int, k: int, clusters: bool) -> TwoPartPlan:
     """The plan for up to 16 rows, with or without clusters of blocks (sm_90); a function of the shape alone."""
-    base = plan_mma(m, n, k, clusters)
+    base = plan_mma(m, n, k, clusters, bulk=False)
     return TwoPartPlan(
         base.tokens, base.row_warps, base.k_warps, base.splits, min(4, base.prefetch), _X_BYTES[clusters]
     )
@@ -80,10 +81,10 @@ def run_mma(
     bias: Tensor | None, activation: str, n: int, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """One launch; x is bf16, ``out_dtype`` bf16 or fp32."""
-    x_MK, k = _aligned(x_MK)
+    x_MK, k = aligned(x_MK)
     m = x_MK.shape[0]
     y_MN = torch.empty(m, n, dtype=out_dtype or x_MK.dtype, device=x_MK.device)
-    grid = (_ceil(n, 32 * plan.row_warps), plan.splits, _ceil(m, plan.tokens))
+    grid = (ceil_div(n, 32 * plan.row_warps), plan.splits, ceil_div(m, plan.tokens))
     args = (
         x_MK, codes, fine, block_scales, tensor_scale, bias, y_MN, m, n, k, ACTIVATIONS.index(activation), *plan.chunks(k),
     )  # fmt: skip
@@ -98,7 +99,7 @@ def run_dequantize(
     """The (n, k) weight as bf16, fp16 or fp32, by one launch."""
     w_NK = torch.empty(n, k, dtype=dtype, device=codes.device)
     macros = {"FP16": 0, "OUT": {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}[dtype]}
-    grid = (_ceil(_ceil(k, 64), 4), _ceil(n, 32), 1)
+    grid = (ceil_div(ceil_div(k, 64), 4), ceil_div(n, 32), 1)
     args = (codes, fine, block_scales, tensor_scale, w_NK, n, k)
     kernel(FILES, "two_part_dequantize", macros, codes.device).launch(grid, 128, 0, args)
     return w_NK
