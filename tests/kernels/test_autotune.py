@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 
-from vblackwell.kernels import autotune, fp4_cuda
-from vblackwell.kernels.fp4_cuda import MmaPlan, WgmmaPlan
+from vblackwell.kernels import autotune, fp4_plan
+from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan
 
 MACHINE = {"gpu": "NVIDIA H200", "multiprocessors": "132", "driver": "13000", "torch": "2.11", "triton": "3.6"}
 FIXED = {
@@ -16,9 +16,9 @@ FIXED = {
 }
 PLANS = [
     MmaPlan(8, 2, 2, 1, 4),
-    fp4_cuda.plan_mma(4, 4096, 4096, True),
-    fp4_cuda.plan_wgmma(64, 4096, 4096),
-    fp4_cuda.plan_wgmma(256, 14336, 4096),
+    fp4_plan.plan_mma(4, 4096, 4096, True),
+    fp4_plan.plan_wgmma(64, 4096, 4096),
+    fp4_plan.plan_wgmma(256, 14336, 4096),
 ]
 
 
@@ -82,6 +82,7 @@ def test_the_shipped_table_speaks_of_plans_that_exist():
     names = set()
     for n, k in ((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192)):
         for m in x_MK:
-            for plan in (fp4_cuda.plan_mma(m, n, k, True), fp4_cuda.plan_wgmma(m, n, k)):
+            mma = (fp4_plan.plan_mma(m, n, k, True, bulk) for bulk in (True, False))
+            for plan in (*mma, fp4_plan.plan_wgmma(m, n, k)):
                 names.add(autotune.entry_name(plan, torch.bfloat16, m, n, k))
     assert entries and set(entries) <= names
