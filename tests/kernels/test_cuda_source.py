@@ -5,7 +5,7 @@ import torch
 
 from tests.kernels import emulation
 from vblackwell.kernels import fp4_cuda, layout, reference, w4a8
-from vblackwell.kernels.fp4_cuda import MmaPlan, WgmmaPlan
+from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan
 
 pytestmark = emulation.needs_compiler
 HALVES = [torch.bfloat16, torch.float16]
@@ -28,6 +28,9 @@ WGMMA = [
     (WgmmaPlan(64, 1, 1, 3, 2, image=True, k_groups=2), 50, 70, 520),
     (WgmmaPlan(32, 1, 1, 3, 3, image=True, clusters=2), 90, 130, 328),  # nine tiles: two rounds and a split
     (WgmmaPlan(32, 1, 1, 3, 2, image=True, clusters=2), 33, 200, 128),  # eight tiles, two rounds
+    (WgmmaPlan(32, 1, 1, 2, 2, image=True, clusters=2), 64, 40, 40),  # two tiles of one window: nothing to split
+    (WgmmaPlan(32, 2, 1, 4, 2, k_groups=2), 40, 130, 328),
+    (MmaPlan(16, 1, 12, 1, 4, chunk=24, x_stages=3), 11, 33, 1600),  # the shape of a plan that a rule takes
 ]
 
 

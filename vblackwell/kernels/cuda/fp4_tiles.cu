@@ -31,7 +31,7 @@ DEVICE Work work_of(int turn, int cluster, int clusters, int rank, int tiles, in
     const int rounds = tiles / (2 * clusters), rest = tiles - rounds * 2 * clusters;
     Work work = {0, 0, 0, 0, 0};
     int tile = (turn * clusters + cluster) * 2 + rank;
-    if (turn == rounds && rest <= clusters) {
+    if (turn == rounds && rest <= clusters && windows > 1) {  // a single window cannot be split
         if (cluster >= rest) return work;
         tile = rounds * 2 * clusters + cluster;
         work.split = 1;
