@@ -1,8 +1,9 @@
 """Every plausible plan of the fused FP4 kernels for a shape against cuBLAS bf16: where the rules of kernels/fp4_cuda.py come from.
 
 ``python benchmarks/fp4_plans.py --cells 16x4096x4096,64x4096x4096 --csv plans.csv`` on a Hopper GPU. A cell is M x N x K. Plans are
-compiled in parallel, checked against float64 (a wrong or unrepeatable one is not timed), then timed as in bench_fp4.py: CUDA graphs of
-24 layers, all systems in turns. ``--list`` counts the plans of each cell and needs no GPU.
+compiled in parallel, checked against float64 (a wrong or unrepeatable one is not timed), then timed as in bench_fp4.py, by CUDA graphs of
+24 layers. All plans are timed once, the best in turns with cuBLAS and what the rule chooses today. A plan that hangs costs seconds, and
+its family is left out from then on (fp4_sweep.py). ``--list`` counts the plans of each cell and needs no GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import csv
 import functools
 import gc
 import itertools
+import json
 import os
 import sys
 import time
@@ -22,19 +24,21 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import fp4_sweep
 import torch
 from bench_fp4 import LAYERS, Tiled, layers_of, run_plan
-from graph_timing import alternating_us
+from graph_timing import alternating_us, graph_us
 
-from vblackwell.kernels import fp4_cuda, nvrtc, w4a8
+from vblackwell.kernels import fp4_cuda, fp4_plan, nvrtc, w4a8
 from vblackwell.kernels.fp4 import fp4_linear
-from vblackwell.kernels.fp4_cuda import MmaPlan, WgmmaPlan
+from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan
 
 Plan = MmaPlan | WgmmaPlan
 Cell = tuple[int, int, int]
 OPEN = "1x14336x4096,4x4096x4096,4x14336x4096,4x4096x14336,{16},{64},{128},256x6144x4096,256x4096x4096,{1024},{4096}"
 SHAPES = "4096x4096,6144x4096,14336x4096,4096x14336,8192x8192,28672x8192"
 SHARED, REGISTERS = 227 * 1024, 65536
+FINALISTS = 6  # plans of a cell that are timed in turns, beside the rule's
 
 
 def open_cells() -> list[Cell]:
@@ -50,7 +54,8 @@ def open_cells() -> list[Cell]:
     text = OPEN
     for m, chosen in rows.items():
         text = text.replace(f"{{{m}}}", ",".join(f"{m}x{shape}" for shape in chosen))
-    return parse_cells(text)
+    # Few rows first, as they are furthest from their floors; a shape's cells together, as its layers take longest to make.
+    return sorted(parse_cells(text), key=lambda cell: (cell[0] >= 1024, cell[1] * cell[2], cell[1], abs(cell[0] - 32)))
 
 
 def parse_cells(text: str) -> list[Cell]:
@@ -98,7 +103,7 @@ def wgmma_plans(m: int, n: int, k: int) -> Iterator[WgmmaPlan]:
         if not (_fills(blocks, 1) or _fills(blocks, most)) or (splits == 4 and 120 * most < blocks <= 132 * most):
             continue
         plan = WgmmaPlan(tokens, groups, splits, 4, 4, most, image, k_groups)
-        if plan.registers < tokens // 2 + 32 + (24 if image else 32):  # sums, fragments, addresses
+        if plan.registers < tokens // 2 + 32 + (28 if image else 32):  # sums, fragments, addresses
             continue
         if most == 2 and consumers == 1 and k_groups == 1 and blocks > 132 and splits == 4:
             continue
@@ -124,8 +129,8 @@ def plans(m: int, n: int, k: int) -> list[Plan]:
         found += wgmma_plans(m, n, k)
     if m >= 128:
         found += tiles_plans(m)
-    today: list[Plan] = [fp4_cuda.plan_mma(m, n, k, True)] if m <= 16 else []
-    return list(dict.fromkeys([*today, fp4_cuda.plan_wgmma(m, n, k), *found]))
+    today: list[Plan] = [fp4_plan.plan_mma(m, n, k, True)] if m <= 16 else []
+    return list(dict.fromkeys([*today, fp4_plan.plan_wgmma(m, n, k), *found]))
 
 
 def parts(m: int, n: int, k: int, x: torch.Tensor, packed: list[Tiled]) -> dict[str, list[Callable[[], object]]]:
@@ -148,15 +153,22 @@ def _fp8_matmul(q: torch.Tensor, scale_m: torch.Tensor, w: torch.Tensor, scale_n
     return torch.ops.aten._scaled_mm(q, w.t(), scale_m, scale_n, out_dtype=torch.bfloat16, use_fast_accum=False)
 
 
-def compile_all(wanted: list[Plan]) -> None:
-    def one(plan: Plan) -> None:
-        for files in dict.fromkeys(
-            (fp4_cuda.MMA_FILES,) if isinstance(plan, MmaPlan) else (fp4_cuda.WGMMA_FILES, plan.files)
-        ):
-            nvrtc.cached_cubin(files, plan.macros(False), "sm_90a")
+def compile_for(plan: Plan) -> None:
+    """Into the cache on disk, from which workers load."""
+    for files in dict.fromkeys(
+        (fp4_plan.MMA_FILES,) if isinstance(plan, MmaPlan) else (fp4_plan.WGMMA_FILES, plan.files)
+    ):
+        nvrtc.cached_cubin(files, plan.macros(False), "sm_90a")
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(one, dict.fromkeys(wanted)))
+
+def family(plan: Plan) -> str:
+    """Plans that run the same lines of a kernel: if one of them hangs, so may the others."""
+    if isinstance(plan, MmaPlan):
+        return f"mma{' bulk' if plan.chunk else ''}{' split' if plan.splits > 1 else ''}"
+    return (
+        f"wgmma {'tiles' if plan.clusters else 'image' if plan.image else 'direct'}{' K groups' if plan.k_groups > 1 else ''}"
+        f"{' split' if plan.splits > 1 else ''}{' of 16' if plan.tokens == 16 else ''}"
+    )
 
 
 def good(plan: Plan, x: torch.Tensor, tiled: Tiled, n: int, exact: torch.Tensor, theirs: float) -> bool:
@@ -165,45 +177,117 @@ def good(plan: Plan, x: torch.Tensor, tiled: Tiled, n: int, exact: torch.Tensor,
     return torch.equal(first, second) and float((first.double() - exact).norm()) <= 1.1 * theirs
 
 
+def measure(cell: Cell, skip: set[str], rounds: int, say: Callable[[str, int | None], None]) -> list[list[object]]:
+    """Rows (stage, plan, us, cuBLAS us) of a cell: every right plan timed once, the best and the rule's in turns with cuBLAS."""
+    m, n, k = cell
+    say("layers", None)
+    packed, dense = kept_layers(n, k)
+    w = fp4_cuda.run_dequantize(*packed[0], n, k, torch.bfloat16)
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    exact = x.double() @ w.double().t()
+    theirs = float((torch.nn.functional.linear(x, w).double() - exact).norm())
+    del w
+    rows: list[list[object]] = []
+    timed: list[tuple[float, int, Plan]] = []
+    for place, plan in enumerate(plans(*cell)):
+        if place and family(plan) in skip:  # the rule's plan, the first, is in use: it is always tried
+            rows.append(["left out", repr(plan), "", ""])
+            continue
+        try:
+            say("check", place)
+            if not good(plan, x, packed[0], n, exact, theirs):
+                rows.append(["WRONG", repr(plan), "", ""])
+                continue
+            say("time", place)
+            calls = [functools.partial(run_plan, plan, x, p, n) for p in packed]
+            timed.append((graph_us(calls, 3), place, plan))
+        except nvrtc.KernelError as error:
+            rows.append([f"REFUSED: {error}".splitlines()[0][:120], repr(plan), "", ""])
+    del exact
+    say("turns", None)
+    finalists = [plan for _, place, plan in sorted(timed, key=lambda one: one[:2]) if place > 0][:FINALISTS]
+    finalists = [plan for _, place, plan in timed if place == 0] + finalists
+    systems = [[functools.partial(torch.nn.functional.linear, x, d) for d in dense]]
+    systems += [[functools.partial(run_plan, plan, x, p, n) for p in packed] for plan in finalists]
+    others = parts(m, n, k, x, packed)
+    cublas, *ours = alternating_us([*systems, *others.values()], rounds)
+    rows += [["once", repr(plan), round(us, 2), round(cublas, 2)] for us, _, plan in timed]
+    rows += [
+        ["turns", name, round(us, 2), round(cublas, 2)]
+        for name, us in zip([*map(repr, finalists), *others], ours, strict=True)
+    ]
+    return rows
+
+
+@functools.lru_cache(1)
+def kept_layers(n: int, k: int) -> tuple[list[Tiled], list[torch.Tensor]]:
+    """Layers of the latest shape: cells of a shape follow each other."""
+    return layers_of(n, k)
+
+
+def work(rounds: int) -> None:
+    """A worker of fp4_sweep.py: cells from stdin, steps and rows to stdout."""
+
+    def say(phase: str, place: int | None) -> None:
+        print(json.dumps({"phase": phase, "plan": place}), flush=True)
+
+    half = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16)
+    _ = (half @ half).double() @ half.double()  # the context, and both of cuBLAS's
+    torch.cuda.synchronize()
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        print(json.dumps({"rows": measure(tuple(job["cell"]), set(job["skip"]), rounds, say)}), flush=True)
+
+
 def sweep(cells: list[Cell], rounds: int, seconds: float, path: Path | None) -> None:
     began, rows = time.monotonic(), []
-    compile_all([plan for cell in cells for plan in plans(*cell)])
-    print(f"compiled in {time.monotonic() - began:.0f} s")
-    cells = sorted(cells, key=lambda cell: (cell[1] * cell[2], cell[1]))
-    for (n, k), group in itertools.groupby(cells, key=lambda cell: cell[1:]):
-        packed, dense = layers_of(n, k)
-        w = fp4_cuda.run_dequantize(*packed[0], n, k, torch.bfloat16)
-        for m, _, _ in group:
-            if time.monotonic() - began > seconds:
-                print(f"{m}x{n}x{k}: not run, {seconds:g} s are over")
-                continue
-            x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-            exact = x.double() @ w.double().t()
-            theirs = float((torch.nn.functional.linear(x, w).double() - exact).norm())
-            right, wrong = [], []
-            for plan in plans(m, n, k):
-                try:
-                    (right if good(plan, x, packed[0], n, exact, theirs) else wrong).append(plan)
-                except nvrtc.KernelError as error:
-                    print(f"REFUSED {plan}: {error}")
-            for plan in wrong:
-                print("WRONG", m, n, k, plan)
-            systems = [[functools.partial(torch.nn.functional.linear, x, d) for d in dense]]
-            systems += [[functools.partial(run_plan, plan, x, p, n) for p in packed] for plan in right]
-            others = parts(m, n, k, x, packed)
-            cublas, *ours = alternating_us([*systems, *others.values()], rounds)
-            named = [(us, repr(plan), brief(plan)) for us, plan in zip(ours, right, strict=False)]
-            named += [(us, name, name) for us, name in zip(ours[len(right) :], others, strict=True)]
-            print(f"{m}x{n}x{k}: cuBLAS {cublas:.2f} us; {len(right)} plans")
-            rows += [[m, n, k, name, round(us, 2), round(cublas, 2)] for us, name, _ in named]
-            for us, _, name in [*sorted(named[: len(right)])[:4], *named[len(right) :]]:
-                print(f"   {cublas / us:.3f} {us:.2f} {name}")
-            if right:
-                print(f"   {cublas / ours[0]:.3f} {ours[0]:.2f} {named[0][2]} (the rule's)")
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 4) - 2)) as pool:
+        jobs = {
+            plan: pool.submit(compile_for, plan) for plan in dict.fromkeys(p for cell in cells for p in plans(*cell))
+        }
+
+        def ready(cell: Cell) -> None:
+            for plan in plans(*cell):
+                jobs[plan].result()
+
+        def take(cell: Cell, answer: fp4_sweep.Message) -> None:
+            found = answer["rows"]
+            assert isinstance(found, list)
+            rows.extend([*cell, *row] for row in found)
+            show(cell, found, time.monotonic() - began)
             if path:
                 write(path, rows)
-        del packed, dense, w
-        torch.cuda.empty_cache()
+
+        command = [sys.executable, __file__, "--work", "--rounds", str(rounds)]
+        lost = fp4_sweep.drive(
+            cells, command, lambda cell: [family(p) for p in plans(*cell)], take, ready=ready, seconds=seconds
+        )
+        for name, (cell, place, phase) in lost.items():
+            plan = "" if place is None else repr(plans(*cell)[place])
+            print(f"NEVER ENDED, in {phase}: {cell} {plan}; left out since: {name}")
+            rows.append([*cell, f"never ended in {phase}", plan, "", ""])
+        if path:
+            write(path, rows)
+        for job in jobs.values():
+            job.cancel()
+
+
+def show(cell: Cell, rows: list[list[object]], seconds: float) -> None:
+    """The cell's ratios to cuBLAS, best first; plans that were wrong or refused in full."""
+    brief_names = {repr(plan): brief(plan) for plan in plans(*cell)}
+    rule = repr(plans(*cell)[0]) if plans(*cell) else ""
+    turns = [(float(str(us)), float(str(cublas)), str(name)) for stage, name, us, cublas in rows if stage == "turns"]
+    once, left = (sum(stage == kind for stage, *_ in rows) for kind in ("once", "left out"))
+    print(f"[{seconds:.0f} s] {'x'.join(map(str, cell))}: cuBLAS {turns[0][1]} us; {once} plans, {left} left out")
+    for us, cublas, name in sorted(turns):
+        print(
+            f"   {cublas / us:.3f} {us:.2f} {brief_names.get(name, name)}{' (the rule' + chr(39) + 's)' if name == rule else ''}"
+        )
+    for stage, name, *_ in rows:
+        if stage not in ("turns", "once", "left out"):
+            print(f"   {stage} {name}")
+    sys.stdout.flush()
 
 
 def brief(plan: Plan) -> str:
@@ -222,7 +306,7 @@ def brief(plan: Plan) -> str:
 def write(path: Path, rows: list[list[object]]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["m", "n", "k", "plan", "us", "cublas"])
+        writer.writerow(["m", "n", "k", "stage", "plan", "us", "cublas"])
         writer.writerows(rows)
 
 
@@ -233,8 +317,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=75.0, help="start no further cell after so many")
     parser.add_argument("--csv", type=Path, default=None)
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    gc.freeze()  # capturing a graph collects garbage
+    if args.work:
+        gc.freeze()  # capturing a graph may collect garbage
+        work(args.rounds)
+        return
     if args.list:
         for cell in args.cells:
             print(cell, len(plans(*cell)))

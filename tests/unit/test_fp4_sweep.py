@@ -1,0 +1,77 @@
+"""The sweep over plans of the FP4 kernels goes on where a plan hangs or ends its process: with workers that need no GPU."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+CELLS = [(1, 8, 8), (2, 8, 8), (3, 8, 8)]
+FAMILIES = ["plain", "hangs", "hangs", "dies", "plain"]
+# Plans of families that hang or die do so from two rows on; each answer names the plans that it has been through.
+WORKER = f"""
+import json, sys, time
+say = lambda **message: print(json.dumps(message), flush=True)
+print("a warning of some library", flush=True)
+say(ready=True)
+for line in sys.stdin:
+    job = json.loads(line)
+    done = []
+    for place, family in enumerate({FAMILIES!r}):
+        if family in job["skip"]:
+            continue
+        say(phase="check", plan=place)
+        if job["cell"][0] >= 2 and family == "hangs":
+            time.sleep(60)
+        if job["cell"][0] >= 2 and family == "dies":
+            sys.exit(1)
+        done.append(place)
+    say(rows=done)
+"""
+
+
+@pytest.fixture
+def sweep(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("fp4_sweep")
+
+
+def test_a_plan_that_hangs_or_dies_costs_its_family(sweep, capsys):
+    answers = {}
+    lost = sweep.drive(
+        CELLS,
+        [sys.executable, "-S", "-c", WORKER],
+        lambda cell: FAMILIES,
+        lambda cell, answer: answers.update({cell: answer["rows"]}),
+        stall=0.7,
+    )
+    assert answers == {CELLS[0]: [0, 1, 2, 3, 4], CELLS[1]: [0, 4], CELLS[2]: [0, 4]}
+    assert lost == {"hangs": (CELLS[1], 1, "check"), "dies": (CELLS[1], 3, "check")}
+    said = capsys.readouterr().out
+    assert "a warning of some library" in said and said.count("GIVEN UP") == 2
+
+
+def test_a_worker_that_never_works_costs_the_cell(sweep):
+    taken = []
+    lost = sweep.drive(
+        CELLS[:2],
+        [sys.executable, "-S", "-c", "raise SystemExit(3)"],
+        lambda cell: FAMILIES,
+        lambda *answer: taken.append(answer),
+    )
+    assert not taken and set(lost) == {"1x8x8", "2x8x8"} and lost["1x8x8"][1:] == (None, "starting")
+
+
+def test_no_cell_starts_after_its_time(sweep, capsys):
+    taken = []
+    sweep.drive(
+        CELLS,
+        [sys.executable, "-S", "-c", WORKER],
+        lambda cell: FAMILIES,
+        lambda *answer: taken.append(answer),
+        seconds=-1,
+    )
+    assert not taken and capsys.readouterr().out.count("not run") == 3
