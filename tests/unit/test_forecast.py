@@ -108,6 +108,17 @@ def test_eight_bit_states_take_a_quarter(small):
     assert packed[1].host < 0.6 * exact[1].host and packed[1].step_seconds <= exact[1].step_seconds
 
 
+def test_fp4_weights_are_planned_for_where_they_are_allowed(small):
+    space = Space(((4, 1),), checkpointing=(True,), updates=("level0",), activations=("host",), fp4=(False, True))
+    plan = plan_of(small.run, space, small.machine, small)
+    found = small.predict(choice(fp4=True))
+    assert not isinstance(found, Lacking)
+    plain = small.predict(choice())
+    assert not isinstance(plain, Lacking)
+    # Rounding weights in the forward takes time, and changes nothing of what is kept: the plan is made without it.
+    assert found[1].step_seconds >= plain[1].step_seconds and not plan.choice.fp4
+
+
 def test_the_plan_is_the_fastest_of_what_is_predicted(small):
     space = Space(((4, 1),), updates=("level0", 0.2, "home"))
     plan = plan_of(small.run, space, small.machine, small)

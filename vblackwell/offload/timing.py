@@ -67,10 +67,13 @@ def foresee(
         homes, trainable = found.homes, [group for group in found.groups if group.trainable()]
         late = set(found.slice_rows) | {group for group in trainable if group not in found.on_level0}
         late |= set(deferred_groups(found.on_level0))
-        kinds = ["gradient", "accumulated"] if micro_batches > 2 else ["gradient"]
         held = trainable if undo or micro_batches > 1 else [group for group in trainable if group in late]
+        # Of two micro-batches the second's gradient is added on level 0 where an update follows it there, else at home.
+        sums = [group for group in held if micro_batches > 2 or (micro_batches == 2 and group in late)]
         homes.reserve(
-            [(group, kind) for kind in kinds for group in held if _sums(group, kind)] + moment_ranges(trainable)
+            [(group, "gradient") for group in held]
+            + [(group, "accumulated") for group in sums if not is_wide(group)]
+            + moment_ranges(trainable)
         )
         table = homes.bytes_by_level()
         _add_rest(table, found, pool.levels, trainable, undo)
@@ -80,8 +83,9 @@ def foresee(
         found.homes.close()
 
 
-def _sums(group: Group, kind: str) -> bool:
-    return kind != "accumulated" or any(slot.dtype.itemsize < 4 for slot in group.slots)
+def is_wide(group: Group) -> bool:
+    """Whether gradients of ``group`` are fp32 already, so that their sum needs no range of its own."""
+    return all(slot.dtype.itemsize >= 4 for slot in group.slots)
 
 
 def _add_rest(

@@ -247,7 +247,7 @@ class Forecast:
         if left > whole and choice.update != "home" and not self.machine.undo:
             states = sum(state_bytes(group) for group in groups) - whole
             resident = min(left - whole, int(MOST_RESIDENT * free) - ring, states)
-        needed = min(free, ring + slack + weights + resident + 2 * largest)
+        needed = free if resident > 0 else min(free, ring + slack + weights + 2 * largest)
         return replace(choice, level0_bytes=needed, weight_bytes=weights, resident_bytes=max(0, resident))
 
     def _step_bytes(self, choice: Choice, trace: Trace) -> int:
