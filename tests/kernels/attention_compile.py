@@ -55,16 +55,16 @@ def build(
 
     kernel = {"forward": attend, "dq": query_gradient, "dkv": key_gradient}[kernel_name]
     plan = plan or plan_for(
-        kernel_name, head, 4 if dtype == "fp32" else 2, SHARED_BYTES[capability], scored or mask != "none"
+        kernel_name, head, 4 if dtype == "fp32" else 2, SHARED_BYTES[capability], "scored" if scored else mask
     )
     width = padded_head(head)
     constants: dict[str, Any] = {
         "GROUP": 1, "MASK": MASKS.index(mask), "HAS_LEFT": False, "HAS_RIGHT": True, "BOTTOM_RIGHT": False, "SOFTCAP": False,
         "ALIBI": False, "DROPOUT": False, "VARLEN": False, "EVEN": True, "H": head, "D": width, "ROWS": plan.rows,
-        "COLUMNS": plan.columns, "PRECISION": "ieee" if dtype == "fp32" else "tf32", "TMA": plan.tma, **features,
+        "COLUMNS": plan.columns, "PRECISION": "ieee" if dtype == "fp32" else "tf32", "TMA": plan.tma, "ENDS": False, **features,
     }  # fmt: skip
     if mask != "none":
-        constants["stride_mask_col"] = 1
+        constants["stride_mask_row" if mask == "boolean" else "stride_mask_col"] = 1
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     tiled = {"q_ptr": plan.rows, "dout_ptr": plan.rows, "k_ptr": plan.columns, "v_ptr": plan.columns}
 
@@ -79,9 +79,9 @@ def build(
                 "delta": "*fp32",
                 "slope": "*fp32",
                 "seed": "*i64",
-                "mask": "*u8" if mask == "boolean" else f"*{dtype}",
+                "mask": "*i64" if mask == "boolean" else f"*{dtype}",
             }
-            whole = ("items", "counts", "q_starts", "k_starts")
+            whole = ("items", "counts", "order", "q_starts", "k_starts")
             stem = name.removesuffix("_ptr")
             return "*i32" if stem in whole else special.get(stem, f"*{dtype}")
         return "fp32" if name in ("scale", "softcap", "dropout") else "i32"

@@ -21,7 +21,7 @@ OTHERS = {
     80: ("forward,128,none", "dq,128,none", "dkv,128,none"),
     86: ("forward,128,none", "dq,128,none", "dkv,64,boolean"),
     89: ("forward,64,none", "dkv,128,additive"),
-    90: ("dq,128,none", "dkv,256,none", "forward,64,additive", "specialized,64,none"),
+    90: ("dq,128,none", "dkv,256,none", "dkv,128,boolean", "dkv,128,additive", "specialized,64,none"),
 }
 PROGRAM = """
 import sys

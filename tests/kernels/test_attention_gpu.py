@@ -121,6 +121,33 @@ def test_masks(shape, kind, head):
         assert not ours[0][:, :, 3].any() and not ours[1][:, :, 3].any()
 
 
+@pytest.mark.parametrize("head", [64, 128])
+@pytest.mark.parametrize("shape", [(2, 1, 1, 520), (1, 4, 1000, 520), (1000, 520)], ids=str)
+def test_boolean_masks_with_bounds(shape, head):
+    """Bits, bounds and grouped heads together, and the same bits whatever the stages and the copy engine."""
+    from vblackwell.kernels import attention_launch
+
+    mask = mask_of("boolean", *shape)
+    compare((2, 4, 2, 1000, 520, head), mask=mask, causal=True, bottom_right=True)
+    compare((2, 4, 2, 1000, 520, head), mask=mask, window=300)
+    q, k, v = inputs(2, 4, 2, 1000, 520, head, torch.bfloat16)
+    options = attention_launch.Options(
+        mask[(None,) * (4 - mask.dim())], None, None, None, None, 1000, 520, 0.125, None, None, False, 0.0, 0.0
+    )
+    properties = torch.cuda.get_device_properties(0)
+    for kernel in attention_plan.KERNELS:
+        plan = attention_plan.plan_for(kernel, head, 2, properties.shared_memory_per_block_optin, "boolean")
+        expected = None
+        for variant in attention_plan.variants(plan, properties.major == 9):
+            if variant.stages > plan.stages:  # may not fit
+                continue
+            with attention_launch.use_plans(**{kernel: variant}), poisoned():
+                out, lse = attention_launch.forward(q, k, v, options)
+                got = (out, lse, *attention_launch.backward(out, q, k, v, out, lse, options))
+            expected = expected or got
+            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), variant
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -20,6 +20,8 @@ from vblackwell.kernels.attention_device import (
     kept,
     load_mask,
     load_tile,
+    load_words,
+    place_in_order,
     row_tiles,
     scores,
     store_tile,
@@ -33,7 +35,7 @@ def _walk_keys(
     seed_ptr, dropout, dropout_head,
     MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     DROPOUT: tl.constexpr, EDGES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
     row = (row0 + tl.arange(0, ROWS))[:, None]
     tile = 0
@@ -46,8 +48,10 @@ def _walk_keys(
         else:
             start = index * COLUMNS
         col = (start + tl.arange(0, COLUMNS))[None, :]
-        values = 0.0
-        if MASK and EDGES:
+        values, first, second = 0.0, 0, 0
+        if MASK == 1 and EDGES:
+            first, second = load_words(mask, row0, start, stride_mask_row, stride_mask_col, ROWS, COLUMNS)
+        if MASK == 2 and EDGES:
             values = load_mask(
                 mask, row0, start, row - row0, col - start, stride_mask_row, stride_mask_col, q_len, k_len
             )
@@ -55,8 +59,8 @@ def _walk_keys(
         v_tile = load_tile(v, start, stride_v, batch, kv_head, k_len, COLUMNS, H, D, EDGES, TMA)
         s = tl.dot(q, tl.trans(k_tile), out_dtype=dq.dtype, input_precision=PRECISION)
         x, chain = scores(
-            s, values, row, col, k_len, offset, left, right, scale, softcap, slope,
-            MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, EDGES, True,
+            s, values, first, second, row, col, k_len, offset, left, right, scale, softcap, slope,
+            MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, EDGES, True, ENDS, COLUMNS,
         )  # fmt: skip
         p = tl.exp2(x - lse[:, None])
         dp = tl.dot(dout, tl.trans(v_tile), out_dtype=dq.dtype, input_precision=PRECISION)
@@ -72,7 +76,7 @@ def _walk_keys(
 @triton.jit
 def query_gradient(
     q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr,
-    mask_ptr, items_ptr, counts_ptr, slope_ptr, seed_ptr, q_starts_ptr, k_starts_ptr,
+    mask_ptr, items_ptr, counts_ptr, order_ptr, slope_ptr, seed_ptr, q_starts_ptr, k_starts_ptr,
     stride_qb, stride_qn, stride_q, stride_kb, stride_kn, stride_k, stride_vb, stride_vn, stride_v,
     stride_ob, stride_on, stride_o, stride_gb, stride_gn, stride_g, stride_dqb, stride_dqn, stride_dq,
     stride_lb, stride_ln, stride_mb, stride_mn, stride_mask_row, stride_mask_col,
@@ -80,12 +84,13 @@ def query_gradient(
     GROUP: tl.constexpr, MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, EVEN: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
-    q_tile = tl.program_id(0)
-    if HAS_RIGHT:
+    q_tile, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if MASK:
+        q_tile, head, batch = place_in_order(order_ptr, list_batch, list_head, 1)
+    elif HAS_RIGHT:
         q_tile = tl.num_programs(0) - 1 - q_tile
-    head, batch = tl.program_id(1), tl.program_id(2)
     kv_head = head // GROUP
     wide_head, wide_kv, wide_batch = head.to(tl.int64), kv_head.to(tl.int64), batch.to(tl.int64)
     q_len, k_len = q_length, k_length
@@ -138,20 +143,20 @@ def query_gradient(
             dq, q_values, dout_values, lse, delta, k, v, first, whole_first, items, row0, batch, head, kv_head, stride_k, stride_v,
             mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
             seed_ptr, dropout, dropout_head,
-            MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, True, H, D, ROWS, COLUMNS, PRECISION, TMA,
+            MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, True, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
         )  # fmt: skip
     dq = _walk_keys(
         dq, q_values, dout_values, lse, delta, k, v, whole_first, whole_end, items, row0, batch, head, kv_head, stride_k, stride_v,
         mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
         seed_ptr, dropout, dropout_head,
-        MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, False, H, D, ROWS, COLUMNS, PRECISION, TMA,
+        MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, False, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
     )  # fmt: skip
     if HAS_LEFT or HAS_RIGHT or MASK or not EVEN:
         dq = _walk_keys(
             dq, q_values, dout_values, lse, delta, k, v, whole_end, end, items, row0, batch, head, kv_head, stride_k, stride_v,
             mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
             seed_ptr, dropout, dropout_head,
-            MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, True, H, D, ROWS, COLUMNS, PRECISION, TMA,
+            MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, True, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
         )  # fmt: skip
     store_tile(dq_out, row0, stride_dq, q_len, dq * scale, ROWS, H, D)
 
@@ -163,10 +168,10 @@ def _walk_queries(
     seed_ptr, dropout, dropout_head,
     MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     DROPOUT: tl.constexpr, EDGES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
     """Everything transposed, keys in lines: so the products' left operands come from registers."""
-    PLAIN: tl.constexpr = not SOFTCAP and not ALIBI and MASK != 2
+    PLAIN: tl.constexpr = not SOFTCAP and not ALIBI
     col = (col0 + tl.arange(0, COLUMNS))[:, None]
     tile = 0
     if MASK:
@@ -179,22 +184,29 @@ def _walk_queries(
             start = index * ROWS
         line = start + tl.arange(0, ROWS)
         row = line[None, :]
-        values = 0.0
-        if MASK and EDGES:
-            values = load_mask(
-                mask, start, col0, row - start, col - col0, stride_mask_row, stride_mask_col, q_len, k_len
-            )
+        values, first, second = 0.0, 0, 0
+        if MASK == 1 and EDGES:
+            first, second = load_words(mask, col0, start, stride_mask_row, stride_mask_col, COLUMNS, ROWS)
+        if MASK == 2 and EDGES:
+            # read as it lies, keys side by side
+            values = tl.trans(load_mask(
+                mask, start, col0, tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :], stride_mask_row, stride_mask_col,
+                q_len, k_len,
+            ))  # fmt: skip
         q_tile = load_tile(q, start, stride_q, batch, head, q_len, ROWS, H, D, True, TMA)
         lse = tl.load(lse_ptr + line, line < q_len, other=float("inf"))  # no probability for rows beyond the end
         if PLAIN:
-            # The sum that the product is added to starts at the subtrahend, which then holds no registers of its own.
-            s = tl.broadcast_to((lse * (-1.0 / (scale * LOG2E)))[None, :], COLUMNS, ROWS)
+            # The sum that the product is added to starts at what is added or subtracted, which then holds no registers of its own.
+            if MASK == 2 and EDGES:
+                s = (values.to(dk.dtype) * LOG2E - lse[None, :]) * (1.0 / (scale * LOG2E))
+            else:
+                s = tl.broadcast_to((lse * (-1.0 / (scale * LOG2E)))[None, :], COLUMNS, ROWS)
             s = tl.dot(k, tl.trans(q_tile), s, out_dtype=dk.dtype, input_precision=PRECISION)
         else:
             s = tl.dot(k, tl.trans(q_tile), out_dtype=dk.dtype, input_precision=PRECISION)
         x, chain = scores(
-            s, values, row, col, k_len, offset, left, right, scale, softcap, slope,
-            MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, EDGES, not PLAIN,
+            s, values, first, second, row, col, k_len, offset, left, right, scale, softcap, slope,
+            MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, EDGES, not PLAIN, ENDS, ROWS,
         )  # fmt: skip
         p = tl.exp2(x * (scale * LOG2E)) if PLAIN else tl.exp2(x - lse[None, :])
         dout_tile = load_tile(dout, start, stride_g, batch, head, q_len, ROWS, H, D, True, TMA)
@@ -220,7 +232,7 @@ def _walk_queries(
 @triton.jit
 def key_gradient(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
-    mask_ptr, items_ptr, counts_ptr, slope_ptr, seed_ptr, q_starts_ptr, k_starts_ptr,
+    mask_ptr, items_ptr, counts_ptr, order_ptr, slope_ptr, seed_ptr, q_starts_ptr, k_starts_ptr,
     stride_qb, stride_qn, stride_q, stride_kb, stride_kn, stride_k, stride_vb, stride_vn, stride_v,
     stride_gb, stride_gn, stride_g, stride_dkb, stride_dkn, stride_dk, stride_dvb, stride_dvn, stride_dv,
     stride_lb, stride_ln, stride_mb, stride_mn, stride_mask_row, stride_mask_col,
@@ -228,11 +240,12 @@ def key_gradient(
     GROUP: tl.constexpr, MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of keys and values, summed over the query heads that share them, in order."""
-    k_tile = tl.program_id(0)
-    kv_head, batch = tl.program_id(1), tl.program_id(2)
+    k_tile, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if MASK:
+        k_tile, kv_head, batch = place_in_order(order_ptr, list_batch, list_head, GROUP)
     wide_kv, wide_batch = kv_head.to(tl.int64), batch.to(tl.int64)
     q_len, k_len = q_length, k_length
     q_start, k_start = wide_batch * 0, wide_batch * 0
@@ -285,20 +298,20 @@ def key_gradient(
                 dk, dv, k_values, v_values, q, dout, lse, delta, first, whole_first, items, col0, batch, head, stride_q, stride_g,
                 mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
                 seed_ptr, dropout, dropout_head,
-                MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, True, H, D, ROWS, COLUMNS, PRECISION, TMA,
+                MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, True, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
             )  # fmt: skip
         dk, dv = _walk_queries(
             dk, dv, k_values, v_values, q, dout, lse, delta, whole_first, whole_end, items, col0, batch, head, stride_q, stride_g,
             mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
             seed_ptr, dropout, dropout_head,
-            MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, False, H, D, ROWS, COLUMNS, PRECISION, TMA,
+            MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, False, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
         )  # fmt: skip
         if HAS_LEFT or MASK:
             dk, dv = _walk_queries(
                 dk, dv, k_values, v_values, q, dout, lse, delta, whole_end, end, items, col0, batch, head, stride_q, stride_g,
                 mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
                 seed_ptr, dropout, dropout_head,
-                MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, True, H, D, ROWS, COLUMNS, PRECISION, TMA,
+                MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, True, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
             )  # fmt: skip
     store_tile(dk_out, col0, stride_dk, k_len, dk * scale, COLUMNS, H, D)
     store_tile(dv_out, col0, stride_dv, k_len, dv, COLUMNS, H, D)

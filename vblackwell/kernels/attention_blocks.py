@@ -1,9 +1,10 @@
-"""Which tiles of a mask are worth visiting: made on the GPU before each kernel that reads the mask, in two short launches.
+"""Which tiles of a mask are worth visiting, and a boolean mask in bits: made on the GPU before the kernels that read the mask.
 
-``_judge`` reads the mask once, every tile in a program of its own, and calls a tile empty (nobody sees anybody), whole (all see all;
-an additive mask is zero there) or partial, with causality, window and the end of the keys counted in. ``_collect`` turns each line of
-that into a list, whole tiles first. A mask of 16k x 16k bytes is read in the time of a copy, 0.1 ms beside some 10 ms of attention, and is
-never expanded: broadcast dimensions are judged once.
+``pack_bits`` reads a boolean mask once and writes it as words of 64 keys a query and, for the gradients of keys, of 64 queries
+a key, so that a thread loads one word for what were 64 bytes; every later step reads the words. ``judge_bits`` (``judge_values`` of an
+additive mask) calls a tile empty (nobody sees anybody), whole (all see all; an additive mask is zero there) or partial, with causality,
+window and the end of the keys counted in. ``collect_tiles`` turns each line of that into a list, whole tiles first, and ``order_lines``
+sorts the lines, the longest first, so that none starts when the others are done. Broadcast dimensions are never expanded.
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -19,9 +20,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vblackwell.kernels.attention_device import load_mask, visible
+from vblackwell.kernels.attention_device import load_mask, load_words, visible
 
 EMPTY, PARTIAL, WHOLE = 0, 1, 2
+WORD = 64
+# Words lie side by side by query (or key), in blocks of this many, so that a tile's loads need no check of their own.
+PADDING = 256
+CHUNK = 64
+
+
+class MaskBits(NamedTuple):
+    """A boolean mask in bits.
+
+    Attributes:
+        by_query: (1 or B, 1 or N, words of 64 keys, queries) int64; words or queries are 1 where the mask is broadcast along them. Bits
+            beyond the last key are zero unless the mask is broadcast along the keys.
+        by_key: (1 or B, 1 or N, words of 64 queries, keys) int64, or None where it was not asked for.
+    """
+
+    by_query: Tensor
+    by_key: Tensor | None
 
 
 class TileLists(NamedTuple):
@@ -30,19 +48,84 @@ class TileLists(NamedTuple):
     Attributes:
         items: (lines, tiles + 1) int32 tile numbers, whole ones first; the last entry is spare.
         counts: (lines, 2) int32, how many are whole and how many partial.
+        order: (lines,) int32: of each batch and head, its lines from the longest to the shortest.
         list_batch, list_head: line of (batch, head, tile) is (batch * list_batch + head * list_head) * tiles of the kernel + tile.
     """
 
     items: Tensor
     counts: Tensor
+    order: Tensor
     list_batch: int
     list_head: int
 
 
 @triton.jit
-def judge_tiles(
+def pack_bits(
+    mask_ptr, by_query_ptr, by_key_ptr, stride_mb, stride_mn, stride_row, stride_col, heads, rows, cols,
+    query_step, query_word, query_plane, key_step, key_word, key_plane, WITH_KEYS: tl.constexpr,
+):  # fmt: skip
+    """A tile of 64 x 64. ``rows`` and ``cols`` are the mask's own sizes; of a dimension of 1, with steps of 0, all 64 are the same."""
+    which = tl.program_id(2).to(tl.int64)
+    row0, col0 = tl.program_id(1) * 64, tl.program_id(0) * 64
+    row, col = tl.arange(0, 64), tl.arange(0, 64)
+    corner = mask_ptr + which // heads * stride_mb + which % heads * stride_mn
+    corner += row0.to(tl.int64) * stride_row + col0.to(tl.int64) * stride_col
+    inside = ((row0 + row < rows) | (rows == 1))[:, None] & ((col0 + col < cols) | (cols == 1))[None, :]
+    values = tl.load(corner + row[:, None] * stride_row + col[None, :] * stride_col, inside, other=0)
+    bit = (values != 0).to(tl.int32)
+    half = tl.arange(0, 2)
+    # Halves of words: 32 bits that add up without carries. Of a broadcast dimension every program writes the same there.
+    words = tl.sum((bit << (col[None, :] & 31)).reshape(64, 2, 32), 2).to(tl.int32)
+    at = which * query_plane + tl.program_id(0).to(tl.int64) * query_word + (row0 + row) * query_step
+    tl.store(
+        by_query_ptr + at[:, None] * 2 + half[None, :],
+        words,
+        (row[:, None] + half[None, :] * 0 == 0) | (query_step > 0),
+    )
+    if WITH_KEYS:
+        words = tl.sum((bit << (row[:, None] & 31)).reshape(2, 32, 64), 1).to(tl.int32)
+        at = which * key_plane + tl.program_id(1).to(tl.int64) * key_word + (col0 + col) * key_step
+        tl.store(
+            by_key_ptr + at[None, :] * 2 + half[:, None],
+            words,
+            (col[None, :] + half[:, None] * 0 == 0) | (key_step > 0),
+        )
+
+
+@triton.jit
+def judge_bits(
+    bits_ptr, state_ptr, stride_mb, stride_mn, stride_word, stride_row, heads, q_len, k_len, offset, left, right,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Bounds are compared for the tile as one: where they cut it, it is partial if the mask has anything in it."""
+    k_tile, q_tile, which = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    bits = bits_ptr + which // heads * stride_mb + which % heads * stride_mn
+    row0, col0 = q_tile * ROWS, k_tile * COLUMNS
+    first, second = load_words(bits, row0, col0, stride_row, stride_word, ROWS, COLUMNS)
+    FULL: tl.constexpr = -1 if COLUMNS >= 64 else (1 << COLUMNS) - 1
+    first &= FULL
+    second &= FULL
+    outside = row0 + tl.arange(0, ROWS) >= q_len  # such rows are nobody's concern
+    some = ((first | second) != 0) & (outside == 0)
+    full = ((first == FULL) & (second == FULL)) | outside
+    row_last, col_last = tl.minimum(row0 + ROWS, q_len) - 1, col0 + COLUMNS - 1
+    whole = (tl.min(full.to(tl.int32), 0) == 1) & (col_last < k_len)
+    seen = tl.max(some.to(tl.int32), 0) == 1
+    if HAS_RIGHT:
+        whole = whole & (col_last <= row0 + offset + right)
+        seen = seen & (col0 <= row_last + offset + right)
+    if HAS_LEFT:
+        whole = whole & (col0 >= row_last + offset - left)
+        seen = seen & (col_last >= row0 + offset - left)
+    state = tl.where(seen, tl.where(whole, 2, 1), 0)
+    at = (which * tl.num_programs(1) + q_tile) * tl.num_programs(0) + k_tile
+    tl.store(state_ptr + at, state.to(tl.int8))
+
+
+@triton.jit
+def judge_values(
     mask_ptr, state_ptr, stride_mb, stride_mn, stride_row, stride_col, heads, q_len, k_len, offset, left, right,
-    ADDITIVE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     k_tile, q_tile, which = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     mask = mask_ptr + which // heads * stride_mb + which % heads * stride_mn
@@ -51,15 +134,10 @@ def judge_tiles(
     row0, col0 = q_tile * ROWS, k_tile * COLUMNS
     values = load_mask(mask, row0, col0, row - row0, col - col0, stride_row, stride_col, q_len, k_len)
     inside = visible(row, col, k_len, offset, left, right, HAS_LEFT, HAS_RIGHT)
-    outside = row >= q_len  # such rows are nobody's concern
-    if ADDITIVE:
-        some = inside & (values != float("-inf"))
-        plain = inside & (values == 0)
-    else:
-        some = inside & (values != 0)
-        plain = some
-    any_some = tl.max(tl.max((some & (row < q_len)).to(tl.int32), 1), 0)
-    all_plain = tl.min(tl.min((plain | outside).to(tl.int32), 1), 0)
+    some = inside & (values != float("-inf")) & (row < q_len)
+    plain = (inside & (values == 0)) | (row >= q_len)
+    any_some = tl.max(tl.max(some.to(tl.int32), 1), 0)
+    all_plain = tl.min(tl.min(plain.to(tl.int32), 1), 0)
     state = tl.where(all_plain == 1, 2, any_some)
     at = (which * tl.num_programs(1) + q_tile) * tl.num_programs(0) + k_tile
     tl.store(state_ptr + at, state.to(tl.int8))
@@ -82,34 +160,83 @@ def collect_tiles(state_ptr, items_ptr, counts_ptr, stride_which, stride_line, s
     tl.store(counts_ptr + at * 2 + 1, num_listed - num_whole)
 
 
+@triton.jit
+def order_lines(counts_ptr, order_ptr, lines, CHUNK: tl.constexpr):
+    """Each line's rank by length, longest first and of equals the first first: a count of those before it."""
+    base = tl.program_id(1).to(tl.int64) * lines
+    line = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    counts = counts_ptr + base * 2
+    length = tl.load(counts + line * 2, line < lines, other=0) + tl.load(counts + line * 2 + 1, line < lines, other=0)
+    rank = tl.zeros([CHUNK], tl.int32)
+    for start in range(0, lines, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        theirs = tl.load(counts + other * 2, other < lines, other=0)
+        theirs += tl.load(counts + other * 2 + 1, other < lines, other=0)
+        before = (theirs[None, :] > length[:, None]) | (
+            (theirs[None, :] == length[:, None]) & (other[None, :] < line[:, None])
+        )
+        rank += tl.sum((before & (other < lines)[None, :]).to(tl.int32), 1)
+    tl.store(order_ptr + base + rank, line, line < lines)
+
+
+def bits_of(mask: Tensor, with_keys: bool) -> MaskBits:
+    """``mask``, (1 or B, 1 or N, S or 1, T or 1) uint8 of any strides, in bits."""
+    batch, heads, rows, cols = mask.shape
+    # Tiles of 128 read two words, so their number is even; rows and keys behind the last are read but count for nobody.
+    q_words, k_words = (1 if size == 1 else -(-size // (2 * WORD)) * 2 for size in (rows, cols))
+    padded_rows, padded_cols = (1 if size == 1 else -(-size // PADDING) * PADDING for size in (rows, cols))
+    by_query = torch.empty((batch, heads, k_words, padded_rows), dtype=torch.int64, device=mask.device)
+    by_key = (
+        torch.empty((batch, heads, q_words, padded_cols), dtype=torch.int64, device=mask.device) if with_keys else None
+    )
+    steps = [
+        (int(outer > 1), outer if words > 1 else 0, words * outer)
+        for words, outer in ((k_words, padded_rows), (q_words, padded_cols))
+    ]
+    pack_bits[(k_words, q_words, batch * heads)](
+        mask, by_query.view(torch.int32), (by_query if by_key is None else by_key).view(torch.int32), *mask_strides(mask),
+        heads, rows, cols, *steps[0], *steps[1], WITH_KEYS=with_keys, num_warps=4,
+    )  # fmt: skip
+    return MaskBits(by_query, by_key)
+
+
 def list_tiles(
-    mask: Tensor, lengths: tuple[int, int], tile: tuple[int, int], offset: int, left: int | None, right: int | None,
-    by_column: bool,
+    mask: Tensor, bits: MaskBits | None, lengths: tuple[int, int], tile: tuple[int, int], offset: int, left: int | None,
+    right: int | None, by_column: bool,
 ) -> TileLists:  # fmt: skip
     """Lists of key tiles for each query tile, or, ``by_column``, of query tiles for each key tile.
 
     Args:
-        mask: (1 or B, 1 or N, S or 1, T or 1), uint8 for a boolean mask, floating point for an additive one, of any strides.
+        mask: (1 or B, 1 or N, S or 1, T or 1) of any strides; read if it is additive.
+        bits: of a boolean mask.
         lengths: S and T.
-        tile: queries and keys of a tile.
+        tile: queries and keys of a tile, at most 128 keys.
         offset, left, right: as in attention_device.py.
     """
     q_tiles, k_tiles = triton.cdiv(lengths[0], tile[0]), triton.cdiv(lengths[1], tile[1])
     batch, heads = mask.shape[:2]
-    strides = mask_strides(mask)
     state = torch.empty((batch * heads, q_tiles, k_tiles), dtype=torch.int8, device=mask.device)
-    judge_tiles[(k_tiles, q_tiles, batch * heads)](
-        mask, state, *strides, heads, *lengths, offset, left or 0, right or 0, ADDITIVE=mask.is_floating_point(),
-        HAS_LEFT=left is not None, HAS_RIGHT=right is not None, ROWS=tile[0], COLUMNS=tile[1], num_warps=4,
-    )  # fmt: skip
+    bounds = {"HAS_LEFT": left is not None, "HAS_RIGHT": right is not None, "ROWS": tile[0], "COLUMNS": tile[1]}
+    numbers = (heads, *lengths, offset, left or 0, right or 0)
+    if bits is None:
+        judge_values[(k_tiles, q_tiles, batch * heads)](
+            mask, state, *mask_strides(mask), *numbers, **bounds, num_warps=4
+        )
+    else:
+        words = bits.by_query
+        judge_bits[(k_tiles, q_tiles, batch * heads)](
+            words, state, *mask_strides(words), *numbers, **bounds, num_warps=1
+        )
     lines, tiles = (k_tiles, q_tiles) if by_column else (q_tiles, k_tiles)
     items = torch.empty((batch * heads * lines, tiles + 1), dtype=torch.int32, device=mask.device)
     counts = torch.empty((batch * heads * lines, 2), dtype=torch.int32, device=mask.device)
+    order = torch.empty(batch * heads * lines, dtype=torch.int32, device=mask.device)
     step = (1, k_tiles) if by_column else (k_tiles, 1)
     collect_tiles[(lines, batch * heads)](
         state, items, counts, q_tiles * k_tiles, *step, tiles, BLOCK=triton.next_power_of_2(tiles + 1), num_warps=4
     )
-    return TileLists(items, counts, 0 if batch == 1 else heads, 0 if heads == 1 else 1)
+    order_lines[(triton.cdiv(lines, CHUNK), batch * heads)](counts, order, lines, CHUNK=CHUNK, num_warps=4)
+    return TileLists(items, counts, order, 0 if batch == 1 else heads, 0 if heads == 1 else 1)
 
 
 def mask_strides(mask: Tensor) -> tuple[int, ...]:

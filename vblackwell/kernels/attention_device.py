@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
@@ -50,6 +51,72 @@ def load_mask(mask, row0, col0, row, col, stride_row, stride_col, q_len, k_len):
 
 
 @triton.jit
+def load_words(bits, outer0, inner0, stride_outer, stride_word, OUTER: tl.constexpr, INNER: tl.constexpr):
+    """Two words of 64 bits (OUTER,) of the lines from ``outer0`` on, for the INNER bits from ``inner0`` on (a multiple of INNER).
+
+    The second is the first where INNER is at most 64.
+    """
+    tl.static_assert(INNER <= 128)
+    at = bits + tl.cast(inner0 // 64, tl.int64) * stride_word + (outer0 + tl.arange(0, OUTER)) * stride_outer
+    first = tl.load(at)
+    second = first
+    if INNER == 128:
+        second = tl.load(at + stride_word)
+    if INNER < 64:
+        first = first >> (inner0 & 63)
+        second = first
+    return first, second
+
+
+@triton.jit
+def hide(x, first, second, INNER: tl.constexpr):
+    """``x`` (OUTER, INNER), -inf where the bits of ``load_words`` are 0.
+
+    In the layout of a product a thread's columns are 8 j + c with c of the thread, so shifting by c once a word leaves a test of a
+    constant bit for each value. Written out, because the compiler packs comparisons of many values into words again, bit by bit.
+    """
+    place = tl.arange(0, INNER)[None, :]
+    low = place & 7
+    picked = first.to(tl.int32)[:, None] >> low
+    if INNER > 32:
+        picked = tl.where((place & 32) == 0, picked, (first >> 32).to(tl.int32)[:, None] >> low)
+    if INNER > 64:
+        other = second.to(tl.int32)[:, None] >> low
+        other = tl.where((place & 32) == 0, other, (second >> 32).to(tl.int32)[:, None] >> low)
+        picked = tl.where((place & 64) == 0, picked, other)
+    bit = 1 << (place & 24)
+    if INTERPRETED:
+        return tl.where((picked & bit) != 0, x, float("-inf"))
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred seen; .reg .b32 met; and.b32 met, $2, $3; setp.ne.b32 seen, met, 0; selp.f32 $0, $1, 0fFF800000, seen; }",
+            "=f,f,r,r", [x, picked, bit], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def place_in_order(order_ptr, list_batch, list_head, GROUP: tl.constexpr):
+    """Which (tile, head of the grid, batch) this program takes: the longest lines first.
+
+    Programs of one head that run at a time share its keys and values in the L2, so the grid is walked in blocks of 16 lines: those of every
+    head in turn, then the next 16.
+    """
+    TOGETHER: tl.constexpr = 16
+    tiles, heads = tl.num_programs(0), tl.num_programs(1)
+    of_all = heads * tl.num_programs(2)
+    program = tl.program_id(0) + tiles * (tl.program_id(1) + heads * tl.program_id(2))
+    block = program // (TOGETHER * of_all)
+    rest = program - block * (TOGETHER * of_all)
+    together = tl.minimum(TOGETHER, tiles - block * TOGETHER)
+    which = rest // together
+    place = block * TOGETHER + rest - which * together
+    batch = which // heads
+    head = which - batch * heads
+    line = (batch * list_batch + head * GROUP * list_head) * tiles + place
+    return tl.load(order_ptr + line), head, batch
+
+
+@triton.jit
 def visible(row, col, k_len, offset, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
     inside = (col < k_len) & (row >= 0)
     if HAS_RIGHT:
@@ -61,13 +128,15 @@ def visible(row, col, k_len, offset, left, right, HAS_LEFT: tl.constexpr, HAS_RI
 
 @triton.jit
 def scores(
-    s, mask_values, row, col, k_len, offset, left, right, scale, softcap, slope,
+    s, values, first, second, row, col, k_len, offset, left, right, scale, softcap, slope,
     MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    EDGES: tl.constexpr, SCALED: tl.constexpr,
+    EDGES: tl.constexpr, SCALED: tl.constexpr, ENDS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """Products of queries and keys as log2 scores, hidden ones -inf; and the soft cap's derivative.
 
-    Without SCALED the caller multiplies by scale * log2(e) itself (fused with the subtraction of the maximum).
+    ``first``, ``second``: a boolean mask's words; ``values``: an additive one's numbers, which without SCALED are in ``s`` already. Without
+    ENDS a mask leaves nobody beyond the end of the keys to be hidden here. Without SCALED the caller multiplies by scale * log2(e)
+    itself (fused with the subtraction of the maximum).
     """
     chain = 1.0
     x = s
@@ -80,12 +149,12 @@ def scores(
     if ALIBI:
         x -= tl.abs(row + offset - col).to(s.dtype) * (slope * LOG2E)
     if EDGES:
-        inside = visible(row, col, k_len, offset, left, right, HAS_LEFT, HAS_RIGHT)
         if MASK == 1:
-            inside = inside & (mask_values != 0)
-        if MASK == 2:
-            x += mask_values.to(s.dtype) * LOG2E
-        x = tl.where(inside, x, float("-inf"))
+            x = hide(x, first, second, INNER)
+        if MASK == 2 and SCALED:
+            x += values.to(s.dtype) * LOG2E
+        if MASK == 0 or ENDS or HAS_LEFT or HAS_RIGHT:
+            x = tl.where(visible(row, col, k_len, offset, left, right, HAS_LEFT, HAS_RIGHT), x, float("-inf"))
     return x, chain
 
 

@@ -20,6 +20,8 @@ from vblackwell.kernels.attention_device import (
     kept,
     load_mask,
     load_tile,
+    load_words,
+    place_in_order,
     scores,
     store_tile,
 )
@@ -32,7 +34,7 @@ def _walk(
     seed_ptr, dropout, dropout_head,
     MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     DROPOUT: tl.constexpr, EDGES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
     PLAIN: tl.constexpr = not SOFTCAP and not ALIBI and MASK != 2
     row = (row0 + tl.arange(0, ROWS))[:, None]
@@ -46,16 +48,18 @@ def _walk(
         else:
             start = index * COLUMNS
         col = (start + tl.arange(0, COLUMNS))[None, :]
-        values = 0.0
-        if MASK and EDGES:
+        values, first, second = 0.0, 0, 0
+        if MASK == 1 and EDGES:
+            first, second = load_words(mask, row0, start, stride_mask_row, stride_mask_col, ROWS, COLUMNS)
+        if MASK == 2 and EDGES:
             values = load_mask(
                 mask, row0, start, row - row0, col - start, stride_mask_row, stride_mask_col, q_len, k_len
             )
         k_tile = load_tile(k, start, stride_k, batch, kv_head, k_len, COLUMNS, H, D, EDGES, TMA)
         s = tl.dot(q, tl.trans(k_tile), out_dtype=acc.dtype, input_precision=PRECISION)
         x, _ = scores(
-            s, values, row, col, k_len, offset, left, right, scale, softcap, slope,
-            MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, EDGES, not PLAIN,
+            s, values, first, second, row, col, k_len, offset, left, right, scale, softcap, slope,
+            MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, EDGES, not PLAIN, ENDS, COLUMNS,
         )  # fmt: skip
         factor = scale * LOG2E if PLAIN else 1.0
         new_top = tl.maximum(top, tl.max(x, 1) * factor)
@@ -74,19 +78,20 @@ def _walk(
 
 @triton.jit
 def attend(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, mask_ptr, items_ptr, counts_ptr, slope_ptr, seed_ptr, q_starts_ptr, k_starts_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, mask_ptr, items_ptr, counts_ptr, order_ptr, slope_ptr, seed_ptr, q_starts_ptr, k_starts_ptr,
     stride_qb, stride_qn, stride_q, stride_kb, stride_kn, stride_k, stride_vb, stride_vn, stride_v,
     stride_ob, stride_on, stride_o, stride_lb, stride_ln, stride_mb, stride_mn, stride_mask_row, stride_mask_col,
     list_batch, list_head, list_width, q_length, k_length, left, right, scale, softcap, dropout,
     GROUP: tl.constexpr, MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, EVEN: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
-    q_tile = tl.program_id(0)
-    if HAS_RIGHT:
+    q_tile, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if MASK:
+        q_tile, head, batch = place_in_order(order_ptr, list_batch, list_head, 1)
+    elif HAS_RIGHT:
         q_tile = tl.num_programs(0) - 1 - q_tile  # the longest walks first
-    head, batch = tl.program_id(1), tl.program_id(2)
     kv_head = head // GROUP
     q_len, k_len = q_length, k_length
     out = out_ptr + head.to(tl.int64) * stride_on
@@ -137,20 +142,20 @@ def attend(
             acc, top, total, q_values, k, v, first, whole_first, items, row0, batch, head, kv_head, stride_k, stride_v,
             mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
             seed_ptr, dropout, dropout_head,
-            MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, True, H, D, ROWS, COLUMNS, PRECISION, TMA,
+            MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, True, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
         )  # fmt: skip
     acc, top, total = _walk(
         acc, top, total, q_values, k, v, whole_first, whole_end, items, row0, batch, head, kv_head, stride_k, stride_v,
         mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
         seed_ptr, dropout, dropout_head,
-        MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, False, H, D, ROWS, COLUMNS, PRECISION, TMA,
+        MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, False, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
     )  # fmt: skip
     if HAS_LEFT or HAS_RIGHT or MASK or not EVEN:
         acc, top, total = _walk(
             acc, top, total, q_values, k, v, whole_end, end, items, row0, batch, head, kv_head, stride_k, stride_v,
             mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
             seed_ptr, dropout, dropout_head,
-            MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, True, H, D, ROWS, COLUMNS, PRECISION, TMA,
+            MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, True, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
         )  # fmt: skip
 
     empty = total == 0.0

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vblackwell.kernels.attention_backward import key_gradient, query_gradient
-from vblackwell.kernels.attention_blocks import TileLists, list_tiles, mask_strides
+from vblackwell.kernels.attention_blocks import MaskBits, TileLists, bits_of, list_tiles, mask_strides
 from vblackwell.kernels.attention_forward import attend
 from vblackwell.kernels.attention_plan import AttentionPlan, padded_head, specialized_plan, tuned
 from vblackwell.kernels.rotary import empty_of
@@ -75,6 +75,7 @@ class _Call:
         self.q_length, self.k_length = options.max_q, options.max_k
         mask = options.mask
         self.mask = mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
+        self.bits: MaskBits | None = None
 
     def heads_first(self, x: Tensor) -> Tensor:
         """(B, N, S, H) of a dense tensor, (1, N, total, H) of packed sequences (total, N, H); last stride 1."""
@@ -88,8 +89,8 @@ class _Call:
     def plan(self, kernel: str) -> AttentionPlan:
         length = max(self.q_length, self.k_length)
         options, kind = self.options, self.options.mask_kind
-        if kind == "none" and (options.softcap or options.dropout or options.slopes_N is not None):
-            kind = "scored"  # takes registers as a mask does
+        if options.softcap or options.dropout or options.slopes_N is not None:
+            kind = "scored"  # takes registers, with any mask
         found = tuned(kernel, self.head, self.q.dtype, length, kind, self.q.device)
         return _FORCED.get().get(kernel, found)
 
@@ -115,30 +116,41 @@ class _Call:
             return x
         return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, padded_head(self.head)])
 
+    def pack(self, with_keys: bool) -> None:
+        """Put a boolean mask into bits, once for all kernels that follow."""
+        if self.mask is not None and self.options.mask_kind == "boolean":
+            self.bits = bits_of(self.mask, with_keys)
+
     def lists(self, plan: AttentionPlan, by_column: bool) -> TileLists | None:
         if self.mask is None:
             return None
         offset = self.k_length - self.q_length if self.options.bottom_right else 0
         return list_tiles(
-            self.mask, (self.q_length, self.k_length), (plan.rows, plan.columns), offset, self.options.left,
+            self.mask, self.bits, (self.q_length, self.k_length), (plan.rows, plan.columns), offset, self.options.left,
             self.options.right, by_column,
         )  # fmt: skip
 
-    def pointers(self, lists: TileLists | None) -> tuple[Any, ...]:
-        """mask, items, counts, slopes, seed, starts of queries and keys; some tensor stands in where there is none."""
+    def read_mask(self, by_column: bool) -> Tensor | None:
+        """What kernels load: numbers (B, N, S, T), or words with their lines behind them, each 1 where broadcast."""
+        if self.bits is None:
+            return self.mask
+        return (self.bits.by_key if by_column else self.bits.by_query).transpose(2, 3)
+
+    def pointers(self, lists: TileLists | None, by_column: bool) -> tuple[Any, ...]:
+        """mask, items, counts, order, slopes, seed, starts of queries and keys; some tensor stands in where there is none."""
         options, none = self.options, self.q
         given = (
-            self.mask, lists and lists.items, lists and lists.counts, options.slopes_N, options.seed, options.q_starts,
-            options.k_starts,
+            self.read_mask(by_column), lists and lists.items, lists and lists.counts, lists and lists.order, options.slopes_N,
+            options.seed, options.q_starts, options.k_starts,
         )  # fmt: skip
         return tuple(none if x is None else x for x in given)
 
-    def numbers(self, lse: Tensor, lists: TileLists | None) -> tuple[Any, ...]:
-        options = self.options
+    def numbers(self, lse: Tensor, lists: TileLists | None, by_column: bool) -> tuple[Any, ...]:
+        options, mask = self.options, self.read_mask(by_column)
         rows = (0, lse.stride(0)) if self.varlen else (lse.stride(0), lse.stride(1))
         listed = (lists.list_batch, lists.list_head, lists.items.shape[1]) if lists else (0, 0, 0)
         return (
-            *rows, *((0, 0, 0, 0) if self.mask is None else mask_strides(self.mask)), *listed, self.q_length, self.k_length,
+            *rows, *((0, 0, 0, 0) if mask is None else mask_strides(mask)), *listed, self.q_length, self.k_length,
             options.left or 0, options.right or 0, options.scale, options.softcap, options.dropout,
         )  # fmt: skip
 
@@ -160,10 +172,16 @@ class _Call:
             "COLUMNS": plan.columns,
             "PRECISION": "ieee" if self.q.dtype == torch.float32 else "tf32",
             "TMA": tma,
+            "ENDS": self.open_ended(plan),
             "num_warps": plan.warps,
             "num_stages": plan.stages,
             **({"maxnreg": plan.registers} if plan.registers else {}),
         }
+
+    def open_ended(self, plan: AttentionPlan) -> bool:
+        """Whether a mask's tiles may have visible places beyond the last key."""
+        cut = self.k_length % plan.columns != 0
+        return cut and self.mask is not None and (self.bits is None or self.mask.shape[3] == 1)
 
     def even(self, plan: AttentionPlan) -> bool:
         return not self.varlen and self.k_length % plan.columns == 0
@@ -194,11 +212,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
             call.q, call.k, call.v, out, lse, options.right, options.bottom_right, options.scale, special
         )
         return result, lse
+    call.pack(with_keys=False)
     lists = call.lists(plan, by_column=False)
     attend[(triton.cdiv(call.q_length, plan.rows), call.num_heads, call.batch)](
         call.described(call.q, plan.rows, tma), call.described(call.k, plan.columns, tma),
-        call.described(call.v, plan.columns, tma), out, lse, *call.pointers(lists),
-        *call.strides(call.q), *call.strides(call.k), *call.strides(call.v), *call.strides(out), *call.numbers(lse, lists),
+        call.described(call.v, plan.columns, tma), out, lse, *call.pointers(lists, False),
+        *call.strides(call.q), *call.strides(call.k), *call.strides(call.v), *call.strides(out), *call.numbers(lse, lists, False),
         **call.constants(plan, tma), EVEN=call.even(plan),
     )  # fmt: skip
     return result, lse
@@ -222,15 +241,16 @@ def backward(
     delta = torch.empty_like(lse)
     inputs = (call.q, call.k, call.v, dout)
 
+    call.pack(with_keys=True)
     plan = call.plan("dq")
     tma = plan.tma and call.takes_tma(*inputs)
     lists = call.lists(plan, by_column=False)
     sizes = (plan.rows, plan.columns, plan.columns, plan.rows)
     q_in, k_in, v_in, dout_in = (call.described(x, size, tma) for x, size in zip(inputs, sizes, strict=True))
     query_gradient[(triton.cdiv(call.q_length, plan.rows), call.num_heads, call.batch)](
-        q_in, k_in, v_in, out, dout_in, lse, delta, dq, *call.pointers(lists),
+        q_in, k_in, v_in, out, dout_in, lse, delta, dq, *call.pointers(lists, False),
         *call.strides(call.q), *call.strides(call.k), *call.strides(call.v), *call.strides(out), *call.strides(dout),
-        *call.strides(dq), *call.numbers(lse, lists), **call.constants(plan, tma), EVEN=call.even(plan),
+        *call.strides(dq), *call.numbers(lse, lists, False), **call.constants(plan, tma), EVEN=call.even(plan),
     )  # fmt: skip
 
     plan = call.plan("dkv")
@@ -239,8 +259,8 @@ def backward(
     sizes = (plan.rows, plan.columns, plan.columns, plan.rows)
     q_in, k_in, v_in, dout_in = (call.described(x, size, tma) for x, size in zip(inputs, sizes, strict=True))
     key_gradient[(triton.cdiv(call.k_length, plan.columns), call.kv_heads, call.batch)](
-        q_in, k_in, v_in, dout_in, lse, delta, dk, dv, *call.pointers(lists),
+        q_in, k_in, v_in, dout_in, lse, delta, dk, dv, *call.pointers(lists, True),
         *call.strides(call.q), *call.strides(call.k), *call.strides(call.v), *call.strides(dout), *call.strides(dk),
-        *call.strides(dv), *call.numbers(lse, lists), **call.constants(plan, tma),
+        *call.strides(dv), *call.numbers(lse, lists, True), **call.constants(plan, tma),
     )  # fmt: skip
     return results

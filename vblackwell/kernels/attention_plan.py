@@ -71,8 +71,8 @@ _HALF = {
     (SMALL, 128): (AttentionPlan(64, 32, 4, 2), AttentionPlan(64, 32, 8, 2), AttentionPlan(32, 64, 8, 2)),
     (SMALL, 256): (AttentionPlan(32, 32, 8, 2), AttentionPlan(32, 32, 8, 1), AttentionPlan(32, 32, 8, 1)),
 }  # fmt: skip
-# The same for masks that are read, whose values take registers too
-_HALF_MASKED = {
+# The same where scores are changed (soft cap, ALiBi, dropout): that takes registers too. A boolean mask's bits take few.
+_HALF_SCORED = {
     (LARGE, 64): (AttentionPlan(128, 64, 8, 3, True), AttentionPlan(128, 64, 8, 3, True), AttentionPlan(64, 128, 8, 3, True)),
     (LARGE, 128): (AttentionPlan(128, 64, 8, 3, True), AttentionPlan(128, 64, 8, 2, True), AttentionPlan(64, 64, 8, 2, True)),
     (LARGE, 256): (AttentionPlan(128, 32, 8, 2, True), AttentionPlan(64, 32, 8, 2, True), AttentionPlan(32, 64, 8, 2, True)),
@@ -80,6 +80,12 @@ _HALF_MASKED = {
     (MEDIUM, 128): (AttentionPlan(64, 64, 8, 2), AttentionPlan(64, 32, 8, 2), AttentionPlan(32, 64, 8, 2)),
     (SMALL, 64): (AttentionPlan(64, 64, 8, 2), AttentionPlan(64, 32, 8, 2), AttentionPlan(32, 64, 8, 2)),
 }  # fmt: skip
+# And where a mask is added: two programs of four warps share a multiprocessor in dkv, one waiting for its mask while the other computes.
+_HALF_ADDED = {
+    **_HALF_SCORED,
+    (LARGE, 128): (AttentionPlan(128, 64, 8, 3, True), AttentionPlan(128, 64, 8, 2, True), AttentionPlan(64, 64, 4, 2, True)),
+}  # fmt: skip
+_BY_KIND = {"scored": _HALF_SCORED, "additive": _HALF_ADDED}
 # attention_hopper.py's forward, by padded head: two groups of 64 queries. Taken when it has been measured to be right and faster.
 SPECIALIZED_BY_DEFAULT = False
 SPECIALIZED = {
@@ -95,11 +101,11 @@ _SINGLE = {
 }
 
 
-def plan_for(kernel: str, head: int, itemsize: int, shared_bytes: int, masked: bool = False) -> AttentionPlan:
-    """The plan of ``kernel`` ('forward', 'dq' or 'dkv') before tuning."""
+def plan_for(kernel: str, head: int, itemsize: int, shared_bytes: int, kind: str = "none") -> AttentionPlan:
+    """The plan of ``kernel`` ('forward', 'dq' or 'dkv') before tuning; ``kind``: 'none', 'boolean', 'additive' or 'scored'."""
     width = next(size for size in (64, 128, 256) if padded_head(head) <= size)
     key = (class_of(shared_bytes), width)
-    plans = _SINGLE[width] if itemsize != 2 else _HALF_MASKED.get(key, _HALF[key]) if masked else _HALF[key]
+    plans = _SINGLE[width] if itemsize != 2 else _BY_KIND.get(kind, _HALF).get(key, _HALF[key])
     return plans[KERNELS.index(kernel)]
 
 
@@ -157,7 +163,7 @@ def tuned(kernel: str, head: int, dtype: torch.dtype, length: int, mask: str, de
     if device.type != "cuda":  # the interpreter: tiles small enough that odd lengths have several
         return AttentionPlan(32, 32, 4, 1)
     properties = torch.cuda.get_device_properties(device)
-    plan = plan_for(kernel, head, dtype.itemsize, properties.shared_memory_per_block_optin, mask != "none")
+    plan = plan_for(kernel, head, dtype.itemsize, properties.shared_memory_per_block_optin, mask)
     found = entries(device).get(entry_name(kernel, head, dtype, length, mask, plan), {})
     return dataclasses.replace(
         plan, **{name: type(getattr(plan, name))(found[name]) for name in ("stages", "tma") if name in found}
@@ -170,7 +176,7 @@ def tune(
 ) -> AttentionPlan:  # fmt: skip
     """Measure ``variants`` of a kernel's plan, store the fastest and return it. ``measure_us`` gives inf for one that does not fit."""
     properties = torch.cuda.get_device_properties(device)
-    plan = plan_for(kernel, head, dtype.itemsize, properties.shared_memory_per_block_optin, mask != "none")
+    plan = plan_for(kernel, head, dtype.itemsize, properties.shared_memory_per_block_optin, mask)
     best = min(variants(plan, properties.major == 9), key=measure_us)
     name = entry_name(kernel, head, dtype, length, mask, plan)
     store(device, {name: {"stages": best.stages, "tma": int(best.tma)}})
