@@ -1,8 +1,8 @@
 """Which way of training fits a machine and is the fastest: enumerated, pruned by arithmetic, predicted, and the best is a frozen plan.
 
-What is predicted, and how, is the caller's (`vblackwell.train.forecast`): this module knows choices, bounds and order alone. A choice
-decides where bytes live and when they are computed again, which changes no bit of a run; what does change numbers (8-bit
-states, FP4, a micro-batch other than the user's) is tried only where the `Space` allows it.
+What is predicted, and how, is the caller's (`vblackwell.train.forecast`): this module knows choices, bounds and order alone. Where bytes
+live changes no bit of a run; recomputing may round otherwise where it uses other kernels. What does change numbers (8-bit states, FP4, a
+micro-batch other than the user's) is tried only where the `Space` allows it.
 """
 
 from __future__ import annotations

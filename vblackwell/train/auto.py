@@ -158,7 +158,8 @@ def _rates_of(device: torch.device, say: Callable[[str], None]) -> Rates:
 
 def _space(config: TrainConfig, model: nn.Module, forecast: Forecast, has_gpu: bool) -> Space:
     able = isinstance(model, Decoder) or getattr(model, "supports_gradient_checkpointing", False)
-    checkpointing = (True,) if config.gradient_checkpointing else (False, True) if able and has_gpu else (False,)
+    free = able and has_gpu and not config.resume  # a resumed run computes as it began
+    checkpointing = (False, True) if free and not config.gradient_checkpointing else (config.gradient_checkpointing,)
     updates: tuple[str | float, ...] = SHARES if has_gpu else ("home", "level0")
     if config.update != "auto":
         updates = (config.update if config.update in ("level0", "home") else float(config.update),)

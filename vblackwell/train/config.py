@@ -145,7 +145,7 @@ class TrainConfig:
 
     vgpu_auto: bool = False
     """Choose the fastest way that fits, by prediction: levels (a disk included), placement, recomputing, where AdamW runs. What is said
-    with other flags bounds the plan; no bit of the training depends on it."""
+    with other flags bounds the plan. Where bytes live changes no bit; recomputing on a GPU uses other kernels, and may round otherwise."""
 
     deterministic: bool = False
     """torch's deterministic algorithms: slower on a GPU; on one machine the same run gives the same bits."""

@@ -79,8 +79,10 @@ def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: 
     folder.create()
     if stored is None:
         chosen = prepared.config
-        as_planned = replace(config, batch_size=chosen.batch_size, accumulation_steps=chosen.accumulation_steps)
-        folder.write_json(SETTINGS, as_planned.to_dict())
+        planned = {
+            name: getattr(chosen, name) for name in ("batch_size", "accumulation_steps", "gradient_checkpointing")
+        }
+        folder.write_json(SETTINGS, replace(config, **planned).to_dict())
     return _Run(prepared, folder, progress, stop, cleanup).to_the_end()
 
 
