@@ -1,0 +1,58 @@
+"""Every command that docs/guide.md names is one that the command line takes, flag by flag."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vblackwell import cli
+from vblackwell.train.sources import resolve
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
+
+
+class Parsed(Exception):
+    """What a command line means; raised instead of running it."""
+
+
+def commands() -> list[str]:
+    spans = re.findall(r"`([^`]+)`", GUIDE.read_text(encoding="utf-8"))
+    return sorted({" ".join(span.split()) for span in spans if span.startswith("vb ")})
+
+
+def parsed(monkeypatch: pytest.MonkeyPatch, command: str) -> dict[str, Any]:
+    parse = cli._parse
+
+    def stop(parser: Any, words: list[str]) -> Any:
+        raise Parsed(parse(parser, words))
+
+    monkeypatch.setattr(cli, "_parse", stop)
+    with pytest.raises(Parsed) as found:
+        cli._dispatch(shlex.split(command)[1:])
+    return found.value.args[0]
+
+
+def test_there_is_a_command_for_every_branch():
+    sections = GUIDE.read_text(encoding="utf-8").split("\n## ")[1:]
+    assert [section.partition("?")[0] for section in sections] == [
+        "What does my machine do at all", "Short of memory", "Long sequences", "After speed",
+    ]  # fmt: skip
+    for section in sections:
+        for step in re.split(r"\n\d\. ", section)[1:]:
+            assert "`vb " in step, step
+
+
+@pytest.mark.parametrize("command", commands())
+def test_the_command_line_takes_it(monkeypatch, command):
+    given = parsed(monkeypatch, command)
+    if command.startswith("vb train"):
+        assert resolve(given) is not None  # values too
+
+
+def test_a_flag_that_is_gone_would_be_seen(monkeypatch):
+    with pytest.raises(cli.ConfigurationError, match="no flag --weight-memory"):
+        cli._dispatch(["train", "--weight-memory", "4GiB"])
