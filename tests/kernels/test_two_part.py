@@ -50,7 +50,7 @@ def bf16_weight(parts, n: int, k: int) -> torch.Tensor:
 
 
 def emulated(plan: TwoPartPlan, x_MK, tiled, bias, activation, n):
-    x_MK, k = two_part_cuda._aligned(x_MK)
+    x_MK, k = two_part_cuda.aligned(x_MK)
     m = x_MK.shape[0]
     y_MN = torch.full((m, n), torch.nan)
     grid = (-(-n // (32 * plan.row_warps)), -(-m // plan.tokens), plan.shared_bytes(k))
