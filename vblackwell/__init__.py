@@ -41,6 +41,7 @@ _WHERE = {
     "FusedFP4Linear": "vblackwell.nn.linear",
     "SeparatedTensor": "vblackwell.numerics.separation",
     "separate": "vblackwell.numerics.separation",
+    "FineStream": "vblackwell.nn.fine_stream",
     "VBOptimizedLinear": "vblackwell.nn.optimized_linear",
     "VBModelWrapper": "vblackwell.nn.optimize",
     "enable_vb_optimization": "vblackwell.nn.optimize",
@@ -97,6 +98,7 @@ if TYPE_CHECKING:
     from vblackwell.nn.causal_lm import accelerate_causal_lm, restore_causal_lm
     from vblackwell.nn.compare import compare
     from vblackwell.nn.convert import Conversion, convert
+    from vblackwell.nn.fine_stream import FineStream
     from vblackwell.nn.linear import FusedFP4Linear
     from vblackwell.nn.lora_config import Lora
     from vblackwell.nn.optimize import VBModelWrapper, enable_vb_optimization

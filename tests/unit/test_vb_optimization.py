@@ -206,3 +206,31 @@ def test_autocast():
     layer = VBOptimizedLinear(32, 32, mode="training")
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(torch.randn(2, 32)).dtype == torch.bfloat16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 7, 40])
+def test_on_the_gpu(rows):
+    """Parts move between layouts without loss, both paths compute with them, and training rounds as on the CPU, bit for bit."""
+    layer = VBOptimizedLinear(200, 72, mode="training", dtype=torch.bfloat16).cuda()
+    x = torch.randn(rows, 200, device="cuda", dtype=torch.bfloat16)
+    assert layer.weight is not None
+    scales = training_scales(layer.weight.cpu())
+    rounded = round_to_parts(layer.weight.detach().cpu(), scales, torch.bfloat16)
+    y = layer(x)
+    assert torch.equal(y, functional.linear(x, rounded.cuda(), layer.bias))
+    y.sum().backward()
+    assert layer.weight.grad is not None and layer.weight.grad.shape == (72, 200)
+    packed = layer.quantize().packed
+    weight = packed.dequantize(torch.float32)
+    exact = x.double() @ weight.double().t() + layer.bias.double()
+    assert (layer(x) - exact).norm() <= 2**-7 * exact.norm()  # weights and sum rounded to bf16 once each
+    fine = layer.drop_fine()
+    coarse = layer(x)
+    layer.attach_fine(fine)
+    assert sqnr(exact, layer(x)) > sqnr(exact, coarse) + 10
+    home = copy.deepcopy(layer).cpu()
+    assert torch.equal(home.packed.dequantize(torch.float32), weight.cpu())
+    assert all(
+        torch.equal(a, b.cpu()) for a, b in zip(home.state_dict().values(), layer.state_dict().values(), strict=True)
+    )

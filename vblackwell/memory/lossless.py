@@ -18,6 +18,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -143,11 +144,11 @@ def _compress_piece(piece: Tensor, itemsize: int, level: int) -> list[Any]:
 
 
 def _decompress_piece(piece: Tensor, data: memoryview, sizes: tuple[int, ...], itemsize: int) -> None:
-    planes, at = piece.view(-1, itemsize), 0
+    planes, at = piece.numpy().reshape(-1, itemsize), 0
     for number, size in enumerate(sizes):
         part = data[at : at + size]
         raw = part if size == len(planes) else _decompressor().decompress(part, max_output_size=len(planes))
         if len(raw) != len(planes):
             raise CorruptData(f"a plane of {len(raw)} bytes where {len(planes)} belong: the bytes are damaged")
-        planes[:, number] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        planes[:, number] = np.frombuffer(raw, dtype=np.uint8)
         at += size
