@@ -2,8 +2,10 @@
 
 ``python benchmarks/bench_attention.py`` on a CUDA GPU. First the error of every backend against float64 at a small size, then times
 (medians of CUDA-graph replays, bf16, forward and backward apart), ratios in the same run with their floors and aims, and peak memory.
-FlexAttention's block masks are made beforehand and not counted, the own kernel's tile lists are. ``--sweep`` times plans of the own
-kernels, ``--tune`` lets the dispatcher and the plans be measured and kept.
+What the own kernel makes of a mask (bits, tile lists) is counted. Of a mask FlexAttention has two rows: ``flex``, its block mask made
+beforehand and not counted, and ``flex+mask``, made at every call, which is all that the dispatcher can run. ``--sweep`` times plans of
+the own kernels, ``--tune`` lets the dispatcher and the plans be measured and kept. Compiling first: ``--prepare --quick``, then
+``--quick --prepared``, which takes 90 s at most.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import concurrent.futures
 import csv
 import multiprocessing
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from attention_plans import PROCESSES, leaves_of, say, sweep, sweep_specialized, time_us
+from attention_plans import PROCESSES, STARTED, leaves_of, say, sweep, sweep_specialized, time_us
+from graph_timing import median_us
 from torch import Tensor
 
 from vblackwell.kernels.autotune import machine, write_entries
@@ -44,17 +48,8 @@ def documents(length: int, count: int) -> Tensor:
 
 
 def cases(quick: bool) -> dict[str, dict[str, Any]]:
-    """(batch, heads, key heads, length, head), variant, goal and the backends left out for each case."""
+    """(batch, heads, key heads, length, head), variant and goal of each case; those with masks first."""
     found: dict[str, dict[str, Any]] = {}
-    for head, heads in ((128, 16), (64, 32)):
-        for batch, length in ((4, 4096), (2, 8192), (1, 16384)):
-            name = f"causal {head} S={length >> 10}k"
-            found[name] = {"shape": (batch, heads, heads, length, head), "goal": f"causal {head}", "causal": True}
-    found["full 128 S=8k"] = {"shape": (2, 16, 16, 8192, 128), "goal": None}
-    found["grouped causal 128 S=8k"] = {"shape": (2, 32, 8, 8192, 128), "goal": None, "causal": True}
-    if not quick:
-        found["causal 96 S=8k"] = {"shape": (2, 16, 16, 8192, 96), "goal": None, "causal": True}
-        found["causal 256 S=4k"] = {"shape": (2, 8, 8, 4096, 256), "goal": None, "causal": True}
     random = torch.rand(1, 1, 4096, 4096, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     found["boolean random S=4k"] = {"shape": (4, 16, 16, 4096, 128), "goal": "mask", "mask": random > 0.5}
     found["boolean documents S=8k"] = {"shape": (2, 16, 16, 8192, 128), "goal": "mask", "mask": documents(8192, 8)}
@@ -64,6 +59,15 @@ def cases(quick: bool) -> dict[str, dict[str, Any]]:
     found["boolean padding S=4k"] = {"shape": (4, 16, 16, 4096, 128), "goal": "mask", "mask": keys}
     found["additive S=4k"] = {"shape": (4, 16, 16, 4096, 128), "goal": "mask", "mask": (random - 0.5).bfloat16()}
     found["window 1k causal S=8k"] = {"shape": (2, 16, 16, 8192, 128), "goal": None, "causal": True, "window": 1024}
+    for head, heads in ((128, 16), (64, 32)):
+        for batch, length in ((4, 4096), (2, 8192), (1, 16384)):
+            name = f"causal {head} S={length >> 10}k"
+            found[name] = {"shape": (batch, heads, heads, length, head), "goal": f"causal {head}", "causal": True}
+    found["full 128 S=8k"] = {"shape": (2, 16, 16, 8192, 128), "goal": None}
+    found["grouped causal 128 S=8k"] = {"shape": (2, 32, 8, 8192, 128), "goal": None, "causal": True}
+    if not quick:
+        found["causal 96 S=8k"] = {"shape": (2, 16, 16, 8192, 96), "goal": None, "causal": True}
+        found["causal 256 S=4k"] = {"shape": (2, 8, 8, 4096, 256), "goal": None, "causal": True}
     return found
 
 
@@ -72,7 +76,9 @@ def variant_of(case: dict[str, Any]) -> Variant:
 
 
 def runner(name: str, leaves: list[Tensor], variant: Variant) -> Callable[[], Tensor]:
-    if name == "flex":
+    if name == "flex+mask":
+        name = "flex"
+    elif name == "flex":
         from vblackwell.nn.attention_flex import block_mask, flex
 
         blocks = block_mask(leaves[0], leaves[1], variant)
@@ -82,7 +88,9 @@ def runner(name: str, leaves: list[Tensor], variant: Variant) -> Callable[[], Te
     return lambda: BACKENDS[name].run(leaves[0], leaves[1], leaves[2], variant)
 
 
-def time_both(call: Callable[[], Tensor], leaves: list[Tensor]) -> tuple[float, float, float]:
+def time_both(
+    call: Callable[[], Tensor], leaves: list[Tensor], timed: Callable[[Callable[[], object]], float] = time_us
+) -> tuple[float, float, float]:
     """us of forward and backward, and extra MB of both at their peak."""
     out = call()
     dout = torch.randn_like(out)
@@ -94,8 +102,8 @@ def time_both(call: Callable[[], Tensor], leaves: list[Tensor]) -> tuple[float, 
     extra = (torch.cuda.max_memory_allocated() - before) / 2**20
     del gradients
     with torch.no_grad():
-        forward = time_us(call)
-    return forward, time_us(lambda: torch.autograd.grad(call(), leaves, dout)) - forward, extra
+        forward = timed(call)
+    return forward, timed(lambda: torch.autograd.grad(call(), leaves, dout)) - forward, extra
 
 
 def prepare(name: str, quick: bool) -> None:
@@ -103,7 +111,7 @@ def prepare(name: str, quick: bool) -> None:
     case = cases(quick)[name]
     leaves, variant = leaves_of(*case["shape"]), variant_of(case)
     for system in systems_of(case, leaves, variant, quick):
-        if system in ("triton", "flex"):
+        if system in ("triton", "flex", "flex+mask"):
             out = runner(system, leaves, variant)()
             torch.autograd.grad(out, leaves, torch.ones_like(out))
     torch.cuda.synchronize()
@@ -115,6 +123,8 @@ def systems_of(case: dict[str, Any], leaves: list[Tensor], variant: Variant, qui
     systems = ["triton", "dispatcher", *(n for n in ("cudnn", "flash", "efficient", "flex") if not reasons[n])]
     if quick and variant.mask is None and variant.window is None:
         systems.remove("flex")
+    if "flex" in systems and variant.mask is not None:
+        systems.append("flex+mask")
     if case["shape"][3] <= 4096 and not quick:
         systems.append("math")
     return systems
@@ -125,29 +135,34 @@ def flops(case: dict[str, Any]) -> float:
     return 4 * batch * heads * length**2 * head * (0.5 if case.get("causal") else 1.0)
 
 
-def prepared(quick: bool, only: str) -> dict[str, dict[str, Any]]:
-    """The cases that are wanted, once all that they need is compiled."""
-    wanted = {name: case for name, case in cases(quick).items() if only in name}
+def wanted_cases(quick: bool, only: str) -> dict[str, dict[str, Any]]:
+    return {name: case for name, case in cases(quick).items() if only in name}
+
+
+def prepare_all(wanted: dict[str, dict[str, Any]], quick: bool) -> None:
+    """Compile all that the cases need, in many processes."""
     with concurrent.futures.ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
         for name, done in {name: pool.submit(prepare, name, quick) for name in wanted}.items():
             if done.exception() is not None:
                 say(f"{name}: compiling failed: {done.exception()!r:.200}")
     say("compiled", len(wanted), "cases")
-    return wanted
 
 
-def bench(quick: bool, only: str, table: dict[str, dict[str, int]]) -> Rows:
-    """A row a case and system; ``table`` gets the times by which the dispatcher chooses."""
+def bench(wanted: dict[str, dict[str, Any]], quick: bool, seconds: float, path: Path | None) -> Rows:
+    """A row a case and system; ``path`` gets, after each case, the times by which the dispatcher chooses."""
     rows: Rows = []
-    wanted = prepared(quick, only)
-    for name, case in wanted.items():
+    for number, (name, case) in enumerate(wanted.items()):
+        if seconds and time.perf_counter() - STARTED > seconds:
+            say("no time left for", ", ".join([*wanted][number:]))
+            break
         leaves, variant = leaves_of(*case["shape"]), variant_of(case)
         request = dispatcher.request_of(*leaves, variant)
-        systems = systems_of(case, leaves, variant, quick)
         here: Rows = []
-        for system in systems:
+        for system in systems_of(case, leaves, variant, quick):
             try:
-                forward, backward, extra = time_both(runner(system, leaves, variant), leaves)
+                # Making a block mask takes the host's time too, and no graph can hold it.
+                timed = (lambda call: median_us(call, 7)) if system == "flex+mask" else time_us
+                forward, backward, extra = time_both(runner(system, leaves, variant), leaves, timed)
             except Exception as error:  # another system's failure must not hide ours
                 if system in ("triton", "dispatcher"):
                     raise
@@ -162,11 +177,31 @@ def bench(quick: bool, only: str, table: dict[str, dict[str, int]]) -> Rows:
             print_row(here[-1])
             torch.cuda.empty_cache()
         rows += here
-        known = [row for row in here if row["system"] in BACKENDS]
-        for gradient in (True, False):  # training, and inference
-            times = {r["system"]: int((r["forward_us"] + gradient * r["backward_us"]) * 1000) for r in known}
-            table[dispatcher.entry_name(request._replace(gradient=gradient))] = times
+        if path is not None:
+            known = runnable({row["system"]: row for row in here})
+            table = {
+                dispatcher.entry_name(request._replace(gradient=gradient)): {
+                    system: int((row["forward_us"] + gradient * row["backward_us"]) * 1000)
+                    for system, row in known.items()
+                }
+                for gradient in (True, False)  # training, and inference
+            }
+            write_entries(path, machine(torch.device("cuda")), table)
     return rows
+
+
+def has_mask(name: str) -> bool:
+    """Whether the case of this name reads a mask."""
+    return name.startswith(("boolean", "additive"))
+
+
+def runnable(systems: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """A case's rows of what the dispatcher could run: FlexAttention with its block mask made anew where there is a mask."""
+    found = {name: row for name, row in systems.items() if name in BACKENDS}
+    if any(has_mask(row["case"]) for row in systems.values()):
+        found.pop("flex", None)
+        found |= {"flex": systems["flex+mask"]} if "flex+mask" in systems else {}
+    return found
 
 
 def print_row(row: dict[str, Any]) -> None:
@@ -174,28 +209,48 @@ def print_row(row: dict[str, Any]) -> None:
     say(words)
 
 
-def ratios(rows: Rows) -> list[str]:
-    """Lines that compare ours with what the goals name."""
-    lines = [f"{'case':26} {'own over':16} {'forward':>8} {'backward':>8}   floors / aims"]
-    by_case: dict[str, dict[str, dict[str, Any]]] = {}
+def by_case(rows: Rows) -> dict[str, dict[str, dict[str, Any]]]:
+    found: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
-        by_case.setdefault(row["case"], {})[row["system"]] = row
-    for name, systems in by_case.items():
-        own, chosen = systems["triton"], systems["dispatcher"]
-        kind = " ".join(name.split()[:2]) if name.startswith("causal") else "mask"
-        goal = GOALS.get(kind) if name.startswith(("causal", "boolean", "additive")) else None
-        others = [n for n in systems if n not in ("triton", "dispatcher", "math")]
-        for other in others + (["math"] if "math" in systems else []):
-            named = goal and (other == "flash" or kind == "mask" and other != "math")
-            words = f"{goal[0][0]} / {goal[0][1]}, {goal[1][0]} / {goal[1][1]}" if goal and named else ""
+        found.setdefault(row["case"], {})[row["system"]] = row
+    return found
+
+
+def ratios(rows: Rows) -> list[str]:
+    """How many times as long every other system takes as the own kernel."""
+    lines = [f"{'case':26} {'own over':16} {'forward':>8} {'backward':>8}"]
+    for name, systems in by_case(rows).items():
+        own = systems["triton"]
+        for other in (n for n in systems if n not in ("triton", "dispatcher")):
             values = [systems[other][key] / own[key] for key in ("forward_us", "backward_us")]
-            lines.append(f"{name:26} {other:16} {values[0]:8.2f} {values[1]:8.2f}   {words}")
-        best = [
-            min(systems[n][key] for n in [*others, "triton"]) / chosen[key] for key in ("forward_us", "backward_us")
-        ]
-        lines.append(
-            f"{name:26} {'dispatcher:best':16} {best[0]:8.2f} {best[1]:8.2f}   0.98 / 1.0 ({chosen['chosen']})"
+            lines.append(f"{name:26} {other:16} {values[0]:8.2f} {values[1]:8.2f}")
+    return lines
+
+
+def goals(rows: Rows) -> list[str]:
+    """A line a floor: its value, and whether it and the aim are met."""
+    lines = [f"{'ours':66} {'value':>7}   floor / aim"]
+
+    def line(words: str, value: float, floor: float, aim: float) -> None:
+        said = "aim met" if value >= aim else "floor met" if value >= floor else "MISSED"
+        lines.append(f"{words:66} {value:7.3f}   {floor:g} / {aim:g}  {said}")
+
+    for name, systems in by_case(rows).items():
+        own, chosen, known = systems["triton"], systems["dispatcher"], runnable(systems)
+        goal = next((g for kind, g in GOALS.items() if name.startswith(kind)), None)
+        masked = has_mask(name)
+        others = (
+            [n for n in systems if n in ("efficient", "flex")] if masked else [n for n in ("flash",) if n in systems]
         )
+        for index, key in enumerate(("forward_us", "backward_us")):
+            where = f"{name}: {key.removesuffix('_us')}"
+            if (goal or masked) and others:
+                best = min(others, key=lambda other: systems[other][key])
+                given = ", block mask given" if best == "flex" else ""
+                line(f"{where}, own over {best}{given}", systems[best][key] / own[key], *(goal or GOALS["mask"])[index])
+            best = min(known, key=lambda other: known[other][key])
+            words = f"{where}, dispatcher ({chosen['chosen']}) over the best ({best})"
+            line(words, known[best][key] / chosen[key], 0.98, 1.0)
     return lines
 
 
@@ -265,6 +320,10 @@ def main() -> None:
     )
     parser.add_argument("--no-table", action="store_true", help="no comparison")
     parser.add_argument("--prepare", action="store_true", help="only compile what the cases need")
+    parser.add_argument(
+        "--prepared", action="store_true", help="--prepare has run: no processes that compile, no errors first"
+    )
+    parser.add_argument("--seconds", type=float, default=0.0, help="start no case later than this; --quick: 75")
     parser.add_argument("--no-check", action="store_true", help="no errors against float64 first")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument(
@@ -278,19 +337,21 @@ def main() -> None:
         sweep_specialized()
         return
     if arguments.prepare:
-        prepared(arguments.quick, arguments.only)
+        prepare_all(wanted_cases(arguments.quick, arguments.only), arguments.quick)
         return
-    if not arguments.no_check:
+    if arguments.quick and not arguments.seconds:
+        arguments.seconds = 75.0
+    if not arguments.no_check and not arguments.prepared:
         check()
     lines = sweep(arguments.sweep) if arguments.sweep else []
     if arguments.tune:
         tune()
     if not arguments.no_table:
-        table: dict[str, dict[str, int]] = {}
-        rows = bench(arguments.quick, arguments.only, table)
-        if arguments.table is not None:
-            write_entries(arguments.table, machine(torch.device("cuda")), table)
-        lines += [*ratios(rows), memory_line()]
+        wanted = wanted_cases(arguments.quick, arguments.only)
+        if not arguments.prepared:
+            prepare_all(wanted, arguments.quick)
+        rows = bench(wanted, arguments.quick, arguments.seconds, arguments.table)
+        lines += [*ratios(rows), "", *goals(rows), memory_line()]
         if arguments.out is not None:
             append(arguments.out, rows)
     print("\n".join(lines))

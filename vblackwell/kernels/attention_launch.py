@@ -134,7 +134,9 @@ class _Call:
         """What kernels load: numbers (B, N, S, T), or words with their lines behind them, each 1 where broadcast."""
         if self.bits is None:
             return self.mask
-        return (self.bits.by_key if by_column else self.bits.by_query).transpose(2, 3)
+        words = self.bits.by_key if by_column else self.bits.by_query
+        assert words is not None  # ``pack`` was asked for both
+        return words.transpose(2, 3)
 
     def pointers(self, lists: TileLists | None, by_column: bool) -> tuple[Any, ...]:
         """mask, items, counts, order, slopes, seed, starts of queries and keys; some tensor stands in where there is none."""

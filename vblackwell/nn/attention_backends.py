@@ -343,6 +343,8 @@ def _ranking(r: AttentionRequest) -> tuple[str, ...]:
 def tune_attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, **variant: Any) -> dict[str, int]:
     """Times (ns) of every backend that accepts, with backward if gradients are wanted; kept for requests of this kind.
 
+    What a backend makes of a mask at every call (tile lists, FlexAttention's block mask) is part of its time.
+
     Raises:
         Unsupported: the tensors are not on a CUDA GPU.
     """

@@ -29,8 +29,23 @@ def _compiled_blocks() -> Callable[..., Any]:
     return torch.compile(create_block_mask, dynamic=False)
 
 
+@functools.lru_cache(maxsize=8)
+def _bounded(
+    num_queries: int, num_keys: int, offset: int, left: int | None, right: int | None, device: torch.device
+) -> BlockMask:
+    """What bounds alone leave visible: a matter of the shape, so it is kept."""
+
+    def seen(b: Tensor, n: Tensor, row: Tensor, col: Tensor) -> Tensor:
+        inside = row >= 0
+        if right is not None:
+            inside = inside & (col <= row + offset + right)
+        return inside if left is None else inside & (col >= row + offset - left)
+
+    return _compiled_blocks()(seen, None, None, num_queries, num_keys, device=device)
+
+
 def block_mask(q_BNSH: Tensor, k_BKTH: Tensor, variant: Variant) -> BlockMask | None:
-    """What is visible, as FlexAttention wants it; None if everything is."""
+    """What is visible, as FlexAttention wants it; None if everything is. Made anew for every mask, whose values may have changed."""
     left, right = bounds(variant.causal, variant.window)
     mask, num_queries, num_keys = variant.mask, q_BNSH.shape[2], k_BKTH.shape[2]
     if mask is not None and mask.dtype != torch.bool:
@@ -38,7 +53,9 @@ def block_mask(q_BNSH: Tensor, k_BKTH: Tensor, variant: Variant) -> BlockMask | 
     if left is None and right is None and mask is None:
         return None
     offset = num_keys - num_queries if variant.bottom_right else 0
-    expanded = None if mask is None else mask.expand(q_BNSH.shape[0], q_BNSH.shape[1], num_queries, num_keys)
+    if mask is None:
+        return _bounded(num_queries, num_keys, offset, left, right, q_BNSH.device)
+    expanded = mask.expand(q_BNSH.shape[0], q_BNSH.shape[1], num_queries, num_keys)
 
     def seen(b: Tensor, n: Tensor, row: Tensor, col: Tensor) -> Tensor:
         inside = row >= 0
@@ -46,9 +63,9 @@ def block_mask(q_BNSH: Tensor, k_BKTH: Tensor, variant: Variant) -> BlockMask | 
             inside = inside & (col <= row + offset + right)
         if left is not None:
             inside = inside & (col >= row + offset - left)
-        return inside if expanded is None else inside & expanded[b, n, row, col]
+        return inside & expanded[b, n, row, col]
 
-    whole = (1, 1, 1, 1) if mask is None else tuple(mask[(None,) * (4 - mask.dim())].shape)
+    whole = tuple(mask[(None,) * (4 - mask.dim())].shape)
     batch = None if whole[0] == 1 else whole[0]
     heads = None if whole[1] == 1 else whole[1]
     return _compiled_blocks()(seen, batch, heads, num_queries, num_keys, device=q_BNSH.device)
