@@ -66,6 +66,12 @@ def test_groups_that_live_on_level_0_take_no_journey():
     assert undo.up_bytes == undo.down_bytes == pytest.approx(6 * 2000, rel=0.01)
 
 
+def test_updates_at_home_hold_the_next_step_up_whatever_lives_on_level_0():
+    kept, *rest = chain(kept=True)[:1] + chain(at_home=True)
+    times = simulate(LanePlan((kept, *rest), 20000, 20000), replace(FAST, cpu=100.0))
+    assert times.step_seconds >= 6 * 1000 / 100.0 and times.bottleneck == "cpu"
+
+
 def test_while_steps_clip_states_and_gradients_wait_for_the_norm():
     link = replace(FAST, up=4e3, up_both=4e3, down=4e3, down_both=4e3)
     free, clipped = (simulate(LanePlan(chain(), 12000, 20000, clips=clips), link) for clips in (False, True))

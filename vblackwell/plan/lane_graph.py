@@ -244,11 +244,11 @@ def loads_of(
     gone: list[int] = []
     for use, index in enumerate(order):
         following[index].pop()
+        if use % (2 * len(sizes) * micro_batches) == 0:
+            gone += [held.pop(each) for each in list(held) if stale[each]]
         if there[index]:
             found.append(None)
             continue
-        if use % (2 * len(sizes) * micro_batches) == 0:
-            gone += [held.pop(each) for each in list(held) if stale[each]]
         if index in held:
             found.append(None)
         else:
