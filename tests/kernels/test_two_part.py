@@ -59,8 +59,9 @@ def emulated(plan: TwoPartPlan, x_MK, tiled, bias, activation, n):
     return y_MN
 
 
-@pytest.mark.parametrize("shape", [(40, 136), (33, 77), (64, 64)])
-def test_tiles_are_turned_back(shape):
+@pytest.mark.parametrize("shape", [(40, 136), (33, 77), (100, 64)])
+def test_tiles_are_turned_back(shape, monkeypatch):
+    monkeypatch.setattr(two_part_layout, "_BAND_ELEMENTS", 2 * 32 * 64)  # the last one in two bands
     w_NK, parts = random_parts(*shape)
     tiled = two_part_layout.to_tiled(*parts, *shape)
     assert [tuple(tensor.shape) for tensor in tiled[:3]] == list(two_part_layout.shapes("nvfp4-tiled", *shape))
@@ -71,6 +72,8 @@ def test_a_fine_part_of_another_weight_is_refused():
     _, (codes, fine, scales, scale) = random_parts(32, 64)
     with pytest.raises(CorruptData, match="below zero"):
         two_part_layout.to_tiled(torch.zeros_like(codes), torch.zeros_like(fine), scales, scale, 32, 64)
+    with pytest.raises(ConfigurationError, match="do not belong"):
+        two_part_layout.to_tiled(codes, fine[:16], scales, scale, 32, 64)
     x_MK = torch.zeros(1, 64)
     with pytest.raises(ConfigurationError, match="beside coarse"):
         two_part_linear(x_MK, codes, fine[:16], scales, scale, None, "nvfp4", "none", 32, 64)

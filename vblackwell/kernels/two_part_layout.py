@@ -22,6 +22,7 @@ FINE_MASK = 0x003C003C
 FINE_NOTHING = 0x00200020  # what a fine code of 8 adds to a pair
 TILED = "nvfp4-tiled"
 LAYOUTS = ("nvfp4", TILED)
+_BAND_ELEMENTS = 1 << 20
 Parts = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -44,23 +45,36 @@ def _unpack_words(words: Tensor) -> Tensor:
     return torch.stack([(twice >> start) & 0xF for start in _starts()], dim=-1).to(torch.uint8)
 
 
-def to_tiled(
-    codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor, n: int, k: int
-) -> Parts:  # fmt: skip
+def to_tiled(codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor, n: int, k: int) -> Parts:
     """Canonical parts -> (codes, fine, scales, tensor scale) in tiles, on the same device. Waits for the device.
+
+    Rows are shuffled in bands, because shuffling takes several bytes a weight while it runs.
 
     Raises:
         ConfigurationError: shapes that do not fit (n, k).
         CorruptData: a fine code that leaves its coarse code's cell through zero.
         Unsupported: NaN or negative scales.
     """
-    if fine.shape != codes.shape:
+    if (tuple(codes.shape), tuple(fine.shape), tuple(block_scales.shape)) != shapes(FORM.name, n, k):
         raise ConfigurationError(
-            f"fine codes {tuple(fine.shape)} beside coarse codes {tuple(codes.shape)}: equal shapes"
+            f"codes {tuple(codes.shape)}, fine codes {tuple(fine.shape)} and scales {tuple(block_scales.shape)} do not belong to a "
+            f"weight of {n} x {k}: expected {shapes(FORM.name, n, k)}"
         )
-    coarse = layout.to_tiled(codes, block_scales, tensor_scale, FORM.name, n, k)
-    unpacked, below = unpack_nibbles(fine), unpack_nibbles(codes) & 7 == 0
-    if bool(((unpacked < FINE_ZERO) & below).any()):
+    out = [torch.empty(shape, dtype=torch.uint8, device=codes.device) for shape in shapes(TILED, n, k)]
+    rows = layout.TILE_N * max(1, _BAND_ELEMENTS // (layout.TILE_N * k))
+    for row in range(0, n, rows):
+        stop = min(n, row + rows)
+        bands = slice(row // layout.TILE_N, -(-stop // layout.TILE_N))
+        coarse = layout.to_tiled(codes[row:stop], block_scales[row:stop], tensor_scale, FORM.name, stop - row, k)
+        words = _fine_words(codes[row:stop], fine[row:stop], block_scales[row:stop], stop - row, k)
+        for whole, part in zip(out, (coarse[0], words, coarse[1]), strict=True):
+            whole[bands] = part
+    return out[0], out[1], out[2], tensor_scale.to(torch.float32).reshape(())
+
+
+def _fine_words(codes: Tensor, fine: Tensor, block_scales: Tensor, n: int, k: int) -> Tensor:
+    unpacked, at_zero = unpack_nibbles(fine), unpack_nibbles(codes) & 7 == 0
+    if bool(((unpacked < FINE_ZERO) & at_zero).any()):
         raise CorruptData(
             "a fine code lies below zero in the cell of zero: the fine part belongs to another coarse part"
         )
@@ -70,7 +84,7 @@ def to_tiled(
     padding = (0, steps * layout.TILE_K - unpacked.shape[1], 0, bands * layout.TILE_N - n)
     unpacked = torch.nn.functional.pad(unpacked, padding, value=FINE_ZERO)
     words = _pack_words(unpacked.view(bands, 2, 2, 8, steps, 4, 2, 8)).permute(0, 4, 1, 3, 5, 2, 6).contiguous()
-    return coarse[0], words.view(torch.uint8).view(bands, steps, layout.CODE_BYTES), coarse[1], coarse[2]
+    return words.view(torch.uint8).view(bands, steps, layout.CODE_BYTES)
 
 
 def from_tiled(
