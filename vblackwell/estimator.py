@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from vblackwell.plan.causal_lm import plain_batches
 from vblackwell.plan.estimate import Batches, MemoryEstimate, estimate_trace, fits, optimizer_named, peak_of
 from vblackwell.plan.gpus import context_bytes
 from vblackwell.plan.lanes import LaneTimes
+from vblackwell.plan.level_sizes import StackConfig, stack_config
 from vblackwell.plan.rates import Rates
 from vblackwell.plan.trace import Trace, language_batch, trace_training
 from vblackwell.plan.work import phase_seconds
@@ -259,6 +261,15 @@ class VGPUResourceEstimator:
         if gpu_memory_mb <= 0:
             raise ConfigurationError(f"gpu_memory_mb is {gpu_memory_mb}: give the card's memory in MiB")
         return self._run(config, optimizer, precision).largest_batch(int(gpu_memory_mb * MiB))
+
+    def generate_vgpu_config(
+        self, estimate: MemoryEstimate, gpus: Sequence[float], target_hit_rate: float = 0.9, host_memory_mb: float | None = None
+    ) -> StackConfig:  # fmt: skip
+        """The dict that `VGPUStack` takes, for the states of ``estimate`` on GPUs of so many MiB; its ``rule_of_thumb`` is beside it.
+
+        Arguments and errors as `vblackwell.plan.level_sizes.stack_config`.
+        """
+        return stack_config(estimate, gpus, target_hit_rate, host_memory_mb)
 
     def _run(self, config: ModelConfig, optimizer: str, precision: str) -> Run:
         subject = of_decoder("decoder", config.decoder())

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
+import torch
 
 import vblackwell as vb
 from vblackwell.estimator import Run as TrainingRun
 from vblackwell.estimator import minimum_gpu_bytes, streams_on
+from vblackwell.memory.config import parse_levels
+from vblackwell.plan.estimate import P99_BYTES, P99_PERCENT
 from vblackwell.subject import of_decoder
+from vblackwell.units import MiB
 
 SHAPE = {"vocab_size": 1000, "hidden_size": 64, "num_layers": 3, "num_heads": 4, "seq_length": 64}
 
@@ -46,3 +52,62 @@ def test_refusals():
         vb.ModelConfig(hidden_size=-1)
     with pytest.raises(vb.ConfigurationError, match="gpu_memory_mb is -5"):
         vb.VGPUResourceEstimator().recommend_batch_size(vb.ModelConfig(**SHAPE), gpu_memory_mb=-5)
+
+
+@functools.cache
+def small_run() -> tuple[vb.MemoryEstimate, vb.VGPUResourceEstimator]:
+    estimator = vb.VGPUResourceEstimator()
+    return estimator.estimate_transformer(vb.ModelConfig(**SHAPE, batch_size=1)), estimator
+
+
+def test_levels_for_a_stack():
+    estimate, estimator = small_run()
+    step = estimate.activations + estimate.logits_and_loss + estimate.workspace
+
+    def gpu_with(free_mb: float) -> float:
+        """MiB of a GPU that has so much beside context, step and P99's margin."""
+        return (estimate.context + P99_BYTES + (step + free_mb * MiB) * (1 + P99_PERCENT / 100)) / MiB + 0.01
+
+    whole = estimator.generate_vgpu_config(estimate, gpus=[8 * 1024])
+    assert [level["device"] for level in whole["levels"]] == ["cuda:0"] and whole.hit_rate == 1.0
+    assert whole["levels"][0]["capacity_mb"] * MiB == pytest.approx(estimate.state_bytes, abs=1)
+    # A little more than the step: less than all states, and with a share of the weights.
+    part = estimator.generate_vgpu_config(estimate, gpus=[gpu_with(1.5)], target_hit_rate=0.5, host_memory_mb=2)
+    assert [level["device"] for level in part["levels"]] == ["cuda:0", "cpu", "ssd"]
+    assert part.hit_rate >= 0.5 and part["levels"][1]["capacity_mb"] == 2
+    assert sum(level["capacity_mb"] for level in part["levels"]) * MiB >= estimate.state_bytes
+    more = estimator.generate_vgpu_config(estimate, gpus=[gpu_with(2), 8 * 1024])
+    assert [level["device"] for level in more["levels"]] == ["cuda:0", "cuda:1"]
+
+
+def test_the_rule_of_thumb_stands_beside_the_plan():
+    estimate, estimator = small_run()
+    config = estimator.generate_vgpu_config(estimate, gpus=[8 * 1024])
+    sizes = [level["capacity_mb"] * MiB for level in config.rule_of_thumb["levels"]]
+    assert sizes == pytest.approx([1.5 * estimate.weights, 6 * estimate.weights, 24 * estimate.weights], abs=1)
+    assert any("rule of thumb" in line for line in config.lines)
+
+
+def test_a_stack_takes_the_levels(tmp_path):
+    estimate, estimator = small_run()
+    config = estimator.generate_vgpu_config(estimate, gpus=[8 * 1024])
+    assert parse_levels(config) and parse_levels(config.rule_of_thumb)
+    here = {"levels": [level | {"device": "arena"} for level in config["levels"]]}
+    with vb.VGPUStack(here) as stack:
+        stack.register("weight", torch.ones(1000))
+        assert torch.equal(stack.access("weight"), torch.ones(1000))
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"gpus": []}, "gpus is empty"), ({"gpus": [-1]}, "-1 MiB"), ({"gpus": [8192], "target_hit_rate": 0}, "target_hit_rate is 0"),
+        ({"gpus": [8192], "target_hit_rate": 1.5}, "target_hit_rate is 1.5"), ({"gpus": [8192], "host_memory_mb": 0}, "0 MiB"),
+    ],
+)  # fmt: skip
+def test_levels_that_cannot_be(more, words):
+    estimate, estimator = small_run()
+    with pytest.raises(vb.ConfigurationError, match=words):
+        estimator.generate_vgpu_config(estimate, **more)
+    with pytest.raises(vb.InsufficientMemory, match="no room for a level beside the CUDA context"):
+        estimator.generate_vgpu_config(estimate, gpus=[600])
