@@ -1,0 +1,139 @@
+"""Every path of the FP4 kernels on a GPU against float64, a line a step: ``python -m tests.kernels.fp4_paths`` (test_fp4_paths_gpu.py).
+
+A process of its own, because a kernel that waits for ever cannot be ended from within: the last line says which plan was running.
+"""
+
+import functools
+import itertools
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from tests.kernels.emulation import error_over_bound, random_weight
+from vblackwell.kernels import fp4_cuda, layout, nvrtc, reference, w4a8
+from vblackwell.kernels.fp4_plan import MMA_FILES, WGMMA_FILES, MmaPlan, WgmmaPlan
+
+# Rows, features and columns that are no multiples of what a block takes; K of one window, of fewer windows than groups, of many.
+MMA = [  # bulk x: chunks short and long, clusters, one and two blocks a multiprocessor; without: a K that is no multiple of 64
+    (MmaPlan(4, 1, 15, 1, 4, chunk=30, x_stages=3), [(4, 4096, 4096), (3, 33, 960), (2, 40, 64)]),
+    (MmaPlan(16, 1, 12, 1, 4, chunk=24, x_stages=3), [(16, 4096, 4096), (11, 70, 1600), (9, 1000, 1000)]),
+    (MmaPlan(4, 2, 8, 2, 4, chunk=16, x_stages=3), [(4, 4096, 4096), (3, 33, 3200)]),
+    (MmaPlan(16, 2, 6, 2, 4, chunk=12, x_stages=4), [(16, 6144, 4096), (13, 100, 1664)]),
+    (MmaPlan(16, 1, 8, 2, 4, 2, chunk=8, x_stages=4), [(16, 4096, 4096), (5, 65, 1088)]),
+    (MmaPlan(1, 1, 16, 1, 4, chunk=16, x_stages=3), [(1, 4096, 4096), (1, 31, 128)]),
+]
+WGMMA = [  # x arranged inside or before, K groups, both, clusters, two blocks a multiprocessor, tokens in two columns of blocks
+    *[
+        (
+            WgmmaPlan(tokens, groups, splits, 6, min_blocks=blocks, image=image, k_groups=k_groups),
+            [(m, 4096, 4096), (m - 3, 130, 520)],
+        )
+        for image, (tokens, groups, splits, blocks, k_groups), m in itertools.product(
+            (True, False),
+            (
+                (16, 1, 2, 1, 1),
+                (32, 1, 1, 1, 1),
+                (32, 1, 1, 2, 1),
+                (32, 1, 1, 1, 2),
+                (32, 1, 2, 1, 3),
+                (64, 1, 2, 1, 1),
+                (64, 1, 2, 1, 2),
+            ),
+            (16, 64),
+        )
+    ],
+    *[
+        (
+            WgmmaPlan(tokens, groups, splits, 6, image=image, k_groups=k_groups),
+            [(64, 4096, 4096), (50, 130, 200), (64, 70, 64)],
+        )
+        for image, (tokens, groups, splits, k_groups) in itertools.product(
+            (True, False),
+            ((32, 1, 1, 3), (32, 1, 1, 4), (32, 2, 2, 2), (64, 1, 2, 3), (64, 1, 1, 4), (64, 2, 1, 2), (128, 1, 1, 1)),
+        )
+    ],
+]
+TILES = [  # 2 x clusters blocks: whole rounds, a split rest, a rest that is too large to split, fewer tiles than blocks, one window
+    (
+        WgmmaPlan(256, 2, 1, 4, image=True, clusters=66),
+        [(1024, 14336, 512), (1024, 4096, 4096), (300, 1000, 520), (64, 130, 64)],
+    ),
+    (WgmmaPlan(128, 2, 1, 8, image=True, clusters=66), [(256, 6144, 4096), (129, 8000, 328)]),
+    (WgmmaPlan(128, 3, 1, 6, image=True, clusters=66), [(200, 4096, 1024)]),
+    (WgmmaPlan(128, 1, 1, 4, image=True, clusters=3), [(300, 500, 200), (130, 200, 136), (640, 190, 328)]),
+]
+REPEATS = 20  # launches back to back, which overlap
+
+
+@functools.cache
+def weight(format: str, n: int, k: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    w_NK, tiled = random_weight(format, n, k)
+    return w_NK.cuda(), tuple(tensor.cuda() for tensor in tiled)
+
+
+def compile_all() -> None:
+    """Into the cache on disk, on all cores."""
+    jobs = []
+    for (plan, _), fp16 in itertools.product((*MMA, *TILES, *WGMMA), (False, True)):
+        files = {MMA_FILES} if isinstance(plan, MmaPlan) else {WGMMA_FILES, plan.files}
+        jobs += [(names, plan.macros(fp16, True)) for names in files]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda job: nvrtc.cached_cubin(*job, "sm_90a"), jobs))
+
+
+def check(plan: MmaPlan | WgmmaPlan, m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    w_NK, tiled = weight("nvfp4" if dtype == torch.bfloat16 else "mxfp4", n, k)
+    x_MK = torch.randn(m, k, device="cuda").to(dtype)
+    run = fp4_cuda.run_mma if isinstance(plan, MmaPlan) else fp4_cuda.run_wgmma
+    launch = lambda: run(plan, x_MK, *tiled, None, "none", n, torch.float32)  # noqa: E731
+    torch.full((m, n), torch.nan, device="cuda")  # what the next allocation of this size is likely to hold
+    y_MN = launch()
+    ratio = error_over_bound(y_MN, x_MK, w_NK)
+    assert ratio <= 1, f"error {ratio} times the bound"
+    stream = [launch() for _ in range(REPEATS)]
+    assert all(torch.equal(y_MN, again) for again in stream), "launches that overlap do not repeat"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [launch() for _ in range(3)]
+    for _ in range(3):
+        for output in outputs:
+            output.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(y_MN, output) for output in outputs), "a graph's replay differs"
+
+
+def check_w4a8(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    """Both operands, bit for bit what the reference makes, from one launch."""
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
+    scales = torch.randint(100, 115, (n, k // 32)).to(torch.uint8)
+    tiled = tuple(tensor.cuda() for tensor in layout.to_tiled(codes, scales, torch.tensor(1.0), "mxfp4", n, k))
+    x_MK = (torch.randn(m, k, device="cuda") * torch.logspace(-3, 3, m, device="cuda")[:, None]).to(dtype)
+    x_MK[m // 2] = 0
+    top = fp4_cuda.row_tops(tiled[1], n, k)
+    wanted, wanted_scale = w4a8.quantize_rows(x_MK)
+    w_NK = reference.dequantize(*tiled, "mxfp4-tiled", n, k)
+    for _ in range(REPEATS):
+        q_MK, scale_M1, w8_NK, scale_1N = fp4_cuda.run_prepare_e4m3(x_MK, *tiled, top, n, k)
+        assert torch.equal(w8_NK.float() * scale_1N.t(), w_NK), "the weight"
+        assert torch.equal(scale_M1, wanted_scale) and torch.equal(q_MK.float(), wanted.float()), "the rows"
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    print("compiling", flush=True)
+    compile_all()
+    for (plan, shapes), dtype in itertools.product((*MMA, *TILES, *WGMMA), (torch.bfloat16, torch.float16)):
+        for m, n, k in shapes[:: 1 if dtype == torch.bfloat16 else 2]:
+            print(f"{m}x{n}x{k} {dtype} {plan}", flush=True)
+            check(plan, m, n, k, dtype)
+    for (m, n, k), dtype in itertools.product(
+        ((1000, 4096, 4096), (5, 48, 544), (300, 1008, 96)), (torch.bfloat16, torch.float16)
+    ):
+        print(f"w4a8 {m}x{n}x{k} {dtype}", flush=True)
+        check_w4a8(m, n, k, dtype)
+    print("all paths are right")
+
+
+if __name__ == "__main__":
+    main()
