@@ -149,11 +149,13 @@ def backward(
             )  # fmt: skip
     if not with_weight:
         return dx, weight_D.new_empty(0)
-    dweight_D = torch.zeros_like(weight_D, memory_format=torch.contiguous_format)
-    if rows:
-        with on_device(dx):
-            _sum[(triton.cdiv(width, SUM_COLUMNS),)](
-                partial, dweight_D, programs,
-                D=width, ROWS=triton.next_power_of_2(programs), COLUMNS=SUM_COLUMNS, num_warps=4,
-            )  # fmt: skip
+    if not rows:
+        return dx, torch.zeros_like(weight_D, memory_format=torch.contiguous_format)
+    # Filled by the sums alone: zeroing it first would be one more launch, beside some 75 us for 16384 rows of 2560 on an H200.
+    dweight_D = torch.empty_like(weight_D, memory_format=torch.contiguous_format)
+    with on_device(dx):
+        _sum[(triton.cdiv(width, SUM_COLUMNS),)](
+            partial, dweight_D, programs,
+            D=width, ROWS=triton.next_power_of_2(programs), COLUMNS=SUM_COLUMNS, num_warps=4,
+        )  # fmt: skip
     return dx, dweight_D
