@@ -1,6 +1,6 @@
 """The planner against a brute force: what it chose, measured beside some thirty other placements of the same run under the same cap.
 
-    python benchmarks/bench_plan.py                        # on a GPU: 267M decoder, 16k tokens a step, cap 4 GiB, at most 140 s
+    python benchmarks/bench_plan.py                        # on a GPU: 0.44B decoder, 16k tokens a step, cap 4 GiB, at most 140 s
     python benchmarks/bench_plan.py --device cpu --shape tiny --seq 32 --cap 1MiB --placements 8     # the plumbing, with an arena
 
 Every placement trains the same decoder from the same bytes: bf16 compute weights (fp32 without a GPU), AdamW, no clipping, updates without
@@ -46,6 +46,7 @@ from vblackwell.units import GiB, format_bytes, parse_bytes
 SHAPES = {
     "tiny": Shape(64, 160, 6, 4, 512),
     "267M": Shape(1024, 2752, 16, 16),
+    "0.44B": Shape(1536, 4096, 12, 12),
     "0.7B": Shape(2048, 5632, 11, 16),
 }
 WARM, MEASURED = 3, 4
@@ -68,7 +69,7 @@ class Row:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="267M")
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="0.44B")
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--sequences", type=int, default=8, help="in a step")
     parser.add_argument("--cap", default="4GiB", help="of the GPU's allocator; without a GPU of the arena")

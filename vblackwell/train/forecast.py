@@ -22,7 +22,7 @@ from vblackwell.offload.level0_updates import MOST_LENT
 from vblackwell.offload.pieces import num_elements
 from vblackwell.offload.streamed import MOST_RESIDENT, Wishes
 from vblackwell.offload.timing import Foreseen, foresee, lane_rates
-from vblackwell.offload.update_place import RING_GROUPS, RING_SHARE, passing_bytes, state_bytes
+from vblackwell.offload.update_place import RING_GROUPS, RING_SHARE, groups_kept, passing_bytes, state_bytes
 from vblackwell.plan.causal_lm import plain_batches
 from vblackwell.plan.estimate import P99_BYTES
 from vblackwell.plan.lanes import disk_hidden_from, simulate
@@ -246,9 +246,10 @@ class Forecast:
         weights, resident = max(1, min(left, whole)), 0
         if left > whole and choice.update != "home" and not self.machine.undo:
             states = sum(state_bytes(group) for group in groups) - whole
-            resident = min(left - whole, int(MOST_RESIDENT * free) - ring, states)
+            room = max(0, min(left - whole, int(MOST_RESIDENT * free) - ring, states))
+            resident = sum(state_bytes(group) for group in groups_kept(groups, room))  # whole groups, the first ones
         needed = free if resident > 0 else min(free, ring + slack + weights + 2 * largest)
-        return replace(choice, level0_bytes=needed, weight_bytes=weights, resident_bytes=max(0, resident))
+        return replace(choice, level0_bytes=needed, weight_bytes=weights, resident_bytes=resident)
 
     def _step_bytes(self, choice: Choice, trace: Trace) -> int:
         """Activations, logits and workspace on the GPU, and a parameter's gradient before its group's buffer takes it."""
