@@ -120,7 +120,7 @@ class Bench:
         return self.options.limit - (time.perf_counter() - self.began)
 
     def measure(self, choice: Choice) -> tuple[float, int]:
-        """Median seconds of a step, and bytes reserved at the peak (arena: by its books)."""
+        """Median seconds of a step, and bytes reserved at the peak (0 without a GPU: an arena counts from its start, not from here)."""
         level = self.stack.levels[0]
         level.capacity_bytes = (
             choice.level0_bytes // level.alignment * level.alignment
@@ -141,8 +141,7 @@ class Bench:
         assert engine is not None, "the model was just put into a stack"
         try:
             seconds = self._train(model, choice)
-            peak = torch.cuda.max_memory_reserved(self.device) if self.cuda else level.peak_bytes
-            return seconds, peak
+            return seconds, torch.cuda.max_memory_reserved(self.device) if self.cuda else 0
         finally:
             engine.finish()
             engine.close()
