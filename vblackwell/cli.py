@@ -221,11 +221,8 @@ def _quantize(words: list[str]) -> int:
 
 def _estimate(words: list[str]) -> int:
     parser = _parser("estimate")
-    parser.add_argument(
-        "model",
-        type=str,
-        help="Preset, known name, Hugging Face folder, hub id, config.json, or package.module:factory.",
-    )
+    kinds = "Preset, known name, Hugging Face folder, hub id, config.json, or package.module:factory."
+    parser.add_argument("model", type=str, nargs="?", help=f"{kinds} Without one: the largest models for this machine.")
     parser.add_argument("--gpu-memory", type=str, help="Memory of the GPU, e.g. 8GiB.")
     parser.add_argument("--gpu", type=str, help="Name of a GPU, e.g. 'RTX 3090'; brings its memory.")
     parser.add_argument("--batch-size", type=int, default=8, help="Sequences in one forward.")
@@ -237,8 +234,9 @@ def _estimate(words: list[str]) -> int:
         help="adamw, adamw-fused, adamw-for-loop, sgd, sgd-momentum, adafactor.",
     )
     parser.add_argument("--precision", type=str, default="fp32", help="fp32, bf16 (weights too) or autocast (to bf16).")
-    parser.add_argument("--host-memory", type=str, help="RAM for an offload stack, e.g. 32GiB.")
-    parser.add_argument("--disk-memory", type=str, help="Disk for an offload stack.")
+    ram = "RAM for an offload stack, e.g. 32GiB; without a model, of the machine."
+    parser.add_argument("--host-memory", "--ram", type=str, help=ram)
+    parser.add_argument("--disk-memory", "--disk", type=str, help="Disk for an offload stack.")
     parser.add_argument("--gpus", type=int, help="Number of such GPUs: plans tensor parallelism, FSDP and a pipeline.")
     parser.add_argument("--topology", type=str, default="ring", help="How they are joined: ring, mesh or all_to_all.")
     parser.add_argument("--html", type=str, metavar="FILE", help="Write the estimate as a page as well.")
@@ -252,10 +250,25 @@ def _estimate(words: list[str]) -> int:
     options: dict[str, Any] = dict.fromkeys(("gpu", "gpu_memory", "host_memory", "disk_memory", "gpus", "html"))
     options |= {"batch_size": 8, "seq_length": 1024, "optimizer": "adamw", "precision": "fp32", "topology": "ring"}
     options |= {"gradient_checkpointing": False, "expandable_segments": False, "json": False}
-    options |= _parse(parser, words)
+    given = _parse(parser, words)
+    if "model" not in given:
+        return _what_fits(given)
+    options |= given
     from vblackwell.train.estimate import estimate_command
 
     return estimate_command(as_json=options.pop("json"), **options)
+
+
+def _what_fits(given: dict[str, Any]) -> int:
+    for name in given:
+        if name not in ("gpu", "host_memory", "disk_memory", "json"):
+            raise ConfigurationError(
+                f"--{name.replace('_', '-')} belongs to a MODEL: vb estimate MODEL ..., or without one --gpu, --ram and --disk"
+            )
+    from vblackwell.train.what_fits_command import what_fits_command
+
+    values = (given.get(name) for name in ("gpu", "host_memory", "disk_memory"))
+    return what_fits_command(*values, as_json=given.get("json", False))
 
 
 def _bench(words: list[str]) -> int:

@@ -101,7 +101,9 @@ def test_own_factories(place):
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        ([], ["arguments are required: model"]),
+        (["--batch-size", "4"], ["--batch-size belongs to a MODEL"]),
+        (["--gpu", "RTX 3091"], ["RTX 3091", "did you mean 'RTX 3090'"]),
+        (["--gpu", "T4", "--ram", "lots"], ["--ram 'lots'"]),
         (["llama-7"], ["'llama-7' is unknown", "did you mean 'llama-7b'"]),
         (["gpt2", "--gpu", "RTX 3091"], ["RTX 3091", "did you mean 'RTX 3090'"]),
         (["gpt2", "--optimizer", "adamv"], ["'adamv'", "did you mean 'adamw'"]),

@@ -1,0 +1,65 @@
+"""Writes docs/what-fits.md: what cards of 8 to 141 GB train, adapt and run, as `vb estimate` without a model answers.
+
+python docs/what_fits.py            # all cards; some minutes on two cores, no GPU is needed
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from vblackwell.plan.gpus import context_bytes, find_gpu
+from vblackwell.plan.placement import Bounds
+from vblackwell.plan.rates import assumed_rates
+from vblackwell.train.auto import HOST_SHARE
+from vblackwell.train.what_fits import TASKS, Place, WhatFits
+from vblackwell.train.what_fits_command import assumptions, markdown
+from vblackwell.units import GiB
+
+PATH = Path(__file__).with_name("what-fits.md")
+# Card, RAM and disk beside it in GiB.
+MACHINES = (
+    ("RTX 3070", 64, 500), ("RTX 3060", 64, 500), ("RTX 3090", 64, 500), ("A6000", 128, 1000), ("A100 80GB", 256, 2000),
+    ("H200", 256, 2000),
+)  # fmt: skip
+HEAD = "| | model | parameters | tokens/s | GPU | RAM | disk | |\n|---|---|---:|---:|---:|---:|---:|---|"
+
+
+def place(card: str, ram_gib: int, disk_gib: int) -> Place:
+    """The machine, as fast as data sheets let expect, wherever this runs."""
+    known = find_gpu(card)
+    bounds = Bounds(
+        known.total_bytes - context_bytes(known.capability), int(ram_gib * GiB * HOST_SHARE), disk_gib * GiB
+    )
+    return Place(bounds, assumed_rates(known), known.capability)
+
+
+def section(answers: WhatFits, card: str, ram_gib: int, disk_gib: int) -> str:
+    """One card's table."""
+    known = find_gpu(card)
+    where = place(card, ram_gib, disk_gib)
+    rows = [row for task in TASKS for row in markdown(answers.largest(task, where))]
+    gigabytes = round(known.total_bytes / (10**9 if known.total_bytes % GiB else GiB))
+    title = f"## {gigabytes} GB: {card}, {ram_gib} GiB of RAM, {disk_gib} GiB of disk"
+    command = f'vb estimate --gpu "{card}" --ram {ram_gib}GiB --disk {disk_gib}GiB'
+    return "\n".join([title, "", f"`{command}`", "", HEAD, *rows])
+
+
+def page() -> str:
+    """The whole file."""
+    answers = WhatFits(say=lambda text: print(text, file=sys.stderr, flush=True))
+    parts = [section(answers, *machine) for machine in MACHINES]
+    some = place(*MACHINES[0])
+    notes = [line.replace(some.rates.source, "the data sheet of each card") for line in assumptions(some)]
+    intro = (
+        "# What fits\n\nThe largest known models that a card trains, adapts and runs. `docs/what_fits.py` writes this page from the code "
+        "that places and times\na run; no card but an H200 was measured, and your machine's answer is `vb estimate` without a model.\n"
+    )
+    return (
+        "\n".join([intro, *(f"- {line}" for line in notes), "", *("\n" + part + "\n" for part in parts)]).rstrip()
+        + "\n"
+    )
+
+
+if __name__ == "__main__":
+    PATH.write_text(page(), encoding="utf-8")
