@@ -1,7 +1,8 @@
 """FP4 linear against cuBLAS bf16: first that it is right, then how long it takes.
 
 ``python benchmarks/bench_fp4.py --check --bench --out results.csv`` on a CUDA GPU. Times are medians of CUDA-graph replays over 24
-layers whose weights exceed the L2 many times, the same count for every system; ratios are to cuBLAS bf16 in the same run. ``--peers``
+layers whose weights exceed the L2 many times, the same count for every system, all systems of a shape and number of rows in turns;
+ratios are to cuBLAS bf16 in the same run. ``--peers``
 adds other people's 4-bit linears (fp4_peers.py), ``--do-bench`` a second time by ``triton.testing.do_bench``, which launches one layer at
 a time from Python behind an emptied L2. ``--shapes``, ``--rows`` and ``--seconds`` fit a run to the time there is.
 ``--tune`` measures the neighbours of every plan and stores the fastest (kernels/autotune.py). ``--prebuild`` compiles for
@@ -16,7 +17,7 @@ import functools
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from fp4_peers import PEERS, Peer, choose
-from graph_timing import graph_us
+from graph_timing import graph_of, graph_us, turns_us
 
 from vblackwell.kernels import autotune, fp4_cuda, fp4_norm, fp4_plan, layout, nvrtc, reference, w4a8
 from vblackwell.kernels.fp4 import fp4_linear, fp4_linear_dx
@@ -225,31 +226,50 @@ def bench(args: argparse.Namespace) -> None:
         for name, reason in reasons.items():
             rows.append({"n": n, "k": k, "m": "", "system": name, "note": reason, **machine})
         for m in args.rows:
-            times: dict[str, float] = {}
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
             compared = (
                 (name, "cublas bf16", [functools.partial(layer, x) for layer in layers])
                 for name, layers in theirs.items()
             )
-            for system, other, calls in itertools.chain(systems(m, n, k, packed, dense), compared):
-                row: dict[str, object] = {"n": n, "k": k, "m": m, "system": system, **machine}
-                rows.append(row)
-                try:
-                    times[system] = graph_us(calls, 9 if m <= 256 else 3)
-                    row["us"] = round(times[system], 2)
-                    if args.do_bench:
-                        row["do_bench_us"] = round(do_bench_us(calls[0]), 2)
-                except Exception as error:
-                    if system not in theirs:
-                        raise
-                    row["note"] = failure(error)
-                    continue
-                row["ratio"] = round(times[other] / times[system], 3) if other else ""
+            every = itertools.chain(systems(m, n, k, packed, dense), compared)
+            for row in time_systems(every, set(theirs), 9 if m <= 256 else 3, args.do_bench):
+                rows.append({"n": n, "k": k, "m": m, **row, **machine})
         del packed, dense, theirs
         torch.cuda.empty_cache()
         if args.out:
             write_rows(args.out, rows)
     print_table(rows, args.shapes)
+
+
+def time_systems(
+    systems: Iterable[tuple[str, str, list[Callable[[], object]]]], theirs: set[str], rounds: int, also_do_bench: bool
+) -> list[dict[str, object]]:
+    """A row for each of ``systems`` (name, what it is compared with, calls), replayed in turns; one of ``theirs`` may fail, and says why."""
+    rows: list[dict[str, object]] = []
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    counts: dict[str, int] = {}
+    others: dict[str, str] = {}
+    for system, other, calls in systems:
+        row: dict[str, object] = {"system": system}
+        rows.append(row)
+        try:
+            graph = graph_of(calls)
+            if also_do_bench:
+                row["do_bench_us"] = round(do_bench_us(calls[0]), 2)
+        except Exception as error:
+            if system not in theirs:
+                raise
+            row["note"] = failure(error)
+            continue
+        graphs[system], counts[system], others[system] = graph, len(calls), other
+    replays = dict(zip(graphs, turns_us(list(graphs.values()), rounds), strict=True))
+    times = {system: us / counts[system] for system, us in replays.items()}
+    for row in rows:
+        system = str(row["system"])
+        if system in times:
+            row["us"] = round(times[system], 2)
+            row["ratio"] = round(times[others[system]] / times[system], 3) if others[system] else ""
+    return rows
 
 
 def write_rows(path: Path, rows: list[dict[str, object]]) -> None:

@@ -43,15 +43,20 @@ def graph_us(calls: Sequence[Callable[[], object]], replays: int) -> float:
 
 
 def alternating_us(systems: Sequence[Sequence[Callable[[], object]]], rounds: int) -> list[float]:
-    """Median time of one call of each of ``systems``, in us, from graphs replayed in turns.
+    """Median time of one call of each of ``systems``, in us, from graphs replayed in turns."""
+    times = turns_us([graph_of(calls) for calls in systems], rounds)
+    return [us / len(calls) for us, calls in zip(times, systems, strict=True)]
+
+
+def turns_us(graphs: Sequence[torch.cuda.CUDAGraph], rounds: int) -> list[float]:
+    """Median time of a replay of each graph, in us.
 
     In turns, because a GPU lowers its clocks under load: whoever is timed first, by itself, looks faster. One round goes before.
     """
-    graphs = [graph_of(calls) for calls in systems]
     times: list[list[float]] = [[] for _ in graphs]
     for number in range(rounds + 1):
         for graph, found in zip(graphs, times, strict=True):
             us = median_us(graph.replay, 1)
             if number:
                 found.append(us)
-    return [statistics.median(found) / len(calls) for found, calls in zip(times, systems, strict=True)]
+    return [statistics.median(found) for found in times]

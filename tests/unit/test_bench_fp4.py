@@ -137,3 +137,27 @@ def test_the_table_shows_ratios_and_reasons(capsys, tmp_path):
     bench.write_rows(tmp_path / "rows.csv", found)
     assert [row["note"] for row in rows(tmp_path / "rows.csv")] == ["not installed", "", "", "", ""]
     assert bench.parse_shapes("4096x4096,14336x4096") == [(4096, 4096), (14336, 4096)]
+
+
+def test_systems_take_turns_and_a_peer_that_fails_says_why(monkeypatch):
+    bench = importlib.import_module("bench_fp4")
+
+    def graph_of(calls):
+        return calls[0]()
+
+    def fails():
+        raise RuntimeError("no kernel\nfor this")
+
+    monkeypatch.setattr(bench, "graph_of", graph_of)
+    monkeypatch.setattr(bench, "turns_us", lambda graphs, rounds: [rounds * graph for graph in graphs])
+    compared = [
+        ("cublas", "", [lambda: 12.0] * 2),
+        ("theirs", "cublas", [fails]),
+        ("ours", "cublas", [lambda: 4.0] * 2),
+    ]
+    found = bench.time_systems(compared, {"theirs"}, 3, False)
+    assert found[0] == {"system": "cublas", "us": 18.0, "ratio": ""}
+    assert found[1]["note"] == "failed: RuntimeError: no kernel" and "us" not in found[1]
+    assert found[2] == {"system": "ours", "us": 6.0, "ratio": 3.0}
+    with pytest.raises(RuntimeError, match="no kernel"):
+        bench.time_systems(compared, set(), 3, False)
