@@ -244,7 +244,7 @@ def bench(args: argparse.Namespace) -> None:
 def time_systems(
     systems: Iterable[tuple[str, str, list[Callable[[], object]]]], theirs: set[str], rounds: int, also_do_bench: bool
 ) -> list[dict[str, object]]:
-    """A row for each of ``systems`` (name, what it is compared with, calls), replayed in turns; one of ``theirs`` may fail, and says why."""
+    """A row for each of ``systems`` (name, what it is compared with, calls), replayed in turns; one of ``theirs`` may fail and says why."""
     rows: list[dict[str, object]] = []
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     counts: dict[str, int] = {}
