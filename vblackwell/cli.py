@@ -205,6 +205,13 @@ def _quantize(words: list[str]) -> int:
     parser.add_argument("--keep", type=str, help="Regular expression for names that are left alone, besides the head.")
     parser.add_argument("--device", type=str, default="auto", help="Where weights are packed: auto, cpu or cuda.")
     parser.add_argument("--assignment", type=str, help="File of an assignment: packs what it puts in nvfp4.")
+    parser.add_argument(
+        "--budget", type=float, help="Measure which linears bear nvfp4: the loss may rise by this, e.g. 0.004."
+    )
+    parser.add_argument(
+        "--max-bits", type=float, help="The same for at most this many bits a weight, between 4.5 and 16."
+    )
+    parser.add_argument("--calibration", type=str, help="Text to measure on; default: the standard library's sources.")
     options = _parse(parser, words)
     for name in ("model", "out"):
         if name not in options:

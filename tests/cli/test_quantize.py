@@ -20,7 +20,7 @@ from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.nn.linear import FusedFP4Linear
 from vblackwell.numerics.formats import format_named
 from vblackwell.numerics.fp4 import quantize
-from vblackwell.train.quantize import quantize_folder
+from vblackwell.train.quantize import quantize_command, quantize_folder
 
 FORMATS = ["nvfp4", "mxfp4", "nf4", "int4", "int8"]
 CONFIG = DecoderConfig(64, 64, 96, 2, 4, num_kv_heads=2, max_position=64, eos_token_id=0)
@@ -303,3 +303,24 @@ def test_an_assignment_says_what_is_packed(source, tmp_path):
         assert not (tmp_path / "refused").exists()
     with pytest.raises(ConfigurationError, match="nvfp4, not int8"):
         quantize_folder(source, tmp_path / "refused", "int8", assignment=assignment)
+
+
+def test_a_budget_is_measured_kept_and_packed_by(source, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("abc bca cab " * 400)
+    options = {"max_bits": 8.0, "calibration": str(tmp_path / "text.txt")}
+    assert quantize_command(str(source), str(tmp_path / "out"), **options) == 0
+    said, chosen = capsys.readouterr().out, Assignment.load(tmp_path / "out.assignment.json")
+    assert (
+        "calibration loss" in said and 4.5 < chosen.bits <= 8 and set(chosen.precisions.values()) == {"nvfp4", "bf16"}
+    )
+    model = load_quantized(tmp_path / "out")
+    packed = [name for name, module in model.named_modules() if isinstance(module, FusedFP4Linear)]
+    assert packed == chosen.names("nvfp4")
+    for wrong in (
+        {"budget": 0.1, "format": "int8"}, {"budget": -1.0, **options}, {"calibration": "x"},
+        {"budget": 0.1, "assignment": str(tmp_path / "out.assignment.json")},
+    ):  # fmt: skip
+        with pytest.raises(ConfigurationError):
+            quantize_command(str(source), str(tmp_path / "refused"), **wrong)
+        assert not (tmp_path / "refused").exists()

@@ -140,8 +140,13 @@ def quantize_command(
     keep: str | None = None,
     device: str = "cpu",
     assignment: str | None = None,
+    budget: float | None = None,
+    max_bits: float | None = None,
+    calibration: str | None = None,
 ) -> int:
     """Run ``vb quantize``: a line a layer while it works, then sizes before and after.
+
+    With ``budget`` or ``max_bits`` it first measures which linears bear nvfp4 (calibrate.py), and keeps that as ``OUT.assignment.json``.
 
     Raises:
         VBError: as ``quantize_folder``.
@@ -151,10 +156,17 @@ def quantize_command(
         shape = "x".join(map(str, layer.shape))
         print(f"[{number:>{len(str(count))}}/{count}] {layer.name:<48} {shape:>13} {layer.sqnr_db:6.2f} dB", flush=True)
 
+    kept = HEAD if keep is None else f"(?:{HEAD})|(?:{keep})"
+    chosen = None if assignment is None else Assignment.load(assignment)
+    if budget is not None or max_bits is not None:
+        if chosen is not None:
+            raise ConfigurationError("--assignment is the choice that --budget and --max-bits would make: give one")
+        chosen = _calibrated(model, out, format, budget, max_bits, calibration, pattern, kept, device)
+    elif calibration is not None:
+        raise ConfigurationError("--calibration is the text for --budget or --max-bits: give one of them")
     report = quantize_folder(
-        model, out, format, scale_search, block_size=block_size, pattern=pattern, device=device, on_layer=say,
-        keep=HEAD if keep is None else f"(?:{HEAD})|(?:{keep})",
-        assignment=None if assignment is None else Assignment.load(assignment),
+        model, out, format, scale_search, block_size=block_size, pattern=pattern, device=device, on_layer=say, keep=kept,
+        assignment=chosen,
     )  # fmt: skip
     for name, reason in report.kept.items():
         print(f"kept {name}: {reason}")
@@ -167,6 +179,32 @@ def quantize_command(
     print(f"packed weights {format_bytes(before)} -> {format_bytes(after)}")
     print(f"model {format_bytes(report.bytes_before)} -> {format_bytes(report.bytes_after)} in {out}")
     return 0
+
+
+def _calibrated(
+    model: str, out: str, format: str, budget: float | None, max_bits: float | None, calibration: str | None, pattern: str,
+    keep: str, device: str,
+) -> Assignment:  # fmt: skip
+    """What ``--budget`` or ``--max-bits`` chooses, said and kept beside the folder; refuses first what packing would refuse."""
+    from vblackwell.train.calibrate import calibrate
+
+    if format != "nvfp4":
+        raise ConfigurationError(f"--budget and --max-bits choose between nvfp4 and no packing: drop --format {format}")
+    _check_target(Path(model), Path(out))
+    text = None if calibration is None else Path(calibration)
+    chosen = calibrate(Path(model), text, budget, max_bits, pattern=pattern, keep=keep, device=device)
+    rise = 100 * (chosen.measured["loss_after"] / chosen.measured["loss"] - 1)
+    path = f"{out.rstrip('/')}.assignment.json"
+    if not chosen.names("nvfp4"):
+        raise ConfigurationError(
+            "no linear bears nvfp4 within the budget: allow more, or give other text as --calibration"
+        )
+    print(
+        f"{len(chosen.names('nvfp4'))} of {len(chosen.shapes)} linears in nvfp4, {chosen.bits:.2f} bits a weight: "
+        f"calibration loss {chosen.measured['loss']:.4f}, {rise:+.3f} % with them; kept as {path}"
+    )
+    chosen.save(path)
+    return chosen
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,55 @@
+"""An assignment of precisions for a folder's model, from text: what ``vb quantize --budget`` packs by.
+
+The model is opened whole, in its own type, where it will be measured; windows of the text go through it once for each linear. A packed
+folder has
+no place for fine parts, so linears are nvfp4 or stay as they are.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from vblackwell.artifacts.folder import read_config
+from vblackwell.errors import ConfigurationError
+from vblackwell.infer.load import load_model
+from vblackwell.nn.assignment import DEFAULT_BUDGET, Assignment, assign_precision
+from vblackwell.nn.convert_linears import HEAD
+from vblackwell.train.data import prepare_data
+from vblackwell.train.dataset import PackedDataset
+
+FOLDER_PRECISIONS = ("nvfp4", "bf16")
+_BATCH = 4
+
+
+def calibrate(
+    folder: Path, data: Path | None, budget: float | None, max_bits: float | None = None, *, sequences: int = 16,
+    seq_length: int = 256, pattern: str = "all", keep: str = HEAD, device: torch.device | str = "cpu",
+) -> Assignment:  # fmt: skip
+    """The cheapest assignment within ``budget``, or the best of at most ``max_bits``.
+
+    Args:
+        folder: a Hugging Face folder with its tokenizer.
+        data: text, jsonl or parquet; None: the Python standard library's sources.
+        budget: relative rise of the loss on this text; None: 0.004.
+        sequences, seq_length: windows of the text, no longer than the model takes.
+        pattern, keep: which linears, as for `select_linears`.
+
+    Raises:
+        ConfigurationError: no tokenizer, too little text, or as `assign_precision`.
+        CorruptData, Unsupported: the folder cannot be opened.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigurationError(f"{folder} has no tokenizer.json: calibration needs the model's own tokenizer")
+    limit = read_config(folder).get("max_position_embeddings")
+    windows = PackedDataset(prepare_data(data, folder), min(seq_length, limit or seq_length))
+    count = min(sequences, len(windows))
+    model = load_model(folder, device).eval()
+    drawn = [windows.batch(np.arange(start, min(start + _BATCH, count))) for start in range(0, count, _BATCH)]
+    batches = [(inputs.to(device), targets.to(device)) for inputs, targets in drawn]
+    allowed = DEFAULT_BUDGET if budget is None else budget
+    return assign_precision(
+        model, batches, allowed, max_bits=max_bits, precisions=FOLDER_PRECISIONS, pattern=pattern, keep=keep
+    )
