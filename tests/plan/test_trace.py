@@ -221,9 +221,8 @@ def test_wide_softmax_keeps_no_wide_copy_of_its_input():
     target = lambda: torch.zeros(512, dtype=torch.int64, device="cuda")  # noqa: E731
     loss = lambda m, b: functional.cross_entropy(m(b.float()), target())  # noqa: E731
     trace = trace_training(trained, make, loss, None, steps=1, autocast=torch.bfloat16)
-    assert (
-        trace.sizes.count(narrow) == 2 and trace.sizes.count(wide) == 2
-    )  # log-probabilities, and the gradient of those
+    # Logits, log-probabilities and the gradients of both are narrow; what the loss reads of the latter is wide, as is its gradient.
+    assert trace.sizes.count(narrow) == 4 and trace.sizes.count(wide) == 2
 
 
 def test_a_mask_without_dense_rows_takes_the_unfused_attention():
@@ -403,3 +402,23 @@ def test_a_packed_linear_multiplies_as_a_plain_one_does():
     made, product = work  # the batch is made in the trace
     assert made.num_bytes == 2 * 256 and product.flops == 2 * 256 * 512
     assert product.num_bytes == packed + 2 * (256 + 512) and packed < written_out * 0.3
+
+
+@pytest.mark.parametrize("used", [1, 2, 3])
+def test_gradients_of_a_value_that_is_used_again_are_added_where_the_first_one_lies(used):
+    """As on a GPU: beside the value's own gradient no sum takes memory."""
+
+    class Used(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 1024, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x)
+            return sum(((number + 2) * y).sum() for number in range(used))
+
+    trace = trace_training(
+        Used(), lambda: torch.zeros(512, 64, device="cuda"), lambda m, b: m(b), None, steps=1
+    )
+    born = trace.sizes.count(4 * 512 * 1024)
+    assert born == 1 + 2 * used  # the value, its multiples, and their gradients: the sums are in place

@@ -81,10 +81,7 @@ class CudaOnMeta(TorchFunctionMode):
         if func is Tensor.item and self.items_are_one and args[0].is_meta:
             return 1.0
         kwargs = kwargs or {}
-        if (
-            func in _SOFTMAX
-            and (wide := wide_softmax(_SOFTMAX[func], self.autocast is not None, args, kwargs)) is not None
-        ):
+        if func in _SOFTMAX and (wide := wide_softmax(_SOFTMAX[func], args, kwargs)) is not None:
             return wide
         if func is functional.cross_entropy and self.autocast is not None and _is_half(args[0]):
             return cross_entropy(*args, **kwargs)
@@ -189,17 +186,17 @@ def _wide(values: Tensor, log: bool) -> Tensor:
     return found
 
 
-def wide_softmax(log: bool, autocast: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def wide_softmax(log: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """A softmax in fp32 of half-precision values, as CUDA computes it: from the values as they are, with no wide copy of them.
 
-    Asked for with ``dtype``, or by autocast. None for any other softmax.
+    Asked for with ``dtype``. None for any other softmax: autocast's own makes the copy.
     """
     values: Any = args[0] if args else kwargs.get("input")
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     dtype = kwargs.get("dtype", next((each for each in args[2:] if isinstance(each, torch.dtype)), None))
     if not _is_half(values) or not isinstance(dim, int):
         return None
-    if dtype != torch.float32 and not (autocast and dtype is None):
+    if dtype != torch.float32:
         return None
     return _wide(values, log)
 
@@ -208,12 +205,61 @@ def cross_entropy(
     input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None, ignore_index: int = -100,
     reduce: bool | None = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """`functional.cross_entropy` of half-precision logits under autocast, where it is its two parts: the first computes in fp32."""
+    """`functional.cross_entropy` of half-precision logits under autocast, which reaches only the second of its two parts.
+
+    The log-softmax keeps the logits' type, which C++ asks for by name; its result is cast for the loss.
+    """
     if target.is_floating_point() or label_smoothing:
         return functional.cross_entropy(
             input.float(), target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )
-    return functional.nll_loss(_wide(input, True), target, weight, size_average, ignore_index, reduce, reduction)
+    with torch._C.DisableTorchFunction():  # as in `_wide`
+        narrow = torch.ops.aten._log_softmax(input, 0 if input.dim() == 1 else 1, False)
+        wide = narrow.float()
+        return functional.nll_loss(wide, target, weight, size_average, ignore_index, reduce, reduction)
+
+
+def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to scores: 0 where ``mask`` is True."""
+    return torch.where(mask, 0.0, torch.full((), float("-inf"), dtype=dtype, device=mask.device))
+
+
+def unfused_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    """Attention written out, as torch's C++ does (`_scaled_dot_product_attention_math`), where dropout is CUDA's fused one.
+
+    Half precision is computed in fp32; autocast does not reach inside.
+    """
+    with torch._C.DisableTorchFunction():
+        narrow = query.dtype
+        wide = [each.float() if _is_half(each) else each for each in (query, key, value)]
+        query, key, value = wide
+        root = abs(query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
+        query = query * root
+        if is_causal:
+            attn_mask = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = _as_bias(attn_mask, query.dtype)
+        if enable_gqa:
+            groups = query.shape[-3] // key.shape[-3]
+            key, value = (each.repeat_interleave(groups, -3) for each in (key, value))
+        scores = torch.matmul(query, key.transpose(-2, -1) * root)
+        if attn_mask is not None:
+            scores.add_(attn_mask)
+        shares = torch.ops.aten._safe_softmax(scores, -1)
+        del scores
+        shares = dropout(shares, dropout_p) if dropout_p else shares
+        narrow_shares = shares.to(narrow)  # C++ returns them too; its compiler evaluates the last argument first
+        out = torch.matmul(shares, value)
+        out = out.to(narrow)
+        # What leaves C++'s scope, in its order: the last that was declared goes first.
+        del shares, value, key, attn_mask, query
+        while wide:
+            wide.pop()
+        del narrow_shares
+        return out
 
 
 def attention(
@@ -230,7 +276,7 @@ def attention(
     head = query.shape[-1]
     saves = any(each.requires_grad for each in (query, key, value)) and torch.is_grad_enabled()
     if query.dim() != 4 or head > FLASH_MOST_HEAD or value.shape[-1] != head or head % 4:
-        return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return unfused_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if half and attn_mask is None:
         pad = -head % 8
         if pad:
@@ -241,11 +287,11 @@ def attention(
         )
         return out[0][..., :head]
     if query.shape[1] != key.shape[1] or (attn_mask is not None and attn_mask.stride(-1) != 1):
-        return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return unfused_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     bias = attn_mask
     if bias is not None:
         if bias.dtype == torch.bool:
-            bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(bias.logical_not(), float("-inf"))
+            bias = _as_bias(bias, query.dtype)
         length = bias.shape[-1]
         if length % 8:
             bias = functional.pad(bias, (0, -length % 8))[..., :length]

@@ -21,10 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vblackwell.errors import Unsupported, VBError
+from vblackwell.plan.accumulation import summed_in_place
 from vblackwell.plan.cuda_on_meta import META, cuda_on_meta
 from vblackwell.plan.meta_answers import Answering, MetaAnswers
 from vblackwell.plan.work import Work, work_of
-from vblackwell.plan.workspace import CUBLAS, workspace_bytes
+from vblackwell.plan.workspace import BEHIND_OUTPUTS, CUBLAS, workspace_bytes
 
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "logits_and_loss", "workspace")
 PHASES = ("setup", "forward", "loss", "loss_backward", "backward", "optimizer")
@@ -96,13 +97,19 @@ class _Recorder(TorchDispatchMode):
             else:
                 found = [each for each in tree_leaves(out) if isinstance(each, Tensor) and each.is_meta]
             name = func.__name__
-            taken = self._workspace(name, args) if found else None
+            late = name.partition(".")[0] in BEHIND_OUTPUTS
+            taken = self._workspace(name, args) if found and not late else None
             if self.counts_work:
                 is_view = bool(found) and not name.partition(".")[0].endswith("_") and all(map(self._knows, found))
                 work = work_of(self.phase, func, args, kwargs, out, is_view)
                 self.work += [] if work is None else [work]
+            if name == "add.Tensor" and (old := summed_in_place(args)) is not None:
+                self._take_over(found[0], old)
             for tensor in reversed(found) if name == "native_dropout.default" else found:  # its mask comes first
                 self.see(tensor)
+            if name.partition(".")[0] in CUBLAS:
+                self._cublas_workspace(name)
+            taken = self._workspace(name, args) if found and late else taken
             if taken is not None:  # a kernel takes it beside its outputs
                 self.events.append(~taken)
             return out
@@ -111,17 +118,18 @@ class _Recorder(TorchDispatchMode):
         return tensor.untyped_storage()._cdata in self._alive
 
     def _workspace(self, name: str, args: Any) -> int | None:
-        if name.partition(".")[0] in CUBLAS:
-            # One handle a thread: autograd's backward has its own.
-            thread = "backward" if "backward" in self.phase else "forward"
-            if thread not in self._cublas:
-                self._cublas.add(thread)
-                self._birth(CUBLAS_BYTES[self.capability[0] >= 9], "workspace")
-        if name == "addmm.default" and "backward" not in self.phase and "lt" not in self._cublas:
-            self._cublas.add("lt")
-            self._birth(CUBLASLT_BYTES, "workspace")
         num_bytes = workspace_bytes(name, args)
         return self._birth(num_bytes, "workspace") if num_bytes else None
+
+    def _cublas_workspace(self, name: str) -> None:
+        """What cuBLAS keeps from the first product on: one handle a thread, and autograd's backward has its own."""
+        thread = "backward" if "backward" in self.phase else "forward"
+        if thread not in self._cublas:
+            self._cublas.add(thread)
+            self._birth(CUBLAS_BYTES[self.capability[0] >= 9], "workspace")
+        if name == "addmm.default" and thread == "forward" and "lt" not in self._cublas:
+            self._cublas.add("lt")
+            self._birth(CUBLASLT_BYTES, "workspace")
 
     def _birth(self, num_bytes: int, category: str | None) -> int:
         index = len(self.sizes)
@@ -143,6 +151,13 @@ class _Recorder(TorchDispatchMode):
             self._alive[key] = (index, weakref.ref(storage, lambda _: self._death(key, index)))
         if category and self.category.get(index) not in ("weights", "gradients", "optimizer"):
             self.category[index] = category
+
+    def _take_over(self, tensor: Tensor, old: Tensor) -> None:
+        """Let ``tensor`` have the memory of ``old``, which nobody reads any more."""
+        former, storage = old.untyped_storage()._cdata, tensor.untyped_storage()
+        if former in self._alive:
+            key, index = storage._cdata, self._alive.pop(former)[0]
+            self._alive[key] = (index, weakref.ref(storage, lambda _: self._death(key, index)))
 
     def _death(self, key: int, index: int) -> None:
         if self._alive.get(key, (None,))[0] == index:

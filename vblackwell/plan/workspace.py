@@ -27,10 +27,12 @@ def workspace_bytes(name: str, args: tuple[Any, ...]) -> int:
     return 0 if formula is None else formula(*args)
 
 
-def _flash_backward(dy: Tensor, query: Tensor, *rest: Any) -> int:
+def _flash_backward(dy: Tensor, query: Tensor, key: Tensor, *rest: Any) -> int:
+    """dQ accumulated in fp32, one dot product a row, a header; gradients a query's head of keys and values that heads share."""
     b, n, s, h = query.shape
     rows, width = -(-s // 128) * 128, -(-h // 32) * 32
-    return 4 * b * n * rows * (width + 1)  # dQ accumulated in fp32, and one dot product a row
+    shared = 0 if key.shape[1] == n else 2 * b * n * key.shape[2] * h * key.element_size()
+    return 4 * b * n * rows * (width + 1) + shared + 256
 
 
 def _efficient_backward(dy: Tensor, query: Tensor, *rest: Any) -> int:
@@ -48,8 +50,13 @@ def _softmax_backward(dy: Tensor, *rest: Any) -> int:
 
 
 def _safe_softmax(scores: Tensor, *rest: Any) -> int:
-    """The plain softmax, where the scores are -inf, and which rows are so altogether: the result is another tensor."""
-    return scores.numel() * (scores.element_size() + 1) + scores.numel() // max(1, scores.shape[-1])
+    """Where the scores are -inf."""
+    return scores.numel()
+
+
+BEHIND_OUTPUTS = {
+    "_safe_softmax", "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_flash_attention_backward"
+}  # fmt: skip  # what is taken after the outputs, others before
 
 
 THREADS, VECTOR, WARP, THREADS_OF_SM = 512, 4, 32, 2048
