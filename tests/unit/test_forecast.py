@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,10 @@ from vblackwell.errors import InsufficientMemory
 from vblackwell.estimator import Run
 from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.decoder_config import DecoderConfig
+from vblackwell.offload.formats import EXACT
+from vblackwell.offload.streamed import Wishes
+from vblackwell.offload.timing import foresee, lane_rates
+from vblackwell.plan.lanes import simulate
 from vblackwell.plan.placement import Bounds, Choice, Lacking, Space
 from vblackwell.plan.rates import Rates
 from vblackwell.subject import of_decoder
@@ -198,3 +203,27 @@ def test_the_2_70b_shape_as_an_h200_ran_it():
     resident = on(forecast, bounds=Bounds(80 * GiB, GiB)).predict(Choice("resident", 8, 1, True))
     assert not isinstance(resident, Lacking) and resident[1].gpu == pytest.approx(43.9e9, rel=0.02)
     assert resident[1].tokens_per_second == pytest.approx(25_679, rel=0.08)
+
+
+def test_the_disk_of_the_largest_model_as_it_was_measured(monkeypatch):
+    """docs/log-offload.md: 22 blocks of the 70B shape, 108 GiB of RAM, 52 GB of disk: 50 GB read and 48 GB written a step."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    import offload_largest
+    from offload_case import SHAPES
+
+    shape = replace(SHAPES["70B"], num_layers=22)
+    machine = offload_largest.Machine(int(offload_largest.LEVEL0_SHARE * 143_771 * MiB), 108 * GiB, int(52e9), True)
+    planned = offload_largest.plan_of(shape, machine, EXACT, 2, 2048)
+    wishes = Wishes(
+        compute_dtype=torch.bfloat16, update="level0", resident_bytes=planned.resident_bytes, activation_bytes=planned.activation_bytes,
+        weight_bytes=12 * shape.block_parameters,
+    )  # fmt: skip
+    capacities = [machine.level0_bytes, machine.host_bytes, machine.disk_bytes]
+    lanes = foresee(
+        offload_largest.make_decoder(shape, 2048), capacities, wishes, {"forward": 0.3, "backward": 0.9}
+    ).lanes
+    assert sum(group.disk_read for group in lanes.groups) == pytest.approx(50e9, rel=0.06)
+    assert sum(group.disk_write for group in lanes.groups) == pytest.approx(48e9, rel=0.03)
+    times = simulate(lanes, lane_rates(replace(H200, disk_read=1.75e9, disk_write=1.8e9)))
+    # Steps of 68 and 90 s, while another run used the same disk, which alone reads and writes at these rates.
+    assert times.bottleneck == "disk" and 50 < times.step_seconds < 68
