@@ -1,4 +1,4 @@
-"""Every plausible plan of the fused FP4 kernels for a shape against cuBLAS bf16: where the rules of kernels/fp4_cuda.py come from.
+"""Every plausible plan of the fused FP4 kernels for a shape against cuBLAS bf16: where the rules of kernels/fp4_plan.py come from.
 
 ``python benchmarks/fp4_plans.py --cells 16x4096x4096,64x4096x4096 --csv plans.csv`` on a Hopper GPU. A cell is M x N x K. Plans are
 compiled in parallel, checked against float64 (a wrong or unrepeatable one is not timed), then timed as in bench_fp4.py, by CUDA graphs of

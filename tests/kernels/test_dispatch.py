@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.kernels import backends, dispatch, fp4_plan
+from vblackwell.kernels import backends, dispatch, fp4_cuda, fp4_plan
 from vblackwell.kernels.dispatch import Backend, Request, choose, explain, use_backend
 
 H200 = torch.device("cuda", 0)
@@ -74,3 +74,17 @@ def test_dequantising_wins_for_many_rows_and_never_for_few():
     for n, k in ((4096, 4096), (14336, 4096), (28672, 8192)):
         assert all(fp4_plan.wgmma_beats_dequantize(m, n, k) for m in (17, 64, 256))
         assert not fp4_plan.wgmma_beats_dequantize(8192, n, k)
+
+
+@pytest.mark.parametrize("m", [4, 16])
+def test_a_measured_plan_is_for_its_shape_alone_and_not_for_a_norm(m):
+    plan = fp4_plan.plan_mma(m, 4096, 4096, True)
+    assert plan.chunk and plan.shared_bytes(4096) <= 227 * 1024 and plan.threads <= 1024
+    others = [(m, 6144, 4096, True), (m, 4096, 4160, True), (2 * m, 4096, 4096, True), (m, 4096, 4096, False)]
+    for other in (fp4_plan.plan_mma(*shape) for shape in others if shape[0] <= 16):
+        assert not other.chunk
+    assert not fp4_plan.plan_mma(m, 4096, 4096, True, bulk=False).chunk
+    x_MK = torch.zeros(m, 4096, dtype=torch.bfloat16)
+    with pytest.raises(ConfigurationError, match="bulk=False"):
+        norm = fp4_cuda.Norm(x_MK[0], 1e-5)
+        fp4_cuda.run_mma(plan, x_MK, x_MK, x_MK, x_MK, None, "none", 4096, norm=norm)
