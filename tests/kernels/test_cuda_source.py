@@ -28,14 +28,18 @@ WGMMA = [
     (WgmmaPlan(64, 1, 1, 3, 2, image=True, k_groups=2), 50, 70, 520),
     (WgmmaPlan(32, 1, 1, 3, 3, image=True, clusters=2), 90, 130, 328),  # nine tiles: two rounds and a split
     (WgmmaPlan(32, 1, 1, 3, 2, image=True, clusters=2), 33, 200, 128),  # eight tiles, two rounds
+]
+
+
+ONE_TYPE = [  # nothing in which halves differ
     (WgmmaPlan(32, 1, 1, 2, 2, image=True, clusters=2), 64, 40, 40),  # two tiles of one window: nothing to split
     (WgmmaPlan(32, 2, 1, 4, 2, k_groups=2), 40, 130, 328),
     (MmaPlan(16, 1, 12, 1, 4, chunk=24, x_stages=3), 11, 33, 1600),  # the shape of a plan that a rule takes
 ]
+CASES = [(*case, dtype) for case in MMA + WGMMA for dtype in HALVES] + [(*case, torch.bfloat16) for case in ONE_TYPE]
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(("plan", "m", "n", "k"), MMA + WGMMA, ids=str)
+@pytest.mark.parametrize(("plan", "m", "n", "k", "dtype"), CASES, ids=str)
 def test_linear_within_the_bound_of_float64(plan, m, n, k, dtype):
     format = "nvfp4" if dtype == torch.bfloat16 else "mxfp4"
     w_NK, tiled = emulation.random_weight(format, n, k)
