@@ -236,7 +236,7 @@ def delays() -> Iterator[Callable[..., None]]:
 
     def delay(*_: str) -> None:
         if chance.random() < 0.5:
-            pause.wait(chance.random() * 2e-3)
+            pause.wait(chance.random() * 1e-3)
 
     set_transfer_delay(delay)
     set_worker_delay(delay)
