@@ -36,10 +36,7 @@ def page_of(estimated: Estimated) -> str:
         _section("Memory over one training step", _timeline(estimated, found)),
         _section("At the peak", _peak(estimated)),
         _section("Plan", _plan(estimated)),
-        _section(
-            "What this assumes",
-            "<ul>" + "".join(f"<li>{escape(text)}</li>" for text in estimated.assumptions()) + "</ul>",
-        ),
+        _section("What this assumes", _list(estimated.assumptions())),
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -186,7 +183,9 @@ def _plan(estimated: Estimated) -> str:
     lines = estimated.plan_lines()
     if not lines:
         lines = ["no GPU was named: --gpu or --gpu-memory says whether it fits, and what an offload stack would hold"]
-    body = "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
+    body = _list(lines)
+    if estimated.advice:
+        body += "<h3>What would help</h3>" + _list([str(each) for each in estimated.advice])
     parallel = estimated.parallel
     if parallel is not None:
         rows = "".join(_strategy(each, parallel.fits(each)) for each in parallel.strategies)
@@ -196,6 +195,10 @@ def _plan(estimated: Estimated) -> str:
             f"<th>one holds</th><th></th></tr>{rows}</table></div>"
         )
     return body
+
+
+def _list(lines: Sequence[str]) -> str:
+    return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
 
 
 def _strategy(each: Strategy, fits: bool) -> str:
