@@ -53,7 +53,9 @@ def make_training_plan(
     """
     has_gpu = device.type == "cuda"
     rates = _rates_of(device, say)
-    machine = Machine(bounds_of(config, device), rates, has_gpu, may_clip=config.max_grad_norm > 0)
+    # A scaled loss means a factor at the step: nothing is updated before it, so nothing needs a way back.
+    undo = not precision.needs_scaler
+    machine = Machine(bounds_of(config, device), rates, has_gpu, undo, may_clip=config.max_grad_norm > 0)
     vocab_size = next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), 2)
     subject = Subject(config.name, _copier(model), vocab_size, _loss)
     capability = torch.cuda.get_device_capability(device) if has_gpu else (8, 0)

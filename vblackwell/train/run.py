@@ -50,7 +50,7 @@ def train(config: TrainConfig) -> int:
             return _train(config, progress, stop, cleanup)
         except torch.OutOfMemoryError as error:
             raise InsufficientMemory(
-                f"{_first_sentences(error)}; lower --batch-size or --seq-length, add --gradient-checkpointing, or raise --fast-memory",
+                f"{_first_sentences(error)}; lower --seq-length, add --gradient-checkpointing or --vgpu-auto, or raise --fast-memory",
                 needed_bytes=0,
                 available_bytes=0,
             ) from error
