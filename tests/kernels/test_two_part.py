@@ -159,10 +159,17 @@ def test_compiles_without_spills_and_fits(arch, m, tmp_path):
     usage = resources(nvrtc.compile_cubin(two_part_cuda.FILES, plan.macros(), arch), tmp_path)["two_part_mma"]
     assert usage["STACK"] == usage["LOCAL"] == 0, (plan, usage)
     assert usage["REG"] * plan.threads <= 65536, (plan, usage)
-    most = 227 * 1024 if arch == "sm_90a" else 99 * 1024
-    for rows in (1, 2, 3, 8, 16):
-        for n, k in ((256, 64), (768, 3072), (4096, 14336), (8192, 8192), (8192, 28672)):
-            assert two_part_cuda.plan(rows, n, k, arch == "sm_90a").shared_bytes(k) <= most
+
+
+@pytest.mark.parametrize(("clusters", "most"), [(True, 227 * 1024), (False, 99 * 1024)])
+def test_plans_fit_shared_memory(clusters, most):
+    for rows in range(1, 17):
+        for n, k in ((256, 64), (768, 3072), (4096, 4096), (4096, 14336), (8192, 8192), (8192, 28672)):
+            plan = two_part_cuda.plan(rows, n, k, clusters)
+            windows, count = plan.chunks(k)
+            assert plan.shared_bytes(k) <= most, (plan, k)
+            assert windows * count * plan.splits * 64 >= k and windows % plan.k_warps == 0
+            assert count == 1 or windows % (plan.k_warps * plan.prefetch) == 0
 
 
 @pytest.mark.gpu

@@ -19,10 +19,9 @@ from vblackwell.kernels.reference import ACTIVATIONS
 FILES = ("ptx.cuh", "decode.cuh", "epilogue.cuh", "two_part.cu")
 MOST_ROWS = 16
 _WINDOW_BYTES = 2176
-_X_BYTES = {
-    True: 80 * 1024,
-    False: 24 * 1024,
-}  # of x that a block stages at a time: with clusters of 227 KB, without of 99
+# Of x that a block stages at a time, and windows that a warp has in flight: with clusters of 227 KB, without of 99.
+_X_BYTES = {True: 80 * 1024, False: 24 * 1024}
+_PREFETCH = {True: 4, False: 3}
 
 
 @dataclass(frozen=True)
@@ -71,9 +70,8 @@ class TwoPartPlan:
 def plan(m: int, n: int, k: int, clusters: bool) -> TwoPartPlan:
     """The plan for up to 16 rows, with or without clusters of blocks (sm_90); a function of the shape alone."""
     base = plan_mma(m, n, k, clusters, bulk=False)
-    return TwoPartPlan(
-        base.tokens, base.row_warps, base.k_warps, base.splits, min(4, base.prefetch), _X_BYTES[clusters]
-    )
+    prefetch = min(_PREFETCH[clusters], base.prefetch)
+    return TwoPartPlan(base.tokens, base.row_warps, base.k_warps, base.splits, prefetch, _X_BYTES[clusters])
 
 
 def run_mma(
