@@ -1,6 +1,7 @@
 """Weights in two parts: signal to noise, the fused linear beside cuBLAS bf16 and FP4 alone, and what training with them costs.
 
-``python benchmarks/bench_two_part.py --format --start --constant`` anywhere: SQNR on Gaussian weights beside int8 by rows, start-up of a
+``python benchmarks/bench_two_part.py --format --start --constant --instructions`` anywhere: SQNR on Gaussian weights beside int8 by
+rows, start-up of a
 model
 of 62 linears and 36 M parameters, gradients beside exact ones, and memory over 1,000 steps. On a CUDA GPU besides
 ``--check`` (the kernel against float64), ``--linear`` (medians of CUDA-graph replays over 24 layers of 8192x8192, far beyond L2; ratios
@@ -15,8 +16,11 @@ import functools
 import gc
 import itertools
 import platform
+import re
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -28,7 +32,7 @@ from managed_model import managed
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vblackwell.kernels import layout, two_part_cuda, two_part_layout
+from vblackwell.kernels import fp4_cuda, fp4_plan, layout, nvrtc, two_part_cuda, two_part_layout
 from vblackwell.kernels.dispatch import use_backend
 from vblackwell.kernels.fp4 import fp4_linear
 from vblackwell.kernels.two_part import OP, two_part_linear
@@ -116,6 +120,37 @@ def constant_rows(rows: Rows, device: str, steps: int) -> None:
     same = readings[0] == readings[1]
     text = f"{readings[0]} and {readings[1]} bytes (live, cached, allocated)"
     rows.append((f"memory at steps {steps // 2} and {steps}", text, "equal", same))
+
+
+def instruction_rows(rows: Rows) -> None:
+    """Instructions a weight in the inner loops for sm_90, both parts beside the coarse one alone; compiled here, without a GPU."""
+    for m in (1, 8, 16):
+        ours = two_part_cuda.plan(m, 8192, 8192, True)
+        theirs = fp4_plan.plan_mma(m, 8192, 8192, True, bulk=False)
+        both = per_weight(two_part_cuda.FILES, ours.macros(), ours.tokens)
+        coarse = per_weight(fp4_cuda.MMA_FILES, theirs.macros(False), theirs.tokens)
+        rows.append((f"instructions a weight, M={m}", f"{both:.2f}, coarse alone {coarse:.2f}", "5", both <= 5))
+
+
+def per_weight(files: tuple[str, ...], macros: dict[str, int], tokens: int) -> float:
+    """Of the shortest loop with matrix products: a lane's 64 weights of a window take eight of them for eight tokens."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(nvrtc.compile_cubin(files, macros, "sm_90a"))
+        file.flush()
+        text = subprocess.run([tool, "-sass", file.name], check=True, capture_output=True, text=True).stdout
+    lines = [line for line in text.splitlines() if re.search(r"/\*[0-9a-f]{4}\*/", line)]
+    loops = []
+    for line in lines:
+        jump = re.search(r"/\*([0-9a-f]{4})\*/.*BRA[^0]*0x([0-9a-f]+)", line)
+        if jump and int(jump[2], 16) < int(jump[1], 16):
+            body = lines[int(jump[2], 16) // 16 : int(jump[1], 16) // 16 + 1]
+            products = sum("HMMA" in each for each in body)
+            if products:
+                loops.append(len(body) / (64 * products / (8 * max(1, tokens // 8))))
+    return min(loops)
 
 
 def random_parts(n: int, k: int, device: str = "cuda") -> tuple[Tensor, ...]:
@@ -213,7 +248,7 @@ def overhead_rows(rows: Rows, preset: str, batch: int, length: int, rounds: int)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("format", "start", "constant", "check", "linear", "overhead", "all"):
+    for name in ("format", "start", "constant", "instructions", "check", "linear", "overhead", "all"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="of --start and --constant")
     parser.add_argument("--steps", type=int, default=1000)
@@ -232,6 +267,7 @@ def main() -> None:
         "format": functools.partial(format_rows, rows),
         "start": lambda: (start_rows(rows, args.device), gradient_rows(rows, args.device)),
         "constant": functools.partial(constant_rows, rows, args.device, args.steps),
+        "instructions": functools.partial(instruction_rows, rows),
         "check": functools.partial(check_rows, rows),
         "linear": functools.partial(linear_rows, rows, n, k, [int(word) for word in args.rows.split(",")]),
         "overhead": functools.partial(overhead_rows, rows, args.preset, args.batch_size, args.seq_length, args.rounds),
