@@ -9,7 +9,7 @@ from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.plan.estimate import estimate_trace
 from vblackwell.plan.gpus import find_gpu
 from vblackwell.subject import of_decoder
-from vblackwell.train.estimate_advice import advice_of
+from vblackwell.train.estimate_advice import advice_of, fused
 from vblackwell.train.estimated import Estimated
 from vblackwell.units import GiB
 
@@ -35,3 +35,15 @@ def test_what_is_done_already_is_not_advised():
     run = Run(subject, 64, "adamw-fused", "bf16", checkpointing=True, expandable=True)
     trace = run.trace(1)
     assert advice_of(Estimated("decoder", run, 1, trace, estimate_trace(trace), None, GiB, False)) == ()
+
+
+def test_a_fused_step_as_it_is_traced():
+    run = Run(of_decoder("decoder", DecoderConfig(512, 64, 128, 2, 2, max_position=64)), 64)
+    ours, theirs = fused(run.trace(2)), replace(run, optimizer="adamw-fused").trace(2)
+    both = [estimate_trace(trace) for trace in (ours, theirs)]
+    counts = len(
+        list(run.model().parameters())
+    )  # of steps, which a fused AdamW keeps on the GPU, in blocks of 512 bytes
+    assert both[1].allocated - both[0].allocated == 512 * counts and both[0].reserved == both[1].reserved
+    assert both[0].allocated < estimate_trace(run.trace(2)).allocated
+    assert sum(each.num_bytes for each in ours.work if each.phase == "optimizer") == 28 * ours.trainable

@@ -7,18 +7,19 @@ from dataclasses import replace
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.estimator import Run
-from vblackwell.nn.decoder import Decoder
 from vblackwell.plan.advice import Advice, Way, advise
 from vblackwell.plan.estimate import estimate_trace
 from vblackwell.plan.gpus import context_bytes
 from vblackwell.plan.rates import Rates
 from vblackwell.plan.trace import Trace
-from vblackwell.plan.work import phase_seconds
+from vblackwell.plan.work import Work, phase_seconds
 from vblackwell.train.estimated import Estimated
 from vblackwell.train.measured_rates import rates_of
 
 MOST_SHOWN = 6
 NARROW = "products in bf16"
+NARROW_WEIGHTS = "weights and products in bf16; vb train keeps fp32 masters beside them"
+FUSED_BYTES = 28  # a parameter, that a fused AdamW reads and writes
 FOREACH = ("adamw", "adamw-for-loop")
 
 
@@ -46,21 +47,33 @@ def _ways(estimated: Estimated, rates: Rates | None) -> Iterator[Way]:
         changed = replace(run, expandable=True)
         yield _way("PYTORCH_ALLOC_CONF=expandable_segments:True", changed, trace, batch_size, rates)
     if run.optimizer in FOREACH:
-        yield from _traced("torch.optim.AdamW(fused=True)", replace(run, optimizer="adamw-fused"), batch_size, rates)
+        yield _way("torch.optim.AdamW(fused=True)", run, fused(trace), batch_size, rates)
     if not run.checkpointing:
         yield from _traced("--gradient-checkpointing", replace(run, checkpointing=True), batch_size, rates)
     if run.precision == "fp32":
-        precision = "bf16" if isinstance(run.model(), Decoder) else "autocast"
-        also = (
-            NARROW
-            if precision == "autocast"
-            else "weights and products in bf16; vb train keeps fp32 masters beside them"
+        found = list(_traced("--precision autocast", replace(run, precision="autocast"), batch_size, rates, NARROW))
+        yield from found or _traced(
+            "--precision bf16", replace(run, precision="bf16"), batch_size, rates, NARROW_WEIGHTS
         )
-        yield from _traced(f"--precision {precision}", replace(run, precision=precision), batch_size, rates, also)
     if batch_size > 1:
         smaller = batch_size // 2
         change = f"batches of {smaller}, gradients of {-(-batch_size // smaller)} added up"
         yield from _traced(change, run, smaller, rates)
+
+
+def fused(trace: Trace) -> Trace:
+    """``trace`` with one kernel for the optimizer: nothing is made in its step but states, and every parameter passes once."""
+    ends = [index for index, _, _ in trace.marks[1:]] + [len(trace.events)]
+    made = {
+        event
+        for (start, _, phase), end in zip(trace.marks, ends, strict=True)
+        if phase == "optimizer"
+        for event in trace.events[start:end]
+        if event >= 0 and trace.categories[event] == "workspace"
+    }
+    events = tuple(event for event in trace.events if (event if event >= 0 else ~event) not in made)
+    update = Work("optimizer", 0.0, FUSED_BYTES * trace.trainable, 4)
+    return replace(trace, events=events, work=(*(each for each in trace.work if each.phase != "optimizer"), update))
 
 
 def _traced(change: str, run: Run, batch_size: int, rates: Rates | None, also: str = "") -> Iterator[Way]:
