@@ -111,3 +111,11 @@ def test_levels_that_cannot_be(more, words):
         estimator.generate_vgpu_config(estimate, **more)
     with pytest.raises(vb.InsufficientMemory, match="no room for a level beside the CUDA context"):
         estimator.generate_vgpu_config(estimate, gpus=[600])
+
+
+def test_a_known_model_by_name():
+    estimate = vb.quick_estimate("gpt2", batch_size=1, seq_length=64, optimizer="sgd-momentum")
+    assert estimate.parameters == 124_439_808
+    assert 0 <= estimate.state_bytes - 12 * estimate.parameters < MiB  # weights, gradients, momentum; a few buffers
+    with pytest.raises(vb.ConfigurationError, match="batch size 0"):
+        vb.quick_estimate("gpt2", batch_size=0)
