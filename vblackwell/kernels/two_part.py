@@ -15,7 +15,7 @@ from torch import Tensor
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels import layout, two_part_cuda, two_part_layout
 from vblackwell.kernels.autocast import register_autocast
-from vblackwell.kernels.backends import like, linear_reasons
+from vblackwell.kernels.backends import DEQUANTIZE, like, linear_reasons
 from vblackwell.kernels.dispatch import Backend, Request, choose, request_of
 from vblackwell.kernels.fp4 import check_arguments
 from vblackwell.kernels.fp4_plan import has_clusters
@@ -38,8 +38,7 @@ def reference_weight(
 def _weight(codes, fine, block_scales, tensor_scale, format, n, k, like: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
     """The weight in the type of ``like``; by the kernel where there is one for it."""
     request = request_of(like.new_empty((1, k)), format, n, k)
-    fused = not [reason for reason in linear_reasons(request) if "activations" not in reason]
-    if fused:
+    if not DEQUANTIZE[0].reasons(request):  # the kernel that writes nvfp4 out needs what this one needs
         return two_part_cuda.run_dequantize(codes, fine, block_scales, tensor_scale, n, k, like.dtype)
     return reference_weight(codes, fine, block_scales, tensor_scale, format, n, k, like.dtype)
 
