@@ -35,7 +35,7 @@ from vblackwell.plan.known_models import KNOWN_MODELS
 from vblackwell.plan.placement import Bounds, Plan, Space, make_plan
 from vblackwell.plan.rates import Rates
 from vblackwell.plan.trace import Trace, language_batch, trace_forward, trace_training
-from vblackwell.plan.work import MEMORY_SHARE, phase_seconds
+from vblackwell.plan.work import MATMUL_SHARE, MEMORY_SHARE, phase_seconds
 from vblackwell.subject import of_config
 from vblackwell.train.forecast import Forecast, Machine
 from vblackwell.units import format_bytes
@@ -50,11 +50,11 @@ LEAST_SPEED = {
     "adapters": 50.0,
     "run": 1.0,
 }  # tokens a second: 1.8 million in ten hours of training, a slow reader
-# Bytes a parameter, at the least. Weight, remainder of the master and moments; resident, gradients as well. Packed weights.
-LEAST_STATE = {"train": 12.0, "adapters": 0.5, "run": 0.5}
-LEAST_RESIDENT = {"train": 18.0, "adapters": 0.5, "run": 0.5}
+# Bytes a parameter, at the least: weight, remainder of the master and moments; gradients as well; of a packed weight.
+LEAST_STATE, LEAST_RESIDENT, LEAST_PACKED = 12.0, 18.0, 0.5
 ACTIVATIONS = ("level0", "host")  # where checkpoints wait: in RAM only if the GPU has no room
 FORMAT = "nvfp4"
+TRACED = (9, 0)  # of all capabilities alike: cuBLAS's workspace is its largest, 32 MiB
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,7 @@ class WhatFits:
         self.parameters = functools.cache(
             lambda name: sum(p.numel() for p in _causal_lm(name, torch.bfloat16).parameters())
         )
+        self._packed = functools.cache(_packed_bytes)
         self._decoding = functools.cache(self._decode)
 
     def largest(self, task: str, place: Place) -> list[Fit]:
@@ -120,10 +121,8 @@ class WhatFits:
     def fit(self, task: str, name: str, place: Place, only_resident: bool = False) -> Fit | None:
         """How ``name`` fits ``place``; None where it does not, or could not be fast enough."""
         bounds = place.bounds
-        least, room = LEAST_STATE[task], bounds.gpu + bounds.host + bounds.disk
-        if only_resident:
-            least, room = LEAST_RESIDENT[task], bounds.gpu
-        if self.parameters(name) * least > room or self._most_speed(task, name, place) < LEAST_SPEED[task]:
+        room = bounds.gpu if only_resident else bounds.gpu + bounds.host + bounds.disk
+        if self._least(task, name, only_resident) > room or self._most_speed(task, name, place) < LEAST_SPEED[task]:
             return None
         self._say(f"{WORDS[task]}: {name}")
         if task == "run":
@@ -131,16 +130,24 @@ class WhatFits:
             return None if fit is None or (only_resident and not fit.resident) else fit
         return self._train(task, name, place, ("resident",) if only_resident else ("resident", "streamed"))
 
+    def _least(self, task: str, name: str, only_resident: bool) -> float:
+        """Bytes below which ``name`` is no candidate."""
+        if task == "train":
+            return self.parameters(name) * (LEAST_RESIDENT if only_resident else LEAST_STATE)
+        rough = self.parameters(name) * LEAST_PACKED
+        return self._packed(name) if only_resident else rough
+
     def _most_speed(self, task: str, name: str, place: Place) -> float:
         """Tokens a second that ``name`` cannot pass: products of a step, and what must cross the link or be on the disk and come back."""
         parameters, rates, bounds = self.parameters(name), place.rates, place.bounds
         if task == "run":
-            passing = parameters * LEAST_STATE[task] - bounds.gpu
+            passing = parameters * LEAST_PACKED - bounds.gpu
             return rates.up / passing if passing > 0 else float("inf")
-        on_disk = parameters * LEAST_STATE[task] - bounds.gpu - bounds.host
+        state = LEAST_STATE if task == "train" else LEAST_PACKED
+        on_disk = parameters * state - bounds.gpu - bounds.host
         ways = 1 / rates.disk_read + (1 / rates.disk_write if task == "train" else 0.0)
         by_disk = SEQUENCES * SEQ_LENGTH / (on_disk * ways) if on_disk > 0 else float("inf")
-        return min(by_disk, rates.matmul_half / (6 * _active(name, parameters)))
+        return min(by_disk, MATMUL_SHARE * rates.matmul_half / (6 * _active(name, parameters)))
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -217,15 +224,12 @@ class _Shared(Forecast):
         super().__init__(run, machine)
 
         def trace(checkpointing: bool, fp4: bool, batch_size: int) -> Trace:
-            # Of the capability only the generation tells: cuBLAS's workspace.
-            key = run.subject.name, run.capability[0], checkpointing, fp4, batch_size
+            key = run.subject.name, checkpointing, fp4, batch_size
             if key not in traces:
                 model = self.model(checkpointing, fp4)  # transformers is there before it is asked about batches
                 batch = language_batch(run.subject.vocab_size, batch_size, run.seq_length)
                 with plain_batches():
-                    traces[key] = trace_training(
-                        model, batch, run.subject.loss, None, capability=run.capability, steps=1
-                    )
+                    traces[key] = trace_training(model, batch, run.subject.loss, None, capability=TRACED, steps=1)
             return traces[key]
 
         self.trace = trace  # pyright: ignore[reportAttributeAccessIssue]
@@ -248,6 +252,12 @@ def _adapted(name: str, tiled: bool, dtype: torch.dtype) -> nn.Module:
     add_adapters(model, Lora(RANK))
     _pack(model, tiled)
     return model.to(dtype).train()
+
+
+def _packed_bytes(name: str) -> int:
+    model = _causal_lm(name, torch.bfloat16)
+    _pack(model, tiled=True)
+    return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def _pack(model: nn.Module, tiled: bool) -> None:
