@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from importlib import metadata
 
-from vblackwell import __version__
 from vblackwell.plan.parallel import Strategy
 from vblackwell.plan.timeline import Timeline, timeline
 from vblackwell.train.estimated import SHOWN, Estimated
@@ -44,7 +44,7 @@ def page_of(estimated: Estimated) -> str:
         f"<title>{escape(title)}</title><style>{_style()}</style></head>\n<body><main>\n<h1>{escape(estimated.model)}</h1>"
         f'<p class="sub">{escape(estimated.title().partition(": ")[2])}</p>\n'
         + "\n".join(sections)
-        + f"\n<footer>vblackwell {escape(__version__)}</footer></main></body></html>\n"
+        + f"\n<footer>vblackwell {escape(metadata.version("vblackwell"))}</footer></main></body></html>\n"
     )
 
 
