@@ -44,7 +44,7 @@ def page_of(estimated: Estimated) -> str:
         f"<title>{escape(title)}</title><style>{_style()}</style></head>\n<body><main>\n<h1>{escape(estimated.model)}</h1>"
         f'<p class="sub">{escape(estimated.title().partition(": ")[2])}</p>\n'
         + "\n".join(sections)
-        + f"\n<footer>vblackwell {escape(metadata.version("vblackwell"))}</footer></main></body></html>\n"
+        + f"\n<footer>vblackwell {escape(metadata.version('vblackwell'))}</footer></main></body></html>\n"
     )
 
 
