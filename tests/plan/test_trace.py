@@ -417,8 +417,6 @@ def test_gradients_of_a_value_that_is_used_again_are_added_where_the_first_one_l
             y = self.linear(x)
             return sum(((number + 2) * y).sum() for number in range(used))
 
-    trace = trace_training(
-        Used(), lambda: torch.zeros(512, 64, device="cuda"), lambda m, b: m(b), None, steps=1
-    )
+    trace = trace_training(Used(), lambda: torch.zeros(512, 64, device="cuda"), lambda m, b: m(b), None, steps=1)
     born = trace.sizes.count(4 * 512 * 1024)
     assert born == 1 + 2 * used  # the value, its multiples, and their gradients: the sums are in place
