@@ -83,8 +83,8 @@ class Forecast:
     def _trace(self, checkpointing: bool, fp4: bool, batch_size: int) -> Trace:
         run = self.run
         batch = language_batch(run.subject.vocab_size, batch_size, run.seq_length)
+        model = self.model(checkpointing, fp4)  # brings transformers in, before its questions are answered
         with plain_batches():
-            model = self.model(checkpointing, fp4)
             return trace_training(model, batch, run.subject.loss, None, capability=run.capability)
 
     def _seconds(self, checkpointing: bool, fp4: bool, batch_size: int) -> Mapping[str, float]:
