@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks.docstring_chat import talks, write
 
 BENCHMARK = Path(__file__).parent.parent.parent / "benchmarks" / "bench_docstrings.py"
@@ -58,6 +60,7 @@ def test_questions_and_answers(tmp_path):
     assert len((tmp_path / "one.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_a_model_learns_to_answer(place):
     """The benchmark's own exit code says that the loss fell and that logits are equal; here by how much."""
     output = place.vb(str(BENCHMARK), "--quick", "--out", "run").stdout

@@ -70,6 +70,7 @@ def test_losses_of_every_format(monkeypatch, tmp_path, corpus, capsys):
     assert bits["mxfp4 mse"] < 4.3 < bits["nvfp4 mse"] < 4.6
 
 
+@pytest.mark.slow
 def test_formats_of_states_and_the_noise_beside_them(monkeypatch, tmp_path, corpus, capsys):
     words = words_of("--steps 2 --every 1 --batch-size 2 --seq-length 16 --vocab-size 300")
     chosen = ["bf16 exact", "bf16 8bit stochastic", "fp32 exact", "fp32 exact, other seed"]
@@ -88,6 +89,7 @@ def test_formats_of_states_and_the_noise_beside_them(monkeypatch, tmp_path, corp
     assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith("| fp32 exact, other seed |")
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_a_line_and_stops_no_other(tmp_path, corpus):
     runs = importlib.import_module("training_runs")
     flags = {
