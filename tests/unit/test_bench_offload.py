@@ -33,6 +33,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_all_of_ours_train_the_same(bench, tmp_path, capsys):
     """Three processes on the CPU: plain, all resident, and streamed through an arena of a sixth of its state."""
     results = bench.main(words(tmp_path, "--systems", "plain,resident,streamed", "--max-grad-norm", "1.0"))
@@ -99,7 +100,7 @@ def test_recipes_and_cases_travel(bench):
 # -- the largest model -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("states", ["exact", "8bit"])
+@pytest.mark.parametrize("states", ["exact", pytest.param("8bit", marks=pytest.mark.slow)])
 def test_the_largest_model_is_found_and_trains(bench, tmp_path, capsys, states):
     """An arena, RAM and a disk of a few MB: all three are full, and one block more would not fit."""
     import offload_largest
