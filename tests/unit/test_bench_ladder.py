@@ -30,6 +30,7 @@ def measured(folder):
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_every_rung_is_measured(measured):
     rungs = {row["name"]: row for row in measured["rungs"]}
     assert list(rungs) == ["fp32", "bf16", "fp4", "flash", "checkpointing"]
@@ -43,6 +44,7 @@ def test_every_rung_is_measured(measured):
     assert rungs["flash"]["flags"] == "--mixed-precision --use-fp4 --use-flash-attn"
 
 
+@pytest.mark.slow
 def test_what_must_follow_from_the_settings(measured):
     rungs = {row["name"]: row for row in measured["rungs"]}
     parameters = measured["parameters"]

@@ -100,7 +100,8 @@ def test_recipes_and_cases_travel(bench):
 # -- the largest model -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("states", ["exact", pytest.param("8bit", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("states", ["exact", "8bit"])
 def test_the_largest_model_is_found_and_trains(bench, tmp_path, capsys, states):
     """An arena, RAM and a disk of a few MB: all three are full, and one block more would not fit."""
     import offload_largest

@@ -223,6 +223,7 @@ def test_pruned_search_finds_the_code_of_the_exhaustive_one(kind):
     assert torch.equal(found, smallest)
 
 
+@pytest.mark.slow
 def test_nf4_int4_int8_elements_are_nearest():
     """`max` scales are amax over the largest code, rounded once; elements nearest to the exact product, ties to even."""
     for format, block, precision, top in (("nf4", 64, 24, 1), ("int4", 32, 8, 7), ("int8", 12, 24, 127)):
