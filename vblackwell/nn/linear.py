@@ -17,7 +17,6 @@ ranks and would be sent at every step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,6 +28,7 @@ from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.fp4 import fp4_linear
 from vblackwell.kernels.reference import ACTIVATIONS, activate
 from vblackwell.kernels.w4a8 import check_row_spans, check_shape, fp4_linear_w4a8, row_tops_for_w4a8
+from vblackwell.nn.draw import draw_as_linear
 from vblackwell.nn.fp4_state import (
     CODES,
     SCALES,
@@ -115,11 +115,7 @@ class FusedFP4Linear(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws weight and bias as ``nn.Linear`` does. A packed layer keeps its weight."""
-        if self.weight is not None:
-            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
-        if self.bias is not None:
-            bound = 1 / math.sqrt(self.in_features)
-            nn.init.uniform_(self.bias, -bound, bound)
+        draw_as_linear(self.weight, self.bias, self.in_features)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, activation: str = "none", **options: Any) -> FusedFP4Linear:

@@ -12,7 +12,6 @@ state.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, CorruptData
+from vblackwell.nn.draw import draw_as_linear
 from vblackwell.nn.fp4_state import META, STATE_NAMES, from_state, to_state
 from vblackwell.nn.two_part import (
     BITS,
@@ -78,11 +78,7 @@ class VBOptimizedLinear(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws weight and bias as ``nn.Linear`` does; a packed layer keeps its weight."""
-        if self.weight is not None:
-            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
-        if self.bias is not None:
-            bound = 1 / math.sqrt(self.in_features)
-            nn.init.uniform_(self.bias, -bound, bound)
+        draw_as_linear(self.weight, self.bias, self.in_features)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, settings: Settings) -> VBOptimizedLinear:
