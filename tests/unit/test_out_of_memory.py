@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.unit.test_trainer import Toy
 from vblackwell.errors import InsufficientMemory
 from vblackwell.memory.stack import VGPUStack
 from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of
@@ -26,24 +26,6 @@ from vblackwell.train.state import TrainerState
 from vblackwell.train.trainer import Hooks, Parts, Trainer, half_of
 
 STEPS, SEQUENCES, LENGTH = 4, 6, 8
-
-
-class Toy(nn.Module):
-    """A few layers with dropout, so that generators matter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(1)
-        self.embedding = nn.Embedding(16, 8)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        for param in self.parameters():
-            param.data.normal_(generator=generator)
-
-    def forward(self, input_ids, targets):
-        x = nn.functional.dropout(self.embedding(input_ids), 0.2, self.training)
-        for layer in self.layers:
-            x = x + layer(x).tanh()
-        return (x - self.embedding(targets)).square().mean()
 
 
 class Refuses(TorchDispatchMode):
@@ -78,7 +60,7 @@ def build():
             checkpoint_every=1,
         )  # fmt: skip
         stack = VGPUStack({"levels": [{"device": "arena", "capacity_mb": 0.02}, {"device": "cpu", "capacity_mb": 1}]})
-        model = Toy()
+        model = Toy({})
         enable_vgpu_stack_optimization(model, stack, placement=placement)
         opened.append((model, stack))
         optimizer = VGPUAdamW(
