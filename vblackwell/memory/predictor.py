@@ -1,11 +1,9 @@
 """Which keys come next, from those that came before: tables of successors, longest known context first.
 
 For every context of the last ``order`` keys, and each shorter one, the table counts what followed. A forecast walks the tables: the
-likeliest
-successor of the longest context that was seen, then the successor of that, and so on. It learns on the way, forgets nothing within
-``history``
-keys, and costs O(order) a key. For traces that repeat exactly `next_use` knows the whole future (next_use.py); this is for those that do
-not.
+likeliest successor of the longest context that was seen, then the successor of that, and so on. It learns on the way, forgets nothing
+within ``history`` keys, and costs O(order) a key. For traces that repeat exactly `next_use` knows the whole future (next_use.py); this is
+for those that do not.
 """
 
 from __future__ import annotations

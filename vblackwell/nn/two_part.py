@@ -6,8 +6,8 @@ statistics are a few numbers a weight.
 
 Training rounds the weight at each forward, on scales that are renewed every ``refresh_every`` steps, or when the weight has drifted; a
 step is a backward pass that reached the weight, because nothing else is the same for plain, accumulated, checkpointed and streamed
-training.
-Codes are never stale. Its gradient is that of the rounded weight, unchanged. Inference packs once, and again when the weight has changed.
+training. Codes are never stale. Its gradient is that of the rounded weight, unchanged. Inference packs once, and again when the weight
+has changed.
 
 Three precisions, by the two switches: coarse + fine at 8.5 bits (both), nvfp4 at 4.5 (``enable_fp4`` alone), int8 by rows
 (``enable_quantization`` alone).
