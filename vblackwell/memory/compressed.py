@@ -1,7 +1,7 @@
 """A level that holds keys in fewer bytes: without loss, or in a block format where the caller says that it may lose.
 
 ``lossless`` is for anything: byte planes by zstd (lossless.py). ``fp4`` (nvfp4) and ``int8`` (by rows) are for weights that the caller
-marks, and ``fp4+zstd`` compresses what nvfp4 left. Every key says what it saved and what that took; `worth` is the arithmetic of whether to.
+marks, and ``fp4+zstd`` compresses what nvfp4 left. Every key says what it saved and what that took; `worth` says whether that pays.
 An XXH3 of the held bytes is checked before they are turned back, so a flipped bit is an error and never a wrong number.
 """
 
