@@ -25,7 +25,7 @@ from vblackwell.plan.accumulation import summed_in_place
 from vblackwell.plan.cuda_on_meta import META, cuda_on_meta
 from vblackwell.plan.meta_answers import Answering, MetaAnswers
 from vblackwell.plan.work import Work, work_of
-from vblackwell.plan.workspace import BEHIND_OUTPUTS, CUBLAS, workspace_bytes
+from vblackwell.plan.workspace import BEHIND_OUTPUTS, CUBLAS, behind_each_output, workspace_bytes
 
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "logits_and_loss", "workspace")
 PHASES = ("setup", "forward", "loss", "loss_backward", "backward", "optimizer")
@@ -105,8 +105,13 @@ class _Recorder(TorchDispatchMode):
                 self.work += [] if work is None else [work]
             if name == "add.Tensor" and (old := summed_in_place(args)) is not None:
                 self._take_over(found[0], old)
-            for tensor in reversed(found) if name == "native_dropout.default" else found:  # its mask comes first
+            behind = behind_each_output(name, args) if found else ()
+            for number, tensor in enumerate(
+                found[::-1] if name == "native_dropout.default" else found
+            ):  # its mask first
                 self.see(tensor)
+                if number < len(behind) and behind[number]:
+                    self.events.append(~self._birth(behind[number], "workspace"))
             if name.partition(".")[0] in CUBLAS:
                 self._cublas_workspace(name)
             taken = self._workspace(name, args) if found and late else taken

@@ -59,6 +59,85 @@ BEHIND_OUTPUTS = {
 }  # fmt: skip  # what is taken after the outputs, others before
 
 
+def behind_each_output(name: str, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Bytes that operator ``name`` takes and gives back behind each tensor that it returns, in their order."""
+    formula = _BEHIND_EACH.get(name.partition(".")[0])
+    return () if formula is None else formula(*args)
+
+
+def _convolution(
+    x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, outer: Any, groups: int
+) -> tuple[int, ...]:  # fmt: skip
+    """cuDNN's kernels want channels last: it copies what is not, channels of half precision padded to 8, and weights that cover an area.
+
+    All sizes but parts of sums, a few MiB, as two ResNets on an H200 showed them (cuDNN 9.19). Grouped and transposed ones: not known.
+    """
+    if not _copies(x, weight, transposed, groups):
+        return ()
+    if _is_plain_product(weight, stride, padding) and x.shape[2:].numel() % 4 == 0:
+        return ()
+    sizes = [
+        (size + 2 * pad - spread * (window - 1) - 1) // step + 1
+        for size, pad, spread, window, step in zip(
+            x.shape[2:], _each(padding, x), _each(dilation, x), weight.shape[2:], _each(stride, x), strict=True
+        )
+    ]
+    area = 1
+    for size in sizes:
+        area *= size
+    return (_channels_last(x, weight, x.shape[0] * weight.shape[0] * area),)
+
+
+def _convolution_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, outer: Any,
+    groups: int, wanted: Any,
+) -> tuple[int, ...]:  # fmt: skip
+    """Those of the input's gradient and of the weight's; a plain product's parts of the latter are one an image."""
+    if not _copies(x, weight, transposed, groups):
+        return ()
+    copied = _channels_last(x, weight, dy.numel())
+    area, plain = x.shape[2:].numel(), _is_plain_product(weight, stride, padding)
+    of_input = 0 if plain and area % 4 == 0 else copied
+    aligned = area * x.element_size() % 16 == 0
+    of_weight = 4 * x.shape[0] * weight.numel() if plain and aligned else copied + _parts(weight.numel())
+    return tuple(each for each, is_wanted in zip((of_input, of_weight), wanted, strict=False) if is_wanted)
+
+
+def _parts(num_weights: int) -> int:
+    """Sums of parts in fp32 where a small gradient is split among blocks: 1 to 7 MB were seen, here as many as make 2^20 values."""
+    return 4 * num_weights * (PARTS // num_weights)
+
+
+PARTS = 1 << 20
+
+
+def _copies(x: Tensor, weight: Tensor, transposed: bool, groups: int) -> bool:
+    return x.dim() >= 4 and not transposed and groups == 1 and x.is_contiguous() and weight.is_contiguous()
+
+
+def _each(values: Any, x: Tensor) -> list[int]:
+    found = list(values)
+    return found if len(found) == x.dim() - 2 else found * (x.dim() - 2)
+
+
+def _is_plain_product(weight: Tensor, stride: Any, padding: Any) -> bool:
+    return weight.shape[2:].numel() == 1 and set(stride) == {1} and set(padding) == {0}
+
+
+def _channels_last(x: Tensor, weight: Tensor, num_out: int) -> int:
+    width = x.element_size()
+    step = 8 if width == 2 else 1
+    channels = align_up(x.shape[1], step)
+    of_input = x.numel() // max(1, x.shape[1]) * channels
+    of_weight = 0 if weight.shape[2:].numel() == 1 else weight.numel() // max(1, x.shape[1]) * channels
+    return (of_input + num_out + of_weight) * width
+
+
+_BEHIND_EACH: dict[str, Callable[..., tuple[int, ...]]] = {
+    "convolution": _convolution, "convolution_backward": _convolution_backward,
+}  # fmt: skip
+
+
 THREADS, VECTOR, WARP, THREADS_OF_SM = 512, 4, 32, 2048
 
 
