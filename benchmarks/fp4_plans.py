@@ -31,7 +31,7 @@ from graph_timing import alternating_us, graph_us
 
 from vblackwell.kernels import fp4_cuda, fp4_plan, nvrtc, w4a8
 from vblackwell.kernels.fp4 import fp4_linear
-from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan
+from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan, goes_round
 
 Plan = MmaPlan | WgmmaPlan
 Cell = tuple[int, int, int]
@@ -102,14 +102,16 @@ def wgmma_plans(m: int, n: int, k: int) -> Iterator[WgmmaPlan]:
         blocks = -(-n // (64 * groups)) * splits * columns
         if not (_fills(blocks, 1) or _fills(blocks, most)) or (splits == 4 and 120 * most < blocks <= 132 * most):
             continue
-        plan = WgmmaPlan(tokens, groups, splits, 4, 4, most, image, k_groups)
+        plan = WgmmaPlan(tokens, groups, splits, 2 * k_groups, 4, most, image, k_groups)
         if plan.registers < tokens // 2 + 32 + (28 if image else 32):  # sums, fragments, addresses
             continue
         if most == 2 and consumers == 1 and k_groups == 1 and blocks > 132 and splits == 4:
             continue
-        for stages, prefetch in ((6, 4), (5, 4), (4, 4)):
-            variant = replace(plan, stages=stages, prefetch=prefetch)
-            if k_groups < stages and variant.shared_bytes() <= SHARED // most - 1024:
+        for stages in (8, 6, 5, 4) if k_groups == 4 else (6, 5, 4):
+            if not goes_round(stages, k_groups):
+                continue
+            variant = replace(plan, stages=stages)
+            if variant.shared_bytes() <= SHARED // most - 1024:
                 yield variant
                 break
 

@@ -133,10 +133,7 @@ DEVICE float shuffle_xor(float v, int mask) {
 // barrier.cuh
 DEVICE void barrier_init_done() {}
 DEVICE void barrier_arrive(u32 at) { barrier_expect(at, 0); }
-DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
-    memcpy(shared_at(thread_block, to, bytes), from, bytes);
-    barrier_complete(barrier, bytes);
-}
+DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) { late_copy(to, from, bytes, barrier); }
 
 // wgmma.cuh: each product is done when it is issued.
 DEVICE void wgmma_fence() {}

@@ -23,7 +23,7 @@ void cluster_arrive();
 void barrier_init(u32 at, u32 arrivals);
 void barrier_expect(u32 at, u32 bytes);
 void barrier_wait(u32 at, u32 parity);
-void barrier_complete(u32 at, u32 bytes);
+void late_copy(u32 to, const void* from, u32 bytes, u32 barrier);  // a bulk copy: some land after others that were asked for later
 
 // Runs `body(context)` for every thread of every block; a cluster is all blocks along y.
 void launch_threads(int grid_x, int grid_y, int grid_z, int threads, int shared_bytes, void (*body)(const void*), const void* context);

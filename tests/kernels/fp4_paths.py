@@ -45,7 +45,7 @@ WGMMA = [  # x arranged inside or before, K groups, both, clusters, two blocks a
     ],
     *[
         (
-            WgmmaPlan(tokens, groups, splits, 6, image=image, k_groups=k_groups),
+            WgmmaPlan(tokens, groups, splits, 8 if k_groups == 4 else 6, image=image, k_groups=k_groups),
             [(64, 4096, 4096), (50, 130, 200), (64, 70, 64)],
         )
         for image, (tokens, groups, splits, k_groups) in itertools.product(

@@ -24,8 +24,8 @@ WGMMA = [
     (WgmmaPlan(32, 2, 2, 3, 2), 33, 200, 264),
     (WgmmaPlan(64, 1, 4, 2, image=True), 70, 70, 264),
     (WgmmaPlan(32, 1, 1, 4, 2), 33, 40, 520),
-    (WgmmaPlan(32, 1, 2, 4, 2, k_groups=3), 20, 40, 712),
-    (WgmmaPlan(64, 1, 1, 3, 2, image=True, k_groups=2), 50, 70, 520),
+    (WgmmaPlan(32, 1, 2, 6, 2, k_groups=3), 20, 40, 712),
+    (WgmmaPlan(64, 1, 1, 4, 2, image=True, k_groups=2), 50, 70, 520),
     (WgmmaPlan(32, 1, 1, 3, 3, image=True, clusters=2), 90, 130, 328),  # nine tiles: two rounds and a split
     (WgmmaPlan(32, 1, 1, 3, 2, image=True, clusters=2), 33, 200, 128),  # eight tiles, two rounds
 ]

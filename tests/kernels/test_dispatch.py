@@ -70,6 +70,13 @@ def test_consumer_blackwell_gets_the_plans_that_fit_99_kb():
     assert [fp4_plan.has_clusters(c) for c in ((8, 9), (9, 0), (10, 0), (12, 0))] == [False, True, True, False]
 
 
+@pytest.mark.parametrize(("stages", "k_groups"), [(3, 2), (6, 4), (3, 3), (2, 2)])
+def test_a_stage_that_would_change_hands_is_refused(stages, k_groups):
+    with pytest.raises(ConfigurationError, match="take turns at stages"):
+        fp4_plan.WgmmaPlan(64, 1, 1, stages, k_groups=k_groups)
+    assert fp4_plan.WgmmaPlan(64, 1, 1, 2 * k_groups, k_groups=k_groups).stages == 2 * k_groups
+
+
 def test_dequantising_wins_for_many_rows_and_never_for_few():
     for n, k in ((4096, 4096), (14336, 4096), (28672, 8192)):
         assert all(fp4_plan.wgmma_beats_dequantize(m, n, k) for m in (17, 64, 256))

@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan
+from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan, goes_round
 from vblackwell.kernels.nvrtc import cache_folder, driver_version, write_atomically
 
 Plan = TypeVar("Plan", MmaPlan, WgmmaPlan)
@@ -111,7 +111,7 @@ def variants(plan: Plan) -> list[Plan]:
         # chunk sizes follow from the prefetch where x comes in several chunks, so it stays
     else:
         most = (227 * 1024 - 1024) // (plan.tokens * 128)
-        choices = [{"stages": stages} for stages in (3, 4, 6, 8) if stages <= most]
+        choices = [{"stages": stages} for stages in (3, 4, 6, 8) if stages <= most and goes_round(stages, plan.k_groups)]
     return [plan, *(other for choice in choices if (other := apply(plan, choice)) != plan)]
 
 

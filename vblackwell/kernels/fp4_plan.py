@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from vblackwell.errors import ConfigurationError
+
 MMA_FILES = ("ptx.cuh", "decode.cuh", "barrier.cuh", "epilogue.cuh", "fp4_mma.cu")
 WGMMA_FILES = ("ptx.cuh", "decode.cuh", "wgmma.cuh", "barrier.cuh", "epilogue.cuh", "fp4_wgmma.cu")
 TILES_FILES = (*WGMMA_FILES[:-1], "fp4_tiles.cu")
@@ -88,6 +90,11 @@ class MmaPlan:
         return max(staged, sums) + (STATISTICS_BYTES if norm else 0)
 
 
+def goes_round(stages: int, k_groups: int) -> bool:
+    """Whether each stage belongs to one of ``k_groups`` that take turns at windows, and each of them has two or more."""
+    return k_groups == 1 or (stages % k_groups == 0 and stages >= 2 * k_groups)
+
+
 @dataclass(frozen=True)
 class WgmmaPlan:
     """How ``fp4_wgmma`` covers a shape.
@@ -96,7 +103,7 @@ class WgmmaPlan:
         tokens: rows of x a block takes (wgmma's n).
         groups: warpgroups, 64 weight rows each.
         splits: blocks of a cluster that split K.
-        stages: windows of x in shared memory, at least 2 and more than ``k_groups``.
+        stages: windows of x in shared memory, at least 2; with several ``k_groups`` a multiple of them, at least twice as many.
         prefetch: windows of weights a warp has in flight.
         min_blocks: blocks the compiler must fit on a multiprocessor.
         image: whether x is brought into the kernel's order by a launch of its own.
@@ -113,6 +120,17 @@ class WgmmaPlan:
     image: bool = False
     k_groups: int = 1
     clusters: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ConfigurationError where a stage of x would go from one K group to another, or a group would wait for itself.
+
+        A group that comes to a stage by which another one still awaits the window before would take the barrier's
+        last phase for its own: copies need not land in order. It would multiply what is not there yet, or wait for ever.
+        """
+        if not goes_round(self.stages, self.k_groups):
+            raise ConfigurationError(
+                f"{self.k_groups} K groups take turns at stages: {self.stages} is not a multiple of them, 2 or more for each"
+            )
 
     @property
     def files(self) -> tuple[str, ...]:

@@ -11,7 +11,9 @@
 // IMAGE 0 the warpgroup makes it: each warp copies rows as they are into a ring of its own, RAW windows deep, and a lane turns four
 // granules of 16 bytes, 4 x 4 words, into four others, which is no work in registers.
 //
-// Set by the launcher: FP16, TOKENS, IMAGE, GROUPS, KGROUPS (less than STAGES), SPLITS, STAGES, PREFETCH, REGISTERS (a consumer thread's), MIN_BLOCKS, OUT32.
+// Set by the launcher: FP16, TOKENS, IMAGE, GROUPS, KGROUPS, SPLITS, STAGES (of each K group the same, two or more), PREFETCH, REGISTERS
+// (a consumer thread's), MIN_BLOCKS, OUT32.
+static_assert(KGROUPS == 1 || (STAGES % KGROUPS == 0 && STAGES >= 2 * KGROUPS), "a stage belongs to one K group");
 #define ROWS (64 * GROUPS)
 #define CONSUMERS (128 * GROUPS * KGROUPS)
 #define THREADS (CONSUMERS + 128)  // registers move between warpgroups, so the copying warp costs a whole one
