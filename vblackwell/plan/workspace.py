@@ -99,7 +99,8 @@ def _convolution_backward(
     area, plain = x.shape[2:].numel(), _is_plain_product(weight, stride, padding)
     of_input = 0 if plain and area % 4 == 0 else copied
     aligned = area * x.element_size() % 16 == 0
-    of_weight = 4 * x.shape[0] * weight.numel() if plain and aligned else copied + _parts(weight.numel())
+    parts = 0 if plain else _parts(weight.numel())
+    of_weight = 4 * x.shape[0] * weight.numel() if plain and aligned else copied + parts
     return tuple(each for each, is_wanted in zip((of_input, of_weight), wanted, strict=False) if is_wanted)
 
 
