@@ -78,7 +78,8 @@ def prebuild() -> None:
     """Compile for sm_90a, in parallel, into the cache."""
     jobs: list[tuple[tuple[str, ...], dict[str, int]]] = []
     jobs += [(fp4_cuda.DEQUANTIZE_FILES, {"FP16": 0, "OUT": out}) for out in range(3)]
-    jobs.append((fp4_cuda.DEQUANTIZE_FILES, {"FP16": 0, "OUT": 3, "X_FP16": 0}))
+    kept = {min(8, -(-k // 2048)) for _, k in SHAPES}
+    jobs += [(fp4_cuda.DEQUANTIZE_FILES, {"FP16": 0, "OUT": 3, "X_FP16": 0, "KEPT": granules}) for granules in kept]
     wanted: list[tuple[MmaPlan | WgmmaPlan, bool, bool]] = []
     for (n, k), m in itertools.product(SHAPES, ROWS):
         wanted += [(variant, False, False) for plan in plans_of(m, n, k) for variant in autotune.variants(plan)]

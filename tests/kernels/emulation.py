@@ -170,7 +170,7 @@ def prepare_e4m3(
     m, fp8, nan = x_MK.shape[0], torch.float8_e4m3fn, torch.nan
     q_MK, w_NK = torch.full((m, k), nan).to(fp8), torch.full((n, k), nan).to(fp8)
     scale_M1, scale_1N = torch.full((m, 1), nan), torch.full((1, n), nan)
-    macros = {"FP16": 0, "OUT": 3, "X_FP16": int(x_MK.dtype == torch.float16)}
+    macros = {"FP16": 0, "OUT": 3, "X_FP16": int(x_MK.dtype == torch.float16), "KEPT": min(8, -(-k // 2048))}
     args = [*tiled, row_top, w_NK, n, k, scale_1N, x_MK, q_MK, scale_M1, m, row_blocks]
     grid = (-(-k // 512), -(-n // 32) + row_blocks, 8 * 32 * 64)
     _call(fp4_cuda.DEQUANTIZE_FILES, macros, _PREPARE_MAIN, [*args, *grid])

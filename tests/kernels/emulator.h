@@ -45,6 +45,7 @@ DEVICE void copy_wait() {}
 DEVICE void copy_wait_all() {}
 DEVICE void let_next_start() {}
 DEVICE void wait_for_previous() {}
+DEVICE u32 max_pair(u32 a, u32 b) { return max(a & 0xFFFF, b & 0xFFFF) | (max(a >> 16, b >> 16) << 16); }
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
     u64 both = ((u64)b << 32) | a;
     u32 out = 0;

@@ -142,7 +142,7 @@ def run_prepare_e4m3(
     """One launch that makes both operands of an FP8 matmul; K is a multiple of 16.
 
     Returns:
-        x as E4M3 rows (M, K) and their (M, 1) fp32 scales, amax / 448 or 1; the weight (N, K) as E4M3, each row relative to its largest
+        x as E4M3 rows (M, K) and their (M, 1) fp32 scales, as `w4a8.quantize_rows`; the weight (N, K) as E4M3, each row relative to its largest
         scale ``row_top`` (E5M3 bytes), which becomes 2^6, and its (1, N) fp32 scales.
     """
     x_MK, _ = aligned(x_MK)
@@ -151,7 +151,7 @@ def run_prepare_e4m3(
     w_NK = torch.empty(n, k, dtype=torch.float8_e4m3fn, device=device)
     scale_M1 = torch.empty(m, 1, dtype=torch.float32, device=device)
     scale_1N = torch.empty(1, n, dtype=torch.float32, device=device)
-    macros = {"FP16": 0, "OUT": 3, "X_FP16": int(_flags(x_MK))}
+    macros = {"FP16": 0, "OUT": 3, "X_FP16": int(_flags(x_MK)), "KEPT": min(8, ceil_div(k, 2048))}
     columns = ceil_div(ceil_div(k, 64), 8)
     row_blocks = min(1024, ceil_div(m, columns))
     args = (codes, block_scales, tensor_scale, row_top, w_NK, n, k, scale_1N, x_MK, q_MK, scale_M1, m, row_blocks)

@@ -23,6 +23,7 @@ from vblackwell.kernels.fp4 import fp4_linear_dx
 from vblackwell.numerics.packed import PackedTensor
 
 E4M3_MAX = 448.0
+LEAST_TOP = 2.0**-100  # as in cuda/fp4_dequantize.cu
 MAX_SPAN = 14
 MULTIPLE = 16  # of N and of K, for PyTorch's FP8 matmul
 _BAND_ELEMENTS = 1 << 20
@@ -30,11 +31,15 @@ FORMAT = "mxfp4-tiled"
 
 
 def quantize_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """(E4M3 rows, (M, 1) fp32 scales): x is about rows * scales. A row of zeros has scale 1."""
+    """(E4M3 rows, (M, 1) fp32 scales): x is about rows * scales.
+
+    Exactly: scales are amax / 448 and rows x * (448 / amax), each operation rounded once to fp32, then to the nearest E4M3, ties to even;
+    amax is taken to be 2^-100 at least.
+    """
     values = x_MK.to(torch.float32)
-    amax = values.abs().amax(1, keepdim=True)
-    scale_M1 = torch.where(amax > 0, amax / E4M3_MAX, 1.0)
-    return (values / scale_M1).to(torch.float8_e4m3fn), scale_M1
+    amax = values.abs().amax(1, keepdim=True).clamp(min=LEAST_TOP)
+    top = torch.full_like(amax, E4M3_MAX)  # a tensor: on a GPU PyTorch divides by a number by multiplying with its rounded inverse
+    return (values * (top / amax)).to(torch.float8_e4m3fn), amax / top
 
 
 def check_shape(format: str, n: int, k: int, name: str = "the weight") -> None:

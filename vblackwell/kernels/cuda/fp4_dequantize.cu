@@ -1,6 +1,7 @@
 // A tiled weight to a row-major one: (code * scale) * tensor_scale in fp32, rounded once to bf16, fp16 or fp32 (OUT 0, 1, 2),
 // or, with OUT 3, code * scale relative to its row's largest scale as E4M3, exact where the row spans no more than 2^14. With OUT 3 the blocks
-// below the weight's round rows of x (fp16 with X_FP16) to E4M3, so that what an FP8 matmul needs is one launch.
+// below the weight's round rows of x (fp16 with X_FP16; KEPT is how much of one a thread keeps) to E4M3, so that what an FP8 matmul needs is
+// one launch.
 //
 // A warp takes one tile of 32 rows by 64 columns, a block eight (four for fp32) neighbouring ones, so that the writes of a block are
 // runs of whole cache lines. Lanes own 16 columns of 4 rows; shared memory turns that into rows (granules of 16 bytes, xor-swizzled).
@@ -25,36 +26,52 @@
 #else
 #define X_FLOAT bf16_to_float
 #endif
-// A row of K elements, a multiple of 16, relative to its largest magnitude, which becomes 448; a row of zeros has scale 1.
+#define LEAST_TOP 7.8886090522101181e-31f  // 2^-100
+// A row of K elements, a multiple of 16, relative to its largest magnitude (2^-100 at least), which becomes 448. A thread keeps the first KEPT
+// granules of 16 bytes that it has read; of a longer row the others are read twice.
 DEVICE void round_row(const u16* x, u8* q, float* scale, int K, int tid, float* tops) {
-    u32 bits = 0;  // magnitudes of halves are ordered like their bits
-    for (int k = tid * 8; k < K; k += WARPS * 256) {
-        const uint4 v = *(const uint4*)(x + k);
+    const int step = WARPS * 256;
+    uint4 kept[KEPT];
+    u32 pair = 0;  // magnitudes of halves are ordered like their bits
+    auto look = [&](const uint4 v) {
         const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-        for (int i = 0; i < 4; i++) bits = max(bits, max(words[i] & 0x7FFF, (words[i] >> 16) & 0x7FFF));
+        for (int i = 0; i < 4; i++) pair = max_pair(pair, words[i] & 0x7FFF7FFFu);
+    };
+#pragma unroll
+    for (int i = 0; i < KEPT; i++) {
+        const int k = tid * 8 + i * step;
+        kept[i] = k < K ? *(const uint4*)(x + k) : make_uint4(0, 0, 0, 0);
     }
-    float top = as_float(bits);  // positive floats are, too
+#pragma unroll
+    for (int i = 0; i < KEPT; i++) look(kept[i]);
+    for (int k = tid * 8 + KEPT * step; k < K; k += step) look(*(const uint4*)(x + k));
+    float top = as_float(max(pair & 0xFFFF, pair >> 16));  // positive floats are ordered like their bits, too
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2) top = as_float(max(as_bits(top), as_bits(shuffle_xor(top, mask))));
     if (tid % 32 == 0) tops[tid / 32] = top;
     __syncthreads();
-    bits = 0;
+    u32 bits = 0;
 #pragma unroll
     for (int i = 0; i < WARPS; i++) bits = max(bits, as_bits(tops[i]));
-    const float amax = X_FLOAT((u16)bits), unit = bits ? amax / 448.0f : 1.0f;
-    for (int k = tid * 8; k < K; k += WARPS * 256) {
-        const uint4 v = *(const uint4*)(x + k);
+    float amax = X_FLOAT((u16)bits);
+    if (amax < LEAST_TOP) amax = LEAST_TOP;
+    const float factor = 448.0f / amax;
+    auto put = [&](int k, const uint4 v) {
         const u32 words[4] = {v.x, v.y, v.z, v.w};
         float f[8];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            f[2 * i] = X_FLOAT((u16)words[i]) / unit;
-            f[2 * i + 1] = X_FLOAT((u16)(words[i] >> 16)) / unit;
+            f[2 * i] = X_FLOAT((u16)words[i]) * factor;
+            f[2 * i + 1] = X_FLOAT((u16)(words[i] >> 16)) * factor;
         }
         *(uint2*)(q + k) = make_uint2(to_e4m3(f[0], f[1], f[2], f[3]), to_e4m3(f[4], f[5], f[6], f[7]));
-    }
-    if (tid == 0) *scale = unit;
+    };
+#pragma unroll
+    for (int i = 0; i < KEPT; i++)
+        if (tid * 8 + i * step < K) put(tid * 8 + i * step, kept[i]);
+    for (int k = tid * 8 + KEPT * step; k < K; k += step) put(k, *(const uint4*)(x + k));
+    if (tid == 0) *scale = amax / 448.0f;
 }
 #endif
 
@@ -73,9 +90,10 @@ fp4_dequantize(const u8* codes, const u8* scales, const float* tensor_scale, con
     if ((int)blockIdx.y >= bands) {
         wait_for_previous();
         const int columns = (K + 64 * WARPS - 1) / (64 * WARPS);  // of blocks
+        float* tops = (float*)memory;  // of two rows in turns: who is done with one may be a barrier ahead of the others
         for (int m = (blockIdx.y - bands) * columns + blockIdx.x; m < M; m += row_blocks * columns) {
-            round_row(x + (u64)m * K, q + (u64)m * K, x_scale + m, K, threadIdx.x, (float*)memory);
-            __syncthreads();
+            round_row(x + (u64)m * K, q + (u64)m * K, x_scale + m, K, threadIdx.x, tops);
+            tops = tops == (float*)memory ? tops + WARPS : (float*)memory;
         }
         return;
     }

@@ -89,6 +89,7 @@ DEVICE void wait_for_previous() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+DEVICE u32 max_pair(u32 a, u32 b) { return __vmaxu2(a, b); }  // of unsigned halves
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 DEVICE u32 rotate_left(u32 v, u32 by) { return __funnelshift_l(v, v, by); }
 
