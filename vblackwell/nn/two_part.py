@@ -36,10 +36,12 @@ from vblackwell.numerics.formats import format_named
 from vblackwell.numerics.fp4 import quantize
 from vblackwell.numerics.packed import PackedTensor
 from vblackwell.numerics.separation import Scales, SeparatedTensor, renewed_scales, separate, training_scales
+from vblackwell.units import MiB
 
 MODES = ("auto", "training", "inference")
 PRECISIONS = {(True, True): "two-part", (True, False): "nvfp4", (False, True): "int8"}
 BITS = {"two-part": 8.5, "nvfp4": 4.5, "int8": 8.0}
+PACKING_BYTES = 256 * MiB  # of a GPU, while a weight is packed there
 DRIFT_EVERY = 10  # steps between two looks at the drift: a pass over the weight each
 REFRESH_EVERY, DRIFT_THRESHOLD, MAX_WEIGHTS = 100, 0.05, 4096
 
@@ -120,10 +122,13 @@ class PlacedParts:
 
 
 def pack(weight: Tensor, precision: str, name: str) -> SeparatedTensor | PackedTensor:
-    """``weight`` packed; raises as `quantize`."""
+    """``weight`` packed; raises as `quantize`.
+
+    On a GPU with room to search many blocks at once: without, a layer of a few MiB is some seventy tiles of hundreds of launches each.
+    """
     if precision == "two-part":
-        return separate(weight, name=name)
-    return quantize(weight, precision, name=name)
+        return separate(weight, workspace_bytes=PACKING_BYTES, name=name)
+    return quantize(weight, precision, workspace_bytes=PACKING_BYTES, name=name)
 
 
 def place_parts(packed: SeparatedTensor | PackedTensor) -> PlacedParts:

@@ -118,10 +118,12 @@ class SeparatedTensor:
 
 
 def separate(
-    tensor: Tensor, scale_search: str = "mse", *, tensor_scale: Tensor | None = None, name: str = "tensor"
-) -> SeparatedTensor:
+    tensor: Tensor, scale_search: str = "mse", *, tensor_scale: Tensor | None = None, workspace_bytes: int | None = None,
+    name: str = "tensor",
+) -> SeparatedTensor:  # fmt: skip
     """``tensor`` in two parts, any shape and size; arguments, and what is refused, as for `quantize`."""
-    coarse = quantize(tensor, FORM.name, scale_search, tensor_scale=tensor_scale, name=name)
+    options = {"tensor_scale": tensor_scale, "workspace_bytes": workspace_bytes, "name": name}
+    coarse = quantize(tensor, FORM.name, scale_search, **options)
     return SeparatedTensor(coarse, fine_part(tensor, coarse))
 
 
