@@ -76,6 +76,7 @@ class FineStream:
                 )
         self._order = list(self._layers)
         self._place = {key: place for place, key in enumerate(self._order)}
+        self._asked: set[str] = set()  # and not computed since: asking at every layer would fill the queue with what is past
         self._hooks: list[Any] = []
         staying = self._staying()
         registered: list[str] = []
@@ -111,6 +112,7 @@ class FineStream:
     def _before(self, key: str) -> Callable[..., None]:
         def take(layer: nn.Module, _: Any) -> None:
             assert isinstance(layer, VBOptimizedLinear)
+            self._asked.discard(key)
             if self._stack.level_of(key) == 0:
                 layer.attach_fine(self._stack.access(key))
                 self.served.both += 1
@@ -129,8 +131,9 @@ class FineStream:
         """For the next layers' fine parts, the first of the model behind the last."""
         at, count = self._place[key] + 1, len(self._order)
         wanted = [self._order[(at + step) % count] for step in range(min(self._ahead, count))]
-        missing = [other for other in wanted if self._stack.level_of(other) != 0]
+        missing = [other for other in wanted if other not in self._asked and self._stack.level_of(other) != 0]
         if missing:
+            self._asked.update(missing)
             self._stack.prefetch(missing)
 
     def wait(self) -> int:
