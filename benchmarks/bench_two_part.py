@@ -1,17 +1,16 @@
 """Weights in two parts: signal to noise, the fused linear beside cuBLAS bf16 and FP4 alone, and what training with them costs.
 
 ``python benchmarks/bench_two_part.py --format --start --constant --instructions`` anywhere: SQNR on Gaussian weights beside int8 by
-rows, start-up of a
-model
-of 62 linears and 36 M parameters, gradients beside exact ones, and memory over 1,000 steps. On a CUDA GPU besides
+rows, start-up of a model of 62 linears and 36 M parameters, gradients beside exact ones, and memory over 1,000 steps. On a CUDA GPU besides
 ``--check`` (the kernel against float64), ``--linear`` (medians of CUDA-graph replays over 24 layers of 8192x8192, far beyond L2; ratios
 to cuBLAS in the same run) and ``--overhead`` (training steps of a preset with and without, bf16 compute and fp32 masters, interleaved).
-A table at the end; the exit code is 1 where a floor is missed.
+Every row is printed as it comes, the table again at the end; the exit code is 1 where a floor is missed.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import gc
 import itertools
@@ -22,6 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -46,7 +47,30 @@ from vblackwell.train.presets import find_preset
 LAYERS = 24
 CHECK_SHAPES = ((40, 136), (200, 1000), (1056, 4096), (512, 14336), (8192, 8192))
 CHECK_ROWS = (1, 2, 3, 5, 8, 13, 16)
-Rows = list[tuple[str, str, str, bool]]  # what, measured, floor, whether it is met
+Row = tuple[str, str, str, bool]  # what, measured, floor, whether it is met
+
+
+class Rows(list[Row]):
+    """The table, each row printed when it is known: a run that is cut short has told what it found."""
+
+    def append(self, row: Row) -> None:
+        super().append(row)
+        print(f"[{time.perf_counter() - BEGAN:5.1f} s] {line_of(row)}", flush=True)
+
+
+BEGAN = time.perf_counter()
+
+
+def line_of(row: Row, width: int = 0) -> str:
+    what, measured, floor, met = row
+    return f"{what:{width}}  {measured}  [{floor}: {'met' if met else 'MISSED'}]"
+
+
+def compiled(calls: Sequence[Callable[[], object]]) -> None:
+    """Call each once, several at a time: kernels are compiled at their first launch, which leaves Python to others meanwhile."""
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda call: call(), calls))
+    torch.cuda.synchronize()
 
 
 def format_rows(rows: Rows) -> None:
@@ -165,6 +189,13 @@ def random_parts(n: int, k: int, device: str = "cuda") -> tuple[Tensor, ...]:
 def check_rows(rows: Rows) -> None:
     """Against float64 on real weights: sums, and the rounding of products of code and scale to bf16, 2^-9 each."""
     worst, repeats, written_right = 0.0, True, True
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    covers = list(itertools.product(CHECK_ROWS, (True, False) if hopper else (False,)))
+    plans = {two_part_cuda.plan(m, n, k, clusters) for n, k in CHECK_SHAPES for m, clusters in covers}
+    device = torch.device("cuda", torch.cuda.current_device())
+    macros = {tuple(plan.macros(True).items()) for plan in plans}
+    entry = (two_part_cuda.FILES, "two_part_mma")
+    compiled([functools.partial(nvrtc.kernel, *entry, dict(each), device) for each in macros])
     for n, k in CHECK_SHAPES:
         w_NK = torch.randn(n, k, device="cuda") * torch.logspace(-2, 1, n, device="cuda")[:, None]
         separated = separation.separate(w_NK)
@@ -178,9 +209,7 @@ def check_rows(rows: Rows) -> None:
         rounded = (
             separation.dequantize(*canonical[:3], one, n, k, torch.bfloat16).double() * coarse.tensor_scale.double()
         )
-        for m, clusters in itertools.product(CHECK_ROWS, (True, False)):
-            if clusters and torch.cuda.get_device_capability()[0] != 9:
-                continue
+        for m, clusters in covers:
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
             plan = two_part_cuda.plan(m, n, k, clusters)
             y, again = (two_part_cuda.run_mma(plan, x, *tiled, None, "none", n, torch.float32) for _ in range(2))
@@ -203,13 +232,15 @@ def check_rows(rows: Rows) -> None:
 def linear_rows(rows: Rows, n: int, k: int, counts: list[int]) -> None:
     parts = [random_parts(n, k) for _ in range(LAYERS)]
     dense = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(LAYERS)]
-    for m in counts:
-        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    ours_of = functools.partial(two_part_linear, format=two_part_layout.TILED, activation="none", n=n, k=k)
+    coarse_of = functools.partial(fp4_linear, format=layout.tiled_name("nvfp4"), activation="none", n=n, k=k)
+    first = [torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for m in counts]
+    compiled([functools.partial(ours_of, x, *parts[0], None) for x in first])
+    compiled([functools.partial(coarse_of, x, parts[0][0], *parts[0][2:], None) for x in first])
+    for m, x in zip(counts, first, strict=True):
         bf16 = graph_us([functools.partial(functional.linear, x, w) for w in dense], 9)
-        call = functools.partial(two_part_linear, format=two_part_layout.TILED, activation="none", n=n, k=k)
-        ours = graph_us([functools.partial(call, x, *w, None) for w in parts], 9)
-        call = functools.partial(fp4_linear, format=layout.tiled_name("nvfp4"), activation="none", n=n, k=k)
-        coarse = graph_us([functools.partial(call, x, w[0], w[2], w[3], None) for w in parts], 9)
+        ours = graph_us([functools.partial(ours_of, x, *w, None) for w in parts], 9)
+        coarse = graph_us([functools.partial(coarse_of, x, w[0], w[2], w[3], None) for w in parts], 9)
         text = f"{bf16 / ours:.3f} x ({ours:.2f} us; bf16 {bf16:.2f}, coarse alone {coarse:.2f})"
         rows.append((f"two-part linear {n}x{k}, M={m}", text, "1.5 x", bf16 / ours >= 1.5 or m > 16))
         if m <= 16:
@@ -227,7 +258,7 @@ def overhead_rows(rows: Rows, preset: str, batch: int, length: int, rounds: int)
     """Median step of both models, resident, bf16 weights with fp32 masters; steps taken in turns."""
     shape = find_preset(preset).decoder_config(4096, length)
     models: dict[str, nn.Module] = {"plain": Decoder(shape, seed=0, device="cpu")}
-    models["two-part"] = enable_vb_optimization(Decoder(shape, seed=0, device="cpu"), mode="training")
+    models["two-part"] = enable_vb_optimization(copy.deepcopy(models["plain"]), mode="training")
     runs = {name: managed(model, "cuda", 1e-4) for name, model in models.items()}
     tokens = torch.randint(0, 4096, (batch, length + 1), device="cuda")
     times: dict[str, list[float]] = {name: [] for name in models}
@@ -261,24 +292,23 @@ def main() -> None:
     args = parser.parse_args()
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     print(f"torch {torch.__version__}, {machine}", flush=True)
-    rows: Rows = []
+    rows = Rows()
     n, k = (int(size) for size in args.shape.split("x"))
-    parts = {
-        "format": functools.partial(format_rows, rows),
-        "start": lambda: (start_rows(rows, args.device), gradient_rows(rows, args.device)),
-        "constant": functools.partial(constant_rows, rows, args.device, args.steps),
-        "instructions": functools.partial(instruction_rows, rows),
+    parts = {  # the check first, then what only a GPU can tell
         "check": functools.partial(check_rows, rows),
         "linear": functools.partial(linear_rows, rows, n, k, [int(word) for word in args.rows.split(",")]),
         "overhead": functools.partial(overhead_rows, rows, args.preset, args.batch_size, args.seq_length, args.rounds),
+        "start": lambda: (start_rows(rows, args.device), gradient_rows(rows, args.device)),
+        "constant": functools.partial(constant_rows, rows, args.device, args.steps),
+        "format": functools.partial(format_rows, rows),
+        "instructions": functools.partial(instruction_rows, rows),
     }
     for name, part in parts.items():
         if args.all or getattr(args, name):
             part()
             gc.collect()
     width = max((len(row[0]) for row in rows), default=0)
-    for what, measured, floor, met in rows:
-        print(f"{what:{width}}  {measured}  [{floor}: {'met' if met else 'MISSED'}]")
+    print("\n".join(line_of(row, width) for row in rows))
     raise SystemExit(not all(met for *_, met in rows))
 
 
