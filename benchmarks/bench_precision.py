@@ -2,12 +2,12 @@
 
 ``python benchmarks/bench_precision.py`` trains `tiny` for 300 steps on a CPU; on a GPU
 ``--device cuda --preset small --steps 1500 --batch-size 32 --seq-length 512``. Two runs from one seed over the same batches, bf16
-weights with
-fp32 masters: plain, and with ``enable_vb_optimization(mode='training')`` up to ``--compare-steps``; then the plain run goes
+weights with fp32 masters: plain, and with ``enable_vb_optimization(mode='training')`` up to ``--compare-steps``; then the plain run goes
 on to ``--steps``. Its linears (head and embedding kept) are packed as coarse + fine, coarse alone, int8 by rows, and the held-out loss is
 taken again, weights as they are packed, everything else rounded to bf16 once, products in fp32: the difference is the formats' alone.
 Last, each linear gets a precision of its own, at most ``--max-bits`` a weight on average, by sensitivities measured on training windows.
-``--save FILE`` keeps the trained weights, ``--load FILE`` begins from them. A table at the end; exit code 1 where a floor is missed.
+``--save FILE`` keeps the trained weights, ``--load FILE`` begins from them. ``--limit SECONDS`` lowers the steps to what trains in that
+time, by the speed of a few dozen that are thrown away. Lines are printed as they come; exit code 1 where a floor is missed.
 """
 
 from __future__ import annotations
@@ -49,25 +49,27 @@ COMPUTE = {"cpu": "float32", "cuda": "bfloat16"}  # bf16 products take a CPU wit
 WINDOW = 50  # steps that a training loss is averaged over
 
 
-def steps_of(model: nn.Module, corpus: Corpus, args: argparse.Namespace) -> Iterator[float]:
-    """Trains one step at a time; yields the loss of each, and after the last one gives the model back as it was, in fp32."""
+def steps_of(model: nn.Module, corpus: Corpus, args: argparse.Namespace) -> Iterator[Tensor]:
+    """Trains one step at a time; yields the loss of each, which nobody waits for. The model is in fp32 again when it ends or is closed."""
     recipe = RECIPES[args.preset]
     schedule = Schedule(
         args.learning_rate or recipe["learning_rate"], 1e-4, default_warmup_steps(args.steps), args.steps
     )
     model, optimizer, stack = managed(model, args.device, schedule.peak, getattr(torch, COMPUTE[args.device]))
     stream = BatchStream(PackedDataset(corpus, args.seq_length, "train", args.seed), args.batch_size)
-    for step in range(args.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = schedule.learning_rate(step)
-        inputs, targets = (tensor.to(args.device) for tensor in stream.next())
-        loss = model(inputs, targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield float(loss.detach())
-    release(model)
-    stack.close()
+    try:
+        for step in range(args.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = schedule.learning_rate(step)
+            inputs, targets = (tensor.to(args.device) for tensor in stream.next())
+            loss = model(inputs, targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss.detach()
+    finally:
+        release(model, args.device)
+        stack.close()
 
 
 @torch.no_grad()
@@ -90,8 +92,8 @@ def compare_training(
     runs = {name: steps_of(model, corpus, args) for name, model in models.items()}
     for name, run in runs.items():
         began = time.perf_counter()
-        losses[name] = list(itertools.islice(run, most))
-        print(f"{name}: {most} steps in {time.perf_counter() - began:.1f} s", flush=True)
+        losses[name] = [float(loss) for loss in list(itertools.islice(run, most))]
+        say(f"{name}: {most} steps in {time.perf_counter() - began:.1f} s")
     if most:
         train = {name: statistics.fmean(values[-WINDOW:]) for name, values in losses.items()}
         held_out = {
@@ -107,11 +109,49 @@ def compare_training(
             lines.append(
                 f"{what}, {most} steps: plain {by_name['plain']:.4f}, two-part {by_name['two-part']:.4f} ({100 * change:+.3f} %)"
             )
-    del models["two-part"], runs["two-part"]
+            say(lines[-1])
+    runs.pop("two-part").close()
+    del models["two-part"]
     for step, loss in enumerate(runs["plain"], most + 1):
         if step % 250 == 0:
-            print(f"plain step {step}: {loss:.4f}", flush=True)
+            say(f"plain step {step}: {float(loss):.4f}")
     return models["plain"], lines, met
+
+
+def steps_within(corpus: Corpus, args: argparse.Namespace) -> int:
+    """The steps asked for, or fewer that train in ``args.limit`` seconds; both runs are tried with some that do not count."""
+    seconds = {}
+    for name in ("plain", "two-part"):
+        model = new_model(corpus, args)
+        if name == "two-part":
+            enable_vb_optimization(model, mode="training")
+        run = steps_of(model, corpus, args)
+        for _ in itertools.islice(run, 10):  # kernels are compiled
+            pass
+        synchronize(args.device)
+        began = time.perf_counter()
+        for _ in itertools.islice(run, 20):
+            pass
+        synchronize(args.device)
+        seconds[name] = (time.perf_counter() - began) / 20
+        run.close()
+    compared = min(args.compare_steps, args.steps)
+    room = args.limit - compared * seconds["two-part"]
+    steps = max(compared, min(args.steps, int(room / seconds["plain"])))
+    say(", ".join(f"{name} {1000 * took:.1f} ms a step" for name, took in seconds.items()) + f": {steps} steps")
+    return steps
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+BEGAN = time.perf_counter()
+
+
+def say(text: str) -> None:
+    print(f"[{time.perf_counter() - BEGAN:6.1f} s] {text}", flush=True)
 
 
 def new_model(corpus: Corpus, args: argparse.Namespace) -> Decoder:
@@ -128,6 +168,7 @@ def packed_rows(model: Decoder, dataset: PackedDataset, args: argparse.Namespace
     originals: dict[str, Tensor] = {name: linear.weight.detach().clone() for name, linear in linears.items()}
     before = validation_loss(model, dataset, args.sequences, args.device)
     lines = [f"{'bf16':<14} {before:>8.4f} {'':>10} {'':>10} {16:>6.2f}"]
+    say(lines[-1])
     all_met = True
     for precision, floor in FLOORS.items():
         noise = signal = 0.0
@@ -147,6 +188,7 @@ def packed_rows(model: Decoder, dataset: PackedDataset, args: argparse.Namespace
             f"{NAMES[precision]:<14} {loss:>8.4f} {100 * rise:>+9.3f}% {decibels(noise, signal):>7.2f} dB "
             f"{8 * held / weights:>6.2f}{verdict}"
         )
+        say(lines[-1])
     for name, linear in linears.items():
         linear.weight.copy_(originals[name])
     return lines, all_met
@@ -189,6 +231,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=None, help="default: the preset's recipe")
     parser.add_argument("--sequences", type=int, default=256, help="held-out windows of a validation loss")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit", type=float, default=None, help="seconds of training, for fewer steps if need be")
     parser.add_argument(
         "--calibration", type=int, default=16, help="training windows that sensitivities are measured on"
     )
@@ -200,10 +243,13 @@ def main() -> None:
     machine = torch.cuda.get_device_name() if args.device == "cuda" else platform.machine()
     corpus = prepare_data(None)
     dataset = PackedDataset(corpus, args.seq_length, "validation", args.seed)
+    say("the corpus is there")
     if args.load:
         model, lines, met = new_model(corpus, args), [], True
         model.load_state_dict(torch.load(args.load, weights_only=True))
     else:
+        if args.limit is not None:
+            args.steps = steps_within(corpus, args)
         model, lines, met = compare_training(corpus, dataset, args)
     if args.save:
         torch.save(model.state_dict(), args.save)
