@@ -1,11 +1,10 @@
 """Sparse activity: rounds in which only the groups with the largest gradients train, beside dense training of the same steps.
 
 ``python benchmarks/bench_sparse.py`` streams `tiny` through a level 0 of ``--fast-memory``, on a GPU with ``--device cuda --preset
-small``. A round begins with
-one backward of everything, by which `select_top_k_gradients` chooses ``--fraction`` of the groups; these are prefetched, and stepped by
-``optimizer.step(only=...)`` for ``--round-steps`` steps, in which nothing else asks for gradients. Prints, for dense and sparse training
-of equal steps and
-for sparse training of equal time: validation loss, seconds a step, bytes over the links, peak of each level. ``--fractions`` takes several.
+small``. A round begins with one backward of everything, by which `select_top_k_gradients` chooses ``--fraction`` of the groups; these are
+prefetched, and stepped by ``optimizer.step(only=...)`` for ``--round-steps`` steps, in which nothing else asks for gradients. Prints, for
+dense and sparse training of equal steps and for sparse training of equal time, each when it is known: validation loss, seconds a step
+(until the last update has ended), bytes over the links, peak of each level. ``--fractions`` takes several.
 """
 
 from __future__ import annotations
@@ -81,6 +80,9 @@ def run(
             ask(groups, set(keys))
             stack.prefetch(keys)
         step += 1
+    engine.finish()
+    if args.device == "cuda":
+        torch.cuda.synchronize()
     took = time.perf_counter() - began
     stats = stack.get_stats()
     ask(groups, set(groups))
@@ -129,22 +131,29 @@ def main() -> None:
     torch.manual_seed(0)
     print(f"torch {torch.__version__}, {args.preset} on {args.device}, {platform.machine()}", flush=True)
     corpus = prepare_data(None)
-    results = [run("dense", None, corpus, args)]
-    time_of_dense = results[0].seconds_per_step * results[0].steps
-    for fraction in (float(word) for word in args.fractions.split(",")):
-        results.append(run(f"{100 * fraction:g} % of the groups", fraction, corpus, args))
-        gc.collect()
-        results.append(run(f"{100 * fraction:g} %, equal time", fraction, corpus, args, time_of_dense))
-        gc.collect()
     print(
-        f"{'':<22} {'steps':>5} {'val loss':>9} {'ms a step':>10} {'MiB a step':>11}  peaks of levels, MiB  groups ever trained"
+        f"{'':<22} {'steps':>5} {'val loss':>9} {'ms a step':>10} {'MiB a step':>11}  peaks of levels, MiB  groups ever trained",
+        flush=True,
     )
-    for each in results:
-        peaks = ", ".join(f"{peak:.1f}" for peak in each.peaks_mib)
-        print(
-            f"{each.name:<22} {each.steps:>5} {each.loss:>9.4f} {1000 * each.seconds_per_step:>10.1f} {each.link_mib_per_step:>11.1f}  "
-            f"{peaks:>20}  {100 * each.touched:.0f} %"
-        )
+    run(
+        "warm-up", 0.5, corpus, argparse.Namespace(**vars(args) | {"steps": 3})
+    )  # kernels are compiled, threads started
+    dense = tell(run("dense", None, corpus, args))
+    for fraction in (float(word) for word in args.fractions.split(",")):
+        tell(run(f"{100 * fraction:g} % of the groups", fraction, corpus, args))
+        gc.collect()
+        tell(run(f"{100 * fraction:g} %, equal time", fraction, corpus, args, dense.seconds_per_step * dense.steps))
+        gc.collect()
+
+
+def tell(each: Result) -> Result:
+    peaks = ", ".join(f"{peak:.1f}" for peak in each.peaks_mib)
+    print(
+        f"{each.name:<22} {each.steps:>5} {each.loss:>9.4f} {1000 * each.seconds_per_step:>10.1f} {each.link_mib_per_step:>11.1f}  "
+        f"{peaks:>20}  {100 * each.touched:.0f} %",
+        flush=True,
+    )
+    return each
 
 
 if __name__ == "__main__":
