@@ -96,7 +96,7 @@ def test_level0_size_changes_no_bit(dtype: torch.dtype | None, update_in_backwar
 def test_where_bytes_live_and_where_adamw_runs_change_no_bit(
     dtype: torch.dtype | None, accumulation: int, max_norm: float | None
 ):
-    """Resident, and streamed with the update on level 0, at home, shared, with and without a way back: one result."""
+    """Resident, and streamed with the update on level 0, at home, shared, with and without a way back, some kept: one result."""
     torch.manual_seed(0)
     initial = Decoder(CONFIG)
     initial.gradient_checkpointing = True
@@ -106,12 +106,16 @@ def test_where_bytes_live_and_where_adamw_runs_change_no_bit(
     ]  # fmt: skip
     if max_norm is None:
         ways.append(("streamed", "level0", True, False))
+    ways.append(("kept", 0.5, True, max_norm is not None))
     runs = []
     for placement, update, in_backward, undo in ways:
-        with gpu_stack(4000 if placement == "resident" else 60) as stack:
+        kept = {"placement": "streamed", "resident_bytes": "26MiB"} if placement == "kept" else {"placement": placement}
+        with gpu_stack({"resident": 4000, "kept": 120}.get(placement, 60)) as stack:
             model = enable_vgpu_stack_optimization(
-                copy.deepcopy(initial), stack, placement=placement, compute_dtype=dtype, update=update
+                copy.deepcopy(initial), stack, compute_dtype=dtype, update=update, **kept
             )
+            if placement == "kept":
+                assert stack.get_stats()["levels"][0]["used_bytes"] >= 4096 * 512 * 12  # the embedding and its states
             losses = train(model, 6, in_backward, accumulation, max_norm, undo)
             release(model)
             runs.append((losses, [param.detach().clone() for param in model.parameters()]))

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vblackwell.offload.groups import find_groups
-from vblackwell.offload.update_place import pass_bytes
+from vblackwell.offload.groups import Group, find_groups
+from vblackwell.offload.level0_updates import deferred_groups
+from vblackwell.offload.update_place import pass_bytes, share_of_all, state_bytes
 from vblackwell.offload.update_rates import (
     LINK_USE,
     OVERLAP,
@@ -42,6 +43,35 @@ def test_what_stays_loaded_leaves_less_to_the_cpu():
     assert [pass_bytes(groups, each) for each in room] == [4.0, 4.0, 3.2, 2.0, 0.0]
     shares = [share_for(50e9, 1.6e9, pass_bytes(groups, each)) for each in room]
     assert shares == sorted(shares, reverse=True) and shares[-1] < shares[0]
+
+
+def test_what_lives_on_level0_asks_nobody():
+    linear = lambda: torch.nn.Linear(128, 80, bias=False)  # noqa: E731
+    groups, _ = find_groups(torch.nn.Sequential(*(linear() for _ in range(10))), torch.bfloat16, None)
+    seen = []
+
+    def share_for_pass(each: float) -> float:
+        seen.append(each)
+        return 0.4
+
+    kept_bytes = 2 * state_bytes(groups[0])
+    assert share_of_all(groups, None, 0, share_for_pass) == 0.4
+    assert share_of_all(groups, 5 * groups[0].num_bytes, kept_bytes, share_for_pass) == 0.32  # of the other eight
+    assert seen == [4.0, 3.0]  # of these, two stay loaded
+
+
+def test_updates_wait_for_the_forward_only_if_nothing_lives_on_level0():
+    class Kept:
+        def __init__(self, *kept: int) -> None:
+            self.kept = kept
+
+        def keeps(self, group: Group) -> bool:
+            return group.index in self.kept
+
+    groups, _ = find_groups(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(10))), torch.bfloat16, None)
+    waiting = deferred_groups(groups, Kept())  # pyright: ignore[reportArgumentType]
+    assert waiting and waiting == deferred_groups(groups) == groups[: -1 - len(waiting) : -1]
+    assert deferred_groups(groups, Kept(0)) == []  # pyright: ignore[reportArgumentType]
 
 
 def test_a_slow_cpu_gets_nothing():

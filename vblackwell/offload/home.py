@@ -126,6 +126,10 @@ class Homes:
                 self.stack.unreserve(self._ranges.pop(key))
             raise
 
+    def keeps(self, group: Group) -> bool:
+        """Whether weights and states of ``group`` live on level 0."""
+        return group.index in self._kept
+
     def _lives_on_level0(self, group: Group, kind: str) -> bool:
         return group.index in self._kept and kind in KEPT_KINDS
 

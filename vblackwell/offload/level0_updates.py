@@ -35,6 +35,7 @@ MOST_LENT = 4  # groups whose weights stay on level 0 while they go home; the ho
 
 if TYPE_CHECKING:
     from vblackwell.offload.engine import Offload
+    from vblackwell.offload.home import Homes
     from vblackwell.offload.weights import Loaded
 
 
@@ -59,7 +60,7 @@ class Level0Updates:
         self._engine = engine
         self._lane = lane
         self._groups = set(groups)
-        self._deferred = set(deferred_groups(groups)) if engine.device.type == "cuda" else set[Group]()
+        self._deferred = set(deferred_groups(groups, engine.homes)) if engine.device.type == "cuda" else set[Group]()
         self._ends: dict[int, LaneEnd] = {}
         self._anticipated: dict[int, Anticipated] = {}
         self._lent: deque[tuple[Loaded, LaneEnd]] = deque()
@@ -339,8 +340,13 @@ class Level0Updates:
         self.sweep()
 
 
-def deferred_groups(groups: Sequence[Group]) -> list[Group]:
-    """The last of ``groups``, about `DEFERRED_SHARE` of their elements."""
+def deferred_groups(groups: Sequence[Group], homes: Homes | None = None) -> list[Group]:
+    """The last of ``groups``, about `DEFERRED_SHARE` of their elements; none where the first of them live on level 0.
+
+    These finish backward last and are needed first. If their updates take no journey, the link is done with the others in time.
+    """
+    if homes is not None and any(homes.keeps(group) for group in groups):
+        return []
     left = DEFERRED_SHARE * sum(num_elements(group) for group in groups)
     found = []
     for group in reversed(groups):

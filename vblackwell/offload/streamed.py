@@ -81,7 +81,7 @@ def reserve_streamed(model: nn.Module, stack: LevelPool, name: str, wishes: Wish
     whole = [group for group in groups if group not in slice_rows]
     # A sliced leaf's weights and gradient come from home, as those of any update that has to wait for its step.
     able = groups if formats.packed else whole
-    on_level0 = groups_on_level0(able, wishes.update, stack.level0_device, wishes.weight_bytes)
+    on_level0 = groups_on_level0(able, wishes.update, stack.level0_device, wishes.weight_bytes, wishes.resident_bytes)
     ring = ring_bytes(on_level0, free) if on_level0 else 0
     kept = groups_kept([group for group in on_level0 if group in whole], wishes.resident_bytes)
     kept_bytes = sum(state_bytes(group) for group in kept)
@@ -208,7 +208,7 @@ def bytes_by_level(
     trainable = [group for group in found.groups if group.trainable()]
     late = set(found.slice_rows) | {group for group in trainable if group not in found.on_level0}
     if level0.type == "cuda":
-        late |= set(deferred_groups(found.on_level0))
+        late |= set(deferred_groups(found.on_level0, found.homes))
     found.homes.reserve(
         [(group, "gradient") for group in trainable if group in late] + moment_ranges(trainable),
     )

@@ -6,6 +6,7 @@ groups get their parts by the parameters that they multiply tokens with, and the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +19,7 @@ from vblackwell.offload.home import KEPT_KINDS, Homes
 from vblackwell.offload.level0_updates import deferred_groups
 from vblackwell.offload.pieces import num_elements
 from vblackwell.offload.streamed import Streamed, Wishes, paper_pool, reserve_streamed
-from vblackwell.offload.update_place import pass_bytes, passing_bytes
+from vblackwell.offload.update_place import passing_bytes, share_of_all
 from vblackwell.offload.update_rates import share_for
 from vblackwell.plan.lanes import GroupWork, LanePlan, LaneRates, LaneTimes, simulate
 from vblackwell.plan.rates import Rates
@@ -66,7 +67,7 @@ def foresee(
     try:
         homes, trainable = found.homes, [group for group in found.groups if group.trainable()]
         late = set(found.slice_rows) | {group for group in trainable if group not in found.on_level0}
-        late |= set(deferred_groups(found.on_level0))
+        late |= set(deferred_groups(found.on_level0, found.homes))
         held = trainable if undo or micro_batches > 1 else [group for group in trainable if group in late]
         # Of two micro-batches the second's gradient is added on level 0 where an update follows it there, else at home.
         sums = [group for group in held if micro_batches > 2 or (micro_batches == 2 and group in late)]
@@ -135,7 +136,8 @@ def streamed_times(
 def auto_share(model: nn.Module, wishes: Wishes, rates: Rates) -> float:
     """The share of the updates at home that ``rates`` ask for (`share_for`)."""
     groups = find_groups(model, wishes.compute_dtype, wishes.groups, EXACT)[0]
-    return share_for(rates.up_both, rates.cpu_adamw, pass_bytes(groups, wishes.weight_bytes))
+    measured = functools.partial(share_for, rates.up_both, rates.cpu_adamw)
+    return share_of_all(groups, wishes.weight_bytes, wishes.resident_bytes, measured)
 
 
 def lane_rates(rates: Rates) -> LaneRates:
@@ -148,7 +150,7 @@ def lane_rates(rates: Rates) -> LaneRates:
 
 def _plan(model: nn.Module, found: Streamed, seconds: Mapping[str, float], input_bytes: int) -> LanePlan:
     looked_up = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    on_level0, late = set(found.on_level0), set(deferred_groups(found.on_level0))
+    on_level0, late = set(found.on_level0), set(deferred_groups(found.on_level0, found.homes))
     multiplied = [
         sum(slot.num_elements for slot in group.slots if id(slot.param) not in looked_up) for group in found.groups
     ]

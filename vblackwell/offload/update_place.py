@@ -9,7 +9,8 @@ Groups with 8-bit moments (`formats`) are updated on level 0 everywhere: the upd
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -50,14 +51,15 @@ def check_update(update: str | float, formats: Formats = EXACT) -> None:
 
 
 def groups_on_level0(
-    groups: Iterable[Group], update: str | float, device: torch.device, weight_bytes: int | None = None
-) -> list[Group]:
+    groups: Iterable[Group], update: str | float, device: torch.device, weight_bytes: int | None = None, resident_bytes: int = 0
+) -> list[Group]:  # fmt: skip
     """The groups of ``groups`` (in the order of the forward) that are updated on level 0.
 
     Args:
         update: 'level0', 'home', the share of the parameters that is updated at home, or 'auto': the share that keeps a GPU's link and the
             CPU busy alike (`balanced_share`), and everything at home without a GPU.
         weight_bytes: what loaded weights may take of level 0; None: the few groups in use.
+        resident_bytes: what groups that live on level 0 with their states may take of it.
 
     Raises:
         Unsupported: 'level0', and a group that is to be trained cannot be updated there. With 'auto' or a share it is updated at home.
@@ -70,7 +72,7 @@ def groups_on_level0(
         if packed:
             update = "level0"
         elif device.type == "cuda":
-            update = balanced_share(device, pass_bytes(groups, weight_bytes))
+            update = share_of_all(groups, weight_bytes, resident_bytes, functools.partial(balanced_share, device))
         else:
             update = "home"
     able = [group for group in groups if group.trainable() and _can_update_on_level0(group)]
@@ -78,6 +80,21 @@ def groups_on_level0(
         return able if update == "level0" else []
     home = _spread(able, update)
     return [group for group in able if group not in home]
+
+
+def share_of_all(
+    groups: Sequence[Group], weight_bytes: int | None, resident_bytes: int, share_for_pass: Callable[[float], float]
+) -> float:
+    """The share of all parameters that ``share_for_pass(pass_bytes)`` asks for among those that do not live on level 0.
+
+    What lives there asks neither the link nor the CPU.
+    """
+    kept = set(
+        groups_kept([group for group in groups if group.trainable() and _can_update_on_level0(group)], resident_bytes)
+    )
+    streamed = [group for group in groups if group not in kept]
+    part = sum(map(num_elements, streamed)) / max(1, sum(map(num_elements, groups)))
+    return round(part * share_for_pass(pass_bytes(streamed, weight_bytes)), 2)
 
 
 def pass_bytes(groups: Sequence[Group], weight_bytes: int | None) -> float:
