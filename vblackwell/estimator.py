@@ -17,13 +17,13 @@ from vblackwell.offload.groups import Group, find_groups
 from vblackwell.offload.level0_updates import deferred_groups
 from vblackwell.offload.streamed import CUDA_ACTIVATION_SHARE, CUDA_GROUPS, Wishes, bytes_by_level
 from vblackwell.offload.timing import streamed_times
-from vblackwell.plan.causal_lm import plain_batches
+from vblackwell.plan.causal_lm import language_batch, plain_batches
 from vblackwell.plan.estimate import Batches, MemoryEstimate, estimate_trace, fits, optimizer_named, peak_of
 from vblackwell.plan.gpus import context_bytes
 from vblackwell.plan.lanes import LaneTimes
 from vblackwell.plan.level_sizes import StackConfig, stack_config
 from vblackwell.plan.rates import Rates
-from vblackwell.plan.trace import Trace, language_batch, trace_training
+from vblackwell.plan.trace import Trace, trace_training
 from vblackwell.plan.work import phase_seconds
 from vblackwell.subject import Subject, check_batch, find_subject, of_decoder
 from vblackwell.units import MiB, format_bytes

@@ -16,21 +16,19 @@ from torch.utils.checkpoint import checkpoint
 from vblackwell.estimator import _checkpoint
 from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.decoder_config import DecoderConfig
-from vblackwell.plan.causal_lm import plain_batches
+from vblackwell.plan.causal_lm import language_batch, plain_batches
 from vblackwell.plan.cuda_on_meta import cuda_on_meta
+from vblackwell.plan.flex_on_meta import L2_BYTES
 from vblackwell.plan.gpus import find_gpu
 from vblackwell.plan.rates import assumed_rates
 from vblackwell.plan.trace import (
-    CUBLAS_BYTES,
-    CUBLASLT_BYTES,
     Trace,
     Untraceable,
-    language_batch,
     trace_forward,
     trace_training,
 )
 from vblackwell.plan.work import MATMUL_SHARE, phase_seconds
-from vblackwell.plan.workspace import reduction_bytes
+from vblackwell.plan.workspace import CUBLAS_BYTES, CUBLASLT_BYTES, reduction_bytes
 
 F32 = 4
 
@@ -372,7 +370,12 @@ def test_flex_attention_keeps_no_square(recompute):
     with plain_batches():
         trace = trace_training(model, language_batch(64, 2, 1024), lambda m, b: m(**b).loss, None, steps=1)
     square_bytes = 2 * 4 * 1024 * 1024  # even one byte an element would show
-    assert max(size for size in trace.sizes if size not in CUBLAS_BYTES.values()) < square_bytes / 4
+    later = trace.later_run()
+    sizes = [trace.sizes[event] for event in later.events if event >= 0]
+    assert max(size for size in sizes if size not in CUBLAS_BYTES.values()) < square_bytes / 4
+    # An autotuner's buffers, which a first run takes and frees at once: the mask's, the forward's and the backward's kernel.
+    assert [trace.sizes[index] for index in trace.optional] == 3 * [L2_BYTES[8, 0]]
+    assert len(later.events) == len(trace.events) - 6 and set(later.events) < set(trace.events)
     rows = (
         F32 * 2 * 4 * 1024
     )  # the log-sum-exp of each block's attention, kept for backward; its dot products, taken there

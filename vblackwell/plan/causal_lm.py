@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -160,3 +160,17 @@ def language_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+
+
+def language_batch(vocab_size: int, batch_size: int, seq_length: int) -> Callable[[], dict[str, torch.Tensor]]:
+    """Makes token numbers (B, S) on 'cuda' that are their own targets."""
+    if min(vocab_size, batch_size, seq_length) < 1:
+        raise ValueError(
+            f"vocab_size={vocab_size}, batch_size={batch_size}, seq_length={seq_length}: all must be at least 1"
+        )
+
+    def make() -> dict[str, torch.Tensor]:
+        tokens = torch.zeros((batch_size, seq_length), dtype=torch.int64, device="cuda")
+        return {"input_ids": tokens, "labels": tokens}
+
+    return make

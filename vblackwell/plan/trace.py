@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,9 +23,17 @@ from torch.utils._pytree import tree_leaves
 from vblackwell.errors import Unsupported, VBError
 from vblackwell.plan.accumulation import summed_in_place
 from vblackwell.plan.cuda_on_meta import META, cuda_on_meta
+from vblackwell.plan.flex_on_meta import forget_tuning, is_tuning
 from vblackwell.plan.meta_answers import Answering, MetaAnswers
 from vblackwell.plan.work import Work, work_of
-from vblackwell.plan.workspace import BEHIND_OUTPUTS, CUBLAS, behind_each_output, workspace_bytes
+from vblackwell.plan.workspace import (
+    BEHIND_OUTPUTS,
+    CUBLAS,
+    CUBLAS_BYTES,
+    CUBLASLT_BYTES,
+    behind_each_output,
+    workspace_bytes,
+)
 
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "logits_and_loss", "workspace")
 PHASES = ("setup", "forward", "loss", "loss_backward", "backward", "optimizer")
@@ -49,6 +57,7 @@ class Trace:
         marks: (index into ``events``, step, phase of `PHASES`) where a phase begins.
         num_parameters: elements of all parameters, tied ones once; trainable: those with gradients.
         work: what the operators of the last step ask of a GPU.
+        optional: storages that only a first run on a machine takes: buffers of autotuners.
     """
 
     sizes: tuple[int, ...]
@@ -58,10 +67,16 @@ class Trace:
     num_parameters: int
     trainable: int
     work: tuple[Work, ...] = ()
+    optional: tuple[int, ...] = ()
 
     def total(self, category: str) -> int:
         """Bytes of all storages of ``category``, whether or not they lived at the same time."""
         return sum(size for size, of in zip(self.sizes, self.categories, strict=True) if of == category)
+
+    def later_run(self) -> Trace:
+        """Without what only a first run takes."""
+        left_out = {event for index in self.optional for event in (index, ~index)}
+        return replace(self, events=tuple(each for each in self.events if each not in left_out), marks=(), optional=())
 
 
 @dataclass
@@ -75,6 +90,7 @@ class _Recorder(TorchDispatchMode):
     marks: list[tuple[int, int, str]] = field(default_factory=list)
     category: dict[int, str] = field(default_factory=dict)
     work: list[Work] = field(default_factory=list)
+    optional: list[int] = field(default_factory=list)
     counts_work: bool = False
     step: int = 0
     phase: str = "setup"
@@ -143,6 +159,8 @@ class _Recorder(TorchDispatchMode):
         self.events.append(index)
         if category:
             self.category[index] = category
+        if is_tuning():
+            self.optional.append(index)
         return index
 
     def see(self, tensor: Tensor, category: str | None = None) -> None:
@@ -171,12 +189,6 @@ class _Recorder(TorchDispatchMode):
 
     def alive(self) -> set[int]:
         return {index for index, _ in self._alive.values()}
-
-
-CUBLAS_BYTES = {False: 2 * 4096 * 1024 + 8 * 16 * 1024, True: 32 * 1024 * 1024}
-"""torch's default cuBLAS workspace (`CUBLAS_WORKSPACE_CONFIG`): ':4096:2:16:8', from capability 9 on ':4096:8'."""
-CUBLASLT_BYTES = 1024 * 1024
-"""What the first product with a bias takes for cuBLASLt and keeps."""
 
 
 def on_meta(model: nn.Module) -> nn.Module:
@@ -244,6 +256,7 @@ def trace_training(
         num_parameters=sum(p.numel() for p in parameters),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
         work=tuple(recorder.work),
+        optional=tuple(recorder.optional),
     )
 
 
@@ -289,6 +302,7 @@ def _record(
         else None
     )
     model.zero_grad(set_to_none=True)
+    forget_tuning()
     for recorder.step in range(steps):
         recorder.counts_work = recorder.step == steps - 1
         with recorder:
@@ -380,17 +394,3 @@ def _last_module_with_weights(model: nn.Module, make_batch: Any, loss: Loss) -> 
     for handle in handles:
         handle.remove()
     return last[0] if last else None
-
-
-def language_batch(vocab_size: int, batch_size: int, seq_length: int) -> Callable[[], Mapping[str, Tensor]]:
-    """Makes token numbers (B, S) on 'cuda' that are their own targets."""
-    if min(vocab_size, batch_size, seq_length) < 1:
-        raise ValueError(
-            f"vocab_size={vocab_size}, batch_size={batch_size}, seq_length={seq_length}: all must be at least 1"
-        )
-
-    def make() -> Mapping[str, Tensor]:
-        tokens = torch.zeros((batch_size, seq_length), dtype=torch.int64, device="cuda")
-        return {"input_ids": tokens, "labels": tokens}
-
-    return make

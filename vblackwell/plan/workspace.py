@@ -19,6 +19,10 @@ CUBLAS = {
     "normed_linears", "normed_linears_backward", "feed_forward_block", "feed_forward_block_backward", "linear_cross_entropy",
 }  # fmt: skip
 """Operators that call cuBLAS, whose workspace is allocated at the first one."""
+CUBLAS_BYTES = {False: 2 * 4096 * 1024 + 8 * 16 * 1024, True: 32 * 1024 * 1024}
+"""torch's default cuBLAS workspace (`CUBLAS_WORKSPACE_CONFIG`): ':4096:2:16:8', from capability 9 on ':4096:8'."""
+CUBLASLT_BYTES = 1024 * 1024
+"""What the first product with a bias takes for cuBLASLt and keeps."""
 
 
 def workspace_bytes(name: str, args: tuple[Any, ...]) -> int:

@@ -23,12 +23,12 @@ from vblackwell.offload.pieces import num_elements
 from vblackwell.offload.streamed import MOST_RESIDENT, Wishes
 from vblackwell.offload.timing import Foreseen, foresee, lane_rates
 from vblackwell.offload.update_place import RING_GROUPS, RING_SHARE, groups_kept, passing_bytes, state_bytes
-from vblackwell.plan.causal_lm import plain_batches
+from vblackwell.plan.causal_lm import language_batch, plain_batches
 from vblackwell.plan.estimate import P99_BYTES
 from vblackwell.plan.lanes import disk_hidden_from, simulate
 from vblackwell.plan.placement import Bounds, Choice, Lacking, Plan, Prediction, Space, make_plan
 from vblackwell.plan.rates import Rates
-from vblackwell.plan.trace import Trace, language_batch, trace_training
+from vblackwell.plan.trace import Trace, trace_training
 from vblackwell.plan.work import phase_seconds
 from vblackwell.units import MiB, align_up
 

@@ -30,11 +30,11 @@ from vblackwell.nn.lora_config import Lora
 from vblackwell.nn.stored_fp4 import store_linears
 from vblackwell.offload.formats import EXACT
 from vblackwell.offload.groups import find_groups
-from vblackwell.plan.causal_lm import build_causal_lm, plain_batches
+from vblackwell.plan.causal_lm import build_causal_lm, language_batch, plain_batches
 from vblackwell.plan.known_models import KNOWN_MODELS
 from vblackwell.plan.placement import Bounds, Plan, Space, make_plan
 from vblackwell.plan.rates import Rates
-from vblackwell.plan.trace import Trace, language_batch, trace_forward, trace_training
+from vblackwell.plan.trace import Trace, trace_forward, trace_training
 from vblackwell.plan.work import MATMUL_SHARE, MEMORY_SHARE, phase_seconds
 from vblackwell.subject import of_config
 from vblackwell.train.forecast import Forecast, Machine
