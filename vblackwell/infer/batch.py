@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.infer.generate import encode, end_tokens, room
+from vblackwell.infer.generate import attending, encode, end_tokens, room
 from vblackwell.infer.room import room_for
 from vblackwell.infer.sampling import Arrival, Sampling, check_seed, sample
 
@@ -95,7 +95,8 @@ def columns(
         options: dict[str, Any] = {"attention_mask": mask_BS if masked else None, "past_key_values": known}
         if takes_positions:
             options["position_ids"] = (mask_BS.cumsum(1) - 1).clamp(min=0)[:, -input_ids_BS.shape[1] :]
-        output = model(input_ids_BS, use_cache=True, logits_to_keep=1, **options)
+        with attending(input_ids_BS):
+            output = model(input_ids_BS, use_cache=True, logits_to_keep=1, **options)
         known = output.past_key_values
         return output.logits[:, -1]
 

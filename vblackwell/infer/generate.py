@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.infer.decode_graph import FEWEST_STEPS, DecodeGraph, may_capture
@@ -75,6 +77,16 @@ def generate(
     finally:
         model.train(training)
     return stream.finish()
+
+
+def attending(input_ids_BS: Tensor) -> AbstractContextManager[object]:
+    """Inside, a pass over single positions on CUDA does without cuDNN's attention, which plans anew for every length that it meets.
+
+    At one position a row there is nothing to gain by such a plan, and the next token would wait for it.
+    """
+    if not input_ids_BS.is_cuda or input_ids_BS.shape[1] > 1:
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def draws(
@@ -183,7 +195,8 @@ def stepper(
         *before, last = input_ids_BS.split(chunk or length, dim=1)
         for part in before:
             read(part)
-        return read(last)
+        with attending(last):
+            return read(last)
 
     def read(input_ids_BS: Tensor) -> Tensor:
         nonlocal known
