@@ -318,7 +318,7 @@ def tune() -> None:
         packed, _ = layers_of(n, k)
         for m in (row for row in ROWS if row <= 256):
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-            plan = plans_of(m, n, k)[0] if m <= fp4_plan.most_mma_rows((9, 0), n) else fp4_plan.plan_wgmma(m, n, k)
+            plan = plans_of(m, n, k)[0] if m <= fp4_plan.most_mma_rows((9, 0), n, k) else fp4_plan.plan_wgmma(m, n, k)
 
             def measure(
                 variant: MmaPlan | WgmmaPlan, x: torch.Tensor = x, n: int = n, packed: list[Tiled] = packed

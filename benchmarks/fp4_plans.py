@@ -93,17 +93,17 @@ def mma_plans(m: int, n: int, k: int) -> Iterator[MmaPlan]:
 
 
 def wgmma_plans(m: int, n: int, k: int) -> Iterator[WgmmaPlan]:
-    for tokens, groups, k_groups, splits, image, most in itertools.product(
-        (16, 32, 64, 128, 256), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 4), (False, True), (1, 2)
+    for tokens, groups, k_groups, splits, most in itertools.product(
+        (16, 32, 64, 128, 256), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 4), (1, 2)
     ):
         columns, consumers = -(-m // tokens), groups * k_groups
-        if tokens > max(m, 16) or tokens < min(m, 32) or columns > 2 or consumers > 4 or (tokens == 256 and not image):
+        if tokens > max(m, 16) or tokens < min(m, 32) or columns > 2 or consumers > 4:
             continue
         blocks = -(-n // (64 * groups)) * splits * columns
         if not (_fills(blocks, 1) or _fills(blocks, most)) or (splits == 4 and 120 * most < blocks <= 132 * most):
             continue
-        plan = WgmmaPlan(tokens, groups, splits, 2 * k_groups, 4, most, image, k_groups)
-        if plan.registers < tokens // 2 + 32 + (28 if image else 32):  # sums, fragments, addresses
+        plan = WgmmaPlan(tokens, groups, splits, 2 * k_groups, 4, most, k_groups)
+        if plan.registers < tokens // 2 + 32 + 28:  # sums, fragments, addresses
             continue
         if most == 2 and consumers == 1 and k_groups == 1 and blocks > 132 and splits == 4:
             continue
@@ -116,12 +116,6 @@ def wgmma_plans(m: int, n: int, k: int) -> Iterator[WgmmaPlan]:
                 break
 
 
-def tiles_plans(m: int) -> Iterator[WgmmaPlan]:
-    for tokens, groups, stages in ((256, 2, 4), (256, 2, 5), (128, 2, 8), (128, 3, 6)):
-        if tokens == 256 or m <= 256:
-            yield WgmmaPlan(tokens, groups, 1, stages, image=True, clusters=66)
-
-
 def plans(m: int, n: int, k: int) -> list[Plan]:
     """What the rules choose today, then what could be."""
     if m > 1024:
@@ -129,8 +123,6 @@ def plans(m: int, n: int, k: int) -> list[Plan]:
     found: list[Plan] = list(mma_plans(m, n, k)) if m <= 16 else []
     if 16 <= m <= 256:
         found += wgmma_plans(m, n, k)
-    if m >= 128:
-        found += tiles_plans(m)
     today: list[Plan] = [fp4_plan.plan_mma(m, n, k, True)] if m <= 16 else []
     return list(dict.fromkeys([*today, fp4_plan.plan_wgmma(m, n, k), *found]))
 
@@ -157,10 +149,8 @@ def _fp8_matmul(q: torch.Tensor, scale_m: torch.Tensor, w: torch.Tensor, scale_n
 
 def compile_for(plan: Plan) -> None:
     """Into the cache on disk, from which workers load."""
-    for files in dict.fromkeys(
-        (fp4_plan.MMA_FILES,) if isinstance(plan, MmaPlan) else (fp4_plan.WGMMA_FILES, plan.files)
-    ):
-        nvrtc.cached_cubin(files, plan.macros(False), "sm_90a")
+    files = fp4_plan.MMA_FILES if isinstance(plan, MmaPlan) else fp4_plan.WGMMA_FILES
+    nvrtc.cached_cubin(files, plan.macros(False), "sm_90a")
 
 
 def family(plan: Plan) -> str:
@@ -168,8 +158,8 @@ def family(plan: Plan) -> str:
     if isinstance(plan, MmaPlan):
         return f"mma{' bulk' if plan.chunk else ''}{' split' if plan.splits > 1 else ''}"
     return (
-        f"wgmma {'tiles' if plan.clusters else 'image' if plan.image else 'direct'}{' K groups' if plan.k_groups > 1 else ''}"
-        f"{' split' if plan.splits > 1 else ''}{' of 16' if plan.tokens == 16 else ''}"
+        f"wgmma{' K groups' if plan.k_groups > 1 else ''}{' split' if plan.splits > 1 else ''}"
+        f"{' of 16' if plan.tokens == 16 else ''}"
     )
 
 
@@ -300,8 +290,7 @@ def brief(plan: Plan) -> str:
         )
     return (
         f"wgmma t{plan.tokens} g{plan.groups} kg{plan.k_groups} s{plan.splits} st{plan.stages} pf{plan.prefetch}"
-        f" mb{plan.min_blocks} {'image' if plan.image else 'direct'}"
-        f"{' tiles' if plan.clusters else ''}"
+        f" mb{plan.min_blocks}"
     )
 
 

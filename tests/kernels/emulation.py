@@ -42,21 +42,9 @@ _WGMMA_MAIN = """
 extern "C" void run(const u16* x, u8* image, const u8* codes, const u8* scales, const float* ts, const u16* bias, void* y,
                     int M, int N, int K, int act, int ax, int gx, int gz, int shared) {
     part_threads = 0;
-    if (IMAGE) launch(ax, gz, 1, 256, 16, [=] { arrange(x, image, M, K); });
+    launch(ax, gz, 1, 256, 16, [=] { arrange(x, image, M, K); });
     part_threads = CONSUMERS;
-    const u8* source = IMAGE ? image : (const u8*)x;
-    launch(gx, SPLITS, gz, THREADS, shared, [=] { fp4_wgmma(source, codes, scales, ts, bias, y, M, N, K, act); });
-}"""
-_TILES_MAIN = """
-extern "C" void run(const u8* image, const u8* codes, const u8* scales, const float* ts, const u16* bias, void* y, int M, int N, int K,
-                    int act, int clusters, int shared) {
-    part_threads = CONSUMERS;
-    launch(clusters, 2, 1, THREADS, shared, [=] { fp4_tiles(image, codes, scales, ts, bias, y, M, N, K, act, clusters); });
-}"""
-_ARRANGE_MAIN = """
-extern "C" void run(const u16* x, u8* image, int M, int K, int gx, int gy) {
-    part_threads = 0;
-    launch(gx, gy, 1, 256, 16, [=] { arrange(x, image, M, K); });
+    launch(gx, SPLITS, gz, THREADS, shared, [=] { fp4_wgmma(image, codes, scales, ts, bias, y, M, N, K, act); });
 }"""
 _DEQUANTIZE_MAIN = """
 extern "C" void run(const u8* codes, const u8* scales, const float* ts, const u8* top, u8* w, int N, int K, int gx, int gy,
@@ -144,11 +132,6 @@ def linear(
         windows = -(-k // 64)
         image = torch.full((blocks * windows * plan.tokens * 128,), 0xFF, dtype=torch.uint8)
         grid = (-(-windows * plan.tokens * 8 // 256), -(-n // (64 * plan.groups)), blocks, plan.shared_bytes())
-        if plan.clusters:
-            _call(fp4_plan.WGMMA_FILES, macros, _ARRANGE_MAIN, [x_MK, image, m, k, grid[0], blocks])
-            args = [image, *tiled, bias, y_MN, m, n, k, act, plan.clusters, plan.shared_bytes()]
-            _call(plan.files, macros, _TILES_MAIN, args)
-            return y_MN
         _call(fp4_plan.WGMMA_FILES, macros, _WGMMA_MAIN, [x_MK, image, *tiled, bias, y_MN, m, n, k, act, *grid])
     return y_MN
 

@@ -23,45 +23,33 @@ MMA = [  # bulk x: chunks short and long, clusters, one and two blocks a multipr
     (MmaPlan(16, 1, 8, 2, 4, 2, chunk=8, x_stages=4), [(16, 4096, 4096), (5, 65, 1088)]),
     (MmaPlan(1, 1, 16, 1, 4, chunk=16, x_stages=3), [(1, 4096, 4096), (1, 31, 128)]),
 ]
-WGMMA = [  # x arranged inside or before, K groups, both, clusters, two blocks a multiprocessor, tokens in two columns of blocks
+WGMMA = [  # K groups, clusters, both, one and two blocks a multiprocessor, one and two columns of blocks
     *[
         (
-            WgmmaPlan(tokens, groups, splits, 6, min_blocks=blocks, image=image, k_groups=k_groups),
-            [(m, 4096, 4096), (m - 3, 130, 520)],
+            WgmmaPlan(tokens, groups, splits, 8 if k_groups == 4 else 6, min_blocks=blocks, k_groups=k_groups),
+            [(m, 4096, 4096), (m - 3, 130, 520), (m, 70, 64)],
         )
-        for image, (tokens, groups, splits, blocks, k_groups), m in itertools.product(
-            (True, False),
+        for (tokens, groups, splits, blocks, k_groups), m in itertools.product(
             (
                 (16, 1, 2, 1, 1),
-                (32, 1, 1, 1, 1),
+                (16, 1, 1, 1, 4),
                 (32, 1, 1, 2, 1),
                 (32, 1, 1, 1, 2),
                 (32, 1, 2, 1, 3),
-                (64, 1, 2, 1, 1),
+                (32, 1, 4, 1, 4),
+                (32, 2, 2, 1, 2),
                 (64, 1, 2, 1, 2),
+                (64, 1, 2, 2, 2),
+                (64, 1, 2, 1, 3),
+                (64, 1, 4, 1, 4),
+                (64, 2, 1, 1, 2),
             ),
             (16, 64),
         )
     ],
-    *[
-        (
-            WgmmaPlan(tokens, groups, splits, 8 if k_groups == 4 else 6, image=image, k_groups=k_groups),
-            [(64, 4096, 4096), (50, 130, 200), (64, 70, 64)],
-        )
-        for image, (tokens, groups, splits, k_groups) in itertools.product(
-            (True, False),
-            ((32, 1, 1, 3), (32, 1, 1, 4), (32, 2, 2, 2), (64, 1, 2, 3), (64, 1, 1, 4), (64, 2, 1, 2), (128, 1, 1, 1)),
-        )
-    ],
-]
-TILES = [  # 2 x clusters blocks: whole rounds, a split rest, a rest that is too large to split, fewer tiles than blocks, one window
-    (
-        WgmmaPlan(256, 2, 1, 4, image=True, clusters=66),
-        [(1024, 14336, 512), (1024, 4096, 4096), (300, 1000, 520), (64, 130, 64)],
-    ),
-    (WgmmaPlan(128, 2, 1, 8, image=True, clusters=66), [(256, 6144, 4096), (129, 8000, 328)]),
-    (WgmmaPlan(128, 3, 1, 6, image=True, clusters=66), [(200, 4096, 1024)]),
-    (WgmmaPlan(128, 1, 1, 4, image=True, clusters=3), [(300, 500, 200), (130, 200, 136), (640, 190, 328)]),
+    (WgmmaPlan(128, 1, 1, 6, k_groups=3), [(128, 4096, 4096), (250, 130, 200), (64, 70, 64)]),
+    (WgmmaPlan(128, 3, 2, 6), [(128, 4096, 4096), (250, 130, 200)]),
+    (WgmmaPlan(256, 1, 1, 6, k_groups=2), [(256, 4096, 4096), (250, 130, 200)]),
 ]
 REPEATS = 20  # launches back to back, which overlap
 
@@ -75,9 +63,8 @@ def weight(format: str, n: int, k: int) -> tuple[torch.Tensor, tuple[torch.Tenso
 def compile_all() -> None:
     """Into the cache on disk, on all cores."""
     jobs = []
-    for (plan, _), fp16 in itertools.product((*MMA, *TILES, *WGMMA), (False, True)):
-        files = {MMA_FILES} if isinstance(plan, MmaPlan) else {WGMMA_FILES, plan.files}
-        jobs += [(names, plan.macros(fp16, True)) for names in files]
+    for (plan, _), fp16 in itertools.product((*MMA, *WGMMA), (False, True)):
+        jobs.append((MMA_FILES if isinstance(plan, MmaPlan) else WGMMA_FILES, plan.macros(fp16, True)))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda job: nvrtc.cached_cubin(*job, "sm_90a"), jobs))
 
@@ -123,7 +110,7 @@ def main() -> None:
     torch.manual_seed(0)
     print("compiling", flush=True)
     compile_all()
-    for (plan, shapes), dtype in itertools.product((*MMA, *TILES, *WGMMA), (torch.bfloat16, torch.float16)):
+    for (plan, shapes), dtype in itertools.product((*MMA, *WGMMA), (torch.bfloat16, torch.float16)):
         for m, n, k in shapes[:: 1 if dtype == torch.bfloat16 else 2]:
             print(f"{m}x{n}x{k} {dtype} {plan}", flush=True)
             check(plan, m, n, k, dtype)

@@ -13,13 +13,9 @@ from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan
 
 SHAPES = ((256, 64), (768, 3072), (4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192))
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_89": 99 * 1024, "sm_90a": 227 * 1024}
-UNUSED = [  # paths that no rule takes yet: x arranged inside, K groups, tiles
-    WgmmaPlan(64, 1, 2, 6, image=True, k_groups=2),
+UNUSED = [  # shapes of blocks that no rule takes: fewest and most K groups
     WgmmaPlan(32, 2, 2, 6, k_groups=2),
-    WgmmaPlan(256, 2, 1, 4, image=True, clusters=66),
-    WgmmaPlan(64, 1, 1, 6, k_groups=3),
-    WgmmaPlan(128, 1, 1, 6, min_blocks=1),
-    WgmmaPlan(128, 2, 1, 8, image=True, clusters=66),
+    WgmmaPlan(64, 1, 1, 8, k_groups=4),
 ]
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -98,14 +94,11 @@ def test_wgmma(chosen, tmp_path):
         assert variant.shared_bytes() <= SHARED_BYTES["sm_90a"], variant
     for plan in [*sorted(every, key=str)[chosen], *UNUSED[chosen]]:
         assert plan.shared_bytes() <= SHARED_BYTES["sm_90a"] // plan.min_blocks - 1024, plan
-        entry = "fp4_tiles" if plan.clusters else "fp4_wgmma"
-        usage = resources(nvrtc.compile_cubin(plan.files, plan.macros(True), "sm_90a"), tmp_path)[entry]
+        cubin = nvrtc.compile_cubin(fp4_plan.WGMMA_FILES, plan.macros(True), "sm_90a")
+        usage = resources(cubin, tmp_path)["fp4_wgmma"]
         assert usage["STACK"] == usage["LOCAL"] == 0, (plan, usage)
         # what consumers take and the copying warpgroup keeps is no more than the block was given
-        assert plan.registers * plan.consumers + (40 if plan.image else 56) <= usage["REG"] * (plan.consumers + 1), (
-            plan,
-            usage,
-        )
+        assert plan.registers * plan.consumers + 40 <= usage["REG"] * (plan.consumers + 1), (plan, usage)
         assert usage["REG"] * plan.threads * plan.min_blocks <= 65536, plan
 
 

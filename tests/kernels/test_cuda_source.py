@@ -22,17 +22,14 @@ MMA = [  # plan, rows, n, k: one of each shape of block, chunked and whole, padd
 WGMMA = [
     (WgmmaPlan(32, 1, 1, 2, 3), 20, 40, 392),
     (WgmmaPlan(32, 2, 2, 3, 2), 33, 200, 264),
-    (WgmmaPlan(64, 1, 4, 2, image=True), 70, 70, 264),
+    (WgmmaPlan(64, 1, 4, 2), 70, 70, 264),
     (WgmmaPlan(32, 1, 1, 4, 2), 33, 40, 520),
     (WgmmaPlan(32, 1, 2, 6, 2, k_groups=3), 20, 40, 712),
-    (WgmmaPlan(64, 1, 1, 4, 2, image=True, k_groups=2), 50, 70, 520),
-    (WgmmaPlan(32, 1, 1, 3, 3, image=True, clusters=2), 90, 130, 328),  # nine tiles: two rounds and a split
-    (WgmmaPlan(32, 1, 1, 3, 2, image=True, clusters=2), 33, 200, 128),  # eight tiles, two rounds
+    (WgmmaPlan(64, 1, 1, 4, 2, k_groups=2), 50, 70, 520),
 ]
 
 
 ONE_TYPE = [  # nothing in which halves differ
-    (WgmmaPlan(32, 1, 1, 2, 2, image=True, clusters=2), 64, 40, 40),  # two tiles of one window: nothing to split
     (WgmmaPlan(32, 2, 1, 4, 2, k_groups=2), 40, 130, 328),
     (MmaPlan(16, 1, 12, 1, 4, chunk=24, x_stages=3), 11, 33, 1600),  # the shape of a plan that a rule takes
 ]

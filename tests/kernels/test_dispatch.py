@@ -20,7 +20,8 @@ def request(**changes) -> Request:
     [
         ({}, "mma"),
         ({"m": 16}, "mma"),
-        ({"m": 16, "n": 8192, "k": 8192}, "wgmma"),
+        ({"m": 16, "n": 8192, "k": 8192}, "mma"),
+        ({"m": 16, "n": 8192, "k": 8200}, "wgmma"),
         ({"m": 300, "n": 14336}, "wgmma"),
         ({"m": 8192}, "dequantize"),
         ({"m": 33, "capability": (8, 6)}, "dequantize"),
@@ -83,13 +84,15 @@ def test_dequantising_wins_for_many_rows_and_never_for_few():
         assert not fp4_plan.wgmma_beats_dequantize(8192, n, k)
 
 
-@pytest.mark.parametrize("m", [4, 16])
-def test_a_measured_plan_is_for_its_shape_alone_and_not_for_a_norm(m):
+@pytest.mark.parametrize("m", [3, 8, 16])
+def test_x_comes_in_bulk_where_it_may(m):
+    for n, k in ((40, 1024), (4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (128256, 8192)):
+        plan = fp4_plan.plan_mma(m, n, k, True)
+        assert plan.chunk % plan.k_warps == 0 < plan.chunk <= k // 64 // plan.splits + plan.k_warps
+        assert plan.shared_bytes(k) <= 227 * 1024 and plan.threads <= 512
+    for other in ((m, 4096, 4104, True), (m, 4096, 960, True), (m, 4096, 4096, False), (2, 4096, 4096, True)):
+        assert not fp4_plan.plan_mma(*other).chunk
     plan = fp4_plan.plan_mma(m, 4096, 4096, True)
-    assert plan.chunk and plan.shared_bytes(4096) <= 227 * 1024 and plan.threads <= 1024
-    others = [(m, 6144, 4096, True), (m, 4096, 4160, True), (2 * m, 4096, 4096, True), (m, 4096, 4096, False)]
-    for other in (fp4_plan.plan_mma(*shape) for shape in others if shape[0] <= 16):
-        assert not other.chunk
     assert not fp4_plan.plan_mma(m, 4096, 4096, True, bulk=False).chunk
     x_MK = torch.zeros(m, 4096, dtype=torch.bfloat16)
     with pytest.raises(ConfigurationError, match="bulk=False"):

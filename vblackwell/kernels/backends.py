@@ -45,7 +45,7 @@ def linear_reasons(request: Request) -> list[str]:
 
 def _mma_reasons(request: Request) -> list[str]:
     reasons = linear_reasons(request)
-    most = fp4_plan.most_mma_rows(request.capability, request.n)
+    most = fp4_plan.most_mma_rows(request.capability, request.n, request.k)
     if request.m > most:
         reasons.append(f"{request.m} rows: above {most} another backend is faster for {request.n} features on this GPU")
     return reasons

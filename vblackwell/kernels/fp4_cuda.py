@@ -1,7 +1,6 @@
 """Launches of the fused FP4 matmuls on tiled weights, by the plans of ``fp4_plan.py``.
 
-The sources, with the reasoning about registers and memory, are ``cuda/fp4_mma.cu``, ``cuda/fp4_wgmma.cu``, ``cuda/fp4_tiles.cu`` and
-``cuda/fp4_dequantize.cu``.
+The sources, with the reasoning about registers and memory, are ``cuda/fp4_mma.cu``, ``cuda/fp4_wgmma.cu`` and ``cuda/fp4_dequantize.cu``.
 
 ``M`` rows, ``N`` out features, ``K`` in features. A window is 64 columns.
 """
@@ -103,22 +102,17 @@ def run_wgmma(
     n: int,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``fp4_wgmma``, after ``arrange`` if the plan asks for it; ``out_dtype`` may be fp32, else the type of x."""
+    """``arrange``, then ``fp4_wgmma``; ``out_dtype`` may be fp32, else the type of x."""
     x_MK, k = aligned(x_MK)
     y_MN = _output(x_MK, n, out_dtype)
     m, windows, blocks = x_MK.shape[0], ceil_div(k, 64), ceil_div(x_MK.shape[0], plan.tokens)
     macros = plan.macros(_flags(x_MK), y_MN.dtype == torch.float32)
-    source = x_MK
-    if plan.image:
-        source = torch.empty(blocks * windows * plan.tokens * 128, dtype=torch.uint8, device=x_MK.device)
-        arrange = kernel(WGMMA_FILES, "arrange", macros, x_MK.device)
-        arrange.launch((ceil_div(windows * plan.tokens * 8, 256), blocks, 1), 256, 0, (x_MK, source, m, k))
+    image = torch.empty(blocks * windows * plan.tokens * 128, dtype=torch.uint8, device=x_MK.device)
+    arrange = kernel(WGMMA_FILES, "arrange", macros, x_MK.device)
+    arrange.launch((ceil_div(windows * plan.tokens * 8, 256), blocks, 1), 256, 0, (x_MK, image, m, k))
     grid = (ceil_div(n, 64 * plan.groups), plan.splits, blocks)
-    args = (source, codes, block_scales, tensor_scale, bias, y_MN, m, n, k, ACTIVATIONS.index(activation))
-    if plan.clusters:
-        grid, args = (plan.clusters, 2, 1), (*args, plan.clusters)
-    entry = "fp4_tiles" if plan.clusters else "fp4_wgmma"
-    kernel(plan.files, entry, macros, x_MK.device).launch(grid, plan.threads, plan.shared_bytes(), args)
+    args = (image, codes, block_scales, tensor_scale, bias, y_MN, m, n, k, ACTIVATIONS.index(activation))
+    kernel(WGMMA_FILES, "fp4_wgmma", macros, x_MK.device).launch(grid, plan.threads, plan.shared_bytes(), args)
     return y_MN
 
 
@@ -142,8 +136,8 @@ def run_prepare_e4m3(
     """One launch that makes both operands of an FP8 matmul; K is a multiple of 16.
 
     Returns:
-        x as E4M3 rows (M, K) and their (M, 1) fp32 scales, as `w4a8.quantize_rows`; the weight (N, K) as E4M3, each row relative to its largest
-        scale ``row_top`` (E5M3 bytes), which becomes 2^6, and its (1, N) fp32 scales.
+        x as E4M3 rows (M, K) and their (M, 1) fp32 scales, as of `w4a8.quantize_rows`; the weight (N, K) as E4M3, each row relative to
+        its largest scale ``row_top`` (E5M3 bytes), which becomes 2^6, and its (1, N) fp32 scales.
     """
     x_MK, _ = aligned(x_MK)
     m, device = x_MK.shape[0], x_MK.device

@@ -2,20 +2,20 @@
 
 ``mma``: few rows (one to a few dozen), any GPU from sm_80 on; ``wgmma``: tens to hundreds of rows, Hopper. A plan fixes the order in
 which partial sums are added, and depends on the shape alone: results repeat bit for bit on one kind of GPU, however it is tuned.
-The kernels are ``cuda/fp4_mma.cu``, ``cuda/fp4_wgmma.cu`` and ``cuda/fp4_tiles.cu``; ``fp4_cuda.py`` launches them.
+The kernels are ``cuda/fp4_mma.cu`` and ``cuda/fp4_wgmma.cu``; ``fp4_cuda.py`` launches them.
 
 ``M`` rows, ``N`` out features, ``K`` in features. A window is 64 columns.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 from vblackwell.errors import ConfigurationError
 
 MMA_FILES = ("ptx.cuh", "decode.cuh", "barrier.cuh", "epilogue.cuh", "fp4_mma.cu")
 WGMMA_FILES = ("ptx.cuh", "decode.cuh", "wgmma.cuh", "barrier.cuh", "epilogue.cuh", "fp4_wgmma.cu")
-TILES_FILES = (*WGMMA_FILES[:-1], "fp4_tiles.cu")
 STATISTICS_BYTES = 1024  # of shared memory, for the statistics of rows that are normalised on the way
 _MULTIPROCESSORS = 132  # of an H200, on every GPU: a plan may not depend on where it runs
 _X_BYTES = 128 * 1024  # of x that a block stages at a time
@@ -106,9 +106,7 @@ class WgmmaPlan:
         stages: windows of x in shared memory, at least 2; with several ``k_groups`` a multiple of them, at least twice as many.
         prefetch: windows of weights a warp has in flight.
         min_blocks: blocks the compiler must fit on a multiprocessor.
-        image: whether x is brought into the kernel's order by a launch of its own.
         k_groups: sets of ``groups`` warpgroups that take turns at the windows.
-        clusters: if not 0, so many clusters of two blocks go through all tiles (``fp4_tiles``); with ``image``, without splits.
     """
 
     tokens: int
@@ -117,9 +115,7 @@ class WgmmaPlan:
     stages: int
     prefetch: int = 4
     min_blocks: int = 1
-    image: bool = False
     k_groups: int = 1
-    clusters: int = 0
 
     def __post_init__(self) -> None:
         """Raises ConfigurationError where a stage of x would go from one K group to another, or a group would wait for itself.
@@ -133,11 +129,6 @@ class WgmmaPlan:
             )
 
     @property
-    def files(self) -> tuple[str, ...]:
-        """The kernel's sources."""
-        return TILES_FILES if self.clusters else WGMMA_FILES
-
-    @property
     def consumers(self) -> int:
         """Warpgroups that multiply."""
         return self.groups * self.k_groups
@@ -148,14 +139,14 @@ class WgmmaPlan:
 
         Asking for more than the block was given would wait for ever.
         """
-        kept = 40 if self.image else 56
+        kept = 40  # of the copying warpgroup: COPY_REGISTERS of the source
         at_launch = min(255, 65536 // self.min_blocks // self.threads) // 8 * 8
         return min(240, (at_launch * (self.consumers + 1) - kept) // self.consumers // 8 * 8)
 
     def macros(self, fp16: bool, out32: bool = False) -> dict[str, int]:
         return {
-            "FP16": int(fp16), "TOKENS": self.tokens, "IMAGE": int(self.image), "GROUPS": self.groups,
-            "KGROUPS": self.k_groups, "SPLITS": 2 if self.clusters else self.splits,
+            "FP16": int(fp16), "TOKENS": self.tokens, "GROUPS": self.groups,
+            "KGROUPS": self.k_groups, "SPLITS": self.splits,
             "STAGES": self.stages, "PREFETCH": self.prefetch, "REGISTERS": self.registers,
             "MIN_BLOCKS": self.min_blocks, "OUT32": int(out32),
         }  # fmt: skip
@@ -166,10 +157,7 @@ class WgmmaPlan:
 
     def shared_bytes(self) -> int:
         sums = self.k_groups * self.tokens * (64 * self.groups + 4) * 4
-        raw = 0 if self.image else 4  # windows of x as it comes
-        main = (self.stages + raw) * self.tokens * 128 + 4 * self.consumers * self.prefetch * 640
-        if self.clusters:
-            main += 4 * self.consumers * 32 * 20 * 4  # where warps turn their sums
+        main = self.stages * self.tokens * 128 + 4 * self.consumers * self.prefetch * 640
         return max(main, sums) + 16 * self.stages
 
 
@@ -181,28 +169,45 @@ def _row_warps(n: int) -> int:
     return row_warps
 
 
-# Where x in bulk copies was timed, and what was fastest: (rows up to a power of two, N, K), ratios to cuBLAS bf16 in docs/log-fp4.md.
-_MEASURED = {
-    (4, 4096, 4096): MmaPlan(4, 1, 15, 1, 4, chunk=30, x_stages=3),
-    (16, 4096, 4096): MmaPlan(16, 1, 12, 1, 4, chunk=24, x_stages=3),
-}
+def _bulk_shape(n: int) -> tuple[int, int]:
+    """(row warps, splits) of blocks that take x in bulk copies: most blocks in one wave, to within 8, then the tallest up to 128 rows."""
+    best, shape = (0, 0), (8, 1)
+    for splits, row_warps in itertools.product((1, 2), (1, 2, 3, 4, 6, 8)):
+        blocks = ceil_div(n, 32 * row_warps) * splits
+        merit = (blocks // 8, row_warps if row_warps <= 4 else -row_warps)
+        if blocks <= _MULTIPROCESSORS and merit > best:
+            best, shape = merit, (row_warps, splits)
+    return shape
+
+
+def _plan_bulk(tokens: int, n: int, windows: int) -> MmaPlan:
+    """x in bulk copies, for 3 to 16 rows: within 5 % of the fastest plan of an H200 in nine cells (docs/log-fp4.md).
+
+    Between them, and for 5 to 8 rows, interpolated. Chunks are long, because short ones lose nearly everywhere both were timed.
+    """
+    row_warps, splits = _bulk_shape(n)
+    warps = 16 if (splits == 2) == (tokens <= 8) else 12
+    k_warps = min(max(2, warps // row_warps), windows // splits)
+    chunk = ceil_div(min(16, windows // splits), k_warps) * k_warps
+    return MmaPlan(tokens, row_warps, k_warps, splits, 4, chunk=chunk, x_stages=3)
 
 
 def plan_mma(m: int, n: int, k: int, clusters: bool, bulk: bool = True) -> MmaPlan:
     """The plan of ``fp4_mma`` for a shape, with or without clusters of blocks (sm_90).
 
-    ``bulk``: whether x may come by bulk copies, which a norm on the way does not allow; it does only where that was measured to be faster.
+    ``bulk``: whether x may come by bulk copies, which a norm on the way does not allow. It does from three rows on, where K is a multiple
+    of 64 and not tiny; one or two rows are staged as fast without.
 
-    One block of 16 warps a multiprocessor, and as many K ways as that leaves: measured on an H200 over six shapes. From three rows on
-    x costs more to stage than a cluster to join, so blocks get taller and split K. Without clusters blocks are smaller, to
-    fit 99 KB of shared memory.
+    One block of 12 to 16 warps a multiprocessor, and as many K ways as that leaves: measured on an H200 over six shapes. From three rows
+    on x costs more to stage than a cluster to join, so blocks get taller and split K. Without clusters blocks are smaller,
+    to fit 99 KB of shared memory.
     """
     tokens = 1
     while tokens < min(m, 16 if clusters else 32):
         tokens *= 2
     windows = ceil_div(k, 64)
-    if clusters and bulk and (tokens, n, k) in _MEASURED:
-        return _MEASURED[tokens, n, k]
+    if clusters and bulk and tokens > 2 and k % 64 == 0 and windows >= 16:
+        return _plan_bulk(tokens, n, windows)
     if not clusters:
         row_warps = {1: 1, 2: 1, 4: 2, 8: 4, 16: 4, 32: 4}[tokens]
         plan = MmaPlan(tokens, row_warps, 8 // row_warps, 1, 4 if tokens < 32 else 2, 1, 32 * 1024)
@@ -221,38 +226,55 @@ def plan_mma(m: int, n: int, k: int, clusters: bool, bulk: bool = True) -> MmaPl
 
 
 def plan_wgmma(m: int, n: int, k: int) -> WgmmaPlan:
-    """The plan of ``fp4_wgmma`` for a shape: the fewest waves on 132 multiprocessors, from measurements on an H200."""
+    """The plan of ``fp4_wgmma`` for a shape: the fewest waves on 132 multiprocessors, from measurements on an H200.
+
+    Where one warpgroup a multiprocessor would wait for its own decode, three take turns at the windows. Up to 32 rows, and for
+    4096x14336 at 64 rows, that is not measured.
+    """
+    windows = ceil_div(k, 64)
     narrow, wide = ceil_div(n, 64), ceil_div(n, 128)  # blocks along N of one and of two warpgroups
     if m <= 32:
         tokens = 16 if m <= 16 else 32
         if wide > 132:
-            plan = WgmmaPlan(tokens, 4, 1, 6, image=True)
+            plan = WgmmaPlan(tokens, 4, 1, 6)
         elif wide > 66:
-            plan = WgmmaPlan(tokens, 2, 2, 6, min_blocks=2, image=True)
+            plan = WgmmaPlan(tokens, 2, 2, 6, min_blocks=2)
         elif wide > 40:
-            plan = WgmmaPlan(tokens, 2, 2, 6, image=True)
+            plan = WgmmaPlan(tokens, 2, 2, 6)
         else:
-            plan = WgmmaPlan(tokens, 2, 4, 6, min_blocks=2, image=True)
+            plan = WgmmaPlan(tokens, 2, 4, 6, min_blocks=2)
     elif m <= 64:
         if narrow > 264:
-            plan = WgmmaPlan(64, 4, 1, 6, image=True)
+            plan = WgmmaPlan(64, 4, 1, 6)
         elif narrow > 132:
-            plan = WgmmaPlan(64, 2, 2, 6, min_blocks=2, image=True)
+            plan = WgmmaPlan(64, 2, 2, 6, min_blocks=2)
+        elif narrow > 99:
+            plan = WgmmaPlan(64, 1, 2, 6, min_blocks=2)
         else:
-            plan = WgmmaPlan(64, 1, 2, 6, min_blocks=2, image=True)
+            plan = WgmmaPlan(64, 1, 2 if narrow <= 66 else 1, 6, k_groups=3)
     elif m <= 128:
-        tokens = 64 if narrow <= 66 else 128
-        plan = WgmmaPlan(tokens, 1, 1 if narrow > 132 else 2, 6, min_blocks=2, image=True)
+        if narrow > 99:
+            plan = WgmmaPlan(128, 1, 1 if narrow > 132 else 2, 6, min_blocks=2)
+        elif narrow > 66:
+            plan = WgmmaPlan(128, 1, 1, 6, k_groups=3)
+        elif windows <= 128:
+            plan = WgmmaPlan(64, 1, 1, 6, k_groups=3)
+        else:
+            plan = WgmmaPlan(128, 1, 2, 6)
+    elif m <= 256 and narrow <= 66 and windows <= 128:
+        plan = WgmmaPlan(128, 1, 1, 6, k_groups=3)
+    elif m <= 256 and 66 < narrow <= 99:
+        plan = WgmmaPlan(128, 3, 2, 6)
     else:
         blocks = wide * ceil_div(m, 256)
         if blocks >= 96:
-            plan = WgmmaPlan(256, 2, 1, 5, image=True)
+            plan = WgmmaPlan(256, 2, 1, 5)
         elif blocks >= 48:
-            plan = WgmmaPlan(256, 2, 2, 5, image=True)
+            plan = WgmmaPlan(256, 2, 2, 5)
         else:
             splits = 2 if narrow * ceil_div(m, 128) <= 132 else 1
-            plan = WgmmaPlan(128, 1, splits, 6, min_blocks=2, image=True)
-    while plan.splits > ceil_div(k, 64):
+            plan = WgmmaPlan(128, 1, splits, 6, min_blocks=2)
+    while plan.splits > windows:
         plan = replace(plan, splits=plan.splits // 2)
     return plan
 
@@ -262,11 +284,11 @@ def has_clusters(capability: tuple[int, int]) -> bool:
     return capability[0] in (9, 10)
 
 
-def most_mma_rows(capability: tuple[int, int], n: int) -> int:
-    """Rows up to which ``fp4_mma`` is the faster fused kernel."""
+def most_mma_rows(capability: tuple[int, int], n: int, k: int) -> int:
+    """Rows up to which ``fp4_mma`` is the faster fused kernel; without bulk copies of x fewer, for large N."""
     if capability[0] != 9:
         return 32
-    return 8 if n >= 8192 else 16
+    return 8 if n >= 8192 and k % 64 else 16
 
 
 def wgmma_beats_dequantize(m: int, n: int, k: int) -> bool:

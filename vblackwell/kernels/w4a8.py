@@ -38,7 +38,8 @@ def quantize_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     """
     values = x_MK.to(torch.float32)
     amax = values.abs().amax(1, keepdim=True).clamp(min=LEAST_TOP)
-    top = torch.full_like(amax, E4M3_MAX)  # a tensor: on a GPU PyTorch divides by a number by multiplying with its rounded inverse
+    # A tensor: to divide by a number, PyTorch multiplies by its rounded inverse on a GPU.
+    top = torch.full_like(amax, E4M3_MAX)
     return (values * (top / amax)).to(torch.float8_e4m3fn), amax / top
 
 

@@ -7,11 +7,9 @@
 // warpgroup brings x, STAGES windows deep. SPLITS blocks of a cluster split K; all sums meet in shared memory and are added in a fixed order.
 //
 // A stage of x is TOKENS rows of 128 bytes with the 128-byte swizzle, columns inside a window permuted as the tiled layout
-// permutes them, zeros beyond K. With IMAGE 1 a kernel before this one (`arrange`) has written that form, and a stage is one bulk copy. With
-// IMAGE 0 the warpgroup makes it: each warp copies rows as they are into a ring of its own, RAW windows deep, and a lane turns four
-// granules of 16 bytes, 4 x 4 words, into four others, which is no work in registers.
+// permutes them, zeros beyond K. A kernel before this one (`arrange`) has written that form, and a stage is one bulk copy.
 //
-// Set by the launcher: FP16, TOKENS, IMAGE, GROUPS, KGROUPS, SPLITS, STAGES (of each K group the same, two or more), PREFETCH, REGISTERS
+// Set by the launcher: FP16, TOKENS, GROUPS, KGROUPS, SPLITS, STAGES (of each K group the same, two or more), PREFETCH, REGISTERS
 // (a consumer thread's), MIN_BLOCKS, OUT32.
 static_assert(KGROUPS == 1 || (STAGES % KGROUPS == 0 && STAGES >= 2 * KGROUPS), "a stage belongs to one K group");
 #define ROWS (64 * GROUPS)
@@ -19,13 +17,10 @@ static_assert(KGROUPS == 1 || (STAGES % KGROUPS == 0 && STAGES >= 2 * KGROUPS), 
 #define THREADS (CONSUMERS + 128)  // registers move between warpgroups, so the copying warp costs a whole one
 #define STAGE_BYTES (TOKENS * 128)
 #define WINDOW_BYTES 640  // codes of 16 rows, scales of 32
-#define RAW 4              // windows of x under way where the kernel arranges them itself
-#define RAW_ROWS (TOKENS / 4)
-#define COPY_REGISTERS (IMAGE ? 40 : 56)
+#define COPY_REGISTERS 40
 #define RINGS (STAGES * STAGE_BYTES)
 #define RED_STRIDE (ROWS + 4)
-#define RAW_RINGS (RINGS + 4 * GROUPS * KGROUPS * PREFETCH * WINDOW_BYTES)
-#define MAIN_BYTES (RAW_RINGS + (IMAGE ? 0 : RAW * STAGE_BYTES))
+#define MAIN_BYTES (RINGS + 4 * GROUPS * KGROUPS * PREFETCH * WINDOW_BYTES)
 #define SUM_BYTES (KGROUPS * TOKENS * RED_STRIDE * 4)
 #define BARRIERS (MAIN_BYTES > SUM_BYTES ? MAIN_BYTES : SUM_BYTES)
 
@@ -44,7 +39,7 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
 
     if (tid == 0) {
         for (int s = 0; s < STAGES; s++) {
-            barrier_init(full + 8 * s, IMAGE ? 1 : 4);
+            barrier_init(full + 8 * s, 1);
             barrier_init(empty + 8 * s, 4 * GROUPS);
         }
         barrier_init_done();
@@ -54,10 +49,9 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
 
     if (warp >= 4 * GROUPS * KGROUPS) {
         give_registers<COPY_REGISTERS>();
-        int stage = 0;
-        u32 parity = 1;  // a fresh barrier counts as released
-#if IMAGE
         if (tid == CONSUMERS) {
+            int stage = 0;
+            u32 parity = 1;  // a fresh barrier counts as released
             wait_for_previous();
             const u8* from = x + ((u64)blockIdx.z * windows + begin) * STAGE_BYTES;
             for (int i = 0; i < count; i++) {
@@ -70,54 +64,6 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
                 }
             }
         }
-#else
-        // A warp brings a quarter of the tokens. Copying, eight lanes take a row, a lane column granule `c`; arranging, a lane takes granules
-        // j, 2 + j, 4 + j, 6 + j of a row: the same eight columns of each lane's sixteen, in fours of which an mma's step takes two pairs.
-        wait_for_previous();
-        const int mine = warp - 4 * GROUPS * KGROUPS, first_token = mine * RAW_ROWS, m0 = blockIdx.z * TOKENS;
-        const int c = lane & 7;
-        const u32 raw = shared + RAW_RINGS + mine * (RAW * RAW_ROWS * 128);
-        int raw_in = 0, raw_out = 0;
-        for (int i = 0; i < count + RAW - 1; i++) {
-            if (i < count) {
-                const int k = (begin + i) * 64 + c * 8;
-#pragma unroll
-                for (int r = 0; r < RAW_ROWS; r += 4) {
-                    const int row = r + (lane >> 3), m = m0 + first_token + row;
-                    copy_async(raw + (raw_in * RAW_ROWS + row) * 128 + ((c ^ (2 * (row & 3))) << 4),
-                               x + ((u64)min(m, M - 1) * K + min(k, K - 8)) * 2, k < K && m < M ? 16 : 0);
-                }
-                raw_in = raw_in == RAW - 1 ? 0 : raw_in + 1;
-            }
-            copy_commit();
-            if (i >= RAW - 1) {
-                copy_wait<RAW - 1>();
-                warp_sync();
-                barrier_wait(empty + 8 * stage, parity);
-#pragma unroll 1
-                for (int task = lane; task < 2 * RAW_ROWS; task += 32) {
-                    const int row = task >> 1, j = task & 1, token = first_token + row;
-                    const u32 from = raw + (raw_out * RAW_ROWS + row) * 128;
-                    uint4 v[4];
-#pragma unroll
-                    for (int t = 0; t < 4; t++) v[t] = load_shared(from + (((2 * t + j) ^ (2 * (row & 3))) << 4));
-                    const u32 to = shared + stage * STAGE_BYTES + token * 128, swizzle = token & 7;
-                    store_shared(to + (((4 * j) ^ swizzle) << 4), make_uint4(v[0].x, v[1].x, v[2].x, v[3].x));
-                    store_shared(to + (((4 * j + 1) ^ swizzle) << 4), make_uint4(v[0].y, v[1].y, v[2].y, v[3].y));
-                    store_shared(to + (((4 * j + 2) ^ swizzle) << 4), make_uint4(v[0].z, v[1].z, v[2].z, v[3].z));
-                    store_shared(to + (((4 * j + 3) ^ swizzle) << 4), make_uint4(v[0].w, v[1].w, v[2].w, v[3].w));
-                }
-                publish_to_tensor_cores();
-                warp_sync();
-                if (lane == 0) barrier_arrive(full + 8 * stage);
-                raw_out = raw_out == RAW - 1 ? 0 : raw_out + 1;
-                if (++stage == STAGES) {
-                    stage = 0;
-                    parity ^= 1;
-                }
-            }
-        }
-#endif
     } else {
         take_registers<REGISTERS>();
         const int k_group = warp / (4 * GROUPS), row_warp = warp % (4 * GROUPS);
