@@ -61,7 +61,8 @@ def curve_lines(results: list[Result]) -> list[str]:
     lines = ["step" + "".join(f"{result.system:>15}" for result in ran)] if ran else []
     steps = max((len(result.losses) for result in ran), default=0)
     for step in sorted({*range(0, steps, 5), steps - 1} if steps else ()):
-        lines.append(f"{step + 1:4}" + "".join(f"{result.losses[step]:>15.4f}" for result in ran))
+        cells = (f"{result.losses[step]:>15.4f}" if step < len(result.losses) else f"{'':15}" for result in ran)
+        lines.append(f"{step + 1:4}" + "".join(cells))
     return lines
 
 
@@ -119,9 +120,11 @@ def main(argv: list[str] | None = None) -> list[Result]:
     def keep(case: Case, values: dict[str, Any]) -> None:
         result = Result(**values)
         results.append(result)
+        print("\n".join(ratio_lines([result])), flush=True)
         row = {name: value for name, value in asdict(case).items() if name != "folder"} | asdict(result)
         for name in ("step_seconds", "losses"):
             row[name] = " ".join(f"{value:.6g}" for value in row[name])
+        row.pop("limit_seconds")
         append_csv(args.csv, [{**about, "parameters": case.sizes.num_parameters, **row}])
 
     try:
@@ -141,7 +144,9 @@ def main(argv: list[str] | None = None) -> list[Result]:
         )
         run(FOLDER_CHILD, writer.to_json(), "folder", None)
         for system in args.systems:
-            one = replace(case, system=system)
+            left = args.deadline - (time.monotonic() - began)
+            later = len(args.systems) - args.systems.index(system)
+            one = replace(case, system=system, limit_seconds=left / later - 6)  # the process begins and ends, too
             run(CHILD, one.to_json(), system, lambda values, one=one: keep(one, values))
     finally:
         if args.folder is None:

@@ -21,6 +21,7 @@ class Case:
         batch, seq: a step's rows and their tokens. steps: of AdamW at ``learning_rate``, reached after ``rise_steps``.
         cap_bytes: of the GPU, enforced. host_bytes: of our second level.
         placement: of ours.
+        limit_seconds: for opening and training; steps that do not fit are left out.
     """
 
     system: str
@@ -39,6 +40,7 @@ class Case:
     device: str
     dtype: str
     seed: int
+    limit_seconds: float = 3600.0
 
     @property
     def sizes(self) -> Shape:
