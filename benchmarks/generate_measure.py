@@ -48,8 +48,11 @@ class Watch:
     @staticmethod
     def _now() -> tuple[int, int]:
         lines = Path("/proc/self/status").read_text().splitlines()
-        own = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
-        memory = psutil.virtual_memory()
+        counted = [int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")]
+        if not counted:  # a kernel that does not tell it
+            info = psutil.Process().memory_info()
+            counted = [info.rss - info.shared]
+        own, memory = counted[0], psutil.virtual_memory()
         return own, memory.total - memory.available
 
     def _run(self) -> None:
