@@ -15,27 +15,29 @@ import pytest
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
 
 PROGRAM = """
-import itertools, json, pathlib, re, subprocess, sys
+import json, pathlib, re, subprocess, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from vblackwell.kernels import cross_entropy_triton, decode_attention_triton, rms_norm_triton, rotary_triton, swiglu_triton
 from vblackwell.kernels import two_part_triton
 
-def rms(width, itemsize, inputs):
+def rms(width, inputs, most, programs, shared):
     rows, block, warps = rms_norm_triton.tile_of(width)
-    stages = rms_norm_triton.stages_of(inputs * rows * block * itemsize)
-    return {"D": width, "ROWS": rows, "BLOCK": block}, stages, warps
+    stages = rms_norm_triton.stages_of(inputs * rows * block * 2, most, programs, shared)
+    return {"D": width, "ROWS": rows, "BLOCK": block, "STAGES": stages}, warps
 
 def block_of(shape):
     return shape["BLOCK"]
 
-def cases():
+def cases(capability):
+    shared = (224 if capability == 90 else 96) << 10
     for width in (128, 2560, 8192):
-        shape, stages, warps = rms(width, 2, 3)
-        yield rms_norm_triton._forward, {**shape, "HAS_RESIDUAL": True}, warps
+        shape, warps = rms(width, 2, rms_norm_triton.FORWARD_STAGES, 4, shared)
+        yield rms_norm_triton._forward, {**shape, "HAS_RESIDUAL": True, "TILES": 64}, warps
+        shape, warps = rms(width, 3, rms_norm_triton.BACKWARD_STAGES, 2, shared)
         yield rms_norm_triton._backward, {
-            **shape, "HAS_DTOTAL": True, "WITH_WEIGHT": True, "TILES": 64, "STAGES": stages}, warps if block_of(shape) <= 4096 else 32
+            **shape, "HAS_DTOTAL": True, "WITH_WEIGHT": True, "TILES": 64}, warps if block_of(shape) <= 4096 else 32
     yield rms_norm_triton._sum, {"D": 2560, "ROWS": 512, "COLUMNS": rms_norm_triton.SUM_COLUMNS}, 4
     yield swiglu_triton._forward, {"BLOCK": swiglu_triton.BLOCK}, swiglu_triton.WARPS
     yield swiglu_triton._backward, {"BLOCK": swiglu_triton.BLOCK, "WITH_PRODUCT": True}, swiglu_triton.WARPS
@@ -62,7 +64,8 @@ def type_of(name):
     return "fp32" if name in ("eps", "z_loss", "scale") else "i32"
 
 found = []
-for capability, (kernel, constants, warps) in itertools.product(json.loads(sys.argv[1]), cases()):
+every = [(capability, *case) for capability in json.loads(sys.argv[1]) for case in cases(capability)]
+for capability, kernel, constants, warps in every:
     signature = {name: "constexpr" if name in constants else type_of(name) for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constexprs={(kernel.arg_names.index(k),): v for k, v in constants.items()})
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})

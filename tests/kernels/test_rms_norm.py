@@ -45,11 +45,12 @@ def test_sum_against_float64(shape, dtype):
 
 
 def test_many_rows_meet_in_the_weights_gradient(monkeypatch):
-    """More rows than programs: each sums several tiles, and the last program's are partly beyond the end."""
+    """More rows than programs, both ways: each sums several tiles, and the last program's are partly beyond the end."""
     from vblackwell.kernels import rms_norm_triton
 
     monkeypatch.setattr(rms_norm_triton, "BACKWARD_PROGRAMS", 3)
-    assert rms_norm_triton.tiles_of(12) == (4, 3)
+    monkeypatch.setattr(rms_norm_triton, "FORWARD_PROGRAMS", 5)
+    assert rms_norm_triton.tiles_of(12, 3) == (4, 3) and rms_norm_triton.tiles_of(12, 5) == (3, 4)
     inputs = [normal(2 * 11 + 1, 2048), normal(2048, seed=1)]
     assert max(errors(lambda x, w: rms_norm(x, w, EPS), "rms_norm", inputs)) <= TOLERANCE[torch.float32]
 

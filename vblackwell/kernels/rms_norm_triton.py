@@ -1,12 +1,15 @@
 """Triton kernels of rms_norm.py. Import it only where they run: triton takes half a second.
 
-A program normalises a few whole rows at a time, held in registers. Bytes a row of D in type of size e: forward 2 D e (with a
+A program normalises a few whole rows at a time, held in registers, and goes on to others, of which the next are on their way to
+shared memory, so that the HBM never waits for a reduction. Bytes a row of D in type of size e: forward 2 D e (with a
 residual 4 D e), backward 3 D e (4 D e), which HBM alone should bound. Rows of more than 8192 elements spill some registers in backward.
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import triton
@@ -18,33 +21,42 @@ from vblackwell.kernels.fused import on_device
 # Partial sums of the weight's gradient: programs for two on each multiprocessor of an H200, whatever the GPU, so that the order of
 # additions is a function of the shape.
 BACKWARD_PROGRAMS = 264
+# Of the forward, where no sum depends on it: four on each, which is what their registers allow.
+FORWARD_PROGRAMS = 528
 # Elements that one program holds at a time; rows shorter than this are taken several at once.
 TILE = 4096
-# Shared memory for rows on their way; an RTX 3070 has 99 KiB a multiprocessor.
-PIPELINE_BYTES = 96 << 10
+# Most pipeline stages: rows of one less are on their way or being read.
+FORWARD_STAGES, BACKWARD_STAGES = 4, 5
 SUM_COLUMNS = 16
+# Longest row whose weight the forward keeps in registers.
+WEIGHT_KEPT: tl.constexpr = tl.constexpr(8192)
 
 
 @triton.jit
 def _forward(
     x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, scale_ptr, rows, eps,
-    D: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    TILES: tl.constexpr, D: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    mask = (row < rows)[:, None] & (column < D)[None, :]
-    at = row[:, None] * D + column[None, :]
-    x = tl.load(x_ptr + at, mask, other=0.0)
-    if HAS_RESIDUAL:
-        total = x.to(tl.float32) + tl.load(residual_ptr + at, mask, other=0.0).to(tl.float32)
-        x = total.to(x.dtype)
-        tl.store(total_ptr + at, x, mask)
-    x = x.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps)
-    weight = tl.load(weight_ptr + column, column < D, other=0.0).to(tl.float32)
-    y = x * scale[:, None] * weight[None, :]
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask)
-    tl.store(scale_ptr + row, scale, row < rows)
+    if BLOCK <= WEIGHT_KEPT:
+        weight = tl.load(weight_ptr + column, column < D, other=0.0)
+    for tile in tl.range(0, TILES, num_stages=STAGES):
+        # Programs stride over the rows, so that those that run at a time read side by side.
+        row = (tile * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        mask = (row < rows)[:, None] & (column < D)[None, :]
+        at = row[:, None] * D + column[None, :]
+        x = tl.load(x_ptr + at, mask, other=0.0)
+        if HAS_RESIDUAL:
+            total = x.to(tl.float32) + tl.load(residual_ptr + at, mask, other=0.0).to(tl.float32)
+            x = total.to(x.dtype)
+            tl.store(total_ptr + at, x, mask)
+        x = x.to(tl.float32)
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps)
+        if BLOCK > WEIGHT_KEPT:
+            weight = tl.load(weight_ptr + column, column < D, other=0.0)
+        y = x * scale[:, None] * weight.to(tl.float32)[None, :]
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask)
+        tl.store(scale_ptr + row, scale, row < rows)
 
 
 @triton.jit
@@ -86,17 +98,31 @@ def _sum(partial_ptr, out_ptr, rows, D: tl.constexpr, ROWS: tl.constexpr, COLUMN
     tl.store(out_ptr + column, tl.sum(part, 0).to(out_ptr.dtype.element_ty), column < D)
 
 
-def tiles_of(tiles: int) -> tuple[int, int]:
-    """(tiles a program takes, programs): at most `BACKWARD_PROGRAMS`, and few different counts, as each is compiled anew."""
-    each = max(1, -(-tiles // BACKWARD_PROGRAMS))
+def tiles_of(tiles: int, most: int) -> tuple[int, int]:
+    """(tiles a program takes, programs): at most ``most`` programs, and few different counts, as each is compiled anew."""
+    each = max(1, -(-tiles // most))
     step = 1 << max(0, each.bit_length() - 3)
     each = -(-each // step) * step
     return each, -(-tiles // each)
 
 
-def stages_of(row_bytes: int) -> int:
-    """Pipeline stages of the backward: two sets of rows on their way, or none (one set would wait in registers)."""
-    return 3 if 2 * row_bytes <= PIPELINE_BYTES else 1
+def stages_of(row_bytes: int, most: int, programs: int, shared_bytes: int) -> int:
+    """Pipeline stages of loops whose tiles take ``row_bytes``, if ``programs`` share a multiprocessor's ``shared_bytes``.
+
+    At least two sets of rows on their way, or no pipeline: one set would wait in registers.
+    """
+    sets = next((sets for sets in range(most - 1, 1, -1) if programs * sets * row_bytes <= shared_bytes), None)
+    if sets is None and 2 * row_bytes <= shared_bytes:
+        sets = 2
+    return 1 if sets is None else sets + 1
+
+
+@functools.lru_cache
+def shared_bytes_of(device: torch.device) -> int:
+    """Shared memory that programs on a multiprocessor of ``device`` may take; without a GPU that of a small one, an RTX 3070."""
+    if device.type != "cuda":
+        return 96 << 10
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - (3 << 10)
 
 
 def tile_of(width: int) -> tuple[int, int, int]:
@@ -115,10 +141,13 @@ def forward(x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float) ->
     scale_R = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
         at_once, block, warps = tile_of(width)
+        tiles_each, programs = tiles_of(-(-rows // at_once), FORWARD_PROGRAMS)
+        row_bytes = (1 if residual is None else 2) * at_once * block * x.element_size()
         with on_device(y):
-            _forward[(triton.cdiv(rows, at_once),)](
+            _forward[(programs,)](
                 x_RD, x_RD if residual is None else residual.contiguous(), weight_D.contiguous(), y, total, scale_R, rows, eps,
-                D=width, HAS_RESIDUAL=residual is not None, ROWS=at_once, BLOCK=block, num_warps=warps,
+                TILES=tiles_each, D=width, HAS_RESIDUAL=residual is not None, ROWS=at_once, BLOCK=block,
+                STAGES=stages_of(row_bytes, FORWARD_STAGES, 4, shared_bytes_of(x.device)), num_warps=warps,
             )  # fmt: skip
     return y, total, scale_R
 
@@ -136,7 +165,7 @@ def backward(
     width, rows = x.shape[-1], x.shape[:-1].numel()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     at_once, block, warps = tile_of(width)
-    tiles_each, programs = tiles_of(-(-rows // at_once))
+    tiles_each, programs = tiles_of(-(-rows // at_once), BACKWARD_PROGRAMS)
     partial = torch.empty((programs if with_weight else 0, width), dtype=torch.float32, device=x.device)
     row_bytes = (2 if dtotal is None else 3) * at_once * block * x.element_size()
     if rows:
@@ -145,7 +174,8 @@ def backward(
             _backward[(programs,)](
                 dy, dy if dtotal is None else dtotal.contiguous(), x.contiguous(), weight_D.contiguous(), scale_R, dx, partial,
                 rows, TILES=tiles_each, D=width, HAS_DTOTAL=dtotal is not None, WITH_WEIGHT=with_weight, ROWS=at_once, BLOCK=block,
-                STAGES=stages_of(row_bytes), num_warps=warps if block <= TILE else 32,
+                STAGES=stages_of(row_bytes, BACKWARD_STAGES, 2, shared_bytes_of(x.device)),
+                num_warps=warps if block <= TILE else 32,
             )  # fmt: skip
     if not with_weight:
         return dx, weight_D.new_empty(0)
