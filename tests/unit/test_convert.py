@@ -13,10 +13,12 @@ from torch import nn
 from torch.nn import functional
 
 from tests.offload.test_round_trip_models import CONFIGS
+from tests.unit.test_decoder_equality import config
 from tests.unit.test_fp4_convert import Tiny
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.memory.stack import VGPUStack
 from vblackwell.nn.convert import convert
+from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.linear import FusedFP4Linear
 from vblackwell.numerics.fp4 import quantize
 from vblackwell.offload.enable import enable_vgpu_stack_optimization, release
@@ -90,6 +92,18 @@ def test_the_table_says_why():
     ):
         assert re.search(rf"^{kind} +{name} +.*{re.escape(part)}", table, re.MULTILINE), table
     assert "layers.*.mlp.up_proj x6" in str(convert(build("llama")))
+
+
+def test_our_own_decoder_still_computes():
+    """Its feed-forward is called with more than its input, which a foreign one's fused form would not take."""
+    model = Decoder(config(), seed=3).eval()
+    ids = torch.arange(12)[None]
+    expected = model(ids)
+    done = convert(model, fp4_layers=None)
+    assert torch.equal(model(ids), expected)
+    assert "takes wanted beside its input" in str(done)
+    convert(done.undo(), pack=True)
+    assert torch.isfinite(model(ids)).all()
 
 
 def test_what_cannot_be_converted_leaves_the_model_alone():

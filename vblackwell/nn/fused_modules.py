@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -161,6 +162,9 @@ def fused_feed_forward(module: nn.Module) -> Overrides | str | None:
         return None
     if module._parameters:
         return "it has parameters beside its linears"
+    more = list(inspect.signature(type(module).forward).parameters)[2:]
+    if more:
+        return f"its forward takes {more[0]} beside its input"
     width, inner = 8, 6
     small = {
         "gate_proj": nn.Linear(width, inner), "up_proj": nn.Linear(width, inner), "down_proj": nn.Linear(inner, width),
