@@ -14,10 +14,11 @@ from estimate_peers import formulas
 from vblackwell.estimator import PLENTY, Run, Subject, estimate_offload
 from vblackwell.plan.allocator import replay
 from vblackwell.plan.causal_lm import plain_batches
-from vblackwell.plan.estimate import Batches, estimate_trace, fits, optimizer_named
+from vblackwell.plan.estimate import P99_BYTES, Batches, estimate_trace, fits, optimizer_named
 from vblackwell.plan.gpus import context_bytes, find_gpu
 from vblackwell.plan.trace import Trace, trace_training
 from vblackwell.plan.work import phase_seconds
+from vblackwell.train.forecast import STREAMED_P99
 from vblackwell.train.measured_rates import rates_of
 from vblackwell.units import MiB
 
@@ -81,7 +82,8 @@ def _through_stack(case: Case, trace: Trace, capability: tuple[int, int]) -> dic
     if stack.refused:
         raise ValueError(f"the stack refuses: {stack.refused}")
     total = stack.level0 + stack.step
+    reserved = total + stack.fragmentation
     return {
-        "parameters": trace.num_parameters, "allocated": total, "reserved": total, "context": context, "peak_p50": total + context,
-        "peak_p99": total + context, "host": stack.host, "level0": stack.level0,
+        "parameters": trace.num_parameters, "allocated": total, "reserved": reserved, "context": context, "peak_p50": reserved + context,
+        "peak_p99": int(reserved * STREAMED_P99) + P99_BYTES + context, "host": stack.host, "level0": stack.level0,
     }  # fmt: skip

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 
 import vblackwell as vb
 from vblackwell.estimator import Run as TrainingRun
-from vblackwell.estimator import minimum_gpu_bytes, streams_on
+from vblackwell.estimator import estimate_offload, minimum_gpu_bytes, streams_on
 from vblackwell.memory.config import parse_levels
 from vblackwell.plan.estimate import P99_BYTES, P99_PERCENT
 from vblackwell.subject import of_decoder
@@ -119,3 +120,22 @@ def test_a_known_model_by_name():
     assert 0 <= estimate.state_bytes - 12 * estimate.parameters < MiB  # weights, gradients, momentum; a few buffers
     with pytest.raises(vb.ConfigurationError, match="batch size 0"):
         vb.quick_estimate("gpt2", batch_size=0)
+
+
+def test_what_a_stack_s_segments_hold_beyond_its_bytes():
+    """Blocks of 14 MiB of weights in segments rounded to 2 MiB, and a step whose tensors share segments of 20 MiB."""
+    config = vb.ModelConfig(
+        vocab_size=512,
+        hidden_size=768,
+        num_layers=4,
+        num_heads=12,
+        seq_length=256,
+        batch_size=4,
+        intermediate_size=2100,
+    )
+    run = TrainingRun(of_decoder("decoder", config.decoder()), 256, precision="bf16", capability=(9, 0))
+    trace = run.trace(4)
+    default = estimate_offload(run, trace, 2 << 30, 1 << 40, 0)
+    expandable = estimate_offload(replace(run, expandable=True), trace, 2 << 30, 1 << 40, 0)
+    assert (default.level0, default.step, default.host) == (expandable.level0, expandable.step, expandable.host)
+    assert 0 <= expandable.fragmentation < default.fragmentation < (default.level0 + default.step) / 4

@@ -134,20 +134,25 @@ def _in_full(trace: Trace, category: str) -> int:
     return peak_of(trace, (category,))
 
 
-def peak_of(trace: Trace, categories: Iterable[str], outside: str | None = None) -> int:
-    """Most bytes of these categories together at one time, before the allocator's rounding; what phase ``outside`` allocates left out."""
+def part_of(trace: Trace, categories: Iterable[str], outside: str | None = None) -> Trace:
+    """``trace`` with nothing but storages of ``categories``; what phase ``outside`` allocates left out."""
     wanted, left_out = set(categories), set[int]()
     if outside is not None:
         ends = [index for index, _, _ in trace.marks[1:]] + [len(trace.events)]
         for (start, _, phase), end in zip(trace.marks, ends, strict=True):
             if phase == outside:
                 left_out.update(event for event in trace.events[start:end] if event >= 0)
+    kept = {index for index, of in enumerate(trace.categories) if of in wanted} - left_out
+    events = tuple(event for event in trace.events if (event if event >= 0 else ~event) in kept)
+    return replace(trace, events=events, marks=(), work=())
+
+
+def peak_of(trace: Trace, categories: Iterable[str], outside: str | None = None) -> int:
+    """Most bytes of these categories together at one time, before the allocator's rounding; arguments as `part_of`."""
     live = most = 0
-    for event in trace.events:
-        index = event if event >= 0 else ~event
-        if trace.categories[index] in wanted and index not in left_out:
-            live += trace.sizes[index] if event >= 0 else -trace.sizes[index]
-            most = max(most, live)
+    for event in part_of(trace, categories, outside).events:
+        live += trace.sizes[event] if event >= 0 else -trace.sizes[~event]
+        most = max(most, live)
     return most
 
 

@@ -88,6 +88,6 @@ def _streamed(estimated: Estimated) -> Iterator[Way]:
     stack, speed = estimated.stack, estimated.speed
     if stack is None or stack.refused:
         return
-    peak = context_bytes(estimated.run.capability) + stack.level0 + stack.step
+    peak = context_bytes(estimated.run.capability) + stack.level0 + stack.step + stack.fragmentation
     seconds = None if speed is None or speed.streamed is None else 1 / speed.streamed
     yield Way("an offload stack (vb train --vgpu-auto)", peak, seconds, also=f"{stack.host / 2**30:.1f} GiB of RAM")

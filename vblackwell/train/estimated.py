@@ -106,7 +106,8 @@ class Estimated:
             disk = f", {format_bytes(stack.disk)} of disk" if stack.disk else ""
             lines.append(
                 f"with an offload stack: {format_bytes(stack.level0)} of level 0 and {format_bytes(stack.step)} of activations and "
-                f"workspace on the GPU, {format_bytes(stack.host)} of RAM{disk}"
+                f"workspace on the GPU, about {format_bytes(stack.fragmentation)} lost between them, {format_bytes(stack.host)} of "
+                f"RAM{disk}"
             )
         if speed is not None and self.fits:
             lines.append(f"about {speed.resident:,.0f} tokens/s")
@@ -134,4 +135,7 @@ class Estimated:
 
 def levels_of(stack: OffloadEstimate) -> dict[str, int]:
     """Bytes by place."""
-    return {"level0": stack.level0, "host": stack.host, "disk": stack.disk, "activations_and_workspace": stack.step}
+    return {
+        "level0": stack.level0, "host": stack.host, "disk": stack.disk, "activations_and_workspace": stack.step,
+        "fragmentation": stack.fragmentation,
+    }  # fmt: skip
