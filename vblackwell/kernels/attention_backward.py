@@ -172,6 +172,7 @@ def _walk_queries(
 ):  # fmt: skip
     """Everything transposed, keys in lines: so the products' left operands come from registers."""
     PLAIN: tl.constexpr = not SOFTCAP and not ALIBI
+    LATE: tl.constexpr = MASK != 0 and EDGES
     col = (col0 + tl.arange(0, COLUMNS))[:, None]
     tile = 0
     if MASK:
@@ -193,8 +194,12 @@ def _walk_queries(
                 mask, start, col0, tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :], stride_mask_row, stride_mask_col,
                 q_len, k_len,
             ))  # fmt: skip
-        q_tile = load_tile(q, start, stride_q, batch, head, q_len, ROWS, H, D, True, TMA)
+        # Asked for before the tiles, so that they are on their way while the products of the tile before are still at work;
+        # delta only where a mask leaves the registers.
         lse = tl.load(lse_ptr + line, line < q_len, other=float("inf"))  # no probability for rows beyond the end
+        if not LATE:
+            delta = tl.load(delta_ptr + line, line < q_len, other=0.0)
+        q_tile = load_tile(q, start, stride_q, batch, head, q_len, ROWS, H, D, True, TMA)
         if PLAIN:
             # The sum that the product is added to starts at what is added or subtracted, which then holds no registers of its own.
             if MASK == 2 and EDGES:
@@ -210,7 +215,8 @@ def _walk_queries(
         )  # fmt: skip
         p = tl.exp2(x * (scale * LOG2E)) if PLAIN else tl.exp2(x - lse[None, :])
         dout_tile = load_tile(dout, start, stride_g, batch, head, q_len, ROWS, H, D, True, TMA)
-        delta = tl.load(delta_ptr + line, line < q_len, other=0.0)
+        if LATE:
+            delta = tl.load(delta_ptr + line, line < q_len, other=0.0)
         if DROPOUT:
             keep = kept(seed_ptr, dropout_head, row, col, dropout)
             rest = 1.0 / (1.0 - dropout)

@@ -177,7 +177,8 @@ class _Call:
             "ENDS": self.open_ended(plan),
             "num_warps": plan.warps,
             "num_stages": plan.stages,
-            **({"maxnreg": plan.registers} if plan.registers else {}),
+            # Addresses of single rows take the registers that descriptors do not.
+            **({"maxnreg": plan.registers} if plan.registers and tma == plan.tma else {}),
         }
 
     def open_ended(self, plan: AttentionPlan) -> bool:
