@@ -4,8 +4,8 @@
 (medians of CUDA-graph replays, bf16, forward and backward apart), ratios in the same run with their floors and aims, and peak memory.
 What the own kernel makes of a mask (bits, tile lists) is counted. Of a mask FlexAttention has two rows: ``flex``, its block mask made
 beforehand and not counted, and ``flex+mask``, made at every call, which is all that the dispatcher can run. ``--sweep`` times plans of
-the own kernels, ``--tune`` lets the dispatcher and the plans be measured and kept. Compiling first: ``--prepare --quick``, then
-``--quick --prepared``, which takes 90 s at most.
+the own kernels, ``--masks`` plans on masks and launches of RMSNorm (attention_masks.py), ``--tune`` lets the dispatcher and the plans
+be measured and kept. Compiling first: ``--prepare --quick``, then ``--quick --prepared``, which takes 90 s at most.
 """
 
 from __future__ import annotations
@@ -340,6 +340,7 @@ def main() -> None:
     parser.add_argument(
         "--specialized", action="store_true", help="only check and time the kernel with specialised warps"
     )
+    parser.add_argument("--masks", type=float, default=0.0, metavar="SECONDS", help="only plans on masks and RMSNorm")
     parser.add_argument("--no-table", action="store_true", help="no comparison")
     parser.add_argument("--prepare", action="store_true", help="only compile what the cases need")
     parser.add_argument(
@@ -355,8 +356,15 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     say(torch.cuda.get_device_name(), torch.__version__)
+    # FlexAttention is compiled anew for every case; beyond eight torch would run it unfused.
+    torch._dynamo.config.recompile_limit = 64
     if arguments.specialized:
         sweep_specialized()
+        return
+    if arguments.masks:
+        import attention_masks
+
+        attention_masks.prepare() if arguments.prepare else attention_masks.time_all(arguments.masks)
         return
     if arguments.prepare:
         prepare_all(wanted_cases(arguments.quick, arguments.only), arguments.quick)
