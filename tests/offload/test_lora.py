@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import peft
 import pytest
 import torch
@@ -9,8 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.offload.test_round_trip_models import CONFIGS, RATES, same_bits, step, tokens, written  # noqa: F401 - a fixture
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.infer.adapters import adapted, fingerprint, save_adapter
+from vblackwell.infer.adapters import adapted, save_adapter
 from vblackwell.infer.causal_lm import load_causal_lm, save_causal_lm
+from vblackwell.infer.fingerprint import check_base, fingerprint
 from vblackwell.nn.lora import is_adapter
 from vblackwell.nn.lora_config import Lora
 from vblackwell.nn.stored_fp4 import StoredFP4Linear
@@ -204,6 +207,31 @@ def test_an_adapter_is_brought_along(written, make_stack, tmp_path):  # noqa: F8
     config.write_text(config.read_text().replace('"use_dora": false', '"use_dora": true'))
     with pytest.raises(Unsupported, match="adapter_config.json: use_dora"):
         load(folder, make_stack, lora=None, adapter=tmp_path / "adapter")
+
+
+def test_an_adapter_knows_its_base(written, make_stack, tmp_path):  # noqa: F811
+    """Of the same shapes: ours by what is in its file, peft's by the folder that it names; the same weights kept otherwise are the same."""
+    folder = written("llama")
+    save_adapter(load(folder, make_stack), tmp_path / "ours")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "theirs")
+    same, other = tmp_path / "same", tmp_path / "other"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.config.use_cache = not model.config.use_cache
+    model.to(torch.bfloat16).save_pretrained(same, max_shard_size="20KB")
+    with torch.no_grad():
+        model.model.layers[3].mlp.up_proj.weight[0, 0] += 1.0
+    model.save_pretrained(other)
+    assert len(list(same.glob("*.safetensors"))) > 1 and fingerprint(same) == fingerprint(folder) != fingerprint(other)
+    for adapter in ("ours", "theirs"):
+        load(same, make_stack, lora=None, adapter=tmp_path / adapter)
+        with pytest.raises(ConfigurationError, match=f"{adapter} holds an adapter for another base than {other}"):
+            load(other, make_stack, lora=None, adapter=tmp_path / adapter)
+    file = tmp_path / "theirs/adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "owner/base"}))
+    load(other, make_stack, lora=None, adapter=tmp_path / "theirs")  # nothing is known of it here
+    with pytest.warns(UserWarning, match="for owner/base, and the model is owner/copy"):
+        check_base(tmp_path / "theirs", other, "owner/copy")
 
 
 def test_what_cannot_be_adapted_is_refused(written, make_stack, tmp_path):  # noqa: F811

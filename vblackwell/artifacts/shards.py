@@ -9,7 +9,7 @@ that every tensor is aligned to its element whatever is mixed.
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from types import TracebackType
@@ -76,9 +76,9 @@ def plan_shards(specs: Iterable[TensorSpec], max_shard_bytes: int) -> list[list[
     return shards
 
 
-def header(specs: list[TensorSpec]) -> bytes:
+def header(specs: list[TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
     """What stands in front of the data of one file: the table's length, and the table, padded to 8 bytes."""
-    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    table: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offset = 0
     for spec in specs:
         end = offset + spec.size_bytes
@@ -99,6 +99,7 @@ class SafetensorsShards:
         prefix: of the file names.
         specs: every tensor that will come.
         max_shard_bytes: of one file, unless a single tensor is larger.
+        metadata: strings to keep in each file beside the tensors.
 
     Attributes:
         names: the order in which ``write`` wants the tensors.
@@ -106,13 +107,15 @@ class SafetensorsShards:
     """
 
     def __init__(
-        self, folder: CommitFolder, prefix: str, specs: Iterable[TensorSpec], max_shard_bytes: int = 5 * GiB
-    ) -> None:
-        self._folder, self._prefix = folder, prefix
+        self, folder: CommitFolder, prefix: str, specs: Iterable[TensorSpec], max_shard_bytes: int = 5 * GiB,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        self._folder, self._prefix, self._metadata = folder, prefix, metadata
         self._shards = plan_shards(specs, max_shard_bytes)
         self._coming = self._files()
         self.names = [spec.name for shard in self._shards for spec in shard]
-        self.total_bytes = sum(len(header(shard)) + sum(spec.size_bytes for spec in shard) for shard in self._shards)
+        heads = (len(header(shard, metadata)) for shard in self._shards)
+        self.total_bytes = sum(heads) + sum(spec.size_bytes for shard in self._shards for spec in shard)
 
     def __enter__(self) -> SafetensorsShards:
         return self
@@ -147,7 +150,7 @@ class SafetensorsShards:
         """Each declared tensor with the file it goes to, opened for its first tensor and closed after its last."""
         for number, specs in enumerate(self._shards, 1):
             with self._folder.open(self._file_name(number)) as file:
-                head = header(specs)
+                head = header(specs, self._metadata)
                 file.reserve(len(head) + sum(spec.size_bytes for spec in specs))
                 file.write(head)
                 for spec in specs:

@@ -97,7 +97,7 @@ class TensorFile:
     """An open safetensors file; a context manager.
 
     Attributes:
-        tensors: what is in it, by name.
+        tensors: what is in it, by name. metadata: strings that its writer left beside them.
 
     Raises:
         CorruptData: the file is cut short, or its table is none.
@@ -107,6 +107,7 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.metadata: dict[str, str] = {}
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -170,7 +171,9 @@ class TensorFile:
             raise self._broken(f"its table is not JSON ({error})") from error
         if not isinstance(table, dict):
             raise self._broken("its table is no JSON object")
-        table.pop("__metadata__", None)
+        metadata = table.pop("__metadata__", None)
+        if isinstance(metadata, dict):
+            self.metadata = {key: value for key, value in metadata.items() if isinstance(value, str)}
         found = {name: self._entry(name, entry, 8 + length) for name, entry in table.items()}
         self._check_extents(found, 8 + length, size)
         return found

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor, nn
 
 from vblackwell.artifacts.commit import CommitFolder
-from vblackwell.artifacts.folder import load_state, read_json, some_names, tensor_files
+from vblackwell.artifacts.folder import load_state, read_json, some_names
 from vblackwell.artifacts.shards import SafetensorsShards, TensorSpec
 from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.infer.fingerprint import ADAPTER_CONFIG, ADAPTER_FILE, BASE, check_base, fingerprint
 from vblackwell.nn.lora import add_adapters, base_name, file_name, fill_adapter, is_adapter
 from vblackwell.nn.lora_config import Lora
 from vblackwell.nn.stored_fp4 import PARTS, StoredFP4Linear, store_linears, stored_part
@@ -29,9 +29,6 @@ from vblackwell.offload.engine import Offload
 from vblackwell.offload.initialize import Initialize
 from vblackwell.offload.state import export_state
 
-ADAPTER_FILE = "adapter_model"
-ADAPTER_CONFIG = "adapter_config.json"
-_HEAD_BYTES = 1 << 20
 _MORE = (
     "use_dora",
     "use_rslora",
@@ -52,7 +49,7 @@ class Adapted:
         lora: its adapters.
         config: peft's adapter_config.json.
         packed: linears of the base that are kept in FP4, and why the others are not; empty for a base in full precision.
-        base: fingerprint of the base's folder.
+        base: fingerprint of the base's weights.
     """
 
     lora: Lora
@@ -99,7 +96,11 @@ def adapt(
     config = add_adapters(model, lora, name or str(folder))
     packed = {} if fp4 is None else store_linears(model, fp4_layers, keep, fp4, tiled=tiled)
     _adapted[model] = Adapted(lora, config, packed, fingerprint(folder))
-    return _Filling(model, weights, seed, device, None if values is None else _fitting(model, values, folder))
+    if values is None:
+        return _Filling(model, weights, seed, device)
+    fitting = _fitting(model, values, folder)  # what has other shapes is told by those
+    check_base(values, folder, name or str(folder))
+    return _Filling(model, weights, seed, device, fitting)
 
 
 def read_lora(folder: Path) -> Lora:
@@ -197,18 +198,6 @@ class _Filling:
         out.copy_(self._ready.pop(name))
 
 
-def fingerprint(folder: Path) -> str:
-    """Tells one base from another: its config.json, and of each weight file the size and the first and last MiB."""
-    digest = xxhash.xxh3_128((folder / "config.json").read_bytes())
-    for path in tensor_files(folder):
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            digest.update(f"{path.name} {size} ".encode() + file.read(_HEAD_BYTES))
-            file.seek(max(0, size - _HEAD_BYTES))
-            digest.update(file.read())
-    return digest.hexdigest()
-
-
 # -- out -----------------------------------------------------------------------------------------------------------------
 
 
@@ -290,7 +279,7 @@ def write_adapter(
     assert made is not None
     folder.add_json(ADAPTER_CONFIG, made.config)
     values = export_state(model, only=is_adapter) if states is None else states
-    with SafetensorsShards(folder, ADAPTER_FILE, specs) as shards:
+    with SafetensorsShards(folder, ADAPTER_FILE, specs, metadata={BASE: made.base}) as shards:
         for name, state in values:
             shards.write(file_name(name), state["weight"].float())
 
