@@ -26,36 +26,30 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import fp4_sweep
 import torch
-from bench_fp4 import LAYERS, Tiled, layers_of, run_plan
+from bench_fp4 import LAYERS, Tiled, layers_of, random_tiled, run_plan
 from graph_timing import alternating_us, graph_us
 
-from vblackwell.kernels import fp4_cuda, fp4_plan, nvrtc, w4a8
+from vblackwell.kernels import fp4_cuda, fp4_plan, nvrtc, w4a8, w4a8_cuda
 from vblackwell.kernels.fp4 import fp4_linear
 from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan, goes_round
+from vblackwell.kernels.w4a8_cuda import W4a8Plan
 
 Plan = MmaPlan | WgmmaPlan
 Cell = tuple[int, int, int]
-OPEN = "1x14336x4096,4x4096x4096,4x14336x4096,4x4096x14336,{16},{64},{128},256x6144x4096,256x4096x4096,{1024},{4096}"
-SHAPES = "4096x4096,6144x4096,14336x4096,4096x14336,8192x8192,28672x8192"
+SHAPES = ("4096x4096", "6144x4096", "14336x4096", "4096x14336", "8192x8192", "28672x8192")
+OPEN = {  # rows of x: the shapes whose rule is interpolated, or misses its floor
+    1: SHAPES, 4: (SHAPES[1], *SHAPES[4:]), 8: (SHAPES[2], SHAPES[4]), 32: (SHAPES[0], SHAPES[2]),
+    64: SHAPES, 128: SHAPES, 256: SHAPES, 1024: SHAPES, 4096: SHAPES,
+}  # fmt: skip
 SHARED, REGISTERS = 227 * 1024, 65536
 FINALISTS = 6  # plans of a cell that are timed in turns, beside the rule's
 
 
 def open_cells() -> list[Cell]:
-    """The cells whose floors were missed, and their neighbours."""
-    shapes = SHAPES.split(",")
-    rows = {
-        16: shapes,
-        64: [*shapes[:2], *shapes[3:5]],
-        128: [*shapes[:2], shapes[3], shapes[5]],
-        1024: shapes,
-        4096: shapes[:5],
-    }
-    text = OPEN
-    for m, chosen in rows.items():
-        text = text.replace(f"{{{m}}}", ",".join(f"{m}x{shape}" for shape in chosen))
-    # Few rows first, as they are furthest from their floors; a shape's cells together, as its layers take longest to make.
-    return sorted(parse_cells(text), key=lambda cell: (cell[0] >= 1024, cell[1] * cell[2], cell[1], abs(cell[0] - 32)))
+    """The cells of ``OPEN``."""
+    # Fewer than 1024 rows first, as they have the most plans; a shape's cells together, as its layers take longest to make.
+    cells = parse_cells(",".join(f"{m}x{shape}" for m, shapes in OPEN.items() for shape in shapes))
+    return sorted(cells, key=lambda cell: (cell[0] >= 1024, cell[1] * cell[2], cell[1], abs(cell[0] - 64)))
 
 
 def parse_cells(text: str) -> list[Cell]:
@@ -94,13 +88,13 @@ def mma_plans(m: int, n: int, k: int) -> Iterator[MmaPlan]:
 
 def wgmma_plans(m: int, n: int, k: int) -> Iterator[WgmmaPlan]:
     for tokens, groups, k_groups, splits, most in itertools.product(
-        (16, 32, 64, 128, 256), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 4), (1, 2)
+        (16, 32, 64, 128, 256), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 4, 8), (1, 2)
     ):
         columns, consumers = -(-m // tokens), groups * k_groups
-        if tokens > max(m, 16) or tokens < min(m, 32) or columns > 2 or consumers > 4:
+        if tokens > max(m, 16) or tokens < min(m, 64) or columns > 2 or consumers > 4:
             continue
         blocks = -(-n // (64 * groups)) * splits * columns
-        if not (_fills(blocks, 1) or _fills(blocks, most)) or (splits == 4 and 120 * most < blocks <= 132 * most):
+        if not (_fills(blocks, 1) or _fills(blocks, most)) or (splits == 8 and (blocks > 132 or most > 1)):
             continue
         plan = WgmmaPlan(tokens, groups, splits, 2 * k_groups, 4, most, k_groups)
         if plan.registers < tokens // 2 + 32 + 28:  # sums, fragments, addresses
@@ -123,6 +117,8 @@ def plans(m: int, n: int, k: int) -> list[Plan]:
     found: list[Plan] = list(mma_plans(m, n, k)) if m <= 16 else []
     if 16 <= m <= 256:
         found += wgmma_plans(m, n, k)
+    if m > 256:
+        found += [WgmmaPlan(128, groups, 1, 6) for groups in (2, 3)]
     today: list[Plan] = [fp4_plan.plan_mma(m, n, k, True)] if m <= 16 else []
     return list(dict.fromkeys([*today, fp4_plan.plan_wgmma(m, n, k), *found]))
 
@@ -138,7 +134,17 @@ def parts(m: int, n: int, k: int, x: torch.Tensor, packed: list[Tiled]) -> dict[
     found["w4a8"] = [functools.partial(op, x, *w, top, None) for w, top in zip(packed, tops, strict=True)]
     prepare = functools.partial(fp4_cuda.run_prepare_e4m3, x, n=n, k=k)
     found["w4a8: operands"] = [functools.partial(prepare, *w, row_top=top) for w, top in zip(packed, tops, strict=True)]
+    one_row = functools.partial(fp4_cuda.run_prepare_e4m3, x[:1], n=n, k=k)
+    found["w4a8: weight"] = [functools.partial(one_row, *w, row_top=top) for w, top in zip(packed, tops, strict=True)]
+    narrow = random_tiled(32, k)
+    top = w4a8.row_tops_for_w4a8(narrow[1], 32, k)
+    found["w4a8: rows"] = LAYERS * [functools.partial(fp4_cuda.run_prepare_e4m3, x, *narrow, row_top=top, n=32, k=k)]
     ready = [prepare(*w, row_top=top) for w, top in zip(packed, tops, strict=True)]
+    for plan in (W4a8Plan(), W4a8Plan(stages=8, prefetch=4), W4a8Plan(stages=4, prefetch=8)):
+        run = functools.partial(w4a8_cuda.run_w4a8, plan, x, bias=None, activation="none", n=n)
+        found[f"w4a8 in one kernel, {plan.stages} stages, {plan.prefetch} windows"] = [
+            functools.partial(run, *w, row_top=top) for w, top in zip(packed, tops, strict=True)
+        ]
     found["w4a8: matmul"] = [functools.partial(_fp8_matmul, *operands) for operands in ready]
     return found
 

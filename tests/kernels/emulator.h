@@ -147,7 +147,7 @@ DEVICE void give_registers() {}
 template <int THREADS>
 DEVICE void block_part_sync() { block_part_arrive(); }
 DEVICE u64 wgmma_operand(u32 address) { return address >> 4; }
-#if TOKENS > 0
+#if TOKENS > 0 && !E4M3
 DEVICE void wgmma(float* d, const u32* a, u64 b) {
     Fragments& f = fragments();
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -163,6 +163,31 @@ DEVICE void wgmma(float* d, const u32* a, u64 b) {
             u16 x;
             memcpy(&x, shared_at(thread_block, at, 2), 2);
             sum += (double)pick(w, k & 1) * half_to_float(x);
+        }
+        d[i] = (float)sum;
+    }
+    warp_arrive();
+}
+#endif
+
+#if E4M3
+DEVICE float from_e4m3(u32 code) {
+    const float value = ((code >> 3) & 15) ? ldexpf(8 + (code & 7), ((code >> 3) & 15) - 10) : ldexpf(code & 7, -9);
+    return code & 128 ? -value : value;
+}
+DEVICE void wgmma_e4m3(float* d, const u32* a, u64 b, int add) {
+    Fragments& f = fragments();
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    for (int i = 0; i < 4; i++) f.a[lane][i] = a[i];
+    warp_arrive();
+    for (int i = 0; i < TOKENS / 2; i++) {
+        const int row = g + 8 * ((i >> 1) & 1), token = (i >> 2) * 8 + 2 * t + (i & 1);
+        double sum = add ? d[i] : 0.0;
+        for (int k = 0; k < 32; k++) {
+            const u32 w = f.a[(row & 7) * 4 + ((k & 15) >> 2)][(k >> 4) * 2 + (row >> 3)] >> (8 * (k & 3));
+            u32 at = (u32)(b << 4) + (token >> 3) * 1024 + (token & 7) * 128 + k;
+            at ^= ((at >> 7) & 7) << 4;
+            sum += (double)from_e4m3(w & 255) * from_e4m3(*shared_at(thread_block, at, 1));
         }
         d[i] = (float)sum;
     }

@@ -17,7 +17,7 @@ from vblackwell.kernels.fp4_plan import MMA_FILES, WGMMA_FILES, MmaPlan, WgmmaPl
 from vblackwell.kernels.nvrtc import kernel
 from vblackwell.kernels.reference import ACTIVATIONS
 
-DEQUANTIZE_FILES = ("ptx.cuh", "decode.cuh", "fp4_dequantize.cu")
+DEQUANTIZE_FILES = ("ptx.cuh", "decode.cuh", "round_row.cuh", "fp4_dequantize.cu")
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,61 +20,6 @@
 #endif
 #define ROW_GRANULES (64 * ELEMENT_BYTES / 16)
 
-#if OUT == 3
-#if X_FP16
-#define X_FLOAT fp16_to_float
-#else
-#define X_FLOAT bf16_to_float
-#endif
-#define LEAST_TOP 7.8886090522101181e-31f  // 2^-100
-// A row of K elements, a multiple of 16, relative to its largest magnitude (2^-100 at least), which becomes 448. A thread keeps the first KEPT
-// granules of 16 bytes that it has read; of a longer row the others are read twice.
-DEVICE void round_row(const u16* x, u8* q, float* scale, int K, int tid, float* tops) {
-    const int step = WARPS * 256;
-    uint4 kept[KEPT];
-    u32 pair = 0;  // magnitudes of halves are ordered like their bits
-    auto look = [&](const uint4 v) {
-        const u32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int i = 0; i < 4; i++) pair = max_pair(pair, words[i] & 0x7FFF7FFFu);
-    };
-#pragma unroll
-    for (int i = 0; i < KEPT; i++) {
-        const int k = tid * 8 + i * step;
-        kept[i] = k < K ? *(const uint4*)(x + k) : make_uint4(0, 0, 0, 0);
-    }
-#pragma unroll
-    for (int i = 0; i < KEPT; i++) look(kept[i]);
-    for (int k = tid * 8 + KEPT * step; k < K; k += step) look(*(const uint4*)(x + k));
-    float top = as_float(max(pair & 0xFFFF, pair >> 16));  // positive floats are ordered like their bits, too
-#pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) top = as_float(max(as_bits(top), as_bits(shuffle_xor(top, mask))));
-    if (tid % 32 == 0) tops[tid / 32] = top;
-    __syncthreads();
-    u32 bits = 0;
-#pragma unroll
-    for (int i = 0; i < WARPS; i++) bits = max(bits, as_bits(tops[i]));
-    float amax = X_FLOAT((u16)bits);
-    if (amax < LEAST_TOP) amax = LEAST_TOP;
-    const float factor = 448.0f / amax;
-    auto put = [&](int k, const uint4 v) {
-        const u32 words[4] = {v.x, v.y, v.z, v.w};
-        float f[8];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            f[2 * i] = X_FLOAT((u16)words[i]) * factor;
-            f[2 * i + 1] = X_FLOAT((u16)(words[i] >> 16)) * factor;
-        }
-        *(uint2*)(q + k) = make_uint2(to_e4m3(f[0], f[1], f[2], f[3]), to_e4m3(f[4], f[5], f[6], f[7]));
-    };
-#pragma unroll
-    for (int i = 0; i < KEPT; i++)
-        if (tid * 8 + i * step < K) put(tid * 8 + i * step, kept[i]);
-    for (int k = tid * 8 + KEPT * step; k < K; k += step) put(k, *(const uint4*)(x + k));
-    if (tid == 0) *scale = amax / 448.0f;
-}
-#endif
-
 // `row_top`: for OUT 3, the E5M3 byte of each row's largest scale; a row is scaled so that this becomes 2^6, and `row_scale` says what it must
 // be multiplied by to be the weight.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
@@ -92,14 +37,20 @@ fp4_dequantize(const u8* codes, const u8* scales, const float* tensor_scale, con
         const int columns = (K + 64 * WARPS - 1) / (64 * WARPS);  // of blocks
         float* tops = (float*)memory;  // of two rows in turns: who is done with one may be a barrier ahead of the others
         for (int m = (blockIdx.y - bands) * columns + blockIdx.x; m < M; m += row_blocks * columns) {
-            round_row(x + (u64)m * K, q + (u64)m * K, x_scale + m, K, threadIdx.x, tops);
+            u8* row = q + (u64)m * K;
+            round_row(x + (u64)m * K, x_scale + m, K, K, threadIdx.x, tops, [=](int k, uint2 v) { *(uint2*)(row + k) = v; });
             tops = tops == (float*)memory ? tops + WARPS : (float*)memory;
         }
         return;
     }
 #endif
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-    const int windows = (K + 63) / 64, window = blockIdx.x * WARPS + warp, band = blockIdx.y;
+    const int windows = (K + 63) / 64, window = blockIdx.x * WARPS + warp;
+#if OUT == 3
+    const int band = bands - 1 - blockIdx.y;  // the matmul begins with the first rows: they are the ones still in the L2
+#else
+    const int band = blockIdx.y;
+#endif
     if (window >= windows) return;
     uint4* tile_rows = (uint4*)memory + warp * 32 * ROW_GRANULES;
     const u64 tile = (u64)band * windows + window;
