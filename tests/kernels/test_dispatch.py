@@ -2,10 +2,15 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels import backends, dispatch, fp4_cuda, fp4_plan
+from vblackwell.kernels.cross_entropy import linear_cross_entropy
 from vblackwell.kernels.dispatch import Backend, Request, choose, explain, use_backend
+from vblackwell.kernels.rms_norm import rms_norm
+from vblackwell.kernels.shared_input import shared_input_linears
+from vblackwell.nn.linear import FusedFP4Linear
 
 H200 = torch.device("cuda", 0)
 
@@ -98,3 +103,45 @@ def test_x_comes_in_bulk_where_it_may(m):
     with pytest.raises(ConfigurationError, match="bulk=False"):
         norm = fp4_cuda.Norm(x_MK[0], 1e-5)
         fp4_cuda.run_mma(plan, x_MK, x_MK, x_MK, x_MK, None, "none", 4096, norm=norm)
+
+
+def tangent(function, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(function(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+def packed_linear(x):
+    layer = FusedFP4Linear(32, 16)
+    layer.quantize()
+    return layer(x)
+
+
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:torch.jit"
+)  # torch scripts its own rules when they are first asked for
+@pytest.mark.parametrize(
+    "function",
+    [
+        packed_linear,
+        lambda x: linear_cross_entropy(x, torch.ones(16, 32), torch.arange(3)),
+        lambda x: shared_input_linears(x, [torch.ones(16, 32)])[0],
+    ],
+)
+def test_no_derivative_is_no_zero(function):
+    """torch hands operators without a rule on without their tangents: a derivative of zero, and no word of it."""
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(Unsupported, match="forward-mode derivative"):
+        tangent(function, x)
+    function(x)  # and nothing stays behind
+
+
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:torch.jit"
+)  # torch scripts its own rules when they are first asked for
+def test_rows_are_differentiated_forward_by_torch():
+    x = torch.randn(3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = tangent(lambda x: rms_norm(x, torch.ones(32, dtype=torch.float64), 1e-6), x)
+    wanted = tangent(lambda x: x * (x.square().mean(-1, True) + 1e-6).rsqrt(), x)
+    torch.testing.assert_close(found, wanted)  # the same expression in float64
+    with use_backend("rms_norm", "triton"), pytest.raises(Unsupported, match="forward-mode"):
+        tangent(lambda x: rms_norm(x, torch.ones(32, dtype=torch.float64), 1e-6), x)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
+from vblackwell.kernels.dispatch import refuse_forward_mode
 from vblackwell.kernels.fused import on_device
 from vblackwell.kernels.rotary import empty_of
 
@@ -177,6 +178,7 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     from vblackwell.kernels import attention_launch
 
+    refuse_forward_mode("attention")
     options = attention_launch.Options(
         mask, slopes_N, seed, q_starts, k_starts, max_q, max_k, scale, left, right, bottom_right, softcap, dropout
     )

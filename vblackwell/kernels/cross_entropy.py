@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
+from vblackwell.kernels.dispatch import refuse_forward_mode
 from vblackwell.kernels.fused import runs_triton
 
 CHUNK_BYTES = 256 << 20  # of logits; large enough for matrix kernels at any vocabulary in use
@@ -120,6 +121,7 @@ def _linear_cross_entropy(
     with_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The summed loss, and the gradients of hidden states, weight and bias for an incoming 1; empty where not wanted."""
+    refuse_forward_mode("linear_cross_entropy")
     with torch.autocast(hidden_TD.device.type, enabled=False):
         return _chunked(
             hidden_TD, weight_VD, bias_V, targets_T, ignore_index, z_loss, chunk, accumulate_fp32, with_hidden, with_weight, with_bias

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vblackwell.errors import ConfigurationError, Unsupported
 
+NO_FORWARD_MODE = "it has no forward-mode derivative: use reverse mode (backward, torch.func.vjp)"
 Run = TypeVar("Run", bound=Callable[..., Any])
 _CHOSEN: ContextVar[dict[str, str]] = ContextVar("vblackwell_backends", default={})  # noqa: B039 - never mutated
 
@@ -53,11 +54,13 @@ class Backend(Generic[Run]):
         name: what ``use_backend`` calls it.
         reasons: maps a request to the reasons against it; empty means it runs.
         run: the implementation.
+        forward_mode: torch can differentiate it forward (`torch.func.jvp`), because it is made of torch's own operators.
     """
 
     name: str
     reasons: Callable[[Request], list[str]]
     run: Run
+    forward_mode: bool = False
 
 
 @functools.lru_cache
@@ -84,9 +87,31 @@ def use_backend(op: str, name: str) -> Iterator[None]:
         _CHOSEN.reset(token)
 
 
+def differentiating_forward() -> bool:
+    """Whether forward-mode differentiation is on. What no rule covers gets no tangent there, which reads as a derivative of zero."""
+    return torch.autograd.forward_ad._current_level >= 0  # noqa: SLF001
+
+
+def refuse_forward_mode(op: str) -> None:
+    """What an op without a choice of backends says where `choose` would refuse.
+
+    Raises:
+        Unsupported: forward-mode differentiation is on.
+    """
+    if differentiating_forward():
+        raise Unsupported(f"{op}: {NO_FORWARD_MODE}")
+
+
 def explain(table: tuple[Backend[Run], ...], request: Request) -> dict[str, list[str]]:
     """Each backend's reasons against ``request``, in order of preference."""
-    return {backend.name: backend.reasons(request) for backend in table}
+    return {backend.name: _reasons(backend, request) for backend in table}
+
+
+def _reasons(backend: Backend[Run], request: Request) -> list[str]:
+    reasons = backend.reasons(request)
+    if differentiating_forward() and not backend.forward_mode:
+        reasons = [*reasons, NO_FORWARD_MODE]
+    return reasons
 
 
 def choose(op: str, table: tuple[Backend[Run], ...], request: Request) -> Backend[Run]:
@@ -99,13 +124,13 @@ def choose(op: str, table: tuple[Backend[Run], ...], request: Request) -> Backen
     wanted = _CHOSEN.get().get(op)
     if wanted is None:
         for backend in table:
-            if not backend.reasons(request):
+            if not _reasons(backend, request):
                 return backend
         refusals = explain(table, request)
         raise Unsupported(f"no backend of {op} takes {request}: {_sentence(refusals)}")
     for backend in table:
         if backend.name == wanted:
-            if reasons := backend.reasons(request):
+            if reasons := _reasons(backend, request):
                 raise Unsupported(f"backend {wanted!r} of {op} refuses: {'; '.join(reasons)}")
             return backend
     raise ConfigurationError(f"{op} has no backend {wanted!r}: choose one of {', '.join(b.name for b in table)}")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
+from vblackwell.kernels.dispatch import refuse_forward_mode
 
 # Products of 8k rows run as fast as those of 16k, and few chunks are few roundings: 9.7k rows of I = 6912 in bf16, 6.1k of I = 11008.
 MOST_BYTES = 128 << 20
@@ -62,6 +63,7 @@ def _block(
     from vblackwell.kernels import rms_norm_triton, swiglu_triton
 
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    refuse_forward_mode("feed_forward_block")
     if not wanted:
         return y
     x_MD, y_MD = x.reshape(-1, x.shape[-1]), y.view(-1, x.shape[-1])

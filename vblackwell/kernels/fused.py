@@ -44,7 +44,7 @@ def _never(request: Request) -> list[str]:
 
 
 _TRITON = Backend("triton", _triton_reasons, lambda: True)
-_TORCH = Backend("torch", _never, lambda: False)
+_TORCH = Backend("torch", _never, lambda: False, forward_mode=True)
 # By device, because on the CPU the kernels run for tests alone, one element after the other.
 _TABLES = {"cuda": (_TRITON, _TORCH), "cpu": (_TORCH, _TRITON)}
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
+from vblackwell.kernels.dispatch import refuse_forward_mode
 from vblackwell.kernels.shared_input import linears_dx
 
 
@@ -32,6 +33,7 @@ def normed_linears(x: Tensor, norm_D: Tensor, eps: float, weights_ND: list[Tenso
 
 @torch.library.custom_op("vblackwell::normed_linears", mutates_args=())
 def _normed_linears(x: Tensor, norm_D: Tensor, eps: float, weights_ND: list[Tensor]) -> list[Tensor]:
+    refuse_forward_mode("normed_linears")
     from vblackwell.kernels import rms_norm_triton
 
     n_MD, _, _ = rms_norm_triton.forward(x.reshape(-1, x.shape[-1]), None, norm_D, eps)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
+from vblackwell.kernels.dispatch import refuse_forward_mode
 
 
 def shared_input_linears(x: Tensor, weights_NK: list[Tensor]) -> list[Tensor]:
@@ -31,6 +32,7 @@ def shared_input_linears(x: Tensor, weights_NK: list[Tensor]) -> list[Tensor]:
 
 @torch.library.custom_op("vblackwell::shared_input_linears", mutates_args=())
 def _linears(x: Tensor, weights_NK: list[Tensor]) -> list[Tensor]:
+    refuse_forward_mode("shared_input_linears")
     x_MK = x.reshape(-1, x.shape[-1])
     return [torch.mm(x_MK, w_NK.t()).view(*x.shape[:-1], w_NK.shape[0]) for w_NK in weights_NK]
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError
+from vblackwell.kernels.dispatch import refuse_forward_mode
 from vblackwell.kernels.fused import runs_triton
 
 
@@ -79,6 +80,7 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight_DI: Tensor, wanted: bool = Tr
 def _swiglu_linear(gate: Tensor, up: Tensor, weight_DI: Tensor, wanted: bool) -> Tensor:
     from vblackwell.kernels import swiglu_triton
 
+    refuse_forward_mode("swiglu_linear")
     if not wanted:
         return gate.new_empty(*gate.shape[:-1], weight_DI.shape[0])
     product = swiglu_triton.forward(gate, up)

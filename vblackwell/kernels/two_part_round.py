@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vblackwell.kernels.dispatch import refuse_forward_mode
 from vblackwell.kernels.fused import runs_triton
 from vblackwell.numerics import separation
 
@@ -24,6 +25,7 @@ def two_part_round_trip(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor
         block_scales, tensor_scale: of `separation.Scales`; not differentiable.
         dtype: of the result.
     """
+    refuse_forward_mode("two_part_round_trip")
     if runs_triton(OP, w_NK, 0):
         from vblackwell.kernels import two_part_triton
 
