@@ -27,7 +27,7 @@ DEVICE void decode_e4m3(u32 word, u32 scale, u32& low, u32& high) {
     u32 pairs[4];
     decode(word, scale, pairs);
 #pragma unroll
-    for (int i = 0; i < 4; i++) pairs[i] = (pairs[i] & 0x80008000u) | ((pairs[i] * 16) & 0x7FFF7FFFu);  // upper bytes of the halves
+    for (int i = 0; i < 4; i++) pairs[i] = (pairs[i] & 0x80008000u) | (pairs[i] * 16);  // upper bytes of the halves
     low = permute_bytes(pairs[0], pairs[1], 0x7531);
     high = permute_bytes(pairs[2], pairs[3], 0x7531);
 }
@@ -74,13 +74,12 @@ w4a8_wgmma(const u8* x, const float* x_scale, const u8* codes, const u8* scales,
         const u8* from_scales = scales + (u64)band * windows * 128 + lane * 4;
         const u32 ring = shared + RINGS + warp * (PREFETCH * WINDOW_BYTES);
         int todo = windows;
-        auto load = [&](u32 slot) {
-            if (todo-- > 0) {
-                copy_async(slot + lane * 16, from_codes, 16);
-                copy_async_word(slot + 512 + lane * 4, from_scales, 4);
-                from_codes += 1024;
-                from_scales += 128;
-            }
+        auto load = [&](u32 slot) {  // zeros after the last window
+            copy_async(slot + lane * 16, from_codes, todo > 0 ? 16 : 0);
+            copy_async_word(slot + 512 + lane * 4, from_scales, todo > 0 ? 4 : 0);
+            from_codes += 1024;
+            from_scales += 128;
+            todo--;
             copy_commit();
         };
 #pragma unroll
@@ -117,10 +116,6 @@ w4a8_wgmma(const u8* x, const float* x_scale, const u8* codes, const u8* scales,
 #pragma unroll
             for (int d = 0; d < 2; d++) {
                 if (i + d >= count) break;
-                if ((i + d) * 2 + 1 >= windows) {  // the stage ends with its first window
-#pragma unroll
-                    for (int r = 0; r < 4; r++) a[d][2][r] = a[d][3][r] = 0;
-                }
                 barrier_wait(full + 8 * stage, parity);
                 const u64 b = wgmma_operand(shared + stage * STAGE_BYTES);
                 wgmma_fence();
