@@ -21,6 +21,7 @@ W4A8_FILES = (
     "ptx.cuh", "decode.cuh", "wgmma.cuh", "wgmma_e4m3.cuh", "barrier.cuh", "epilogue.cuh", "round_row.cuh", "w4a8_wgmma.cu",
 )  # fmt: skip
 _TOKENS = 128  # rows of x a block takes
+_MOST_ROWS = 0  # up to which one kernel was measured to be faster: it was not measured yet
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,11 @@ class W4a8Plan:
     def shared_bytes(self) -> int:
         main = self.stages * _TOKENS * 128 + 4 * self.groups * self.prefetch * 640
         return max(main, _TOKENS * (64 * self.groups + 4) * 4) + 16 * self.stages
+
+
+def one_kernel_wins(m: int, n: int, k: int) -> bool:
+    """Whether ``run_w4a8`` is faster than writing the weight out for PyTorch's FP8 matmul."""
+    return m <= _MOST_ROWS
 
 
 def run_w4a8(
