@@ -7,7 +7,7 @@ statistics are a few numbers a weight.
 Training rounds the weight at each forward, on scales that are renewed every ``refresh_every`` steps, or when the weight has drifted; a
 step is a backward pass that reached the weight, because nothing else is the same for plain, accumulated, checkpointed and streamed
 training. Codes are never stale. Its gradient is that of the rounded weight, unchanged. Inference packs once, and again when the weight
-has changed.
+has changed: in place, by an optimizer, or (each time) because it streams. Whoever writes through ``.data`` calls `forget`.
 
 Three precisions, by the two switches: coarse + fine at 8.5 bits (both), nvfp4 at 4.5 (``enable_fp4`` alone), int8 by rows
 (``enable_quantization`` alone).
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vblackwell.errors import ConfigurationError, UnknownKey, nearest
 from vblackwell.kernels import layout, two_part_layout
@@ -142,6 +143,28 @@ def place_parts(packed: SeparatedTensor | PackedTensor) -> PlacedParts:
     parts = (coarse.codes, fine, coarse.block_scales, coarse.tensor_scale)
     codes, fine, scales, tensor_scale = two_part_layout.to_tiled(*parts, coarse.n, coarse.k)
     return PlacedParts(two_part_layout.TILED, codes, scales, tensor_scale, fine)
+
+
+class _OptimizerSteps:
+    """Steps that any optimizer has taken, counted from the first question on.
+
+    A tensor's version says that it was changed in place, but not by torch's fused optimizers, nor by kernels of ours.
+    """
+
+    def __init__(self) -> None:
+        self._count: int | None = None
+
+    def taken(self) -> int:
+        if self._count is None:
+            self._count = 0
+            register_optimizer_step_post_hook(self._add)
+        return self._count
+
+    def _add(self, *_: Any) -> None:
+        self._count = (self._count or 0) + 1
+
+
+_STEPS = _OptimizerSteps()
 
 
 @dataclass(eq=False)
@@ -266,8 +289,10 @@ class VirtualBlackwellAdapter:
     @torch.compiler.disable
     @torch.no_grad()
     def _packed(self, held: _Held, weight: Tensor, name: str) -> PlacedParts:
-        source = (weight.data_ptr(), weight.device, None if weight.is_inference() else weight._version)
-        if held.parts is None or held.owner is None or held.owner() is not weight or held.source != source:
+        version = None if weight.is_inference() else weight._version
+        source = (weight.data_ptr(), weight.device, version, _STEPS.taken() if weight.requires_grad else 0)
+        streams = "_vb_binding" in weight.__dict__  # its memory comes and goes, and may come back with other numbers
+        if held.parts is None or held.owner is None or held.owner() is not weight or held.source != source or streams:
             with torch.inference_mode(False):
                 held.parts, held.scales = place_parts(pack(weight, self.settings.precision, name)), None
             held.source, held.owner = source, weakref.ref(weight)
