@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.nn import functional
 
 import vblackwell as vb
 from vblackwell.errors import ConfigurationError, CorruptData, UnknownKey
+from vblackwell.nn import optimized_linear
 from vblackwell.nn.optimized_linear import VBOptimizedLinear
 from vblackwell.numerics.separation import round_to_parts, training_scales
 from vblackwell.numerics.sqnr import sqnr
@@ -144,6 +147,48 @@ def test_inference_packs_once_and_lets_the_weight_go():
     assert loaded[0].weight is not None and torch.equal(loaded[0].weight, unpacked[0].weight)
     twin = copy.deepcopy(wrapper)
     assert torch.equal(twin(x), y)
+
+
+@pytest.mark.parametrize("placement", [None, "resident", "streamed"])
+def test_what_an_optimizer_changed_is_packed_again(placement):
+    """Neither torch's fused AdamW nor a stack's updates leave a mark on the tensor."""
+    model, x = vb.enable_vb_optimization(model_of(), mode="auto"), torch.randn(3, 32)
+    if placement is None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    else:
+        levels = [{"device": "arena", "capacity_mb": 4}, {"device": "cpu", "capacity_mb": 8}]
+        vb.enable_vgpu_stack_optimization(model, vb.VGPUStack({"levels": levels}), placement=placement)
+        optimizer = vb.VGPUAdamW(model.parameters(), lr=0.1)
+    model(x).square().sum().backward()
+    with torch.no_grad():
+        model(x)
+        optimizer.step()
+        changed = model(x)
+        for layer in model[::2]:
+            layer._adapter = None
+        assert torch.equal(model(x), changed)
+
+
+def test_threads_that_meet_an_unpacked_layer(monkeypatch):
+    """Each packs, and none sees a layer without its weight and without what stands for it."""
+
+    class Watched(VBOptimizedLinear):
+        def __setattr__(self, name, value):
+            if name == "weight" and value is None:
+                assert self._layout and all(part is not None for part in (self.weight_codes, self.weight_fine))
+            super().__setattr__(name, value)
+
+    layer, x = Watched(64, 48, mode="inference"), torch.randn(2, 64)
+    both, packing = threading.Barrier(2, timeout=20), optimized_linear.pack
+
+    def slowly(weight, precision, name):
+        both.wait()
+        return packing(weight, precision, name)
+
+    monkeypatch.setattr(optimized_linear, "pack", slowly)
+    with torch.no_grad(), ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: layer(x), range(2))
+    assert torch.equal(first, second) and layer.is_quantized
 
 
 def test_the_fine_part_comes_and_goes():

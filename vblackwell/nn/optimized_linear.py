@@ -117,8 +117,9 @@ class VBOptimizedLinear(nn.Module):
         Raises:
             ConfigurationError: the weight has inf or NaN. The layer stays as it was.
         """
-        if self.weight is not None:
-            parts = place_parts(pack(self.weight, self.settings.precision, self._name()))
+        weight = self.weight  # another thread may be at it as well
+        if weight is not None:
+            parts = place_parts(pack(weight, self.settings.precision, self._name()))
             self._adopt(parts)
         return self
 
@@ -154,11 +155,12 @@ class VBOptimizedLinear(nn.Module):
         """(..., K) -> (..., N), in the type of ``x`` or of autocast."""
         if self.weight is not None and self.settings.mode == "inference":
             self.quantize()
-        if self.weight is None:
+        weight, adapter = self.weight, self._adapter
+        if weight is None:
             return self._parts().linear(x, self.bias, "none", self.out_features, self.in_features)
-        if self._adapter is None:
-            self._adapter = VirtualBlackwellAdapter(self.settings, max_weights=1)
-        return self._adapter.compress(self.weight, x, "weight", self.bias)
+        if adapter is None:
+            adapter = self._adapter = VirtualBlackwellAdapter(self.settings, max_weights=1)
+        return adapter.compress(weight, x, "weight", self.bias)
 
     def stats(self) -> dict[str, Any]:
         """Shape, precision, whether it is packed, bytes held, and what the adapter knows; a few numbers whatever the size."""
@@ -187,10 +189,11 @@ class VBOptimizedLinear(nn.Module):
         return PlacedParts(self._layout, *(getattr(self, name) for name in _BUFFERS))
 
     def _adopt(self, parts: PlacedParts) -> None:
-        self.weight, self._adapter, self._layout = None, None, parts.layout
+        self._layout = parts.layout
         tensors = (parts.codes, parts.scales, parts.tensor_scale, parts.fine)
         for name, tensor in zip(_BUFFERS, tensors, strict=True):
             setattr(self, name, tensor)
+        self.weight, self._adapter = None, None  # last: whoever sees no weight finds all that stands for it
 
     def _drop_packed(self, device: torch.device) -> None:
         for name in _BUFFERS:
