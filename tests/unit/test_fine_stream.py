@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import vblackwell as vb
-from vblackwell.errors import ConfigurationError, InsufficientMemory
+from vblackwell.errors import ConfigurationError, DiskError, InsufficientMemory
 from vblackwell.nn.fine_stream import FineStream
 
 WIDTH, LAYERS = 64, 6
@@ -65,6 +65,38 @@ def test_what_does_not_fit_computes_coarse_and_nothing_waits():
         assert 0 < stream.served.share < 1 and stream.served.both + stream.served.coarse == 5 * LAYERS
         stream.close()
         assert torch.equal(model(x), reference(x))
+
+
+def test_a_link_that_is_late_is_asked_once_a_pass(monkeypatch):
+    model, x = packed_model(), torch.randn(3, WIDTH)
+    with stack_of(5) as stack:
+        stream, asked = FineStream(model, stack, ahead=3), []
+        stream.wait()
+        keys = stream.keys()
+        monkeypatch.setattr(stack, "prefetch", asked.extend)  # and nothing comes
+        for number in range(1, 4):
+            model(x)
+            assert all(asked.count(key) in (number, number + 1) for key in keys if stack.level_of(key))
+        assert asked
+
+
+def test_closing_may_be_tried_again(monkeypatch):
+    model = packed_model()
+    with stack_of(2) as stack:
+        stream = FineStream(model, stack)
+        key, access = stream.keys()[2], stack.access
+
+        def broken(wanted):
+            if wanted == key:
+                raise DiskError("gone")
+            return access(wanted)
+
+        monkeypatch.setattr(stack, "access", broken)
+        with pytest.raises(DiskError):
+            stream.close()
+        monkeypatch.undo()
+        stream.close()
+        assert all(layer.has_fine for layer in model) and len(stack) == 0
 
 
 def test_what_is_refused_leaves_the_model_as_it_was():

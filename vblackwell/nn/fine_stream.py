@@ -76,7 +76,9 @@ class FineStream:
                 )
         self._order = list(self._layers)
         self._place = {key: place for place, key in enumerate(self._order)}
-        self._asked: set[str] = set()  # and not computed since: asking at every layer would fill the queue with what is past
+        self._asked: set[str] = (
+            set()
+        )  # and not computed since: asking at every layer would fill the queue with what is past
         self._hooks: list[Any] = []
         staying = self._staying()
         registered: list[str] = []
@@ -153,7 +155,7 @@ class FineStream:
             hook.remove()
         self._hooks.clear()
         while self._order:
-            key = self._order.pop()
-            layer = self._layers.pop(key)
-            layer.attach_fine(self._stack.access(key).clone())
+            key = self._order[-1]
+            self._layers[key].attach_fine(self._stack.access(key).clone())
             self._stack.remove(key)
+            del self._layers[self._order.pop()]  # what failed before this may be tried again
