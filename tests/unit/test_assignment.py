@@ -65,6 +65,18 @@ def test_sensitivity_is_the_divergence_of_each_layer_alone_and_leaves_the_model_
     assert found.divergence["first"]["nvfp4"] == pytest.approx(float(torch.stack(kl).sum(-1).mean()), rel=0.01)
 
 
+def test_what_a_model_drops_is_not_counted():
+    model, batches = Words(), batches_of()
+    expected = measure_sensitivity(model, batches)
+    dropping = nn.Dropout(0.5)
+    model.second.register_forward_pre_hook(lambda _, x: (dropping(x[0]),))
+    model.dropping, model.first.training = dropping, False
+    assert measure_sensitivity(model, batches, pattern="first|third").divergence == {
+        name: expected.divergence[name] for name in ("first", "third")
+    }
+    assert dropping.training and model.second.training and not model.first.training
+
+
 def test_the_choice_is_the_cheapest_of_all():
     """Against all 81 choices: within one layer's step of the least bytes, never beyond the budget."""
     generator = torch.Generator().manual_seed(3)

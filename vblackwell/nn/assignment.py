@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,14 @@ def measure_sensitivity(
     if not batches or not any(bool((targets != -100).any()) for _, targets in batches):
         raise ConfigurationError("the calibration data is empty: give at least one batch of inputs and targets")
     linears = select_linears(model, pattern, keep)
+    with _evaluating(model):
+        return _measured(model, batches, linears, precisions, on_layer)
+
+
+def _measured(
+    model: nn.Module, batches: Batches, linears: dict[str, nn.Linear], precisions: Sequence[str],
+    on_layer: Callable[[str, int, int], None] | None,
+) -> Sensitivity:  # fmt: skip
     before = [_log_probabilities(model, inputs) for inputs, _ in batches]
     loss = _mean_loss(before, batches)
     if not math.isfinite(loss):
@@ -270,9 +279,21 @@ def _with_loss(
     model: nn.Module, batches: Batches, chosen: dict[str, str], measured: Sensitivity, budget: float
 ) -> Assignment:  # fmt: skip
     linears: dict[str, Any] = {name: model.get_submodule(name) for name in chosen}
-    with weights_in(linears, chosen):
+    with weights_in(linears, chosen), _evaluating(model):
         after = _mean_loss([_log_probabilities(model, inputs) for inputs, _ in batches], batches)
     return Assignment(chosen, measured.shapes, {"loss": measured.loss, "loss_after": after, "budget": budget})
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, nothing is dropped: a divergence would be that of two draws. Every module is in its own mode again afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 class weights_in:
