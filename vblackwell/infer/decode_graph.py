@@ -52,13 +52,12 @@ class DecodeGraph:
         self._graph = torch.cuda.CUDAGraph()
         beside = torch.cuda.Stream(device)
         beside.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(
-            beside
-        ):  # kernels are compiled and chosen before the capture; what this stores is overwritten
+        with torch.cuda.stream(beside):  # kernels are compiled and chosen before; what this stores is overwritten
             model.next_logits(self._ids_B1, self._steady)
             self._steady.restart()
         torch.cuda.current_stream(device).wait_stream(beside)
-        with torch.cuda.graph(self._graph):
+        # Of this thread alone: a stack's copies, or another request, may ask CUDA for memory meanwhile, which would end a capture of all.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._logits_BV = model.next_logits(self._ids_B1, self._steady)
 
     @torch.no_grad()
