@@ -187,7 +187,7 @@ def random_parts(n: int, k: int, device: str = "cuda") -> tuple[Tensor, ...]:
 
 
 def check_rows(rows: Rows) -> None:
-    """Against float64 on real weights: sums, and the rounding of products of code and scale to bf16, 2^-9 each."""
+    """Against float64 on real weights whose products of code and scale are rounded to bf16: what is left are fp32 sums."""
     worst, repeats, written_right = 0.0, True, True
     hopper = torch.cuda.get_device_capability()[0] == 9
     covers = list(itertools.product(CHECK_ROWS, (True, False) if hopper else (False,)))

@@ -4,7 +4,7 @@
 // share of K; ROW_WARPS stand side by side, K_WARPS take turns at the windows, SPLITS blocks of a cluster split K further; x is staged by
 // chunks; sums meet in shared memory and are added in a fixed order. What differs: a window is 2176 bytes, and the decode adds the fine
 // bits to the coarse ones before the one multiplication by the scale, an E2M5 number times a scale of four bits, rounded to bf16
-// (2^-9 of a weight, beside the 2^-6 of a code that the fine part resolves). So the fine part costs its bytes and eleven operations
+// (2^-8 of a weight at most, beside the 2^-6 of a code that the fine part resolves). So the fine part costs its bytes and eleven operations
 // for eight weights, and no second product.
 //
 // The second kernel writes the weight out, (code * scale) * tensor_scale in fp32 rounded once, for many rows and for backward.
