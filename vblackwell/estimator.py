@@ -25,7 +25,7 @@ from vblackwell.plan.lanes import LaneTimes
 from vblackwell.plan.level_sizes import StackConfig, stack_config
 from vblackwell.plan.rates import Rates
 from vblackwell.plan.trace import Trace, trace_training
-from vblackwell.plan.work import phase_seconds
+from vblackwell.plan.work import phase_seconds, streaming_work
 from vblackwell.subject import Subject, check_batch, find_subject, of_decoder
 from vblackwell.units import MiB, format_bytes
 
@@ -225,7 +225,8 @@ def streamed_seconds(run: Run, trace: Trace, capacities: list[int], rates: Rates
     model = run.model()
     groups = [group for group in find_groups(model, None, None, EXACT)[0] if group.trainable()]
     wishes = Wishes(weight_bytes=_loaded_bytes(groups, capacities[0]))
-    return streamed_times(model, capacities, wishes, phase_seconds(trace.work, rates), rates)
+    seconds = phase_seconds((*trace.work, *streaming_work(len(groups))), rates)
+    return streamed_times(model, capacities, wishes, seconds, rates)
 
 
 def streams_on(run: Run, gpu_bytes: int) -> bool:

@@ -27,7 +27,7 @@ from vblackwell.plan.trace import (
     trace_forward,
     trace_training,
 )
-from vblackwell.plan.work import MATMUL_SHARE, phase_seconds
+from vblackwell.plan.work import KERNEL, MATMUL_SHARE, TORCH_MODULE, Work, phase_seconds
 from vblackwell.plan.workspace import CUBLAS_BYTES, CUBLASLT_BYTES, reduction_bytes
 
 F32 = 4
@@ -256,7 +256,32 @@ def test_the_work_of_a_linear_by_hand():
     slow = replace(rates, matmul_fp32=1.0)
     assert phase_seconds(trace.work, slow)["loss"] == pytest.approx(product / MATMUL_SHARE, rel=0.01)
     issued = replace(rates, issue_seconds=1.0)
-    assert sum(phase_seconds(trace.work, issued).values()) == len(trace.work)
+    # A call of a torch module; forward and backward: views of the weight and products; and what the step's loss and update take.
+    calls = [each for each in trace.work if each.kind == "host" and each.issues == TORCH_MODULE]
+    assert len(calls) == 1 and calls[0].phase == "forward"
+    total = sum(each.issues for each in trace.work)
+    assert sum(phase_seconds(trace.work, issued).values()) == pytest.approx(total)
+    assert 5 * KERNEL < total < 30
+
+
+def test_a_step_takes_the_longer_of_the_gpu_s_time_and_the_host_s():
+    rates = replace(assumed_rates(find_gpu("H200")), issue_seconds=1e-5, matmul_half=1e12, matmul_fp32=1e12)
+    work = (
+        Work("forward", 1e9, 0, 2, issues=1.0),  # 1.2 ms on the GPU, 10 us on the host
+        Work("backward", 0.0, 0, 2, issues=50.0),  # the other way round
+    )
+    assert sum(phase_seconds(work, rates).values()) == pytest.approx(1e-3 / MATMUL_SHARE, rel=0.01)
+    assert phase_seconds(work, replace(rates, issue_seconds=1e-3)) == pytest.approx({"forward": 1e-3, "backward": 0.05})
+
+
+def test_convolutions_of_fp32_are_computed_in_tf32_where_there_is_one():
+    model = nn.Conv2d(16, 16, 3, bias=False)
+    make = lambda: torch.zeros(1, 16, 16, 16, device="cuda")  # noqa: E731
+    kinds = [
+        {each.kind for each in trace_training(model, make, lambda m, b: m(b).sum(), None, capability=of, steps=1).work if each.flops}
+        for of in ((7, 0), (9, 0))
+    ]  # fmt: skip
+    assert kinds == [{""}, {"tf32"}]
 
 
 def test_dropout_keeps_a_byte_an_element():
@@ -402,7 +427,7 @@ def test_a_packed_linear_multiplies_as_a_plain_one_does():
         assert found.sizes.count(written_out) == outs
     packed = sum(p.numel() for p in stored.parameters())
     work = trace_forward(stored, lambda: make(1), lambda m, b: m(b))
-    made, product = work  # the batch is made in the trace
+    made, product = (each for each in work if each.kind != "host")  # the batch is made in the trace
     assert made.num_bytes == 2 * 256 and product.flops == 2 * 256 * 512
     assert product.num_bytes == packed + 2 * (256 + 512) and packed < written_out * 0.3
 

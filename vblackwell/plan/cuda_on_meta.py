@@ -315,12 +315,20 @@ def _forgetting_capability() -> Iterator[None]:
 
 
 @contextmanager
-def cuda_on_meta(autocast: torch.dtype | None = None, capability: tuple[int, int] = (8, 0)) -> Iterator[CudaOnMeta]:
-    """Enter `CudaOnMeta`, on a GPU of that compute capability; attention inside torch's own Python functions is caught too."""
+def cuda_on_meta(
+    autocast: torch.dtype | None = None, capability: tuple[int, int] = (8, 0),
+    on_call: Callable[[torch.nn.Module], None] = lambda module: None,
+) -> Iterator[CudaOnMeta]:  # fmt: skip
+    """Enter `CudaOnMeta`, on a GPU of that compute capability; attention inside torch's own Python functions is caught too.
+
+    Args:
+        on_call: told of every module that is called.
+    """
     mode = CudaOnMeta(autocast)
     call = torch.nn.Module.__call__
 
     def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        on_call(module)
         if torch._C._len_torch_function_stack():
             return call(module, *args, **kwargs)
         with mode:  # autograd's engine runs without modes, and checkpointing calls modules from inside it

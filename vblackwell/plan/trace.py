@@ -25,7 +25,7 @@ from vblackwell.plan.accumulation import summed_in_place
 from vblackwell.plan.cuda_on_meta import META, cuda_on_meta
 from vblackwell.plan.flex_on_meta import forget_tuning, is_tuning
 from vblackwell.plan.meta_answers import Answering, MetaAnswers
-from vblackwell.plan.work import Work, work_of
+from vblackwell.plan.work import VIEW, Work, host_work, module_issues, work_of
 from vblackwell.plan.workspace import (
     BEHIND_OUTPUTS,
     CUBLAS,
@@ -117,8 +117,8 @@ class _Recorder(TorchDispatchMode):
             taken = self._workspace(name, args) if found and not late else None
             if self.counts_work:
                 is_view = bool(found) and not name.partition(".")[0].endswith("_") and all(map(self._knows, found))
-                work = work_of(self.phase, func, args, kwargs, out, is_view)
-                self.work += [] if work is None else [work]
+                work = work_of(self.phase, func, args, kwargs, out, is_view, self.capability >= (8, 0))
+                self.work.append(host_work(self.phase, VIEW) if work is None else work)
             if name == "add.Tensor" and (old := summed_in_place(args)) is not None:
                 self._take_over(found[0], old)
             behind = behind_each_output(name, args) if found else ()
@@ -134,6 +134,11 @@ class _Recorder(TorchDispatchMode):
             if taken is not None:  # a kernel takes it beside its outputs
                 self.events.append(~taken)
             return out
+
+    def called(self, module: nn.Module) -> None:
+        """Note a call of ``module``."""
+        if self.counts_work:
+            self.work.append(host_work(self.phase, module_issues(module)))
 
     def _knows(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._alive
@@ -238,7 +243,7 @@ def trace_training(
     model = on_meta(model)
     recorder = _Recorder(capability)
     try:
-        with cuda_on_meta(autocast, capability) as masquerade:
+        with cuda_on_meta(autocast, capability, recorder.called) as masquerade:
             _record(recorder, masquerade, model, make_batch, loss, make_optimizer, steps)
     except VBError:
         raise
@@ -279,8 +284,7 @@ def trace_forward(
 
 
 def _brief(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _record(

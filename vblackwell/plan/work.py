@@ -1,7 +1,8 @@
-"""What operators ask of a GPU: floating-point operations of matrix products and bytes of its memory, and from these the seconds of a step.
+"""What operators ask of a GPU and of the host that issues them, and from these the seconds of a step.
 
-An operator takes the longer of its operations over the rate of the matrix units and its bytes over that of the memory, and no less than a
-small kernel; a phase takes the sum, or what the host needs to issue its operators one by one, if that is longer. Operations by
+On the GPU an operator takes the longer of its operations over the rate of the matrix units and its bytes over that of the memory, and no
+less than a small kernel. On the host it takes time in Python, in torch's dispatcher and to launch, and so do views and calls of modules.
+Neither waits for the other in training, so a step takes the longer of the two sums: small models wait for the host. Operations by
 `torch.utils.flop_counter`'s formulas, attention's by our own; causal attention counts half. Our own operators are known by name, as in
 `workspace`.
 """
@@ -21,26 +22,64 @@ from vblackwell.plan.rates import Rates
 SMALL_KERNEL_SECONDS = 3e-6
 # Of the rates of a matrix product of 8192 cubed and of a large copy: what a model's own sizes reach.
 MATMUL_SHARE, ATTENTION_SHARE, MEMORY_SHARE = 0.82, 0.5, 0.85
+CONVOLUTION_SHARE = 0.5
+# The host's time, in what `vb doctor` calls the issue of an operator: a sixth of a small linear layer with its ReLU, forward and backward.
+# From transformers' models with 2 and 8 layers of width 64 on one CPU core, where nothing else takes time.
+KERNEL, VIEW, OWN_KERNEL = 0.6, 0.3, 5.0  # our own go through torch.library and Triton's launcher, in Python
+MANY, ONE_OF_MANY = 1.0, 0.06  # a foreach or fused operator, and each of its tensors
+ON_HOST = 0.3  # an operator on a tensor in host memory: a counter of an optimizer
+STREAMED_GROUP = 25.0  # assumed: what the offload runtime does for a group's forward; twice that for its backward
+# A call of a module of torch.nn, of anyone's, of a whole model of transformers.
+TORCH_MODULE, MODULE, MODEL = 0.4, 3.0, 40.0
 
 
 @dataclass(frozen=True)
 class Work:
-    """One operator: its phase, operations of matrix products, bytes read and written, and bytes an element of what it multiplies."""
+    """One operator, or what else the host does.
+
+    Attributes:
+        flops: operations of matrix products. num_bytes: read and written. width: bytes an element of what it multiplies.
+        kind: '', 'attention', 'tf32' (a convolution of fp32, which cuDNN computes so) or 'host', which the GPU does not see.
+        issues: the host's time for it, in operators as `vb doctor` measures them.
+    """
 
     phase: str
     flops: float
     num_bytes: int
     width: int
-    is_attention: bool = False
+    kind: str = ""
+    issues: float = KERNEL
 
 
-def work_of(phase: str, func: Any, args: Any, kwargs: Any, out: Any, is_view: bool) -> Work | None:
-    """The work of a call; None where it only looks at its input differently."""
+def host_work(phase: str, issues: float) -> Work:
+    """What the host does besides: views, calls of modules."""
+    return Work(phase, 0.0, 0, 0, "host", issues)
+
+
+def streaming_work(num_groups: int) -> tuple[Work, ...]:
+    """What the host does for layer groups that come and go, beside the operators of a resident step."""
+    per_group = STREAMED_GROUP * num_groups
+    return host_work("forward", per_group), host_work("backward", 2 * per_group)
+
+
+def module_issues(module: Any) -> float:
+    """The host's time for a call of ``module``, beside those of its operators and of the modules that it calls."""
+    if type(module).__module__.startswith("torch.nn."):
+        return TORCH_MODULE
+    return MODEL if any(each.__name__ == "PreTrainedModel" for each in type(module).__mro__) else MODULE
+
+
+def work_of(
+    phase: str, func: Any, args: Any, kwargs: Any, out: Any, is_view: bool, has_tf32: bool = True
+) -> Work | None:  # fmt: skip
+    """The work of a call; None where it only looks at its input differently. ``has_tf32``: of the GPU."""
     if is_view:
         return None
     read = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.is_meta]
     made = [each for each in tree_leaves(out) if isinstance(each, Tensor) and each.is_meta]
     name = func.__name__.partition(".")[0]
+    if not read and not made:
+        return host_work(phase, ON_HOST)
     if name in _LOOK_UP:
         return Work(phase, 0.0, 2 * sum(map(_size, made)), 0)
     written = [each for index in _written(func) if index < len(args) for each in tree_leaves(args[index])]
@@ -49,8 +88,16 @@ def work_of(phase: str, func: Any, args: Any, kwargs: Any, out: Any, is_view: bo
     num_bytes += sum(_size(each) for each in written if isinstance(each, Tensor))
     # The first operand's: attention's backward reads sums in fp32 beside what it multiplies.
     width = next((each.element_size() for each in read if each.is_floating_point()), 4)
-    attention = name.startswith("_scaled_dot_product")
-    return Work(phase, _flops(func, name, args, kwargs, out), num_bytes, width, attention)
+    kind = "attention" if name.startswith("_scaled_dot_product") else ""
+    if name.startswith("convolution") and width == 4 and has_tf32:
+        kind = "tf32"
+    return Work(phase, _flops(func, name, args, kwargs, out), num_bytes, width, kind, _issues(name, args))
+
+
+def _issues(name: str, args: Any) -> float:
+    if name.startswith(("_foreach", "_fused")):
+        return MANY + ONE_OF_MANY * len(args[0])
+    return OWN_KERNEL if name in _OWN else KERNEL
 
 
 _LOOK_UP = {"embedding", "index_select", "gather", "index"}  # a few rows of a table
@@ -132,13 +179,21 @@ _OWN: dict[str, Callable[..., float]] = {
 
 
 def phase_seconds(work: Iterable[Work], rates: Rates) -> dict[str, float]:
-    """Seconds of each phase."""
+    """Seconds of each phase: the GPU's, or the host's where all of these together are longer."""
     on_gpu: dict[str, float] = {}
-    issued: dict[str, int] = {}
+    on_host: dict[str, float] = {}
     for each in work:
-        share = ATTENTION_SHARE if each.is_attention else MATMUL_SHARE
+        on_gpu[each.phase] = on_gpu.get(each.phase, 0.0) + _gpu_seconds(each, rates)
+        on_host[each.phase] = on_host.get(each.phase, 0.0) + each.issues * rates.issue_seconds
+    return on_gpu if sum(on_gpu.values()) >= sum(on_host.values()) else on_host
+
+
+def _gpu_seconds(each: Work, rates: Rates) -> float:
+    if each.kind == "host":
+        return 0.0
+    if each.kind == "tf32":
+        matmul = each.flops / (CONVOLUTION_SHARE * max(rates.matmul_half / 2, rates.matmul_fp32))
+    else:
+        share = ATTENTION_SHARE if each.kind == "attention" else MATMUL_SHARE
         matmul = each.flops / (share * (rates.matmul_half if each.width <= 2 else rates.matmul_fp32))
-        moved = each.num_bytes / (MEMORY_SHARE * rates.memory)
-        on_gpu[each.phase] = on_gpu.get(each.phase, 0.0) + max(matmul, moved, SMALL_KERNEL_SECONDS)
-        issued[each.phase] = issued.get(each.phase, 0) + 1
-    return {phase: max(seconds, issued[phase] * rates.issue_seconds) for phase, seconds in on_gpu.items()}
+    return max(matmul, each.num_bytes / (MEMORY_SHARE * rates.memory), SMALL_KERNEL_SECONDS)

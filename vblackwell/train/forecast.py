@@ -29,7 +29,7 @@ from vblackwell.plan.lanes import disk_hidden_from, simulate
 from vblackwell.plan.placement import Bounds, Choice, Lacking, Plan, Prediction, Space, make_plan
 from vblackwell.plan.rates import Rates
 from vblackwell.plan.trace import Trace, trace_training
-from vblackwell.plan.work import phase_seconds
+from vblackwell.plan.work import phase_seconds, streaming_work
 from vblackwell.units import MiB, align_up
 
 STREAMED_P99 = 1.08  # three streamed decoders on an H200 reserved 3 % more, 2 % less and 7 % more than predicted (docs/log-estimate.md)
@@ -87,8 +87,9 @@ class Forecast:
         with plain_batches():
             return trace_training(model, batch, run.subject.loss, None, capability=run.capability)
 
-    def _seconds(self, checkpointing: bool, fp4: bool, batch_size: int) -> Mapping[str, float]:
-        return phase_seconds(self.trace(checkpointing, fp4, batch_size).work, self.machine.rates)
+    def _seconds(self, checkpointing: bool, fp4: bool, batch_size: int, num_groups: int) -> Mapping[str, float]:
+        work = self.trace(checkpointing, fp4, batch_size).work
+        return phase_seconds((*work, *streaming_work(num_groups)), self.machine.rates)
 
     # -- one choice --------------------------------------------------------------------------------------------------
 
@@ -133,7 +134,8 @@ class Forecast:
         return self.trace(choice.checkpointing, choice.fp4, choice.batch_size)
 
     def _seconds_of(self, choice: Choice) -> Mapping[str, float]:
-        return self.seconds(choice.checkpointing, choice.fp4, choice.batch_size)
+        num_groups = len(self._groups(choice)) if choice.placement == "streamed" else 0
+        return self.seconds(choice.checkpointing, choice.fp4, choice.batch_size, num_groups)
 
     def _groups(self, choice: Choice) -> list[Group]:
         return self.groups(choice.checkpointing, choice.fp4, choice.states)
