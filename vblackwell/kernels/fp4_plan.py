@@ -181,7 +181,7 @@ def _bulk_shape(n: int) -> tuple[int, int]:
 
 
 def _plan_bulk(tokens: int, n: int, windows: int) -> MmaPlan:
-    """x in bulk copies, for 3 to 16 rows: within 5 % of the fastest plan of an H200 in nine cells (docs/log-fp4.md).
+    """x in bulk copies, for 3 to 16 rows: within 2 % of the fastest plan of an H200 in nine cells (docs/log-fp4.md).
 
     Between them, and for 5 to 8 rows, interpolated. Chunks are long, because short ones lose nearly everywhere both were timed.
     """
