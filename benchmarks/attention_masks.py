@@ -27,20 +27,27 @@ from torch import Tensor
 
 from vblackwell.kernels import attention_launch, rms_norm_triton
 from vblackwell.kernels.attention import bounds
-from vblackwell.kernels.attention_plan import KERNELS, plan_for
+from vblackwell.kernels.attention_plan import KERNELS, AttentionPlan, plan_for
 from vblackwell.nn.attention_backends import BACKENDS, Variant
 
 Fields = tuple[int, ...]
 # Relative error of an output or gradient that is still right: bf16 rounds to 2^-9, and gradients cancel to a few times that.
 WORST = 2e-2
 CASES = ("boolean random", "boolean documents", "boolean padding", "additive", "causal 128 S=8k")
-# rows, columns, warps, stages, copy engine, registers
+# rows, columns, warps, stages, copy engine, registers, specialized, together
 PLANS: dict[str, tuple[Fields, ...]] = {
     "forward": (
         (128, 128, 8, 2, 1), (128, 64, 8, 2, 1, 128), (128, 64, 4, 2, 1), (128, 64, 8, 3, 1), (128, 64, 8, 4, 1), (64, 64, 4, 2, 1),
+        (128, 64, 8, 2, 1, 128, 0, 64),
     ),
-    "dq": ((128, 64, 8, 2, 1), (128, 64, 8, 3, 1), (128, 64, 8, 4, 1), (64, 64, 4, 2, 1), (128, 32, 8, 2, 1, 128)),
-    "dkv": ((64, 128, 8, 2, 1), (64, 128, 8, 3, 1), (64, 64, 4, 2, 1), (64, 64, 4, 3, 1), (32, 128, 8, 3, 1)),
+    "dq": (
+        (128, 64, 8, 2, 1), (128, 64, 8, 3, 1), (128, 64, 8, 4, 1), (64, 64, 4, 2, 1), (128, 32, 8, 2, 1, 128),
+        (128, 64, 8, 3, 1, 0, 0, 64),
+    ),
+    "dkv": (
+        (64, 128, 8, 2, 1), (64, 128, 8, 3, 1), (64, 64, 4, 2, 1), (64, 64, 4, 3, 1), (32, 128, 8, 3, 1),
+        (64, 128, 8, 3, 1, 0, 0, 64),
+    ),
 }  # fmt: skip
 # (programs, stages) of RMSNorm's loops; the first is how it was: a program a row, and two sets of rows on their way
 NORMS = {
@@ -105,13 +112,28 @@ def shipped(kernel: str, kind: str) -> Fields:
     """The plan in use for head width 128 on this GPU, as fields."""
     most = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
     plan = plan_for(kernel, 128, 2, most, kind)
-    return (plan.rows, plan.columns, plan.warps, plan.stages, int(plan.tma), plan.registers)
+    return fields_of(plan)
+
+
+def fields_of(plan: AttentionPlan) -> Fields:
+    return (
+        plan.rows,
+        plan.columns,
+        plan.warps,
+        plan.stages,
+        int(plan.tma),
+        plan.registers,
+        int(plan.specialized),
+        plan.together,
+    )
 
 
 def plans_of(kernel: str, kind: str) -> list[Fields]:
     """The shipped plan, and the others."""
     first = shipped(kernel, kind)
-    return [first, *((*fields, 0)[:6] for fields in PLANS[kernel] if (*fields, 0)[:6] != first)]
+    # What runs together is a matter of masks.
+    others = [fields_of(plan_of(fields)) for fields in PLANS[kernel] if kind != "none" or len(fields) < 8]
+    return [first, *(fields for fields in others if fields != first)]
 
 
 def compile_one(name: str, kernel: str, fields: Fields) -> str:
@@ -196,14 +218,14 @@ def time_case(name: str, case: Case, until: float) -> list[str]:
                 try:
                     error = case.error(exact)
                     if not error <= WORST:
-                        lines.append(f"{name:22} {kernel:8} {fields!s:26} WRONG: error {error:.3g}")
+                        lines.append(f"{name:22} {kernel:8} {fields!s:34} WRONG: error {error:.3g}")
                         continue
                     out, lse = case.forward()
                     call = case.forward if kernel == "forward" else lambda out=out, lse=lse: case.backward(out, lse)
                     calls[fields] = graph_of([call] * 2)
                 except Exception as failure:
                     torch.cuda.synchronize()
-                    lines.append(f"{name:22} {kernel:8} {fields!s:26} cannot run: {failure!r:.60}")
+                    lines.append(f"{name:22} {kernel:8} {fields!s:34} cannot run: {failure!r:.60}")
         if not calls:
             continue
         times = {fields: us / 2 for fields, us in zip(calls, turns_us(list(calls.values()), 5), strict=True)}
@@ -212,7 +234,7 @@ def time_case(name: str, case: Case, until: float) -> list[str]:
             rate = case.work * (1 if kernel == "forward" else 2.5) / us / 1e6
             said = " shipped" * (fields == shipped(kernel, case.kind)) + " BEST" * (fields == best[kernel])
             lines.append(
-                f"{name:22} {kernel:8} {fields!s:26} {us:8.1f} us {rate:6.0f} TFLOP/s {times[first] / us:6.3f}{said}"
+                f"{name:22} {kernel:8} {fields!s:34} {us:8.1f} us {rate:6.0f} TFLOP/s {times[first] / us:6.3f}{said}"
             )
         del calls
     lines += summary(name, case, best, until)

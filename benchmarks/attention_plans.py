@@ -98,8 +98,9 @@ def sweep_specialized() -> None:
 
 
 def plan_of(fields: tuple[int, ...]) -> AttentionPlan:
-    rows, columns, warps, stages, tma, registers, specialized = (*fields, 0, 0)[:7]
-    return AttentionPlan(rows, columns, warps, stages, bool(tma), registers, bool(specialized))
+    """The plan of (rows, columns, warps, stages, copy engine, registers, specialized, together), the last three if they are not usual."""
+    rows, columns, warps, stages, tma, registers, specialized, together = (*fields, *(0, 0, 16)[len(fields) - 5 :])
+    return AttentionPlan(rows, columns, warps, stages, bool(tma), registers, bool(specialized), together)
 
 
 def compile_plan(head: int, kernel: str, fields: tuple[int, ...]) -> str:

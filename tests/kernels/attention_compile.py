@@ -61,7 +61,8 @@ def build(
     constants: dict[str, Any] = {
         "GROUP": 1, "MASK": MASKS.index(mask), "HAS_LEFT": False, "HAS_RIGHT": True, "BOTTOM_RIGHT": False, "SOFTCAP": False,
         "ALIBI": False, "DROPOUT": False, "VARLEN": False, "EVEN": True, "H": head, "D": width, "ROWS": plan.rows,
-        "COLUMNS": plan.columns, "PRECISION": "ieee" if dtype == "fp32" else "tf32", "TMA": plan.tma, "ENDS": False, **features,
+        "COLUMNS": plan.columns, "PRECISION": "ieee" if dtype == "fp32" else "tf32", "TMA": plan.tma, "ENDS": False,
+        "TOGETHER": plan.together, **features,
     }  # fmt: skip
     if mask != "none":
         constants["stride_mask_row" if mask == "boolean" else "stride_mask_col"] = 1

@@ -41,6 +41,15 @@ def test_bits(shape):
         assert beyond.shape[3] == 56 and not beyond.any()
 
 
+def longest_run(whole: list[bool]) -> list[int]:
+    """The tiles of the first of the longest runs of whole ones."""
+    runs, run = [[]], []
+    for tile, is_whole in enumerate(whole):
+        run = [*run, tile] if is_whole else []
+        runs.append(run)
+    return max(runs, key=len)
+
+
 # tiles of less and more than a word; bounds (left, right)
 @pytest.mark.parametrize(
     ("shape", "tile", "bounds"),
@@ -49,12 +58,16 @@ def test_bits(shape):
         ((1, 2, ROWS, COLUMNS), (64, 32), (None, 0)),
         ((2, 1, ROWS, 1), (64, 64), (None, None)),
         ((1, 1, 1, COLUMNS), (32, 64), (70, 20)),
+        ((1, 2, 1, COLUMNS), (32, 16), (None, None)),
     ],
     ids=str,
 )
 def test_lists(shape, tile, bounds):
-    """Empty tiles are left out, tiles called whole are, and lines stand by length, equal ones as they lie."""
+    """Empty tiles are left out, the longest run of whole ones leads, and lines stand by length, equal ones as they lie."""
     mask = mask_of(*shape)
+    if shape[2] == 1:  # several runs: of 1, 3 and 2 tiles of 16 keys, the last at the end
+        for start, end in ((16, 32), (64, 112), (160, 192)):
+            mask[..., start:end] = True
     left, right = bounds
     distance = (
         torch.arange(COLUMNS, device=DEVICE)[None] - torch.arange(ROWS, device=DEVICE)[:, None]
@@ -82,7 +95,8 @@ def test_lists(shape, tile, bounds):
             n, place = divmod(rest, lines)
             num_whole, num_partial = lists.counts[index].tolist()
             listed = line[: num_whole + num_partial]
-            assert set(line[:num_whole]) == set(full[b, n, place].nonzero().flatten().tolist())
+            assert line[:num_whole] == longest_run(full[b, n, place].tolist())
+            assert listed[num_whole:] == sorted(listed[num_whole:])
             missed = set(expected[b, n, place].nonzero().flatten().tolist()) - set(listed)
             assert not missed and len(set(listed)) == len(listed)
             if left is None and right is None:  # bounds may keep a tile whose visible part the mask hides

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from vblackwell.kernels.attention_device import (
+    LISTED,
     LOG2E,
     column_tiles,
     kept,
@@ -38,11 +39,12 @@ def _walk_keys(
     PRECISION: tl.constexpr, TMA: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
     row = (row0 + tl.arange(0, ROWS))[:, None]
+    LISTED_TILES: tl.constexpr = MASK != 0 and EDGES
     tile = 0
-    if MASK:
+    if LISTED_TILES:
         tile = tl.load(items + begin)
     for index in tl.range(begin, end):
-        if MASK:
+        if LISTED_TILES:
             start = tile * COLUMNS
             tile = tl.load(items + index + 1)
         else:
@@ -73,7 +75,7 @@ def _walk_keys(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LISTED)
 def query_gradient(
     q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr,
     mask_ptr, items_ptr, counts_ptr, order_ptr, slope_ptr, seed_ptr, q_starts_ptr, k_starts_ptr,
@@ -84,11 +86,11 @@ def query_gradient(
     GROUP: tl.constexpr, MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, EVEN: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, ENDS: tl.constexpr,
+    TMA: tl.constexpr, ENDS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     q_tile, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if MASK:
-        q_tile, head, batch = place_in_order(order_ptr, list_batch, list_head, 1)
+        q_tile, head, batch = place_in_order(order_ptr, list_batch, list_head, 1, TOGETHER)
     elif HAS_RIGHT:
         q_tile = tl.num_programs(0) - 1 - q_tile
     kv_head = head // GROUP
@@ -131,13 +133,15 @@ def query_gradient(
     if MASK:
         line = (batch * list_batch + head * list_head) * tl.num_programs(0) + q_tile
         items += line.to(tl.int64) * list_width
-        whole_first, first = 0, 0
-        whole_end = tl.load(counts_ptr + line * 2)
-        end = whole_end + tl.load(counts_ptr + line * 2 + 1)
+        run = tl.load(counts_ptr + line * 2)
+        first, whole_first = 0, tl.load(items)
+        whole_end = whole_first + run
+        edge_first, end = run, run + tl.load(counts_ptr + line * 2 + 1)
     else:
         first, whole_first, whole_end, end = column_tiles(
             row0, k_len, offset, left, right, HAS_LEFT, HAS_RIGHT, ROWS, COLUMNS
         )
+        edge_first = whole_end
     if HAS_LEFT and not MASK:
         dq = _walk_keys(
             dq, q_values, dout_values, lse, delta, k, v, first, whole_first, items, row0, batch, head, kv_head, stride_k, stride_v,
@@ -153,7 +157,7 @@ def query_gradient(
     )  # fmt: skip
     if HAS_LEFT or HAS_RIGHT or MASK or not EVEN:
         dq = _walk_keys(
-            dq, q_values, dout_values, lse, delta, k, v, whole_end, end, items, row0, batch, head, kv_head, stride_k, stride_v,
+            dq, q_values, dout_values, lse, delta, k, v, edge_first, end, items, row0, batch, head, kv_head, stride_k, stride_v,
             mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
             seed_ptr, dropout, dropout_head,
             MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, True, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
@@ -174,11 +178,12 @@ def _walk_queries(
     PLAIN: tl.constexpr = not SOFTCAP and not ALIBI
     LATE: tl.constexpr = MASK != 0 and EDGES
     col = (col0 + tl.arange(0, COLUMNS))[:, None]
+    LISTED_TILES: tl.constexpr = MASK != 0 and EDGES
     tile = 0
-    if MASK:
+    if LISTED_TILES:
         tile = tl.load(items + begin)
     for index in tl.range(begin, end):
-        if MASK:
+        if LISTED_TILES:
             start = tile * ROWS
             tile = tl.load(items + index + 1)
         else:
@@ -235,7 +240,7 @@ def _walk_queries(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LISTED)
 def key_gradient(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     mask_ptr, items_ptr, counts_ptr, order_ptr, slope_ptr, seed_ptr, q_starts_ptr, k_starts_ptr,
@@ -246,12 +251,12 @@ def key_gradient(
     GROUP: tl.constexpr, MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, ENDS: tl.constexpr,
+    TMA: tl.constexpr, ENDS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of keys and values, summed over the query heads that share them, in order."""
     k_tile, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if MASK:
-        k_tile, kv_head, batch = place_in_order(order_ptr, list_batch, list_head, GROUP)
+        k_tile, kv_head, batch = place_in_order(order_ptr, list_batch, list_head, GROUP, TOGETHER)
     wide_kv, wide_batch = kv_head.to(tl.int64), batch.to(tl.int64)
     q_len, k_len = q_length, k_length
     q_start, k_start = wide_batch * 0, wide_batch * 0
@@ -292,13 +297,15 @@ def key_gradient(
         if MASK:
             line = (batch * list_batch + head * list_head) * tl.num_programs(0) + k_tile
             items += tl.cast(line, tl.int64) * list_width
-            first, whole_first = 0, 0
-            whole_end = tl.load(counts_ptr + line * 2)
-            end = whole_end + tl.load(counts_ptr + line * 2 + 1)
+            run = tl.load(counts_ptr + line * 2)
+            first, whole_first = 0, tl.load(items)
+            whole_end = whole_first + run
+            edge_first, end = run, run + tl.load(counts_ptr + line * 2 + 1)
         else:
             first, whole_first, whole_end, end = row_tiles(
                 col0, q_len, offset, left, right, HAS_LEFT, HAS_RIGHT, ROWS, COLUMNS
             )
+            edge_first = whole_end
         if HAS_RIGHT and not MASK:
             dk, dv = _walk_queries(
                 dk, dv, k_values, v_values, q, dout, lse, delta, first, whole_first, items, col0, batch, head, stride_q, stride_g,
@@ -314,7 +321,7 @@ def key_gradient(
         )  # fmt: skip
         if HAS_LEFT or MASK:
             dk, dv = _walk_queries(
-                dk, dv, k_values, v_values, q, dout, lse, delta, whole_end, end, items, col0, batch, head, stride_q, stride_g,
+                dk, dv, k_values, v_values, q, dout, lse, delta, edge_first, end, items, col0, batch, head, stride_q, stride_g,
                 mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
                 seed_ptr, dropout, dropout_head,
                 MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, True, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,

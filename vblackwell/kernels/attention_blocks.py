@@ -3,8 +3,9 @@
 ``pack_bits`` reads a boolean mask once and writes it as words of 64 keys a query and, for the gradients of keys, of 64 queries
 a key, so that a thread loads one word for what were 64 bytes; every later step reads the words. ``judge_bits`` (``judge_values`` of an
 additive mask) calls a tile empty (nobody sees anybody), whole (all see all; an additive mask is zero there) or partial, with causality,
-window and the end of the keys counted in. ``collect_tiles`` turns each line of that into a list, whole tiles first, and ``order_lines``
-sorts the lines, the longest first, so that none starts when the others are done. Broadcast dimensions are never expanded.
+window and the end of the keys counted in. ``collect_tiles`` turns each line of that into a run of whole tiles, which is walked by
+counting, and a list of the others, and ``order_lines`` sorts the lines, the longest first, so that none starts when the others are
+done. Broadcast dimensions are never expanded.
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -46,8 +47,9 @@ class TileLists(NamedTuple):
     """Lists of tiles, one a line (batch x head x tile of the walking kernel).
 
     Attributes:
-        items: (lines, tiles + 1) int32 tile numbers, whole ones first; the last entry is spare.
-        counts: (lines, 2) int32, how many are whole and how many partial.
+        items: (lines, tiles + 1) int32 tile numbers: first the longest run of whole ones, one after the other, then the others, ascending,
+            which may be whole too; the last entry is spare.
+        counts: (lines, 2) int32, how many are in that run and how many behind it.
         order: (lines,) int32: of each batch and head, its lines from the longest to the shortest.
         list_batch, list_head: line of (batch, head, tile) is (batch * list_batch + head * list_head) * tiles of the kernel + tile.
     """
@@ -144,17 +146,27 @@ def judge_values(
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
 def collect_tiles(state_ptr, items_ptr, counts_ptr, stride_which, stride_line, stride_tile, tiles, BLOCK: tl.constexpr):
+    """The longest run of whole tiles first (of equals the first), then the partial ones, and with them what is whole elsewhere."""
     line, which = tl.program_id(0), tl.program_id(1).to(tl.int64)
     tile = tl.arange(0, BLOCK)
     state = tl.load(state_ptr + which * stride_which + line * stride_line + tile * stride_tile, tile < tiles, other=0)
-    whole, partial = (state == 2).to(tl.int32), (state == 1).to(tl.int32)
-    num_whole = tl.sum(whole, 0)
-    place = tl.where(whole == 1, tl.cumsum(whole, 0) - 1, num_whole + tl.cumsum(partial, 0) - 1)
+    gap = tl.associative_scan(tl.where(state == 2, -1, tile), 0, _larger)  # the last tile up to here that is not whole
+    length = tile - gap
+    num_whole = tl.max(length, 0)
+    last = tl.min(tl.where(length == num_whole, tile, BLOCK), 0)
+    run = (tile <= last) & (tile > last - num_whole)
+    listed = (state > 0) & (run == 0)
+    place = tl.where(run, tile - (last - num_whole + 1), num_whole + tl.cumsum(listed.to(tl.int32), 0) - 1)
     at = which * tl.num_programs(0) + line
     items = items_ptr + at * (tiles + 1)
     tl.store(items + place, tile, state > 0)
-    num_listed = num_whole + tl.sum(partial, 0)
+    num_listed = num_whole + tl.sum(listed.to(tl.int32), 0)
     tl.store(items + tile, tile * 0, (tile >= num_listed) & (tile <= tiles))
     tl.store(counts_ptr + at * 2, num_whole)
     tl.store(counts_ptr + at * 2 + 1, num_listed - num_whole)

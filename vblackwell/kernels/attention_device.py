@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+# Numbers that only find a list: a kernel compiled anew for a 0, a 1 or a multiple of 16 among them would be no faster.
+LISTED = ("list_batch", "list_head", "list_width")
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
@@ -95,13 +97,12 @@ def hide(x, first, second, INNER: tl.constexpr):
 
 
 @triton.jit
-def place_in_order(order_ptr, list_batch, list_head, GROUP: tl.constexpr):
+def place_in_order(order_ptr, list_batch, list_head, GROUP: tl.constexpr, TOGETHER: tl.constexpr):
     """Which (tile, head of the grid, batch) this program takes: the longest lines first.
 
-    Programs of one head that run at a time share its keys and values in the L2, so the grid is walked in blocks of 16 lines: those of every
-    head in turn, then the next 16.
+    Programs of one head that run at a time share its keys and values in the L2, so the grid is walked in blocks of TOGETHER lines: those
+    of every head in turn, then the next.
     """
-    TOGETHER: tl.constexpr = 16
     tiles, heads = tl.num_programs(0), tl.num_programs(1)
     of_all = heads * tl.num_programs(2)
     program = tl.program_id(0) + tiles * (tl.program_id(1) + heads * tl.program_id(2))

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from vblackwell.kernels.attention_device import (
+    LISTED,
     LOG2E,
     column_tiles,
     kept,
@@ -38,11 +39,12 @@ def _walk(
 ):  # fmt: skip
     PLAIN: tl.constexpr = not SOFTCAP and not ALIBI and MASK != 2
     row = (row0 + tl.arange(0, ROWS))[:, None]
+    LISTED_TILES: tl.constexpr = MASK != 0 and EDGES
     tile = 0
-    if MASK:
+    if LISTED_TILES:
         tile = tl.load(items + begin)
     for index in tl.range(begin, end):
-        if MASK:
+        if LISTED_TILES:
             start = tile * COLUMNS
             tile = tl.load(items + index + 1)  # the list has a spare entry
         else:
@@ -76,7 +78,7 @@ def _walk(
     return acc, top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LISTED)
 def attend(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, mask_ptr, items_ptr, counts_ptr, order_ptr, slope_ptr, seed_ptr, q_starts_ptr, k_starts_ptr,
     stride_qb, stride_qn, stride_q, stride_kb, stride_kn, stride_k, stride_vb, stride_vn, stride_v,
@@ -85,11 +87,11 @@ def attend(
     GROUP: tl.constexpr, MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, EVEN: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, ENDS: tl.constexpr,
+    TMA: tl.constexpr, ENDS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     q_tile, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if MASK:
-        q_tile, head, batch = place_in_order(order_ptr, list_batch, list_head, 1)
+        q_tile, head, batch = place_in_order(order_ptr, list_batch, list_head, 1, TOGETHER)
     elif HAS_RIGHT:
         q_tile = tl.num_programs(0) - 1 - q_tile  # the longest walks first
     kv_head = head // GROUP
@@ -130,13 +132,15 @@ def attend(
     if MASK:
         line = (batch * list_batch + head * list_head) * tl.num_programs(0) + q_tile
         items += line.to(tl.int64) * list_width
-        whole_first, first = 0, 0
-        whole_end = tl.load(counts_ptr + line * 2)
-        end = whole_end + tl.load(counts_ptr + line * 2 + 1)
+        run = tl.load(counts_ptr + line * 2)
+        first, whole_first = 0, tl.load(items)
+        whole_end = whole_first + run
+        edge_first, end = run, run + tl.load(counts_ptr + line * 2 + 1)
     else:
         first, whole_first, whole_end, end = column_tiles(
             row0, k_len, offset, left, right, HAS_LEFT, HAS_RIGHT, ROWS, COLUMNS
         )
+        edge_first = whole_end
     if HAS_LEFT and not MASK:
         acc, top, total = _walk(
             acc, top, total, q_values, k, v, first, whole_first, items, row0, batch, head, kv_head, stride_k, stride_v,
@@ -152,7 +156,7 @@ def attend(
     )  # fmt: skip
     if HAS_LEFT or HAS_RIGHT or MASK or not EVEN:
         acc, top, total = _walk(
-            acc, top, total, q_values, k, v, whole_end, end, items, row0, batch, head, kv_head, stride_k, stride_v,
+            acc, top, total, q_values, k, v, edge_first, end, items, row0, batch, head, kv_head, stride_k, stride_v,
             mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
             seed_ptr, dropout, dropout_head,
             MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, True, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,

@@ -175,6 +175,7 @@ class _Call:
             "PRECISION": "ieee" if self.q.dtype == torch.float32 else "tf32",
             "TMA": tma,
             "ENDS": self.open_ended(plan),
+            "TOGETHER": plan.together,
             "num_warps": plan.warps,
             "num_stages": plan.stages,
             # Addresses of single rows take the registers that descriptors do not.

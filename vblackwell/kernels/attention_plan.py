@@ -38,6 +38,7 @@ class AttentionPlan:
         tma: tiles come by tensor descriptors; only where strides and lengths allow it, and on Hopper.
         registers: most that a thread may hold, so that two programs share a multiprocessor; 0: the compiler's choice.
         specialized: attention_hopper.py's kernel, ``stages`` being those of its rings; always by descriptors.
+        together: of a mask, how many lines of a head run side by side and share its keys and values before other heads have their turn.
     """
 
     rows: int
@@ -47,6 +48,7 @@ class AttentionPlan:
     tma: bool = False
     registers: int = 0
     specialized: bool = False
+    together: int = 16
 
 
 def class_of(shared_bytes: int) -> int:
