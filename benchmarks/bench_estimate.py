@@ -6,8 +6,9 @@
     python benchmarks/bench_estimate.py all --cases 100 --jobs 8 --limit 150 --boundary 12 --timed 8 --folder results-here
     python benchmarks/bench_estimate.py all --cases 10 --tiny --device cpu               # the plumbing, without a GPU
 
-Cases are drawn from a grid with a fixed seed (estimate_cases.py). Each runs two real steps in a process of its own, several abreast; timed
-ones, and searches of the boundary, run as their lines say. A case that fails is a row with its error.
+Cases are drawn from a grid with a fixed seed (estimate_cases.py). Each runs two real steps in a process of its own, several abreast. With a
+GPU `all` measures its rates first, for the step times that it predicts; timed cases run before the others, each alone. A case that fails is
+a row with its error. Files are written as answers come; the tables are printed also when time is over or the run is stopped (SIGTERM).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import gzip
 import json
 import platform
 import random
+import signal
 import statistics
 import sys
 import time
@@ -41,14 +43,24 @@ import torch
 from estimate_cases import FAMILIES, Case, boundary_cases, draw
 from estimate_measure import boundary, measure
 from estimate_models import build
-from estimate_pool import Pool, Task, cuda_in_a_fork
+from estimate_pool import Pool, Task, cuda_in_a_fork, rates_here
 from estimate_predict import predict
-from estimate_report import append_csv, boundary_lines, case_lines, case_of, claim_bytes, rows_of, summary_lines
+from estimate_report import (
+    append_csv,
+    boundary_lines,
+    case_lines,
+    case_of,
+    claim_bytes,
+    rows_of,
+    step_lines,
+    summary_lines,
+)
 
 from vblackwell.hardware import list_gpus
 from vblackwell.units import GiB
 
 RESULTS = Path(__file__).parent / "results" / "estimate.csv"
+SAVE_SECONDS = 15.0  # between files on the way
 TINY = {"language": (64, 2, 4), "resnet": (1, 1, 1, 1), "mlp": (64, 2, 0)}
 
 
@@ -66,7 +78,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=8, help="cases abreast")
     parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="for all measurements together")
     parser.add_argument("--case-limit", type=float, default=60.0, metavar="SECONDS", help="for one case")
-    parser.add_argument("--gpu-bytes", type=int, default=110 * GiB, help="that cases abreast may share")
+    parser.add_argument(
+        "--gpu-bytes", type=int, default=0, help="that cases abreast may share; 0: four fifths of the GPU's"
+    )
     parser.add_argument("--start", choices=("auto", "fork", "spawn"), default="auto", help="of the cases' processes")
     parser.add_argument("--capability", default="9.0", help="of the GPU that predictions are for")
     parser.add_argument("--gpu", default="H200", help="whose rates predicted step times go by")
@@ -131,7 +145,7 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"), "gpu": gpus[0].name if gpus else "none",
         "driver": gpus[0].driver_version if gpus else "", "python": platform.python_version(), "torch": torch.__version__,
-        "transformers": metadata.version("transformers"), "seed": args.seed,
+        "transformers": metadata.version("transformers"), "seed": args.seed, "rates": args.rates,
     }  # fmt: skip
 
 
@@ -147,7 +161,13 @@ def do_predict(args: argparse.Namespace) -> dict[str, Any]:
         Task(
             case.name,
             predict,
-            {"case": case, "capability": (major, minor), "with_cap": case.number in bounded, "gpu": args.gpu},
+            {
+                "case": case,
+                "capability": (major, minor),
+                "with_cap": case.number in bounded,
+                "gpu": args.gpu,
+                "measured": args.rates,
+            },
         )
         for case in dict.fromkeys([*cases, *limits])
     ]
@@ -167,47 +187,90 @@ def some(cases: list[Case], count: int) -> list[Case]:
     return random.Random(0).sample(cases, min(count, len(cases)))
 
 
-def do_measure(args: argparse.Namespace, predicted: dict[str, Any]) -> dict[str, Any]:
+class Stopped(BaseException):
+    """Somebody ended the run: what there is will be told."""
+
+
+def _stop(number: int, frame: Any) -> None:
+    raise Stopped
+
+
+def start_of_children(args: argparse.Namespace) -> str:
+    """How children start: forks, if CUDA starts in one."""
+    if args.start != "auto" or args.device == "cpu":
+        return "fork" if args.start == "auto" else args.start
+    answer = Pool(1, time.monotonic() + 60, 30.0).run([Task("cuda", cuda_in_a_fork, {})])["cuda"]
+    start = "spawn" if "error" in answer else "fork"
+    tell(f"CUDA in a fork: {answer}; cases start by {start}")
+    return start
+
+
+def do_rates(args: argparse.Namespace) -> None:
+    """Measure what step times go by, alone on the machine."""
+    args.rates = None
+    if args.device == "cpu" or args.timed == 0:
+        return
+    found = Pool(1, time.monotonic() + 60, 40.0, start=args.start).run([Task("rates", rates_here, {})])["rates"]
+    tell(f"rates: {found}")
+    args.rates = None if "error" in found else found
+
+
+def do_measure(args: argparse.Namespace, predicted: dict[str, Any], path: Path) -> dict[str, Any]:
     began = time.monotonic()
     cases, limits = drawn(args)
-    told = predicted["cases"]
-    deadline, start = began + args.limit, args.start
-    if start == "auto":
-        start = "fork"
-        if args.device == "cuda":
-            answer = Pool(1, deadline, 30.0).run([Task("cuda", cuda_in_a_fork, {})])["cuda"]
-            start = "spawn" if "error" in answer else "fork"
-            tell(f"CUDA in a fork: {answer}; cases start by {start}")
+    told, deadline = predicted["cases"], began + args.limit
 
     def need(case: Case) -> int:
         return told.get(case.name, {}).get("peak_p50", 16 * GiB)
 
-    timed = {case.name for case in some(cases, args.timed)}
-    tasks = [Task(case.name, measure, {"values": case.to_dict(), "device": args.device}, need(case)) for case in cases]
+    # Compiled kernels have a warm-up of their own, and through a stack no step time is predicted here.
+    plain = [case for case in cases if not case.stack and not case.attention.startswith("flex")]
+    timed = {case.name for case in some(plain, args.timed)} if args.device == "cuda" else set()
+    alone = [
+        Task(case.name, measure, {"values": case.to_dict(), "device": args.device, "timed": True}, alone=True)
+        for case in cases if case.name in timed
+    ]  # fmt: skip
+    tasks = [
+        Task(case.name, measure, {"values": case.to_dict(), "device": args.device}, need(case))
+        for case in cases if case.name not in timed
+    ]  # fmt: skip
     # What compiles starts first; the others fill the room beside it.
     tasks.sort(
         key=lambda task: (task.arguments["values"]["attention"] != "flex_attention", task.arguments["values"]["number"])
     )
-    plain = [case for case in cases if not case.stack and not case.attention.startswith("flex")]
     tasks += [
         Task(f"tracker {case.name}", measure, {"values": case.to_dict(), "device": args.device, "tracker": True}, GiB)
         for case in some(plain, args.tracker)
     ]
-    tasks += [
+    limited = [
         _boundary_task(case, told, args.device) for case in limits if "smallest_cap" in told.get(_key(case, told), {})
     ]
-    pool = Pool(args.jobs, deadline, args.case_limit, args.gpu_bytes, start)
-    found = pool.run(tasks, tell)
-    alone = [
-        Task(case.name, measure, {"values": case.to_dict(), "device": args.device, "timed": args.device == "cuda"}, alone=True)
-        for case in cases if case.name in timed
-    ]  # fmt: skip
-    for key, answer in pool.run(alone, tell).items():
-        if "error" not in answer or "error" in found[key]:
-            found[key] = answer
+    gpus = list_gpus()
+    shared = args.gpu_bytes or (gpus[0].total_bytes * 4 // 5 if gpus else 64 * GiB)
+    found: dict[str, dict[str, Any]] = {}
+    measured = {"about": about(args), "cases": found}
+    last = time.monotonic()
+
+    def tell_and_keep(text: str) -> None:
+        nonlocal last
+        tell(text)
+        if time.monotonic() - last > SAVE_SECONDS:
+            save(path, measured)
+            last = time.monotonic()
+
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        Pool(1, deadline, args.case_limit, start=args.start).run(alone, tell_and_keep, found)
+        # Boundaries take longest, so they start among the first.
+        Pool(args.jobs, deadline, args.case_limit, shared, args.start).run([*limited, *tasks], tell_and_keep, found)
+    except (Stopped, KeyboardInterrupt):
+        tell("stopped: what follows is what there is")
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     failed = sum("error" in each for each in found.values())
     print(f"{len(found)} measured in {time.monotonic() - began:.0f} s, {failed} failed", flush=True)
-    return {"about": about(args), "cases": found}
+    save(path, measured)
+    return measured
 
 
 def _key(case: Case, told: dict[str, Any]) -> str:
@@ -236,7 +299,10 @@ def do_report(args: argparse.Namespace, predicted: dict[str, Any], measured: dic
     drawn_only = {key: each for key, each in told.items() if key in real or "error" in each}
     rows = rows_of(drawn_only, real, context)
     print(
-        "\n".join([*case_lines(rows), "", *boundary_lines(told, real, context), "", *summary_lines(rows)]), flush=True
+        "\n".join(
+            [*case_lines(rows), "", *step_lines(rows), *boundary_lines(told, real, context), "", *summary_lines(rows)]
+        ),
+        flush=True,
     )
     if not args.tiny:
         append_csv(args.csv or RESULTS, rows, measured["about"])
@@ -249,6 +315,11 @@ def main(argv: list[str] | None = None) -> None:
         preload()
     if args.what == "all":
         args.predicted, args.measured = (args.folder / f"{name}.json.gz" for name in ("predicted", "measured"))
+    args.rates = None
+    if args.what in ("measure", "all"):
+        args.start = start_of_children(args)
+    if args.what == "all":
+        do_rates(args)
     if args.what in ("predict", "all"):
         predicted = do_predict(args)
         save(
@@ -259,8 +330,8 @@ def main(argv: list[str] | None = None) -> None:
             raise SystemExit(
                 "measure: give --predicted FILE, made by `predict` with the same --cases, --seed and --boundary"
             )
-        measured = do_measure(args, load(args.predicted))
-        save(args.out if args.what == "measure" and args.out else args.measured or Path("measured.json.gz"), measured)
+        path = args.out if args.what == "measure" and args.out else args.measured or Path("measured.json.gz")
+        do_measure(args, load(args.predicted), path)
     if args.what in ("report", "all"):
         if args.predicted is None or args.measured is None:
             raise SystemExit("report: give --predicted FILE and --measured FILE")

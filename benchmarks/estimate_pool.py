@@ -63,6 +63,15 @@ def cuda_in_a_fork() -> dict[str, Any]:
     return {"capability": list(torch.cuda.get_device_capability()), "name": torch.cuda.get_device_name()}
 
 
+def rates_here() -> dict[str, Any]:
+    """The rates of this GPU and of its host, as ``vb doctor`` measures them."""
+    import torch
+
+    from vblackwell.train.rates import as_rates, gpu_rates
+
+    return as_rates(gpu_rates(torch.device("cuda", 0))).as_dict()
+
+
 class Pool:
     """``jobs`` children at a time on ``gpu_bytes`` of a GPU, until ``deadline`` (of time.monotonic)."""
 
@@ -72,9 +81,12 @@ class Pool:
         self.jobs, self.deadline, self.case_seconds, self.gpu_bytes = jobs, deadline, case_seconds, gpu_bytes
         self.context = multiprocessing.get_context(start)
 
-    def run(self, tasks: list[Task], tell: Tell = lambda text: None) -> dict[str, dict[str, Any]]:
-        """Answers by key, of tasks in their order as far as room allows."""
-        waiting, running, done = list(tasks), [], {}
+    def run(
+        self, tasks: list[Task], tell: Tell = lambda text: None, done: dict[str, dict[str, Any]] | None = None
+    ) -> dict[str, dict[str, Any]]:
+        """Answers by key, of tasks in their order as far as room allows; they go into ``done`` as they come."""
+        waiting, running, done = list(tasks), [], {} if done is None else done
+        most = len(done) + len(tasks)
         try:
             while waiting or running:
                 if time.monotonic() > self.deadline:
@@ -89,9 +101,7 @@ class Pool:
                         running.remove(each)
                         done[each.task.key] = answer
                         seconds = time.monotonic() - each.began
-                        tell(
-                            f"[{len(done)}/{len(tasks)}] {each.task.key}: {answer.get('error', 'ok')} ({seconds:.1f} s)"
-                        )
+                        tell(f"[{len(done)}/{most}] {each.task.key}: {answer.get('error', 'ok')} ({seconds:.1f} s)")
         finally:
             for each in running:
                 _end(each)

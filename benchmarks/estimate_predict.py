@@ -16,6 +16,7 @@ from vblackwell.plan.allocator import replay
 from vblackwell.plan.causal_lm import plain_batches
 from vblackwell.plan.estimate import P99_BYTES, Batches, estimate_trace, fits, optimizer_named
 from vblackwell.plan.gpus import context_bytes, find_gpu
+from vblackwell.plan.rates import Rates
 from vblackwell.plan.trace import Trace, trace_training
 from vblackwell.plan.work import phase_seconds
 from vblackwell.train.forecast import STREAMED_P99
@@ -52,8 +53,14 @@ def smallest_cap(trace: Trace, low: int, high: int, expandable: bool) -> int:
     return high
 
 
-def predict(case: Case, capability: tuple[int, int], with_cap: bool = False, gpu: str = "H200") -> dict[str, Any]:
-    """The estimate of ``case`` as JSON values; for a card, of the batch that it chooses first. Seconds are for ``gpu``."""
+def predict(
+    case: Case, capability: tuple[int, int], with_cap: bool = False, gpu: str = "H200", measured: dict[str, Any] | None = None
+) -> dict[str, Any]:  # fmt: skip
+    """The estimate of ``case`` as JSON values; for a card, of the batch that it chooses first.
+
+    Args:
+        gpu: whose rates step times go by, unless ``measured`` are there (`Rates.as_dict`).
+    """
     began = time.perf_counter()
     if case.card_bytes and not case.batch:
         case = replace(case, batch=chosen_batch(case, capability))
@@ -64,11 +71,20 @@ def predict(case: Case, capability: tuple[int, int], with_cap: bool = False, gpu
     else:
         estimate = estimate_trace(trace, capability, case.expandable)
         found |= estimate.as_dict()
-        found["step_seconds"] = sum(phase_seconds(trace.work, rates_of(find_gpu(gpu))).values())
+        rates = Rates.from_dict(measured) if measured else rates_of(find_gpu(gpu))
+        found |= seconds_of(trace, rates)
         if with_cap:
             found["smallest_cap"] = smallest_cap(trace, estimate.allocated - STEP, estimate.reserved, case.expandable)
     found |= {"formulas": formulas(trace.num_parameters, case), "seconds": time.perf_counter() - began}
     return found
+
+
+def seconds_of(trace: Trace, rates: Rates) -> dict[str, float]:
+    """Of a step, and of the GPU and of the host alone."""
+    never = 1e-15
+    on_gpu = sum(phase_seconds(trace.work, replace(rates, issue_seconds=never)).values())
+    on_host = sum(each.issues for each in trace.work) * rates.issue_seconds
+    return {"step_seconds": max(on_gpu, on_host), "gpu_seconds": on_gpu, "host_seconds": on_host}
 
 
 def _through_stack(case: Case, trace: Trace, capability: tuple[int, int]) -> dict[str, Any]:

@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from vblackwell.plan.gpus import find_gpu
+from vblackwell.plan.rates import assumed_rates
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -67,6 +70,9 @@ def test_children_that_fail_are_rows(part):
     assert len({each["pid"] for key, each in found.items() if key.startswith("good")} | {os.getpid()}) == 4
     assert found["bad"]["error"].startswith("ValueError: no such thing at test_bench_estimate.py:")
     assert "-9" in found["dead"]["error"] and found["slow"]["error"].startswith("stopped after 1")
+    kept = {"before": {"value": 7}}
+    assert pool.Pool(1, time.monotonic() + 30, 9.0).run([pool.Task("after", _answer, {"value": 8})], done=kept) is kept
+    assert [kept[key]["value"] for key in ("before", "after")] == [7, 8]
     late = pool.Pool(1, time.monotonic() - 1, case_seconds=1.0).run([pool.Task("late", _answer, {"value": 1})])
     assert late == {"late": {"error": "not run: out of time"}}
 
@@ -77,6 +83,15 @@ def test_a_prediction_and_a_run_of_the_same_module(part):
     parameters = 2 * (64 * 64 + 64) + 64 * 1000 + 1000
     assert told["parameters"] == parameters and told["formulas"]["deepspeed"] == 20 * parameters
     assert told["allocated"] <= told["smallest_cap"] <= told["reserved"]
+    rates = assumed_rates(find_gpu("H200"))
+    slow = part("predict").predict(case, (9, 0), measured=replace(rates, issue_seconds=1e-3).as_dict())
+    assert (
+        told["step_seconds"] == max(told["gpu_seconds"], told["host_seconds"])
+        and slow["gpu_seconds"] == told["gpu_seconds"]
+    )
+    assert (
+        slow["step_seconds"] == slow["host_seconds"] == pytest.approx(told["host_seconds"] * 1e-3 / rates.issue_seconds)
+    )
     training = part("measure").Training(case, "cpu")
     training.two_steps()
     assert sum(p.numel() for p in training.model.parameters()) == parameters
@@ -101,6 +116,8 @@ def test_errors_and_claims(part):
     assert rows[0]["device"] == 120 and rows[1]["error"] == "predicted: no"
     lines = report.summary_lines(rows)
     assert "10.00%" in lines[1] and "P99 below what was used: 0 (none)" in lines
+    timed = rows[0] | {"step_seconds": 0.1, "predicted_step_seconds": 0.11, "gpu_seconds": 0.11, "host_seconds": 0.02}
+    assert "+10.0%" in report.step_lines([*rows, timed])[1] and report.step_lines(rows) == []
     limits = {"boundary a": {"boundary": 100, "claim": 100, "claim_runs": True, "left_over": 0}}
     assert "says fits where it fails: 1" in report.boundary_lines({"a": told}, limits, 20)[-1]
     assert "says fits where it fails: 0" in report.boundary_lines({"a": told}, limits, 5)[-1]
