@@ -23,17 +23,19 @@ DISK_BYTES = 128 * MiB
 DISK_PIECE_BYTES = 8 * MiB
 ADAMW_PARAMETERS = 8 * MiB
 BESIDE_BYTES, BESIDE_COPIES = 64 * MiB, 150  # 0.2 s each way at 50 GB/s: longer than what is timed beside them
-ISSUED_LAYERS = 64
+ISSUED_LAYERS, STEPS_ISSUED = 64, 15  # some milliseconds each: one hiccup of the machine does not count
 OPERATORS_OF_A_LAYER = 6  # product and ReLU; ReLU's gradient, two products and a sum
 REPEATS = 3
 
 
-def seconds_of(action: Callable[[], Any], finish: Callable[[], Any] = lambda: None) -> float:
+def seconds_of(
+    action: Callable[[], Any], finish: Callable[[], Any] = lambda: None, repeats: int = REPEATS
+) -> float:  # fmt: skip
     """Median wall time of ``action`` followed by ``finish``, after one unmeasured call."""
     action()
     finish()
     found = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         began = time.perf_counter()
         action()
         finish()
@@ -142,7 +144,7 @@ def issue_seconds(device: torch.device) -> float:
         layers(x).sum().backward()
         layers.zero_grad(set_to_none=True)
 
-    return seconds_of(step, _finish(device)) / (ISSUED_LAYERS * OPERATORS_OF_A_LAYER)
+    return seconds_of(step, _finish(device), STEPS_ISSUED) / (ISSUED_LAYERS * OPERATORS_OF_A_LAYER)
 
 
 def cpu_rates() -> Rates:
