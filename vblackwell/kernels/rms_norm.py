@@ -4,7 +4,7 @@
 unfused addition would, and returned too. One pass over memory each way. The weight's gradient is deterministic: every program sums its
 own rows, and the partial sums are added in order.
 
-16k x 2560 in bf16 on an H200: 50 us forward, 88 with the addition (Hugging Face's expression 550 and 606), before the forward walked over rows.
+16k x 2560 in bf16 on an H200: 50 us forward, 88 with the addition (Hugging Face's expression 550 and 606), before it walked over rows.
 
 Legend: R rows, D width.
 """
