@@ -13,13 +13,17 @@ from vblackwell.artifacts.folder import load_specs, load_state, save_model
 from vblackwell.artifacts.shards import spec_of
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
 from vblackwell.infer.generate import generate
+from vblackwell.infer.load import load_decoder
 from vblackwell.infer.quantized import load_quantized
 from vblackwell.nn.assignment import Assignment
 from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.nn.linear import FusedFP4Linear
+from vblackwell.nn.optimized_linear import VBOptimizedLinear
 from vblackwell.numerics.formats import format_named
-from vblackwell.numerics.fp4 import quantize
+from vblackwell.numerics.fp4 import joint_tensor_scale, quantize
+from vblackwell.numerics.separation import separate
+from vblackwell.numerics.sqnr import sqnr
 from vblackwell.train.quantize import quantize_command, quantize_folder
 
 FORMATS = ["nvfp4", "mxfp4", "nf4", "int4", "int8"]
@@ -287,20 +291,41 @@ def test_command_line(source, tmp_path, capsys):
 
 
 def test_an_assignment_says_what_is_packed(source, tmp_path):
-    shapes = {f"model.layers.0.mlp.{name}_proj": shape for name, shape in (("up", (96, 64)), ("down", (64, 96)))}
-    up, down = shapes
-    assignment = Assignment({up: "nvfp4", down: "bf16"}, shapes)
+    named = {"up": (96, 64), "down": (64, 96), "gate": (96, 64)}
+    shapes = {f"model.layers.0.mlp.{name}_proj": shape for name, shape in named.items()}
+    up, down, gate = shapes
+    assignment = Assignment({up: "nvfp4", down: "bf16", gate: "two-part"}, shapes)
     report = quantize_folder(source, tmp_path / "out", assignment=assignment)
-    assert [layer.name for layer in report.layers] == [up] and "assignment" in report.kept[down]
+    found = {layer.name: layer for layer in report.layers}
+    assert set(found) == {up, gate} and "assignment" in report.kept[down]
+    assert 8 * found[gate].bytes_after == 8.5 * 96 * 64 + 32 and found[gate].sqnr_db > 40 > found[up].sqnr_db
     model = load_quantized(tmp_path / "out")
     assert isinstance(model.get_submodule(up), FusedFP4Linear) and type(model.get_submodule(down)) is torch.nn.Linear
-    for wrong, error, match in (
-        (Assignment({up: "two-part"}, {up: shapes[up]}), Unsupported, "two parts"),
-        (Assignment({up: "nvfp4"}, {up: (64, 64)}), ConfigurationError, "another model"),
-    ):
-        with pytest.raises(error, match=match):
-            quantize_folder(source, tmp_path / "refused", assignment=wrong)
-        assert not (tmp_path / "refused").exists()
+    both, state = model.get_submodule(gate), dict(load_state(source))
+    # What gate and up share is a tensor scale: the parts are those of that one.
+    scale = joint_tensor_scale([state[f"{name}.weight"] for name in (gate, up)])
+    separated = separate(state[f"{gate}.weight"], tensor_scale=scale)
+    assert torch.equal(both.packed.fine, separated.fine) and torch.equal(
+        both.packed.dequantize(), separated.dequantize()
+    )
+    ids = torch.arange(9)[None]
+    plain = load_decoder(source)
+    plain.get_submodule(gate).weight.data.copy_(separated.dequantize())
+    plain.get_submodule(up).weight.data.copy_(model.get_submodule(up).packed.dequantize())
+    assert sqnr(plain(ids), model(ids)) > 30  # bf16 sums in other orders
+    path = tmp_path / "out/model.safetensors"
+    held = load_file(path)
+    for name, tensor in {"a.weight_fine": None, "lost": None, "short": held[f"{gate}.weight_fine"][1:]}.items():
+        changed = {key: value for key, value in held.items() if key != f"{gate}.weight_fine"}
+        if name != "lost":
+            changed |= {f"{gate}.weight_fine": held[f"{gate}.weight_fine"] if tensor is None else tensor}
+            changed |= {name: torch.zeros(1)} if tensor is None else {}
+        save_file(changed, path)
+        with pytest.raises((ConfigurationError, CorruptData), match="fine"):
+            load_quantized(tmp_path / "out")
+    with pytest.raises(ConfigurationError, match="another model"):
+        quantize_folder(source, tmp_path / "refused", assignment=Assignment({up: "nvfp4"}, {up: (64, 64)}))
+    assert not (tmp_path / "refused").exists()
     with pytest.raises(ConfigurationError, match="nvfp4, not int8"):
         quantize_folder(source, tmp_path / "refused", "int8", assignment=assignment)
 
@@ -311,12 +336,11 @@ def test_a_budget_is_measured_kept_and_packed_by(source, tmp_path, monkeypatch, 
     options = {"max_bits": 8.0, "calibration": str(tmp_path / "text.txt")}
     assert quantize_command(str(source), str(tmp_path / "out"), **options) == 0
     said, chosen = capsys.readouterr().out, Assignment.load(tmp_path / "out.assignment.json")
-    assert (
-        "calibration loss" in said and 4.5 < chosen.bits <= 8 and set(chosen.precisions.values()) == {"nvfp4", "bf16"}
-    )
-    model = load_quantized(tmp_path / "out")
-    packed = [name for name, module in model.named_modules() if isinstance(module, FusedFP4Linear)]
-    assert packed == chosen.names("nvfp4")
+    assert "calibration loss" in said and 4.5 < chosen.bits <= 8 and len(chosen.names("two-part")) > 0
+    model, kinds = load_quantized(tmp_path / "out"), {"nvfp4": FusedFP4Linear, "two-part": VBOptimizedLinear}
+    for precision, kind in kinds.items():
+        packed = [name for name, module in model.named_modules() if isinstance(module, kind)]
+        assert packed == chosen.names(precision)
     for wrong in (
         {"budget": 0.1, "format": "int8"}, {"budget": -1.0, **options}, {"calibration": "x"},
         {"budget": 0.1, "assignment": str(tmp_path / "out.assignment.json")},

@@ -13,6 +13,9 @@ nf4      none; ``vblackwell``       our own four entries: no other reader knows 
 The bytes of codes are ours; only views and names change (int8 codes also their offset). That package divides by the global
 scale where we multiply by the tensor scale: the same bits for a power of two, which ``mse`` always chooses, and up to one
 fp32 rounding apart for ``max``. It wants rows to be a multiple of the block, so other layers stay as they are.
+
+A linear in two parts (numerics/separation.py) has nvfp4's entries and one more, ``weight_fine``, of the shape of its packed codes: to a
+reader that passes over what it does not know it is an nvfp4 linear.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from vblackwell.numerics.formats import FORMATS, Format, format_named
 from vblackwell.numerics.packed import PackedTensor
 
 PACKED, SCALE, GLOBAL, SHAPE = "weight_packed", "weight_scale", "weight_global_scale", "weight_shape"
+FINE = "weight_fine"
+TWO_PARTS = "two_parts"  # in config.json's quantization_config: names of the linears that have the entry
 _KINDS = {
     "nvfp4": "nvfp4-pack-quantized",
     "mxfp4": "mxfp4-pack-quantized",
@@ -60,6 +65,11 @@ def entry_specs(form: Format, n: int, k: int) -> dict[str, TensorSpec]:
         words = -(-k * form.bits // 32)
         table = {SHAPE: ((2,), torch.int64), PACKED: ((n, words), torch.int32), SCALE: (scales, form.scale_dtype)}
     return {name: TensorSpec(name, tuple(shape), dtype) for name, (shape, dtype) in table.items()}
+
+
+def fine_spec(n: int, k: int) -> TensorSpec:
+    """The entry of a linear in two parts beside nvfp4's."""
+    return TensorSpec(FINE, FORMATS["nvfp4"].codes_shape(n, k), torch.uint8)
 
 
 def to_entries(packed: PackedTensor) -> dict[str, Tensor]:
@@ -108,8 +118,9 @@ def from_entries(entries: Mapping[str, Tensor], form: Format, dtype: torch.dtype
     return packed
 
 
-def quantization_config(form: Format, ignore: Iterable[str]) -> dict[str, Any]:
-    """What ``config.json`` says about linears in ``form``; ``ignore`` names linears that are not packed."""
+def quantization_config(form: Format, ignore: Iterable[str], two_parts: Iterable[str] = ()) -> dict[str, Any]:
+    """What ``config.json`` says about linears in ``form``; ``ignore`` names the others, ``two_parts`` those with a fine part."""
+    more = {TWO_PARTS: sorted(two_parts)} if two_parts else {}
     if form.name not in _KINDS:
         return {"quant_method": OWN_METHOD, "format": form.name, "ignore": sorted(ignore)}
     weights: dict[str, Any] = {
@@ -130,6 +141,7 @@ def quantization_config(form: Format, ignore: Iterable[str]) -> dict[str, Any]:
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": sorted(ignore),
+        **more,
     }
 
 

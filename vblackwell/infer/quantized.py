@@ -1,6 +1,7 @@
 """Opens a folder with packed linears: ours, or a weight-only compressed-tensors one that another tool wrote.
 
-The packed bytes go straight into ``FusedFP4Linear`` layers; nothing is decompressed.
+The packed bytes go straight into ``FusedFP4Linear`` layers, those of linears in two parts into `VBOptimizedLinear`; nothing is
+decompressed.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vblackwell.artifacts.compressed import PACKED, entry_specs, format_of_config, from_entries
+from vblackwell.artifacts.compressed import FINE, PACKED, TWO_PARTS, entry_specs, format_of_config, from_entries
 from vblackwell.artifacts.folder import load_specs, load_state, read_config
-from vblackwell.errors import ConfigurationError
+from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.nn.convert import install_packed
+from vblackwell.nn.optimize import install_separated
 from vblackwell.nn.skeleton import skeleton
+from vblackwell.numerics.formats import Format
+from vblackwell.numerics.separation import SeparatedTensor
 
 
 def load_quantized(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
@@ -30,23 +34,26 @@ def load_quantized(folder: Path, device: torch.device | str = "cpu", dtype: torc
     Raises:
         Unsupported: a quantisation that is not read here.
         ConfigurationError: tensors are missing, too many, or of another shape.
-        CorruptData: a file cannot be read, or entries do not fit each other.
+        CorruptData: a file cannot be read, entries are missing, or do not fit each other.
     """
     config = read_config(folder)
-    form = format_of_config(config.get("quantization_config") or {})
+    stated = config.get("quantization_config") or {}
+    form, fine = format_of_config(stated), {f"{name}.{FINE}" for name in stated.get(TWO_PARTS) or ()}
     found = load_specs(folder)
     linears = {name.removesuffix(f".{PACKED}") for name in found if name.endswith(f".{PACKED}")}
     entry_names = set(entry_specs(form, 1, 1))
+    if lost := fine - set(found):
+        raise CorruptData(f"{folder} lacks {len(lost)} fine parts that its config.json names, e.g. {min(lost)}")
     stored = dtype or _stored_dtype(config)
     model, waiting = skeleton(config), defaultdict[str, dict[str, Tensor]](dict)
     for name, tensor in load_state(folder, device=device):
         linear, _, entry = name.rpartition(".")
-        if linear not in linears or entry not in entry_names:
+        if linear not in linears or (entry not in entry_names and name not in fine):
             _assign(model, name, tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor)
             continue
         waiting[linear][entry] = tensor
-        if len(waiting[linear]) == len(entry_names):
-            install_packed(model, linear, from_entries(waiting.pop(linear), form, stored, linear))
+        if len(waiting[linear]) == len(entry_names) + (f"{linear}.{FINE}" in fine):
+            _install(model, linear, waiting.pop(linear), form, stored)
     for linear, entries in waiting.items():
         from_entries(entries, form, stored, linear)  # raises: an entry is missing
     _tie(model)
@@ -54,6 +61,19 @@ def load_quantized(folder: Path, device: torch.device | str = "cpu", dtype: torc
     if missing:
         raise ConfigurationError(f"{folder} does not fit the model: it lacks {', '.join(missing[:5])}")
     return model.to(device).eval()
+
+
+def _install(model: nn.Module, linear: str, entries: dict[str, Tensor], form: Format, dtype: torch.dtype) -> None:
+    packed, fine = from_entries(entries, form, dtype, linear), entries.get(FINE)
+    if fine is None:
+        install_packed(model, linear, packed)
+        return
+    separated = SeparatedTensor(packed, fine)
+    try:
+        separated.check()
+        install_separated(model, linear, separated)
+    except CorruptData as error:
+        raise CorruptData(f"{linear}.{FINE}: {error}") from error
 
 
 def _stored_dtype(config: dict[str, Any]) -> torch.dtype:

@@ -156,17 +156,27 @@ def install_packed(model: nn.Module, name: str, packed: PackedTensor) -> FusedFP
     Raises:
         ConfigurationError: there is no linear of that name, or its shape is another.
     """
+    linear = linear_of(model, name, packed.shape)
+    layer = FusedFP4Linear.from_packed(packed, linear.bias).train(linear.training)
+    replace_module(model, name, linear, layer)
+    return layer
+
+
+def linear_of(model: nn.Module, name: str, shape: tuple[int, ...]) -> nn.Linear:
+    """The linear ``name``, which a packed weight of this shape may replace.
+
+    Raises:
+        ConfigurationError: there is no linear of that name, or its shape is another.
+    """
     try:
         linear = model.get_submodule(name)
     except AttributeError as error:
         raise ConfigurationError(f"the model has no module {name!r}: the packed file belongs to another") from error
-    if not isinstance(linear, nn.Linear) or packed.shape != (linear.out_features, linear.in_features):
+    if not isinstance(linear, nn.Linear) or shape != (linear.out_features, linear.in_features):
         raise ConfigurationError(
-            f"{name} is {linear}, the packed weight has shape {packed.shape}: the file belongs to another model"
+            f"{name} is {linear}, the packed weight has shape {shape}: the file belongs to another model"
         )
-    layer = FusedFP4Linear.from_packed(packed, linear.bias).train(linear.training)
-    replace_module(model, name, linear, layer)
-    return layer
+    return linear
 
 
 def replace_module(model: nn.Module, name: str, old: nn.Module, new: nn.Module) -> None:

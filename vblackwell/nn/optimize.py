@@ -13,9 +13,10 @@ from typing import Any
 
 from torch import nn
 
-from vblackwell.nn.convert_linears import select_linears
+from vblackwell.nn.convert_linears import linear_of, replace_module, select_linears
 from vblackwell.nn.optimized_linear import VBOptimizedLinear
 from vblackwell.nn.two_part import BITS, DRIFT_THRESHOLD, REFRESH_EVERY, Settings, precision_of
+from vblackwell.numerics.separation import SeparatedTensor
 from vblackwell.units import format_bytes
 
 LARGE_ELEMENTS = 1 << 24  # layers that are named when they are replaced
@@ -62,6 +63,19 @@ def put_in_place(model: nn.Module, layers: dict[int, VBOptimizedLinear]) -> None
         for name, child in parent._modules.items():
             if id(child) in layers:
                 parent._modules[name] = layers[id(child)]
+
+
+def install_separated(model: nn.Module, name: str, packed: SeparatedTensor) -> VBOptimizedLinear:
+    """Puts a weight in two parts where the linear ``name`` is (it may be on the meta device); its bias stays.
+
+    Raises:
+        ConfigurationError: there is no linear of that name, or its shape is another.
+        CorruptData: the fine part is of another weight.
+    """
+    linear = linear_of(model, name, packed.shape)
+    layer = VBOptimizedLinear.from_separated(packed, linear.bias).train(linear.training)
+    replace_module(model, name, linear, layer)
+    return layer
 
 
 def _say(chosen: dict[str, nn.Linear], settings: Settings) -> None:

@@ -89,6 +89,15 @@ class VBOptimizedLinear(nn.Module):
         layer.settings, layer.weight, layer.bias, layer._dtype = settings, weight, linear.bias, weight.dtype
         return layer.train(linear.training)
 
+    @classmethod
+    def from_separated(cls, packed: SeparatedTensor, bias: nn.Parameter | None) -> VBOptimizedLinear:
+        """A packed layer of mode 'inference' on these very parts, moved into its device's layout."""
+        n, k = packed.shape
+        layer = cls(k, n, bias is not None, "inference", device="meta", dtype=packed.dtype)
+        layer.bias = bias
+        layer._adopt(place_parts(packed))
+        return layer
+
     @property
     def is_quantized(self) -> bool:
         """Whether the weight is packed."""

@@ -1,8 +1,7 @@
 """An assignment of precisions for a folder's model, from text: what ``vb quantize --budget`` packs by.
 
-The model is opened whole, in its own type, where it will be measured; windows of the text go through it once for each linear. A packed
-folder has
-no place for fine parts, so linears are nvfp4 or stay as they are.
+The model is opened whole, in its own type, where it will be measured; windows of the text go through it twice for each linear, in nvfp4
+and in two parts.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from vblackwell.nn.convert_linears import HEAD
 from vblackwell.train.data import prepare_data
 from vblackwell.train.dataset import PackedDataset
 
-FOLDER_PRECISIONS = ("nvfp4", "bf16")
 _BATCH = 4
 
 
@@ -50,6 +48,4 @@ def calibrate(
     drawn = [windows.batch(np.arange(start, min(start + _BATCH, count))) for start in range(0, count, _BATCH)]
     batches = [(inputs.to(device), targets.to(device)) for inputs, targets in drawn]
     allowed = DEFAULT_BUDGET if budget is None else budget
-    return assign_precision(
-        model, batches, allowed, max_bits=max_bits, precisions=FOLDER_PRECISIONS, pattern=pattern, keep=keep
-    )
+    return assign_precision(model, batches, allowed, max_bits=max_bits, pattern=pattern, keep=keep)

@@ -20,7 +20,15 @@ from safetensors import safe_open
 from torch import Tensor
 
 from vblackwell.artifacts.commit import MANIFEST, CommitFolder
-from vblackwell.artifacts.compressed import GLOBAL, entry_specs, not_packable_reasons, quantization_config, to_entries
+from vblackwell.artifacts.compressed import (
+    FINE,
+    GLOBAL,
+    entry_specs,
+    fine_spec,
+    not_packable_reasons,
+    quantization_config,
+    to_entries,
+)
 from vblackwell.artifacts.folder import load_specs, read_config, tensor_files
 from vblackwell.artifacts.shards import SafetensorsShards, TensorSpec
 from vblackwell.errors import ConfigurationError, Unsupported
@@ -30,6 +38,7 @@ from vblackwell.nn.skeleton import skeleton
 from vblackwell.numerics.formats import Format, check_search, format_named
 from vblackwell.numerics.fp4 import joint_tensor_scale, quantize
 from vblackwell.numerics.packed import PackedTensor
+from vblackwell.numerics.separation import SeparatedTensor, fine_part
 from vblackwell.numerics.sqnr import decibels, noise_and_signal
 from vblackwell.units import format_bytes
 
@@ -97,13 +106,13 @@ def quantize_folder(
         format, scale_search, block_size: as for ``numerics.fp4.quantize``.
         pattern, keep: which linears, as for ``nn.convert.select_linears``.
         device: where weights are packed, a layer at a time.
-        assignment: which linears are packed: those that it puts in nvfp4; the others stay as they are.
+        assignment: which linears are packed: those that it puts in nvfp4 or in two parts; the others stay as they are.
         on_layer: called with each packed layer, its number and their count.
 
     Raises:
         ConfigurationError: no such model, nothing to pack, weights with inf or NaN, ``out`` is in use, or the assignment is for
             another model or packs what cannot be packed.
-        Unsupported: the model is quantised already, or the assignment has linears in two parts, for which folders have no place.
+        Unsupported: the model is quantised already.
         DiskError: the disk is full or failed; nothing is left under ``out`` then.
     """
     source, target = Path(model), Path(out)
@@ -120,7 +129,9 @@ def quantize_folder(
         scales = {} if form.name != "nvfp4" else _tensor_scales(plan, reader, form, scale_search)
         packer = _Packer(plan, reader, form, scale_search, scales, on_layer)
         with CommitFolder(target.resolve().parent, target.resolve().name, plan.bytes_after) as folder:
-            folder.add_json("config.json", config | {"quantization_config": quantization_config(form, plan.kept)})
+            folder.add_json(
+                "config.json", config | {"quantization_config": quantization_config(form, plan.kept, plan.two_parts)}
+            )
             _copy_others(source, folder)
             with SafetensorsShards(folder, "model", plan.specs) as shards:
                 for name, tensor in packer.tensors(shards.names):
@@ -195,12 +206,11 @@ def _calibrated(
     chosen = calibrate(Path(model), text, budget, max_bits, pattern=pattern, keep=keep, device=device)
     rise = 100 * (chosen.measured["loss_after"] / chosen.measured["loss"] - 1)
     path = f"{out.rstrip('/')}.assignment.json"
-    if not chosen.names("nvfp4"):
-        raise ConfigurationError(
-            "no linear bears nvfp4 within the budget: allow more, or give other text as --calibration"
-        )
+    coarse, both = len(chosen.names("nvfp4")), len(chosen.names("two-part"))
+    if not coarse and not both:
+        raise ConfigurationError("no linear may be packed within the budget: allow more, or give other --calibration")
     print(
-        f"{len(chosen.names('nvfp4'))} of {len(chosen.shapes)} linears in nvfp4, {chosen.bits:.2f} bits a weight: "
+        f"{coarse} of {len(chosen.shapes)} linears in nvfp4, {both} in two parts, {chosen.bits:.2f} bits a weight: "
         f"calibration loss {chosen.measured['loss']:.4f}, {rise:+.3f} % with them; kept as {path}"
     )
     chosen.save(path)
@@ -212,6 +222,7 @@ class _Plan:
     """What becomes of each tensor, from tables alone."""
 
     packed: dict[str, tuple[int, int]]  # linear -> (N, K)
+    two_parts: set[str]  # of those
     kept: dict[str, str]  # linear -> why
     specs: list[TensorSpec]  # of the output
     bytes_before: int
@@ -229,6 +240,7 @@ class _Plan:
             assignment.check({name: (shape[0], shape[1]) for name, shape in shapes.items()}, "that of the folder")
             why = {name: reason or _assigned_reason(assignment, name) for name, reason in why.items()}
         packed, kept, specs = {}, {}, []
+        two_parts = set() if assignment is None else set(assignment.names("two-part"))
         for name, reason in why.items():
             reasons = _reasons(name, reason, found, form)
             if reasons:
@@ -241,11 +253,12 @@ class _Plan:
         for name, spec in found.items():
             owner = name.removesuffix(".weight")
             if name.endswith(".weight") and owner in packed:
-                entries = entry_specs(form, *packed[owner]).values()
+                entries = [*entry_specs(form, *packed[owner]).values()]
+                entries += [fine_spec(*packed[owner])] if owner in two_parts else []
                 specs += [replace(entry, name=f"{owner}.{entry.name}") for entry in entries]
             else:
                 specs.append(spec)
-        return cls(packed, kept, specs, sum(spec.size_bytes for spec in found.values()))
+        return cls(packed, two_parts & set(packed), kept, specs, sum(spec.size_bytes for spec in found.values()))
 
     @property
     def bytes_after(self) -> int:
@@ -255,15 +268,11 @@ class _Plan:
 def _check_assignment(assignment: Assignment, form: Format) -> None:
     if form.name != "nvfp4":
         raise ConfigurationError(f"an assignment packs to nvfp4, not {form.name}: drop --format, or the assignment")
-    if two := assignment.names("two-part"):
-        raise Unsupported(
-            f"the assignment puts {len(two)} linears in two parts, e.g. {two[0]}: packed folders have no place for fine parts; "
-            "use it with enable_vb_optimization or vb train, or make it with precisions=('nvfp4', 'bf16')"
-        )
 
 
 def _assigned_reason(assignment: Assignment, name: str) -> str | None:
-    return None if assignment.precisions.get(name) == "nvfp4" else "the assignment keeps it as it is"
+    given = assignment.precisions.get(name, "bf16")
+    return "the assignment keeps it as it is" if given == "bf16" else None
 
 
 def _reasons(name: str, reason: str | None, found: dict[str, TensorSpec], form: Format) -> list[str]:
@@ -329,7 +338,7 @@ class _Packer:
         self._waiting = {f"{name}.{GLOBAL}": scale.reciprocal().reshape(1) for name, scale in scales.items()}
         self._owner = {
             f"{name}.{entry}": name for name, shape in plan.packed.items() for entry in entry_specs(form, *shape)
-        }
+        } | {f"{name}.{FINE}": name for name in plan.two_parts}
         self.layers: list[PackedLayer] = []
         self.noise = self.signal = 0.0
 
@@ -350,16 +359,19 @@ class _Packer:
             workspace_bytes=_WORKSPACE_BYTES,
             name=f"{linear}.weight",
         )
-        self._record(linear, weight, packed)
         entries = {f"{linear}.{entry}": tensor for entry, tensor in to_entries(packed).items()}
+        whole: PackedTensor | SeparatedTensor = packed
+        if linear in self._plan.two_parts:
+            whole = SeparatedTensor(packed, fine_part(weight, packed))
+            entries[f"{linear}.{FINE}"] = whole.fine
+        self._record(linear, weight, whole, sum(tensor.nbytes for tensor in entries.values()))
         entries.pop(f"{linear}.{GLOBAL}", None)  # written already, from the first pass
         self._waiting.update(entries)
 
-    def _record(self, linear: str, weight: Tensor, packed: PackedTensor) -> None:
+    def _record(self, linear: str, weight: Tensor, packed: PackedTensor | SeparatedTensor, after: int) -> None:
         noise, signal = noise_and_signal(weight, packed.dequantize(torch.float32))
         self.noise, self.signal = self.noise + noise, self.signal + signal
-        after = sum(tensor.nbytes for tensor in to_entries(packed).values())
-        layer = PackedLayer(linear, (packed.n, packed.k), decibels(noise, signal), weight.nbytes, after)
+        layer = PackedLayer(linear, self._plan.packed[linear], decibels(noise, signal), weight.nbytes, after)
         self.layers.append(layer)
         if self._on_layer is not None:
             self._on_layer(layer, len(self.layers), len(self._plan.packed))
