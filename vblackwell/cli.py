@@ -206,7 +206,9 @@ def _quantize(words: list[str]) -> int:
     parser.add_argument("--device", type=str, default="auto", help="Where weights are packed: auto, cpu or cuda.")
     parser.add_argument("--assignment", type=str, help="File of an assignment: packs what it puts in nvfp4.")
     parser.add_argument(
-        "--budget", type=float, help="Measure which linears bear nvfp4 or two parts: the loss may rise by this, e.g. 0.004."
+        "--budget",
+        type=float,
+        help="Measure which linears bear nvfp4 or two parts: the loss may rise by this, e.g. 0.004.",
     )
     parser.add_argument(
         "--max-bits", type=float, help="The same for at most this many bits a weight, between 4.5 and 16."
