@@ -87,8 +87,8 @@ def mma_plans(m: int, n: int, k: int) -> Iterator[MmaPlan]:
 
 
 def wgmma_plans(m: int, n: int, k: int) -> Iterator[WgmmaPlan]:
-    for tokens, groups, k_groups, splits, most in itertools.product(
-        (16, 32, 64, 128, 256), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 4, 8), (1, 2)
+    for tokens, groups, k_groups, splits, most, direct in itertools.product(
+        (16, 32, 64, 128, 256), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 4, 8), (1, 2), (False, True)
     ):
         columns, consumers = -(-m // tokens), groups * k_groups
         if tokens > max(m, 16) or tokens < min(m, 64) or columns > 2 or consumers > 4:
@@ -96,13 +96,15 @@ def wgmma_plans(m: int, n: int, k: int) -> Iterator[WgmmaPlan]:
         blocks = -(-n // (64 * groups)) * splits * columns
         if not (_fills(blocks, 1) or _fills(blocks, most)) or (splits == 8 and (blocks > 132 or most > 1)):
             continue
-        plan = WgmmaPlan(tokens, groups, splits, 2 * k_groups, 4, most, k_groups)
-        if plan.registers < tokens // 2 + 32 + 28:  # sums, fragments, addresses
+        plan = WgmmaPlan(tokens, groups, splits, 12, 4, most, k_groups, direct)
+        if direct and plan.threads * most > (640 if tokens <= 64 else 512 if tokens == 128 else 0):
+            continue
+        if not direct and plan.registers < tokens // 2 + 32 + 28:  # sums, fragments, addresses
             continue
         if most == 2 and consumers == 1 and k_groups == 1 and blocks > 132 and splits == 4:
             continue
-        for stages in (8, 6, 5, 4) if k_groups == 4 else (6, 5, 4):
-            if not goes_round(stages, k_groups):
+        for stages in (8, 6, 5, 4) if k_groups == 4 or direct else (6, 5, 4):
+            if not goes_round(stages, k_groups, direct):
                 continue
             variant = replace(plan, stages=stages)
             if variant.shared_bytes() <= SHARED // most - 1024:
@@ -164,7 +166,7 @@ def family(plan: Plan) -> str:
     if isinstance(plan, MmaPlan):
         return f"mma{' bulk' if plan.chunk else ''}{' split' if plan.splits > 1 else ''}"
     return (
-        f"wgmma{' K groups' if plan.k_groups > 1 else ''}{' split' if plan.splits > 1 else ''}"
+        f"wgmma{' direct' if plan.direct else ''}{' K groups' if plan.k_groups > 1 else ''}{' split' if plan.splits > 1 else ''}"
         f"{' of 16' if plan.tokens == 16 else ''}"
     )
 
@@ -296,7 +298,7 @@ def brief(plan: Plan) -> str:
         )
     return (
         f"wgmma t{plan.tokens} g{plan.groups} kg{plan.k_groups} s{plan.splits} st{plan.stages} pf{plan.prefetch}"
-        f" mb{plan.min_blocks}"
+        f" mb{plan.min_blocks}{' direct' if plan.direct else ''}"
     )
 
 

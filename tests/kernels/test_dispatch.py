@@ -78,7 +78,7 @@ def test_consumer_blackwell_gets_the_plans_that_fit_99_kb():
 
 @pytest.mark.parametrize(("stages", "k_groups"), [(3, 2), (6, 4), (3, 3), (2, 2)])
 def test_a_stage_that_would_change_hands_is_refused(stages, k_groups):
-    with pytest.raises(ConfigurationError, match="take turns at stages"):
+    with pytest.raises(ConfigurationError, match="do not go round"):
         fp4_plan.WgmmaPlan(64, 1, 1, stages, k_groups=k_groups)
     assert fp4_plan.WgmmaPlan(64, 1, 1, 2 * k_groups, k_groups=k_groups).stages == 2 * k_groups
 

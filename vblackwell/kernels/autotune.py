@@ -111,7 +111,11 @@ def variants(plan: Plan) -> list[Plan]:
         # chunk sizes follow from the prefetch where x comes in several chunks, so it stays
     else:
         most = (227 * 1024 - 1024) // (plan.tokens * 128)
-        choices = [{"stages": stages} for stages in (3, 4, 6, 8) if stages <= most and goes_round(stages, plan.k_groups)]
+        choices = [
+            {"stages": stages}
+            for stages in (3, 4, 6, 8)
+            if stages <= most and goes_round(stages, plan.k_groups, plan.direct)
+        ]
     return [plan, *(other for choice in choices if (other := apply(plan, choice)) != plan)]
 
 

@@ -16,6 +16,8 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
         "@!done bra AGAIN;\n}"
         :: "r"(barrier), "r"(parity) : "memory");
 }
+// What this thread wrote to shared memory by ordinary stores, seen by wgmma.
+DEVICE void publish_to_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // `bytes` contiguous bytes from global to shared memory; `barrier` counts them in.
 DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"

@@ -7,11 +7,15 @@
 // warpgroup brings x, STAGES windows deep. SPLITS blocks of a cluster split K; all sums meet in shared memory and are added in a fixed order.
 //
 // A stage of x is TOKENS rows of 128 bytes with the 128-byte swizzle, columns inside a window permuted as the tiled layout
-// permutes them, zeros beyond K. A kernel before this one (`arrange`) has written that form, and a stage is one bulk copy.
+// permutes them, zeros beyond K. A kernel before this one (`arrange`) has written that form, and a stage is one bulk copy. With DIRECT
+// there is no such kernel: MAKERS warps take turns at windows, of which each loads x as it is into registers and stores it in that
+// form. A lane turns four granules of 16 bytes, 4 x 4 words, into four others, which is no work.
 //
-// Set by the launcher: FP16, TOKENS, GROUPS, KGROUPS, SPLITS, STAGES (of each K group the same, two or more), PREFETCH, REGISTERS
-// (a consumer thread's), MIN_BLOCKS, OUT32.
+// Set by the launcher: FP16, TOKENS, DIRECT, GROUPS, KGROUPS, SPLITS, STAGES (of each K group the same, two or more; of each maker, too),
+// PREFETCH, REGISTERS (a consumer thread's), MIN_BLOCKS, OUT32.
+#define MAKERS (KGROUPS == 3 ? 3 : 4)
 static_assert(KGROUPS == 1 || (STAGES % KGROUPS == 0 && STAGES >= 2 * KGROUPS), "a stage belongs to one K group");
+static_assert(!DIRECT || STAGES % MAKERS == 0, "a stage belongs to one maker");
 #define ROWS (64 * GROUPS)
 #define CONSUMERS (128 * GROUPS * KGROUPS)
 #define THREADS (CONSUMERS + 128)  // registers move between warpgroups, so the copying warp costs a whole one
@@ -48,6 +52,44 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
     let_next_start();
 
     if (warp >= 4 * GROUPS * KGROUPS) {
+#if DIRECT
+        const int maker = warp - 4 * GROUPS * KGROUPS, m0 = blockIdx.z * TOKENS, j = lane & 1;
+        constexpr int TASKS = TOKENS / 16 < 4 ? TOKENS / 16 : 4;  // rows that a lane has half of, at a time
+        int stage = maker;
+        u32 parity = 1;  // a fresh barrier counts as released
+        wait_for_previous();
+        for (int i = maker; i < count && maker < MAKERS; i += MAKERS) {
+#pragma unroll
+            for (int first = 0; first < TOKENS; first += 16 * TASKS) {
+                uint4 v[TASKS][4];
+#pragma unroll
+                for (int r = 0; r < TASKS; r++)
+#pragma unroll
+                    for (int t = 0; t < 4; t++) {
+                        const int m = m0 + first + r * 16 + (lane >> 1), k = (begin + i) * 64 + (2 * t + j) * 8;
+                        v[r][t] = m < M && k < K ? *(const uint4*)(x + ((u64)m * K + k) * 2) : make_uint4(0, 0, 0, 0);
+                    }
+                if (first == 0) barrier_wait(empty + 8 * stage, parity);
+#pragma unroll
+                for (int r = 0; r < TASKS; r++) {
+                    const int token = first + r * 16 + (lane >> 1), swizzle = token & 7;
+                    const u32 to = shared + stage * STAGE_BYTES + token * 128;
+                    store_shared(to + (((4 * j) ^ swizzle) << 4), make_uint4(v[r][0].x, v[r][1].x, v[r][2].x, v[r][3].x));
+                    store_shared(to + (((4 * j + 1) ^ swizzle) << 4), make_uint4(v[r][0].y, v[r][1].y, v[r][2].y, v[r][3].y));
+                    store_shared(to + (((4 * j + 2) ^ swizzle) << 4), make_uint4(v[r][0].z, v[r][1].z, v[r][2].z, v[r][3].z));
+                    store_shared(to + (((4 * j + 3) ^ swizzle) << 4), make_uint4(v[r][0].w, v[r][1].w, v[r][2].w, v[r][3].w));
+                }
+            }
+            publish_to_tensor_cores();
+            warp_sync();
+            if (lane == 0) barrier_arrive(full + 8 * stage);
+            stage += MAKERS;
+            if (stage >= STAGES) {
+                stage -= STAGES;
+                parity ^= 1;
+            }
+        }
+#else
         give_registers<COPY_REGISTERS>();
         if (tid == CONSUMERS) {
             int stage = 0;
@@ -64,8 +106,11 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
                 }
             }
         }
+#endif
     } else {
+#if !DIRECT
         take_registers<REGISTERS>();
+#endif
         const int k_group = warp / (4 * GROUPS), row_warp = warp % (4 * GROUPS);
         const int row16 = blockIdx.x * (ROWS / 16) + row_warp, band = min(row16 >> 1, bands - 1), half = row16 & 1;
         const u64 first = (u64)band * windows + begin + k_group;
