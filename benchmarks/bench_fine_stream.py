@@ -1,12 +1,10 @@
 """Generation under a cap: coarse parts resident with fine ones streamed, beside int8 streamed, coarse alone and everything resident.
 
-``python benchmarks/bench_fine_stream.py`` takes a random `tiny` on the CPU; on a GPU ``--device cuda --preset large --load FILE`` with
-the weights that
-``bench_precision.py --save FILE`` kept (preset and ``--seq-length`` as there). One token after another goes through the model, without a
-cache
-of keys, so that time is the linears'. Every system may hold the coarse bytes and ``--room`` of the fine ones on level 0: int8 keeps as
-many of its layers there as fit and waits for the others, asked for ``--ahead`` layers early. Held-out loss is taken while streaming, the
-same windows for all.
+``python benchmarks/bench_fine_stream.py`` takes a random `tiny` on the CPU; on a GPU ``--device cuda --preset small --load FILE`` with
+the weights that ``bench_precision.py --save FILE`` kept (preset and ``--seq-length`` as there), or ``--preset xl`` with random ones,
+whose loss says nothing. One token after another goes through the model, without a cache of keys, so that time is the linears'.
+Every system may hold the coarse bytes and ``--room`` of the fine ones on level 0: int8 keeps as many of its layers there as fit and waits
+for the others, asked for ``--ahead`` layers early. Held-out loss is taken while streaming, the same windows for all.
 """
 
 from __future__ import annotations
@@ -17,19 +15,20 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from vblackwell.memory.stack import VGPUStack
+from vblackwell.nn.convert_linears import replace_module
 from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.fine_stream import FineStream
 from vblackwell.nn.optimize import enable_vb_optimization
 from vblackwell.nn.optimized_linear import VBOptimizedLinear
-from vblackwell.nn.two_part import PlacedParts
+from vblackwell.numerics.packed import PackedTensor
 from vblackwell.train.data import Corpus, prepare_data
 from vblackwell.train.dataset import PackedDataset, evaluation_batches
 from vblackwell.train.presets import find_preset
@@ -53,36 +52,39 @@ class Parts:
         return cls(tensors)
 
 
-def stream_int8(layers: dict[str, VBOptimizedLinear], stack: VGPUStack, ahead: int) -> None:
-    """Every layer's parts in the stack; before a layer computes they are waited for, and the next ones asked for."""
-    names = list(layers)
-    kept = 0
-    level = stack.levels[0]
-    largest = max(sum(t.nbytes for t in layer._parts().tensors()) for layer in layers.values())
+class StreamedInt8(nn.Module):
+    """A linear by rows of int8 whose parts are in a stack: waited for before it computes, the next ones asked for.
+
+    Scales go behind the product, so that a weight is written out by one cast.
+    """
+
+    def __init__(self, layer: VBOptimizedLinear, stack: VGPUStack, name: str, later: list[str]) -> None:
+        super().__init__()
+        self.bias, self._stack, self._name, self._later = layer.bias, stack, name, later
+        self._columns = layer.in_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._stack.prefetch([other for other in self._later if self._stack.level_of(other) != 0])
+        held = self._stack.access(self._name).tensors()
+        y = (functional.linear(x, held["codes"][:, : self._columns].to(x.dtype)) * held["scales"]).to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+
+def stream_int8(model: nn.Module, layers: dict[str, VBOptimizedLinear], stack: VGPUStack, ahead: int) -> None:
+    """Every layer's parts into the stack; as many as fit beside those that pass stay on level 0."""
+    names, kept, level = list(layers), 0, stack.levels[0]
+    held = {name: layer.packed for name, layer in layers.items()}
+    largest = max(packed.nbytes for packed in held.values() if packed is not None)
     for place, (name, layer) in enumerate(layers.items()):
-        parts = layer._parts()
-        size = sum(tensor.nbytes for tensor in parts.tensors()) + 4096
+        packed = held.pop(name)
+        assert isinstance(packed, PackedTensor) and float(packed.tensor_scale) == 1
+        parts = Parts({"codes": packed.codes, "scales": packed.block_scales.view(1, -1)})
+        size = sum(tensor.nbytes for tensor in parts.tensors().values()) + 4096
         stays = kept + size <= level.capacity_bytes - (ahead + 1) * (largest + 4096)
         kept += size if stays else 0
-        stack.register(
-            name,
-            Parts({"codes": parts.codes, "scales": parts.scales, "tensor_scale": parts.tensor_scale}),
-            priority=7 if stays else 4,
-        )
+        stack.register(name, parts, priority=7 if stays else 4)
         later = [names[(place + step) % len(names)] for step in range(1, ahead + 1)]
-
-        def take(module: Any, _: Any, name: str = name, layout: str = parts.layout, later: list[str] = later) -> None:
-            stack.prefetch([other for other in later if stack.level_of(other) != 0])
-            held = stack.access(name).tensors()
-            module._adopt(PlacedParts(layout, held["codes"], held["scales"], held["tensor_scale"], None))
-
-        def give(module: Any, *_: Any) -> None:
-            for part in ("weight_codes", "weight_scales", "weight_tensor_scale"):
-                setattr(module, part, None)
-
-        layer.register_forward_pre_hook(take)
-        layer.register_forward_hook(give)
-        give(layer)
+        replace_module(model, name, layer, StreamedInt8(layer, stack, name, later))
 
 
 def build(args: argparse.Namespace, corpus: Corpus, **switches: bool) -> tuple[nn.Module, dict[str, VBOptimizedLinear]]:
@@ -173,7 +175,8 @@ def main() -> None:
     del model, layers
     model, layers = build(args, corpus, enable_fp4=False)
     with stack_of(args, coarse + args.room * fine) as stack:
-        stream_int8(layers, stack, args.ahead)
+        stream_int8(model, layers, stack, args.ahead)
+        layers.clear()
         add("int8 streamed", model)
     print(f"\n{'':<32} {'tokens/s':>9} {'val loss':>9}   coarse {coarse / MiB:.1f} MiB, fine {fine / MiB:.1f} MiB")
     for name, rate, loss, said in rows:
