@@ -95,6 +95,40 @@ def pack_bits(
 
 
 @triton.jit
+def pack_quads(
+    mask_ptr, by_query_ptr, by_key_ptr, stride_mb, stride_mn, stride_row, heads, rows, cols,
+    query_step, query_word, query_plane, key_step, key_word, key_plane, WITH_KEYS: tl.constexpr,
+):  # fmt: skip
+    """``pack_bits`` of a mask whose keys lie side by side, four of them as one number of 32 bits; strides and ``cols`` count fours."""
+    which = tl.program_id(2).to(tl.int64)
+    row0, quad0 = tl.program_id(1) * 64, tl.program_id(0) * 16
+    row, quad = tl.arange(0, 64), tl.arange(0, 16)
+    corner = mask_ptr + which // heads * stride_mb + which % heads * stride_mn
+    corner += row0.to(tl.int64) * stride_row + quad0
+    inside = ((row0 + row < rows) | (rows == 1))[:, None] & (quad0 + quad < cols)[None, :]
+    four = tl.load(corner + row[:, None] * stride_row + quad[None, :], inside, other=0).to(tl.uint32, bitcast=True)
+    # A bit at the bottom of each byte that is not zero; then one product puts the four side by side at the top.
+    four = ((((four & 0x7F7F7F7F) + 0x7F7F7F7F) | four) & 0x80808080) >> 7
+    nibble = (four * 0x10204080) >> 28
+    half = tl.arange(0, 2)
+    words = tl.sum((nibble << ((quad[None, :] & 7) * 4).to(tl.uint32)).reshape(64, 2, 8), 2).to(tl.uint32)
+    at = which * query_plane + tl.program_id(0).to(tl.int64) * query_word + (row0 + row) * query_step
+    tl.store(
+        by_query_ptr + at[:, None] * 2 + half[None, :],
+        words.to(tl.int32, bitcast=True),
+        (row[:, None] + half[None, :] * 0 == 0) | (query_step > 0),
+    )
+    if WITH_KEYS:
+        # Eight queries make a byte of each of the four keys, and eight such bytes a word of a key.
+        eight = tl.sum((four << (row[:, None] & 7).to(tl.uint32)).reshape(8, 8, 16), 1).to(tl.uint32)
+        byte, member = tl.arange(0, 8)[:, None, None], tl.arange(0, 4)[None, None, :]
+        bits = (eight[:, :, None] >> (8 * member).to(tl.uint32)).to(tl.uint8)
+        key = (tl.program_id(0) * 64 + quad[None, :, None] * 4 + member) * key_step
+        at = which * key_plane + tl.program_id(1).to(tl.int64) * key_word + key
+        tl.store(by_key_ptr.to(tl.pointer_type(tl.uint8)) + at * 8 + byte, bits)
+
+
+@triton.jit
 def judge_bits(
     bits_ptr, state_ptr, stride_mb, stride_mn, stride_word, stride_row, heads, q_len, k_len, offset, left, right,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -205,11 +239,27 @@ def bits_of(mask: Tensor, with_keys: bool) -> MaskBits:
         (int(outer > 1), outer if words > 1 else 0, words * outer)
         for words, outer in ((k_words, padded_rows), (q_words, padded_cols))
     ]
-    pack_bits[(k_words, q_words, batch * heads)](
-        mask, by_query.view(torch.int32), (by_query if by_key is None else by_key).view(torch.int32), *mask_strides(mask),
-        heads, rows, cols, *steps[0], *steps[1], WITH_KEYS=with_keys, num_warps=4,
-    )  # fmt: skip
+    strides = mask_strides(mask)
+    targets = (by_query.view(torch.int32), (by_query if by_key is None else by_key).view(torch.int32))
+    grid, fours = (k_words, q_words, batch * heads), in_fours(mask)
+    if fours is None:
+        pack_bits[grid](
+            mask, *targets, *strides, heads, rows, cols, *steps[0], *steps[1], WITH_KEYS=with_keys, num_warps=4
+        )
+    else:
+        strides = tuple(stride // 4 for stride in strides[:3])
+        pack_quads[grid](
+            fours, *targets, *strides, heads, rows, cols // 4, *steps[0], *steps[1], WITH_KEYS=with_keys, num_warps=4
+        )
     return MaskBits(by_query, by_key)
+
+
+def in_fours(mask: Tensor) -> Tensor | None:
+    """``mask`` (uint8) as int32 from its first element on, for ``pack_quads``; None where its keys do not lie that way."""
+    *strides, step = mask_strides(mask)
+    if step != 1 or mask.shape[3] % 4 or mask.data_ptr() % 4 or any(stride % 4 for stride in strides):
+        return None
+    return mask.as_strided((mask.numel() and 4,), (1,)).view(torch.int32)
 
 
 def list_tiles(
