@@ -186,10 +186,12 @@ class Forecast:
         sized, foreseen, gpu, waiting = found
         has_gpu, most = self.machine.has_gpu, self.machine.bounds.gpu
         p99 = int(gpu * STREAMED_P99) + P99_BYTES if has_gpu else gpu
+        # Ways back take the RAM that is free, and inputs of checkpoints come before them.
+        ways_back = foreseen.bytes_by_level.get("undo", [0, 0])[1]
+        host = foreseen.bytes_of(1) + waiting
+        host -= min(ways_back, max(0, host - self.machine.bounds.host))
         # What level 0 lets in ends at its capacity.
-        return sized, self._timed(
-            sized, foreseen, min(gpu, most), min(p99, most), foreseen.bytes_of(1) + waiting, in_full
-        )
+        return sized, self._timed(sized, foreseen, min(gpu, most), min(p99, most), host, in_full)
 
     def _foreseen(
         self, choice: Choice, formats: Formats, trace: Trace, seconds: Mapping[str, float]
