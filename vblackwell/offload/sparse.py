@@ -11,6 +11,7 @@ from torch import nn
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.offload.groups import Slot, find_groups
+from vblackwell.offload.norms import norm_of_norms
 from vblackwell.offload.parameter import engine_and_slot
 
 
@@ -78,8 +79,9 @@ def _rank_offloaded(engine: Any) -> list[tuple[float, list[Any]]]:
     for group in engine.groups:
         slots = [slot for slot in group.slots if engine.gradients.has(slot)]
         if slots:
-            norms = torch.stack([engine.gradients.norm(slot) for slot in slots])
-            ranked.append((_density(norms, sum(slot.num_elements for slot in slots)), [group_key(engine, group)]))
+            norms = [engine.gradients.norm(slot) for slot in slots]  # taken on level 0, or at home
+            density = _density(norms, sum(slot.num_elements for slot in slots), engine.device)
+            ranked.append((density, [group_key(engine, group)]))
     return ranked
 
 
@@ -88,11 +90,12 @@ def _rank_plain(model: nn.Module) -> list[tuple[float, list[Any]]]:
     for group in find_groups(model)[0]:
         params = [slot.param for slot in group.slots if slot.param.grad is not None]
         if params:
-            norms = torch.stack([torch.linalg.vector_norm(param.grad, dtype=torch.float32) for param in params])  # type: ignore[arg-type]
-            ranked.append((_density(norms, sum(param.numel() for param in params)), list(params)))
+            norms = [torch.linalg.vector_norm(param.grad, dtype=torch.float32) for param in params]  # type: ignore[arg-type]
+            density = _density(norms, sum(param.numel() for param in params), params[0].device)
+            ranked.append((density, list(params)))
     return ranked
 
 
-def _density(norms: torch.Tensor, num_elements: int) -> float:
+def _density(norms: list[torch.Tensor], num_elements: int, device: torch.device) -> float:
     """Root mean square of a group's gradient: groups of different sizes become comparable."""
-    return float(torch.linalg.vector_norm(norms)) / math.sqrt(num_elements)
+    return float(norm_of_norms(norms, device)) / math.sqrt(num_elements)
