@@ -23,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+import torch._dynamo
 from attention_plans import PROCESSES, STARTED, leaves_of, say, sweep, sweep_specialized, time_us
 from graph_timing import alternating_us, median_us
 from torch import Tensor
