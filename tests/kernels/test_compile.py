@@ -83,6 +83,12 @@ def test_norm_on_the_way(arch, chosen, tmp_path):
             usage = resources(cubin, tmp_path)["fp4_mma"]
             assert usage["STACK"] == usage["LOCAL"] == 0, (plan, usage)
             assert usage["REG"] * plan.threads * plan.min_blocks <= 65536, (plan, usage)
+    for plan in [plan for plan in plans(True) if clusters and plan.chunk][chosen]:  # x in bulk copies: RMSNorm alone
+        usage = resources(nvrtc.compile_cubin(fp4_plan.MMA_FILES, plan.macros(False, norm=1), arch), tmp_path)[
+            "fp4_mma"
+        ]
+        assert usage["STACK"] == usage["LOCAL"] == 0 and usage["REG"] * plan.threads <= 65536, (plan, usage)
+        assert plan.shared_bytes(8192, norm=1) <= SHARED_BYTES[arch], plan
     for architecture in ("sm_90a",) if clusters else ("sm_80", "sm_86", "sm_89"):
         for n, k in SHAPES:
             for m in (1, 3, 8, 16):

@@ -157,6 +157,18 @@ def test_norm_on_the_way(plan, m, n, k, kind, mean):
     assert ((y_MN - exact).abs() <= 2**-8 * products + 1e-5 * (products + exact.abs() + bias_N.abs())).all()
 
 
+@pytest.mark.parametrize(
+    ("plan", "m", "n", "k"),
+    [
+        (MmaPlan(4, 2, 3, 2, 2, chunk=3, x_stages=2), 3, 70, 832),
+        (MmaPlan(16, 1, 2, 1, 2, chunk=4, x_stages=3), 13, 40, 640),
+    ],
+    ids=str,
+)
+def test_rms_norm_on_the_way_of_bulk_copies(plan, m, n, k):
+    test_norm_on_the_way(plan, m, n, k, 1, 0.0)
+
+
 @pytest.mark.parametrize("kind", [1, 2])
 def test_norm_with_activation_repeats_bit_for_bit(kind):
     n, k, m = 70, 128, 7

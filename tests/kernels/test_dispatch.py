@@ -101,7 +101,7 @@ def test_x_comes_in_bulk_where_it_may(m):
     assert not fp4_plan.plan_mma(m, 4096, 4096, True, bulk=False).chunk
     x_MK = torch.zeros(m, 4096, dtype=torch.bfloat16)
     with pytest.raises(ConfigurationError, match="bulk=False"):
-        norm = fp4_cuda.Norm(x_MK[0], 1e-5)
+        norm = fp4_cuda.Norm(x_MK[0], 1e-5, x_MK[0].float())
         fp4_cuda.run_mma(plan, x_MK, x_MK, x_MK, x_MK, None, "none", 4096, norm=norm)
 
 

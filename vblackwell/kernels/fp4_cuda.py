@@ -71,15 +71,16 @@ def run_mma(
     """One launch of ``fp4_mma``; ``out_dtype`` may be fp32, else the type of x. ``norm`` comes before the product.
 
     Raises:
-        ConfigurationError: a norm, and a plan by which x comes in bulk copies or that gives a row no power of two of threads.
+        ConfigurationError: a LayerNorm, and a plan by which x comes in bulk copies; a norm, and a plan without them that gives a row no
+            power of two of threads.
     """
-    if norm is not None and (plan.chunk or plan.threads & (plan.threads - 1)):
-        raise ConfigurationError(f"{plan} does not go with a norm on the way: plan_mma(..., bulk=False) does")
     x_MK, k = aligned(x_MK)
-    y_MN = _output(x_MK, n, out_dtype)
-    m, kind = x_MK.shape[0], 0 if norm is None else norm.kind
     if k % 64:
         plan = plan.without_bulk()
+    if norm is not None and (norm.kind == 2 if plan.chunk else plan.threads & (plan.threads - 1)):
+        raise ConfigurationError(f"{plan} does not go with this norm on the way: plan_mma(..., bulk=False) does")
+    y_MN = _output(x_MK, n, out_dtype)
+    m, kind = x_MK.shape[0], 0 if norm is None else norm.kind
     windows, count = plan.chunks(k)
     macros = plan.macros(_flags(x_MK), y_MN.dtype == torch.float32, kind)
     grid = (ceil_div(n, 32 * plan.row_warps), plan.splits, ceil_div(m, plan.tokens))

@@ -37,7 +37,8 @@ def _mma_reasons(request: Request) -> list[str]:
 
 
 def _mma(x_MK, gain_K, gain_sums_N, eps, codes, scales, tensor_scale, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
-    plan = fp4_plan.plan_mma(x_MK.shape[0], n, k, fp4_plan.has_clusters(capability(x_MK.device)), bulk=False)
+    clusters, rms = fp4_plan.has_clusters(capability(x_MK.device)), gain_sums_N is None
+    plan = fp4_plan.plan_mma(x_MK.shape[0], n, k, clusters, bulk=rms)
     plan = autotune.tuned(plan, x_MK, n, k)
     norm = fp4_cuda.Norm(_aligned(gain_K), eps, gain_sums_N)
     bias = backends.like(bias, x_MK)

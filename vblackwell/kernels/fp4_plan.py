@@ -84,10 +84,11 @@ class MmaPlan:
         windows, count = self.chunks(k)
         x_bytes = windows * self.tokens * 128 * min(2, count)
         if self.chunk:
-            x_bytes = self.x_stages * (self.tokens * (self.chunk * 128 + 16) + 16)
+            rows = self.tokens + (1 if norm else 0)  # its gain is one more
+            x_bytes = self.x_stages * (rows * (self.chunk * 128 + 16) + 16)
         staged = x_bytes + self.threads * self.prefetch * 36
         sums = self.k_warps * min(self.tokens, 16) * (32 * self.row_warps + 4) * 4
-        return max(staged, sums) + (STATISTICS_BYTES if norm else 0)
+        return max(staged, sums) + (STATISTICS_BYTES * (2 if self.chunk else 1) if norm else 0)
 
 
 def goes_round(stages: int, k_groups: int, direct: bool = False) -> bool:
@@ -203,8 +204,8 @@ def _plan_bulk(tokens: int, n: int, windows: int) -> MmaPlan:
 def plan_mma(m: int, n: int, k: int, clusters: bool, bulk: bool = True) -> MmaPlan:
     """The plan of ``fp4_mma`` for a shape, with or without clusters of blocks (sm_90).
 
-    ``bulk``: whether x may come by bulk copies, which a norm on the way does not allow. It does from three rows on, where K is a multiple
-    of 64 and not tiny; one or two rows are staged as fast without.
+    ``bulk``: whether x may come by bulk copies, which a LayerNorm on the way does not allow. It does from three rows on, where K is a
+    multiple of 64 and not tiny; one or two rows are staged as fast without.
 
     One block of 12 to 16 warps a multiprocessor, and as many K ways as that leaves: measured on an H200 over six shapes. From three rows
     on x costs more to stage than a cluster to join, so blocks get taller and split K. Without clusters blocks are smaller,

@@ -11,7 +11,7 @@
 // conflict-free 128-bit load. Columns beyond K are zeros there, which lets warps read any valid weights past the end.
 // Tokens beyond M are never written nor read back: columns of an mma do not mix.
 //
-// With BULK (sm_90, K a multiple of 64, no NORM) rows of x come by bulk copies as they are, CHUNK windows at a time, into X_STAGES slots
+// With BULK (sm_90, K a multiple of 64, no LayerNorm) rows of x come by bulk copies as they are, CHUNK windows at a time, into X_STAGES slots
 // that barriers guard: the first product waits for one chunk only. Rows in shared memory are 16 bytes longer than what they hold, so that
 // a fragment, 32 contiguous bytes of a row, is still two conflict-free loads. One warp asks for x as slots come free.
 //
@@ -19,6 +19,7 @@
 // staged x; what it multiplies rows by is known when all of x has passed, and goes onto the sums, which is the same. LayerNorm's
 // x is staged less the mean of its first columns, a pivot near the true mean: x itself, rounded with its gain, would lose the bits
 // that a large mean hides. What is left of the mean is subtracted behind the sum, times the products of W with the gain.
+// With BULK the gain comes as one more row of x and goes onto fragments; x times itself, as an mma, has the squares on its diagonal.
 //
 // Set by the launcher: NORM (or not), FP16, TOKENS (a power of two), ROW_WARPS, K_WARPS, SPLITS, PREFETCH, PASS_TOKENS, MIN_BLOCKS, OUT32,
 // BULK (or not), and with it CHUNK (a multiple of K_WARPS) and X_STAGES.
@@ -31,7 +32,7 @@
 #ifndef NORM
 #define NORM 0
 #endif
-#define STATISTICS_BYTES (NORM ? 1024 : 0)  // of shared memory, before everything else
+#define STATISTICS_BYTES (NORM ? 1024 + 1024 * BULK : 0)  // of shared memory, before everything else; with BULK, squares of each K warp
 #define ROW_THREADS (THREADS / TOKENS)      // threads a token has in its statistics, a power of two
 #define PIVOT_COLUMNS 512
 #define WINDOW_BYTES 1152  // codes of the upper 16 rows, of the lower 16 rows, scales
@@ -40,6 +41,7 @@
 #endif
 #if BULK
 #define X_PITCH (CHUNK * 128 + 16)
+#define X_ROWS (TOKENS + NORM)  // of a slot: tokens, the gain
 #define X_GROUP (8 * X_PITCH)  // from a token to the eighth after it
 #define X_HALF 16              // from a block's first eight columns to the others
 #else
@@ -47,8 +49,39 @@
 #define X_HALF (TOKENS * 64)
 #endif
 
+#if BULK && NORM
+// x of a window, of this lane's tokens, times its gain; onto `squares`, if asked for, x times itself, by rows and columns of tokens.
+DEVICE void take_gain(uint4 (*b)[2], u32 gain_address, bool with_squares, float (*squares)[4]) {
+    if (with_squares) {
+        auto step = [&](u32 low, u32 low8, u32 high, u32 high8) {  // columns 2 t and 8 + 2 t on, of tokens g and 8 + g
+            const u32 a[4] = {low, low8, high, high8};
+            mma(squares[0], a, low, high);
+            if (NB > 1) mma(squares[NB - 1], a, low8, high8);
+        };
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const uint4 v = b[0][j], v8 = NB > 1 ? b[NB - 1][j] : make_uint4(0, 0, 0, 0);
+            step(v.x, v8.x, v.y, v8.y);
+            step(v.z, v8.z, v.w, v8.w);
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        const uint4 gain = load_shared(gain_address + 16 * j);
+#pragma unroll
+        for (int nb = 0; nb < NB; nb++)
+            b[nb][j] = make_uint4(multiply_pair(b[nb][j].x, gain.x), multiply_pair(b[nb][j].y, gain.y),
+                                  multiply_pair(b[nb][j].z, gain.z), multiply_pair(b[nb][j].w, gain.w));
+    }
+}
+#endif
+
 // The window at `w_address` (this lane's 16 bytes) times 64 columns of x at `x_address`.
-DEVICE void compute(float (*acc)[NB][4], u32 w_address, u32 scale_address, u32 x_address) {
+DEVICE void compute(float (*acc)[NB][4], u32 w_address, u32 scale_address, u32 x_address
+#if BULK && NORM
+                    , u32 gain_address, bool with_squares, float (*squares)[4]
+#endif
+) {
     u32 a[2][4][4];  // [half][step of 16 columns][fragment]
     const u32 scales = load_shared_word(scale_address);
 #pragma unroll
@@ -67,9 +100,19 @@ DEVICE void compute(float (*acc)[NB][4], u32 w_address, u32 scale_address, u32 x
             }
         }
     }
+#if BULK && NORM
+    uint4 b[NB][2];
+#pragma unroll
+    for (int i = 0; i < 2 * NB; i++) b[i / 2][i % 2] = load_shared(x_address + i / 2 * X_GROUP + i % 2 * X_HALF);
+    take_gain(b, gain_address, with_squares, squares);
+#endif
 #pragma unroll
     for (int nb = 0; nb < NB; nb++) {
+#if BULK && NORM
+        const uint4 b0 = b[nb][0], b1 = b[nb][1];
+#else
         const uint4 b0 = load_shared(x_address + nb * X_GROUP), b1 = load_shared(x_address + nb * X_GROUP + X_HALF);
+#endif
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             mma(acc[h][nb], a[h][0], b0.x, b0.y);
@@ -103,7 +146,8 @@ struct Statistics {
     float4 block[32];   // a token: sum and sum of squares of this block's columns
     float2 row[32];     // a token: factor of the sums, and what is left of the mean times it
 };
-
+#endif
+#if NORM && !BULK
 // The sum of `v` over the threads of a token, to each of them; the order is that of the threads.
 DEVICE float row_sum(float v, Statistics* statistics, int tid) {
 #pragma unroll
@@ -250,7 +294,7 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
     u32 slot = 0;
     x += (u64)m0 * K;
 #if BULK
-    const u32 full = shared_x + X_STAGES * TOKENS * X_PITCH, empty = full + 8 * X_STAGES;
+    const u32 full = shared_x + X_STAGES * X_ROWS * X_PITCH, empty = full + 8 * X_STAGES;
     if (tid == 0) {
         for (int s = 0; s < X_STAGES; s++) {
             barrier_init(full + 8 * s, 1);
@@ -262,10 +306,14 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
     auto fetch = [&](int chunk) {  // by one warp: a lane asks for a row
         const int from = first + chunk * CHUNK, stage = chunk % X_STAGES;
         const u32 bytes = (min(from + CHUNK, end) - from) * 128;
-        if (lane == 0) barrier_expect(full + 8 * stage, tokens * bytes);
+        if (lane == 0) barrier_expect(full + 8 * stage, (tokens + NORM) * bytes);
         warp_sync();
         if (lane < tokens)
-            copy_bulk(shared_x + (stage * TOKENS + lane) * X_PITCH, x + (u64)lane * K + from * 64, bytes, full + 8 * stage);
+            copy_bulk(shared_x + (stage * X_ROWS + lane) * X_PITCH, x + (u64)lane * K + from * 64, bytes, full + 8 * stage);
+#if NORM
+        if (lane == 31)
+            copy_bulk(shared_x + (stage * X_ROWS + TOKENS) * X_PITCH, gain + from * 64, bytes, full + 8 * stage);
+#endif
     };
     if (warp == 0) {
         wait_for_previous();  // the others see x, and with it the previous kernel's end, through the barriers
@@ -274,19 +322,33 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
     const u32 x_lane = shared_x + token * X_PITCH + (lane & 3) * 32 + k_warp * 128;
     int stage = 0, previous = 0;
     u32 parity = 0, previous_parity = 0;
+#if NORM
+    Statistics* statistics = (Statistics*)memory;
+    float squares[NB][4];
+#pragma unroll
+    for (int i = 0; i < NB * 4; i++) squares[i / 4][i % 4] = 0.0f;
+#endif
     for (int chunk = 0; chunk < chunks; chunk++) {
         if (warp == 0 && chunk > 0 && chunk - 1 + X_STAGES < chunks) {
             barrier_wait(empty + 8 * previous, previous_parity);
             fetch(chunk - 1 + X_STAGES);
         }
         barrier_wait(full + 8 * stage, parity);
-        u32 x_address = x_lane + stage * (TOKENS * X_PITCH);
+        u32 x_address = x_lane + stage * (X_ROWS * X_PITCH);
+#if NORM
+        u32 gain_address = x_address + (TOKENS - token) * X_PITCH;
+#endif
         const int mine = min(CHUNK, end - first - chunk * CHUNK) - k_warp;
 #pragma unroll 2
         for (int i = 0; i < mine; i += K_WARPS) {
             const u32 at = ring + slot;
             copy_wait<PREFETCH - 1>();
+#if NORM
+            compute(acc, at + lane * 16, at + 1024 + lane * 4, x_address, gain_address, row_warp == 0, squares);
+            gain_address += K_WARPS * 128;
+#else
             compute(acc, at + lane * 16, at + 1024 + lane * 4, x_address);
+#endif
             load(at);
             x_address += K_WARPS * 128;
             slot = slot == (PREFETCH - 1) * WINDOW_BYTES ? 0 : slot + WINDOW_BYTES;
@@ -301,6 +363,26 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
         }
     }
     copy_wait_all();
+#if NORM
+    float* parts = (float*)(memory + 1024);  // [K_WARPS][TOKENS]
+    const int g = lane >> 2;
+    if (row_warp == 0 && (lane & 3) == g >> 1)  // the diagonal
+#pragma unroll
+        for (int nb = 0; nb < NB; nb++)
+            if (g < TOKENS) parts[k_warp * TOKENS + nb * 8 + g] = g & 1 ? squares[nb][2 * nb + 1] : squares[nb][2 * nb];
+    __syncthreads();
+    float sum = 0.0f;
+    if (tid < TOKENS)
+        for (int j = 0; j < K_WARPS; j++) sum += parts[j * TOKENS + tid];
+#if SPLITS > 1
+    if (tid < TOKENS) statistics->block[tid] = float4{0.0f, sum, 0.0f, 0.0f};
+    cluster_sync();
+    sum = 0.0f;
+    if (tid < TOKENS)
+        for (int s = 0; s < SPLITS; s++) sum += load_remote(shared_address(&statistics->block[tid]), s).y;
+#endif
+    if (tid < TOKENS) statistics->row[tid] = float2{1.0f / sqrtf(sum / K + eps), 0.0f};
+#endif
 #else
     wait_for_previous();
     stage(shared_x, x, tokens, K, first * 64, chunk_windows, tid);
