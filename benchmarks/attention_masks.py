@@ -208,7 +208,7 @@ def flex_calls(case: Case) -> tuple[Callable[[], object], Callable[[], object]]:
 
 def time_case(name: str, case: Case, until: float) -> list[str]:
     """Lines of the table: plans of each kernel, those that are right timed in turns, then FlexAttention."""
-    exact, lines = case.exact(), []
+    exact, lines, title = case.exact(), [], name.removeprefix("boolean ")
     best: dict[str, Fields] = {}
     for kernel in KERNELS:
         calls: dict[Fields, torch.cuda.CUDAGraph] = {}
@@ -219,18 +219,14 @@ def time_case(name: str, case: Case, until: float) -> list[str]:
                 try:
                     error = case.error(exact)
                     if not error <= WORST:
-                        lines.append(
-                            f"{name.removeprefix('boolean '):16} {kernel:7} {fields!s:32} WRONG: error {error:.3g}"
-                        )
+                        lines.append(f"{title:16} {kernel:7} {fields!s:32} WRONG: error {error:.3g}")
                         continue
                     out, lse = case.forward()
                     call = case.forward if kernel == "forward" else lambda out=out, lse=lse: case.backward(out, lse)
                     calls[fields] = graph_of([call] * 2)
                 except Exception as failure:
                     torch.cuda.synchronize()
-                    lines.append(
-                        f"{name.removeprefix('boolean '):16} {kernel:7} {fields!s:32} cannot run: {failure!r:.60}"
-                    )
+                    lines.append(f"{title:16} {kernel:7} {fields!s:32} cannot run: {failure!r:.60}")
         if not calls:
             continue
         times = {fields: us / 2 for fields, us in zip(calls, turns_us(list(calls.values()), 5), strict=True)}
@@ -239,7 +235,7 @@ def time_case(name: str, case: Case, until: float) -> list[str]:
             rate = case.work * (1 if kernel == "forward" else 2.5) / us / 1e6
             said = " shipped" * (fields == shipped(kernel, case.kind)) + " BEST" * (fields == best[kernel])
             lines.append(
-                f"{name.removeprefix('boolean '):16} {kernel:7} {fields!s:32} {us:8.1f} us {rate:5.0f} TFLOP/s {times[first] / us:6.3f}{said}"
+                f"{title:16} {kernel:7} {fields!s:32} {us:8.1f} us {rate:5.0f} TFLOP/s {times[first] / us:6.3f}{said}"
             )
         del calls
     lines += summary(name, case, best, until)
@@ -251,6 +247,7 @@ def time_case(name: str, case: Case, until: float) -> list[str]:
 
 def summary(name: str, case: Case, best: dict[str, Fields], until: float) -> list[str]:
     """The shipped and the best plans together beside FlexAttention, in turns."""
+    title = name.removeprefix("boolean ")
     out, lse = case.forward()
     graphs = {"shipped": (graph_of([case.forward]), graph_of([lambda: case.backward(out, lse)]))}
     with attention_launch.use_plans(**{kernel: plan_of(fields) for kernel, fields in best.items()}):
@@ -272,7 +269,7 @@ def summary(name: str, case: Case, best: dict[str, Fields], until: float) -> lis
         if "flex" in graphs:
             over = f"  over flex {forward['flex'] / forward[system]:.3f} {backward['flex'] / backward[system]:.3f}"
         lines.append(
-            f"{name.removeprefix('boolean '):16} {system:7} forward {forward[system]:8.1f} us, backward {backward[system]:8.1f} us{over}"
+            f"{title:16} {system:7} forward {forward[system]:8.1f} us, backward {backward[system]:8.1f} us{over}"
         )
     return lines
 
