@@ -267,11 +267,11 @@ def plan_wgmma(m: int, n: int, k: int) -> WgmmaPlan:
         elif narrow > 66:
             plan = WgmmaPlan(128, 1, 1, 6, k_groups=3)
         elif windows <= 128:
-            plan = WgmmaPlan(64, 1, 1, 6, k_groups=3)
+            plan = WgmmaPlan(64, 1, 1 if narrow > 33 else 2, 6, k_groups=3)
         else:
             plan = WgmmaPlan(128, 1, 2, 6)
     elif m <= 256 and narrow <= 66 and windows <= 128:
-        plan = WgmmaPlan(128, 1, 1, 6, k_groups=3)
+        plan = WgmmaPlan(128, 1, 1 if narrow > 33 else 2, 6, k_groups=3)
     elif m <= 256 and 66 < narrow <= 99:
         plan = WgmmaPlan(128, 3, 2, 6)
     else:
