@@ -103,9 +103,9 @@ def test_e4m3_weights_are_exact_where_rows_span_14_and_rows_are_rounded_once(dty
     assert torch.equal(scale_M1, wanted_scale) and torch.equal(q_MK.float(), wanted.float())
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(5, 48, 352), (130, 80, 128)])
-def test_w4a8_in_one_kernel(m, n, k):
+def test_w4a8_in_one_kernel():
     """Against float64 on the rounded rows: fp32 sums of E4M3 products, an odd number of windows, tokens and rows that are not there."""
+    m, n, k = 5, 144, 352
     codes, scales = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8), torch.randint(100, 115, (n, k // 32))
     tiled = layout.to_tiled(codes, scales.to(torch.uint8), torch.tensor(1.0), "mxfp4", n, k)
     x_MK, bias_N = (torch.randn(m, k) * torch.logspace(-3, 3, m)[:, None]).bfloat16(), torch.randn(n).bfloat16()
