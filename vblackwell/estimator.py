@@ -98,7 +98,10 @@ class Run:
 
     def model(self) -> nn.Module:
         """The module on meta."""
-        model = self.subject.build(torch.bfloat16 if self.precision == "bf16" else torch.float32)
+        return self.prepared(self.subject.build(torch.bfloat16 if self.precision == "bf16" else torch.float32))
+
+    def prepared(self, model: nn.Module) -> nn.Module:
+        """``model`` with its checkpointing switched on, if that is asked for."""
         if self.checkpointing:
             if isinstance(model, Decoder):
                 model.gradient_checkpointing = True

@@ -40,12 +40,13 @@ def check_batch(batch_size: int, seq_length: int) -> None:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to be estimated: how to build it on meta, its vocabulary, and how its loss is had."""
+    """A model to be estimated: how to build it on meta, its vocabulary, how its loss is had, and how it is made with its bytes."""
 
     name: str
     build: Callable[[torch.dtype], nn.Module]
     vocab_size: int
     loss: Callable[[nn.Module, Any], Tensor]
+    make: Callable[[], nn.Module] | None = None
 
 
 def find_subject(text: str, decoders: dict[str, DecoderConfig], seq_length: int) -> Subject:
@@ -119,7 +120,7 @@ def _of_factory(text: str) -> Subject:
             f"{text} has no nn.Embedding, so what it takes is not known: use vblackwell.plan.trace.trace_training from Python"
         )
     model = on_meta(model).train()
-    return Subject(text, lambda dtype: model.to(dtype), max(sizes), _any_loss)
+    return Subject(text, lambda dtype: model.to(dtype), max(sizes), _any_loss, factory)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,9 @@ from vblackwell.estimator import (
 from vblackwell.plan.estimate import estimate_trace
 from vblackwell.plan.gpus import KnownGPU, find_gpu
 from vblackwell.plan.parallel import check_several
+from vblackwell.plan.trace import Untraceable
 from vblackwell.train.estimate_advice import advice_of
+from vblackwell.train.estimate_measured import measure_run
 from vblackwell.train.estimate_parallel import parallel_plan
 from vblackwell.train.estimate_speed import speed_of
 from vblackwell.train.estimated import Estimated
@@ -34,7 +37,7 @@ def estimate_command(
     gradient_checkpointing: bool, expandable_segments: bool, host_memory: str | None, disk_memory: str | None, as_json: bool,
     gpus: int | None = None, topology: str = "ring", html: str | None = None, advice: bool = True,
 ) -> int:  # fmt: skip
-    """Print the estimate; 0.
+    """Print the estimate; 0. A model of a factory that cannot be traced is trained for two steps here instead.
 
     Args:
         html: file for the same as a page.
@@ -68,23 +71,33 @@ def estimate_command(
             f"--gpu-memory {format_bytes(gpu_bytes)} is below the minimum for {model}, about {format_bytes(least)} at any "
             f"batch size: {why}"
         )
-    trace = run.trace(batch_size)
+    measured = None
+    try:
+        trace = run.trace(batch_size)
+    except Untraceable as error:
+        if run.subject.make is None:
+            raise
+        print(f"{error}; measuring two steps instead", file=sys.stderr, flush=True)
+        measured = measure_run(run, batch_size)
+        trace = measured.trace
     found = estimate_trace(trace, run.capability, expandable_segments)
     ok = None if gpu_bytes is None else run.fits(trace, gpu_bytes)
-    largest = None if gpu_bytes is None else 0 if found.state_bytes > gpu_bytes else run.largest_batch(gpu_bytes)
+    largest = None
+    if gpu_bytes is not None and measured is None:
+        largest = 0 if found.state_bytes > gpu_bytes else run.largest_batch(gpu_bytes)
     stack = speed = parallel = None
     host = parse_bytes(host_memory, "--host-memory") if host_memory else PLENTY
     disk = parse_bytes(disk_memory, "--disk-memory") if disk_memory else 0
     if gpu_bytes is not None and (not ok or host_memory or disk_memory):
         stack = estimate_offload(run, trace, gpu_bytes, host, disk)
-    if card is not None and gpu_bytes is not None:
+    if card is not None and gpu_bytes is not None and measured is None:
         speed = speed_of(run, trace, batch_size, card, gpu_bytes, stack, host, disk)
         if gpus is not None:
             parallel = parallel_plan(run, trace, batch_size, card, gpu_bytes, gpus, topology)
     estimated = Estimated(
-        model, run, batch_size, trace, found, card, gpu_bytes, ok, largest, stack, speed, parallel
+        model, run, batch_size, trace, found, card, gpu_bytes, ok, largest, stack, speed, parallel, measured=measured
     )  # fmt: skip
-    if advice and gpus is None and (ok is False or card is not None):
+    if advice and gpus is None and measured is None and (ok is False or card is not None):
         estimated = replace(estimated, advice=advice_of(estimated))
     if html is not None:
         write_page(Path(html), estimated)

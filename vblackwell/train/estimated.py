@@ -10,6 +10,7 @@ from vblackwell.plan.advice import Advice
 from vblackwell.plan.estimate import P99_BYTES, P99_PERCENT, MemoryEstimate
 from vblackwell.plan.gpus import KnownGPU
 from vblackwell.plan.trace import Trace
+from vblackwell.train.estimate_measured import Measured
 from vblackwell.train.estimate_parallel import ParallelPlan
 from vblackwell.train.estimate_speed import Speed
 from vblackwell.units import format_bytes
@@ -28,6 +29,7 @@ class Estimated:
         trace: of its two steps. memory: the peak. card, gpu_bytes: that were asked about. fits, largest: whether it does, and the largest
             batch that does; None where no size was given.
         stack: an offload stack's bytes. speed: by a known card. parallel: on several. advice: what would save memory or time.
+        measured: the steps that were run, where the model could not be traced.
     """
 
     model: str
@@ -43,6 +45,7 @@ class Estimated:
     speed: Speed | None = None
     parallel: ParallelPlan | None = None
     advice: tuple[Advice, ...] = ()
+    measured: Measured | None = None
 
     def title(self) -> str:
         """The run in a line."""
@@ -63,6 +66,12 @@ class Estimated:
             f"{where} of compute capability {run.capability[0]}.{run.capability[1]}; its CUDA context is {context}",
             f"P99 adds {P99_PERCENT} % of what is reserved and {format_bytes(P99_BYTES)} for what is not modelled",
         ]
+        if self.measured is not None:
+            found.insert(
+                0,
+                f"the model cannot be traced: two steps were run on {self.measured.where}, the second in "
+                f"{self.measured.step_seconds:.3g} s, and their allocations replayed; other batches are not known",
+            )
         if self.speed is not None:
             found.append(f"speeds by {self.speed.rates}; streamed without the host's own time, on an H200 6 % too fast")
         if self.parallel is not None:
@@ -88,6 +97,7 @@ class Estimated:
         return {
             "model": self.model, "parameters": parameters, "bytes": values, "gpu_bytes": self.gpu_bytes, "fits": self.fits,
             "tokens_per_second": tokens_per_second, "plan": plan, "advice": [each.as_dict() for each in self.advice],
+            "method": "traced" if self.measured is None else f"measured on {self.measured.where}",
             "assumptions": self.assumptions(),
         }  # fmt: skip
 
@@ -97,7 +107,7 @@ class Estimated:
         if self.gpu_bytes is not None:
             lines.append(
                 f"{'fits' if self.fits else 'does not fit'} {format_bytes(self.gpu_bytes)}; largest batch that does: "
-                f"{self.largest or 'none'}"
+                f"{'not known' if self.measured else self.largest or 'none'}"
             )
         stack, speed = self.stack, self.speed
         if stack is not None and stack.refused:
