@@ -78,6 +78,7 @@ def build(
             special = {
                 "lse": "*fp32",
                 "delta": "*fp32",
+                "start": "*fp32",
                 "slope": "*fp32",
                 "seed": "*i64",
                 "mask": "*i64" if mask == "boolean" else f"*{dtype}",

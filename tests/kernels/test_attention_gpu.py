@@ -264,7 +264,7 @@ def test_memory_is_linear():
     before = torch.cuda.memory_allocated()
     out = flash_attention(*leaves, causal=True)
     torch.autograd.grad(out, leaves, torch.ones_like(out))
-    # out, its gradient, three gradients, two numbers of fp32 a row: 5.1 tensors of 8 MiB
+    # out, its gradient, three gradients, three numbers of fp32 a row: 5.1 tensors of 8 MiB
     assert torch.cuda.max_memory_allocated() - before < 7 * leaves[0].nbytes
 
 

@@ -1,8 +1,8 @@
 """Backward kernels of attention.py: ``query_gradient`` walks over keys, ``key_gradient`` over queries; nothing is added atomically.
 
 Both compute the probabilities anew from the log-sum-exp that the forward kept (seven matrix products where one pass with atomic
-additions needs five), so gradients are the same bits in every run. ``query_gradient`` goes first: it also writes
-delta = sum(out * dout) of each row, which both need. Formulas: Dao, arXiv:2307.08691, algorithm 2.
+additions needs five), so gradients are the same bits in every run. ``query_gradient`` goes first: it also writes what the other's products
+start at: -delta of each row, delta = sum(out * dout), and -lse in units of the products. Formulas: Dao, arXiv:2307.08691, algorithm 2.
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -77,7 +77,7 @@ def _walk_keys(
 
 @triton.jit(do_not_specialize=LISTED)
 def query_gradient(
-    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, delta_ptr, start_ptr, dq_ptr,
     mask_ptr, items_ptr, counts_ptr, order_ptr, slope_ptr, seed_ptr, q_starts_ptr, k_starts_ptr,
     stride_qb, stride_qn, stride_q, stride_kb, stride_kn, stride_k, stride_vb, stride_vn, stride_v,
     stride_ob, stride_on, stride_o, stride_gb, stride_gn, stride_g, stride_dqb, stride_dqn, stride_dq,
@@ -126,8 +126,9 @@ def query_gradient(
     dout_values = load_tile(dout, row0, stride_g, batch, head, q_len, ROWS, H, D, True, TMA)
     out_values = load_tile(out, row0, stride_o, batch, head, q_len, ROWS, H, D, True, False)
     delta = tl.sum(out_values.to(WIDE) * dout_values.to(WIDE), 1)
-    tl.store(delta_ptr + per_row + row, delta, row < q_len)
+    tl.store(delta_ptr + per_row + row, -delta, row < q_len)
     lse = tl.load(lse_ptr + per_row + row, row < q_len, other=float("inf"))
+    tl.store(start_ptr + per_row + row, lse * (-1.0 / (scale * LOG2E)), row < q_len)
     dq = tl.zeros([ROWS, D], WIDE)
     items = items_ptr
     if MASK:
@@ -167,7 +168,7 @@ def query_gradient(
 
 @triton.jit
 def _walk_queries(
-    dk, dv, k, v, q, dout, lse_ptr, delta_ptr, begin, end, items, col0, batch, head, stride_q, stride_g,
+    dk, dv, k, v, q, dout, lse_ptr, delta_ptr, start_ptr, begin, end, items, col0, batch, head, stride_q, stride_g,
     mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
     seed_ptr, dropout, dropout_head,
     MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
@@ -200,17 +201,20 @@ def _walk_queries(
                 q_len, k_len,
             ))  # fmt: skip
         # Asked for before the tiles, so that they are on their way while the products of the tile before are still at work;
-        # delta only where a mask leaves the registers.
-        lse = tl.load(lse_ptr + line, line < q_len, other=float("inf"))  # no probability for rows beyond the end
+        # delta (negative, see above) only where a mask leaves the registers.
+        if PLAIN:  # rows beyond the end get no probability
+            first_sum = tl.load(start_ptr + line, line < q_len, other=float("-inf"))
+        else:
+            lse = tl.load(lse_ptr + line, line < q_len, other=float("inf"))
         if not LATE:
             delta = tl.load(delta_ptr + line, line < q_len, other=0.0)
         q_tile = load_tile(q, start, stride_q, batch, head, q_len, ROWS, H, D, True, TMA)
         if PLAIN:
             # The sum that the product is added to starts at what is added or subtracted, which then holds no registers of its own.
             if MASK == 2 and EDGES:
-                s = (values.to(dk.dtype) * LOG2E - lse[None, :]) * (1.0 / (scale * LOG2E))
+                s = values.to(dk.dtype) * (1.0 / scale) + first_sum[None, :]
             else:
-                s = tl.broadcast_to((lse * (-1.0 / (scale * LOG2E)))[None, :], COLUMNS, ROWS)
+                s = tl.broadcast_to(first_sum[None, :], COLUMNS, ROWS)
             s = tl.dot(k, tl.trans(q_tile), s, out_dtype=dk.dtype, input_precision=PRECISION)
         else:
             s = tl.dot(k, tl.trans(q_tile), out_dtype=dk.dtype, input_precision=PRECISION)
@@ -227,10 +231,10 @@ def _walk_queries(
             rest = 1.0 / (1.0 - dropout)
             dropped = tl.where(keep, p * rest, 0.0).to(dout_tile.dtype)
             dp = tl.dot(v, tl.trans(dout_tile), out_dtype=dk.dtype, input_precision=PRECISION)
-            dp = tl.where(keep, dp * rest, 0.0) - delta[None, :]
+            dp = tl.where(keep, dp * rest, 0.0) + delta[None, :]
         else:
             dropped = p.to(dout_tile.dtype)
-            dp = tl.broadcast_to(-delta[None, :], COLUMNS, ROWS)
+            dp = tl.broadcast_to(delta[None, :], COLUMNS, ROWS)
             dp = tl.dot(v, tl.trans(dout_tile), dp, out_dtype=dk.dtype, input_precision=PRECISION)
         dv = tl.dot(dropped, dout_tile, dv, out_dtype=dk.dtype, input_precision=PRECISION)
         ds = p * dp
@@ -242,7 +246,7 @@ def _walk_queries(
 
 @triton.jit(do_not_specialize=LISTED)
 def key_gradient(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, start_ptr, dk_ptr, dv_ptr,
     mask_ptr, items_ptr, counts_ptr, order_ptr, slope_ptr, seed_ptr, q_starts_ptr, k_starts_ptr,
     stride_qb, stride_qn, stride_q, stride_kb, stride_kn, stride_k, stride_vb, stride_vn, stride_v,
     stride_gb, stride_gn, stride_g, stride_dkb, stride_dkn, stride_dk, stride_dvb, stride_dvn, stride_dv,
@@ -285,7 +289,7 @@ def key_gradient(
         head = kv_head * GROUP + member
         wide_head = tl.cast(head, tl.int64)
         per_row = wide_batch * stride_lb + wide_head * stride_ln + q_start
-        lse, delta = lse_ptr + per_row, delta_ptr + per_row
+        lse, delta, start = lse_ptr + per_row, delta_ptr + per_row, start_ptr + per_row
         q, dout = q_ptr, dout_ptr
         if not TMA:
             q += wide_batch * stride_qb + wide_head * stride_qn + q_start * stride_q
@@ -308,20 +312,20 @@ def key_gradient(
             edge_first = whole_end
         if HAS_RIGHT and not MASK:
             dk, dv = _walk_queries(
-                dk, dv, k_values, v_values, q, dout, lse, delta, first, whole_first, items, col0, batch, head, stride_q, stride_g,
+                dk, dv, k_values, v_values, q, dout, lse, delta, start, first, whole_first, items, col0, batch, head, stride_q, stride_g,
                 mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
                 seed_ptr, dropout, dropout_head,
                 MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, True, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
             )  # fmt: skip
         dk, dv = _walk_queries(
-            dk, dv, k_values, v_values, q, dout, lse, delta, whole_first, whole_end, items, col0, batch, head, stride_q, stride_g,
+            dk, dv, k_values, v_values, q, dout, lse, delta, start, whole_first, whole_end, items, col0, batch, head, stride_q, stride_g,
             mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
             seed_ptr, dropout, dropout_head,
             MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, False, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
         )  # fmt: skip
         if HAS_LEFT or MASK:
             dk, dv = _walk_queries(
-                dk, dv, k_values, v_values, q, dout, lse, delta, edge_first, end, items, col0, batch, head, stride_q, stride_g,
+                dk, dv, k_values, v_values, q, dout, lse, delta, start, edge_first, end, items, col0, batch, head, stride_q, stride_g,
                 mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
                 seed_ptr, dropout, dropout_head,
                 MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, True, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,

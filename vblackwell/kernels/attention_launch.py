@@ -242,7 +242,7 @@ def backward(
         return results[0].zero_(), results[1].zero_(), results[2].zero_()
     dq, dk, dv = (call.heads_first(x) for x in results)
     dout, out = call.heads_first(dout), call.heads_first(out)
-    delta = torch.empty_like(lse)
+    delta, start = torch.empty_like(lse), torch.empty_like(lse)
     inputs = (call.q, call.k, call.v, dout)
 
     call.pack(with_keys=True)
@@ -252,7 +252,7 @@ def backward(
     sizes = (plan.rows, plan.columns, plan.columns, plan.rows)
     q_in, k_in, v_in, dout_in = (call.described(x, size, tma) for x, size in zip(inputs, sizes, strict=True))
     query_gradient[(triton.cdiv(call.q_length, plan.rows), call.num_heads, call.batch)](
-        q_in, k_in, v_in, out, dout_in, lse, delta, dq, *call.pointers(lists, False),
+        q_in, k_in, v_in, out, dout_in, lse, delta, start, dq, *call.pointers(lists, False),
         *call.strides(call.q), *call.strides(call.k), *call.strides(call.v), *call.strides(out), *call.strides(dout),
         *call.strides(dq), *call.numbers(lse, lists, False), **call.constants(plan, tma), EVEN=call.even(plan),
     )  # fmt: skip
@@ -263,7 +263,7 @@ def backward(
     sizes = (plan.rows, plan.columns, plan.columns, plan.rows)
     q_in, k_in, v_in, dout_in = (call.described(x, size, tma) for x, size in zip(inputs, sizes, strict=True))
     key_gradient[(triton.cdiv(call.k_length, plan.columns), call.kv_heads, call.batch)](
-        q_in, k_in, v_in, dout_in, lse, delta, dk, dv, *call.pointers(lists, True),
+        q_in, k_in, v_in, dout_in, lse, delta, start, dk, dv, *call.pointers(lists, True),
         *call.strides(call.q), *call.strides(call.k), *call.strides(call.v), *call.strides(dout), *call.strides(dk),
         *call.strides(dv), *call.numbers(lse, lists, True), **call.constants(plan, tma),
     )  # fmt: skip
