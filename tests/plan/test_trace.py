@@ -448,3 +448,26 @@ def test_gradients_of_a_value_that_is_used_again_are_added_where_the_first_one_l
     trace = trace_training(Used(), lambda: torch.zeros(512, 64, device="cuda"), lambda m, b: m(b), None, steps=1)
     born = trace.sizes.count(4 * 512 * 1024)
     assert born == 1 + 2 * used  # the value, its multiples, and their gradients: the sums are in place
+
+
+def test_a_model_s_head_is_looked_for_once():
+    """The forward that finds it is saved for another model of the same modules, and its phases are the same."""
+    calls = []
+
+    class Counted(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(16, width), nn.Linear(width, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            return self.head(torch.relu(self.first(x)))
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).sum()
+
+    phases = []
+    for width in (8, 24):
+        trace = trace_training(Counted(width), rows(16, 4), loss, sgd)
+        phases.append([(step, phase) for _, step, phase in trace.marks])
+    assert len(calls) == 3 + 2 and phases[0] == phases[1] and (0, "loss") in phases[0]

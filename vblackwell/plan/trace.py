@@ -24,6 +24,7 @@ from vblackwell.errors import Unsupported, VBError
 from vblackwell.plan.accumulation import summed_in_place
 from vblackwell.plan.cuda_on_meta import META, cuda_on_meta
 from vblackwell.plan.flex_on_meta import forget_tuning, is_tuning
+from vblackwell.plan.head import last_module_with_weights
 from vblackwell.plan.meta_answers import Answering, MetaAnswers
 from vblackwell.plan.work import VIEW, Work, host_work, module_issues, work_of
 from vblackwell.plan.workspace import (
@@ -299,7 +300,7 @@ def _record(
     _see_weights(recorder, model)
     optimizer = make_optimizer(model.parameters()) if make_optimizer else None
     with Answering(recorder.answers):
-        head = _last_module_with_weights(model, make_batch, loss)
+        head = last_module_with_weights(model, make_batch, loss)
     handle = (
         head.register_forward_pre_hook(lambda module, inputs: _enter_loss(recorder, inputs))
         if head is not None
@@ -382,19 +383,3 @@ def _enter_loss(recorder: _Recorder, inputs: Sequence[Any]) -> None:
 
             tensor.register_hook(past)
             return
-
-
-def _last_module_with_weights(model: nn.Module, make_batch: Any, loss: Loss) -> nn.Module | None:
-    """The module of parameters of its own that the forward calls last: the head. None where the model has none."""
-    last: list[nn.Module] = []
-    leaves = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
-
-    def note(module: nn.Module, inputs: Any) -> None:
-        last[:] = [module]
-
-    handles = [module.register_forward_pre_hook(note) for module in leaves]
-    with torch.no_grad():
-        loss(model, make_batch())
-    for handle in handles:
-        handle.remove()
-    return last[0] if last else None
