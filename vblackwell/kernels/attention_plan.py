@@ -73,10 +73,11 @@ _HALF = {
     (SMALL, 128): (AttentionPlan(64, 32, 4, 2), AttentionPlan(64, 32, 8, 2), AttentionPlan(32, 64, 8, 2)),
     (SMALL, 256): (AttentionPlan(32, 32, 8, 2), AttentionPlan(32, 32, 8, 1), AttentionPlan(32, 32, 8, 1)),
 }  # fmt: skip
-# A boolean mask: two programs of the forward share a multiprocessor, one at its exponentials while the other's products run. The
-# backward's registers allow one; its tiles are asked for two ahead, one would arrive when it is needed.
+# A boolean mask: two programs of the forward share a multiprocessor, one at its exponentials while the other's products run; of four
+# warps, because eight, held to 128 registers, have ptxas wait after each product. The backward's registers allow one program; its
+# tiles are asked for two ahead, one would arrive when it is needed.
 _HALF_BOOLEAN = {
-    (LARGE, 128): (AttentionPlan(128, 64, 8, 2, True, 128), AttentionPlan(128, 64, 8, 3, True), AttentionPlan(64, 128, 8, 3, True)),
+    (LARGE, 128): (AttentionPlan(128, 64, 4, 2, True), AttentionPlan(128, 64, 8, 3, True), AttentionPlan(64, 128, 8, 3, True)),
 }  # fmt: skip
 # Where scores are changed (soft cap, ALiBi, dropout): that takes registers too.
 _HALF_SCORED = {
@@ -87,11 +88,10 @@ _HALF_SCORED = {
     (MEDIUM, 128): (AttentionPlan(64, 64, 8, 2), AttentionPlan(64, 32, 8, 2), AttentionPlan(32, 64, 8, 2)),
     (SMALL, 64): (AttentionPlan(64, 64, 8, 2), AttentionPlan(64, 32, 8, 2), AttentionPlan(32, 64, 8, 2)),
 }  # fmt: skip
-# And where a mask is added: two programs share a multiprocessor in the forward and, of four warps, in dkv, one waiting for its mask
-# while the other computes.
+# And where a mask is added: two programs of four warps share a multiprocessor in dkv, one waiting for its mask while the other computes.
 _HALF_ADDED = {
     **_HALF_SCORED,
-    (LARGE, 128): (AttentionPlan(128, 64, 8, 2, True, 128), AttentionPlan(128, 64, 8, 3, True), AttentionPlan(64, 64, 4, 2, True)),
+    (LARGE, 128): (AttentionPlan(128, 64, 8, 3, True), AttentionPlan(128, 64, 8, 3, True), AttentionPlan(64, 64, 4, 2, True)),
 }  # fmt: skip
 _BY_KIND = {"boolean": _HALF_BOOLEAN, "scored": _HALF_SCORED, "additive": _HALF_ADDED}
 # attention_hopper.py's forward, by padded head: two groups of 64 queries. Taken when it has been measured to be right and faster.
