@@ -269,7 +269,10 @@ def trace_training(
 def trace_forward(
     model: nn.Module, make_batch: Callable[[], Any], loss: Loss, capability: tuple[int, int] = (8, 0)
 ) -> tuple[Work, ...]:
-    """What one forward without gradients asks of a GPU; arguments and errors as `trace_training`."""
+    """What one forward without gradients asks of a GPU; arguments and errors as `trace_training`.
+
+    Every operator is issued as one, and the host's time between them is left out: decoding replays most of it as a graph.
+    """
     model = on_meta(model)
     recorder = _Recorder(capability, counts_work=True)
     _see_weights(recorder, model)  # so that views of them are known
@@ -281,7 +284,7 @@ def trace_forward(
         raise
     except Exception as error:  # as above
         raise Untraceable(f"{type(model).__name__} cannot be traced in its forward: {_brief(error)}") from error
-    return tuple(recorder.work)
+    return tuple(replace(each, issues=1.0) for each in recorder.work if each.kind != "host")
 
 
 def _brief(error: Exception) -> str:
