@@ -3,7 +3,8 @@
 ``python benchmarks/bench_levels.py`` trains a preset for some steps with torch's AdamW (from the weights of ``--load FILE``, which
 ``bench_precision.py --save FILE`` kept), then holds its weights as bf16, its fp32 weights and both moments in `CompressedVGPULevel` by
 every codec: ratio, GB/s in and out, and whether that beats moving the bytes at 1.75 GB/s (the disk of docs/precision.md; ``--link`` for
-another). ``--disk DIR`` measures a plain and a compressed level in that folder instead of assuming, the better of two rounds each.
+another). ``--disk DIR`` measures instead of assuming: the disk levels of a stack in that folder, plain and compressed, with each kind as
+one extent, and keyed levels there; the better of two rounds each.
 ``--traces`` records which modules a training loop, a generation and a mixture of 64 experts ask for, with real tokens and a router that
 was trained for a moment, and replays them under `lru`, `next_use`, the successor tables of `AccessPredictor` and Belady's optimum: hit
 rate of demand alone, and time waited with prefetching, in transfers of one key.
@@ -27,13 +28,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vblackwell.memory.compressed import CODECS, CompressedVGPULevel, worth
+from vblackwell.memory.compressed_disk import CompressedDiskLevel
+from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.replay import POLICIES, replay
 from vblackwell.memory.single import VGPULevel
+from vblackwell.memory.slab import map_slab
 from vblackwell.nn.decoder import Decoder
 from vblackwell.train.data import Corpus, prepare_data
 from vblackwell.train.dataset import BatchStream, PackedDataset
 from vblackwell.train.presets import find_preset
-from vblackwell.units import MiB
+from vblackwell.units import MiB, align_up
 
 ROUNDS = 2
 
@@ -104,6 +108,40 @@ def compression(kinds: dict[str, list[Tensor]], args: argparse.Namespace) -> Non
                 flush=True,
             )
             level.close()
+
+
+def disks(kinds: dict[str, list[Tensor]], args: argparse.Namespace) -> None:
+    """A stack's disk level beside the one that compresses its pieces: the same bytes as one extent, written and read in turns."""
+    flats = {kind: torch.cat([t.flatten().view(torch.uint8) for t in tensors]) for kind, tensors in kinds.items()}
+    size = max(flat.nbytes for flat in flats.values())
+    capacity = align_up(size, MiB) + 64 * MiB
+    levels = [DiskLevel(args.disk, capacity), CompressedDiskLevel(args.disk, capacity)]
+    aligned, back = map_slab(size), map_slab(size)
+    print(
+        f"\ndisk levels in {args.disk}: GB/s of the plain bytes, written / read, plain then compressed; time of both ways"
+    )
+    for kind, flat in flats.items():
+        source, found = aligned[: flat.nbytes], back[: flat.nbytes]
+        source.copy_(flat)
+        extents, times = [level.allocate(flat.nbytes) for level in levels], [[math.inf, math.inf] for _ in levels]
+        for _ in range(ROUNDS):
+            for level, extent, best in zip(levels, extents, times, strict=True):
+                began = time.perf_counter()
+                level.write(extent, source).wait()
+                middle = time.perf_counter()
+                level.read(extent, found).wait()
+                best[:] = min(best[0], middle - began), min(best[1], time.perf_counter() - middle)
+                assert torch.equal(found, source)
+        for level, extent in zip(levels, extents, strict=True):
+            level.free(extent)
+        cells = "   ".join(f"{flat.nbytes / put / 1e9:5.2f} / {flat.nbytes / get / 1e9:5.2f}" for put, get in times)
+        print(f"{kind:<15} {flat.nbytes / MiB:8.1f} MiB   {cells}   x {sum(times[0]) / sum(times[1]):.3f}", flush=True)
+    found = levels[1].savings
+    print(
+        f"ratio of compressed pieces {found.ratio:.2f}; compressing {'pays' if found.pays else 'does not pay'} by its own books"
+    )
+    for level in levels:
+        level.close()
 
 
 def plain_seconds(tensors: list[Tensor], capacity: float, device: str, path: str | None) -> tuple[float, float]:
@@ -228,7 +266,10 @@ def main() -> None:
     if args.traces:
         policies(corpus, args)
     else:
-        compression(train(corpus, args), args)
+        kinds = train(corpus, args)
+        if args.disk:
+            disks(kinds, args)
+        compression(kinds, args)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def _pool() -> ThreadPoolExecutor:
 
 
 @functools.cache
-def _zstandard() -> Any:
+def require_zstandard() -> Any:
     """The package.
 
     Raises:
@@ -64,7 +64,7 @@ def _compressor(level: int, planes: bool) -> Any:
     """
     made: dict[tuple[int, bool], Any] = _local.__dict__.setdefault("compressors", {})
     if (level, planes) not in made:
-        package = _zstandard()
+        package = require_zstandard()
         if planes and level == 1:
             chosen = package.ZstdCompressionParameters(
                 strategy=package.STRATEGY_FAST,
@@ -82,7 +82,7 @@ def _compressor(level: int, planes: bool) -> Any:
 
 def _decompressor() -> Any:
     if not hasattr(_local, "decompressor"):
-        _local.decompressor = _zstandard().ZstdDecompressor()
+        _local.decompressor = require_zstandard().ZstdDecompressor()
     return _local.decompressor
 
 
@@ -95,11 +95,11 @@ def compress(tensor: Tensor, level: int = LEVEL) -> Tensor:
     Raises:
         Unsupported: the package zstandard is not installed.
     """
-    _zstandard()
+    require_zstandard()
     itemsize = tensor.element_size()
     flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
     pieces = flat.split(_piece_bytes(itemsize)) if flat.numel() else ()
-    done = list(_pool().map(lambda piece: _compress_piece(piece, itemsize, level), pieces))
+    done = list(_pool().map(lambda piece: compress_piece(piece, itemsize, level), pieces))
     planes = [plane for piece in done for plane in piece]
     sizes = struct.pack(f"<{len(planes)}I", *(len(plane) for plane in planes))
     header = _HEADER.pack(MAGIC, itemsize, flat.numel(), len(done))
@@ -118,7 +118,7 @@ def decompress(blob: Tensor) -> Tensor:
         CorruptData: not what ``compress`` returns.
         Unsupported: the package zstandard is not installed.
     """
-    zstandard = _zstandard()
+    zstandard = require_zstandard()
     view = memory_of(blob)
     try:
         magic, itemsize, total, count = _HEADER.unpack_from(view)
@@ -135,7 +135,7 @@ def decompress(blob: Tensor) -> Tensor:
             own = sizes[number * itemsize : (number + 1) * itemsize]
             jobs.append((piece, view[at : at + sum(own)], own, itemsize))
             at += sum(own)
-        list(_pool().map(lambda job: _decompress_piece(*job), jobs))
+        list(_pool().map(lambda job: decompress_piece(*job), jobs))
     except (struct.error, zstandard.ZstdError, ValueError) as error:
         raise CorruptData(f"compressed bytes cannot be read ({error}): they are damaged") from error
     return out
@@ -150,7 +150,8 @@ def _piece_bytes(itemsize: int) -> int:
     return PIECE_BYTES // itemsize * itemsize
 
 
-def _compress_piece(piece: Tensor, itemsize: int, level: int) -> list[Any]:
+def compress_piece(piece: Tensor, itemsize: int, level: int) -> list[Any]:
+    """The planes of flat bytes, as many as ``itemsize``, each compressed or, where that saves little, as it is; by this thread alone."""
     planes = np.ascontiguousarray(piece.numpy().reshape(-1, itemsize).T)  # far faster than torch transposes bytes
     out: list[Any] = []
     for plane in planes:
@@ -160,7 +161,12 @@ def _compress_piece(piece: Tensor, itemsize: int, level: int) -> list[Any]:
     return out
 
 
-def _decompress_piece(piece: Tensor, data: memoryview, sizes: tuple[int, ...], itemsize: int) -> None:
+def decompress_piece(piece: Tensor, data: memoryview, sizes: tuple[int, ...], itemsize: int) -> None:
+    """Fill ``piece`` with the bytes whose planes, of these sizes, are in ``data``.
+
+    Raises:
+        CorruptData: they are not what `compress_piece` returns.
+    """
     planes, at = piece.numpy().reshape(-1, itemsize), 0
     for number, size in enumerate(sizes):
         part = data[at : at + size]

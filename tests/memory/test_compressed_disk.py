@@ -1,0 +1,107 @@
+"""A disk level that compresses its pieces: what every level promises, with bytes that shrink, and what was measured of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.memory import test_levels as levels
+from tests.memory.conftest import CAPACITY, random_bytes
+from vblackwell.errors import ConfigurationError, CorruptData
+from vblackwell.memory import compressed_disk
+from vblackwell.memory.compressed_disk import CompressedDiskLevel, Savings
+from vblackwell.memory.scratch_file import memory_at
+from vblackwell.memory.slab import map_slab
+from vblackwell.memory.stack import VGPUStack
+from vblackwell.units import KiB, MiB
+
+pytest.importorskip("zstandard", reason="the extra 'compressed' is not installed")
+
+
+@pytest.fixture
+def level(disk_path):
+    made = CompressedDiskLevel(disk_path, CAPACITY, piece_bytes=MiB // 4, threads=3)
+    yield made
+    made.close()
+
+
+def weights(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed)).mul(0.02).bfloat16()
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("name", [name for name in vars(levels) if name.startswith("test_")][:13])
+def test_what_every_level_promises(name, half, level, monkeypatch, no_delay_left):
+    """With bytes that do not shrink, and with bytes of which half do."""
+    if half:
+        monkeypatch.setattr(levels, "random_bytes", lambda count, **seed: random_bytes(count, **seed) & 0xF)
+        monkeypatch.setattr(compressed_disk, "LEAST_BYTES", 0)
+    check = getattr(levels, name)
+    wanted = check.__code__.co_varnames[: check.__code__.co_argcount]
+    assert wanted[0] == "level", wanted
+    options = {"no_delay_left": None} if "no_delay_left" in wanted else {}
+    for size in (1, 4097, 256 * KiB + 1, MiB + 12345) if "size" in wanted else (None,):
+        check(level, **options, **({} if size is None else {"size": size}))
+
+
+def test_pieces_of_every_kind_meet(level, disk_path):
+    """Compressed over plain, plain over compressed, the front of either, other lengths."""
+    values = {
+        "weights": weights(MiB // 2),
+        "noise": random_bytes(MiB),
+        "short": weights(100_001, 1),
+        "odd": random_bytes(70_001) & 7,
+    }
+    extent, held = level.allocate(MiB), torch.zeros(MiB, dtype=torch.uint8)
+    level.write(extent, held).wait()
+    for name in ("weights", "short", "noise", "odd", "weights", "odd", "noise", "short", "weights"):
+        value = values[name].view(torch.uint8)
+        level.write(extent, value).wait()
+        held[: value.numel()] = value
+        for count in (MiB, 300_001, 1):
+            assert torch.equal(levels.read_back(level, extent, count), held[:count]), name
+    assert 1.3 < level.savings.ratio < 4 and level.bytes_written < 9 * MiB
+
+
+def test_what_it_saves_decides(level, monkeypatch):
+    assert Savings().pays
+    slow = Savings(
+        plain_bytes=1e9, stored_bytes=0.7e9, pack_seconds=1, unpacked_bytes=1e9, unpack_seconds=0.5, disk_bytes=1e9
+    )
+    slow.disk_seconds = 2.4
+    assert not slow.pays  # 0.3 of 4.8 s saved, 1.5 spent
+    slow.disk_seconds = 2.6
+    assert slow.pays
+    monkeypatch.setattr(Savings, "pays", property(lambda self: False))
+    extent = level.allocate(MiB)
+    for _ in range(compressed_disk.PROBE_EVERY // 4 + 1):
+        level.write(extent, weights(MiB // 2)).wait()
+    assert level.savings.plain_bytes == MiB // 4  # one piece, to look again
+    assert torch.equal(levels.read_back(level, extent), weights(MiB // 2).view(torch.uint8))
+
+
+def test_in_a_stack(disk_path):
+    sizes = [
+        {"capacity_mb": 1, "device": "arena"},
+        {"capacity_mb": 16, "device": "ssd", "path": disk_path, "codec": "lossless"},
+    ]
+    with VGPUStack({"levels": sizes}) as stack:
+        for number in range(6):
+            stack.register(str(number), weights(MiB // 4, number), 2)
+        for number in (*range(6), 0, 3):
+            assert torch.equal(stack.access(str(number)), weights(MiB // 4, number))
+        disk = stack.levels[1]
+        assert isinstance(disk, CompressedDiskLevel) and disk.name == "ssd+zstd" and disk.savings.ratio > 1.3
+    for wrong in ({"device": "cpu", "codec": "lossless"}, {"device": "ssd", "path": disk_path, "codec": "fp4"}):
+        with pytest.raises(ConfigurationError, match="'lossless', and for ssd"):
+            VGPUStack({"levels": [sizes[0], {"capacity_mb": 1, **wrong}]})
+
+
+def test_a_flipped_bit_is_an_error(level):
+    extent = level.allocate(MiB)
+    level.write(extent, weights(MiB // 2)).wait()
+    noise = map_slab(4096)  # whose address a direct write takes
+    noise.copy_(random_bytes(4096))
+    level._file.write(extent.offset + 4096, memory_at(noise.data_ptr(), 4096))
+    with pytest.raises(CorruptData, match="came back changed"):
+        levels.read_back(level, extent)
