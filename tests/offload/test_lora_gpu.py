@@ -19,7 +19,12 @@ from vblackwell.nn.lora_config import Lora
 from vblackwell.nn.stored_fp4 import StoredFP4Linear
 from vblackwell.offload.optimizer import VGPUAdamW
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings(
+        "ignore:.(is_gradient_checkpointing|gradient_checkpointing_enable). is deprecated:FutureWarning"
+    ),
+]
 SIZES = {
     "vocab_size": 512,
     "hidden_size": 256,
