@@ -15,7 +15,7 @@ from vblackwell.estimator import PLENTY, Run, Subject, estimate_offload
 from vblackwell.plan.allocator import replay
 from vblackwell.plan.causal_lm import plain_batches
 from vblackwell.plan.estimate import P99_BYTES, Batches, estimate_trace, fits, optimizer_named
-from vblackwell.plan.gpus import context_bytes, find_gpu
+from vblackwell.plan.gpus import RUNTIME_BYTES, context_bytes, find_gpu
 from vblackwell.plan.rates import Rates
 from vblackwell.plan.trace import Trace, trace_training
 from vblackwell.plan.work import phase_seconds
@@ -92,7 +92,7 @@ def _through_stack(case: Case, trace: Trace, capability: tuple[int, int]) -> dic
         case.family, lambda dtype: build(case).model, 1, lambda model, batch: build(case).loss(model, batch)
     )
     run = Run(subject, case.seq, case.optimizer, case.precision, case.checkpointing, capability)
-    context = context_bytes(capability)
+    context = context_bytes(capability) + RUNTIME_BYTES
     bare = estimate_offload(run, trace, PLENTY, PLENTY, 0)
     stack = estimate_offload(run, trace, case.level0_bytes + context + bare.step, PLENTY, 0)
     if stack.refused:

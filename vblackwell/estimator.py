@@ -20,7 +20,7 @@ from vblackwell.offload.timing import streamed_times
 from vblackwell.plan.allocator import MIN_LARGE, replay, round_size, segment_size
 from vblackwell.plan.causal_lm import language_batch, plain_batches
 from vblackwell.plan.estimate import Batches, MemoryEstimate, estimate_trace, fits, optimizer_named, part_of, peak_of
-from vblackwell.plan.gpus import context_bytes
+from vblackwell.plan.gpus import RUNTIME_BYTES, context_bytes
 from vblackwell.plan.lanes import LaneTimes
 from vblackwell.plan.level_sizes import StackConfig, stack_config
 from vblackwell.plan.rates import Rates
@@ -170,7 +170,7 @@ class OffloadEstimate:
 def estimate_offload(run: Run, trace: Trace, gpu_bytes: int, host_bytes: int, disk_bytes: int) -> OffloadEstimate:
     """The bytes of a streamed run beside the activations of ``trace`` on a GPU of ``gpu_bytes``."""
     step = peak_of(trace, NOT_STATE, outside="optimizer")  # the engine's own AdamW takes the place of torch's
-    left = gpu_bytes - context_bytes(run.capability) - step
+    left = gpu_bytes - context_bytes(run.capability) - RUNTIME_BYTES - step
     if left <= 0:
         return OffloadEstimate(
             0, 0, 0, step, refused=f"activations, logits and workspace of this batch take {format_bytes(step)} alone"

@@ -9,7 +9,7 @@ from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.estimator import Run
 from vblackwell.plan.advice import Advice, Way, advise
 from vblackwell.plan.estimate import estimate_trace
-from vblackwell.plan.gpus import context_bytes
+from vblackwell.plan.gpus import RUNTIME_BYTES, context_bytes
 from vblackwell.plan.rates import Rates
 from vblackwell.plan.trace import Trace
 from vblackwell.plan.work import Work, phase_seconds
@@ -88,6 +88,6 @@ def _streamed(estimated: Estimated) -> Iterator[Way]:
     stack, speed = estimated.stack, estimated.speed
     if stack is None or stack.refused:
         return
-    peak = context_bytes(estimated.run.capability) + stack.level0 + stack.step + stack.fragmentation
+    peak = context_bytes(estimated.run.capability) + RUNTIME_BYTES + stack.level0 + stack.step + stack.fragmentation
     seconds = None if speed is None or speed.streamed is None else 1 / speed.streamed
     yield Way("an offload stack (vb train --vgpu-auto)", peak, seconds, also=f"{stack.host / 2**30:.1f} GiB of RAM")

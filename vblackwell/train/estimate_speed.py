@@ -7,7 +7,7 @@ from typing import Any
 
 from vblackwell.errors import VBError
 from vblackwell.estimator import OffloadEstimate, Run, streamed_seconds
-from vblackwell.plan.gpus import KnownGPU, context_bytes
+from vblackwell.plan.gpus import RUNTIME_BYTES, KnownGPU, context_bytes
 from vblackwell.plan.trace import Trace
 from vblackwell.plan.work import phase_seconds
 from vblackwell.train.measured_rates import rates_of
@@ -43,7 +43,7 @@ def speed_of(
     resident = tokens / sum(phase_seconds(trace.work, rates).values())
     if stack is None or stack.refused:
         return Speed(resident, None, None, rates.source)
-    left = gpu_bytes - context_bytes(run.capability) - stack.step
+    left = gpu_bytes - context_bytes(run.capability) - RUNTIME_BYTES - stack.step
     try:
         times = streamed_seconds(run, trace, [left, host_bytes, *([disk_bytes] if disk_bytes else [])], rates)
     except VBError:  # a share of the updates at home takes more RAM than all on level 0, which fitted
