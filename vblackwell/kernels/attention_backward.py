@@ -39,6 +39,7 @@ def _walk_keys(
     PRECISION: tl.constexpr, TMA: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
     row = (row0 + tl.arange(0, ROWS))[:, None]
+    PLAIN: tl.constexpr = not SOFTCAP and not ALIBI
     LISTED_TILES: tl.constexpr = MASK != 0 and EDGES
     tile = 0
     if LISTED_TILES:
@@ -60,11 +61,13 @@ def _walk_keys(
         k_tile = load_tile(k, start, stride_k, batch, kv_head, k_len, COLUMNS, H, D, EDGES, TMA)
         v_tile = load_tile(v, start, stride_v, batch, kv_head, k_len, COLUMNS, H, D, EDGES, TMA)
         s = tl.dot(q, tl.trans(k_tile), out_dtype=dq.dtype, input_precision=PRECISION)
+        if PLAIN and MASK == 2 and EDGES:
+            s = tl.fma(values.to(dq.dtype), 1.0 / scale, s)  # as in the forward
         x, chain = scores(
             s, values, first, second, row, col, k_len, offset, left, right, scale, softcap, slope,
-            MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, EDGES, True, ENDS, COLUMNS,
+            MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, EDGES, not PLAIN, ENDS, COLUMNS,
         )  # fmt: skip
-        p = tl.exp2(x - lse[:, None])
+        p = tl.exp2(x * (scale * LOG2E if PLAIN else 1.0) - lse[:, None])
         dp = tl.dot(dout, tl.trans(v_tile), out_dtype=dq.dtype, input_precision=PRECISION)
         if DROPOUT:
             dp = tl.where(kept(seed_ptr, dropout_head, row, col, dropout), dp * (1.0 / (1.0 - dropout)), 0.0)

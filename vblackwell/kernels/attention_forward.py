@@ -37,7 +37,7 @@ def _walk(
     DROPOUT: tl.constexpr, EDGES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
-    PLAIN: tl.constexpr = not SOFTCAP and not ALIBI and MASK != 2
+    PLAIN: tl.constexpr = not SOFTCAP and not ALIBI
     row = (row0 + tl.arange(0, ROWS))[:, None]
     LISTED_TILES: tl.constexpr = MASK != 0 and EDGES
     tile = 0
@@ -59,6 +59,8 @@ def _walk(
             )
         k_tile = load_tile(k, start, stride_k, batch, kv_head, k_len, COLUMNS, H, D, EDGES, TMA)
         s = tl.dot(q, tl.trans(k_tile), out_dtype=acc.dtype, input_precision=PRECISION)
+        if PLAIN and MASK == 2 and EDGES:  # not a plain sum: it would become the product's start, whose loads are not fetched ahead
+            s = tl.fma(values.to(acc.dtype), 1.0 / scale, s)
         x, _ = scores(
             s, values, first, second, row, col, k_len, offset, left, right, scale, softcap, slope,
             MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, EDGES, not PLAIN, ENDS, COLUMNS,
