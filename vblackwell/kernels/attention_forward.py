@@ -59,7 +59,8 @@ def _walk(
             )
         k_tile = load_tile(k, start, stride_k, batch, kv_head, k_len, COLUMNS, H, D, EDGES, TMA)
         s = tl.dot(q, tl.trans(k_tile), out_dtype=acc.dtype, input_precision=PRECISION)
-        if PLAIN and MASK == 2 and EDGES:  # not a plain sum: it would become the product's start, whose loads are not fetched ahead
+        if PLAIN and MASK == 2 and EDGES:
+            # Not a plain sum: it would become the product's start, whose loads are not fetched ahead.
             s = tl.fma(values.to(acc.dtype), 1.0 / scale, s)
         x, _ = scores(
             s, values, first, second, row, col, k_len, offset, left, right, scale, softcap, slope,
