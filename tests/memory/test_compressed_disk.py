@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from tests.memory import test_levels as levels
 from tests.memory.conftest import CAPACITY, random_bytes
@@ -13,6 +14,10 @@ from vblackwell.memory.compressed_disk import CompressedDiskLevel, Savings
 from vblackwell.memory.scratch_file import memory_at
 from vblackwell.memory.slab import map_slab
 from vblackwell.memory.stack import VGPUStack
+from vblackwell.offload.enable import enable_vgpu_stack_optimization, release
+from vblackwell.offload.optimizer import VGPUAdamW
+from vblackwell.train.config import TrainConfig
+from vblackwell.train.levels import build_stack
 from vblackwell.units import KiB, MiB
 
 pytest.importorskip("zstandard", reason="the extra 'compressed' is not installed")
@@ -95,6 +100,38 @@ def test_in_a_stack(disk_path):
     for wrong in ({"device": "cpu", "codec": "lossless"}, {"device": "ssd", "path": disk_path, "codec": "fp4"}):
         with pytest.raises(ConfigurationError, match="'lossless', and for ssd"):
             VGPUStack({"levels": [sizes[0], {"capacity_mb": 1, **wrong}]})
+
+
+def test_training_over_it_is_the_same_training(disk_path):
+    """Weights, masters and moments on a disk level; what passes through it comes back bit for bit."""
+    results = []
+    for codec in (None, "lossless"):
+        sizes = [{"capacity_mb": 2, "device": "arena"}, {"capacity_mb": 1.5, "device": "cpu"}]
+        sizes.append({"capacity_mb": 64, "device": "ssd", "path": disk_path, "codec": codec})
+        torch.manual_seed(0)
+        layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
+        model = nn.Sequential(*layers)
+        with VGPUStack({"levels": sizes}) as stack:
+            enable_vgpu_stack_optimization(model, stack, placement="streamed", compute_dtype=torch.bfloat16)
+            optimizer = VGPUAdamW(model.parameters(), lr=1e-2)
+            for step in range(3):
+                model(torch.full((4, 256), 0.1 * step, dtype=torch.bfloat16)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            release(model)
+            disk = stack.levels[2]
+            assert disk.bytes_read > MiB
+            assert codec is None or disk.savings.ratio > 1.2
+        results.append([param.detach().clone() for param in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_a_run_asks_for_it(disk_path):
+    options = {"fast_memory": "1MiB", "host_memory": "1MiB", "disk_codec": "lossless"}
+    with build_stack(TrainConfig(**options, disk_memory="8MiB", disk_path=disk_path), torch.device("cpu")) as stack:
+        assert isinstance(stack.levels[2], CompressedDiskLevel)
+    with pytest.raises(ConfigurationError, match="--disk-codec is for a disk level"):
+        build_stack(TrainConfig(**options), torch.device("cpu"))
 
 
 def test_a_flipped_bit_is_an_error(level):

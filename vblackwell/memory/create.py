@@ -30,6 +30,7 @@ def create_vgpu_stack(
     disk_memory: Size = None,
     disk_path: str | None = None,
     *,
+    disk_codec: str | None = None,
     device: torch.device | str | None = None,
     policy: str = "lru",
     promotion: str = "direct",
@@ -40,6 +41,7 @@ def create_vgpu_stack(
         fast_memory: cap of level 0, bytes or ``'8GiB'``. host_memory, disk_memory: the same below; 0 leaves the level out.
         disk_path: directory for the disk level. By default ``$VBLACKWELL_DISK_PATH``, else the temporary directory, the
             cache directory or the current one, the first of them that is on a disk.
+        disk_codec: 'lossless' compresses what goes there where that saves time; see `LevelConfig`.
         device: level 0's; by default the first GPU where torch can use one. ``'cpu'`` makes level 0 an arena in RAM.
         policy, promotion: as `VGPUStack`.
 
@@ -57,13 +59,15 @@ def create_vgpu_stack(
     if disk_memory is None or parse_bytes(disk_memory):
         path = disk_path or default_disk_path()
         room = min(int(disk_facts(path).free_bytes * DISK_SHARE), LARGEST_DISK_BYTES)
-        levels.append(_level("ssd", disk_memory, room, path))
+        levels.append(_level("ssd", disk_memory, room, path, disk_codec))
     kept = [level for level in levels if level is not None]
     if not kept or levels[0] is None:
         raise ConfigurationError("fast_memory 0 leaves no level 0: give it at least 4 KiB")
     return VGPUStack(kept, policy=policy, promotion=promotion)
 
 
-def _level(device: str, asked: Size, default: int, path: str | None = None) -> LevelConfig | None:
+def _level(
+    device: str, asked: Size, default: int, path: str | None = None, codec: str | None = None
+) -> LevelConfig | None:
     capacity = default if asked is None else parse_bytes(asked)
-    return LevelConfig(device, capacity, path=path) if capacity else None
+    return LevelConfig(device, capacity, path=path, codec=codec) if capacity else None

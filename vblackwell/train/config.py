@@ -162,6 +162,9 @@ class TrainConfig:
     disk_path: str | None = None
     """Folder for the disk level's unnamed file, on a disk (not a tmpfs)."""
 
+    disk_codec: Literal["lossless"] | None = None
+    """'lossless': compress what goes to the disk level, as long as that measurably saves time (docs/precision.md). No bit depends on it."""
+
     placement: Literal["auto", "resident", "streamed"] = "auto"
     """Keep all on level 0, stream through it, or decide by what fits."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vblackwell.errors import InsufficientMemory
+from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.hardware import disk_facts
 from vblackwell.memory.config import default_disk_path
 from vblackwell.memory.create import create_vgpu_stack
@@ -27,22 +27,25 @@ def build_stack(config: TrainConfig, device: torch.device, plan: Plan | None = N
     """The stack of a run on ``device``: of the sizes that were planned, or else asked for.
 
     Raises:
-        ConfigurationError: a size that the machine does not have, a path that is no directory on a disk.
+        ConfigurationError: a size that the machine does not have, a path that is no directory on a disk, a codec without a disk.
         InsufficientMemory: the disk has less room than ``--disk-memory``.
     """
     wants_disk = config.vgpu_auto or config.disk_memory is not None or config.disk_path is not None
     if config.disk_memory:
         _refuse_full_disk(config)
+    if config.disk_codec is not None and not wants_disk:
+        raise ConfigurationError("--disk-codec is for a disk level: give --disk-memory or --disk-path as well")
+    given = {"device": device, "disk_codec": config.disk_codec}
     if plan is not None:
         bounds = plan.bounds
         level0 = plan.choice.level0_bytes if device.type == "cuda" else bounds.gpu
-        return create_vgpu_stack(level0, bounds.host, bounds.disk, config.disk_path, device=device)
+        return create_vgpu_stack(level0, bounds.host, bounds.disk, config.disk_path, **given)
     return create_vgpu_stack(
         config.fast_memory,
         config.host_memory,
         config.disk_memory if wants_disk else 0,
         config.disk_path,
-        device=device,
+        **given,
     )
 
 
