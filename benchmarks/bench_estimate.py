@@ -192,6 +192,7 @@ class Stopped(BaseException):
 
 
 def _stop(number: int, frame: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends it twice, and the tables are still to come
     raise Stopped
 
 
@@ -265,8 +266,6 @@ def do_measure(args: argparse.Namespace, predicted: dict[str, Any], path: Path) 
         Pool(args.jobs, deadline, args.case_limit, shared, args.start).run([*limited, *tasks], tell_and_keep, found)
     except (Stopped, KeyboardInterrupt):
         tell("stopped: what follows is what there is")
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     failed = sum("error" in each for each in found.values())
     print(f"{len(found)} measured in {time.monotonic() - began:.0f} s, {failed} failed", flush=True)
     save(path, measured)
