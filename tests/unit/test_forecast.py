@@ -72,6 +72,9 @@ def test_checkpointing_and_checkpoints_in_ram_take_less_of_the_gpu(small):
     assert without > with_it > in_ram
     inputs = 4 * SEQ * 512 * 2  # of a block: tokens, hidden size, bf16
     assert with_it - in_ram == (8 - 5) * inputs  # of eight blocks five stay
+    space = Space(((4, 1),), checkpointing=(True,), updates=("level0",), activations=("host",))
+    plan = plan_of(small.run, space, small.machine, small)
+    assert auto.planned_sizes(plan)["activation_bytes"] == plan.prediction.waiting == 8 * inputs  # set aside in RAM
 
 
 def test_streaming_fits_where_residing_does_not_and_never_beyond_its_bounds(small):

@@ -191,7 +191,8 @@ class Forecast:
         host = foreseen.bytes_of(1) + waiting
         host -= min(ways_back, max(0, host - self.machine.bounds.host))
         # What level 0 lets in ends at its capacity.
-        return sized, self._timed(sized, foreseen, min(gpu, most), min(p99, most), host, in_full)
+        timed = self._timed(sized, foreseen, min(gpu, most), min(p99, most), host, in_full)
+        return sized, replace(timed, waiting=waiting)
 
     def _foreseen(
         self, choice: Choice, formats: Formats, trace: Trace, seconds: Mapping[str, float]
