@@ -28,6 +28,7 @@ from generate_case import SHAPES, SYSTEMS, Case, Loading, Point
 from generate_report import HEAD, line_of, loading_line, ratio_lines, row_of
 from offload_report import append_csv, read_csv
 
+INDEX = "model.safetensors.index.json"
 CHILD = Path(__file__).with_name("generate_measure.py")
 
 
@@ -65,6 +66,17 @@ def place_for(num_bytes: int) -> Path:
     shm = Path("/dev/shm")
     roomy = shm.is_dir() and shutil.disk_usage(shm).free > num_bytes * 1.1
     return Path(tempfile.mkdtemp(prefix="vb-generate-", dir=shm if roomy else None))
+
+
+def folder_for(given: Path | None, num_bytes: int) -> tuple[Path, bool]:
+    """Where the weights go, and whether they stay there: a folder that was given, if they are there already or it has room."""
+    if given is not None:
+        above = next(path for path in (given, *given.parents) if path.is_dir())
+        free = shutil.disk_usage(above).free
+        if (given / INDEX).is_file() or free > num_bytes * 1.05:
+            return given, True
+        print(f"{above} has {free / 1e9:.1f} GB free, the weights take {num_bytes / 1e9:.1f}: elsewhere", flush=True)
+    return place_for(num_bytes), False
 
 
 class Run:
@@ -120,7 +132,7 @@ def main(argv: list[str] | None = None) -> Run:
     print(", ".join(f"{key} {value}" for key, value in run.about.items() if value), flush=True)
     print(f"{args.shape}, prompt {args.prompt}, new {args.new}; GB of 1e9 bytes\n{HEAD}", flush=True)
     num_bytes = SHAPES[args.shape].num_parameters * (2 if args.dtype == "bfloat16" else 4)
-    folder = args.folder or place_for(num_bytes)
+    folder, stays = folder_for(args.folder, num_bytes)
     case = Case(
         "folder", str(folder), args.shape, args.batches, args.prompt, args.new, args.through_new, args.cap,
         args.host_memory, args.device, args.dtype, args.seed,
@@ -129,7 +141,7 @@ def main(argv: list[str] | None = None) -> Run:
         for system in ["folder", *args.systems]:
             run.start(replace(case, system=system))
     finally:
-        if args.folder is None:
+        if not stays:
             shutil.rmtree(folder, ignore_errors=True)
     lines = ["", HEAD, *map(line_of, run.points), "", *map(loading_line, run.loadings), ""]
     print("\n".join([*lines, *ratio_lines(run.points, run.loadings, run.rates)]), flush=True)

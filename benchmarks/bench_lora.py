@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench_generate import CHILD as FOLDER_CHILD
-from bench_generate import place_for
+from bench_generate import folder_for
 from bench_offload import RESULTS, machine, names, size
 from child_process import run_child
 from generate_case import Case as FolderCase
@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> list[Result]:
     began, about = time.monotonic(), machine()
     print(", ".join(f"{key} {value}" for key, value in about.items() if value), flush=True)
     num_bytes = SHAPES[args.shape].num_parameters * (2 if args.dtype == "bfloat16" else 4)
-    folder, results = args.folder or place_for(num_bytes), list[Result]()
+    (folder, stays), results = folder_for(args.folder, num_bytes), list[Result]()
     case = Case(
         "", str(folder), args.shape, args.rank, args.alpha, args.batch, args.seq, args.steps, args.learning_rate, 5, args.cap,
         args.host_memory, args.placement, args.device, args.dtype, args.seed,
@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> list[Result]:
             one = replace(case, system=system, limit_seconds=left / later - 6)  # the process begins and ends, too
             run(CHILD, one.to_json(), system, lambda values, one=one: keep(one, values))
     finally:
-        if args.folder is None:
+        if not stays:
             shutil.rmtree(folder, ignore_errors=True)
     print("\n".join(["", *curve_lines(results), "", *ratio_lines(results)]), flush=True)
     print(f"rows appended to {args.csv}; {time.monotonic() - began:.0f} s in all", flush=True)
