@@ -11,12 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from vblackwell.errors import Unsupported
 from vblackwell.kernels.attention import bounds
 
 if TYPE_CHECKING:
     from vblackwell.nn.attention_backends import Variant
+
+MOST_SHAPES = 256  # a few seconds each; torch's own limit is 8
 
 
 @functools.lru_cache
@@ -92,9 +97,24 @@ def score_change(q_BNSH: Tensor, k_BKTH: Tensor, variant: Variant) -> Callable[.
 
 
 def flex(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, variant: Variant, blocks: BlockMask | None = None) -> Tensor:
-    """The attention; ``blocks`` may be made beforehand."""
-    return _compiled()(
-        q_BNSH, k_BKTH, v_BKTH, score_mod=score_change(q_BNSH, k_BKTH, variant),
-        block_mask=block_mask(q_BNSH, k_BKTH, variant) if blocks is None else blocks, scale=variant.scale,
-        enable_gqa=q_BNSH.shape[1] != k_BKTH.shape[1],
-    )  # fmt: skip
+    """The attention; ``blocks`` may be made beforehand.
+
+    Raises:
+        Unsupported: `MOST_SHAPES` shapes were compiled in this process already.
+    """
+    # Behind its limit torch would run the uncompiled expression, which holds every score.
+    limits = dynamo_config.patch(
+        recompile_limit=MOST_SHAPES, accumulated_recompile_limit=2 * MOST_SHAPES, fail_on_recompile_limit_hit=True
+    )
+    try:
+        with limits:
+            return _compiled()(
+                q_BNSH, k_BKTH, v_BKTH, score_mod=score_change(q_BNSH, k_BKTH, variant),
+                block_mask=block_mask(q_BNSH, k_BKTH, variant) if blocks is None else blocks, scale=variant.scale,
+                enable_gqa=q_BNSH.shape[1] != k_BKTH.shape[1],
+            )  # fmt: skip
+    except FailOnRecompileLimitHit as error:
+        raise Unsupported(
+            f"FlexAttention is compiled for every shape, and this process has asked for {MOST_SHAPES}: use another backend, or pad "
+            "lengths to fewer different ones"
+        ) from error
