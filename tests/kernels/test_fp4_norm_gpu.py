@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tests.kernels.emulation import random_weight
+from vblackwell.kernels import fp4_norm
 from vblackwell.kernels.dispatch import use_backend
 from vblackwell.kernels.fp4_norm import fp4_norm_linear
 from vblackwell.nn import normed_input
@@ -21,10 +22,11 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("mean", [0.0, 30.0])
-@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("kind", ["rms", "layer", "rms, bulk"])
 @pytest.mark.parametrize("m", [1, 2, 3, 5, 8, 13, 16])
 @pytest.mark.parametrize(("n", "k"), [(40, 136), (1056, 4096), (512, 14336), (9000, 512), (4096, 4096)])
-def test_against_float64(n, k, m, kind, mean):
+def test_against_float64(n, k, m, kind, mean, monkeypatch):
+    monkeypatch.setattr(fp4_norm, "BULK", kind == "rms, bulk")
     w_NK, tiled = random_weight("nvfp4", n, k)
     w_NK, tiled = w_NK.cuda(), tuple(tensor.cuda() for tensor in tiled)
     scales = torch.logspace(-1, 2, m, device="cuda")[:, None]
