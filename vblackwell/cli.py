@@ -162,6 +162,7 @@ def _generate(words: list[str]) -> int:
     _add_switch(parser, "--use-fp4", "Pack linears to nvfp4 while loading.")
     parser.add_argument("--fp4-layers", type=str, default="all", help="all, large, or a regular expression of names.")
     parser.add_argument("--keep", type=str, help="Regular expression for names that --use-fp4 leaves alone besides.")
+    parser.add_argument("--assignment", type=str, help="File with a precision for each linear, as of vb quantize.")
     options = _parse(parser, words)
     if "model" not in options:
         raise ConfigurationError("vb generate needs --model: see vb generate --help")
@@ -204,7 +205,7 @@ def _quantize(words: list[str]) -> int:
     parser.add_argument("--pattern", type=str, default="all", help="all, large, or a regular expression of names.")
     parser.add_argument("--keep", type=str, help="Regular expression for names that are left alone, besides the head.")
     parser.add_argument("--device", type=str, default="auto", help="Where weights are packed: auto, cpu or cuda.")
-    parser.add_argument("--assignment", type=str, help="File of an assignment: packs what it puts in nvfp4.")
+    parser.add_argument("--assignment", type=str, help="File of an assignment: packs what is not bf16 there.")
     parser.add_argument(
         "--budget",
         type=float,

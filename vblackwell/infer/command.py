@@ -24,6 +24,7 @@ from vblackwell.infer.load import open_resident, resolve_model
 from vblackwell.infer.sampling import Sampling
 from vblackwell.infer.streamed import open_streamed
 from vblackwell.memory.create import GPU_SHARE, create_vgpu_stack
+from vblackwell.nn.assignment import Assignment
 from vblackwell.nn.decoder_config import not_supported_reasons
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Places:
         disk_path: folder of the disk level.
         use_fp4: pack linears to nvfp4 while loading; fp4_layers, keep: which.
         adapter: folder of an adapter for the model.
+        assignment: file with the precision of each linear, for a model all of which is on the device.
     """
 
     fast_memory: str | None = None
@@ -49,6 +51,7 @@ class Places:
     fp4_layers: str = "all"
     keep: str | None = None
     adapter: str | None = None
+    assignment: str | None = None
 
     @property
     def streams(self) -> bool:
@@ -122,6 +125,11 @@ def generate_command(
     places = places or Places()
     if not places.use_fp4 and (places.fp4_layers != "all" or places.keep is not None):
         raise ConfigurationError("--fp4-layers and --keep say what --use-fp4 is for: add it, or drop them")
+    if places.assignment is not None and (places.streams or prompts is not None):
+        raise ConfigurationError(
+            "--assignment packs a model that is all on the device, for one --prompt: drop it, or --prompts, --use-fp4, --adapter and the "
+            "memory flags"
+        )
     sampling = Sampling(temperature, top_k, top_p, min_p)
     texts = [prompt] if prompt is not None else _lines(Path(prompts or ""))
     path = Path(model)
@@ -129,6 +137,7 @@ def generate_command(
     for problem in resolved.problems:
         print(f"passed over: {problem}", file=sys.stderr)
     tokenizer = read_tokenizer(resolved.folder)
+    assignment = None if places.assignment is None else Assignment.load(places.assignment)
     with ExitStack() as cleanup:
         alone = prompts is None  # rows of several lengths are read by transformers' models alone
         if alone and places.use_fp4 and places.stay_on(resolved.folder, device):
@@ -139,7 +148,7 @@ def generate_command(
             longest = max(len(tokenizer.encode(text).ids) for text in texts) + (max_new_tokens or 0)
             opened = places.open(resolved.folder, device, rows, longest, cleanup)
         else:
-            opened = open_resident(resolved.folder, device)
+            opened = open_resident(resolved.folder, device, assignment=assignment)
         if prompts is not None:
             _write_all(opened, tokenizer, texts, batch_size, max_new_tokens or 128, sampling, seed, prefill_chunk)
             return 0

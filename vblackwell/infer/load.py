@@ -18,9 +18,11 @@ from vblackwell.artifacts.folder import check_names, load_specs, load_state, loa
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.infer.decode_graph import lay_out_for_decoding
 from vblackwell.infer.quantized import load_quantized
+from vblackwell.nn.assignment import Assignment, apply_assignment
 from vblackwell.nn.convert_linears import HEAD, find_linears, install_packed
 from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.decoder_config import DecoderConfig, not_supported_reasons
+from vblackwell.nn.optimized_linear import VBOptimizedLinear
 from vblackwell.nn.stored_fp4 import PACKING_BYTES
 from vblackwell.numerics.fp4 import quantize
 
@@ -97,7 +99,8 @@ def load_decoder(folder: Path, device: torch.device | str = "cpu", dtype: torch.
 
 
 def open_resident(
-    folder: Path, device: torch.device | str = "cpu", *, fp4: str | None = None, fp4_layers: str = "all", keep: str | None = None
+    folder: Path, device: torch.device | str = "cpu", *, fp4: str | None = None, fp4_layers: str = "all", keep: str | None = None,
+    assignment: Assignment | None = None,
 ) -> nn.Module:  # fmt: skip
     """A model for writing alone, all of it on ``device``, in eval mode. On a GPU a ``Decoder`` computes projections of one input as one
     product.
@@ -105,12 +108,18 @@ def open_resident(
     Args:
         fp4: the format that linears are packed to, one at a time, on the device; for architectures that a ``Decoder`` computes.
         fp4_layers, keep: which, as for `convert`.
+        assignment: the precision of each linear instead; they are packed one after the other.
 
     Raises:
-        ConfigurationError, CorruptData: as `load_decoder`; or nothing is selected.
+        ConfigurationError, CorruptData: as `load_decoder`; nothing is selected; or the assignment is for another model.
         Unsupported: fp4 for another architecture.
     """
     model = load_model(folder, device) if fp4 is None else _load_packed(folder, device, fp4, fp4_layers, keep)
+    if assignment is not None:
+        for name in apply_assignment(model, assignment, "inference"):
+            layer = model.get_submodule(name)
+            assert isinstance(layer, VBOptimizedLinear)
+            layer.quantize()
     if isinstance(model, Decoder) and torch.device(device).type == "cuda":
         lay_out_for_decoding(model.requires_grad_(False))
     return model.eval()
