@@ -21,11 +21,13 @@ from vblackwell.plan.estimate import estimate_trace
 from vblackwell.plan.gpus import KnownGPU, find_gpu
 from vblackwell.plan.parallel import check_several
 from vblackwell.plan.trace import Untraceable
-from vblackwell.train.estimate_advice import advice_of
+from vblackwell.train.aside import Aside
+from vblackwell.train.estimate_advice import advice_of, traced_ways
 from vblackwell.train.estimate_measured import measure_run
 from vblackwell.train.estimate_parallel import parallel_plan
 from vblackwell.train.estimate_speed import speed_of
 from vblackwell.train.estimated import Estimated
+from vblackwell.train.measured_rates import rates_of
 from vblackwell.train.presets import GPT2_VOCAB_SIZE, PRESETS
 from vblackwell.units import MiB, TiB, format_bytes, parse_bytes
 
@@ -71,6 +73,9 @@ def estimate_command(
             f"--gpu-memory {format_bytes(gpu_bytes)} is below the minimum for {model}, about {format_bytes(least)} at any "
             f"batch size: {why}"
         )
+    wanted = advice and gpus is None and (gpu_bytes is not None or card is not None)
+    rates = None if card is None else rates_of(card)
+    ahead = Aside(lambda: traced_ways(run, batch_size, rates)) if wanted else None
     measured = None
     try:
         trace = run.trace(batch_size)
@@ -98,7 +103,9 @@ def estimate_command(
         model, run, batch_size, trace, found, card, gpu_bytes, ok, largest, stack, speed, parallel, measured=measured
     )  # fmt: skip
     if advice and gpus is None and measured is None and (ok is False or card is not None):
-        estimated = replace(estimated, advice=advice_of(estimated))
+        estimated = replace(estimated, advice=advice_of(estimated, None if ahead is None else ahead.result))
+    elif ahead is not None:
+        ahead.cancel()
     if html is not None:
         write_page(Path(html), estimated)
     print(json.dumps(estimated.report(), indent=2) if as_json else estimated.table())

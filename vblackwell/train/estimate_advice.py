@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from vblackwell.errors import ConfigurationError, Unsupported
@@ -23,12 +23,33 @@ FUSED_BYTES = 28  # a parameter, that a fused AdamW reads and writes
 FOREACH = ("adamw", "adamw-for-loop")
 
 
-def advice_of(estimated: Estimated) -> tuple[Advice, ...]:
-    """What would save memory or time, each line with its numbers; memory first where it does not fit."""
+def traced_ways(run: Run, batch_size: int, rates: Rates | None) -> list[Way]:
+    """Those that a trace of the run as it is does not show, but for checkpointing: they may be traced beside it."""
+    found: list[Way] = []
+    if run.precision == "fp32":
+        found += _traced("--precision autocast", replace(run, precision="autocast"), batch_size, rates, NARROW)
+        found += (
+            [] if found else _traced("--precision bf16", replace(run, precision="bf16"), batch_size, rates, NARROW_WEIGHTS)
+        )  # fmt: skip
+    if batch_size > 1:
+        smaller = batch_size // 2
+        change = f"batches of {smaller}, gradients of {-(-batch_size // smaller)} added up"
+        found += _traced(change, run, smaller, rates)
+    return found
+
+
+def advice_of(estimated: Estimated, others: Callable[[], list[Way]] | None = None) -> tuple[Advice, ...]:
+    """What would save memory or time, each line with its numbers; memory first where it does not fit.
+
+    Args:
+        others: gives `traced_ways`; None: they are traced here.
+    """
     run = estimated.run
     rates = None if estimated.card is None else rates_of(estimated.card)
     now = _way("", run, estimated.trace, estimated.batch_size, rates)
-    ways = [*_ways(estimated, rates), *_streamed(estimated)]
+    ways = list(_ways(estimated, rates))
+    ways += traced_ways(run, estimated.batch_size, rates) if others is None else others()
+    ways += _streamed(estimated)
     tokens = estimated.batch_size * run.seq_length
     found = advise(now, ways, tokens, for_memory=estimated.fits is False)
     return tuple(found[:MOST_SHOWN])
@@ -50,15 +71,6 @@ def _ways(estimated: Estimated, rates: Rates | None) -> Iterator[Way]:
         yield _way("torch.optim.AdamW(fused=True)", run, fused(trace), batch_size, rates)
     if not run.checkpointing:
         yield from _traced("--gradient-checkpointing", replace(run, checkpointing=True), batch_size, rates)
-    if run.precision == "fp32":
-        found = list(_traced("--precision autocast", replace(run, precision="autocast"), batch_size, rates, NARROW))
-        yield from found or _traced(
-            "--precision bf16", replace(run, precision="bf16"), batch_size, rates, NARROW_WEIGHTS
-        )
-    if batch_size > 1:
-        smaller = batch_size // 2
-        change = f"batches of {smaller}, gradients of {-(-batch_size // smaller)} added up"
-        yield from _traced(change, run, smaller, rates)
 
 
 def fused(trace: Trace) -> Trace:

@@ -1,0 +1,55 @@
+"""A function in a child beside the caller: its answer, and the same answer where there is no child or it fails."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from vblackwell.train import aside
+from vblackwell.train.aside import Aside, can_fork
+
+
+@pytest.fixture(params=[True, False])
+def forks(request, monkeypatch):
+    if request.param and not hasattr(os, "fork"):
+        pytest.skip("no fork here")
+    monkeypatch.setattr(aside, "can_fork", lambda: request.param)
+    return request.param
+
+
+def test_its_answer_is_the_child_s(forks):
+    child, data = Aside(lambda: (os.getpid(), b"x" * 300_000)).result()  # more than a pipe holds
+    assert (child != os.getpid()) == forks and len(data) == 300_000
+
+
+def test_a_child_that_fails_or_hangs_is_replaced(forks, monkeypatch):
+    here = os.getpid()
+
+    def only_here() -> int:
+        if os.getpid() != here:
+            raise ValueError("not in a child")
+        return 7
+
+    assert Aside(only_here).result() == 7
+    monkeypatch.setattr(aside, "LONGEST", 0.2)
+
+    def quick_here() -> int:
+        time.sleep(0 if os.getpid() == here else 60)
+        return 8
+
+    began = time.monotonic()
+    assert Aside(quick_here).result() == 8 and time.monotonic() - began < 20
+
+
+def test_a_child_that_nobody_asks_is_ended(forks):
+    waiting = Aside(lambda: time.sleep(60))
+    waiting.cancel()
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_no_fork_beside_other_threads(monkeypatch):
+    monkeypatch.setattr(aside.threading, "active_count", lambda: 2)
+    assert not can_fork()
