@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import vblackwell as vb
 from vblackwell.errors import ConfigurationError, CorruptData, UnknownKey
 from vblackwell.nn import optimized_linear
 from vblackwell.nn.optimized_linear import VBOptimizedLinear
+from vblackwell.nn.plain_linear import linears_of_one_input
 from vblackwell.numerics.separation import round_to_parts, training_scales
 from vblackwell.numerics.sqnr import sqnr
 
@@ -105,6 +107,36 @@ def train(model: nn.Module, steps: int) -> float:
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     return sum(losses[-10:]) / 10
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_layers_of_one_input_are_one_node(recomputed):
+    """Outputs and gradients are those of the layers one by one; who got no gradient counts no step."""
+    torch.manual_seed(0)
+    layers = [VBOptimizedLinear(48, width, bias=False, mode="training") for width in (32, 16, 64)]
+    x = torch.randn(2, 5, 48)
+    found = []
+    for together in (True, False):
+        twins, y = copy.deepcopy(layers), x.clone().requires_grad_()
+
+        def outputs(x, twins=twins, together=together):
+            return linears_of_one_input(x, *twins) if together else [twin(x) for twin in twins]
+
+        out = checkpoint(outputs, y, use_reentrant=False) if recomputed else outputs(y)
+        (out[0].square().sum() + out[2].sin().sum()).backward()
+        assert [twin.stats()["steps"] for twin in twins] == [1, 0, 1] and twins[1].weight.grad is None
+        found.append([*out, y.grad, twins[0].weight.grad, twins[2].weight.grad])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)  # fp32 sums of 48 and of 96 products
+    node = found[0][0].grad_fn
+    assert node is not None and node is found[0][2].grad_fn or recomputed
+
+
+def test_second_gradients_are_refused():
+    layer, x = VBOptimizedLinear(16, 16, mode="training"), torch.randn(2, 16, requires_grad=True)
+    (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
 
 
 def test_training_follows_plain_training_in_constant_memory():

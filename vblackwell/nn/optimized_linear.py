@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.nn.draw import draw_as_linear
 from vblackwell.nn.fp4_state import META, STATE_NAMES, from_state, to_state
+from vblackwell.nn.rounded_linear import Rounded
 from vblackwell.nn.two_part import (
     BITS,
     DRIFT_THRESHOLD,
@@ -28,6 +29,7 @@ from vblackwell.nn.two_part import (
     PlacedParts,
     Settings,
     VirtualBlackwellAdapter,
+    computes_at_once,
     pack,
     place_parts,
     unplace_parts,
@@ -164,12 +166,26 @@ class VBOptimizedLinear(nn.Module):
         """(..., K) -> (..., N), in the type of ``x`` or of autocast."""
         if self.weight is not None and self.settings.mode == "inference":
             self.quantize()
-        weight, adapter = self.weight, self._adapter
+        weight = self.weight
         if weight is None:
             return self._parts().linear(x, self.bias, "none", self.out_features, self.in_features)
+        return self._adapting().compress(weight, x, "weight", self.bias)
+
+    def rounded_for(self, x: Tensor) -> Rounded | None:
+        """What training multiplies ``x`` by, for whoever computes several layers of one input; None where the layer is to be called."""
+        weight = self.weight
+        if weight is None or self.bias is not None or not torch.is_grad_enabled() or not computes_at_once():
+            return None
+        adapter = self._adapting()
+        if torch.is_autocast_enabled(x.device.type) or not adapter.trains(weight):
+            return None
+        return adapter.rounding(weight, "weight", x.dtype)
+
+    def _adapting(self) -> VirtualBlackwellAdapter:
+        adapter = self._adapter
         if adapter is None:
             adapter = self._adapter = VirtualBlackwellAdapter(self.settings, max_weights=1)
-        return adapter.compress(weight, x, "weight", self.bias)
+        return adapter
 
     def stats(self) -> dict[str, Any]:
         """Shape, precision, whether it is packed, bytes held, and what the adapter knows; a few numbers whatever the size."""

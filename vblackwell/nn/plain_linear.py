@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.nn import functional
 
 from vblackwell.kernels.shared_input import shared_input_linears
 from vblackwell.kernels.swiglu import swiglu, swiglu_linear
+from vblackwell.nn.rounded_linear import Rounded, rounded_linears
 
 
 def is_plain(linear: nn.Module) -> bool:
@@ -69,7 +71,20 @@ def linears_of_one_input(x: Tensor | Unnormed, *linears: nn.Module) -> list[Tens
         if joint is not None:
             return list(functional.linear(x, joint).split([weight.shape[0] for weight in weights], -1))
         return shared_input_linears(x, weights)
-    return [linear(x) for linear in linears]
+    found = rounded_of(x, linears)
+    return [linear(x) for linear in linears] if found is None else rounded_linears(x, found)
+
+
+def rounded_of(x: Tensor, linears: tuple[nn.Module, ...]) -> list[Rounded] | None:
+    """What layers that round their weights in training multiply ``x`` by; None where one of them is no such layer, or does not now."""
+    found: list[Rounded] = []
+    for linear in linears:
+        give: Any = getattr(type(linear), "rounded_for", None)
+        rounded = None if give is None or hooked(linear) else give(linear, x)
+        if rounded is None:
+            return None
+        found.append(rounded)
+    return found
 
 
 def joint_weight(weights_NK: list[Tensor]) -> Tensor | None:

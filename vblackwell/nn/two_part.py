@@ -30,8 +30,10 @@ from vblackwell.kernels import layout, two_part_layout
 from vblackwell.kernels.fp4 import fp4_linear
 from vblackwell.kernels.reference import activate
 from vblackwell.kernels.two_part import two_part_linear
+from vblackwell.kernels.two_part_round import rounded as round_to_two_parts
 from vblackwell.kernels.two_part_round import two_part_round_trip
 from vblackwell.nn.fp4_state import Placed, place, unplace
+from vblackwell.nn.rounded_linear import Rounded, rounded_linear
 from vblackwell.nn.straight_through import fp4_round_trip
 from vblackwell.numerics.formats import format_named
 from vblackwell.numerics.fp4 import quantize
@@ -183,7 +185,7 @@ class _Held:
     packings: int = 0
     drift: Tensor | None = field(default=None, repr=False)
 
-    def count_step(self, _: Tensor) -> None:
+    def count_step(self) -> None:
         self.steps += 1
 
     @property
@@ -241,6 +243,26 @@ class VirtualBlackwellAdapter:
         Raises:
             ConfigurationError: another shape than was registered, or inf or NaN when packing.
         """
+        held = self._held_as(name, weight)
+        if self.trains(weight):
+            if torch.is_autocast_enabled(x.device.type):
+                x = x.to(torch.get_autocast_dtype(x.device.type))
+            if not computes_at_once():
+                rounded = self._rounded(held, weight, x.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+                return activate(functional.linear(x, rounded, bias), activation)
+            found = self._rounding(held, weight, x.dtype)
+            if not torch.is_grad_enabled():
+                return activate(functional.linear(x, found.value, bias), activation)
+            return activate(rounded_linear(x, found, bias), activation)
+        parts: PlacedParts = self._packed(held, weight, name)  # pyright: ignore[reportAttributeAccessIssue]
+        return parts.linear(x, bias, activation, *held.shape)
+
+    def trains(self, weight: Tensor) -> bool:
+        """Whether a product with ``weight`` now would be one of training."""
+        mode = self.settings.mode
+        return mode == "training" or (mode == "auto" and torch.is_grad_enabled() and weight.requires_grad)
+
+    def _held_as(self, name: str, weight: Tensor) -> _Held:
         if name not in self._held:  # never announced, or crowded out
             self.register_weight(name, weight)
         held = self._held[name]
@@ -249,15 +271,7 @@ class VirtualBlackwellAdapter:
             raise ConfigurationError(
                 f"{name!r} was registered with shape {held.shape}, not {tuple(weight.shape)}: register it again under its new shape"
             )
-        mode = self.settings.mode
-        training = mode == "training" or (mode == "auto" and torch.is_grad_enabled() and weight.requires_grad)
-        if training:
-            if torch.is_autocast_enabled(x.device.type):
-                x = x.to(torch.get_autocast_dtype(x.device.type))
-            rounded = self._rounded(held, weight, x.dtype)  # pyright: ignore[reportAttributeAccessIssue]
-            return activate(functional.linear(x, rounded, bias), activation)
-        parts: PlacedParts = self._packed(held, weight, name)  # pyright: ignore[reportAttributeAccessIssue]
-        return parts.linear(x, bias, activation, *held.shape)
+        return held
 
     @torch.compiler.disable
     def _rounded(self, held: _Held, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -268,8 +282,20 @@ class VirtualBlackwellAdapter:
             scales = self._scales(held, weight)
             rounded = two_part_round_trip(weight, scales.block, scales.tensor, dtype)
         if rounded.requires_grad:
-            rounded.register_hook(held.count_step)
+            rounded.register_hook(lambda _: held.count_step())
         return rounded
+
+    def rounding(self, weight: Tensor, name: str, dtype: torch.dtype) -> Rounded:
+        """``weight`` rounded for a forward in training, for whoever multiplies by it; as in `compress`, which does."""
+        return self._rounding(self._held_as(name, weight), weight, dtype)
+
+    @torch.no_grad()
+    def _rounding(self, held: _Held, weight: Tensor, dtype: torch.dtype) -> Rounded:
+        held.parts = held.owner = None
+        if self.settings.precision != "two-part":
+            return Rounded(weight, fp4_round_trip(weight, self.settings.precision, dtype), held.count_step)
+        scales = self._scales(held, weight)
+        return Rounded(weight, round_to_two_parts(weight, scales.block, scales.tensor, dtype), held.count_step)
 
     @torch.no_grad()
     def _scales(self, held: _Held, weight: Tensor) -> Scales:
@@ -329,6 +355,11 @@ class VirtualBlackwellAdapter:
             }
             for name, held in self._held.items()
         }
+
+
+def computes_at_once() -> bool:
+    """Whether tensors are numbers now: nobody traces, who must see ops and knows the results of those alone."""
+    return not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
 
 
 def create_virtual_blackwell(
