@@ -4,7 +4,7 @@
 ``bench_precision.py --save FILE`` kept), then holds its weights as bf16, its fp32 weights and both moments in `CompressedVGPULevel` by
 every codec: ratio, GB/s in and out, and whether that beats moving the bytes at 1.75 GB/s (the disk of docs/precision.md; ``--link`` for
 another). ``--disk DIR`` measures instead of assuming: the disk levels of a stack in that folder, plain and compressed, with each kind as
-one extent, and keyed levels there; the better of two rounds each.
+one extent, and keyed levels there; the best of three rounds each.
 ``--traces`` records which modules a training loop, a generation and a mixture of 64 experts ask for, with real tokens and a router that
 was trained for a moment, and replays them under `lru`, `next_use`, the successor tables of `AccessPredictor` and Belady's optimum: hit
 rate of demand alone, and time waited with prefetching, in transfers of one key.
@@ -39,7 +39,7 @@ from vblackwell.train.dataset import BatchStream, PackedDataset
 from vblackwell.train.presets import find_preset
 from vblackwell.units import MiB, align_up
 
-ROUNDS = 2
+ROUNDS = 3
 
 
 def train(corpus: Corpus, args: argparse.Namespace) -> dict[str, list[Tensor]]:

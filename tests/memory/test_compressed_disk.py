@@ -10,7 +10,7 @@ from tests.memory import test_levels as levels
 from tests.memory.conftest import CAPACITY, random_bytes
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.memory import compressed_disk
-from vblackwell.memory.compressed_disk import CompressedDiskLevel, Savings
+from vblackwell.memory.compressed_disk import CompressedDiskLevel, Savings, Way
 from vblackwell.memory.scratch_file import memory_at
 from vblackwell.memory.slab import map_slab
 from vblackwell.memory.stack import VGPUStack
@@ -41,6 +41,7 @@ def test_what_every_level_promises(name, half, level, monkeypatch, no_delay_left
     if half:
         monkeypatch.setattr(levels, "random_bytes", lambda count, **seed: random_bytes(count, **seed) & 0xF)
         monkeypatch.setattr(compressed_disk, "LEAST_BYTES", 0)
+        monkeypatch.setattr(level, "_wanted", lambda: True)
     check = getattr(levels, name)
     wanted = check.__code__.co_varnames[: check.__code__.co_argcount]
     assert wanted[0] == "level", wanted
@@ -49,8 +50,9 @@ def test_what_every_level_promises(name, half, level, monkeypatch, no_delay_left
         check(level, **options, **({} if size is None else {"size": size}))
 
 
-def test_pieces_of_every_kind_meet(level, disk_path):
+def test_pieces_of_every_kind_meet(level, monkeypatch):
     """Compressed over plain, plain over compressed, the front of either, other lengths."""
+    monkeypatch.setattr(level, "_wanted", lambda: True)
     values = {
         "weights": weights(MiB // 2),
         "noise": random_bytes(MiB),
@@ -69,20 +71,25 @@ def test_pieces_of_every_kind_meet(level, disk_path):
 
 
 def test_what_it_saves_decides(level, monkeypatch):
-    assert Savings().pays
-    slow = Savings(
-        plain_bytes=1e9, stored_bytes=0.7e9, pack_seconds=1, unpacked_bytes=1e9, unpack_seconds=0.5, disk_bytes=1e9
-    )
-    slow.disk_seconds = 2.4
-    assert not slow.pays  # 0.3 of 4.8 s saved, 1.5 spent
-    slow.disk_seconds = 2.6
-    assert slow.pays
-    monkeypatch.setattr(Savings, "pays", property(lambda self: False))
+    plain, packed = Way(1e9, 2.0), Way(1e9, 1.9)
+    assert Savings().pays and Savings(plain).pays and Savings(plain, packed).pays
+    assert Savings(plain, Way(1e9, 1.9, 1e9, 9.0)).pays  # reads of one way alone say nothing
+    plain.read_bytes, plain.read_seconds, packed.read_bytes, packed.read_seconds = 1e9, 1.0, 1e9, 1.2
+    assert not Savings(plain, packed).pays  # 3.0 s beside 3.1
     extent = level.allocate(MiB)
-    for _ in range(compressed_disk.PROBE_EVERY // 4 + 1):
-        level.write(extent, weights(MiB // 2)).wait()
-    assert level.savings.plain_bytes == MiB // 4  # one piece, to look again
-    assert torch.equal(levels.read_back(level, extent), weights(MiB // 2).view(torch.uint8))
+    for pays, tried in ((True, "plain"), (False, "packed")):
+        monkeypatch.setattr(Savings, "pays", property(lambda self, pays=pays: pays))
+        before = level.savings
+        for _ in range(compressed_disk.CYCLE // 4):
+            level.write(extent, weights(MiB // 2)).wait()
+        after = level.savings
+        gone = {
+            way: getattr(after, way).written_bytes - getattr(before, way).written_bytes for way in ("plain", "packed")
+        }
+        assert (
+            gone[tried] == compressed_disk.TRIED * MiB // 4 and sum(gone.values()) == compressed_disk.CYCLE * MiB // 4
+        )
+        assert torch.equal(levels.read_back(level, extent), weights(MiB // 2).view(torch.uint8))
 
 
 def test_in_a_stack(disk_path):
@@ -134,7 +141,8 @@ def test_a_run_asks_for_it(disk_path):
         build_stack(TrainConfig(**options), torch.device("cpu"))
 
 
-def test_a_flipped_bit_is_an_error(level):
+def test_a_flipped_bit_is_an_error(level, monkeypatch):
+    monkeypatch.setattr(level, "_wanted", lambda: True)
     extent = level.allocate(MiB)
     level.write(extent, weights(MiB // 2)).wait()
     noise = map_slab(4096)  # whose address a direct write takes

@@ -5,15 +5,17 @@ read, while others wait for the disk. Bytes of a piece are laid out by their pla
 what an element is, so the layout is tried on the piece's first bytes. The place of an extent is that of its plain bytes: what is saved is
 time and wear of the disk, not room, because an extent is placed before anybody knows what will be written there, and written anew later.
 
-Whether it pays is measured all the time: seconds of the codec against the seconds that the saved bytes would have taken. Where it does
-not, pieces are written plain, and one in `PROBE_EVERY` is compressed to look again.
+Whether it pays is measured all the time: the seconds that a thread has a piece for, compressed and plain, each while most pieces are of its
+kind. (A disk is quicker for who asks while others compress: what plain pieces take then says nothing.) So a few pieces in a row are tried
+the other way every so often, and the quicker way is taken for the rest.
 """
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,8 +32,7 @@ from vblackwell.units import align_up
 LEAST_BYTES = 4 * PAGE  # of a piece: below, whole pages save nothing
 SAMPLE_BYTES = 64 << 10
 ITEMSIZES = (2, 4, 1)
-PROBE_BYTES = 64 << 20  # of pieces, before what was measured decides
-PROBE_EVERY = 32
+CYCLE, TRIED = 128, 8  # pieces, and how many of them go the other way; the first of all are plain
 FORGET_BYTES = 4 << 30
 
 
@@ -49,42 +50,52 @@ class _Squeezed:
 
 
 @dataclass
+class Way:
+    """Pieces that went one way: bytes as their owner has them, and the threads' seconds from the first look at a piece to the last."""
+
+    written_bytes: float = 0
+    write_seconds: float = 0
+    read_bytes: float = 0
+    read_seconds: float = 0
+
+    def forget(self) -> None:
+        """Let what is long past weigh less."""
+        if self.written_bytes + self.read_bytes > FORGET_BYTES:
+            for name, value in vars(self).items():
+                setattr(self, name, value / 2)
+
+
+@dataclass
 class Savings:
     """What was measured so far; older halves weigh less.
 
     Attributes:
-        plain_bytes: of pieces that were compressed. stored_bytes: what became of them.
-        pack_seconds: that took, over all threads. unpacked_bytes, unpack_seconds: the way back.
-        disk_bytes, disk_seconds: of reads and writes, over all threads.
+        plain, packed: pieces as they are, and compressed ones. stored_bytes: what became of the latter.
     """
 
-    plain_bytes: float = 0
+    plain: Way = field(default_factory=Way)
+    packed: Way = field(default_factory=Way)
+    packed_bytes: float = 0
     stored_bytes: float = 0
-    pack_seconds: float = 0
-    unpacked_bytes: float = 0
-    unpack_seconds: float = 0
-    disk_bytes: float = 0
-    disk_seconds: float = 0
 
     @property
     def ratio(self) -> float:
         """Bytes of compressed pieces over what they take on the disk."""
-        return self.plain_bytes / max(1.0, self.stored_bytes)
+        return self.packed_bytes / max(1.0, self.stored_bytes)
 
     @property
     def pays(self) -> bool:
-        """Whether a byte that is written once and read once comes sooner compressed; True until enough was seen."""
-        if self.plain_bytes < PROBE_BYTES:
+        """Whether a byte that is written and read is so sooner compressed; True until both ways were seen."""
+        plain, packed = self.plain, self.packed
+        if not plain.written_bytes or not packed.written_bytes:
             return True
-        pack = self.pack_seconds / self.plain_bytes
-        unpack = self.unpack_seconds / self.unpacked_bytes if self.unpacked_bytes else pack
-        return 2 * (1 - 1 / self.ratio) * self.disk_seconds / max(1.0, self.disk_bytes) > pack + unpack
-
-    def forget(self) -> None:
-        """Let what is long past weigh less."""
-        if self.plain_bytes + self.disk_bytes > FORGET_BYTES:
-            for name, value in vars(self).items():
-                setattr(self, name, value / 2)
+        seconds = [way.write_seconds / way.written_bytes for way in (plain, packed)]
+        if plain.read_bytes and packed.read_bytes:
+            seconds = [
+                sum(pair)
+                for pair in zip(seconds, (w.read_seconds / w.read_bytes for w in (plain, packed)), strict=True)
+            ]
+        return seconds[1] < seconds[0]
 
 
 class CompressedDiskLevel(DiskLevel):
@@ -112,7 +123,7 @@ class CompressedDiskLevel(DiskLevel):
     def savings(self) -> Savings:
         """A copy of what was measured so far."""
         with self._counted:
-            return Savings(**vars(self._savings))
+            return copy.deepcopy(self._savings)
 
     # -- pieces, in a thread of the pool -------------------------------------------------------------------------------------
 
@@ -131,29 +142,48 @@ class CompressedDiskLevel(DiskLevel):
         elif src.is_cuda:
             whole = self._buffer()[: src.nbytes]
             self._carry(whole, src, ready)
+        began = time.perf_counter()
         packed = self._pack(whole)
         extent.handle[index] = None  # while the bytes change, nobody reads them as what they were
         if packed is None:
             super()._write_piece(extent, index, [whole], None)
+            self._note(self._savings.plain, "write", whole.nbytes, began)
             return
         sizes, held = packed
         digest = xxhash.xxh3_64_intdigest(memory_at(held.data_ptr(), held.nbytes))
         self._store(offset, held.data_ptr(), held.nbytes)
         extent.handle[index] = _Squeezed(whole.nbytes, digest, sizes)
+        self._note(self._savings.packed, "write", whole.nbytes, began)
 
     def _read_piece(self, extent: Extent, index: int, box: list[torch.Tensor], ready: Any) -> None:
-        entry = extent.handle[index]
+        entry, num_bytes, began = extent.handle[index], box[0].nbytes, time.perf_counter()
         if not isinstance(entry, _Squeezed):
             super()._read_piece(extent, index, box, ready)
+            self._note(self._savings.plain, "read", num_bytes, began)
             return
         out = box.pop()
         transfer_delay("thread")
-        if not out.is_cuda and out.nbytes == entry.length:
-            self._unpack(self._offset(extent, index), entry, out)
+        offset = self._offset(extent, index)
+        if not out.is_cuda and num_bytes == entry.length:
+            self._unpack(offset, entry, out)
+        else:
+            whole = self._buffer()[: max(entry.length, num_bytes)]
+            self._unpack(offset, entry, whole[: entry.length])
+            self._carry(out, whole[:num_bytes], ready)
+        self._note(self._savings.packed, "read", num_bytes, began)
+
+    def _note(self, way: Way, what: str, num_bytes: int, began: float) -> None:
+        if num_bytes < LEAST_BYTES:
             return
-        whole = self._buffer()[: max(entry.length, out.nbytes)]
-        self._unpack(self._offset(extent, index), entry, whole[: entry.length])
-        self._carry(out, whole[: out.nbytes], ready)
+        seconds = time.perf_counter() - began
+        with self._counted:
+            if what == "write":
+                way.written_bytes += num_bytes
+                way.write_seconds += seconds
+            else:
+                way.read_bytes += num_bytes
+                way.read_seconds += seconds
+            way.forget()
 
     def _offset(self, extent: Extent, index: int) -> int:
         return extent.offset + index * self._piece_bytes
@@ -162,61 +192,39 @@ class CompressedDiskLevel(DiskLevel):
         """Sizes of the planes, and their bytes in the thread's own memory; None where the piece is better plain."""
         if piece.nbytes < LEAST_BYTES or not self._wanted():
             return None
-        began = time.perf_counter()
         itemsize = _itemsize_of(piece, self._zstd_level)
         planes = lossless.compress_piece(piece, itemsize, self._zstd_level)
         sizes = tuple(len(plane) for plane in planes)
         stored = sum(sizes)
-        shrinks = align_up(stored, PAGE) < piece.nbytes
-        held = self._packed_buffer()
-        if shrinks:
-            view, at = memory_at(held.data_ptr(), stored), 0
-            for plane in planes:
-                view[at : at + len(plane)] = plane
-                at += len(plane)
         with self._counted:
-            found = self._savings
-            found.plain_bytes += piece.nbytes
-            found.stored_bytes += min(stored, piece.nbytes)
-            found.pack_seconds += time.perf_counter() - began
-            found.forget()
-        return (sizes, held[:stored]) if shrinks else None
+            self._savings.packed_bytes += piece.nbytes
+            self._savings.stored_bytes += min(stored, piece.nbytes)
+        if align_up(stored, PAGE) >= piece.nbytes:
+            return None
+        held = self._packed_buffer()
+        view, at = memory_at(held.data_ptr(), stored), 0
+        for plane in planes:
+            view[at : at + len(plane)] = plane
+            at += len(plane)
+        return sizes, held[:stored]
 
     def _wanted(self) -> bool:
         with self._counted:
+            tried = self._pieces % CYCLE < TRIED
             self._pieces += 1
-            return self._savings.pays or self._pieces % PROBE_EVERY == 0
+            return self._savings.pays != tried
 
     def _unpack(self, offset: int, entry: _Squeezed, out: torch.Tensor) -> None:
         held = self._packed_buffer()
         self._fetch(offset, held.data_ptr(), entry.stored)
         self._verify(offset, held.data_ptr(), (entry.stored, entry.digest))
-        began = time.perf_counter()
         lossless.decompress_piece(out, memory_at(held.data_ptr(), entry.stored), entry.sizes, len(entry.sizes))
-        with self._counted:
-            self._savings.unpacked_bytes += entry.length
-            self._savings.unpack_seconds += time.perf_counter() - began
 
     def _packed_buffer(self) -> torch.Tensor:
         """This thread's own memory for a compressed piece; direct reads go by whole pages."""
         if not hasattr(self._local, "packed"):
             self._local.packed = map_slab(align_up(self._piece_bytes, PAGE))
         return self._local.packed
-
-    def _fetch(self, offset: int, address: int, length: int) -> None:
-        began = time.perf_counter()
-        super()._fetch(offset, address, length)
-        self._count_disk(length, began)
-
-    def _store(self, offset: int, address: int, length: int) -> None:
-        began = time.perf_counter()
-        super()._store(offset, address, length)
-        self._count_disk(length, began)
-
-    def _count_disk(self, num_bytes: int, began: float) -> None:
-        with self._counted:
-            self._savings.disk_bytes += num_bytes
-            self._savings.disk_seconds += time.perf_counter() - began
 
 
 def _itemsize_of(piece: torch.Tensor, level: int) -> int:
