@@ -20,7 +20,7 @@ from vblackwell.offload.formats import Formats, range_bytes, supports
 from vblackwell.offload.groups import Group, find_groups
 from vblackwell.offload.level0_updates import MOST_LENT
 from vblackwell.offload.pieces import num_elements
-from vblackwell.offload.streamed import MOST_RESIDENT, Wishes
+from vblackwell.offload.streamed import CUDA_GROUPS, MOST_RESIDENT, Wishes
 from vblackwell.offload.timing import Foreseen, foresee, lane_rates
 from vblackwell.offload.update_place import RING_GROUPS, RING_SHARE, groups_kept, passing_bytes, state_bytes
 from vblackwell.plan.causal_lm import language_batch, plain_batches
@@ -36,6 +36,9 @@ STREAMED_P99 = 1.08  # three streamed decoders on an H200 reserved 3 % more, 2 %
 RESIDENT_P99 = 1.03
 ADAMW_BYTES = 34  # a parameter, that AdamW on a GPU reads and writes, with the norm of its gradient
 LEAVING = 2  # gradients of the largest group on level 0: one is made while the one before leaves
+# The first groups, which finish backward last and are needed first: with their states on level 0 nothing hides a journey of theirs, and
+# the same bytes of loaded weights save less (docs/log-offload.md).
+TURN_GROUPS = 3
 WIDE_GRADIENT = 4  # bytes of a resident parameter's gradient
 
 
@@ -240,7 +243,7 @@ class Forecast:
         )  # fmt: skip
 
     def _sized(self, choice: Choice, free: int) -> Choice:
-        """How ``free`` bytes of level 0 are divided: a ring, gradients and lent groups, loaded weights, and groups that live there."""
+        """How ``free`` bytes of level 0 are divided: a ring, gradients and lent groups, a few weights, the turn, more of either."""
         groups = self._groups(choice)
         largest = max((group.num_bytes for group in groups), default=1)
         passing = max((passing_bytes(group) for group in groups if group.trainable()), default=0)
@@ -248,11 +251,18 @@ class Forecast:
         slack = min((LEAVING + MOST_LENT) * largest, free // 3)
         whole = sum(group.num_bytes for group in groups)
         left = free - ring - slack
-        weights, resident = max(1, min(left, whole)), 0
-        if left > whole and choice.update != "home" and not self.machine.undo:
+        keeps = choice.update != "home" and not self.machine.undo
+        few = min(whole, CUDA_GROUPS * largest)
+        turn = groups_kept(groups[:TURN_GROUPS], min(left - few, int(MOST_RESIDENT * free) - ring)) if keeps else []
+        resident = sum(state_bytes(group) for group in turn)
+        loaded = whole - sum(group.num_bytes for group in turn)
+        weights = max(1, min(left - resident, loaded))
+        if keeps and left - resident > loaded:
             states = sum(state_bytes(group) for group in groups) - whole
             room = max(0, min(left - whole, int(MOST_RESIDENT * free) - ring, states))
-            resident = sum(state_bytes(group) for group in groups_kept(groups, room))  # whole groups, the first ones
+            resident = max(
+                resident, sum(state_bytes(group) for group in groups_kept(groups, room))
+            )  # whole groups, the first ones
         needed = free if resident > 0 else min(free, ring + slack + weights + 2 * largest)
         return replace(choice, level0_bytes=needed, weight_bytes=weights, resident_bytes=resident)
 
