@@ -179,7 +179,8 @@ def estimate_offload(run: Run, trace: Trace, gpu_bytes: int, host_bytes: int, di
     try:
         table, late = _streamed(run.model(), capacities)
     except InsufficientMemory as error:
-        return OffloadEstimate(0, 0, 0, step, refused=str(error))
+        said = f"{error}. Activations, logits and workspace of this batch take {format_bytes(step)} of the {format_bytes(gpu_bytes)}"
+        return OffloadEstimate(0, 0, 0, step, refused=said)
     sums = [sum(row[level] for row in table.values()) for level in range(len(capacities))] + [0]
     return OffloadEstimate(sums[0], sums[1] + late, sums[2], step, _fragments(run, trace, table, step))
 
@@ -213,7 +214,7 @@ def _streamed(model: nn.Module, capacities: list[int]) -> tuple[dict[str, list[i
     largest = max((group.num_bytes for group in groups), default=1)
     weights = _loaded_bytes(groups, capacities[0])
     late = sum(group.num_bytes for group in deferred_groups(groups))
-    table = bytes_by_level(model, capacities, Wishes(update="level0", weight_bytes=weights))
+    table = bytes_by_level(model, capacities, Wishes(update="level0", weight_bytes=weights), name="GPU")
     # One gradient is made while the one before leaves: three decoders on an H200 took 3 % more, 2 % less and 7 % more than all this.
     table["leaving"] = [2 * largest] + [0] * (len(capacities) - 1)
     return table, late

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vblackwell.estimator import Run
+from vblackwell.estimator import PLENTY, Run, estimate_offload
 from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.plan.estimate import estimate_trace
-from vblackwell.plan.gpus import find_gpu
+from vblackwell.plan.gpus import RUNTIME_BYTES, context_bytes, find_gpu
 from vblackwell.subject import of_decoder
 from vblackwell.train.estimate_advice import advice_of, fused
 from vblackwell.train.estimated import Estimated
-from vblackwell.units import GiB
+from vblackwell.units import GiB, MiB
 
 
 def test_every_line_is_a_difference_between_two_traces():
@@ -28,6 +28,22 @@ def test_every_line_is_a_difference_between_two_traces():
     assert "batches of 8, gradients of 2 added up" in found
     saved = [each.saved_bytes for each in advice_of(estimated)]
     assert saved == sorted(saved, reverse=True)
+
+
+def test_a_stack_that_needs_checkpointing_is_advised_with_it():
+    run = Run(of_decoder("decoder", DecoderConfig(512, 256, 704, 4, 4, max_position=256)), 256, capability=(8, 6))
+    trace = run.trace(16)
+    roomy = estimate_offload(run, trace, GiB << 4, PLENTY, 0)
+    tight = context_bytes(run.capability) + RUNTIME_BYTES + roomy.step + MiB  # a megabyte beside activations
+    stack = estimate_offload(run, trace, tight, PLENTY, 0)
+    assert stack.refused is not None and "level 0 (GPU)" in stack.refused
+    estimated = Estimated(
+        "decoder", run, 16, trace, estimate_trace(trace, run.capability), None, tight, False, stack=stack
+    )
+    advice = next(each for each in advice_of(estimated) if "offload stack" in each.change)
+    assert "--gradient-checkpointing" in advice.change and advice.saved_bytes > 0
+    assert "more operations" in advice.cost and "of RAM" in advice.cost
+    assert not any("offload stack" in each.change for each in advice_of(estimated, below=(MiB, 0)))
 
 
 def test_what_is_done_already_is_not_advised():

@@ -177,22 +177,23 @@ class _Paper(NullLevel):
         self.capacity_bytes = capacity_bytes // alignment * alignment
 
 
-def paper_pool(capacities: Sequence[int], device: torch.device | str) -> LevelPool:
-    """Levels that hold nothing: of ``capacities`` bytes, the first on ``device``, then RAM and, if there is a third, a disk."""
+def paper_pool(capacities: Sequence[int], device: torch.device | str, name: str | None = None) -> LevelPool:
+    """Levels that hold nothing, of ``capacities`` bytes: the first on ``device`` and called ``name`` in errors, then RAM, then a disk."""
     level0 = torch.device(device)
-    names = (str(level0), "cpu", "ssd")
+    names = (name or str(level0), "cpu", "ssd")
     places = (level0, torch.device("cpu"), None)
     sizes = (512, PAGE, PAGE)
     return LevelPool([_Paper(*each) for each in zip(capacities, names, places, sizes, strict=False)], LRU())
 
 
 def bytes_by_level(
-    model: nn.Module, capacities: Sequence[int], wishes: Wishes, device: torch.device | str = "cpu"
-) -> dict[str, list[int]]:
+    model: nn.Module, capacities: Sequence[int], wishes: Wishes, device: torch.device | str = "cpu", name: str | None = None
+) -> dict[str, list[int]]:  # fmt: skip
     """Where the bytes of ``model``, which may be on the meta device, would be while it trains with ``undo=False``; moves nothing.
 
     Args:
         capacities: bytes of level 0, which is on ``device``, of RAM and, if there is one, of the disk.
+        name: of level 0 in errors, if it is not its device's.
 
     Returns:
         Reserved bytes of each kind of range, and of 'staging', 'ring' and 'loaded', by level. Activations are not among them, but
@@ -202,7 +203,7 @@ def bytes_by_level(
         As `reserve_streamed`; InsufficientMemory too where optimizer states find no room.
     """
     level0 = torch.device(device)
-    pool = paper_pool(capacities, level0)
+    pool = paper_pool(capacities, level0, name)
     levels = pool.levels
     found = reserve_streamed(model, pool, "plan", wishes)
     trainable = [group for group in found.groups if group.trainable()]

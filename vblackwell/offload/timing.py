@@ -48,7 +48,7 @@ class Foreseen:
 
 def foresee(
     model: nn.Module, capacities: Sequence[int], wishes: Wishes, seconds: Mapping[str, float], *, input_bytes: int = 0,
-    micro_batches: int = 1, undo: bool = False, clips: bool = False,
+    micro_batches: int = 1, undo: bool = False, clips: bool = False, name: str = "GPU",
 ) -> Foreseen:  # fmt: skip
     """Where the bytes of ``model``, which may be on meta, would be while it streams as on a GPU, and the tasks of a step.
 
@@ -57,12 +57,13 @@ def foresee(
         wishes: with a stated ``update``; ``weight_bytes`` None means all that level 0 has, as without a GPU.
         seconds: of each phase of one micro-batch of a resident step, as `vblackwell.plan.work.phase_seconds` gives them.
         input_bytes: of the input of a checkpointed group that waits in host memory; 0: they stay on level 0.
+        name: of level 0 in errors.
         undo: updates behind the backward keep a way back, in host memory as far as it goes. clips: every step clips.
 
     Raises:
         As `reserve_streamed`; InsufficientMemory too where optimizer states find no room.
     """
-    pool = paper_pool(capacities, "cpu")
+    pool = paper_pool(capacities, "cpu", name)
     found = reserve_streamed(model, pool, "plan", wishes)
     try:
         homes, trainable = found.homes, [group for group in found.groups if group.trainable()]

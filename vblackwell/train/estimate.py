@@ -103,7 +103,9 @@ def estimate_command(
         model, run, batch_size, trace, found, card, gpu_bytes, ok, largest, stack, speed, parallel, measured=measured
     )  # fmt: skip
     if advice and gpus is None and measured is None and (ok is False or card is not None):
-        estimated = replace(estimated, advice=advice_of(estimated, None if ahead is None else ahead.result))
+        estimated = replace(
+            estimated, advice=advice_of(estimated, None if ahead is None else ahead.result, (host, disk))
+        )
     elif ahead is not None:
         ahead.cancel()
     if html is not None:

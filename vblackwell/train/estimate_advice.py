@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.estimator import Run
+from vblackwell.estimator import PLENTY, OffloadEstimate, Run, estimate_offload
 from vblackwell.plan.advice import Advice, Way, advise
 from vblackwell.plan.estimate import estimate_trace
 from vblackwell.plan.gpus import RUNTIME_BYTES, context_bytes
@@ -38,18 +38,27 @@ def traced_ways(run: Run, batch_size: int, rates: Rates | None) -> list[Way]:
     return found
 
 
-def advice_of(estimated: Estimated, others: Callable[[], list[Way]] | None = None) -> tuple[Advice, ...]:
+def advice_of(
+    estimated: Estimated, others: Callable[[], list[Way]] | None = None, below: tuple[int, int] = (PLENTY, 0)
+) -> tuple[Advice, ...]:
     """What would save memory or time, each line with its numbers; memory first where it does not fit.
 
     Args:
         others: gives `traced_ways`; None: they are traced here.
+        below: bytes of RAM and of disk that an offload stack may take.
     """
     run = estimated.run
     rates = None if estimated.card is None else rates_of(estimated.card)
     now = _way("", run, estimated.trace, estimated.batch_size, rates)
+    changed = replace(run, checkpointing=True)
+    recomputing = None if run.checkpointing else _trace_of(changed, estimated.batch_size)
     ways = list(_ways(estimated, rates))
+    if recomputing is not None:
+        ways.append(_way("--gradient-checkpointing", changed, recomputing, estimated.batch_size, rates))
     ways += traced_ways(run, estimated.batch_size, rates) if others is None else others()
     ways += _streamed(estimated)
+    if recomputing is not None:
+        ways += _streamed_recomputing(estimated, changed, recomputing, below)
     tokens = estimated.batch_size * run.seq_length
     found = advise(now, ways, tokens, for_memory=estimated.fits is False)
     return tuple(found[:MOST_SHOWN])
@@ -69,8 +78,6 @@ def _ways(estimated: Estimated, rates: Rates | None) -> Iterator[Way]:
         yield _way("PYTORCH_ALLOC_CONF=expandable_segments:True", changed, trace, batch_size, rates)
     if run.optimizer in FOREACH:
         yield _way("torch.optim.AdamW(fused=True)", run, fused(trace), batch_size, rates)
-    if not run.checkpointing:
-        yield from _traced("--gradient-checkpointing", replace(run, checkpointing=True), batch_size, rates)
 
 
 def fused(trace: Trace) -> Trace:
@@ -89,10 +96,16 @@ def fused(trace: Trace) -> Trace:
 
 
 def _traced(change: str, run: Run, batch_size: int, rates: Rates | None, also: str = "") -> Iterator[Way]:
+    trace = _trace_of(run, batch_size)
+    if trace is not None:
+        yield _way(change, run, trace, batch_size, rates, also)
+
+
+def _trace_of(run: Run, batch_size: int) -> Trace | None:
     try:
-        yield _way(change, run, run.trace(batch_size), batch_size, rates, also)
+        return run.trace(batch_size)
     except (ConfigurationError, Unsupported):
-        return  # this model cannot be run so: nothing to advise
+        return None  # this model cannot be run so: nothing to advise
 
 
 def _streamed(estimated: Estimated) -> Iterator[Way]:
@@ -100,6 +113,22 @@ def _streamed(estimated: Estimated) -> Iterator[Way]:
     stack, speed = estimated.stack, estimated.speed
     if stack is None or stack.refused:
         return
-    peak = context_bytes(estimated.run.capability) + RUNTIME_BYTES + stack.level0 + stack.step + stack.fragmentation
     seconds = None if speed is None or speed.streamed is None else 1 / speed.streamed
-    yield Way("an offload stack (vb train --vgpu-auto)", peak, seconds, also=f"{stack.host / 2**30:.1f} GiB of RAM")
+    yield _stacked("an offload stack (vb train --vgpu-auto)", estimated.run, stack, seconds)
+
+
+def _streamed_recomputing(estimated: Estimated, run: Run, trace: Trace, below: tuple[int, int]) -> Iterator[Way]:
+    """The stack with ``trace``, of the same step with checkpointing, where it does not fit without."""
+    if estimated.gpu_bytes is None or estimated.stack is None or not estimated.stack.refused:
+        return
+    stack = estimate_offload(run, trace, estimated.gpu_bytes, *below)
+    if not stack.refused:
+        change = "an offload stack with --gradient-checkpointing (vb train --vgpu-auto)"
+        tokens = estimated.batch_size * run.seq_length
+        yield replace(_stacked(change, run, stack, None), work=sum(each.flops for each in trace.work) / tokens)
+
+
+def _stacked(change: str, run: Run, stack: OffloadEstimate, seconds: float | None) -> Way:
+    peak = context_bytes(run.capability) + RUNTIME_BYTES + stack.level0 + stack.step + stack.fragmentation
+    disk = f" and {stack.disk / 2**30:.1f} GiB of disk" if stack.disk else ""
+    return Way(change, peak, seconds, also=f"{stack.host / 2**30:.1f} GiB of RAM{disk}")

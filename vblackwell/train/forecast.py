@@ -220,7 +220,7 @@ class Forecast:
         capacities = [choice.level0_bytes, bounds.host] + ([bounds.disk] if bounds.disk else [])
         found = foresee(
             self.model(choice.checkpointing, choice.fp4), capacities, wishes, seconds, input_bytes=inputs,
-            micro_batches=choice.accumulation_steps, undo=machine.undo,
+            micro_batches=choice.accumulation_steps, undo=machine.undo, name="GPU" if machine.has_gpu else "arena",
         )  # fmt: skip
         return choice, found, found.bytes_of(0) + step, waiting
 
