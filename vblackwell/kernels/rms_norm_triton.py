@@ -125,6 +125,20 @@ def shared_bytes_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - (3 << 10)
 
 
+def forward_stages(width: int, x_bytes: int, weight_bytes: int, has_residual: bool, shared_bytes: int) -> int:
+    """Pipeline stages of the forward; ``x_bytes``, ``weight_bytes``: of an element. A weight that is not kept is fetched ahead as well."""
+    rows, block, _ = tile_of(width)
+    beside = block * weight_bytes if block > WEIGHT_KEPT.value else 0
+    return stages_of((2 if has_residual else 1) * rows * block * x_bytes + beside, FORWARD_STAGES, 4, shared_bytes)
+
+
+def backward_stages(width: int, x_bytes: int, has_dtotal: bool, shared_bytes: int) -> int:
+    """The same of the backward. Scales of very many short rows count; others' are within what `shared_bytes_of` leaves."""
+    rows, block, _ = tile_of(width)
+    scales = 4 * rows if rows > 128 else 0
+    return stages_of((3 if has_dtotal else 2) * rows * block * x_bytes + scales, BACKWARD_STAGES, 2, shared_bytes)
+
+
 def tile_of(width: int) -> tuple[int, int, int]:
     """(rows at a time, padded width, warps) of a program for rows of ``width``."""
     block = 1 << max(0, width - 1).bit_length()
@@ -142,12 +156,13 @@ def forward(x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float) ->
     if rows:
         at_once, block, warps = tile_of(width)
         tiles_each, programs = tiles_of(-(-rows // at_once), FORWARD_PROGRAMS)
-        row_bytes = (1 if residual is None else 2) * at_once * block * x.element_size()
+        shared = shared_bytes_of(x.device)
+        stages = forward_stages(width, x.element_size(), weight_D.element_size(), residual is not None, shared)
         with on_device(y):
             _forward[(programs,)](
                 x_RD, x_RD if residual is None else residual.contiguous(), weight_D.contiguous(), y, total, scale_R, rows, eps,
                 TILES=tiles_each, D=width, HAS_RESIDUAL=residual is not None, ROWS=at_once, BLOCK=block,
-                STAGES=stages_of(row_bytes, FORWARD_STAGES, 4, shared_bytes_of(x.device)), num_warps=warps,
+                STAGES=stages, num_warps=warps,
             )  # fmt: skip
     return y, total, scale_R
 
@@ -167,14 +182,13 @@ def backward(
     at_once, block, warps = tile_of(width)
     tiles_each, programs = tiles_of(-(-rows // at_once), BACKWARD_PROGRAMS)
     partial = torch.empty((programs if with_weight else 0, width), dtype=torch.float32, device=x.device)
-    row_bytes = (2 if dtotal is None else 3) * at_once * block * x.element_size()
     if rows:
         dy = dy.contiguous()
         with on_device(dx):
             _backward[(programs,)](
                 dy, dy if dtotal is None else dtotal.contiguous(), x.contiguous(), weight_D.contiguous(), scale_R, dx, partial,
                 rows, TILES=tiles_each, D=width, HAS_DTOTAL=dtotal is not None, WITH_WEIGHT=with_weight, ROWS=at_once, BLOCK=block,
-                STAGES=stages_of(row_bytes, BACKWARD_STAGES, 2, shared_bytes_of(x.device)),
+                STAGES=backward_stages(width, x.element_size(), dtotal is not None, shared_bytes_of(x.device)),
                 num_warps=warps if block <= TILE else 32,
             )  # fmt: skip
     if not with_weight:
