@@ -50,6 +50,15 @@ def test_a_child_that_nobody_asks_is_ended(forks):
         os.waitpid(-1, os.WNOHANG)
 
 
+def test_where_no_process_may_begin_it_is_called_here(monkeypatch):
+    def refused() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(aside, "can_fork", lambda: True)
+    monkeypatch.setattr(aside.os, "fork", refused)
+    assert Aside(os.getpid).result() == os.getpid()
+
+
 def test_no_fork_beside_other_threads(monkeypatch):
     monkeypatch.setattr(aside.threading, "active_count", lambda: 2)
     assert not can_fork()

@@ -32,11 +32,16 @@ class Aside(Generic[T]):
 
     def _begin(self) -> None:
         self._answers, theirs = os.pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # threads of libraries, which hold no lock that is needed here
-            self._child = os.fork()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter(
+                    "ignore", DeprecationWarning
+                )  # threads of libraries, which hold no lock that is needed here
+                self._child = os.fork()
+        except OSError:  # no more processes, or no memory promised for another
+            os.close(self._answers)
+            os.close(theirs)
+            return
         if self._child == 0:
             code = 1
             try:
