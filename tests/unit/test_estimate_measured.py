@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from dataclasses import replace
 
 import pytest
@@ -15,7 +17,7 @@ from vblackwell.plan.estimate import estimate_trace, peak_of
 from vblackwell.plan.trace import Untraceable
 from vblackwell.plan.workspace import CUBLAS_BYTES, CUBLASLT_BYTES
 from vblackwell.subject import find_subject
-from vblackwell.train import estimate_measured
+from vblackwell.train import aside, estimate, estimate_measured
 from vblackwell.train.estimate import estimate_command
 from vblackwell.train.estimate_measured import measure_run
 
@@ -41,6 +43,11 @@ class Plain(nn.Module):
 class Reading(Plain):
     def chosen(self, hidden):
         return hidden * 2 if hidden.sum().item() > 1e30 else hidden
+
+READY = Plain()
+
+def ready():
+    return READY
 
 class Failing(Plain):
     def chosen(self, hidden):
@@ -74,6 +81,11 @@ def test_what_is_measured_is_what_a_trace_says_where_there_is_one():
     assert of_step[0] == pytest.approx(of_step[1], rel=0.02)
 
 
+def test_weights_that_were_there_before_are_weights():
+    found = estimate_trace(measure_run(run_of("ready"), 4).trace)
+    assert found.weights == 4 * COUNT
+
+
 def test_a_model_that_reads_its_tensors_is_measured_and_the_report_says_so(capsys):
     with pytest.raises(Untraceable, match="has to be measured"):
         run_of("Reading").trace(4)
@@ -93,9 +105,35 @@ def test_what_cannot_be_measured_is_refused(monkeypatch):
     bare = run_of("Reading")
     with pytest.raises(Untraceable, match="has no factory"):
         measure_run(replace(bare, subject=replace(bare.subject, make=None)), 4)
+    with pytest.raises(Untraceable, match="--gpus divides a traced step"):
+        arguments = ("reading_models:Reading", "RTX 3090", None, 4, 32, "adamw", "fp32", False, False, None, None, True)
+        estimate_command(*arguments, gpus=2)
+    facts = estimate_measured.memory_facts()
+    few = replace(facts, available_bytes=estimate_measured.RAM_A_PARAMETER * COUNT)
+    with monkeypatch.context() as patch:
+        patch.setattr(estimate_measured, "memory_facts", lambda: few)
+        with pytest.raises(InsufficientMemory, match="smaller --batch-size"):
+            measure_run(bare, 64)
     monkeypatch.setattr(estimate_measured, "RAM_A_PARAMETER", 1 << 40)
     with pytest.raises(InsufficientMemory, match="of RAM where"):
         measure_run(bare, 4)
+
+
+def test_what_is_computed_beside_ends_with_the_estimate(monkeypatch):
+    begun = []
+
+    class Beside(aside.Aside):
+        def __init__(self, function):
+            super().__init__(lambda: time.sleep(60))
+            begun.append(self)
+
+    monkeypatch.setattr(aside, "can_fork", lambda: hasattr(os, "fork"))
+    monkeypatch.setattr(estimate, "Aside", Beside)
+    with pytest.raises(Untraceable, match="not today"):
+        estimate_command(
+            "reading_models:Failing", "RTX 3090", None, 4, 32, "adamw", "fp32", False, False, None, None, True
+        )
+    assert begun and not begun[0]._child
 
 
 @pytest.mark.gpu

@@ -63,6 +63,9 @@ def estimate_command(
     decoders = {
         name: preset.decoder_config(GPT2_VOCAB_SIZE, max_position=seq_length) for name, preset in PRESETS.items()
     }
+    host = parse_bytes(host_memory, "--host-memory") if host_memory else PLENTY
+    disk = parse_bytes(disk_memory, "--disk-memory") if disk_memory else 0
+    asks_for_stack = bool(host_memory or disk_memory)
     run = Run(
         find_subject(model, decoders, seq_length), seq_length, optimizer, precision, gradient_checkpointing,
         card.capability if card else (8, 0), expandable_segments,
@@ -76,42 +79,50 @@ def estimate_command(
     wanted = advice and gpus is None and (gpu_bytes is not None or card is not None)
     rates = None if card is None else rates_of(card)
     ahead = Aside(lambda: traced_ways(run, batch_size, rates)) if wanted else None
+    try:
+        estimated = _estimated(model, run, batch_size, card, gpu_bytes, host, disk, asks_for_stack, gpus, topology)
+        if advice and gpus is None and estimated.measured is None and (estimated.fits is False or card is not None):
+            others = None if ahead is None else ahead.result
+            estimated = replace(estimated, advice=advice_of(estimated, others, (host, disk)))
+    finally:
+        if ahead is not None:
+            ahead.cancel()
+    if html is not None:
+        write_page(Path(html), estimated)
+    print(json.dumps(estimated.report(), indent=2) if as_json else estimated.table())
+    return 0
+
+
+def _estimated(
+    model: str, run: Run, batch_size: int, card: KnownGPU | None, gpu_bytes: int | None, host: int, disk: int,
+    asks_for_stack: bool, gpus: int | None, topology: str,
+) -> Estimated:  # fmt: skip
     measured = None
     try:
         trace = run.trace(batch_size)
     except Untraceable as error:
         if run.subject.make is None:
             raise
+        if gpus is not None:
+            raise Untraceable(f"{error}; --gpus divides a traced step: leave it out") from error
         print(f"{error}; measuring two steps instead", file=sys.stderr, flush=True)
         measured = measure_run(run, batch_size)
         trace = measured.trace
-    found = estimate_trace(trace, run.capability, expandable_segments)
+    found = estimate_trace(trace, run.capability, run.expandable)
     ok = None if gpu_bytes is None else run.fits(trace, gpu_bytes)
     largest = None
     if gpu_bytes is not None and measured is None:
         largest = 0 if found.state_bytes > gpu_bytes else run.largest_batch(gpu_bytes)
     stack = speed = parallel = None
-    host = parse_bytes(host_memory, "--host-memory") if host_memory else PLENTY
-    disk = parse_bytes(disk_memory, "--disk-memory") if disk_memory else 0
-    if gpu_bytes is not None and (not ok or host_memory or disk_memory):
+    if gpu_bytes is not None and (not ok or asks_for_stack):
         stack = estimate_offload(run, trace, gpu_bytes, host, disk)
     if card is not None and gpu_bytes is not None and measured is None:
         speed = speed_of(run, trace, batch_size, card, gpu_bytes, stack, host, disk)
         if gpus is not None:
             parallel = parallel_plan(run, trace, batch_size, card, gpu_bytes, gpus, topology)
-    estimated = Estimated(
+    return Estimated(
         model, run, batch_size, trace, found, card, gpu_bytes, ok, largest, stack, speed, parallel, measured=measured
     )  # fmt: skip
-    if advice and gpus is None and measured is None and (ok is False or card is not None):
-        estimated = replace(
-            estimated, advice=advice_of(estimated, None if ahead is None else ahead.result, (host, disk))
-        )
-    elif ahead is not None:
-        ahead.cancel()
-    if html is not None:
-        write_page(Path(html), estimated)
-    print(json.dumps(estimated.report(), indent=2) if as_json else estimated.table())
-    return 0
 
 
 def write_page(path: Path, estimated: Estimated) -> None:

@@ -29,7 +29,6 @@ from vblackwell.units import format_bytes
 STEPS = 2
 RAM_A_PARAMETER = 20  # weights, gradients and two moments in fp32, and a gradient on its way
 MOST_RECORDS = 1_000_000
-Mark = Callable[[int, str], None]
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def measure_run(run: Run, batch_size: int, device: torch.device | None = None) -
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine's CPU"
     try:
         with record(device) as recorded:
-            model, seconds = _train(run, make, batch_size, device, recorded.enter)
+            model, seconds = _train(run, make, batch_size, device, recorded)
             parameters = list(model.parameters())
             counts = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
             recorded.close()
@@ -92,10 +91,12 @@ def _check_ram(run: Run, device: torch.device) -> None:
 
 
 def _train(
-    run: Run, make: Callable[[], nn.Module], batch_size: int, device: torch.device, enter: Mark
+    run: Run, make: Callable[[], nn.Module], batch_size: int, device: torch.device, recorded: _Record
 ) -> tuple[nn.Module, float]:  # fmt: skip
+    enter = recorded.enter
     model = run.prepared(make().to(torch.bfloat16 if run.precision == "bf16" else torch.float32)).to(device).train()
     optimizer = optimizer_named(run.optimizer)(model.parameters())
+    recorded.see_weights(model)
     seconds = 0.0
     for step in range(STEPS):
         began = time.perf_counter()
@@ -129,6 +130,9 @@ class _Record:
         """A phase begins."""
         self.marks.append((len(self.events), step, phase))
 
+    def see_weights(self, model: nn.Module) -> None:
+        """The model is made; a factory may have had its weights before, or have them from a file."""
+
     def close(self) -> None:
         """Nothing more happens."""
 
@@ -153,11 +157,14 @@ class _Record:
 
 
 class _Storages(TorchDispatchMode):
-    """Notes storages on the CPU as operators make them, until the last reference to them goes."""
+    """Notes storages on the CPU as operators make them, until the last reference to them goes.
+
+    Raises, out of an operator, InsufficientMemory: they hold more than was free when it began.
+    """
 
     def __init__(self, record: _Record) -> None:
         super().__init__()
-        self.record = record
+        self.record, self.live_bytes, self.most_bytes = record, 0, memory_facts().available_bytes
         self._alive: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -176,16 +183,36 @@ class _Storages(TorchDispatchMode):
             self.record.sizes.append(storage.nbytes())
             self.record.events.append(index)
             self._alive[key] = weakref.ref(storage, lambda _: self._death(key, index))
+            self.live_bytes += storage.nbytes()
+            if self.live_bytes > self.most_bytes:
+                raise InsufficientMemory(
+                    f"the model cannot be traced, and two steps of it take more than the {format_bytes(self.most_bytes)} of RAM that were "
+                    "free: give a smaller --batch-size",
+                    needed_bytes=self.live_bytes, available_bytes=self.most_bytes,
+                )  # fmt: skip
 
     def _death(self, key: int, index: int) -> None:
         del self._alive[key]
+        self.live_bytes -= self.record.sizes[index]
         self.record.events.append(~index)
+
+
+class _Seen(_Record):
+    """The record of `_Storages`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages = _Storages(self)
+
+    def see_weights(self, model: nn.Module) -> None:
+        for tensor in [*model.parameters(), *model.buffers()]:
+            self.storages.see(tensor)
 
 
 @contextmanager
 def _on_cpu(device: torch.device) -> Iterator[_Record]:
-    record = _Record()
-    with _Storages(record):
+    record = _Seen()
+    with record.storages:
         yield record
 
 
