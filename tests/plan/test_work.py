@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-from vblackwell.plan.work import work_of
+from vblackwell.plan.work import KERNEL, MANY, ONE_OF_MANY, work_of
 
 OPS = torch.ops.aten
 
@@ -31,3 +31,11 @@ def test_attention_counts_the_products_of_its_queries_heads(sizes, heads_of_keys
         "forward", OPS._scaled_dot_product_flash_attention.default, (query, key, value, 0.0, True), {}, (out,), False
     )
     assert causal is not None and causal.flops == forward.flops / 2
+
+
+def test_a_fused_operator_of_one_tensor_is_issued_as_one():
+    x, gain = torch.empty(4096, 64, device="meta"), torch.empty(64, device="meta")
+    normed = work_of("forward", OPS._fused_rms_norm.default, (x, [64], gain, 1e-6), {}, (x,), False)
+    several = work_of("forward", OPS._foreach_sqrt.default, ([x, gain],), {}, [x, gain], False)
+    assert normed is not None and normed.issues == KERNEL
+    assert several is not None and several.issues == MANY + 2 * ONE_OF_MANY

@@ -95,7 +95,9 @@ def work_of(
 
 
 def _issues(name: str, args: Any) -> float:
-    if name.startswith(("_foreach", "_fused")):
+    if name.startswith(("_foreach", "_fused")) and isinstance(
+        args[0], (list, tuple)
+    ):  # some fused ones are of one tensor
         return MANY + ONE_OF_MANY * len(args[0])
     return OWN_KERNEL if name in _OWN else KERNEL
 
