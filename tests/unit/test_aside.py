@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 import pytest
@@ -62,3 +63,16 @@ def test_where_no_process_may_begin_it_is_called_here(monkeypatch):
 def test_no_fork_beside_other_threads(monkeypatch):
     monkeypatch.setattr(aside.threading, "active_count", lambda: 2)
     assert not can_fork()
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGCHLD"), reason="no children here")
+def test_no_fork_where_nobody_waits_for_children(monkeypatch):
+    monkeypatch.setattr(aside.os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
+    monkeypatch.setattr(aside.torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(aside.threading, "active_count", lambda: 1)
+    assert can_fork()
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert not can_fork()
+    finally:
+        signal.signal(signal.SIGCHLD, before)

@@ -79,7 +79,9 @@ class Aside(Generic[T]):
 def can_fork() -> bool:
     """Whether a fork is safe here, and of use."""
     several = len(os.sched_getaffinity(0)) > 1 if hasattr(os, "sched_getaffinity") else False
-    return several and hasattr(os, "fork") and threading.active_count() == 1 and not torch.cuda.is_initialized()
+    if not several or not hasattr(os, "fork") or signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        return False  # where children are not waited for, their numbers become others'
+    return threading.active_count() == 1 and not torch.cuda.is_initialized()
 
 
 def _write_all(descriptor: int, data: Any) -> None:
