@@ -86,6 +86,12 @@ def test_weights_that_were_there_before_are_weights():
     assert found.weights == 4 * COUNT
 
 
+def test_how_the_weights_came_to_their_type_does_not_count():
+    run = replace(run_of("Plain"), optimizer="sgd", precision="bf16")
+    found = estimate_trace(measure_run(run, 1).trace)
+    assert found.weights == found.gradients == 2 * COUNT and found.allocated < 5 * COUNT
+
+
 def test_a_model_that_reads_its_tensors_is_measured_and_the_report_says_so(capsys):
     with pytest.raises(Untraceable, match="has to be measured"):
         run_of("Reading").trace(4)

@@ -95,8 +95,8 @@ def _train(
 ) -> tuple[nn.Module, float]:  # fmt: skip
     enter = recorded.enter
     model = run.prepared(make().to(torch.bfloat16 if run.precision == "bf16" else torch.float32)).to(device).train()
-    optimizer = optimizer_named(run.optimizer)(model.parameters())
     recorded.see_weights(model)
+    optimizer = optimizer_named(run.optimizer)(model.parameters())
     seconds = 0.0
     for step in range(STEPS):
         began = time.perf_counter()
@@ -174,9 +174,21 @@ class _Storages(TorchDispatchMode):
                 self.see(each)
         return out
 
+    def settle(self) -> None:
+        """Forget what came and went so far: on a GPU's way a model is made, and brought to its type, in RAM."""
+        alive = [storage for seen in self._alive.values() if (storage := seen()) is not None]
+        self._alive.clear()
+        self.record.sizes.clear()
+        self.record.events.clear()
+        self.live_bytes = 0
+        for storage in alive:
+            self._note(storage)
+
     def see(self, tensor: Tensor) -> None:
         """Note the storage of ``tensor``, if it is new."""
-        storage = tensor.untyped_storage()
+        self._note(tensor.untyped_storage())
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key not in self._alive:
             index = len(self.record.sizes)
@@ -205,6 +217,7 @@ class _Seen(_Record):
         self.storages = _Storages(self)
 
     def see_weights(self, model: nn.Module) -> None:
+        self.storages.settle()
         for tensor in [*model.parameters(), *model.buffers()]:
             self.storages.see(tensor)
 
