@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vblackwell.plan.workspace import behind_each_output
+from vblackwell.plan.workspace import behind_each_output, reduction_bytes
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -91,3 +91,11 @@ def test_grouped_and_channels_last_convolutions_are_left_out():
     last = x.to(memory_format=torch.channels_last)
     weight = _meta(64, 64, 3, 3, dtype=BF16).to(memory_format=torch.channels_last)
     assert behind_each_output("convolution.default", (last, weight, *rest, 1)) == ()
+
+
+def test_tensors_without_elements_take_nothing():
+    x, weight = torch.empty(1, 3, 8, 8, device="meta"), torch.empty(0, 3, 3, 3, device="meta")
+    options = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False])
+    dy = torch.empty(1, 0, 6, 6, device="meta")
+    assert behind_each_output("convolution_backward.default", (dy, x, weight, *options)) == (4 * x.numel(),)
+    assert reduction_bytes(100_000, 0, 132) == reduction_bytes(0, 100_000, 132) == 0

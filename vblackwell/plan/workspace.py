@@ -110,7 +110,7 @@ def _convolution_backward(
 
 def _parts(num_weights: int) -> int:
     """Sums of parts in fp32 where a small gradient is split among blocks: 1 to 7 MB were seen, here as many as make 2^20 values."""
-    return 4 * num_weights * (PARTS // num_weights)
+    return 4 * num_weights * (PARTS // max(1, num_weights))
 
 
 PARTS = 1 << 20
@@ -153,6 +153,8 @@ def reduction_bytes(reduced: int, kept: int, num_sms: int) -> int:
     ``reduced`` among them; if each still has 256 values, blocks split it too, until the GPU is full or a thread has 16. The buffer holds
     fp32 sums of the columns for every such block, times the columns that a block covers.
     """
+    if not reduced or not kept:
+        return 0
     vector = next(width for width in (VECTOR, 2, 1) if kept % width == 0)
     threads = THREADS // vector
     columns, depth = _power_below(kept // vector, threads), _power_below(reduced, threads)
