@@ -7,6 +7,7 @@ from tests.kernels.fused_oracle import DEVICE, TOLERANCE, normal, relative, resu
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels import shared_input as module
 from vblackwell.kernels.shared_input import shared_input_linears
+from vblackwell.kernels.swiglu import swiglu_linear
 
 
 def case(dtype: torch.dtype) -> list[torch.Tensor]:
@@ -36,6 +37,15 @@ def test_gradients_that_nobody_wants():
     (outputs[0].sum() + outputs[2].sum()).backward()
     assert weights[0].grad is None and weights[1].grad is None
     torch.testing.assert_close(x.grad, (weights[0].sum(0) + weights[2].sum(0)).expand_as(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [(0,), (2, 0)])
+def test_no_rows(rows):
+    """An expert to whom no token goes."""
+    x, w = (tensor.requires_grad_() for tensor in (normal(*rows, 16), normal(16, 16)))
+    out = swiglu_linear(*shared_input_linears(x, [w, w]), w)
+    out.sum().backward()
+    assert out.shape == x.grad.shape == x.shape and not w.grad.any()
 
 
 def test_opcheck_and_compile():

@@ -53,7 +53,7 @@ def linears_dx(dys: list[Tensor], weights_NK: list[Tensor]) -> Tensor:
     dx_MK = torch.mm(rows[0], weights_NK[0])
     for dy_MN, w_NK in zip(rows[1:], weights_NK[1:], strict=True):
         torch.addmm(dx_MK, dy_MN, w_NK, out=dx_MK)
-    return dx_MK.view(*dys[0].shape[:-1], -1)
+    return dx_MK.view(*dys[0].shape[:-1], dx_MK.shape[1])  # a size of -1 is not known of no rows
 
 
 @_linears_dx.register_fake

@@ -84,7 +84,7 @@ def _swiglu_linear(gate: Tensor, up: Tensor, weight_DI: Tensor, wanted: bool) ->
     if not wanted:
         return gate.new_empty(*gate.shape[:-1], weight_DI.shape[0])
     product = swiglu_triton.forward(gate, up)
-    return torch.mm(product.view(-1, product.shape[-1]), weight_DI.t()).view(*gate.shape[:-1], -1)
+    return torch.mm(product.view(-1, product.shape[-1]), weight_DI.t()).view(*gate.shape[:-1], weight_DI.shape[0])
 
 
 @_swiglu_linear.register_fake
