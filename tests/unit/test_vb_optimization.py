@@ -311,3 +311,12 @@ def test_on_the_gpu(rows):
     assert all(
         torch.equal(a, b.cpu()) for a, b in zip(home.state_dict().values(), layer.state_dict().values(), strict=True)
     )
+
+
+def test_torch_func_transforms_a_layer_in_training():
+    layer, x = VBOptimizedLinear(16, 8), torch.randn(3, 16)
+    expected = x.clone().requires_grad_()
+    layer(expected).sum().backward()
+    got = torch.func.grad(lambda rows: layer(rows).sum())(x)
+    torch.testing.assert_close(got, expected.grad, rtol=1e-6, atol=1e-6)  # the same products
+    torch.testing.assert_close(torch.func.vmap(layer)(x), layer(x), rtol=1e-6, atol=1e-6)
