@@ -359,8 +359,9 @@ class VirtualBlackwellAdapter:
 
 def computes_at_once() -> bool:
     """Whether tensors are numbers now: nobody traces or transforms (torch.func), who must see ops and knows the rules of those alone."""
-    transforms = torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
-    return not (transforms or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def create_virtual_blackwell(
