@@ -23,9 +23,9 @@ UNUSED = [  # shapes of blocks that no rule takes: fewest and most K groups
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 pytestmark = pytest.mark.skipif(bool(nvrtc.why_not()), reason="nvidia-cuda-nvrtc is not installed")
-# Plans differ in a few sizes: one in three is compiled each time, all of them with what is slow (make test-all).
-one_in_three_or_all = pytest.mark.parametrize(
-    "chosen", [slice(None, None, 3), pytest.param(slice(None), marks=pytest.mark.slow)], ids=["one in three", "all"]
+# Plans differ in a few sizes: one in five is compiled each time, all of them with what is slow (make test-all).
+one_in_five_or_all = pytest.mark.parametrize(
+    "chosen", [slice(None, None, 5), pytest.param(slice(None), marks=pytest.mark.slow)], ids=["one in five", "all"]
 )
 
 
@@ -46,7 +46,7 @@ def plans(clusters: bool, bulk: bool = True) -> list[MmaPlan]:
     return list(dict.fromkeys(fp4_plan.plan_mma(m, n, k, clusters, bulk) for n, k in SHAPES for m in rows))
 
 
-@one_in_three_or_all
+@one_in_five_or_all
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
 def test_mma_without_clusters(arch, chosen, tmp_path):
     for plan in plans(False)[chosen]:
@@ -60,7 +60,7 @@ def test_mma_without_clusters(arch, chosen, tmp_path):
         assert plan.threads <= 1024 and plan.splits == 1
 
 
-@one_in_three_or_all
+@one_in_five_or_all
 def test_mma_with_clusters(chosen, tmp_path):
     for plan in plans(True)[chosen]:
         usage = resources(nvrtc.compile_cubin(fp4_plan.MMA_FILES, plan.macros(False), "sm_90a"), tmp_path)["fp4_mma"]
@@ -72,7 +72,7 @@ def test_mma_with_clusters(chosen, tmp_path):
             assert fp4_plan.plan_mma(m, n, k, True).shared_bytes(k) <= SHARED_BYTES["sm_90a"]
 
 
-@one_in_three_or_all
+@one_in_five_or_all
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_norm_on_the_way(arch, chosen, tmp_path):
     """Plans for up to 16 rows, for one kind of norm after the other or, of all plans, for both, and every plan's shared memory."""
@@ -96,7 +96,7 @@ def test_norm_on_the_way(arch, chosen, tmp_path):
                 assert used <= SHARED_BYTES[architecture], (architecture, m, n, k, used)
 
 
-@one_in_three_or_all
+@one_in_five_or_all
 def test_wgmma(chosen, tmp_path):
     every = {fp4_plan.plan_wgmma(m, n, k) for n, k in SHAPES for m in (9, 17, 33, 65, 129, 512)}
     for variant in (variant for plan in every for variant in autotune.variants(plan)):
