@@ -2,7 +2,8 @@
 
 Adapters of one rank fit every base of the same sizes, so shapes cannot tell them apart; a base that was trained further has all of them.
 The digest is of the first and last numbers of every tensor, by name and rounded to bf16: it is the same however a folder is cut into
-files, whoever wrote its config.json, and in whichever of the usual types its weights are kept. It lies in the metadata of the
+files, whoever wrote its config.json, and whether its weights are kept in fp32 or bf16; a copy in fp16 was rounded otherwise, and a
+quantised one says nothing of what it was made from. It lies in the metadata of the
 safetensors file, which peft passes over. What some folders of one model hold and others do not is left out: the head, where it is
 tied, and buffers that are computed.
 """
@@ -24,6 +25,7 @@ from vblackwell.errors import ConfigurationError
 from vblackwell.nn.convert_linears import HEAD
 
 BASE = "vblackwell.base"  # in the metadata
+CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model"
 _NUMBERS = 128  # at either end of each tensor
@@ -65,7 +67,8 @@ def check_base(adapter: Path, base: Path, base_name: str) -> None:
     """Whether the adapter in the folder ``adapter`` was made for the model in ``base``, as far as it tells.
 
     One that we wrote holds its base's fingerprint. Of one by peft, the base that its adapter_config.json names is compared where it is a
-    folder on this machine; two hub ids that differ are warned of, because copies and quantised versions of a base have ids of their own.
+    folder on this machine; two hub ids that differ are warned of, because copies and quantised versions of a base have ids of their own,
+    and so is a quantised folder other than the one that an adapter of ours was made for.
 
     Args:
         base_name: what the user called the base: a path or a hub id.
@@ -78,7 +81,14 @@ def check_base(adapter: Path, base: Path, base_name: str) -> None:
         with TensorFile(path) as file:
             stated = file.metadata.get(BASE)
         if stated is not None:
-            if stated != found:
+            if stated != found and "quantization_config" in read_json(base / CONFIG):
+                warnings.warn(
+                    f"{path} was trained over other weights than the quantised ones in {base}, and these do not tell what they were "
+                    "made from: if that is another model, what is written will be wrong",
+                    UserWarning,
+                    stacklevel=2,
+                )
+            elif stated != found:
                 raise ConfigurationError(
                     f"{adapter} holds an adapter for another base than {base}: {path.name} was trained over weights with the fingerprint "
                     f"{stated}, those of {base} have {found}; give the model that it was trained over as --model"
@@ -88,7 +98,7 @@ def check_base(adapter: Path, base: Path, base_name: str) -> None:
     if not isinstance(named, str) or not named:
         return
     theirs = Path(named)
-    if (theirs / "config.json").is_file() and any(theirs.glob("model*.safetensors")):
+    if (theirs / CONFIG).is_file() and any(theirs.glob("model*.safetensors")):
         if fingerprint(theirs) != found:
             raise ConfigurationError(
                 f"{adapter} holds an adapter for another base than {base}: {adapter / ADAPTER_CONFIG} names {named}, whose weights are "
