@@ -16,4 +16,6 @@ def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
 
 def norm_of_norms(norms: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """The 2-norm of scalar ``norms`` in their order, summed on ``device``: CPU and GPU add in different orders."""
-    return torch.linalg.vector_norm(torch.stack([norm.to(device, non_blocking=True) for norm in norms]))
+    return torch.linalg.vector_norm(
+        torch.stack([norm.to(device, non_blocking=device.type == "cuda") for norm in norms])
+    )
