@@ -79,9 +79,9 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("capabilities", [[86, 90], pytest.param([80, 89], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("capabilities", [[90], pytest.param([80, 86, 89], marks=pytest.mark.slow)], ids=str)
 def test_kernels_fit(capabilities, tmp_path):
-    """The least shared memory and the newest; the two between them with what is slow. One process: its start costs as much as a kernel."""
+    """The newest; the others, 86 with the least shared memory, with what is slow. One process: its start costs as much as a kernel."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", PROGRAM, json.dumps(capabilities), str(tmp_path / "kernel.cubin")]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=290)

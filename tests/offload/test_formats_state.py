@@ -13,6 +13,7 @@ from torch import nn
 from tests.offload.conftest import MakeStack
 from tests.offload.format_cases import (
     BF16,
+    PACKED,
     Form,
     Odd,
     assert_same_states,
@@ -51,7 +52,11 @@ def raw_moments(model: nn.Module, optimizer: VGPUAdamW) -> dict[str, list[torch.
     return found
 
 
-@packed_form
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param(form, marks=pytest.mark.slow if form.dtype is None else ()) for form in PACKED],
+    ids=lambda form: f"{form.states}-{form.masters}-{form.dtype}",
+)
 def test_a_run_goes_on_elsewhere_as_if_it_had_not_stopped(form: Form, make_stack: MakeStack):
     model = place(Odd(), form, "tight", make_stack)
     optimizer = optimizer_of(model)

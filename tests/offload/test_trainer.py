@@ -67,7 +67,11 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> boo
     [
         ("llama", {}),
         ("llama", {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}),
-        ("gpt2", {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}),
+        pytest.param(
+            "gpt2",
+            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_training_is_that_of_a_plain_trainer_and_goes_on_from_its_checkpoints(kind, options, trainer, tmp_path):

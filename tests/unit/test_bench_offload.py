@@ -58,6 +58,7 @@ def test_all_of_ours_train_the_same(bench, tmp_path, capsys):
     assert "streamed, tokens/s over plain" in said and "bitwise equal" in said
 
 
+@pytest.mark.slow
 def test_a_failure_and_a_late_system_are_rows(bench, tmp_path, capsys):
     """A cap that no layer group fits, and a limit that no import meets; the second system runs all the same."""
     results = bench.main(words(tmp_path, "--systems", "streamed", "--cap", "16KiB"))
@@ -138,6 +139,7 @@ def test_the_largest_model_is_found_and_trains(bench, tmp_path, capsys, states):
         assert float(note.split()[1]) * 1e9 > 0.7 * rooms
 
 
+@pytest.mark.slow
 def test_the_largest_model_uses_level_0_too(bench):
     """On a GPU of 8 GiB (which need not be here: this is arithmetic) some blocks live there, and others in RAM and on the disk."""
     import offload_largest
