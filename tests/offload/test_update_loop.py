@@ -95,6 +95,15 @@ def test_the_loop_is_compiled_and_lets_other_threads_run():
     assert counted > 1000
 
 
+def test_a_torch_that_does_not_compile_it_is_named(monkeypatch: pytest.MonkeyPatch):
+    def refuse(function: Any) -> Any:
+        raise NotImplementedError("no TorchScript\nany more")
+
+    monkeypatch.setattr(torch.jit, "script", refuse)
+    with pytest.warns(RuntimeWarning, match=r"\(NotImplementedError: no TorchScript any more\)"):
+        assert update_loop.compiled_loop.__wrapped__() is update_loop._loop
+
+
 def test_updating_threads_compute_alone_and_others_do_not():
     """One OpenMP thread each; torch's number for the process, and for threads to come, stays what it was."""
     before = torch.get_num_threads()

@@ -77,14 +77,20 @@ def _loop(
 
 @cache
 def compiled_loop() -> Callable[..., Any]:
-    """The loop as TorchScript, or as it is where there is none."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # known: see above
-        warnings.simplefilter("ignore", FutureWarning)
-        try:
+    """The loop as TorchScript, or as it is, with a warning, where there is none."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # known: see above
+            warnings.simplefilter("ignore", FutureWarning)
             return torch.jit.script(_loop)
-        except Exception:  # whatever a later torch has against it: the function itself does the same
-            return _loop
+    except Exception as error:  # whatever a later torch has against it: the function itself does the same
+        said = " ".join(str(error).split())[:200]
+        warnings.warn(
+            f"this torch does not compile the CPU's update ({type(error).__name__}: {said}): its threads will wait for each other",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return _loop
 
 
 _one_at_a_time = threading.Lock()
