@@ -74,7 +74,7 @@ extern "C" void run(const u16* x, u8* image, float* x_scale, const u8* codes, co
     part_threads = CONSUMERS;
     launch(gx, 1, gz, THREADS, shared, [=] { w4a8_wgmma(image, x_scale, codes, scales, ts, top, bias, y, M, N, K, act); });
 }"""
-_REAL = ("ptx.cuh", "wgmma.cuh", "wgmma_e4m3.cuh", "barrier.cuh")  # what emulator.h stands in for
+_REAL = ("ptx.cuh", "wgmma.cuh", "barrier.cuh")  # what emulator.h stands in for
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from vblackwell.errors import ConfigurationError
 
 MMA_FILES = ("ptx.cuh", "decode.cuh", "barrier.cuh", "epilogue.cuh", "fp4_mma.cu")
-WGMMA_FILES = ("ptx.cuh", "decode.cuh", "wgmma.cuh", "barrier.cuh", "epilogue.cuh", "fp4_wgmma.cu")
+WGMMA_FILES = ("ptx.cuh", "decode.cuh", "wgmma.cuh", "barrier.cuh", "ring.cuh", "epilogue.cuh", "fp4_wgmma.cu")
 STATISTICS_BYTES = 1024  # of shared memory, for the statistics of rows that are normalised on the way
 _MULTIPROCESSORS = 132  # of an H200, on every GPU: a plan may not depend on where it runs
 _X_BYTES = 128 * 1024  # of x that a block stages at a time

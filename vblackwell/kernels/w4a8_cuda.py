@@ -18,7 +18,7 @@ from vblackwell.kernels.nvrtc import kernel
 from vblackwell.kernels.reference import ACTIVATIONS
 
 W4A8_FILES = (
-    "ptx.cuh", "decode.cuh", "wgmma.cuh", "wgmma_e4m3.cuh", "barrier.cuh", "epilogue.cuh", "round_row.cuh", "w4a8_wgmma.cu",
+    "ptx.cuh", "decode.cuh", "wgmma.cuh", "barrier.cuh", "ring.cuh", "epilogue.cuh", "round_row.cuh", "w4a8_wgmma.cu",
 )  # fmt: skip
 _TOKENS = 128  # rows of x a block takes
 _MOST_ROWS = 0  # up to which one kernel was measured to be faster: it was not measured yet

@@ -40,32 +40,15 @@ w4a8_wgmma(const u8* x, const float* x_scale, const u8* codes, const u8* scales,
     const int bands = (N + 31) / 32, windows = (K + 63) / 64, count = (K + 127) / 128;
     const u32 shared = shared_address(memory), full = shared + BARRIERS, empty = full + 8 * STAGES;
 
-    if (tid == 0) {
-        for (int s = 0; s < STAGES; s++) {
-            barrier_init(full + 8 * s, 1);
-            barrier_init(empty + 8 * s, 4 * GROUPS);
-        }
-        barrier_init_done();
-    }
+    if (tid == 0) ring_init<STAGES>(full, empty, 4 * GROUPS);
     __syncthreads();
     let_next_start();
 
     if (warp >= 4 * GROUPS) {
         give_registers<40>();
         if (tid == CONSUMERS) {
-            int stage = 0;
-            u32 parity = 1;  // a fresh barrier counts as released
             wait_for_previous();
-            const u8* from = x + (u64)blockIdx.x * count * STAGE_BYTES;
-            for (int i = 0; i < count; i++) {
-                barrier_wait(empty + 8 * stage, parity);
-                barrier_expect(full + 8 * stage, STAGE_BYTES);
-                copy_bulk(shared + stage * STAGE_BYTES, from + (u64)i * STAGE_BYTES, STAGE_BYTES, full + 8 * stage);
-                if (++stage == STAGES) {
-                    stage = 0;
-                    parity ^= 1;
-                }
-            }
+            ring_fill<STAGES, STAGE_BYTES>(shared, full, empty, x + (u64)blockIdx.x * count * STAGE_BYTES, count);
         }
     } else {
         take_registers<REGISTERS>();
