@@ -236,7 +236,7 @@ def streamed_seconds(run: Run, trace: Trace, capacities: list[int], rates: Rates
 def streams_on(run: Run, gpu_bytes: int) -> bool:
     """Whether a GPU of that size holds what streaming this model needs of one at any batch size."""
     try:
-        _streamed(run.model(), [gpu_bytes - context_bytes(run.capability), PLENTY])
+        _streamed(run.model(), [gpu_bytes - context_bytes(run.capability) - RUNTIME_BYTES, PLENTY])
     except InsufficientMemory:
         return False
     return True
@@ -244,7 +244,7 @@ def streams_on(run: Run, gpu_bytes: int) -> bool:
 
 def minimum_gpu_bytes(run: Run) -> tuple[int, str]:
     """The GPU below which no batch and no setting of ours trains this model, and what sets it: streaming's floor and the context."""
-    model, context = run.model(), context_bytes(run.capability)
+    model, context = run.model(), context_bytes(run.capability) + RUNTIME_BYTES
     low, high = 0, 4 * sum(p.numel() * p.element_size() for p in model.parameters()) + 64 * MiB
     setting = "weights"
     while high - low > max(MiB, high // 64):
@@ -256,7 +256,8 @@ def minimum_gpu_bytes(run: Run) -> tuple[int, str]:
             low, setting = middle, str(error)
     return (
         context + high,
-        f"the CUDA context takes {format_bytes(context)}, and streaming needs {format_bytes(high)} of level 0: {setting}",
+        f"the CUDA context takes {format_bytes(context)} with the runtime's kernels and streams, and streaming needs "
+        f"{format_bytes(high)} of level 0: {setting}",
     )
 
 
