@@ -168,6 +168,8 @@ def build_resident(case: Case, device: torch.device) -> System:
 
 def build_streamed(case: Case, device: torch.device) -> System:
     """Our decoder, streamed."""
+    from vblackwell.offload.update_rates import rates_together
+
     recipe = case.recipe
     placing: dict[str, Any] = {} if recipe.update is None else {"update": place_or_share(recipe.update)}
     if recipe.activations is not None:
@@ -179,7 +181,13 @@ def build_streamed(case: Case, device: torch.device) -> System:
     updating = {"update_in_backward": recipe.update_in_backward}
     if recipe.undo is not None:
         updating["undo"] = recipe.undo
-    return _build_decoder(case, device, "streamed", placing, updating)
+    system = _build_decoder(case, device, "streamed", placing, updating)
+    if device.type == "cuda" and placing.get("update", "auto") == "auto":
+        link, cpu = rates_together(device)
+        system.notes.append(
+            f"the CPU's share follows from {link / 1e9:.1f} GB/s each way beside {cpu / 1e9:.2f} G parameters/s"
+        )
+    return system
 
 
 def place_or_share(text: str) -> str | float:

@@ -16,6 +16,7 @@ from vblackwell.offload.update_rates import (
     balanced_share,
     cpu_rate,
     duplex_rate,
+    rates_together,
     share_for,
 )
 
@@ -86,4 +87,6 @@ def test_a_rate_is_measured():
 def test_a_gpu_gets_a_share():
     device = torch.device("cuda", 0)
     assert 1e9 < duplex_rate(device) < 1e12
-    assert 0 <= balanced_share(device) <= 0.5
+    link, cpu = rates_together(device)
+    assert 1e9 < link < 1e12 and 1e7 < cpu < 1e11
+    assert balanced_share(device) == share_for(link, cpu)  # measured once

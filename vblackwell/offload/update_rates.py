@@ -6,8 +6,9 @@ to the other. All is done together when
 
     (pass_bytes + (1 - share) * STATE_BYTES) / link = share / cpu
 
-with ``link`` in bytes/s while copies go both ways, of which a step uses `LINK_USE` at best, and ``cpu`` in parameters/s beside them. It
-cannot begin before the first gradient is there, and must be done before the forward comes by: `OVERLAP` of a step is its. A share that is
+with ``link`` in bytes/s while copies go both ways, of which a step uses `LINK_USE` at best, and ``cpu`` in parameters/s. Both work in the
+same host memory and slow each other down, by machine between a tenth and a third, so they are measured at the same time. The CPU cannot
+begin before the first gradient is there, and must be done before the forward comes by: `OVERLAP` of a step is its. A share that is
 too large costs more than one that is too small. Tokens do not enter: where compute takes longer than both, any share does.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -22,23 +24,19 @@ from vblackwell.offload.update_loop import MasterLoop
 from vblackwell.units import MiB
 
 STATE_BYTES, PASS_BYTES = 10, 4  # split bf16 masters, every weight loaded twice
-LINK_USE, OVERLAP = 0.8, 0.95
-# An update whose memory is shared with copies both ways: 1.9 of 2.65 G parameters/s on the reference machine (docs/log-offload.md).
+LINK_USE, OVERLAP = 0.9, 0.95
+# What copies leave of an update that was measured alone: 1.9 of 2.65 G parameters/s on the reference machine (docs/log-offload.md).
 BESIDE_COPIES = 0.7
 LEAST_SHARE = 0.02  # less is not worth a thread
 CPU_ELEMENTS = 16 << 20  # 256 MiB of states: more than most caches
 LINK_BYTES, COPIES = 64 * MiB, 4
+TOGETHER_SECONDS = 0.15  # a dozen updates on the reference machine
 
 
 def balanced_share(device: torch.device, pass_bytes: float = PASS_BYTES) -> float:
-    """The share of a model's parameters that is best updated at home, for level 0 on ``device``, a GPU: 0 to 0.5. Measures once, 0.3 s."""
-    link, cpu = _rates(device)
+    """The share of a model's parameters that is best updated at home, for level 0 on ``device``, a GPU: 0 to 0.5. Measures once, 0.5 s."""
+    link, cpu = rates_together(device)
     return share_for(link, cpu, pass_bytes)
-
-
-@functools.cache
-def _rates(device: torch.device) -> tuple[float, float]:
-    return duplex_rate(device), BESIDE_COPIES * cpu_rate()
 
 
 def share_for(link: float, cpu: float, pass_bytes: float = PASS_BYTES) -> float:
@@ -50,12 +48,23 @@ def share_for(link: float, cpu: float, pass_bytes: float = PASS_BYTES) -> float:
 
 def cpu_rate() -> float:
     """Parameters a second that AdamW at home updates, with nothing beside it."""
-    master, exp_avg, exp_avg_sq = (torch.zeros(CPU_ELEMENTS) for _ in range(3))
-    weight = torch.zeros(CPU_ELEMENTS, dtype=torch.bfloat16)
-    loop, step, times = MasterLoop(), torch.zeros(()), []
+    update = _an_update()
+    times = []
     for _ in range(4):
         began = time.perf_counter()
-        step += 1
+        update()
+        times.append(time.perf_counter() - began)
+    return CPU_ELEMENTS / min(times[1:])  # the first makes threads, and scratch
+
+
+def _an_update() -> Callable[[], None]:
+    """AdamW of `CPU_ELEMENTS` parameters at home."""
+    master, exp_avg, exp_avg_sq = (torch.zeros(CPU_ELEMENTS) for _ in range(3))
+    weight = torch.zeros(CPU_ELEMENTS, dtype=torch.bfloat16)
+    loop, step = MasterLoop(), torch.zeros(())
+
+    def update() -> None:
+        step.add_(1)
         loop.add(
             master,
             weight,
@@ -71,23 +80,58 @@ def cpu_rate() -> float:
             weight_decay=0.0,
         )
         loop.run()
-        times.append(time.perf_counter() - began)
-    return CPU_ELEMENTS / min(times[1:])  # the first makes threads, and scratch
+
+    return update
 
 
 def duplex_rate(device: torch.device) -> float:
     """Bytes a second that a GPU's link carries up while as many go down."""
-    streams = [torch.cuda.Stream(device) for _ in range(2)]
-    there = [torch.empty(LINK_BYTES, dtype=torch.uint8, device=device) for _ in streams]
-    here = [torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in streams]
-    torch.cuda.synchronize(device)
-    times = []
-    for _ in range(2):
-        began = time.perf_counter()
-        for _ in range(COPIES):
-            for stream, target, source in zip(streams, (there[0], here[1]), (here[0], there[1]), strict=True):
+    copies = _BothWays(device)
+    return max(copies.rate_after(copies.queue(COPIES)) for _ in range(2))
+
+
+@functools.cache
+def rates_together(device: torch.device) -> tuple[float, float]:
+    """Of a GPU's link, bytes/s each way, and of AdamW at home, parameters/s, while both work. Measures once a process."""
+    update, copies = _an_update(), _BothWays(device)
+    update()  # makes threads, and scratch
+    alone = copies.rate_after(copies.queue(COPIES))
+    done = copies.queue(max(COPIES, round(TOGETHER_SECONDS * alone / LINK_BYTES)))
+    began, updates = time.perf_counter(), 0
+    while not all(each.query() for each in done):
+        update()
+        updates += 1
+    cpu = updates * CPU_ELEMENTS / (time.perf_counter() - began)
+    return copies.rate_after(done), cpu
+
+
+class _BothWays:
+    """Copies between a GPU and pinned memory, on a stream for each direction."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.streams = [torch.cuda.Stream(device) for _ in range(2)]
+        there = [torch.empty(LINK_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+        here = [torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self.pairs = [(there[0], here[0]), (here[1], there[1])]
+        torch.cuda.synchronize(device)
+
+    def queue(self, count: int) -> list[torch.cuda.Event]:
+        """Starts ``count`` copies of `LINK_BYTES` each way: the events behind the last of each."""
+        self.count, self.begun = count, [torch.cuda.Event(enable_timing=True) for _ in self.streams]
+        done = [torch.cuda.Event(enable_timing=True) for _ in self.streams]
+        for stream, event in zip(self.streams, self.begun, strict=True):
+            event.record(stream)
+        for _ in range(count):
+            for stream, (target, source) in zip(self.streams, self.pairs, strict=True):
                 with torch.cuda.stream(stream):
                     target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - began)
-    return COPIES * LINK_BYTES / min(times)
+        for stream, event in zip(self.streams, done, strict=True):
+            event.record(stream)
+        return done
+
+    def rate_after(self, done: list[torch.cuda.Event]) -> float:
+        """Waits for what `queue` started: bytes/s of the slower direction."""
+        for event in done:
+            event.synchronize()
+        milliseconds = max(begun.elapsed_time(end) for begun, end in zip(self.begun, done, strict=True))
+        return self.count * LINK_BYTES / (milliseconds / 1e3)

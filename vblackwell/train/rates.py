@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vblackwell.errors import ConfigurationError, DiskError
-from vblackwell.offload.update_rates import cpu_rate, duplex_rate
+from vblackwell.offload.update_rates import duplex_rate, rates_together
 from vblackwell.plan.rates import Rates
 from vblackwell.units import MiB
 
@@ -22,7 +22,6 @@ ADAMW_BYTES = 28  # a parameter that AdamW on a CPU, bound by its memory, reads 
 DISK_BYTES = 128 * MiB
 DISK_PIECE_BYTES = 8 * MiB
 ADAMW_PARAMETERS = 8 * MiB
-BESIDE_BYTES, BESIDE_COPIES = 64 * MiB, 150  # 0.2 s each way at 50 GB/s: longer than what is timed beside them
 ISSUED_LAYERS, STEPS_ISSUED = 64, 15  # some milliseconds each: one hiccup of the machine does not count
 OPERATORS_OF_A_LAYER = 6  # product and ReLU; ReLU's gradient, two products and a sum
 REPEATS = 3
@@ -109,27 +108,9 @@ def gpu_rates(device: torch.device) -> dict[str, float]:
         found[f"matmul_{name}_tflops"] = 2 * size**3 / seconds_of(lambda a=a: a @ a, finish) / 1e12
     return found | {
         "adamw_gparams": adamw_gparams(device),
-        "cpu_adamw_beside_copies_gparams": adamw_beside_copies(device) / 1e9,
+        "cpu_adamw_beside_copies_gparams": rates_together(device)[1] / 1e9,
         "issue_us": issue_seconds(device) * 1e6,
     }
-
-
-def adamw_beside_copies(device: torch.device) -> float:
-    """Parameters a second that the offload runtime's AdamW updates on the CPU while the link copies both ways."""
-    streams = [torch.cuda.Stream(device) for _ in range(2)]
-    there = [torch.empty(BESIDE_BYTES, dtype=torch.uint8, device=device) for _ in streams]
-    here = [torch.empty(BESIDE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in streams]
-    found = [cpu_rate()]  # the first makes threads and memory
-    finish = _finish(device)
-    finish()
-    for _ in range(REPEATS):
-        for _ in range(BESIDE_COPIES):
-            for stream, target, source in zip(streams, (there[0], here[1]), (here[0], there[1]), strict=True):
-                with torch.cuda.stream(stream):
-                    target.copy_(source, non_blocking=True)
-        found.append(cpu_rate())
-        finish()
-    return statistics.median(found[1:])
 
 
 def issue_seconds(device: torch.device) -> float:
