@@ -26,7 +26,7 @@ FORWARD_PROGRAMS = 528
 # Elements that one program holds at a time; rows shorter than this are taken several at once.
 TILE = 4096
 # Most pipeline stages: rows of one less are on their way or being read.
-FORWARD_STAGES, BACKWARD_STAGES = 4, 5
+FORWARD_STAGES, BACKWARD_STAGES = 3, 4
 SUM_COLUMNS = 16
 # Longest row whose weight the forward keeps in registers.
 WEIGHT_KEPT: tl.constexpr = tl.constexpr(8192)
