@@ -19,7 +19,7 @@ import torch
 
 from vblackwell.memory.slab import map_slab
 from vblackwell.memory.streams import copy_streams
-from vblackwell.offload.update_rates import cpu_rate
+from vblackwell.offload.update_rates import cpu_rate, rates_together
 from vblackwell.units import GiB, MiB
 
 PIECE = 64 * MiB
@@ -69,12 +69,16 @@ def matmul_flops(device: torch.device, size: int = 8192) -> float:
 
 def main() -> None:
     device = torch.device("cuda", 0)
+    link, cpu = rates_together(device)
     found = {
         "h2d_gbps": link_gbps(device, inward=True, outward=False),
         "d2h_gbps": link_gbps(device, inward=False, outward=True),
         "duplex_gbps": link_gbps(device, inward=True, outward=True),
         "matmul_flops": matmul_flops(device),
         "adamw_gps": cpu_rate() / 1e9,
+        # the link each way and AdamW while both are at work in the same host memory
+        "shared_gbps": link / 1e9,
+        "shared_adamw_gps": cpu / 1e9,
     }
     print(json.dumps(found), flush=True)
 

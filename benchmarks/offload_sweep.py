@@ -4,9 +4,10 @@ A step of T tokens with recompute takes 8 P T / F seconds of matrix products, P 
 the causal attention's share of it. Streamed, the link brings 4 bytes of each of N parameters (a bf16 weight for forward and for
 backward) and 10 of those that AdamW updates on the GPU (their states), and takes back 12 of these, or 2 (a gradient) of those that
 the CPU updates at A parameters a second. What stays loaded at the two turns, between forward and backward and behind backward, comes
-in once less. The longest of computing, the link each way, at the B bytes/s that it carries while both ways run, and the CPU is the
-step. F is what the resident run sustains at its largest step, so the line tests the streaming and not whether a model reaches
-the speed of one large product; the grey dashed line takes F from the product.
+in once less, and what lives on the GPU with its states asks nobody. The longest of computing, the link each way, at the B bytes/s that
+it carries while both ways and the CPU's updates run, and the CPU is the step. F is what the resident run sustains at its largest step,
+so the line tests the streaming and not whether a model reaches the speed of one large product; the grey dashed line takes F from the
+product.
 """
 
 from __future__ import annotations
@@ -35,32 +36,49 @@ class Lanes:
         duplex_gbps: of the link, each way.
         share: of the parameters, updated by the CPU. cpu: parameters/s of it, beside copies, over a whole step.
         kept_bytes: of weights that stay loaded at each of the two turns.
+        living: parameters that live on the GPU with their states.
     """
 
     duplex_gbps: float
     share: float = 0.0
     cpu: float = float("inf")
     kept_bytes: float = 0.0
+    living: int = 0
 
     @classmethod
     def of(cls, recipe: Recipe, rates: dict[str, float], shape: Shape) -> Lanes | None:
         """Those of a recipe on a machine; None without its rates."""
-        duplex, cpu = rates.get("duplex_gbps"), rates.get("adamw_gps", float("inf")) * 1e9 * BESIDE_COPIES
+        duplex = rates.get("shared_gbps") or rates.get("duplex_gbps")
         if not duplex:
             return None
+        cpu = 1e9 * (rates.get("shared_adamw_gps") or rates.get("adamw_gps", float("inf")) * BESIDE_COPIES)
+        living = living_parameters(recipe, shape)
+        passing = shape.num_parameters - living
         room = 0 if recipe.weight_bytes is None else parse_bytes(recipe.weight_bytes)
-        kept = min(max(0, room - GROUPS_IN_USE * 2 * shape.block_parameters), 2 * shape.num_parameters)
-        auto = share_for(duplex * 1e9, cpu, WEIGHT_BYTES - 2 * kept / shape.num_parameters)
+        kept = min(max(0, room - GROUPS_IN_USE * 2 * shape.block_parameters), 2 * passing)
+        auto = share_for(duplex * 1e9, cpu, WEIGHT_BYTES - 2 * kept / passing) * passing / shape.num_parameters
         named = {"level0": 0.0, "home": 1.0, "auto": auto, None: auto}
         share = named[recipe.update] if recipe.update in named else float(recipe.update or 0)
-        return cls(duplex, share, cpu * OVERLAP, kept)
+        return cls(duplex, share, cpu * OVERLAP, kept, living)
 
     def seconds(self, shape: Shape) -> float:
         """The longest of the link's two ways and the CPU."""
-        count, here, there = shape.num_parameters, 1 - self.share, self.share
-        inward = count * (WEIGHT_BYTES + STATE_BYTES * here) - 2 * self.kept_bytes
-        outward = count * (UPDATED_BYTES * here + GRADIENT_BYTES * there)
-        return max(inward / self.duplex_gbps / 1e9, outward / self.duplex_gbps / 1e9, count * there / self.cpu)
+        passing, there = shape.num_parameters - self.living, self.share * shape.num_parameters
+        here = passing - there
+        inward = passing * WEIGHT_BYTES + here * STATE_BYTES - 2 * self.kept_bytes
+        outward = here * UPDATED_BYTES + there * GRADIENT_BYTES
+        return max(inward / self.duplex_gbps / 1e9, outward / self.duplex_gbps / 1e9, there / self.cpu)
+
+
+def living_parameters(recipe: Recipe, shape: Shape) -> int:
+    """Of the first groups, embeddings and then blocks, those that a recipe keeps on the GPU with their states."""
+    room = 0 if recipe.resident_bytes is None else parse_bytes(recipe.resident_bytes)
+    found = 0
+    for group in (shape.vocab_size * shape.hidden_size, *[shape.block_parameters] * shape.num_layers):
+        if (found + group) * UPDATED_BYTES > room:
+            break
+        found += group
+    return found
 
 
 def step_flops(shape: Shape, tokens: int, seq: int) -> float:

@@ -249,6 +249,11 @@ def test_the_arithmetic_of_a_recipe(bench):
     at_home = Lanes.of(Recipe(update="home"), rates, shape)
     assert at_home.seconds(shape) == count / at_home.cpu > count / 4e9
     assert Lanes.of(Recipe(), rates, shape).share == pytest.approx(0.5, abs=0.02)
+    # Embeddings and one block live on the GPU; rates that were measured together go before those of one alone.
+    living = shape.vocab_size * shape.hidden_size + shape.block_parameters
+    some = Lanes.of(Recipe(update="0.3", resident_bytes="1.9GiB"), rates | {"shared_gbps": 40.0}, shape)
+    assert some.living == living
+    assert some.seconds(shape) == pytest.approx((4 * (count - living) + 10 * (0.7 * count - living)) / 40e9)
 
 
 # -- traces ----------------------------------------------------------------------------------------------------------------
