@@ -141,13 +141,17 @@ CARDS = (8 * GiB, 16 * GiB, 24 * GiB)
 
 
 def boundary_cases(cases: list[Case], count: int) -> list[Case]:
-    """For the search of real boundaries: one a card size whose batch the prediction chooses, and drawn ones without a stack."""
+    """For the search of real boundaries: cards of each size whose batch the prediction chooses, and drawn ones without a stack.
+
+    Two cards have 24 GiB: one alone would leave that size unchecked where its run fails. A larger ``count`` begins with the same cases.
+    """
     wide = (1536, 12, 12)
     cards = [
         Case(900, "gpt2", (1024, 12, 16), "adamw", "fp32", False, "sdpa", 0, 512, card_bytes=CARDS[0]),
         Case(901, "llama", wide, "adamw-fused", "autocast", False, "sdpa", 0, 1024, card_bytes=CARDS[1]),
         Case(902, "decoder", wide, "adamw", "bf16", True, "sdpa", 0, 1024, card_bytes=CARDS[2]),
         Case(903, "vit", (1024, 12, 16), "adamw-fused", "bf16", False, "sdpa", 0, 0, card_bytes=CARDS[0]),
+        Case(904, "gpt2", (1024, 16, 16), "adamw-fused", "bf16", False, "sdpa", 0, 1024, card_bytes=CARDS[2]),
     ][: max(0, count)]
     plain = [case for case in cases if not case.stack and not case.attention.startswith("flex")]
     return cards + random.Random(0).sample(plain, min(len(plain), max(0, count - len(cards))))

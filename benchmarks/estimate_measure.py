@@ -10,6 +10,7 @@ import gc
 import os
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from vblackwell.units import GiB, MiB
 HISTORY = 400_000  # allocations and frees that are kept of a case
 TIMED_STEPS, WARM_STEPS = 7, 3
 BOUNDARY_SHARE = 0.004  # to which the real boundary is searched, of what is reserved without a cap
-BOUNDARY_SECONDS = 25.0  # then what is known of it has to do
+BOUNDARY_SECONDS = 25.0  # of the whole search; then what is known of it has to do
 
 
 def _use_segments(case: Case) -> None:
@@ -157,23 +158,30 @@ def _time(training: Training) -> float:
     return statistics.median(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)) / 1e3
 
 
-def boundary(values: dict[str, Any], device: str, claim: int, card: int = 0) -> dict[str, Any]:
+def boundary(values: dict[str, Any], device: str, claim: int, card: int = 0, expected: int = 0) -> dict[str, Any]:
     """The smallest limit on reserved bytes under which the case runs, by bisection in this process.
 
     Args:
         claim: reserved bytes that are said to be enough: tried as they are. card: likewise, of a whole card less its context.
+        expected: where the boundary is predicted; both sides of it are tried first, which is most often the whole search.
+
+    Returns:
+        allocated, reserved (peaks without a limit), claim, claim_runs, card, card_runs, boundary (the least limit that ran), fails (the
+        largest that did not), runs (how many trainings it took), left_over (bytes that a training kept).
     """
     case = Case.from_dict(values)
     if device == "cpu":
         Training(case, device).two_steps()
         return {"boundary": None}
+    began = time.monotonic()
     _use_segments(case)
     torch.cuda.init()
     total = torch.cuda.get_device_properties(0).total_memory
-    left_over = 0
+    left_over = count = 0
 
     def runs(limit: int) -> bool:
-        nonlocal left_over
+        nonlocal left_over, count
+        count += 1
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
         try:
             Training(case, device).two_steps()
@@ -191,11 +199,31 @@ def boundary(values: dict[str, Any], device: str, claim: int, card: int = 0) -> 
         return {"error": f"does not fit {total} bytes"}
     low, high = torch.cuda.max_memory_allocated() - MiB, torch.cuda.max_memory_reserved()
     found: dict[str, Any] = {"allocated": low + MiB, "reserved": high, "claim": claim, "claim_runs": runs(claim)}
+    known = [(claim, found["claim_runs"])]
     if card:
         found |= {"card": card, "card_runs": runs(card)}
+        known.append((card, found["card_runs"]))
     step = max(2 * MiB, int(high * BOUNDARY_SHARE))
-    began = time.monotonic()
-    while high - low > step and time.monotonic() - began < BOUNDARY_SECONDS:
-        middle = (low + high) // 2
-        low, high = (low, middle) if runs(middle) else (middle, high)
-    return found | {"boundary": high, "fails": low, "left_over": left_over}
+    until = began + BOUNDARY_SECONDS
+    low, high = search(runs, low, high, step, expected, known, lambda: time.monotonic() > until)
+    return found | {"boundary": high, "fails": low, "runs": count, "left_over": left_over}
+
+
+def search(
+    runs: Callable[[int], bool], low: int, high: int, step: int, expected: int, known: list[tuple[int, bool]], is_late: Callable[[], bool]
+) -> tuple[int, int]:  # fmt: skip
+    """(fails, runs): limits at most ``step`` apart, of which the lower is known to be too small and the upper to be enough.
+
+    Args:
+        low, high: known so already. known: limits that were tried, and whether they were enough.
+        expected: between them, tried first on both sides; elsewhere it is no help. is_late: stop where it is.
+    """
+    for limit, enough in known:
+        if low < limit < high:
+            low, high = (low, limit) if enough else (limit, high)
+    guesses = [expected + step // 2, expected + step // 2 - step]
+    while high - low > step and not is_late():
+        guess = guesses.pop(0) if guesses else (low + high) // 2
+        if low < guess < high:
+            low, high = (low, guess) if runs(guess) else (guess, high)
+    return low, high

@@ -11,6 +11,7 @@ from typing import Any
 from estimate_cases import Case
 
 from vblackwell.plan.estimate import P99_BYTES, P99_PERCENT
+from vblackwell.units import GiB
 
 Row = dict[str, Any]
 PEERS = ("accelerate", "deepspeed", "memtracker")
@@ -143,9 +144,15 @@ def step_lines(rows: list[Row]) -> list[str]:
     return [*lines, ""]
 
 
-def boundary_lines(predicted: Mapping[str, Row], measured: Mapping[str, Row], context: int | None) -> list[str]:
-    """Claims of P99 at the real boundaries."""
+COARSE = 0.01  # a search that was stopped with more than this between its ends is told apart
+
+
+def boundary_lines(
+    predicted: Mapping[str, Row], measured: Mapping[str, Row], context: int | None, wanted: int = 0
+) -> list[str]:
+    """Claims of P99 at the real boundaries; ``wanted``: how many were asked for."""
     lines, over, wrong = [], [], 0
+    sizes: set[int] = set()
     for key, real in measured.items():
         if not key.startswith("boundary "):
             continue
@@ -158,18 +165,24 @@ def boundary_lines(predicted: Mapping[str, Row], measured: Mapping[str, Row], co
         bad = claimed < needed or not real["claim_runs"] or not real.get("card_runs", True)
         wrong, share = wrong + bad, claimed / needed - 1
         over.append(share)
+        sizes.add(told.get("case", {}).get("card_bytes", 0))
+        coarse = (real["boundary"] - real.get("fails", real["boundary"])) / real["boundary"]
         card = "" if "card" not in real else f"  batch of the card runs: {real['card_runs']}"
         lines.append(
             f"{name[:57]:<58}{needed / 1e6:>10.0f}{claimed / 1e6:>10.0f}{share:>+8.2%}  {'FAILS' if bad else 'runs'}{card}"
             + (f"  left over {real['left_over']}" if real["left_over"] else "")
+            + (f"  searched to {coarse:.1%} only" if coarse > COARSE else "")
         )
     if not lines:
         return []
     head = f"{'real boundary, MB, and from where P99 says fits':<58}{'needed':>10}{'claimed':>10}{'over':>8}"
+    cards = ", ".join(f"{size // GiB}" for size in sorted(sizes - {0}))
+    counted = f"{len(over)} boundaries compared, {wanted} asked for; cards of {cards or 'no'} GiB among them"
+    counted += f"; {wanted - len(over)} TOO FEW" if len(over) < wanted else ""
     told = f"says fits where it fails: {wrong} (floor 0)"
     if over:
         told += f"; over-reservation, median {statistics.median(over):.2%} (floor 8 %, aim 4 %), worst {max(over):.2%}"
-    return [head, *lines, told]
+    return [head, *lines, counted, told]
 
 
 def append_csv(path: Path, rows: list[Row], about: Row) -> None:

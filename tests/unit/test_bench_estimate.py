@@ -39,7 +39,10 @@ def test_the_draw_is_fixed_and_covers_the_grid(part):
         assert len({getattr(case, name) for case in cases}) == wanted
     assert part("cases").Case.from_dict(cases[3].to_dict()) == cases[3]
     limits = part("cases").boundary_cases(cases, 12)
-    assert len(set(limits)) == 12 and sum(case.card_bytes > 0 for case in limits) == 4
+    assert len(set(limits)) == 12 and {case.card_bytes // 2**30 for case in limits} == {0, 8, 16, 24}
+    assert sum(case.card_bytes == 24 * 2**30 for case in limits) == 2
+    more = part("cases").boundary_cases(cases, 18)
+    assert len(set(more)) == 18 and more[:12] == limits
 
 
 def _answer(value: int) -> dict[str, Any]:
@@ -98,6 +101,20 @@ def test_a_prediction_and_a_run_of_the_same_module(part):
     assert all(torch.isfinite(p).all() for p in training.model.parameters())
 
 
+@pytest.mark.parametrize(("expected", "most"), [(7000, 2), (7300, 9), (6000, 9), (0, 9)])
+def test_the_search_ends_beside_the_boundary(part, expected, most):
+    real, tried = 7001, []
+
+    def runs(limit):
+        tried.append(limit)
+        return limit >= real
+
+    low, high = part("measure").search(runs, 5000, 9000, 28, expected, [(7200, True)], lambda: False)
+    assert low < real <= high and high - low <= 28 and len(tried) <= most
+    tried.clear()
+    assert part("measure").search(runs, 5000, 9000, 28, 0, [(6800, False)], lambda: True) == (6800, 9000) and not tried
+
+
 def test_errors_and_claims(part):
     report = part("report")
     told = {
@@ -121,3 +138,15 @@ def test_errors_and_claims(part):
     limits = {"boundary a": {"boundary": 100, "claim": 100, "claim_runs": True, "left_over": 0}}
     assert "says fits where it fails: 1" in report.boundary_lines({"a": told}, limits, 20)[-1]
     assert "says fits where it fails: 0" in report.boundary_lines({"a": told}, limits, 5)[-1]
+
+
+def test_the_report_tells_how_many_boundaries_there_are_and_of_which_cards(part):
+    told = {"context": 10, "case": {"card_bytes": 8 << 30}}
+    limits = {
+        "boundary a": {"boundary": 1000, "fails": 950, "claim": 1000, "claim_runs": True, "left_over": 0},
+        "boundary b": {"error": "stopped after 40 s"},
+    }
+    lines = part("report").boundary_lines({"a": told, "b": told}, limits, 20, wanted=2)
+    assert "searched to 5.0% only" in lines[1] and "stopped" in lines[2]
+    assert lines[-2] == "1 boundaries compared, 2 asked for; cards of 8 GiB among them; 1 TOO FEW"
+    assert "TOO FEW" not in part("report").boundary_lines({"a": told}, limits, 20, wanted=1)[-2]
