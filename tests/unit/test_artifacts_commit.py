@@ -22,7 +22,7 @@ from vblackwell.artifacts.commit import (
     prune,
     verify_folder,
 )
-from vblackwell.errors import CorruptData, DiskError
+from vblackwell.errors import ConfigurationError, CorruptData, DiskError
 
 # Kills itself when a system call of the commit is about to run for the given time; argv: parent, call, count.
 KILLED = textwrap.dedent("""
@@ -216,6 +216,50 @@ def test_leftovers_go_and_work_in_progress_stays(tmp_path):
         assert other.stdout.startswith("[]\n") and "written by another process" in other.stdout, other
         assert folder.path.is_dir()
     assert newest_complete(tmp_path) == [tmp_path / "step-8"]
+
+
+def test_what_others_left_beside_the_folder_stays(tmp_path):
+    """Users choose where a folder goes: what is there and ends in .tmp may be theirs."""
+    for name in ("notes.tmp", "thesis.replaced.tmp", "step-by-step.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text").write_text("mine")
+    (tmp_path / "model.tmp").mkdir()  # of a writer of this very folder that is dead
+    with CommitFolder(tmp_path, "model") as folder:
+        folder.add("a.bin", b"1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "model", "notes.tmp", "step-by-step.tmp", "thesis.replaced.tmp",
+    ]  # fmt: skip
+
+
+def test_what_was_never_committed_is_not_replaced(tmp_path):
+    (tmp_path / "model").mkdir()
+    with CommitFolder(tmp_path, "model") as folder:  # empty: nobody loses anything
+        folder.add("a.bin", b"1")
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "text").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for name in ("work", "file"):
+        with (
+            pytest.raises(ConfigurationError, match=f"{name} exists and has no manifest"),
+            CommitFolder(tmp_path, name),
+        ):
+            pytest.fail("began")
+    assert (tmp_path / "work" / "text").read_text() == (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_refused_rename_puts_the_older_folder_back(tmp_path, monkeypatch):
+    older, real = write(tmp_path, 1, b=b"old"), os.rename
+
+    def rename(source, target):
+        if str(source).endswith("step-1.tmp"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(DiskError, match="renaming"):
+        write(tmp_path, 1)
+    assert list(tmp_path.iterdir()) == [older] and (older / "b.bin").read_bytes() == b"old"
+    verify_folder(older)
 
 
 FULL = textwrap.dedent("""

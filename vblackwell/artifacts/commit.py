@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,19 +25,20 @@ from typing import Any
 
 from vblackwell.artifacts.hashed_file import HashedFile, WholeWrites, hash_file, sync_and_hash, sync_folder
 from vblackwell.artifacts.lock import SUFFIX, disk_error, make_work_folder, remove_if_abandoned
-from vblackwell.errors import CorruptData, DiskError
+from vblackwell.errors import ConfigurationError, CorruptData, DiskError
 from vblackwell.units import format_bytes
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 REPLACED = ".replaced"
+_STEP = re.compile(r"step-\d+")
 
 
 class CommitFolder:
     """``with CommitFolder(parent, name) as folder:`` write into ``folder``; leaving the block commits, an exception abandons.
 
-    A folder that already has the name is replaced at the commit. While the block runs the work folder is locked, so that no
-    other process takes it for a leftover.
+    A folder that already has the name is replaced at the commit, if it is empty or was committed too. While the block runs the work
+    folder is locked, so that no other process takes it for a leftover.
 
     Args:
         parent: made if missing.
@@ -44,6 +46,7 @@ class CommitFolder:
         needed_bytes: refused at once, before anything is written, if the disk has less.
 
     Raises:
+        ConfigurationError: what has the name holds files and was never committed: it is somebody's own.
         DiskError: the disk is full or failed, with needed and free bytes; the work folder is gone, older ones are as before.
     """
 
@@ -57,7 +60,8 @@ class CommitFolder:
             self.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise disk_error("creating", self.parent, error) from error
-        clean_leftovers(self.parent)
+        clean_leftovers(self.parent, self.name)
+        self._check_replaceable(self.parent / self.name)
         free = shutil.disk_usage(self.parent).free
         if self.needed_bytes is not None and self.needed_bytes > free:
             raise DiskError(
@@ -66,6 +70,15 @@ class CommitFolder:
             )
         self._lock = make_work_folder(self.path)
         return self
+
+    @staticmethod
+    def _check_replaceable(final: Path) -> None:
+        if not final.exists() or (final / MANIFEST).is_file():
+            return
+        if not final.is_dir() or any(final.iterdir()):
+            raise ConfigurationError(
+                f"{final} exists and has no {MANIFEST}, so this package did not write it: choose another folder, or move it away"
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -120,19 +133,24 @@ class CommitFolder:
                 os.rename(final, replaced)
             os.rename(self.path, final)
         except OSError as error:
+            if replaced.exists() and not final.exists():
+                os.rename(replaced, final)
             raise disk_error("renaming", self.path, error) from error
         sync_folder(self.parent)
         if replaced.exists():
             remove_if_abandoned(replaced)
 
 
-def clean_leftovers(parent: Path) -> list[Path]:
-    """Removes work folders whose writers are dead, puts back a folder that was being replaced; returns what was removed."""
+def clean_leftovers(parent: Path, name: str | None = None) -> list[Path]:
+    """Removes work folders whose writers are dead, puts back a folder that was being replaced; returns what was removed.
+
+    Only those of checkpoints (``step-N``) and of ``name``: users choose where folders go, and others' may end in ``.tmp`` as well.
+    """
     removed = []
     for path in sorted(parent.glob(f"*{SUFFIX}")):
-        if not path.is_dir():
-            continue
         original = path.with_name(path.name.removesuffix(SUFFIX).removesuffix(REPLACED))
+        if not path.is_dir() or (original.name != name and not _STEP.fullmatch(original.name)):
+            continue
         if path.name.endswith(REPLACED + SUFFIX) and not original.exists():
             os.rename(path, original)
             sync_folder(parent)
