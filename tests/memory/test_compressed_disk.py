@@ -11,6 +11,7 @@ from tests.memory.conftest import CAPACITY, random_bytes
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.memory import compressed_disk
 from vblackwell.memory.compressed_disk import CompressedDiskLevel, Savings, Way
+from vblackwell.memory.create import create_vgpu_stack
 from vblackwell.memory.scratch_file import memory_at
 from vblackwell.memory.slab import map_slab
 from vblackwell.memory.stack import VGPUStack
@@ -139,6 +140,15 @@ def test_a_run_asks_for_it(disk_path):
         assert isinstance(stack.levels[2], CompressedDiskLevel)
     with pytest.raises(ConfigurationError, match="--disk-codec is for a disk level"):
         build_stack(TrainConfig(**options), torch.device("cpu"))
+
+
+def test_a_codec_without_its_disk_is_refused(disk_path):
+    with pytest.raises(
+        ConfigurationError, match="--disk-memory 0 leaves that out: give --disk-memory a size, e.g. 64GiB"
+    ):
+        TrainConfig(disk_codec="lossless", disk_memory="0", disk_path=disk_path)
+    with pytest.raises(ConfigurationError, match="disk_memory 0 leaves it out"):
+        create_vgpu_stack("1MiB", "1MiB", 0, disk_path, disk_codec="lossless", device="cpu")
 
 
 def test_a_flipped_bit_is_an_error(level, monkeypatch):

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from vblackwell.errors import ConfigurationError
 from vblackwell.estimator import _checkpoint
 from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.decoder_config import DecoderConfig
@@ -326,6 +327,13 @@ def test_autocast_casts_each_weight_once_a_step():
     forward_ends = next(index for index, _, phase in trace.marks if phase == "loss_backward")
     casts = [e for e in trace.events[:forward_ends] if e >= 0 and trace.sizes[e] == 2 * 64 * 64]
     assert len(casts) == 1
+
+
+def test_a_model_with_nothing_to_train_says_so():
+    with pytest.raises(
+        ConfigurationError, match=r"all of its 6 parameters are frozen .*requires_grad_\(True\).*--lora 16"
+    ):
+        trace_training(mlp().requires_grad_(False), lambda: torch.ones(2, 32), square, None)
 
 
 def test_tied_weights_count_once_and_frozen_ones_have_no_gradient():

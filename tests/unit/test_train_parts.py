@@ -6,6 +6,8 @@ import json
 import math
 import os
 import signal
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,9 +25,11 @@ from vblackwell.train.attention import attention_backends, chosen_backend, fused
 from vblackwell.train.config import TrainConfig, field_help
 from vblackwell.train.doctor import advice
 from vblackwell.train.metrics import MetricsLog, StepRecord, cut_after, read_metrics
+from vblackwell.train.model import learner_of
 from vblackwell.train.precision import choose_precision
-from vblackwell.train.prepare import decide_steps
+from vblackwell.train.prepare import decide_steps, prepare
 from vblackwell.train.presets import PRESETS
+from vblackwell.train.progress import PlainProgress
 from vblackwell.train.recipes import RECIPES
 from vblackwell.train.report import make_report, report_lines
 from vblackwell.train.resume import FIXED, refuse_changes
@@ -382,6 +386,16 @@ def test_both_kinds_of_progress_show_the_numbers(monkeypatch, capsys):
             "left",
         ):
             assert part in said, (type(progress), part)
+
+
+def test_a_frozen_model_is_refused_before_memory_is_taken(monkeypatch):
+    """torch's own words come later, and are of an empty parameter list, or of a tensor without grad_fn."""
+    made = Decoder(DecoderConfig(64, 32, 64, 2, 2, max_position=16), seed=0, device="cpu").requires_grad_(False)
+    source = SimpleNamespace(tokenizer_path=None, build=lambda config, corpus: learner_of(made))
+    monkeypatch.setattr("vblackwell.train.prepare.find_source", lambda config, cleanup: source)
+    monkeypatch.setattr("vblackwell.train.prepare.open_data", lambda *_: SimpleNamespace(corpus=None))
+    with pytest.raises(ConfigurationError, match="Decoder has nothing to train: all of its .* frozen"):
+        prepare(TrainConfig(), CPU, PlainProgress(), ExitStack())
 
 
 def test_a_sample_cannot_steer_the_terminal():

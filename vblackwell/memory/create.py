@@ -41,13 +41,18 @@ def create_vgpu_stack(
         fast_memory: cap of level 0, bytes or ``'8GiB'``. host_memory, disk_memory: the same below; 0 leaves the level out.
         disk_path: directory for the disk level. By default ``$VBLACKWELL_DISK_PATH``, else the temporary directory, the
             cache directory or the current one, the first of them that is on a disk.
-        disk_codec: 'lossless' compresses what goes there where that saves time; see `LevelConfig`.
+        disk_codec: 'lossless' compresses what goes to the disk level where that saves time; see `LevelConfig`.
         device: level 0's; by default the first GPU where torch can use one. ``'cpu'`` makes level 0 an arena in RAM.
         policy, promotion: as `VGPUStack`.
 
     Raises:
-        ConfigurationError: a size that the machine does not have, or no directory on a disk.
+        ConfigurationError: a size that the machine does not have, no directory on a disk, or a codec for a disk level that is left out.
     """
+    wants_disk = disk_memory is None or parse_bytes(disk_memory) > 0
+    if disk_codec is not None and not wants_disk:
+        raise ConfigurationError(
+            f"disk_codec {disk_codec!r} is for a disk level, and disk_memory 0 leaves it out: give disk_memory a size, or drop disk_codec"
+        )
     available = memory_facts().available_bytes
     chosen = torch.device(("cuda:0" if torch.cuda.is_available() else "cpu") if device is None else device)
     if chosen.type == "cuda":
@@ -56,7 +61,7 @@ def create_vgpu_stack(
     else:
         levels = [_level("arena", fast_memory, int(available * ARENA_SHARE))]
     levels.append(_level("cpu", host_memory, int(available * HOST_SHARE)))
-    if disk_memory is None or parse_bytes(disk_memory):
+    if wants_disk:
         path = disk_path or default_disk_path()
         room = min(int(disk_facts(path).free_bytes * DISK_SHARE), LARGEST_DISK_BYTES)
         levels.append(_level("ssd", disk_memory, room, path, disk_codec))

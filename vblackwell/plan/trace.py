@@ -26,6 +26,7 @@ from vblackwell.plan.cuda_on_meta import META, cuda_on_meta
 from vblackwell.plan.flex_on_meta import forget_tuning, is_tuning
 from vblackwell.plan.head import last_module_with_weights
 from vblackwell.plan.meta_answers import Answering, MetaAnswers
+from vblackwell.plan.trainable import refuse_frozen
 from vblackwell.plan.work import VIEW, Work, host_work, module_issues, work_of
 from vblackwell.plan.workspace import (
     BEHIND_OUTPUTS,
@@ -240,7 +241,9 @@ def trace_training(
 
     Raises:
         Untraceable: something needs a tensor's values, or an operator has no shape rule; the message carries torch's words.
+        ConfigurationError: nothing of the model is to be trained.
     """
+    refuse_frozen(model)
     model = on_meta(model)
     recorder = _Recorder(capability)
     try:

@@ -213,6 +213,7 @@ class TrainConfig:
             if value is not None:
                 object.__setattr__(self, name, parse_bytes(value, flag_of(name)))
         self._check_update()
+        self._check_codec()
         if self.max_steps is not None and self.epochs is not None:
             raise ConfigurationError("--max-steps and --epochs are both given: choose one")
         if self.mixed_precision and self.precision == "fp32":
@@ -241,6 +242,13 @@ class TrainConfig:
             known = self.update in ("auto", "level0", "home")
         if not known:
             raise ConfigurationError(f"--update {self.update!r}: give auto, level0, home, or a share between 0 and 1")
+
+    def _check_codec(self) -> None:
+        if self.disk_codec == "lossless" and self.disk_memory == 0:
+            raise ConfigurationError(
+                "--disk-codec lossless compresses a disk level, and --disk-memory 0 leaves that out: give --disk-memory a size, e.g. "
+                "64GiB, or drop --disk-codec"
+            )
 
     def _check_counts(self) -> None:
         for name, least in _COUNTS.items():
