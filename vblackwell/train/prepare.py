@@ -25,6 +25,7 @@ from vblackwell.offload.enable import bytes_when_resident, enable_vgpu_stack_opt
 from vblackwell.offload.formats import Formats, supports
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.plan.placement import Plan
+from vblackwell.plan.trainable import refuse_frozen
 from vblackwell.train.attention import attention_backends, chosen_backend, fused_backend
 from vblackwell.train.auto import apply_plan, plan_run, planned_sizes
 from vblackwell.train.chat_template import ChatTemplate
@@ -83,6 +84,7 @@ def prepare(config: TrainConfig, device: torch.device, progress: Progress, clean
         _use_fp4(config, model, progress)
     elif config.assignment is not None:
         _use_assignment(config.assignment, model, progress)
+    refuse_frozen(model)
     precision = choose_precision(config.precision, config.mixed_precision, device)
     plan = plan_run(config, model, precision, device, progress)
     config = decide_steps(config if plan is None else apply_plan(config, plan), len(data.train))
