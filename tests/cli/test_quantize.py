@@ -1,6 +1,7 @@
 """``vb quantize``: what it writes, that compressed-tensors and we read the same numbers, and what it refuses."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -213,6 +214,11 @@ def test_refusals(source, tmp_path):
     (tmp_path / "used" / "thesis.txt").write_text("mine")
     with pytest.raises(ConfigurationError, match="was not written by this command"):
         quantize_folder(source, tmp_path / "used")
+    shutil.copytree(source, tmp_path / "run")
+    with pytest.raises(ConfigurationError, match="was not written by this command"):  # but by a run, whose model it is
+        quantize_folder(source, tmp_path / "run")
+    with pytest.raises(ConfigurationError, match="holds the model"):
+        quantize_folder(source, source.parent)
     with pytest.raises(ConfigurationError, match="selects no linear"):
         quantize_folder(source, tmp_path / "out", pattern="nothing_like_it")
     with pytest.raises(ConfigurationError, match="choose one of nvfp4"):
@@ -224,7 +230,7 @@ def test_refusals(source, tmp_path):
     assert (
         format_of_config(json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]).name == "mxfp4"
     )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "used"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run", "used"]
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "nf4"])

@@ -212,6 +212,10 @@ def test_an_adapter_is_brought_along(written, make_stack, tmp_path):  # noqa: F8
 def test_an_adapter_knows_its_base(written, make_stack, tmp_path):  # noqa: F811
     """Of the same shapes: ours by what is in its file, peft's by the folder that it names; the same weights kept otherwise are the same."""
     folder = written("llama")
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "manifest.json").touch()  # the model of a run, say
+    with pytest.raises(ConfigurationError, match="final holds something else"):
+        save_adapter(load(folder, make_stack), tmp_path / "final")
     save_adapter(load(folder, make_stack), tmp_path / "ours")
     model = AutoModelForCausalLM.from_pretrained(folder)
     peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "theirs")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vblackwell.artifacts.commit import CommitFolder
+from vblackwell.artifacts.commit import MANIFEST, CommitFolder
 from vblackwell.artifacts.folder import load_state, read_json, some_names
 from vblackwell.artifacts.shards import SafetensorsShards, TensorSpec
 from vblackwell.errors import ConfigurationError, Unsupported
@@ -287,12 +287,16 @@ def write_adapter(
 def save_adapter(model: nn.Module, folder: str | Path) -> Path:
     """Write the adapters of ``model`` as a folder that ``peft.PeftModel.from_pretrained`` opens, whole or not at all.
 
+    An adapter's folder that has the name is replaced.
+
     Raises:
-        ConfigurationError: the model has none.
+        ConfigurationError: the model has none, or what has the name holds something else.
         DiskError: no room, or the disk failed; a folder that was there is as before.
     """
     path = Path(folder).absolute()
     needed = sum(spec.size_bytes for spec in adapter_specs(model)) + (1 << 20)
+    if (path / MANIFEST).is_file() and not (path / ADAPTER_CONFIG).is_file():
+        raise ConfigurationError(f"{path} holds something else than an adapter: choose another folder")
     with CommitFolder(path.parent, path.name, needed) as commit:
         write_adapter(commit, model)
     return path

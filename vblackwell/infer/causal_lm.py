@@ -112,8 +112,8 @@ def save_causal_lm(
     """Write a causal model of transformers, in a stack or not, as a folder that ``from_pretrained`` opens. One parameter at a time.
     Adapters are merged.
 
-    Tensors get the names and shapes that the architecture's published folders have. The folder appears whole or not at all; one that has
-    the name is replaced.
+    Tensors get the names and shapes that the architecture's published folders have. The folder appears whole or not at all; one of ours
+    that has the name is replaced.
 
     Args:
         folder: its name is the new folder's, its parent must be writable.
@@ -121,7 +121,7 @@ def save_causal_lm(
         dtype: of what is written; by default the masters' (fp32), else the parameters'.
 
     Raises:
-        ConfigurationError: none of transformers' models, or a folder without a tokenizer.
+        ConfigurationError: none of transformers' models, or a folder without a tokenizer; or what has the name is not ours.
         DiskError: no room, or the disk failed; a folder that was there is as before.
         Unsupported: the architecture's published tensors cannot be made from one parameter at a time.
     """

@@ -380,7 +380,11 @@ class _Packer:
 def _check_target(source: Path, target: Path) -> None:
     if source.resolve() == target.resolve():
         raise ConfigurationError(f"--out {target} is the model itself: choose another folder")
-    if target.exists() and not (target / MANIFEST).is_file() and (not target.is_dir() or any(target.iterdir())):
+    if target.resolve() in source.resolve().parents:
+        raise ConfigurationError(f"--out {target} holds the model, and would be replaced: choose another folder")
+    committed = all((target / name).is_file() for name in (MANIFEST, "config.json"))
+    ours = committed and read_config(target).get("quantization_config")  # else it may be the model of a run
+    if target.exists() and not ours and (not target.is_dir() or any(target.iterdir())):
         raise ConfigurationError(f"--out {target} exists and was not written by this command: choose another folder")
 
 
