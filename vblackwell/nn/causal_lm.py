@@ -76,6 +76,16 @@ def accelerate_causal_lm(
     return report
 
 
+def is_accelerated(model: nn.Module) -> bool:
+    """Whether `accelerate_causal_lm` was called for this very model; a copy of it is plain."""
+    return model in _done
+
+
+def has_fused_loss(model: nn.Module) -> bool:
+    """Whether this model, called with ``labels``, computes their loss in chunks and gives no logits."""
+    return model in _done and _done[model][1] is not None
+
+
 def restore_causal_lm(model: nn.Module) -> nn.Module:
     """Undo `accelerate_causal_lm`; a model that was not accelerated is returned as it is."""
     swapped, fused = _done.pop(model, ([], None))

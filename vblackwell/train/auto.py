@@ -19,6 +19,7 @@ from vblackwell.estimator import Run
 from vblackwell.hardware import disk_facts, memory_facts
 from vblackwell.memory.config import default_disk_path
 from vblackwell.memory.create import ARENA_SHARE, DISK_SHARE, LARGEST_DISK_BYTES
+from vblackwell.nn.causal_lm import is_accelerated
 from vblackwell.nn.decoder import Decoder
 from vblackwell.plan.estimate import Batches
 from vblackwell.plan.placement import SHARES, Bounds, Choice, Lacking, Plan, Space
@@ -61,7 +62,7 @@ def make_training_plan(
     capability = torch.cuda.get_device_capability(device) if has_gpu else (8, 0)
     wide = "fp32" if precision.compute_dtype is None else "bf16"
     run = Run(subject, config.seq_length, precision=wide, capability=capability, expandable=True)
-    forecast = Forecast(run, machine, config.masters)
+    forecast = Forecast(run, machine, config.masters, fused=is_accelerated(model))
     with torch.random.fork_rng(devices=[]):
         space = _space(config, model, forecast, has_gpu)
         return plan_of(run, space, machine, forecast)

@@ -30,6 +30,7 @@ from vblackwell.plan.placement import Bounds, Choice, Lacking, Plan, Prediction,
 from vblackwell.plan.rates import Rates
 from vblackwell.plan.trace import Trace, trace_training
 from vblackwell.plan.work import phase_seconds, streaming_work
+from vblackwell.train.model import fuse
 from vblackwell.units import MiB, align_up
 
 STREAMED_P99 = 1.08  # three streamed decoders on an H200 reserved 3 % more, 2 % less and 7 % more than predicted (docs/log-estimate.md)
@@ -64,12 +65,13 @@ class Forecast:
         run: the model in its compute type; its ``checkpointing`` is each choice's, and its optimizer is the package's own.
         masters: 'exact' or 'stochastic', as `Formats` has them.
         fp4_layers, keep: which linears a choice with ``fp4`` converts (`vblackwell.nn.convert`).
+        fused: the run puts its model onto fused operators (`vblackwell.train.model.fuse`).
     """
 
     def __init__(
-        self, run: Run, machine: Machine, masters: str = "exact", fp4_layers: str = "all", keep: str | None = None
-    ) -> None:
-        self.run, self.machine, self._masters = run, machine, masters
+        self, run: Run, machine: Machine, masters: str = "exact", fp4_layers: str = "all", keep: str | None = None, fused: bool = False
+    ) -> None:  # fmt: skip
+        self.run, self.machine, self._masters, self._fused = run, machine, masters, fused
         self._fp4 = fp4_layers, keep
         self.model = functools.cache(self._model)
         self.trace = functools.cache(self._trace)
@@ -81,6 +83,8 @@ class Forecast:
         model = run.model()
         if fp4:
             convert(model, fp4_layers=self._fp4[0], keep=self._fp4[1], attention=None, fused=False)
+        if self._fused:
+            fuse(model)
         return model
 
     def _trace(self, checkpointing: bool, fp4: bool, batch_size: int) -> Trace:

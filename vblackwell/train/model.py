@@ -8,7 +8,8 @@ the stack takes the model.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from vblackwell.artifacts.meta_model import build_on_meta
 from vblackwell.artifacts.weights import FolderWeights
 from vblackwell.errors import ConfigurationError, nearest
 from vblackwell.infer.causal_lm import config_json
+from vblackwell.nn.causal_lm import Acceleration, accelerate_causal_lm, has_fused_loss
 from vblackwell.nn.decoder import IGNORED_TARGET, Decoder
 from vblackwell.nn.decoder_config import DecoderConfig, not_supported_reasons
 from vblackwell.offload.initialize import Initialize
@@ -140,14 +142,40 @@ def learner_of(model: nn.Module) -> Learner:
     return Learner(model, NextTokenLoss(model), config_json(model) | names, (heads, kv_heads, width))
 
 
+def fuse(model: nn.Module) -> Acceleration | None:
+    """Run a causal model of transformers on fused operators, its loss in chunks of tokens; None of a `Decoder`, which always does."""
+    if isinstance(model, Decoder):
+        return None
+    takes_shifted = any(
+        each.kind is each.VAR_KEYWORD or each.name == "shift_labels" for each in _parameters_of(model).values()
+    )
+    return accelerate_causal_lm(model, loss=takes_shifted)
+
+
+def _parameters_of(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(type(model).forward).parameters
+
+
 class NextTokenLoss:
-    """The mean cross entropy, in fp32, of a causal model of transformers; targets of -100 do not count."""
+    """The mean cross entropy, in fp32, of a causal model of transformers; targets of -100 do not count.
+
+    After `fuse` there are never the logits of a whole batch, which for a vocabulary of 150,000 are larger than anything else of a step; and
+    in training the routers' loss is added where the model's configuration says so (``output_router_logits``).
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
     def __call__(self, input_ids_BS: Tensor, targets_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
-        given = {} if positions_BS is None else {"position_ids": positions_BS}
+        given: dict[str, Any] = {} if positions_BS is None else {"position_ids": positions_BS}
+        if has_fused_loss(self._model):
+            given |= {
+                "labels": targets_BS,
+                "shift_labels": targets_BS,
+            }  # the first asks for a loss, the second is what counts
+            if not self._model.training and "output_router_logits" in _parameters_of(self._model):
+                given["output_router_logits"] = False
+            return self._model(input_ids=input_ids_BS, use_cache=False, **given).loss
         logits_BSV = self._model(input_ids=input_ids_BS, use_cache=False, **given).logits
         return functional.cross_entropy(
             logits_BSV.flatten(0, 1).float(), targets_BS.flatten(), ignore_index=IGNORED_TARGET

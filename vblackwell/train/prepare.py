@@ -35,7 +35,7 @@ from vblackwell.train.dataset import BatchStream
 from vblackwell.train.inspect_data import inspect_lines
 from vblackwell.train.levels import build_stack, describe_levels
 from vblackwell.train.machine import cap_process
-from vblackwell.train.model import Learner, Source, find_source
+from vblackwell.train.model import Learner, Source, find_source, fuse
 from vblackwell.train.precision import Precision, choose_precision
 from vblackwell.train.progress import Progress
 from vblackwell.train.run_data import check_packing, open_data
@@ -85,6 +85,9 @@ def prepare(config: TrainConfig, device: torch.device, progress: Progress, clean
     elif config.assignment is not None:
         _use_assignment(config.assignment, model, progress)
     refuse_frozen(model)
+    fused = fuse(model)
+    if fused is not None:
+        progress.say(f"{type(model).__name__} of transformers, fused where that is the same: {fused}".replace("\n", ", "))
     precision = choose_precision(config.precision, config.mixed_precision, device)
     plan = plan_run(config, model, precision, device, progress)
     config = decide_steps(config if plan is None else apply_plan(config, plan), len(data.train))
