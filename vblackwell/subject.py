@@ -17,11 +17,14 @@ from torch import Tensor, nn
 from vblackwell.artifacts.folder import read_json
 from vblackwell.artifacts.hub import find_config, is_hub_id
 from vblackwell.errors import ConfigurationError, VBError, nearest
+from vblackwell.hardware import memory_facts
 from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.plan.causal_lm import build_causal_lm, language_loss
 from vblackwell.plan.known_models import KNOWN_MODELS
-from vblackwell.plan.trace import on_meta
+from vblackwell.plan.storages import Storages
+from vblackwell.plan.trace import Untraceable, on_meta
+from vblackwell.units import format_bytes
 
 MOST_TOKENS = 1 << 28
 
@@ -40,13 +43,20 @@ def check_batch(batch_size: int, seq_length: int) -> None:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to be estimated: how to build it on meta, its vocabulary, how its loss is had, and how it is made with its bytes."""
+    """A model to be estimated.
+
+    Attributes:
+        build: makes it on meta. vocab_size: of its tokens. loss: of a model and a batch.
+        make: makes it with its bytes; None: nobody knows how.
+        note: why ``build`` is not what one would expect; None where it is.
+    """
 
     name: str
     build: Callable[[torch.dtype], nn.Module]
     vocab_size: int
     loss: Callable[[nn.Module, Any], Tensor]
     make: Callable[[], nn.Module] | None = None
+    note: str | None = None
 
 
 def find_subject(text: str, decoders: dict[str, DecoderConfig], seq_length: int) -> Subject:
@@ -56,6 +66,7 @@ def find_subject(text: str, decoders: dict[str, DecoderConfig], seq_length: int)
     Raises:
         CorruptData: a file that is no JSON object.
         ConfigurationError: nothing of the sort; a factory that is missing, raises or gives no module.
+        InsufficientMemory: a factory that can only be built for real, where there is no room for it.
     """
     if text in decoders:
         return of_decoder(text, decoders[text])
@@ -105,13 +116,11 @@ def _of_factory(text: str) -> Subject:
     try:
         with _working_folder_on_path():
             factory = getattr(importlib.import_module(module_name), factory_name)
-        with torch.device("meta"):
-            model = factory()
     except VBError:
         raise
     except Exception as error:  # a stranger's code may raise anything
-        words = " ".join(str(error).split())[:200]
-        raise ConfigurationError(f"{text} cannot be built on device 'meta': {type(error).__name__}: {words}") from error
+        raise ConfigurationError(f"{text} cannot be imported: {_brief(error)}") from error
+    model, note = _built(text, factory)
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"{text} gives {type(model).__name__}, not a torch.nn.Module")
     sizes = [each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)]
@@ -119,8 +128,48 @@ def _of_factory(text: str) -> Subject:
         raise ConfigurationError(
             f"{text} has no nn.Embedding, so what it takes is not known: use vblackwell.plan.trace.trace_training from Python"
         )
-    model = on_meta(model).train()
-    return Subject(text, lambda dtype: model.to(dtype), max(sizes), _any_loss, factory)
+    model.train()
+    return Subject(text, lambda dtype: model.to(dtype), max(sizes), _any_loss, factory, note)
+
+
+def _built(text: str, factory: Callable[[], Any]) -> tuple[Any, str | None]:
+    """What ``factory`` gives, on meta; and if it had to be built for real before, why.
+
+    A module that can neither be built nor copied there is the real one: it cannot be traced, and can be measured.
+
+    Raises:
+        InsufficientMemory: it has to be built for real, and there is no room.
+        ConfigurationError: it cannot be built at all.
+    """
+    try:
+        with torch.device("meta"):
+            found = factory()
+        return (on_meta(found) if isinstance(found, nn.Module) else found), None
+    except Exception as error:  # as above: reading a tensor's values, loading a file, or a mistake
+        on_meta_error = _brief(error)
+    free = memory_facts().available_bytes
+    refusal = (
+        f"{text} cannot be built on device 'meta' ({on_meta_error}), and for real it takes more than the {format_bytes(free)} of RAM that "
+        "were free: leave out of the factory what needs values, such as .item() and files that are loaded"
+    )
+    try:
+        with Storages(free, refusal):
+            found = factory()
+    except VBError:
+        raise
+    except Exception as error:
+        again = _brief(error)
+        alike = "" if again == on_meta_error else f"; on device 'meta': {on_meta_error}"
+        raise ConfigurationError(f"{text} cannot be built: {again}{alike}") from error
+    note = f"{text} cannot be built on device 'meta' ({on_meta_error}): it was built for real in this machine's RAM"
+    try:
+        return (on_meta(found) if isinstance(found, nn.Module) else found), note
+    except Untraceable:
+        return found, note
+
+
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 @contextmanager

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from vblackwell.errors import InsufficientMemory
+from vblackwell import subject as subject_module
+from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.estimator import NOT_STATE, Run
 from vblackwell.plan.estimate import estimate_trace, peak_of
 from vblackwell.plan.trace import Untraceable
@@ -48,6 +49,19 @@ READY = Plain()
 
 def ready():
     return READY
+
+class Valued(Plain):
+    def __init__(self):
+        super().__init__()
+        self.rate = torch.full((3,), 0.25).sum().item()
+
+class Uncopied(Valued):
+    def __deepcopy__(self, memo):
+        raise TypeError("there is one of me")
+
+def missing():
+    torch.zeros(1).item()
+    raise KeyError("no such layer")
 
 class Failing(Plain):
     def chosen(self, hidden):
@@ -103,6 +117,39 @@ def test_a_model_that_reads_its_tensors_is_measured_and_the_report_says_so(capsy
     assert report["method"] == "measured on this machine's CPU" and report["parameters"] == COUNT
     assert report["fits"] is True and report["plan"]["largest_batch_size"] is None and report["advice"] == []
     assert "the model cannot be traced" in report["assumptions"][0]
+
+
+def test_a_factory_that_needs_values_is_built_for_real_and_traced(capsys):
+    subject = find_subject("reading_models:Valued", {}, 32)
+    assert subject.note is not None and "cannot be built on device 'meta' (RuntimeError: " in subject.note
+    model = subject.build(torch.float32)
+    assert all(param.is_meta for param in model.parameters()) and model.rate == 0.75
+    assert replace(run_of("Valued").trace(4), work=()) == replace(run_of("Plain").trace(4), work=())
+    arguments = ("reading_models:Valued", None, None, 4, 32, "adamw", "fp32", False, False, None, None, True)
+    assert estimate_command(*arguments) == 0
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert report["method"] == "traced" and subject.note == report["assumptions"][0] == err.strip()
+
+
+def test_a_module_that_is_neither_built_nor_copied_on_meta_is_measured(capsys):
+    arguments = ("reading_models:Uncopied", None, "1GiB", 4, 32, "adamw", "fp32", False, False, None, None, True)
+    assert estimate_command(*arguments) == 0
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert report["method"] == "measured on this machine's CPU" and report["bytes"]["weights"] == 4 * COUNT
+    assert "built for real" in err and "there is one of me" in err and "built for real" in report["assumptions"][0]
+
+
+def test_a_factory_that_cannot_be_built_at_all(monkeypatch):
+    with pytest.raises(
+        ConfigurationError, match="cannot be built: KeyError: 'no such layer'; on device 'meta': RuntimeError"
+    ):
+        find_subject("reading_models:missing", {}, 32)
+    few = replace(subject_module.memory_facts(), available_bytes=COUNT)
+    monkeypatch.setattr(subject_module, "memory_facts", lambda: few)
+    with pytest.raises(InsufficientMemory, match="for real it takes more than the .* of RAM that were free"):
+        find_subject("reading_models:Valued", {}, 32)
 
 
 def test_what_cannot_be_measured_is_refused(monkeypatch):

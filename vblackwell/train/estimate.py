@@ -66,8 +66,11 @@ def estimate_command(
     host = parse_bytes(host_memory, "--host-memory") if host_memory else PLENTY
     disk = parse_bytes(disk_memory, "--disk-memory") if disk_memory else 0
     asks_for_stack = bool(host_memory or disk_memory)
+    subject = find_subject(model, decoders, seq_length)
+    if subject.note is not None:
+        print(subject.note, file=sys.stderr, flush=True)
     run = Run(
-        find_subject(model, decoders, seq_length), seq_length, optimizer, precision, gradient_checkpointing,
+        subject, seq_length, optimizer, precision, gradient_checkpointing,
         card.capability if card else (8, 0), expandable_segments,
     )  # fmt: skip
     if gpu_bytes is not None and gpus is None and not streams_on(run, gpu_bytes):

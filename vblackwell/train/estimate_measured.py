@@ -8,21 +8,19 @@ looking at the RAM first. Weights are drawn anew by the factory, and tokens at r
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from vblackwell.errors import InsufficientMemory, VBError
 from vblackwell.estimator import Run
 from vblackwell.hardware import list_gpus, memory_facts, why_no_cuda
 from vblackwell.plan.estimate import optimizer_named
+from vblackwell.plan.storages import Storages
 from vblackwell.plan.trace import Trace, Untraceable
 from vblackwell.units import format_bytes
 
@@ -156,68 +154,20 @@ class _Record:
         return found
 
 
-class _Storages(TorchDispatchMode):
-    """Notes storages on the CPU as operators make them, until the last reference to them goes.
-
-    Raises, out of an operator, InsufficientMemory: they hold more than was free when it began.
-    """
-
-    def __init__(self, record: _Record) -> None:
-        super().__init__()
-        self.record, self.live_bytes, self.most_bytes = record, 0, memory_facts().available_bytes
-        self._alive: dict[int, Any] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for each in tree_leaves(out):
-            if isinstance(each, Tensor):
-                self.see(each)
-        return out
-
-    def settle(self) -> None:
-        """Forget what came and went so far: on a GPU's way a model is made, and brought to its type, in RAM."""
-        alive = [storage for seen in self._alive.values() if (storage := seen()) is not None]
-        self._alive.clear()
-        self.record.sizes.clear()
-        self.record.events.clear()
-        self.live_bytes = 0
-        for storage in alive:
-            self._note(storage)
-
-    def see(self, tensor: Tensor) -> None:
-        """Note the storage of ``tensor``, if it is new."""
-        self._note(tensor.untyped_storage())
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._alive:
-            index = len(self.record.sizes)
-            self.record.sizes.append(storage.nbytes())
-            self.record.events.append(index)
-            self._alive[key] = weakref.ref(storage, lambda _: self._death(key, index))
-            self.live_bytes += storage.nbytes()
-            if self.live_bytes > self.most_bytes:
-                raise InsufficientMemory(
-                    f"the model cannot be traced, and two steps of it take more than the {format_bytes(self.most_bytes)} of RAM that were "
-                    "free: give a smaller --batch-size",
-                    needed_bytes=self.live_bytes, available_bytes=self.most_bytes,
-                )  # fmt: skip
-
-    def _death(self, key: int, index: int) -> None:
-        del self._alive[key]
-        self.live_bytes -= self.record.sizes[index]
-        self.record.events.append(~index)
-
-
 class _Seen(_Record):
-    """The record of `_Storages`."""
+    """The record of storages on the CPU."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.storages = _Storages(self)
+        free = memory_facts().available_bytes
+        refusal = (
+            f"the model cannot be traced, and two steps of it take more than the {format_bytes(free)} of RAM that were free: give a "
+            "smaller --batch-size"
+        )
+        self.storages = Storages(free, refusal)
+        super().__init__(self.storages.sizes, self.storages.events)
 
     def see_weights(self, model: nn.Module) -> None:
-        self.storages.settle()
+        self.storages.settle()  # on a GPU's way a model is made, and brought to its type, in RAM
         for tensor in [*model.parameters(), *model.buffers()]:
             self.storages.see(tensor)
 

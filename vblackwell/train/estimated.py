@@ -72,6 +72,8 @@ class Estimated:
                 f"the model cannot be traced: two steps were run on {self.measured.where}, the second in "
                 f"{self.measured.step_seconds:.3g} s, and their allocations replayed; other batches are not known",
             )
+        if run.subject.note is not None:
+            found.insert(0, run.subject.note)
         if self.speed is not None:
             found.append(f"speeds by {self.speed.rates}; streamed without the host's own time, on an H200 6 % too fast")
         if self.parallel is not None:
