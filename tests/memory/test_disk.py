@@ -15,6 +15,7 @@ import torch
 from tests.memory.conftest import random_bytes
 from vblackwell.errors import ConfigurationError, CorruptData, DiskError, InsufficientMemory
 from vblackwell.hardware import disk_facts
+from vblackwell.memory.compressed_disk import CompressedDiskLevel
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.scratch_file import DiskFull, SystemCalls
 from vblackwell.units import GiB, KiB, MiB
@@ -29,6 +30,7 @@ class Calls(SystemCalls):
         self.read_error: int | None = None
         self.write_error: int | None = None
         self.room: int | None = None
+        self.no_room = errno.ENOSPC
         self.at_most: int | None = None
 
     def preadv(self, fd: int, buffers: list[memoryview], offset: int) -> int:
@@ -46,7 +48,7 @@ class Calls(SystemCalls):
 
     def fallocate(self, fd: int, offset: int, length: int) -> None:
         if self.room is not None and offset + length > self.room:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(self.no_room, os.strerror(self.no_room))
         super().fallocate(fd, offset, length)
 
 
@@ -173,6 +175,32 @@ def test_a_write_error_poisons_the_file(disk: DiskLevel, calls: Calls):
     assert torch.equal(read(disk, good), source)  # what was there is still good
 
 
+@pytest.mark.parametrize("codec", [None, "lossless"])
+def test_a_piece_whose_writing_failed_cannot_be_read(disk_path: str, calls: Calls, codec: str | None):
+    """Half of it may be on the disk: neither what was there nor what was to come."""
+    if codec is not None:
+        pytest.importorskip("zstandard", reason="the extra 'compressed' is not installed")
+    kind = DiskLevel if codec is None else CompressedDiskLevel
+    level = kind(disk_path, MiB, piece_bytes=PIECE, threads=2, calls=calls)
+    good, source = stored(level, PIECE)
+    extent, _ = stored(level, 2 * PIECE)
+    calls.write_error = errno.EIO
+    with pytest.raises(DiskError, match="writing .* failed"):
+        level.write(extent, random_bytes(PIECE, seed=1)).wait()
+    with pytest.raises(CorruptData, match="neither the old bytes nor the new"):
+        read(level, extent)
+    with pytest.raises(DiskError, match="not written to any more"):  # before anything changed
+        level.write(good, random_bytes(PIECE, seed=1)).wait()
+    assert torch.equal(read(level, good), source)
+    level.close()
+
+
+def test_a_quota_that_is_nearly_reached(disk: DiskLevel, calls: Calls):
+    calls.room, calls.no_room = 100_000, errno.EDQUOT
+    extent, source = stored(disk, 90_000)
+    assert torch.equal(read(disk, extent), source)
+
+
 def test_a_full_disk_is_met_at_allocation(disk: DiskLevel, calls: Calls, disk_path: str):
     calls.room = 100_000
     extent, source = stored(disk, 90_000)
@@ -196,6 +224,7 @@ def test_more_than_the_file_system_has_is_not_allocatable(disk_path: str):
 LIMITED = """
 import resource, sys, torch
 from vblackwell.errors import DiskError
+from vblackwell.memory.compressed_disk import CompressedDiskLevel
 from vblackwell.memory.disk import DiskLevel
 level = DiskLevel(sys.argv[1], 64 << 20)
 kept = level.allocate(1 << 20)

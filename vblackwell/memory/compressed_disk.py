@@ -22,7 +22,7 @@ import torch
 import xxhash
 
 from vblackwell.memory import lossless
-from vblackwell.memory.disk import PIECE_BYTES, THREADS, DiskLevel
+from vblackwell.memory.disk import LOST, PIECE_BYTES, THREADS, DiskLevel
 from vblackwell.memory.level import Extent
 from vblackwell.memory.scratch_file import PAGE, SystemCalls, memory_at
 from vblackwell.memory.slab import map_slab
@@ -144,7 +144,8 @@ class CompressedDiskLevel(DiskLevel):
             self._carry(whole, src, ready)
         began = time.perf_counter()
         packed = self._pack(whole)
-        extent.handle[index] = None  # while the bytes change, nobody reads them as what they were
+        self._file.check_writable()
+        extent.handle[index] = LOST
         if packed is None:
             super()._write_piece(extent, index, [whole], None)
             self._note(self._savings.plain, "write", whole.nbytes, began)

@@ -33,7 +33,11 @@ from vblackwell.units import MiB, align_up, format_bytes
 PIECE_BYTES = 8 * MiB
 THREADS = 8
 
-Check = tuple[int, int]  # how many bytes of the piece were written, and their XXH3-64
+Check = tuple[int, int | None]  # how many bytes of the piece were written, and their XXH3-64
+LOST: Check = (
+    0,
+    None,
+)  # of a piece that is being written, or was when the disk failed: neither the old bytes nor the new ones
 
 
 class DiskLevel(AccountedLevel):
@@ -146,13 +150,19 @@ class DiskLevel(AccountedLevel):
                 self._verify(offset, memory.data_ptr(), old)
             self._carry(memory[: src.nbytes], src, ready)
         digest = xxhash.xxh3_64_intdigest(memory_at(memory.data_ptr(), length))
-        extent.handle[index] = None  # while the bytes change, the old checksum is wrong and the new one not yet true
+        self._file.check_writable()  # what a poisoned file refuses changes nothing
+        extent.handle[index] = LOST
         self._store(offset, memory.data_ptr(), length)
         extent.handle[index] = (length, digest)
 
     def _verify(self, offset: int, address: int, check: Check | None) -> None:
         if check is None:
             return
+        if check is LOST:
+            raise CorruptData(
+                f"the piece at offset {offset} of the scratch file in {self.path} was being written when the disk failed, and holds "
+                "neither the old bytes nor the new ones: go back to a checkpoint and give the ssd level another path"
+            )
         found = xxhash.xxh3_64_intdigest(memory_at(address, check[0]))
         if found != check[1]:
             raise CorruptData(

@@ -78,6 +78,11 @@ class ScratchFile:
         self.reserved_bytes = 0
         self._close = weakref.finalize(self, os.close, self.fd)
 
+    def check_writable(self) -> None:
+        """Raises DiskError if the file is poisoned."""
+        if self.poison:
+            raise DiskError(self.poison)
+
     def can_reserve(self, end: int) -> bool:
         """Whether `reserve` would succeed, as far as the file system tells."""
         grow = end - self.reserved_bytes
@@ -90,15 +95,14 @@ class ScratchFile:
             DiskFull: it has none.
             DiskError: it failed otherwise, or the file is poisoned.
         """
-        if self.poison:
-            raise DiskError(self.poison)
+        self.check_writable()
         if end <= self.reserved_bytes:
             return
         generous = min(max(end, self.reserved_bytes + GROW_BYTES), max(end, self.capacity_bytes))
         try:
             self._grow(generous)
         except OSError as error:
-            if error.errno != errno.ENOSPC or generous == end:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or generous == end:
                 self._refuse(error, end)
             try:
                 self._grow(end)
@@ -147,8 +151,7 @@ class ScratchFile:
         Raises:
             DiskError: with file, offset and size.
         """
-        if self.poison:
-            raise DiskError(self.poison)
+        self.check_writable()
         position = 0
         while position < len(buffer):
             try:
