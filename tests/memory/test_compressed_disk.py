@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -91,6 +94,29 @@ def test_what_it_saves_decides(level, monkeypatch):
             gone[tried] == compressed_disk.TRIED * MiB // 4 and sum(gone.values()) == compressed_disk.CYCLE * MiB // 4
         )
         assert torch.equal(levels.read_back(level, extent), weights(MiB // 2).view(torch.uint8))
+
+
+def test_what_does_not_shrink_is_soon_left_alone(level, monkeypatch):
+    """Compressing it takes time and saves none: that is what compressing takes, though the pieces are written as they are."""
+    clock, pieces, real = threading.local(), [], compressed_disk.lossless.compress_piece
+
+    def passes(seconds: float) -> float:
+        clock.now = getattr(clock, "now", 0.0) + seconds
+        return clock.now
+
+    def compress_piece(piece, itemsize, zstd_level):
+        pieces.append(piece.nbytes)
+        passes(1.0)
+        return real(piece, itemsize, zstd_level)
+
+    monkeypatch.setattr(compressed_disk.lossless, "compress_piece", compress_piece)
+    monkeypatch.setattr(compressed_disk, "time", SimpleNamespace(perf_counter=lambda: passes(0.1)))
+    extent = level.allocate(MiB)
+    for _ in range(compressed_disk.CYCLE // 4):
+        level.write(extent, random_bytes(MiB)).wait()
+    assert level.savings.ratio == 1
+    # Of 128: each thread may have begun one before the first was over.
+    assert 0 < sum(size == MiB // 4 for size in pieces) <= 3
 
 
 def test_in_a_stack(disk_path):

@@ -70,7 +70,8 @@ class Savings:
     """What was measured so far; older halves weigh less.
 
     Attributes:
-        plain, packed: pieces as they are, and compressed ones. stored_bytes: what became of the latter.
+        plain, packed: pieces as they are, and those that were to be compressed, whatever came of it.
+        packed_bytes, stored_bytes: of the latter before and after.
     """
 
     plain: Way = field(default_factory=Way)
@@ -143,18 +144,19 @@ class CompressedDiskLevel(DiskLevel):
             whole = self._buffer()[: src.nbytes]
             self._carry(whole, src, ready)
         began = time.perf_counter()
-        packed = self._pack(whole)
+        tried = whole.nbytes >= LEAST_BYTES and self._wanted()
+        packed = self._pack(whole) if tried else None
         self._file.check_writable()
         extent.handle[index] = LOST
         if packed is None:
             super()._write_piece(extent, index, [whole], None)
-            self._note(self._savings.plain, "write", whole.nbytes, began)
-            return
-        sizes, held = packed
-        digest = xxhash.xxh3_64_intdigest(memory_at(held.data_ptr(), held.nbytes))
-        self._store(offset, held.data_ptr(), held.nbytes)
-        extent.handle[index] = _Squeezed(whole.nbytes, digest, sizes)
-        self._note(self._savings.packed, "write", whole.nbytes, began)
+        else:
+            sizes, held = packed
+            digest = xxhash.xxh3_64_intdigest(memory_at(held.data_ptr(), held.nbytes))
+            self._store(offset, held.data_ptr(), held.nbytes)
+            extent.handle[index] = _Squeezed(whole.nbytes, digest, sizes)
+        # What compressing takes is also the time for pieces that it could not make smaller.
+        self._note(self._savings.packed if tried else self._savings.plain, "write", whole.nbytes, began)
 
     def _read_piece(self, extent: Extent, index: int, box: list[torch.Tensor], ready: Any) -> None:
         entry, num_bytes, began = extent.handle[index], box[0].nbytes, time.perf_counter()
@@ -190,9 +192,7 @@ class CompressedDiskLevel(DiskLevel):
         return extent.offset + index * self._piece_bytes
 
     def _pack(self, piece: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor] | None:
-        """Sizes of the planes, and their bytes in the thread's own memory; None where the piece is better plain."""
-        if piece.nbytes < LEAST_BYTES or not self._wanted():
-            return None
+        """Sizes of the planes, and their bytes in the thread's own memory; None where that saves no page."""
         itemsize = _itemsize_of(piece, self._zstd_level)
         planes = lossless.compress_piece(piece, itemsize, self._zstd_level)
         sizes = tuple(len(plane) for plane in planes)
@@ -200,6 +200,9 @@ class CompressedDiskLevel(DiskLevel):
         with self._counted:
             self._savings.packed_bytes += piece.nbytes
             self._savings.stored_bytes += min(stored, piece.nbytes)
+            if self._savings.packed_bytes > FORGET_BYTES:
+                self._savings.packed_bytes /= 2
+                self._savings.stored_bytes /= 2
         if align_up(stored, PAGE) >= piece.nbytes:
             return None
         held = self._packed_buffer()
