@@ -30,6 +30,7 @@ from torch import Tensor
 
 from vblackwell.kernels.autotune import machine, write_entries
 from vblackwell.nn import attention_backends as dispatcher
+from vblackwell.nn import attention_times
 from vblackwell.nn.attention_backends import BACKENDS, Variant
 
 Rows = list[dict[str, Any]]
@@ -202,14 +203,13 @@ def bench(wanted: dict[str, dict[str, Any]], quick: bool, seconds: float, path: 
         rows += here
         if path is not None:
             known = runnable({row["system"]: row for row in here})
-            table = {
-                dispatcher.entry_name(request._replace(gradient=gradient)): {
+            for gradient in (True, False):  # training, and inference
+                times = {
                     system: int((row["forward_us"] + gradient * row["backward_us"]) * 1000)
                     for system, row in known.items()
                 }
-                for gradient in (True, False)  # training, and inference
-            }
-            write_entries(path, machine(torch.device("cuda")), table)
+                table = attention_times.table_of(request._replace(gradient=gradient), times)
+                write_entries(path, machine(torch.device("cuda")), table)
     return rows
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.nn import attention_backends as dispatcher
+from vblackwell.nn import attention_times
 from vblackwell.nn.attention_backends import AttentionRequest, attention, attention_backends, choose_attention
 from vblackwell.nn.attention_layer import AttentionCache, FlashAttention, from_multihead_attention
 
@@ -185,6 +186,32 @@ def test_measured_times_decide_among_those_that_accept(monkeypatch):
     monkeypatch.setattr(dispatcher, "_measured", lambda request: {"flash": 10, "triton": 20, "cudnn": 30})
     assert choose_attention(H200) == "flash"
     assert choose_attention(H200._replace(mask="boolean")) == "triton"
+
+
+def test_flex_attention_runs_unasked_for_measured_shapes_alone():
+    """Others of its bucket would be compiled one by one, until there are too many."""
+    measured = H200._replace(mask="boolean", mask_planes=1, batch=2, queries=4000, keys=4000)
+    times = {"flex": 1, "triton": 2, "efficient": 3}
+    entries = attention_times.table_of(measured, times)
+    assert attention_times.known(measured, entries) == times
+    for change in ({"batch": 3}, {"queries": 3999}, {"keys": 3000}, {"mask_planes": 2}, {"window": 5}, {"kv_heads": 4}):
+        other = measured._replace(**change)
+        assert attention_times.shape_name(other) not in entries and "flex" not in attention_times.known(other, entries)
+    neighbour = measured._replace(queries=3999, keys=2500)
+    assert attention_times.known(neighbour, entries) == {"triton": 2, "efficient": 3}
+    older = {attention_times.entry_name(measured): times}  # as tables were written before
+    assert attention_times.known(measured, older) == {"triton": 2, "efficient": 3}
+
+
+def test_what_a_grid_cannot_count_is_refused(monkeypatch):
+    monkeypatch.setattr(dispatcher, "_measured", lambda request: {})
+    assert choose_attention(H200._replace(batch=70_000, window=5)) == "math"
+    for words, change in (("70000 sequences", {"batch": 70_000}), ("planes of a mask", {"mask_planes": 1 << 16})):
+        with pytest.raises(Unsupported, match=f"{words}.*it takes 65535"):
+            choose_attention(H200._replace(**change), "triton")
+    q = torch.randn(3, 2, 5, 16)
+    request = dispatcher.request_of(q, q, q, dispatcher.Variant(mask=torch.ones(3, 1, 5, 5, dtype=torch.bool)))
+    assert (request.batch, request.mask_planes) == (3, 3)
 
 
 def test_every_reason_is_told(monkeypatch):

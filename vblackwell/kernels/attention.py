@@ -16,13 +16,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vblackwell.errors import ConfigurationError
+from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.dispatch import refuse_forward_mode
 from vblackwell.kernels.fused import on_device
 from vblackwell.kernels.rotary import empty_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST_HEAD = 256
+LARGEST_GRID = 65535  # CUDA's, of a launch's second and third dimension
 
 
 def new_seed(device: torch.device) -> Tensor:
@@ -64,9 +65,12 @@ def flash_attention(
 
     Raises:
         ConfigurationError: shapes, types or values that do not belong together.
+        Unsupported: on a GPU, as `grid_reasons` says.
     """
     check_dense(q_BNSH, k_BKTH, v_BKTH, mask)
     check_options(q_BNSH, scale, softcap, alibi_slopes_N, dropout)
+    if q_BNSH.is_cuda:
+        _check_grid(q_BNSH.shape[0], 0 if mask is None else mask.shape[:-2].numel())
     left, right = bounds(causal, window)
     if mask is not None:
         mask = mask.detach()[(None,) * (4 - mask.dim())]
@@ -92,7 +96,7 @@ def flash_attention_varlen(
         max_q, max_k: the longest sequence, or more.
 
     Raises:
-        ConfigurationError: as ``flash_attention``; what ``starts`` hold is not looked at.
+        ConfigurationError, Unsupported: as ``flash_attention``; what ``starts`` hold is not looked at.
     """
     if not (q_SNH.dim() == k_TKH.dim() == 3 and k_TKH.shape == v_TKH.shape and q_SNH.shape[-1] == k_TKH.shape[-1]):
         raise ConfigurationError(
@@ -104,6 +108,8 @@ def flash_attention_varlen(
         raise ConfigurationError("packed attention: q_starts and k_starts are (B + 1,) int32")
     check_heads(q_SNH, k_TKH, v_TKH, 1)
     check_options(q_SNH, scale, softcap, alibi_slopes_N, dropout)
+    if q_SNH.is_cuda:
+        _check_grid(q_starts.shape[0] - 1, 0)
     left, right = bounds(causal, window)
     if dropout and seed is None:
         seed = new_seed(q_SNH.device)
@@ -112,6 +118,17 @@ def flash_attention_varlen(
         q_SNH.shape[-1] ** -0.5 if scale is None else scale, left, right, bottom_right, softcap or 0.0, dropout,
     )  # fmt: skip
     return out
+
+
+def grid_reasons(batch: int, mask_planes: int) -> list[str]:
+    """What a launch has against so many sequences, and (S, T) planes of a mask."""
+    found = ((batch, "sequences"), (mask_planes, "planes of a mask, along batch and heads"))
+    return [f"{count} {what}: it takes {LARGEST_GRID}" for count, what in found if count > LARGEST_GRID]
+
+
+def _check_grid(batch: int, mask_planes: int) -> None:
+    if reasons := grid_reasons(batch, mask_planes):
+        raise Unsupported(f"flash_attention of {'; '.join(reasons)}: cut the batch")
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor, head_dim: int) -> None:

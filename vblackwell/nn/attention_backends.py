@@ -22,9 +22,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vblackwell.errors import ConfigurationError, Unsupported, nearest
 from vblackwell.kernels import attention_plan
-from vblackwell.kernels.attention import WIDEST_HEAD, bounds, check_dense, check_options, flash_attention
+from vblackwell.kernels.attention import (
+    WIDEST_HEAD,
+    bounds,
+    check_dense,
+    check_options,
+    flash_attention,
+    grid_reasons,
+)
 from vblackwell.kernels.attention_reference import attention_reference
 from vblackwell.kernels.fused import interpreting
+from vblackwell.nn import attention_times
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -43,7 +51,7 @@ class Variant(NamedTuple):
 
 
 class AttentionRequest(NamedTuple):
-    """What a backend may look at before it agrees. ``mask`` is 'none', 'boolean' or 'additive'; ``masks_differ``: along batch or heads."""
+    """What a backend may look at before it agrees. ``mask`` is 'none', 'boolean' or 'additive', of ``mask_planes`` (S, T)."""
 
     device: str
     capability: tuple[int, int]
@@ -63,6 +71,8 @@ class AttentionRequest(NamedTuple):
     gradient: bool = False
     mask_gradient: bool = False
     deterministic: bool = False
+    batch: int = 1
+    mask_planes: int = 0
 
     @property
     def kind(self) -> str:
@@ -84,7 +94,7 @@ def request_of(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, variant: Variant)
         variant.alibi_slopes_N is not None, variant.dropout > 0,
         torch.is_grad_enabled() and (q_BNSH.requires_grad or k_BKTH.requires_grad or v_BKTH.requires_grad),
         torch.is_grad_enabled() and mask is not None and mask.requires_grad,
-        torch.are_deterministic_algorithms_enabled(),
+        torch.are_deterministic_algorithms_enabled(), q_BNSH.shape[0], 0 if mask is None else mask.shape[:-2].numel(),
     )  # fmt: skip
 
 
@@ -103,7 +113,7 @@ def _triton_reasons(r: AttentionRequest) -> list[str]:
         reasons.append(f"a head of {r.head}: it takes {WIDEST_HEAD}")
     if r.mask_gradient:
         reasons.append("the mask wants a gradient")
-    return reasons
+    return reasons + (grid_reasons(r.batch, r.mask_planes) if r.device == "cuda" else [])
 
 
 def _torch_reasons(r: AttentionRequest, dtypes: tuple[torch.dtype, ...], widest: int) -> list[str]:
@@ -258,7 +268,7 @@ def preference(r: AttentionRequest) -> tuple[str, ...]:
     """Backends in the order in which they are taken where nothing was measured.
 
     cuDNN leads on Hopper, flash before it (docs/attention.md); the CPU takes flash, the interpreter being for tests. FlexAttention
-    compiles for seconds, so only a measurement or its name brings it. In fp32 the own kernel does not use tensor cores.
+    compiles for seconds, so only a measurement of the shape or its name brings it. In fp32 the own kernel does not use tensor cores.
     """
     if r.device == "cpu":
         return ("flash", "math", "triton")
@@ -320,17 +330,11 @@ def attention(
     return BACKENDS[name].run(q_BNSH, k_BKTH, v_BKTH, variant), name
 
 
-def entry_name(r: AttentionRequest) -> str:
-    """The key of measured times: type, head width, length up to the next power of two, and kind."""
-    bucket = 1 << max(0, max(r.queries, r.keys) - 1).bit_length()
-    return f"backend|{str(r.dtype).removeprefix('torch.')}|{r.head}|{bucket}|{r.kind}"
-
-
 def _measured(r: AttentionRequest) -> dict[str, int]:
     """Times by backend, where some are known."""
     if r.device != "cuda" or torch.compiler.is_compiling():
         return {}
-    return attention_plan.entries(torch.device("cuda", torch.cuda.current_device())).get(entry_name(r), {})
+    return attention_times.known(r, attention_plan.entries(torch.device("cuda", torch.cuda.current_device())))
 
 
 def _ranking(r: AttentionRequest) -> tuple[str, ...]:
@@ -341,7 +345,7 @@ def _ranking(r: AttentionRequest) -> tuple[str, ...]:
 
 
 def tune_attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, **variant: Any) -> dict[str, int]:
-    """Times (ns) of every backend that accepts, with backward if gradients are wanted; kept for requests of this kind.
+    """Times (ns) of every backend that accepts, with backward if gradients are wanted; kept as `attention_times.table_of` says.
 
     What a backend makes of a mask at every call (tile lists, FlexAttention's block mask) is part of its time.
 
@@ -356,7 +360,7 @@ def tune_attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, **variant: An
     for name in preference(request):
         if name != "math" and not BACKENDS[name].reasons(request):
             times[name] = int(_measure_ns(BACKENDS[name], (q_BNSH, k_BKTH, v_BKTH), chosen, request.gradient))
-    attention_plan.store(q_BNSH.device, {entry_name(request): times})
+    attention_plan.store(q_BNSH.device, attention_times.table_of(request, times))
     return times
 
 
