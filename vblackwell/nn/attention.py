@@ -1,7 +1,8 @@
 """Causal grouped-query self-attention of the decoder, on PyTorch's ``scaled_dot_product_attention`` or a backend given by name.
 
-The mask is given as ``is_causal`` wherever that is the whole truth: an explicit mask sends SDPA to its slow backends. Only a
-prompt that continues a filled cache needs one.
+The mask is given as ``is_causal`` wherever that is the whole truth: an explicit mask sends SDPA to its slow backends, on an H200 nine
+times slower for eight documents in a row of 8k (docs/log-attention.md). So on CUDA packed documents, and prompts that continue
+a filled cache, go to the dispatcher.
 
 Legend: B batch, S new positions, T all positions, D model width, N query heads, K key-value heads, H head width.
 """
@@ -66,6 +67,9 @@ class SelfAttention(nn.Module):
             return self.o_proj(self._masked(q_BNSH, k_BKTH, v_BKTH, mask_BSS))
         new, known = q_BNSH.shape[2], k_BKTH.shape[2]
         mask_ST = None
+        if 1 < new < known and q_BNSH.is_cuda:
+            y_BNSH, _ = attention(q_BNSH, k_BKTH, v_BKTH, causal=True, bottom_right=True)
+            return self.o_proj(y_BNSH.transpose(1, 2).reshape(*x_BSD.shape[:2], -1))
         if 1 < new < known:
             mask_ST = torch.ones(new, known, dtype=torch.bool, device=x_BSD.device).tril(known - new)
         y_BNSH = functional.scaled_dot_product_attention(
@@ -79,6 +83,9 @@ class SelfAttention(nn.Module):
                 f"packed documents need a mask, and attention is fixed to {self.backend!r}, which may have none: pack nothing, or leave "
                 "the choice open"
             )
+        if q_BNSH.is_cuda:
+            y_BNSH, _ = attention(q_BNSH, k_BKTH, v_BKTH, mask=mask_BSS[:, None])
+            return y_BNSH.transpose(1, 2).reshape(q_BNSH.shape[0], q_BNSH.shape[2], -1)
         if self.grouped:  # with a mask, SDPA has no fused kernel for grouped heads
             k_BKTH, v_BKTH = (x.repeat_interleave(q_BNSH.shape[1] // x.shape[1], dim=1) for x in (k_BKTH, v_BKTH))
         y_BNSH = functional.scaled_dot_product_attention(q_BNSH, k_BKTH, v_BKTH, attn_mask=mask_BSS[:, None])

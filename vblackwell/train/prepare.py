@@ -217,6 +217,11 @@ def _choose_attention(
         _refuse_foreign(model, config.seq_length)
     elif kind != "sdpa":
         return kind
+    elif packs and device.type == "cuda" and (not foreign or why_not(model) is None):
+        # Documents that share rows need a mask, for which SDPA's fastest is nine times slower (docs/log-attention.md).
+        if foreign:
+            cleanup.callback(use_dispatcher(model))
+        return "the dispatcher's, with a mask of documents"
     wanted = (*learner.heads, config.seq_length, precision.compute_dtype or torch.float32, device)
     if not config.use_flash_attn:
         return chosen_backend(*wanted)
