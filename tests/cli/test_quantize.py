@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GPTJConfig, GPTJForCausalLM
 
 from vblackwell.artifacts.commit import CommitFolder, verify_folder
 from vblackwell.artifacts.compressed import format_of_config, from_entries, not_packable_reasons, to_entries
 from vblackwell.artifacts.folder import load_specs, load_state, save_model
 from vblackwell.artifacts.shards import spec_of
-from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
+from vblackwell.errors import ConfigurationError, CorruptData, FolderMismatch, Unsupported
 from vblackwell.infer.command import Places, generate_command
 from vblackwell.infer.generate import generate
 from vblackwell.infer.load import load_decoder
@@ -26,6 +27,7 @@ from vblackwell.numerics.formats import format_named
 from vblackwell.numerics.fp4 import joint_tensor_scale, quantize
 from vblackwell.numerics.separation import separate
 from vblackwell.numerics.sqnr import sqnr
+from vblackwell.train.calibrate import calibrate
 from vblackwell.train.quantize import quantize_command, quantize_folder
 
 FORMATS = ["nvfp4", "mxfp4", "nf4", "int4", "int8"]
@@ -375,3 +377,20 @@ def test_a_budget_is_measured_kept_and_packed_by(source, tmp_path, monkeypatch, 
         with pytest.raises(ConfigurationError):
             quantize_command(str(source), str(tmp_path / "refused"), **wrong)
         assert not (tmp_path / "refused").exists()
+
+
+def test_what_is_measured_is_the_model_of_the_files(source, tmp_path, monkeypatch):
+    """An architecture whose limit has another name; and a layer that no file has, which transformers would draw at random."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("abc bca cab " * 400)
+    shape = GPTJConfig(
+        vocab_size=64, n_positions=32, n_embd=32, n_layer=1, n_head=2, rotary_dim=8, bos_token_id=0, eos_token_id=0
+    )
+    GPTJForCausalLM(shape).save_pretrained(tmp_path / "model")
+    shutil.copy(source / "tokenizer.json", tmp_path / "model")
+    chosen = calibrate(tmp_path / "model", tmp_path / "text.txt", 1.0, sequences=4, pattern="q_proj")
+    assert [*chosen.shapes] == ["transformer.h.0.attn.q_proj"]
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"n_layer": 2}))
+    with pytest.raises(FolderMismatch, match=r"lacks transformer\.h\.1\."):
+        calibrate(tmp_path / "model", tmp_path / "text.txt", 1.0)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vblackwell.artifacts.checked import check_weights
 from vblackwell.artifacts.commit import MANIFEST, newest_complete, verify_folder
 from vblackwell.artifacts.folder import check_names, load_specs, load_state, load_weights, read_config, read_json
 from vblackwell.errors import ConfigurationError, CorruptData
@@ -150,6 +151,7 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
 
     Raises:
         ConfigurationError, CorruptData: as ``load_decoder``; or ``transformers`` cannot open it.
+        FolderMismatch, Unsupported: what no file has, ``transformers`` would draw at random; or as `check_weights`.
     """
     config = read_config(folder)
     if config.get("quantization_config"):
@@ -158,6 +160,7 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
         return load_decoder(folder, device, dtype)
     from transformers import AutoModelForCausalLM
 
+    check_weights(folder)
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", local_files_only=True)
     except (ValueError, OSError) as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from vblackwell.artifacts.checked import LIMITS
 from vblackwell.artifacts.folder import read_config
 from vblackwell.errors import ConfigurationError
 from vblackwell.infer.load import load_model
@@ -37,12 +38,13 @@ def calibrate(
 
     Raises:
         ConfigurationError: no tokenizer, too little text, or as `assign_precision`.
-        CorruptData, Unsupported: the folder cannot be opened.
+        FolderMismatch, CorruptData, Unsupported: the folder's files are not those of its config.json, or cannot be opened.
     """
     if not (folder / "tokenizer.json").is_file():
         raise ConfigurationError(f"{folder} has no tokenizer.json: calibration needs the model's own tokenizer")
-    limit = read_config(folder).get("max_position_embeddings")
-    windows = PackedDataset(prepare_data(data, folder), min(seq_length, limit or seq_length))
+    config = read_config(folder)
+    limit = next((config[name] for name in LIMITS if isinstance(config.get(name), int)), seq_length)
+    windows = PackedDataset(prepare_data(data, folder), min(seq_length, limit))
     count = min(sequences, len(windows))
     model = load_model(folder, device).eval()
     drawn = [windows.batch(np.arange(start, min(start + _BATCH, count))) for start in range(0, count, _BATCH)]
