@@ -16,6 +16,7 @@ from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.plan.causal_lm import build_causal_lm, language_loss, plain_batches
 from vblackwell.plan.collectives import Cost, Link, cost_of, grid_of
+from vblackwell.plan.divisible import Size, legal_degree, undivided, with_heads
 from vblackwell.plan.linear_layers import Layer, linear_layers
 from vblackwell.plan.parallel import (
     Unit,
@@ -25,6 +26,7 @@ from vblackwell.plan.parallel import (
     stages_of,
     strategies,
 )
+from vblackwell.train.estimate_parallel import ParallelPlan
 
 FAST = Link(0.0, 1e18)
 BYTES_ONLY = Link(0.0, 1e9)
@@ -180,12 +182,71 @@ def test_the_chain_is_the_cheapest_of_all():
 
 def test_what_does_not_divide_is_refused_by_name():
     found = {each.name: each for each in strategies(workload((Layer("odd", 64, 1023, (4095,), False),)), 4)}
-    assert found["tensor"].refused == "odd does not divide by 4 GPUs"
+    assert found["tensor"].refused == "odd, 1,023 to 4,095 features, does not divide by 4 GPUs"
     assert found["fsdp"].refused and found["pipeline"].refused == "0 layer groups do not make 4 stages"
     with pytest.raises(ConfigurationError, match="1 GPUs"):
         strategies(workload(), 1)
     with pytest.raises(ConfigurationError, match="did you mean 'mesh'"):
         strategies(workload(), 2, "mesch")
+
+
+# -- heads ---------------------------------------------------------------------------------------------------------------------
+
+FOUR_HEADS = (
+    Layer("q", 64, 1024, (1024, 512, 512), False, heads=(28, 4)), layer(1024, 1024, joined=True),
+    layer(1024, 4096), layer(4096, 1024, joined=True),
+)  # fmt: skip
+SIZES = (Size("attention heads", 28), Size("key heads", 4), Size("intermediate size", 4096), Size("vocabulary", 50257))
+
+
+def test_heads_that_do_not_divide_are_gathered_before_attention():
+    apart = (FOUR_HEADS[0], replace(FOUR_HEADS[1], joined=False), *FOUR_HEADS[2:])
+    for p, link in itertools.product((2, 4, 8), (BYTES_ONLY, Link(1e-3, 1e9))):
+        found = next(each for each in strategies(workload(FOUR_HEADS), p, link=link) if each.name == "tensor")
+        best = all_chains(FOUR_HEADS if p < 8 else apart, p, link)
+        assert found.communication_seconds == pytest.approx(best, rel=1e-9)
+    assert all_chains(apart, 8, BYTES_ONLY) > all_chains(FOUR_HEADS, 8, BYTES_ONLY)
+
+
+def test_attention_is_whole_where_its_heads_are_not_divided():
+    work = workload(FOUR_HEADS, (Unit(1000, 1.0, 2.0),), attention=0.5)  # of 3 seconds of products
+    seconds = {p: {each.name: each.step_seconds for each in strategies(work, p, link=FAST)} for p in (4, 8)}
+    assert seconds[4]["tensor"] == pytest.approx(3 / 4) and seconds[8]["tensor"] == pytest.approx(2.5 / 8 + 0.5)
+    assert [seconds[4][kind] for kind in ("row", "hybrid")] == [pytest.approx(2.5 / 4 + 0.5)] * 2
+
+
+def test_groups_of_the_largest_legal_degree_are_tried_beside():
+    assert [legal_degree(SIZES, p) for p in (2, 3, 4, 6, 8, 12)] == [2, 1, 4, 2, 4, 4]
+    assert undivided(SIZES, 8) == [SIZES[0], SIZES[1], SIZES[3]] and not undivided((), 7)
+    work = workload(FOUR_HEADS, (Unit(1000, 1.0, 2.0),) * 8, sizes=SIZES)
+    found = {each.name: each for each in strategies(work, 8, link=BYTES_ONLY)}
+    four = {each.name: each for each in strategies(work, 4, link=BYTES_ONLY)}
+    assert "tensor x4" not in four and "tensor x4" not in {each.name for each in strategies(work, 3, link=BYTES_ONLY)}
+    both, one = found["tensor x4"], four["tensor"]
+    summed = cost_of("all_reduce", work.parameters * work.width / 4, 2)
+    assert both.tokens == 2 * one.tokens and both.gpu_bytes == one.gpu_bytes
+    assert both.step_seconds == pytest.approx(one.step_seconds + summed.seconds(BYTES_ONLY))
+    assert both.sent_bytes == pytest.approx(one.sent_bytes + summed.num_bytes)
+    free = next(each for each in strategies(work, 8, link=FAST) if each.name == "tensor x4")
+    assert free.efficiency == pytest.approx(1.0)
+
+
+def test_a_plan_says_what_does_not_divide_and_what_would():
+    def told(p: int, sizes: tuple[Size, ...] = SIZES) -> str:
+        work = workload(FOUR_HEADS, sizes=sizes)
+        return "; ".join(ParallelPlan(p, "ring", "a link", 1, tuple(strategies(work, p)), sizes).division())
+
+    assert told(4) == (
+        "tensor parallelism: the vocabulary of 50,257 does not divide by 4 GPUs: the head is divided by its input features, or whole on "
+        "every GPU"
+    )
+    assert told(2, SIZES[:2]) == "tensor parallelism: 28 attention heads and 4 key heads divide by 2 GPUs"
+    assert (
+        "28 attention heads, 4 key heads and the vocabulary of 50,257 do not divide by 8 GPUs; 'tensor' gathers"
+        in told(8)
+    )
+    assert told(8).endswith("'tensor x4' is 2 groups of 4 GPUs, which do divide; each has a batch of its own")
+    assert told(3).endswith("no part of 3 GPUs divides: take 2 or 4 GPUs for tensor parallelism") and told(3, ()) == ""
 
 
 # -- sharded data and pipelines ----------------------------------------------------------------------------------------------
@@ -253,9 +314,13 @@ def tokens() -> Tensor:
 
 
 def layers_of(kind: str) -> tuple[Layer, ...]:
+    return of_small(kind)[1]
+
+
+def of_small(kind: str) -> tuple[torch.nn.Module, tuple[Layer, ...]]:
     model = build_causal_lm({"model_type": kind} | SMALL[kind], kind)
     with plain_batches():
-        return linear_layers(model, lambda: language_loss(model, {"input_ids": tokens(), "labels": tokens()}))
+        return model, linear_layers(model, lambda: language_loss(model, {"input_ids": tokens(), "labels": tokens()}))
 
 
 def shape_of(each: Layer) -> tuple[int, tuple[int, ...], bool]:
@@ -273,6 +338,19 @@ def test_layers_of_known_architectures():
     assert [shape_of(each) for each in experts[:2]] == [(64, (256,), True), (256, (64,), True)]
 
 
+@pytest.mark.parametrize(
+    ("kind", "heads", "sizes"),
+    [("llama", (4,), [4, 128, 500]), ("gpt2", (4,), [4, 256, 500]), ("mixtral", (4, 2), [4, 2, 128, 500])],
+)
+def test_heads_of_known_architectures(kind, heads, sizes):
+    layers, found = with_heads(*of_small(kind))
+    assert [each.heads for each in layers].count(heads) == SMALL[kind].get(
+        "n_layer", SMALL[kind].get("num_hidden_layers")
+    )
+    assert {each.heads for each in layers} == {(), heads}
+    assert [size.count for size in found] == sizes and found[-1].name == "vocabulary"
+
+
 def test_our_decoder_has_them_too():
     with torch.device("meta"):
         model = Decoder(
@@ -283,3 +361,4 @@ def test_our_decoder_has_them_too():
     found = linear_layers(model, lambda: model(tokens(), tokens()))
     assert [each.joined for each in found] == [False, True, False, True] * 2 + [False]
     assert sum(each.elements for each in found) == sum(p.numel() for p in model.parameters() if p.dim() == 2) - 100 * 32
+    assert [size.count for size in with_heads(model, found)[1]] == [2, 64, 100]

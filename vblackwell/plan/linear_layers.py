@@ -25,6 +25,7 @@ class Layer:
         parts: what each of them makes.
         joined: its input comes from the layer before, feature by feature.
         copies: matrices of that size, of which each row takes a few: experts.
+        heads: numbers of heads in which its parts come to the next layer; () where these are features by themselves.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Layer:
     parts: tuple[int, ...]
     joined: bool
     copies: int = 1
+    heads: tuple[int, ...] = ()
 
     @property
     def out_features(self) -> int:

@@ -18,6 +18,8 @@ hybrid    R to R   all-reduce of M (N / c) b among r GPUs,     all-reduce of M (
 An S that must become an R is gathered. So a layer on its own is cheapest by columns where its output is large (N > K: the whole way
 costs n(N) + 2 n(K)), by rows where it is small (2 n(N) + n(K)), and as a grid of r rows and c columns where both are alike and GPUs
 are many; and two joined layers are cheapest as column and row. The cheapest chain of choices is found exactly, by dynamic programming.
+Where heads do not divide, queries, keys and values that are divided are gathered before attention (`vblackwell.plan.divisible`), and the
+largest part of the GPUs that divides everything is tried as well, the others being replicas with batches of their own.
 
 *FSDP* (Rajbhandari et al., ZeRO, 2020; Zhao et al., PyTorch FSDP, 2023): every GPU has its own batch; a unit's weights are gathered before
 its forward and, but for the last, before its backward, one unit ahead, and its gradients reduced and scattered behind it; on one port.
@@ -33,6 +35,7 @@ from dataclasses import dataclass, replace
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.plan.collectives import Cost, Link, cost_of, grid_of
+from vblackwell.plan.divisible import Size, legal_degree
 from vblackwell.plan.linear_layers import Layer
 
 KINDS = ("column", "row", "hybrid")
@@ -56,9 +59,11 @@ class Workload:
     Attributes:
         layers, units: in the order of the forward. parameters: elements of all weights.
         tokens: in a step. width: bytes of an element of an activation.
-        products: seconds of matrix products and attention. others: of all other operators but the optimizer's. optimizer: of those.
+        products: seconds of matrix products and attention; attention: of that alone. others: of all other operators but the optimizer's.
+        optimizer: of those.
         state_bytes: weights, gradients and the optimizer's. activation_bytes: activations, logits, workspace at their most.
         boundary_bytes: of the activation between two blocks. recompute: blocks run their forward twice.
+        sizes: what the GPUs of a tensor-parallel group should divide.
     """
 
     layers: tuple[Layer, ...]
@@ -73,6 +78,8 @@ class Workload:
     activation_bytes: int
     boundary_bytes: int
     recompute: bool = False
+    sizes: tuple[Size, ...] = ()
+    attention: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -85,7 +92,7 @@ class Strategy:
     """A step on several GPUs.
 
     Attributes:
-        name: 'tensor', 'column', 'row', 'hybrid', 'fsdp' or 'pipeline'.
+        name: 'tensor', 'column', 'row', 'hybrid', 'fsdp', 'pipeline', or 'tensor x4': groups of four, each with a batch.
         step_seconds, tokens: of one step of all GPUs together.
         communication_seconds: in which a GPU's port works; exposed_seconds: of these, in which its compute waits.
         sent_bytes: by each GPU in a step.
@@ -118,6 +125,9 @@ def strategies(work: Workload, num_gpus: int, topology: str = "ring", link: Link
     net = _Net(num_gpus, topology, link or Link())
     found = [tensor(work, net, KINDS, "tensor")]
     found += [tensor(work, net, (kind,), kind) for kind in KINDS]
+    degree = legal_degree(work.sizes, num_gpus)
+    if work.layers and 1 < degree < num_gpus:
+        found.append(replicated(work, net, degree))
     found += [fsdp(work, net), pipeline(work, net, MICRO_BATCHES_A_STAGE * num_gpus)]
     return sorted(found, key=lambda each: (each.refused is not None, -each.efficiency))
 
@@ -180,7 +190,7 @@ class _Chain:
 
 
 def cheapest(work: Workload, net: _Net, kinds: Sequence[str]) -> _Chain | str:
-    """The chain of choices with the least communication; or the name of a layer that none of ``kinds`` can divide."""
+    """The chain of choices with the least communication; or in words the layer that none of ``kinds`` can divide."""
     largest = max((layer.elements for layer in work.layers), default=0)
     repeats = 2 if work.recompute else 1
     best: dict[bool, _Chain] = {False: _Chain(0.0, Cost(), Cost(), ())}  # by whether the output is divided
@@ -189,12 +199,13 @@ def cheapest(work: Workload, net: _Net, kinds: Sequence[str]) -> _Chain | str:
         if layer.elements <= SMALL_SHARE * largest:
             allowed = ["whole"]
         if not allowed:
-            return layer.name
+            made = " + ".join(f"{part:,}" for part in layer.parts)
+            return f"{layer.name}, {layer.in_features:,} to {made} features,"
         following: dict[bool, _Chain] = {}
         for divided, chain in best.items():
-            loose = divided and not layer.joined
+            before = work.layers[index - 1]
+            loose = divided and not (layer.joined and all(count % net.num_gpus == 0 for count in before.heads))
             if loose:  # made whole for what lies between
-                before = work.layers[index - 1]
                 whole = net.cost("all_gather", before.rows * before.out_features * work.width, net.num_gpus)
                 chain = _add(chain, whole, Cost(), net.link, repeats)
             for kind in allowed:
@@ -220,20 +231,45 @@ def _add(chain: _Chain, forward: Cost, backward: Cost, link: Link, repeats: int)
 
 
 def tensor(work: Workload, net: _Net, kinds: Sequence[str], name: str) -> Strategy:
-    """Every layer divided by the cheapest of ``kinds``. Products and the optimizer are divided, other operators counted whole."""
+    """Every layer divided by the cheapest of ``kinds``. Products and the optimizer are divided, other operators counted whole.
+
+    Attention is divided where queries, keys and values arrive so, by heads; of a model whose heads are not known it is taken to be.
+    """
     if not work.layers:
         return Strategy(name, refused="no linear layers were found")
     chain = cheapest(work, net, kinds)
     if isinstance(chain, str):
         return Strategy(name, refused=f"{chain} does not divide by {net.num_gpus} GPUs")
     total = chain.forward + chain.backward
-    compute = (work.products + work.optimizer) / net.num_gpus + work.others
+    inside = [
+        kind == "column" and all(count % net.num_gpus == 0 for count in layer.heads)
+        for layer, kind in zip(work.layers, chain.kinds, strict=True)
+        if layer.heads
+    ]
+    whole = work.attention * inside.count(False) / max(1, len(inside))
+    compute = (work.products - whole + work.optimizer) / net.num_gpus + whole + work.others
     cut = sum(layer.elements for layer, kind in zip(work.layers, chain.kinds, strict=True) if kind != "whole")
     share = min(1.0, cut / work.parameters)
     state = work.state_bytes * (1 - share + share / net.num_gpus)
     return _strategy(
         work, net, name, compute + chain.seconds, work.tokens, chain.seconds, chain.seconds, total.num_bytes,
         state + work.activation_bytes, tuple((layer.name, kind) for layer, kind in zip(work.layers, chain.kinds, strict=True)),
+    )  # fmt: skip
+
+
+def replicated(work: Workload, net: _Net, degree: int) -> Strategy:
+    """Tensor parallelism among ``degree`` GPUs, as many groups with a batch each; gradients are added up behind the backward."""
+    groups = net.num_gpus // degree
+    one = tensor(work, replace(net, num_gpus=degree), KINDS, f"tensor x{degree}")
+    if one.refused:
+        return one
+    whole = sum(layer.elements for layer, (_, kind) in zip(work.layers, one.layers, strict=True) if kind == "whole")
+    cut = min(work.parameters, sum(layer.elements for layer in work.layers) - whole)
+    summed = net.cost("all_reduce", (work.parameters - cut + cut / degree) * work.width, groups)
+    seconds = summed.seconds(net.link)
+    return _strategy(
+        work, net, one.name, one.step_seconds + seconds, groups * work.tokens, one.communication_seconds + seconds,
+        one.exposed_seconds + seconds, one.sent_bytes + summed.num_bytes, one.gpu_bytes, one.layers,
     )  # fmt: skip
 
 

@@ -77,9 +77,11 @@ class Estimated:
         if self.speed is not None:
             found.append(f"speeds by {self.speed.rates}; streamed without the host's own time, on an H200 6 % too fast")
         if self.parallel is not None:
+            heads = any(size.is_heads for size in self.parallel.sizes)
             found.append(
                 "several GPUs by formulas alone, never measured here: every message 10 us, tensor parallelism without overlap, its "
-                "activations and operators other than products whole on every GPU, attention heads that divide"
+                "activations and operators other than products whole on every GPU"
+                + ("" if heads else "; attention heads, which are not known here, that divide")
             )
         return found
 
