@@ -67,10 +67,11 @@ def test_seed_decides(model, tokenizer):
 
 
 def test_the_callers_state_is_left_alone(model, tokenizer):
-    model.train()
-    rng = torch.get_rng_state()
+    model.train().layers[1].eval()  # a part may have a mode of its own
+    rng, modes = torch.get_rng_state(), [module.training for module in model.modules()]
     generate(model, tokenizer, "x", 3)
     assert model.training and torch.equal(rng, torch.get_rng_state())
+    assert modes == [module.training for module in model.modules()]
     model(torch.tensor([[1, 2]]), torch.tensor([[2, 3]])).backward()  # nothing was made under inference mode
     model.zero_grad()
 

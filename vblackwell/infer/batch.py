@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.infer.generate import attending, encode, end_tokens, room
+from vblackwell.infer.generate import attending, encode, end_tokens, room, writing
 from vblackwell.infer.room import room_for
 from vblackwell.infer.sampling import Arrival, Sampling, check_seed, sample
 
@@ -47,22 +47,17 @@ def generate_batch(
     numbers = [encode(model, tokenizer, prompt) for prompt in prompts]
     longest = max(map(len, numbers))
     count = room(model, longest, max_new_tokens)
-    training = model.training
-    model.eval()
-    try:
-        written: list[list[int]] = [[] for _ in prompts]
-        ends, open_rows = end_tokens(model), set(range(len(prompts)))
-        with room_for(model, len(prompts), longest + count) as (cache, chunk):
-            for tokens in columns(model, numbers, count, sampling, seed, prefill_chunk or chunk, cache):
-                for row in list(open_rows):
-                    if tokens[row] in ends:
-                        open_rows.discard(row)
-                    else:
-                        written[row].append(tokens[row])
-                if not open_rows:
-                    break
-    finally:
-        model.train(training)
+    written: list[list[int]] = [[] for _ in prompts]
+    ends, open_rows = end_tokens(model), set(range(len(prompts)))
+    with writing(model), room_for(model, len(prompts), longest + count) as (cache, chunk):
+        for tokens in columns(model, numbers, count, sampling, seed, prefill_chunk or chunk, cache):
+            for row in list(open_rows):
+                if tokens[row] in ends:
+                    open_rows.discard(row)
+                else:
+                    written[row].append(tokens[row])
+            if not open_rows:
+                break
     return [_behind(tokenizer, prompt, new) for prompt, new in zip(numbers, written, strict=True)]
 
 

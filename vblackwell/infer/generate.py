@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,19 +64,26 @@ def generate(
     numbers = encode(model, tokenizer, prompt)
     count = room(model, len(numbers), max_new_tokens)
     ends, stream = end_tokens(model), _Text(tokenizer, numbers, on_token)
-    training = model.training
+    with writing(model), room_for(model, 1, len(numbers) + count) as (cache, chunk):
+        step = stepper(model, len(numbers) + count, prefill_chunk or chunk, cache)
+        prompt_BS = torch.tensor([numbers], device=next(model.parameters()).device)
+        for token in draws(step, prompt_BS, count, sampling, seed, ahead=int(prompt_BS.is_cuda)):
+            if token in ends:
+                break
+            stream.add(token)
+    return stream.finish()
+
+
+@contextmanager
+def writing(model: nn.Module) -> Iterator[None]:
+    """Inside, all of the model is in eval mode; each module gets its own mode back, which need not be the model's."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with room_for(model, 1, len(numbers) + count) as (cache, chunk):
-            step = stepper(model, len(numbers) + count, prefill_chunk or chunk, cache)
-            prompt_BS = torch.tensor([numbers], device=next(model.parameters()).device)
-            for token in draws(step, prompt_BS, count, sampling, seed, ahead=int(prompt_BS.is_cuda)):
-                if token in ends:
-                    break
-                stream.add(token)
+        yield
     finally:
-        model.train(training)
-    return stream.finish()
+        for module, mode in modes:
+            module.training = mode
 
 
 def attending(input_ids_BS: Tensor) -> AbstractContextManager[object]:
