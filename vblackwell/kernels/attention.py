@@ -53,7 +53,8 @@ def flash_attention(
     Args:
         q_BNSH: queries, H up to 256. Any strides; the last dimension is best contiguous.
         k_BKTH, v_BKTH: keys and values; N is a multiple of K.
-        mask: broadcastable to (B, N, S, T): boolean (True attends) or floating point (added to the scores; gets no gradient).
+        mask: broadcastable to (B, N, S, T): boolean (True attends) or floating point (added to the scores; gets no gradient; numbers
+            near the least of fp32 hide as -inf does).
         causal: no key behind the query's place is seen. Together with a mask both hold.
         bottom_right: the last query stands at the last key, instead of the first at the first.
         window: keys seen including the query's own place: the last ``window`` with ``causal``, otherwise as many to each side.
