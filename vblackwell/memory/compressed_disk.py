@@ -193,8 +193,7 @@ class CompressedDiskLevel(DiskLevel):
 
     def _pack(self, piece: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor] | None:
         """Sizes of the planes, and their bytes in the thread's own memory; None where that saves no page."""
-        itemsize = _itemsize_of(piece, self._zstd_level)
-        planes = lossless.compress_piece(piece, itemsize, self._zstd_level)
+        planes = planes_of(piece, self._zstd_level)
         sizes = tuple(len(plane) for plane in planes)
         stored = sum(sizes)
         with self._counted:
@@ -229,6 +228,11 @@ class CompressedDiskLevel(DiskLevel):
         if not hasattr(self._local, "packed"):
             self._local.packed = map_slab(align_up(self._piece_bytes, PAGE))
         return self._local.packed
+
+
+def planes_of(piece: torch.Tensor, level: int) -> list[Any]:
+    """The compressed planes of a piece of unknown elements: one for each byte of what its beginning shows an element to be."""
+    return lossless.compress_piece(piece, _itemsize_of(piece, level), level)
 
 
 def _itemsize_of(piece: torch.Tensor, level: int) -> int:

@@ -1,7 +1,8 @@
 """``--vgpu-auto`` and ``--batch-size auto``: a plan for a run on this machine, and the settings that follow from it.
 
 The model that is about to be trained is copied to the meta device and traced there; the machine is asked what it has free; its rates are
-those that ``vb doctor`` kept, or are measured now. What the user said explicitly is not chosen again: it bounds the plan.
+those that ``vb doctor`` kept, or are measured now, and those of a disk and of compressing what goes there, where a choice uses one. What
+the user said explicitly is not chosen again: it bounds the plan.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vblackwell.artifacts.hub import find_folder
 from vblackwell.errors import InsufficientMemory
 from vblackwell.estimator import Run
 from vblackwell.hardware import disk_facts, memory_facts
@@ -27,6 +29,7 @@ from vblackwell.plan.rates import Rates
 from vblackwell.plan.trace import Trace, Untraceable, on_meta
 from vblackwell.subject import Subject
 from vblackwell.train.config import TrainConfig
+from vblackwell.train.disk_speed import DiskSpeeds, sample_of
 from vblackwell.train.forecast import Forecast, Machine, plan_of
 from vblackwell.train.measured_rates import keep, kept_rates
 from vblackwell.train.model import learner_of
@@ -50,13 +53,16 @@ def make_training_plan(
 
     Raises:
         InsufficientMemory: none fits.
+        Unsupported: ``--disk-codec lossless`` without the package zstandard.
         Untraceable: the model cannot be traced without its bytes.
     """
     has_gpu = device.type == "cuda"
     rates = _rates_of(device, say)
     # A scaled loss means a factor at the step: nothing is updated before it, so nothing needs a way back.
     undo = not precision.needs_scaler
-    machine = Machine(bounds_of(config, device), rates, has_gpu, undo, may_clip=config.max_grad_norm > 0)
+    folder = None if config.model is None else find_folder(config.model)
+    disk = DiskSpeeds(config.disk_path or default_disk_path(), sample_of(model, folder), config.disk_codec, say)
+    machine = Machine(bounds_of(config, device), rates, has_gpu, undo, config.max_grad_norm > 0, disk)
     vocab_size = next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), 2)
     subject = Subject(config.name, _copier(model), vocab_size, _loss)
     capability = torch.cuda.get_device_capability(device) if has_gpu else (8, 0)
@@ -119,6 +125,7 @@ def apply_plan(config: TrainConfig, plan: Plan) -> TrainConfig:
     return replace(
         config, batch_size=choice.batch_size, accumulation_steps=choice.accumulation_steps, gradient_checkpointing=choice.checkpointing,
         placement=choice.placement, update=str(choice.update), activations=choice.activations, optimizer_states=choice.states,
+        disk_codec=choice.disk_codec or config.disk_codec,
     )  # fmt: skip
 
 

@@ -162,8 +162,9 @@ class TrainConfig:
     disk_path: str | None = None
     """Folder for the disk level's unnamed file, on a disk (not a tmpfs)."""
 
-    disk_codec: Literal["lossless"] | None = None
-    """'lossless': compress what goes to the disk level, as long as that measurably saves time (docs/precision.md). No bit depends on it."""
+    disk_codec: Literal["lossless", "none"] | None = None
+    """'lossless': compress what goes to the disk level, as long as that measurably saves time (docs/precision.md); 'none': do not. Without
+    it --vgpu-auto decides by measured rates, and other runs do not compress. No bit depends on it."""
 
     placement: Literal["auto", "resident", "streamed"] = "auto"
     """Keep all on level 0, stream through it, or decide by what fits."""
@@ -244,6 +245,8 @@ class TrainConfig:
             raise ConfigurationError(f"--update {self.update!r}: give auto, level0, home, or a share between 0 and 1")
 
     def _check_codec(self) -> None:
+        if self.disk_codec not in (None, "lossless", "none"):
+            raise ConfigurationError(f"--disk-codec {self.disk_codec!r} is none of lossless, none: choose one")
         if self.disk_codec == "lossless" and self.disk_memory == 0:
             raise ConfigurationError(
                 "--disk-codec lossless compresses a disk level, and --disk-memory 0 leaves that out: give --disk-memory a size, e.g. "

@@ -7,7 +7,7 @@ is an arena of a stated size, activations lie outside it, and all lanes are the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -24,8 +24,9 @@ from vblackwell.offload.streamed import CUDA_GROUPS, MOST_RESIDENT, Wishes
 from vblackwell.offload.timing import Foreseen, foresee, lane_rates
 from vblackwell.offload.update_place import RING_GROUPS, RING_SHARE, groups_kept, passing_bytes, state_bytes
 from vblackwell.plan.causal_lm import language_batch, plain_batches
+from vblackwell.plan.compression import DiskSpeed, decide, kinds_on, uses_disk
 from vblackwell.plan.estimate import P99_BYTES
-from vblackwell.plan.lanes import disk_hidden_from, simulate
+from vblackwell.plan.lanes import LaneRates, LaneTimes, disk_hidden_from, simulate
 from vblackwell.plan.placement import Bounds, Choice, Lacking, Plan, Prediction, Space, make_plan
 from vblackwell.plan.rates import Rates
 from vblackwell.plan.trace import Trace, trace_training
@@ -49,6 +50,7 @@ class Machine:
 
     Attributes:
         has_gpu: level 0 is a GPU. undo: updates keep a way back, as the trainer's do. may_clip: steps may clip.
+        disk: rates of the disk level by the kinds of bytes that are there, asked where a choice uses it; None: those of ``rates``, plain.
     """
 
     bounds: Bounds
@@ -56,6 +58,7 @@ class Machine:
     has_gpu: bool = True
     undo: bool = True
     may_clip: bool = True
+    disk: Callable[[Iterable[str]], DiskSpeed] | None = None
 
 
 class Forecast:
@@ -199,6 +202,8 @@ class Forecast:
         host -= min(ways_back, max(0, host - self.machine.bounds.host))
         # What level 0 lets in ends at its capacity.
         timed = self._timed(sized, foreseen, min(gpu, most), min(p99, most), host, in_full)
+        if timed.compression is not None:
+            sized = replace(sized, disk_codec="lossless" if timed.compression.used else "none")
         return sized, replace(timed, waiting=waiting)
 
     def _foreseen(
@@ -230,21 +235,43 @@ class Forecast:
 
     def _timed(self, choice: Choice, found: Foreseen, gpu: int, p99: int, host: int, in_full: bool) -> Prediction:
         machine, tokens = self.machine, self._tokens(choice)
-        rates = lane_rates(machine.rates)
-        times = simulate(found.lanes, rates)
+        rates, verdict = lane_rates(machine.rates), None
+        if machine.disk is not None and uses_disk(found.lanes):
+            held = kinds_on(2, found.bytes_by_level, self._weight_type(choice))
+            verdict, rates = decide(
+                found.lanes, rates, held, machine.disk(held), lambda each: self._times(found, each), spare_cores=machine.has_gpu
+            )  # fmt: skip
+        times = self._times(found, rates)
         clipped = None
         if in_full and machine.may_clip and machine.has_gpu:
             clipped = simulate(replace(found.lanes, clips=True), rates).step_seconds
-        seconds, busy = times.step_seconds, times.busy
-        if not machine.has_gpu:  # every lane is the same cores
-            seconds = sum(busy.values()) * seconds
-            busy = {lane: share * times.step_seconds / seconds for lane, share in busy.items()}
         written = sum(group.disk_write for group in found.lanes.groups)
         hidden = disk_hidden_from(found.lanes, rates, tokens) if in_full and written and machine.has_gpu else 0
+        packed = verdict.ratio if verdict is not None and verdict.used else 1.0
         return Prediction(
-            gpu, p99, host, found.bytes_of(2), seconds, tokens, {lane: share for lane, share in busy.items() if share}, clipped,
-            written, hidden,
+            gpu, p99, host, found.bytes_of(2), times.step_seconds, tokens, {lane: share for lane, share in times.busy.items() if share},
+            clipped, int(written / packed), hidden, compression=verdict,
         )  # fmt: skip
+
+    def _times(self, found: Foreseen, rates: LaneRates) -> LaneTimes:
+        """Of a step; without a GPU every lane is the same cores, and one works after the other."""
+        times = simulate(found.lanes, rates)
+        if self.machine.has_gpu:
+            return times
+        share = sum(times.busy.values())
+        return replace(
+            times,
+            step_seconds=share * times.step_seconds,
+            busy={lane: part / share for lane, part in times.busy.items()},
+        )
+
+    def _weight_type(self, choice: Choice) -> str:
+        """Of most of the weights, as torch calls it."""
+        counts: dict[str, int] = {}
+        for param in self.model(choice.checkpointing, choice.fp4).parameters():
+            name = str(param.dtype).removeprefix("torch.")
+            counts[name] = counts.get(name, 0) + param.numel()
+        return max(counts, key=lambda name: counts[name])
 
     def _sized(self, choice: Choice, free: int) -> Choice:
         """How ``free`` bytes of level 0 are divided: a ring, gradients and lent groups, a few weights, the turn, more of either."""

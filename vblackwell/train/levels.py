@@ -13,6 +13,7 @@ import torch
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.hardware import disk_facts
+from vblackwell.memory.compressed_disk import CompressedDiskLevel
 from vblackwell.memory.config import default_disk_path
 from vblackwell.memory.create import create_vgpu_stack
 from vblackwell.train.config import TrainConfig
@@ -33,9 +34,10 @@ def build_stack(config: TrainConfig, device: torch.device, plan: Plan | None = N
     wants_disk = config.vgpu_auto or config.disk_memory is not None or config.disk_path is not None
     if config.disk_memory:
         _refuse_full_disk(config)
-    if config.disk_codec is not None and not wants_disk:
+    codec = "lossless" if config.disk_codec == "lossless" else None
+    if codec is not None and not wants_disk and plan is None:
         raise ConfigurationError("--disk-codec is for a disk level: give --disk-memory or --disk-path as well")
-    given = {"device": device, "disk_codec": config.disk_codec}
+    given: dict[str, Any] = {"device": device, "disk_codec": codec}
     if plan is not None:
         bounds = plan.bounds
         level0 = plan.choice.level0_bytes if device.type == "cuda" else bounds.gpu
@@ -65,6 +67,18 @@ def _refuse_full_disk(config: TrainConfig) -> None:
 def describe_levels(stack: VGPUStack) -> str:
     """One line for the user."""
     return " over ".join(f"{level.name} {format_bytes(level.capacity_bytes)}" for level in stack.levels)
+
+
+def disk_savings(stack: VGPUStack) -> dict[str, Any] | None:
+    """What compressing has saved on the disk level so far, by the level's own books; None where it does not compress."""
+    for level in stack.levels:
+        if isinstance(level, CompressedDiskLevel):
+            savings = level.savings
+            return {
+                "ratio": savings.ratio, "pays": savings.pays, "compressed_bytes": int(savings.packed_bytes),
+                "written_bytes": level.bytes_written, "read_bytes": level.bytes_read,
+            }  # fmt: skip
+    return None
 
 
 # -- what moved ------------------------------------------------------------------------------------------------------------

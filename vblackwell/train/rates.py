@@ -5,6 +5,7 @@ Medians of a few repetitions after a warm-up; good to about a tenth. Serious com
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ COPY_BYTES, QUICK_COPY_BYTES = 256 * MiB, 32 * MiB
 ADAMW_BYTES = 28  # a parameter that AdamW on a CPU, bound by its memory, reads and writes
 DISK_BYTES = 128 * MiB
 DISK_PIECE_BYTES = 8 * MiB
+DISK_SECONDS = 4.0  # each way: a slow disk is measured once
 ADAMW_PARAMETERS = 8 * MiB
 ISSUED_LAYERS, STEPS_ISSUED = 64, 15  # some milliseconds each: one hiccup of the machine does not count
 OPERATORS_OF_A_LAYER = 6  # product and ReLU; ReLU's gradient, two products and a sum
@@ -28,13 +30,16 @@ REPEATS = 3
 
 
 def seconds_of(
-    action: Callable[[], Any], finish: Callable[[], Any] = lambda: None, repeats: int = REPEATS
+    action: Callable[[], Any], finish: Callable[[], Any] = lambda: None, repeats: int = REPEATS, limit_seconds: float = math.inf
 ) -> float:  # fmt: skip
-    """Median wall time of ``action`` followed by ``finish``, after one unmeasured call."""
+    """Median wall time of ``action`` followed by ``finish``, after one unmeasured call; after ``limit_seconds`` no further one is begun."""
+    first = time.perf_counter()
     action()
     finish()
     found = []
     for _ in range(repeats):
+        if found and time.perf_counter() - first > limit_seconds:
+            break
         began = time.perf_counter()
         action()
         finish()
@@ -84,7 +89,8 @@ def disk_gbps(path: str) -> dict[str, float | str]:
             for transfer in [level.read(extent, out) for extent, out in zip(extents, pieces, strict=True)]:
                 transfer.wait()
 
-        return {"write": DISK_BYTES / seconds_of(write) / 1e9, "read": DISK_BYTES / seconds_of(read) / 1e9}
+        ways = {"write": write, "read": read}
+        return {way: DISK_BYTES / seconds_of(do, limit_seconds=DISK_SECONDS) / 1e9 for way, do in ways.items()}
     except DiskError as error:
         return {"refused": str(error)}
     finally:

@@ -20,6 +20,7 @@ from vblackwell.infer.generate import generate, position_limit
 from vblackwell.offload.enable import offload_of
 from vblackwell.train.checkpoint import Checkpoints, export_adapter, export_final, finished_step, refuse_full_disk
 from vblackwell.train.config import TrainConfig
+from vblackwell.train.levels import disk_savings
 from vblackwell.train.machine import choose_device, make_deterministic, peak_gpu_bytes, refuse_distributed
 from vblackwell.train.metrics import MetricsLog, StepRecord
 from vblackwell.train.prepare import Prepared, inspect_data, prepare
@@ -196,6 +197,9 @@ class _Run:
             gpu_peak_bytes=peak_gpu_bytes(parts.device),
             process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )
+        savings = disk_savings(parts.stack)
+        if savings is not None:
+            report["disk_codec"] = savings
         if self.prepared.plan is not None:
             report["plan"] = compare(self.prepared.plan, report, self.speeds)
         self.folder.write_json(REPORT, report)
