@@ -263,6 +263,10 @@ def test_damaged_quantised_folders_are_refused(source, tmp_path):
         load_with({name: tensor for name, tensor in state.items() if name != f"{at}.weight_scale"})
     with pytest.raises(CorruptData, match="block_scales is"):
         load_with(state | {f"{at}.weight_scale": state[f"{at}.weight_scale"][:, :1].contiguous()})
+    packed, scale = state[f"{at}.weight_packed"], state[f"{at}.weight_global_scale"]
+    for entry, wrong in (("packed", packed.int()), ("packed", packed[0]), ("global_scale", scale.repeat(2))):
+        with pytest.raises(CorruptData, match=f"up_proj.weight_{entry} is .* instead of"):
+            load_with(state | {f"{at}.weight_{entry}": wrong})
     with pytest.raises(ConfigurationError, match=r"lacks model\.norm\.weight"):
         load_with({name: tensor for name, tensor in state.items() if name != "model.norm.weight"})
     with pytest.raises(ConfigurationError, match="extra"):

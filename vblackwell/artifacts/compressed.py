@@ -98,16 +98,14 @@ def from_entries(entries: Mapping[str, Tensor], form: Format, dtype: torch.dtype
     Raises:
         CorruptData: entries are missing or do not fit each other.
     """
-    try:
-        codes, scales = entries[PACKED], entries[SCALE]
-        one = torch.ones((), dtype=torch.float32, device=codes.device)
-        n, k = codes.shape[0], codes.shape[1] * 8 // form.bits
-        if form.name in ("int4", "int8", "nf4"):
-            n, k = (int(size) for size in entries[SHAPE])
-        if form.name == "nvfp4":
-            one = entries[GLOBAL].to(torch.float32).reciprocal().reshape(())
-    except KeyError as error:
-        raise CorruptData(f"{name} lacks its entry {error}: the folder is incomplete") from error
+    wanted = _check_entries(entries, form, name)
+    codes, scales = entries[PACKED], entries[SCALE]
+    n, k = codes.shape[0], codes.shape[1] * 8 // form.bits
+    if SHAPE in wanted:
+        n, k = (int(size) for size in entries[SHAPE].flatten())
+    one = torch.ones((), dtype=torch.float32, device=codes.device)
+    if GLOBAL in wanted:
+        one = entries[GLOBAL].to(torch.float32).reciprocal().reshape(())
     if form.name == "int4":
         codes = codes.view(torch.uint8)
     elif form.name == "int8":
@@ -116,6 +114,22 @@ def from_entries(entries: Mapping[str, Tensor], form: Format, dtype: torch.dtype
     packed = PackedTensor(form, (n, k), dtype, codes.contiguous(), scales, one)
     packed.check()
     return packed
+
+
+def _check_entries(entries: Mapping[str, Tensor], form: Format, name: str) -> set[str]:
+    """The entries that a linear in ``form`` has; raises CorruptData where one is missing, or cannot be read as what it is."""
+    words = form.name in ("int4", "int8")
+    wanted = {PACKED, SCALE} | ({GLOBAL} if form.name == "nvfp4" else set())
+    wanted |= {SHAPE} if words or form.name not in _KINDS else set()
+    if lacking := sorted(wanted - set(entries)):
+        raise CorruptData(f"{name} lacks its entry {lacking[0]!r}: the folder is incomplete")
+    kind, sizes = torch.int32 if words else torch.uint8, {GLOBAL: 1, SHAPE: 2}
+    for entry in sorted(wanted):
+        found, numbers = entries[entry], sizes.get(entry)
+        if (entry == PACKED and (found.dim() != 2 or found.dtype != kind)) or numbers not in (None, found.numel()):
+            stated = f"a matrix of {kind}" if numbers is None else f"{numbers} numbers"
+            raise CorruptData(f"{name}.{entry} is {tuple(found.shape)} {found.dtype} instead of {stated}")
+    return wanted
 
 
 def quantization_config(form: Format, ignore: Iterable[str], two_parts: Iterable[str] = ()) -> dict[str, Any]:
