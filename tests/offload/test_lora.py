@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.offload.test_round_trip_models import CONFIGS, RATES, same_bits, step, tokens, written  # noqa: F401 - a fixture
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.infer.adapters import adapted, save_adapter
+from vblackwell.infer.adapters import adapted, read_lora, save_adapter
 from vblackwell.infer.causal_lm import load_causal_lm, save_causal_lm
 from vblackwell.infer.fingerprint import check_base, fingerprint
 from vblackwell.nn.lora import is_adapter
@@ -204,9 +204,13 @@ def test_an_adapter_is_brought_along(written, make_stack, tmp_path):  # noqa: F8
     with pytest.raises(ConfigurationError, match="give one"):
         load(folder, make_stack, adapter=tmp_path / "adapter")
     config = tmp_path / "adapter/adapter_config.json"
-    config.write_text(config.read_text().replace('"use_dora": false', '"use_dora": true'))
-    with pytest.raises(Unsupported, match="adapter_config.json: use_dora"):
-        load(folder, make_stack, lora=None, adapter=tmp_path / "adapter")
+    plain = json.loads(config.read_text())
+    for change in ({"use_dora": True}, {"alora_invocation_tokens": [3]}, {"init_lora_weights": "pissa_niter_4"}):
+        config.write_text(json.dumps(plain | change))
+        with pytest.raises(Unsupported, match=f"adapter_config.json: {next(iter(change))}"):
+            load(folder, make_stack, lora=None, adapter=tmp_path / "adapter")
+    config.write_text(json.dumps(plain | {"init_lora_weights": "gaussian"}))
+    assert read_lora(tmp_path / "adapter").rank == plain["r"]
 
 
 def test_an_adapter_knows_its_base(written, make_stack, tmp_path):  # noqa: F811

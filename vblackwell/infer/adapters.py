@@ -29,16 +29,12 @@ from vblackwell.offload.engine import Offload
 from vblackwell.offload.initialize import Initialize
 from vblackwell.offload.state import export_state
 
+# Of peft's settings: what makes an adapter compute something else than x A^T B^T, or train more than A and B.
 _MORE = (
-    "use_dora",
-    "use_rslora",
-    "rank_pattern",
-    "alpha_pattern",
-    "modules_to_save",
-    "target_parameters",
-    "bias",
-    "lora_bias",
-)
+    "use_dora", "use_rslora", "use_qalora", "use_bdlora", "rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters", "bias",
+    "lora_bias", "alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config", "layer_replication",
+)  # fmt: skip
+_PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")  # others begin by changing the base
 
 
 @dataclass(frozen=True)
@@ -114,6 +110,8 @@ def read_lora(folder: Path) -> Lora:
     file = folder / ADAPTER_CONFIG
     found = read_json(file)
     other = [name for name in _MORE if found.get(name) not in (None, False, {}, [], "none")]
+    begun = found.get("init_lora_weights")
+    other += [] if begun in _PLAIN_BEGINNINGS else [f"init_lora_weights {begun!r}, which changes the base"]
     targets = found.get("target_modules")
     if found.get("peft_type") != "LORA" or other or not isinstance(targets, list):
         what = f"{', '.join(other)}" if other else f"peft_type {found.get('peft_type')!r}, target_modules {targets!r}"
