@@ -72,6 +72,17 @@ def test_empty_slabs_make_way_for_larger_ones():
     level.close()
 
 
+def test_no_slab_is_given_up_for_what_does_not_fit_all_the_same():
+    level = HostLevel(16 * MiB)
+    level.allocate(4096)
+    level.free(level.allocate(8 * MiB))
+    sizes, empty = slab_sizes(level), level._slabs[1]
+    with pytest.raises(InsufficientMemory, match="not in one piece"):
+        level.allocate(31 * MiB // 2)
+    assert slab_sizes(level) == sizes and level.allocate(8 * MiB).handle is empty
+    level.close()
+
+
 def test_giving_up_a_slab_can_be_taken_back():
     level = HostLevel(4 * MiB)
     extents = [level.allocate(2 * MiB) for _ in range(2)]

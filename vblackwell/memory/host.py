@@ -83,15 +83,14 @@ class HostLevel(AddressableLevel):
         return offset, slab
 
     def _new_slab(self, held_bytes: int) -> _Slab | None:
-        room = self.capacity_bytes - self._slab_bytes
-        if held_bytes > room:
-            for slab in [slab for slab in self._slabs if slab.ranges.empty]:
-                if held_bytes <= room:
-                    break
-                self._drop(slab)
-                room += slab.size
-        if held_bytes > room:
-            return None
+        room, empty = self.capacity_bytes - self._slab_bytes, [slab for slab in self._slabs if slab.ranges.empty]
+        if held_bytes > room + sum(slab.size for slab in empty):
+            return None  # before any is given up in vain
+        for slab in empty:
+            if held_bytes <= room:
+                break
+            self._drop(slab)
+            room += slab.size
         shared = held_bytes * SHARE <= self._next_slab_bytes
         slab = _Slab(min(self._next_slab_bytes, room) if shared else held_bytes)
         self._slabs.append(slab)
