@@ -162,3 +162,9 @@ def test_hub_ids_come_from_the_cache_or_say_what_to_do(folder_of, tmp_path, monk
         assert remedy in capsys.readouterr().err
     assert main(["estimate", "owner/nothing"]) == 2
     assert "run `hf download owner/nothing --local-dir DIR`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["owner/two--dashes", "owner/model.git"])
+def test_ids_that_no_hub_has_are_refused(name, tmp_path, monkeypatch, refused):
+    monkeypatch.chdir(tmp_path)
+    refused(["--model", name, "--prompt", "ab"], name, "not to be downloaded", "check the id")

@@ -36,10 +36,11 @@ def find_folder(model: str | Path, revision: str | None = None) -> Path:
         )
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     except ImportError as error:
         raise _without_hub(model) from error
-    with suppress(LocalEntryNotFoundError):  # not in the cache: to be downloaded, as what is there in part
+    # Not in the cache: to be downloaded, as what is there in part. An id that cannot be one is told of there.
+    with suppress(LocalEntryNotFoundError, HFValidationError):
         cached = Path(snapshot_download(model, revision=revision, local_files_only=True))
         if _lack(cached) is None:
             return cached
@@ -61,10 +62,15 @@ def find_config(model: str, revision: str | None = None) -> Path:
     """
     try:
         from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+        from huggingface_hub.errors import (
+            EntryNotFoundError,
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+        )
     except ImportError as error:
         raise _without_hub(model) from error
-    with suppress(LocalEntryNotFoundError):
+    with suppress(LocalEntryNotFoundError, HFValidationError):
         return Path(hf_hub_download(model, "config.json", revision=revision, local_files_only=True))
     try:
         return Path(hf_hub_download(model, "config.json", revision=revision))
