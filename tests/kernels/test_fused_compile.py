@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from vblackwell.kernels import cross_entropy_triton, decode_attention_triton, rms_norm_triton, rotary_triton, swiglu_triton
-from vblackwell.kernels import two_part_triton
+from vblackwell.kernels import sampling_cut_triton, two_part_triton
 
 def rms(width, stages):
     rows, block, warps = rms_norm_triton.tile_of(width)
@@ -52,14 +52,17 @@ def cases(capability):
         "K": 8, "G": 4, "H": 256, "WIDE": 256, "PARTS": 9, "KEYS": decode_attention_triton.keys_at_once(2)}, 4
     yield decode_attention_triton._join, {"H": 128, "WIDE": 128, "PARTS": 9, "MANY": 16}, 2
     yield two_part_triton._round, {"TOP": 119, "BLOCK": two_part_triton.BLOCK}, two_part_triton.WARPS
+    yield sampling_cut_triton._least_key, {"WORDS": 128256, "LANES": sampling_cut_triton.LANES}, sampling_cut_triton.WARPS
 
 FP32 = ("scale_ptr", "partial_ptr", "loss_ptr", "factor_ptr", "cos_ptr", "sin_ptr", "tensor_scale_ptr", "sum_ptr", "top_ptr",
-    "mass_ptr")
+    "mass_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr")
 def type_of(name):
     if name in ("target_ptr", "position_ptr"):
         return "*i64"
     if name == "scales_ptr":
         return "*u8"
+    if name in ("top_k_ptr", "least_ptr"):
+        return "*i32"
     if name.endswith("_ptr"):
         return "*fp32" if name in FP32 else "*bf16"
     return "fp32" if name in ("eps", "z_loss", "scale") else "i32"
@@ -87,6 +90,6 @@ def test_kernels_fit(capabilities, tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=290)
     assert result.returncode == 0, result.stderr[-2000:]
     found = json.loads(result.stdout.splitlines()[-1])
-    assert len(found) == 17 * len(capabilities)
+    assert len(found) == 18 * len(capabilities)
     for capability, kernel, shared_bytes, local_bytes in found:
         assert shared_bytes <= SHARED_BYTES[capability] and local_bytes == 0, (kernel, shared_bytes, local_bytes)

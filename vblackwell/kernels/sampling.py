@@ -9,8 +9,8 @@ What may be drawn is cut before, in this order and each on what the one before l
 probability ``top_p`` (Holtzman et al., arXiv:1904.09751), at least ``min_p`` of the likeliest's probability (Nguyen et al.,
 arXiv:2407.01082). Tokens as likely as the last one kept are kept too. All four settings may differ from row to row.
 
-On CUDA Triton kernels (sampling_triton.py), elsewhere torch; the two draw the same numbers and can differ only where two tokens tie within
-the last bits of a logarithm. Not yet run on a GPU.
+On CUDA Triton kernels (sampling_triton.py; what is cut: sampling_cut_triton.py), elsewhere torch; the two draw the same numbers and can
+differ only where two tokens tie within the last bits of a logarithm.
 
 Legend: B rows, V vocabulary.
 """

@@ -1,7 +1,6 @@
-"""Triton kernels of sampling.py: ``_threshold`` finds what a row may draw, ``_best`` the best token in a part of it, ``_first`` in all.
+"""Triton kernels of sampling.py: ``_best`` finds the best token in a part of a row, ``_first`` in all of it.
 
-No row is sorted: the least key that stays is found by bisection over the 32 bits of an ordered integer image of the logits, counting
-(top_k) or adding probabilities (top_p) over the row, which stays in the L2, 33 times at most. Sums are in a fixed order.
+What a row may draw is found before, by sampling_cut_triton.py.
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -15,78 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from vblackwell.kernels.sampling import GROUP, LANES, MOST_UNIFORM
+from vblackwell.kernels.sampling_cut_triton import least_keys, ordered, scaled
 
-BLOCK = 4096
-LEAST_KEY: tl.constexpr = tl.constexpr(-(1 << 31))
 NO_TOKEN, SPOILED = tl.constexpr(-1), tl.constexpr(-2)
 _MOST: tl.constexpr = tl.constexpr(MOST_UNIFORM)
 _PROGRAMS = 1024  # some for each multiprocessor, where the rows alone are fewer
-
-
-@triton.jit
-def _scaled(logits, column, temperature, WORDS: tl.constexpr):
-    """Logits over the temperature in fp32; -inf beyond the row; zero has one sign."""
-    x = tl.load(logits + column, column < WORDS, other=float("-inf")).to(tl.float32)
-    return x / temperature + 0.0
-
-
-@triton.jit
-def _key(y):
-    """An int32 that is ordered as ``y`` is."""
-    bits = y.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _mass(logits, above, top, temperature, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum of exp(y - top) over keys above ``above``."""
-    total = 0.0
-    for start in range(0, WORDS, BLOCK):
-        y = _scaled(logits, start + tl.arange(0, BLOCK), temperature, WORDS)
-        total += tl.sum(tl.where(_key(y).to(tl.int64) > above, tl.exp(y - top), 0.0), 0)
-    return total
-
-
-@triton.jit
-def _threshold(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, least_ptr, stride, WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The least key of a row that may be drawn."""
-    row = tl.program_id(0)
-    logits = logits_ptr + row.to(tl.int64) * stride
-    temperature = tl.load(temperature_ptr + row)
-    greedy = temperature <= 0
-    temperature = tl.where(greedy, 1.0, temperature)
-    top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
-    top = float("-inf")
-    for start in range(0, WORDS, BLOCK):
-        top = tl.maximum(top, tl.max(_scaled(logits, start + tl.arange(0, BLOCK), temperature, WORDS), 0))
-    top_key = _key(top).to(tl.int64)
-    base = tl.where((top == float("inf")) | (top == float("-inf")), 0.0, top)  # of such a row nothing is drawn
-    low = tl.full([], LEAST_KEY, tl.int64)
-    if (top_k > 0) & (top_k < WORDS):
-        high = top_key + 1
-        for _ in range(33):  # top_k keys or more from low on, fewer from high on
-            middle = (low + high) >> 1
-            count = 0
-            for start in range(0, WORDS, BLOCK):
-                column = start + tl.arange(0, BLOCK)
-                key = _key(_scaled(logits, column, temperature, WORDS)).to(tl.int64)
-                count += tl.sum(((key >= middle) & (column < WORDS)).to(tl.int32), 0)
-            low, high = tl.where(count >= top_k, middle, low), tl.where(count >= top_k, high, middle)
-    least = low
-    if top_p < 1:
-        wanted = top_p * _mass(logits, low - 1, base, temperature, WORDS, BLOCK)
-        low, high = low - 1, top_key
-        for _ in range(33):  # keys above low have the probability, those above high do not
-            middle = (low + high) >> 1
-            short = _mass(logits, middle, base, temperature, WORDS, BLOCK) < wanted
-            low, high = tl.where(short, low, middle), tl.where(short, middle, high)
-        least = high
-    if min_p > 0:
-        least = tl.maximum(least, _key(top + tl.log(min_p)).to(tl.int64))
-    tl.store(least_ptr + row, tl.where(greedy, LEAST_KEY, least).to(tl.int32))
 
 
 @triton.jit
@@ -100,11 +32,11 @@ def _gumbel(word):
 def _better(
     best, token, spoiled, logits, column, word, temperature, greedy, least, WORDS: tl.constexpr, CUT: tl.constexpr
 ):
-    y = _scaled(logits, column, temperature, WORDS)
+    y = scaled(logits, column, temperature, WORDS)
     spoiled = spoiled | (y != y) | (y == float("inf"))
     score = tl.where(greedy, y, y + _gumbel(word))
     if CUT:
-        score = tl.where(_key(y) >= least, score, float("-inf"))
+        score = tl.where(ordered(y) >= least, score, float("-inf"))
     better = score > best
     return tl.where(better, score, best), tl.where(better, column, token), spoiled
 
@@ -170,10 +102,7 @@ def sample(
     tokens_B = torch.empty(rows, dtype=torch.int64, device=device)
     if not rows:
         return tokens_B
-    least_B = torch.empty(rows, dtype=torch.int32, device=device)
-    if cuts is not None:
-        block = min(BLOCK, triton.next_power_of_2(words))
-        _threshold[(rows,)](logits_BV, temperature_B, *cuts, least_B, stride, WORDS=words, BLOCK=block, num_warps=8)
+    least_B = seeds_B if cuts is None else least_keys(logits_BV, temperature_B, *cuts)  # without cuts nobody reads it
     groups = triton.cdiv(words, GROUP)
     groups_each = triton.cdiv(groups, min(groups, max(1, _PROGRAMS // rows)))
     parts = triton.cdiv(groups, groups_each)
