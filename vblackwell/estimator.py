@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,12 +16,13 @@ from vblackwell.offload.formats import EXACT
 from vblackwell.offload.groups import Group, find_groups
 from vblackwell.offload.level0_updates import deferred_groups
 from vblackwell.offload.streamed import CUDA_ACTIVATION_SHARE, CUDA_GROUPS, Wishes, bytes_by_level
-from vblackwell.offload.timing import streamed_times
+from vblackwell.offload.timing import auto_share, foresee, lane_rates
 from vblackwell.plan.allocator import MIN_LARGE, replay, round_size, segment_size
 from vblackwell.plan.causal_lm import language_batch, plain_batches
+from vblackwell.plan.compression import Compression, DiskSpeed, decide, kinds_on, uses_disk
 from vblackwell.plan.estimate import Batches, MemoryEstimate, estimate_trace, fits, optimizer_named, part_of, peak_of
 from vblackwell.plan.gpus import RUNTIME_BYTES, context_bytes
-from vblackwell.plan.lanes import LaneTimes
+from vblackwell.plan.lanes import LaneTimes, simulate
 from vblackwell.plan.level_sizes import StackConfig, stack_config
 from vblackwell.plan.rates import Rates
 from vblackwell.plan.trace import Trace, trace_training
@@ -220,8 +221,13 @@ def _streamed(model: nn.Module, capacities: list[int]) -> tuple[dict[str, list[i
     return table, late
 
 
-def streamed_seconds(run: Run, trace: Trace, capacities: list[int], rates: Rates) -> LaneTimes:
+def streamed_seconds(
+    run: Run, trace: Trace, capacities: list[int], rates: Rates, disk: Callable[[Iterable[str]], DiskSpeed] | None = None
+) -> tuple[LaneTimes, Compression | None]:  # fmt: skip
     """One step of ``run`` streaming through levels of ``capacities`` bytes, level 0 first; AdamW where `rates` make it fastest.
+
+    Args:
+        disk: what was measured of a disk level and of a codec on kinds of bytes; without either the disk is plain and of ``rates``.
 
     Raises:
         InsufficientMemory: a level is too small.
@@ -230,7 +236,15 @@ def streamed_seconds(run: Run, trace: Trace, capacities: list[int], rates: Rates
     groups = [group for group in find_groups(model, None, None, EXACT)[0] if group.trainable()]
     wishes = Wishes(weight_bytes=_loaded_bytes(groups, capacities[0]))
     seconds = phase_seconds((*trace.work, *streaming_work(len(groups))), rates)
-    return streamed_times(model, capacities, wishes, seconds, rates)
+    wishes = replace(wishes, update=auto_share(model, wishes, rates))
+    found, lanes_of = foresee(model, capacities, wishes, seconds), lane_rates(rates)
+    if disk is not None and uses_disk(found.lanes):
+        held = kinds_on(2, found.bytes_by_level, "bfloat16" if run.precision == "bf16" else "float32")
+        speed = disk(held)
+        if speed.codec:
+            verdict, lanes_of = decide(found.lanes, lanes_of, held, speed, lambda each: simulate(found.lanes, each))
+            return simulate(found.lanes, lanes_of), verdict
+    return simulate(found.lanes, lanes_of), None
 
 
 def streams_on(run: Run, gpu_bytes: int) -> bool:

@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from vblackwell.artifacts.cache import cache_root
 from vblackwell.errors import Unsupported
+from vblackwell.estimator import Run, estimate_offload
 from vblackwell.memory import lossless
 from vblackwell.memory.codec_speed import codec_speed
 from vblackwell.memory.compressed_disk import CompressedDiskLevel
@@ -24,14 +26,18 @@ from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.offload.enable import enable_vgpu_stack_optimization, release
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.plan.compression import CodecSpeed
-from vblackwell.plan.rates import DISK_BYTES_PER_SECOND, Rates
+from vblackwell.plan.gpus import find_gpu
+from vblackwell.plan.rates import DISK_BYTES_PER_SECOND, Rates, assumed_rates
+from vblackwell.subject import of_decoder
 from vblackwell.train import auto, disk_speed
 from vblackwell.train.config import TrainConfig
-from vblackwell.train.disk_speed import DiskSpeeds, bytes_like, sample_of
+from vblackwell.train.disk_speed import DiskSpeeds, bytes_like, keep_disk, sample_of
+from vblackwell.train.estimate_speed import Speed, speed_of
 from vblackwell.train.levels import build_stack, disk_savings
+from vblackwell.train.measured_rates import keep
 from vblackwell.train.precision import Precision
 from vblackwell.train.prepare import place_or_share
-from vblackwell.units import KiB, MiB
+from vblackwell.units import GiB, KiB, MiB
 
 KINDS = ("bfloat16 weights", "remainders", "first moments", "second moments")
 
@@ -204,3 +210,40 @@ def test_a_planned_run_compresses_where_the_plan_says_so(gbps, codec, monkeypatc
         plain.step()
         plain.zero_grad()
     assert all(torch.equal(one, other) for one, other in zip(found, twin.parameters(), strict=True))
+
+
+def test_an_estimate_decides_by_what_is_kept(monkeypatch, disk_path):
+    """For this machine's card alone; nothing is measured for an estimate."""
+    monkeypatch.setattr("vblackwell.train.estimate_speed.default_disk_path", lambda: disk_path)
+    monkeypatch.setattr(disk_speed, "codec_speed", lambda values: (1.5, 2e9, 3e9))
+    card = find_gpu("H200")
+    run = Run(
+        of_decoder("decoder", DecoderConfig(512, 256, 704, 4, 4, max_position=64)),
+        64,
+        precision="bf16",
+        capability=(9, 0),
+    )
+    trace = run.trace(1)
+    stack = estimate_offload(run, trace, 2 * GiB, 16 * MiB, GiB)
+    assert stack.refused is None and stack.disk > 0
+
+    def speed() -> Speed:
+        return speed_of(run, trace, 1, card, 2 * GiB, stack, 16 * MiB, GiB)
+
+    keep_disk(disk_path, {"write": 0.05, "read": 0.05})
+    DiskSpeeds(disk_path, sample_of(None, None), say=lambda text: None)([*KINDS, "float32 weights"])
+    assert speed().disk is None  # rates of a data sheet are another machine's
+    keep("NVIDIA H200", replace(assumed_rates(card), disk_read=0.05e9, disk_write=0.05e9, source="measured here"))
+    found = speed()
+    assert (
+        found.disk is not None
+        and found.disk.used
+        and found.disk.ratio == pytest.approx(1.5)
+        and found.bottleneck == "disk"
+    )
+    assert found.as_dict()["disk"]["packed_seconds"] == pytest.approx(64 / found.streamed)
+    for file in cache_root().glob("rates/codec-*.json"):
+        file.unlink()
+    plain = speed()
+    assert plain.disk is None and plain.streamed == pytest.approx(64 / found.disk.plain_seconds)
+    assert found.streamed == pytest.approx(1.5 * plain.streamed, rel=0.01)  # the disk is all there is to it

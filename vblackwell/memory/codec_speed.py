@@ -24,6 +24,7 @@ from vblackwell.memory.disk import PIECE_BYTES, THREADS
 from vblackwell.memory.scratch_file import PAGE
 from vblackwell.units import align_up
 
+FIRST_BYTES = 64 << 10
 ROUNDS, LIMIT_SECONDS = 3, 0.3  # of one kind of bytes; one round at least
 
 
@@ -78,7 +79,9 @@ def codec_speed(
     work = [_Piece(piece, torch.empty_like(piece), bytearray(piece.numel())) for piece in pieces]
     total = sum(each.plain.numel() for each in work)
     with ThreadPoolExecutor(threads, thread_name_prefix="vblackwell-codec") as pool:
-        _together(pool, threads, work[:threads], lambda each: each.pack(level))  # starts threads and their compressors
+        first = [_Piece(each.plain[:FIRST_BYTES], each.out[:FIRST_BYTES], each.held) for each in work[:threads]]
+        for do in (lambda each: each.pack(level), _Piece.unpack):  # starts threads and what each has of its own
+            _together(pool, threads, first, do)
         began, packing, unpacking = time.perf_counter(), list[float](), list[float]()
         while not packing or (len(packing) < ROUNDS and time.perf_counter() - began < limit_seconds):
             packing.append(_together(pool, threads, work, lambda each: each.pack(level)))

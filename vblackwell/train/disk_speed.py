@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -193,24 +193,48 @@ class DiskSpeeds:
         return float(kept["read"]) * 1e9, float(kept["write"]) * 1e9, f"measured at {where}, {facts.file_system}", ""
 
     def _codec(self, kinds: frozenset[str]) -> tuple[dict[str, CodecSpeed], str]:
-        package = lossless.require_zstandard()
-        cores = len(os.sched_getaffinity(0))
-        of = {
-            "of": self.sample.name, "cores": cores, "threads": THREADS, "zstandard": package.__version__, "elements": ELEMENTS,
-        }  # fmt: skip
-        file = _folder() / f"codec-{self.sample.key}.json"
-        kept = _read(file, of) or of | {"speeds": {}}
-        missing = sorted(kinds - set(kept["speeds"]))
+        speeds = _kept_codec(self.sample)
+        missing = sorted(kinds - set(speeds))
         if missing and self.say is None:
             return {}, ""
         if missing:
             assert self.say is not None
             self.say(f"measuring lossless compression of {', '.join(missing)}, once")
-            for kind, values in bytes_like(missing, self.sample.elements()).items():
-                kept["speeds"][kind] = codec_speed([values])
-            write_atomically(file, json.dumps(kept, indent=2).encode())
-        source = f"{self.sample.name} and states of {STEPS} AdamW steps, {cores} cores"
-        return {kind: CodecSpeed(*kept["speeds"][kind]) for kind in kinds}, source
+            speeds |= keep_codec(self.sample, missing)
+        source = f"{self.sample.name} and states of {STEPS} AdamW steps, {len(os.sched_getaffinity(0))} cores"
+        return {kind: speeds[kind] for kind in kinds}, source
+
+
+def keep_codec(sample: Sample, kinds: Iterable[str]) -> dict[str, CodecSpeed]:
+    """Measure the codec on ``kinds`` of bytes, and remember it beside those that were measured before.
+
+    Raises:
+        Unsupported: the package zstandard is not installed.
+    """
+    of = _codec_of(sample)
+    found = {kind: CodecSpeed(*codec_speed([values])) for kind, values in bytes_like(kinds, sample.elements()).items()}
+    speeds = {kind: astuple(speed) for kind, speed in (_kept_codec(sample) | found).items()}
+    write_atomically(_codec_file(sample), json.dumps(of | {"speeds": speeds}, indent=2).encode())
+    return found
+
+
+def _codec_of(sample: Sample) -> dict[str, Any]:
+    """What rates of a codec are of: they mean nothing elsewhere."""
+    version = lossless.require_zstandard().__version__
+    cores = len(os.sched_getaffinity(0))
+    return {"of": sample.name, "cores": cores, "threads": THREADS, "zstandard": version, "elements": ELEMENTS}
+
+
+def _codec_file(sample: Sample) -> Path:
+    return _folder() / f"codec-{sample.key}.json"
+
+
+def _kept_codec(sample: Sample) -> dict[str, CodecSpeed]:
+    kept = _read(_codec_file(sample), _codec_of(sample))
+    try:
+        return {} if kept is None else {kind: CodecSpeed(*speed) for kind, speed in kept["speeds"].items()}
+    except (KeyError, TypeError, AttributeError):
+        return {}
 
 
 def keep_disk(path: str, rates: dict[str, Any]) -> dict[str, Any]:
