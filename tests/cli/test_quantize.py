@@ -367,16 +367,16 @@ def test_a_budget_is_measured_kept_and_packed_by(source, tmp_path, monkeypatch, 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_text("abc bca cab " * 400)
     options = {"max_bits": 8.0, "calibration": str(tmp_path / "text.txt")}
-    assert quantize_command(str(source), str(tmp_path / "out"), **options) == 0
-    said, chosen = capsys.readouterr().out, Assignment.load(tmp_path / "out.assignment.json")
+    assert quantize_command(str(source), str(tmp_path / "new/out"), **options) == 0
+    said, chosen = capsys.readouterr().out, Assignment.load(tmp_path / "new/out.assignment.json")
     assert "calibration loss" in said and 4.5 < chosen.bits <= 8 and len(chosen.names("two-part")) > 0
-    model, kinds = load_quantized(tmp_path / "out"), {"nvfp4": FusedFP4Linear, "two-part": VBOptimizedLinear}
+    model, kinds = load_quantized(tmp_path / "new/out"), {"nvfp4": FusedFP4Linear, "two-part": VBOptimizedLinear}
     for precision, kind in kinds.items():
         packed = [name for name, module in model.named_modules() if isinstance(module, kind)]
         assert packed == chosen.names(precision)
     for wrong in (
         {"budget": 0.1, "format": "int8"}, {"budget": -1.0, **options}, {"calibration": "x"},
-        {"budget": 0.1, "assignment": str(tmp_path / "out.assignment.json")},
+        {"budget": 0.1, "assignment": str(tmp_path / "new/out.assignment.json")},
     ):  # fmt: skip
         with pytest.raises(ConfigurationError):
             quantize_command(str(source), str(tmp_path / "refused"), **wrong)

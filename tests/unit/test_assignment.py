@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from vblackwell.errors import ConfigurationError, CorruptData
+from vblackwell.errors import ConfigurationError, CorruptData, DiskError
 from vblackwell.nn.assignment import (
     Assignment,
     Sensitivity,
@@ -103,6 +103,8 @@ def test_a_budget_is_kept_and_the_file_brings_the_choice_back(tmp_path):
     found = assign_precision(model, batches, 0.002)
     assert found.measured["loss_after"] <= found.measured["loss"] * 1.002
     found.save(tmp_path / "a.json")
+    with pytest.raises(DiskError, match=r"writing .*a\.json/b\.json failed"):
+        found.save(tmp_path / "a.json" / "b.json")
     again = Assignment.load(tmp_path / "a.json")
     assert again == found and again.bits == found.bits
     replaced = apply_assignment(model, again, "inference")

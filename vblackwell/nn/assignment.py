@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vblackwell.errors import ConfigurationError, CorruptData
+from vblackwell.errors import ConfigurationError, CorruptData, DiskError
 from vblackwell.nn.convert_linears import HEAD, find_linears, select_linears
 from vblackwell.nn.optimize import put_in_place
 from vblackwell.nn.optimized_linear import VBOptimizedLinear
@@ -101,10 +102,23 @@ class Assignment:
         return [name for name, given in self.precisions.items() if given == precision]
 
     def save(self, path: Path | str) -> None:
-        """Write the file."""
+        """Write the file, whole or not at all; its folder is made if missing.
+
+        Raises:
+            DiskError: the disk refused.
+        """
         linears = {name: {"precision": p, "shape": list(self.shapes[name])} for name, p in self.precisions.items()}
         text = json.dumps({"version": VERSION, "measured": self.measured, "linears": linears}, indent=1)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        path = Path(path)
+        part = path.with_name(f"{path.name}.part")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(text + "\n", encoding="utf-8")
+            os.replace(part, path)
+        except OSError as error:
+            raise DiskError(
+                f"writing {path} failed: {error.strerror}; check that it is writable and has room"
+            ) from error
 
     @classmethod
     def load(cls, path: Path | str) -> Assignment:
