@@ -1,0 +1,143 @@
+"""Is a plan right about compressing a disk level? What it foretells beside the level itself, on disks of several rates.
+
+``python benchmarks/bench_compressed_disk.py --disk DIR`` writes and reads a group's bytes (bf16 weights alone, as a frozen base has them;
+and weights, remainders of masters and both moments, as training has them) through a plain disk level and through one that compresses
+every piece, in turns, the median of some rounds each. Slower disks are made of the real one: a call holds the disk, as others wait, until its
+bytes have taken their time (``--rates``, GB/s; ``0`` leaves the disk as it is). The codec's rates are measured as a plan measures them, in
+RAM, and the disk's are the plain level's: what `vblackwell.plan.compression` makes of both, and the decision that follows, stand beside
+what the compressed level took. Last: how many decisions were those of the stopwatch, and how far off the forecasts were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+
+from vblackwell.memory.codec_speed import codec_speed
+from vblackwell.memory.compressed_disk import CompressedDiskLevel
+from vblackwell.memory.disk import PIECE_BYTES, THREADS, DiskLevel
+from vblackwell.memory.scratch_file import SystemCalls
+from vblackwell.memory.slab import map_slab
+from vblackwell.plan.compression import CodecSpeed, mixed, packed_rates
+from vblackwell.plan.lanes import LaneRates
+from vblackwell.train.disk_speed import ELEMENTS, bytes_like
+from vblackwell.units import MiB
+
+SETS: dict[str, dict[str, int]] = {  # pieces of each kind
+    "bf16 weights": {"bfloat16 weights": 12},
+    "weights and states": {"bfloat16 weights": 2, "remainders": 2, "first moments": 4, "second moments": 4},
+}
+
+
+class Held(SystemCalls):
+    """The disk, at most so fast: one call at a time, and no call sooner over than its bytes take."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self._rate, self._disk = bytes_per_second, threading.Lock()
+
+    def preadv(self, fd: int, buffers: list[memoryview], offset: int) -> int:
+        return self._timed(super().preadv, fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: list[memoryview], offset: int) -> int:
+        return self._timed(super().pwritev, fd, buffers, offset)
+
+    def _timed(self, call, fd: int, buffers: list[memoryview], offset: int) -> int:
+        with self._disk:
+            began = time.perf_counter()
+            done = call(fd, buffers, offset)
+            time.sleep(max(0.0, done / self._rate - (time.perf_counter() - began)))
+        return done
+
+
+class Always(CompressedDiskLevel):
+    """Compresses every piece, whatever its books say: a plan is about what that takes."""
+
+    def _wanted(self) -> bool:
+        return True
+
+
+def pieces_of(values: dict[str, Tensor], counts: dict[str, int]) -> Tensor:
+    """One extent's bytes: pieces of the kinds, one after the other."""
+    parts = []
+    for kind, count in counts.items():
+        flat = values[kind].view(torch.uint8)
+        parts += [flat[:PIECE_BYTES].repeat(-(-PIECE_BYTES // flat.numel()))[:PIECE_BYTES]] * count
+    joined = torch.cat(parts)
+    aligned = map_slab(joined.numel())
+    aligned.copy_(joined)
+    return aligned
+
+
+def seconds_of(levels: Sequence[DiskLevel], source: Tensor, rounds: int) -> list[tuple[float, float]]:
+    """To write and to read ``source``, for each level, in turns."""
+    found: list[list[tuple[float, float]]] = [[] for _ in levels]
+    back = map_slab(source.numel())
+    extents = [level.allocate(source.numel()) for level in levels]
+    for number in range(rounds + 1):
+        for level, extent, times in zip(levels, extents, found, strict=True):
+            began = time.perf_counter()
+            level.write(extent, source).wait()
+            middle = time.perf_counter()
+            level.read(extent, back).wait()
+            ended = time.perf_counter()
+            assert torch.equal(source, back), "the level gave other bytes back"
+            if number:
+                times.append((middle - began, ended - middle))
+    return [tuple(statistics.median(way) for way in zip(*times, strict=True)) for times in found]  # type: ignore[misc]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--disk", required=True, help="folder on a disk")
+    parser.add_argument("--rates", default="0.1,0.3,1,0", help="GB/s that the disk is held to; 0: as it is")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    weights = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(0)) * 0.02
+    kinds = sorted({kind for counts in SETS.values() for kind in counts})
+    values = bytes_like(kinds, weights)
+    print(
+        f"{'what':<19} {'disk':>5} {'plain s':>8} {'packed s':>9} {'foretold s':>10} {'off by':>7}  packed is faster: foretold, was"
+    )
+    right, errors = [], []
+    for what, counts in SETS.items():
+        source = pieces_of(values, counts)
+        size = source.numel()
+        for rate in map(float, args.rates.split(",")):
+            codec = {kind: CodecSpeed(*codec_speed([values[kind]])) for kind in counts}
+            calls = None if rate == 0 else Held(rate * 1e9)
+            levels = [kind(args.disk, size + 64 * MiB, calls=calls) for kind in (DiskLevel, Always)]
+            (plain_write, plain_read), packed = seconds_of(levels, source, args.rounds)
+            for level in levels:
+                level.close()
+            disk = LaneRates(1, 1, 1, 1, 1, 1, disk_read=size / plain_read, disk_write=size / plain_write)
+            held = {kind: count * PIECE_BYTES for kind, count in counts.items()}
+            through = packed_rates(disk, mixed(codec, held), THREADS)
+            foretold, plain, took = (
+                size / through.disk_write + size / through.disk_read,
+                plain_write + plain_read,
+                sum(packed),
+            )
+            right.append((foretold < plain) == (took < plain))
+            errors.append(abs(foretold / took - 1))
+            print(
+                f"{what:<19} {rate or 'as is':>5} {plain:>8.3f} {took:>9.3f} {foretold:>10.3f} {foretold / took - 1:>+7.0%}  "
+                f"{'yes' if foretold < plain else 'no'}, {'yes' if took < plain else 'no'} (x {plain / took:.2f})",
+                flush=True,
+            )
+    print(
+        f"{sum(right)} of {len(right)} decisions are the stopwatch's; forecasts off by {statistics.median(errors):.0%} (median)"
+    )
+
+
+if __name__ == "__main__":
+    main()
