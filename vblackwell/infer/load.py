@@ -20,6 +20,7 @@ from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.infer.decode_graph import lay_out_for_decoding
 from vblackwell.infer.quantized import load_quantized
 from vblackwell.nn.assignment import Assignment, apply_assignment
+from vblackwell.nn.causal_lm import accelerate_causal_lm
 from vblackwell.nn.convert_linears import HEAD, find_linears, install_packed
 from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.decoder_config import DecoderConfig, not_supported_reasons
@@ -104,7 +105,7 @@ def open_resident(
     assignment: Assignment | None = None,
 ) -> nn.Module:  # fmt: skip
     """A model for writing alone, all of it on ``device``, in eval mode. On a GPU a ``Decoder`` computes projections of one input as one
-    product.
+    product, and other architectures run on fused operators where these compute the same.
 
     Args:
         fp4: the format that linears are packed to, one at a time, on the device; for architectures that a ``Decoder`` computes.
@@ -121,8 +122,11 @@ def open_resident(
             layer = model.get_submodule(name)
             assert isinstance(layer, VBOptimizedLinear)
             layer.quantize()
-    if isinstance(model, Decoder) and torch.device(device).type == "cuda":
-        lay_out_for_decoding(model.requires_grad_(False))
+    if torch.device(device).type == "cuda":
+        if isinstance(model, Decoder):
+            lay_out_for_decoding(model.requires_grad_(False))
+        else:
+            accelerate_causal_lm(model, loss=False)  # a token of one text takes as long as its launches
     return model.eval()
 
 
