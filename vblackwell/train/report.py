@@ -40,7 +40,7 @@ def make_report(
         }
         for label, level in zip(labels, stats["levels"], strict=True)
     ]
-    written = sum(link["bytes"] for link in stats["links"] if link["destination"] == "ssd")
+    written = sum(link["bytes"] for link in stats["links"] if link["destination"].startswith("ssd"))
     return {
         **run,
         "placement": summary["placement"],
@@ -131,7 +131,7 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     savings = report.get("disk_codec")
     if savings is not None and savings["compressed_bytes"]:
         lines[-1] += (
-            f" in {format_bytes(savings['written_bytes'])}: compressed pieces have {1 / savings['ratio']:.0%} of their bytes, and "
+            f", in {format_bytes(savings['written_bytes'])} there: compressed pieces have {1 / savings['ratio']:.0%} of their bytes, and "
             f"compressing {'saves' if savings['pays'] else 'costs'} time by the level's own measurement"
         )
     peak = report["gpu_peak_bytes"]
