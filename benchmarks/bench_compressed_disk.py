@@ -4,8 +4,8 @@
 and weights, remainders of masters and both moments, as training has them) through a plain disk level and through one that compresses
 every piece, in turns, the median of some rounds each. Slower disks are made of the real one: a call holds the disk, as others wait, until
 its bytes have taken their time (``--rates``, GB/s; ``0`` leaves the disk as it is). The codec's rates are measured as a plan measures
-them, in RAM, and the disk's are the plain level's: what `vblackwell.plan.compression` makes of both, and the decision that follows, stand beside
-what the compressed level took. Last: how many decisions were those of the stopwatch, and how far off the forecasts were.
+them, in RAM, and the disk's are the plain level's: what `vblackwell.plan.compression` makes of both, and the decision that follows, stand
+beside what the compressed level took. Last: how many decisions were those of the stopwatch, and how far off the forecasts were.
 """
 
 from __future__ import annotations

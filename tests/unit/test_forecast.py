@@ -16,6 +16,7 @@ from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.offload.formats import EXACT
 from vblackwell.offload.streamed import Wishes
 from vblackwell.offload.timing import foresee, lane_rates
+from vblackwell.plan.compression import CodecSpeed, DiskSpeed
 from vblackwell.plan.lanes import simulate
 from vblackwell.plan.placement import Bounds, Choice, Lacking, Space
 from vblackwell.plan.rates import Rates
@@ -255,3 +256,31 @@ def test_the_disk_of_the_largest_model_as_it_was_measured(monkeypatch):
     times = simulate(lanes, lane_rates(replace(H200, disk_read=1.75e9, disk_write=1.8e9)))
     # Steps of 68 and 90 s, while another run used the same disk, which alone reads and writes at these rates.
     assert times.bottleneck == "disk" and 50 < times.step_seconds < 68
+
+
+def test_states_on_a_disk_are_compressed_where_a_step_is_shorter(small):
+    """A GPU whose RAM is short: by the disk's rate alone the same choice is compressed or not, and what is written follows."""
+    asked: list[set[str]] = []
+
+    def predicted(gbps: float, wanted: str | None = None):
+        def speed(kinds) -> DiskSpeed:
+            asked.append(set(kinds))
+            codec = {kind: CodecSpeed(1.25, 4e9, 8e9) for kind in kinds}
+            return DiskSpeed(gbps * 1e9, gbps * 1e9, "here", {} if wanted == "none" else codec, 8, "these", wanted)
+
+        short = on(small, bounds=Bounds(320 * MiB, 224 * MiB, 8 * GiB), disk=speed)
+        found = short.predict(choice(update="level0"), in_full=True)
+        assert not isinstance(found, Lacking), found
+        return found
+
+    slow, fast, plain = predicted(0.2), predicted(20.0), predicted(0.2, "none")
+    assert all("bfloat16 weights" in kinds or "first moments" in kinds for kinds in asked)
+    assert (slow[0].disk_codec, fast[0].disk_codec, plain[0].disk_codec) == ("lossless", "none", "none")
+    verdict = slow[1].compression
+    assert verdict is not None and verdict.ratio == pytest.approx(1.25) and slow[1].bottleneck == "disk"
+    assert slow[1].step_seconds == verdict.packed_seconds < verdict.plain_seconds == plain[1].step_seconds
+    # A disk that is all there is to a step is passed 1.25 times as fast, and worn by so much less; fewer tokens hide it.
+    assert plain[1].step_seconds / slow[1].step_seconds == pytest.approx(1.25, rel=0.02)
+    assert slow[1].disk_written == pytest.approx(plain[1].disk_written / 1.25, rel=1e-6)
+    assert plain[1].disk_hidden_from > slow[1].disk_hidden_from > 0
+    assert fast[1].disk_written == plain[1].disk_written and slow[1].disk == plain[1].disk
