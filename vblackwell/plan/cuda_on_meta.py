@@ -95,7 +95,7 @@ class CudaOnMeta(TorchFunctionMode):
             return args[0].to(META)
         if func is Tensor.pin_memory:
             return args[0]
-        if any(_names_cuda(value) for value in args) or any(_names_cuda(value) for value in kwargs.values()):
+        if any(map(_names_cuda, args)) or any(map(_names_cuda, kwargs.values())):
             args = tuple(META if _names_cuda(value) else value for value in args)
             kwargs = {name: META if _names_cuda(value) else value for name, value in kwargs.items()}
         for kind in types:

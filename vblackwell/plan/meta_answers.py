@@ -22,14 +22,35 @@ _PLAIN_ARGUMENTS = (
 _Recipe = Callable[[Any], Any]
 
 
+class Known:
+    """A call that was seen before.
+
+    Attributes:
+        recipe: how to answer it; None: it must be asked again.
+        notes: whatever a caller wants to know of the same call again.
+    """
+
+    __slots__ = ("recipe", "notes")
+
+    def __init__(self, recipe: _Recipe | None) -> None:
+        self.recipe, self.notes = recipe, dict[Any, Any]()
+
+
 class MetaAnswers:
-    """Calls operators, and remembers."""
+    """Calls operators, and remembers.
+
+    Attributes:
+        known: of the last call, the same for all calls with the same operator, shapes, strides, offsets, types and values of other
+            arguments; None where these do not say everything.
+    """
 
     def __init__(self) -> None:
-        self._recipes: dict[Any, _Recipe | None] = {}
+        self._known: dict[Any, Known] = {}
+        self.known: Known | None = None
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``func(*args, **kwargs)``."""
+        self.known = None
         if func.namespace != "aten":
             return func(*args, **kwargs)
         if (
@@ -39,15 +60,17 @@ class MetaAnswers:
         ):
             return None  # values alone change, and scalars differ from step to step
         try:
-            key = (func, *map(_key, args), *((name, _key(value)) for name, value in kwargs.items()))
+            key = (func, *map(_key, args), *[(name, _key(value)) for name, value in kwargs.items()])
         except TypeError:  # an argument that is not plain
             return func(*args, **kwargs)
-        if key not in self._recipes:
+        known = self._known.get(key)
+        if known is None:
             out = func(*args, **kwargs)
-            self._recipes[key] = _recipe(func, args, kwargs, out)
-            return out
-        recipe = self._recipes[key]
-        return func(*args, **kwargs) if recipe is None else recipe(args)
+            known = self._known[key] = Known(_recipe(func, args, kwargs, out))
+        else:
+            out = func(*args, **kwargs) if known.recipe is None else known.recipe(args)
+        self.known = known
+        return out
 
 
 class Answering(TorchDispatchMode):
@@ -70,9 +93,10 @@ def _without_bytes(value: Any) -> bool:
 
 def _key(value: Any) -> Any:
     if isinstance(value, Tensor):
-        if not value.is_meta or type(value) not in (Tensor, torch.nn.Parameter) or value.dtype.is_complex:
+        dtype = value.dtype
+        if not value.is_meta or type(value) not in (Tensor, torch.nn.Parameter) or dtype.is_complex:
             raise TypeError
-        return value.shape, value.stride(), value.storage_offset(), value.dtype
+        return value.shape, value.stride(), value.storage_offset(), dtype
     if isinstance(value, (list, tuple)):
         return tuple(map(_key, value))
     if isinstance(value, _PLAIN_ARGUMENTS):

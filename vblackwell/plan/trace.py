@@ -10,32 +10,22 @@ What no operator's output shows, memory that a CUDA kernel takes and gives back 
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vblackwell.errors import Unsupported, VBError
-from vblackwell.plan.accumulation import summed_in_place
 from vblackwell.plan.cuda_on_meta import META, cuda_on_meta
-from vblackwell.plan.flex_on_meta import forget_tuning, is_tuning
+from vblackwell.plan.flex_on_meta import forget_tuning
 from vblackwell.plan.head import last_module_with_weights
-from vblackwell.plan.meta_answers import Answering, MetaAnswers
+from vblackwell.plan.meta_answers import Answering
+from vblackwell.plan.recorder import Recorder
 from vblackwell.plan.trainable import refuse_frozen
-from vblackwell.plan.work import VIEW, Work, host_work, module_issues, work_of
-from vblackwell.plan.workspace import (
-    BEHIND_OUTPUTS,
-    CUBLAS,
-    CUBLAS_BYTES,
-    CUBLASLT_BYTES,
-    behind_each_output,
-    workspace_bytes,
-)
+from vblackwell.plan.work import Work
 
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "logits_and_loss", "workspace")
 PHASES = ("setup", "forward", "loss", "loss_backward", "backward", "optimizer")
@@ -79,123 +69,6 @@ class Trace:
         """Without what only a first run takes."""
         left_out = {event for index in self.optional for event in (index, ~index)}
         return replace(self, events=tuple(each for each in self.events if each not in left_out), marks=(), optional=())
-
-
-@dataclass
-class _Recorder(TorchDispatchMode):
-    """Births, deaths and phases; it keeps no tensor alive."""
-
-    capability: tuple[int, int]
-    sizes: list[int] = field(default_factory=list)
-    born_in: list[str] = field(default_factory=list)
-    events: list[int] = field(default_factory=list)
-    marks: list[tuple[int, int, str]] = field(default_factory=list)
-    category: dict[int, str] = field(default_factory=dict)
-    work: list[Work] = field(default_factory=list)
-    optional: list[int] = field(default_factory=list)
-    counts_work: bool = False
-    step: int = 0
-    phase: str = "setup"
-
-    def __post_init__(self) -> None:
-        super().__init__()
-        self._alive: dict[int, tuple[int, Any]] = {}
-        self._cublas: set[str] = set()
-        self.answers = MetaAnswers()
-
-    def enter_phase(self, phase: str) -> None:
-        self.phase = phase
-        self.marks.append((len(self.events), self.step, phase))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():
-            out = self.answers.call(func, args, kwargs or {})
-            if type(out) is Tensor:
-                found = [out] if out.is_meta else []
-            else:
-                found = [each for each in tree_leaves(out) if isinstance(each, Tensor) and each.is_meta]
-            name = func.__name__
-            late = name.partition(".")[0] in BEHIND_OUTPUTS
-            taken = self._workspace(name, args) if found and not late else None
-            if self.counts_work:
-                is_view = bool(found) and not name.partition(".")[0].endswith("_") and all(map(self._knows, found))
-                work = work_of(self.phase, func, args, kwargs, out, is_view, self.capability >= (8, 0))
-                self.work.append(host_work(self.phase, VIEW) if work is None else work)
-            if name == "add.Tensor" and (old := summed_in_place(args)) is not None:
-                self._take_over(found[0], old)
-            behind = behind_each_output(name, args) if found else ()
-            for number, tensor in enumerate(
-                found[::-1] if name == "native_dropout.default" else found
-            ):  # its mask first
-                self.see(tensor)
-                if number < len(behind) and behind[number]:
-                    self.events.append(~self._birth(behind[number], "workspace"))
-            if name.partition(".")[0] in CUBLAS:
-                self._cublas_workspace(name)
-            taken = self._workspace(name, args) if found and late else taken
-            if taken is not None:  # a kernel takes it beside its outputs
-                self.events.append(~taken)
-            return out
-
-    def called(self, module: nn.Module) -> None:
-        """Note a call of ``module``."""
-        if self.counts_work:
-            self.work.append(host_work(self.phase, module_issues(module)))
-
-    def _knows(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._alive
-
-    def _workspace(self, name: str, args: Any) -> int | None:
-        num_bytes = workspace_bytes(name, args)
-        return self._birth(num_bytes, "workspace") if num_bytes else None
-
-    def _cublas_workspace(self, name: str) -> None:
-        """What cuBLAS keeps from the first product on: one handle a thread, and autograd's backward has its own."""
-        thread = "backward" if "backward" in self.phase else "forward"
-        if thread not in self._cublas:
-            self._cublas.add(thread)
-            self._birth(CUBLAS_BYTES[self.capability[0] >= 9], "workspace")
-        if name == "addmm.default" and thread == "forward" and "lt" not in self._cublas:
-            self._cublas.add("lt")
-            self._birth(CUBLASLT_BYTES, "workspace")
-
-    def _birth(self, num_bytes: int, category: str | None) -> int:
-        index = len(self.sizes)
-        self.sizes.append(num_bytes)
-        self.born_in.append(self.phase)
-        self.events.append(index)
-        if category:
-            self.category[index] = category
-        if is_tuning():
-            self.optional.append(index)
-        return index
-
-    def see(self, tensor: Tensor, category: str | None = None) -> None:
-        """Note the storage of ``tensor``, if it is new, and what it is for, if that is known."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._alive:
-            index = self._alive[key][0]
-        else:
-            index = self._birth(storage.nbytes(), None)
-            self._alive[key] = (index, weakref.ref(storage, lambda _: self._death(key, index)))
-        if category and self.category.get(index) not in ("weights", "gradients", "optimizer"):
-            self.category[index] = category
-
-    def _take_over(self, tensor: Tensor, old: Tensor) -> None:
-        """Let ``tensor`` have the memory of ``old``, which nobody reads any more."""
-        former, storage = old.untyped_storage()._cdata, tensor.untyped_storage()
-        if former in self._alive:
-            key, index = storage._cdata, self._alive.pop(former)[0]
-            self._alive[key] = (index, weakref.ref(storage, lambda _: self._death(key, index)))
-
-    def _death(self, key: int, index: int) -> None:
-        if self._alive.get(key, (None,))[0] == index:
-            del self._alive[key]
-            self.events.append(~index)
-
-    def alive(self) -> set[int]:
-        return {index for index, _ in self._alive.values()}
 
 
 def on_meta(model: nn.Module) -> nn.Module:
@@ -243,15 +116,15 @@ def trace_training(
         Untraceable: something needs a tensor's values, or an operator has no shape rule; the message carries torch's words.
         ConfigurationError: nothing of the model is to be trained.
     """
-    refuse_frozen(model)
     model = on_meta(model)
-    recorder = _Recorder(capability)
+    recorder = Recorder(capability)
     try:
         with cuda_on_meta(autocast, capability, recorder.called) as masquerade:
             _record(recorder, masquerade, model, make_batch, loss, make_optimizer, steps)
     except VBError:
         raise
     except Exception as error:  # anything may come out of a stranger's model; all of it means the same here
+        refuse_frozen(model)  # whose loss needs no gradient, unless the batch asks for one
         raise Untraceable(
             f"{type(model).__name__} cannot be traced in phase {recorder.phase!r} of step {recorder.step + 1}: {_brief(error)}; "
             "a model that reads values of its tensors has to be measured in a short run instead"
@@ -277,7 +150,7 @@ def trace_forward(
     Every operator is issued as one, and the host's time between them is left out: decoding replays most of it as a graph.
     """
     model = on_meta(model)
-    recorder = _Recorder(capability, counts_work=True)
+    recorder = Recorder(capability, counts_work=True)
     _see_weights(recorder, model)  # so that views of them are known
     recorder.enter_phase("forward")
     try:
@@ -295,7 +168,7 @@ def _brief(error: Exception) -> str:
 
 
 def _record(
-    recorder: _Recorder,
+    recorder: Recorder,
     masquerade: Any,
     model: nn.Module,
     make_batch: Any,
@@ -324,7 +197,7 @@ def _record(
         handle.remove()
 
 
-def _see_weights(recorder: _Recorder, model: nn.Module) -> None:
+def _see_weights(recorder: Recorder, model: nn.Module) -> None:
     recorder.enter_phase("setup")
     with torch._C.DisableTorchFunction():
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -332,7 +205,7 @@ def _see_weights(recorder: _Recorder, model: nn.Module) -> None:
 
 
 def _one_step(
-    recorder: _Recorder, masquerade: Any, model: nn.Module, make_batch: Any, loss: Loss, optimizer: Any
+    recorder: Recorder, masquerade: Any, model: nn.Module, make_batch: Any, loss: Loss, optimizer: Any
 ) -> None:
     recorder.enter_phase("forward")
     batch = make_batch()
@@ -371,7 +244,7 @@ def _one_step(
         model.zero_grad(set_to_none=True)
 
 
-def _enter_loss(recorder: _Recorder, inputs: Sequence[Any]) -> None:
+def _enter_loss(recorder: Recorder, inputs: Sequence[Any]) -> None:
     """Called before the head: from here on what the forward makes is logits and loss, until backward has passed the head again."""
     if recorder.phase != "forward":
         return

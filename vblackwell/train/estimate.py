@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +35,16 @@ from vblackwell.train.presets import GPT2_VOCAB_SIZE, PRESETS
 from vblackwell.units import MiB, TiB, format_bytes, parse_bytes
 
 LEAST_GPU, MOST_GPU = MiB, 16 * TiB
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """What is alive now, some hundred thousand objects of libraries, is not looked through for garbage meanwhile."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def estimate_command(
@@ -73,6 +86,21 @@ def estimate_command(
         subject, seq_length, optimizer, precision, gradient_checkpointing,
         card.capability if card else (8, 0), expandable_segments,
     )  # fmt: skip
+    run.model()  # brings the libraries that it needs
+    with set_aside():
+        estimated = _advised(
+            model, run, batch_size, card, gpu_bytes, host, disk, asks_for_stack, gpus, topology, advice
+        )
+    if html is not None:
+        write_page(Path(html), estimated)
+    print(json.dumps(estimated.report(), indent=2) if as_json else estimated.table())
+    return 0
+
+
+def _advised(
+    model: str, run: Run, batch_size: int, card: KnownGPU | None, gpu_bytes: int | None, host: int, disk: int,
+    asks_for_stack: bool, gpus: int | None, topology: str, advice: bool,
+) -> Estimated:  # fmt: skip
     if gpu_bytes is not None and gpus is None and not streams_on(run, gpu_bytes):
         least, why = minimum_gpu_bytes(run)
         raise ConfigurationError(
@@ -86,14 +114,11 @@ def estimate_command(
         estimated = _estimated(model, run, batch_size, card, gpu_bytes, host, disk, asks_for_stack, gpus, topology)
         if advice and gpus is None and estimated.measured is None and (estimated.fits is False or card is not None):
             others = None if ahead is None else ahead.result
-            estimated = replace(estimated, advice=advice_of(estimated, others, (host, disk)))
+            return replace(estimated, advice=advice_of(estimated, others, (host, disk)))
+        return estimated
     finally:
         if ahead is not None:
             ahead.cancel()
-    if html is not None:
-        write_page(Path(html), estimated)
-    print(json.dumps(estimated.report(), indent=2) if as_json else estimated.table())
-    return 0
 
 
 def _estimated(
