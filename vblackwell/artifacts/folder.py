@@ -156,6 +156,19 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / "config.json")
 
 
+def stored_dtype(config: dict[str, Any]) -> torch.dtype:
+    """What config.json says that the weights are.
+
+    Raises:
+        ConfigurationError: it names no type of torch's.
+    """
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigurationError(f"config.json says dtype {name!r}, which is none of torch's")
+    return dtype
+
+
 def tensor_files(folder: Path, prefix: str = "model") -> list[Path]:
     """The safetensors files of ``prefix``: the single one, or those that the index names.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.artifacts.compressed import FINE, PACKED, TWO_PARTS, entry_specs, format_of_config, from_entries
-from vblackwell.artifacts.folder import load_specs, load_state, read_config
+from vblackwell.artifacts.folder import load_specs, load_state, read_config, stored_dtype
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.nn.convert import install_packed
 from vblackwell.nn.optimize import install_separated
@@ -44,7 +44,7 @@ def load_quantized(folder: Path, device: torch.device | str = "cpu", dtype: torc
     entry_names = set(entry_specs(form, 1, 1))
     if lost := fine - set(found):
         raise CorruptData(f"{folder} lacks {len(lost)} fine parts that its config.json names, e.g. {min(lost)}")
-    stored = dtype or _stored_dtype(config)
+    stored = dtype or stored_dtype(config)
     model, waiting = skeleton(config), defaultdict[str, dict[str, Tensor]](dict)
     for name, tensor in load_state(folder, device=device):
         linear, _, entry = name.rpartition(".")
@@ -74,14 +74,6 @@ def _install(model: nn.Module, linear: str, entries: dict[str, Tensor], form: Fo
         install_separated(model, linear, separated)
     except CorruptData as error:
         raise CorruptData(f"{linear}.{FINE}: {error}") from error
-
-
-def _stored_dtype(config: dict[str, Any]) -> torch.dtype:
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    dtype = getattr(torch, str(name).removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ConfigurationError(f"config.json says dtype {name!r}, which is none of torch's")
-    return dtype
 
 
 def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:

@@ -10,11 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from vblackwell.artifacts.folder import read_config
-from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.artifacts.folder import read_config, stored_dtype
+from vblackwell.errors import Unsupported
 from vblackwell.infer.causal_lm import load_causal_lm
 from vblackwell.infer.room import workspace_bytes
 from vblackwell.memory.stack import VGPUStack
@@ -51,19 +50,6 @@ def open_streamed(
     )  # fmt: skip
     accelerate_causal_lm(model, loss=False)  # on a GPU: fewer launches, by which the host must stay ahead of the copies
     return model.eval()
-
-
-def stored_dtype(config: dict[str, Any]) -> torch.dtype:
-    """What config.json says that the weights are.
-
-    Raises:
-        ConfigurationError: it names no type of torch's.
-    """
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    dtype = getattr(torch, str(name).removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ConfigurationError(f"config.json says dtype {name!r}, which is none of torch's")
-    return dtype
 
 
 def cache_bytes(config: dict[str, Any], rows: int, tokens: int) -> int:
