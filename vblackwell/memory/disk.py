@@ -34,10 +34,8 @@ PIECE_BYTES = 8 * MiB
 THREADS = 8
 
 Check = tuple[int, int | None]  # how many bytes of the piece were written, and their XXH3-64
-LOST: Check = (
-    0,
-    None,
-)  # of a piece that is being written, or was when the disk failed: neither the old bytes nor the new ones
+# Of a piece that is being written, or was when the disk failed: it holds neither the old bytes nor the new ones.
+LOST: Check = (0, None)
 
 
 class DiskLevel(AccountedLevel):
