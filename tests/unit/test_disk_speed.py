@@ -108,12 +108,17 @@ def test_the_weights_are_the_models(tmp_path):
     )
     sample = sample_of(None, folder)
     found = sample.elements()
-    assert sample.name == "weights of model" and len(found) == disk_speed.ELEMENTS
+    assert sample.name == "weights of model (19% of the sample, the rest drawn)" and len(found) == disk_speed.ELEMENTS
     assert torch.equal(found[:4096], first.flatten())
     part = disk_speed.ELEMENTS // disk_speed.FROM_ONE  # of the larger matrix; the rest is drawn
     assert torch.equal(found[4096 : 4096 + part], second.flatten()[:part].float())
     save_file({"a": first}, folder / "x.safetensors")
     assert sample_of(None, folder).key != sample.key
+    save_file({f"{number}": second.clone() for number in range(disk_speed.FROM_ONE)}, folder / "x.safetensors")
+    whole = sample_of(None, folder)
+    assert whole.name == "weights of model" and torch.equal(
+        whole.elements(), second.flatten()[:part].float().repeat(disk_speed.FROM_ONE)
+    )
     own = nn.Linear(300, 300)
     assert torch.equal(sample_of(own, None).elements()[:8192], own.weight.detach().flatten()[:8192])
 

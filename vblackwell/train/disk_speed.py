@@ -58,7 +58,9 @@ def sample_of(model: nn.Module | None, folder: Path | None) -> Sample:
     if folder is not None:
         changed = [(path.name, path.stat().st_size) for path in sorted(folder.glob("*.safetensors"))]
         key = hashlib.blake2b(repr((str(folder.resolve()), changed)).encode(), digest_size=8).hexdigest()
-        return Sample(lambda: _of_tensors(_stored(folder)), f"weights of {folder.name}", key)
+        count = sum(min(shape.numel(), ELEMENTS // FROM_ONE) for _, shape in _stored(folder))
+        drawn = "" if count >= ELEMENTS else f" ({count / ELEMENTS:.0%} of the sample, the rest drawn)"
+        return Sample(lambda: _of_tensors(_beginnings(folder)), f"weights of {folder.name}{drawn}", key)
     return Sample(lambda: _of_tensors(_own(model)), "weights as they are drawn", "drawn")
 
 
@@ -68,19 +70,23 @@ def _own(model: nn.Module | None) -> Iterator[Tensor]:
             yield param.detach().flatten()[: ELEMENTS // FROM_ONE].float()
 
 
-def _stored(folder: Path) -> Iterator[Tensor]:
-    """Beginnings of the folder's matrices, one after the other."""
+def _stored(folder: Path) -> Iterator[tuple[Any, torch.Size]]:
+    """The folder's floating-point matrices, to be read in parts, with their shapes."""
     from safetensors import safe_open
 
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118  (it has no __iter__)
                 part: Any = file.get_slice(name)
-                shape = part.get_shape()
-                if len(shape) > 1 and part.get_dtype() in ("F32", "BF16", "F16"):
-                    width = max(1, torch.Size(shape[1:]).numel())
-                    rows = max(1, ELEMENTS // FROM_ONE // width)
-                    yield part[:rows].flatten()[: ELEMENTS // FROM_ONE].float()
+                shape = torch.Size(part.get_shape())
+                if len(shape) > 1 and shape.numel() and part.get_dtype() in ("F32", "BF16", "F16"):
+                    yield part, shape
+
+
+def _beginnings(folder: Path) -> Iterator[Tensor]:
+    most = ELEMENTS // FROM_ONE
+    for part, shape in _stored(folder):
+        yield part[: max(1, most // shape[1:].numel())].flatten()[:most].float()
 
 
 def _of_tensors(parts: Iterable[Tensor]) -> Tensor:
