@@ -22,7 +22,8 @@ from vblackwell.artifacts.commit import CommitFolder
 from vblackwell.artifacts.folder import read_tokenizer
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
 from vblackwell.infer.command import generate_command
-from vblackwell.infer.generate import draws, generate
+from vblackwell.infer.generate import CONTEXT, draws, generate
+from vblackwell.infer.generate import _Text as Text
 from vblackwell.infer.load import load_model, resolve_model
 from vblackwell.infer.sampling import Arrival, Sampling, sample
 from vblackwell.kernels.sampling import kept_tokens
@@ -82,6 +83,23 @@ def test_tokens_arrive_as_whole_characters(model, tokenizer):
     assert (
         "".join(seen) == text and len(seen) > 10 and "\ufffd" in text
     )  # random bytes: broken ones are shown at the end
+
+
+def test_telling_a_token_takes_no_longer_the_more_came_before(tokenizer):
+    numbers, lengths, seen = tokenizer.encode("class Größe:\n    return x + 1\n" * 40).ids, [], []
+
+    class Decoder:
+        def decode(self, given: list[int]) -> str:
+            lengths.append(len(given))
+            return tokenizer.decode(given)
+
+    text = Text(Decoder(), numbers[:200], seen.append)
+    lengths.clear()
+    for number in numbers[200:]:
+        text.add(number)
+    assert len(numbers) > 300 and max(lengths) <= 3 * CONTEXT
+    whole = text.finish()
+    assert "".join(seen) == whole == tokenizer.decode(numbers)[len(tokenizer.decode(numbers[:200])) :]
 
 
 def test_a_document_begins_and_ends(tokenizer):

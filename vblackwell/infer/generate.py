@@ -30,6 +30,8 @@ from vblackwell.nn.decoder import Decoder
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+CONTEXT = 32  # tokens by which a decoder tells how the next ones are written
+
 
 def generate(
     model: nn.Module,
@@ -218,30 +220,39 @@ def stepper(
 
 
 class _Text:
-    """New tokens as text; a character that is not complete yet is held back."""
+    """New tokens as text; a character that is not complete yet is held back.
+
+    Decoding looks at `CONTEXT` tokens before what is new, because a decoder of words drops the space before the first token that it is
+    given; not at all of them, or a token would take the longer the more came before.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int], on_token: Callable[[str], None] | None) -> None:
-        self._tokenizer, self._prompt, self._on_token = tokenizer, prompt, on_token
-        self._numbers: list[int] = []
-        self._before = len(tokenizer.decode(prompt))
-        self._shown = 0
+        self._tokenizer, self._on_token = tokenizer, on_token
+        self._numbers, self._prompt_length, self._told = list(prompt), len(prompt), 0
+        self._look_from(len(prompt))
 
-    def _text(self) -> str:
-        # with the prompt in front: a decoder of words drops the space before the first token that it is given
-        return self._tokenizer.decode(self._prompt + self._numbers)[self._before :]
+    def _look_from(self, place: int) -> None:
+        """What is before the token at ``place`` is over."""
+        self._place, self._begin, self._shown = place, max(0, place - CONTEXT), 0
+        self._before = len(self._tokenizer.decode(self._numbers[self._begin : place]))
 
     def add(self, token: int) -> None:
         self._numbers.append(token)
         if self._on_token is not None:
-            self._show(self._text().rstrip("\ufffd"))
+            text = self._tokenizer.decode(self._numbers[self._begin :])[self._before :]
+            whole = text.rstrip("\ufffd")
+            self._show(whole[self._shown :])
+            self._shown = max(self._shown, len(whole))
+            if whole == text and len(self._numbers) - self._place >= CONTEXT:
+                self._look_from(len(self._numbers))
 
     def finish(self) -> str:
-        text = self._text()
-        if self._on_token is not None:
-            self._show(text)
+        before = len(self._tokenizer.decode(self._numbers[: self._prompt_length]))
+        text = self._tokenizer.decode(self._numbers)[before:]
+        self._show(text[self._told :])
         return text
 
     def _show(self, text: str) -> None:
-        if self._on_token is not None and len(text) > self._shown:
-            self._on_token(text[self._shown :])
-            self._shown = len(text)
+        if self._on_token is not None and text:
+            self._on_token(text)
+            self._told += len(text)
