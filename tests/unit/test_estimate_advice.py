@@ -8,7 +8,7 @@ from vblackwell.estimator import PLENTY, Run, estimate_offload
 from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.plan.estimate import estimate_trace
 from vblackwell.plan.gpus import RUNTIME_BYTES, context_bytes, find_gpu
-from vblackwell.subject import of_decoder
+from vblackwell.subject import of_config, of_decoder
 from vblackwell.train.estimate_advice import advice_of, fused
 from vblackwell.train.estimated import Estimated
 from vblackwell.units import GiB, MiB
@@ -44,6 +44,29 @@ def test_a_stack_that_needs_checkpointing_is_advised_with_it():
     assert "--gradient-checkpointing" in advice.change and advice.saved_bytes > 0
     assert "more operations" in advice.cost and "of RAM" in advice.cost
     assert not any("offload stack" in each.change for each in advice_of(estimated, below=(MiB, 0)))
+
+
+def test_a_stack_that_needs_fused_operators_is_advised_with_them():
+    """A vocabulary of 32,000 words over a small model: whole logits fill the card, and vb train never makes them."""
+    fields = {
+        "model_type": "qwen2", "vocab_size": 32000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False,
+    }  # fmt: skip
+    run = Run(of_config(fields, "small", 512), 512, precision="bf16", capability=(8, 6))
+    trace = run.trace(8)
+    memory = estimate_trace(trace, run.capability)
+    half = memory.peak_p50 // 2
+    stack = estimate_offload(run, trace, half, PLENTY, 0)
+    assert stack.refused is not None
+    estimated = Estimated("small", run, 8, trace, memory, None, half, False, stack=stack)
+    found = {each.change: each for each in advice_of(estimated)}
+    assert (
+        found["vb.accelerate_causal_lm(model)"].saved_bytes > 8 * 512 * 32000 * 4
+    )  # one copy of them in fp32, and more
+    streamed = found["an offload stack, vb.accelerate_causal_lm(model) (vb train --vgpu-auto)"]
+    assert memory.peak_p50 - streamed.saved_bytes <= half and "of RAM" in streamed.cost
+    fits = replace(estimated, stack=estimate_offload(run, trace, GiB << 4, PLENTY, 0))
+    assert not any(each.change.startswith("an offload stack, ") for each in advice_of(fits))  # it needs nothing else
 
 
 def test_what_is_done_already_is_not_advised():

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.estimator import PLENTY, OffloadEstimate, Run, estimate_offload
+from vblackwell.nn.causal_lm import accelerate_causal_lm
 from vblackwell.plan.advice import Advice, Way, advise
+from vblackwell.plan.causal_lm import language_loss
 from vblackwell.plan.estimate import estimate_trace
 from vblackwell.plan.gpus import RUNTIME_BYTES, context_bytes
 from vblackwell.plan.rates import Rates
@@ -21,11 +27,18 @@ NARROW = "products in bf16"
 NARROW_WEIGHTS = "weights and products in bf16; vb train keeps fp32 masters beside them"
 FUSED_BYTES = 28  # a parameter, that a fused AdamW reads and writes
 FOREACH = ("adamw", "adamw-for-loop")
+FUSED_STACK = "an offload stack, vb.accelerate_causal_lm(model)"
 
 
-def traced_ways(run: Run, batch_size: int, rates: Rates | None) -> list[Way]:
-    """Those that a trace of the run as it is does not show, but for checkpointing: they may be traced beside it."""
-    found: list[Way] = []
+def traced_ways(
+    run: Run, batch_size: int, rates: Rates | None, gpu_bytes: int | None = None, below: tuple[int, int] = (PLENTY, 0)
+) -> list[Way]:  # fmt: skip
+    """Those that a trace of the run as it is does not show, but for checkpointing: they may be traced beside it.
+
+    Args:
+        gpu_bytes: of the GPU whose level 0 an offload stack may have; None: no stack is looked at. below: as for `advice_of`.
+    """
+    found = _fused_operators(run, batch_size, rates, gpu_bytes, below)
     if run.precision == "fp32":
         found += _traced("--precision autocast", replace(run, precision="autocast"), batch_size, rates, NARROW)
         found += (
@@ -55,7 +68,9 @@ def advice_of(
     ways = list(_ways(estimated, rates))
     if recomputing is not None:
         ways.append(_way("--gradient-checkpointing", changed, recomputing, estimated.batch_size, rates))
-    ways += traced_ways(run, estimated.batch_size, rates) if others is None else others()
+    traced = traced_ways(run, estimated.batch_size, rates, estimated.gpu_bytes, below) if others is None else others()
+    fits_as_it_is = estimated.stack is not None and not estimated.stack.refused
+    ways += [way for way in traced if not (fits_as_it_is and way.change.startswith(FUSED_STACK))]
     ways += _streamed(estimated)
     if recomputing is not None:
         ways += _streamed_recomputing(estimated, changed, recomputing, below)
@@ -78,6 +93,38 @@ def _ways(estimated: Estimated, rates: Rates | None) -> Iterator[Way]:
         yield _way("PYTORCH_ALLOC_CONF=expandable_segments:True", changed, trace, batch_size, rates)
     if run.optimizer in FOREACH:
         yield _way("torch.optim.AdamW(fused=True)", run, fused(trace), batch_size, rates)
+
+
+def _fused_operators(
+    run: Run, batch_size: int, rates: Rates | None, gpu_bytes: int | None, below: tuple[int, int]
+) -> list[Way]:  # fmt: skip
+    """A model of transformers on fused operators and without the logits of a batch, and a stack under it, recomputing only if it must."""
+    if run.subject.loss is not language_loss:
+        return []  # ours runs on them in any case
+    changed = replace(run, subject=replace(run.subject, build=partial(_accelerated, run.subject.build)))
+    trace = _trace_of(changed, batch_size)
+    if trace is None:
+        return []
+    found = [_way("vb.accelerate_causal_lm(model)", changed, trace, batch_size, rates)]
+    if gpu_bytes is None:
+        return found
+    for recomputes in (False,) if run.checkpointing else (False, True):
+        if recomputes:
+            changed = replace(changed, checkpointing=True)
+            trace = _trace_of(changed, batch_size)
+        stack = None if trace is None else estimate_offload(changed, trace, gpu_bytes, *below)
+        if trace is not None and stack is not None and not stack.refused:
+            change = f"{FUSED_STACK}{', --gradient-checkpointing' * recomputes} (vb train --vgpu-auto)"
+            work = sum(each.flops for each in trace.work) / (batch_size * run.seq_length)
+            found.append(replace(_stacked(change, changed, stack, None), work=work))
+            break
+    return found
+
+
+def _accelerated(build: Callable[[torch.dtype], nn.Module], dtype: torch.dtype) -> nn.Module:
+    model = build(dtype)
+    accelerate_causal_lm(model)
+    return model
 
 
 def fused(trace: Trace) -> Trace:
