@@ -247,6 +247,16 @@ def test_what_was_never_committed_is_not_replaced(tmp_path):
     assert (tmp_path / "work" / "text").read_text() == (tmp_path / "file").read_text() == "mine"
 
 
+def test_a_link_stays_and_the_folder_goes_where_it_points(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "model").symlink_to(tmp_path / "disk" / "model")
+    for data in (b"1", b"2"):  # made, and replaced
+        with CommitFolder(tmp_path, "model") as folder:
+            folder.add("a.bin", data)
+        assert (tmp_path / "model").is_symlink() and (tmp_path / "disk/model/a.bin").read_bytes() == data
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a.bin", "disk", "manifest.json", "model", "model"]
+
+
 def test_a_refused_rename_puts_the_older_folder_back(tmp_path, monkeypatch):
     older, real = write(tmp_path, 1, b=b"old"), os.rename
 

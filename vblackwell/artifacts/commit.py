@@ -51,8 +51,11 @@ class CommitFolder:
     """
 
     def __init__(self, parent: Path, name: str, needed_bytes: int | None = None) -> None:
-        self.parent, self.name, self.needed_bytes = parent, name, needed_bytes
-        self.path = parent / f"{name}{SUFFIX}"
+        final = parent / name
+        if final.is_symlink():  # the folder goes where the link points to, say to a larger disk
+            final = final.resolve()
+        self.parent, self.name, self.needed_bytes = final.parent, final.name, needed_bytes
+        self.path = final.with_name(f"{final.name}{SUFFIX}")
         self._entries: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> CommitFolder:
