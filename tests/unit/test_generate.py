@@ -122,6 +122,8 @@ def test_limits_are_refused_with_numbers(model, tokenizer):
         generate(model, tokenizer, "x", 64)
     with pytest.raises(ConfigurationError, match="at least 1"):
         generate(model, tokenizer, "x", 0)
+    with pytest.raises(ConfigurationError, match="prefill chunk -1: give at least 1"):
+        generate(model, tokenizer, "x", 3, prefill_chunk=-1)
     assert generate(model, tokenizer, "x", None, temperature=0) == generate(model, tokenizer, "x", 63, temperature=0)
 
 

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from vblackwell.errors import ConfigurationError
-from vblackwell.infer.generate import attending, encode, end_tokens, room, writing
+from vblackwell.infer.generate import attending, check_chunk, encode, end_tokens, room, writing
 from vblackwell.infer.room import room_for
 from vblackwell.infer.sampling import Arrival, Sampling, check_seed, sample
 
@@ -42,6 +41,7 @@ def generate_batch(
         CorruptData: logits are not finite.
     """
     check_seed(seed)
+    check_chunk(prefill_chunk)
     if not prompts:
         return []
     numbers = [encode(model, tokenizer, prompt) for prompt in prompts]
@@ -111,9 +111,3 @@ def columns(
             logits_BV = read(token_B.clamp(min=0)[:, None], mask_BS)
     for arrival in arriving:
         yield arrival.numbers()
-
-
-def check_chunk(prefill_chunk: int | None) -> None:
-    """Raises ConfigurationError for a chunk that reads nothing."""
-    if prefill_chunk is not None and prefill_chunk < 1:
-        raise ConfigurationError(f"prefill chunk {prefill_chunk}: give at least 1 token, better thousands")

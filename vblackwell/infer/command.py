@@ -18,8 +18,8 @@ from torch import nn
 from vblackwell.artifacts.folder import read_config, read_tokenizer, tensor_files
 from vblackwell.artifacts.hub import find_folder, is_hub_id
 from vblackwell.errors import ConfigurationError
-from vblackwell.infer.batch import check_chunk, generate_batch
-from vblackwell.infer.generate import generate
+from vblackwell.infer.batch import generate_batch
+from vblackwell.infer.generate import check_chunk, generate
 from vblackwell.infer.load import open_resident, resolve_model
 from vblackwell.infer.sampling import Sampling
 from vblackwell.infer.streamed import open_streamed

@@ -63,6 +63,7 @@ def generate(
     """
     sampling = Sampling(temperature, top_k, top_p, min_p)
     check_seed(seed)
+    check_chunk(prefill_chunk)
     numbers = encode(model, tokenizer, prompt)
     count = room(model, len(numbers), max_new_tokens)
     ends, stream = end_tokens(model), _Text(tokenizer, numbers, on_token)
@@ -86,6 +87,12 @@ def writing(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def check_chunk(prefill_chunk: int | None) -> None:
+    """Raises ConfigurationError for a chunk that reads nothing."""
+    if prefill_chunk is not None and prefill_chunk < 1:
+        raise ConfigurationError(f"prefill chunk {prefill_chunk}: give at least 1 token, better thousands")
 
 
 def attending(input_ids_BS: Tensor) -> AbstractContextManager[object]:
