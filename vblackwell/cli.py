@@ -100,10 +100,21 @@ def _parse(parser: Any, words: list[str]) -> dict[str, Any]:
                 f"{parser.prog} has no flag {flag}: see {parser.prog} --help{nearest(flag, known)}"
             )
     try:
-        given = parser.parse_args(words, defaults=False).as_dict()
+        given = parser.parse_args(_joined(words), defaults=False).as_dict()
     except argparse.ArgumentError as error:
         raise ConfigurationError(f"{parser.prog}: {' '.join(str(error).split())}; see {parser.prog} --help") from error
     return {name: value for name, value in given.items() if value is not None}
+
+
+def _joined(words: list[str]) -> list[str]:
+    """``--flag -8GiB`` as one word, so that a size is refused as a size: argparse takes it for a flag."""
+    found: list[str] = []
+    for word in words:
+        if word[:1] == "-" and word[1:2].isdigit() and found and found[-1].startswith("--") and "=" not in found[-1]:
+            found[-1] += f"={word}"
+        else:
+            found.append(word)
+    return found
 
 
 def _add_switch(parser: Any, flag: str, text: str, default: bool = False) -> None:

@@ -267,12 +267,18 @@ def minimum_gpu_bytes(run: Run) -> tuple[int, str]:
             _streamed(model, [middle, PLENTY])
             high = middle
         except InsufficientMemory as error:
-            low, setting = middle, str(error)
+            low, setting = middle, _least_words(error)
     return (
         context + high,
         f"the CUDA context takes {format_bytes(context)} with the runtime's kernels and streams, and streaming needs "
         f"{format_bytes(high)} of level 0: {setting}",
     )
+
+
+def _least_words(error: InsufficientMemory) -> str:
+    """What a level lacks, without what is free at that moment and without the runtime's own remedy."""
+    lacking = str(error).partition(" free, and ")[2].partition(": raise ")[0]
+    return lacking.replace(" there (", " beside what stays there (") or str(error)
 
 
 class VGPUResourceEstimator:

@@ -104,7 +104,15 @@ def of_config(fields: dict[str, Any], source: str, seq_length: int) -> Subject:
     limit = fields.get("n_positions")
     if isinstance(limit, int) and seq_length > limit:
         raise ConfigurationError(f"{source} learns positions up to {limit}: --seq-length {seq_length} is beyond them")
-    vocab = fields.get("vocab_size")
+    for name in ("model_type", "vocab_size"):
+        if name not in fields:
+            why = (
+                "without it the size of the model is not known"
+                if name == "vocab_size"
+                else "it is no configuration of transformers"
+            )
+            raise ConfigurationError(f"{source} lacks the field {name!r}: {why}")
+    vocab = fields["vocab_size"]
     if not isinstance(vocab, int) or not 1 <= vocab < 1 << 31:
         raise ConfigurationError(f"{source}: vocab_size is {vocab!r}: the field must be a number of at least 1")
     return Subject(source, partial(build_causal_lm, fields, source), vocab, language_loss)
@@ -119,8 +127,15 @@ def _of_factory(text: str) -> Subject:
     except VBError:
         raise
     except Exception as error:  # a stranger's code may raise anything
-        raise ConfigurationError(f"{text} cannot be imported: {_brief(error)}") from error
-    model, note = _built(text, factory)
+        raise ConfigurationError(
+            f"{text} cannot be imported: {_brief(error)} (modules are looked for in the working folder, then where Python finds them)"
+        ) from error
+    if isinstance(factory, nn.Module) or not callable(factory):
+        raise ConfigurationError(
+            f"{text} is {type(factory).__name__}: give a function or class that makes a torch.nn.Module"
+        )
+    make: Callable[[], Any] = factory
+    model, note = _built(text, make)
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"{text} gives {type(model).__name__}, not a torch.nn.Module")
     sizes = [each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)]
@@ -129,7 +144,7 @@ def _of_factory(text: str) -> Subject:
             f"{text} has no nn.Embedding, so what it takes is not known: use vblackwell.plan.trace.trace_training from Python"
         )
     model.train()
-    return Subject(text, lambda dtype: model.to(dtype), max(sizes), _any_loss, factory, note)
+    return Subject(text, lambda dtype: model.to(dtype), max(sizes), _any_loss, make, note)
 
 
 def _built(text: str, factory: Callable[[], Any]) -> tuple[Any, str | None]:

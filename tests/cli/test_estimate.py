@@ -35,6 +35,8 @@ def broken():
 
 def number():
     return 3
+
+VALUE = 3
 """
 
 
@@ -94,9 +96,13 @@ def test_own_factories(place):
     assert f"{300 * 32 + 32 * 300 + 300:,} parameters" in out
     refused(place, ["estimate", "mine:broken"], "mine:broken", "KeyError", "no such layer")
     refused(place, ["estimate", "mine:number"], "gives int, not a torch.nn.Module")
-    refused(place, ["estimate", "mine:gone"], "AttributeError")
+    refused(place, ["estimate", "mine:gone"], "mine:gone cannot be imported: AttributeError", "working folder")
+    refused(place, ["estimate", "mine:VALUE"], "mine:VALUE is int: give a function or class")
     measured = place.vb("estimate", "mine:Reads", *QUICK)
-    assert "measuring two steps instead" in measured.stderr and "assumes the model cannot be traced" in measured.stdout
+    assert (
+        "two real steps are measured instead" in measured.stderr
+        and "assumes the model cannot be traced" in measured.stdout
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,6 +119,7 @@ def test_own_factories(place):
         (["gpt2", "--seq-length", "4096"], ["positions up to 1024", "4096"]),
         (["tiny", "--batch-size", "1000000000"], ["tokens in one forward"]),
         (["tiny", "--gpu-memory", "much"], ["--gpu-memory 'much'", "8GiB"]),
+        (["tiny", "--gpu-memory", "-8GiB"], ["--gpu-memory '-8GiB' is not a size"]),
         (["tiny", "--gpu-memory", "9000TiB"], ["--gpu-memory 9000TiB is no GPU"]),
         (
             ["tiny", "--gpu-memory", "64MiB"],
@@ -132,5 +139,14 @@ def test_refusals(place, words, parts):
 def test_a_config_that_lacks_a_field(place):
     (place.folder / "config.json").write_text(json.dumps({k: v for k, v in CONFIG.items() if k != "num_hidden_layers"}))
     refused(place, ["estimate", "config.json"], "config.json lacks the field 'num_hidden_layers'")
+    (place.folder / "config.json").write_text(json.dumps({k: v for k, v in CONFIG.items() if k != "vocab_size"}))
+    refused(place, ["estimate", "config.json"], "config.json lacks the field 'vocab_size'")
+    (place.folder / "config.json").write_text(json.dumps(CONFIG | {"hidden_size": 65}))
+    refused(
+        place,
+        ["estimate", "config.json"],
+        "does not describe a causal model: ",
+        "65",
+    )
     (place.folder / "config.json").write_text("{")
     refused(place, ["estimate", "config.json"], "is not JSON")

@@ -160,6 +160,8 @@ def test_bad_configurations_say_what_is_wrong():
 
 
 def test_gpus_by_name():
+    with pytest.raises(ConfigurationError, match="did you mean 'RTX 4090'"):
+        find_gpu("4090ti")
     assert find_gpu("NVIDIA GeForce RTX 3090").total_bytes == find_gpu("rtx-3090").total_bytes == 24 * GiB
     assert find_gpu("h200").total_bytes == 141 * 10**9 and find_gpu("RTX 5090").capability == (12, 0)
     with pytest.raises(ConfigurationError, match="did you mean 'RTX 3090'"):

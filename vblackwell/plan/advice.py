@@ -37,16 +37,18 @@ class Advice:
 
     Attributes:
         saved_bytes: of the GPU's peak; negative: it costs them. saved_time: share of the time of a token; None: not known.
-        cost: in words.
+        cost: in words. peak_bytes: of the GPU, that it comes to.
     """
 
     change: str
     saved_bytes: int
     saved_time: float | None
     cost: str
+    peak_bytes: int
 
     def __str__(self) -> str:
-        saved = [f"{format_bytes(self.saved_bytes)} of the GPU"] if self.saved_bytes > 0 else []
+        peak = f" (peak {format_bytes(self.peak_bytes)})"
+        saved = [f"{format_bytes(self.saved_bytes)} of the GPU{peak}"] if self.saved_bytes > 0 else []
         if self.saved_time is not None and self.saved_time > 0:
             saved.append(f"{self.saved_time:.0%} of the time")
         return f"{self.change}: saves {' and '.join(saved)}; costs {self.cost}"
@@ -69,7 +71,7 @@ def advise(now: Way, others: Iterable[Way], tokens: int, *, for_memory: bool) ->
         if now.seconds is not None and other.seconds is not None:
             saved_time = 1 - other.seconds / now.seconds
         if saved_bytes >= LEAST_SHARE * now.peak or (saved_time or 0.0) >= LEAST_SHARE:
-            found.append(Advice(other.change, saved_bytes, saved_time, _cost(now, other, tokens)))
+            found.append(Advice(other.change, saved_bytes, saved_time, _cost(now, other, tokens), other.peak))
     return sorted(found, key=lambda each: -each.saved_bytes if for_memory else -(each.saved_time or 0.0))
 
 

@@ -67,10 +67,9 @@ def _build(fields: dict[str, Any], source: str, dtype: torch.dtype) -> nn.Module
             warnings.simplefilter("ignore")
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **moe)
     except Exception as error:  # transformers raises all sorts for a field of the wrong kind
-        text = " ".join(str(error).split())[:200]
-        raise ConfigurationError(
-            f"{source} does not describe a causal model: {type(error).__name__}: {text}"
-        ) from error
+        said = error.__cause__ or error  # what its checks of fields wrap says more
+        text = " ".join(str(said).split())[:200]
+        raise ConfigurationError(f"{source} does not describe a causal model: {type(said).__name__}: {text}") from error
     model.loss_type = "ForCausalLM"  # it does not recognise GPT-2's class by name, and says so on every run
     return model.train()
 

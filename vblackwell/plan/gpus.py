@@ -84,10 +84,17 @@ def find_gpu(name: str) -> KnownGPU:
     for gpu in GPUS.values():
         if _plain(gpu.name) == wanted:
             return gpu
-    near = nearest(name, GPUS) or nearest(wanted.upper(), GPUS)
+    near = nearest(name, GPUS) or nearest(wanted.upper(), GPUS) or _of_that_number(wanted)
     raise ConfigurationError(
         f"GPU {name!r} is not in the table{near}; known: {', '.join(GPUS)}; or give --gpu-memory alone"
     )
+
+
+def _of_that_number(wanted: str) -> str:
+    """The card that is meant by its number, as in '4090ti'."""
+    number = "".join(each if each.isdigit() else " " for each in wanted).split()[:1]
+    found = [each for each in GPUS if number and number[0] in each.split()]
+    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def _words(name: str) -> list[str]:

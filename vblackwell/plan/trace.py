@@ -126,8 +126,8 @@ def trace_training(
     except Exception as error:  # anything may come out of a stranger's model; all of it means the same here
         refuse_frozen(model)  # whose loss needs no gradient, unless the batch asks for one
         raise Untraceable(
-            f"{type(model).__name__} cannot be traced in phase {recorder.phase!r} of step {recorder.step + 1}: {_brief(error)}; "
-            "a model that reads values of its tensors has to be measured in a short run instead"
+            f"{type(model).__name__} cannot be traced on tensors without bytes, in phase {recorder.phase!r} of step {recorder.step + 1}: "
+            f"{_brief(error)}"
         ) from error
     parameters = list(model.parameters())
     return Trace(

@@ -130,10 +130,10 @@ def _estimated(
         trace = run.trace(batch_size)
     except Untraceable as error:
         if run.subject.make is None:
-            raise
+            raise Untraceable(f"{error}; give it as package.module:factory to have two steps of it measured") from error
         if gpus is not None:
             raise Untraceable(f"{error}; --gpus divides a traced step: leave it out") from error
-        print(f"{error}; measuring two steps instead", file=sys.stderr, flush=True)
+        print(f"{error}; two real steps are measured instead", file=sys.stderr, flush=True)
         measured = measure_run(run, batch_size)
         trace = measured.trace
     found = estimate_trace(trace, run.capability, run.expandable)

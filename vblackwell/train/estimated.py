@@ -133,7 +133,12 @@ class Estimated:
     def table(self) -> str:
         """For people."""
         memory, values = self.memory, self.memory.as_dict()
-        lines = [self.title(), "", *(f"  {text:<18}{format_bytes(values[name]):>12}" for name, text in SHOWN)]
+        lines = [
+            self.title(),
+            "",
+            "  of the peak:",
+            *(f"  {text:<18}{format_bytes(values[name]):>12}" for name, text in SHOWN),
+        ]
         lines += [
             f"  {'peak (P50)':<18}{format_bytes(memory.peak_p50):>12}",
             f"  {'plan for (P99)':<18}{format_bytes(memory.peak_p99):>12}",
