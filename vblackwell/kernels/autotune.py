@@ -20,6 +20,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan, goes_round
 from vblackwell.kernels.nvrtc import cache_folder, driver_version, write_atomically
 
@@ -64,7 +65,9 @@ def read_entries(path: Path) -> dict[str, dict[str, int]]:
         return {}
     if not isinstance(content, dict) or content.get("version") != _VERSION:
         return {}
-    entries = content.get("entries", {})
+    entries = content.get("entries")
+    if not isinstance(entries, dict):
+        return {}
     return {
         name: fields
         for name, fields in entries.items()

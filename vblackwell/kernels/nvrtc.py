@@ -7,6 +7,7 @@ Compiled code is kept under ``$XDG_CACHE_HOME/vblackwell/cubin``, named by a has
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -119,14 +120,17 @@ def cached_cubin(files: Sequence[str], macros: dict[str, int], arch: str) -> byt
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """``content`` appears at ``path`` whole or not at all; a cache that cannot be written is no error."""
-    try:
+    """``content`` appears at ``path`` whole or not at all, also when the power fails; a cache that cannot be written is no error."""
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(content)
-        os.replace(file.name, path)
-    except OSError:
-        return
+            try:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())  # or the new name may stand for an empty file
+                os.replace(file.name, path)
+            except OSError:
+                os.unlink(file.name)
 
 
 @functools.lru_cache
