@@ -61,7 +61,15 @@ def test_another_driver_has_another_file():
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", '{"version": 2, "entries": {"a": {"stages": 3}}}', "[]", '{"version": 1}']
+    "content",
+    [
+        "",
+        "{",
+        '{"version": 2, "entries": {"a": {"stages": 3}}}',
+        "[]",
+        '{"version": 1}',
+        '{"version": 1, "entries": ["a"]}',
+    ],
 )
 def test_torn_and_foreign_files_are_ignored(own_cache, content):
     path = own_cache / "file.json"
@@ -69,6 +77,16 @@ def test_torn_and_foreign_files_are_ignored(own_cache, content):
     assert autotune.read_entries(path) == {}
     autotune.write_entries(path, MACHINE, {"a": {"stages": 3}})
     assert autotune.read_entries(path) == {"a": {"stages": 3}}
+
+
+def test_a_plan_that_is_no_longer_allowed_is_forgotten():
+    plan = WgmmaPlan(64, 1, 1, 6, k_groups=3)
+    x_MK = torch.empty(64, 4096, dtype=torch.bfloat16)
+    kept = {
+        autotune.entry_name(plan, x_MK.dtype, 64, 4096, 4096): {"stages": 7}
+    }  # three groups cannot take turns at it
+    autotune.write_entries(autotune.cache_path(MACHINE), MACHINE, kept)
+    assert autotune.tuned(plan, x_MK, 4096, 4096) == plan
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(own_cache):
