@@ -109,7 +109,7 @@ def _advised(
         )
     wanted = advice and gpus is None and (gpu_bytes is not None or card is not None)
     rates = None if card is None else rates_of(card)
-    ahead = Aside(lambda: traced_ways(run, batch_size, rates)) if wanted else None
+    ahead = Aside(lambda: traced_ways(run, batch_size, rates, gpu_bytes, (host, disk))) if wanted else None
     try:
         estimated = _estimated(model, run, batch_size, card, gpu_bytes, host, disk, asks_for_stack, gpus, topology)
         if advice and gpus is None and estimated.measured is None and (estimated.fits is False or card is not None):
