@@ -33,7 +33,7 @@ FUSED_STACK = "an offload stack, vb.accelerate_causal_lm(model)"
 def traced_ways(
     run: Run, batch_size: int, rates: Rates | None, gpu_bytes: int | None = None, below: tuple[int, int] = (PLENTY, 0)
 ) -> list[Way]:  # fmt: skip
-    """Those that a trace of the run as it is does not show, but for checkpointing: they may be traced beside it.
+    """Those that a trace of the run as it is does not show, and about half of them in time: they may be traced beside the others.
 
     Args:
         gpu_bytes: of the GPU whose level 0 an offload stack may have; None: no stack is looked at. below: as for `advice_of`.
@@ -44,11 +44,14 @@ def traced_ways(
         found += (
             [] if found else _traced("--precision bf16", replace(run, precision="bf16"), batch_size, rates, NARROW_WEIGHTS)
         )  # fmt: skip
+    return found
+
+
+def _smaller_batches(run: Run, batch_size: int, rates: Rates | None) -> Iterator[Way]:
     if batch_size > 1:
         smaller = batch_size // 2
         change = f"batches of {smaller}, gradients of {-(-batch_size // smaller)} added up"
-        found += _traced(change, run, smaller, rates)
-    return found
+        yield from _traced(change, run, smaller, rates)
 
 
 def advice_of(
@@ -68,9 +71,11 @@ def advice_of(
     ways = list(_ways(estimated, rates))
     if recomputing is not None:
         ways.append(_way("--gradient-checkpointing", changed, recomputing, estimated.batch_size, rates))
+    smaller = list(_smaller_batches(run, estimated.batch_size, rates))
     traced = traced_ways(run, estimated.batch_size, rates, estimated.gpu_bytes, below) if others is None else others()
-    fits_as_it_is = estimated.stack is not None and not estimated.stack.refused
-    ways += [way for way in traced if not (fits_as_it_is and way.change.startswith(FUSED_STACK))]
+    lacks_a_stack = estimated.stack is not None and estimated.stack.refused is not None
+    ways += [way for way in traced if lacks_a_stack or not way.change.startswith(FUSED_STACK)]
+    ways += smaller
     ways += _streamed(estimated)
     if recomputing is not None:
         ways += _streamed_recomputing(estimated, changed, recomputing, below)
