@@ -11,11 +11,13 @@ beside what the compressed level took. Last: how many decisions were those of th
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -25,7 +27,7 @@ from torch import Tensor
 
 from vblackwell.memory.codec_speed import codec_speed
 from vblackwell.memory.compressed_disk import CompressedDiskLevel
-from vblackwell.memory.disk import PIECE_BYTES, THREADS, DiskLevel
+from vblackwell.memory.disk import PIECE_BYTES, DiskLevel
 from vblackwell.memory.scratch_file import SystemCalls
 from vblackwell.memory.slab import map_slab
 from vblackwell.plan.compression import CodecSpeed, mixed, packed_rates
@@ -78,21 +80,36 @@ def pieces_of(values: dict[str, Tensor], counts: dict[str, int]) -> Tensor:
     return aligned
 
 
-def seconds_of(levels: Sequence[DiskLevel], source: Tensor, rounds: int) -> list[tuple[float, float]]:
-    """To write and to read ``source``, for each level, in turns."""
+def measure_codec(values: dict[str, Tensor], found: list[dict[str, CodecSpeed]]) -> None:
+    """Once more, among the rounds of what it is held against: others' load comes and goes."""
+    found.append({kind: CodecSpeed(*codec_speed([each], limit_seconds=0)) for kind, each in values.items()})
+
+
+def median_of(speeds: Sequence[CodecSpeed]) -> CodecSpeed:
+    """Of each number."""
+    return CodecSpeed(*(statistics.median(column) for column in zip(*map(astuple, speeds), strict=True)))
+
+
+def seconds_of(
+    levels: Sequence[DiskLevel], source: Tensor, count: int, rounds: int, between: Callable[[], None]
+) -> list[tuple[float, float]]:  # fmt: skip
+    """To write and to read ``count`` extents like ``source`` that are begun together, for each level, in turns; seconds of one extent."""
     found: list[list[tuple[float, float]]] = [[] for _ in levels]
-    back = map_slab(source.numel())
-    extents = [level.allocate(source.numel()) for level in levels]
+    back = [map_slab(source.numel()) for _ in range(count)]
+    extents = [[level.allocate(source.numel()) for _ in range(count)] for level in levels]
     for number in range(rounds + 1):
-        for level, extent, times in zip(levels, extents, found, strict=True):
+        between()
+        for level, own, times in zip(levels, extents, found, strict=True):
             began = time.perf_counter()
-            level.write(extent, source).wait()
+            for transfer in [level.write(extent, source) for extent in own]:
+                transfer.wait()
             middle = time.perf_counter()
-            level.read(extent, back).wait()
+            for transfer in [level.read(extent, out) for extent, out in zip(own, back, strict=True)]:
+                transfer.wait()
             ended = time.perf_counter()
-            assert torch.equal(source, back), "the level gave other bytes back"
+            assert all(torch.equal(source, out) for out in back), "the level gave other bytes back"
             if number:
-                times.append((middle - began, ended - middle))
+                times.append(((middle - began) / count, (ended - middle) / count))
     return [tuple(statistics.median(way) for way in zip(*times, strict=True)) for times in found]  # type: ignore[misc]
 
 
@@ -100,6 +117,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--disk", required=True, help="folder on a disk")
     parser.add_argument("--rates", default="0.1,0.3,1,0", help="GB/s that the disk is held to; 0: as it is")
+    parser.add_argument(
+        "--extents", type=int, default=4, help="begun together, as steps that wait for the disk have them"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     weights = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(0)) * 0.02
@@ -108,20 +128,28 @@ def main() -> None:
     print(
         f"{'what':<19} {'disk':>5} {'plain s':>8} {'packed s':>9} {'foretold s':>10} {'off by':>7}  packed is faster: foretold, was"
     )
-    right, errors = [], []
+    right, errors, hidden = [], [], []
     for what, counts in SETS.items():
         source = pieces_of(values, counts)
         size = source.numel()
         for rate in map(float, args.rates.split(",")):
-            codec = {kind: CodecSpeed(*codec_speed([values[kind]])) for kind in counts}
+            measured: list[dict[str, CodecSpeed]] = []
             calls = None if rate == 0 else Held(rate * 1e9)
-            levels = [kind(args.disk, size + 64 * MiB, calls=calls) for kind in (DiskLevel, Always)]
-            (plain_write, plain_read), packed = seconds_of(levels, source, args.rounds)
+            levels = [kind(args.disk, args.extents * (size + 64 * MiB), calls=calls) for kind in (DiskLevel, Always)]
+            between = functools.partial(measure_codec, {kind: values[kind] for kind in counts}, measured)
+            (plain_write, plain_read), packed = seconds_of(levels, source, args.extents, args.rounds, between)
+            codec = {kind: median_of([each[kind] for each in measured]) for kind in counts}
             for level in levels:
                 level.close()
             disk = LaneRates(1, 1, 1, 1, 1, 1, disk_read=size / plain_read, disk_write=size / plain_write)
             held = {kind: count * PIECE_BYTES for kind, count in counts.items()}
-            through = packed_rates(disk, mixed(codec, held), THREADS)
+            all_kinds = mixed(codec, held)
+            through = packed_rates(disk, all_kinds)
+            ways = (
+                (plain_write / all_kinds.ratio, size / all_kinds.compress),
+                (plain_read / all_kinds.ratio, size / all_kinds.decompress),
+            )
+            hidden.append((sum(packed) - sum(map(max, ways))) / sum(map(min, ways)))
             foretold, plain, took = (
                 size / through.disk_write + size / through.disk_read,
                 plain_write + plain_read,
@@ -131,7 +159,8 @@ def main() -> None:
             errors.append(abs(foretold / took - 1))
             print(
                 f"{what:<19} {rate or 'as is':>5} {plain:>8.3f} {took:>9.3f} {foretold:>10.3f} {foretold / took - 1:>+7.0%}  "
-                f"{'yes' if foretold < plain else 'no'}, {'yes' if took < plain else 'no'} (x {plain / took:.2f})",
+                f"{'yes' if foretold < plain else 'no'}, {'yes' if took < plain else 'no'} (x {plain / took:.2f}), "
+                f"not hidden {hidden[-1]:.2f}",
                 flush=True,
             )
     print(

@@ -251,4 +251,4 @@ def test_an_estimate_decides_by_what_is_kept(monkeypatch, disk_path):
         file.unlink()
     plain = speed()
     assert plain.disk is None and plain.streamed == pytest.approx(64 / found.disk.plain_seconds)
-    assert found.streamed == pytest.approx(1.5 * plain.streamed, rel=0.01)  # the disk is all there is to it
+    assert 1.45 < found.streamed / plain.streamed < 1.5  # the disk is all there is to it

@@ -266,7 +266,7 @@ def test_states_on_a_disk_are_compressed_where_a_step_is_shorter(small):
         def speed(kinds) -> DiskSpeed:
             asked.append(set(kinds))
             codec = {kind: CodecSpeed(1.25, 4e9, 8e9) for kind in kinds}
-            return DiskSpeed(gbps * 1e9, gbps * 1e9, "here", {} if wanted == "none" else codec, 8, "these", wanted)
+            return DiskSpeed(gbps * 1e9, gbps * 1e9, "here", {} if wanted == "none" else codec, "these", wanted)
 
         short = on(small, bounds=Bounds(320 * MiB, 224 * MiB, 8 * GiB), disk=speed)
         found = short.predict(choice(update="level0"), in_full=True)
@@ -279,8 +279,8 @@ def test_states_on_a_disk_are_compressed_where_a_step_is_shorter(small):
     verdict = slow[1].compression
     assert verdict is not None and verdict.ratio == pytest.approx(1.25) and slow[1].bottleneck == "disk"
     assert slow[1].step_seconds == verdict.packed_seconds < verdict.plain_seconds == plain[1].step_seconds
-    # A disk that is all there is to a step is passed 1.25 times as fast, and worn by so much less; fewer tokens hide it.
-    assert plain[1].step_seconds / slow[1].step_seconds == pytest.approx(1.25, rel=0.02)
+    # A disk that is all there is to a step is passed nearly 1.25 times as fast, and worn by so much less; fewer tokens hide it.
+    assert 1.19 < plain[1].step_seconds / slow[1].step_seconds < 1.25
     assert slow[1].disk_written == pytest.approx(plain[1].disk_written / 1.25, rel=1e-6)
     assert plain[1].disk_hidden_from > slow[1].disk_hidden_from > 0
     assert fast[1].disk_written == plain[1].disk_written and slow[1].disk == plain[1].disk

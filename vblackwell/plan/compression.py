@@ -1,14 +1,10 @@
 """Whether a disk level holds its bytes compressed: decided by what a step takes with and without, from measured rates alone.
 
 A disk is one, and a level's threads are several: each compresses the piece that it is about to write, or turns back the one that it
-has read, while the others wait for the disk. A disk of d bytes/s is passed by values at r d, where r is the ratio, if the threads keep
-up; a thread that alone has the codec's share c/T of all T threads' rate waits for the disk besides, so that T of them pass
-
-    min(r d, 1 / (1/c + 1/(T r d)))
-
-bytes a second (both bounds are those of T customers that go round between a place to think and one server). Where the CPU also updates
-groups, the codec takes its cores for the time that it works; where there is no GPU all lanes are one after another anyway, and it is in
-the disk's time.
+has read, while others wait for the disk. So a byte of the values takes the longer of two times, 1/(r d) at the disk, for a disk of d
+bytes/s and a ratio r, and 1/c in the codec, for a rate c of all threads, and a part of the shorter one, which is not hidden behind it.
+Where the CPU also updates groups, the codec takes its cores for the time that it works; where there is no GPU all lanes are one after
+another anyway, and it is in the disk's time.
 """
 
 from __future__ import annotations
@@ -18,6 +14,8 @@ from dataclasses import dataclass, field, replace
 
 from vblackwell.plan.lane_work import LanePlan, LaneRates, LaneTimes
 
+# Of the shorter of both times: benchmarks/bench_compressed_disk.py measures it, docs/precision.md has what it found on two cores.
+NOT_HIDDEN = 0.5
 MOST_TAKEN = 0.5  # of the cores, by the codec beside updates: a scheduler gives both their turn
 
 
@@ -42,7 +40,7 @@ class DiskSpeed:
     Attributes:
         read, write: bytes/s of the disk. source: what was measured, for people.
         codec: by kind of bytes; empty where compressing is no choice, and ``refused`` says why.
-        threads: of the level. codec_source: what the codec was measured on.
+        codec_source: what the codec was measured on.
         asked: 'lossless' or 'none' where the user has decided, else None.
     """
 
@@ -50,7 +48,6 @@ class DiskSpeed:
     write: float
     source: str
     codec: Mapping[str, CodecSpeed] = field(default_factory=dict)
-    threads: int = 8
     codec_source: str = ""
     asked: str | None = None
     refused: str = ""
@@ -134,12 +131,12 @@ def mixed(codec: Mapping[str, CodecSpeed], num_bytes: Mapping[str, int]) -> Code
     return CodecSpeed(total / held, total / seconds[0], total / seconds[1])
 
 
-def packed_rates(rates: LaneRates, codec: CodecSpeed, threads: int) -> LaneRates:
+def packed_rates(rates: LaneRates, codec: CodecSpeed) -> LaneRates:
     """``rates`` as values pass the disk in compressed form, bytes of the values a second."""
 
     def through(disk: float, speed: float) -> float:
-        passed = codec.ratio * disk
-        return min(passed, 1 / (1 / speed + 1 / (threads * passed)))
+        shorter, longer = sorted((1 / (codec.ratio * disk), 1 / speed))
+        return 1 / (longer + NOT_HIDDEN * shorter)
 
     return replace(
         rates,
@@ -175,7 +172,7 @@ def decide(
     if not disk.codec:
         return known, plain
     codec = mixed(disk.codec, num_bytes)
-    packed = packed_rates(plain, codec, disk.threads)
+    packed = packed_rates(plain, codec)
     with_codec = times(packed)
     if spare_cores and any(group.at_home for group in lanes.groups):
         packed = replace(packed, cpu=packed.cpu * (1 - _taken(lanes, codec, with_codec)))

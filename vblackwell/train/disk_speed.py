@@ -169,7 +169,7 @@ class DiskSpeeds:
 
     def _look(self, kinds: frozenset[str]) -> DiskSpeed:
         read, write, source, refused = self._disk()
-        found = DiskSpeed(read, write, source, threads=THREADS, asked=self.asked, refused=refused)
+        found = DiskSpeed(read, write, source, asked=self.asked, refused=refused)
         if self.asked == "none" or (refused and self.asked is None):
             return found
         try:
@@ -177,9 +177,9 @@ class DiskSpeeds:
         except Unsupported as error:
             if self.asked is not None:
                 raise
-            return DiskSpeed(read, write, source, threads=THREADS, refused=str(error))
+            return DiskSpeed(read, write, source, refused=str(error))
         refused = refused if codec else "compression was not measured here: run vb doctor"
-        return DiskSpeed(read, write, source, codec, THREADS, codec_source, self.asked, refused)
+        return DiskSpeed(read, write, source, codec, codec_source, self.asked, refused)
 
     def _disk(self) -> tuple[float, float, str, str]:
         facts = disk_facts(self.path)
