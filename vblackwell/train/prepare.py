@@ -87,7 +87,9 @@ def prepare(config: TrainConfig, device: torch.device, progress: Progress, clean
     refuse_frozen(model)
     fused = fuse(model)
     if fused is not None:
-        progress.say(f"{type(model).__name__} of transformers, fused where that is the same: {fused}".replace("\n", ", "))
+        progress.say(
+            f"{type(model).__name__} of transformers, fused where that is the same: {fused}".replace("\n", ", ")
+        )
     precision = choose_precision(config.precision, config.mixed_precision, device)
     plan = plan_run(config, model, precision, device, progress)
     config = decide_steps(config if plan is None else apply_plan(config, plan), len(data.train))
