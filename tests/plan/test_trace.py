@@ -361,7 +361,7 @@ def test_what_reads_values_is_refused():
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return super().forward(input) if input.sum() > 0 else input
 
-    with pytest.raises(Untraceable, match=r"Branches cannot be traced in phase 'setup'.*measured in a short run"):
+    with pytest.raises(Untraceable, match=r"Branches cannot be traced .* phase 'setup'.*Tensor\.item"):
         trace_training(Branches(32, 32), rows(), square, sgd)
 
 
