@@ -278,7 +278,9 @@ def test_bf16_weights_move_by_less_than_their_step():
 
 
 @pytest.mark.skipif(bool(nvrtc.why_not()), reason="nvidia-cuda-nvrtc is not installed")
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
+@pytest.mark.parametrize(
+    "arch", ["sm_90a", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_80", "sm_86", "sm_89"))]
+)
 def test_compiles_without_spills(arch, tmp_path):
     dtypes = {0: torch.bfloat16, 1: torch.float32}
     for weight, gradient, previous in KINDS[::5]:
