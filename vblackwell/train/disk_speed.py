@@ -182,11 +182,8 @@ class DiskSpeeds:
         return DiskSpeed(read, write, source, codec, codec_source, self.asked, refused)
 
     def _disk(self) -> tuple[float, float, str, str]:
-        facts = disk_facts(self.path)
-        where = _mount_of(Path(self.path))
-        file = _folder() / f"disk-{_slug(str(where))}.json"
-        of = {"mount": str(where), "file_system": facts.file_system, "device": os.stat(where).st_dev}
-        kept = _read(file, of)
+        file, of = _disk_of(self.path)
+        where, kept = of["mount"], _read(file, of)
         if kept is None and self.say is not None:
             self.say(f"measuring the disk at {where}, once (vb doctor does it again)")
             try:
@@ -196,7 +193,7 @@ class DiskSpeeds:
         if kept is None or "refused" in kept:
             reason = "the disk was not measured here: run vb doctor" if kept is None else str(kept["refused"])
             return DISK_BYTES_PER_SECOND, DISK_BYTES_PER_SECOND, "assumed", reason
-        return float(kept["read"]) * 1e9, float(kept["write"]) * 1e9, f"measured at {where}, {facts.file_system}", ""
+        return float(kept["read"]) * 1e9, float(kept["write"]) * 1e9, f"measured at {where}, {of['file_system']}", ""
 
     def _codec(self, kinds: frozenset[str]) -> tuple[dict[str, CodecSpeed], str]:
         speeds = _kept_codec(self.sample)
@@ -245,11 +242,17 @@ def _kept_codec(sample: Sample) -> dict[str, CodecSpeed]:
 
 def keep_disk(path: str, rates: dict[str, Any]) -> dict[str, Any]:
     """Remember what `disk_gbps` found of the disk at ``path``, unless it was refused; ``rates`` with what they are of."""
+    file, of = _disk_of(path)
+    if "refused" not in rates:
+        write_atomically(file, json.dumps(of | rates, indent=2).encode())
+    return of | rates
+
+
+def _disk_of(path: str) -> tuple[Path, dict[str, Any]]:
+    """Where rates of the disk at ``path`` are kept, and what they are of: they mean nothing elsewhere."""
     where = _mount_of(Path(path))
     of = {"mount": str(where), "file_system": disk_facts(path).file_system, "device": os.stat(where).st_dev}
-    if "refused" not in rates:
-        write_atomically(_folder() / f"disk-{_slug(str(where))}.json", json.dumps(of | rates, indent=2).encode())
-    return of | rates
+    return _folder() / f"disk-{_slug(str(where))}.json", of
 
 
 def _mount_of(path: Path) -> Path:
