@@ -105,6 +105,10 @@ def test_a_budget_is_kept_and_the_file_brings_the_choice_back(tmp_path):
     found.save(tmp_path / "a.json")
     with pytest.raises(DiskError, match=r"writing .*a\.json/b\.json failed"):
         found.save(tmp_path / "a.json" / "b.json")
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(DiskError, match=r"writing .*taken failed"):
+        found.save(tmp_path / "taken")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "taken"], "half a file was left"
     again = Assignment.load(tmp_path / "a.json")
     assert again == found and again.bits == found.bits
     replaced = apply_assignment(model, again, "inference")

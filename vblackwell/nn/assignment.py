@@ -22,7 +22,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,8 @@ class Assignment:
             part.write_text(text + "\n", encoding="utf-8")
             os.replace(part, path)
         except OSError as error:
+            with suppress(OSError):
+                part.unlink()
             raise DiskError(
                 f"writing {path} failed: {error.strerror}; check that it is writable and has room"
             ) from error
