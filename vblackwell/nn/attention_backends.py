@@ -229,9 +229,8 @@ def _sdpa(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor, Variant], Te
                 mask.shape[-1] != k.shape[2]
             ):  # 'efficient' reads keys side by side: a stride of zero is not one of its cases
                 mask = mask.expand(*mask.shape[:-1], k.shape[2]).contiguous()
-        grouped = (
-            {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-        )  # a branch: sizes may be symbols under torch.compile
+        # A branch, because sizes may be symbols under torch.compile.
+        grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
         with sdpa_kernel(backend):
             return functional.scaled_dot_product_attention(
                 q, k, v, mask, variant.dropout, variant.causal, scale=variant.scale, **grouped
