@@ -223,6 +223,8 @@ def test_a_final_update_without_its_step_is_an_error(make_stack: MakeStack, upda
     broken(changed)
     with pytest.raises(ConfigurationError, match="before the norm is known"):
         VGPUAdamW(build(MLP).parameters(), undo=False, max_grad_norm=1.0)
+    with pytest.raises(ConfigurationError, match="no parameters to update"):
+        VGPUAdamW(param for param in build(MLP).requires_grad_(False).parameters() if param.requires_grad)
 
 
 # -- races ---------------------------------------------------------------------------------------------------------------

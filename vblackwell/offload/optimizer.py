@@ -49,7 +49,7 @@ class VGPUAdamW(torch.optim.AdamW):
             changed between steps through the attribute of this name.
 
     Raises:
-        ConfigurationError: a number outside its range.
+        ConfigurationError: a number outside its range, or no parameters.
         Unsupported: a second optimizer for the same offloaded model.
     """
 
@@ -70,6 +70,13 @@ class VGPUAdamW(torch.optim.AdamW):
             )
         if accumulation_steps < 1:
             raise ConfigurationError(f"accumulation_steps {accumulation_steps} must be >= 1")
+        if not isinstance(params, torch.Tensor):  # which torch refuses in words of its own
+            params = list(params)
+        if isinstance(params, list) and not params:
+            raise ConfigurationError(
+                "there are no parameters to update: every one was left out, or the whole model is frozen; "
+                "give those to train requires_grad=True before the optimizer is made"
+            )
         self.max_grad_norm = max_grad_norm
         self.update_in_backward = update_in_backward
         self.undo = undo
