@@ -274,6 +274,10 @@ def goals(rows: Rows) -> list[str]:
             best = min(known, key=lambda other: known[other][key])
             words = f"{where}, dispatcher ({chosen['chosen']}) over the best ({best})"
             line(words, chosen["over_" + key.removesuffix("_us")], 0.98, 1.0)
+        together = {other: known[other]["forward_us"] + known[other]["backward_us"] for other in known}
+        best = min(together, key=together.__getitem__)
+        words = f"{name}: both together, dispatcher ({chosen['chosen']}) over the best ({best})"
+        line(words, together[best] / (chosen["forward_us"] + chosen["backward_us"]), 0.98, 1.0)
     return lines
 
 
@@ -325,10 +329,11 @@ def check() -> None:
                 say(f"{words}: {system} failed: {error!r:.200}")
 
 
-def tune() -> None:
-    """Let the dispatcher measure the cases, and keep the times."""
-    for name, case in cases(False).items():
-        say("tuned", name, dispatcher.tune_attention(*leaves_of(*case["shape"]), **variant_of(case)._asdict()))
+def tune(wanted: dict[str, dict[str, Any]], quick: bool) -> None:
+    """Let the dispatcher measure the cases, and keep the times; ``quick`` those with masks only, as FlexAttention is compiled for each."""
+    for name, case in wanted.items():
+        if not quick or has_mask(name):
+            say("tuned", name, dispatcher.tune_attention(*leaves_of(*case["shape"]), **variant_of(case)._asdict()))
 
 
 def main() -> None:
@@ -349,7 +354,9 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=0.0, help="start no case later than this; --quick: 75")
     parser.add_argument("--no-check", action="store_true", help="no errors against float64 first")
-    parser.add_argument("--tune", action="store_true")
+    parser.add_argument(
+        "--tune", action="store_true", help="first measure the cases for the dispatcher; --quick: those with masks"
+    )
     parser.add_argument(
         "--table", type=Path, help="JSON file of times for the dispatcher, to ship in vblackwell/kernels/tuned"
     )
@@ -375,10 +382,10 @@ def main() -> None:
     if not arguments.no_check and not arguments.prepared:
         check()
     lines = sweep(arguments.sweep) if arguments.sweep else []
+    wanted = wanted_cases(arguments.quick, arguments.only)
     if arguments.tune:
-        tune()
+        tune(wanted, arguments.quick)
     if not arguments.no_table:
-        wanted = wanted_cases(arguments.quick, arguments.only)
         if not arguments.prepared:
             prepare_all(wanted, arguments.quick)
         rows = bench(wanted, arguments.quick, arguments.seconds, arguments.table)
