@@ -3,9 +3,10 @@
 ``python benchmarks/bench_compressed_disk.py --disk DIR`` writes and reads a group's bytes (bf16 weights alone, as a frozen base has them;
 and weights, remainders of masters and both moments, as training has them) through a plain disk level and through one that compresses
 every piece, in turns, the median of some rounds each. Slower disks are made of the real one: a call holds the disk, as others wait, until
-its bytes have taken their time (``--rates``, GB/s; ``0`` leaves the disk as it is). The codec's rates are measured as a plan measures
-them, in RAM, and the disk's are the plain level's: what `vblackwell.plan.compression` makes of both, and the decision that follows, stand
-beside what the compressed level took. Last: how many decisions were those of the stopwatch, and how far off the forecasts were.
+its bytes have taken their time (``--rates``, GB/s; ``0`` leaves the disk as it is; ``--memory`` has RAM in the slower disks' place). The
+codec's rates are measured as a plan measures them, in RAM, and the disk's are the plain level's: what `vblackwell.plan.compression` makes
+of both, and the decision that follows, stand beside what the compressed level took. Last: how many decisions were those of the stopwatch,
+and how far off the forecasts were.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import argparse
 import functools
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
@@ -23,12 +23,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from held_disk import AlwaysCompressed, HeldDisk
 from torch import Tensor
 
 from vblackwell.memory.codec_speed import codec_speed
-from vblackwell.memory.compressed_disk import CompressedDiskLevel
 from vblackwell.memory.disk import PIECE_BYTES, DiskLevel
-from vblackwell.memory.scratch_file import SystemCalls
 from vblackwell.memory.slab import map_slab
 from vblackwell.plan.compression import CodecSpeed, mixed, packed_rates
 from vblackwell.plan.lanes import LaneRates
@@ -39,33 +38,6 @@ SETS: dict[str, dict[str, int]] = {  # pieces of each kind
     "bf16 weights": {"bfloat16 weights": 12},
     "weights and states": {"bfloat16 weights": 2, "remainders": 2, "first moments": 4, "second moments": 4},
 }
-
-
-class Held(SystemCalls):
-    """The disk, at most so fast: one call at a time, and no call sooner over than its bytes take."""
-
-    def __init__(self, bytes_per_second: float) -> None:
-        self._rate, self._disk = bytes_per_second, threading.Lock()
-
-    def preadv(self, fd: int, buffers: list[memoryview], offset: int) -> int:
-        return self._timed(super().preadv, fd, buffers, offset)
-
-    def pwritev(self, fd: int, buffers: list[memoryview], offset: int) -> int:
-        return self._timed(super().pwritev, fd, buffers, offset)
-
-    def _timed(self, call, fd: int, buffers: list[memoryview], offset: int) -> int:
-        with self._disk:
-            began = time.perf_counter()
-            done = call(fd, buffers, offset)
-            time.sleep(max(0.0, done / self._rate - (time.perf_counter() - began)))
-        return done
-
-
-class Always(CompressedDiskLevel):
-    """Compresses every piece, whatever its books say: a plan is about what that takes."""
-
-    def _wanted(self) -> bool:
-        return True
 
 
 def pieces_of(values: dict[str, Tensor], counts: dict[str, int]) -> Tensor:
@@ -121,6 +93,9 @@ def main() -> None:
         "--extents", type=int, default=4, help="begun together, as steps that wait for the disk have them"
     )
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--memory", action="store_true", help="RAM in the place of the disks with a rate: others use the real one"
+    )
     args = parser.parse_args()
     weights = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(0)) * 0.02
     kinds = sorted({kind for counts in SETS.values() for kind in counts})
@@ -134,8 +109,12 @@ def main() -> None:
         size = source.numel()
         for rate in map(float, args.rates.split(",")):
             measured: list[dict[str, CodecSpeed]] = []
-            calls = None if rate == 0 else Held(rate * 1e9)
-            levels = [kind(args.disk, args.extents * (size + 64 * MiB), calls=calls) for kind in (DiskLevel, Always)]
+            capacity = args.extents * (size + 64 * MiB)
+            memory = capacity if args.memory else None
+            levels = [
+                kind(args.disk, capacity, calls=HeldDisk(rate * 1e9, memory) if rate else None)
+                for kind in (DiskLevel, AlwaysCompressed)
+            ]
             between = functools.partial(measure_codec, {kind: values[kind] for kind in counts}, measured)
             (plain_write, plain_read), packed = seconds_of(levels, source, args.extents, args.rounds, between)
             codec = {kind: median_of([each[kind] for each in measured]) for kind in counts}

@@ -3,8 +3,10 @@
 ``python benchmarks/bench_levels.py`` trains a preset for some steps with torch's AdamW (from the weights of ``--load FILE``, which
 ``bench_precision.py --save FILE`` kept), then holds its weights as bf16, its fp32 weights and both moments in `CompressedVGPULevel` by
 every codec: ratio, GB/s in and out, and whether that beats moving the bytes at 1.75 GB/s (the disk of docs/precision.md; ``--link`` for
-another). ``--disk DIR`` measures instead of assuming: the disk levels of a stack in that folder, plain and compressed, with each kind as
-one extent, and keyed levels there; the best of three rounds each.
+another); with ``--checkpoint FOLDER``, of a run of `vb train`, those of that run and the checkpoint's bytes as a whole. ``--disk DIR``
+measures instead of assuming: the disk levels of a stack in that folder, plain, compressing where that pays, and compressing every piece,
+with each kind as one extent, and keyed levels there; the best of three rounds each. ``--disk-rate`` puts a disk of so many GB/s, made of
+RAM, in its place (held_disk.py), for the stack's levels alone.
 ``--traces`` records which modules a training loop, a generation and a mixture of 64 experts ask for, with real tokens and a router that
 was trained for a moment, and replays them under `lru`, `next_use`, the successor tables of `AccessPredictor` and Belady's optimum: hit
 rate of demand alone, and time waited with prefetching, in transfers of one key.
@@ -24,6 +26,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from held_disk import AlwaysCompressed, HeldDisk
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -71,8 +75,19 @@ def train(corpus: Corpus, args: argparse.Namespace) -> dict[str, list[Tensor]]:
     return {kind: [tensor.cpu() for tensor in tensors] for kind, tensors in kinds.items()}
 
 
+def read_checkpoint(folder: Path) -> dict[str, list[Tensor]]:
+    """A run's tensors by kind, and all of them together, whose plain bytes are those of the files but for names and shapes."""
+    weights = load_file(folder / "model.safetensors")
+    states = load_file(folder / "optimizer.safetensors")
+    kinds = {"bf16 weights": [w.bfloat16() for w in weights.values()], "fp32 weights": list(weights.values())}
+    for name, label in (("exp_avg", "first moments"), ("exp_avg_sq", "second moments")):
+        kinds[label] = [tensor for key, tensor in states.items() if key.endswith(f".{name}")]
+    print(f"{folder}: {len(weights)} weights, {len(states)} states", flush=True)
+    return kinds | {"checkpoint": [*weights.values(), *states.values()]}
+
+
 def compression(kinds: dict[str, list[Tensor]], args: argparse.Namespace) -> None:
-    device, where = ("ssd", args.disk) if args.disk else ("cpu", None)
+    device, where = ("ssd", args.disk) if args.disk and not args.disk_rate else ("cpu", None)
     total = sum(t.nbytes for tensors in kinds.values() for t in tensors)
     capacity = 2 * total / MiB + 64
     print(f"\nheld in {where or 'RAM'}; {sum(t.nbytes for t in kinds['fp32 weights']) / MiB:.1f} MiB of fp32 weights")
@@ -115,10 +130,15 @@ def disks(kinds: dict[str, list[Tensor]], args: argparse.Namespace) -> None:
     flats = {kind: torch.cat([t.flatten().view(torch.uint8) for t in tensors]) for kind, tensors in kinds.items()}
     size = max(flat.nbytes for flat in flats.values())
     capacity = align_up(size, MiB) + 64 * MiB
-    levels = [DiskLevel(args.disk, capacity), CompressedDiskLevel(args.disk, capacity)]
+    calls = [HeldDisk(args.disk_rate * 1e9, capacity) if args.disk_rate else None for _ in range(3)]
+    measuring = CompressedDiskLevel(args.disk, capacity, calls=calls[1])
+    levels = [
+        DiskLevel(args.disk, capacity, calls=calls[0]), measuring, AlwaysCompressed(args.disk, capacity, calls=calls[2])
+    ]  # fmt: skip
     aligned, back = map_slab(size), map_slab(size)
     print(
-        f"\ndisk levels in {args.disk}: GB/s of the plain bytes, written / read, plain then compressed; time of both ways"
+        f"\ndisk levels {f'at {args.disk_rate:g} GB/s' if args.disk_rate else f'in {args.disk}'}: GB/s of the plain bytes, written / read: "
+        "plain, compressed where that pays, all compressed; speed of both ways beside plain"
     )
     for kind, flat in flats.items():
         source, found = aligned[: flat.nbytes], back[: flat.nbytes]
@@ -135,8 +155,9 @@ def disks(kinds: dict[str, list[Tensor]], args: argparse.Namespace) -> None:
         for level, extent in zip(levels, extents, strict=True):
             level.free(extent)
         cells = "   ".join(f"{flat.nbytes / put / 1e9:5.2f} / {flat.nbytes / get / 1e9:5.2f}" for put, get in times)
-        print(f"{kind:<15} {flat.nbytes / MiB:8.1f} MiB   {cells}   x {sum(times[0]) / sum(times[1]):.3f}", flush=True)
-    found = levels[1].savings
+        gains = ", ".join(f"x {sum(times[0]) / sum(own):.3f}" for own in times[1:])
+        print(f"{kind:<15} {flat.nbytes / MiB:8.1f} MiB   {cells}   {gains}", flush=True)
+    found = measuring.savings
     print(
         f"ratio of compressed pieces {found.ratio:.2f}; compressing {'pays' if found.pays else 'does not pay'} by its own books"
     )
@@ -208,6 +229,7 @@ def traces(corpus: Corpus, steps: int) -> Iterator[tuple[str, list[str]]]:
     moe = Experts(corpus.vocab_size)
     optimizer = torch.optim.AdamW(moe.parameters(), lr=3e-3)
     batches = BatchStream(PackedDataset(corpus, 64), 4)
+    loss = torch.zeros(())
     for _ in range(steps):
         inputs, targets = batches.next()
         logits = moe(inputs)
@@ -255,6 +277,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--link", type=float, default=1.75, help="GB/s that bytes would move at")
     parser.add_argument("--disk", default=None, help="folder of a level on a disk")
+    parser.add_argument("--disk-rate", type=float, default=None, help="GB/s of a disk made of RAM; with --disk")
+    parser.add_argument("--checkpoint", type=Path, default=None, help="of vb train, instead of training here")
     parser.add_argument("--codecs", default=",".join(CODECS), help="lossy ones take a while on a CPU")
     parser.add_argument("--load", type=Path, default=None)
     parser.add_argument("--traces", action="store_true", help="the traces alone")
@@ -262,11 +286,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}")
-    corpus = prepare_data(None)
     if args.traces:
-        policies(corpus, args)
+        policies(prepare_data(None), args)
     else:
-        kinds = train(corpus, args)
+        kinds = read_checkpoint(args.checkpoint) if args.checkpoint else train(prepare_data(None), args)
         if args.disk:
             disks(kinds, args)
         compression(kinds, args)
