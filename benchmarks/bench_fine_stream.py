@@ -88,10 +88,15 @@ def stream_int8(model: nn.Module, layers: dict[str, VBOptimizedLinear], stack: V
 
 
 def build(args: argparse.Namespace, corpus: Corpus, **switches: bool) -> tuple[nn.Module, dict[str, VBOptimizedLinear]]:
-    model = Decoder(find_preset(args.preset).decoder_config(corpus.vocab_size, args.seq_length), seed=0, device="cpu")
+    shape = find_preset(args.preset).decoder_config(corpus.vocab_size, args.seq_length)
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    model = Decoder(shape, device="meta", dtype=dtype).to_empty(device=args.device).requires_grad_(False)
     if args.load:
-        model.load_state_dict(torch.load(args.load, weights_only=True))
-    model = model.to(args.device, torch.bfloat16 if args.device == "cuda" else torch.float32).requires_grad_(False)
+        model.load_state_dict(torch.load(args.load, weights_only=True, map_location=args.device))
+    else:  # on its device: a CPU takes half a minute for a billion weights
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(0.0, 0.02)
     enable_vb_optimization(model, "inference", **switches)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, VBOptimizedLinear)}
     for layer in layers.values():

@@ -13,6 +13,8 @@ time, by the speed of a few dozen that are thrown away. Lines are printed as the
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import itertools
 import math
 import platform
@@ -85,9 +87,10 @@ def compare_training(
     corpus: Corpus, dataset: PackedDataset, args: argparse.Namespace
 ) -> tuple[Decoder, list[str], bool]:
     """The plain run's model after all its steps; what was found, and whether the floor is met."""
-    models = {name: new_model(corpus, args) for name in ("plain", "two-part")}
-    enable_vb_optimization(models["two-part"], mode="training")
+    models = {name: new_model(corpus, args) for name in runs_of(args)}
     most, lines, met = min(args.compare_steps, args.steps), [], True
+    if most:
+        enable_vb_optimization(models["two-part"], mode="training")
     losses: dict[str, list[float]] = {}
     runs = {name: steps_of(model, corpus, args) for name, model in models.items()}
     for name, run in runs.items():
@@ -110,8 +113,8 @@ def compare_training(
                 f"{what}, {most} steps: plain {by_name['plain']:.4f}, two-part {by_name['two-part']:.4f} ({100 * change:+.3f} %)"
             )
             say(lines[-1])
-    runs.pop("two-part").close()
-    del models["two-part"]
+        runs.pop("two-part").close()
+        del models["two-part"]
     for step, loss in enumerate(runs["plain"], most + 1):
         if step % 250 == 0:
             say(f"plain step {step}: {float(loss):.4f}")
@@ -121,7 +124,7 @@ def compare_training(
 def steps_within(corpus: Corpus, args: argparse.Namespace) -> int:
     """The steps asked for, or fewer that train in ``args.limit`` seconds; both runs are tried with some that do not count."""
     seconds = {}
-    for name in ("plain", "two-part"):
+    for name in runs_of(args):
         model = new_model(corpus, args)
         if name == "two-part":
             enable_vb_optimization(model, mode="training")
@@ -136,7 +139,7 @@ def steps_within(corpus: Corpus, args: argparse.Namespace) -> int:
         seconds[name] = (time.perf_counter() - began) / 20
         run.close()
     compared = min(args.compare_steps, args.steps)
-    room = args.limit - compared * seconds["two-part"]
+    room = args.limit - compared * seconds.get("two-part", 0.0)
     steps = max(compared, min(args.steps, int(room / seconds["plain"])))
     say(", ".join(f"{name} {1000 * took:.1f} ms a step" for name, took in seconds.items()) + f": {steps} steps")
     return steps
@@ -155,8 +158,17 @@ def say(text: str) -> None:
 
 
 def new_model(corpus: Corpus, args: argparse.Namespace) -> Decoder:
-    shape = find_preset(args.preset).decoder_config(corpus.vocab_size, args.seq_length)
-    return Decoder(shape, seed=args.seed, device="cpu").to(args.device)
+    return copy.deepcopy(drawn(args.preset, corpus.vocab_size, args.seq_length, args.seed)).to(args.device)
+
+
+@functools.cache
+def drawn(preset: str, vocab_size: int, length: int, seed: int) -> Decoder:
+    """The model that all runs begin with, on the CPU, which takes seconds for a large one."""
+    return Decoder(find_preset(preset).decoder_config(vocab_size, length), seed=seed, device="cpu")
+
+
+def runs_of(args: argparse.Namespace) -> tuple[str, ...]:
+    return ("plain", "two-part") if min(args.compare_steps, args.steps) else ("plain",)
 
 
 @torch.no_grad()

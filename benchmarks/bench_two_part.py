@@ -2,9 +2,9 @@
 
 ``python benchmarks/bench_two_part.py --format --start --constant --instructions`` anywhere: SQNR on Gaussian weights beside int8 by
 rows, start-up of a model of 62 linears and 36 M parameters, gradients beside exact ones, and memory over 1,000 steps. On a CUDA GPU besides
-``--check`` (the kernel against float64), ``--linear`` (medians of CUDA-graph replays over 24 layers of 8192x8192, far beyond L2; ratios
-to cuBLAS in the same run) and ``--overhead`` (training steps of a preset with and without, bf16 compute and fp32 masters, interleaved).
-Every row is printed as it comes, the table again at the end; the exit code is 1 where a floor is missed.
+``--check`` (the kernel against float64), ``--linear`` (medians of CUDA-graph replays in turns over 24 layers of 8192x8192, far beyond L2;
+ratios to cuBLAS in the same run) and ``--overhead`` (training steps of a preset with and without, bf16 compute and fp32 masters,
+interleaved). Every row is printed as it comes, the table again at the end; the exit code is 1 where a floor is missed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from graph_timing import graph_us
+from graph_timing import alternating_us, graph_us
 from managed_model import managed
 from torch import Tensor, nn
 from torch.nn import functional
@@ -238,9 +238,14 @@ def linear_rows(rows: Rows, n: int, k: int, counts: list[int]) -> None:
     compiled([functools.partial(ours_of, x, *parts[0], None) for x in first])
     compiled([functools.partial(coarse_of, x, parts[0][0], *parts[0][2:], None) for x in first])
     for m, x in zip(counts, first, strict=True):
-        bf16 = graph_us([functools.partial(functional.linear, x, w) for w in dense], 9)
-        ours = graph_us([functools.partial(ours_of, x, *w, None) for w in parts], 9)
-        coarse = graph_us([functools.partial(coarse_of, x, w[0], w[2], w[3], None) for w in parts], 9)
+        bf16, ours, coarse = alternating_us(
+            [
+                [functools.partial(functional.linear, x, w) for w in dense],
+                [functools.partial(ours_of, x, *w, None) for w in parts],
+                [functools.partial(coarse_of, x, w[0], w[2], w[3], None) for w in parts],
+            ],
+            9,
+        )
         text = f"{bf16 / ours:.3f} x ({ours:.2f} us; bf16 {bf16:.2f}, coarse alone {coarse:.2f})"
         rows.append((f"two-part linear {n}x{k}, M={m}", text, "1.5 x", bf16 / ours >= 1.5 or m > 16))
         if m <= 16:
