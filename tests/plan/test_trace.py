@@ -312,6 +312,45 @@ def test_checkpointing_keeps_inputs_alone(autocast):
     assert again.total("activations") < plain.total("activations") / 4
 
 
+class Doubled(torch.autograd.Function):
+    """Saves its result, as BLOOM's GELU does: from Python, where tensors say that they are on CUDA."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        out = 2 * x
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        assert gradient.is_cuda and ctx.saved_tensors[0].is_cuda, "a kernel's backward would take another path"
+        return 2 * gradient
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_checkpointing_repeats_is_what_the_forward_did(reentrant):
+    """Functions that a checkpointed function calls itself, outside of any module, as OPT's layers do: again the CUDA path."""
+
+    class Direct(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return functional.dropout(Doubled.apply(super().forward(input)), 0.1)
+
+    class Model(nn.Module):
+        def __init__(self, through_module: bool) -> None:
+            super().__init__()
+            self.first, self.layer, self.through_module = nn.Linear(32, 32), Direct(32, 1024), through_module
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(
+                self.layer if self.through_module else self.layer.forward, self.first(x), use_reentrant=reentrant
+            )  # fmt: skip
+
+    direct, called = (trace_training(Model(each), rows(), square, None, steps=1) for each in (False, True))
+    assert (direct.sizes, direct.events) == (called.sizes, called.events)
+    masks = [size for size in direct.sizes if size == 16 * 1024]
+    assert len(masks) == 2, "a byte an element, in forward and again"
+
+
 def test_autocast_casts_each_weight_once_a_step():
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -379,11 +418,13 @@ def test_nothing_of_the_disguise_remains():
         torch.cuda.get_device_capability,
         torch.is_autocast_enabled,
         nn.Module.__call__,
+        torch.autograd._engine_run_backward,
     )
     with cuda_on_meta():
         assert torch.zeros(2, device="cuda:0").to("cuda").is_cuda
     assert names == (
         functional.scaled_dot_product_attention, torch.cuda.get_device_capability, torch.is_autocast_enabled, nn.Module.__call__,
+        torch.autograd._engine_run_backward,
     )  # fmt: skip
     assert torch.zeros(2, device="meta").is_meta
 

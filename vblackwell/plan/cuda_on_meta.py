@@ -19,8 +19,10 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.autograd import graph
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 CUDA = torch.device("cuda", 0)
 META = torch.device("meta")
@@ -95,6 +97,8 @@ class CudaOnMeta(TorchFunctionMode):
             return args[0].to(META)
         if func is Tensor.pin_memory:
             return args[0]
+        if func is torch.device:  # a name makes nothing yet; checkpointing looks for the module of that name
+            return func(*args, **kwargs)
         if any(map(_names_cuda, args)) or any(map(_names_cuda, kwargs.values())):
             args = tuple(META if _names_cuda(value) else value for value in args)
             kwargs = {name: META if _names_cuda(value) else value for name, value in kwargs.items()}
@@ -302,6 +306,12 @@ def attention(
     return out[0]
 
 
+def _saved(tensor: Tensor) -> dict[str, Any]:
+    """What checkpointing compares of a saved tensor; where it lies too, so that it must not depend on who asks, C++ or Python."""
+    with torch._C.DisableTorchFunction():
+        return checkpoint._default_meta_extractor(tensor)
+
+
 @contextmanager
 def _forgetting_capability() -> Iterator[None]:
     """Our kernels' dispatcher asks once for a device's capability and remembers it: not across the borders of a trace."""
@@ -325,14 +335,17 @@ def cuda_on_meta(
         on_call: told of every module that is called.
     """
     mode = CudaOnMeta(autocast)
-    call = torch.nn.Module.__call__
+    call, run_backward = torch.nn.Module.__call__, graph._engine_run_backward
 
     def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         on_call(module)
-        if torch._C._len_torch_function_stack():
-            return call(module, *args, **kwargs)
-        with mode:  # autograd's engine runs without modes, and checkpointing calls modules from inside it
-            return call(module, *args, **kwargs)
+        return call(module, *args, **kwargs)
+
+    def run_engine(*args: Any, **kwargs: Any) -> Any:
+        # torch takes a mode off the stack before it hands `backward` to it. What the engine calls, functions' own backwards and the
+        # forwards that checkpointing repeats, has to see what the forward saw.
+        with mode:
+            return run_backward(*args, **kwargs)
 
     def attend(*args: Any, **kwargs: Any) -> Tensor:
         if autocast is not None:  # a call by this name never reaches the mode, which casts what it sees
@@ -343,6 +356,8 @@ def cuda_on_meta(
         mode,
         warnings.catch_warnings(),
         mock.patch.object(torch.nn.Module, "__call__", called),
+        mock.patch.object(torch.autograd, "_engine_run_backward", run_engine),
+        mock.patch.dict(checkpoint._allowed_determinism_checks_to_fns, default=_saved),
         mock.patch.object(functional, "scaled_dot_product_attention", attend),
         mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: capability),
         mock.patch.object(torch.version, "cuda", torch.version.cuda or "13.0"),

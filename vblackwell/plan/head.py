@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,10 @@ def last_module_with_weights(
         if any(True for _ in module.parameters(recurse=False))
     ]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message="None of the inputs have requires_grad"
+            )  # reentrant checkpointing
             loss(model, make_batch())
     finally:
         for handle in handles:
