@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPTJConfig, GPTJForCausalLM
 
-from vblackwell.artifacts.commit import CommitFolder, verify_folder
+from vblackwell.artifacts.commit import MANIFEST, CommitFolder, verify_folder
 from vblackwell.artifacts.compressed import format_of_config, from_entries, not_packable_reasons, to_entries
 from vblackwell.artifacts.folder import load_specs, load_state, save_model
 from vblackwell.artifacts.shards import spec_of
@@ -207,6 +207,23 @@ def test_models_of_transformers_with_biases_and_ties(tmp_path, kind):
     assert loaded.get_input_embeddings().weight is loaded.get_output_embeddings().weight
 
 
+def test_experts_are_kept_told_and_read_back(tmp_path, capsys):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1, "num_local_experts": 3}
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=50, hidden_size=32, intermediate_size=64, **sizes)).eval()
+    model.save_pretrained(tmp_path / "source")
+    assert quantize_command(str(tmp_path / "source"), str(tmp_path / "out"), "int8") == 0
+    assert "kept 9 tensors of experts, 72.0 KiB" in capsys.readouterr().out
+    loaded, tokens = load_quantized(tmp_path / "out"), torch.arange(10).view(1, 10)
+    experts = "model.layers.0.mlp.experts.gate_up_proj"
+    assert torch.equal(loaded.get_parameter(experts), model.get_parameter(experts))
+    with torch.no_grad():
+        ours, theirs = loaded(tokens).logits, model(tokens).logits
+    assert (ours - theirs).norm() < 0.02 * theirs.norm()  # int8 weights: 40 dB a layer
+
+
 def test_refusals(source, tmp_path):
     with pytest.raises(ConfigurationError, match=r"config\.json"):
         quantize_folder(tmp_path, tmp_path / "out")
@@ -229,10 +246,17 @@ def test_refusals(source, tmp_path):
     with pytest.raises(Unsupported, match="quantised already"):
         quantize_folder(tmp_path / "out", tmp_path / "again")
     quantize_folder(source, tmp_path / "out", "mxfp4")  # what this wrote may be replaced
+    foreign = tmp_path / "foreign"
+    shutil.copytree(source, foreign)
+    (foreign / MANIFEST).unlink()
+    config = json.loads((foreign / "config.json").read_text())
+    (foreign / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 1}))
+    with pytest.raises(FolderMismatch, match=r"embed_tokens\.weight"):
+        quantize_folder(foreign, tmp_path / "new")
     assert (
         format_of_config(json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]).name == "mxfp4"
     )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run", "used"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["foreign", "out", "run", "used"]
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "nf4"])

@@ -9,7 +9,7 @@ rarer conversions are computed from loaded tensors, one parameter at a time.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -76,6 +76,7 @@ class FolderWeights:
     Args:
         model: its parameters on the meta device: one of transformers' (`build_on_meta`), or any module whose names are the files'.
         folder: with safetensors.
+        only: names of tensors; the others of the folder are not looked at, nor what the model wants beside these.
 
     Raises:
         FolderMismatch: tensors are missing, too many, or of another shape or kind; all are named.
@@ -83,18 +84,28 @@ class FolderWeights:
         CorruptData: a file is missing or cut short, or its table is none; or tied parameters have different values.
     """
 
-    def __init__(self, model: nn.Module, folder: Path) -> None:
+    def __init__(self, model: nn.Module, folder: Path, only: Collection[str] | None = None) -> None:
         self.folder = folder
-        self._model = model
+        self._model, self._whole = model, only is None
         self._ready: dict[str, Tensor] = {}
         with ExitStack() as opened:
-            self._stored = _open_tables(folder, opened)
+            stored = _open_tables(folder, opened)
+            self._stored = stored if only is None else {name: stored[name] for name in only}
             self._targets = dict(model.state_dict(keep_vars=True))
             self._recipes: dict[str, Recipe] = {}
             extra, misshapen = self._match()
             self._check(extra, misshapen)
             self._check_tied()
             self._opened = opened.pop_all()
+
+    @property
+    def names(self) -> list[str]:
+        """The model's tensors that can be filled."""
+        return list(self._recipes)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The type in which the files hold what the tensor ``name`` is filled from."""
+        return next(self._recipes[name].tensors()).dtype
 
     def __enter__(self) -> FolderWeights:
         return self
@@ -201,7 +212,7 @@ class FolderWeights:
     def _check(self, extra: list[StoredTensor], misshapen: list[tuple[str, str]]) -> None:
         model: Any = self._model
         have = {id(self._targets[name]) for name in self._recipes}
-        missing = [name for name, target in self._targets.items() if id(target) not in have]
+        missing = [name for name, target in self._targets.items() if id(target) not in have and self._whole]
         ignored = [_COMPUTED, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
         extra = [stored for stored in extra if not any(re.search(pattern, stored.name) for pattern in ignored)]
         if not (missing or extra or misshapen):

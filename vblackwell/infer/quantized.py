@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from vblackwell.artifacts.compressed import FINE, PACKED, TWO_PARTS, entry_specs, format_of_config, from_entries
 from vblackwell.artifacts.folder import load_specs, load_state, read_config, stored_dtype
+from vblackwell.artifacts.weights import FolderWeights
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.nn.convert import install_packed
 from vblackwell.nn.optimize import install_separated
@@ -46,9 +47,11 @@ def load_quantized(folder: Path, device: torch.device | str = "cpu", dtype: torc
         raise CorruptData(f"{folder} lacks {len(lost)} fine parts that its config.json names, e.g. {min(lost)}")
     stored = dtype or stored_dtype(config)
     model, waiting = skeleton(config), defaultdict[str, dict[str, Tensor]](dict)
-    for name, tensor in load_state(folder, device=device):
+    packed = {name for name in found if _is_entry(name, linears, entry_names) or name in fine}
+    elsewhere = _named_otherwise(model, found.keys() - packed)
+    for name, tensor in load_state(folder, names=found.keys() - elsewhere, device=device):
         linear, _, entry = name.rpartition(".")
-        if linear not in linears or (entry not in entry_names and name not in fine):
+        if name not in packed:
             _assign(model, name, tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor)
             continue
         waiting[linear][entry] = tensor
@@ -56,6 +59,8 @@ def load_quantized(folder: Path, device: torch.device | str = "cpu", dtype: torc
             _install(model, linear, waiting.pop(linear), form, stored)
     for linear, entries in waiting.items():
         from_entries(entries, form, stored, linear)  # raises: an entry is missing
+    if elsewhere:
+        _convert(model, folder, elsewhere, dtype)
     _tie(model)
     missing = [name for name, tensor in model.named_parameters() if tensor.is_meta]
     if missing:
@@ -74,6 +79,32 @@ def _install(model: nn.Module, linear: str, entries: dict[str, Tensor], form: Fo
         install_separated(model, linear, separated)
     except CorruptData as error:
         raise CorruptData(f"{linear}.{FINE}: {error}") from error
+
+
+def _is_entry(name: str, linears: set[str], entry_names: set[str]) -> bool:
+    """Whether the tensor is part of a packed linear."""
+    linear, _, entry = name.rpartition(".")
+    return linear in linears and entry in entry_names
+
+
+def _named_otherwise(model: nn.Module, names: set[str]) -> set[str]:
+    """Those of ``names`` that a model of transformers has under others: experts that it stacks, for example."""
+    return names - model.state_dict().keys() if hasattr(model, "base_model_prefix") else set()
+
+
+def _convert(model: nn.Module, folder: Path, names: set[str], dtype: torch.dtype | None) -> None:
+    """Fills what transformers makes of the tensors ``names``, in RAM.
+
+    Raises:
+        FolderMismatch: they are not those of the model.
+    """
+    with FolderWeights(model, folder, names) as weights:
+        targets, tensors = model.state_dict(), {}
+        for name in weights.names:
+            tensors[name] = torch.empty(targets[name].shape, dtype=dtype or weights.dtype_of(name))
+            weights(name, tensors[name])
+    for name, tensor in tensors.items():
+        _assign(model, name, tensor)
 
 
 def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:

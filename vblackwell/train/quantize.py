@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from vblackwell.artifacts.checked import check_weights
 from vblackwell.artifacts.commit import MANIFEST, CommitFolder
 from vblackwell.artifacts.compressed import (
     FINE,
@@ -28,7 +29,7 @@ from vblackwell.artifacts.compressed import (
     not_packable_reasons,
     quantization_config,
     to_entries,
-)
+)  # fmt: skip
 from vblackwell.artifacts.folder import load_specs, read_config, tensor_files
 from vblackwell.artifacts.shards import SafetensorsShards, TensorSpec
 from vblackwell.errors import ConfigurationError, Unsupported
@@ -112,6 +113,7 @@ def quantize_folder(
     Raises:
         ConfigurationError: no such model, nothing to pack, weights with inf or NaN, ``out`` is in use, or the assignment is for
             another model or packs what cannot be packed.
+        FolderMismatch, CorruptData: its files are not those of its config.json, or damaged.
         Unsupported: the model is quantised already.
         DiskError: the disk is full or failed; nothing is left under ``out`` then.
     """
@@ -122,6 +124,7 @@ def quantize_folder(
     if config.get("quantization_config"):
         raise Unsupported(f"{source} is quantised already: give the folder with the original weights")
     _check_target(source, target)
+    check_weights(source)
     if assignment is not None:
         _check_assignment(assignment, form)
     plan = _Plan.of(config, load_specs(source), form, pattern, keep, assignment)
@@ -181,6 +184,9 @@ def quantize_command(
     )  # fmt: skip
     for name, reason in report.kept.items():
         print(f"kept {name}: {reason}")
+    experts = [spec.size_bytes for name, spec in load_specs(Path(model)).items() if ".experts." in name]
+    if experts and not any(".experts." in layer.name for layer in report.layers):
+        print(f"kept {len(experts)} tensors of experts, {format_bytes(sum(experts))}: they are no linears of the model")
     worst = min(report.layers, key=lambda layer: layer.sqnr_db)
     before = sum(layer.bytes_before for layer in report.layers)
     after = sum(layer.bytes_after for layer in report.layers)
@@ -325,14 +331,9 @@ class _Packer:
     """Produces the output's tensors in whatever order they are wanted, packing a linear when its first entry is."""
 
     def __init__(
-        self,
-        plan: _Plan,
-        reader: _Reader,
-        form: Format,
-        scale_search: str,
-        scales: dict[str, Tensor],
+        self, plan: _Plan, reader: _Reader, form: Format, scale_search: str, scales: dict[str, Tensor],
         on_layer: Callable[[PackedLayer, int, int], None] | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._plan, self._reader, self._form, self._search = plan, reader, form, scale_search
         self._scales, self._on_layer = scales, on_layer
         self._waiting = {f"{name}.{GLOBAL}": scale.reciprocal().reshape(1) for name, scale in scales.items()}
