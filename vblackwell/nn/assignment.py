@@ -160,7 +160,7 @@ class Assignment:
         if wrong:
             raise ConfigurationError(
                 f"the assignment is for another model than {what}: {len(wrong)} of its {len(self.shapes)} linears do not fit, "
-                f"e.g. {', '.join(wrong[:2])}"
+                f"e.g. {', '.join(wrong[:2])}; make one of this model with vb quantize --budget, or give the model it was made of"
             )
 
 

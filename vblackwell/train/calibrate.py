@@ -44,7 +44,12 @@ def calibrate(
         raise ConfigurationError(f"{folder} has no tokenizer.json: calibration needs the model's own tokenizer")
     config = read_config(folder)
     limit = next((config[name] for name in LIMITS if isinstance(config.get(name), int)), seq_length)
-    windows = PackedDataset(prepare_data(data, folder), min(seq_length, limit))
+    corpus, length = prepare_data(data, folder), min(seq_length, limit)
+    if len(corpus.tokens) < 2 * (length + 1):
+        raise ConfigurationError(
+            f"{corpus.name} has {len(corpus.tokens)} tokens: calibration needs at least {2 * (length + 1)}; give more text"
+        )
+    windows = PackedDataset(corpus, length)
     count = min(sequences, len(windows))
     model = load_model(folder, device).eval()
     drawn = [windows.batch(np.arange(start, min(start + _BATCH, count))) for start in range(0, count, _BATCH)]

@@ -93,7 +93,7 @@ def find_source(path: Path | None) -> Source:
     if path is None:
         return _standard_library()
     if not path.exists():
-        raise ConfigurationError(f"--data {path}: no such file or folder; check the path")
+        raise ConfigurationError(f"{path}: no such file or folder of text; check the path")
     if path.is_file():
         _check_kind(path)
         return Source(path.parent, (path,), str(path))
@@ -104,7 +104,7 @@ def find_source(path: Path | None) -> Source:
     for found in files:
         _check_kind(found)
     if not files:
-        raise ConfigurationError(f"--data {path}: the folder holds no files; give text, jsonl or parquet files")
+        raise ConfigurationError(f"{path}: the folder holds no files; give text, jsonl or parquet files")
     return Source(path, tuple(files), str(path))
 
 
