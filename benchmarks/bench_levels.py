@@ -212,7 +212,7 @@ def traces(corpus: Corpus, steps: int) -> Iterator[tuple[str, list[str]]]:
         for register in (layer.register_forward_pre_hook, layer.register_full_backward_pre_hook):
             register(lambda *_, name=f"layer {number}": heard.append(name))
     stream = BatchStream(PackedDataset(corpus, 32), 1)
-    for _ in range(60):
+    for _ in range(120):
         inputs, targets = stream.next()
         (model(inputs, targets) / 2).backward()
     yield "training, 9 layers", list(heard)
@@ -223,7 +223,7 @@ def traces(corpus: Corpus, steps: int) -> Iterator[tuple[str, list[str]]]:
     heard.clear()
     with torch.no_grad():
         ids = stream.next()[0]
-        for _ in range(150):
+        for _ in range(400):
             ids = torch.cat([ids, model(ids[:, -16:])[:, -1].argmax(-1, keepdim=True)], 1)
     yield "generation, 9 layers", list(heard)
     moe = Experts(corpus.vocab_size)
@@ -260,14 +260,16 @@ def policies(corpus: Corpus, args: argparse.Namespace) -> None:
     print(
         f"\n{'trace':<24} {'keys':>5} {'level':>6}  "
         + "  ".join(f"{policy:>18}" for policy in POLICIES)
-        + "   (hit rate, waited)"
+        + "   (hit rate, waited); next use of Belady's hits"
     )
     for what, trace in traces(corpus, args.steps):
         distinct = len(set(trace))
         for capacity in (max(2, distinct // 3), max(3, 2 * distinct // 3)):
             found = [replay(trace, capacity, policy, compute=args.compute) for policy in POLICIES]
             cells = "  ".join(f"{100 * each.hit_rate:>7.2f} % {each.stall:>8.0f}" for each in found)
-            print(f"{what:<24} {distinct:>5} {capacity:>6}  {cells}", flush=True)
+            by_policy = dict(zip(POLICIES, found, strict=True))
+            share = by_policy["next_use"].hit_rate / by_policy["belady"].hit_rate
+            print(f"{what:<24} {distinct:>5} {capacity:>6}  {cells}   {100 * share:.2f} %", flush=True)
 
 
 def main() -> None:
