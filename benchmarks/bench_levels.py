@@ -88,15 +88,14 @@ def read_checkpoint(folder: Path) -> dict[str, list[Tensor]]:
 
 def compression(kinds: dict[str, list[Tensor]], args: argparse.Namespace) -> None:
     device, where = ("ssd", args.disk) if args.disk and not args.disk_rate else ("cpu", None)
-    total = sum(t.nbytes for tensors in kinds.values() for t in tensors)
-    capacity = 2 * total / MiB + 64
     print(f"\nheld in {where or 'RAM'}; {sum(t.nbytes for t in kinds['fp32 weights']) / MiB:.1f} MiB of fp32 weights")
     print(
         f"{'what':<15} {'codec':<9} {'ratio':>6} {'in GB/s':>8} {'out GB/s':>9}  worth it at {args.link:g} GB/s, or as measured"
     )
     for kind, tensors in kinds.items():
-        times = plain_seconds(tensors, capacity, device, where)
         size = sum(tensor.nbytes for tensor in tensors)
+        capacity = 2 * size / MiB + 64
+        times = plain_seconds(tensors, capacity, device, where)
         print(f"{kind:<15} {'none':<9} {1:>6.2f} {size / times[0] / 1e9:>8.2f} {size / times[1] / 1e9:>9.2f}")
         for codec in args.codecs.split(","):
             if codec != "lossless" and kind != "bf16 weights":
