@@ -175,6 +175,7 @@ def _generate(words: list[str]) -> int:
     parser.add_argument("--fp4-layers", type=str, default="all", help="all, large, or a regular expression of names.")
     parser.add_argument("--keep", type=str, help="Regular expression for names that --use-fp4 leaves alone besides.")
     parser.add_argument("--assignment", type=str, help="File with a precision for each linear, as of vb quantize.")
+    _add_switch(parser, "--chat", "A prompt is a user's message: the folder's chat template, and the answer alone.")
     options = _parse(parser, words)
     if "model" not in options:
         raise ConfigurationError("vb generate needs --model: see vb generate --help")

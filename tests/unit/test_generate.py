@@ -1,6 +1,7 @@
 """Sampling, text from models of both kinds, and finding the model that a path means."""
 
 import copy
+import json
 import os
 import warnings
 
@@ -333,3 +334,26 @@ def test_the_command_prints_prompt_and_text(model, tokenizer, tmp_path, capsys):
     with pytest.raises(ConfigurationError):
         generate_command(str(tmp_path), "def " * 100)
     assert capsys.readouterr().out == ""
+
+
+def test_the_command_talks_as_the_folder_says(model, tokenizer, tmp_path, capsys):
+    """A message goes through the template, and the answer alone is printed; generation_config.json says what ends it."""
+    folder = save(model, tmp_path, tokenizer=tokenizer)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}:{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+    )
+    (folder / "manifest.json").unlink()  # what it names has changed
+    (tmp_path / "lines.txt").write_text("def f\nclass\n")
+    asked = {"top_k": 50, "seed": 4}
+    expected = [generate(model, tokenizer, f"{text}:", 20, **asked) for text in ("def f", "class")]
+    assert generate_command(str(folder), "def f", 20, chat=True, seed=4) == 0
+    assert capsys.readouterr().out == expected[0] + "\n"
+    assert generate_command(str(folder), prompts=str(tmp_path / "lines.txt"), max_new_tokens=20, chat=True, seed=4) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["prompt"] for line in lines] == ["def f", "class"]
+    ends = list(range(0, tokenizer.get_vocab_size(), 2))  # whatever was drawn, some of it is among them
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    assert generate_command(str(folder), "def f", 20, chat=True, seed=4) == 0
+    shorter = capsys.readouterr().out.removesuffix("\n")
+    assert expected[0].startswith(shorter) and len(shorter) < len(expected[0])
+    assert shorter == generate(model, tokenizer, "def f:", 20, ends=ends, **asked)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def generate_batch(
     model: nn.Module, tokenizer: Tokenizer, prompts: list[str], max_new_tokens: int, sampling: Sampling, seed: int = 0,
-    prefill_chunk: int | None = None,
+    prefill_chunk: int | None = None, *, ends: Collection[int] = (), special_tokens: bool = True,
 ) -> list[str]:  # fmt: skip
     """What the model writes behind each prompt, until its end-of-text token or ``max_new_tokens``.
 
@@ -35,6 +35,7 @@ def generate_batch(
         tokenizer: the one it was trained with.
         seed: of every row's draws.
         prefill_chunk: positions of the prompts that are read in one pass; by default all.
+        ends, special_tokens: as for `generate`.
 
     Raises:
         ConfigurationError: a prompt exceeds the model's limit, or a value is out of range.
@@ -44,15 +45,15 @@ def generate_batch(
     check_chunk(prefill_chunk)
     if not prompts:
         return []
-    numbers = [encode(model, tokenizer, prompt) for prompt in prompts]
+    numbers = [encode(model, tokenizer, prompt, special_tokens) for prompt in prompts]
     longest = max(map(len, numbers))
     count = room(model, longest, max_new_tokens)
     written: list[list[int]] = [[] for _ in prompts]
-    ends, open_rows = end_tokens(model), set(range(len(prompts)))
+    over, open_rows = end_tokens(model) | set(ends), set(range(len(prompts)))
     with writing(model), room_for(model, len(prompts), longest + count) as (cache, chunk):
         for tokens in columns(model, numbers, count, sampling, seed, prefill_chunk or chunk, cache):
             for row in list(open_rows):
-                if tokens[row] in ends:
+                if tokens[row] in over:
                     open_rows.discard(row)
                 else:
                     written[row].append(tokens[row])

@@ -10,15 +10,16 @@ import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import nn
 
-from vblackwell.artifacts.folder import read_config, read_tokenizer, tensor_files
+from vblackwell.artifacts.folder import GENERATION, read_config, read_json, read_tokenizer, tensor_files
 from vblackwell.artifacts.hub import find_folder, is_hub_id
 from vblackwell.errors import ConfigurationError
 from vblackwell.infer.batch import generate_batch
+from vblackwell.infer.chat_prompt import open_chat
 from vblackwell.infer.generate import check_chunk, generate
 from vblackwell.infer.load import open_resident, resolve_model
 from vblackwell.infer.sampling import Sampling
@@ -26,9 +27,6 @@ from vblackwell.infer.streamed import open_streamed
 from vblackwell.memory.create import GPU_SHARE, create_vgpu_stack
 from vblackwell.nn.assignment import Assignment
 from vblackwell.nn.decoder_config import not_supported_reasons
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -103,15 +101,17 @@ def generate_command(
     prompts: str | None = None,
     batch_size: int = 8,
     prefill_chunk: int | None = None,
+    chat: bool = False,
     places: Places | None = None,
 ) -> int:
-    """Prints the prompt and what follows it; checkpoints that were passed over are named on standard error.
+    """Prints the prompt and what follows it, of a chat the answer alone; checkpoints that were passed over are named on standard error.
 
     Args:
         model: a run folder of ``vb train``, one of its checkpoints, a Hugging Face folder, or a hub id.
         prompt: text to continue.
         prompts: a file with one a line instead, for each of which a line of JSON is printed, ``batch_size`` at a time.
         device: where to compute; the others as in ``generate``.
+        chat: a prompt is a user's message, written as the folder's chat template says.
         places: where the weights may be.
 
     Raises:
@@ -131,12 +131,17 @@ def generate_command(
             "memory flags"
         )
     sampling = Sampling(temperature, top_k, top_p, min_p)
-    texts = [prompt] if prompt is not None else _lines(Path(prompts or ""))
+    given = [prompt] if prompt is not None else _lines(Path(prompts or ""))
     path = Path(model)
     resolved = resolve_model(find_folder(model) if not path.exists() and is_hub_id(model) else path)
     for problem in resolved.problems:
         print(f"passed over: {problem}", file=sys.stderr)
     tokenizer = read_tokenizer(resolved.folder)
+    texts, ends = given, _stated_ends(resolved.folder)
+    if chat:
+        talk = open_chat(resolved.folder)
+        texts, ends = [talk.prompt(text) for text in given], ends | talk.ends(tokenizer)
+    writing: dict[str, Any] = {"ends": ends, "special_tokens": not chat}
     assignment = None if places.assignment is None else Assignment.load(places.assignment)
     with ExitStack() as cleanup:
         alone = prompts is None  # rows of several lengths are read by transformers' models alone
@@ -150,9 +155,15 @@ def generate_command(
         else:
             opened = open_resident(resolved.folder, device, assignment=assignment)
         if prompts is not None:
-            _write_all(opened, tokenizer, texts, batch_size, max_new_tokens or 128, sampling, seed, prefill_chunk)
+            for start in range(0, len(texts), batch_size):
+                part = slice(start, start + batch_size)
+                new = generate_batch(
+                    opened, tokenizer, texts[part], max_new_tokens or 128, sampling, seed, prefill_chunk, **writing
+                )
+                for text, written in zip(given[part], new, strict=True):
+                    print(json.dumps({"prompt": text, "text": written}, ensure_ascii=False), flush=True)
             return 0
-        pieces = [texts[0]]
+        pieces = [] if chat else [texts[0]]
 
         def show(text: str) -> None:
             print("".join(pieces) + text, end="", flush=True)
@@ -160,22 +171,17 @@ def generate_command(
 
         generate(
             opened, tokenizer, texts[0], max_new_tokens, temperature, top_k, top_p, seed, on_token=show, min_p=min_p,
-            prefill_chunk=prefill_chunk,
+            prefill_chunk=prefill_chunk, **writing,
         )  # fmt: skip
         print("".join(pieces))
     return 0
 
 
-def _write_all(
-    model: nn.Module, tokenizer: Tokenizer, texts: list[str], batch_size: int, count: int, sampling: Sampling, seed: int,
-    prefill_chunk: int | None,
-) -> None:  # fmt: skip
-    for start in range(0, len(texts), batch_size):
-        batch = texts[start : start + batch_size]
-        for text, new in zip(
-            batch, generate_batch(model, tokenizer, batch, count, sampling, seed, prefill_chunk), strict=True
-        ):
-            print(json.dumps({"prompt": text, "text": new}, ensure_ascii=False), flush=True)
+def _stated_ends(folder: Path) -> set[int]:
+    """The tokens behind which a text is over, by the folder's generation_config.json."""
+    file = folder / GENERATION
+    stated = read_json(file).get("eos_token_id") if file.is_file() else None
+    return {number for number in (stated if isinstance(stated, list) else [stated]) if isinstance(number, int)}
 
 
 def _lines(path: Path) -> list[str]:

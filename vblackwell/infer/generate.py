@@ -12,7 +12,7 @@ Legend: B batch (1), S sequence, V vocabulary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,9 @@ def generate(
     on_token: Callable[[str], None] | None = None,
     min_p: float = 0.0,
     prefill_chunk: int | None = None,
+    *,
+    ends: Collection[int] = (),
+    special_tokens: bool = True,
 ) -> str:
     """What the model writes behind ``prompt``, until its end-of-text token or ``max_new_tokens``.
 
@@ -57,6 +60,8 @@ def generate(
         seed: of the draws; the same seed, prompt and logits give the same text.
         on_token: called with each new stretch of whole characters as it is decided.
         prefill_chunk: tokens of the prompt that are read in one pass over the weights; by default all of them.
+        ends: tokens behind which the text is over, besides the model's own.
+        special_tokens: let the tokenizer add those that begin a text; False where ``prompt`` has them.
 
     Raises:
         ConfigurationError: the prompt, or prompt and new tokens, exceed the model's limit; or a value out of range.
@@ -64,14 +69,14 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, min_p)
     check_seed(seed)
     check_chunk(prefill_chunk)
-    numbers = encode(model, tokenizer, prompt)
+    numbers = encode(model, tokenizer, prompt, special_tokens)
     count = room(model, len(numbers), max_new_tokens)
-    ends, stream = end_tokens(model), _Text(tokenizer, numbers, on_token)
+    over, stream = end_tokens(model) | set(ends), _Text(tokenizer, numbers, on_token)
     with writing(model), room_for(model, 1, len(numbers) + count) as (cache, chunk):
         step = stepper(model, len(numbers) + count, prefill_chunk or chunk, cache)
         prompt_BS = torch.tensor([numbers], device=next(model.parameters()).device)
         for token in draws(step, prompt_BS, count, sampling, seed, ahead=int(prompt_BS.is_cuda)):
-            if token in ends:
+            if token in over:
                 break
             stream.add(token)
     return stream.finish()
@@ -128,13 +133,13 @@ def draws(
         yield arrival.numbers()[0]
 
 
-def encode(model: nn.Module, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The prompt's tokens; of an empty one the token that begins a document.
+def encode(model: nn.Module, tokenizer: Tokenizer, prompt: str, special_tokens: bool = True) -> list[int]:
+    """The prompt's tokens, with those that the tokenizer adds unless told not to; of an empty one the token that begins a document.
 
     Raises:
         ConfigurationError: the model has no such token.
     """
-    numbers = tokenizer.encode(prompt).ids
+    numbers = tokenizer.encode(prompt, add_special_tokens=special_tokens).ids
     if numbers:
         return numbers
     config: Any = model.config

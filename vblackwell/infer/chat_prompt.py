@@ -1,0 +1,79 @@
+"""A user's message as a chat model wants it written, and the token that ends its answer.
+
+The text is what the chat template of the model's folder makes of one message, rendered by transformers' code. Where an answer ends is
+asked of the same template: the special token that it writes behind one. A base model that was fine-tuned on conversations often names
+another token in its configuration, and would talk on behind its own answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vblackwell.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_MARK = chr(0xE000)  # private use: no template has it
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How a folder's model is talked to; see `open_chat`."""
+
+    folder: Path
+    _tokenizer: Any  # of transformers
+
+    def prompt(self, message: str) -> str:
+        """The text behind which the model answers ``message``, its special tokens included.
+
+        Raises:
+            ConfigurationError: the template refuses it.
+        """
+        return self._written([{"role": "user", "content": message}], add_generation_prompt=True)
+
+    def ends(self, tokenizer: Tokenizer) -> set[int]:
+        """The special token that the template writes behind an answer, if it writes one."""
+        text = self._written([{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}])
+        found = special_behind(tokenizer, text.rpartition(_MARK)[2])
+        return set() if found is None else {found}
+
+    def _written(self, messages: list[dict[str, str]], **options: Any) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"the chat template of {self.folder} refuses a user's message ({' '.join(str(error).split())}): leave --chat out"
+            ) from error
+
+
+def open_chat(folder: Path) -> Chat:
+    """The chat template of ``folder``.
+
+    Raises:
+        ConfigurationError: it has none, or transformers cannot open its tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        opened: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        template = opened.get_chat_template() if opened.chat_template else None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigurationError(f"--chat: the tokenizer of {folder} cannot be opened ({reason})") from error
+    if template is None:
+        raise ConfigurationError(
+            f"--chat: {folder} has no chat template: leave the flag out, or give a model that was trained on conversations"
+        )
+    return Chat(folder, opened)
+
+
+def special_behind(tokenizer: Tokenizer, text: str) -> int | None:
+    """The special token that ``text`` begins with, white space aside; None if it begins with another."""
+    numbers = tokenizer.encode(text.lstrip(), add_special_tokens=False).ids[:1]
+    known = tokenizer.get_added_tokens_decoder()
+    return next((number for number in numbers if number in known and known[number].special), None)
