@@ -5,7 +5,8 @@
 weights with fp32 masters: plain, and with ``enable_vb_optimization(mode='training')`` up to ``--compare-steps``; then the plain run goes
 on to ``--steps``. Its linears (head and embedding kept) are packed as coarse + fine, coarse alone, int8 by rows, and the held-out loss is
 taken again, weights as they are packed, everything else rounded to bf16 once, products in fp32: the difference is the formats' alone.
-Last, each linear gets a precision of its own, at most ``--max-bits`` a weight on average, by sensitivities measured on training windows.
+Last, each linear gets a precision of its own, at most ``--max-bits`` a weight on average, by sensitivities measured on training windows;
+with ``--fastest`` also the one by which a token's products take the least time.
 ``--save FILE`` keeps the trained weights, ``--load FILE`` begins from them. ``--limit SECONDS`` lowers the steps to what trains in that
 time, by the speed of a few dozen that are thrown away. Lines are printed as they come; exit code 1 where a floor is missed.
 """
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 from vblackwell.nn.assignment import BITS, assign_precision, weights_in
 from vblackwell.nn.convert_linears import select_linears
 from vblackwell.nn.decoder import Decoder
+from vblackwell.nn.linear_times import LinearTimes
 from vblackwell.nn.optimize import enable_vb_optimization
 from vblackwell.nn.two_part import pack
 from vblackwell.numerics.sqnr import decibels, noise_and_signal
@@ -232,6 +234,33 @@ def assigned_rows(
     ], met
 
 
+@torch.no_grad()
+def fastest_rows(
+    model: Decoder, corpus: Corpus, dataset: PackedDataset, args: argparse.Namespace
+) -> tuple[list[str], bool]:
+    """Precision per layer for the least time of one token's products, within the budget; beside one precision for all."""
+    training = PackedDataset(corpus, args.seq_length, "train", args.seed)
+    inputs, targets = training.batch(range(min(8, args.calibration)))
+    cost = LinearTimes(args.device, args.rows, getattr(torch, COMPUTE[args.device]))
+    found = assign_precision(model, [(inputs.to(args.device), targets.to(args.device))], ASSIGNED_FLOOR, cost_of=cost)
+    before = validation_loss(model, dataset, args.sequences, args.device)
+    with weights_in(dict(select_linears(model)), found.precisions):
+        loss = validation_loss(model, dataset, args.sequences, args.device)
+    shapes, rise = found.shapes.values(), loss / before - 1
+    took = sum(cost(precision, found.shapes[name]) for name, precision in found.precisions.items())
+    beside = ", ".join(f"{name} {1e6 * sum(cost(name, shape) for shape in shapes):.1f}" for name in BITS)
+    counts = ", ".join(f"{len(found.names(precision))} {precision}" for precision in BITS)
+    return [
+        f"{'least time':<14} {loss:>8.4f} {100 * rise:>+9.3f}% {'':>10} {found.bits:>6.2f}  {1e6 * took:.1f} us for {args.rows} rows "
+        f"through all linears; all {beside}",
+        f"  {counts}; by shape, us: "
+        + "; ".join(
+            f"{n}x{k} " + ", ".join(f"{name} {1e6 * cost(name, (n, k)):.2f}" for name in BITS)
+            for n, k in sorted(set(shapes))
+        ),
+    ], rise <= ASSIGNED_FLOOR
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="tiny")
@@ -248,6 +277,8 @@ def main() -> None:
         "--calibration", type=int, default=16, help="training windows that sensitivities are measured on"
     )
     parser.add_argument("--max-bits", type=float, default=5.2)
+    parser.add_argument("--fastest", action="store_true", help="also choose for the least time, within +0.4 %%")
+    parser.add_argument("--rows", type=int, default=1, help="of a product that --fastest times")
     parser.add_argument("--assignment", type=Path, default=None, help="file for the precision per layer")
     parser.add_argument("--save", type=Path, default=None)
     parser.add_argument("--load", type=Path, default=None)
@@ -273,7 +304,11 @@ def main() -> None:
     print(f"{'linears as':<14} {'val loss':>8} {'change':>10} {'SQNR':>10} {'bits':>6}")
     print("\n".join(rows), flush=True)
     rows, assigned_met = assigned_rows(model, corpus, dataset, args)
-    print("\n".join(rows))
+    print("\n".join(rows), flush=True)
+    if args.fastest:
+        rows, fast_met = fastest_rows(model, corpus, dataset, args)
+        print("\n".join(rows))
+        assigned_met &= fast_met
     raise SystemExit(not (met and rows_met and assigned_met))
 
 

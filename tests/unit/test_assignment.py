@@ -19,6 +19,7 @@ from vblackwell.nn.assignment import (
     choose,
     measure_sensitivity,
 )
+from vblackwell.nn.linear_times import LinearTimes
 from vblackwell.nn.optimized_linear import VBOptimizedLinear
 
 
@@ -177,3 +178,27 @@ def test_vb_train_takes_the_file(tmp_path):
     assert isinstance(model.second, VBOptimizedLinear) and "1 in two-part" in said[0] and "6.50 bits" in said[0]
     with pytest.raises(ConfigurationError, match="--assignment"):
         TrainConfig(assignment="a.json", use_fp4=True)
+
+
+def test_least_time_begins_with_what_is_fastest():
+    shapes = {"small": (8, 16), "large": (64, 64)}
+    divergence = {name: {"nvfp4": 0.2, "two-part": 0.01, "bf16": 0.0} for name in shapes}
+    seconds = {"small": {"nvfp4": 3, "two-part": 4, "bf16": 2}, "large": {"nvfp4": 1, "two-part": 2, "bf16": 3}}
+
+    def cost(precision, shape):
+        return seconds["small" if shape == (8, 16) else "large"][precision]
+
+    measured = Sensitivity(3.0, shapes, divergence)
+    assert choose(measured, 1.0, cost_of=cost) == {"small": "bf16", "large": "nvfp4"}
+    assert choose(measured, 0.05, cost_of=cost) == {"small": "bf16", "large": "two-part"}
+    assert choose(measured, 1.0) == {"small": "nvfp4", "large": "nvfp4"}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_times_are_measured_once_for_each_precision_and_shape(device):
+    times = LinearTimes(device, rows=2)
+    found = {precision: times(precision, (64, 32)) for precision in ("bf16", "two-part", "nvfp4")}
+    assert all(0 < seconds < 1 for seconds in found.values())
+    assert {precision: times(precision, (64, 32)) for precision in found} == found
+    with pytest.raises(ConfigurationError, match="rows"):
+        LinearTimes(device, rows=0)

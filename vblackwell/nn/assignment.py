@@ -1,19 +1,17 @@
 """Precision per layer: each linear in bf16, in two parts (8.5 bits) or in nvfp4 (4.5), as few bytes as a loss budget allows.
 
 **Sensitivity is measured**, never guessed from a layer's place or its numbers: one linear at a time takes the precision, the calibration
-batches
-run, and the Kullback-Leibler divergence of the changed from the unchanged predictions is taken. For a model that predicts well it is the
-expected rise of the loss, and unlike the difference of two losses it is never negative and hardly noisy. Divergences of single layers are
-added up; what the sum leaves out is measured in the end: with all choices in place the calibration loss is taken again, and while it rises
-by more than the budget the choice is made once more, for less.
+batches run, and the Kullback-Leibler divergence of the changed from the unchanged predictions is taken. For a model that predicts well it
+is the expected rise of the loss, and unlike the difference of two losses it is never negative and hardly noisy. Divergences of single
+layers are added up; what the sum leaves out is measured in the end: with all choices in place the calibration loss is taken again, and
+while it rises by more than the budget the choice is made once more, for less.
 
-**Choice.** All linears begin in nvfp4; whoever saves the most divergence for a byte (or for whatever ``cost_of`` says) steps up, along the
-lower convex hull of its own choices, until the sum is within the budget: the greedy solution of the multiple-choice knapsack, at most
-one step off the best.
+**Choice.** All linears begin in what costs the least: nvfp4 where bytes count, whatever is fastest where time does. Whoever saves the most
+divergence for a byte (or for whatever ``cost_of`` says) steps up, along the lower convex hull of its own choices, until the sum is within
+the budget: the greedy solution of the multiple-choice knapsack, at most one step off the best.
 
-**File.** JSON: precision and shape of each linear, and what was measured. It fits every model with the same linears, and is refused by
-any other
-before anything is changed.
+**File.** JSON: precision and shape of each linear, and what was measured. It fits every model with the same linears, and is refused by any
+other before anything is changed.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -203,7 +201,7 @@ def assign_precision(
         max_bits: at most this many bits a weight, by as small a rise as that allows; ``budget`` is not looked at then.
         precisions: those that may be chosen, of 'nvfp4', 'two-part' and 'bf16'; the last is always one.
         pattern, keep: which linears, as for `select_linears`.
-        cost_of: of a precision and a shape; by default bytes. Measured microseconds make it the fastest instead.
+        cost_of: of a precision and a shape; by default bytes. `LinearTimes` (nn/linear_times.py) makes it the fastest instead.
         on_layer: called with each linear's name, its number and their count.
 
     Raises:
@@ -269,7 +267,10 @@ def choose(
     measured: Sensitivity, allowed: float, *, max_bits: float | None = None, cost_of: Cost = bytes_of
 ) -> dict[str, str]:
     """Precisions whose summed divergence is at most ``allowed`` nats, or that fill ``max_bits``."""
-    chosen = {name: next(p for p in BITS if p in of) for name, of in measured.divergence.items()}
+    if max_bits is None:
+        chosen = {name: _cheapest(of, measured.shapes[name], cost_of) for name, of in measured.divergence.items()}
+    else:
+        chosen = {name: next(p for p in BITS if p in of) for name, of in measured.divergence.items()}
     total = sum(measured.divergence[name][now] for name, now in chosen.items())
     weights = sum(n * k for n, k in measured.shapes.values())
     held = sum(bytes_of(now, measured.shapes[name]) for name, now in chosen.items())
@@ -288,6 +289,11 @@ def choose(
         _, name, precision, saved, more = max(steps)
         chosen[name], total, held = precision, total - saved, held + more
     return chosen
+
+
+def _cheapest(precisions: Iterable[str], shape: tuple[int, int], cost_of: Cost) -> str:
+    """Of several that cost the same, the one of the fewest bytes."""
+    return min(precisions, key=lambda precision: (cost_of(precision, shape), BITS[precision]))
 
 
 @torch.no_grad()
