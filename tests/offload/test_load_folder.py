@@ -271,6 +271,18 @@ def test_a_wrong_config_is_named(written, changes, kind, part):  # noqa: F811
     assert str(folder / "config.json") in str(caught.value) and part in str(caught.value)
 
 
+def test_settings_for_writing_come_along(written):  # noqa: F811
+    folder = written("llama")
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": [3, 2], "do_sample": True, "top_k": 7}))
+    settings = build_on_meta(folder, torch.float32).generation_config
+    assert settings.eos_token_id == [3, 2] and settings.top_k == 7
+    for text, kind in (("{", CorruptData), ('{"max_new_tokens": -1}', ConfigurationError)):
+        file.write_text(text)
+        with pytest.raises(kind, match="generation_config.json"):
+            build_on_meta(folder, torch.float32)
+
+
 def test_a_config_of_another_size_names_what_differs(written, make_stack):  # noqa: F811
     folder = written("llama")
     edit_json(folder / "config.json", num_hidden_layers=7, vocab_size=100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,9 +16,11 @@ from tokenizers import AddedToken, Tokenizer
 
 from tests.offload.test_round_trip_models import CONFIGS
 from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.infer.chat_prompt import open_chat
 from vblackwell.train.chat import chat_kind, conversations
 from vblackwell.train.chat_data import LEARNT, ChatDataset, prepare_chat
 from vblackwell.train.chat_template import DEFAULT, find_template
+from vblackwell.train.checkpoint import generation_settings
 from vblackwell.train.documents import Source, find_source
 from vblackwell.train.packing import pack_rows
 from vblackwell.train.run_data import check_packing
@@ -121,6 +124,40 @@ def test_what_is_learnt_is_what_the_model_writes(template, learnt, folder_of, to
     again = prepare_chat(source, "messages", folder, lambda text, share: said.append(text))
     assert not any("encoding" in text for text in said), "not from the cache"
     assert again.fingerprint == corpus.fingerprint and np.array_equal(again.tokens, corpus.tokens)
+
+
+@pytest.mark.parametrize(
+    ("template", "end"), [(CHATML, "<|im_end|>"), (SAYING, "<|endoftext|>"), (THINKING, "<|im_end|>")]
+)
+def test_a_message_is_written_as_the_template_says_and_the_end_of_an_answer_found(template, end, folder_of, tokenizer):
+    folder = folder_of(template)
+    number = tokenizer.token_to_id(end)
+    assert find_template(tokenizer, folder).turn_end(tokenizer) == number
+    chat = open_chat(folder)
+    assert chat.ends(tokenizer) == {number}
+    asked = [{"role": "user", "content": "And one?"}]
+    opened = transformers.AutoTokenizer.from_pretrained(folder)
+    assert chat.prompt("And one?") == opened.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+
+
+def test_a_folder_without_a_template_and_one_that_refuses_are_named(folder_of):
+    with pytest.raises(ConfigurationError, match="tokenizer has no chat template"):
+        open_chat(folder_of(None))
+    with pytest.raises(ConfigurationError, match="tokenizer refuses a user's message .nobody asks"):
+        open_chat(folder_of("{{ raise_exception('nobody asks') }}")).prompt("Hi")
+
+
+def test_what_ends_an_answer_ends_the_trained_folders_texts(folder_of, tokenizer):
+    folder = folder_of(CHATML)
+    number, found = tokenizer.token_to_id("<|im_end|>"), find_template(tokenizer, folder)
+    prepared = SimpleNamespace(
+        model_config={"eos_token_id": 0}, tokenizer_folder=folder, turn_end=found.turn_end(tokenizer)
+    )
+    assert generation_settings(prepared) == {"eos_token_id": [number, 0]}
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, number], "top_k": 20}))
+    assert generation_settings(prepared) == {"eos_token_id": [7, number], "top_k": 20}
+    prepared.tokenizer_folder = prepared.turn_end = None
+    assert generation_settings(prepared) == {"_from_model_config": True, "eos_token_id": 0}
 
 
 def test_the_kinds_mean_the_same(folder_of, tmp_path):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 GENERATION = "generation_config.json"
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MAX_NAMED = 5  # names in a message
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
@@ -61,8 +62,7 @@ def save_model(
     kinds = {str(spec.dtype).removeprefix("torch.") for spec in specs if spec.dtype.is_floating_point}
     folder.add_json("config.json", config | ({"dtype": kinds.pop()} if len(kinds) == 1 else {}))
     if generation:
-        keys = ("bos_token_id", "eos_token_id", "pad_token_id")
-        ends = {key: config[key] for key in keys if config.get(key) is not None}
+        ends = {key: config[key] for key in TOKENS if config.get(key) is not None}
         folder.add_json(GENERATION, {"_from_model_config": True, **ends})
     if tokenizer is not None:
         end = config.get("eos_token_id")

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from vblackwell.artifacts.folder import read_config
+from vblackwell.artifacts.folder import GENERATION, read_config, read_json
 from vblackwell.errors import ConfigurationError, Unsupported
 
 
@@ -67,10 +67,24 @@ def build_on_meta(
         raise ConfigurationError(
             f"{file}: transformers builds no causal model of it ({reason}); give the config.json that the weights were published with"
         ) from error
+    if (folder / GENERATION).is_file() and hasattr(model, "generation_config"):  # from_config does not look at it
+        model.generation_config = _generation_config(folder)
     unknown = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if unknown:
         raise Unsupported(f"{file}: the code of {kind!r} leaves the buffer {unknown[0]!r} without a value")
     return model.train()
+
+
+def _generation_config(folder: Path) -> Any:
+    from transformers import GenerationConfig
+
+    read_json(folder / GENERATION)  # says by name what is wrong with it
+    try:
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigurationError(
+            f"{folder / GENERATION}: transformers does not take it ({' '.join(str(error).split())}); mend or remove it"
+        ) from error
 
 
 @contextmanager

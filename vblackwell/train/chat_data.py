@@ -241,6 +241,14 @@ class ChatDataset:
     def _has_target(self, start: int, length: int) -> bool:
         return bool((self._marked(start + 1, length - 1) & LEARNT).any())
 
+    def example(self) -> tuple[list[int], list[int]]:
+        """The first conversation's tokens up to its first answer, and those of that answer."""
+        numbers = self._marked(self._starts[0], self._lengths[0])
+        learnt, plain = (numbers & LEARNT) != 0, (numbers & ~LEARNT).tolist()
+        begin = max(1, int(learnt.argmax()))
+        rest = np.flatnonzero(~learnt[begin:])
+        return plain[:begin], plain[begin : begin + int(rest[0]) if len(rest) else None]
+
     def learnt_share(self) -> float:
         """The share of tokens that are learnt."""
         learnt = sum(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vblackwell.errors import ConfigurationError
+from vblackwell.infer.chat_prompt import special_behind
 from vblackwell.train.chat import ANSWER, Conversation, Message
 from vblackwell.train.tokenizer import end_of_text_id
 
@@ -88,6 +89,17 @@ class ChatTemplate:
                 "{% generation %} around it in the template, or change the line"
             )
         return text, spans
+
+    def turn_end(self, tokenizer: Tokenizer) -> int | None:
+        """The special token that ends an answer; None if the template writes none, or takes no plain question and answer."""
+        mark = _MARKS[0]
+        try:
+            text, _ = self._rendered(
+                [{"role": "user", "content": "?"}, {"role": ANSWER, "content": mark}], "a question"
+            )
+        except ConfigurationError:
+            return None
+        return special_behind(tokenizer, text.rpartition(mark)[2])
 
     def _marks(self, text: str) -> tuple[str, str]:
         free = [mark for mark in _MARKS if mark not in text]

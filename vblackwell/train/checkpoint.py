@@ -25,7 +25,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from vblackwell.artifacts.commit import CommitFolder, clean_leftovers, newest_verified, prune, verify_folder
-from vblackwell.artifacts.folder import copy_tokenizer, read_json, save_model, tensor_files
+from vblackwell.artifacts.folder import GENERATION, TOKENS, copy_tokenizer, read_json, save_model, tensor_files
 from vblackwell.artifacts.shards import SafetensorsShards, TensorSpec
 from vblackwell.errors import CorruptData, DiskError, VBError
 from vblackwell.infer.adapters import ADAPTER_FILE, adapted, save_adapter, whole_tensors, write_adapter
@@ -197,14 +197,16 @@ def _write_model(folder: CommitFolder, prepared: Prepared, *, with_states: bool)
         tokenizer = None
     if prepared.template is not None and prepared.template.is_default:  # or who opens the folder would not know it
         folder.add(TEMPLATE, prepared.template.source.encode())
-    if not with_states and not isinstance(model, Decoder):
-        published = PublishedTensors(model)  # names and shapes as others expect them, adapters merged
-        save_model(folder, config, published.specs, published.tensors(), tokenizer)
-        return
     if not with_states:
-        entries, values = whole_tensors(model)
-        weights = [TensorSpec(name, tuple(shape.shape), torch.float32) for name, shape in entries]
-        save_model(folder, config, weights, values(), tokenizer)
+        folder.add_json(GENERATION, generation_settings(prepared))
+        if isinstance(model, Decoder):
+            entries, values = whole_tensors(model)
+            specs = [TensorSpec(name, tuple(shape.shape), torch.float32) for name, shape in entries]
+            tensors = values()
+        else:
+            published = PublishedTensors(model)  # names and shapes as others expect them, adapters merged
+            specs, tensors = published.specs, published.tensors()
+        save_model(folder, config, specs, tensors, tokenizer, generation=False)
         return
     specs = [spec for name, param in named if param.requires_grad for spec in _state_specs(name, param)]
     with SafetensorsShards(folder, "optimizer", specs) as shards:
@@ -224,6 +226,23 @@ def _write_model(folder: CommitFolder, prepared: Prepared, *, with_states: bool)
             weights = [TensorSpec(name, tuple(param.shape), torch.float32) for name, param in named]
             save_model(folder, config, weights, ((name, state["weight"]) for name, state in exported), tokenizer)
         assert next(exported, None) is None, "export_state gave more than the model has"
+
+
+def generation_settings(prepared: Prepared) -> dict[str, Any]:
+    """The generation_config.json: the trained folder's, or the configuration's tokens; what was learnt to end an answer ends a text."""
+    config, source = prepared.model_config, prepared.tokenizer_folder
+    given = source / GENERATION if source is not None else None
+    if given is not None and given.is_file():
+        made = read_json(given)
+    else:
+        made = {"_from_model_config": True} | {key: config[key] for key in TOKENS if config.get(key) is not None}
+    end = prepared.turn_end
+    stated = made.get("eos_token_id")
+    ends = stated if isinstance(stated, list) else [] if stated is None else [stated]
+    if end is not None and end not in ends:
+        made = made | {"eos_token_id": [end, *ends] if ends else end}
+        made.pop("_from_model_config", None)  # transformers would derive it from config.json again
+    return made
 
 
 def _state_specs(name: str, weight: Tensor) -> list[TensorSpec]:

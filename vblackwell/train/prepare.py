@@ -65,6 +65,11 @@ class Prepared:
     template: ChatTemplate | None = None
     plan: Plan | None = None
 
+    @property
+    def turn_end(self) -> int | None:
+        """The token that the model learns to end an answer with; None for plain text."""
+        return None if self.template is None else self.template.turn_end(self.corpus.tokenizer)
+
 
 def prepare(config: TrainConfig, device: torch.device, progress: Progress, cleanup: ExitStack) -> Prepared:
     """Data, model, stack and optimizer of a run. What must be closed is left to ``cleanup``.

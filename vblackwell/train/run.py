@@ -18,6 +18,7 @@ import torch
 from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.infer.generate import generate, position_limit
 from vblackwell.offload.enable import offload_of
+from vblackwell.train.chat_data import ChatDataset
 from vblackwell.train.checkpoint import Checkpoints, export_adapter, export_final, finished_step, refuse_full_disk
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.levels import disk_savings
@@ -167,17 +168,30 @@ class _Run:
         return Trainer(config, parts, self.progress, self.stop, hooks)
 
     def _sample(self) -> None:
+        """What the model writes now: behind ``--sample-prompt``, or of conversations, in answer to one that was held out."""
         config, prepared = self.prepared.config, self.prepared
-        tokenizer, limit = prepared.corpus.tokenizer, position_limit(prepared.parts.model)
-        prompt_tokens = max(1, len(tokenizer.encode(config.sample_prompt).ids))
-        count = config.sample_tokens if limit is None else min(config.sample_tokens, limit - prompt_tokens)
+        tokenizer, held_out = prepared.corpus.tokenizer, prepared.parts.validation
+        prompt, answer, talks = config.sample_prompt, "", False
+        if isinstance(held_out, ChatDataset) and prompt == TrainConfig.sample_prompt:
+            (asked, answered), talks = held_out.example(), True
+            prompt, answer = tokenizer.decode(asked, skip_special_tokens=False), tokenizer.decode(answered)
+        length = max(1, len(tokenizer.encode(prompt, add_special_tokens=not talks).ids))
+        limit = position_limit(prepared.parts.model)
+        count = config.sample_tokens if limit is None else min(config.sample_tokens, limit - length)
         if count < config.sample_tokens:
             self.progress.say(
                 f"sample: {config.sample_tokens} tokens are asked for, the model has room for {max(count, 0)}"
             )
-        if count > 0:
-            text = generate(prepared.parts.model, tokenizer, config.sample_prompt, count, seed=config.seed)
-            self.progress.say(f"sample:\n{printable(config.sample_prompt + text)}")
+        if count <= 0:
+            return
+        end = prepared.turn_end
+        text = generate(
+            prepared.parts.model, tokenizer, prompt, count, seed=config.seed, ends=() if end is None else (end,),
+            special_tokens=not talks,
+        )  # fmt: skip
+        what = "sample, in answer to a conversation that was held out" if talks else "sample"
+        beside = f"\nthe data answers:\n{printable(answer)}" if talks else ""
+        self.progress.say(f"{what}:\n{printable(prompt + text)}{beside}")
 
     def _report(self, seconds: float, steps: int) -> None:
         config, parts = self.prepared.config, self.prepared.parts
