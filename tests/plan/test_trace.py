@@ -273,6 +273,8 @@ def test_a_step_takes_the_longer_of_the_gpu_s_time_and_the_host_s():
     )
     assert sum(phase_seconds(work, rates).values()) == pytest.approx(1e-3 / MATMUL_SHARE, rel=0.01)
     assert phase_seconds(work, replace(rates, issue_seconds=1e-3)) == pytest.approx({"forward": 1e-3, "backward": 0.05})
+    both = phase_seconds(work, rates, waits=True)  # on a CPU, which is the host
+    assert both == pytest.approx({"forward": 1e-3 / MATMUL_SHARE + 1e-5, "backward": 5e-4}, rel=0.01)
 
 
 def test_convolutions_of_fp32_are_computed_in_tf32_where_there_is_one():

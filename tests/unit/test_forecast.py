@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from vblackwell import VGPUAdamW, create_vgpu_stack, enable_vgpu_stack_optimization, offload_of
 from vblackwell.errors import InsufficientMemory
 from vblackwell.estimator import Run
 from vblackwell.nn.decoder import Decoder
@@ -117,6 +118,44 @@ def test_states_that_ram_cannot_hold_go_to_the_disk(small):
     assert found[1].disk_hidden_from is None or found[1].disk_hidden_from > found[1].tokens
     without = on(small, bounds=Bounds(320 * MiB, 300 * MiB)).predict(choice())
     assert isinstance(without, Lacking) and "raise host_memory or disk_memory" in str(without)
+
+
+def test_a_disk_is_told_the_bytes_that_a_real_run_moves(tmp_path):
+    """Where RAM is too short for gradients too: written as they leave, read for their norms and again for the update at home."""
+    shape = DecoderConfig(512, 64, 192, 4, 4, max_position=16)
+    model = Decoder(shape, seed=0, device="cpu").train()
+    count = sum(p.numel() for p in model.parameters())
+    capacities = [8 * count, 8 * count + count // 2, 40 * count]
+    run = Run(of_decoder("decoder", shape), 16)
+    forecast = Forecast(run, Machine(Bounds(*capacities), H200, has_gpu=False))
+    found = forecast.predict(Choice("streamed", 2, 1, False, level0_bytes=capacities[0], update="home"))
+    assert not isinstance(found, Lacking)
+    lanes = forecast._foreseen(found[0], EXACT, forecast.trace(False, False, 2), {})
+    assert not isinstance(lanes, Lacking)
+    told = [sum(getattr(group, way) for group in lanes[1].lanes.groups) for way in ("disk_read", "disk_write")]
+
+    with create_vgpu_stack(*capacities, device="cpu", disk_path=str(tmp_path)) as stack:
+        enable_vgpu_stack_optimization(model, stack, placement="streamed", update="home")
+        optimizer = VGPUAdamW(model.parameters(), update_in_backward=True, max_grad_norm=1e9)
+        tokens = torch.zeros(2, 16, dtype=torch.int64)
+
+        def moved() -> list[int]:
+            model(tokens, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            engine = offload_of(model)
+            assert engine is not None
+            engine.finish()
+            links = stack.get_stats()["links"]
+            return [
+                sum(link["bytes"] for link in links if link[end].startswith("ssd")) for end in ("source", "destination")
+            ]
+
+        before = moved()  # with the states' first bytes
+        real = [now - then for now, then in zip(moved(), before, strict=True)]
+        assert offload_of(model).homes.bytes_by_level()["gradient"][2] > 0  # pyright: ignore[reportOptionalMemberAccess]
+    assert told == pytest.approx(real, abs=8 * 16)  # every group's share is rounded
+    assert found[1].disk_written == told[1]
 
 
 def test_eight_bit_states_take_a_quarter(small):

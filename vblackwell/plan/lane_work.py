@@ -6,7 +6,7 @@ Lanes: *up* and *down*, the two directions of the GPU's link, *gpu*, *cpu*, whic
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vblackwell.units import MiB
 
@@ -43,7 +43,7 @@ class GroupWork:
         input_bytes: of its checkpoint's input, if that waits in host memory.
         at_home: the CPU updates it. deferred: its update on the GPU waits for the next forward.
         kept: it lives on level 0 with its states, so that nothing of it but gradients takes a journey.
-        disk_read, disk_write: bytes of its states on the disk, read before and written behind its update.
+        disk_read, disk_write: bytes of its states, and of its gradient, on the disk, read before and written behind its update.
         weights_on_disk: a load has to read them there first.
     """
 
@@ -87,6 +87,28 @@ class LanePlan:
     clips: bool = False
     gradients_home: bool = False
     disk_sets: int = 3
+
+
+def with_gradients_on_disk(plan: LanePlan, num_bytes: int, more_reads: int = 0) -> LanePlan:
+    """``plan`` where ``num_bytes`` of its gradients are on the disk: RAM is full before states spill, and gradients come after weights.
+
+    Each of a step's passes writes them, and reads them to add to them or to update; the groups have them by their parameters.
+
+    Args:
+        more_reads: passes over them besides, such as the one that takes their norms at home.
+    """
+    parameters = sum(group.parameters for group in plan.groups)
+    if not num_bytes or not parameters:
+        return plan
+    passes = plan.micro_batches
+
+    def with_its_own(group: GroupWork) -> GroupWork:
+        own = round(num_bytes * group.parameters / parameters)
+        return replace(
+            group, disk_read=group.disk_read + (passes + more_reads) * own, disk_write=group.disk_write + passes * own
+        )  # fmt: skip
+
+    return replace(plan, groups=tuple(map(with_its_own, plan.groups)))
 
 
 @dataclass(frozen=True)

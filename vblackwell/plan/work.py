@@ -180,13 +180,19 @@ _OWN: dict[str, Callable[..., float]] = {
 }
 
 
-def phase_seconds(work: Iterable[Work], rates: Rates) -> dict[str, float]:
-    """Seconds of each phase: the GPU's, or the host's where all of these together are longer."""
+def phase_seconds(work: Iterable[Work], rates: Rates, waits: bool = False) -> dict[str, float]:
+    """Seconds of each phase: the GPU's, or the host's where all of these together are longer.
+
+    Args:
+        waits: the host computes itself, so that both add up.
+    """
     on_gpu: dict[str, float] = {}
     on_host: dict[str, float] = {}
     for each in work:
         on_gpu[each.phase] = on_gpu.get(each.phase, 0.0) + _gpu_seconds(each, rates)
         on_host[each.phase] = on_host.get(each.phase, 0.0) + each.issues * rates.issue_seconds
+    if waits:
+        return {phase: seconds + on_host[phase] for phase, seconds in on_gpu.items()}
     return on_gpu if sum(on_gpu.values()) >= sum(on_host.values()) else on_host
 
 
