@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vblackwell import VGPUAdamW, create_vgpu_stack, enable_vgpu_stack_optimization, offload_of
-from vblackwell.errors import InsufficientMemory
+from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.estimator import Run
 from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.decoder_config import DecoderConfig
@@ -25,6 +25,7 @@ from vblackwell.subject import of_decoder
 from vblackwell.train import auto
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.forecast import Forecast, Machine, plan_of
+from vblackwell.train.levels import build_stack
 from vblackwell.train.precision import Precision
 from vblackwell.train.report import compare
 from vblackwell.units import GiB, MiB
@@ -226,6 +227,21 @@ def test_a_run_without_a_gpu_is_planned_and_compared(monkeypatch):
     found = compare(plan, {"gpu_peak_bytes": None, "levels": levels}, [1.0, 2.0, 50.0, 70.0, 60.0])
     assert found["gpu_bytes"]["measured"] == 60_000 and found["host_bytes"]["measured"] == 400_000
     assert found["tokens_per_second"]["measured"] == 60.0
+
+
+def test_a_plan_has_a_disk_where_the_run_will_have_one(tmp_path):
+    """A batch alone asks for none: it wears an SSD out."""
+    here = torch.device("cpu")
+    batch = TrainConfig(auto_batch_size=True, fast_memory=MiB, host_memory=MiB)
+    assert auto.bounds_of(batch, here) == Bounds(MiB, MiB, 0)
+    asked = ({"vgpu_auto": True}, {"disk_memory": 3 * MiB}, {"disk_path": str(tmp_path)})
+    for config in (replace(batch, **each) for each in asked):
+        bounds = auto.bounds_of(config, here)
+        with build_stack(config, here) as stack:
+            assert bounds.disk > 0 and len(stack.levels) == 3
+        assert bounds.disk == (config.disk_memory or bounds.disk)
+    with pytest.raises(ConfigurationError, match="--disk-codec is for a disk level"):
+        auto.bounds_of(replace(batch, disk_codec="lossless"), here)
 
 
 def test_the_turn_comes_before_more_weights(small):

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from vblackwell.artifacts.hub import find_folder
-from vblackwell.errors import InsufficientMemory
+from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.estimator import Run
 from vblackwell.hardware import disk_facts, memory_facts
 from vblackwell.memory.config import default_disk_path
@@ -52,6 +52,7 @@ def make_training_plan(
         model: as it will be put into a stack, on the CPU or on meta; it is not changed.
 
     Raises:
+        ConfigurationError: ``--disk-codec lossless`` without a disk level.
         InsufficientMemory: none fits.
         Unsupported: ``--disk-codec lossless`` without the package zstandard.
         Untraceable: the model cannot be traced without its bytes.
@@ -61,8 +62,10 @@ def make_training_plan(
     # A scaled loss means a factor at the step: nothing is updated before it, so nothing needs a way back.
     undo = not precision.needs_scaler
     folder = None if config.model is None else find_folder(config.model)
-    disk = DiskSpeeds(config.disk_path or default_disk_path(), sample_of(model, folder), config.disk_codec, say)
-    machine = Machine(bounds_of(config, device), rates, has_gpu, undo, config.max_grad_norm > 0, disk)
+    bounds, disk = bounds_of(config, device), None
+    if bounds.disk:
+        disk = DiskSpeeds(config.disk_path or default_disk_path(), sample_of(model, folder), config.disk_codec, say)
+    machine = Machine(bounds, rates, has_gpu, undo, config.max_grad_norm > 0, disk)
     vocab_size = next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), 2)
     subject = Subject(config.name, _copier(model), vocab_size, _loss)
     capability = torch.cuda.get_device_capability(device) if has_gpu else (8, 0)
@@ -130,13 +133,21 @@ def apply_plan(config: TrainConfig, plan: Plan) -> TrainConfig:
 
 
 def bounds_of(config: TrainConfig, device: torch.device) -> Bounds:
-    """What the machine has free, cut to what the settings allow."""
+    """What the machine has free, cut to what the settings allow; a disk where they ask for one, as `build_stack` has it.
+
+    Raises:
+        ConfigurationError: a codec is asked for, and no disk.
+    """
     available = memory_facts().available_bytes
     if device.type == "cuda":
         gpu = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - LATER_BYTES
     else:
         gpu = int(available * ARENA_SHARE)
-    disk = min(int(disk_facts(config.disk_path or default_disk_path()).free_bytes * DISK_SHARE), LARGEST_DISK_BYTES)
+    disk = 0
+    if config.vgpu_auto or config.disk_memory is not None or config.disk_path is not None:
+        disk = min(int(disk_facts(config.disk_path or default_disk_path()).free_bytes * DISK_SHARE), LARGEST_DISK_BYTES)
+    elif config.disk_codec == "lossless":
+        raise ConfigurationError("--disk-codec is for a disk level: give --disk-memory or --disk-path as well")
     given = (config.fast_memory, config.host_memory, config.disk_memory)
     gpu, host, disk = (
         room if asked is None else _asked(asked, room, index == 0 and device.type == "cuda")
@@ -209,8 +220,9 @@ def batches_of(config: TrainConfig, space: Space, forecast: Forecast) -> tuple[t
         lacking = refused or lacking
     if not sizes:
         raise InsufficientMemory(
-            f"--batch-size auto: not one sequence of {config.seq_length} tokens fits {forecast.machine.bounds}: {lacking}; shorten "
-            "--seq-length, or give more memory",
+            f"--batch-size auto: not one sequence of {config.seq_length} tokens fits {forecast.machine.bounds}: the nearest {lacking}; "
+            f"{'shorten --seq-length, or ' if forecast.machine.has_gpu else ''}give more memory (--fast-memory, --host-memory, "
+            "--disk-memory)",
             needed_bytes=lacking.num_bytes if lacking else 0,
             available_bytes=0,
         )
