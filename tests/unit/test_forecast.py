@@ -24,7 +24,7 @@ from vblackwell.plan.rates import Rates
 from vblackwell.subject import of_decoder
 from vblackwell.train import auto
 from vblackwell.train.config import TrainConfig
-from vblackwell.train.forecast import Forecast, Machine, plan_of
+from vblackwell.train.forecast import Forecast, Machine, plan_of, threads_bytes
 from vblackwell.train.levels import build_stack
 from vblackwell.train.precision import Precision
 from vblackwell.train.report import compare
@@ -337,5 +337,6 @@ def test_states_on_a_disk_are_compressed_where_a_step_is_shorter(small):
     # A disk that is all there is to a step is passed nearly 1.25 times as fast, and worn by so much less; fewer tokens hide it.
     assert 1.19 < plain[1].step_seconds / slow[1].step_seconds < 1.25
     assert slow[1].disk_written == pytest.approx(plain[1].disk_written / 1.25, rel=1e-6)
+    assert slow[1].threads == threads_bytes(True) > fast[1].threads == threads_bytes(False) > 0
     assert plain[1].disk_hidden_from > slow[1].disk_hidden_from > 0
     assert fast[1].disk_written == plain[1].disk_written and slow[1].disk == plain[1].disk

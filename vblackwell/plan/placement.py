@@ -127,6 +127,7 @@ class Prediction:
         step_seconds: of one optimizer step of ``tokens``. clipped_seconds: of one that clips, where that is another.
         busy: share of the step in which each lane works. disk_hidden_from: tokens a step from which the disk costs nothing.
         compression: what was decided for the disk level, where one is used and was measured.
+        threads: bytes of RAM that the disk level's threads hold, beside ``host``, which is the RAM level's.
     """
 
     gpu: int
@@ -141,6 +142,7 @@ class Prediction:
     disk_hidden_from: int | None = 0
     waiting: int = 0
     compression: Compression | None = None
+    threads: int = 0
 
     @property
     def token_seconds(self) -> float:
@@ -298,6 +300,8 @@ def _kind(choice: Choice) -> tuple[Any, ...]:
 
 def _numbers(prediction: Prediction) -> str:
     disk = f", disk {format_bytes(prediction.disk)}" if prediction.disk else ""
+    if prediction.threads:
+        disk += f" and {format_bytes(prediction.threads)} of RAM for its threads"
     busy = prediction.busy.get(prediction.bottleneck, 0.0)
     return (
         f"{prediction.tokens_per_second:,.0f} tokens/s ({format_seconds(prediction.step_seconds)} a step, {prediction.bottleneck} busy "

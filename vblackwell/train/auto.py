@@ -30,7 +30,7 @@ from vblackwell.plan.trace import Trace, Untraceable, on_meta
 from vblackwell.subject import Subject
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.disk_speed import DiskSpeeds, sample_of
-from vblackwell.train.forecast import Forecast, Machine, plan_of
+from vblackwell.train.forecast import Forecast, Machine, plan_of, threads_bytes
 from vblackwell.train.measured_rates import keep, kept_rates
 from vblackwell.train.model import learner_of
 from vblackwell.train.precision import Precision
@@ -139,12 +139,15 @@ def bounds_of(config: TrainConfig, device: torch.device) -> Bounds:
         ConfigurationError: a codec is asked for, and no disk.
     """
     available = memory_facts().available_bytes
+    wants_disk = config.vgpu_auto or config.disk_memory is not None or config.disk_path is not None
+    if wants_disk:  # whatever its level will be
+        available = max(available // 2, available - threads_bytes(packed=True))
     if device.type == "cuda":
         gpu = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - LATER_BYTES
     else:
         gpu = int(available * ARENA_SHARE)
     disk = 0
-    if config.vgpu_auto or config.disk_memory is not None or config.disk_path is not None:
+    if wants_disk:
         disk = min(int(disk_facts(config.disk_path or default_disk_path()).free_bytes * DISK_SHARE), LARGEST_DISK_BYTES)
     elif config.disk_codec == "lossless":
         raise ConfigurationError("--disk-codec is for a disk level: give --disk-memory or --disk-path as well")

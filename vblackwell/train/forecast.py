@@ -14,6 +14,7 @@ from torch import nn
 
 from vblackwell.errors import InsufficientMemory, Unsupported
 from vblackwell.estimator import Run
+from vblackwell.memory.disk import PIECE_BYTES, THREADS
 from vblackwell.nn.convert import convert
 from vblackwell.offload.activations import AHEAD, NEWEST
 from vblackwell.offload.formats import Formats, range_bytes, supports
@@ -42,7 +43,15 @@ LEAVING = 2  # gradients of the largest group on level 0: one is made while the 
 # The first groups, which finish backward last and are needed first: with their states on level 0 nothing hides a journey of theirs, and
 # the same bytes of loaded weights save less (docs/log-offload.md).
 TURN_GROUPS = 3
+# Pieces in RAM for each of a disk level's threads: what passes; where it is compressed also its planes, and these compressed. Eight threads
+# on 256 MiB of fp32 numbers were seen to take 70 and 190 MiB.
+PLAIN_PIECES, PACKED_PIECES = 1, 3
 WIDE_GRADIENT = 4  # bytes of a resident parameter's gradient
+
+
+def threads_bytes(packed: bool) -> int:
+    """RAM that the threads of a disk level take beside the levels."""
+    return THREADS * PIECE_BYTES * (PACKED_PIECES if packed else PLAIN_PIECES)
 
 
 @dataclass(frozen=True)
@@ -253,10 +262,12 @@ class Forecast:
             clipped = simulate(replace(found.lanes, clips=True), rates).step_seconds
         written = sum(group.disk_write for group in found.lanes.groups)
         hidden = disk_hidden_from(found.lanes, rates, tokens) if in_full and written and machine.has_gpu else 0
+        is_packed = verdict is not None and verdict.used
         packed = verdict.ratio if verdict is not None and verdict.used else 1.0
         return Prediction(
             gpu, p99, host, found.bytes_of(2), times.step_seconds, tokens, {lane: share for lane, share in times.busy.items() if share},
             clipped, int(written / packed), hidden, compression=verdict,
+            threads=threads_bytes(is_packed) if uses_disk(found.lanes) else 0,
         )  # fmt: skip
 
     def _times(self, found: Foreseen, rates: LaneRates) -> LaneTimes:
