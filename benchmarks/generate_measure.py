@@ -11,6 +11,7 @@ import statistics
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Generator
 from dataclasses import asdict
@@ -292,24 +293,30 @@ def main() -> None:
     own, machine = watch.end()
     loading = Loading(case.system, time.perf_counter() - began, file_bytes, own, machine)
     say("loading", loading=asdict(loading))
+    whole = True
     with torch.no_grad():
         for rows in case.batches:
             new = min(case.new, ACCELERATE_NEW) if case.system == "accelerate" else case.new
-            one(system, rows, new, through=False)
+            whole &= one(system, rows, new, through=False)
         if case.through_new and isinstance(system, Ours):
             system.through = True
-            one(system, 1, case.through_new, through=True)
+            whole &= one(system, 1, case.through_new, through=True)
+    if not whole:
+        sys.exit(1)
 
 
-def one(system: System, rows: int, new: int, *, through: bool) -> None:
-    """A point; what does not fit is one too."""
+def one(system: System, rows: int, new: int, *, through: bool) -> bool:
+    """A point; what does not fit is one too. False where something else failed, which is printed: other sizes may do nevertheless."""
     try:
-        point = measure(system, rows, new, through=through)
-    except (torch.OutOfMemoryError, MemoryError, VBError) as error:
-        point = Point(
-            system.case.system, rows, new, through, status=" ".join(f"{type(error).__name__} {error}".split())[:160]
-        )
+        point, whole = measure(system, rows, new, through=through), True
+    except Exception as error:
+        whole = isinstance(error, (torch.OutOfMemoryError, MemoryError, VBError))
+        if not whole:
+            traceback.print_exc()
+        status = " ".join(f"{type(error).__name__} {error}".split())[:160]
+        point = Point(system.case.system, rows, new, through, status=status)
     say("point", point=asdict(point))
+    return whole
 
 
 if __name__ == "__main__":

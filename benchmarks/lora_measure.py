@@ -138,12 +138,17 @@ def train(case: Case, device: torch.device) -> Result:
         "phase",
         text=f"opened in {result.opened_seconds:.1f} s, {result.placement}, {result.trained / 1e6:.2f} M parameters trained",
     )
-    losses, marks = [], []
+    losses, marks, trained_from = [], [], time.perf_counter()
     for number, ids_BS in enumerate(rows):
         marks.append(_mark(cuda))
         losses.append(step(ids_BS.to(device, non_blocking=True), case.rate_at(number)))
         if number % TOLD == 0:
-            say("phase", text=f"step {number + 1}: loss {float(losses[-1]):.4f}")
+            loss, mean = float(losses[-1]), (time.perf_counter() - trained_from) / (number + 1)
+            rate = case.batch * case.seq / mean
+            say(
+                "phase",
+                text=f"step {number + 1}: loss {loss:.4f}; {rate:,.0f} tokens/s so far, the first steps counted",
+            )
             if time.perf_counter() - began > case.limit_seconds:
                 result.status = f"ok, {number + 1} of {case.steps} steps in the time"
                 break
