@@ -109,10 +109,15 @@ def select_linears(model: nn.Module, pattern: str = "all", keep: str = HEAD) -> 
     found = find_linears(model, pattern, keep)
     selected: dict[str, Any] = {name: model.get_submodule(name) for name, reason in found.items() if reason is None}
     if not selected:
-        seen = [name for name, module in model.named_modules() if type(module) is nn.Linear][:3]
+        by_reason = defaultdict[str | None, list[str]](list)
+        for name, reason in found.items():
+            by_reason[reason].append(name)
+        left = [
+            f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''} ({reason})"
+            for reason, names in by_reason.items()
+        ]
         raise ConfigurationError(
-            f"pattern {pattern!r} selects no linear layer of {type(model).__name__} (heads and tied weights are kept); "
-            f"its linears: {', '.join(seen) or 'none of class nn.Linear'}"
+            f"pattern {pattern!r} selects no linear layer of {type(model).__name__}: {', '.join(left) or 'it has none'}"
         )
     return selected
 
