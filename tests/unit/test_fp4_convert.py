@@ -50,11 +50,11 @@ def test_patterns():
     assert list(select_linears(model, "large")) == ["0"]
     assert list(select_linears(model, "^1$")) == ["1"]
     assert list(select_linears(model, keep="0")) == ["1"]
-    with pytest.raises(ConfigurationError, match="selects no linear.*0, 1"):
+    with pytest.raises(ConfigurationError, match="selects no linear.*: 0 and 1 more .its name does not match 'mlp'"):
         select_linears(model, "mlp")
     with pytest.raises(ConfigurationError, match="regular expression"):
         select_linears(model, "(")
-    with pytest.raises(ConfigurationError, match="none of class"):
+    with pytest.raises(ConfigurationError, match="Conv2d: it has none"):
         select_linears(nn.Conv2d(1, 1, 1))
 
 
