@@ -189,6 +189,8 @@ def test_the_kinds_mean_the_same(folder_of, tmp_path):
         ({"instruction": "x", "output": "y"}, "is of kind alpaca, the first line is of kind messages"),
         ({"text": "x"}, "has none of the keys messages, conversations, instruction"),
         ({"messages": [*TURNS[1:2], {"role": "assistant", "content": ""}]}, "answers without a token"),
+        ({"messages": TURNS, "tools": [{"name": "add"}]}, "has 'tools', which is not read"),
+        ({"messages": [*TURNS[1:2], TURNS[2] | {"weight": 0}]}, "message 2 has weight 0"),
         ([1], "has none of the keys"),
     ],
 )

@@ -28,6 +28,8 @@ KINDS = {"messages": "messages", "conversations": "sharegpt", "instruction": "al
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _NAMES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 ANSWER = "assistant"
+_UNREAD = ("tools", "functions", "history")  # what other trainers put into the prompt
+_WEIGHTS = ("weight", "train", "training")  # by which others leave answers out
 
 Message = dict[str, str]
 
@@ -97,6 +99,11 @@ def _messages(record: Any, kind: str, place: str) -> list[Message]:
     if found != kind:
         what = f"is of kind {found}" if found else f"has none of the keys {', '.join(KINDS)}"
         raise ConfigurationError(f"{place} {what}, the first line is of kind {kind}: give lines of one kind")
+    told = [name for name in _UNREAD if record.get(name)]
+    if told:
+        raise ConfigurationError(
+            f"{place} has {told[0]!r}, which is not read: write it into the messages, or remove it"
+        )
     if kind == "alpaca":
         return _of_alpaca(record, place)
     key = "messages" if kind == "messages" else "conversations"
@@ -122,6 +129,11 @@ def _message(item: Any, role_key: str, text_key: str, place: str) -> Message:
     if role not in _ROLES:
         raise ConfigurationError(
             f"{place} has the {role_key} {item[role_key]!r}, which is none of {', '.join((*_ROLES, *_NAMES))}{nearest(str(role), _ROLES)}"
+        )
+    off = [name for name in _WEIGHTS if name in item and not item[name]]
+    if off and role == ANSWER:
+        raise ConfigurationError(
+            f"{place} has {off[0]} {item[off[0]]!r}, and every answer is learnt here: leave it out"
         )
     if not isinstance(item.get(text_key), str):
         raise ConfigurationError(f"{place} has no text under {text_key!r}: images, tools and lists are not read")
