@@ -169,7 +169,7 @@ def _read_lines(path: Path) -> Iterator[Piece]:
             value = record.get("text") if isinstance(record, dict) else None
             if not isinstance(value, str):
                 raise ConfigurationError(
-                    f'{path}: line {number} has no string under \'text\'; write lines such as {{"text": "..."}}, or conversations (docs/models.md)'
+                    f'{path}: line {number} has no string under \'text\'; write {{"text": "..."}}, or conversations (docs/models.md)'
                 )
             yield Piece(value, ends_document=True)
 
