@@ -195,7 +195,7 @@ class TrainConfig:
     """Held-out sequences in one validation loss, the same ones each time."""
 
     sample_prompt: str = "def "
-    """What the sample at the end continues."""
+    """What the sample at the end continues; unless it is given, a run on conversations answers one that was held out."""
 
     sample_tokens: int = 96
     """Tokens of the sample at the end; 0 for none."""
