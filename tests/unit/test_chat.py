@@ -138,6 +138,11 @@ def test_a_message_is_written_as_the_template_says_and_the_end_of_an_answer_foun
     asked = [{"role": "user", "content": "And one?"}]
     opened = transformers.AutoTokenizer.from_pretrained(folder)
     assert chat.prompt("And one?") == opened.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    adapter = folder.parent / "adapter"
+    adapter.mkdir()
+    assert open_chat(folder, adapter).prompt("And one?") == chat.prompt("And one?")
+    (adapter / "chat_template.jinja").write_text(SPACED)
+    assert open_chat(folder, adapter).prompt("And one?") == "user And one? <|endoftext|>"
 
 
 def test_a_folder_without_a_template_and_one_that_refuses_are_named(folder_of):

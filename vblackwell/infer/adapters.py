@@ -20,6 +20,7 @@ from vblackwell.artifacts.commit import MANIFEST, CommitFolder
 from vblackwell.artifacts.folder import load_state, read_json, some_names
 from vblackwell.artifacts.shards import SafetensorsShards, TensorSpec
 from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.infer.chat_prompt import CHAT_TEMPLATE
 from vblackwell.infer.fingerprint import ADAPTER_CONFIG, ADAPTER_FILE, BASE, check_base, fingerprint
 from vblackwell.nn.lora import add_adapters, base_name, file_name, fill_adapter, is_adapter
 from vblackwell.nn.lora_config import Lora
@@ -282,10 +283,13 @@ def write_adapter(
             shards.write(file_name(name), state["weight"].float())
 
 
-def save_adapter(model: nn.Module, folder: str | Path) -> Path:
+def save_adapter(model: nn.Module, folder: str | Path, *, chat_template: str | None = None) -> Path:
     """Write the adapters of ``model`` as a folder that ``peft.PeftModel.from_pretrained`` opens, whole or not at all.
 
     An adapter's folder that has the name is replaced.
+
+    Args:
+        chat_template: of the conversations that they were trained on, for whoever talks to the model.
 
     Raises:
         ConfigurationError: the model has none, or what has the name holds something else.
@@ -297,6 +301,8 @@ def save_adapter(model: nn.Module, folder: str | Path) -> Path:
         raise ConfigurationError(f"{path} holds something else than an adapter: choose another folder")
     with CommitFolder(path.parent, path.name, needed) as commit:
         write_adapter(commit, model)
+        if chat_template is not None:
+            commit.add(CHAT_TEMPLATE, chat_template.encode())
     return path
 
 

@@ -16,6 +16,7 @@ from vblackwell.errors import ConfigurationError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+CHAT_TEMPLATE = "chat_template.jinja"
 _MARK = chr(0xE000)  # private use: no template has it
 
 
@@ -25,6 +26,7 @@ class Chat:
 
     folder: Path
     _tokenizer: Any  # of transformers
+    _template: str
 
     def prompt(self, message: str) -> str:
         """The text behind which the model answers ``message``, its special tokens included.
@@ -44,23 +46,28 @@ class Chat:
         from jinja2 import TemplateError
 
         try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
+            return self._tokenizer.apply_chat_template(
+                messages, tokenize=False, chat_template=self._template, **options
+            )
         except (TemplateError, TypeError, ValueError) as error:
             raise ConfigurationError(
                 f"the chat template of {self.folder} refuses a user's message ({' '.join(str(error).split())}): leave --chat out"
             ) from error
 
 
-def open_chat(folder: Path) -> Chat:
-    """The chat template of ``folder``.
+def open_chat(folder: Path, adapter: Path | None = None) -> Chat:
+    """The chat template of ``folder``; of ``adapter``'s where that brings the one it was trained with.
 
     Raises:
-        ConfigurationError: it has none, or transformers cannot open its tokenizer.
+        ConfigurationError: there is none, or transformers cannot open the tokenizer.
     """
     from transformers import AutoTokenizer
 
     try:
         opened: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        brought = None if adapter is None else adapter / CHAT_TEMPLATE
+        if brought is not None and brought.is_file():
+            return Chat(adapter or folder, opened, brought.read_text(encoding="utf-8"))
         template = opened.get_chat_template() if opened.chat_template else None
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error).split())
@@ -69,7 +76,7 @@ def open_chat(folder: Path) -> Chat:
         raise ConfigurationError(
             f"--chat: {folder} has no chat template: leave the flag out, or give a model that was trained on conversations"
         )
-    return Chat(folder, opened)
+    return Chat(folder, opened, template)
 
 
 def special_behind(tokenizer: Tokenizer, text: str) -> int | None:

@@ -139,7 +139,7 @@ def generate_command(
     tokenizer = read_tokenizer(resolved.folder)
     texts, ends = given, _stated_ends(resolved.folder)
     if chat:
-        talk = open_chat(resolved.folder)
+        talk = open_chat(resolved.folder, None if places.adapter is None else Path(places.adapter))
         texts, ends = [talk.prompt(text) for text in given], ends | talk.ends(tokenizer)
     writing: dict[str, Any] = {"ends": ends, "special_tokens": not chat}
     assignment = None if places.assignment is None else Assignment.load(places.assignment)

@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.infer.chat_prompt import special_behind
+from vblackwell.infer.chat_prompt import CHAT_TEMPLATE, special_behind
 from vblackwell.train.chat import ANSWER, Conversation, Message
 from vblackwell.train.tokenizer import end_of_text_id
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-FILE = "chat_template.jinja"
 DEFAULT = """{{ bos_token }}{% for message in messages %}\
 {% if message['role'] == 'assistant' %}### Assistant:
 {{ message['content'] }}{{ eos_token }}
@@ -136,7 +135,7 @@ def find_template(tokenizer: Tokenizer, path: Path) -> ChatTemplate:
     Raises:
         ConfigurationError: transformers cannot open the folder, or it has several templates and none is the default.
     """
-    if path.is_dir() and any((path / name).is_file() for name in ("tokenizer_config.json", FILE)):
+    if path.is_dir() and any((path / name).is_file() for name in ("tokenizer_config.json", CHAT_TEMPLATE)):
         from transformers import AutoTokenizer
 
         try:

@@ -30,12 +30,12 @@ from vblackwell.artifacts.shards import SafetensorsShards, TensorSpec
 from vblackwell.errors import CorruptData, DiskError, VBError
 from vblackwell.infer.adapters import ADAPTER_FILE, adapted, save_adapter, whole_tensors, write_adapter
 from vblackwell.infer.causal_lm import PublishedTensors
+from vblackwell.infer.chat_prompt import CHAT_TEMPLATE
 from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.lora import file_name, is_adapter
 from vblackwell.offload.enable import offload_of
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.state import MOMENTS, ParameterState, export_state, import_state
-from vblackwell.train.chat_template import FILE as TEMPLATE
 from vblackwell.train.runfolder import ADAPTER, FINAL
 from vblackwell.train.state import TrainerState
 from vblackwell.units import format_bytes
@@ -135,7 +135,8 @@ def export_adapter(parent: Path, prepared: Prepared) -> Path | None:
     """
     if adapted(prepared.parts.model) is None:
         return None
-    return save_adapter(prepared.parts.model, parent / ADAPTER)
+    template = None if prepared.template is None else prepared.template.source
+    return save_adapter(prepared.parts.model, parent / ADAPTER, chat_template=template)
 
 
 def finished_step(final: Path) -> int | None:
@@ -196,7 +197,7 @@ def _write_model(folder: CommitFolder, prepared: Prepared, *, with_states: bool)
         copy_tokenizer(folder, prepared.tokenizer_folder)
         tokenizer = None
     if prepared.template is not None and prepared.template.is_default:  # or who opens the folder would not know it
-        folder.add(TEMPLATE, prepared.template.source.encode())
+        folder.add(CHAT_TEMPLATE, prepared.template.source.encode())
     if not with_states:
         folder.add_json(GENERATION, generation_settings(prepared))
         if isinstance(model, Decoder):
