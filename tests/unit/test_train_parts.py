@@ -101,6 +101,9 @@ def test_recipes_are_valid_and_name_the_presets():
         config = resolve({"config": name})
         assert config.preset == name and config.name == name
         assert config.seq_length <= PRESETS[name].max_position
+    assert resolve({"model": "some/model"}).learning_rate == 2e-5
+    assert resolve({"model": "some/model", "lora": "16"}).learning_rate == 2e-4
+    assert resolve({"model": "some/model", "lora": "16", "learning_rate": "1e-3"}).learning_rate == 1e-3
 
 
 def test_flags_beat_the_file_beat_the_resumed_run_beat_the_recipe(tmp_path):

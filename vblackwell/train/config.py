@@ -80,7 +80,7 @@ class TrainConfig:
     """Tokens in one sequence."""
 
     learning_rate: float = 3e-4
-    """Peak learning rate, reached after the warm-up."""
+    """Peak learning rate, reached after the warm-up; unless given, the preset's, with --model 2e-5, with --lora 2e-4."""
 
     min_learning_rate_ratio: float = 0.1
     """Where the cosine ends, as a fraction of the peak."""

@@ -105,7 +105,7 @@ def prepare(config: TrainConfig, device: torch.device, progress: Progress, clean
     progress.say(
         f"{config.name}: {sum(param.numel() for param in model.parameters()) / 1e6:.2f} M parameters, {config.max_steps} steps of "
         f"{config.tokens_per_step} "
-        f"tokens, {precision.name} on {device}, attention: {attention}"
+        f"tokens at a rate of {config.learning_rate:g}, {precision.name} on {device}, attention: {attention}"
     )
     stack = build_stack(config, device, plan)
     cleanup.callback(stack.close)

@@ -1,4 +1,4 @@
-"""Training settings that go with each preset, where the user says nothing: sizes of batches, lengths, rates.
+"""Training settings that go with each preset, or with a folder's model, where the user says nothing: sizes of batches, lengths, rates.
 
 Rates fall with width as practice has it (GPT-3's table). `tiny` is meant to be watched: it learns the shape of Python from
 the standard library's sources in a few minutes on two CPU cores.
@@ -7,6 +7,11 @@ the standard library's sources in a few minutes on two CPU cores.
 from __future__ import annotations
 
 from typing import Any
+
+FINE_TUNING: dict[str, Any] = {
+    "learning_rate": 2e-5
+}  # of a model that has been trained: a preset's rate would undo that
+ADAPTERS: dict[str, Any] = {"learning_rate": 2e-4}  # which begin at zero
 
 RECIPES: dict[str, dict[str, Any]] = {
     "tiny": {

@@ -14,7 +14,7 @@ from typing import Any
 
 from vblackwell.errors import ConfigurationError, nearest
 from vblackwell.train.config import TrainConfig, flag_of
-from vblackwell.train.recipes import RECIPES
+from vblackwell.train.recipes import ADAPTERS, FINE_TUNING, RECIPES
 from vblackwell.train.runfolder import read_stored_config
 
 EXCLUSIVE = ("max_steps", "epochs")
@@ -36,7 +36,9 @@ def resolve(flags: dict[str, Any]) -> TrainConfig:
         raise ConfigurationError(
             f"preset {preset!r} is unknown: choose one of {', '.join(RECIPES)}{nearest(preset, RECIPES)}"
         )
-    recipe = {} if explicit.get("model") else RECIPES[preset]
+    recipe = RECIPES[preset]
+    if explicit.get("model"):
+        recipe = ADAPTERS if explicit.get("lora") is not None else FINE_TUNING
     values: dict[str, Any] = {}
     for layer in (recipe, stored, file_values, flags):
         if any(layer.get(name) is not None for name in EXCLUSIVE):
