@@ -86,6 +86,11 @@ class Recorder(TorchDispatchMode):
         self._cublas: set[str] = set()
         self.answers = MetaAnswers()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch's question whether calls are to be kept from its compiler, which nothing here starts: an eighth of a trace's time."""
+        return False
+
     def enter_phase(self, phase: str) -> None:
         self.phase = phase
         self.marks.append((len(self.events), self.step, phase))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import sys
@@ -62,6 +63,9 @@ def estimate_command(
         ConfigurationError: bad input, or a GPU below what the model needs at any batch size.
     """
     check_batch(batch_size, seq_length)
+    atexit.register(
+        gc.freeze
+    )  # else the interpreter looks through the libraries once more when it ends, for a second and more
     card, gpu_bytes = card_of(gpu, gpu_memory)
     if gpus is not None and card is None:
         raise ConfigurationError(
