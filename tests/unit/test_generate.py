@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import warnings
 
 import pytest
@@ -26,6 +27,7 @@ from vblackwell.infer.command import generate_command
 from vblackwell.infer.generate import CONTEXT, draws, generate
 from vblackwell.infer.generate import _Text as Text
 from vblackwell.infer.load import load_model, resolve_model
+from vblackwell.infer.pace import Pace
 from vblackwell.infer.sampling import Arrival, Sampling, sample
 from vblackwell.kernels.sampling import kept_tokens
 from vblackwell.nn.decoder import Decoder
@@ -357,3 +359,28 @@ def test_the_command_talks_as_the_folder_says(model, tokenizer, tmp_path, capsys
     shorter = capsys.readouterr().out.removesuffix("\n")
     assert expected[0].startswith(shorter) and len(shorter) < len(expected[0])
     assert shorter == generate(model, tokenizer, "def f:", 20, ends=ends, **asked)
+
+
+def test_the_pace_of_texts_is_counted():
+    now = iter((0.0, 2.0, 2.5, 2.75, 3.0, 10.0, 10.5, 11.0))
+    pace = Pace(lambda: next(now))  # made; opened after 2 s; a token after 0.5 s, two more in 0.5 s
+    pace.begin()
+    for _ in range(3):
+        pace.tick()
+    pace.begin()  # two rows at once; one of them ends
+    pace.tick(2)
+    pace.tick()
+    assert pace.tokens == 6
+    assert (
+        pace.line(3 << 20)
+        == "opened in 2.0 s, 6 tokens, the first after 500 ms, then 3.0 a second, level 0 held at most 3.00 MiB"
+    )
+
+
+def test_a_terminal_is_told_the_pace_and_a_pipe_is_not(model, tokenizer, tmp_path, capsys, monkeypatch):
+    folder = save(model, tmp_path, tokenizer=tokenizer)
+    assert generate_command(str(folder), "def f", 5, seed=4) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert generate_command(str(folder), "def f", 5, seed=4) == 0
+    assert re.fullmatch(r"opened in .*, 5 tokens, the first after .*, then [0-9.]+ a second\n", capsys.readouterr().err)

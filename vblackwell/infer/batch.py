@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.infer.generate import attending, check_chunk, encode, end_tokens, room, writing
+from vblackwell.infer.pace import Pace
 from vblackwell.infer.room import room_for
 from vblackwell.infer.sampling import Arrival, Sampling, check_seed, sample
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 def generate_batch(
     model: nn.Module, tokenizer: Tokenizer, prompts: list[str], max_new_tokens: int, sampling: Sampling, seed: int = 0,
     prefill_chunk: int | None = None, *, ends: Collection[int] = (), special_tokens: bool = True,
+    pace: Pace | None = None,
 ) -> list[str]:  # fmt: skip
     """What the model writes behind each prompt, until its end-of-text token or ``max_new_tokens``.
 
@@ -35,7 +37,7 @@ def generate_batch(
         tokenizer: the one it was trained with.
         seed: of every row's draws.
         prefill_chunk: positions of the prompts that are read in one pass; by default all.
-        ends, special_tokens: as for `generate`.
+        ends, special_tokens, pace: as for `generate`.
 
     Raises:
         ConfigurationError: a prompt exceeds the model's limit, or a value is out of range.
@@ -45,6 +47,8 @@ def generate_batch(
     check_chunk(prefill_chunk)
     if not prompts:
         return []
+    pace = pace or Pace()
+    pace.begin()
     numbers = [encode(model, tokenizer, prompt, special_tokens) for prompt in prompts]
     longest = max(map(len, numbers))
     count = room(model, longest, max_new_tokens)
@@ -57,6 +61,7 @@ def generate_batch(
                     open_rows.discard(row)
                 else:
                     written[row].append(tokens[row])
+            pace.tick(len(open_rows))
             if not open_rows:
                 break
     return [_behind(tokenizer, prompt, new) for prompt, new in zip(numbers, written, strict=True)]

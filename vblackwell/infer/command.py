@@ -22,6 +22,7 @@ from vblackwell.infer.batch import generate_batch
 from vblackwell.infer.chat_prompt import open_chat
 from vblackwell.infer.generate import check_chunk, generate
 from vblackwell.infer.load import open_resident, resolve_model
+from vblackwell.infer.pace import Pace
 from vblackwell.infer.sampling import Sampling
 from vblackwell.infer.streamed import open_streamed
 from vblackwell.memory.create import GPU_SHARE, create_vgpu_stack
@@ -141,7 +142,8 @@ def generate_command(
     if chat:
         talk = open_chat(resolved.folder, None if places.adapter is None else Path(places.adapter))
         texts, ends = [talk.prompt(text) for text in given], ends | talk.ends(tokenizer)
-    writing: dict[str, Any] = {"ends": ends, "special_tokens": not chat}
+    pace = Pace()
+    writing: dict[str, Any] = {"ends": ends, "special_tokens": not chat, "pace": pace}
     assignment = None if places.assignment is None else Assignment.load(places.assignment)
     with ExitStack() as cleanup:
         alone = prompts is None  # rows of several lengths are read by transformers' models alone
@@ -162,6 +164,7 @@ def generate_command(
                 )
                 for text, written in zip(given[part], new, strict=True):
                     print(json.dumps({"prompt": text, "text": written}, ensure_ascii=False), flush=True)
+            _tell(pace, opened)
             return 0
         pieces = [] if chat else [texts[0]]
 
@@ -174,7 +177,18 @@ def generate_command(
             prefill_chunk=prefill_chunk, **writing,
         )  # fmt: skip
         print("".join(pieces))
+        _tell(pace, opened)
     return 0
+
+
+def _tell(pace: Pace, model: nn.Module) -> None:
+    """How fast it was, to whoever sits at a terminal."""
+    from vblackwell.offload.enable import offload_of
+
+    if sys.stderr.isatty():
+        engine = offload_of(model)
+        peak = None if engine is None else engine.stack.levels[0].peak_bytes
+        print(pace.line(peak), file=sys.stderr)
 
 
 def _stated_ends(folder: Path) -> set[int]:

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.infer.decode_graph import FEWEST_STEPS, DecodeGraph, may_capture
+from vblackwell.infer.pace import Pace
 from vblackwell.infer.room import room_for
 from vblackwell.infer.sampling import Arrival, Sampling, check_seed, sample
 from vblackwell.nn.cache import KVCache
@@ -48,6 +49,7 @@ def generate(
     *,
     ends: Collection[int] = (),
     special_tokens: bool = True,
+    pace: Pace | None = None,
 ) -> str:
     """What the model writes behind ``prompt``, until its end-of-text token or ``max_new_tokens``.
 
@@ -62,6 +64,7 @@ def generate(
         prefill_chunk: tokens of the prompt that are read in one pass over the weights; by default all of them.
         ends: tokens behind which the text is over, besides the model's own.
         special_tokens: let the tokenizer add those that begin a text; False where ``prompt`` has them.
+        pace: counts the tokens.
 
     Raises:
         ConfigurationError: the prompt, or prompt and new tokens, exceed the model's limit; or a value out of range.
@@ -69,6 +72,8 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, min_p)
     check_seed(seed)
     check_chunk(prefill_chunk)
+    pace = pace or Pace()
+    pace.begin()
     numbers = encode(model, tokenizer, prompt, special_tokens)
     count = room(model, len(numbers), max_new_tokens)
     over, stream = end_tokens(model) | set(ends), _Text(tokenizer, numbers, on_token)
@@ -78,6 +83,7 @@ def generate(
         for token in draws(step, prompt_BS, count, sampling, seed, ahead=int(prompt_BS.is_cuda)):
             if token in over:
                 break
+            pace.tick()
             stream.add(token)
     return stream.finish()
 
