@@ -1,16 +1,21 @@
 """Every plan the dispatcher can pick compiles for its GPUs and fits them: registers without spills, shared memory, threads."""
 
+import ctypes
 import functools
 import re
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import triton
 
 from vblackwell.kernels import autotune, fp4_cuda, fp4_plan, nvrtc
 from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan
 from vblackwell.kernels.w4a8_cuda import W4A8_FILES, W4a8Plan
+from vblackwell.nn.linear import FusedFP4Linear
 
 SHAPES = ((256, 64), (768, 3072), (4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192))
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_89": 99 * 1024, "sm_90a": 227 * 1024}
@@ -133,3 +138,44 @@ def test_w4a8(tmp_path):
 def test_a_source_that_does_not_compile_shows_the_log():
     with pytest.raises(nvrtc.KernelError, match=r"fp4_mma.cu does not compile for sm_80[\s\S]*identifier"):
         nvrtc.compile_cubin(fp4_plan.MMA_FILES, {"FP16": 0}, "sm_80")
+
+
+class _Driver:
+    """A driver whose calls fail until the thread is in the context of GPU 3."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.current: int | None = None
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, index: int) -> int:
+        self.calls.append(f"retain {index}")
+        context._obj.value = 64 + index
+        return 0
+
+    def cuCtxSetCurrent(self, context: ctypes.c_void_p) -> int:
+        self.current = context.value
+        return 0
+
+    def work(self) -> int:
+        self.calls.append("work")
+        return 0 if self.current == 67 else 201
+
+
+def test_a_thread_without_a_context_gets_the_gpus(monkeypatch: pytest.MonkeyPatch):
+    driver = _Driver()
+    monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
+    assert [nvrtc.in_context(torch.device("cuda", 3), driver.work) for _ in range(2)] == [0, 0]
+    assert driver.calls == ["work", "retain 3", "work", "work"], "asked for once, and only where it is missing"
+    assert nvrtc.in_context(torch.device("cuda", 3), lambda: 2) == 2, "other errors are the caller's"
+
+
+@pytest.mark.gpu
+def test_a_fresh_thread_loads_and_launches():
+    """PyTorch's allocator serves it from what is cached, so no call of CUDA's runtime has given it a context."""
+    layer = FusedFP4Linear(512, 256, bias=False, device="cuda", dtype=torch.bfloat16)
+    layer.quantize()
+    x_MK = torch.randn(3, 512, device="cuda", dtype=torch.bfloat16)
+    nvrtc._kernel.cache_clear()
+    with ThreadPoolExecutor(1) as pool:
+        there = pool.submit(layer, x_MK).result()
+    assert torch.equal(there, layer(x_MK))

@@ -14,7 +14,7 @@ import hashlib
 import importlib.util
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from vblackwell.errors import Unsupported, VBError
 
 SOURCES = Path(__file__).parent / "cuda"
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: also of a thread that has none
 
 
 class KernelError(VBError):
@@ -152,6 +153,21 @@ def check_driver(result: int, what: str) -> None:
         raise KernelError(f"{what}: {text.value.decode() if text.value else f'CUDA error {result}'}")
 
 
+def in_context(device: torch.device, call: Callable[[], int]) -> int:
+    """The result of a driver's ``call``, made once more where this thread has no context yet.
+
+    CUDA's runtime gives a thread the device's primary context with its first call that needs one. PyTorch's allocator may hand out
+    memory without such a call, so in a thread that has just begun ours can be the first.
+    """
+    result = call()
+    if result == _INVALID_CONTEXT:
+        context, index = ctypes.c_void_p(), torch.cuda.current_device() if device.index is None else device.index
+        check_driver(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), index), "asking for the GPU's context")
+        check_driver(_driver().cuCtxSetCurrent(context), "entering the GPU's context")
+        result = call()
+    return result
+
+
 class _Attribute(ctypes.Structure):
     """CUlaunchAttribute: an id and a union of 64 bytes, of which we set the first word."""
 
@@ -195,7 +211,10 @@ class Kernel:
             torch.empty(1, device=device)
             self._cubin = cached_cubin(files, macros, arch)
             module, function = ctypes.c_void_p(), ctypes.c_void_p()
-            check_driver(_driver().cuModuleLoadData(ctypes.byref(module), self._cubin), f"loading {self.name}")
+            check_driver(
+                in_context(device, lambda: _driver().cuModuleLoadData(ctypes.byref(module), self._cubin)),
+                f"loading {self.name}",
+            )
             check_driver(
                 _driver().cuModuleGetFunction(ctypes.byref(function), module, entry.encode()), f"loading {self.name}"
             )
@@ -208,7 +227,9 @@ class Kernel:
     ) -> None:
         """Enqueue on the current stream. Tensors pass as pointers, None as a null pointer, int and float as 32 bits."""
         if shared_bytes > self._shared_bytes:
-            result = _driver().cuFuncSetAttribute(self.function, _MAX_DYNAMIC_SHARED, shared_bytes)
+            result = in_context(
+                self._device, lambda: _driver().cuFuncSetAttribute(self.function, _MAX_DYNAMIC_SHARED, shared_bytes)
+            )
             check_driver(result, f"{shared_bytes} bytes of shared memory for {self.name}")
             self._shared_bytes = shared_bytes
         values: list[ctypes.c_int32 | ctypes.c_float | ctypes.c_void_p] = []
@@ -224,7 +245,9 @@ class Kernel:
         if self.overlaps:
             launch.attributes, launch.count = OVERLAP, 1
         with torch.cuda.device(self._device):
-            result = _driver().cuLaunchKernelEx(ctypes.byref(launch), self.function, pointers, None)
+            result = in_context(
+                self._device, lambda: _driver().cuLaunchKernelEx(ctypes.byref(launch), self.function, pointers, None)
+            )
         check_driver(result, f"launching {self.name} on a grid of {grid}")
 
 
