@@ -7,14 +7,15 @@ import json
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
 from tests.offload.test_round_trip_models import CONFIGS, RATES, same_bits, step, tokens, written  # noqa: F401 - a fixture
+from vblackwell.artifacts.meta_model import parameters_on_meta
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.infer.adapters import adapted, read_lora, save_adapter
 from vblackwell.infer.causal_lm import load_causal_lm, save_causal_lm
 from vblackwell.infer.fingerprint import check_base, fingerprint
-from vblackwell.nn.lora import is_adapter
+from vblackwell.nn.lora import add_adapters, is_adapter
 from vblackwell.nn.lora_config import Lora
 from vblackwell.nn.stored_fp4 import StoredFP4Linear
 from vblackwell.numerics.fp4 import quantize
@@ -268,3 +269,17 @@ def test_what_cannot_be_adapted_is_refused(written, make_stack, tmp_path):  # no
         load(folder, make_stack, lora=None, fp4="nvfp4")
     with pytest.raises(ConfigurationError, match="no adapters"):
         save_adapter(load(folder, make_stack, lora=None), tmp_path / "none")
+
+
+def test_names_that_peft_takes_for_experts_get_no_adapters():
+    config = Qwen2MoeConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, moe_intermediate_size=8, shared_expert_intermediate_size=8, num_experts=3,
+        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    with parameters_on_meta():
+        model, other = (AutoModelForCausalLM.from_config(config) for _ in range(2))
+    stated = add_adapters(model, Lora(2))
+    assert {"q_proj", "v_proj"} < set(stated["target_modules"]) and not stated["target_parameters"]
+    assert not any("lora" in name and ".experts." in name for name, _ in model.named_parameters())
+    with pytest.raises(Unsupported, match="targets=up_proj: where experts are stacked"):
+        add_adapters(other, Lora(2, targets=("q_proj", "up_proj")))

@@ -40,6 +40,11 @@ MODELS = {
     "GPT2": (GPT2, {"loss": 1}, ""),
     "Gemma2": ({**SHAPE, "head_dim": 8}, {"rotary": 2}, "weight * x / rms"),  # 1 + weight, GELU, capped logits
     "Cohere": (SHAPE, {"feed_forward": 2}, "a scale or a cap"),  # neighbouring pairs, scaled logits
+    "Granite": (
+        SHAPE,
+        {"norm": 5, "feed_forward": 2, "rotary": 2},
+        "a scale or a cap",
+    ),  # a scale of 1 unless it is given
 }
 
 

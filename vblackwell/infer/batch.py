@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from vblackwell.infer.generate import attending, check_chunk, encode, end_tokens, room, writing
+from vblackwell.infer.generate import attending, cache_of, check_chunk, check_kind, encode, end_tokens, room, writing
 from vblackwell.infer.pace import Pace
 from vblackwell.infer.room import room_for
 from vblackwell.infer.sampling import Arrival, Sampling, check_seed, sample
@@ -45,6 +45,7 @@ def generate_batch(
     """
     check_seed(seed)
     check_chunk(prefill_chunk)
+    check_kind(model)
     if not prompts:
         return []
     pace = pace or Pace()
@@ -98,7 +99,7 @@ def columns(
             options["position_ids"] = (mask_BS.cumsum(1) - 1).clamp(min=0)[:, -input_ids_BS.shape[1] :]
         with attending(input_ids_BS):
             output = model(input_ids_BS, use_cache=True, logits_to_keep=1, **options)
-        known = output.past_key_values
+        known = cache_of(output, model)
         return output.logits[:, -1]
 
     size = chunk or longest

@@ -203,9 +203,7 @@ def stepper(
         chunk: tokens a row that are read in one pass; by default all that are given.
         cache: of transformers, empty, for its models; by default what they make themselves.
     """
-    config: Any = model.config
-    if getattr(config, "is_encoder_decoder", False):
-        raise Unsupported(f"{type(model).__name__} is an encoder-decoder: generate works with causal models")
+    check_kind(model)
     known: Any = KVCache(model.config, max_length) if isinstance(model, Decoder) else cache
     graph: DecodeGraph | None = None
 
@@ -231,10 +229,33 @@ def stepper(
             hidden_BSD = model.hidden(input_ids_BS, known)
             return model.lm_head(hidden_BSD[:, -1])  # a prompt's other logits would only cost memory
         output = model(input_ids_BS, past_key_values=known, use_cache=True, logits_to_keep=1)
-        known = output.past_key_values
+        known = cache_of(output, model)
         return output.logits[:, -1]
 
     return step
+
+
+def check_kind(model: nn.Module) -> None:
+    """Raises Unsupported for a model that writes in another way than by keys and values of what came before."""
+    config: Any = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise Unsupported(f"{type(model).__name__} is an encoder-decoder: generate works with causal models")
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if not isinstance(model, Decoder) and getattr(text, "num_attention_heads", None) is None:
+        raise Unsupported(
+            f"{type(model).__name__} states no num_attention_heads: generate works with models of attention"
+        )
+
+
+def cache_of(output: Any, model: nn.Module) -> Any:
+    """The keys and values that a model of transformers gave back.
+
+    Raises:
+        Unsupported: it keeps its past in another form.
+    """
+    if getattr(output, "past_key_values", None) is None:
+        raise Unsupported(f"{type(model).__name__} gives no past_key_values: generate works with models of attention")
+    return output.past_key_values
 
 
 class _Text:

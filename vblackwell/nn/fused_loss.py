@@ -168,6 +168,8 @@ def _itself(value: Any) -> Any:
     return value
 
 
+_CHANGED = "its forward changes the logits between head and loss (a scale or a cap)"
+
 # -- whether it can be done ----------------------------------------------------------------------------------------------
 
 
@@ -180,6 +182,13 @@ class _Trunk(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return _Output(self.hidden)
+
+
+class _Untouched(nn.Module):
+    """A head's place: what the fused head answers with."""
+
+    def forward(self, hidden: Tensor) -> LossInPlaceOfLogits:
+        return LossInPlaceOfLogits(hidden.new_zeros(()))
 
 
 class _Output:
@@ -244,5 +253,13 @@ def _why_logits_change(model: Any, head_name: str, trunk_name: str) -> str | Non
         return "its forward does not call loss_function once"
     expected = small(hidden)
     if seen[0].shape != expected.shape or not torch.allclose(seen[0].float(), expected, rtol=1e-5, atol=1e-5):
-        return "its forward changes the logits between head and loss (a scale or a cap)"
+        return _CHANGED
+    # A scale of 1 changes nothing and would still be computed: the loss that stands in the logits' place must pass untouched.
+    twin._modules[head_name] = _Untouched()
+    twin.__dict__["_loss_function"] = lambda *args, **kwargs: hidden.new_zeros(())
+    try:
+        with torch.no_grad():
+            type(model).forward(twin, input_ids=tokens, labels=tokens, **options)
+    except Unsupported:
+        return _CHANGED
     return None

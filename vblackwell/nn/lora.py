@@ -20,6 +20,14 @@ from vblackwell.nn.convert_linears import HEAD, find_linears
 from vblackwell.nn.lora_config import Lora
 
 ADAPTER = "default"  # peft's name of the one adapter
+_OF_EXPERTS = (
+    "w1",
+    "w2",
+    "w3",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+)  # before transformers stacked them: peft looks there
 PREFIX = "base_model.model."  # of parameters in peft's files
 
 
@@ -47,7 +55,7 @@ def add_adapters(model: nn.Module, lora: Lora, base: str | None = None) -> dict[
 
     Raises:
         ConfigurationError: a target that no linear has.
-        Unsupported: peft is not installed.
+        Unsupported: peft is not installed; or a target that it takes for experts'.
     """
     peft = require_peft()
     getter: Any = getattr(model, "get_output_embeddings", None)
@@ -55,6 +63,14 @@ def add_adapters(model: nn.Module, lora: Lora, base: str | None = None) -> dict[
     linears = {name: model.get_submodule(name) for name in find_linears(model)}
     found = {name: linear for name, linear in linears.items() if linear is not head and not re.search(HEAD, name)}
     names = sorted({name.rpartition(".")[2] for name in found})
+    if any(param.dim() == 3 and ".experts." in name for name, param in model.named_parameters()):
+        taken = [name for name in names if name in _OF_EXPERTS]
+        if lora.targets is not None and (asked := [name for name in lora.targets if name in taken]):
+            raise Unsupported(
+                f"--lora targets={asked[0]}: where experts are stacked peft takes this name for theirs, which get no adapters here: "
+                f"choose from {', '.join(name for name in names if name not in taken)}"
+            )
+        names = [name for name in names if name not in taken]
     wanted = names if lora.targets is None else list(lora.targets)
     for target in wanted:
         if target not in names:

@@ -24,7 +24,7 @@ from vblackwell.artifacts.folder import read_config, read_tokenizer
 from vblackwell.artifacts.hub import find_folder
 from vblackwell.artifacts.meta_model import build_on_meta
 from vblackwell.artifacts.weights import FolderWeights
-from vblackwell.errors import ConfigurationError, nearest
+from vblackwell.errors import ConfigurationError, Unsupported, nearest
 from vblackwell.infer.causal_lm import config_json
 from vblackwell.nn.causal_lm import Acceleration, accelerate_causal_lm, has_fused_loss
 from vblackwell.nn.decoder import IGNORED_TARGET, Decoder
@@ -135,7 +135,11 @@ def learner_of(model: nn.Module) -> Learner:
         return Learner(model, model, shape.to_hf(), (shape.num_heads, shape.kv_heads, shape.head_size))
     made: Any = model
     config = made.config.get_text_config()
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        raise Unsupported(
+            f"{type(model).__name__} states no num_attention_heads: only models of attention are trained by this command"
+        )
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     names = {name: getattr(config, name, None) for name in ("vocab_size", "max_position_embeddings")}
