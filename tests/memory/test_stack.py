@@ -6,7 +6,9 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -16,7 +18,8 @@ from vblackwell import quantize
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, StaleTensor, UnknownKey
 from vblackwell.memory.level import Level
 from vblackwell.memory.stack import VGPUStack
-from vblackwell.memory.transfer import set_transfer_delay
+from vblackwell.memory.statistics import Statistics
+from vblackwell.memory.transfer import FutureTransfer, set_transfer_delay
 from vblackwell.units import KiB, MiB
 
 PAGE = 4 * KiB
@@ -635,3 +638,24 @@ def test_closing_leaves_no_thread_and_no_file(make_stack, disk_path: str):
     stack.prefetch(stack.keys())
     stack.close()
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, files)
+
+
+def test_a_link_is_busy_once_however_many_use_it():
+    statistics = Statistics([])
+    futures: list[Future[None]] = [Future() for _ in range(4)]
+    began = time.perf_counter()
+    for future in futures[:3]:
+        statistics.link_started("a", "b", 1, FutureTransfer([future]))
+    time.sleep(0.05)
+    for future in futures[:3]:
+        future.set_result(None)
+    time.sleep(0.05)
+    statistics.link_started("a", "b", 1, FutureTransfer([futures[3]]))
+    time.sleep(0.02)
+    futures[3].set_result(None)
+    (link,) = statistics.report()["links"]
+    pause = 0.05
+    assert link["bytes"] == 4
+    assert 0.05 + 0.02 <= link["seconds"] <= time.perf_counter() - began - pause, (
+        "three at once count once, the pause does not"
+    )

@@ -30,6 +30,7 @@ class Statistics:
         self.stall_seconds = 0.0
         self._bytes: dict[tuple[Place, Place], int] = {}
         self._seconds: dict[tuple[Place, Place], float] = {}
+        self._busy_until: dict[tuple[Place, Place], float] = {}
         self._under_way: deque[tuple[Place, Place, Clock]] = deque()
 
     def found(self, level: int) -> None:
@@ -63,7 +64,14 @@ class Statistics:
 
     def _collect(self) -> None:
         while self._under_way and (seconds := self._under_way[0][2].seconds()) is not None:
-            source, target, _ = self._under_way.popleft()
+            source, target, clock = self._under_way.popleft()
+            span = clock.span()
+            if (
+                span is not None
+            ):  # several at a time keep a link busy once; they are collected in the order in which they began
+                busy_until = self._busy_until.get((source, target), span[0])
+                seconds = max(0.0, span[1] - max(span[0], busy_until))
+                self._busy_until[source, target] = max(busy_until, span[1])
             self.link(source, target, 0, seconds)
 
     def report(self) -> dict[str, Any]:

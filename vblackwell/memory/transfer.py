@@ -52,6 +52,10 @@ class Clock(ABC):
     def seconds(self) -> float | None:
         """None while the transfer is under way."""
 
+    def span(self) -> tuple[float, float] | None:
+        """Begin and end by `time.perf_counter` of a transfer that is over and may have run beside others of its link; None of others."""
+        return None
+
 
 class DoneTransfer(Transfer, Clock):
     """A copy that was over before it was asked about."""
@@ -93,6 +97,9 @@ class FutureClock(Clock):
 
     def seconds(self) -> float | None:
         return None if self._left else self._end - self._start
+
+    def span(self) -> tuple[float, float] | None:
+        return None if self._left else (self._start, self._end)
 
 
 class FutureTransfer(Transfer):
