@@ -7,7 +7,8 @@ import json
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2MoeConfig
+from torch import nn
+from transformers import AutoModelForCausalLM, FalconConfig, PhimoeConfig, Qwen2MoeConfig
 
 from tests.offload.test_round_trip_models import CONFIGS, RATES, same_bits, step, tokens, written  # noqa: F401 - a fixture
 from vblackwell.artifacts.meta_model import parameters_on_meta
@@ -283,3 +284,18 @@ def test_names_that_peft_takes_for_experts_get_no_adapters():
     assert not any("lora" in name and ".experts." in name for name, _ in model.named_parameters())
     with pytest.raises(Unsupported, match="targets=up_proj: where experts are stacked"):
         add_adapters(other, Lora(2, targets=("q_proj", "up_proj")))
+
+
+def test_a_router_that_is_a_linear_by_class_gets_no_adapter():
+    config = PhimoeConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_local_experts=3, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    falcon = FalconConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    with parameters_on_meta():
+        model, plain = (AutoModelForCausalLM.from_config(each) for each in (config, falcon))
+    assert isinstance(model.model.layers[0].mlp.router, nn.Linear)
+    assert sorted(add_adapters(model, Lora(2))["target_modules"]) == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert (
+        "query_key_value" in add_adapters(plain, Lora(2))["target_modules"]
+    )  # of a class that computes what a linear does

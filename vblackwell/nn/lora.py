@@ -61,7 +61,11 @@ def add_adapters(model: nn.Module, lora: Lora, base: str | None = None) -> dict[
     getter: Any = getattr(model, "get_output_embeddings", None)
     head = getter() if getter is not None else None
     linears = {name: model.get_submodule(name) for name in find_linears(model)}
-    found = {name: linear for name, linear in linears.items() if linear is not head and not re.search(HEAD, name)}
+    found = {
+        name: linear
+        for name, linear in linears.items()
+        if linear is not head and not re.search(HEAD, name) and _gives_a_product(linear)
+    }
     names = sorted({name.rpartition(".")[2] for name in found})
     if any(param.dim() == 3 and ".experts." in name for name, param in model.named_parameters()):
         taken = [name for name in names if name in _OF_EXPERTS]
@@ -86,6 +90,18 @@ def add_adapters(model: nn.Module, lora: Lora, base: str | None = None) -> dict[
     peft.inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
     stated = config.to_dict() | {"inference_mode": True}
     return json.loads(json.dumps(stated, default=_plain))
+
+
+def _gives_a_product(linear: Any) -> bool:
+    """Whether calling ``linear`` gives its outputs alone: a mixture's router may be a linear by class that answers with choices."""
+    if type(linear) is nn.Linear or not isinstance(linear, nn.Linear):
+        return True
+    weight = linear.weight
+    try:
+        output = linear(torch.empty((2, linear.in_features), dtype=weight.dtype, device=weight.device))
+    except Exception:  # whatever a foreign forward raises, it is no plain product
+        return False
+    return isinstance(output, Tensor) and output.shape == (2, linear.out_features)
 
 
 def _plain(value: Any) -> Any:
