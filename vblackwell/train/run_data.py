@@ -109,6 +109,6 @@ def check_packing(model: nn.Module, vocab_size: int, device: torch.device) -> No
     apart = max(float((alone - found).norm()) for found in (behind, again))
     if not apart <= tolerance:
         raise Unsupported(
-            f"--packing: {type(model).__name__} lets a document see what is before it in its row (logits differ by "
-            f"{apart / max(float(alone.norm()), 1e-30):.2g} of their norm): add --no-packing, which gives each conversation a row of its own"
+            f"--packing: {type(model).__name__} lets a document see what is before it in its row (its logits differ by "
+            f"{apart / max(float(alone.norm()), 1e-30):.2g} of their norm): add --no-packing: each conversation gets a row of its own"
         )
