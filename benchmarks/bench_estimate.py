@@ -270,6 +270,7 @@ def do_measure(args: argparse.Namespace, predicted: dict[str, Any], path: Path) 
         Pool(args.jobs, deadline, args.case_limit, shared, args.start).run([*limited, *tasks], tell_and_keep, found)
     except (Stopped, KeyboardInterrupt):
         tell("stopped: what follows is what there is")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # files and tables take a second or two
     failed = sum("error" in each for each in found.values())
     print(f"{len(found)} measured in {time.monotonic() - began:.0f} s, {failed} failed", flush=True)
     save(path, measured)

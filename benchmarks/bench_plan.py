@@ -6,7 +6,8 @@
 Every placement trains the same decoder from the same bytes: bf16 compute weights (fp32 without a GPU), AdamW, no clipping, updates without
 a way back. They are drawn with a fixed seed from all that are predicted to fit, the plan's own among them, and from these with half the
 weights on level 0; each runs a few steps unmeasured and a few measured, the median counts. The plan's goes first and last, and its
-better half is not taken: both are in its median. One stack serves all, so that host memory is registered once.
+better half is not taken: both are in its median. One stack serves all, so that host memory is registered once. A run that is stopped
+(SIGTERM) still prints the table of what it has.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import argparse
 import gc
 import os
 import random
+import signal
 import statistics
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -141,10 +144,12 @@ class Bench:
         assert engine is not None, "the model was just put into a stack"
         try:
             seconds = self._train(model, choice)
+            engine.finish()
             return seconds, torch.cuda.max_memory_reserved(self.device) if self.cuda else 0
         finally:
-            engine.finish()
-            engine.close()
+            with suppress(Exception):  # of a step that was cut off; what went wrong is on its way already
+                engine.finish()
+            engine.close()  # or the stack refuses every placement that follows
             del model, engine
             gc.collect()
 
@@ -195,6 +200,15 @@ def _with_half(choice: Choice, forecast: Forecast) -> list[tuple[Choice, Predict
     halved = replace(choice, weight_bytes=choice.weight_bytes // 2)
     found = forecast.predict(halved)
     return [] if isinstance(found, Lacking) else [found]
+
+
+class Stopped(BaseException):
+    """Somebody ended the run: what there is will be told."""
+
+
+def _stop(number: int, frame: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends it twice, and the table is still to come
+    raise Stopped
 
 
 def measure_all(bench: Bench, rows: list[Row]) -> None:
@@ -261,14 +275,19 @@ def main(argv: list[str] | None = None) -> int:
     print(
         f"planned in {time.perf_counter() - bench.began:.1f} s, rates included; {len(rows) - 1} placements", flush=True
     )
-    measure_all(bench, rows)
-    bench.stack.close()
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        measure_all(bench, rows)
+    except (Stopped, KeyboardInterrupt):
+        print("stopped: what follows is what there is", flush=True)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     where = torch.cuda.get_device_name(bench.device) if bench.cuda else "CPU"
     words = (
         f"{bench.options.shape}, {bench.options.sequences} x {bench.options.seq} tokens a step, cap {bench.options.cap}"
     )
     print(f"\n{where}, torch {torch.__version__}, {words}, {time.perf_counter() - bench.began:.0f} s")
-    print("\n".join(report(bench, rows)))
+    print("\n".join(report(bench, rows)), flush=True)
+    bench.stack.close()
     return 0
 
 

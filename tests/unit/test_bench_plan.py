@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import bench_plan
 
 from vblackwell.plan.placement import Choice, Prediction
+from vblackwell.plan.rates import Rates
 
 
 def row(seconds: float | None, predicted: float = 1.0, reserved: int = 90, **more: Any) -> bench_plan.Row:
@@ -47,3 +48,28 @@ def test_without_others_there_is_no_verdict():
 def test_the_command_line():
     options = bench_plan.parse(["--device", "cpu", "--shape", "tiny"])
     assert (options.placements, options.limit, options.sequences) == (30, 140.0, 8)
+
+
+def test_a_placement_that_fails_in_a_step_leaves_the_stack_to_the_next(monkeypatch):
+    rates = Rates(1e11, 1e11, 1e10, 5e9, 5e9, 3e9, 3e9, 1e8)
+    monkeypatch.setattr(bench_plan, "cpu_rates", lambda: rates)
+    small = bench_plan.Shape(32, 64, 2, 2, 64)
+    monkeypatch.setitem(bench_plan.SHAPES, "tiny", small)
+    bench = bench_plan.Bench(
+        bench_plan.parse(["--device", "cpu", "--shape", "tiny", "--seq", "8", "--sequences", "2", "--cap", "1MiB"])
+    )
+    step, calls = bench_plan.VGPUAdamW.step, []
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(bench_plan.VGPUAdamW, "step", failing)
+    rows = [row(None) for _ in range(2)]
+    for each in rows:
+        each.choice = Choice("streamed", 2, 1, False, level0_bytes=1 << 20, update="home")
+    bench_plan.measure_all(bench, rows)  # the first call of all, which compiles, is the one that fails
+    bench.stack.close()
+    assert [each.error for each in rows] == ["", ""] and all(each.step_seconds for each in rows)

@@ -77,6 +77,8 @@ def estimate_command(
         raise ConfigurationError(
             f"--html {html}: {Path(html).absolute().parent} is no folder; give a file in one that exists"
         )
+    if html is not None and Path(html).is_dir():
+        raise ConfigurationError(f"--html {html}: it is a folder; give a file")
     decoders = {
         name: preset.decoder_config(GPT2_VOCAB_SIZE, max_position=seq_length) for name, preset in PRESETS.items()
     }
