@@ -55,7 +55,7 @@ def add_adapters(model: nn.Module, lora: Lora, base: str | None = None) -> dict[
 
     Raises:
         ConfigurationError: a target that no linear has.
-        Unsupported: peft is not installed; or a target that it takes for experts'.
+        Unsupported: peft is not installed, or refuses the model; or a target that it takes for experts'.
     """
     peft = require_peft()
     getter: Any = getattr(model, "get_output_embeddings", None)
@@ -87,7 +87,12 @@ def add_adapters(model: nn.Module, lora: Lora, base: str | None = None) -> dict[
         task_type="CAUSAL_LM", base_model_name_or_path=base,
         fan_in_fan_out=all(type(module).__name__ == "Conv1D" for module in chosen),
     )  # fmt: skip
-    peft.inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
+    try:
+        peft.inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise Unsupported(
+            f"peft puts no adapters into {type(model).__name__}: {' '.join(str(error).split())}"
+        ) from error
     stated = config.to_dict() | {"inference_mode": True}
     return json.loads(json.dumps(stated, default=_plain))
 
