@@ -121,27 +121,32 @@ def test_states_that_ram_cannot_hold_go_to_the_disk(small):
     assert isinstance(without, Lacking) and "raise host_memory or disk_memory" in str(without)
 
 
-def test_a_disk_is_told_the_bytes_that_a_real_run_moves(tmp_path):
-    """Where RAM is too short for gradients too: written as they leave, read for their norms and again for the update at home."""
+@pytest.mark.parametrize(("precision", "micro_batches", "host"), [("fp32", 1, 8.5), ("fp32", 2, 8.0), ("bf16", 4, 7.5)])
+def test_a_disk_is_told_the_bytes_that_a_real_run_moves(tmp_path, precision, micro_batches, host):
+    """Where RAM, of so many bytes a parameter, is too short for gradients too: norms, sums of several and updates at home need them."""
     shape = DecoderConfig(512, 64, 192, 4, 4, max_position=16)
     model = Decoder(shape, seed=0, device="cpu").train()
     count = sum(p.numel() for p in model.parameters())
-    capacities = [8 * count, 8 * count + count // 2, 40 * count]
-    run = Run(of_decoder("decoder", shape), 16)
+    capacities = [12 * count, int(host * count), 60 * count]
+    run = Run(of_decoder("decoder", shape), 16, precision=precision)
+    dtype = torch.bfloat16 if precision == "bf16" else None
     forecast = Forecast(run, Machine(Bounds(*capacities), H200, has_gpu=False))
-    found = forecast.predict(Choice("streamed", 2, 1, False, level0_bytes=capacities[0], update="home"))
+    found = forecast.predict(Choice("streamed", 2, micro_batches, False, level0_bytes=capacities[0], update="home"))
     assert not isinstance(found, Lacking)
     lanes = forecast._foreseen(found[0], EXACT, forecast.trace(False, False, 2), {})
     assert not isinstance(lanes, Lacking)
     told = [sum(getattr(group, way) for group in lanes[1].lanes.groups) for way in ("disk_read", "disk_write")]
 
     with create_vgpu_stack(*capacities, device="cpu", disk_path=str(tmp_path)) as stack:
-        enable_vgpu_stack_optimization(model, stack, placement="streamed", update="home")
-        optimizer = VGPUAdamW(model.parameters(), update_in_backward=True, max_grad_norm=1e9)
+        enable_vgpu_stack_optimization(model, stack, placement="streamed", update="home", compute_dtype=dtype)
+        optimizer = VGPUAdamW(
+            model.parameters(), update_in_backward=True, max_grad_norm=1e9, accumulation_steps=micro_batches
+        )  # fmt: skip
         tokens = torch.zeros(2, 16, dtype=torch.int64)
 
         def moved() -> list[int]:
-            model(tokens, tokens).backward()
+            for _ in range(micro_batches):
+                (model(tokens, tokens) / micro_batches).backward()
             optimizer.step()
             optimizer.zero_grad()
             engine = offload_of(model)
@@ -155,7 +160,7 @@ def test_a_disk_is_told_the_bytes_that_a_real_run_moves(tmp_path):
         before = moved()  # with the states' first bytes
         real = [now - then for now, then in zip(moved(), before, strict=True)]
         assert offload_of(model).homes.bytes_by_level()["gradient"][2] > 0  # pyright: ignore[reportOptionalMemberAccess]
-    assert told == pytest.approx(real, abs=8 * 16)  # every group's share is rounded
+    assert told == pytest.approx(real, rel=2e-3)  # a group's share is rounded, its ranges begin at multiples of 512
     assert found[1].disk_written == told[1]
 
 

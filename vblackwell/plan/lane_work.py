@@ -89,23 +89,36 @@ class LanePlan:
     disk_sets: int = 3
 
 
-def with_gradients_on_disk(plan: LanePlan, num_bytes: int, more_reads: int = 0) -> LanePlan:
-    """``plan`` where ``num_bytes`` of its gradients are on the disk: RAM is full before states spill, and gradients come after weights.
+def gradient_traffic(
+    gradients: int, sums: int, micro_batches: int, is_wide: bool, norms: bool = False
+) -> tuple[int, int]:
+    """Bytes a step that are (read, written) where so many of the gradients, and of their fp32 sums, are on the disk.
 
-    Each of a step's passes writes them, and reads them to add to them or to update; the groups have them by their parameters.
+    RAM is full before states spill, and gradients come after weights. Each micro-batch's gradient is written as it leaves. A wide one is
+    itself the sum: the next is added to it and it is written again. Of narrower ones the first alone is read, and the sum is read and
+    written with every micro-batch. All as the runtime was seen to do it (`tests/unit/test_forecast.py`).
 
     Args:
-        more_reads: passes over them besides, such as the one that takes their norms at home.
+        is_wide: gradients are fp32. norms: one more pass takes norms at home.
     """
+    several = micro_batches > 1
+    again = norms * (sums if several and not is_wide else gradients)
+    if is_wide:
+        return micro_batches * gradients + again, (2 * micro_batches - 1) * gradients
+    added = micro_batches * sums if several else 0
+    return gradients + added + again, micro_batches * gradients + added
+
+
+def with_disk_traffic(plan: LanePlan, read: int, written: int) -> LanePlan:
+    """``plan`` with so many more bytes of its groups on their way from and to the disk, by the groups' parameters."""
     parameters = sum(group.parameters for group in plan.groups)
-    if not num_bytes or not parameters:
+    if not read + written or not parameters:
         return plan
-    passes = plan.micro_batches
 
     def with_its_own(group: GroupWork) -> GroupWork:
-        own = round(num_bytes * group.parameters / parameters)
+        share = group.parameters / parameters
         return replace(
-            group, disk_read=group.disk_read + (passes + more_reads) * own, disk_write=group.disk_write + passes * own
+            group, disk_read=group.disk_read + round(read * share), disk_write=group.disk_write + round(written * share)
         )  # fmt: skip
 
     return replace(plan, groups=tuple(map(with_its_own, plan.groups)))

@@ -27,7 +27,7 @@ from vblackwell.offload.update_place import RING_GROUPS, RING_SHARE, groups_kept
 from vblackwell.plan.causal_lm import language_batch, plain_batches
 from vblackwell.plan.compression import DiskSpeed, decide, kinds_on, uses_disk
 from vblackwell.plan.estimate import P99_BYTES
-from vblackwell.plan.lane_work import with_gradients_on_disk
+from vblackwell.plan.lane_work import gradient_traffic, with_disk_traffic
 from vblackwell.plan.lanes import LaneRates, LaneTimes, disk_hidden_from, simulate
 from vblackwell.plan.placement import Bounds, Choice, Lacking, Plan, Prediction, Space, make_plan
 from vblackwell.plan.rates import Rates
@@ -242,10 +242,11 @@ class Forecast:
             self.model(choice.checkpointing, choice.fp4), capacities, wishes, seconds, input_bytes=inputs,
             micro_batches=choice.accumulation_steps, undo=machine.undo, name="GPU" if machine.has_gpu else "arena",
         )  # fmt: skip
-        spilled = sum(found.bytes_by_level.get("gradient", ())[2:])
+        gradients, sums = (sum(found.bytes_by_level.get(kind, ())[2:]) for kind in ("gradient", "accumulated"))
         # A GPU takes the norms before gradients leave it.
-        norms = int(machine.may_clip and not machine.has_gpu)
-        found = replace(found, lanes=with_gradients_on_disk(found.lanes, spilled, norms))
+        norms, is_wide = machine.may_clip and not machine.has_gpu, self._weight_type(choice) == "float32"
+        moved = gradient_traffic(gradients, sums, choice.accumulation_steps, is_wide, norms)
+        found = replace(found, lanes=with_disk_traffic(found.lanes, *moved))
         return choice, found, found.bytes_of(0) + step, waiting
 
     def _timed(self, choice: Choice, found: Foreseen, gpu: int, p99: int, host: int, in_full: bool) -> Prediction:
