@@ -62,8 +62,12 @@ def build(
         "GROUP": 1, "MASK": MASKS.index(mask), "HAS_LEFT": False, "HAS_RIGHT": True, "BOTTOM_RIGHT": False, "SOFTCAP": False,
         "ALIBI": False, "DROPOUT": False, "VARLEN": False, "EVEN": True, "H": head, "D": width, "ROWS": plan.rows,
         "COLUMNS": plan.columns, "PRECISION": "ieee" if dtype == "fp32" else "tf32", "TMA": plan.tma, "ENDS": False,
-        "TOGETHER": plan.together, **features,
+        "TOGETHER": plan.together,
+        **features,
     }  # fmt: skip
+    constants["MASK_TMA"] = constants["TMA"] and mask == "additive"
+    constants["AHEAD"] = plan.ahead and mask != "none"
+    constants["STAGES"] = plan.stages if constants["AHEAD"] else 0
     if mask != "none":
         constants["stride_mask_row" if mask == "boolean" else "stride_mask_col"] = 1
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
@@ -74,6 +78,8 @@ def build(
             return "constexpr"
         if name in tiled and constants["TMA"]:
             return f"tensordesc<{dtype}[1, 1, {tiled[name]}, {width}]>"
+        if name == "mask_ptr" and "MASK_TMA" in constants and constants["MASK_TMA"]:
+            return f"tensordesc<{dtype}[1, 1, {plan.rows}, {plan.columns}]>"
         if name.endswith("_ptr"):
             special = {
                 "lse": "*fp32",
@@ -166,8 +172,8 @@ def plan_of(sizes: str, capability: int) -> Any:
 
     if not sizes:
         return None
-    rows, columns, warps, stages, registers = (*map(int, sizes.split("x")), 0)[:5]
-    return AttentionPlan(rows, columns, warps, stages, capability == 90, registers)
+    rows, columns, warps, stages, registers, ahead = (*map(int, sizes.split("x")), 0, 0)[:6]
+    return AttentionPlan(rows, columns, warps, stages, capability == 90, registers, ahead=bool(ahead))
 
 
 def everything(capability: int) -> list[list[str]]:

@@ -138,12 +138,30 @@ class _Call:
         assert words is not None  # ``pack`` was asked for both
         return words.transpose(2, 3)
 
-    def pointers(self, lists: TileLists | None, by_column: bool) -> tuple[Any, ...]:
+    def describes_mask(self, tma: bool) -> bool:
+        """Whether tiles of an additive mask can come by a descriptor: 16 bits wide, not broadcast in a tile, and laid out for it."""
+        mask = self.mask
+        if mask is None or self.options.mask_kind != "additive" or not tma or mask.element_size() != 2:
+            return False
+        steps = [stride for size, stride in zip(mask.shape[:3], mask.stride(), strict=False) if size > 1]
+        return (
+            tuple(mask.shape[2:]) == (self.q_length, self.k_length) and mask.stride(3) == 1 and mask.data_ptr() % 16 == 0
+            and all(stride > 0 and stride % 8 == 0 for stride in steps)
+        )  # fmt: skip
+
+    def described_mask(self, plan: AttentionPlan) -> Any:
+        mask = self.mask
+        assert mask is not None  # ``describes_mask`` was asked
+        # A dimension of 1 is never stepped along, but its stride must be a multiple of 16 bytes.
+        strides = [stride if size > 1 else 8 for size, stride in zip(mask.shape[:3], mask.stride(), strict=False)]
+        return TensorDescriptor(mask, list(mask.shape), [*strides, 1], [1, 1, plan.rows, plan.columns])
+
+    def pointers(self, lists: TileLists | None, by_column: bool, mask: Any = None) -> tuple[Any, ...]:
         """mask, items, counts, order, slopes, seed, starts of queries and keys; some tensor stands in where there is none."""
         options, none = self.options, self.q
         given = (
-            self.read_mask(by_column), lists and lists.items, lists and lists.counts, lists and lists.order, options.slopes_N,
-            options.seed, options.q_starts, options.k_starts,
+            self.read_mask(by_column) if mask is None else mask, lists and lists.items, lists and lists.counts,
+            lists and lists.order, options.slopes_N, options.seed, options.q_starts, options.k_starts,
         )  # fmt: skip
         return tuple(none if x is None else x for x in given)
 
@@ -218,11 +236,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
         return result, lse
     call.pack(with_keys=False)
     lists = call.lists(plan, by_column=False)
+    mask = call.described_mask(plan) if call.describes_mask(tma) else None
+    ahead = plan.ahead and call.mask is not None
     attend[(triton.cdiv(call.q_length, plan.rows), call.num_heads, call.batch)](
         call.described(call.q, plan.rows, tma), call.described(call.k, plan.columns, tma),
-        call.described(call.v, plan.columns, tma), out, lse, *call.pointers(lists, False),
+        call.described(call.v, plan.columns, tma), out, lse, *call.pointers(lists, False, mask),
         *call.strides(call.q), *call.strides(call.k), *call.strides(call.v), *call.strides(out), *call.numbers(lse, lists, False),
-        **call.constants(plan, tma), EVEN=call.even(plan),
+        **call.constants(plan, tma), EVEN=call.even(plan), MASK_TMA=mask is not None, AHEAD=ahead, STAGES=plan.stages if ahead else 0,
     )  # fmt: skip
     return result, lse
 
