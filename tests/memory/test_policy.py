@@ -187,6 +187,20 @@ def test_announced_entries_stay_victims_of_next_use():
     assert [e.key for e in policy.victims(0)][0] == "d"
 
 
+def test_a_replaced_entry_is_a_victim_when_the_period_is_found():
+    """A stack adds the new entry of a key before it discards the old one."""
+    policy, entries = NextUse(), {key: entry(key) for key in "abc"}
+    for key in "abc":
+        policy.add(entries[key])
+    old, entries["b"] = entries["b"], entry("b")
+    policy.add(entries["b"])
+    policy.discard(old)
+    for key in "acac":
+        policy.touch(entries[key])
+    assert policy.periodic
+    assert [e.key for e in policy.victims(0)] == list("bca")
+
+
 def test_default_priorities():
     names = {
         "model.embed_tokens.weight": 10, "transformer.wte.weight": 10, "lm_head.weight": 10,

@@ -103,7 +103,8 @@ class NextUse(LRU):
 
     def discard(self, entry: Entry) -> None:
         super().discard(entry)
-        self._members.pop(entry.key, None)
+        if self._members.get(entry.key) is entry:  # not what has replaced it already
+            del self._members[entry.key]
 
     def touch(self, entry: Entry, *, accessed: bool = True) -> None:
         super().touch(entry, accessed=accessed)
