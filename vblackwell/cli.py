@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import gc
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -33,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, level in QUIET.items():
             os.environ.setdefault(name, level)
     try:
-        return _dispatch(words)
+        code = _dispatch(words)
+        sys.stdout.flush()  # here, where a reader that has gone is no error, and not while Python ends
+        return code
     except VBError as error:
         if debug:
             raise
@@ -41,6 +44,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        return 141  # as of a program that SIGPIPE ends
+
+
+def _nobody_reads() -> bool:
+    """Whether what was to read stdout has gone (`vb estimate ... | head`); what is still to be written is then dropped."""
+    stdout = select.poll()
+    stdout.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in stdout.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _brief(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

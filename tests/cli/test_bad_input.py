@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -149,3 +151,12 @@ def test_divergence_never_reaches_the_weights(place):
     final = load_file(place.folder / f"run/checkpoints/step-{len(lines) - 1:08d}/model.safetensors")
     before = load_file(place.folder / f"run/checkpoints/step-{good:08d}/model.safetensors")
     assert all(weight.isfinite().all() and weight.equal(before[name]) for name, weight in final.items())
+
+
+def test_a_reader_that_left_is_no_internal_error():
+    """`vb ... | head`: no words, and the exit code of a program that SIGPIPE ends. In a process of its own, as it drops stdout."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", "vblackwell", "--help"], stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
