@@ -1,16 +1,18 @@
 """Plans of the attention kernels on masks, and launches of RMSNorm, timed beside each other; bench_attention.py --masks calls it.
 
-``--masks SECONDS --prepare`` compiles in many processes, ``--masks SECONDS`` then times: each plan's outputs and gradients are first
-compared with float64 on one head (`WORST` is the most that is right), then the forward, or the whole backward with one kernel by that
-plan, is replayed from CUDA graphs in turns with the others; the number behind is how many times as fast as the shipped plan it is. Then
-shipped and best plans together beside FlexAttention, its block mask given, and RMSNorm's launches as shares of the HBM's copy
-rate. The table is printed at the end.
+``--masks SECONDS --prepare`` compiles in many processes, ``--masks SECONDS`` then times: each plan's outputs (of the backward, gradients)
+are first compared with float64 on one head (`WORST` is the most that is right), and computed twice, which must give the same bits.
+Then the forward, or the whole backward with one kernel by that plan, is replayed from CUDA graphs in turns with the others; the number
+behind is how many times as fast as the shipped plan it is. Then shipped and best plans together beside FlexAttention, its block mask
+given. Forwards of all cases come first, then backwards, then RMSNorm's launches as shares of the HBM's copy rate. A line is printed
+when it is known, and all again at the end; what fails says so and costs its own line.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import multiprocessing
 import sys
 import time
@@ -34,21 +36,15 @@ from vblackwell.nn.attention_backends import BACKENDS, Variant
 Fields = tuple[int, ...]
 # Relative error of an output or gradient that is still right: bf16 rounds to 2^-9, and gradients cancel to a few times that.
 WORST = 2e-2
-CASES = ("boolean random", "boolean documents", "boolean padding", "additive", "causal 128 S=8k")
-# rows, columns, warps, stages, copy engine, registers, specialized, together
+CASES = ("additive", "boolean random", "boolean padding", "boolean documents", "causal 128 S=8k")
+# rows, columns, warps, stages, copy engine, registers, specialized, together, ahead
 PLANS: dict[str, tuple[Fields, ...]] = {
     "forward": (
-        (128, 128, 8, 2, 1), (128, 64, 8, 2, 1, 128), (128, 64, 4, 2, 1), (128, 64, 8, 3, 1), (128, 64, 8, 4, 1), (64, 64, 4, 2, 1),
-        (128, 64, 8, 2, 1, 128, 0, 64),
+        (128, 64, 8, 3, 1), (128, 128, 8, 2, 1), (128, 64, 4, 2, 1), (128, 64, 8, 2, 1, 0, 0, 16, 1), (128, 64, 8, 4, 1, 0, 0, 16, 1),
+        (128, 64, 8, 3, 1, 0, 0, 64, 1), (64, 64, 4, 2, 1, 0, 0, 16, 1),
     ),
-    "dq": (
-        (128, 64, 8, 2, 1), (128, 64, 8, 3, 1), (128, 64, 8, 4, 1), (64, 64, 4, 2, 1), (128, 32, 8, 2, 1, 128),
-        (128, 64, 8, 3, 1, 0, 0, 64),
-    ),
-    "dkv": (
-        (64, 128, 8, 2, 1), (64, 128, 8, 3, 1), (64, 64, 4, 2, 1), (64, 64, 4, 3, 1), (32, 128, 8, 3, 1),
-        (64, 128, 8, 3, 1, 0, 0, 64),
-    ),
+    "dq": ((128, 64, 8, 3, 1), (128, 64, 8, 4, 1), (128, 64, 8, 3, 1, 0, 0, 64)),
+    "dkv": ((64, 128, 8, 3, 1), (64, 64, 4, 2, 1), (64, 64, 4, 3, 1), (64, 128, 8, 3, 1, 0, 0, 64)),
 }  # fmt: skip
 # (programs, stages) of RMSNorm's loops; the first is how it was: a program a row, and two sets of rows on their way
 NORMS = {
@@ -83,6 +79,7 @@ class Case:
     def backward(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return attention_launch.backward(self.dout, self.q, self.k, self.v, out, lse, self.options)
 
+    @functools.cached_property
     def exact(self) -> tuple[Tensor, ...]:
         """Output and gradients of the last batch's last head, in float64."""
         q, k, v, dout = (x[-1:, -1:].double() for x in (self.q, self.k, self.v, self.dout))
@@ -94,19 +91,26 @@ class Case:
         out = BACKENDS["math"].run(q, k, v, self.variant._replace(mask=mask))
         return (out.detach(), *torch.autograd.grad(out, leaves, dout))
 
-    def error(self, exact: tuple[Tensor, ...]) -> float:
-        """The largest relative error of output and gradients by the plans in use; inf for NaN."""
-        out, lse = self.forward()
-        got = (out, *self.backward(out, lse))
-        worst = max(((a[-1:, -1:].double() - b).norm() / b.norm()).item() for a, b in zip(got, exact, strict=True))
+    def error(self, kernel: str) -> float:
+        """The largest relative error of what ``kernel`` is for, by the plans in use; inf for NaN or bits that differ from run to run."""
+
+        def run() -> tuple[Tensor, ...]:
+            out, lse = self.forward()
+            return (out, lse) if kernel == "forward" else self.backward(out, lse)
+
+        got, again = run(), run()
+        exact = self.exact[:1] if kernel == "forward" else self.exact[1:]
+        worst = max(((a[-1:, -1:].double() - b).norm() / b.norm()).item() for a, b in zip(got, exact, strict=False))
         finite = all(bool(x.isfinite().all()) for x in got)
-        return worst if finite and worst == worst else float("inf")
+        same = all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+        return worst if finite and same and worst == worst else float("inf")
 
 
 def wanted_cases() -> dict[str, dict[str, Any]]:
     from bench_attention import cases
 
-    return {name: case for name, case in cases(True).items() if name.startswith(CASES)}
+    found = cases(True)
+    return {name: found[name] for start in CASES for name in found if name.startswith(start)}
 
 
 def shipped(kernel: str, kind: str) -> Fields:
@@ -126,6 +130,7 @@ def fields_of(plan: AttentionPlan) -> Fields:
         plan.registers,
         int(plan.specialized),
         plan.together,
+        int(plan.ahead),
     )
 
 
@@ -178,7 +183,8 @@ def prepare() -> None:
     ]
     jobs += [
         (compile_one, (name, kernel, fields))
-        for kernel in reversed(KERNELS) for name in wanted for fields in plans_of(kernel, kinds[name])
+        for kernel in KERNELS for name in wanted for fields in plans_of(kernel, kinds[name])
+        if "documents" not in name  # the kernels are those of random masks
     ]  # fmt: skip
     jobs += [(compile_norm, (which, *launch)) for which, launches in NORMS.items() for launch in launches]
     with concurrent.futures.ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
@@ -206,72 +212,74 @@ def flex_calls(case: Case) -> tuple[Callable[[], object], Callable[[], object]]:
     return lambda: torch.autograd.grad(forward(), leaves, case.dout), alone
 
 
-def time_case(name: str, case: Case, until: float) -> list[str]:
-    """Lines of the table: plans of each kernel, those that are right timed in turns, then FlexAttention."""
-    exact, lines, title = case.exact(), [], name.removeprefix("boolean ")
-    best: dict[str, Fields] = {}
+def time_kernel(name: str, case: Case, kernel: str, until: float) -> tuple[list[str], Fields | None]:
+    """Lines of the table: plans of a kernel, those that are right timed in turns; and the fastest."""
+    lines, title = [], name.removeprefix("boolean ")
+    calls: dict[Fields, torch.cuda.CUDAGraph] = {}
+
+    def line(fields: Fields, *words: object) -> None:
+        lines.append(f"{title:16} {kernel:7} {fields!s:36} {' '.join(map(str, words))}")
+        say(lines[-1])
+
     # What the graphs of backwards read must live as long as they: a capture gives freed memory back to the driver.
     out, lse = case.forward()
-    for kernel in KERNELS:
-        calls: dict[Fields, torch.cuda.CUDAGraph] = {}
-        for fields in plans_of(kernel, case.kind):
-            if time.perf_counter() > until:
-                return [*lines, f"{name}: no time left for {kernel} {fields}"]
-            with attention_launch.use_plans(**{kernel: plan_of(fields)}):
-                try:
-                    error = case.error(exact)
-                    if not error <= WORST:
-                        lines.append(f"{title:16} {kernel:7} {fields!s:32} WRONG: error {error:.3g}")
-                        continue
-                    call = case.forward if kernel == "forward" else lambda: case.backward(out, lse)
-                    calls[fields] = graph_of([call] * 2)
-                except Exception as failure:
-                    torch.cuda.synchronize()
-                    lines.append(f"{title:16} {kernel:7} {fields!s:32} cannot run: {failure!r:.60}")
-        if not calls:
-            continue
-        times = {fields: us / 2 for fields, us in zip(calls, turns_us(list(calls.values()), 5), strict=True)}
-        first, best[kernel] = next(iter(times)), min(times, key=lambda fields: times[fields])
-        for fields, us in times.items():
-            rate = case.work * (1 if kernel == "forward" else 2.5) / us / 1e6
-            said = " shipped" * (fields == shipped(kernel, case.kind)) + " BEST" * (fields == best[kernel])
-            lines.append(
-                f"{title:16} {kernel:7} {fields!s:32} {us:8.1f} us {rate:5.0f} TFLOP/s {times[first] / us:6.3f}{said}"
-            )
-        del calls
-    lines += summary(name, case, best, until)
-    for line in lines:
-        say(line)
-    torch.cuda.empty_cache()
-    return lines
+    for fields in plans_of(kernel, case.kind):
+        if time.perf_counter() > until:
+            line(fields, "no time left")
+            break
+        with attention_launch.use_plans(**{kernel: plan_of(fields)}):
+            try:
+                error = case.error(kernel)
+                if not error <= WORST:
+                    line(fields, f"WRONG: error {error:.3g}")
+                    continue
+                call = case.forward if kernel == "forward" else lambda: case.backward(out, lse)
+                calls[fields] = graph_of([call] * 2)
+                say(f"{title} {kernel} {fields} error {error:.2e}, alone {turns_us([calls[fields]], 3)[0] / 2:.1f} us")
+            except Exception as failure:
+                line(fields, f"cannot run: {failure!r:.60}")
+                torch.cuda.synchronize()  # where a kernel has broken the context this fails, and nothing else could run
+    if not calls:
+        return lines, None
+    times = {fields: us / 2 for fields, us in zip(calls, turns_us(list(calls.values()), 5), strict=True)}
+    first, best = next(iter(times)), min(times, key=lambda fields: times[fields])
+    for fields, us in times.items():
+        rate = case.work * (1 if kernel == "forward" else 2.5) / us / 1e6
+        said = " shipped" * (fields == shipped(kernel, case.kind)) + " BEST" * (fields == best)
+        line(fields, f"{us:8.1f} us {rate:5.0f} TFLOP/s {times[first] / us:6.3f}{said}")
+    return lines, best
 
 
-def summary(name: str, case: Case, best: dict[str, Fields], until: float) -> list[str]:
-    """The shipped and the best plans together beside FlexAttention, in turns."""
-    title = name.removeprefix("boolean ")
+def summary(name: str, case: Case, best: dict[str, Fields], direction: str) -> list[str]:
+    """The shipped and the best plans together beside FlexAttention, in turns, ``direction`` being forward or backward."""
+    title, back = name.removeprefix("boolean "), direction == "backward"
     out, lse = case.forward()
-    graphs = {"shipped": (graph_of([case.forward]), graph_of([lambda: case.backward(out, lse)]))}
+
+    def own() -> object:
+        return case.backward(out, lse) if back else case.forward()
+
+    graphs = {"shipped": graph_of([own])}
     with attention_launch.use_plans(**{kernel: plan_of(fields) for kernel, fields in best.items()}):
-        graphs["best"] = (graph_of([case.forward]), graph_of([lambda: case.backward(out, lse)]))
-    if case.kind != "none" and time.perf_counter() < until:
+        graphs["best"] = graph_of([own])
+    if case.kind != "none":
         try:
             both, alone = flex_calls(case)
-            graphs["flex"] = (graph_of([alone]), graph_of([both]))
+            graphs["flex"] = graph_of([alone])
+            if back:
+                graphs["flex both"] = graph_of([both])
         except Exception as failure:
-            torch.cuda.synchronize()
             say(name, "flex cannot run:", f"{failure!r:.120}")
-    forward = dict(zip(graphs, turns_us([pair[0] for pair in graphs.values()], 5), strict=True))
-    backward = dict(zip(graphs, turns_us([pair[1] for pair in graphs.values()], 5), strict=True))
-    if "flex" in graphs:
-        backward["flex"] -= forward["flex"]
+            torch.cuda.synchronize()
+    times = dict(zip(graphs, turns_us(list(graphs.values()), 5), strict=True))
+    if "flex both" in times:
+        times["flex"] = times.pop("flex both") - times["flex"]
+    elif back:
+        times.pop("flex", None)
     lines = []
-    for system in graphs:
-        over = ""
-        if "flex" in graphs:
-            over = f"  over flex {forward['flex'] / forward[system]:.3f} {backward['flex'] / backward[system]:.3f}"
-        lines.append(
-            f"{title:16} {system:7} forward {forward[system]:8.1f} us, backward {backward[system]:8.1f} us{over}"
-        )
+    for system, us in times.items():
+        over = f"  flex takes {times['flex'] / us:.3f} times as long" if "flex" in times else ""
+        lines.append(f"{title:16} {direction:8} {system:7} {us:8.1f} us{over}")
+        say(lines[-1])
     return lines
 
 
@@ -321,14 +329,46 @@ def time_norms() -> list[str]:
             lines.append(
                 f"rms_norm {which:8} programs, stages {launch!s:18} {us / 8:7.2f} us  {moved / (us / 8) / rate:.3f} of the HBM rate"
             )
+            say(lines[-1])
     return lines
 
 
 def time_all(seconds: float) -> None:
-    """The whole table; no plan is begun later than ``seconds`` from now."""
+    """The whole table; no plan, summary or RMSNorm is begun later than ``seconds`` from now."""
     until = time.perf_counter() + seconds
-    norms, lines = time_norms(), []
-    say("\n" + "\n".join(norms))
-    for name, case in wanted_cases().items():
-        lines += time_case(name, Case(case), until)
-    print("\n".join([*lines, *norms]))
+    lines: list[str] = []
+    cases: dict[str, Case] = {}
+
+    def tried(what: str, call: Callable[[], None]) -> None:
+        """``call``, whose failure is a line: what can still run comes next."""
+        if time.perf_counter() > until:
+            lines.append(f"{what}: no time left")
+            say(lines[-1])
+            return
+        try:
+            call()
+        except Exception as failure:
+            lines.append(f"{what} failed: {failure!r:.160}")
+            say(lines[-1])
+            torch.cuda.synchronize()  # a broken context: the table so far is printed, and this is raised
+
+    def direction(name: str, which: str) -> None:
+        best: dict[str, Fields] = {}
+        for kernel in KERNELS if which == "forward" else KERNELS[::-1]:
+            if (kernel == "forward") == (which == "forward"):
+                found, fastest = time_kernel(name, cases[name], kernel, until)
+                lines.extend(found)
+                best |= {} if fastest is None else {kernel: fastest}
+        torch.cuda.empty_cache()
+        lines.extend(summary(name, cases[name], best, which))
+        torch.cuda.empty_cache()
+
+    try:
+        for name, case in wanted_cases().items():
+            cases[name] = Case(case)
+        for which in ("forward", "backward"):
+            for name in cases:
+                tried(f"{name} {which}", functools.partial(direction, name, which))
+        tried("rms_norm", lambda: lines.extend(time_norms()))
+    finally:
+        print("\n".join(lines))
