@@ -17,6 +17,8 @@ from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.masters import round_from_fp32
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.state import export_state
+from vblackwell.offload.streamed import Wishes
+from vblackwell.offload.timing import foresee
 
 MLP, DECODER, GPT2, T5, VIT = CASES
 
@@ -116,6 +118,26 @@ def test_micro_batches_sum_in_fp32(make_stack: MakeStack):
     optimizer.step()
     norms = torch.stack([torch.linalg.vector_norm(value) for value in sums.values()])
     assert optimizer.grad_norm == torch.linalg.vector_norm(norms).item()
+
+
+@pytest.mark.parametrize("micro_batches", [2, 3])
+def test_sums_that_a_way_back_needs_are_foreseen(make_stack: MakeStack, micro_batches: int):
+    model, (level0, host) = build(DECODER), (512 << 10, 8 << 20)
+    wishes = Wishes(torch.bfloat16, update="level0")
+    told = foresee(model, [level0, host], wishes, {}, undo=True, micro_batches=micro_batches).bytes_by_level
+    enable_vgpu_stack_optimization(
+        model, make_stack(level0, host), placement="streamed", compute_dtype=torch.bfloat16, update="level0"
+    )
+    optimizer = VGPUAdamW(model.parameters(), update_in_backward=True, accumulation_steps=micro_batches)
+    for _ in range(2):
+        for seed in range(micro_batches):
+            DECODER.loss(model, seed).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    real = offload_of(model).summary()["bytes_by_level"]
+    assert sum(real["accumulated"]) > 0
+    for kind in ("gradient", "accumulated"):
+        assert told[kind] == real[kind][:2] and real[kind][2] == 0, kind  # nothing has to go to the disk
 
 
 def test_updates_on_level0_are_refused_where_they_cannot_be(make_stack: MakeStack):

@@ -70,8 +70,9 @@ def foresee(
         late = set(found.slice_rows) | {group for group in trainable if group not in found.on_level0}
         late |= set(deferred_groups(found.on_level0, found.homes))
         held = trainable if undo or micro_batches > 1 else [group for group in trainable if group in late]
-        # Of two micro-batches the second's gradient is added on level 0 where an update follows it there, else at home.
-        sums = [group for group in held if micro_batches > 2 or (micro_batches == 2 and group in late)]
+        # Of two micro-batches the second's gradient is added on level 0 where a final update follows it there, else at home: a way back
+        # needs the sum as well.
+        sums = [group for group in held if micro_batches > 2 or (micro_batches == 2 and (undo or group in late))]
         homes.reserve(
             [(group, "gradient") for group in held]
             + [(group, "accumulated") for group in sums if not is_wide(group)]
