@@ -28,6 +28,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "dropout": {"DROPOUT": True, "EVEN": False},
     "softcap": {"SOFTCAP": True, "EVEN": False},
     "alibi": {"ALIBI": True, "EVEN": False},
+    "broadcast": {"MASK_TMA": False, "ENDS": True, "EVEN": False},  # an additive mask that no descriptor takes
 }
 FEATURES["all"] = {
     **FEATURES["dropout"],
@@ -65,7 +66,7 @@ def build(
         "TOGETHER": plan.together,
         **features,
     }  # fmt: skip
-    constants["MASK_TMA"] = constants["TMA"] and mask == "additive"
+    constants.setdefault("MASK_TMA", constants["TMA"] and mask == "additive")
     constants["AHEAD"] = plan.ahead and mask != "none"
     constants["STAGES"] = plan.stages if constants["AHEAD"] else 0
     if mask != "none":
@@ -183,7 +184,7 @@ def everything(capability: int) -> list[list[str]]:
     for feature in FEATURES:
         if feature == "strided" and capability != 90:
             continue
-        mask = "additive" if feature == "all" else "none"
+        mask = "additive" if feature in ("all", "broadcast") else "none"
         cases += [[kernel, head, mask, "bf16", feature] for head in heads for kernel in kernels]
     cases += [[kernel, head, "none", "bf16"] for head in ("32", "80", "96") for kernel in kernels]
     return cases + [

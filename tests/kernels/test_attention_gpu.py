@@ -155,6 +155,27 @@ def test_masks_leave_every_bit_whatever_is_tuned(shape, head):
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), variant
 
 
+def test_additive_masks_leave_every_bit_whatever_is_tuned():
+    """The forward's, whatever the stages and the copy engine, and for a mask that no descriptor takes."""
+    from vblackwell.kernels import attention_launch
+
+    mask = mask_of("additive", 1000, 520)
+    shifted = torch.empty(1000 * 520 + 1, dtype=mask.dtype, device="cuda")[1:].view(1000, 520).copy_(mask)
+    q, k, v = inputs(1, 4, 2, 1000, 520, 128, torch.bfloat16)
+    properties = torch.cuda.get_device_properties(0)
+    plan = attention_plan.plan_for("forward", 128, 2, properties.shared_memory_per_block_optin, "additive")
+    found = []
+    for variant in attention_plan.variants(plan, properties.major == 9):
+        if variant.stages > plan.stages:  # more may not fit
+            continue
+        for tensor in (mask, shifted) if variant == plan else (mask,):
+            with attention_launch.use_plans(forward=variant), poisoned():
+                found.append((variant, flash_attention(q, k, v, mask=tensor)))
+    assert len(found) > 2 and not found[0][1][:, :, 3].any()
+    for variant, out in found:
+        assert torch.equal(out, found[0][1]), variant
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -199,7 +199,8 @@ def attend(
     dropout_head = batch * tl.num_programs(1) + head
 
     WIDE: tl.constexpr = tl.float64 if out_ptr.dtype.element_ty == tl.float64 else tl.float32  # fp64: interpreter only
-    q_values = load_tile(q, row0, stride_q, batch, head, q_len, ROWS, H, D, True, TMA)
+    if not MASK:
+        q_values = load_tile(q, row0, stride_q, batch, head, q_len, ROWS, H, D, True, TMA)
     acc = tl.zeros([ROWS, D], WIDE)
     top = tl.full([ROWS], float("-inf"), WIDE)
     total = tl.zeros([ROWS], WIDE)
@@ -211,6 +212,8 @@ def attend(
         first, whole_first = 0, tl.load(items)
         whole_end = whole_first + run
         edge_first, end = run, run + tl.load(counts_ptr + line * 2 + 1)
+        # It is waited for; the numbers above are under way meanwhile.
+        q_values = load_tile(q, row0, stride_q, batch, head, q_len, ROWS, H, D, True, TMA)
     else:
         first, whole_first, whole_end, end = column_tiles(
             row0, k_len, offset, left, right, HAS_LEFT, HAS_RIGHT, ROWS, COLUMNS

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -92,6 +93,9 @@ class _Call:
         if options.softcap or options.dropout or options.slopes_N is not None:
             kind = "scored"  # takes registers, with any mask
         found = tuned(kernel, self.head, self.q.dtype, length, kind, self.q.device)
+        if kind == "additive" and self.mask is not None and self.mask.element_size() > self.q.element_size():
+            # What was measured with a mask of 16 bits may hold more tiles than fit of one of 32.
+            found = dataclasses.replace(found, stages=min(found.stages, 3))
         return _FORCED.get().get(kernel, found)
 
     def specialized(self, plan: AttentionPlan) -> AttentionPlan | None:
