@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -15,9 +16,10 @@ from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build
 from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.memory.stack import VGPUStack
+from vblackwell.memory.transfer import FutureTransfer
 from vblackwell.offload.clip import clip_grad_norm_
 from vblackwell.offload.departure import Leaving
-from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of
+from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.state import export_state
@@ -270,3 +272,15 @@ def test_a_second_model_finds_the_room_that_the_first_only_keeps(make_stack: Mak
     MLP.loss(first, 0)
     enable_vgpu_stack_optimization(second, stack, "second")
     assert MLP.loss(first, 1).item() == MLP.loss(second, 1).item()
+
+
+def test_what_a_closed_level_dropped_stops_nobody_who_gives_everything_back(make_stack: MakeStack):
+    model, stack = build(MLP), make_stack(96 << 10)
+    enable_vgpu_stack_optimization(model, stack)
+    dropped: Future[None] = Future()
+    assert dropped.cancel()
+    engine = offload_of(model)
+    assert engine is not None
+    engine.homes.in_flight.add(FutureTransfer([dropped]))
+    release(model)
+    assert not engine.homes.in_flight and not any(level["used_bytes"] for level in stack.get_stats()["levels"])

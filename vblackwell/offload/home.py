@@ -14,6 +14,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError
 from contextlib import nullcontext, suppress
 
 import torch
@@ -311,7 +312,7 @@ class Homes:
         with self._lock:
             self._closed = True
         while self.in_flight:
-            with suppress(VBError, OSError):  # nobody is left who would want to know
+            with suppress(VBError, OSError, CancelledError):  # nobody is left who would want to know
                 self.in_flight.pop().wait()
         for reservation in [*self._ranges.values(), *self._staging.values(), *self._taken]:
             self.stack.unreserve(reservation)
