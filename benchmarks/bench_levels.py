@@ -9,7 +9,8 @@ with each kind as one extent, and keyed levels there; the best of three rounds e
 RAM, in its place (held_disk.py), for the stack's levels alone.
 ``--traces`` records which modules a training loop, a generation and a mixture of 64 experts ask for, with real tokens and a router that
 was trained for a moment, and replays them under `lru`, `next_use`, the successor tables of `AccessPredictor` and Belady's optimum: hit
-rate of demand alone, and time waited with prefetching, in transfers of one key.
+rate of demand alone, and time waited with prefetching, in transfers of one key. Then the same for more routers and seeds of noise, with
+the hit rates that the frequency rule would have alone, and microseconds that a policy takes to hear of an access.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ from torch.nn import functional
 from vblackwell.memory.compressed import CODECS, CompressedVGPULevel, worth
 from vblackwell.memory.compressed_disk import CompressedDiskLevel
 from vblackwell.memory.disk import DiskLevel
+from vblackwell.memory.duel import LAG, SHARE, Duel
+from vblackwell.memory.entry import Entry, Layout
+from vblackwell.memory.next_use import NextUse
+from vblackwell.memory.policy import LRU
 from vblackwell.memory.replay import POLICIES, replay
 from vblackwell.memory.single import VGPULevel
 from vblackwell.memory.slab import map_slab
@@ -225,7 +230,19 @@ def traces(corpus: Corpus, steps: int) -> Iterator[tuple[str, list[str]]]:
         for _ in range(400):
             ids = torch.cat([ids, model(ids[:, -16:])[:, -1].argmax(-1, keepdim=True)], 1)
     yield "generation, 9 layers", list(heard)
-    moe = Experts(corpus.vocab_size)
+    yield "experts, 2 x 64, top 2", routed(corpus, steps, seed=0, experts=64)
+    yield "noise, 64 keys", noise(0, 4000)
+
+
+def noise(seed: int, length: int) -> list[str]:
+    chance = random.Random(seed)
+    return [str(chance.randrange(64)) for _ in range(length)]
+
+
+def routed(corpus: Corpus, steps: int, seed: int, experts: int, start: int = 0) -> list[str]:
+    """The experts that 3,000 tokens of the corpus ask for, from number ``start`` on."""
+    torch.manual_seed(seed)
+    moe = Experts(corpus.vocab_size, experts=experts)
     optimizer = torch.optim.AdamW(moe.parameters(), lr=3e-3)
     batches = BatchStream(PackedDataset(corpus, 64), 4)
     loss = torch.zeros(())
@@ -236,23 +253,22 @@ def traces(corpus: Corpus, steps: int) -> Iterator[tuple[str, list[str]]]:
         (loss + balance(moe, inputs)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    print(f"experts: {steps} steps, loss {float(loss.detach()):.3f}")
+    print(f"{experts} experts, seed {seed}: {steps} steps, loss {float(loss.detach()):.3f}", flush=True)
     with torch.no_grad():
-        moe(torch.from_numpy(corpus.tokens[:3000].astype("int64"))[None])
+        moe(torch.from_numpy(corpus.tokens[start : start + 3000].astype("int64"))[None])
     keys = []
     for token in range(3000):
         for layer, index in enumerate(moe.chosen):
             keys += [f"{layer}.{int(expert)}" for expert in index[0, token]]
-    yield "experts, 2 x 64, top 2", keys
-    chance = random.Random(0)
-    yield "noise, 64 keys", [str(chance.randrange(64)) for _ in range(4000)]
+    return keys
 
 
 def balance(moe: Experts, inputs: Tensor) -> Tensor:
     """The usual load balancing: mean probability of each expert times its share."""
     probabilities = moe.routers[0](moe.embed(inputs)).softmax(-1).flatten(0, 1).mean(0)
-    share = functional.one_hot(moe.chosen[0].flatten(), 64).float().mean(0)
-    return 64 * 0.01 * (probabilities * share).sum()
+    experts = probabilities.shape[0]
+    share = functional.one_hot(moe.chosen[0].flatten(), experts).float().mean(0)
+    return experts * 0.01 * (probabilities * share).sum()
 
 
 def policies(corpus: Corpus, args: argparse.Namespace) -> None:
@@ -269,6 +285,72 @@ def policies(corpus: Corpus, args: argparse.Namespace) -> None:
             by_policy = dict(zip(POLICIES, found, strict=True))
             share = by_policy["next_use"].hit_rate / by_policy["belady"].hit_rate
             print(f"{what:<24} {distinct:>5} {capacity:>6}  {cells}   {100 * share:.2f} %", flush=True)
+
+
+ROUTERS = (
+    (0, 64, 0),
+    (1, 64, 0),
+    (2, 64, 50_000),
+    (3, 32, 0),
+    (4, 128, 0),
+    (5, 64, 20_000),
+)  # seed, experts, first token
+
+
+def rules(corpus: Corpus, args: argparse.Namespace) -> None:
+    """Hit rates of demand alone, in percent, of policies and of the frequency rule on its own, and what policies waited."""
+    print(
+        f"\n{'trace':<24} {'keys':>5} {'level':>6}  {'frequency':>9}  {'sparing':>9}  "
+        + "  ".join(f"{p:>16}" for p in POLICIES)
+    )
+    for seed, experts, start in ROUTERS:
+        trace = routed(corpus, args.steps, seed, experts, start)
+        distinct = len(set(trace))
+        for capacity in (distinct // 6, distinct // 3, 2 * distinct // 3, 5 * distinct // 6):
+            cells = [f"{100 * kept(trace, capacity, Duel(share)):>7.2f} %" for share in (LAG + 1, SHARE)]
+            found = [replay(trace, capacity, policy, compute=args.compute) for policy in POLICIES]
+            cells += [f"{100 * each.hit_rate:>7.2f} % {each.stall:>6.0f}" for each in found]
+            print(
+                f"{f'{experts} experts, seed {seed}':<24} {distinct:>5} {capacity:>6}  {'  '.join(cells)}", flush=True
+            )
+    gains = []
+    for seed in range(12):
+        trace = noise(seed, 6000)
+        for capacity in (10, 21, 42, 58):
+            ours, plain = (replay(trace, capacity, policy).hit_rate for policy in ("next_use", "lru"))
+            gains.append(100 * (ours - plain))
+    same = sum(gain == 0 for gain in gains)
+    print(
+        f"noise: next use {min(gains):+.2f} to {max(gains):+.2f} points beside LRU, {same} of {len(gains)} replays equal"
+    )
+
+
+def kept(trace: list[str], capacity: int, duel: Duel) -> float:
+    """Hit rate of the frequency rule's directory."""
+    hits = 0
+    for key in trace:
+        hits += duel.has(key)
+        duel.hear(key, capacity)
+    return hits / len(trace)
+
+
+def costs(corpus: Corpus, args: argparse.Namespace) -> None:
+    """Microseconds to hear of an access, the best of five rounds; all keys are on the level."""
+    period = [f"layer {number}" for number in (*range(36), *reversed(range(36)))] * 150
+    routing = routed(corpus, args.steps, 0, 64)
+    print(f"\n{'microseconds an access':<24}  " + "  ".join(f"{name:>8}" for name in ("lru", "next_use")))
+    for what, trace in (("with a period", period), ("experts", routing)):
+        best = {LRU: math.inf, NextUse: math.inf}
+        for _ in range(5):
+            for kind in best:
+                policy, entries = kind(), {key: Entry(key, None, 5, Layout((), 0, None, None)) for key in trace}
+                for entry in entries.values():
+                    policy.add(entry)
+                began = time.perf_counter()
+                for key in trace:
+                    policy.touch(entries[key])
+                best[kind] = min(best[kind], (time.perf_counter() - began) / len(trace))
+        print(f"{what:<24}  " + "  ".join(f"{1e6 * seconds:>8.2f}" for seconds in best.values()), flush=True)
 
 
 def main() -> None:
@@ -288,7 +370,10 @@ def main() -> None:
     torch.manual_seed(0)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}")
     if args.traces:
-        policies(prepare_data(None), args)
+        corpus = prepare_data(None)
+        policies(corpus, args)
+        rules(corpus, args)
+        costs(corpus, args)
     else:
         kinds = read_checkpoint(args.checkpoint) if args.checkpoint else train(prepare_data(None), args)
         if args.disk:

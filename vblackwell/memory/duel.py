@@ -65,24 +65,28 @@ class Followers:
         """Different keys in the history."""
         return len(self._count)
 
-    def soon(self) -> frozenset[str]:
-        """The keys that are likely within the next `LAG`."""
+    def soon(self, share: float) -> frozenset[str]:
+        """The keys that came within the next `LAG` after at least this share of the newest key's occurrences."""
         if not self._recent:
             return frozenset()
         newest = self._recent[-1]
-        enough = SHARE * self._count[newest]
+        enough = share * self._count[newest]
         return frozenset(key for key, count in self._behind[newest].items() if count >= enough)
 
 
 class Duel:
     """Hears the accesses of a level and says by which rule its victims should be chosen.
 
+    Args:
+        share: of a key's occurrences that a follower came behind, to be spared; above `LAG` no key is.
+
     Attributes:
         won: whether the frequency rule is the better one by the evidence.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, share: float = SHARE) -> None:
         self.won = False
+        self._share = share
         self._heard = 0
         self._age = 0.0  # in half-lives
         self._scores: dict[str, float] = {}
@@ -115,6 +119,10 @@ class Duel:
         if hit_recent != hit_frequent:
             self._judge(1 if hit_frequent else -1)
 
+    def has(self, key: str) -> bool:
+        """Whether the level would hold ``key`` had the frequency rule decided all along."""
+        return key in self._frequent
+
     def score(self, key: str) -> float:
         """How hot ``key`` is, on an axis for comparison alone: more recent and more frequent accesses are more."""
         return self._scores.get(key, -math.inf)
@@ -122,7 +130,7 @@ class Duel:
     def soon(self) -> Container[str]:
         """The keys that are likely within the next few accesses."""
         if self._soon is None:
-            self._soon = self._followers.soon()
+            self._soon = self._followers.soon(self._share)
         return self._soon
 
     def _raise(self, key: str, limit: int) -> None:
