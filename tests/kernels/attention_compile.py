@@ -2,9 +2,11 @@
 
 A process of its own: Triton's interpreter must be off. Arguments: compute capability, and cases as ``kernel,head,mask``, with
 ``,fp32`` or ``,bf16,FEATURE`` (of `FEATURES`) behind it, the kernel being forward, dq, dkv or, on 90, specialized; and behind those
-``,128x64x8x2`` or ``,128x64x8x2x128`` for another plan than the shipped one (rows, columns, warps, stages, most registers). Default: every
-one of the first three by head width, kind of mask and feature, which takes minutes. Prints a line of JSON a case: name with registers
-of a thread and how many programs a multiprocessor holds, shared bytes, spilled bytes of a thread.
+``,128x64x8x2`` or ``,128x64x8x2x128`` for another plan than the shipped one (rows, columns, warps, stages, most registers; a sixth
+number, 1, computes scores a tile ahead). Default: every one of the first three by head width, kind of mask and feature, which takes
+minutes. Prints a line of JSON a case: name with registers of a thread, how many programs a multiprocessor holds and, of each loop
+that has matrix products, instructions of a warp and waits for products, in the order of the code; shared bytes; spilled bytes of a
+thread.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import sys
 import tempfile
 from typing import Any
 
+Loops = list[tuple[int, int]]
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
 MASKS = ("none", "boolean", "additive")
 # What else launches may ask for, and how the kernels are told; all but the first four take the tiles of masked attention.
@@ -44,8 +47,8 @@ SCORED = ("dropout", "softcap", "alibi", "all")
 def build(
     kernel_name: str, head: int, mask: str, dtype: str, capability: int, scored: bool = False, aligned_lengths: bool = True,
     plan: Any = None, **features: Any,
-) -> tuple[str, int, int, int]:  # fmt: skip
-    """(plan, shared bytes, spilled bytes and registers a thread) of a causal kernel as it ships."""
+) -> tuple[str, int, int, int, Loops]:  # fmt: skip
+    """(plan, shared bytes, spilled bytes and registers a thread, loops) of a causal kernel as it ships."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -111,10 +114,10 @@ def build(
         {"maxnreg": plan.registers} if plan.registers else {}
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return str(plan), compiled.metadata.shared, *usage(compiled.asm["cubin"])
+    return str(plan), compiled.metadata.shared, *usage(compiled.asm["cubin"]), loops(compiled.asm["cubin"])
 
 
-def build_specialized(head: int) -> tuple[str, int, int, int]:
+def build_specialized(head: int) -> tuple[str, int, int, int, Loops]:
     """The same of attention_hopper.py's forward, causal, for sm_90."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -141,22 +144,50 @@ def build_specialized(head: int) -> tuple[str, int, int, int]:
     )  # fmt: skip
     options = {"num_warps": plan.warps, "maxnreg": plan.registers}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return str(plan), compiled.metadata.shared, *usage(compiled.asm["cubin"])
+    return str(plan), compiled.metadata.shared, *usage(compiled.asm["cubin"]), loops(compiled.asm["cubin"])
 
 
-def usage(cubin: bytes) -> tuple[int, int]:
-    """Bytes of local memory, and registers, that a thread uses."""
+def said_of(cubin: bytes, tool: str, *options: str) -> str:
+    """What one of the tools that come with triton says of a kernel."""
     import triton
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        tool = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-        said = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
-        ).stdout
+        path = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+        return subprocess.run([path, *options, file.name], check=True, capture_output=True, text=True).stdout
+
+
+def usage(cubin: bytes) -> tuple[int, int]:
+    """Bytes of local memory, and registers, that a thread uses."""
+    said = said_of(cubin, "cuobjdump", "--dump-resource-usage")
     local, registers = re.findall(r"(?:STACK|LOCAL):(\d+)", said), re.findall(r"REG:(\d+)", said)
     return max(map(int, local)), max(map(int, registers))
+
+
+def loops(cubin: bytes) -> Loops:
+    """Instructions, and waits for a warp group's products, of each innermost loop that has matrix products, in the order of the code.
+
+    Where ptxas puts products one after the other (it says so in a warning that triton drops) there are as many waits as products.
+    """
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    for line in said_of(cubin, "nvdisasm", "-c").splitlines():
+        if label := re.match(r"\s*(\.L_\w+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            code.append(instruction[1])
+    last = max(
+        i for i, words in enumerate(code) if "EXIT" in words
+    )  # behind it come second tries of waits, which jump back
+    found = []
+    for end, words in enumerate(code[:last]):
+        target = re.search(r"BRA.*?(\.L_\w+)", words)
+        if target and labels.get(target[1], end + 1) <= end:
+            found.append((labels[target[1]], end))
+    found = [(a, b) for a, b in found if any("MMA" in words for words in code[a : b + 1])]
+    inner = [(a, b) for a, b in found if not any((a, b) != (c, d) and a <= c and d <= b for c, d in found)]
+    return [(b - a + 1, sum("WARPGROUP.DEPBAR" in words for words in code[a : b + 1])) for a, b in sorted(inner)]
 
 
 def programs_of(registers: int, warps: int, shared: int, capability: int) -> int:
@@ -198,9 +229,9 @@ def main() -> None:
         dtype, feature, sizes = (*others, *("bf16", "", "")[len(others) :])
         options = {"scored": feature in SCORED, **FEATURES.get(feature, {}), "plan": plan_of(sizes, capability)}
         if kernel == "specialized":
-            plan, shared, local, registers = build_specialized(int(head))
+            plan, shared, local, registers, inner = build_specialized(int(head))
         else:
-            plan, shared, local, registers = build(kernel, int(head), mask, dtype, capability, **options)
+            plan, shared, local, registers, inner = build(kernel, int(head), mask, dtype, capability, **options)
         warps = int(re.findall(r"warps=(\d+)", plan)[0])
         programs = 0 if kernel == "specialized" else programs_of(registers, warps, shared, capability)
         words = (
@@ -213,6 +244,7 @@ def main() -> None:
             plan,
             f"{registers} registers",
             f"{programs} programs",
+            f"loops {inner}",
         )
         name = " ".join(word for word in words if word and not word.startswith("0 "))
         print(json.dumps([name, shared, local]), flush=True)
