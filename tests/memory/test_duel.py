@@ -174,6 +174,19 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch):
 KEYS = [f"k{i}" for i in range(10)]
 
 
+def test_with_an_empty_level_0_the_others_keep_their_victims():
+    policy, entries = NextUse(), {key: Entry(key, None, 5, Layout((), 0, None, None)) for key in "abc"}
+    policy._duel = Fickle()
+    for key, level in zip("abc", (0, 1, 1), strict=True):
+        entries[key].level = level
+        policy.add(entries[key])
+    policy.touch(entries["a"])
+    assert policy.by_frequency
+    policy.discard(entries["a"])
+    policy.touch(entries["b"])
+    assert sorted(entry.key for entry in policy.victims(1)) == ["b", "c"]
+
+
 class PolicyMachine(RuleBasedStateMachine):
     """Entries come, go, change levels, are used and announced, under a duel that changes its mind all the time."""
 

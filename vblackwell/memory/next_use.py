@@ -138,15 +138,16 @@ class NextUse(LRU):
             entry.next_use = self._now + self._gaps[self._rhythm.position - 1]
             if entry.seat is not None:
                 self._push(entry)
-        if self._cycle is None and self._top:
+        if self._cycle is None:
             self._weigh(entry)
 
     def _weigh(self, entry: Entry) -> None:
         """Let the duel hear an access without a period, and follow what it says."""
-        if self._now - self._duel_heard > MEMORY:  # its evidence is of before a period that lasted
-            self._duel = Duel()
-        self._duel_heard = self._now
-        self._duel.hear(entry.key, self._top)
+        if self._top:
+            if self._now - self._duel_heard > MEMORY:  # its evidence is of before a period that lasted
+                self._duel = Duel()
+            self._duel_heard = self._now
+            self._duel.hear(entry.key, self._top)
         if self._duel.won != self._by_frequency:
             self._by_frequency, self._heaps = self._duel.won, {}
             if self._by_frequency:
