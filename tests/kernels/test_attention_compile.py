@@ -27,7 +27,7 @@ OTHERS = {
         "dkv,256,none",
         "dkv,128,boolean",
         "dkv,128,additive",
-        "forward,128,additive",
+        "forward,128,additive,bf16,whole,128x64x8x3x0x1",
         "specialized,64,none",
     ),
 }

@@ -142,10 +142,10 @@ class _Call:
         assert words is not None  # ``pack`` was asked for both
         return words.transpose(2, 3)
 
-    def describes_mask(self, tma: bool) -> bool:
-        """Whether tiles of an additive mask can come by a descriptor: 16 bits wide, not broadcast in a tile, and laid out for it."""
+    def describes_mask(self, plan: AttentionPlan, tma: bool) -> bool:
+        """Whether tiles of an additive mask come by a descriptor: 16 bits wide, not broadcast in a tile, laid out for it, and ``ahead``."""
         mask = self.mask
-        if mask is None or self.options.mask_kind != "additive" or not tma or mask.element_size() != 2:
+        if mask is None or self.options.mask_kind != "additive" or not (tma and plan.ahead) or mask.element_size() != 2:
             return False
         steps = [stride for size, stride in zip(mask.shape[:3], mask.stride(), strict=False) if size > 1]
         return (
@@ -240,7 +240,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
         return result, lse
     call.pack(with_keys=False)
     lists = call.lists(plan, by_column=False)
-    mask = call.described_mask(plan) if call.describes_mask(tma) else None
+    mask = call.described_mask(plan) if call.describes_mask(plan, tma) else None
     ahead = plan.ahead and call.mask is not None
     attend[(triton.cdiv(call.q_length, plan.rows), call.num_heads, call.batch)](
         call.described(call.q, plan.rows, tma), call.described(call.k, plan.columns, tma),

@@ -76,10 +76,17 @@ _HALF = {
     (SMALL, 256): (AttentionPlan(32, 32, 8, 2), AttentionPlan(32, 32, 8, 1), AttentionPlan(32, 32, 8, 1)),
 }  # fmt: skip
 # A mask: half of the forward's products run under exponentials, where a tile of 64 keys leaves the registers for two tiles' scores; its
-# tiles are asked for two ahead, one would arrive when it is needed, and so are the backward's, whose registers allow one program.
-_MASKED = AttentionPlan(128, 64, 8, 3, True, ahead=True)
+# tiles are asked for two ahead, one would arrive when it is needed. Taken when it has been measured to be right and faster.
+AHEAD_BY_DEFAULT = False
+AHEAD = AttentionPlan(128, 64, 8, 3, True, ahead=True)
+# A boolean mask: two programs of the forward share a multiprocessor, one at its exponentials while the other's products run; of four
+# warps, because eight, held to 128 registers, have ptxas wait after each product. The backward's registers allow one program; its
+# tiles, too, are asked for two ahead.
 _HALF_BOOLEAN = {
-    (LARGE, 128): (_MASKED, AttentionPlan(128, 64, 8, 3, True), AttentionPlan(64, 128, 8, 3, True)),
+    (LARGE, 128): (
+        AHEAD if AHEAD_BY_DEFAULT else AttentionPlan(128, 64, 4, 2, True),
+        AttentionPlan(128, 64, 8, 3, True), AttentionPlan(64, 128, 8, 3, True),
+    ),
 }  # fmt: skip
 # Where scores are changed (soft cap, ALiBi, dropout): that takes registers too.
 _HALF_SCORED = {
@@ -93,7 +100,10 @@ _HALF_SCORED = {
 # And where a mask is added: two programs of four warps share a multiprocessor in dkv, one waiting for its mask while the other computes.
 _HALF_ADDED = {
     **_HALF_SCORED,
-    (LARGE, 128): (_MASKED, AttentionPlan(128, 64, 8, 3, True), AttentionPlan(64, 64, 4, 2, True)),
+    (LARGE, 128): (
+        AHEAD if AHEAD_BY_DEFAULT else AttentionPlan(128, 64, 8, 3, True),
+        AttentionPlan(128, 64, 8, 3, True), AttentionPlan(64, 64, 4, 2, True),
+    ),
 }  # fmt: skip
 _BY_KIND = {"boolean": _HALF_BOOLEAN, "scored": _HALF_SCORED, "additive": _HALF_ADDED}
 # attention_hopper.py's forward, by padded head: two groups of 64 queries. Taken when it has been measured to be right and faster.
