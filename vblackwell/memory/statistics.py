@@ -66,9 +66,8 @@ class Statistics:
         while self._under_way and (seconds := self._under_way[0][2].seconds()) is not None:
             source, target, clock = self._under_way.popleft()
             span = clock.span()
-            if (
-                span is not None
-            ):  # several at a time keep a link busy once; they are collected in the order in which they began
+            if span is not None:
+                # Several at a time keep a link busy once; they are collected in the order in which they were asked for.
                 busy_until = self._busy_until.get((source, target), span[0])
                 seconds = max(0.0, span[1] - max(span[0], busy_until))
                 self._busy_until[source, target] = max(busy_until, span[1])

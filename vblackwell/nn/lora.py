@@ -20,14 +20,8 @@ from vblackwell.nn.convert_linears import HEAD, find_linears
 from vblackwell.nn.lora_config import Lora
 
 ADAPTER = "default"  # peft's name of the one adapter
-_OF_EXPERTS = (
-    "w1",
-    "w2",
-    "w3",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-)  # before transformers stacked them: peft looks there
+# Names of experts' linears from before transformers stacked them; peft looks for a stacked parameter where it meets one.
+_OF_EXPERTS = ("w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")
 PREFIX = "base_model.model."  # of parameters in peft's files
 
 

@@ -40,9 +40,8 @@ def last_module_with_weights(
     ]
     try:
         with torch.no_grad(), warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="None of the inputs have requires_grad"
-            )  # reentrant checkpointing
+            # Reentrant checkpointing says it; no gradient is wanted here.
+            warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
             loss(model, make_batch())
     finally:
         for handle in handles:

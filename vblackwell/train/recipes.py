@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-FINE_TUNING: dict[str, Any] = {
-    "learning_rate": 2e-5
-}  # of a model that has been trained: a preset's rate would undo that
-ADAPTERS: dict[str, Any] = {"learning_rate": 2e-4}  # which begin at zero
+# A model that has been trained: a preset's rate would undo that. Adapters begin at zero and bear more.
+FINE_TUNING: dict[str, Any] = {"learning_rate": 2e-5}
+ADAPTERS: dict[str, Any] = {"learning_rate": 2e-4}
 
 RECIPES: dict[str, dict[str, Any]] = {
     "tiny": {
