@@ -367,6 +367,8 @@ def main() -> None:
     parser.add_argument("--traces", action="store_true", help="the traces alone")
     parser.add_argument("--compute", type=float, default=1.0, help="time an access computes, in transfers of a key")
     args = parser.parse_args()
+    if args.disk_rate and not args.disk:
+        parser.error("--disk-rate is the speed of the levels that --disk measures: give --disk DIR as well")
     torch.manual_seed(0)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}")
     if args.traces:
