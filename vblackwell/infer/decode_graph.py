@@ -8,6 +8,7 @@ Legend: B rows, V vocabulary.
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 
 import torch
@@ -36,6 +37,9 @@ def may_capture(model: nn.Module) -> bool:
     )
 
 
+_ONE_CAPTURES = threading.Lock()  # what another thread launched on the same stream meanwhile would be captured with it
+
+
 @cache
 def _capturing(index: int) -> torch.cuda.Stream:
     """The stream of GPU ``index`` on which steps are tried and captured: one, because torch's allocator keeps a pool for each it sees."""
@@ -59,14 +63,16 @@ class DecodeGraph:
         self._ids_B1 = torch.zeros((rows, 1), dtype=torch.int64, device=device)
         self._graph = torch.cuda.CUDAGraph()
         beside = _capturing(torch.cuda.current_device() if device.index is None else device.index)
-        beside.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(beside):  # kernels are compiled and chosen before; what this stores is overwritten
-            model.next_logits(self._ids_B1, self._steady)
-            self._steady.restart()
-        torch.cuda.current_stream(device).wait_stream(beside)
-        # Of this thread alone: a stack's copies, or another request, may ask CUDA for memory meanwhile, which would end a capture of all.
-        with torch.cuda.graph(self._graph, stream=beside, capture_error_mode="thread_local"):
-            self._logits_BV = model.next_logits(self._ids_B1, self._steady)
+        with _ONE_CAPTURES:
+            beside.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(beside):  # kernels are compiled and chosen before; what this stores is overwritten
+                model.next_logits(self._ids_B1, self._steady)
+                self._steady.restart()
+            torch.cuda.current_stream(device).wait_stream(beside)
+            # Of this thread alone: a stack's copies, or another request, may ask CUDA for memory meanwhile, which would end a capture of
+            # all.
+            with torch.cuda.graph(self._graph, stream=beside, capture_error_mode="thread_local"):
+                self._logits_BV = model.next_logits(self._ids_B1, self._steady)
 
     @torch.no_grad()
     def step(self, input_ids_B1: Tensor) -> Tensor:
