@@ -16,6 +16,7 @@ from tests.offload.conftest import make_stack  # noqa: F401 - a fixture
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.dispatch import use_backend
 from vblackwell.nn.causal_lm import accelerate_causal_lm, restore_causal_lm
+from vblackwell.nn.fused_loss import why_not
 from vblackwell.offload.enable import bytes_when_resident, enable_vgpu_stack_optimization, release
 from vblackwell.offload.groups import find_groups
 from vblackwell.offload.optimizer import VGPUAdamW
@@ -58,6 +59,19 @@ def build(name: str) -> nn.Module:
             if param.dim() == 1:
                 param.add_(torch.randn_like(param) * 0.1)
     return model
+
+
+class Powered(LlamaForCausalLM):
+    """Raises its logits to the first power: the numbers are the same, what stands in their place has none."""
+
+    def forward(self, input_ids=None, labels=None, **options):
+        logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state) ** 1
+        return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+
+
+def test_a_probe_that_fails_is_a_reason():
+    assert why_not(LlamaForCausalLM(LlamaConfig(**SHAPE))) is None
+    assert "could not be probed: TypeError" in (why_not(Powered(LlamaConfig(**SHAPE))) or "")
 
 
 def batch(seed: int = 0) -> dict[str, torch.Tensor]:

@@ -262,4 +262,6 @@ def _why_logits_change(model: Any, head_name: str, trunk_name: str) -> str | Non
             type(model).forward(twin, input_ids=tokens, labels=tokens, **options)
     except Unsupported:
         return _CHANGED
+    except Exception as error:  # a comparison or a power, which the stand-in does not know
+        return reason_of(error)
     return None
