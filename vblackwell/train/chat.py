@@ -130,7 +130,8 @@ def _message(item: Any, role_key: str, text_key: str, place: str) -> Message:
         raise ConfigurationError(
             f"{place} has the {role_key} {item[role_key]!r}, which is none of {', '.join((*_ROLES, *_NAMES))}{nearest(str(role), _ROLES)}"
         )
-    off = [name for name in _WEIGHTS if name in item and not item[name]]
+    # null is what writers of tables put where other lines have a weight.
+    off = [name for name in _WEIGHTS if item.get(name) is not None and not item[name]]
     if off and role == ANSWER:
         raise ConfigurationError(
             f"{place} has {off[0]} {item[off[0]]!r}, and every answer is learnt here: leave it out"
