@@ -212,7 +212,7 @@ def batches_of(config: TrainConfig, space: Space, forecast: Forecast) -> tuple[t
         total = config.batch_size * config.accumulation_steps
         return tuple((size, total // size) for size in range(min(total, MOST_SEQUENCES), 0, -1) if total % size == 0)
     sizes: set[int] = set()
-    lacking: Lacking | None = None
+    refusals: list[Lacking] = []
     for choice in {
         replace(each, update=space.updates[0])
         for each in space.choices()
@@ -220,8 +220,9 @@ def batches_of(config: TrainConfig, space: Space, forecast: Forecast) -> tuple[t
     }:
         largest, refused = largest_forward(choice, forecast)
         sizes |= {size for size in (largest, largest // 2, largest // 4) if size}
-        lacking = refused or lacking
+        refusals += [refused] if refused is not None else []
     if not sizes:
+        lacking = min(refusals, key=lambda each: (not each.num_bytes, each.num_bytes, str(each)), default=None)
         raise InsufficientMemory(
             f"--batch-size auto: not one sequence of {config.seq_length} tokens fits {forecast.machine.bounds}: the nearest {lacking}; "
             f"{'shorten --seq-length, or ' if forecast.machine.has_gpu else ''}give more memory (--fast-memory, --host-memory, "
