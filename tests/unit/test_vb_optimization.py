@@ -5,6 +5,7 @@ import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from vblackwell.errors import ConfigurationError, CorruptData, UnknownKey
 from vblackwell.nn import optimized_linear
 from vblackwell.nn.optimized_linear import VBOptimizedLinear
 from vblackwell.nn.plain_linear import linears_of_one_input
+from vblackwell.nn.two_part import Settings
 from vblackwell.numerics.separation import round_to_parts, training_scales
 from vblackwell.numerics.sqnr import sqnr
 
@@ -76,6 +78,10 @@ def test_what_is_refused_leaves_the_model_as_it_was(arguments):
     with pytest.raises(ConfigurationError):
         vb.enable_vb_optimization(model, **arguments)
     assert list(model.modules()) == before
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert Settings(drift_threshold=np.float64(0.25)).drift_threshold == 0.25
 
 
 def test_gradients_are_exact_and_near_those_of_plain_weights():

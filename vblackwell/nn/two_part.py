@@ -74,9 +74,11 @@ class Settings:
             raise ConfigurationError(f"mode {self.mode!r} is not known: choose one of {', '.join(MODES)}")
         if self.precision not in BITS:
             raise ConfigurationError(f"precision {self.precision!r} is not known: choose one of {', '.join(BITS)}")
-        if type(self.refresh_every) is not int or self.refresh_every < 1:
+        # True is an int to Python; numpy's floats are floats.
+        if isinstance(self.refresh_every, bool) or not isinstance(self.refresh_every, int) or self.refresh_every < 1:
             raise ConfigurationError(f"refresh_every {self.refresh_every!r} must be a whole number of steps from 1 on")
-        if type(self.drift_threshold) not in (int, float) or not 0 < self.drift_threshold <= 1:
+        drift: object = self.drift_threshold
+        if isinstance(drift, bool) or not isinstance(drift, (int, float)) or not 0 < drift <= 1:
             raise ConfigurationError(
                 f"drift_threshold {self.drift_threshold!r} is out of range: above 0 (always renew) and up to 1, e.g. {DRIFT_THRESHOLD}"
             )
