@@ -37,13 +37,13 @@ class Pace:
         now = self._clock()
         if not self._fresh:
             self._behind, self._behind_seconds = self._behind + rows, self._behind_seconds + now - self._last
-        elif self._first is None:
+        elif self._first is None and rows:  # 0: every row ended at once
             self._first = now - self._began
         self.tokens, self._last, self._fresh = self.tokens + rows, now, False
 
     def line(self, level0_bytes: int | None = None) -> str:
         """What is said at the end; with the peak of a stack's level 0, if there is one."""
-        parts = [f"opened in {format_seconds(self._opened or 0.0)}", f"{self.tokens} tokens"]
+        parts = [f"opened in {format_seconds(self._opened or 0.0)}", f"{self.tokens} token{'s' * (self.tokens != 1)}"]
         if self._first is not None:
             parts.append(f"the first after {format_seconds(self._first)}")
         if self._behind_seconds:
