@@ -7,6 +7,7 @@ line on standard error and exit code 2; ``--debug`` shows where it came from.
 from __future__ import annotations
 
 import argparse
+import atexit
 import dataclasses
 import gc
 import os
@@ -299,6 +300,8 @@ def _estimate(words: list[str]) -> int:
         from vblackwell.train.estimate import estimate_command
     finally:
         gc.enable()
+    # Else the interpreter looks through the libraries once more when it ends, for a second and more.
+    atexit.register(gc.freeze)
     return estimate_command(as_json=options.pop("json"), **options)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import json
 import sys
@@ -63,8 +62,6 @@ def estimate_command(
         ConfigurationError: bad input, or a GPU below what the model needs at any batch size.
     """
     check_batch(batch_size, seq_length)
-    # Else the interpreter looks through the libraries once more when it ends, for a second and more.
-    atexit.register(gc.freeze)
     card, gpu_bytes = card_of(gpu, gpu_memory)
     if gpus is not None and card is None:
         raise ConfigurationError(
