@@ -32,6 +32,22 @@ from vblackwell.kernels.attention_device import (
 
 
 @triton.jit
+def _mask_tile(
+    mask, mask_batch, mask_head, row0, start, row, col, stride_row, stride_col, q_len, k_len,
+    MASK: tl.constexpr, MASK_TMA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """What ``scores`` wants of a tile of the mask: what is added to scores, and two words of bits; zeros stand for what MASK has not."""
+    values, first, second = 0.0, 0, 0
+    if MASK == 1:
+        first, second = load_words(mask, row0, start, stride_row, stride_col, ROWS, COLUMNS)
+    elif MASK == 2 and MASK_TMA:
+        values = mask.load([mask_batch, mask_head, row0, start]).reshape(ROWS, COLUMNS)
+    elif MASK == 2:
+        values = load_mask(mask, row0, start, row - row0, col - start, stride_row, stride_col, q_len, k_len)
+    return values, first, second
+
+
+@triton.jit
 def _walk(
     acc, top, total, q, k, v, begin, end, items, row0, batch, head, kv_head, stride_k, stride_v,
     mask, mask_batch, mask_head, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
@@ -53,15 +69,10 @@ def _walk(
         else:
             start = index * COLUMNS
         col = (start + tl.arange(0, COLUMNS))[None, :]
-        values, first, second = 0.0, 0, 0
-        if MASK == 1 and EDGES:
-            first, second = load_words(mask, row0, start, stride_mask_row, stride_mask_col, ROWS, COLUMNS)
-        if MASK_TMA and EDGES:
-            values = mask.load([mask_batch, mask_head, row0, start]).reshape(ROWS, COLUMNS)
-        elif MASK == 2 and EDGES:
-            values = load_mask(
-                mask, row0, start, row - row0, col - start, stride_mask_row, stride_mask_col, q_len, k_len
-            )
+        values, first, second = _mask_tile(
+            mask, mask_batch, mask_head, row0, start, row, col, stride_mask_row, stride_mask_col, q_len, k_len,
+            MASK if EDGES else 0, MASK_TMA, ROWS, COLUMNS,
+        )  # fmt: skip
         k_tile = load_tile(k, start, stride_k, batch, kv_head, k_len, COLUMNS, H, D, EDGES, TMA)
         s = tl.dot(q, tl.trans(k_tile), out_dtype=acc.dtype, input_precision=PRECISION)
         if PLAIN and MASK == 2 and EDGES:
@@ -120,15 +131,10 @@ def _walk_ahead(
         k_tile = load_tile(k, next_start, stride_k, batch, kv_head, k_len, COLUMNS, H, D, True, TMA)
         next_s = tl.dot(q, tl.trans(k_tile), out_dtype=acc.dtype, input_precision=PRECISION)
         col = (start + tl.arange(0, COLUMNS))[None, :]
-        values, first, second = 0.0, 0, 0
-        if MASK == 1 and EDGES:
-            first, second = load_words(mask, row0, start, stride_mask_row, stride_mask_col, ROWS, COLUMNS)
-        elif MASK_TMA and EDGES:
-            values = mask.load([mask_batch, mask_head, row0, start]).reshape(ROWS, COLUMNS)
-        elif EDGES:
-            values = load_mask(
-                mask, row0, start, row - row0, col - start, stride_mask_row, stride_mask_col, q_len, k_len
-            )
+        values, first, second = _mask_tile(
+            mask, mask_batch, mask_head, row0, start, row, col, stride_mask_row, stride_mask_col, q_len, k_len,
+            MASK if EDGES else 0, MASK_TMA, ROWS, COLUMNS,
+        )  # fmt: skip
         if MASK == 2 and EDGES:
             x = tl.fma(widened(values, acc.dtype), LOG2E, x)
         x, _ = scores(
