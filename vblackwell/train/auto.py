@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from vblackwell.artifacts.hub import find_folder
-from vblackwell.errors import ConfigurationError, InsufficientMemory
+from vblackwell.errors import InsufficientMemory
 from vblackwell.estimator import Run
 from vblackwell.hardware import disk_facts, memory_facts
 from vblackwell.memory.config import default_disk_path
@@ -31,6 +31,7 @@ from vblackwell.subject import Subject
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.disk_speed import DiskSpeeds, sample_of
 from vblackwell.train.forecast import Forecast, Machine, plan_of, threads_bytes
+from vblackwell.train.levels import has_disk
 from vblackwell.train.measured_rates import keep, kept_rates
 from vblackwell.train.model import learner_of
 from vblackwell.train.precision import Precision
@@ -133,13 +134,12 @@ def apply_plan(config: TrainConfig, plan: Plan) -> TrainConfig:
 
 
 def bounds_of(config: TrainConfig, device: torch.device) -> Bounds:
-    """What the machine has free, cut to what the settings allow; a disk where they ask for one, as `build_stack` has it.
+    """What the machine has free, cut to what the settings allow.
 
     Raises:
         ConfigurationError: a codec is asked for, and no disk.
     """
-    available = memory_facts().available_bytes
-    wants_disk = config.vgpu_auto or config.disk_memory is not None or config.disk_path is not None
+    available, wants_disk = memory_facts().available_bytes, has_disk(config)
     if wants_disk:  # whatever its level will be
         available = max(available // 2, available - threads_bytes(packed=True))
     if device.type == "cuda":
@@ -149,8 +149,6 @@ def bounds_of(config: TrainConfig, device: torch.device) -> Bounds:
     disk = 0
     if wants_disk:
         disk = min(int(disk_facts(config.disk_path or default_disk_path()).free_bytes * DISK_SHARE), LARGEST_DISK_BYTES)
-    elif config.disk_codec == "lossless":
-        raise ConfigurationError("--disk-codec is for a disk level: give --disk-memory or --disk-path as well")
     given = (config.fast_memory, config.host_memory, config.disk_memory)
     gpu, host, disk = (
         room if asked is None else _asked(asked, room, index == 0 and device.type == "cuda")

@@ -31,12 +31,10 @@ def build_stack(config: TrainConfig, device: torch.device, plan: Plan | None = N
         ConfigurationError: a size that the machine does not have, a path that is no directory on a disk, a codec without a disk.
         InsufficientMemory: the disk has less room than ``--disk-memory``.
     """
-    wants_disk = config.vgpu_auto or config.disk_memory is not None or config.disk_path is not None
+    disk = has_disk(config)
     if config.disk_memory:
         _refuse_full_disk(config)
     codec = "lossless" if config.disk_codec == "lossless" else None
-    if codec is not None and not wants_disk and plan is None:
-        raise ConfigurationError("--disk-codec is for a disk level: give --disk-memory or --disk-path as well")
     given: dict[str, Any] = {"device": device, "disk_codec": codec}
     if plan is not None:
         bounds = plan.bounds
@@ -45,10 +43,23 @@ def build_stack(config: TrainConfig, device: torch.device, plan: Plan | None = N
     return create_vgpu_stack(
         config.fast_memory,
         config.host_memory,
-        config.disk_memory if wants_disk else 0,
+        config.disk_memory if disk else 0,
         config.disk_path,
         **given,
     )
+
+
+def has_disk(config: TrainConfig) -> bool:
+    """Whether a run's stack has a disk level: where the settings ask for one, or leave everything to the plan.
+
+    Raises:
+        ConfigurationError: a codec is asked for, and no disk.
+    """
+    asked = config.vgpu_auto or config.disk_memory is not None or config.disk_path is not None
+    found = asked and config.disk_memory != 0
+    if config.disk_codec == "lossless" and not found:
+        raise ConfigurationError("--disk-codec is for a disk level: give --disk-memory or --disk-path as well")
+    return found
 
 
 def _refuse_full_disk(config: TrainConfig) -> None:
