@@ -194,8 +194,8 @@ class TrainConfig:
     eval_sequences: int = 128
     """Held-out sequences in one validation loss, the same ones each time."""
 
-    sample_prompt: str = "def "
-    """What the sample at the end continues; unless it is given, a run on conversations answers one that was held out."""
+    sample_prompt: str | None = None
+    """What the sample at the end continues; unset, "def ", and in a run on conversations one that was held out is answered."""
 
     sample_tokens: int = 96
     """Tokens of the sample at the end; 0 for none."""

@@ -171,8 +171,8 @@ class _Run:
         """What the model writes now: behind ``--sample-prompt``, or of conversations, in answer to one that was held out."""
         config, prepared = self.prepared.config, self.prepared
         tokenizer, held_out = prepared.corpus.tokenizer, prepared.parts.validation
-        prompt, answer, talks = config.sample_prompt, "", False
-        if isinstance(held_out, ChatDataset) and prompt == TrainConfig.sample_prompt:
+        prompt, answer, talks = "def " if config.sample_prompt is None else config.sample_prompt, "", False
+        if isinstance(held_out, ChatDataset) and config.sample_prompt is None:
             (asked, answered), talks = held_out.example(), True
             prompt, answer = tokenizer.decode(asked, skip_special_tokens=False), tokenizer.decode(answered)
         length = max(1, len(tokenizer.encode(prompt, add_special_tokens=not talks).ids))
