@@ -15,6 +15,7 @@ import argparse
 import csv
 import functools
 import itertools
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from fp4_peers import PEERS, Peer, choose
-from graph_timing import graph_of, graph_us, turns_us
+from graph_timing import Replay, graph_of, graph_us, turns_us
 
 from vblackwell.kernels import autotune, fp4_cuda, fp4_norm, fp4_plan, layout, nvrtc, reference, w4a8
 from vblackwell.kernels.fp4 import fp4_linear, fp4_linear_dx
@@ -196,11 +197,27 @@ def peer_layers(peers: tuple[Peer, ...], w: torch.Tensor) -> tuple[dict[str, lis
         if reason is None:
             try:
                 layers[peer.name] = peer.layers(w, LAYERS)
+                torch.cuda.synchronize()
                 continue
             except Exception as error:  # whatever another package raises is its line of the table
                 reason = failure(error)
+                if gpu_is_lost():
+                    raise PeerLostGpu(peer.name, reason) from error
         reasons[peer.name] = reason
     return layers, reasons
+
+
+class PeerLostGpu(Exception):
+    """A peer made the GPU refuse all further work of this process: its name, why."""
+
+
+def gpu_is_lost() -> bool:
+    """Whether no later call of this process can succeed, as after a write to memory that there is not."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def failure(error: Exception) -> str:
@@ -217,14 +234,15 @@ def do_bench_us(call: Callable[[], object]) -> float:
 def bench(args: argparse.Namespace) -> None:
     rows: list[dict[str, object]] = []
     machine = autotune.machine(torch.device("cuda", 0))
-    peers, began = choose(args.peers), time.monotonic()
+    left_out = dict(word.split("=", 1) for word in args.without)
+    peers, began = tuple(peer for peer in choose(args.peers) if peer.name not in left_out), time.monotonic()
     for n, k in args.shapes:
         if time.monotonic() - began > args.seconds:
             print(f"{n}x{k}: not run, {args.seconds:g} s are over")
             continue
         packed, dense = layers_of(n, k)
         theirs, reasons = peer_layers(peers, dense[0])
-        for name, reason in reasons.items():
+        for name, reason in (left_out | reasons).items():
             rows.append({"n": n, "k": k, "m": "", "system": name, "note": reason, **machine})
         for m in args.rows:
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
@@ -245,9 +263,14 @@ def bench(args: argparse.Namespace) -> None:
 def time_systems(
     systems: Iterable[tuple[str, str, list[Callable[[], object]]]], theirs: set[str], rounds: int, also_do_bench: bool
 ) -> list[dict[str, object]]:
-    """A row for each of ``systems`` (name, what it is compared with, calls), replayed in turns; one of ``theirs`` may fail and says why."""
+    """A row for each of ``systems`` (name, what it is compared with, calls), replayed in turns; one of ``theirs`` may fail and says why.
+
+    Raises:
+        PeerLostGpu: one of ``theirs`` failed such that the process cannot go on.
+        RuntimeError: another one failed; the message names it.
+    """
     rows: list[dict[str, object]] = []
-    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    graphs: dict[str, Replay] = {}
     counts: dict[str, int] = {}
     others: dict[str, str] = {}
     for system, other, calls in systems:
@@ -259,8 +282,10 @@ def time_systems(
                 row["do_bench_us"] = round(do_bench_us(calls[0]), 2)
         except Exception as error:
             if system not in theirs:
-                raise
+                raise RuntimeError(f"{system} failed: {error}") from error
             row["note"] = failure(error)
+            if gpu_is_lost():
+                raise PeerLostGpu(system, row["note"]) from error
             continue
         graphs[system], counts[system], others[system] = graph, len(calls), other
     replays = dict(zip(graphs, turns_us(list(graphs.values()), rounds), strict=True))
@@ -347,6 +372,7 @@ def main() -> None:
     parser.add_argument("--rows", type=lambda text: [int(word) for word in text.split(",")], default=list(ROWS))
     parser.add_argument("--seconds", type=float, default=600.0, help="start no further shape after so many")
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--without", action="append", default=[], metavar="PEER=WHY", help="leave it out, and say why")
     args = parser.parse_args()
     if args.prebuild:
         prebuild()
@@ -357,7 +383,12 @@ def main() -> None:
     if args.tune:
         tune()
     if args.bench:
-        bench(args)
+        try:
+            bench(args)
+        except PeerLostGpu as lost:  # nothing more runs in this process: begin again, without that peer
+            name, why = lost.args
+            print(f"{name}: {why}; once more without it", flush=True)
+            os.execv(sys.executable, [*sys.orig_argv, "--without", f"{name}={why}"])
 
 
 if __name__ == "__main__":

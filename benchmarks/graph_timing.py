@@ -4,8 +4,24 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A captured graph, with what it was captured from.
+
+    A graph knows addresses only. An input that nobody else holds would be freed, and with expandable segments the next capture's
+    `empty_cache` unmaps its page: a replay then reads what is not there, or another system's data.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    calls: tuple[Callable[[], object], ...]
+
+    def replay(self) -> None:
+        self.graph.replay()
 
 
 def median_us(call: Callable[[], object], repeats: int) -> float:
@@ -21,8 +37,11 @@ def median_us(call: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def graph_of(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of all ``calls``, replayed once; the first and the last call run before."""
+def graph_of(calls: Sequence[Callable[[], object]]) -> Replay:
+    """A CUDA graph of all ``calls``, replayed once to its end; the first and the last call run before.
+
+    A call that fails on the GPU therefore raises here, and nothing before it is still under way.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -34,7 +53,8 @@ def graph_of(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
         for call in calls:
             call()
     graph.replay()
-    return graph
+    torch.cuda.synchronize()
+    return Replay(graph, tuple(calls))
 
 
 def graph_us(calls: Sequence[Callable[[], object]], replays: int) -> float:
@@ -48,7 +68,7 @@ def alternating_us(systems: Sequence[Sequence[Callable[[], object]]], rounds: in
     return [us / len(calls) for us, calls in zip(times, systems, strict=True)]
 
 
-def turns_us(graphs: Sequence[torch.cuda.CUDAGraph], rounds: int) -> list[float]:
+def turns_us(graphs: Sequence[Replay], rounds: int) -> list[float]:
     """Median time of a replay of each graph, in us.
 
     In turns, because a GPU lowers its clocks under load: whoever is timed first, by itself, looks faster. One round goes before.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import csv
+import functools
 import importlib
 import sys
+import weakref
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -152,6 +155,7 @@ def test_systems_take_turns_and_a_peer_that_fails_says_why(monkeypatch):
 
     monkeypatch.setattr(bench, "graph_of", graph_of)
     monkeypatch.setattr(bench, "turns_us", lambda graphs, rounds: [rounds * graph for graph in graphs])
+    monkeypatch.setattr(bench, "gpu_is_lost", lambda: False)
     compared = [
         ("cublas", "", [lambda: 12.0] * 2),
         ("theirs", "cublas", [fails]),
@@ -161,5 +165,21 @@ def test_systems_take_turns_and_a_peer_that_fails_says_why(monkeypatch):
     assert found[0] == {"system": "cublas", "us": 18.0, "ratio": ""}
     assert found[1]["note"] == "failed: RuntimeError: no kernel" and "us" not in found[1]
     assert found[2] == {"system": "ours", "us": 6.0, "ratio": 3.0}
-    with pytest.raises(RuntimeError, match="no kernel"):
+    with pytest.raises(RuntimeError, match="theirs failed: no kernel"):
         bench.time_systems(compared, set(), 3, False)
+    monkeypatch.setattr(bench, "gpu_is_lost", lambda: True)
+    with pytest.raises(bench.PeerLostGpu) as lost:
+        bench.time_systems(compared, {"theirs"}, 3, False)
+    assert lost.value.args == ("theirs", "failed: RuntimeError: no kernel")
+
+
+def test_a_graph_holds_what_it_was_captured_from(monkeypatch):
+    timing = importlib.import_module("graph_timing")
+    monkeypatch.setattr(timing, "torch", MagicMock())  # capturing takes a GPU; who owns the inputs does not
+    x = torch.ones(3)
+    seen = weakref.ref(x)
+    graph = timing.graph_of([functools.partial(torch.neg, x)])
+    del x
+    assert seen() is not None, "a replay would read freed memory"
+    del graph
+    assert seen() is None
