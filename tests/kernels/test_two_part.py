@@ -18,7 +18,7 @@ MAIN = """
 extern "C" void run(const u16* x, const u8* codes, const u8* fine, const u8* scales, const float* ts, const u16* bias, void* y, int M,
                     int N, int K, int act, int windows, int chunks, int gx, int gz, int shared) {
     launch(gx, SPLITS, gz, THREADS, shared,
-           [=] { two_part_mma(x, codes, fine, scales, ts, bias, y, M, N, K, act, windows, chunks); });
+           [=] { two_part_mma(x, codes, fine, scales, ts, bias, y, M, N, K, act, windows, chunks, 1); });
 }"""
 DEQUANTIZE_MAIN = """
 extern "C" void run(const u8* codes, const u8* fine, const u8* scales, const float* ts, void* w, int N, int K, int gx, int gy) {
@@ -112,6 +112,12 @@ def test_op_and_gradients_against_float64(activation):
     [
         (TwoPartPlan(4, 2, 1, 2, 2, 8192), 3, 70, 330),
         (TwoPartPlan(16, 1, 2, 1, 1, 8192), 11, 40, 648),
+        (
+            TwoPartPlan(16, 2, 2, 2, 2, 8192, chunk=2, x_stages=2),
+            11,
+            70,
+            704,
+        ),  # 6 and 5 windows: the second block's last chunk has one
     ],
     ids=str,
 )
@@ -168,6 +174,9 @@ def test_plans_fit_shared_memory(clusters, most):
             plan = two_part_cuda.plan(rows, n, k, clusters)
             windows, count = plan.chunks(k)
             assert plan.shared_bytes(k) <= most, (plan, k)
+            if plan.chunk:
+                assert plan.chunk % plan.k_warps == 0 and k % 64 == 0
+                continue
             assert windows * count * plan.splits * 64 >= k and windows % plan.k_warps == 0
             assert count == 1 or windows % (plan.k_warps * plan.prefetch) == 0
 

@@ -1,12 +1,13 @@
 """Launches of ``cuda/two_part.cu``, and how they cover a shape.
 
-Blocks are those that `fp4_plan.plan_mma` gives the coarse part alone, since what decides is the same: one block of 16 warps a
-multiprocessor, and a cluster that splits K from three rows on. A window holds 2176 bytes instead of 1152, so x has less room.
+Blocks are those that `fp4_plan.plan_mma` gives the coarse part alone, since what decides is the same: one block of 12 to 16 warps a
+multiprocessor, and from three rows on x in bulk copies and a cluster of two that splits K. A window holds 2176 bytes instead of 1152, so x
+has less room.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,10 +17,11 @@ from vblackwell.kernels.fp4_plan import ceil_div, plan_mma
 from vblackwell.kernels.nvrtc import kernel
 from vblackwell.kernels.reference import ACTIVATIONS
 
-FILES = ("ptx.cuh", "decode.cuh", "epilogue.cuh", "two_part.cu")
+FILES = ("ptx.cuh", "decode.cuh", "barrier.cuh", "epilogue.cuh", "two_part.cu")
 MOST_ROWS = 16
+MOST_SHARED_BYTES = {True: 227 * 1024, False: 99 * 1024}  # of a block, with and without clusters
 _WINDOW_BYTES = 2176
-# Of x that a block stages at a time, and windows that a warp has in flight: with clusters of 227 KB, without of 99.
+# Of x that a block stages at a time without bulk copies, and windows that a warp has in flight.
 _X_BYTES = {True: 80 * 1024, False: 24 * 1024}
 _PREFETCH = {True: 4, False: 3}
 
@@ -35,20 +37,23 @@ class TwoPartPlan:
     prefetch: int
     x_bytes: int
     min_blocks: int = 1
+    chunk: int = 0
+    x_stages: int = 2
 
     def macros(self, out32: bool = False) -> dict[str, int]:
         """What the source is compiled with."""
-        return {
+        macros = {
             "FP16": 0, "TOKENS": self.tokens, "ROW_WARPS": self.row_warps, "K_WARPS": self.k_warps, "SPLITS": self.splits,
             "PREFETCH": self.prefetch, "MIN_BLOCKS": self.min_blocks, "OUT32": int(out32),
         }  # fmt: skip
+        return macros | ({"BULK": 1, "CHUNK": self.chunk, "X_STAGES": self.x_stages} if self.chunk else {})
 
     @property
     def threads(self) -> int:
         return 32 * self.row_warps * self.k_warps
 
     def chunks(self, k: int) -> tuple[int, int]:
-        """(windows a chunk of x, chunks a block): one chunk where it fits, else equal ones in two buffers."""
+        """(windows a chunk of x, chunks a block): one chunk where it fits, else equal ones in two buffers. Bulk copies take ``chunk``."""
         share = ceil_div(ceil_div(k, 64), self.splits)
         most = self.x_bytes // (self.tokens * 128)
         whole = ceil_div(share, self.k_warps) * self.k_warps
@@ -63,28 +68,35 @@ class TwoPartPlan:
         """Of a block, for rows of ``k``."""
         windows, count = self.chunks(k)
         staged = windows * self.tokens * 128 * min(2, count)
+        if self.chunk:
+            staged = self.x_stages * (self.tokens * (self.chunk * 128 + 16) + 16)  # and two barriers each
         ring = self.row_warps * self.k_warps * self.prefetch * _WINDOW_BYTES
         return max(staged + ring, self.k_warps * self.tokens * (32 * self.row_warps + 4) * 4)
 
 
 def plan(m: int, n: int, k: int, clusters: bool) -> TwoPartPlan:
     """The plan for up to 16 rows, with or without clusters of blocks (sm_90); a function of the shape alone."""
-    base = plan_mma(m, n, k, clusters, bulk=False)
-    prefetch = min(_PREFETCH[clusters], base.prefetch)
-    return TwoPartPlan(base.tokens, base.row_warps, base.k_warps, base.splits, prefetch, _X_BYTES[clusters])
+    base = plan_mma(m, n, k, clusters)
+    found = TwoPartPlan(
+        base.tokens, base.row_warps, base.k_warps, base.splits, min(_PREFETCH[clusters], base.prefetch), _X_BYTES[clusters],
+        chunk=base.chunk, x_stages=base.x_stages,
+    )  # fmt: skip
+    if found.chunk and found.shared_bytes(k) > MOST_SHARED_BYTES[clusters]:
+        found = replace(found, x_stages=2)
+    return found
 
 
 def run_mma(
     plan: TwoPartPlan, x_MK: Tensor, codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor,
     bias: Tensor | None, activation: str, n: int, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """One launch; x is bf16, ``out_dtype`` bf16 or fp32."""
+    """One launch; x is bf16, ``out_dtype`` bf16 or fp32. With bulk copies K is a multiple of 64."""
     x_MK, k = aligned(x_MK)
     m = x_MK.shape[0]
     y_MN = torch.empty(m, n, dtype=out_dtype or x_MK.dtype, device=x_MK.device)
     grid = (ceil_div(n, 32 * plan.row_warps), plan.splits, ceil_div(m, plan.tokens))
     args = (
-        x_MK, codes, fine, block_scales, tensor_scale, bias, y_MN, m, n, k, ACTIVATIONS.index(activation), *plan.chunks(k),
+        x_MK, codes, fine, block_scales, tensor_scale, bias, y_MN, m, n, k, ACTIVATIONS.index(activation), *plan.chunks(k), 1,
     )  # fmt: skip
     macros = plan.macros(y_MN.dtype == torch.float32)
     kernel(FILES, "two_part_mma", macros, x_MK.device).launch(grid, plan.threads, plan.shared_bytes(k), args)

@@ -1,28 +1,33 @@
 // y = act(x W^T + bias) for few rows of x and a weight in two parts (kernels/two_part_layout.py), in one pass over both.
 //
 // The frame is that of fp4_mma.cu: weights are the A operand of mma.m16n8k16, tokens its n = 8; a warp takes one band of 32 weight rows and a
-// share of K; ROW_WARPS stand side by side, K_WARPS take turns at the windows, SPLITS blocks of a cluster split K further; x is staged by
-// chunks; sums meet in shared memory and are added in a fixed order. What differs: a window is 2176 bytes, and the decode adds the fine
-// bits to the coarse ones before the one multiplication by the scale, an E2M5 number times a scale of four bits, rounded to bf16
-// (2^-8 of a weight at most, beside the 2^-6 of a code that the fine part resolves). So the fine part costs its bytes and eleven operations
-// for eight weights, and no second product.
+// share of K; ROW_WARPS stand side by side, K_WARPS take turns at the windows, SPLITS blocks of a cluster split K further; x comes in bulk
+// copies behind barriers (BULK: sm_90, K a multiple of 64) or is staged by chunks; sums meet in shared memory and are added in a
+// fixed order. What differs: a window is 2176 bytes, and the decode adds the fine bits to the coarse ones before the one multiplication by the
+// scale, an E2M5 number times a scale of four bits, rounded to bf16 (2^-8 of a weight at most, beside the 2^-6 of a code that the
+// fine part resolves). So the fine part costs its bytes and eleven operations for eight weights, and no second product.
+//
+// Shifts, masks and additions all issue at half rate on one pipe, and it is that pipe the weights wait for. Masking the coarse bits and
+// putting the fine ones beside them is one operation on it; taking away what a fine code of 8 adds is a multiplication by one and an addition,
+// which the other pipe does. The one is a parameter, or the compiler would see through it.
 //
 // The second kernel writes the weight out, (code * scale) * tensor_scale in fp32 rounded once, for many rows and for backward.
 //
-// Set by the launcher: FP16 (0), TOKENS (a power of two, at most 16), ROW_WARPS, K_WARPS, SPLITS, PREFETCH, MIN_BLOCKS, OUT32; OUT for the second.
+// Set by the launcher: FP16 (0), TOKENS (a power of two, at most 16), ROW_WARPS, K_WARPS, SPLITS, PREFETCH, MIN_BLOCKS, OUT32, BULK (or not),
+// and with it CHUNK (a multiple of K_WARPS) and X_STAGES; OUT for the second.
 #define FINE_MASK 0x003C003Cu
 #define FINE_NOTHING 0x00200020u
 
-// A placed coarse pair with its fine codes, which lie in bits 5..2 of both halves of `fine`, as E2M5. No carry leaves a half: only cells
-// that do not begin at zero have fine codes below 8.
-DEVICE u32 refine(u32 coarse, u32 fine) { return coarse + (fine & FINE_MASK) - FINE_NOTHING; }
+// A coarse pair in place among other bits, with its fine codes, which lie in bits 5..2 of both halves of `fine`, as E2M5. No carry leaves a
+// half: only cells that do not begin at zero have fine codes below 8.
+DEVICE u32 refine(u32 coarse, u32 fine, u32 one) { return ((coarse & PAIR_MASK) | (fine & FINE_MASK)) * one - FINE_NOTHING; }
 
 // Eight coarse and fine codes to four unscaled pairs.
-DEVICE void decode_parts(u32 word, u32 fine, u32* pairs) {
-    pairs[0] = refine(word & PAIR_MASK, fine);
-    pairs[1] = refine(rotate_left(word, 10) & PAIR_MASK, rotate_left(fine, 28));
-    pairs[2] = refine(rotate_left(word, 13) & PAIR_MASK, rotate_left(fine, 24));
-    pairs[3] = refine(((word & PAIR_3_BITS) * PAIR_3_MULTIPLIER) & PAIR_MASK, rotate_left(fine, 20));
+DEVICE void decode_parts(u32 word, u32 fine, u32 one, u32* pairs) {
+    pairs[0] = refine(word, fine, one);
+    pairs[1] = refine(rotate_left(word, 10), rotate_left(fine, 28), one);
+    pairs[2] = refine(rotate_left(word, 13), rotate_left(fine, 24), one);
+    pairs[3] = refine((word & PAIR_3_BITS) * PAIR_3_MULTIPLIER, rotate_left(fine, 20), one);
 }
 
 #ifdef TOKENS
@@ -32,7 +37,20 @@ DEVICE void decode_parts(u32 word, u32 fine, u32* pairs) {
 #define RED_STRIDE (ROWS + 4)
 #define WINDOW_BYTES 2176  // coarse codes of the upper 16 rows, of the lower, fine codes of both, scales
 
-DEVICE void compute(float (*acc)[NB][4], u32 w_address, u32 scale_address, u32 x_address) {
+#ifndef BULK
+#define BULK 0
+#endif
+#if BULK
+#define X_PITCH (CHUNK * 128 + 16)
+#define X_GROUP (8 * X_PITCH)  // from a token to the eighth after it
+#define X_HALF 16              // from a block's first eight columns to the others
+#else
+#define X_GROUP 512
+#define X_HALF (TOKENS * 64)
+#endif
+
+// The window at `w_address` (this lane's 16 bytes) times 64 columns of x at `x_address`.
+DEVICE void compute(float (*acc)[NB][4], u32 w_address, u32 scale_address, u32 x_address, u32 one) {
     u32 a[2][4][4];  // [half][step of 16 columns][fragment]
     const u32 scales = load_shared_word(scale_address);
 #pragma unroll
@@ -42,8 +60,8 @@ DEVICE void compute(float (*acc)[NB][4], u32 w_address, u32 scale_address, u32 x
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             u32 top[4], bottom[4];
-            decode_parts(i ? q.y : q.x, i ? f.y : f.x, top);
-            decode_parts(i ? q.w : q.z, i ? f.w : f.z, bottom);
+            decode_parts(i ? q.y : q.x, i ? f.y : f.x, one, top);
+            decode_parts(i ? q.w : q.z, i ? f.w : f.z, one, bottom);
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 a[h][2 * i + (j >> 1)][2 * (j & 1)] = multiply_pair(top[j], upper);
@@ -53,7 +71,7 @@ DEVICE void compute(float (*acc)[NB][4], u32 w_address, u32 scale_address, u32 x
     }
 #pragma unroll
     for (int nb = 0; nb < NB; nb++) {
-        const uint4 b0 = load_shared(x_address + nb * 512), b1 = load_shared(x_address + nb * 512 + TOKENS * 64);
+        const uint4 b0 = load_shared(x_address + nb * X_GROUP), b1 = load_shared(x_address + nb * X_GROUP + X_HALF);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             mma(acc[h][nb], a[h][0], b0.x, b0.y);
@@ -66,11 +84,18 @@ DEVICE void compute(float (*acc)[NB][4], u32 w_address, u32 scale_address, u32 x
 
 // A chunk of x into shared memory in fragment order: columns [first, first + 64 * windows), tokens [0, tokens); zeros beyond K.
 DEVICE void stage(u32 shared, const u16* x, int tokens, int K, int first, int windows, int tid) {
-    const int granules = windows * 8;
-    for (int e = tid; e < granules * tokens; e += THREADS) {
-        const int m = e / granules, c = e % granules, k = first + c * 8;
+    const int granules = windows * 8, step_m = THREADS / granules, step_c = THREADS % granules;
+    int m = tid / granules, c = tid % granules;
+    while (m < tokens) {
+        const int k = first + c * 8;
         const u32 to = shared + (((c >> 3) * 2 + (c & 1)) * TOKENS + m) * 64 + ((c >> 1) & 3) * 16;
         copy_async(to, x + (u64)m * K + min(k, K - 8), k < K ? 16 : 0);
+        m += step_m;
+        c += step_c;
+        if (c >= granules) {
+            c -= granules;
+            m++;
+        }
     }
 }
 
@@ -80,7 +105,7 @@ __cluster_dims__(1, SPLITS, 1)
 #endif
 __launch_bounds__(THREADS, MIN_BLOCKS)
 two_part_mma(const u16* x, const u8* codes, const u8* fine, const u8* scales, const float* tensor_scale, const u16* bias, void* y,
-             int M, int N, int K, int activation, int chunk_windows, int chunks) {
+             int M, int N, int K, int activation, int chunk_windows, int chunks, u32 one) {
     SHARED_MEMORY(memory);
     let_next_start();
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
@@ -89,23 +114,38 @@ two_part_mma(const u16* x, const u8* codes, const u8* fine, const u8* scales, co
     const int band = min((int)blockIdx.x * ROW_WARPS + row_warp, bands - 1);
     const int m0 = blockIdx.z * TOKENS, tokens = min(TOKENS, M - m0);
 
-    // Shared memory: a ring for each warp, then x (two buffers if there are several chunks); later the sums.
+    // Shared memory: a ring for each warp, then x (two buffers if there are several chunks, with BULK X_STAGES slots and their barriers);
+    // later the sums.
     const u32 ring = shared_address(memory) + warp * (PREFETCH * WINDOW_BYTES);
     const u32 shared_x = shared_address(memory) + ROW_WARPS * K_WARPS * PREFETCH * WINDOW_BYTES;
+#if BULK
+    const int first = windows * (int)blockIdx.y / SPLITS, end = windows * ((int)blockIdx.y + 1) / SPLITS;
+    chunks = (end - first + CHUNK - 1) / CHUNK;
+#else
     const u32 buffer_bytes = chunk_windows * TOKENS * 128;
     const int per_warp = chunk_windows / K_WARPS;
     const int first = blockIdx.y * chunks * chunk_windows;  // first window of this block
-    const u64 band_window = (u64)band * windows;
-    int next = first + k_warp, todo = per_warp * chunks;  // the next window to load, and how many remain
+    int todo = per_warp * chunks;
+#endif
+    const u8* band_codes = codes + (u64)band * windows * 1024 + lane * 16;
+    const u8* band_fine = fine + (u64)band * windows * 1024 + lane * 16;
+    const u8* band_scales = scales + (u64)band * windows * 128 + lane * 4;
+    int next = first + k_warp;  // the next window to load
     auto load = [&](u32 slot) {
+#if BULK
+        if (next < end) {
+            const u32 at = next;
+#else
         if (todo-- > 0) {
-            const u64 at = band_window + min(next, windows - 1);
+            const u32 at = min(next, windows - 1);
+#endif
+            const u8 *from = band_codes + (u64)(at * 1024), *fine_from = band_fine + (u64)(at * 1024);
             const u32 to = slot + lane * 16;
-            copy_async(to, codes + at * 1024 + lane * 16, 16);
-            copy_async(to + 512, codes + at * 1024 + 512 + lane * 16, 16);
-            copy_async(to + 1024, fine + at * 1024 + lane * 16, 16);
-            copy_async(to + 1536, fine + at * 1024 + 512 + lane * 16, 16);
-            copy_async_word(slot + 2048 + lane * 4, scales + at * 128 + lane * 4, 4);
+            copy_async(to, from, 16);
+            copy_async(to + 512, from + 512, 16);
+            copy_async(to + 1024, fine_from, 16);
+            copy_async(to + 1536, fine_from + 512, 16);
+            copy_async_word(slot + 2048 + lane * 4, band_scales + (u64)(at * 128), 4);
             next += K_WARPS;
         }
         copy_commit();
@@ -114,18 +154,69 @@ two_part_mma(const u16* x, const u8* codes, const u8* fine, const u8* scales, co
     for (int d = 0; d < PREFETCH; d++) load(ring + d * WINDOW_BYTES);
     const float unit = tensor_scale[0] * WEIGHT_UNIT;
 
-    wait_for_previous();
-    x += (u64)m0 * K;
-    stage(shared_x, x, tokens, K, first * 64, chunk_windows, tid);
-    copy_wait_all();
-
     float acc[2][NB][4];
 #pragma unroll
     for (int i = 0; i < 2 * NB * 4; i++) acc[i / (NB * 4)][i / 4 % NB][i % 4] = 0.0f;
-
     const u32 token = TOKENS < 8 ? min(lane >> 2, TOKENS - 1) : lane >> 2;
-    const u32 x_lane = token * 64 + (lane & 3) * 16 + k_warp * TOKENS * 128;
     u32 slot = 0;
+    x += (u64)m0 * K;
+#if BULK
+    const u32 full = shared_x + X_STAGES * TOKENS * X_PITCH, empty = full + 8 * X_STAGES;
+    if (tid == 0) {
+        for (int s = 0; s < X_STAGES; s++) {
+            barrier_init(full + 8 * s, 1);
+            barrier_init(empty + 8 * s, ROW_WARPS * K_WARPS);
+        }
+        barrier_init_done();
+    }
+    __syncthreads();
+    auto fetch = [&](int chunk) {  // by one warp: a lane asks for a row
+        const int from = first + chunk * CHUNK, stage = chunk % X_STAGES;
+        const u32 bytes = (min(from + CHUNK, end) - from) * 128;
+        if (lane == 0) barrier_expect(full + 8 * stage, tokens * bytes);
+        warp_sync();
+        if (lane < tokens)
+            copy_bulk(shared_x + (stage * TOKENS + lane) * X_PITCH, x + (u64)lane * K + from * 64, bytes, full + 8 * stage);
+    };
+    if (warp == 0) {
+        wait_for_previous();  // the others see x, and with it the previous kernel's end, through the barriers
+        for (int chunk = 0; chunk < min(X_STAGES, chunks); chunk++) fetch(chunk);
+    }
+    const u32 x_lane = shared_x + token * X_PITCH + (lane & 3) * 32 + k_warp * 128;
+    int stage = 0, previous = 0;
+    u32 parity = 0, previous_parity = 0;
+    for (int chunk = 0; chunk < chunks; chunk++) {
+        if (warp == 0 && chunk > 0 && chunk - 1 + X_STAGES < chunks) {
+            barrier_wait(empty + 8 * previous, previous_parity);
+            fetch(chunk - 1 + X_STAGES);
+        }
+        barrier_wait(full + 8 * stage, parity);
+        u32 x_address = x_lane + stage * (TOKENS * X_PITCH);
+        const int mine = min(CHUNK, end - first - chunk * CHUNK) - k_warp;
+#pragma unroll 2
+        for (int i = 0; i < mine; i += K_WARPS) {
+            const u32 at = ring + slot;
+            copy_wait<PREFETCH - 1>();
+            compute(acc, at + lane * 16, at + 2048 + lane * 4, x_address, one);
+            load(at);
+            x_address += K_WARPS * 128;
+            slot = slot == (PREFETCH - 1) * WINDOW_BYTES ? 0 : slot + WINDOW_BYTES;
+        }
+        warp_sync();
+        if (lane == 0) barrier_arrive(empty + 8 * stage);
+        previous = stage;
+        previous_parity = parity;
+        if (++stage == X_STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+#else
+    wait_for_previous();
+    stage(shared_x, x, tokens, K, first * 64, chunk_windows, tid);
+    copy_wait_all();
+
+    const u32 x_lane = token * 64 + (lane & 3) * 16 + k_warp * TOKENS * 128;
     for (int chunk = 0; chunk < chunks; chunk++) {
         if (chunk > 0) copy_wait<PREFETCH - 1>();  // x of this chunk came with a group at least PREFETCH windows old
         __syncthreads();
@@ -137,12 +228,13 @@ two_part_mma(const u16* x, const u8* codes, const u8* fine, const u8* scales, co
         for (int i = 0; i < per_warp; i++) {
             const u32 at = ring + slot;
             copy_wait<PREFETCH - 1>();
-            compute(acc, at + lane * 16, at + 2048 + lane * 4, x_address);
+            compute(acc, at + lane * 16, at + 2048 + lane * 4, x_address, one);
             load(at);
             x_address += K_WARPS * TOKENS * 128;
             slot = slot == (PREFETCH - 1) * WINDOW_BYTES ? 0 : slot + WINDOW_BYTES;
         }
     }
+#endif
     copy_wait_all();
 
     float* red = (float*)memory;  // [K_WARPS][TOKENS][RED_STRIDE]
@@ -211,8 +303,8 @@ two_part_dequantize(const u8* codes, const u8* fine, const u8* scales, const flo
         const uint4 q = coarse_halves[r >> 1], f = fine_halves[r >> 1];
         const float scale = as_float(scale_pair(packed, r) << 16);
         u32 pairs[8];
-        decode_parts(r & 1 ? q.z : q.x, r & 1 ? f.z : f.x, pairs);
-        decode_parts(r & 1 ? q.w : q.y, r & 1 ? f.w : f.y, pairs + 4);
+        decode_parts(r & 1 ? q.z : q.x, r & 1 ? f.z : f.x, 1, pairs);
+        decode_parts(r & 1 ? q.w : q.y, r & 1 ? f.w : f.y, 1, pairs + 4);
         float v[16];
 #pragma unroll
         for (int i = 0; i < 8; i++) {
