@@ -30,6 +30,7 @@ import signal
 import statistics
 import sys
 import time
+import traceback
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
@@ -44,7 +45,7 @@ from estimate_cases import FAMILIES, Case, boundary_cases, draw
 from estimate_measure import boundary, measure
 from estimate_models import build
 from estimate_pool import Pool, Task, cuda_in_a_fork, rates_here
-from estimate_predict import predict
+from estimate_predict import predict_without_gpu
 from estimate_report import (
     append_csv,
     boundary_lines,
@@ -54,12 +55,16 @@ from estimate_report import (
     rows_of,
     step_lines,
     summary_lines,
+    verdict_lines,
 )
 
 from vblackwell.hardware import list_gpus
 from vblackwell.units import GiB
 
 RESULTS = Path(__file__).parent / "results" / "estimate.csv"
+# transformers imports these where they are installed, no case needs them, and the import of one (torchao) asks for the GPU's capability: it
+# starts CUDA in the parent, and then no fork can.
+NOT_NEEDED = ("torchao", "bitsandbytes", "liger_kernel", "gemlite", "deepspeed", "flash_attn", "kernels")
 SAVE_SECONDS = 15.0  # between files on the way
 # Boundaries beyond those that are asked for: some of the drawn cases cannot be predicted, some of those that can fail when they run.
 SPARES_DRAWN, SPARES_RUN = 6, 2
@@ -134,6 +139,9 @@ def drawn(args: argparse.Namespace) -> tuple[list[Case], list[Case]]:
 
 def preload() -> None:
     """Import in the parent what every child needs: modules come with the first model of a family. No backward: its threads bar forks."""
+    for name in NOT_NEEDED:
+        sys.modules.setdefault(name, None)  # pyright: ignore[reportArgumentType] - which is how Python says that there is none
+    started = _who_starts_cuda()
     import torch._dynamo  # noqa: F401
     import torch._inductor.compile_fx  # noqa: F401
 
@@ -142,6 +150,23 @@ def preload() -> None:
     assert vblackwell.VGPUAdamW and vblackwell.create_vgpu_stack
     for case in draw(2 * len(FAMILIES)):
         build(shrunk(case))
+    for stack in started:
+        tell(f"CUDA was started in the parent, so children cannot be forks: {stack}")
+
+
+def _who_starts_cuda() -> list[str]:
+    """Filled, from here on, with the callers of what starts CUDA."""
+    start, found = torch.cuda._lazy_init, list[str]()
+
+    def noted() -> None:
+        if not torch.cuda.is_initialized() and os.getpid() == parent:
+            frames = [each for each in traceback.extract_stack()[:-1][::-1] if "importlib" not in each.filename]
+            found.append(" < ".join(f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in frames[:6]))
+        start()
+
+    parent = os.getpid()
+    torch.cuda._lazy_init = noted
+    return found
 
 
 def about(args: argparse.Namespace) -> dict[str, Any]:
@@ -164,7 +189,7 @@ def do_predict(args: argparse.Namespace) -> dict[str, Any]:
     tasks = [
         Task(
             case.name,
-            predict,
+            predict_without_gpu,
             {
                 "case": case,
                 "capability": (major, minor),
@@ -297,11 +322,13 @@ def _boundary_task(case: Case, told: dict[str, Any], device: str) -> Task:
     return Task(f"boundary {key}", boundary, arguments, mine["peak_p99"])
 
 
-def do_report(args: argparse.Namespace, predicted: dict[str, Any], measured: dict[str, Any]) -> None:
+def do_report(args: argparse.Namespace, predicted: dict[str, Any], measured: dict[str, Any]) -> int:
+    """Print the tables; 1 where a case has no answer, however good the others are."""
     told, real = predicted["cases"], measured["cases"]
     contexts = [each["context"] for each in real.values() if each.get("context")]
     context = int(statistics.median(contexts)) if contexts else None
-    drawn_only = {key: each for key, each in told.items() if key in real or "error" in each}
+    wanted = {_key(case, told) for case in drawn(args)[0]}
+    drawn_only = {key: each for key, each in told.items() if key in wanted or key in real or "error" in each}
     rows = rows_of(drawn_only, real, context)
     print(
         "\n".join(
@@ -312,15 +339,18 @@ def do_report(args: argparse.Namespace, predicted: dict[str, Any], measured: dic
                 *boundary_lines(told, real, context, args.boundary),
                 "",
                 *summary_lines(rows),
+                "",
+                *verdict_lines(rows),
             ]  # fmt: skip
         ),
         flush=True,
     )
     if not args.tiny:
         append_csv(args.csv or RESULTS, rows, measured["about"])
+    return int(any(row["error"] for row in rows))
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     torch.set_num_threads(1)
     if args.what != "report":
@@ -347,8 +377,9 @@ def main(argv: list[str] | None = None) -> None:
     if args.what in ("report", "all"):
         if args.predicted is None or args.measured is None:
             raise SystemExit("report: give --predicted FILE and --measured FILE")
-        do_report(args, load(args.predicted), load(args.measured))
+        return do_report(args, load(args.predicted), load(args.measured))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from typing import Any
@@ -77,6 +78,12 @@ def predict(
             found["smallest_cap"] = smallest_cap(trace, estimate.allocated - STEP, estimate.reserved, case.expandable)
     found |= {"formulas": formulas(trace.num_parameters, case), "seconds": time.perf_counter() - began}
     return found
+
+
+def predict_without_gpu(**arguments: Any) -> dict[str, Any]:
+    """`predict` in a process that is shown no GPU, as on a laptop: it may not need one."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    return predict(**arguments)
 
 
 def seconds_of(trace: Trace, rates: Rates) -> dict[str, float]:

@@ -98,6 +98,33 @@ def summary_lines(rows: list[Row]) -> list[str]:
     return lines
 
 
+# (median, P90, worst) that may not be exceeded; None: not asked for.
+FLOORS: tuple[tuple[str, str, str, tuple[float | None, float | None, float | None]], ...] = (
+    ("allocated", "predicted_allocated", "allocated", (0.015, None, None)),
+    ("reserved + context", "predicted_peak", "device", (0.04, None, 0.12)),
+    ("step time", "predicted_step_seconds", "step_seconds", (0.12, 0.30, None)),
+)
+
+
+def verdict_lines(rows: list[Row]) -> list[str]:
+    """How many cases have no answer, and which floors are met: one of which nothing was measured is not."""
+    counts = {of: sum(f"{of}: " in row["error"] for row in rows) for of in ("predicted", "measured")}
+    missing = sum(bool(row["error"]) for row in rows)
+    lines = [
+        f"cases: {len(rows)}, of these {counts['predicted']} could not be predicted and {counts['measured']} failed or did not run"
+        + (f": {missing} WITHOUT AN ANSWER, so the floors below are of the others alone" if missing else "")
+    ]
+    for title, told, real, floors in FLOORS:
+        found = sorted(abs(value) for row in rows if (value := relative(row, told, real)) is not None)
+        if not found:
+            lines.append(f"{title}: NOT MEASURED")
+            continue
+        reached = (statistics.median(found), found[min(len(found) - 1, int(0.9 * len(found)))], found[-1])
+        missed = any(floor is not None and value > floor for value, floor in zip(reached, floors, strict=True))
+        lines.append(f"{title}: {'FLOOR MISSED' if missed else 'floor met'}, of {len(found)} cases")
+    return lines
+
+
 def _grouped(title: str, rows: list[Row], key: Callable[[Row], str]) -> list[str]:
     lines = []
     for name in dict.fromkeys(key(row) for row in rows):

@@ -6,13 +6,17 @@ import hashlib
 import os
 import subprocess
 import sys
+from typing import Any, NoReturn
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.plan.test_estimate import trace_of
 from vblackwell.estimator import ModelConfig, Run
-from vblackwell.plan.trace import Trace
+from vblackwell.plan.estimate import OPTIMIZERS, optimizer_named
+from vblackwell.plan.trace import Trace, trace_training
 from vblackwell.subject import of_decoder
 
 CASES = (("llama", None), ("gpt2", torch.bfloat16), ("mixtral", None))
@@ -39,6 +43,61 @@ def test_it_does_not_ask_whether_there_is_a_gpu(monkeypatch):
     for name, answer in (("is_available", not torch.cuda.is_available()), ("device_count", 3), ("current_device", 2)):
         monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
     assert digests(1) == here
+
+
+ASKS_THE_DRIVER = (
+    "_lazy_init", "current_device", "current_stream", "device", "get_device_name", "get_device_properties", "get_rng_state",
+    "is_current_stream_capturing", "manual_seed", "mem_get_info", "set_rng_state", "synchronize",
+)  # fmt: skip
+
+
+def gpu_in_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on torch is in a fork of a process that has used its GPU: it says that there is one, and all that needs it raises."""
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    for name in ASKS_THE_DRIVER:
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    for name in ("get_rng_state", "set_rng_state", "_lazy_init"):
+        monkeypatch.setattr(torch.cuda.random, name, refuse)
+    monkeypatch.setattr(torch.cuda, "_initialized", True)
+    for owner, name, answer in (
+        (torch.cuda, "is_available", True), (torch.cuda, "device_count", 1), (torch.backends.cuda, "is_built", True),
+        (torch.accelerator, "current_accelerator", torch.device("cuda", 0)),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, lambda *args, answer=answer, **kwargs: answer)
+    monkeypatch.setattr(torch.accelerator, "current_stream", refuse)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+
+def of_a_stack(optimizer: str, checkpointing: bool, autocast: bool) -> Trace:
+    """Two layers of torch's own, which checkpointing repeats."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 8)).to("meta")
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return (checkpoint(model, batch, use_reentrant=False) if checkpointing else model(batch)).float().sum()
+
+    return trace_training(
+        model, lambda: torch.zeros(4, 8, device="cuda"), loss, optimizer_named(optimizer), autocast=torch.bfloat16 if autocast else None
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_it_leaves_a_gpu_alone_that_would_not_start(monkeypatch, checkpointing, autocast):
+    kinds = [(optimizer, checkpointing, autocast) for optimizer in OPTIMIZERS]
+    here = [digest(of_a_stack(*kind)) for kind in kinds]
+    gpu_in_a_fork(monkeypatch)
+    with pytest.raises(RuntimeError, match="re-initialize"):
+        torch.optim.AdamW([nn.Parameter(torch.zeros(1))]).step()
+    assert [digest(of_a_stack(*kind)) for kind in kinds] == here
+
+
+def test_our_decoder_leaves_it_alone_too(monkeypatch):
+    here = digests(0)
+    gpu_in_a_fork(monkeypatch)
+    assert digests(0) == here
 
 
 @pytest.mark.gpu

@@ -150,3 +150,21 @@ def test_the_report_tells_how_many_boundaries_there_are_and_of_which_cards(part)
     assert "searched to 5.0% only" in lines[1] and "stopped" in lines[2]
     assert lines[-2] == "1 boundaries compared, 2 asked for; cards of 8 GiB among them; 1 TOO FEW"
     assert "TOO FEW" not in part("report").boundary_lines({"a": told}, limits, 20, wanted=1)[-2]
+
+
+def test_a_case_without_an_answer_is_told_and_a_floor_that_nothing_measures_is_not_met(part):
+    report = part("report")
+    good = {
+        "predicted_allocated": 100,
+        "allocated": 101,
+        "predicted_step_seconds": 1.0,
+        "step_seconds": 2.0,
+        "error": "",
+    }
+    told = report.verdict_lines(
+        [good, {"error": "predicted: Untraceable: no"}, {"error": "measured: not run: out of time"}]
+    )
+    assert "3, of these 1 could not be predicted and 1 failed" in told[0] and "2 WITHOUT AN ANSWER" in told[0]
+    assert told[1:] == [
+        "allocated: floor met, of 1 cases", "reserved + context: NOT MEASURED", "step time: FLOOR MISSED, of 1 cases",
+    ]  # fmt: skip

@@ -24,6 +24,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
+from vblackwell.plan.untouched_gpu import untouched_gpu
+
 CUDA = torch.device("cuda", 0)
 META = torch.device("meta")
 FLASH_MOST_HEAD = 256
@@ -359,7 +361,7 @@ def cuda_on_meta(
         mock.patch.object(torch.autograd, "_engine_run_backward", run_engine),
         mock.patch.dict(checkpoint._allowed_determinism_checks_to_fns, default=_saved),
         mock.patch.object(functional, "scaled_dot_product_attention", attend),
-        mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: capability),
+        untouched_gpu(capability),
         mock.patch.object(torch.version, "cuda", torch.version.cuda or "13.0"),
         _forgetting_capability(),
         mock.patch.object(
