@@ -2,11 +2,10 @@
 
 A process of its own: Triton's interpreter must be off. Arguments: compute capability, and cases as ``kernel,head,mask``, with
 ``,fp32`` or ``,bf16,FEATURE`` (of `FEATURES`) behind it, the kernel being forward, dq, dkv or, on 90, specialized; and behind those
-``,128x64x8x2`` or ``,128x64x8x2x128`` for another plan than the shipped one (rows, columns, warps, stages, most registers; a sixth
-number, 1, computes scores a tile ahead). Default: every one of the first three by head width, kind of mask and feature, which takes
-minutes. Prints a line of JSON a case: name with registers of a thread, how many programs a multiprocessor holds and, of each loop
-that has matrix products, instructions of a warp and waits for products, in the order of the code; shared bytes; spilled bytes of a
-thread.
+``,128x64x8x2`` or ``,128x64x8x2x128`` for another plan than the shipped one (rows, columns, warps, stages, most registers). Default:
+every one of the first three by head width, kind of mask and feature, which takes minutes. Prints a line of JSON a case: name with
+registers of a thread, how many programs a multiprocessor holds and, of each loop that has matrix products, instructions of a warp and
+waits for products, in the order of the code; shared bytes; spilled bytes of a thread.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "dropout": {"DROPOUT": True, "EVEN": False},
     "softcap": {"SOFTCAP": True, "EVEN": False},
     "alibi": {"ALIBI": True, "EVEN": False},
-    "broadcast": {"MASK_TMA": False, "ENDS": True, "EVEN": False},  # an additive mask that no descriptor takes
+    "broadcast": {"ENDS": True, "EVEN": False},
 }
 FEATURES["all"] = {
     **FEATURES["dropout"],
@@ -69,9 +68,6 @@ def build(
         "TOGETHER": plan.together,
         **features,
     }  # fmt: skip
-    constants.setdefault("MASK_TMA", constants["TMA"] and mask == "additive")
-    constants["AHEAD"] = plan.ahead and mask != "none"
-    constants["STAGES"] = plan.stages if constants["AHEAD"] else 0
     if mask != "none":
         constants["stride_mask_row" if mask == "boolean" else "stride_mask_col"] = 1
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
@@ -82,8 +78,6 @@ def build(
             return "constexpr"
         if name in tiled and constants["TMA"]:
             return f"tensordesc<{dtype}[1, 1, {tiled[name]}, {width}]>"
-        if name == "mask_ptr" and "MASK_TMA" in constants and constants["MASK_TMA"]:
-            return f"tensordesc<{dtype}[1, 1, {plan.rows}, {plan.columns}]>"
         if name.endswith("_ptr"):
             special = {
                 "lse": "*fp32",
@@ -117,30 +111,44 @@ def build(
     return str(plan), compiled.metadata.shared, *usage(compiled.asm["cubin"]), loops(compiled.asm["cubin"])
 
 
-def build_specialized(head: int) -> tuple[str, int, int, int, Loops]:
-    """The same of attention_hopper.py's forward, causal, for sm_90."""
+def build_specialized(
+    head: int, mask: str, aligned_lengths: bool = True, plan: Any = None, **features: Any
+) -> tuple[str, int, int, int, Loops]:
+    """The same of attention_hopper.py's forward for sm_90, in bf16; of ``features`` those that it has."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from vblackwell.kernels.attention_hopper import attend_hopper
+    from vblackwell.kernels.attention_hopper import MASK_STAGES, NUMBERS, attend_hopper
     from vblackwell.kernels.attention_plan import SPECIALIZED, padded_head
 
     width = padded_head(head)
-    plan, names = SPECIALIZED[width], attend_hopper.arg_names
+    plan, names = plan or SPECIALIZED[max(64, width)], attend_hopper.arg_names
     constants: dict[str, Any] = {
-        "GROUP": 1, "HAS_RIGHT": True, "BOTTOM_RIGHT": False, "H": head, "D": width, "ROWS": plan.rows // 2,
-        "COLUMNS": plan.columns, "STAGES": plan.stages,
+        "GROUP": 1, "MASK": MASKS.index(mask), "HAS_LEFT": False, "HAS_RIGHT": True, "ENDS": False, "TOGETHER": plan.together,
+        "H": head, "D": width, "ROWS": plan.rows // 2, "COLUMNS": plan.columns, "STAGES": plan.stages, "MASK_STAGES": MASK_STAGES,
     }  # fmt: skip
+    constants |= {name: value for name, value in features.items() if name in constants}
     signature = {name: "constexpr" if name in constants else "i32" for name in names}
-    signature |= {"out_ptr": "*bf16", "lse_ptr": "*fp32", "scale": "fp32"}
-    for name, rows in (("q", plan.rows // 2), ("k", plan.columns), ("v", plan.columns)):
-        layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], gl.bfloat16)
-        signature[name] = f"tensordesc<bf16[1, 1, {rows}, {width}],{layout!r}>"
+    signature |= {
+        "out_ptr": "*bf16",
+        "lse_ptr": "*fp32",
+        "scale": "fp32",
+        "mask": "*i64" if mask == "boolean" else "*bf16",
+    }
+    signature |= {name: "*i32" if mask != "none" else "*fp32" for name in ("items_ptr", "counts_ptr", "order_ptr")}
+    tiles = [("q", plan.rows // 2, width), ("k", plan.columns, width), ("v", plan.columns, width)]
+    for name, rows, columns in [*tiles, ("mask", plan.rows // 2, plan.columns)][: 4 if mask == "additive" else 3]:
+        layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], gl.bfloat16)
+        signature[name] = f"tensordesc<bf16[1, 1, {rows}, {columns}],{layout!r}>"
+    aligned = [
+        name.endswith("_ptr") or signature[name].startswith("*") or name.startswith("stride_") and name not in NUMBERS
+        for name in names
+    ]
     source = GluonASTSource(
         attend_hopper, signature, constexprs={(names.index(k),): v for k, v in constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.endswith("_ptr") or name.startswith("stride_")},
+        attrs={(i,): [["tt.divisibility", 16]] for i, known in enumerate(aligned) if known},
     )  # fmt: skip
     options = {"num_warps": plan.warps, "maxnreg": plan.registers}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -204,8 +212,8 @@ def plan_of(sizes: str, capability: int) -> Any:
 
     if not sizes:
         return None
-    rows, columns, warps, stages, registers, ahead = (*map(int, sizes.split("x")), 0, 0)[:6]
-    return AttentionPlan(rows, columns, warps, stages, capability == 90, registers, ahead=bool(ahead))
+    rows, columns, warps, stages, registers = (*map(int, sizes.split("x")), 0)[:5]
+    return AttentionPlan(rows, columns, warps, stages, capability == 90, registers)
 
 
 def everything(capability: int) -> list[list[str]]:
@@ -229,7 +237,7 @@ def main() -> None:
         dtype, feature, sizes = (*others, *("bf16", "", "")[len(others) :])
         options = {"scored": feature in SCORED, **FEATURES.get(feature, {}), "plan": plan_of(sizes, capability)}
         if kernel == "specialized":
-            plan, shared, local, registers, inner = build_specialized(int(head))
+            plan, shared, local, registers, inner = build_specialized(int(head), mask, **options)
         else:
             plan, shared, local, registers, inner = build(kernel, int(head), mask, dtype, capability, **options)
         warps = int(re.findall(r"warps=(\d+)", plan)[0])

@@ -27,8 +27,11 @@ OTHERS = {
         "dkv,256,none",
         "dkv,128,boolean",
         "dkv,128,additive",
-        "forward,128,additive,bf16,whole,128x64x8x3x0x1",
-        "specialized,64,none",
+        "forward,128,additive",
+        "specialized,128,boolean",
+        "specialized,128,additive",
+        "specialized,64,none,bf16,window",
+        "specialized,256,additive,bf16,broadcast",
     ),
 }
 PROGRAM = """
@@ -46,7 +49,7 @@ def test_kernels_fit(cases, tmp_path):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     words = [" ".join((str(capability), *kernels)) for capability, kernels in cases.items()]
     result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, env=environment, timeout=290
+        [sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, env=environment, timeout=580
     )
     assert result.returncode == 0, result.stderr[-2000:]
     found = [json.loads(line) for line in result.stdout.splitlines()]
@@ -60,4 +63,4 @@ def test_kernels_fit(cases, tmp_path):
         )
         # One wait for each product that is waited for. Products that ptxas could not leave running have one each, and there are a dozen.
         waits = [int(number) for number in re.findall(r", (\d+)\)", name.partition("loops")[2])]
-        assert waits and max(waits) <= (1 if "ahead=True" in name else 4), name
+        assert waits and max(waits) <= 4, name

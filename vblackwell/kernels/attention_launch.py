@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.attention_backward import key_gradient, query_gradient
 from vblackwell.kernels.attention_blocks import MaskBits, TileLists, bits_of, list_tiles, mask_strides
 from vblackwell.kernels.attention_forward import attend
@@ -99,14 +100,23 @@ class _Call:
         return _FORCED.get().get(kernel, found)
 
     def specialized(self, plan: AttentionPlan) -> AttentionPlan | None:
-        """The plan of Hopper's own forward, where it computes this; ``use_plans`` decides if it gave one."""
-        options = self.options
-        plain = options.mask is None and options.left is None and options.slopes_N is None and not self.varlen
-        if not plain or options.softcap or options.dropout or self.q.device.type != "cuda" or self.head < 32:
-            return None
-        if "forward" in _FORCED.get():
-            return plan if plan.specialized else None
-        return specialized_plan(self.head, self.q.element_size(), torch.cuda.get_device_capability(self.q.device))
+        """The plan of Hopper's own forward, where it computes this; ``use_plans`` decides if it gave one.
+
+        Raises:
+            ConfigurationError: that plan is for Hopper's own forward, which does not compute this.
+        """
+        options, forced = self.options, "forward" in _FORCED.get()
+        scored = options.softcap or options.dropout or options.slopes_N is not None
+        fits = (
+            self.q.device.type == "cuda" and self.q.element_size() == 2 and self.head >= 32 and not scored
+            and self.takes_tma(self.q, self.k, self.v) and (options.mask_kind != "additive" or self.describes_mask())
+        )  # fmt: skip
+        if forced and plan.specialized and not fits:
+            raise ConfigurationError(f"{plan}: the forward with specialised warps does not compute this")
+        if forced or not fits:
+            return plan if forced and plan.specialized else None
+        capability = torch.cuda.get_device_capability(self.q.device)
+        return specialized_plan(self.head, self.q.element_size(), capability, options.mask_kind)
 
     def takes_tma(self, *tensors: Tensor) -> bool:
         return not self.varlen and all(
@@ -128,11 +138,15 @@ class _Call:
     def lists(self, plan: AttentionPlan, by_column: bool) -> TileLists | None:
         if self.mask is None:
             return None
-        offset = self.k_length - self.q_length if self.options.bottom_right else 0
         return list_tiles(
-            self.mask, self.bits, (self.q_length, self.k_length), (plan.rows, plan.columns), offset, self.options.left,
+            self.mask, self.bits, (self.q_length, self.k_length), (plan.rows, plan.columns), self.offset, self.options.left,
             self.options.right, by_column,
         )  # fmt: skip
+
+    @property
+    def offset(self) -> int:
+        """Where the first query stands among the keys."""
+        return self.k_length - self.q_length if self.options.bottom_right else 0
 
     def read_mask(self, by_column: bool) -> Tensor | None:
         """What kernels load: numbers (B, N, S, T), or words with their lines behind them, each 1 where broadcast."""
@@ -142,10 +156,10 @@ class _Call:
         assert words is not None  # ``pack`` was asked for both
         return words.transpose(2, 3)
 
-    def describes_mask(self, plan: AttentionPlan, tma: bool) -> bool:
-        """Whether tiles of an additive mask come by a descriptor: 16 bits wide, not broadcast in a tile, laid out for it, and ``ahead``."""
+    def describes_mask(self) -> bool:
+        """Whether tiles of an additive mask come through the copy engine: 16 bits wide, not broadcast in a tile, and laid out for it."""
         mask = self.mask
-        if mask is None or self.options.mask_kind != "additive" or not (tma and plan.ahead) or mask.element_size() != 2:
+        if mask is None or mask.element_size() != 2:
             return False
         steps = [stride for size, stride in zip(mask.shape[:3], mask.stride(), strict=False) if size > 1]
         return (
@@ -153,19 +167,12 @@ class _Call:
             and all(stride > 0 and stride % 8 == 0 for stride in steps)
         )  # fmt: skip
 
-    def described_mask(self, plan: AttentionPlan) -> Any:
-        mask = self.mask
-        assert mask is not None  # ``describes_mask`` was asked
-        # A dimension of 1 is never stepped along, but its stride must be a multiple of 16 bytes.
-        strides = [stride if size > 1 else 8 for size, stride in zip(mask.shape[:3], mask.stride(), strict=False)]
-        return TensorDescriptor(mask, list(mask.shape), [*strides, 1], [1, 1, plan.rows, plan.columns])
-
-    def pointers(self, lists: TileLists | None, by_column: bool, mask: Any = None) -> tuple[Any, ...]:
+    def pointers(self, lists: TileLists | None, by_column: bool) -> tuple[Any, ...]:
         """mask, items, counts, order, slopes, seed, starts of queries and keys; some tensor stands in where there is none."""
         options, none = self.options, self.q
         given = (
-            self.read_mask(by_column) if mask is None else mask, lists and lists.items, lists and lists.counts,
-            lists and lists.order, options.slopes_N, options.seed, options.q_starts, options.k_starts,
+            self.read_mask(by_column), lists and lists.items, lists and lists.counts, lists and lists.order, options.slopes_N,
+            options.seed, options.q_starts, options.k_starts,
         )  # fmt: skip
         return tuple(none if x is None else x for x in given)
 
@@ -224,29 +231,28 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
     result = empty_of(q)
     lse = torch.empty(lse_shape(q), dtype=wide_dtype(q.dtype), device=q.device)
     plan = call.plan("forward")
-    tma = plan.tma and call.takes_tma(call.q, call.k, call.v)
     if q.numel() == 0:
         return result, lse
     if k.numel() == 0:
         return result.zero_(), lse.fill_(float("inf"))
     out = call.heads_first(result)
     special = call.specialized(plan)
-    if special is not None and call.takes_tma(call.q, call.k, call.v):
+    call.pack(with_keys=False)
+    lists = call.lists(special or plan, by_column=False)
+    if special is not None:
         from vblackwell.kernels import attention_hopper  # triton.experimental: only where it runs
 
         attention_hopper.launch(
-            call.q, call.k, call.v, out, lse, options.right, options.bottom_right, options.scale, special
-        )
+            call.q, call.k, call.v, out, lse, (options.left, options.right), call.offset, options.scale, special,
+            call.read_mask(by_column=False), lists, call.open_ended(special),
+        )  # fmt: skip
         return result, lse
-    call.pack(with_keys=False)
-    lists = call.lists(plan, by_column=False)
-    mask = call.described_mask(plan) if call.describes_mask(plan, tma) else None
-    ahead = plan.ahead and call.mask is not None
+    tma = plan.tma and call.takes_tma(call.q, call.k, call.v)
     attend[(triton.cdiv(call.q_length, plan.rows), call.num_heads, call.batch)](
         call.described(call.q, plan.rows, tma), call.described(call.k, plan.columns, tma),
-        call.described(call.v, plan.columns, tma), out, lse, *call.pointers(lists, False, mask),
+        call.described(call.v, plan.columns, tma), out, lse, *call.pointers(lists, False),
         *call.strides(call.q), *call.strides(call.k), *call.strides(call.v), *call.strides(out), *call.numbers(lse, lists, False),
-        **call.constants(plan, tma), EVEN=call.even(plan), MASK_TMA=mask is not None, AHEAD=ahead, STAGES=plan.stages if ahead else 0,
+        **call.constants(plan, tma), EVEN=call.even(plan),
     )  # fmt: skip
     return result, lse
 

@@ -39,7 +39,6 @@ class AttentionPlan:
         registers: most that a thread may hold, so that two programs share a multiprocessor; 0: the compiler's choice.
         specialized: attention_hopper.py's kernel, ``stages`` being those of its rings; always by descriptors.
         together: of a mask, how many lines of a head run side by side and share its keys and values before other heads have their turn.
-        ahead: the forward computes the next partial tile's scores under the exponentials of this one.
     """
 
     rows: int
@@ -50,7 +49,6 @@ class AttentionPlan:
     registers: int = 0
     specialized: bool = False
     together: int = 16
-    ahead: bool = False
 
 
 def class_of(shared_bytes: int) -> int:
@@ -75,16 +73,12 @@ _HALF = {
     (SMALL, 128): (AttentionPlan(64, 32, 4, 2), AttentionPlan(64, 32, 8, 2), AttentionPlan(32, 64, 8, 2)),
     (SMALL, 256): (AttentionPlan(32, 32, 8, 2), AttentionPlan(32, 32, 8, 1), AttentionPlan(32, 32, 8, 1)),
 }  # fmt: skip
-# A mask: half of the forward's products run under exponentials, where a tile of 64 keys leaves the registers for two tiles' scores; its
-# tiles are asked for two ahead, one would arrive when it is needed. Taken when it has been measured to be right and faster.
-AHEAD_BY_DEFAULT = False
-AHEAD = AttentionPlan(128, 64, 8, 3, True, ahead=True)
 # A boolean mask: two programs of the forward share a multiprocessor, one at its exponentials while the other's products run; of four
 # warps, because eight, held to 128 registers, have ptxas wait after each product. The backward's registers allow one program; its
 # tiles, too, are asked for two ahead.
 _HALF_BOOLEAN = {
     (LARGE, 128): (
-        AHEAD if AHEAD_BY_DEFAULT else AttentionPlan(128, 64, 4, 2, True),
+        AttentionPlan(128, 64, 4, 2, True),
         AttentionPlan(128, 64, 8, 3, True), AttentionPlan(64, 128, 8, 3, True),
     ),
 }  # fmt: skip
@@ -101,18 +95,19 @@ _HALF_SCORED = {
 _HALF_ADDED = {
     **_HALF_SCORED,
     (LARGE, 128): (
-        AHEAD if AHEAD_BY_DEFAULT else AttentionPlan(128, 64, 8, 3, True),
+        AttentionPlan(128, 64, 8, 3, True),
         AttentionPlan(128, 64, 8, 3, True), AttentionPlan(64, 64, 4, 2, True),
     ),
 }  # fmt: skip
 _BY_KIND = {"boolean": _HALF_BOOLEAN, "scored": _HALF_SCORED, "additive": _HALF_ADDED}
-# attention_hopper.py's forward, by padded head: two groups of 64 queries. Taken when it has been measured to be right and faster.
-SPECIALIZED_BY_DEFAULT = False
+# attention_hopper.py's forward, by padded head: two groups of 64 queries.
 SPECIALIZED = {
     64: AttentionPlan(128, 128, 4, 3, True, 168, True),
     128: AttentionPlan(128, 128, 4, 2, True, 168, True),
     256: AttentionPlan(128, 64, 4, 2, True, 168, True),
 }
+# (Kind of mask, padded head) for which it runs: those that a GPU has shown to be right and faster.
+SPECIALIZED_BY_DEFAULT: frozenset[tuple[str, int]] = frozenset()
 # fp32: products run on the ordinary units in full precision, so small tiles that stay in registers
 _SINGLE = {
     64: (AttentionPlan(32, 32, 4, 1), AttentionPlan(32, 32, 8, 1), AttentionPlan(32, 32, 8, 1)),
@@ -129,11 +124,12 @@ def plan_for(kernel: str, head: int, itemsize: int, shared_bytes: int, kind: str
     return plans[KERNELS.index(kernel)]
 
 
-def specialized_plan(head: int, itemsize: int, capability: tuple[int, int]) -> AttentionPlan | None:
-    """The plan of attention_hopper.py's forward; None where it does not run."""
-    if not SPECIALIZED_BY_DEFAULT or capability != (9, 0) or itemsize != 2:
+def specialized_plan(head: int, itemsize: int, capability: tuple[int, int], kind: str = "none") -> AttentionPlan | None:
+    """The plan of attention_hopper.py's forward for a kind of mask; None where it does not run."""
+    width = max(64, padded_head(head))
+    if (kind, width) not in SPECIALIZED_BY_DEFAULT or capability != (9, 0) or itemsize != 2:
         return None
-    return SPECIALIZED[max(64, padded_head(head))]
+    return SPECIALIZED[width]
 
 
 def variants(plan: AttentionPlan, hopper: bool) -> list[AttentionPlan]:
