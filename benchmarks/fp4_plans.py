@@ -29,7 +29,7 @@ import torch
 from bench_fp4 import LAYERS, Tiled, layers_of, random_tiled, run_plan
 from graph_timing import alternating_us, graph_us
 
-from vblackwell.kernels import fp4_cuda, fp4_plan, nvrtc, w4a8, w4a8_cuda
+from vblackwell.kernels import autotune, fp4_cuda, fp4_plan, nvrtc, w4a8, w4a8_cuda
 from vblackwell.kernels.fp4 import fp4_linear
 from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan, goes_round
 from vblackwell.kernels.w4a8_cuda import W4a8Plan
@@ -302,6 +302,30 @@ def brief(plan: Plan) -> str:
     )
 
 
+def tuned_entries(path: Path) -> dict[str, dict[str, int]]:
+    """Entries of kernels/autotune.py from a ``--csv`` of this program: for each cell the fastest that adds in the order of today's rule.
+
+    A finalist goes by its time in turns with others, since that is where it matters.
+    """
+    times: dict[Cell, dict[Plan, dict[str, float]]] = {}
+    with path.open() as file:
+        for row in csv.DictReader(file):
+            if row["plan"].startswith(("MmaPlan(", "WgmmaPlan(")) and row["stage"] in ("once", "turns"):
+                cell = (int(row["m"]), int(row["n"]), int(row["k"]))
+                plan = eval(row["plan"], {"MmaPlan": MmaPlan, "WgmmaPlan": WgmmaPlan})  # noqa: S307 - a repr that we wrote
+                times.setdefault(cell, {}).setdefault(plan, {})[row["stage"]] = float(row["us"])
+    entries = {}
+    for (m, n, k), found in times.items():
+        rule = fp4_plan.plan_mma(m, n, k, True) if m <= 16 else fp4_plan.plan_wgmma(m, n, k)
+        name = autotune.entry_name(rule, torch.bfloat16, m, n, k)
+        same = {p: t for p, t in found.items() if autotune.entry_name(p, torch.bfloat16, m, n, k) == name}
+        if len(same) > 1 and rule in same:
+            stage = "turns" if sum("turns" in t for t in same.values()) > 1 and "turns" in same[rule] else "once"
+            best = min((p for p in same if stage in same[p]), key=lambda p: (same[p][stage], p != rule))
+            entries[name] = {field: getattr(best, field) for field in autotune.TUNABLE[type(best)]}
+    return entries
+
+
 def write(path: Path, rows: list[list[object]]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -316,11 +340,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=75.0, help="start no further cell after so many")
     parser.add_argument("--csv", type=Path, default=None)
     parser.add_argument("--list", action="store_true")
+    parser.add_argument(
+        "--table", type=Path, default=None, metavar="CSV", help="ship what an earlier --csv found fastest"
+    )
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
         gc.freeze()  # capturing a graph may collect garbage
         work(args.rounds)
+        return
+    if args.table:
+        shipped = autotune.shipped_path("NVIDIA H200")
+        shipped.unlink(missing_ok=True)
+        autotune.write_entries(shipped, {"gpu": "NVIDIA H200"}, tuned_entries(args.table))
         return
     if args.list:
         for cell in args.cells:

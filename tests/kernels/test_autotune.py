@@ -96,7 +96,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(own_cache):
 
 def test_the_shipped_table_speaks_of_plans_that_exist():
     entries = json.loads(autotune.shipped_path("NVIDIA H200").read_text())["entries"]
-    x_MK = {m: torch.empty(m, 1, dtype=torch.bfloat16) for m in (1, 4, 16, 64, 128, 256)}
+    x_MK = {m: torch.empty(m, 1, dtype=torch.bfloat16) for m in (1, 4, 8, 16, 32, 64, 128, 256)}
     names = set()
     for n, k in ((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192)):
         for m in x_MK:

@@ -9,15 +9,17 @@ The kernels are ``cuda/fp4_mma.cu`` and ``cuda/fp4_wgmma.cu``; ``fp4_cuda.py`` l
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass, replace
 
 from vblackwell.errors import ConfigurationError
+from vblackwell.kernels.fp4_cost import MULTIPROCESSORS, wgmma_us
 
 MMA_FILES = ("ptx.cuh", "decode.cuh", "barrier.cuh", "epilogue.cuh", "fp4_mma.cu")
 WGMMA_FILES = ("ptx.cuh", "decode.cuh", "wgmma.cuh", "barrier.cuh", "ring.cuh", "epilogue.cuh", "fp4_wgmma.cu")
 STATISTICS_BYTES = 1024  # of shared memory, for the statistics of rows that are normalised on the way
-_MULTIPROCESSORS = 132  # of an H200, on every GPU: a plan may not depend on where it runs
+_SHARED_BYTES = 227 * 1024  # of a multiprocessor of Hopper, and 1 KB less for each block
 _X_BYTES = 128 * 1024  # of x that a block stages at a time
 
 
@@ -173,39 +175,46 @@ class WgmmaPlan:
 def _row_warps(n: int) -> int:
     """Row warps that cover N in about one block a multiprocessor, at most 8."""
     row_warps = 1
-    while row_warps < 8 and ceil_div(n, 32 * row_warps) > _MULTIPROCESSORS:
+    while row_warps < 8 and ceil_div(n, 32 * row_warps) > MULTIPROCESSORS:
         row_warps *= 2
     return row_warps
 
 
-def _bulk_shape(n: int) -> tuple[int, int]:
-    """(row warps, splits) of blocks that take x in bulk copies: most blocks in one wave, to within 8, then the tallest up to 128 rows."""
+def _bulk_shape(tokens: int, n: int, k: int) -> tuple[int, int]:
+    """(row warps, splits) of blocks that take x in bulk copies: most blocks in one wave, to within 8, then the tallest up to 128 rows.
+
+    For one or two rows x is cheap to stage: a cluster, which takes about half a microsecond to meet, is for large weights, and for
+    few rows of them.
+    """
     best, shape = (0, 0), (8, 1)
-    for splits, row_warps in itertools.product((1, 2), (1, 2, 3, 4, 6, 8)):
+    worth_meeting = tokens > 2 or n * k >= 1 << 25 or 2 * ceil_div(n, 32) <= MULTIPROCESSORS
+    for splits, row_warps in itertools.product((1, 2) if worth_meeting else (1,), (1, 2, 3, 4, 6, 8)):
         blocks = ceil_div(n, 32 * row_warps) * splits
         merit = (blocks // 8, row_warps if row_warps <= 4 else -row_warps)
-        if blocks <= _MULTIPROCESSORS and merit > best:
+        if blocks <= MULTIPROCESSORS and merit > best:
             best, shape = merit, (row_warps, splits)
     return shape
 
 
-def _plan_bulk(tokens: int, n: int, windows: int) -> MmaPlan:
-    """x in bulk copies, for 3 to 16 rows: within 2 % of the fastest plan of an H200 in nine cells (docs/log-fp4.md).
+def _plan_bulk(tokens: int, n: int, k: int) -> MmaPlan:
+    """x in bulk copies, for up to 16 rows: within 4 % of the fastest plan of an H200 in 21 cells (docs/log-fp4.md).
 
-    Between them, and for 5 to 8 rows, interpolated. Chunks are long, because short ones lose nearly everywhere both were timed.
+    Between them interpolated. Chunks are long, because short ones lose nearly everywhere both were timed.
     """
-    row_warps, splits = _bulk_shape(n)
-    warps = 16 if (splits == 2) == (tokens <= 8) else 12
+    windows = ceil_div(k, 64)
+    row_warps, splits = _bulk_shape(tokens, n, k)
+    warps = 16 if tokens <= 2 or (splits == 2) == (tokens <= 8) else 12
     k_warps = min(max(2, warps // row_warps), windows // splits)
     chunk = ceil_div(min(16, windows // splits), k_warps) * k_warps
     return MmaPlan(tokens, row_warps, k_warps, splits, 4, chunk=chunk, x_stages=3)
 
 
+@functools.lru_cache(4096)
 def plan_mma(m: int, n: int, k: int, clusters: bool, bulk: bool = True) -> MmaPlan:
     """The plan of ``fp4_mma`` for a shape, with or without clusters of blocks (sm_90).
 
-    ``bulk``: whether x may come by bulk copies, which a LayerNorm on the way does not allow. It does from three rows on, where K is a
-    multiple of 64 and not tiny; one or two rows are staged as fast without.
+    ``bulk``: whether x may come by bulk copies, which a LayerNorm on the way does not allow. It does where K is a multiple of 64 and not
+    tiny.
 
     One block of 12 to 16 warps a multiprocessor, and as many K ways as that leaves: measured on an H200 over six shapes. From three rows
     on x costs more to stage than a cluster to join, so blocks get taller and split K. Without clusters blocks are smaller,
@@ -215,8 +224,8 @@ def plan_mma(m: int, n: int, k: int, clusters: bool, bulk: bool = True) -> MmaPl
     while tokens < min(m, 16 if clusters else 32):
         tokens *= 2
     windows = ceil_div(k, 64)
-    if clusters and bulk and tokens > 2 and k % 64 == 0 and windows >= 16:
-        return _plan_bulk(tokens, n, windows)
+    if clusters and bulk and k % 64 == 0 and windows >= 16:
+        return _plan_bulk(tokens, n, k)
     if not clusters:
         row_warps = {1: 1, 2: 1, 4: 2, 8: 4, 16: 4, 32: 4}[tokens]
         plan = MmaPlan(tokens, row_warps, 8 // row_warps, 1, 4 if tokens < 32 else 2, 1, 32 * 1024)
@@ -234,58 +243,37 @@ def plan_mma(m: int, n: int, k: int, clusters: bool, bulk: bool = True) -> MmaPl
     return plan
 
 
-def plan_wgmma(m: int, n: int, k: int) -> WgmmaPlan:
-    """The plan of ``fp4_wgmma`` for a shape: the fewest waves on 132 multiprocessors, from measurements on an H200.
+@functools.lru_cache
+def _wgmma_candidates(most_tokens: int) -> tuple[WgmmaPlan, ...]:
+    """Plans that may be best for some shape: those that fit registers and shared memory, with the deepest ring of x up to 6 stages."""
+    found = []
+    for tokens, groups, k_groups, splits, most in itertools.product(
+        (16, 32, 64, 128, 256), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2), (1, 2)
+    ):
+        if tokens > most_tokens or tokens < min(64, most_tokens) or groups * k_groups > 4:
+            continue
+        plan = WgmmaPlan(tokens, groups, splits, 12, min_blocks=most, k_groups=k_groups)
+        if plan.registers < tokens // 2 + 60:  # sums, fragments, addresses
+            continue
+        fitting = (
+            ring
+            for stages in ((8,) if k_groups == 4 else (6, 5, 4))
+            if goes_round(stages, k_groups)
+            and (ring := replace(plan, stages=stages)).shared_bytes() <= _SHARED_BYTES // most - 1024
+        )
+        found += itertools.islice(fitting, 1)
+    return tuple(found)
 
-    Where one warpgroup a multiprocessor would wait for its own decode, three take turns at the windows. Up to 32 rows, and for
-    4096x14336 at 64 rows, that is not measured.
-    """
-    windows = ceil_div(k, 64)
-    narrow, wide = ceil_div(n, 64), ceil_div(n, 128)  # blocks along N of one and of two warpgroups
-    if m <= 32:
-        tokens = 16 if m <= 16 else 32
-        if wide > 132:
-            plan = WgmmaPlan(tokens, 4, 1, 6)
-        elif wide > 66:
-            plan = WgmmaPlan(tokens, 2, 2, 6, min_blocks=2)
-        elif wide > 40:
-            plan = WgmmaPlan(tokens, 2, 2, 6)
-        else:
-            plan = WgmmaPlan(tokens, 2, 4, 6, min_blocks=2)
-    elif m <= 64:
-        if narrow > 264:
-            plan = WgmmaPlan(64, 4, 1, 6)
-        elif narrow > 132:
-            plan = WgmmaPlan(64, 2, 2, 6, min_blocks=2)
-        elif narrow > 99:
-            plan = WgmmaPlan(64, 1, 2, 6, min_blocks=2)
-        else:
-            plan = WgmmaPlan(64, 1, 2 if narrow <= 66 else 1, 6, k_groups=3)
-    elif m <= 128:
-        if narrow > 99:
-            plan = WgmmaPlan(128, 1, 1 if narrow > 132 else 2, 6, min_blocks=2)
-        elif narrow > 66:
-            plan = WgmmaPlan(128, 1, 1, 6, k_groups=3)
-        elif windows <= 128:
-            plan = WgmmaPlan(64, 1, 1 if narrow > 33 else 2, 6, k_groups=3)
-        else:
-            plan = WgmmaPlan(128, 1, 2, 6)
-    elif m <= 256 and narrow <= 66 and windows <= 128:
-        plan = WgmmaPlan(128, 1, 1 if narrow > 33 else 2, 6, k_groups=3)
-    elif m <= 256 and 66 < narrow <= 99:
-        plan = WgmmaPlan(128, 3, 2, 6)
-    else:
-        blocks = wide * ceil_div(m, 256)
-        if blocks >= 96:
-            plan = WgmmaPlan(256, 2, 1, 5)
-        elif blocks >= 48:
-            plan = WgmmaPlan(256, 2, 2, 5)
-        else:
-            splits = 2 if narrow * ceil_div(m, 128) <= 132 else 1
-            plan = WgmmaPlan(128, 1, splits, 6, min_blocks=2)
-    while plan.splits > windows:
-        plan = replace(plan, splits=plan.splits // 2)
-    return plan
+
+@functools.lru_cache(4096)
+def plan_wgmma(m: int, n: int, k: int) -> WgmmaPlan:
+    """The plan of ``fp4_wgmma`` for a shape: of all that fit, the one that `fp4_cost.wgmma_us` expects to end first on an H200."""
+    most_tokens = next((tokens for tokens in (16, 32, 64, 128) if m <= tokens), 256)
+    fitting = (plan for plan in _wgmma_candidates(most_tokens) if plan.splits * plan.k_groups <= ceil_div(k, 64))
+    return min(
+        fitting,
+        key=lambda plan: wgmma_us((m, n, k), plan.tokens, plan.groups, plan.k_groups, plan.splits, plan.min_blocks),
+    )
 
 
 def has_clusters(capability: tuple[int, int]) -> bool:
@@ -305,6 +293,6 @@ def wgmma_beats_dequantize(m: int, n: int, k: int) -> bool:
     if m <= 256:
         return True
     tiles = ceil_div(n, 128) * ceil_div(m, 256)
-    busy = tiles / (_MULTIPROCESSORS * ceil_div(tiles, _MULTIPROCESSORS))
+    busy = tiles / (MULTIPROCESSORS * ceil_div(tiles, MULTIPROCESSORS))
     fused = 2 * m * n * k / (700e12 * busy)
     return fused < 2 * m * n * k / 790e12 + n * k * 2.5625 / 3.8e12

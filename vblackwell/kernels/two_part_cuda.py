@@ -76,7 +76,7 @@ class TwoPartPlan:
 
 def plan(m: int, n: int, k: int, clusters: bool) -> TwoPartPlan:
     """The plan for up to 16 rows, with or without clusters of blocks (sm_90); a function of the shape alone."""
-    base = plan_mma(m, n, k, clusters)
+    base = plan_mma(m, n, k, clusters, bulk=m > 2)
     found = TwoPartPlan(
         base.tokens, base.row_warps, base.k_warps, base.splits, min(_PREFETCH[clusters], base.prefetch), _X_BYTES[clusters],
         chunk=base.chunk, x_stages=base.x_stages,

@@ -1,0 +1,59 @@
+"""How long a plan of ``fp4_wgmma`` takes on an H200: the arithmetic by which `fp4_plan.plan_wgmma` chooses.
+
+A block of a plan walks its share of windows (64 columns). For a window a warpgroup issues its decode and waits for its products. Alone
+on a multiprocessor it also waits for its own latencies in a row; several take turns. Measured, the issue of one warpgroup adds nearly
+whole to the tensor cores' time of the others, so what counts is work a multiprocessor and rounds of blocks, not tensor cores alone.
+
+The constants are a fit to 564 plans in 20 cells (32 to 256 rows, benchmarks/results/fp4-h200-plans-2.csv): the plan of least predicted time
+is on average 0.9 %, at most 4.8 %, slower than the fastest of its cell.
+"""
+
+from __future__ import annotations
+
+import math
+
+MULTIPROCESSORS = 132  # of an H200, on every GPU: a plan may not depend on where it runs
+_CYCLES_A_US = 1755.0
+_TENSOR = 1.196  # cycles of the tensor cores, a token and window of 64 rows
+_ALONE = 0.452  # more of all cycles where one warpgroup has the multiprocessor, half of it with two, ..
+_LATENCY = (
+    207.0  # cycles between a window's first product and the next one's, beside the products, of a warpgroup alone
+)
+_ISSUE = 184.0  # cycles of a scheduler to decode a window of 64 rows
+_ADDED = 0.857  # of the shorter of products and decode, what is not hidden behind the longer
+_STORE, _SUM = 21.5, 5.7  # cycles a token of a block's epilogue: at least, and for each K group
+_START_US, _CLUSTER_US, _SHARED_US = (
+    1.8,
+    2.3,
+    0.05,
+)  # a launch and what is in front of it; meeting of two blocks; of two on a multiprocessor
+_L2_BYTES_A_US, _MEMORY_BYTES_A_US = 11.3e6, 4.2e6
+
+
+def wgmma_us(
+    shape: tuple[int, int, int], tokens: int, groups: int, k_groups: int, splits: int, blocks_at_once: int
+) -> float:
+    """Predicted microseconds of a launch for ``shape`` (M, N, K); the other arguments are those of `fp4_plan.WgmmaPlan`.
+
+    ``blocks_at_once``: blocks that a multiprocessor holds.
+    """
+    m, n, k = shape
+    windows = math.ceil(math.ceil(k / 64) / splits)
+    blocks = math.ceil(n / (64 * groups)) * splits * math.ceil(m / tokens)
+    rounds, rest = divmod(blocks, MULTIPROCESSORS * blocks_at_once)
+
+    def block_cycles(at_once: int) -> float:
+        warpgroups = groups * k_groups * at_once
+        tensor = _TENSOR * tokens
+        together = warpgroups * (max(tensor, _ISSUE) + _ADDED * min(tensor, _ISSUE))
+        window = max(_LATENCY + tensor, together) * (1 + _ALONE / warpgroups)
+        return window * math.ceil(windows / k_groups)
+
+    cycles = rounds * block_cycles(blocks_at_once)
+    if rest:
+        cycles += block_cycles(math.ceil(rest / MULTIPROCESSORS))
+    cycles += (rounds + bool(rest)) * tokens * (_STORE + _SUM * k_groups) * blocks_at_once
+    x_us = blocks * windows * tokens * 128 / _L2_BYTES_A_US
+    weights_us = n * k * 0.5625 / _MEMORY_BYTES_A_US
+    fixed_us = _START_US + _CLUSTER_US * math.log2(splits) + _SHARED_US * (blocks_at_once - 1)
+    return max(cycles / _CYCLES_A_US, x_us, weights_us) + fixed_us
