@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from vblackwell.kernels import cross_entropy_triton, decode_attention_triton, rms_norm_triton, rotary_triton, swiglu_triton
-from vblackwell.kernels import sampling_cut_triton, two_part_triton
+from vblackwell.kernels import nvfp4_encode_triton, nvfp4_tile_triton, sampling_cut_triton, two_part_triton
 
 def rms(width, stages):
     rows, block, warps = rms_norm_triton.tile_of(width)
@@ -53,14 +53,23 @@ def cases(capability):
     yield decode_attention_triton._join, {"H": 128, "WIDE": 128, "PARTS": 9, "MANY": 16}, 2
     yield two_part_triton._round, {"TOP": 119, "BLOCK": two_part_triton.BLOCK}, two_part_triton.WARPS
     yield sampling_cut_triton._least_key, {"WORDS": 128256, "LANES": sampling_cut_triton.LANES}, sampling_cut_triton.WARPS
+    yield nvfp4_encode_triton._encode, {"BLOCKS": nvfp4_encode_triton.BLOCKS}, 4
+    yield nvfp4_tile_triton._words, {"BLOCK": nvfp4_tile_triton.BLOCK}, 4
+    yield nvfp4_tile_triton._scales, {"BLOCK": nvfp4_tile_triton.BLOCK}, 4
 
 FP32 = ("scale_ptr", "partial_ptr", "loss_ptr", "factor_ptr", "cos_ptr", "sin_ptr", "tensor_scale_ptr", "sum_ptr", "top_ptr",
     "mass_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr")
-def type_of(name):
+def type_of(name, kernel):
+    if kernel == "_words" and name in ("codes_ptr", "out_ptr"):
+        return "*i32"
+    if kernel == "_scales" and name == "out_ptr":
+        return "*u8"
     if name in ("target_ptr", "position_ptr"):
         return "*i64"
-    if name == "scales_ptr":
+    if name in ("scales_ptr", "codes_ptr"):
         return "*u8"
+    if name == "unit_ptr":
+        return "*fp64"
     if name in ("top_k_ptr", "least_ptr"):
         return "*i32"
     if name.endswith("_ptr"):
@@ -70,7 +79,7 @@ def type_of(name):
 found = []
 every = [(capability, *case) for capability in json.loads(sys.argv[1]) for case in cases(capability)]
 for capability, kernel, constants, warps in every:
-    signature = {name: "constexpr" if name in constants else type_of(name) for name in kernel.arg_names}
+    signature = {name: "constexpr" if name in constants else type_of(name, kernel.__name__) for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constexprs={(kernel.arg_names.index(k),): v for k, v in constants.items()})
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
     pathlib.Path(sys.argv[2]).write_bytes(compiled.asm["cubin"])
@@ -90,6 +99,6 @@ def test_kernels_fit(capabilities, tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=290)
     assert result.returncode == 0, result.stderr[-2000:]
     found = json.loads(result.stdout.splitlines()[-1])
-    assert len(found) == 18 * len(capabilities)
+    assert len(found) == 21 * len(capabilities)
     for capability, kernel, shared_bytes, local_bytes in found:
         assert shared_bytes <= SHARED_BYTES[capability] and local_bytes == 0, (kernel, shared_bytes, local_bytes)

@@ -19,6 +19,7 @@ from vblackwell.artifacts.folder import check_names, load_specs, load_state, loa
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.infer.decode_graph import lay_out_for_decoding
 from vblackwell.infer.quantized import load_quantized
+from vblackwell.kernels.nvfp4_encode import nvfp4_encoder
 from vblackwell.nn.assignment import Assignment, apply_assignment
 from vblackwell.nn.causal_lm import accelerate_causal_lm
 from vblackwell.nn.convert_linears import HEAD, find_linears, install_packed
@@ -143,7 +144,7 @@ def _load_packed(
     for name, tensor in load_state(folder, names=found, device=device):
         owner, _, leaf = name.rpartition(".")
         if owner in chosen:
-            packed = quantize(tensor, fp4, workspace_bytes=PACKING_BYTES, name=name)
+            packed = quantize(tensor, fp4, workspace_bytes=PACKING_BYTES, name=name, encoder=nvfp4_encoder)
             install_packed(model, owner, packed)
         else:
             model.get_submodule(owner)._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)

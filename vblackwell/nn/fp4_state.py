@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vblackwell.errors import CorruptData, Unsupported
 from vblackwell.kernels import layout
+from vblackwell.kernels.fused import runs_triton
 from vblackwell.numerics.formats import Format
 from vblackwell.numerics.packed import PackedTensor
 
@@ -83,13 +84,18 @@ def place(packed: PackedTensor, tiles: bool = False) -> Placed:
 def tiled(packed: PackedTensor) -> Placed:
     """The tiled layout of an nvfp4 or mxfp4 tensor.
 
-    Rows are shuffled in bands, because shuffling takes several bytes a weight while it runs, more than a GPU may have beside the
-    layer. Bands of mxfp4 share the exponent that moves into the tensor scale.
+    On a GPU nvfp4 is shuffled by a kernel. Otherwise rows are shuffled in bands, because shuffling takes several bytes a weight while
+    it runs, more than a GPU may have beside the layer. Bands of mxfp4 share the exponent that moves into the tensor scale.
 
     Raises:
         Unsupported: values that the layout cannot hold.
     """
     n, k, name = packed.n, packed.k, layout.tiled_name(packed.format)
+    if packed.format == "nvfp4" and runs_triton("nvfp4_tile", packed.tensor_scale, 0):
+        from vblackwell.kernels.nvfp4_tile_triton import tile
+
+        if bool((packed.block_scales < 0x7F).all()):  # what is NaN or negative is told below
+            return Placed(name, *tile(packed.codes, packed.block_scales, n, k), packed.tensor_scale)
     band_rows = layout.TILE_N * max(1, _SHUFFLE_ELEMENTS // (layout.TILE_N * k))
     top = layout.live_exponents(packed.codes, packed.block_scales)[1] if packed.format == "mxfp4" else None
     if n <= band_rows:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels import layout
 from vblackwell.kernels.fp4 import fp4_linear
+from vblackwell.kernels.nvfp4_encode import nvfp4_encoder
 from vblackwell.nn.convert_linears import HEAD, find_linears, replace_module
 from vblackwell.nn.fp4_state import place
 from vblackwell.numerics.formats import format_named
@@ -72,7 +73,9 @@ class StoredFP4Linear(nn.Module):
             ConfigurationError: the weight has inf or NaN.
             Unsupported: values that the tiled layout cannot hold.
         """
-        packed = quantize(weight_NK, self.form.name, "mse", workspace_bytes=PACKING_BYTES, name=name)
+        packed = quantize(
+            weight_NK, self.form.name, "mse", workspace_bytes=PACKING_BYTES, name=name, encoder=nvfp4_encoder
+        )
         placed = place(packed, tiles=layout.is_tiled(self.layout))
         tensors = (placed.codes, placed.scales, placed.tensor_scale)
         return {

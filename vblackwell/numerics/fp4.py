@@ -13,7 +13,7 @@ always exact (``rounding.py``); ``search.py`` finds the scales.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,8 @@ _GPU_TILE_ELEMENTS = (1 << 12, 1 << 24)
 _TILE_BYTES_PER_ELEMENT = 56  # temporaries of the search and the fp64 rounding together
 _EXTRA_MEMORY = 0.33  # of the tensor's size: packed tensors and temporaries
 _MSE_HEADROOM = 4 * E4M3_MAX  # the best scale of the largest block may be up to amax / 4
+# (matrix, format, search, floor of log2 of the tensor scale) to codes and block scales, or None where it does not do that.
+Encoder = Callable[[Tensor, Format, str, int], tuple[Tensor, Tensor] | None]
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ def quantize(
     block_size: int | None = None,
     workspace_bytes: int | None = None,
     name: str = "tensor",
+    encoder: Encoder | None = None,
 ) -> PackedTensor:
     """Packs ``tensor`` (any shape; blocks run along the last dimension).
 
@@ -103,6 +106,7 @@ def quantize(
         tensor_scale: nvfp4's, 0-dimensional fp32, e.g. from ``joint_tensor_scale``; default: the tensor's own.
         workspace_bytes: GPU memory for temporaries; more is faster. Default: what keeps the whole under 0.35 of the tensor.
         name: how errors call the tensor.
+        encoder: of the same bits, asked first (kernels/nvfp4_encode.py).
 
     Raises:
         ConfigurationError: wrong dtype, empty, inf or NaN elements, a tensor scale that does not fit.
@@ -116,7 +120,9 @@ def quantize(
         _amax(w, form, name)
         tensor_scale = _checked_tensor_scale(tensor_scale, form, scale_search).to(w.device)
     n, k = math.prod(w.shape[:-1]), w.shape[-1] if w.ndim else 1
-    codes, block_scales = _encode(w.reshape(n, k), form, scale_search, tensor_scale, workspace_bytes)
+    w_NK = w.reshape(n, k)
+    made = None if encoder is None else encoder(w_NK, form, scale_search, _exponent(tensor_scale, form))
+    codes, block_scales = made or _encode(w_NK, form, scale_search, tensor_scale, workspace_bytes)
     return PackedTensor(form, tuple(w.shape), w.dtype, codes, block_scales, tensor_scale)
 
 
@@ -184,6 +190,11 @@ def _checked_tensor_scale(tensor_scale: Tensor, form: Format, scale_search: str)
     return tensor_scale.detach().reshape(())
 
 
+def _exponent(tensor_scale: Tensor, form: Format) -> int:
+    """floor(log2 tensor_scale); 0 for formats without one."""
+    return math.frexp(float(tensor_scale))[1] - 1 if form.name == "nvfp4" else 0
+
+
 def _tile_elements(w_NK: Tensor, packed_bytes: int, workspace_bytes: int | None) -> int:
     """Elements to encode at a time."""
     if w_NK.device.type == "cpu":
@@ -202,7 +213,7 @@ def _encode(
     codes = torch.empty(form.codes_shape(n, k), dtype=form.codes_dtype, device=device)
     block_scales = torch.empty(form.scales_shape(n, k), dtype=form.scale_dtype, device=device)
     budget = _tile_elements(w_NK, codes.nbytes + block_scales.nbytes, workspace_bytes)
-    exponent = math.frexp(float(tensor_scale))[1] - 1 if form.name == "nvfp4" else 0
+    exponent = _exponent(tensor_scale, form)
     for rows, columns in tiles(n, padded, block, budget):
         tile = w_NK[rows, columns.start : min(columns.stop, k)]
         short = columns.stop - columns.start - tile.shape[1]
