@@ -6,7 +6,7 @@ import torch
 from tests.kernels import emulation
 from tests.kernels.test_compile import resources
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
-from vblackwell.kernels import nvrtc, two_part_cuda, two_part_layout
+from vblackwell.kernels import nvrtc, two_part_cuda, two_part_layout, two_part_round, two_part_round_cuda
 from vblackwell.kernels.dispatch import use_backend
 from vblackwell.kernels.reference import ACTIVATIONS, activate
 from vblackwell.kernels.two_part import OP, two_part_linear
@@ -27,6 +27,11 @@ extern "C" void run(const u8* codes, const u8* fine, const u8* scales, const flo
             blockIdx.y = y;
             two_part_dequantize(codes, fine, scales, ts, w, N, K);
         });
+}"""
+
+ROUND_MAIN = """
+extern "C" void run(const void* w, const u8* scales, const float* ts, void* out, int N, int K, int stride, int aligned, int gx) {
+    launch(gx, 1, 1, ROUND_THREADS, 16, [=] { two_part_round(w, scales, ts, out, N, K, stride, aligned); });
 }"""
 
 
@@ -151,6 +156,45 @@ def test_dequantize_source_is_the_oracle(dtype, n, k):
     assert torch.equal(out, w_NK.to(dtype))
 
 
+def wide_weight(n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows apart from each other in memory, with magnitudes of every kind: blocks of zeros, saturated ones, NaN."""
+    w_NK = torch.randn(n, k + 16).mul_(torch.logspace(-3, 1, n)[:, None]).to(dtype)[:, :k]
+    w_NK[0, :16], w_NK[1, 0] = 0.0, 40.0
+    return w_NK
+
+
+@emulation.needs_compiler
+@pytest.mark.parametrize(("dtype", "k"), [(torch.bfloat16, 96), (torch.bfloat16, 77), (torch.float32, 64)], ids=str)
+def test_round_source_is_the_oracle(dtype, k):
+    w_NK = wide_weight(6, k, dtype)
+    scales = separation.training_scales(w_NK)
+    w_NK[2, 3], w_NK[3, 4] = torch.nan, 1e4  # beyond what the scales were made for
+    scales.block[4, 0], scales.block[5, 1] = 0x7F, 3  # NaN, a subnormal scale
+    out = torch.full((6, k), 7.0, dtype=dtype)
+    macros = two_part_round_cuda.macros(dtype, dtype)
+    whole = two_part_round_cuda.aligned(w_NK, out)
+    assert whole == (k % 16 == 0)
+    grid = -(-6 * -(-k // 16) // two_part_round_cuda.THREADS)
+    args = [w_NK, scales.block, scales.tensor, out, 6, k, w_NK.stride(0), int(whole), grid]
+    emulation._call(two_part_round_cuda.FILES, macros, ROUND_MAIN, args)
+    expected = separation.round_to_parts(w_NK, scales, dtype)
+    assert bool(expected.isnan().any()) and torch.equal(out.nan_to_num(nan=99.0), expected.nan_to_num(nan=99.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("k", [96, 77, 4096])
+def test_rounding_on_the_gpu(dtype, k):
+    w_NK = wide_weight(70, k, dtype)
+    scales = separation.training_scales(w_NK)
+    for target in {dtype, torch.float32}:
+        expected = separation.round_to_parts(w_NK, scales, target)
+        for backend in ("cuda", "triton"):
+            with use_backend(two_part_round.OP, backend):
+                found = two_part_round.rounded(w_NK.cuda(), scales.block.cuda(), scales.tensor.cuda(), target)
+            assert torch.equal(found.cpu(), expected), backend
+
+
 @pytest.mark.skipif(bool(nvrtc.why_not()), reason="nvidia-cuda-nvrtc is not installed")
 @pytest.mark.parametrize(
     ("arch", "m"),
@@ -165,6 +209,15 @@ def test_compiles_without_spills_and_fits(arch, m, tmp_path):
     usage = resources(nvrtc.compile_cubin(two_part_cuda.FILES, plan.macros(), arch), tmp_path)["two_part_mma"]
     assert usage["STACK"] == usage["LOCAL"] == 0, (plan, usage)
     assert usage["REG"] * plan.threads <= 65536, (plan, usage)
+
+
+@pytest.mark.skipif(bool(nvrtc.why_not()), reason="nvidia-cuda-nvrtc is not installed")
+def test_rounding_compiles_without_spills(tmp_path):
+    macros = two_part_round_cuda.macros(torch.bfloat16, torch.bfloat16)
+    usage = resources(nvrtc.compile_cubin(two_part_round_cuda.FILES, macros, "sm_90a"), tmp_path)["two_part_round"]
+    assert usage["STACK"] == usage["LOCAL"] == 0 and usage["REG"] <= 64, (
+        usage
+    )  # four blocks of 256 threads a multiprocessor
 
 
 @pytest.mark.parametrize(("clusters", "most"), [(True, 227 * 1024), (False, 99 * 1024)])

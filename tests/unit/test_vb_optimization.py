@@ -14,9 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 import vblackwell as vb
 from vblackwell.errors import ConfigurationError, CorruptData, UnknownKey
+from vblackwell.kernels.dispatch import use_backend
+from vblackwell.kernels.swiglu import swiglu
 from vblackwell.nn import optimized_linear
 from vblackwell.nn.optimized_linear import VBOptimizedLinear
 from vblackwell.nn.plain_linear import linears_of_one_input
+from vblackwell.nn.rounded_linear import Rounded, rounded_linear, rounded_swiglu_linear
 from vblackwell.nn.two_part import Settings
 from vblackwell.numerics.separation import round_to_parts, training_scales
 from vblackwell.numerics.sqnr import sqnr
@@ -136,6 +139,22 @@ def test_layers_of_one_input_are_one_node(recomputed):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)  # fp32 sums of 48 and of 96 products
     node = found[0][0].grad_fn
     assert node is not None and node is found[0][2].grad_fn or recomputed
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_gating_and_the_product_after_it_are_one_node(wanted):
+    """The bits of two nodes; with ``wanted`` off, their gradients."""
+    gate, up, weight = (torch.randn(*shape, requires_grad=True) for shape in ((2, 3, 16), (2, 3, 16), (8, 16)))
+    reached = []
+    rounded = Rounded(weight, weight.detach() * 1.5, lambda: reached.append(1))
+    with use_backend("swiglu", "triton"):
+        two = rounded_linear(swiglu(gate, up), rounded, None)
+    one = rounded_swiglu_linear(gate, up, rounded, wanted)
+    assert one.shape == two.shape and (not wanted or torch.equal(one, two))
+    dy = torch.randn_like(two)
+    for mine, theirs in zip(*(torch.autograd.grad(y, (gate, up, weight), dy) for y in (one, two)), strict=True):
+        assert torch.equal(mine, theirs)
+    assert len(reached) == 2
 
 
 def test_second_gradients_are_refused():

@@ -24,7 +24,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LONGEST_ROW = 1 << 16
 
 
-def _triton_reasons(request: Request) -> list[str]:
+def triton_reasons(request: Request) -> list[str]:
     reasons = []
     if request.device.type != "cuda" and not (request.device.type == "cpu" and interpreting()):
         reasons.append(f"the tensors are on {request.device}: it needs a CUDA GPU, or TRITON_INTERPRET=1")
@@ -43,7 +43,7 @@ def _never(request: Request) -> list[str]:
     return []
 
 
-_TRITON = Backend("triton", _triton_reasons, lambda: True)
+_TRITON = Backend("triton", triton_reasons, lambda: True)
 _TORCH = Backend("torch", _never, lambda: False, forward_mode=True)
 # By device, because on the CPU the kernels run for tests alone, one element after the other.
 _TABLES = {"cuda": (_TRITON, _TORCH), "cpu": (_TORCH, _TRITON)}

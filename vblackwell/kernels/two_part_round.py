@@ -1,7 +1,9 @@
 """Weights rounded to two parts on kept scales, straight through: what a forward multiplies by while the weight trains.
 
 A custom op, for the reasons of nn/straight_through.py: no second copy is kept, and under torch.compile it is one node of the graph. The
-gradient passes unchanged (Bengio et al. 2013). One Triton kernel on CUDA, the oracle elsewhere.
+gradient passes unchanged (Bengio et al. 2013). Backends: ``cuda``, a kernel that is launched by address, because a step rounds hundreds of
+weights and the host's time for a launch counts as often; ``triton``, the same where NVRTC is not installed; ``torch``, the oracle,
+elsewhere.
 """
 
 from __future__ import annotations
@@ -9,11 +11,45 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vblackwell.kernels.dispatch import refuse_forward_mode
-from vblackwell.kernels.fused import runs_triton
+from vblackwell.kernels import nvrtc
+from vblackwell.kernels.dispatch import Backend, Request, capability, choose, refuse_forward_mode
+from vblackwell.kernels.fused import DTYPES, triton_reasons
 from vblackwell.numerics import separation
 
 OP = "two_part_round_trip"
+
+
+def _cuda_reasons(request: Request) -> list[str]:
+    reasons = []
+    if request.device.type != "cuda":
+        reasons.append(f"the tensors are on {request.device}: it needs a CUDA GPU")
+    elif request.capability < (8, 0):
+        reasons.append(f"compute capability {request.capability[0]}.{request.capability[1]} is below 8.0")
+    if request.dtype not in DTYPES:
+        reasons.append(f"the weight is {request.dtype}: it takes bfloat16, float16 and float32")
+    return reasons + nvrtc.why_not()
+
+
+def _cuda(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    from vblackwell.kernels import two_part_round_cuda
+
+    return two_part_round_cuda.round_to_parts(w_NK, block_scales, tensor_scale, dtype)
+
+
+def _triton(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    from vblackwell.kernels import two_part_triton
+
+    return two_part_triton.round_to_parts(w_NK, block_scales, tensor_scale, dtype)
+
+
+def _torch(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return separation.round_to_parts(w_NK, separation.Scales(block_scales, tensor_scale), dtype)
+
+
+_CUDA, _TRITON = Backend("cuda", _cuda_reasons, _cuda), Backend("triton", triton_reasons, _triton)
+_TORCH = Backend("torch", lambda request: [], _torch)
+# By device, because on the CPU Triton's kernel runs for tests alone.
+_TABLES = {"cuda": (_CUDA, _TRITON, _TORCH), "cpu": (_TORCH, _CUDA, _TRITON)}
 
 
 @torch.library.custom_op("vblackwell::two_part_round_trip", mutates_args=())
@@ -31,11 +67,9 @@ def two_part_round_trip(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor
 
 def rounded(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """As the op, without gradients and without what calling an op costs the host."""
-    if runs_triton(OP, w_NK, 0):
-        from vblackwell.kernels import two_part_triton
-
-        return two_part_triton.round_to_parts(w_NK, block_scales, tensor_scale, dtype)
-    return separation.round_to_parts(w_NK, separation.Scales(block_scales, tensor_scale), dtype)
+    device = w_NK.device
+    request = Request(device, capability(device), w_NK.dtype, OP, 0, 0, 0)
+    return choose(OP, _TABLES.get(device.type, (_TORCH,)), request).run(w_NK, block_scales, tensor_scale, dtype)
 
 
 @two_part_round_trip.register_fake

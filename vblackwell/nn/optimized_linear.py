@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.nn.draw import draw_as_linear
 from vblackwell.nn.fp4_state import META, STATE_NAMES, from_state, to_state
-from vblackwell.nn.rounded_linear import Rounded
+from vblackwell.nn.rounded_linear import Rounded, computes_at_once
 from vblackwell.nn.two_part import (
     BITS,
     DRIFT_THRESHOLD,
@@ -29,7 +29,6 @@ from vblackwell.nn.two_part import (
     PlacedParts,
     Settings,
     VirtualBlackwellAdapter,
-    computes_at_once,
     pack,
     place_parts,
     unplace_parts,

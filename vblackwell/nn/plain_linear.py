@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from vblackwell.kernels.shared_input import shared_input_linears
 from vblackwell.kernels.swiglu import swiglu, swiglu_linear
-from vblackwell.nn.rounded_linear import Rounded, rounded_linears
+from vblackwell.nn.rounded_linear import Rounded, rounded_linears, rounded_swiglu_linear
 
 
 def is_plain(linear: nn.Module) -> bool:
@@ -120,4 +120,8 @@ def gated_product(gate: Tensor, up: Tensor, down: nn.Module, wanted: bool = True
     """``down(silu(gate) * up)``; on CUDA as one operation that keeps no product. ``wanted`` as for `swiglu_linear`."""
     if may_fuse(gate, down) and gate.dtype == up.dtype:
         return swiglu_linear(gate, up, down.weight, wanted)  # type: ignore[arg-type]
+    if gate.is_cuda and gate.shape == up.shape and gate.dtype == up.dtype:
+        found = rounded_of(gate, (down,))
+        if found is not None:
+            return rounded_swiglu_linear(gate, up, found[0], wanted)
     return down(swiglu(gate, up))

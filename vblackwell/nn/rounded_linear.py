@@ -8,8 +8,7 @@ one input add up inside the matrix kernels, as in kernels/shared_input.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +18,8 @@ from torch.nn import functional
 from vblackwell.kernels.shared_input import linears_dx
 
 
-@dataclass(frozen=True, eq=False)
-class Rounded:
-    """A weight for one forward.
+class Rounded(NamedTuple):
+    """A weight for one forward. A tuple, because a step makes hundreds.
 
     Attributes:
         weight: (N, K), which gets the gradient. value: what is multiplied by, in the type of the input; kept for backward.
@@ -31,6 +29,13 @@ class Rounded:
     weight: Tensor
     value: Tensor
     reached: Callable[[], None]
+
+
+def computes_at_once() -> bool:
+    """Whether tensors are numbers now: nobody traces or transforms (torch.func), who must see ops and knows the rules of those alone."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _RoundedLinears(torch.autograd.Function):
@@ -48,21 +53,50 @@ class _RoundedLinears(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, *values = ctx.saved_tensors
-        wanted, x_MK, dx, dbias_N = ctx.needs_input_grad, None, None, None
-        given = [(dy, value) for dy, value in zip(dys, values, strict=True) if dy is not None]
+        wanted, dx, dbias_N = ctx.needs_input_grad, None, None
+        x_MK = x.reshape(-1, x.shape[-1])
+        rows = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in dys]
+        given = [(dy_MN, value) for dy_MN, value in zip(rows, values, strict=True) if dy_MN is not None]
         if wanted[0] and given:
-            dx = linears_dx([dy for dy, _ in given], [value for _, value in given])
+            dx = linears_dx([dy_MN for dy_MN, _ in given], [value for _, value in given]).view(x.shape)
         dweights: list[Tensor | None] = []
-        for dy, reached, dtype, needed in zip(dys, ctx.reached, ctx.types[1:], wanted[3:], strict=True):
-            if dy is None or not needed:
+        for dy_MN, reached, dtype, needed in zip(rows, ctx.reached, ctx.types[1:], wanted[3:], strict=True):
+            if dy_MN is None or not needed:
                 dweights.append(None)
                 continue
             reached()
-            x_MK = x.reshape(-1, x.shape[-1]) if x_MK is None else x_MK
-            dweights.append((dy.reshape(-1, dy.shape[-1]).t() @ x_MK).to(dtype))
-        if wanted[2] and dys[0] is not None:
-            dbias_N = dys[0].reshape(-1, dys[0].shape[-1]).sum(0).to(ctx.types[0])
+            dweight_NK = torch.mm(dy_MN.t(), x_MK)
+            dweights.append(dweight_NK if dweight_NK.dtype == dtype else dweight_NK.to(dtype))
+        if wanted[2] and rows[0] is not None:
+            dbias_N = rows[0].sum(0).to(ctx.types[0])
         return (dx, None, dbias_N, *dweights)
+
+
+class _RoundedSwiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, rounded: Rounded, wanted: bool, weight_DI: Tensor) -> Tensor:
+        from vblackwell.kernels import swiglu_triton
+
+        product = swiglu_triton.forward(gate, up)
+        ctx.save_for_backward(gate, up, product, rounded.value)
+        ctx.reached, ctx.type = rounded.reached, weight_DI.dtype
+        if not wanted:
+            return gate.new_empty(*gate.shape[:-1], weight_DI.shape[0])
+        return functional.linear(product, rounded.value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        from vblackwell.kernels import swiglu_triton
+
+        gate, up, product, value = ctx.saved_tensors
+        dy_MD, dgate, dup, dweight_DI = dy.reshape(-1, dy.shape[-1]), None, None, None
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            dgate, dup, _ = swiglu_triton.backward(torch.mm(dy_MD, value).view(gate.shape), gate, up, False)
+        if ctx.needs_input_grad[4]:
+            ctx.reached()
+            dweight_DI = torch.mm(dy_MD.t(), product.view(-1, product.shape[-1])).to(ctx.type)
+        return dgate, dup, None, None, dweight_DI
 
 
 def rounded_linear(x: Tensor, rounded: Rounded, bias_N: Tensor | None) -> Tensor:
@@ -73,3 +107,12 @@ def rounded_linear(x: Tensor, rounded: Rounded, bias_N: Tensor | None) -> Tensor
 def rounded_linears(x: Tensor, rounded: Sequence[Rounded]) -> list[Tensor]:
     """The products of ``x`` with several; as `rounded_linear`, without biases."""
     return list(_RoundedLinears.apply(x, rounded, None, *(each.weight for each in rounded)))  # type: ignore[arg-type]
+
+
+def rounded_swiglu_linear(gate: Tensor, up: Tensor, rounded: Rounded, wanted: bool = True) -> Tensor:
+    """``(silu(gate) * up) value^T``, (..., I) to (..., D), one node where gating and product would be two. Triton only.
+
+    Args:
+        wanted: as for `vblackwell.kernels.swiglu.swiglu_linear`.
+    """
+    return _RoundedSwiglu.apply(gate, up, rounded, wanted, rounded.weight)  # type: ignore[return-value]

@@ -33,7 +33,7 @@ from vblackwell.kernels.two_part import two_part_linear
 from vblackwell.kernels.two_part_round import rounded as round_to_two_parts
 from vblackwell.kernels.two_part_round import two_part_round_trip
 from vblackwell.nn.fp4_state import Placed, place, unplace
-from vblackwell.nn.rounded_linear import Rounded, rounded_linear
+from vblackwell.nn.rounded_linear import Rounded, computes_at_once, rounded_linear
 from vblackwell.nn.straight_through import fp4_round_trip
 from vblackwell.numerics.formats import format_named
 from vblackwell.numerics.fp4 import quantize
@@ -291,23 +291,28 @@ class VirtualBlackwellAdapter:
         """``weight`` rounded for a forward in training, for whoever multiplies by it; as in `compress`, which does."""
         return self._rounding(self._held_as(name, weight), weight, dtype)
 
-    @torch.no_grad()
     def _rounding(self, held: _Held, weight: Tensor, dtype: torch.dtype) -> Rounded:
         held.parts = held.owner = None
         if self.settings.precision != "two-part":
-            return Rounded(weight, fp4_round_trip(weight, self.settings.precision, dtype), held.count_step)
-        scales = self._scales(held, weight)
-        return Rounded(weight, round_to_two_parts(weight, scales.block, scales.tensor, dtype), held.count_step)
+            with torch.no_grad():
+                value = fp4_round_trip(weight, self.settings.precision, dtype)
+            return Rounded(weight, value, held.count_step)
+        kept = self._scales(held, weight)
+        return Rounded(weight, round_to_two_parts(weight, kept.block, kept.tensor, dtype), held.count_step)
+
+    def _scales(self, held: _Held, weight: Tensor) -> Scales:
+        kept = held.scales
+        due = held.steps - held.looked_at >= DRIFT_EVERY or held.steps - held.renewed_at >= self.settings.refresh_every
+        return self._renewed(held, weight) if kept is None or due or kept.block.device != weight.device else kept
 
     @torch.no_grad()
-    def _scales(self, held: _Held, weight: Tensor) -> Scales:
-        settings = self.settings
-        kept = held.scales
+    def _renewed(self, held: _Held, weight: Tensor) -> Scales:
+        settings, kept = self.settings, held.scales
         if kept is None or kept.block.device != weight.device or held.steps - held.renewed_at >= settings.refresh_every:
             kept = training_scales(weight)
             held.renewals = held.renewals + 1
             held.renewed_at = held.looked_at = held.steps
-        elif held.steps - held.looked_at >= DRIFT_EVERY:
+        else:
             kept, held.drift = renewed_scales(weight, kept, settings.drift_threshold)
             held.renewals = held.renewals + (held.drift > settings.drift_threshold).to(torch.int32)
             held.looked_at = held.steps
@@ -357,13 +362,6 @@ class VirtualBlackwellAdapter:
             }
             for name, held in self._held.items()
         }
-
-
-def computes_at_once() -> bool:
-    """Whether tensors are numbers now: nobody traces or transforms (torch.func), who must see ops and knows the rules of those alone."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return False
-    return torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def create_virtual_blackwell(
