@@ -1,4 +1,4 @@
-"""Times of the attention kernels' plans on this GPU, and a check of the forward with specialised warps; bench_attention.py calls it.
+"""Times of the attention kernels' plans on this GPU; bench_attention.py calls it.
 
 Plans are compiled by many processes at once, each running one small, so that the timing process finds them in Triton's cache.
 """
@@ -19,9 +19,8 @@ from graph_timing import graph_us
 from torch import Tensor
 
 from vblackwell.kernels import attention_launch
-from vblackwell.kernels.attention import bounds, flash_attention
+from vblackwell.kernels.attention import bounds
 from vblackwell.kernels.attention_plan import AttentionPlan
-from vblackwell.nn.attention_backends import BACKENDS, Variant
 
 STARTED = time.perf_counter()
 PROCESSES = 14
@@ -72,38 +71,12 @@ SWEEP = {
         (128, 128, 8, 2, 1),
     ),
 }  # fmt: skip
-SPECIALIZED = (
-    (128, (128, 128, 4, 2, 1, 168, 1)), (128, (128, 64, 4, 3, 1, 168, 1)), (128, (128, 64, 4, 4, 1, 168, 1)),
-    (64, (128, 128, 4, 3, 1, 168, 1)), (64, (128, 128, 4, 4, 1, 168, 1)), (64, (128, 64, 4, 4, 1, 168, 1)),
-)  # fmt: skip
-
-
-def sweep_specialized() -> None:
-    """Errors of attention_hopper.py's forward at odd shapes, then its times; the largest error of the usual kernel beside."""
-    for head, fields in SPECIALIZED:
-        worst = {"special": 0.0, "usual": 0.0}
-        for queries, keys, options in (
-            (1000, 1000, {"causal": True}), (129, 1000, {"causal": True, "bottom_right": True}), (300, 200, {}),
-            (1000, 129, {"causal": True, "bottom_right": True}), (17, 63, {"causal": True}),
-        ):  # fmt: skip
-            q = leaves_of(2, 4, 2, queries, head)[0].detach()
-            _, k, v = (x.detach() for x in leaves_of(2, 4, 2, keys, head))
-            exact = BACKENDS["math"].run(q.double(), k.double(), v.double(), Variant(**options))
-            for name, plans in (("usual", {}), ("special", {"forward": plan_of(fields)})):
-                with attention_launch.use_plans(**plans):
-                    error = ((flash_attention(q, k, v, **options).double() - exact).norm() / exact.norm()).item()
-                worst[name] = max(worst[name], error if error == error else float("inf"))
-        us = time_plan(head, "forward", plan_of(fields))
-        say(f"special {head} {fields} errors {worst} {us:.1f} us {4 * 2 * 2048 * 8192**2 * 0.5 / us / 1e6:.0f} TFLOP/s")
 
 
 def plan_of(fields: tuple[int, ...]) -> AttentionPlan:
-    """The plan of (rows, columns, warps, stages, copy engine, registers, specialized, together, ahead); the last four may be left out."""
-    rows, columns, warps, stages, tma, registers, specialized, together, ahead = (
-        *fields,
-        *(0, 0, 16, 0)[len(fields) - 5 :],
-    )
-    return AttentionPlan(rows, columns, warps, stages, bool(tma), registers, bool(specialized), together, bool(ahead))
+    """The plan of (rows, columns, warps, stages, copy engine, registers, specialized, together); the last three may be left out."""
+    rows, columns, warps, stages, tma, registers, specialized, together = (*fields, *(0, 0, 16)[len(fields) - 5 :])
+    return AttentionPlan(rows, columns, warps, stages, bool(tma), registers, bool(specialized), together)
 
 
 def compile_plan(head: int, kernel: str, fields: tuple[int, ...]) -> str:

@@ -4,7 +4,7 @@
 (medians of CUDA-graph replays, bf16, forward and backward apart), ratios in the same run with their floors and aims, and peak memory.
 What the own kernel makes of a mask (bits, tile lists) is counted. Of a mask FlexAttention has two rows: ``flex``, its block mask made
 beforehand and not counted, and ``flex+mask``, made at every call, which is all that the dispatcher can run. ``--sweep`` times plans of
-the own kernels, ``--masks`` plans on masks and launches of RMSNorm (attention_masks.py), ``--tune`` lets the dispatcher and the plans
+the own kernels, ``--forwards`` those of the forward in every case (attention_forwards.py), ``--tune`` lets the dispatcher and the plans
 be measured and kept. Compiling first: ``--prepare --quick``, then ``--quick --prepared``, which takes 90 s at most.
 """
 
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch._dynamo
-from attention_plans import PROCESSES, STARTED, leaves_of, say, sweep, sweep_specialized, time_us
+from attention_plans import PROCESSES, STARTED, leaves_of, say, sweep, time_us
 from graph_timing import alternating_us, median_us
 from torch import Tensor
 
@@ -344,9 +344,8 @@ def main() -> None:
         "--sweep", type=float, default=0.0, metavar="SECONDS", help="time plans of the own kernels first"
     )
     parser.add_argument(
-        "--specialized", action="store_true", help="only check and time the kernel with specialised warps"
+        "--forwards", type=float, default=0.0, metavar="SECONDS", help="only check and time plans of the forward"
     )
-    parser.add_argument("--masks", type=float, default=0.0, metavar="SECONDS", help="only plans on masks and RMSNorm")
     parser.add_argument("--no-table", action="store_true", help="no comparison")
     parser.add_argument("--prepare", action="store_true", help="only compile what the cases need")
     parser.add_argument(
@@ -366,13 +365,10 @@ def main() -> None:
     say(torch.cuda.get_device_name(), torch.__version__)
     # FlexAttention is compiled anew for every case; beyond eight torch would run it unfused.
     torch._dynamo.config.recompile_limit = 64
-    if arguments.specialized:
-        sweep_specialized()
-        return
-    if arguments.masks:
-        import attention_masks
+    if arguments.forwards:
+        import attention_forwards
 
-        attention_masks.prepare() if arguments.prepare else attention_masks.time_all(arguments.masks)
+        attention_forwards.time_all(arguments.forwards)
         return
     if arguments.prepare:
         prepare_all(wanted_cases(arguments.quick, arguments.only), arguments.quick)
