@@ -98,6 +98,7 @@ DEVICE u32 to_e4m3(float a, float b, float c, float d) {
     return out;
 }
 DEVICE void warp_sync() { warp_arrive(); }
+DEVICE int warp_uniform(int v) { return v; }
 DEVICE float pick(u32 pair, int high) { return half_to_float((u16)(high ? pair >> 16 : pair)); }
 DEVICE void mma(float* d, const u32* a, u32 b0, u32 b1) {
     Fragments& f = fragments();

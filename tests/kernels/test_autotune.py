@@ -12,7 +12,7 @@ from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan
 MACHINE = {"gpu": "NVIDIA H200", "multiprocessors": "132", "driver": "13000", "torch": "2.11", "triton": "3.6"}
 FIXED = {
     MmaPlan: ("tokens", "row_warps", "k_warps", "splits", "x_bytes", "chunk"),
-    WgmmaPlan: ("tokens", "groups", "k_groups", "splits", "direct"),
+    WgmmaPlan: ("tokens", "groups", "k_groups", "splits"),
 }
 PLANS = [
     MmaPlan(8, 2, 2, 1, 4),

@@ -21,7 +21,7 @@ MMA = [  # plan, rows, n, k: one of each shape of block, chunked and whole, padd
     (MmaPlan(4, 1, 3, 1, 2, chunk=3, x_stages=3), 3, 33, 960),
 ]
 WGMMA = [
-    (WgmmaPlan(32, 1, 1, 2, 3), 20, 40, 392),
+    (WgmmaPlan(32, 1, 1, 2, 4), 20, 40, 392),
     (WgmmaPlan(32, 2, 2, 3, 2), 33, 200, 264),
     (WgmmaPlan(64, 1, 4, 2), 70, 70, 264),
     (WgmmaPlan(32, 1, 1, 4, 2), 33, 40, 520),
@@ -31,9 +31,9 @@ WGMMA = [
 
 
 ONE_TYPE = [  # nothing in which halves differ
-    (WgmmaPlan(32, 1, 2, 6, 2, k_groups=3, direct=True), 20, 40, 840),
-    (WgmmaPlan(64, 1, 1, 4, 2, k_groups=2, direct=True), 70, 70, 392),
-    (WgmmaPlan(128, 1, 1, 4, 2, direct=True), 100, 40, 328),
+    (WgmmaPlan(32, 1, 2, 6, 2, k_groups=3, ordered=0), 20, 40, 840),  # warpgroups of which one has a window less
+    (WgmmaPlan(64, 1, 1, 4, 2, k_groups=2, ordered=0), 70, 70, 392),
+    (WgmmaPlan(128, 1, 1, 4, 2), 100, 40, 328),
     (WgmmaPlan(32, 2, 1, 4, 2, k_groups=2), 40, 130, 328),
     (MmaPlan(16, 1, 12, 1, 4, chunk=24, x_stages=3), 11, 33, 1600),  # the shape of a plan that a rule takes
 ]

@@ -25,7 +25,7 @@ from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan, goes_round
 from vblackwell.kernels.nvrtc import cache_folder, driver_version, write_atomically
 
 Plan = TypeVar("Plan", MmaPlan, WgmmaPlan)
-TUNABLE = {MmaPlan: ("prefetch", "min_blocks", "x_stages"), WgmmaPlan: ("stages", "prefetch", "min_blocks")}
+TUNABLE = {MmaPlan: ("prefetch", "min_blocks", "x_stages"), WgmmaPlan: ("stages", "prefetch", "min_blocks", "ordered")}
 SHIPPED = Path(__file__).parent / "tuned"
 _VERSION = 1
 
@@ -118,9 +118,7 @@ def variants(plan: Plan) -> list[Plan]:
     else:
         most = (227 * 1024 - 1024) // (plan.tokens * 128)
         choices = [
-            {"stages": stages}
-            for stages in (3, 4, 6, 8)
-            if stages <= most and goes_round(stages, plan.k_groups, plan.direct)
+            {"stages": stages} for stages in (3, 4, 6, 8) if stages <= most and goes_round(stages, plan.k_groups)
         ]
     return [plan, *(other for choice in choices if (other := apply(plan, choice)) != plan)]
 

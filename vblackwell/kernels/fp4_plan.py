@@ -93,13 +93,8 @@ class MmaPlan:
         return max(staged, sums) + (STATISTICS_BYTES * (2 if self.chunk else 1) if norm else 0)
 
 
-def goes_round(stages: int, k_groups: int, direct: bool = False) -> bool:
-    """Whether each stage belongs to one of ``k_groups`` that take turns at windows, and each of them has two or more.
-
-    ``direct``: whether each belongs to one of the warps, three or four, that take turns at making them, as well.
-    """
-    if direct and stages % (3 if k_groups == 3 else 4):
-        return False
+def goes_round(stages: int, k_groups: int) -> bool:
+    """Whether each stage belongs to one of ``k_groups`` that take turns at windows, and each of them has two or more."""
     return k_groups == 1 or (stages % k_groups == 0 and stages >= 2 * k_groups)
 
 
@@ -111,12 +106,11 @@ class WgmmaPlan:
         tokens: rows of x a block takes (wgmma's n).
         groups: warpgroups, 64 weight rows each.
         splits: blocks of a cluster that split K.
-        stages: windows of x in shared memory, at least 2; with several ``k_groups`` a multiple of them, at least twice as many; with
-            ``direct`` a multiple of 4, of 3 for three K groups.
-        prefetch: windows of weights a warp has in flight.
+        stages: windows of x in shared memory, at least 2; with several ``k_groups`` a multiple of them, at least twice as many.
+        prefetch: windows of weights a warp has in flight, an even number.
         min_blocks: blocks the compiler must fit on a multiprocessor.
         k_groups: sets of ``groups`` warpgroups that take turns at the windows.
-        direct: whether x is brought into the kernel's order inside it, not by a launch before it.
+        ordered: whether warpgroups take turns at the tensor cores by whole windows, so that one decodes while another multiplies.
     """
 
     tokens: int
@@ -126,7 +120,7 @@ class WgmmaPlan:
     prefetch: int = 4
     min_blocks: int = 1
     k_groups: int = 1
-    direct: bool = False
+    ordered: int = 1
 
     def __post_init__(self) -> None:
         """Raises ConfigurationError where a stage of x would go from one K group to another, or a group would wait for itself.
@@ -134,10 +128,12 @@ class WgmmaPlan:
         A group that comes to a stage by which another one still awaits the window before would take the barrier's
         last phase for its own: copies need not land in order. It would multiply what is not there yet, or wait for ever.
         """
-        if not goes_round(self.stages, self.k_groups, self.direct):
+        if not goes_round(self.stages, self.k_groups):
             raise ConfigurationError(
-                f"{self.k_groups} K groups, and who makes stages, take turns at them: {self.stages} do not go round, 2 or more for each"
+                f"{self.k_groups} K groups take turns at stages of x: {self.stages} do not go round, 2 or more for each"
             )
+        if self.prefetch % 2:
+            raise ConfigurationError(f"{self.prefetch} windows in flight: wgmma's ring takes an even number")
 
     @property
     def consumers(self) -> int:
@@ -156,7 +152,7 @@ class WgmmaPlan:
 
     def macros(self, fp16: bool, out32: bool = False) -> dict[str, int]:
         return {
-            "FP16": int(fp16), "TOKENS": self.tokens, "DIRECT": int(self.direct), "GROUPS": self.groups,
+            "FP16": int(fp16), "TOKENS": self.tokens, "ORDERED": int(self.ordered and self.consumers > 1), "GROUPS": self.groups,
             "KGROUPS": self.k_groups, "SPLITS": self.splits,
             "STAGES": self.stages, "PREFETCH": self.prefetch, "REGISTERS": self.registers,
             "MIN_BLOCKS": self.min_blocks, "OUT32": int(out32),
@@ -169,7 +165,7 @@ class WgmmaPlan:
     def shared_bytes(self) -> int:
         sums = self.k_groups * self.tokens * (64 * self.groups + 4) * 4
         main = self.stages * self.tokens * 128 + 4 * self.consumers * self.prefetch * 640
-        return max(main, sums) + 16 * self.stages
+        return max(main, sums) + 16 * self.stages + 32 * self.consumers  # barriers: two of a stage, one of a warp
 
 
 def _row_warps(n: int) -> int:

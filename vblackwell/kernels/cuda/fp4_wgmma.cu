@@ -7,15 +7,17 @@
 // warpgroup brings x, STAGES windows deep. SPLITS blocks of a cluster split K; all sums meet in shared memory and are added in a fixed order.
 //
 // A stage of x is TOKENS rows of 128 bytes with the 128-byte swizzle, columns inside a window permuted as the tiled layout
-// permutes them, zeros beyond K. A kernel before this one (`arrange`) has written that form, and a stage is one bulk copy. With DIRECT
-// there is no such kernel: MAKERS warps take turns at windows, of which each loads x as it is into registers and stores it in that
-// form. A lane turns four granules of 16 bytes, 4 x 4 words, into four others, which is no work.
+// permutes them, zeros beyond K. A kernel before this one (`arrange`) has written that form, and a stage is one bulk copy.
 //
-// Set by the launcher: FP16, TOKENS, DIRECT, GROUPS, KGROUPS, SPLITS, STAGES (of each K group the same, two or more; of each maker, too),
-// PREFETCH, REGISTERS (a consumer thread's), MIN_BLOCKS, OUT32.
-#define MAKERS (KGROUPS == 3 ? 3 : 4)
+// A warp cannot issue a wgmma that reads its registers before the tensor cores take it. Warpgroups that issue theirs in turns of one wgmma
+// therefore finish together, decode together, and the tensor cores wait for them. With ORDERED a warp issues a whole window's, then lets
+// the same warp of the next warpgroup have its turn, and decodes meanwhile. Turns are barriers of a warp each: warps of a scheduler
+// follow each other.
+//
+// Set by the launcher: FP16, TOKENS, GROUPS, KGROUPS, SPLITS, STAGES (of each K group the same, two or more), PREFETCH (even), ORDERED,
+// REGISTERS (a consumer thread's), MIN_BLOCKS, OUT32.
 static_assert(KGROUPS == 1 || (STAGES % KGROUPS == 0 && STAGES >= 2 * KGROUPS), "a stage belongs to one K group");
-static_assert(!DIRECT || STAGES % MAKERS == 0, "a stage belongs to one maker");
+static_assert(PREFETCH % 2 == 0, "slots of the ring and the two sets of fragments go round together");
 #define ROWS (64 * GROUPS)
 #define CONSUMERS (128 * GROUPS * KGROUPS)
 #define THREADS (CONSUMERS + 128)  // registers move between warpgroups, so the copying warp costs a whole one
@@ -36,109 +38,82 @@ __launch_bounds__(THREADS, MIN_BLOCKS)
 fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_scale, const u16* bias, void* y, int M,
           int N, int K, int activation) {
     SHARED_MEMORY(memory);
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+    const int tid = threadIdx.x, lane = tid & 31, warp = warp_uniform(tid >> 5);
     const int bands = (N + 31) / 32, windows = (K + 63) / 64;
     const int begin = windows * (int)blockIdx.y / SPLITS, count = windows * ((int)blockIdx.y + 1) / SPLITS - begin;
     const u32 shared = shared_address(memory), full = shared + BARRIERS, empty = full + 8 * STAGES;
+    const u32 turns = empty + 8 * STAGES;  // of each consumer warp
 
-    if (tid == 0) ring_init<STAGES>(full, empty, 4 * GROUPS);
+    if (tid == 0) {
+        if (ORDERED)
+            for (int w = 0; w < CONSUMERS / 32; w++) barrier_init(turns + 8 * w, 1);
+        ring_init<STAGES>(full, empty, 4 * GROUPS);
+    }
     __syncthreads();
     let_next_start();
 
     if (warp >= 4 * GROUPS * KGROUPS) {
-#if DIRECT
-        const int maker = warp - 4 * GROUPS * KGROUPS, m0 = blockIdx.z * TOKENS, j = lane & 1;
-        constexpr int TASKS = TOKENS / 16 < 4 ? TOKENS / 16 : 4;  // rows that a lane has half of, at a time
-        int stage = maker;
-        u32 parity = 1;  // a fresh barrier counts as released
-        wait_for_previous();
-        for (int i = maker; i < count && maker < MAKERS; i += MAKERS) {
-#pragma unroll
-            for (int first = 0; first < TOKENS; first += 16 * TASKS) {
-                uint4 v[TASKS][4];
-#pragma unroll
-                for (int r = 0; r < TASKS; r++)
-#pragma unroll
-                    for (int t = 0; t < 4; t++) {
-                        const int m = m0 + first + r * 16 + (lane >> 1), k = (begin + i) * 64 + (2 * t + j) * 8;
-                        v[r][t] = m < M && k < K ? *(const uint4*)(x + ((u64)m * K + k) * 2) : make_uint4(0, 0, 0, 0);
-                    }
-                if (first == 0) barrier_wait(empty + 8 * stage, parity);
-#pragma unroll
-                for (int r = 0; r < TASKS; r++) {
-                    const int token = first + r * 16 + (lane >> 1), swizzle = token & 7;
-                    const u32 to = shared + stage * STAGE_BYTES + token * 128;
-                    store_shared(to + (((4 * j) ^ swizzle) << 4), make_uint4(v[r][0].x, v[r][1].x, v[r][2].x, v[r][3].x));
-                    store_shared(to + (((4 * j + 1) ^ swizzle) << 4), make_uint4(v[r][0].y, v[r][1].y, v[r][2].y, v[r][3].y));
-                    store_shared(to + (((4 * j + 2) ^ swizzle) << 4), make_uint4(v[r][0].z, v[r][1].z, v[r][2].z, v[r][3].z));
-                    store_shared(to + (((4 * j + 3) ^ swizzle) << 4), make_uint4(v[r][0].w, v[r][1].w, v[r][2].w, v[r][3].w));
-                }
-            }
-            publish_to_tensor_cores();
-            warp_sync();
-            if (lane == 0) barrier_arrive(full + 8 * stage);
-            stage += MAKERS;
-            if (stage >= STAGES) {
-                stage -= STAGES;
-                parity ^= 1;
-            }
-        }
-#else
         give_registers<COPY_REGISTERS>();
         if (tid == CONSUMERS) {
             wait_for_previous();
             ring_fill<STAGES, STAGE_BYTES>(shared, full, empty, x + ((u64)blockIdx.z * windows + begin) * STAGE_BYTES, count);
         }
-#endif
     } else {
-#if !DIRECT
         take_registers<REGISTERS>();
-#endif
-        const int k_group = warp / (4 * GROUPS), row_warp = warp % (4 * GROUPS);
+        const int k_group = KGROUPS == 1 ? 0 : warp / (4 * GROUPS), row_warp = warp - k_group * 4 * GROUPS;
         const int row16 = blockIdx.x * (ROWS / 16) + row_warp, band = min(row16 >> 1, bands - 1), half = row16 & 1;
         const u64 first = (u64)band * windows + begin + k_group;
         const u8* from_codes = codes + first * 1024 + half * 512 + lane * 16;
         const u8* from_scales = scales + first * 128 + lane * 4;
         const int mine = (count - k_group + KGROUPS - 1) / KGROUPS;  // windows of this warp
-        const u32 ring = shared + RINGS + warp * (PREFETCH * WINDOW_BYTES);
-        int todo = mine;
-        auto load = [&](u32 slot) {
-            if (todo-- > 0) {
-                copy_async(slot + lane * 16, from_codes, 16);
-                copy_async_word(slot + 512 + lane * 4, from_scales, 4);
-                from_codes += KGROUPS * 1024;
-                from_scales += KGROUPS * 128;
+        const u32 ring_codes = shared + RINGS + warp * (PREFETCH * WINDOW_BYTES) + lane * 16;
+        const u32 ring_scales = shared + RINGS + warp * (PREFETCH * WINDOW_BYTES) + 512 + lane * 4;
+        // A window of this warp to a slot of its ring, by how many windows it lies behind the pointers.
+        auto load = [&](int slot, int behind, bool wanted) {
+            if (wanted) {
+                copy_async(ring_codes + slot * WINDOW_BYTES, from_codes + behind * (KGROUPS * 1024), 16);
+                copy_async_word(ring_scales + slot * WINDOW_BYTES, from_scales + behind * (KGROUPS * 128), 4);
             }
             copy_commit();
         };
 #pragma unroll
-        for (int d = 0; d < PREFETCH; d++) load(ring + d * WINDOW_BYTES);
+        for (int d = 0; d < PREFETCH; d++) load(d, d, d < mine);
         const float unit = tensor_scale[0] * WEIGHT_UNIT;
         float acc[TOKENS / 2];
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; i++) acc[i] = 0.0f;
-        u32 a[2][4][4], slot = ring;
+        u32 a[2][4][4];
         copy_wait<PREFETCH - 1>();
-        uint4 q = load_shared(slot + lane * 16);
-        u32 packed = load_shared_word(slot + 512 + lane * 4);
-        if (mine > 0) decode_window(q, packed, half, a[0]);
+        if (mine > 0) decode_window(load_shared(ring_codes), load_shared_word(ring_scales), half, a[0]);
         int stage = k_group, previous = 0;
         u32 parity = 0;
-        for (int i = 0; i < mine; i += 2) {
+#if ORDERED
+        const u32 my_turn = turns + 8 * warp, next_turn = turns + 8 * (warp + 4 < CONSUMERS / 32 ? warp + 4 : warp + 4 - CONSUMERS / 32);
+        u32 turn_parity = warp < 4;  // a fresh barrier counts as released: the first warpgroup begins
+#endif
+        for (int i = 0; i < mine; i += PREFETCH) {
 #pragma unroll
-            for (int d = 0; d < 2; d++) {
+            for (int d = 0; d < PREFETCH; d++) {
                 if (i + d >= mine) break;
-                load(slot);
-                slot = slot == ring + (PREFETCH - 1) * WINDOW_BYTES ? ring : slot + WINDOW_BYTES;
-                copy_wait<PREFETCH - 1>();
-                q = load_shared(slot + lane * 16);
-                packed = load_shared_word(slot + 512 + lane * 4);
+                load(d, d + PREFETCH, i + d + PREFETCH < mine);  // its slot was decoded before
                 barrier_wait(full + 8 * stage, parity);
                 const u64 b = wgmma_operand(shared + stage * STAGE_BYTES);
+#if ORDERED
+                barrier_wait(my_turn, turn_parity);
+                turn_parity ^= 1;
+                warp_sync();
+#endif
                 wgmma_fence();
 #pragma unroll
-                for (int s = 0; s < 4; s++) wgmma(acc, a[d][s], b + 2 * s);
+                for (int s = 0; s < 4; s++) wgmma(acc, a[d & 1][s], b + 2 * s);
                 wgmma_commit();
+#if ORDERED
+                if (lane == 0) barrier_arrive(next_turn);
+#endif
+                copy_wait<PREFETCH - 1>();
+                const int slot = (d + 1) % PREFETCH;
+                const uint4 q = load_shared(ring_codes + slot * WINDOW_BYTES);
+                const u32 packed = load_shared_word(ring_scales + slot * WINDOW_BYTES);
                 wgmma_wait<1>();
                 if (lane == 0 && i + d > 0) barrier_arrive(empty + 8 * previous);
                 previous = stage;
@@ -147,8 +122,10 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
                     stage -= STAGES;
                     parity ^= 1;
                 }
-                if (i + d + 1 < mine) decode_window(q, packed, half, a[d ^ 1]);
+                if (i + d + 1 < mine) decode_window(q, packed, half, a[(d & 1) ^ 1]);
             }
+            from_codes += PREFETCH * KGROUPS * 1024;
+            from_scales += PREFETCH * KGROUPS * 128;
         }
         copy_wait_all();
         wgmma_wait<0>();

@@ -49,6 +49,8 @@ DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(PENDING)
 DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 DEVICE void warp_sync() { __syncwarp(); }
+// A value that all lanes of a warp have; the compiler knows it then.
+DEVICE int warp_uniform(int v) { return __shfl_sync(0xFFFFFFFFu, v, 0); }
 DEVICE float shuffle_xor(float v, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, v, mask); }
 // A barrier for the first THREADS threads of a block.
 template <int THREADS>
