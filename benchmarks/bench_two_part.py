@@ -3,20 +3,19 @@
 ``python benchmarks/bench_two_part.py --format --start --constant --instructions`` anywhere: SQNR on Gaussian weights beside int8 by
 rows, start-up of a model of 62 linears and 36 M parameters, gradients beside exact ones, and memory over 1,000 steps. On a CUDA GPU besides
 ``--check`` (the kernel against float64), ``--linear`` (medians of CUDA-graph replays in turns over 24 layers of 8192x8192, far beyond L2;
-ratios to cuBLAS in the same run) and ``--overhead`` (training steps of a preset with and without, bf16 compute and fp32 masters,
-interleaved). Every row is printed as it comes, the table again at the end; the exit code is 1 where a floor is missed.
+ratios to cuBLAS in the same run; with ``--tune`` every plan of the kernel besides) and ``--overhead`` (training steps of a preset with and
+without, bf16 compute and fp32 masters, interleaved, and what they consist of). Every row is printed as it comes, the table again at the
+end; the exit code is 1 where a floor is missed.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import functools
 import gc
 import itertools
 import platform
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,10 +27,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+import two_part_plans
 from graph_timing import alternating_us, graph_us
-from managed_model import managed
 from torch import Tensor, nn
 from torch.nn import functional
+from two_part_overhead import overhead_rows
 
 from vblackwell.kernels import fp4_cuda, fp4_plan, layout, nvrtc, two_part_cuda, two_part_layout
 from vblackwell.kernels.dispatch import use_backend
@@ -229,7 +229,7 @@ def check_rows(rows: Rows) -> None:
     )
 
 
-def linear_rows(rows: Rows, n: int, k: int, counts: list[int]) -> None:
+def linear_rows(rows: Rows, n: int, k: int, counts: list[int], tunes: bool) -> None:
     parts = [random_parts(n, k) for _ in range(LAYERS)]
     dense = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(LAYERS)]
     ours_of = functools.partial(two_part_linear, format=two_part_layout.TILED, activation="none", n=n, k=k)
@@ -252,6 +252,8 @@ def linear_rows(rows: Rows, n: int, k: int, counts: list[int]) -> None:
             with use_backend(OP, "dequantize"):
                 slow = graph_us([functools.partial(call_parts, x, w, n, k) for w in parts[:4]], 5)
             print(f"M={m}: writing the weight out and cuBLAS {slow:.2f} us", flush=True)
+    if tunes:
+        two_part_plans.tune([m for m in counts if m <= two_part_cuda.MOST_ROWS], parts, dense, n, k)
 
 
 def call_parts(x: Tensor, parts: tuple[Tensor, ...], n: int, k: int) -> Tensor:
@@ -259,33 +261,9 @@ def call_parts(x: Tensor, parts: tuple[Tensor, ...], n: int, k: int) -> Tensor:
     return two_part_linear(x, codes, fine, scales, scale, None, two_part_layout.TILED, "none", n, k)
 
 
-def overhead_rows(rows: Rows, preset: str, batches: list[int], length: int, rounds: int) -> None:
-    """Median step of both models, resident, bf16 weights with fp32 masters; steps taken in turns. Few tokens are the host's time."""
-    shape = find_preset(preset).decoder_config(4096, length)
-    models: dict[str, nn.Module] = {"plain": Decoder(shape, seed=0, device="cpu")}
-    models["two-part"] = enable_vb_optimization(copy.deepcopy(models["plain"]), mode="training")
-    runs = {name: managed(model, "cuda", 1e-4) for name, model in models.items()}
-    for batch in batches:
-        tokens = torch.randint(0, 4096, (batch, length + 1), device="cuda")
-        times: dict[str, list[float]] = {name: [] for name in models}
-        for step in range(rounds + 3):
-            for name, (model, optimizer, _) in runs.items():
-                torch.cuda.synchronize()
-                began = time.perf_counter()
-                model(tokens[:, :-1], tokens[:, 1:]).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                torch.cuda.synchronize()
-                if step >= 3:
-                    times[name].append(time.perf_counter() - began)
-        plain, ours = (statistics.median(times[name]) for name in ("plain", "two-part"))
-        text = f"{100 * (ours / plain - 1):+.2f} % ({1000 * ours:.1f} ms beside {1000 * plain:.1f})"
-        rows.append((f"a step of {preset}, {batch * length} tokens", text, "+5 %", ours <= 1.05 * plain))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("format", "start", "constant", "instructions", "check", "linear", "overhead", "all"):
+    for name in ("format", "start", "constant", "instructions", "check", "linear", "tune", "overhead", "all"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="of --start and --constant")
     parser.add_argument("--steps", type=int, default=1000)
@@ -303,8 +281,8 @@ def main() -> None:
     batches = [int(word) for word in args.batch_sizes.split(",")]
     parts = {  # the check first, then what only a GPU can tell
         "check": functools.partial(check_rows, rows),
-        "linear": functools.partial(linear_rows, rows, n, k, [int(word) for word in args.rows.split(",")]),
-        "overhead": functools.partial(overhead_rows, rows, args.preset, batches, args.seq_length, args.rounds),
+        "linear": functools.partial(linear_rows, rows, n, k, [int(word) for word in args.rows.split(",")], args.tune),
+        "overhead": functools.partial(overhead_rows, rows.append, args.preset, batches, args.seq_length, args.rounds),
         "start": lambda: (start_rows(rows, args.device), gradient_rows(rows, args.device)),
         "constant": functools.partial(constant_rows, rows, args.device, args.steps),
         "format": functools.partial(format_rows, rows),

@@ -1,0 +1,92 @@
+"""Every sensible plan of the two-part kernel for a shape, timed in turns: what ``bench_two_part.py --linear --tune`` prints.
+
+Plans are compiled several at a time before the first is timed; then each is a CUDA graph over all layers, replayed in turns with the
+others, and the fastest again with cuBLAS bf16. Nothing is stored: the rule is `two_part_cuda.plan`, which may depend on the shape alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from graph_timing import graph_of, turns_us
+from torch import Tensor
+from torch.nn import functional
+
+from vblackwell.kernels import nvrtc, two_part_cuda
+from vblackwell.kernels.fp4_plan import ceil_div
+from vblackwell.kernels.two_part_cuda import MOST_SHARED_BYTES, TwoPartPlan
+
+MULTIPROCESSORS = 132
+LEAST_RING, MOST_RING = 48 * 1024, 150 * 1024  # bytes of weights in flight on a multiprocessor
+BEST = 4  # plans that are timed again beside cuBLAS
+
+
+def plans_of(m: int, n: int, k: int) -> list[TwoPartPlan]:
+    """The plan of the rule first; then blocks in one wave, with 8 to 16 warps a multiprocessor, in one block or in two."""
+    tokens = 1
+    while tokens < m:
+        tokens *= 2
+    found = [two_part_cuda.plan(m, n, k, True)]
+    chunks = ((0, 2), (16, 3)) if tokens <= 2 else ((8, 3), (16, 3))  # windows, stages
+    for row_warps, splits, min_blocks in itertools.product((1, 2, 4, 8), (1, 2), (1, 2)):
+        blocks = ceil_div(n, 32 * row_warps) * splits
+        if not 0.8 * MULTIPROCESSORS * min_blocks < blocks <= MULTIPROCESSORS * min_blocks:
+            continue
+        for warps, prefetch, (chunk, stages) in itertools.product((8, 12, 16), (2, 3, 4, 6, 8), chunks):
+            k_warps = warps // (row_warps * min_blocks)
+            if k_warps == 0 or not LEAST_RING <= warps * prefetch * 2176 <= MOST_RING:
+                continue
+            chunk = ceil_div(chunk, k_warps) * k_warps
+            plan = TwoPartPlan(tokens, row_warps, k_warps, splits, prefetch, 80 * 1024, min_blocks, chunk, stages)
+            if plan.shared_bytes(k) <= MOST_SHARED_BYTES[True] // min_blocks - 1024 * (min_blocks - 1):
+                found.append(plan)
+    return list(dict.fromkeys(found))
+
+
+def line_of(plan: TwoPartPlan) -> str:
+    return (
+        f"rows {plan.row_warps} k {plan.k_warps} splits {plan.splits} prefetch {plan.prefetch} "
+        f"chunk {plan.chunk}x{plan.x_stages if plan.chunk else 1} blocks {plan.min_blocks}"
+    )
+
+
+def run_plan(plan: TwoPartPlan, x_MK: Tensor, parts: tuple[Tensor, ...], n: int) -> Tensor:
+    return two_part_cuda.run_mma(plan, x_MK, *parts, None, "none", n)  # type: ignore[arg-type]
+
+
+def tune(
+    counts: Sequence[int], parts: list[tuple[Tensor, ...]], dense: list[Tensor], n: int, k: int, show: int = 6
+) -> None:
+    """Print the fastest plans for each number of rows, beside cuBLAS bf16 in the same turns."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    plans = {m: plans_of(m, n, k) for m in counts}
+    macros = {tuple(plan.macros().items()) for each in plans.values() for plan in each}
+    began = time.perf_counter()
+    with ThreadPoolExecutor(15) as pool:
+        entry = (two_part_cuda.FILES, "two_part_mma")
+        list(pool.map(lambda each: nvrtc.kernel(*entry, dict(each), device), macros))
+    print(f"{len(macros)} plans compiled in {time.perf_counter() - began:.1f} s", flush=True)
+    for m in counts:
+        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+        exact = two_part_cuda.run_mma(plans[m][0], x, *parts[0], None, "none", n, torch.float32)  # type: ignore[arg-type]
+        graphs = [graph_of([functools.partial(run_plan, plan, x, each, n) for each in parts]) for plan in plans[m]]
+        first = [us / len(parts) for us in turns_us(graphs, 3)]
+        order = sorted(range(len(first)), key=first.__getitem__)
+        again = list(dict.fromkeys([0, *order[:BEST]]))  # the rule's own is plan 0
+        bf16 = graph_of([functools.partial(functional.linear, x, w) for w in dense])
+        *times, dense_us = (us / len(parts) for us in turns_us([*(graphs[i] for i in again), bf16], 9))
+        print(f"M={m}: {len(first)} plans; cuBLAS {dense_us:.2f} us")
+        for index, us in sorted(zip(again, times, strict=True), key=lambda pair: pair[1]):
+            error = (run_plan(plans[m][index], x, parts[0], n).float() - exact).norm() / exact.norm()
+            note = " (the rule's)" if index == 0 else ""
+            print(
+                f"  {us:6.2f} us {dense_us / us:.3f} x, off by {float(error):.1e}: {line_of(plans[m][index])}{note}",
+                flush=True,
+            )
+        others = [index for index in order if index not in again][:show]
+        print("  then " + "; ".join(f"{first[index]:.2f} {line_of(plans[m][index])}" for index in others), flush=True)
