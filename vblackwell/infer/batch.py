@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vblackwell.infer.generate import attending, cache_of, check_chunk, check_kind, encode, end_tokens, room, writing
 from vblackwell.infer.pace import Pace
-from vblackwell.infer.room import room_for
+from vblackwell.infer.room import room_for, step_behind
 from vblackwell.infer.sampling import Arrival, Sampling, check_seed, sample
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ def columns(
     masked = any(len(row) < longest for row in numbers)
     takes_positions = masked and "position_ids" in inspect.signature(type(model).forward).parameters
     known: Any = cache
+    step: Callable[[Tensor], Tensor] | None = None
 
     def read(input_ids_BS: Tensor, mask_BS: Tensor) -> Tensor:
         nonlocal known
@@ -114,6 +115,11 @@ def columns(
         if position + 1 < count:
             if position == 0 or len(arriving) > int(device.type == "cuda"):  # whoever waits for the first wants it now
                 yield arriving.popleft().numbers()
+            if position == 0 and not masked:
+                step = step_behind(model, cache, len(numbers), count - 1)
+            if step is not None:
+                logits_BV = step(token_B.clamp(min=0)[:, None])
+                continue
             mask_BS = torch.cat((mask_BS, torch.ones_like(mask_BS[:, :1])), 1)
             logits_BV = read(token_B.clamp(min=0)[:, None], mask_BS)
     for arrival in arriving:

@@ -37,11 +37,11 @@ def may_capture(model: nn.Module) -> bool:
     )
 
 
-_ONE_CAPTURES = threading.Lock()  # what another thread launched on the same stream meanwhile would be captured with it
+ONE_CAPTURES = threading.Lock()  # what another thread launched on the same stream meanwhile would be captured with it
 
 
 @cache
-def _capturing(index: int) -> torch.cuda.Stream:
+def capturing(index: int) -> torch.cuda.Stream:
     """The stream of GPU ``index`` on which steps are tried and captured: one, because torch's allocator keeps a pool for each it sees."""
     return torch.cuda.Stream(index)
 
@@ -62,8 +62,8 @@ class DecodeGraph:
         self._steady = SteadyCache(cache, model.config)
         self._ids_B1 = torch.zeros((rows, 1), dtype=torch.int64, device=device)
         self._graph = torch.cuda.CUDAGraph()
-        beside = _capturing(torch.cuda.current_device() if device.index is None else device.index)
-        with _ONE_CAPTURES:
+        beside = capturing(torch.cuda.current_device() if device.index is None else device.index)
+        with ONE_CAPTURES:
             beside.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(beside):  # kernels are compiled and chosen before; what this stores is overwritten
                 model.next_logits(self._ids_B1, self._steady)

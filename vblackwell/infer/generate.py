@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.infer.decode_graph import FEWEST_STEPS, DecodeGraph, may_capture
 from vblackwell.infer.pace import Pace
-from vblackwell.infer.room import room_for
+from vblackwell.infer.room import room_for, step_behind
 from vblackwell.infer.sampling import Arrival, Sampling, check_seed, sample
 from vblackwell.nn.cache import KVCache
 from vblackwell.nn.decoder import Decoder
@@ -206,10 +206,12 @@ def stepper(
     check_kind(model)
     known: Any = KVCache(model.config, max_length) if isinstance(model, Decoder) else cache
     graph: DecodeGraph | None = None
+    streamed: Callable[[Tensor], Tensor] | None = None
+    looked = False
 
     @torch.no_grad()
     def step(input_ids_BS: Tensor) -> Tensor:
-        nonlocal graph
+        nonlocal graph, streamed, looked
         rows, length = input_ids_BS.shape
         assert graph is None or length == 1, "the host's count of positions ends where the graph begins"
         if isinstance(model, Decoder) and length == 1 and known.length:
@@ -217,6 +219,16 @@ def stepper(
                 graph = DecodeGraph(model, known, rows)
             if graph is not None:
                 return graph.step(input_ids_BS)
+        if (
+            length == 1
+            and not looked
+            and not isinstance(model, Decoder)
+            and cache is not None
+            and cache.get_seq_length()
+        ):
+            looked, streamed = True, step_behind(model, cache, rows, max_length - cache.get_seq_length())
+        if streamed is not None:
+            return streamed(input_ids_BS)
         *before, last = input_ids_BS.split(chunk or length, dim=1)
         for part in before:
             read(part)

@@ -9,15 +9,17 @@ Legend: B rows, S positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from vblackwell.infer.cache_shape import PLACES as CACHE_PLACES
 from vblackwell.infer.cache_shape import CacheShape, cache_shape, layers_on_level0
+from vblackwell.nn.stored_fp4 import StoredFP4Linear
 from vblackwell.offload.enable import offload_of
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.frozen import PLACES, FrozenStreamer
@@ -49,7 +51,9 @@ def workspace_bytes(capacity_bytes: int) -> int:
     return max(LEAST_WORKSPACE, capacity_bytes // 8)
 
 
-def divide(free_bytes: int, weights: list[int], shape: CacheShape, token_bytes: int, workspace: int) -> Room:
+def divide(
+    free_bytes: int, weights: list[int], shape: CacheShape, token_bytes: int, workspace: int, once: int = 0
+) -> Room:
     """The room of one request.
 
     Args:
@@ -58,11 +62,12 @@ def divide(free_bytes: int, weights: list[int], shape: CacheShape, token_bytes: 
         shape: of keys and values.
         token_bytes: of activations, a position of a row.
         workspace: bytes for activations.
+        once: of these, what a pass takes whatever it reads: a weight that is unpacked before it is multiplied by.
 
     Raises:
         InsufficientMemory: as `layers_on_level0`.
     """
-    chunk = max(1, workspace * 3 // 4 // max(1, token_bytes * shape.rows))
+    chunk = max(1, (workspace * 3 // 4 - 2 * once) // max(1, token_bytes * shape.rows))
     total = sum(weights)
     if shape.num_bytes <= free_bytes - min(total, PLACES * max(weights, default=0)):
         return Room(free_bytes - shape.num_bytes, shape.layers, chunk)
@@ -78,6 +83,21 @@ def token_bytes(config: Any, itemsize: int) -> int:
     width = getattr(config, "hidden_size", 0) or 0
     inner = getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", None) or 4 * width
     return (4 * inner + 8 * width) * itemsize
+
+
+def unpacked_bytes(model: nn.Module) -> int:
+    """The largest packed linear's weight while many rows are multiplied by it."""
+    packed = [module for module in model.modules() if isinstance(module, StoredFP4Linear)]
+    return max((linear.in_features * linear.out_features * linear.dtype.itemsize for linear in packed), default=0)
+
+
+def step_behind(model: nn.Module, cache: Any, rows: int, steps: int) -> Callable[[Tensor], Tensor] | None:
+    """As `streamed_step`; None without a cache of ours."""
+    if cache is None:
+        return None
+    from vblackwell.infer.streamed_step import streamed_step  # behind transformers, which a cache of it has imported
+
+    return streamed_step(model, cache, rows, steps)
 
 
 @contextmanager
@@ -101,8 +121,12 @@ def room_for(model: nn.Module, rows: int, positions: int) -> Iterator[tuple[Stac
         if shape is not None:
             from vblackwell.infer.stacked_cache import StackedCache
 
+            if torch.cuda.memory_reserved(engine.device) - torch.cuda.memory_allocated(engine.device) > workspace // 2:
+                torch.cuda.empty_cache()  # in pieces as large as another request's keys and values were
             sizes = [group.num_bytes for group in engine.groups if not engine.is_sliced(group)]
-            room = divide(free, sizes, shape, token_bytes(model.config, dtype.itemsize), workspace)
+            room = divide(
+                free, sizes, shape, token_bytes(model.config, dtype.itemsize), workspace, unpacked_bytes(model)
+            )
             engine.weights.rebudget(room.weight_bytes)
             cache, chunk = StackedCache(engine.stack, shape, room.cached_layers), room.chunk
     try:

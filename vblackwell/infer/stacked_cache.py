@@ -43,6 +43,7 @@ class StackedCache(Cache):
     def __init__(self, stack: LevelPool, shape: CacheShape, on_level0: int) -> None:
         self.shape, self._stack = shape, stack
         self._held: list[Reservation] = []
+        self._last: list[Callable[[], None]] = []
         self._finalizer = weakref.finalize(self, _give_back, weakref.ref(stack), self._held)
         self._finalizer.atexit = False
         streamed = _streamed_layers(shape.layers, on_level0)
@@ -65,7 +66,25 @@ class StackedCache(Cache):
         """Give all ranges back; the cache is not to be used any more. Idempotent."""
         if self._finalizer.alive and self._stack.level0_device.type == "cuda":
             torch.cuda.synchronize(self._stack.level0_device)  # copies under way end before their ranges do
+        while self._last:
+            self._last.pop()()
         self._finalizer()
+
+    def at_close(self, call: Callable[[], None]) -> None:
+        """Let ``call`` be called by `close`, when the device has nothing to do for the cache any more."""
+        self._last.append(call)
+
+    def room(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer that lives on level 0, all positions, (B, K, T, H) each."""
+        made: Any = self.layers[layer]
+        assert type(made) is _Layer, "it passes through"
+        room_2BKTH = made._room.permute(1, 2, 3, 0, 4)
+        return room_2BKTH[0], room_2BKTH[1]
+
+    @property
+    def passes(self) -> bool:
+        """Whether some layers live in RAM."""
+        return any(type(layer) is not _Layer for layer in self.layers)
 
     def _ram(self) -> int:
         for number, level in enumerate(self._stack.levels):

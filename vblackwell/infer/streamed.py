@@ -2,7 +2,8 @@
 
 Nothing is kept but weights. They are read from the folder into the lower levels, and each layer is loaded before it is needed. What of
 level 0 is not kept free for keys, values and workspace holds layers that stay (offload/frozen.py); on a GPU room.py divides it for each
-text. A model that fits is loaded once, in its first pass.
+text. A model that fits is loaded once, in its first pass. On a GPU what a `Decoder` can compute is written token by token from CUDA graphs
+over the stack's bytes (streamed_step.py), as fast as if it were all resident where nothing passes.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from vblackwell.kernels.fp4 import fp4_linear
 from vblackwell.kernels.nvfp4_encode import nvfp4_encoder
 from vblackwell.nn.convert_linears import HEAD, find_linears, replace_module
 from vblackwell.nn.fp4_state import place
+from vblackwell.nn.linear import FusedFP4Linear
 from vblackwell.numerics.formats import format_named
 from vblackwell.numerics.fp4 import quantize
 from vblackwell.numerics.packed import PackedTensor
@@ -81,6 +82,16 @@ class StoredFP4Linear(nn.Module):
         return {
             part: tensor.contiguous().reshape(-1).view(torch.uint8) for part, tensor in zip(PARTS, tensors, strict=True)
         }
+
+    def over(self, parts: dict[str, Tensor]) -> FusedFP4Linear:
+        """A packed linear that computes from these bytes where they lie; for a linear without a bias."""
+        assert self.bias is None
+        layer = FusedFP4Linear(self.in_features, self.out_features, False, format=self.form.name, device="meta")
+        layer.weight, layer._layout, layer._dtype = None, self.layout, self.dtype
+        layer.weight_codes, layer.weight_scales, layer.weight_tensor_scale = (
+            parts[name].view(dtype).view(shape) for name, (dtype, shape) in zip(PARTS, self._views, strict=True)
+        )
+        return layer
 
     def weight_of(self, parts: dict[str, Tensor]) -> Tensor:
         """The fp32 matrix (N, K) that bytes stand for; the reverse of `bytes_of`, rounded to the format."""

@@ -1,0 +1,138 @@
+"""The steps of a streamed model over the stack's own bytes: the logits of the model that is called, places that are taken in turn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from tests.offload.conftest import make_stack  # noqa: F401 - a fixture
+from tests.offload.test_round_trip_models import CONFIGS
+from vblackwell.errors import ConfigurationError
+from vblackwell.infer import streamed_step as module
+from vblackwell.infer.cache_shape import cache_shape
+from vblackwell.infer.stacked_cache import StackedCache
+from vblackwell.infer.streamed import open_streamed
+from vblackwell.infer.streamed_step import StreamedStep, reasons_against, streamed_step
+from vblackwell.memory.stack import VGPUStack
+from vblackwell.offload.enable import offload_of
+
+PROMPT, COUNT = 9, 7
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    parent = tmp_path_factory.mktemp("models")
+
+    def make(kind: str):
+        folder = parent / kind
+        if not folder.exists():
+            torch.manual_seed(0)
+            config = CONFIGS[kind]()
+            config.initializer_range = 0.3
+            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        return folder
+
+    return make
+
+
+def opened(folder, stack, rows, **options):
+    model = open_streamed(folder, stack, **options)
+    shape = cache_shape(model.config, rows, PROMPT + COUNT, torch.float32)
+    assert shape is not None
+    cache = StackedCache(stack, shape, shape.layers)
+    ids = torch.randint(3, 96, (rows, PROMPT + COUNT), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        model(ids[:, :PROMPT], past_key_values=cache, use_cache=True)
+    return model, cache, ids, whole
+
+
+@pytest.mark.parametrize("fp4", [None, "nvfp4"])
+@pytest.mark.parametrize("places", [4, 5, 6, 9, 100])  # of layers: what passes is all but one layer, fewer, and nothing
+def test_steps_are_those_of_the_model(places, fp4, folder_of, make_stack):  # noqa: F811
+    stack = make_stack(1 << 20)
+    model, cache, ids, whole = opened(folder_of("llama"), stack, 2, fp4=fp4)
+    engine = offload_of(model)
+    largest = max(group.num_bytes for group in engine.groups)
+    engine.weights.rebudget(places * largest)
+    used = stack.levels[0].used_bytes - engine.weights.loaded_bytes
+    assert reasons_against(model, cache) == []
+    step = StreamedStep(model, cache, 2)
+    passing = [group for group in engine.groups if group.index not in engine.weights.staying]
+    assert bool(passing) == (places < 9)
+    assert stack.levels[0].used_bytes - used <= places * largest
+
+    def moved() -> int:
+        return sum(link["bytes"] for link in stack.get_stats()["links"] if link["destination"] == stack.levels[0].name)
+
+    for place in range(PROMPT, PROMPT + COUNT):
+        before = moved()
+        logits = step.step(ids[:, place : place + 1])
+        assert moved() - before == sum(group.num_bytes for group in passing)  # once a token, and nothing that stays
+        difference = (logits - whole[:, place]).norm()
+        assert difference < 1e-5 * whole[:, place].norm()  # fp32, attention's sums in another order
+    with pytest.raises(ConfigurationError, match="16 positions are taken"):
+        step.step(ids[:, :1])
+    cache.close()
+    assert stack.levels[0].used_bytes - engine.weights.loaded_bytes <= used
+    with torch.no_grad():
+        assert torch.equal(model(ids, use_cache=False).logits, whole)  # and its passes go on as before
+
+
+def test_what_is_not_taken(folder_of, make_stack):  # noqa: F811
+    model, cache, _, _ = opened(folder_of("qwen3"), make_stack(1 << 20), 1)
+    assert "model_type is 'qwen3'" in reasons_against(model, cache)[0]
+    model, cache, _, _ = opened(folder_of("llama"), make_stack(1 << 20), 1)
+    assert reasons_against(model, None) == ["keys and values are not on level 0"]
+    assert reasons_against(torch.nn.Linear(2, 2), cache) == ["the model's weights do not stream frozen"]
+    assert streamed_step(model, cache, 1, 100) is None  # a CPU gains nothing by it
+
+
+def test_neighbours_have_different_places():
+    class Numbered:
+        def __init__(self, index):
+            self.index = index
+
+    for count in range(4, 12):
+        slots = module._places([Numbered(index) for index in range(count)])
+        assert all(slots[index] != slots[(index + 1) % count] for index in range(count))
+        assert set(slots.values()) == {0, 1, 2}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp4", [None, "nvfp4"])
+@pytest.mark.parametrize("places", [5, 100])
+@torch.no_grad()
+def test_replayed_steps_are_those_of_the_model(places, fp4, tmp_path):
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4, vocab_size=320
+    )
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    levels = [{"device": "cuda:0", "capacity_mb": 2048}, {"device": "cpu", "capacity_mb": 256}]
+    with VGPUStack({"levels": levels}) as stack:
+        model = open_streamed(tmp_path, stack, fp4=fp4)
+        engine = offload_of(model)
+        largest = max(group.num_bytes for group in engine.groups)
+        ids = torch.randint(3, 300, (2, 60), generator=torch.Generator().manual_seed(2)).cuda()
+        found = []
+        for captured in (False, True):
+            engine.weights.rebudget(places * largest)
+            shape = cache_shape(model.config, 2, 60, torch.bfloat16)
+            assert shape is not None
+            cache = StackedCache(stack, shape, shape.layers)
+            model(ids[:, :20], past_key_values=cache, use_cache=True)
+            step = streamed_step(model, cache, 2, 40)
+            assert step is not None
+            logits = []
+            for place in range(20, 60):
+                one = ids[:, place : place + 1]
+                if captured:
+                    logits.append(step(one).float().clone())
+                else:
+                    logits.append(model(ids[:, : place + 1], use_cache=False).logits[:, -1].float())
+            cache.close()
+            found.append(torch.cat(logits))
+    # As in test_decode_graph.py: six layers round some ten times each, either way in places of its own.
+    assert (found[0] - found[1]).norm() < 2**-4.3 * found[0].norm()
