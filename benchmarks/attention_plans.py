@@ -74,9 +74,12 @@ SWEEP = {
 
 
 def plan_of(fields: tuple[int, ...]) -> AttentionPlan:
-    """The plan of (rows, columns, warps, stages, copy engine, registers, specialized, together); the last three may be left out."""
-    rows, columns, warps, stages, tma, registers, specialized, together = (*fields, *(0, 0, 16)[len(fields) - 5 :])
-    return AttentionPlan(rows, columns, warps, stages, bool(tma), registers, bool(specialized), together)
+    """The plan of (rows, columns, warps, stages, copy engine, registers, specialized, together, ahead); the last four may be left out."""
+    rows, columns, warps, stages, tma, registers, specialized, together, ahead = (
+        *fields,
+        *(0, 0, 16, 0)[len(fields) - 5 :],
+    )
+    return AttentionPlan(rows, columns, warps, stages, bool(tma), registers, bool(specialized), together, bool(ahead))
 
 
 def compile_plan(head: int, kernel: str, fields: tuple[int, ...]) -> str:

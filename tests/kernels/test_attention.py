@@ -96,8 +96,8 @@ def test_masks(shape, kind):
 
 
 @pytest.mark.parametrize("kind", ["boolean", "additive"])
-def test_lines_of_every_sort(kind):
-    """Masked forwards by descriptors: lines with whole tiles, others, both and none."""
+def test_scores_a_tile_ahead(kind):
+    """Lines with whole tiles, others, both and none."""
     from vblackwell.kernels.attention_launch import use_plans
 
     mask = boolean(1, 2, 72, 104)
@@ -107,7 +107,7 @@ def test_lines_of_every_sort(kind):
         mask = normal(1, 2, 72, 104, seed=6).masked_fill(~mask, float("-inf")).half()
         mask[..., 64:, :64] = 0.0
     q, k, v = inputs(1, 2, 1, 72, 104, 16, torch.float16)
-    with poisoned(), use_plans(forward=AttentionPlan(32, 32, 4, 2, True)):
+    with poisoned(), use_plans(forward=AttentionPlan(32, 32, 4, 2, True, ahead=True)):
         got = flash_attention(q, k, v, mask=mask, causal=True, bottom_right=True)
     exact = plain(mask=mask, causal=True, bottom_right=True)(q.double(), k.double(), v.double())
     assert relative(got, exact) <= TOLERANCE[torch.float16] and not got[:, :, 32:64].any()

@@ -28,7 +28,7 @@ def check(shape, dtype=torch.bfloat16, *, mask=None, causal=False, bottom_right=
     """Output within 1.5 times the error of unfused attention in the same type, log-sum-exps as of float64, bits equal from run to run."""
     from vblackwell.kernels import attention_launch
 
-    (queries, keys, head), (q, k, v) = shape[3:], inputs(*shape, dtype)
+    (queries, keys, head), (q, k, v) = shape[3:], inputs(*shape, dtype=dtype)
     left, right = bounds(causal, window)
     options = attention_launch.Options(
         None if mask is None else mask[(None,) * (4 - mask.dim())], None, None, None, None, queries, keys, head**-0.5, left, right,

@@ -65,6 +65,26 @@ def widened(values, WIDE: tl.constexpr):
 
 
 @triton.jit
+def scaled_now(x, factor):
+    """``x * factor``, computed at this place of the program whatever follows."""
+    if INTERPRETED:
+        return x * factor
+    else:
+        return tl.inline_asm_elementwise(
+            "mul.f32 $0, $1, $2;", "=f,f,f", [x, factor], dtype=tl.float32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def here(x):
+    """``x`` (16-bit), as a value computed at this place: Triton sends a product's operand of registers through shared memory otherwise."""
+    if INTERPRETED or x.dtype.primitive_bitwidth != 16:
+        return x
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2)
+
+
+@triton.jit
 def load_words(bits, outer0, inner0, stride_outer, stride_word, OUTER: tl.constexpr, INNER: tl.constexpr):
     """Two words of 64 bits (OUTER,) of the lines from ``outer0`` on, for the INNER bits from ``inner0`` on (a multiple of INNER).
 

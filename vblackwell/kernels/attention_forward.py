@@ -18,11 +18,13 @@ from vblackwell.kernels.attention_device import (
     LISTED,
     LOG2E,
     column_tiles,
+    here,
     kept,
     load_mask,
     load_tile,
     load_words,
     place_in_order,
+    scaled_now,
     scores,
     store_tile,
     widened,
@@ -91,6 +93,69 @@ def _walk(
     return acc, top, total
 
 
+@triton.jit
+def _walk_ahead(
+    acc, top, total, q, k, v, begin, end, items, row0, batch, head, kv_head, stride_k, stride_v,
+    mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale,
+    MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EDGES: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ENDS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """``_walk`` of a mask, over at least one tile: the next tile's scores are computed under the exponentials of this one.
+
+    Triton starts a product without waiting for it only if nothing but the loop's next pass uses its result, and there behind a wait. So
+    each pass begins with the product of values and the last pass's probabilities, which is waited for, and with it this pass's
+    scores. The first such product is of zeros, and the last scores are nobody's.
+
+    Each pass loads three numbers of tiles, those of the next pass, though two are known: where a variable of a loop becomes another one's
+    value, Triton 3.6 gives what it fetches ahead the value from before the loop.
+    """
+    row = (row0 + tl.arange(0, ROWS))[:, None]
+    tile, next_tile = begin, begin + 1
+    if EDGES:
+        tile, next_tile = tl.load(items + begin), tl.load(items + begin + 1)  # the list has a spare entry
+    last_tile = tile
+    k_tile = load_tile(k, tile * COLUMNS, stride_k, batch, kv_head, k_len, COLUMNS, H, D, True, TMA)
+    s = tl.dot(q, tl.trans(k_tile), out_dtype=acc.dtype, input_precision=PRECISION)
+    p = tl.zeros([ROWS, COLUMNS], k_tile.dtype)
+    for index in tl.range(
+        begin, end, num_stages=STAGES
+    ):  # said here too: else the mask's loads would not be fetched ahead
+        if not EDGES:
+            last_tile, tile, next_tile = tl.maximum(index - 1, begin), index, index + 1
+        start = tile * COLUMNS
+        v_tile = load_tile(v, last_tile * COLUMNS, stride_v, batch, kv_head, k_len, COLUMNS, H, D, True, TMA)
+        acc = tl.dot(here(p), v_tile, acc, out_dtype=acc.dtype, input_precision=PRECISION)
+        x = scaled_now(s, scale * LOG2E)  # before the next scores are begun: both would not fit the same registers
+        k_tile = load_tile(k, next_tile * COLUMNS, stride_k, batch, kv_head, k_len, COLUMNS, H, D, True, TMA)
+        next_s = tl.dot(q, tl.trans(k_tile), out_dtype=acc.dtype, input_precision=PRECISION)
+        col = (start + tl.arange(0, COLUMNS))[None, :]
+        values, first, second = _mask_tile(
+            mask, row0, start, row, col, stride_mask_row, stride_mask_col, q_len, k_len, MASK if EDGES else 0, ROWS, COLUMNS
+        )  # fmt: skip
+        if MASK == 2 and EDGES:
+            x = tl.fma(widened(values, acc.dtype), LOG2E, x)
+        x, _ = scores(
+            x, values, first, second, row, col, k_len, offset, left, right, scale, 0.0, 0.0,
+            MASK, HAS_LEFT, HAS_RIGHT, False, False, EDGES, False, ENDS, COLUMNS,
+        )  # fmt: skip
+        new_top = tl.maximum(top, tl.max(x, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top) if EDGES else new_top  # rows that see nothing yet
+        wide_p = tl.exp2(x - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(wide_p, 1)
+        p = wide_p.to(k_tile.dtype)
+        acc = acc * shrink[:, None]
+        top, s = new_top, next_s
+        if EDGES:
+            last_tile, tile = tl.load(items + index), tl.load(items + index + 1)
+            next_tile = tl.load(items + tl.minimum(index + 2, end))
+    v_tile = load_tile(
+        v, (last_tile if EDGES else end - 1) * COLUMNS, stride_v, batch, kv_head, k_len, COLUMNS, H, D, True, TMA
+    )
+    acc = tl.dot(p, v_tile, acc, out_dtype=acc.dtype, input_precision=PRECISION)
+    return acc, top, total
+
+
 @triton.jit(do_not_specialize=LISTED)
 def attend(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, mask_ptr, items_ptr, counts_ptr, order_ptr, slope_ptr, seed_ptr, q_starts_ptr, k_starts_ptr,
@@ -100,7 +165,7 @@ def attend(
     GROUP: tl.constexpr, MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, EVEN: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, ENDS: tl.constexpr, TOGETHER: tl.constexpr,
+    TMA: tl.constexpr, ENDS: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     q_tile, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if MASK:
@@ -166,19 +231,33 @@ def attend(
             seed_ptr, dropout, dropout_head,
             MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, True, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
         )  # fmt: skip
-    acc, top, total = _walk(
-        acc, top, total, q_values, k, v, whole_first, whole_end, items, row0, batch, head, kv_head, stride_k, stride_v,
-        mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
-        seed_ptr, dropout, dropout_head,
-        MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, False, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
-    )  # fmt: skip
-    if HAS_LEFT or HAS_RIGHT or MASK or not EVEN:
+    if MASK and AHEAD and not (SOFTCAP or ALIBI or DROPOUT):
+        if whole_first < whole_end:
+            acc, top, total = _walk_ahead(
+                acc, top, total, q_values, k, v, whole_first, whole_end, items, row0, batch, head, kv_head, stride_k, stride_v,
+                mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale,
+                MASK, HAS_LEFT, HAS_RIGHT, False, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS, STAGES,
+            )  # fmt: skip
+        if edge_first < end:
+            acc, top, total = _walk_ahead(
+                acc, top, total, q_values, k, v, edge_first, end, items, row0, batch, head, kv_head, stride_k, stride_v,
+                mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale,
+                MASK, HAS_LEFT, HAS_RIGHT, True, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS, STAGES,
+            )  # fmt: skip
+    else:
         acc, top, total = _walk(
-            acc, top, total, q_values, k, v, edge_first, end, items, row0, batch, head, kv_head, stride_k, stride_v,
+            acc, top, total, q_values, k, v, whole_first, whole_end, items, row0, batch, head, kv_head, stride_k, stride_v,
             mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
             seed_ptr, dropout, dropout_head,
-            MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, True, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
+            MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, False, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
         )  # fmt: skip
+        if HAS_LEFT or HAS_RIGHT or MASK or not EVEN:
+            acc, top, total = _walk(
+                acc, top, total, q_values, k, v, edge_first, end, items, row0, batch, head, kv_head, stride_k, stride_v,
+                mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
+                seed_ptr, dropout, dropout_head,
+                MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, True, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
+            )  # fmt: skip
 
     empty = total == 0.0
     rest = 1.0 / (1.0 - dropout) if DROPOUT else 1.0

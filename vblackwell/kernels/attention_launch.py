@@ -248,11 +248,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
         )  # fmt: skip
         return result, lse
     tma = plan.tma and call.takes_tma(call.q, call.k, call.v)
+    ahead = plan.ahead and call.mask is not None
     attend[(triton.cdiv(call.q_length, plan.rows), call.num_heads, call.batch)](
         call.described(call.q, plan.rows, tma), call.described(call.k, plan.columns, tma),
         call.described(call.v, plan.columns, tma), out, lse, *call.pointers(lists, False),
         *call.strides(call.q), *call.strides(call.k), *call.strides(call.v), *call.strides(out), *call.numbers(lse, lists, False),
-        **call.constants(plan, tma), EVEN=call.even(plan),
+        **call.constants(plan, tma), EVEN=call.even(plan), AHEAD=ahead, STAGES=plan.stages if ahead else 0,
     )  # fmt: skip
     return result, lse
 

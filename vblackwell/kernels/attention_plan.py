@@ -39,6 +39,7 @@ class AttentionPlan:
         registers: most that a thread may hold, so that two programs share a multiprocessor; 0: the compiler's choice.
         specialized: attention_hopper.py's kernel, ``stages`` being those of its rings; always by descriptors.
         together: of a mask, how many lines of a head run side by side and share its keys and values before other heads have their turn.
+        ahead: of a mask, the forward computes the next tile's scores under the exponentials of this one.
     """
 
     rows: int
@@ -49,6 +50,7 @@ class AttentionPlan:
     registers: int = 0
     specialized: bool = False
     together: int = 16
+    ahead: bool = False
 
 
 def class_of(shared_bytes: int) -> int:
