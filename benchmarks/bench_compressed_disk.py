@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import statistics
 import sys
 import time
@@ -27,9 +28,9 @@ from held_disk import AlwaysCompressed, HeldDisk
 from torch import Tensor
 
 from vblackwell.memory.codec_speed import codec_speed
-from vblackwell.memory.disk import PIECE_BYTES, DiskLevel
+from vblackwell.memory.disk import PIECE_BYTES, THREADS, DiskLevel
 from vblackwell.memory.slab import map_slab
-from vblackwell.plan.compression import CodecSpeed, mixed, packed_rates
+from vblackwell.plan.compression import CodecSpeed, mixed, not_hidden, packed_rates
 from vblackwell.plan.lanes import LaneRates
 from vblackwell.train.disk_speed import ELEMENTS, bytes_like
 from vblackwell.units import MiB
@@ -123,7 +124,7 @@ def main() -> None:
             disk = LaneRates(1, 1, 1, 1, 1, 1, disk_read=size / plain_read, disk_write=size / plain_write)
             held = {kind: count * PIECE_BYTES for kind, count in counts.items()}
             all_kinds = mixed(codec, held)
-            through = packed_rates(disk, all_kinds)
+            through = packed_rates(disk, all_kinds, not_hidden(len(os.sched_getaffinity(0)), THREADS))
             ways = (
                 (plain_write / all_kinds.ratio, size / all_kinds.compress),
                 (plain_read / all_kinds.ratio, size / all_kinds.decompress),

@@ -14,6 +14,7 @@ from vblackwell.plan.compression import (
     decide,
     kinds_on,
     mixed,
+    not_hidden,
     packed_rates,
     uses_disk,
 )
@@ -64,6 +65,8 @@ def test_the_longer_time_counts_and_half_of_the_shorter():
     found = packed_rates(replace(RATES, disk_read=1e9, disk_write=1e9), CodecSpeed(2.0, 1e9, 4e9))
     assert found.disk_write == pytest.approx(1 / (1 / 1e9 + 0.5 / 2e9))  # packing is the longer
     assert found.disk_read == pytest.approx(1 / (1 / 2e9 + 0.5 / 4e9))  # the disk is
+    spare = packed_rates(replace(RATES, disk_read=1e9, disk_write=1e9), CodecSpeed(2.0, 1e9, 4e9), not_hidden(16, 8))
+    assert spare.disk_read == pytest.approx(1 / (1 / 2e9 + 0.25 / 4e9)) and not_hidden(8, 8) == 0.5
     free = packed_rates(RATES, CodecSpeed(2.0, 1e9, 4e9))  # a disk without end leaves the codec
     assert (free.disk_write, free.disk_read) == pytest.approx((1e9, 4e9), rel=1e-12)
 

@@ -2,7 +2,8 @@
 
 A disk is one, and a level's threads are several: each compresses the piece that it is about to write, or turns back the one that it
 has read, while others wait for the disk. So a byte of the values takes the longer of two times, 1/(r d) at the disk, for a disk of d
-bytes/s and a ratio r, and 1/c in the codec, for a rate c of all threads, and a part of the shorter one, which is not hidden behind it.
+bytes/s and a ratio r, and 1/c in the codec, for a rate c of all threads, and a part of the shorter one, which is not hidden behind it: more
+where the threads outnumber the cores, because who comes back from the disk then waits for a core.
 Where the CPU also updates groups, the codec takes its cores for the time that it works; where there is no GPU all lanes are one after
 another anyway, and it is in the disk's time.
 """
@@ -16,6 +17,7 @@ from vblackwell.plan.lane_work import LanePlan, LaneRates, LaneTimes
 
 # Of the shorter of both times: benchmarks/bench_compressed_disk.py measures it, docs/precision.md has what it found on two cores.
 NOT_HIDDEN = 0.5
+NOT_HIDDEN_WITH_CORES = 0.25  # with a core for each of the level's threads and some to spare
 MOST_TAKEN = 0.5  # of the cores, by the codec beside updates: a scheduler gives both their turn
 
 
@@ -33,6 +35,11 @@ class CodecSpeed:
     decompress: float
 
 
+def not_hidden(cores: int, threads: int) -> float:
+    """The part of the shorter time that a disk level of ``threads`` does not hide behind the longer."""
+    return NOT_HIDDEN_WITH_CORES if cores > threads else NOT_HIDDEN
+
+
 @dataclass(frozen=True)
 class DiskSpeed:
     """A disk level as measured.
@@ -41,6 +48,7 @@ class DiskSpeed:
         read, write: bytes/s of the disk. source: what was measured, for people.
         codec: by kind of bytes; empty where compressing is no choice, and ``refused`` says why.
         codec_source: what the codec was measured on.
+        not_hidden: the part of the shorter of both times that is not hidden behind the other, see `not_hidden`.
         asked: 'lossless' or 'none' where the user has decided, else None.
     """
 
@@ -51,6 +59,7 @@ class DiskSpeed:
     codec_source: str = ""
     asked: str | None = None
     refused: str = ""
+    not_hidden: float = NOT_HIDDEN
 
 
 @dataclass(frozen=True)
@@ -131,12 +140,12 @@ def mixed(codec: Mapping[str, CodecSpeed], num_bytes: Mapping[str, int]) -> Code
     return CodecSpeed(total / held, total / seconds[0], total / seconds[1])
 
 
-def packed_rates(rates: LaneRates, codec: CodecSpeed) -> LaneRates:
-    """``rates`` as values pass the disk in compressed form, bytes of the values a second."""
+def packed_rates(rates: LaneRates, codec: CodecSpeed, hides_not: float = NOT_HIDDEN) -> LaneRates:
+    """``rates`` as values pass the disk in compressed form, bytes of the values a second; ``hides_not`` as `DiskSpeed.not_hidden`."""
 
     def through(disk: float, speed: float) -> float:
         shorter, longer = sorted((1 / (codec.ratio * disk), 1 / speed))
-        return 1 / (longer + NOT_HIDDEN * shorter)
+        return 1 / (longer + hides_not * shorter)
 
     return replace(
         rates,
@@ -172,7 +181,7 @@ def decide(
     if not disk.codec:
         return known, plain
     codec = mixed(disk.codec, num_bytes)
-    packed = packed_rates(plain, codec)
+    packed = packed_rates(plain, codec, disk.not_hidden)
     with_codec = times(packed)
     if spare_cores and any(group.at_home for group in lanes.groups):
         packed = replace(packed, cpu=packed.cpu * (1 - _taken(lanes, codec, with_codec)))

@@ -29,7 +29,7 @@ from vblackwell.memory.disk import THREADS
 from vblackwell.memory.entry import layout_of
 from vblackwell.numerics.fp4 import quantize
 from vblackwell.offload.moments import quantised
-from vblackwell.plan.compression import CodecSpeed, DiskSpeed
+from vblackwell.plan.compression import CodecSpeed, DiskSpeed, not_hidden
 from vblackwell.plan.rates import DISK_BYTES_PER_SECOND
 from vblackwell.train.rates import disk_gbps
 
@@ -179,7 +179,7 @@ class DiskSpeeds:
                 raise
             return DiskSpeed(read, write, source, refused=str(error))
         refused = refused if codec else "compression was not measured here: run vb doctor"
-        return DiskSpeed(read, write, source, codec, codec_source, self.asked, refused)
+        return DiskSpeed(read, write, source, codec, codec_source, self.asked, refused, not_hidden(_cores(), THREADS))
 
     def _disk(self) -> tuple[float, float, str, str]:
         file, of = _disk_of(self.path)
@@ -204,8 +204,12 @@ class DiskSpeeds:
             assert self.say is not None
             self.say(f"measuring lossless compression of {', '.join(missing)}, once")
             speeds |= keep_codec(self.sample, missing)
-        source = f"{self.sample.name} and states of {STEPS} AdamW steps, {len(os.sched_getaffinity(0))} cores"
+        source = f"{self.sample.name} and states of {STEPS} AdamW steps, {_cores()} cores"
         return {kind: speeds[kind] for kind in kinds}, source
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def keep_codec(sample: Sample, kinds: Iterable[str]) -> dict[str, CodecSpeed]:
@@ -224,7 +228,7 @@ def keep_codec(sample: Sample, kinds: Iterable[str]) -> dict[str, CodecSpeed]:
 def _codec_of(sample: Sample) -> dict[str, Any]:
     """What rates of a codec are of: they mean nothing elsewhere."""
     version = lossless.require_zstandard().__version__
-    cores = len(os.sched_getaffinity(0))
+    cores = _cores()
     return {"of": sample.name, "cores": cores, "threads": THREADS, "zstandard": version, "elements": ELEMENTS}
 
 
