@@ -12,6 +12,7 @@ struct float2 { float x, y; };
 #define DEVICE static inline
 #define __global__
 #define __launch_bounds__(...)
+#define __maxnreg__(n)
 #define __cluster_dims__(...)
 #define __syncthreads() block_arrive()
 #define SHARED_MEMORY(name) u8* name = shared_memory(thread_block)

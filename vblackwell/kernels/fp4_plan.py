@@ -141,21 +141,28 @@ class WgmmaPlan:
         return self.groups * self.k_groups
 
     @property
+    def at_launch(self) -> int:
+        """Registers of every thread of a block when it starts.
+
+        A quarter of a multiprocessor has 16384; 1024 stay for a block of ``arrange``, which waits beside this kernel for the next product.
+        """
+        return min(248, 15360 // (self.threads // 4 * self.min_blocks) // 8 * 8)
+
+    @property
     def registers(self) -> int:
         """Of a consumer thread: its share of what the block gets at launch when the copying warpgroup keeps its own.
 
         Asking for more than the block was given would wait for ever.
         """
         kept = 40  # of the copying warpgroup: COPY_REGISTERS of the source
-        at_launch = min(255, 65536 // self.min_blocks // self.threads) // 8 * 8
-        return min(240, (at_launch * (self.consumers + 1) - kept) // self.consumers // 8 * 8)
+        return min(240, (self.at_launch * (self.consumers + 1) - kept) // self.consumers // 8 * 8)
 
     def macros(self, fp16: bool, out32: bool = False) -> dict[str, int]:
         return {
             "FP16": int(fp16), "TOKENS": self.tokens, "ORDERED": int(self.ordered and self.consumers > 1), "GROUPS": self.groups,
             "KGROUPS": self.k_groups, "SPLITS": self.splits,
             "STAGES": self.stages, "PREFETCH": self.prefetch, "REGISTERS": self.registers,
-            "MIN_BLOCKS": self.min_blocks, "OUT32": int(out32),
+            "AT_LAUNCH": self.at_launch, "OUT32": int(out32),
         }  # fmt: skip
 
     @property

@@ -15,12 +15,14 @@
 // follow each other.
 //
 // Set by the launcher: FP16, TOKENS, GROUPS, KGROUPS, SPLITS, STAGES (of each K group the same, two or more), PREFETCH (even), ORDERED,
-// REGISTERS (a consumer thread's), MIN_BLOCKS, OUT32.
+// REGISTERS (a consumer thread's), OUT32, AT_LAUNCH: every thread's registers when a block starts. They leave room for a block of `arrange`,
+// that of the next product, which waits beside this kernel; so the next one's weights are on their way while its x is arranged.
 static_assert(KGROUPS == 1 || (STAGES % KGROUPS == 0 && STAGES >= 2 * KGROUPS), "a stage belongs to one K group");
 static_assert(PREFETCH % 2 == 0, "slots of the ring and the two sets of fragments go round together");
 #define ROWS (64 * GROUPS)
 #define CONSUMERS (128 * GROUPS * KGROUPS)
 #define THREADS (CONSUMERS + 128)  // registers move between warpgroups, so the copying warp costs a whole one
+#define ARRANGE_THREADS 128
 #define STAGE_BYTES (TOKENS * 128)
 #define WINDOW_BYTES 640  // codes of 16 rows, scales of 32
 #define COPY_REGISTERS 40
@@ -34,7 +36,7 @@ extern "C" __global__ void
 #if SPLITS > 1
 __cluster_dims__(1, SPLITS, 1)
 #endif
-__launch_bounds__(THREADS, MIN_BLOCKS)
+__maxnreg__(AT_LAUNCH)  // without which registers do not move between warpgroups
 fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_scale, const u16* bias, void* y, int M,
           int N, int K, int activation) {
     SHARED_MEMORY(memory);
@@ -173,23 +175,28 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
     }
 }
 
-// x to the image that fp4_wgmma reads. One thread writes 16 bytes.
-extern "C" __global__ void __launch_bounds__(256) arrange(const u16* x, u8* image, int M, int K) {
+// x to the image that fp4_wgmma reads. One thread writes 16 bytes twice; neighbours write, and nearly read, one row.
+extern "C" __global__ void __launch_bounds__(ARRANGE_THREADS, 16) arrange(const u16* x, u8* image, int M, int K) {
     const int windows = (K + 63) / 64, m0 = blockIdx.y * TOKENS;
-    const int at = blockIdx.x * 256 + threadIdx.x;  // [token][window][granule]: neighbours write, and nearly read, one row
-    const int granule = at & 7, window = (at >> 3) % windows, token = (at >> 3) / windows;
     let_next_start();
-    if (token >= TOKENS) return;
     wait_for_previous();
-    const int q = granule ^ (token & 7), m = m0 + token;
-    u32 out[4] = {0, 0, 0, 0};
-    if (m < M) {
+    u32 out[2][4];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int at = (blockIdx.x * 2 + i) * ARRANGE_THREADS + threadIdx.x;  // [token][window][granule]
+        const int granule = at & 7, window = (at >> 3) % windows, token = (at >> 3) / windows;
+        const int q = granule ^ (token & 7), m = m0 + token;
 #pragma unroll
         for (int t = 0; t < 4; t++) {
             const int k = window * 64 + 16 * t + 4 * (q >> 1) + 2 * (q & 1);
-            if (k < K) out[t] = *(const u32*)(x + (u64)m * K + k);
+            out[i][t] = token < TOKENS && m < M && k < K ? *(const u32*)(x + (u64)m * K + k) : 0;
         }
     }
-    u8* to = image + (((u64)blockIdx.y * windows + window) * TOKENS + token) * 128 + granule * 16;
-    *(uint4*)to = make_uint4(out[0], out[1], out[2], out[3]);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int at = (blockIdx.x * 2 + i) * ARRANGE_THREADS + threadIdx.x;
+        if ((at >> 3) / windows < TOKENS)
+            *(uint4*)(image + ((u64)blockIdx.y * windows * TOKENS + (u64)((at >> 3) % windows) * TOKENS + (at >> 3) / windows) * 128 +
+                      (at & 7) * 16) = make_uint4(out[i][0], out[i][1], out[i][2], out[i][3]);
+    }
 }
