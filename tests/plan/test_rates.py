@@ -64,10 +64,16 @@ def test_doctors_numbers_become_rates():
     found = measuring.as_rates(
         {
             "host_to_gpu_gbps": 55.0, "gpu_to_host_gbps": 54.0, "both_ways_gbps": 49.6, "memory_gbps": 4270.0, "matmul_half_tflops": 779.0,
-            "matmul_fp32_tflops": 50.0, "adamw_gparams": 100.0, "cpu_adamw_beside_copies_gparams": 1.9, "issue_us": 6.0,
+            "matmul_fp32_tflops": 50.0, "adamw_gparams": 100.0, "cpu_adamw_beside_copies_gparams": 1.9, "issue_us": 6.0, "streamed_group_us": 6.0 * MEASURED.group_issues,
         }
     )  # fmt: skip
     assert found == replace(MEASURED, down=54e9, issue_seconds=6e-6, source=found.source)
+
+
+def test_a_streamed_group_takes_the_host_a_while(monkeypatch):
+    monkeypatch.setattr(measuring, "GROUPS_STREAMED", 3)
+    monkeypatch.setattr(measuring, "STEPS_ISSUED", 3)
+    assert 1e-5 < measuring.group_seconds(torch.device("cpu")) < 1.0
 
 
 def test_issuing_an_operator_takes_microseconds():

@@ -16,6 +16,9 @@ LINK_SHARE, BOTH_SHARE = 0.87, 0.79
 # Beside copies, on a desktop's memory of two channels: 28 bytes a parameter of some 60 GB/s, shared. A server's is twice that.
 CPU_ADAMW = 1.0e9
 ISSUE_SECONDS = 7e-6  # of Python and torch for an operator
+# What the offload runtime does on the host for a layer group's forward, backward and update, in operators: of small groups of nine matrices
+# on a CPU core, the thread's own time beside that of the same model where it lives, by the difference of 15 and 7 groups.
+GROUP_ISSUES = 190.0
 DISK_BYTES_PER_SECOND = 1.75e9  # each way, a virtual NVMe disk with O_DIRECT; a desktop's is seldom slower over hours
 
 
@@ -28,6 +31,7 @@ class Rates:
         memory: bytes/s of the GPU's memory, read and written. up, down: of the link to and from it, alone; up_both, down_both: at once.
         cpu_adamw: parameters/s that the CPU updates while the link is busy.
         issue_seconds: what the host takes to issue one operator.
+        group_issues: what it does for a layer group that streams, forward, backward and update, in operators.
         disk_read, disk_write: bytes/s of the disk level's disk.
         source: where the numbers are from, for people.
     """
@@ -44,6 +48,7 @@ class Rates:
     source: str = "measured"
     disk_read: float = DISK_BYTES_PER_SECOND
     disk_write: float = DISK_BYTES_PER_SECOND
+    group_issues: float = GROUP_ISSUES
 
     def as_dict(self) -> dict[str, Any]:
         """The fields by name."""

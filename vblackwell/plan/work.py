@@ -28,7 +28,7 @@ CONVOLUTION_SHARE = 0.5
 KERNEL, VIEW, OWN_KERNEL = 0.6, 0.3, 5.0  # our own go through torch.library and Triton's launcher, in Python
 MANY, ONE_OF_MANY = 1.0, 0.06  # a foreach or fused operator, and each of its tensors
 ON_HOST = 0.3  # an operator on a tensor in host memory: a counter of an optimizer
-STREAMED_GROUP = 25.0  # assumed: what the offload runtime does for a group's forward; twice that for its backward
+STREAMED_FORWARD = 0.25  # of what the offload runtime does for a group: loads alone; gradients and updates come with the backward
 # A call of a module of torch.nn, of anyone's, of a whole model of transformers.
 TORCH_MODULE, MODULE, MODEL = 0.4, 3.0, 40.0
 
@@ -56,10 +56,10 @@ def host_work(phase: str, issues: float) -> Work:
     return Work(phase, 0.0, 0, 0, "host", issues)
 
 
-def streaming_work(num_groups: int) -> tuple[Work, ...]:
-    """What the host does for layer groups that come and go, beside the operators of a resident step."""
-    per_group = STREAMED_GROUP * num_groups
-    return host_work("forward", per_group), host_work("backward", 2 * per_group)
+def streaming_work(num_groups: int, group_issues: float) -> tuple[Work, ...]:
+    """What the host does for layer groups that come and go (`Rates.group_issues` each), beside the operators of a resident step."""
+    issues = group_issues * num_groups
+    return host_work("forward", STREAMED_FORWARD * issues), host_work("backward", (1 - STREAMED_FORWARD) * issues)
 
 
 def module_issues(module: Any) -> float:

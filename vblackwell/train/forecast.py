@@ -109,7 +109,7 @@ class Forecast:
 
     def _seconds(self, checkpointing: bool, fp4: bool, batch_size: int, num_groups: int) -> Mapping[str, float]:
         work = self.trace(checkpointing, fp4, batch_size).work
-        work = (*work, *streaming_work(num_groups))
+        work = (*work, *streaming_work(num_groups, self.machine.rates.group_issues))
         return phase_seconds(work, self.machine.rates, waits=not self.machine.has_gpu)
 
     # -- one choice --------------------------------------------------------------------------------------------------

@@ -14,8 +14,11 @@ from typing import Any
 import torch
 
 from vblackwell.errors import ConfigurationError, DiskError
+from vblackwell.memory.create import create_vgpu_stack
+from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of
+from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.update_rates import duplex_rate, rates_together
-from vblackwell.plan.rates import Rates
+from vblackwell.plan.rates import GROUP_ISSUES, Rates
 from vblackwell.units import MiB
 
 COPY_BYTES, QUICK_COPY_BYTES = 256 * MiB, 32 * MiB
@@ -27,6 +30,11 @@ ADAMW_PARAMETERS = 8 * MiB
 ISSUED_LAYERS, STEPS_ISSUED = 64, 15  # some milliseconds each: one hiccup of the machine does not count
 OPERATORS_OF_A_LAYER = 6  # product and ReLU; ReLU's gradient, two products and a sum
 REPEATS = 3
+GROUPS_STREAMED, MATRICES_OF_A_LAYER, WIDTH_OF_A_LAYER = 12, 9, 64
+GROUP_LEVELS = 64 * MiB, 64 * MiB
+GROUP_WEIGHTS = (
+    GROUPS_STREAMED * MATRICES_OF_A_LAYER * WIDTH_OF_A_LAYER**2
+)  # bytes: half of what weights of 2 bytes take
 
 
 def seconds_of(
@@ -116,6 +124,7 @@ def gpu_rates(device: torch.device) -> dict[str, float]:
         "adamw_gparams": adamw_gparams(device),
         "cpu_adamw_beside_copies_gparams": rates_together(device)[1] / 1e9,
         "issue_us": issue_seconds(device) * 1e6,
+        "streamed_group_us": group_seconds(device) * 1e6,
     }
 
 
@@ -132,6 +141,59 @@ def issue_seconds(device: torch.device) -> float:
         layers.zero_grad(set_to_none=True)
 
     return seconds_of(step, _finish(device), STEPS_ISSUED) / (ISSUED_LAYERS * OPERATORS_OF_A_LAYER)
+
+
+def group_seconds(device: torch.device) -> float:
+    """What the host takes for a layer group that streams, beside its operators: forward, backward and update on level 0.
+
+    Of groups so small that links and device have nothing to do, against the same model where it lives. A step waits for the host where the
+    groups of a model are small.
+    """
+    with torch.random.fork_rng(devices=[]):
+        plain, streamed = _Layers(), _Layers()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    plain.to(device, dtype)
+    x = torch.zeros(WIDTH_OF_A_LAYER, WIDTH_OF_A_LAYER, device=device, dtype=dtype)
+    with create_vgpu_stack(*GROUP_LEVELS, 0, device=device) as stack:
+        enable_vgpu_stack_optimization(
+            streamed, stack, placement="streamed", update="level0", compute_dtype=dtype, weight_bytes=GROUP_WEIGHTS
+        )  # fmt: skip
+        optimizer = VGPUAdamW(streamed.parameters(), update_in_backward=True, undo=False)
+
+        def step_plain() -> None:
+            plain(x).sum().backward()
+            plain.zero_grad(set_to_none=True)
+
+        def step_streamed() -> None:
+            streamed(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step_streamed()  # compiles AdamW, and learns the order of the groups
+        finish = _finish(device)
+        times = [seconds_of(step, finish, STEPS_ISSUED) for step in (step_plain, step_streamed)]
+        engine = offload_of(streamed)
+        assert engine is not None, "it was just put into the stack"
+        engine.finish()
+        engine.close()
+    return max(0.0, times[1] - times[0]) / GROUPS_STREAMED
+
+
+class _Layers(torch.nn.Module):
+    """Layers of as many matrices as a transformer's block has, and nothing to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = WIDTH_OF_A_LAYER
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(MATRICES_OF_A_LAYER)))
+            for _ in range(GROUPS_STREAMED)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
 
 def cpu_rates() -> Rates:
@@ -159,6 +221,7 @@ def as_rates(gpu: dict[str, float], disk: dict[str, Any] | None = None) -> Rates
         down_both=gpu["both_ways_gbps"] * 1e9,
         cpu_adamw=gpu["cpu_adamw_beside_copies_gparams"] * 1e9,
         issue_seconds=gpu["issue_us"] / 1e6,
+        group_issues=max(1.0, gpu.get("streamed_group_us", GROUP_ISSUES * gpu["issue_us"]) / gpu["issue_us"]),
         source="measured here by vb doctor",
         **of_disk,
     )
