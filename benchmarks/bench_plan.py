@@ -3,25 +3,31 @@
     python benchmarks/bench_plan.py                        # on a GPU: 0.44B decoder, 16k tokens a step, cap 4 GiB, at most 140 s
     python benchmarks/bench_plan.py --device cpu --shape tiny --seq 32 --cap 1MiB --placements 8     # the plumbing, with an arena
 
-Every placement trains the same decoder from the same bytes: bf16 compute weights (fp32 without a GPU), AdamW, no clipping, updates without
-a way back. They are drawn with a fixed seed from all that are predicted to fit, the plan's own among them, and from these with half the
-weights on level 0; each runs a few steps unmeasured and a few measured, the median counts. The plan's goes first and last, and its
-better half is not taken: both are in its median. One stack serves all, so that host memory is registered once. A run that is stopped
-(SIGTERM) still prints the table of what it has.
+Every placement trains the same decoder from the same bytes: bf16 compute weights (fp32 without a GPU), AdamW, no clipping, updates
+without a way back. They are drawn with a fixed seed from all that are predicted to fit, the plan's own among them, and from these with
+half the weights on level 0; each runs a few steps unmeasured and a few measured, the median counts, and one that is far behind runs
+fewer. At the end the plan's and the fastest other run again in turns, and these runs alone are compared: whoever was fast once does not
+keep its luck. One stack serves all, so that host memory is registered once.
+
+A placement is left out, and the table says so, where arithmetic (`Forecast.least_seconds`: compute alone, or the CPU's updates alone)
+shows it to be slower than what was measured, or where others with the same micro-batches all were. Below the step times stands what the
+lanes did (`plan_lanes`) and what was simulated. A run that is stopped (SIGTERM) still prints the tables of what it has.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import math
 import os
 import random
 import signal
 import statistics
 import sys
 import time
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +38,9 @@ if "PYTORCH_ALLOC_CONF" not in os.environ:
 
 import torch
 from offload_case import Shape
-from offload_loop import Clock, Feed
+from offload_loop import Feed
+from plan_lanes import Lanes, Marks, Sampler
+from plan_report import Measured, Row, report, why_left_out
 
 from vblackwell import VGPUAdamW, create_vgpu_stack, enable_vgpu_stack_optimization, offload_of
 from vblackwell.estimator import Run
@@ -44,7 +52,7 @@ from vblackwell.plan.rates import Rates
 from vblackwell.subject import of_decoder
 from vblackwell.train.forecast import Forecast, Machine, plan_of
 from vblackwell.train.rates import as_rates, cpu_rates, gpu_rates
-from vblackwell.units import GiB, format_bytes, parse_bytes
+from vblackwell.units import GiB, parse_bytes
 
 SHAPES = {
     "tiny": Shape(64, 160, 6, 4, 512),
@@ -52,21 +60,10 @@ SHAPES = {
     "0.44B": Shape(1536, 4096, 12, 12),
     "0.7B": Shape(2048, 5632, 11, 16),
 }
-WARM, MEASURED = 3, 4
-FLOOR, AIM = 0.08, 0.03
+WARM, MEASURED, FEWEST = 3, 4, 2  # steps; the last is for placements that are slower than BEHIND times the best
+BEHIND = 1.3
+ROUNDS = 2  # of the plan's and the best other, at the end
 UPDATES: tuple[str | float, ...] = ("level0", 0.1, 0.2, 0.3, 0.4, 0.5, "home")
-
-
-@dataclass
-class Row:
-    """One placement: predicted and measured. ``error``: why it was not."""
-
-    choice: Choice
-    prediction: Prediction
-    step_seconds: float | None = None
-    reserved: int | None = None
-    error: str = ""
-    is_plan: bool = False
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -79,6 +76,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--placements", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=140.0, help="seconds after which no further placement begins")
+    parser.add_argument(
+        "--look", type=int, default=0, metavar="N", help="then show where Python and the streams are in N placements"
+    )
+    parser.add_argument("--trace", type=Path, default=None, help="folder for the profiler traces of these")
     return parser.parse_args(argv)
 
 
@@ -122,12 +123,23 @@ class Bench:
     def left(self) -> float:
         return self.options.limit - (time.perf_counter() - self.began)
 
-    def measure(self, choice: Choice) -> tuple[float, int]:
-        """Median seconds of a step, and bytes reserved at the peak (0 without a GPU: an arena counts from its start, not from here)."""
+    def measure(self, choice: Choice, best: float = math.inf) -> Measured:
+        """What came of a few steps of ``choice``; fewer where it is far behind ``best`` seconds a step."""
+        began = time.perf_counter()
+        with self.placed(choice) as model:
+            set_up = time.perf_counter() - began
+            seconds, lanes = self._train(model, choice, best)
+            offload_of(model).finish()  # pyright: ignore[reportOptionalMemberAccess]
+            # 0 without a GPU: an arena counts from its start, not from here.
+            reserved = torch.cuda.max_memory_reserved(self.device) if self.cuda else 0
+            return Measured(seconds, reserved, lanes, set_up)
+
+    @contextmanager
+    def placed(self, choice: Choice) -> Iterator[Any]:
+        """A fresh model in the stack, as ``choice`` says."""
         level = self.stack.levels[0]
-        level.capacity_bytes = (
-            choice.level0_bytes // level.alignment * level.alignment
-        )  # nothing is on it between two placements
+        # Nothing is on it between two placements.
+        level.capacity_bytes = choice.level0_bytes // level.alignment * level.alignment
         model: Any = Decoder(self.config, device="meta", dtype=torch.float32)
         model.gradient_checkpointing = choice.checkpointing
         placing: dict[str, Any] = {"placement": choice.placement}
@@ -143,9 +155,7 @@ class Bench:
         engine = offload_of(model)
         assert engine is not None, "the model was just put into a stack"
         try:
-            seconds = self._train(model, choice)
-            engine.finish()
-            return seconds, torch.cuda.max_memory_reserved(self.device) if self.cuda else 0
+            yield model.train()
         finally:
             with suppress(Exception):  # of a step that was cut off; what went wrong is on its way already
                 engine.finish()
@@ -159,25 +169,77 @@ class Bench:
         else:
             tensor.copy_(self.noise[: tensor.numel()].view(tensor.shape))
 
-    def _train(self, model: Any, choice: Choice) -> float:
+    def _train(self, model: Any, choice: Choice, best: float) -> tuple[float, dict[str, float]]:
+        """Median seconds of a measured step, and what the lanes did in one."""
+        step, marks = self.step_of(model, choice), Marks(self.device)
+        marks.mark()
+        lanes, measured = Lanes(self.stack), 0
+        for number, ids_BS in enumerate(Feed(self.tokens, self.device)):
+            if number == WARM:
+                lanes = Lanes(self.stack)
+            step(ids_BS)
+            marks.mark()
+            measured = number + 1 - WARM
+            # The step before the last has ended, or soon will, so that asking does not empty the queues.
+            if measured > FEWEST and marks.interval(number - 1) > BEHIND * best:
+                break
+        found = lanes.per_step(measured)
+        offload_of(model).finish()  # pyright: ignore[reportOptionalMemberAccess]
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+        return statistics.median(marks.interval(index) for index in range(WARM, len(marks) - 1)), found
+
+    def step_of(self, model: Any, choice: Choice) -> Callable[[torch.Tensor], None]:
+        """One step of ``model`` on tokens (B, S)."""
         count = choice.accumulation_steps
         optimizer = VGPUAdamW(
             model.parameters(), lr=1e-4, update_in_backward=True, undo=False, accumulation_steps=count
         )
-        clock, model = Clock(self.device), model.train()
-        clock.mark()
-        for ids_BS in Feed(self.tokens, self.device):
+
+        def step(ids_BS: torch.Tensor) -> None:
             for part_BS in ids_BS.chunk(count):
                 (model(part_BS, part_BS) / count).backward()
             optimizer.step()
             optimizer.zero_grad()
-            clock.mark()
-        engine = offload_of(model)
-        assert engine is not None, "it is still in the stack"
-        engine.finish()
-        if self.cuda:
+
+        return step
+
+    def look(self, choice: Choice, name: str, folder: Path | None) -> list[str]:
+        """Where Python is in some steps, and with ``folder`` what a profiler sees on the streams."""
+        with self.placed(choice) as model:
+            step = self.step_of(model, choice)
+            feed = iter(Feed(self.tokens, self.device))
+            for _ in range(WARM):
+                step(next(feed))
+            with Sampler() as sampler:
+                for _ in range(MEASURED - FEWEST):
+                    step(next(feed))
+            lines = [f"where Python was: {choice}", *sampler.lines()]
+            if folder is not None and self.cuda:
+                lines += self._traced(lambda: step(next(feed)), folder / f"{name}.json.gz")
+        return lines
+
+    def _traced(self, step: Callable[[], None], path: Path) -> list[str]:
+        import trace_lanes
+
+        from vblackwell.train.profile_lanes import name_lanes, read_trace, write_trace
+
+        torch.cuda.synchronize(self.device)
+        with torch.profiler.profile() as profiler:
+            step()
             torch.cuda.synchronize(self.device)
-        return statistics.median(clock.intervals()[WARM:])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        plain = path.with_suffix("")
+        profiler.export_chrome_trace(str(plain))
+        trace = read_trace(plain)
+        name_lanes(trace, {})
+        write_trace(trace, path)
+        plain.unlink()
+        inside = trace_lanes.window([event for event in trace["traceEvents"] if event.get("ph") == "X"])
+        reports = [
+            trace_lanes.report(name, events, inside, 4) for name, events in trace_lanes.lanes(trace, threads=True)
+        ]
+        return ["a profiler, which slows the host:", *trace_lanes.lines(reports[:9], inside)]
 
 
 def placements(bench: Bench, forecast: Forecast, plan: Plan) -> list[Row]:
@@ -193,7 +255,7 @@ def placements(bench: Bench, forecast: Forecast, plan: Plan) -> list[Row]:
     fitting = [each for each in fitting if each[0] != plan.choice]
     random.Random(bench.options.seed).shuffle(fitting)
     rows = [Row(*each) for each in fitting[: bench.options.placements - 1]]
-    return [Row(plan.choice, plan.prediction, is_plan=True), *rows, Row(plan.choice, plan.prediction, is_plan=True)]
+    return [Row(plan.choice, plan.prediction, is_plan=True), *rows]
 
 
 def _with_half(choice: Choice, forecast: Forecast) -> list[tuple[Choice, Prediction]]:
@@ -211,59 +273,45 @@ def _stop(number: int, frame: Any) -> None:
     raise Stopped
 
 
-def measure_all(bench: Bench, rows: list[Row]) -> None:
-    """Fill ``rows`` in; the last, the plan's again, is always measured."""
-    try:
-        bench.measure(rows[0].choice)  # compiles kernels
-    except Exception as error:  # the row says so when its turn comes
-        print(f"warming up: {type(error).__name__}: {error}", flush=True)
-    slowest = 0.0
+def measure_all(bench: Bench, rows: list[Row], least: Callable[[Choice], float] = lambda choice: 0.0) -> None:
+    """Fill ``rows`` in. ``least``: seconds a step that a choice takes at least."""
+    for choice in {row.choice.accumulation_steps: row.choice for row in reversed(rows)}.values():
+        try:
+            bench.measure(choice, 0.0)  # compiles kernels for its shapes, and takes the host memory that it needs
+        except Exception as error:  # the row says so when its turn comes
+            print(f"warming up: {type(error).__name__}: {error}", flush=True)
+    slowest, best = 0.0, math.inf
     for number, row in enumerate(rows):
-        is_last = number == len(rows) - 1
-        if not is_last and bench.left() < 2 * slowest:
+        row.error = why_left_out(row, rows, least(row.choice), best)
+        if not row.error and bench.left() < 1.5 * slowest:
             row.error = "no time left"
+        if row.error:
             continue
         began = time.perf_counter()
         try:
-            row.step_seconds, row.reserved = bench.measure(row.choice)
+            found = bench.measure(row.choice, best)
+            row.step_seconds, row.reserved, row.lanes = found.step_seconds, found.reserved, found.lanes
+            row.setup_seconds, best = found.setup_seconds, min(best, found.step_seconds)
         except Exception as error:  # a placement that fails is a row
             row.error = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-        slowest = max(slowest, time.perf_counter() - began)
+        took = time.perf_counter() - began
+        slowest = max(slowest, took)
         said = "" if row.step_seconds is None else f"{row.step_seconds:.4f} s"
-        print(f"{number:3} {time.perf_counter() - began:5.1f} s  {said} {row.choice} {row.error}", flush=True)
+        print(f"{number:3} {took:5.1f} s  {said} {row.choice} {row.error}", flush=True)
+    measure_again(bench, rows)
 
 
-def report(bench: Bench, rows: list[Row]) -> list[str]:
-    """The table, fastest first, and the verdict."""
-    lines = [f"{'':2}{'measured':>10}{'predicted':>11}{'off':>7}{'reserved':>10}{'P99':>10}  placement"]
+def measure_again(bench: Bench, rows: list[Row]) -> None:
+    """The plan's and the fastest other in turns, so that both are measured as often and under the same conditions."""
     measured = [row for row in rows if row.step_seconds is not None]
-    for row in sorted(measured, key=lambda each: each.step_seconds or 0.0):
-        assert row.step_seconds is not None and row.reserved is not None
-        off, over = row.prediction.step_seconds / row.step_seconds - 1, row.reserved > row.prediction.gpu_p99
-        lines.append(
-            f"{'*' if row.is_plan else '':2}{row.step_seconds:>9.4f}s{row.prediction.step_seconds:>10.4f}s{off:>+7.1%}"
-            f"{row.reserved / GiB:>9.3f}G{row.prediction.gpu_p99 / GiB:>9.3f}G{' !' if over else '  '}{row.choice}"
-            + (f", {format_bytes(row.choice.weight_bytes)} of weights" if row.choice.weight_bytes else "")
-        )
-    lines += [f"  failed: {row.choice}: {row.error}" for row in rows if row.error]
-    own = [row.step_seconds for row in measured if row.is_plan and row.step_seconds]
-    others = [row.step_seconds for row in measured if not row.is_plan and row.step_seconds]
-    if not own or not others:
-        return [*lines, "nothing to compare"]
-    chosen, best = statistics.median(own), min(others + [statistics.median(own)])
-    errors = sorted(abs(row.prediction.step_seconds / (row.step_seconds or 1.0) - 1) for row in measured)
-    lines.append(
-        f"predicted step time off by {statistics.median(errors):.1%} in the median, {errors[int(0.9 * (len(errors) - 1))]:.1%} at P90, of "
-        f"{len(measured)}; more reserved than P99: {sum((row.reserved or 0) > row.prediction.gpu_p99 for row in measured)}"
-    )
-    verdict = (
-        "aim met" if chosen <= best * (1 + AIM) else "floor met" if chosen <= best * (1 + FLOOR) else "FLOOR MISSED"
-    )
-    lines.append(
-        f"the plan (*): {chosen:.4f} s a step, the best of {len(others) + 1} placements {best:.4f} s: {chosen / best - 1:+.1%} "
-        f"(floor {FLOOR:.0%}, aim {AIM:.0%}): {verdict}"
-    )
-    return lines
+    plan = next((row for row in measured if row.is_plan), None)
+    others = [row for row in measured if not row.is_plan]
+    if plan is None or not others:
+        return
+    best = min(others, key=lambda row: row.step_seconds or 0.0)
+    for row in (plan, best) * ROUNDS:
+        row.again.append(bench.measure(row.choice).step_seconds)
+        print(f"again     {row.again[-1]:.4f} s {row.choice}", flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -272,12 +320,12 @@ def main(argv: list[str] | None = None) -> int:
     plan = plan_of(forecast.run, bench.space(), bench.machine, forecast)
     print("\n".join(plan.lines()), flush=True)
     rows = placements(bench, forecast, plan)
-    print(
-        f"planned in {time.perf_counter() - bench.began:.1f} s, rates included; {len(rows) - 1} placements", flush=True
-    )
+    print(f"rates: {bench.rates.as_dict()}")
+    print(f"planned in {time.perf_counter() - bench.began:.1f} s, rates included; {len(rows)} placements", flush=True)
     signal.signal(signal.SIGTERM, _stop)
     try:
-        measure_all(bench, rows)
+        tokens = bench.options.sequences * bench.options.seq
+        measure_all(bench, rows, lambda choice: forecast.least_seconds(choice) * tokens)
     except (Stopped, KeyboardInterrupt):
         print("stopped: what follows is what there is", flush=True)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -286,7 +334,11 @@ def main(argv: list[str] | None = None) -> int:
         f"{bench.options.shape}, {bench.options.sequences} x {bench.options.seq} tokens a step, cap {bench.options.cap}"
     )
     print(f"\n{where}, torch {torch.__version__}, {words}, {time.perf_counter() - bench.began:.0f} s")
-    print("\n".join(report(bench, rows)), flush=True)
+    print("\n".join(report(rows)), flush=True)
+    measured = [row for row in rows if row.step_seconds is not None]
+    seen = {row.choice.accumulation_steps: row.choice for row in reversed(measured)}
+    for number, choice in list(seen.items())[::-1][: bench.options.look]:
+        print("\n".join(bench.look(choice, f"plan-{number}", bench.options.trace)), flush=True)
     bench.stack.close()
     return 0
 

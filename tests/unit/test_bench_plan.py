@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,15 +35,14 @@ def test_the_plan_is_judged_by_its_median_against_the_best(own, verdict):
         row(None, error="out of memory"),
         row(own[1], is_plan=True),
     ]
-    lines = bench_plan.report(SimpleNamespace(), rows)  # type: ignore[arg-type]
+    lines = bench_plan.report(rows)
     assert verdict in lines[-1]
-    assert "more reserved than P99: 1" in lines[-2] and any(
-        "failed: " in line and "out of memory" in line for line in lines
-    )
+    assert "more reserved than P99: 1" in lines[-3] and "1 not measured (INCOMPLETE)" in lines[-2]
+    assert any("failed: " in line and "out of memory" in line for line in lines)
 
 
 def test_without_others_there_is_no_verdict():
-    assert bench_plan.report(SimpleNamespace(), [row(1.0, is_plan=True)])[-1] == "nothing to compare"  # type: ignore[arg-type]
+    assert bench_plan.report([row(1.0, is_plan=True)])[-1] == "nothing to compare"
 
 
 def test_the_command_line():
@@ -73,3 +73,36 @@ def test_a_placement_that_fails_in_a_step_leaves_the_stack_to_the_next(monkeypat
     bench_plan.measure_all(bench, rows)  # the first call of all, which compiles, is the one that fails
     bench.stack.close()
     assert [each.error for each in rows] == ["", ""] and all(each.step_seconds for each in rows)
+
+
+def test_runs_in_turns_decide_where_there_are_some():
+    rows = [row(1.0, is_plan=True), row(0.9), row(0.95)]
+    rows[0].again, rows[1].again = [1.0, 1.02], [1.0, 1.0]
+    assert "+1.0%" in bench_plan.report(rows)[-1]
+
+
+def test_what_is_left_out_says_why():
+    rows = [row(1.0, is_plan=True), *(row(2.0 + i, predicted=2.0) for i in range(4)), row(None, predicted=2.1)]
+    for each in rows[1:]:
+        each.choice = Choice("streamed", 4, 2, True)
+    why = bench_plan.why_left_out
+    assert why(rows[5], rows, 0.0, 1.0) == "left out: 4 with 2 micro-batches took at least 2.000 s"
+    assert why(rows[5], rows[:4], 0.0, 1.0) == "" == why(rows[0], rows, 9.0, 1.0)
+    assert why(rows[5], [], 1.3, 1.0) == "left out: at least 1.300 s by arithmetic alone"
+    rows[5].error = why(rows[5], rows, 0.0, 1.0)
+    assert "5 placements measured, 1 left out as slower, 0 not measured" in bench_plan.report(rows)
+
+
+def test_lanes_are_counted_by_thread(tmp_path):
+    for name, comm, spent in (
+        (str(os.getpid()), "python3", 5),
+        ("7", "pt_autograd_0", 3),
+        ("8", "python3", 2),
+        ("9", "python3", 1),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "comm").write_text(comm + "\n")
+        (tmp_path / name / "schedstat").write_text(f"{spent}000000000 17 4\n")
+    (tmp_path / "10").mkdir()  # has just ended
+    found = importlib.import_module("plan_lanes").thread_seconds(tmp_path)
+    assert found == {"main": 5.0, "backward": 3.0, "others": 3.0}
