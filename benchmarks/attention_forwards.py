@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import importlib
 import multiprocessing
 import sys
 import time
@@ -147,6 +148,7 @@ def check() -> dict[tuple[str, Fields | None], str]:
         jobs += [(name, found[place]) for name, found in plans.items() if place < len(found)]
     with concurrent.futures.ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
         running = {job: pool.submit(check_one, *job) for job in jobs}
+        importlib.import_module("torch._inductor.compile_fx")  # takes seconds, which this process has now
         found = {}
         for job, done in running.items():
             found[job] = repr(done.exception())[:160] if done.exception() is not None else done.result()

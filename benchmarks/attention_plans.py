@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from vblackwell.kernels.attention import bounds
 from vblackwell.kernels.attention_plan import AttentionPlan
 
 STARTED = time.perf_counter()
+# Said, because inductor else names another folder when it first compiles, and what other processes prepared is not found from then on.
+os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
 PROCESSES = 14
 
 
