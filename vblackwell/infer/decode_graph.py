@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from vblackwell.errors import ConfigurationError
 from vblackwell.nn.cache import KVCache, SteadyCache
 from vblackwell.nn.decoder import Decoder
+from vblackwell.nn.joint_packed import lay_packed_together
 from vblackwell.nn.plain_linear import lay_together
 
 FEWEST_STEPS = 8  # for which a graph is captured: that takes about as long as so many steps without it
@@ -26,8 +27,8 @@ def lay_out_for_decoding(model: Decoder) -> None:
     """Queries, keys and values of a layer, and gate and up, as one product each. The model is used without gradients from now on."""
     for layer in model.layers:
         attention, mlp = layer.self_attn, layer.mlp
-        lay_together(attention.q_proj, attention.k_proj, attention.v_proj)  # type: ignore[union-attr]
-        lay_together(mlp.gate_proj, mlp.up_proj)  # type: ignore[union-attr]
+        for linears in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):  # type: ignore[union-attr]
+            lay_together(*linears) or lay_packed_together(*linears)  # type: ignore[arg-type]
 
 
 def may_capture(model: nn.Module) -> bool:

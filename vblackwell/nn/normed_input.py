@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from vblackwell.kernels.fp4_norm import MOST_ROWS, fp4_norm_linear
 from vblackwell.kernels.layout import is_tiled
+from vblackwell.nn.joint_packed import joint_packed
 from vblackwell.nn.linear import FusedFP4Linear
 from vblackwell.nn.plain_linear import Unnormed, hooked
 
@@ -19,7 +20,14 @@ class NormedByPacked(Unnormed):
     """A few rows whose norm is one kernel with each packed linear behind it."""
 
     def linears(self, linears: tuple[nn.Module, ...]) -> list[Tensor]:
-        """``linear(norm(x))`` of each, as one op each."""
+        """``linear(norm(x))`` of each, as one op each; as one for all where their weights lie together."""
+        joint = joint_packed(linears)
+        if joint is not None:
+            eps = self.norm.eps if self.norm.eps is not None else torch.finfo(self.x.dtype).eps
+            placed = (joint.codes, joint.scales, joint.tensor_scale, None, joint.layout, "none")
+            shape = (sum(joint.rows), joint.columns)
+            y = fp4_norm_linear(self.x, self.norm.weight, None, eps, *placed, *shape)
+            return list(y.split(joint.rows, -1))
         return [norm_linear(self.x, self.norm, linear, None, linear.bias) for linear in linears]  # type: ignore[arg-type]
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from vblackwell.kernels.shared_input import shared_input_linears
 from vblackwell.kernels.swiglu import swiglu, swiglu_linear
+from vblackwell.nn.joint_packed import joint_packed
 from vblackwell.nn.rounded_linear import Rounded, rounded_linears, rounded_swiglu_linear
 
 
@@ -71,6 +72,9 @@ def linears_of_one_input(x: Tensor | Unnormed, *linears: nn.Module) -> list[Tens
         if joint is not None:
             return list(functional.linear(x, joint).split([weight.shape[0] for weight in weights], -1))
         return shared_input_linears(x, weights)
+    packed = None if torch.is_grad_enabled() else joint_packed(linears)
+    if packed is not None:
+        return packed.product(x)
     found = rounded_of(x, linears)
     return [linear(x) for linear in linears] if found is None else rounded_linears(x, found)
 
