@@ -229,7 +229,7 @@ def check_rows(rows: Rows) -> None:
     )
 
 
-def linear_rows(rows: Rows, n: int, k: int, counts: list[int], tunes: bool) -> None:
+def linear_rows(rows: Rows, n: int, k: int, counts: list[int], tuned: list[int]) -> None:
     parts = [random_parts(n, k) for _ in range(LAYERS)]
     dense = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(LAYERS)]
     ours_of = functools.partial(two_part_linear, format=two_part_layout.TILED, activation="none", n=n, k=k)
@@ -252,8 +252,8 @@ def linear_rows(rows: Rows, n: int, k: int, counts: list[int], tunes: bool) -> N
             with use_backend(OP, "dequantize"):
                 slow = graph_us([functools.partial(call_parts, x, w, n, k) for w in parts[:4]], 5)
             print(f"M={m}: writing the weight out and cuBLAS {slow:.2f} us", flush=True)
-    if tunes:
-        two_part_plans.tune([m for m in counts if m <= two_part_cuda.MOST_ROWS], parts, dense, n, k)
+    if tuned:
+        two_part_plans.tune(tuned, parts, dense, n, k)
 
 
 def call_parts(x: Tensor, parts: tuple[Tensor, ...], n: int, k: int) -> Tensor:
@@ -261,14 +261,21 @@ def call_parts(x: Tensor, parts: tuple[Tensor, ...], n: int, k: int) -> Tensor:
     return two_part_linear(x, codes, fine, scales, scale, None, two_part_layout.TILED, "none", n, k)
 
 
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",") if word]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("format", "start", "constant", "instructions", "check", "linear", "tune", "overhead", "all"):
+    for name in ("format", "start", "constant", "instructions", "check", "linear", "overhead", "all"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="of --start and --constant")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--shape", default="8192x8192", help="NxK of --linear")
     parser.add_argument("--rows", default="1,2,4,8,16,64", help="of --linear")
+    parser.add_argument(
+        "--tune", default="", help="of --linear: numbers of rows, up to 16, for which every plan is timed"
+    )
     parser.add_argument("--preset", default="large")
     parser.add_argument("--batch-sizes", default="8,16,32", help="of --overhead, sequences")
     parser.add_argument("--seq-length", type=int, default=1024)
@@ -278,10 +285,10 @@ def main() -> None:
     print(f"torch {torch.__version__}, {machine}", flush=True)
     rows = Rows()
     n, k = (int(size) for size in args.shape.split("x"))
-    batches = [int(word) for word in args.batch_sizes.split(",")]
+    batches = numbers(args.batch_sizes)
     parts = {  # the check first, then what only a GPU can tell
         "check": functools.partial(check_rows, rows),
-        "linear": functools.partial(linear_rows, rows, n, k, [int(word) for word in args.rows.split(",")], args.tune),
+        "linear": functools.partial(linear_rows, rows, n, k, numbers(args.rows), numbers(args.tune)),
         "overhead": functools.partial(overhead_rows, rows.append, args.preset, batches, args.seq_length, args.rounds),
         "start": lambda: (start_rows(rows, args.device), gradient_rows(rows, args.device)),
         "constant": functools.partial(constant_rows, rows, args.device, args.steps),

@@ -22,8 +22,12 @@ from vblackwell.kernels.fp4_plan import ceil_div
 from vblackwell.kernels.two_part_cuda import MOST_SHARED_BYTES, TwoPartPlan
 
 MULTIPROCESSORS = 132
-LEAST_RING, MOST_RING = 48 * 1024, 150 * 1024  # bytes of weights in flight on a multiprocessor
 BEST = 4  # plans that are timed again beside cuBLAS
+# By warps of a multiprocessor: windows that a warp has in flight, and (windows a chunk of x, stages). Blocks of 8 warps leave room for the
+# next layer's, whose first weights then come while these end; so they are tried with little shared memory.
+PREFETCH = {8: (3, 4, 5, 6), 12: (2, 3, 4), 16: (2, 3, 4)}
+CHUNKS = {8: ((4, 4), (8, 2), (8, 3)), 12: ((8, 3), (16, 3)), 16: ((8, 3), (16, 3))}
+FEW_ROWS_CHUNKS = ((0, 2), (8, 3))  # 0: no bulk copies
 
 
 def plans_of(m: int, n: int, k: int) -> list[TwoPartPlan]:
@@ -32,15 +36,13 @@ def plans_of(m: int, n: int, k: int) -> list[TwoPartPlan]:
     while tokens < m:
         tokens *= 2
     found = [two_part_cuda.plan(m, n, k, True)]
-    chunks = ((0, 2), (16, 3)) if tokens <= 2 else ((8, 3), (16, 3))  # windows, stages
-    for row_warps, splits, min_blocks in itertools.product((1, 2, 4, 8), (1, 2), (1, 2)):
-        blocks = ceil_div(n, 32 * row_warps) * splits
-        if not 0.8 * MULTIPROCESSORS * min_blocks < blocks <= MULTIPROCESSORS * min_blocks:
+    for row_warps, splits, min_blocks, warps in itertools.product((1, 2, 4, 8), (1, 2), (1, 2), PREFETCH):
+        blocks, k_warps = ceil_div(n, 32 * row_warps) * splits, warps // (row_warps * min_blocks)
+        if not 0.8 * MULTIPROCESSORS * min_blocks < blocks <= MULTIPROCESSORS * min_blocks or not k_warps:
             continue
-        for warps, prefetch, (chunk, stages) in itertools.product((8, 12, 16), (2, 3, 4, 6, 8), chunks):
-            k_warps = warps // (row_warps * min_blocks)
-            if k_warps == 0 or not LEAST_RING <= warps * prefetch * 2176 <= MOST_RING:
-                continue
+        for prefetch, (chunk, stages) in itertools.product(
+            PREFETCH[warps], FEW_ROWS_CHUNKS if tokens <= 2 else CHUNKS[warps]
+        ):
             chunk = ceil_div(chunk, k_warps) * k_warps
             plan = TwoPartPlan(tokens, row_warps, k_warps, splits, prefetch, 80 * 1024, min_blocks, chunk, stages)
             if plan.shared_bytes(k) <= MOST_SHARED_BYTES[True] // min_blocks - 1024 * (min_blocks - 1):
