@@ -70,13 +70,13 @@ def mma_plans(m: int, n: int, k: int) -> Iterator[MmaPlan]:
         tokens *= 2
     room = {1: 61, 2: 61, 4: 61, 8: 61, 16: 80}[tokens]  # registers without which the compiler spills
     shapes = [(r, w // r) for w, r in itertools.product((8, 12, 15, 16)[m < 9 :], (1, 2, 3, 4, 6, 8)) if w % r == 0]
-    for (rows, ways), splits, (chunk, stages), most in itertools.product(shapes, (1, 2, 4), ((8, 4), (16, 3)), (1, 2)):
+    for (rows, ways), splits, (chunk, stages), most in itertools.product(shapes, (1, 2), ((8, 4), (16, 3)), (1, 2)):
         warps = rows * ways
         blocks = -(-n // (32 * rows)) * splits
         if warps * 32 * room * most > REGISTERS or (warps == 8 and most == 1):
             continue
-        if not (_fills(blocks, 1) or _fills(blocks, most)) or (splits == 4 and 120 * most < blocks <= 132 * most):
-            continue  # not all multiprocessors can be had for clusters of four
+        if not (_fills(blocks, 1) or _fills(blocks, most)):
+            continue
         if chunk:
             chunk = -(-chunk // ways) * ways
         if chunk > k / 64 / splits:
@@ -91,7 +91,7 @@ def wgmma_plans(m: int, n: int, k: int) -> Iterator[WgmmaPlan]:
         (16, 32, 64, 128, 256), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 4), (1, 2)
     ):
         columns, consumers = -(-m // tokens), groups * k_groups
-        if tokens > max(m, 16) or tokens < min(m, 64) or columns > 2 or consumers > 4:
+        if tokens > max(m, 16) or tokens < min(m, 128) or columns > 2 or consumers > 4:
             continue
         blocks = -(-n // (64 * groups)) * splits * columns
         if not (_fills(blocks, 1) or _fills(blocks, most)):
