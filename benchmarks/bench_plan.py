@@ -51,7 +51,7 @@ from vblackwell.plan.placement import Bounds, Choice, Lacking, Plan, Prediction,
 from vblackwell.plan.rates import Rates
 from vblackwell.subject import of_decoder
 from vblackwell.train.forecast import Forecast, Machine, plan_of
-from vblackwell.train.rates import as_rates, cpu_rates, gpu_rates
+from vblackwell.train.rates import as_rates, cpu_rates, gpu_rates, group_seconds
 from vblackwell.units import GiB, parse_bytes
 
 SHAPES = {
@@ -314,6 +314,15 @@ def measure_again(bench: Bench, rows: list[Row]) -> None:
         print(f"again     {row.again[-1]:.4f} s {row.choice}", flush=True)
 
 
+def host_lines(bench: Bench) -> list[str]:
+    """What the host takes for a small group, by where it is updated and how many passes a step has."""
+    kinds = [(update, passes) for update in ("level0", "home") for passes in (1, 2)]
+    found = [
+        f"{update}, {passes}: {1e3 * group_seconds(bench.device, update, passes):.2f} ms" for update, passes in kinds
+    ]
+    return [f"the host's time for a group a pass, by update and passes a step: {'; '.join(found)}"]
+
+
 def main(argv: list[str] | None = None) -> int:
     bench = Bench(parse(argv))
     forecast = Forecast(bench.run(), bench.machine)
@@ -337,6 +346,8 @@ def main(argv: list[str] | None = None) -> int:
     print("\n".join(report(rows)), flush=True)
     measured = [row for row in rows if row.step_seconds is not None]
     seen = {row.choice.accumulation_steps: row.choice for row in reversed(measured)}
+    if bench.options.look:
+        print("\n".join(host_lines(bench)), flush=True)
     for number, choice in list(seen.items())[::-1][: bench.options.look]:
         print("\n".join(bench.look(choice, f"plan-{number}", bench.options.trace)), flush=True)
     bench.stack.close()

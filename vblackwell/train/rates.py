@@ -143,11 +143,11 @@ def issue_seconds(device: torch.device) -> float:
     return seconds_of(step, _finish(device), STEPS_ISSUED) / (ISSUED_LAYERS * OPERATORS_OF_A_LAYER)
 
 
-def group_seconds(device: torch.device) -> float:
-    """What the host takes for a layer group that streams, beside its operators: forward, backward and update on level 0.
+def group_seconds(device: torch.device, update: str = "level0", passes: int = 1) -> float:
+    """What the host takes for a layer group that streams, beside its operators: forward and backward, in the last of ``passes`` the update.
 
-    Of groups so small that links and device have nothing to do, against the same model where it lives. A step waits for the host where the
-    groups of a model are small.
+    Of groups so small that links and device have nothing to do, against the same model where it lives; seconds a pass. A step waits for the
+    host where the groups of a model are small.
     """
     with torch.random.fork_rng(devices=[]):
         plain, streamed = _Layers(), _Layers()
@@ -156,16 +156,18 @@ def group_seconds(device: torch.device) -> float:
     x = torch.zeros(WIDTH_OF_A_LAYER, WIDTH_OF_A_LAYER, device=device, dtype=dtype)
     with create_vgpu_stack(*GROUP_LEVELS, 0, device=device) as stack:
         enable_vgpu_stack_optimization(
-            streamed, stack, placement="streamed", update="level0", compute_dtype=dtype, weight_bytes=GROUP_WEIGHTS
+            streamed, stack, placement="streamed", update=update, compute_dtype=dtype, weight_bytes=GROUP_WEIGHTS
         )  # fmt: skip
-        optimizer = VGPUAdamW(streamed.parameters(), update_in_backward=True, undo=False)
+        optimizer = VGPUAdamW(streamed.parameters(), update_in_backward=True, undo=False, accumulation_steps=passes)
 
         def step_plain() -> None:
-            plain(x).sum().backward()
+            for _ in range(passes):
+                plain(x).sum().backward()
             plain.zero_grad(set_to_none=True)
 
         def step_streamed() -> None:
-            streamed(x).sum().backward()
+            for _ in range(passes):
+                streamed(x).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -176,7 +178,7 @@ def group_seconds(device: torch.device) -> float:
         assert engine is not None, "it was just put into the stack"
         engine.finish()
         engine.close()
-    return max(0.0, times[1] - times[0]) / GROUPS_STREAMED
+    return max(0.0, times[1] - times[0]) / (GROUPS_STREAMED * passes)
 
 
 class _Layers(torch.nn.Module):
