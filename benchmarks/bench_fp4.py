@@ -75,22 +75,25 @@ def run_plan(
     return fp4_cuda.run_wgmma(plan, x, *w, None, "none", n, dtype)
 
 
-def prebuild() -> None:
-    """Compile for sm_90a, in parallel, into the cache."""
-    jobs: list[tuple[tuple[str, ...], dict[str, int]]] = []
-    jobs += [(fp4_cuda.DEQUANTIZE_FILES, {"FP16": 0, "OUT": out}) for out in range(3)]
-    kept = {min(8, -(-k // 2048)) for _, k in SHAPES}
+def prebuild(args: argparse.Namespace) -> None:
+    """Compile for sm_90a, in parallel, into the cache, what ``args`` will run."""
+    files = {MmaPlan: fp4_plan.MMA_FILES, WgmmaPlan: fp4_plan.WGMMA_FILES}
+    jobs = [(fp4_cuda.DEQUANTIZE_FILES, {"FP16": 0, "OUT": out}) for out in range(3)]
+    kept = {min(8, -(-k // 2048)) for _, k in args.shapes}
     jobs += [(fp4_cuda.DEQUANTIZE_FILES, {"FP16": 0, "OUT": 3, "X_FP16": 0, "KEPT": granules}) for granules in kept]
-    wanted: list[tuple[MmaPlan | WgmmaPlan, bool, bool]] = []
-    for (n, k), m in itertools.product(SHAPES, ROWS):
-        wanted += [(variant, False, False) for plan in plans_of(m, n, k) for variant in autotune.variants(plan)]
-    for (n, k), m, fp16 in itertools.product(CHECK_SHAPES, CHECK_ROWS, (False, True)):
-        wanted += [(plan, fp16, True) for plan in plans_of(m, n, k)]
-    for plan, fp16, out32 in dict.fromkeys(wanted):
-        files = fp4_plan.MMA_FILES if isinstance(plan, MmaPlan) else fp4_plan.WGMMA_FILES
-        jobs.append((files, plan.macros(fp16, out32)))
+    for (n, k), m in itertools.product(args.shapes, args.rows):
+        for plan in plans_of(m, n, k):
+            jobs += [
+                (files[type(plan)], each.macros(False)) for each in (autotune.variants(plan) if args.tune else [plan])
+            ]
+        if m <= fp4_norm.MOST_ROWS:
+            fused = fp4_plan.plan_mma(m, n, k, True, fp4_norm.BULK)
+            jobs.append((fp4_plan.MMA_FILES, fused.macros(False, norm=1)))
+    for (n, k), m, fp16 in itertools.product(CHECK_SHAPES, CHECK_ROWS, (False, True) if args.check else ()):
+        jobs += [(files[type(plan)], plan.macros(fp16, True)) for plan in plans_of(m, n, k)]
+    distinct = {str(job): job for job in jobs}.values()
     with ThreadPoolExecutor(16) as pool:
-        done = list(pool.map(lambda job: nvrtc.cached_cubin(job[0], job[1], "sm_90a"), jobs))
+        done = list(pool.map(lambda job: nvrtc.cached_cubin(job[0], job[1], "sm_90a"), distinct))
     print(len(done), "kernels")
 
 
@@ -375,7 +378,7 @@ def main() -> None:
     parser.add_argument("--without", action="append", default=[], metavar="PEER=WHY", help="leave it out, and say why")
     args = parser.parse_args()
     if args.prebuild:
-        prebuild()
+        prebuild(args)
         return
     print(autotune.machine(torch.device("cuda", 0)))
     if args.check:
