@@ -113,6 +113,20 @@ def test_scores_a_tile_ahead(kind):
     assert relative(got, exact) <= TOLERANCE[torch.float16] and not got[:, :, 32:64].any()
 
 
+def test_expanded_masks_are_read_once():
+    """Kernels are given what is there: of an expanded mask one plane, whatever its shape says."""
+    from vblackwell.kernels.attention_launch import Options, _Call
+
+    q, k, v = inputs(2, 3, 3, 40, 63, 16)
+    for mask, shape in (
+        (boolean(40, 63).expand(2, 3, 40, 63), (1, 1, 40, 63)),
+        (boolean(2, 1, 1, 63).expand(2, 3, 40, 63), (2, 1, 1, 63)),
+    ):
+        options = Options(mask, None, None, None, None, 40, 63, 0.25, None, None, False, 0.0, 0.0)
+        call = _Call(q, k, v, options)
+        assert call.mask is not None and tuple(call.mask.shape) == shape
+
+
 def test_mask_with_causal_and_window():
     check((1, 2, 1, 40, 63, 16), mask=boolean(1, 2, 40, 63), causal=True, window=50, bottom_right=True)
 

@@ -76,6 +76,9 @@ class _Call:
         self.batch = options.q_starts.shape[0] - 1 if options.q_starts is not None else self.q.shape[0]
         self.q_length, self.k_length = options.max_q, options.max_k
         mask = options.mask
+        if mask is not None:
+            for dim, stride in enumerate(mask.stride()):  # of an expanded mask only what is there is packed and judged
+                mask = mask.narrow(dim, 0, 1) if stride == 0 and mask.shape[dim] > 1 else mask
         self.mask = mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
         self.bits: MaskBits | None = None
 
