@@ -5,8 +5,9 @@
     python benchmarks/bench_generate.py --shape tiny --device cpu --cap 384KiB --host-memory 64MiB --prompt 16 --new 6
 
 Writes a folder of random weights (in /dev/shm where it has room), then lets every system open it and write, each in a process of its
-own; 'streamed', 'streamed-fp4' and 'accelerate' under the same enforced cap. accelerate writes 6 tokens a text, which is enough for its
-rate. Every row is printed and appended to benchmarks/results/generate.csv as it comes; the table, with floors and aims, comes last.
+own, forked from one that has imported the libraries; 'streamed', 'streamed-fp4' and 'accelerate' under the same enforced cap. accelerate
+writes 6 tokens a text, which is enough for its rate. Every row is printed and appended to benchmarks/results/generate.csv as it comes; the
+table, with floors and aims, comes last, behind the kernels of a resident step.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench_offload import RESULTS, machine, names, size
-from child_process import run_child
 from generate_case import SHAPES, SYSTEMS, Case, Loading, Point
 from generate_report import HEAD, line_of, loading_line, ratio_lines, row_of
 from offload_report import append_csv, read_csv
+from warm_process import WarmProcess
 
 INDEX = "model.safetensors.index.json"
 CHILD = Path(__file__).with_name("generate_measure.py")
@@ -39,6 +40,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--shape", choices=tuple(SHAPES), default="6.7B")
     parser.add_argument("--batches", type=lambda text: tuple(map(int, text.split(","))), default=(1, 8, 32))
+    parser.add_argument(
+        "--batches-of",
+        type=batches_of,
+        default={"accelerate": (1, 8)},
+        help="others for some: 'resident=1;accelerate=1,8'",
+    )
+    parser.add_argument("--accelerate-seconds", type=float, default=60.0, help="for accelerate, which is the slowest")
     parser.add_argument("--prompt", type=int, default=512, help="tokens")
     parser.add_argument("--new", type=int, default=64, help="tokens")
     parser.add_argument("--through-new", type=int, default=20, help="tokens with room for three layers; 0: none")
@@ -59,6 +67,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         if name not in SYSTEMS[1:]:
             parser.error(f"system {name!r} is none of {', '.join(SYSTEMS[1:])}")
     return args
+
+
+def batches_of(text: str) -> dict[str, tuple[int, ...]]:
+    """'resident=1;accelerate=1,8' as batches by system."""
+    pairs = (part.split("=") for part in text.split(";"))
+    return {system: tuple(map(int, batches.split(","))) for system, batches in pairs}
 
 
 def place_for(num_bytes: int) -> Path:
@@ -85,6 +99,7 @@ class Run:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.began = args, time.monotonic()
         self.about = machine()
+        self.warm = WarmProcess(CHILD)
         self.rates: dict[str, float] = {}
         self.points: list[Point] = []
         self.loadings: list[Loading] = []
@@ -101,8 +116,9 @@ class Run:
             self.tell(f"{case.system}: no time is left")
             return
         self.tell(f"{case.system}: starts")
-        run_child(
-            CHILD, case.to_json(), self.left(), lambda event: self._hear(case, event),
+        limit = self.args.accelerate_seconds if case.system == "accelerate" else self.left()
+        self.warm.run(
+            case.to_json(), min(limit, self.left()), lambda event: self._hear(case, event),
             lambda text: self.tell(f"{case.system}: {text}"),
         )  # fmt: skip
 
@@ -139,8 +155,10 @@ def main(argv: list[str] | None = None) -> Run:
     )  # fmt: skip
     try:
         for system in ["folder", *args.systems]:
-            run.start(replace(case, system=system))
+            batches = args.batches_of.get(system, args.batches)
+            run.start(replace(case, system=system, batches=batches))
     finally:
+        run.warm.close()
         if not stays:
             shutil.rmtree(folder, ignore_errors=True)
     lines = ["", HEAD, *map(line_of, run.points), "", *map(loading_line, run.loadings), ""]

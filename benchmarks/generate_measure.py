@@ -7,6 +7,7 @@ computed; the resident decoder through its own (`stepper`), with the step in a g
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import sys
 import threading
@@ -23,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import psutil
 import torch
 from generate_case import CAPPED, Case, Loading, Point, say
+from warm_process import SERVE, serve
 
 from vblackwell.errors import VBError
 from vblackwell.infer.batch import columns
@@ -30,10 +32,12 @@ from vblackwell.infer.cache_shape import cache_shape
 from vblackwell.infer.generate import stepper
 from vblackwell.infer.room import LEAST_WORKSPACE, room_for, token_bytes, workspace_bytes
 from vblackwell.infer.sampling import Arrival, Sampling, sample
+from vblackwell.offload.frozen import PLACES
 
 GREEDY = Sampling(temperature=0)
 SKIPPED = 2  # intervals behind the first token: a graph is captured, kernels are chosen
 ACCELERATE_NEW = 6
+PROFILED = 12  # kernels that are named
 ACCELERATE_SPARE = 1 << 28  # beside the workspace that ours keeps free
 
 
@@ -129,9 +133,19 @@ class Ours(System):
             from vblackwell.offload.enable import offload_of
 
             case, engine = self.case, offload_of(self.model)
-            engine.weights.rebudget(3 * case.sizes.block_parameters * getattr(torch, case.dtype).itemsize)
-            self.passing = None
-            yield from columns(self.model, numbers, new, GREEDY, 0, None)
+            dtype = getattr(torch, case.dtype)
+            engine.weights.rebudget(3 * case.sizes.block_parameters * dtype.itemsize)
+            self.passing, cache = None, None
+            shape = cache_shape(self.model.config, len(numbers), len(numbers[0]) + new, dtype)
+            if self.cuda and shape is not None:
+                from vblackwell.infer.stacked_cache import StackedCache
+
+                cache = StackedCache(self.stack, shape, shape.layers)
+            try:
+                yield from columns(self.model, numbers, new, GREEDY, 0, None, cache)
+            finally:
+                if cache is not None:
+                    cache.close()
             return
         with room_for(self.model, len(numbers), len(numbers[0]) + new) as (cache, chunk):
             self.passing = None if cache is None else len(cache._passing._homes)
@@ -141,7 +155,8 @@ class Ours(System):
         from vblackwell.offload.enable import offload_of
 
         engine = offload_of(self.model)
-        weights = sum(group.num_bytes for group in engine.groups if group.index not in engine.weights.staying)
+        through = [group.num_bytes for group in engine.groups if group.index not in engine.weights.staying]
+        weights = sum(through) if len(through) > PLACES else 0  # fewer have a place each
         shape = cache_shape(self.model.config, rows, 1, getattr(torch, self.case.dtype))
         return weights + (self.passing or 0) * self.mean_length * shape.position_bytes
 
@@ -214,6 +229,30 @@ class Resident(System):
             yield arrival.numbers()
 
 
+def profile(system: Resident, rows: int) -> list[str]:
+    """The kernels of one replayed step: how many, and the dozen that take longest."""
+    numbers = prompts(system.case, rows)
+    step = stepper(system.model, len(numbers[0]) + 16)
+    token_B = sample(step(torch.tensor(numbers, device=system.device)), GREEDY, 0, 0)
+    for _ in range(3):
+        step(token_B[:, None])
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        step(token_B[:, None])
+        torch.cuda.synchronize()
+    kernels: dict[str, list[float]] = {}
+    for event in found.events() or ():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kernels.setdefault(event.name, []).append(event.device_time)
+    count, total = sum(map(len, kernels.values())), sum(map(sum, kernels.values()))
+    lines = [f"one step of {rows} rows: {count} kernels, {total:.0f} us in them"]
+    longest = sorted(kernels.items(), key=lambda item: -sum(item[1]))[:PROFILED]
+    return lines + [
+        f"  {sum(each):7.0f} us {len(each):4} times {statistics.median(each):6.1f}  {name[:90]}"
+        for name, each in longest
+    ]
+
+
 MADE = {
     "streamed": Ours,
     "streamed-fp4": Ours,
@@ -264,8 +303,8 @@ def measure(system: System, rows: int, new: int, *, through: bool = False) -> Po
     return point
 
 
-def main() -> None:
-    case = Case.from_json(sys.argv[1])
+def main(argument: str) -> None:
+    case = Case.from_json(argument)
     if case.system == "folder":
         from generate_folder import make
 
@@ -301,6 +340,9 @@ def main() -> None:
         if case.through_new and isinstance(system, Ours):
             system.through = True
             whole &= one(system, 1, case.through_new, through=True)
+        if cuda and isinstance(system, Resident):
+            for line in profile(system, case.batches[0]):
+                say("phase", text=line)
     if not whole:
         sys.exit(1)
 
@@ -313,15 +355,39 @@ def one(system: System, rows: int, new: int, *, through: bool) -> bool:
         whole = isinstance(error, (torch.OutOfMemoryError, MemoryError, VBError))
         if not whole:
             traceback.print_exc()
-        status = " ".join(f"{type(error).__name__} {error}".split())[:160]
+        status = " ".join(f"{type(error).__name__} {error}".split())[:420]
         point = Point(system.case.system, rows, new, through, status=status)
     say("point", point=asdict(point))
     return whole
 
 
-if __name__ == "__main__":
+def told(argument: str) -> None:
     try:
-        main()
+        main(argument)
     except Exception as error:
         say("failed", error=" ".join(f"{type(error).__name__} {error}".split())[:300])
         raise
+
+
+def forked(argument: str) -> None:
+    """As `told`, in a fork; in a new process where something that was imported has touched CUDA, which no fork survives."""
+    if Case.from_json(argument).device.startswith("cuda"):
+        try:
+            torch.zeros(1, device="cuda")
+        except RuntimeError as error:
+            say("phase", text=f"anew, because the fork has no CUDA ({' '.join(str(error).split())[:120]})")
+            os.execv(sys.executable, [sys.executable, __file__, argument])
+    told(argument)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == SERVE:
+        import accelerate  # noqa: F401
+        import transformers.models.llama.modeling_llama  # noqa: F401
+
+        import vblackwell.infer.load
+        import vblackwell.infer.streamed_step  # noqa: F401
+
+        serve(forked)
+    else:
+        told(sys.argv[1])
