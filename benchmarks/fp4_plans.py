@@ -29,10 +29,9 @@ import torch
 from bench_fp4 import LAYERS, Tiled, layers_of, random_tiled, run_plan
 from graph_timing import alternating_us, graph_us
 
-from vblackwell.kernels import autotune, fp4_cuda, fp4_plan, nvrtc, w4a8, w4a8_cuda
+from vblackwell.kernels import autotune, fp4_cuda, fp4_plan, nvrtc, w4a8
 from vblackwell.kernels.fp4 import fp4_linear
 from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan, goes_round
-from vblackwell.kernels.w4a8_cuda import W4a8Plan
 
 Plan = MmaPlan | WgmmaPlan
 Cell = tuple[int, int, int]
@@ -140,11 +139,6 @@ def parts(m: int, n: int, k: int, x: torch.Tensor, packed: list[Tiled]) -> dict[
     top = w4a8.row_tops_for_w4a8(narrow[1], 32, k)
     found["w4a8: rows"] = LAYERS * [functools.partial(fp4_cuda.run_prepare_e4m3, x, *narrow, row_top=top, n=32, k=k)]
     ready = [prepare(*w, row_top=top) for w, top in zip(packed, tops, strict=True)]
-    for plan in (W4a8Plan(), W4a8Plan(stages=8, prefetch=4), W4a8Plan(stages=4, prefetch=8)):
-        run = functools.partial(w4a8_cuda.run_w4a8, plan, x, bias=None, activation="none", n=n)
-        found[f"w4a8 in one kernel, {plan.stages} stages, {plan.prefetch} windows"] = [
-            functools.partial(run, *w, row_top=top) for w, top in zip(packed, tops, strict=True)
-        ]
     found["w4a8: matmul"] = [functools.partial(_fp8_matmul, *operands) for operands in ready]
     return found
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from vblackwell.kernels import fp4_cuda, fp4_plan, layout, nvrtc, reference
 from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan
-from vblackwell.kernels.w4a8_cuda import W4A8_FILES, W4a8Plan
 from vblackwell.numerics.formats import FORMATS
 
 HERE = Path(__file__).parent
@@ -64,14 +63,6 @@ extern "C" void run(const u8* codes, const u8* scales, const float* ts, const u8
             blockIdx.y = y;
             fp4_dequantize(codes, scales, ts, top, w, N, K, row_scale, x, q, x_scale, M, row_blocks);
         });
-}"""
-_W4A8_MAIN = """
-extern "C" void run(const u16* x, u8* image, float* x_scale, const u8* codes, const u8* scales, const float* ts, const u8* top,
-                    const u16* bias, void* y, int M, int N, int K, int act, int gx, int gz, int shared) {
-    part_threads = 0;
-    launch(M, 1, 1, 256, 64, [=] { round_rows(x, image, x_scale, M, K); });
-    part_threads = CONSUMERS;
-    launch(gx, 1, gz, THREADS, shared, [=] { w4a8_wgmma(image, x_scale, codes, scales, ts, top, bias, y, M, N, K, act); });
 }"""
 _REAL = ("ptx.cuh", "wgmma.cuh", "barrier.cuh")  # what emulator.h stands in for
 
@@ -167,25 +158,6 @@ def prepare_e4m3(
     grid = (-(-k // 512), -(-n // 32) + row_blocks, 8 * 32 * 64)
     _call(fp4_cuda.DEQUANTIZE_FILES, macros, _PREPARE_MAIN, [*args, *grid])
     return q_MK, scale_M1, w_NK, scale_1N
-
-
-def w4a8_linear(
-    plan: W4a8Plan,
-    x_MK: Tensor,
-    tiled: tuple[Tensor, Tensor, Tensor],
-    row_top: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    n: int,
-) -> Tensor:
-    """fp32 output of ``round_rows`` and ``w4a8_wgmma`` for bf16 rows; starts as NaN."""
-    m, k = x_MK.shape
-    y_MN, scale_M = torch.full((m, n), torch.nan), torch.full((m,), torch.nan)
-    image = torch.full((plan.image_bytes(m, k),), 0xFF, dtype=torch.uint8)
-    act = reference.ACTIVATIONS.index(activation)
-    args = [x_MK, image, scale_M, *tiled, row_top, bias, y_MN, m, n, k, act, *plan.grid(m, n)[::2], plan.shared_bytes()]
-    _call(W4A8_FILES, plan.macros(k, True), _W4A8_MAIN, args)
-    return y_MN
 
 
 def random_weight(format: str, n: int, k: int, seed: int = 0) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:

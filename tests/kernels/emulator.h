@@ -151,36 +151,26 @@ template <int THREADS>
 DEVICE void block_part_sync() { block_part_arrive(); }
 DEVICE u64 wgmma_operand(u32 address) { return address >> 4; }
 #if TOKENS > 0
-// COLUMNS of x in 32 bytes, as many of weights in a lane's four words; `value` takes the bits of either.
-template <int COLUMNS, class Value>
-DEVICE void wgmma_of(float* d, const u32* a, u64 b, bool add, Value value) {
-    constexpr int BYTES = 32 / COLUMNS, BITS = 8 * BYTES, IN_WORD = 4 / BYTES, HALF = COLUMNS / 2;
+DEVICE void wgmma(float* d, const u32* a, u64 b) {
     Fragments& f = fragments();
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     for (int i = 0; i < 4; i++) f.a[lane][i] = a[i];
     warp_arrive();
     for (int i = 0; i < TOKENS / 2; i++) {
         const int row = g + 8 * ((i >> 1) & 1), token = (i >> 2) * 8 + 2 * t + (i & 1);
-        double sum = add ? d[i] : 0.0;
-        for (int k = 0; k < COLUMNS; k++) {
-            const u32 w = f.a[(row & 7) * 4 + k % HALF / IN_WORD][k / HALF * 2 + (row >> 3)] >> (BITS * (k % IN_WORD));
-            u32 at = (u32)(b << 4) + (token >> 3) * 1024 + (token & 7) * 128 + BYTES * k, x = 0;
+        double sum = d[i];
+        for (int k = 0; k < 16; k++) {
+            const u32 w = f.a[(row & 7) * 4 + k % 8 / 2][k / 8 * 2 + (row >> 3)] >> (16 * (k & 1));
+            u32 at = (u32)(b << 4) + (token >> 3) * 1024 + (token & 7) * 128 + 2 * k;
             at ^= ((at >> 7) & 7) << 4;
-            memcpy(&x, shared_at(thread_block, at, BYTES), BYTES);
-            sum += (double)value(w & ((1u << BITS) - 1)) * value(x);
+            u16 x;
+            memcpy(&x, shared_at(thread_block, at, 2), 2);
+            sum += (double)half_to_float((u16)w) * half_to_float(x);
         }
         d[i] = (float)sum;
     }
     warp_arrive();
 }
-DEVICE void wgmma(float* d, const u32* a, u64 b) {
-    wgmma_of<16>(d, a, b, true, [](u32 bits) { return half_to_float((u16)bits); });
-}
-DEVICE float from_e4m3(u32 code) {
-    const float value = ((code >> 3) & 15) ? ldexpf(8 + (code & 7), ((code >> 3) & 15) - 10) : ldexpf(code & 7, -9);
-    return code & 128 ? -value : value;
-}
-DEVICE void wgmma_e4m3(float* d, const u32* a, u64 b, int add) { wgmma_of<32>(d, a, b, add, from_e4m3); }
 #endif
 
 template <class Body>

@@ -11,9 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from tests.kernels.emulation import error_over_bound, random_weight
-from vblackwell.kernels import fp4_cuda, layout, nvrtc, reference, w4a8, w4a8_cuda
+from vblackwell.kernels import fp4_cuda, layout, nvrtc, reference, w4a8
 from vblackwell.kernels.fp4_plan import MMA_FILES, WGMMA_FILES, MmaPlan, WgmmaPlan
-from vblackwell.kernels.w4a8_cuda import W4a8Plan
 
 # Rows, features and columns that are no multiples of what a block takes; K of one window, of fewer windows than groups, of many.
 MMA = [  # bulk x: chunks short and long, clusters, one and two blocks a multiprocessor; without: a K that is no multiple of 64
@@ -51,7 +50,6 @@ WGMMA = [  # K groups, clusters, both, one and two blocks a multiprocessor, one 
     (WgmmaPlan(128, 3, 2, 6), [(128, 4096, 4096), (250, 130, 200)]),
     (WgmmaPlan(256, 1, 1, 6, k_groups=2), [(256, 4096, 4096), (250, 130, 200)]),
 ]
-W4A8 = [W4a8Plan(), W4a8Plan(2, 4, 4)]
 REPEATS = 20  # launches back to back, which overlap
 
 
@@ -92,7 +90,7 @@ def check(plan: MmaPlan | WgmmaPlan, m: int, n: int, k: int, dtype: torch.dtype)
 
 
 def check_w4a8(m: int, n: int, k: int, dtype: torch.dtype) -> None:
-    """Both operands, bit for bit what the reference makes, from one launch; then the product in one kernel."""
+    """Both operands, bit for bit what the reference makes, from one launch."""
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
     scales = torch.randint(100, 115, (n, k // 32)).to(torch.uint8)
     tiled = tuple(tensor.cuda() for tensor in layout.to_tiled(codes, scales, torch.tensor(1.0), "mxfp4", n, k))
@@ -105,18 +103,6 @@ def check_w4a8(m: int, n: int, k: int, dtype: torch.dtype) -> None:
         q_MK, scale_M1, w8_NK, scale_1N = fp4_cuda.run_prepare_e4m3(x_MK, *tiled, top, n, k)
         assert torch.equal(w8_NK.float() * scale_1N.t(), w_NK), "the weight"
         assert torch.equal(scale_M1, wanted_scale) and torch.equal(q_MK.float(), wanted.float()), "the rows"
-    if dtype == torch.float16:
-        return
-    # In one kernel: after rounding as near to float64 as PyTorch's matmul, on the same rounded rows.
-    exact = (wanted.double() * wanted_scale.double()) @ w_NK.double().t()
-    theirs = torch.ops.aten._scaled_mm(wanted, w8_NK.t(), wanted_scale, scale_1N, out_dtype=dtype, use_fast_accum=False)
-    for plan in W4A8:
-        y_MN = w4a8_cuda.run_w4a8(plan, x_MK, *tiled, top, None, "none", n)
-        ratio = float((y_MN.double() - exact).norm() / (theirs.double() - exact).norm())
-        print(f"  {plan}: error over PyTorch's {ratio:.3f}", flush=True)
-        assert ratio <= 1.1
-        stream = [w4a8_cuda.run_w4a8(plan, x_MK, *tiled, top, None, "none", n) for _ in range(REPEATS)]
-        assert all(torch.equal(y_MN, again) for again in stream), "launches that overlap do not repeat"
 
 
 def main() -> None:

@@ -14,7 +14,6 @@ import triton
 
 from vblackwell.kernels import autotune, fp4_cuda, fp4_plan, nvrtc
 from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan
-from vblackwell.kernels.w4a8_cuda import W4A8_FILES, W4a8Plan
 from vblackwell.nn.linear import FusedFP4Linear
 
 SHAPES = ((256, 64), (768, 3072), (4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192))
@@ -123,16 +122,6 @@ def test_dequantize(arch, tmp_path):
         cubin = nvrtc.compile_cubin(fp4_cuda.DEQUANTIZE_FILES, macros, arch)
         usage = resources(cubin, tmp_path)["fp4_dequantize"]
         assert usage["STACK"] == usage["LOCAL"] == 0 and usage["REG"] * 256 <= 65536
-
-
-def test_w4a8(tmp_path):
-    plan = W4a8Plan()
-    assert plan.shared_bytes() <= SHARED_BYTES["sm_90a"]
-    for name, usage in resources(nvrtc.compile_cubin(W4A8_FILES, plan.macros(16384), "sm_90a"), tmp_path).items():
-        assert usage["STACK"] == usage["LOCAL"] == 0, (name, usage)
-        if name == "w4a8_wgmma":
-            assert plan.registers * plan.groups + 40 <= usage["REG"] * (plan.groups + 1), usage
-            assert usage["REG"] * plan.threads <= 65536, usage
 
 
 def test_a_source_that_does_not_compile_shows_the_log():

@@ -3,7 +3,7 @@
 mxfp4 weights become E4M3 exactly, each row relative to its largest block scale, because E2M1 times a power of two needs two
 significant bits; that holds where a row's block exponents span at most 14, which ``check_row_spans`` finds out when the layer is
 packed. Activations are rounded to E4M3 with one scale a row, amax / 448: about 31 dB on Gaussian rows, the price of the option. The
-product is one kernel's (``w4a8_cuda.py``) or PyTorch's row-scaled FP8 matmul, both without fast accumulation: it pays from about
+product is PyTorch's row-scaled FP8 matmul, without fast accumulation, of both operands written out by one launch: it pays from about
 a thousand rows on.
 
 The backward ignores the rounding of the activations (straight through): dX = dY W with the same packed weight.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.kernels import backends, fp4_cuda, layout, reference, w4a8_cuda
+from vblackwell.kernels import backends, fp4_cuda, layout, reference
 from vblackwell.kernels.autocast import register_autocast
 from vblackwell.kernels.dispatch import Backend, Request, choose, request_of
 from vblackwell.kernels.fp4 import fp4_linear_dx
@@ -109,25 +109,6 @@ def _fp8(x_MK, codes, block_scales, tensor_scale, row_top, bias, activation, n, 
     return reference.activate(z_MN, activation).to(x_MK.dtype)
 
 
-def _one_kernel_reasons(request: Request) -> list[str]:
-    reasons = _fp8_reasons(request)
-    if request.dtype != torch.bfloat16:
-        reasons.append(f"activations are {request.dtype}: it takes bfloat16")
-    if request.device.type == "cuda" and request.capability != (9, 0):
-        reasons.append(f"compute capability {request.capability[0]}.{request.capability[1]}: it needs 9.0 (Hopper)")
-    if not w4a8_cuda.one_kernel_wins(request.m, request.n, request.k):
-        reasons.append(
-            f"{request.m} rows of {request.n} x {request.k}: not measured to be faster than PyTorch's FP8 matmul"
-        )
-    return reasons
-
-
-def _one_kernel(x_MK, codes, block_scales, tensor_scale, row_top, bias, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
-    bias = backends.like(bias, x_MK)
-    plan = w4a8_cuda.W4a8Plan()
-    return w4a8_cuda.run_w4a8(plan, x_MK, codes, block_scales, tensor_scale, row_top, bias, activation, n)
-
-
 def _reference(x_MK, codes, block_scales, tensor_scale, row_top, bias, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
     q_MK, scale_M1 = quantize_rows(x_MK)
     rounded_MK = q_MK.to(torch.float32) * scale_M1
@@ -143,7 +124,6 @@ def _reference_reasons(request: Request) -> list[str]:
 
 
 W4A8: tuple[Backend, ...] = (
-    Backend("one kernel", _one_kernel_reasons, _one_kernel),
     Backend("fp8", _fp8_reasons, _fp8),
     Backend("reference", _reference_reasons, _reference),
 )

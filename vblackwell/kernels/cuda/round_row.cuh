@@ -1,6 +1,6 @@
 // A row of x, bf16 or with X_FP16 fp16, to E4M3. A block of 256 threads takes it, each of which keeps the first KEPT granules of 16 bytes that
 // it has read; of a longer row the others are read twice.
-#if OUT == 3 || E4M3
+#if OUT == 3
 #define ROUND_WARPS 8
 #define LEAST_TOP 7.8886090522101181e-31f  // 2^-100
 #if X_FP16

@@ -69,14 +69,3 @@ DEVICE void wgmma(float* d, const u32* a, u64 b) {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 #endif
-
-#if E4M3
-// The same of E4M3, 32 columns; sums start over where `add` is 0.
-DEVICE void wgmma_e4m3(float* d, const u32* a, u64 b, int add) {
-    static_assert(TOKENS == 128, "%69 is the operand behind x");
-    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %69, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3\n{" OPERANDS ", p, 1, 1;\n}"
-                 : SUMS
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-}
-#endif
