@@ -11,6 +11,7 @@ import atexit
 import dataclasses
 import gc
 import os
+import re
 import select
 import sys
 from collections.abc import Callable, Sequence
@@ -120,8 +121,20 @@ def _parse(parser: Any, words: list[str]) -> dict[str, Any]:
     try:
         given = parser.parse_args(_joined(words), defaults=False).as_dict()
     except argparse.ArgumentError as error:
-        raise ConfigurationError(f"{parser.prog}: {' '.join(str(error).split())}; see {parser.prog} --help") from error
+        raise ConfigurationError(f"{parser.prog}: {_said_plainly(error)}; see {parser.prog} --help") from error
     return {name: value for name, value in given.items() if value is not None}
+
+
+_KINDS = {"int": "a whole number", "float": "a number"}
+
+
+def _said_plainly(error: argparse.ArgumentError) -> str:
+    """The parser's words, but for a value of the wrong kind, where it names Python's type and its own key."""
+    text = " ".join(str(error).split())
+    wrong = re.search(r"Parser key \"(\w+)\": Expected an? <class '(\w+)'>\. Got value: (.*)", text)
+    if wrong is None or wrong[2] not in _KINDS:
+        return text
+    return f"--{wrong[1].replace('_', '-')} {wrong[3]}: {_KINDS[wrong[2]]} is needed"
 
 
 def _joined(words: list[str]) -> list[str]:

@@ -111,6 +111,8 @@ def test_own_factories(place):
         (["--batch-size", "4"], ["--batch-size belongs to a MODEL"]),
         (["--gpu", "RTX 3091"], ["RTX 3091", "did you mean 'RTX 3090'"]),
         (["--gpu", "T4", "--ram", "lots"], ["--ram 'lots'"]),
+        (["--gpu", "T4", "--ram", "0"], ["--ram 0: nothing runs without RAM"]),
+        (["gpt2", "--batch-size", "2.5"], ["--batch-size 2.5: a whole number is needed; see vb estimate --help"]),
         (["llama-7"], ["'llama-7' is unknown", "did you mean 'llama-7b'"]),
         (["gpt2", "--gpu", "RTX 3091"], ["RTX 3091", "did you mean 'RTX 3090'"]),
         (["gpt2", "--optimizer", "adamv"], ["'adamv'", "did you mean 'adamw'"]),

@@ -10,7 +10,7 @@ import torch
 
 import vblackwell as vb
 from vblackwell.estimator import Run as TrainingRun
-from vblackwell.estimator import estimate_offload, minimum_gpu_bytes, streams_on
+from vblackwell.estimator import estimate_offload, minimum_gpu_bytes, streams_on, threads_bytes
 from vblackwell.memory.config import parse_levels
 from vblackwell.plan.estimate import P99_BYTES, P99_PERCENT
 from vblackwell.subject import of_decoder
@@ -140,3 +140,16 @@ def test_what_a_stack_s_segments_hold_beyond_its_bytes():
     expandable = estimate_offload(replace(run, expandable=True), trace, 2 << 30, 1 << 40, 0)
     assert (default.level0, default.step, default.host) == (expandable.level0, expandable.step, expandable.host)
     assert 0 <= expandable.fragmentation < default.fragmentation < (default.level0 + default.step) / 4
+
+
+def test_a_disk_level_s_threads_take_ram_beside_the_levels():
+    config = vb.ModelConfig(vocab_size=512, hidden_size=512, num_layers=4, num_heads=8, seq_length=32)
+    run = TrainingRun(of_decoder("decoder", config.decoder()), 32)
+    trace = run.trace(1)
+    without = estimate_offload(run, trace, 2 << 30, 1 << 40, 0)
+    full = without.host - 16 * MiB  # not all of it goes into RAM
+    spilled = estimate_offload(run, trace, 2 << 30, full + threads_bytes(packed=False), 1 << 30)
+    placed = spilled.disk + spilled.host - threads_bytes(packed=False)
+    assert spilled.disk > 0 and without.host <= placed < without.host + 48 * MiB  # and what is staged
+    unused = estimate_offload(run, trace, 2 << 30, 1 << 40, 1 << 30)
+    assert unused.disk == 0 and unused.host == without.host

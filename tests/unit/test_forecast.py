@@ -11,7 +11,7 @@ import torch
 
 from vblackwell import VGPUAdamW, create_vgpu_stack, enable_vgpu_stack_optimization, offload_of
 from vblackwell.errors import ConfigurationError, InsufficientMemory
-from vblackwell.estimator import Run
+from vblackwell.estimator import Run, threads_bytes
 from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.offload.formats import EXACT
@@ -24,7 +24,7 @@ from vblackwell.plan.rates import Rates
 from vblackwell.subject import of_decoder
 from vblackwell.train import auto
 from vblackwell.train.config import TrainConfig
-from vblackwell.train.forecast import Forecast, Machine, plan_of, threads_bytes
+from vblackwell.train.forecast import Forecast, Machine, plan_of
 from vblackwell.train.levels import build_stack
 from vblackwell.train.precision import Precision
 from vblackwell.train.report import compare

@@ -17,7 +17,7 @@ from torch import nn
 
 from vblackwell.artifacts.hub import find_folder
 from vblackwell.errors import InsufficientMemory
-from vblackwell.estimator import Run
+from vblackwell.estimator import Run, threads_bytes
 from vblackwell.hardware import disk_facts, memory_facts
 from vblackwell.memory.config import default_disk_path
 from vblackwell.memory.create import ARENA_SHARE, DISK_SHARE, LARGEST_DISK_BYTES
@@ -30,7 +30,7 @@ from vblackwell.plan.trace import Trace, Untraceable, on_meta
 from vblackwell.subject import Subject
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.disk_speed import DiskSpeeds, sample_of
-from vblackwell.train.forecast import Forecast, Machine, plan_of, threads_bytes
+from vblackwell.train.forecast import Forecast, Machine, plan_of
 from vblackwell.train.levels import has_disk
 from vblackwell.train.measured_rates import keep, kept_rates
 from vblackwell.train.model import learner_of

@@ -78,7 +78,7 @@ def estimate_command(
     decoders = {
         name: preset.decoder_config(GPT2_VOCAB_SIZE, max_position=seq_length) for name, preset in PRESETS.items()
     }
-    host = parse_bytes(host_memory, "--host-memory") if host_memory else PLENTY
+    host = PLENTY if host_memory is None else some_bytes(host_memory, "--host-memory")
     disk = parse_bytes(disk_memory, "--disk-memory") if disk_memory else 0
     asks_for_stack = bool(host_memory or disk_memory)
     subject = find_subject(model, decoders, seq_length)
@@ -97,6 +97,20 @@ def estimate_command(
         write_page(Path(html), estimated)
     print(json.dumps(estimated.report(), indent=2) if as_json else estimated.table())
     return 0
+
+
+def some_bytes(text: str, flag: str) -> int:
+    """The size that ``flag`` was given.
+
+    Raises:
+        ConfigurationError: no size, or 0.
+    """
+    found = parse_bytes(text, flag)
+    if not found:
+        raise ConfigurationError(
+            f"{flag} {text}: nothing runs without RAM; give a size, e.g. 32GiB, or leave the flag out"
+        )
+    return found
 
 
 def _advised(

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from vblackwell.errors import InsufficientMemory, Unsupported
-from vblackwell.estimator import Run
-from vblackwell.memory.disk import PIECE_BYTES, THREADS
+from vblackwell.estimator import Run, threads_bytes
 from vblackwell.nn.convert import convert
 from vblackwell.offload.activations import AHEAD, NEWEST
 from vblackwell.offload.formats import Formats, range_bytes, supports
@@ -43,15 +42,7 @@ LEAVING = 2  # gradients of the largest group on level 0: one is made while the 
 # The first groups, which finish backward last and are needed first: with their states on level 0 nothing hides a journey of theirs, and
 # the same bytes of loaded weights save less (docs/log-offload.md).
 TURN_GROUPS = 3
-# Pieces in RAM for each of a disk level's threads: what passes; where it is compressed also its planes, and these compressed. Eight threads
-# on 256 MiB of fp32 numbers were seen to take 70 and 190 MiB.
-PLAIN_PIECES, PACKED_PIECES = 1, 3
 WIDE_GRADIENT = 4  # bytes of a resident parameter's gradient
-
-
-def threads_bytes(packed: bool) -> int:
-    """RAM that the threads of a disk level take beside the levels."""
-    return THREADS * PIECE_BYTES * (PACKED_PIECES if packed else PLAIN_PIECES)
 
 
 @dataclass(frozen=True)

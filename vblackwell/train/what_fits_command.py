@@ -17,6 +17,7 @@ from vblackwell.plan.gpus import context_bytes, find_gpu, known_as
 from vblackwell.plan.placement import Bounds
 from vblackwell.plan.rates import assumed_rates
 from vblackwell.train.auto import HOST_SHARE, LATER_BYTES
+from vblackwell.train.estimate import some_bytes
 from vblackwell.train.measured_rates import kept_rates, rates_of
 from vblackwell.train.rates import cpu_rates
 from vblackwell.train.what_fits import (
@@ -62,7 +63,7 @@ def what_fits_command(gpu: str | None, host_memory: str | None, disk_memory: str
 
 def place_of(gpu: str | None, host_memory: str | None, disk_memory: str | None) -> tuple[str, Place]:
     """The machine in words, and what a run may take of it: of its RAM the share that ``--vgpu-auto`` takes."""
-    ram = memory_facts().available_bytes if host_memory is None else parse_bytes(host_memory, "--ram")
+    ram = memory_facts().available_bytes if host_memory is None else some_bytes(host_memory, "--ram")
     host = int(ram * HOST_SHARE)
     if disk_memory is None:
         disk = min(int(disk_facts(default_disk_path()).free_bytes * DISK_SHARE), LARGEST_DISK_BYTES)
