@@ -34,6 +34,15 @@ extern "C" void run(const void* w, const u8* scales, const float* ts, void* out,
     launch(gx, 1, 1, ROUND_THREADS, 16, [=] { two_part_round(w, scales, ts, out, N, K, stride, aligned); });
 }"""
 
+RENEW_MAIN = """
+extern "C" void run(const void* w, const u8* kept, const float* ts, float* amax, float* partials, u8* scales, float* unit, float* drift,
+                    int N, int K, int stride, int aligned, int ctas, int gx, float threshold) {
+    launch(ctas, 1, 1, ROUND_THREADS, 4096, [=] { two_part_look(w, kept, ts, amax, partials, N, K, stride, aligned, ctas); });
+    const int total = N * ((K + 15) / 16);
+    launch(gx, 1, 1, ROUND_THREADS, 4096,
+           [=] { two_part_renew(amax, partials, kept, ts, scales, unit, drift, total, ctas, threshold); });
+}"""
+
 
 def random_parts(n: int, k: int):
     """(fp32 weight, canonical parts) of random codes under all finite scales, blocks without a scale among them."""
@@ -181,6 +190,49 @@ def test_round_source_is_the_oracle(dtype, k):
     assert bool(expected.isnan().any()) and torch.equal(out.nan_to_num(nan=99.0), expected.nan_to_num(nan=99.0))
 
 
+@emulation.needs_compiler
+@pytest.mark.parametrize(
+    ("factor", "k"), [(1.0, 77), (1.02, 96), (1.3, 96), (torch.nan, 77), (torch.inf, 96), (None, 77), (0.0, 96)]
+)
+def test_renewal_source_is_the_oracle(factor, k):
+    """Scales bit for bit, of a weight that stayed, moved, moved far, broke; without old ones (None), and with nothing in it."""
+    w_NK = wide_weight(12, k, torch.bfloat16)
+    kept = separation.training_scales(w_NK) if factor is not None else None
+    if factor is not None and not 0 < factor < 2:
+        w_NK[5, 20:] = factor
+        w_NK.mul_(factor if factor == 0 else 1)
+    elif factor is not None:
+        w_NK.mul_(factor)
+    total, ctas = 12 * -(-k // 16), 2
+    room = torch.full((total + 3 * ctas,), torch.nan)
+    found = separation.Scales(torch.full((12, -(-k // 16)), 77, dtype=torch.uint8), torch.tensor(torch.nan))
+    drift = torch.tensor(torch.nan)
+    old = (None, None) if kept is None else (kept.block, kept.tensor)
+    whole = int(two_part_round_cuda.aligned(w_NK))
+    args = [
+        w_NK,
+        *old,
+        room,
+        room[total:],
+        found.block,
+        found.tensor,
+        drift,
+        12,
+        k,
+        w_NK.stride(0),
+        whole,
+        ctas,
+        1,
+        0.05,
+    ]
+    emulation._call(two_part_round_cuda.FILES, two_part_round_cuda.macros(w_NK.dtype, w_NK.dtype), RENEW_MAIN, args)
+    expected, far = two_part_round._torch_renewed(w_NK, kept, 0.05)
+    assert torch.equal(found.block, expected.block)
+    torch.testing.assert_close(found.tensor, expected.tensor, rtol=0, atol=0, equal_nan=True)
+    # Sums of 60 to 72 numbers in another order.
+    torch.testing.assert_close(drift, far, rtol=1e-5, atol=0, equal_nan=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("k", [96, 77, 4096])
@@ -193,6 +245,13 @@ def test_rounding_on_the_gpu(dtype, k):
             with use_backend(two_part_round.OP, backend):
                 found = two_part_round.rounded(w_NK.cuda(), scales.block.cuda(), scales.tensor.cuda(), target)
             assert torch.equal(found.cpu(), expected), backend
+    on_gpu = separation.Scales(scales.block.cuda(), scales.tensor.cuda())
+    for kept, moved in ((None, 1.0), (on_gpu, 1.01), (on_gpu, 1.3)):
+        cpu = None if kept is None else scales
+        expected, far = two_part_round._torch_renewed(w_NK * moved, cpu, 0.05)
+        renewed, drift = two_part_round.renewed_scales((w_NK * moved).cuda(), kept, 0.05)
+        assert torch.equal(renewed.block.cpu(), expected.block) and torch.equal(renewed.tensor.cpu(), expected.tensor)
+        torch.testing.assert_close(drift.cpu(), far, rtol=1e-4, atol=0)  # fp32 sums of up to 17,920 numbers
 
 
 @pytest.mark.skipif(bool(nvrtc.why_not()), reason="nvidia-cuda-nvrtc is not installed")

@@ -52,6 +52,28 @@ _TORCH = Backend("torch", lambda request: [], _torch)
 _TABLES = {"cuda": (_CUDA, _TRITON, _TORCH), "cpu": (_TORCH, _CUDA, _TRITON)}
 
 
+def _torch_renewed(w_NK: Tensor, kept: separation.Scales | None, threshold: float) -> tuple[separation.Scales, Tensor]:
+    if kept is None:
+        return separation.training_scales(w_NK), torch.zeros((), device=w_NK.device)
+    return separation.renewed_scales(w_NK, kept, threshold)
+
+
+def _cuda_renewed(w_NK: Tensor, kept: separation.Scales | None, threshold: float) -> tuple[separation.Scales, Tensor]:
+    from vblackwell.kernels import two_part_round_cuda
+
+    return two_part_round_cuda.renewed_scales(w_NK, kept, threshold)
+
+
+RENEWAL = "two_part_renewed_scales"
+_RENEWALS = (Backend("cuda", _cuda_reasons, _cuda_renewed), Backend("torch", lambda request: [], _torch_renewed))
+
+
+def renewed_scales(w_NK: Tensor, kept: separation.Scales | None, threshold: float) -> tuple[separation.Scales, Tensor]:
+    """`separation.renewed_scales`, or without ``kept`` `separation.training_scales`; and the drift. No gradients, nothing waits."""
+    request = Request(w_NK.device, capability(w_NK.device), w_NK.dtype, RENEWAL, 0, 0, 0)
+    return choose(RENEWAL, _RENEWALS, request).run(w_NK, kept, threshold)
+
+
 @torch.library.custom_op("vblackwell::two_part_round_trip", mutates_args=())
 def two_part_round_trip(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``w_NK`` rounded to both parts and back, as ``dtype``; the gradient passes unchanged.

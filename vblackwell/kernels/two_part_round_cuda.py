@@ -1,10 +1,11 @@
 """Launches of ``cuda/two_part_round.cu``, by address: a model's step rounds hundreds of weights, and Triton's launch costs the host more
-than most of them cost the GPU."""
+than most of them cost the GPU; as forty operators a weight do when it is looked at for drift."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 import threading
 
 import torch
@@ -12,10 +13,12 @@ from torch import Tensor
 
 from vblackwell.kernels import nvrtc
 from vblackwell.kernels.direct import Launcher
+from vblackwell.numerics.separation import Scales
 
 FILES = ("ptx.cuh", "two_part_round.cu")
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 THREADS = 256
+MOST_CTAS = 264  # of a look: two a multiprocessor of an H200, on every GPU, because sums depend on it
 _ENTERED = threading.local()
 
 
@@ -25,9 +28,11 @@ def macros(source: torch.dtype, target: torch.dtype) -> dict[str, int]:
 
 
 @functools.cache
-def _launcher(source: torch.dtype, target: torch.dtype, device: torch.device) -> Launcher:
-    kernel = nvrtc.kernel(FILES, "two_part_round", macros(source, target), device)
-    return Launcher(kernel, THREADS, 0, num_addresses=4, num_words=4)
+def _launcher(
+    entry: str, source: torch.dtype, target: torch.dtype, addresses: int, words: int, device: torch.device
+) -> Launcher:
+    kernel = nvrtc.kernel(FILES, entry, macros(source, target), device)
+    return Launcher(kernel, THREADS, 0 if entry == "two_part_round" else 12 * THREADS, addresses, words)
 
 
 @functools.cache
@@ -43,9 +48,15 @@ def _enter(device: torch.device) -> None:
     _ENTERED.done = True
 
 
-def aligned(w_NK: Tensor, out: Tensor) -> bool:
-    """Whether blocks of 16 columns are whole, and begin at multiples of 16 bytes in both."""
-    unaligned = w_NK.data_ptr() | out.data_ptr() | (w_NK.stride(0) * w_NK.itemsize)
+def _stream(device: torch.device) -> int:
+    if not hasattr(_ENTERED, "done"):
+        _enter(device)
+    return torch._C._cuda_getCurrentRawStream(device.index)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def aligned(w_NK: Tensor, out: Tensor | None = None) -> bool:
+    """Whether blocks of 16 columns are whole, and begin at multiples of 16 bytes (in both)."""
+    unaligned = w_NK.data_ptr() | (w_NK.stride(0) * w_NK.itemsize) | (0 if out is None else out.data_ptr())
     return w_NK.shape[1] % 16 == 0 and unaligned % 16 == 0
 
 
@@ -54,23 +65,41 @@ def round_to_parts(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dty
     if w_NK.stride(1) != 1:
         w_NK = w_NK.contiguous()
     (n, k), device = w_NK.shape, w_NK.device
-    out = torch.empty(n, k, dtype=dtype, device=device)
-    if n == 0 or k == 0:
-        return out
     if torch.cuda.current_device() != device.index:
         with torch.cuda.device(device):
-            _launch(w_NK, block_scales, tensor_scale, out)
-    else:
-        _launch(w_NK, block_scales, tensor_scale, out)
+            return round_to_parts(w_NK, block_scales, tensor_scale, dtype)
+    out = torch.empty(n, k, dtype=dtype, device=device)
+    if n and k:
+        at = (w_NK.data_ptr(), block_scales.data_ptr(), tensor_scale.data_ptr(), out.data_ptr())
+        words = (n, k, w_NK.stride(0), int(aligned(w_NK, out)))
+        launcher = _launcher("two_part_round", w_NK.dtype, dtype, 4, 4, device)
+        launcher(-(-n * -(-k // 16) // THREADS), at, words, _stream(device))
     return out
 
 
-def _launch(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, out: Tensor) -> None:
+def renewed_scales(w_NK: Tensor, kept: Scales | None, threshold: float) -> tuple[Scales, Tensor]:
+    """`separation.renewed_scales`, or without ``kept`` `separation.training_scales` and a drift of 0; sums in another order."""
+    w_NK = w_NK.detach()
+    if w_NK.stride(1) != 1:
+        w_NK = w_NK.contiguous()
     (n, k), device = w_NK.shape, w_NK.device
-    if not hasattr(_ENTERED, "done"):
-        _enter(device)
-    at = (w_NK.data_ptr(), block_scales.data_ptr(), tensor_scale.data_ptr(), out.data_ptr())
-    stream: int = torch._C._cuda_getCurrentRawStream(device.index)  # pyright: ignore[reportAttributeAccessIssue]
-    count = -(-n * -(-k // 16) // THREADS)
-    words = (n, k, w_NK.stride(0), int(aligned(w_NK, out)))
-    _launcher(w_NK.dtype, out.dtype, device)(count, at, words, stream)
+    if torch.cuda.current_device() != device.index:
+        with torch.cuda.device(device):
+            return renewed_scales(w_NK, kept, threshold)
+    total = n * -(-k // 16)
+    ctas = min(MOST_CTAS, -(-total // THREADS))
+    found = Scales(
+        torch.empty(n, -(-k // 16), dtype=torch.uint8, device=device),
+        torch.empty((), dtype=torch.float32, device=device),
+    )
+    room = torch.empty(total + 3 * ctas, dtype=torch.float32, device=device)
+    drift = torch.empty((), dtype=torch.float32, device=device)
+    amax, old = room.data_ptr(), (0, 0) if kept is None else (kept.block.data_ptr(), kept.tensor.data_ptr())
+    partials, stream = amax + 4 * total, _stream(device)
+    look = _launcher("two_part_look", w_NK.dtype, w_NK.dtype, 5, 5, device)
+    look(ctas, (w_NK.data_ptr(), *old, amax, partials), (n, k, w_NK.stride(0), int(aligned(w_NK)), ctas), stream)
+    at = (amax, partials, *old, found.block.data_ptr(), found.tensor.data_ptr(), drift.data_ptr())
+    (bits,) = struct.unpack("i", struct.pack("f", threshold))
+    renew = _launcher("two_part_renew", w_NK.dtype, w_NK.dtype, 7, 3, device)
+    renew(-(-total // (4 * THREADS)), at, (total, ctas, bits), stream)
+    return found, drift

@@ -21,8 +21,8 @@ def _round(w_ptr, scales_ptr, tensor_scale_ptr, out_ptr, K, blocks, row_stride, 
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < K
     w = tl.load(w_ptr + row * row_stride + column, inside, other=0.0).to(tl.float32)
-    code = tl.load(scales_ptr + row * blocks + column // 16, inside, other=0).to(tl.int32)
-    # E4M3 without a sign: 2^-9 steps below exponent 1, NaN at 0x7F.
+    code = tl.load(scales_ptr + row * blocks + column // 16, inside, other=0).to(tl.int32) & 0x7F
+    # E4M3 without its sign: 2^-9 steps below exponent 1, NaN at 0x7F.
     normal = (((code >> 3) + 120) << 23 | (code & 7) << 20).to(tl.float32, bitcast=True)
     scale = tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)
     scale = tl.where(code == 0x7F, float("nan"), scale)

@@ -30,15 +30,15 @@ from vblackwell.kernels import layout, two_part_layout
 from vblackwell.kernels.fp4 import fp4_linear
 from vblackwell.kernels.reference import activate
 from vblackwell.kernels.two_part import two_part_linear
+from vblackwell.kernels.two_part_round import renewed_scales, two_part_round_trip
 from vblackwell.kernels.two_part_round import rounded as round_to_two_parts
-from vblackwell.kernels.two_part_round import two_part_round_trip
 from vblackwell.nn.fp4_state import Placed, place, unplace
 from vblackwell.nn.rounded_linear import Rounded, computes_at_once, rounded_linear
 from vblackwell.nn.straight_through import fp4_round_trip
 from vblackwell.numerics.formats import format_named
 from vblackwell.numerics.fp4 import quantize
 from vblackwell.numerics.packed import PackedTensor
-from vblackwell.numerics.separation import Scales, SeparatedTensor, renewed_scales, separate, training_scales
+from vblackwell.numerics.separation import Scales, SeparatedTensor, separate
 from vblackwell.units import MiB
 
 MODES = ("auto", "training", "inference")
@@ -309,7 +309,7 @@ class VirtualBlackwellAdapter:
     def _renewed(self, held: _Held, weight: Tensor) -> Scales:
         settings, kept = self.settings, held.scales
         if kept is None or kept.block.device != weight.device or held.steps - held.renewed_at >= settings.refresh_every:
-            kept = training_scales(weight)
+            kept, _ = renewed_scales(weight, None, 0.0)
             held.renewals = held.renewals + 1
             held.renewed_at = held.looked_at = held.steps
         else:

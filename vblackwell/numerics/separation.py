@@ -242,7 +242,7 @@ def _block_maxima(w_NK: Tensor) -> Tensor:
         maxima = torch.maximum(w_NBE.amax(2), -w_NBE.amin(2))
     if k > whole:
         maxima = torch.cat([maxima, w_NK[:, whole:].abs().amax(1, keepdim=True)], 1)
-    return maxima.to(torch.float32)
+    return maxima.to(torch.float32).abs_()  # a block of zeros has no sign
 
 
 def round_to_parts(w_NK: Tensor, scales: Scales, dtype: torch.dtype) -> Tensor:
