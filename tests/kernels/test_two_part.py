@@ -227,7 +227,9 @@ def test_renewal_source_is_the_oracle(factor, k):
     ]
     emulation._call(two_part_round_cuda.FILES, two_part_round_cuda.macros(w_NK.dtype, w_NK.dtype), RENEW_MAIN, args)
     expected, far = two_part_round._torch_renewed(w_NK, kept, 0.05)
-    assert torch.equal(found.block, expected.block)
+    assert torch.equal(
+        found.block, torch.where(expected.block == 0xFF, 0x7F, expected.block)
+    )  # x86's inf / inf has a sign
     torch.testing.assert_close(found.tensor, expected.tensor, rtol=0, atol=0, equal_nan=True)
     # Sums of 60 to 72 numbers in another order.
     torch.testing.assert_close(drift, far, rtol=1e-5, atol=0, equal_nan=True)
