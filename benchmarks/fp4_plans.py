@@ -111,13 +111,12 @@ def wgmma_plans(m: int, n: int, k: int) -> Iterator[WgmmaPlan]:
 
 def plans(m: int, n: int, k: int) -> list[Plan]:
     """What the rules choose today, then what could be."""
-    if m > 1024:
-        return []
     found: list[Plan] = list(mma_plans(m, n, k)) if m <= 16 else []
     if 16 <= m <= 256:
         found += wgmma_plans(m, n, k)
     if m > 256:
-        found += [WgmmaPlan(128, groups, 1, 6) for groups in (2, 3)]
+        found += [WgmmaPlan(256, 2, 1, 6), WgmmaPlan(256, 2, 1, 6, ordered=0), WgmmaPlan(256, 1, 1, 6, k_groups=2)]
+        found += [WgmmaPlan(128, 3, 1, 6)]
     today: list[Plan] = [fp4_plan.plan_mma(m, n, k, True)] if m <= 16 else []
     return list(dict.fromkeys([*today, fp4_plan.plan_wgmma(m, n, k), *found]))
 

@@ -109,15 +109,16 @@ def linear(
     activation: str,
     n: int,
     norm: fp4_cuda.Norm | None = None,
+    rounded: bool = False,
 ) -> Tensor:
-    """fp32 output of the kernel of ``plan``, an mma plan with ``norm``; starts as NaN."""
+    """Output of the kernel of ``plan``, an mma plan with ``norm``: fp32, or ``rounded`` to the type of x; starts as NaN."""
     x_MK, k = fp4_cuda.aligned(x_MK)
     m = x_MK.shape[0]
     if isinstance(plan, MmaPlan) and k % 64:
         plan = plan.without_bulk()
-    y_MN = torch.full((m, n), torch.nan)
+    y_MN = torch.full((m, n), torch.nan, dtype=x_MK.dtype if rounded else torch.float32)
     fp16 = x_MK.dtype == torch.float16
-    macros = plan.macros(fp16, True)
+    macros = plan.macros(fp16, not rounded)
     act = reference.ACTIVATIONS.index(activation)
     blocks = -(-m // plan.tokens)
     if norm is not None:

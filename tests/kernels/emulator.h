@@ -149,6 +149,22 @@ template <int COUNT>
 DEVICE void give_registers() {}
 template <int THREADS>
 DEVICE void block_part_sync() { block_part_arrive(); }
+#if FP16
+#define to_half_pair to_fp16_pair
+#else
+#define to_half_pair to_bf16_pair
+#endif
+DEVICE void store_columns(u32 address, u32 tile0, u32 tile1, u32 tile2, u32 tile3) {
+    Fragments& f = fragments();
+    const int lane = threadIdx.x & 31, column = lane & 7;
+    const u32 tiles[4] = {tile0, tile1, tile2, tile3};
+    for (int i = 0; i < 4; i++) f.a[lane][i] = tiles[i];
+    warp_arrive();
+    u16 rows[8];
+    for (int row = 0; row < 8; row++) rows[row] = (u16)(f.a[row * 4 + column / 2][lane >> 3] >> (16 * (column & 1)));
+    memcpy(shared_at(thread_block, address, 16), rows, 16);
+    warp_arrive();
+}
 DEVICE u64 wgmma_operand(u32 address) { return address >> 4; }
 #if TOKENS > 0
 DEVICE void wgmma(float* d, const u32* a, u64 b) {

@@ -74,6 +74,22 @@ def test_bias_and_activation(plan, activation):
     assert (y_MN - exact).abs().max() < 2e-4
 
 
+@pytest.mark.parametrize(
+    ("plan", "dtype", "k"),
+    [(WgmmaPlan(16, 2, 1, 2, 2), torch.float16, 64), (WgmmaPlan(16, 1, 1, 6, 2, k_groups=3), torch.bfloat16, 200)],
+    ids=str,
+)
+def test_outputs_rounded_in_tiles_are_those_of_fp32(plan, dtype, k):
+    """Eight neighbours are copied at a time where rows of y allow it: 72 features end inside a block, 68 take the other way."""
+    x_MK = torch.randn(11, k).to(dtype)
+    for n in (72, 68):
+        _, tiled = emulation.random_weight("nvfp4", n, k)
+        tiled = (tiled[0], tiled[1], torch.tensor(2.0**-8))
+        bias = torch.randn(n).to(dtype)
+        exact = emulation.linear(plan, x_MK, tiled, bias, "none", n)
+        assert torch.equal(emulation.linear(plan, x_MK, tiled, bias, "none", n, rounded=True), exact.to(dtype))
+
+
 def test_odd_k_is_padded():
     w_NK, tiled = emulation.random_weight("nvfp4", 33, 77)
     x_MK = torch.randn(2, 77).bfloat16()

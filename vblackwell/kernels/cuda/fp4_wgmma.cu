@@ -28,6 +28,7 @@ static_assert(PREFETCH % 2 == 0, "slots of the ring and the two sets of fragment
 #define COPY_REGISTERS 40
 #define RINGS (STAGES * STAGE_BYTES)
 #define RED_STRIDE (ROWS + 4)
+#define TILE_PITCH (ROWS * 2 + 16)
 #define MAIN_BYTES (RINGS + 4 * GROUPS * KGROUPS * PREFETCH * WINDOW_BYTES)
 #define SUM_BYTES (KGROUPS * TOKENS * RED_STRIDE * 4)
 #define BARRIERS (MAIN_BYTES > SUM_BYTES ? MAIN_BYTES : SUM_BYTES)
@@ -133,6 +134,50 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
         wgmma_wait<0>();
 
         block_part_sync<CONSUMERS>();
+#if SPLITS == 1 && !OUT32
+        if (activation == 0 && N % 8 == 0) {  // what needs no look at single outputs
+            // Sums of the other K groups, as their lanes have them, to the first; then halves, in rows of tokens, which all copy out.
+            constexpr int VECTORS = TOKENS / 8, LANES = 128 * GROUPS;
+            float4* sums = (float4*)memory;  // [KGROUPS - 1][VECTORS][LANES]
+            const u32 tile = shared + (KGROUPS - 1) * VECTORS * LANES * 16;
+            if (KGROUPS > 1) {
+                if (k_group > 0)
+#pragma unroll
+                    for (int v = 0; v < VECTORS; v++)
+                        sums[((k_group - 1) * VECTORS + v) * LANES + row_warp * 32 + lane] =
+                            float4{acc[4 * v], acc[4 * v + 1], acc[4 * v + 2], acc[4 * v + 3]};
+                block_part_sync<CONSUMERS>();
+            }
+            if (k_group == 0) {
+                for (int j = 0; j < KGROUPS - 1; j++)
+#pragma unroll
+                    for (int v = 0; v < VECTORS; v++) {
+                        const float4 more = sums[(j * VECTORS + v) * LANES + row_warp * 32 + lane];
+                        acc[4 * v] += more.x;
+                        acc[4 * v + 1] += more.y;
+                        acc[4 * v + 2] += more.z;
+                        acc[4 * v + 3] += more.w;
+                    }
+                const int n = blockIdx.x * ROWS + row_warp * 16 + (lane >> 2);
+                const float upper = bias && n < N ? half_to_float(bias[n]) : 0.0f;
+                const float lower = bias && n + 8 < N ? half_to_float(bias[n + 8]) : 0.0f;
+                const u32 to = tile + ((lane >> 4) * 8 + (lane & 7)) * TILE_PITCH + (row_warp * 16 + ((lane >> 3) & 1) * 8) * 2;
+                auto pair = [&](int i, float more) { return to_half_pair(acc[i] * unit + more, acc[i + 1] * unit + more); };
+#pragma unroll
+                for (int v = 0; v < VECTORS; v += 2)
+                    store_columns(to + v * 8 * TILE_PITCH, pair(4 * v, upper), pair(4 * v + 2, lower), pair(4 * v + 4, upper),
+                                  pair(4 * v + 6, lower));
+            }
+            block_part_sync<CONSUMERS>();
+            const int m0 = blockIdx.z * TOKENS, granules = min(TOKENS, M - m0) * (ROWS / 8);
+#pragma unroll 4
+            for (int e = tid; e < granules; e += CONSUMERS) {
+                const int t = e / (ROWS / 8), c = e % (ROWS / 8), n = blockIdx.x * ROWS + c * 8;
+                if (n < N) *(uint4*)((u16*)y + (u64)(m0 + t) * N + n) = load_shared(tile + t * TILE_PITCH + c * 16);
+            }
+            return;
+        }
+#endif
         float* red = (float*)memory;  // [KGROUPS][TOKENS][RED_STRIDE]
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; i++) {

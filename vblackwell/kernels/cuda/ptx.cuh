@@ -118,9 +118,11 @@ DEVICE void mma(float* d, const u32* a, u32 b0, u32 b1) {
 #if FP16
 DEVICE float half_to_float(u16 h) { float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h)); return f; }
 DEVICE u16 float_to_half(float f) { u16 h; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f)); return h; }
+#define to_half_pair to_fp16_pair
 #else
 DEVICE float half_to_float(u16 h) { return as_float((u32)h << 16); }
 DEVICE u16 float_to_half(float f) { u16 h; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(f)); return h; }
+#define to_half_pair to_bf16_pair
 #endif
 
 #if SPLITS > 1

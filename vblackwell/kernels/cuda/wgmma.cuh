@@ -15,6 +15,11 @@ DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;
 template <int COUNT>
 DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT)); }
 
+// Four 8 x 8 tiles of halves, as tensor cores leave them in pairs, to shared memory by columns: lane 8 j + c says where column c of tile j goes.
+DEVICE void store_columns(u32 address, u32 tile0, u32 tile1, u32 tile2, u32 tile3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :: "r"(address), "r"(tile0), "r"(tile1), "r"(tile2), "r"(tile3) : "memory");
+}
 // Descriptor of a K-major operand of 128-byte rows, 128-byte swizzle, groups of 8 rows 1024 bytes apart.
 DEVICE u64 wgmma_operand(u32 address) {
     return (u64)((address & 0x3FFFF) >> 4) | ((u64)1 << 16) | ((u64)64 << 32) | ((u64)1 << 62);
