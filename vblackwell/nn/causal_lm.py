@@ -20,6 +20,7 @@ from torch import nn
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.nn import fused_loss
+from vblackwell.nn.adapted_linear import fused_adapter
 from vblackwell.nn.fused_loss import FusedLoss
 from vblackwell.nn.fused_modules import KINDS, swap, unswap
 
@@ -29,7 +30,8 @@ class Acceleration:
     """What `accelerate_causal_lm` did.
 
     Attributes:
-        replaced: names of the modules that now run fused, by kind: 'norm', 'feed_forward', 'experts', 'rotary', 'loss'.
+        replaced: names of the modules that now run fused, by kind: 'norm', 'feed_forward', 'experts', 'rotary', 'adapter',
+            'loss'.
         left: why not, by module name, for those that looked like one of the kinds, and 'loss' for the loss.
     """
 
@@ -52,7 +54,7 @@ def accelerate_causal_lm(
 
     Args:
         model: any module; the loss needs one of transformers' causal models. Copies and pickles of it are plain.
-        modules: replace norms, feed-forwards, gates of experts and rotary positions.
+        modules: replace norms, feed-forwards, gates of experts, rotary positions and adapters over FP4.
         loss: where ``labels`` are given, compute the loss in chunks of tokens; the output's ``logits`` are then None. A step whose
             labels are all ignored has loss 0, not NaN.
         chunk_tokens: tokens whose logits exist at a time; by default what 256 MiB hold.
@@ -99,7 +101,7 @@ def restore_causal_lm(model: nn.Module) -> nn.Module:
 def _replace_modules(model: nn.Module, report: Acceleration) -> list[nn.Module]:
     swapped: list[nn.Module] = []
     for name, module in model.named_modules():
-        for kind, find in KINDS.items():
+        for kind, find in (KINDS | {"adapter": fused_adapter}).items():
             found = find(module)
             if isinstance(found, str):
                 report.left[name] = f"{kind} ({type(module).__name__}): {found}"

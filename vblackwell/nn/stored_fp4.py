@@ -61,11 +61,16 @@ class StoredFP4Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) -> (..., N), in the dtype of ``x`` or of autocast."""
+        codes, scales, tensor_scale = self.tensors()
+        shape = (self.out_features, self.in_features)
+        return fp4_linear(x, codes, scales, tensor_scale, self.bias, self.layout, "none", *shape)
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes, scales and tensor scale as views of the bytes, which must be on level 0."""
         codes, scales, tensor_scale = (
             getattr(self, name).view(dtype).view(shape) for name, (dtype, shape) in zip(PARTS, self._views, strict=True)
         )
-        shape = (self.out_features, self.in_features)
-        return fp4_linear(x, codes, scales, tensor_scale, self.bias, self.layout, "none", *shape)
+        return codes, scales, tensor_scale
 
     def bytes_of(self, weight_NK: Tensor, name: str) -> dict[str, Tensor]:
         """The bytes of each part that ``weight_NK``, packed on its device, becomes: the same on any.
