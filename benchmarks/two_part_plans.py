@@ -23,29 +23,33 @@ from vblackwell.kernels.two_part_cuda import MOST_SHARED_BYTES, TwoPartPlan
 
 MULTIPROCESSORS = 132
 BEST = 4  # plans that are timed again beside cuBLAS
-# By warps of a multiprocessor: windows that a warp has in flight, and (windows a chunk of x, stages). Blocks of 8 warps leave room for the
-# next layer's, whose first weights then come while these end; so they are tried with little shared memory.
-PREFETCH = {8: (3, 4, 5, 6), 12: (2, 3, 4), 16: (2, 3, 4)}
-CHUNKS = {8: ((4, 4), (8, 2), (8, 3)), 12: ((8, 3), (16, 3)), 16: ((8, 3), (16, 3))}
+# By warps of a multiprocessor: windows that a warp has in flight, and (windows a chunk of x, stages).
+PREFETCH = {8: (3, 4, 5), 12: (2, 3, 4), 16: (2, 3, 4)}
+CHUNKS = {8: ((4, 4), (8, 2), (8, 3)), 12: ((6, 2), (8, 2), (16, 3)), 16: ((8, 2), (8, 3), (16, 3))}
 FEW_ROWS_CHUNKS = ((0, 2), (8, 3))  # 0: no bulk copies
 
 
 def plans_of(m: int, n: int, k: int) -> list[TwoPartPlan]:
-    """The plan of the rule first; then blocks in one wave, with 8 to 16 warps a multiprocessor, in one block or in two."""
+    """The plan of the rule first; then grids of one wave, of one or of two blocks a multiprocessor, with 8 to 16 warps on each.
+
+    ``min_blocks`` of 2 with one block a multiprocessor leaves half of its memory and registers to the next layer's block, whose first
+    weights then come while this one ends.
+    """
     tokens = 1
     while tokens < m:
         tokens *= 2
     found = [two_part_cuda.plan(m, n, k, True)]
-    for row_warps, splits, min_blocks, warps in itertools.product((1, 2, 4, 8), (1, 2), (1, 2), PREFETCH):
-        blocks, k_warps = ceil_div(n, 32 * row_warps) * splits, warps // (row_warps * min_blocks)
-        if not 0.8 * MULTIPROCESSORS * min_blocks < blocks <= MULTIPROCESSORS * min_blocks or not k_warps:
+    for row_warps, splits, each, warps in itertools.product((1, 2, 4, 8), (1, 2), (1, 2), PREFETCH):
+        blocks, k_warps = ceil_div(n, 32 * row_warps) * splits, warps // (row_warps * each)
+        if not 0.8 * MULTIPROCESSORS * each < blocks <= MULTIPROCESSORS * each or not k_warps:
             continue
-        for prefetch, (chunk, stages) in itertools.product(
-            PREFETCH[warps], FEW_ROWS_CHUNKS if tokens <= 2 else CHUNKS[warps]
-        ):
+        chunks = FEW_ROWS_CHUNKS if tokens <= 2 else CHUNKS[warps]
+        for min_blocks, prefetch, (chunk, stages) in itertools.product({each, 2}, PREFETCH[warps], chunks):
             chunk = ceil_div(chunk, k_warps) * k_warps
             plan = TwoPartPlan(tokens, row_warps, k_warps, splits, prefetch, 80 * 1024, min_blocks, chunk, stages)
-            if plan.shared_bytes(k) <= MOST_SHARED_BYTES[True] // min_blocks - 1024 * (min_blocks - 1):
+            fits = plan.shared_bytes(k) <= MOST_SHARED_BYTES[True] // min_blocks - 1024 * (min_blocks - 1)
+            whole = warps == 8 and min_blocks == 1 and plan.shared_bytes(k) <= 112 * 1024  # leaves room as it is
+            if fits and not whole:
                 found.append(plan)
     return list(dict.fromkeys(found))
 
