@@ -200,13 +200,12 @@ def peer_layers(peers: tuple[Peer, ...], w: torch.Tensor) -> tuple[dict[str, lis
         if reason is None:
             try:
                 layers[peer.name] = peer.layers(w, LAYERS)
-                torch.cuda.synchronize()
-                continue
             except Exception as error:  # whatever another package raises is its line of the table
                 reason = failure(error)
-                if gpu_is_lost():
-                    raise PeerLostGpu(peer.name, reason) from error
-        reasons[peer.name] = reason
+            if gpu_is_lost():
+                raise PeerLostGpu(peer.name, reason or "its layers were made, and no later call succeeds")
+        if reason is not None:
+            reasons[peer.name] = reason
     return layers, reasons
 
 
@@ -217,7 +216,7 @@ class PeerLostGpu(Exception):
 def gpu_is_lost() -> bool:
     """Whether no later call of this process can succeed, as after a write to memory that there is not."""
     try:
-        torch.cuda.synchronize()
+        _ = torch.cuda.is_initialized() and torch.cuda.synchronize()
     except RuntimeError:
         return True
     return False
