@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-from vblackwell.plan.work import KERNEL, MANY, ONE_OF_MANY, work_of
+from vblackwell.plan.gpus import find_gpu
+from vblackwell.plan.rates import assumed_rates
+from vblackwell.plan.tiles import tiled_share
+from vblackwell.plan.work import KERNEL, MANY, ONE_OF_MANY, phase_seconds, work_of
 
 OPS = torch.ops.aten
 
@@ -39,3 +44,25 @@ def test_a_fused_operator_of_one_tensor_is_issued_as_one():
     several = work_of("forward", OPS._foreach_sqrt.default, ([x, gain],), {}, [x, gain], False)
     assert normed is not None and normed.issues == KERNEL
     assert several is not None and several.issues == MANY + 2 * ONE_OF_MANY
+
+
+def test_a_product_loses_what_its_tiles_do_not_fill():
+    assert tiled_share(128 * 132, 128, 4096) == 1.0  # one tile for each multiprocessor
+    assert tiled_share(128 * 133, 128, 4096) == pytest.approx(
+        0.85 * 532 / 660
+    )  # a second round for one: smaller tiles lose less
+    assert tiled_share(1024, 1024, 128) == pytest.approx(0.95 * 128 / 132)  # 64 tiles would leave half of them idle
+    assert tiled_share(1024, 1024, 4096) == pytest.approx(128 / 132)  # unless the inner dimension is cut in two
+    assert tiled_share(197, 64, 64, count=132) == pytest.approx(0.95 * 197 / 256)
+    with pytest.raises(ValueError, match="from 1 on"):
+        tiled_share(0, 8, 8)
+
+
+def test_products_of_fp32_go_by_their_tiles():
+    x, w = (torch.empty(size, device="meta") for size in ((128 * 132, 256), (256, 128)))
+    product = work_of("forward", OPS.mm.default, (x, w), {}, x @ w, False)
+    narrow = work_of("forward", OPS.mm.default, (x.bfloat16(), w.bfloat16()), {}, (x @ w).bfloat16(), False)
+    assert product is not None and narrow is not None and (product.share, narrow.share) == (1.0, 0.0)
+    rates = replace(assumed_rates(find_gpu("H200")), matmul_fp32=1e12)  # slow enough for nothing else to count
+    half, whole = (phase_seconds([replace(product, share=share)], rates)["forward"] for share in (0.5, 1.0))
+    assert half == pytest.approx(2 * whole)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from vblackwell.plan.rates import Rates
+from vblackwell.plan.tiles import tiled_share
 
 SMALL_KERNEL_SECONDS = 3e-6
 # Of the rates of a matrix product of 8192 cubed and of a large copy: what a model's own sizes reach.
@@ -28,7 +29,9 @@ CONVOLUTION_SHARE = 0.5
 KERNEL, VIEW, OWN_KERNEL = 0.6, 0.3, 5.0  # our own go through torch.library and Triton's launcher, in Python
 MANY, ONE_OF_MANY = 1.0, 0.06  # a foreach or fused operator, and each of its tensors
 ON_HOST = 0.3  # an operator on a tensor in host memory: a counter of an optimizer
-STREAMED_FORWARD = 0.25  # of what the offload runtime does for a group: loads alone; gradients and updates come with the backward
+STREAMED_FORWARD = (
+    0.25  # of what the offload runtime does for a group: loads alone; gradients and updates come with the backward
+)
 # A call of a module of torch.nn, of anyone's, of a whole model of transformers.
 TORCH_MODULE, MODULE, MODEL = 0.4, 3.0, 40.0
 
@@ -41,6 +44,7 @@ class Work:
         flops: operations of matrix products. num_bytes: read and written. width: bytes an element of what it multiplies.
         kind: '', 'attention', 'tf32' (a convolution of fp32, which cuDNN computes so) or 'host', which the GPU does not see.
         issues: the host's time for it, in operators as `vb doctor` measures them.
+        share: of the rate of a large product, where the shape says it; 0: the usual one.
     """
 
     phase: str
@@ -49,6 +53,7 @@ class Work:
     width: int
     kind: str = ""
     issues: float = KERNEL
+    share: float = 0.0
 
 
 def host_work(phase: str, issues: float) -> Work:
@@ -91,7 +96,20 @@ def work_of(
     kind = "attention" if name.startswith("_scaled_dot_product") else ""
     if name.startswith("convolution") and width == 4 and has_tf32:
         kind = "tf32"
-    return Work(phase, _flops(func, name, args, kwargs, out), num_bytes, width, kind, _issues(name, args))
+    share = _share(name, args, out) if width == 4 else 0.0
+    return Work(phase, _flops(func, name, args, kwargs, out), num_bytes, width, kind, _issues(name, args), share)
+
+
+NARROWEST = 64  # rows and columns of the smallest tile
+_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # by the place of their first factor
+
+
+def _share(name: str, args: Any, out: Any) -> float:
+    """Of the full rate of fp32, for a matrix product; 0 for anything else, and for narrow ones, which have kernels of their own."""
+    if name not in _PRODUCTS or not out.numel() or min(out.shape[-2:]) < NARROWEST:
+        return 0.0
+    inner = args[_PRODUCTS[name]].shape[-1]
+    return tiled_share(out.shape[-2], out.shape[-1], max(1, inner), out.shape[0] if out.dim() == 3 else 1)
 
 
 def _issues(name: str, args: Any) -> float:
@@ -202,6 +220,6 @@ def _gpu_seconds(each: Work, rates: Rates) -> float:
     if each.kind == "tf32":
         matmul = each.flops / (CONVOLUTION_SHARE * max(rates.matmul_half / 2, rates.matmul_fp32))
     else:
-        share = ATTENTION_SHARE if each.kind == "attention" else MATMUL_SHARE
+        share = ATTENTION_SHARE if each.kind == "attention" else each.share or MATMUL_SHARE
         matmul = each.flops / (share * (rates.matmul_half if each.width <= 2 else rates.matmul_fp32))
     return max(matmul, each.num_bytes / (MEMORY_SHARE * rates.memory), SMALL_KERNEL_SECONDS)
