@@ -28,6 +28,7 @@ from generate_case import Case as FolderCase
 from lora_case import SHAPES, SYSTEMS, Case, Result
 from offload_report import _verdict as verdict
 from offload_report import append_csv, read_csv
+from warm_process import WarmProcess
 
 CHILD = Path(__file__).with_name("lora_measure.py")
 GB = 1e9
@@ -104,7 +105,9 @@ def main(argv: list[str] | None = None) -> list[Result]:
         args.host_memory, args.placement, args.device, args.dtype, args.seed,
     )  # fmt: skip
 
-    def run(script: Path, argument: str, system: str, hear: Any) -> None:
+    warm = WarmProcess(CHILD)  # imports while the folder is written
+
+    def run(script: Path | None, argument: str, system: str, hear: Any) -> None:
         def tell(text: str) -> None:
             print(f"[{time.monotonic() - began:6.1f} s] {system}: {text}", flush=True)
 
@@ -115,7 +118,11 @@ def main(argv: list[str] | None = None) -> list[Result]:
                 tell(str(event.get("text") or event.get("rates") or event.get("error")))
 
         tell("starts")
-        run_child(script, argument, args.deadline - (time.monotonic() - began), heard, tell)
+        left = args.deadline - (time.monotonic() - began)
+        if script is None:
+            warm.run(argument, left, heard, tell)
+        else:
+            run_child(script, argument, left, heard, tell)
 
     def keep(case: Case, values: dict[str, Any]) -> None:
         result = Result(**values)
@@ -147,8 +154,9 @@ def main(argv: list[str] | None = None) -> list[Result]:
             left = args.deadline - (time.monotonic() - began)
             later = len(args.systems) - args.systems.index(system)
             one = replace(case, system=system, limit_seconds=left / later - 6)  # the process begins and ends, too
-            run(CHILD, one.to_json(), system, lambda values, one=one: keep(one, values))
+            run(None, one.to_json(), system, lambda values, one=one: keep(one, values))
     finally:
+        warm.close()
         if not stays:
             shutil.rmtree(folder, ignore_errors=True)
     print("\n".join(["", *curve_lines(results), "", *ratio_lines(results)]), flush=True)

@@ -7,7 +7,6 @@ computed; the resident decoder through its own (`stepper`), with the step in a g
 from __future__ import annotations
 
 import gc
-import os
 import statistics
 import sys
 import threading
@@ -24,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import psutil
 import torch
 from generate_case import CAPPED, Case, Loading, Point, say
-from warm_process import SERVE, serve
+from warm_process import SERVE, forked, serve
 
 from vblackwell.errors import VBError
 from vblackwell.infer.batch import columns
@@ -369,17 +368,6 @@ def told(argument: str) -> None:
         raise
 
 
-def forked(argument: str) -> None:
-    """As `told`, in a fork; in a new process where something that was imported has touched CUDA, which no fork survives."""
-    if Case.from_json(argument).device.startswith("cuda"):
-        try:
-            torch.zeros(1, device="cuda")
-        except RuntimeError as error:
-            say("phase", text=f"anew, because the fork has no CUDA ({' '.join(str(error).split())[:120]})")
-            os.execv(sys.executable, [sys.executable, __file__, argument])
-    told(argument)
-
-
 if __name__ == "__main__":
     if sys.argv[1] == SERVE:
         import accelerate  # noqa: F401
@@ -388,6 +376,6 @@ if __name__ == "__main__":
         import vblackwell.infer.load
         import vblackwell.infer.streamed_step  # noqa: F401
 
-        serve(forked)
+        serve(lambda argument: forked(__file__, argument, Case.from_json(argument).device.startswith("cuda"), told))
     else:
         told(sys.argv[1])

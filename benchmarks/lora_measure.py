@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from lora_case import Case, Result
 from offload_case import say
+from warm_process import SERVE, forked, serve
 
 from vblackwell.nn.lora import fill_adapter, is_adapter
 
@@ -176,8 +177,8 @@ def _mark(cuda: bool) -> Any:
     return event
 
 
-def main() -> None:
-    case = Case.from_json(sys.argv[1])
+def main(argument: str) -> None:
+    case = Case.from_json(argument)
     device = torch.device("cuda", 0) if case.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(0).total_memory
@@ -185,9 +186,24 @@ def main() -> None:
     say("result", result=asdict(train(case, device)))
 
 
-if __name__ == "__main__":
+def told(argument: str) -> None:
     try:
-        main()
+        main(argument)
     except Exception as error:
         say("failed", error=" ".join(f"{type(error).__name__} {error}".split())[:300])
         raise
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == SERVE:  # peft and bitsandbytes look for CUDA as they are imported: not here
+        import accelerate  # noqa: F401
+        import transformers.models.llama.modeling_llama  # noqa: F401
+
+        import vblackwell.infer.causal_lm
+        import vblackwell.nn.causal_lm
+        import vblackwell.offload.optimizer
+        import vblackwell.train.documents  # noqa: F401
+
+        serve(lambda argument: forked(__file__, argument, Case.from_json(argument).device == "cuda", told))
+    else:
+        told(sys.argv[1])

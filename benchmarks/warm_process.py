@@ -32,7 +32,10 @@ class WarmProcess:
             [sys.executable, str(script), SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, errors="replace",
             # A library that asks whether there is CUDA must not start it here.
-            env={"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ, "PYTHONUNBUFFERED": "1"},
+            env={
+                "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ,
+                "PYTHONUNBUFFERED": "1",
+            },
         )  # fmt: skip
         self._hear: Callable[[dict[str, Any]], None] = lambda event: None
         self._tail: deque[str] = deque(maxlen=KEPT_LINES)
@@ -87,6 +90,20 @@ class WarmProcess:
         self._process.kill()
         self._process.wait()
         self._reader.join(5)
+
+
+def forked(script: str, argument: str, cuda: bool, main: Callable[[str], None]) -> None:
+    """``main(argument)`` in a fork; in a new process where something that was imported has touched CUDA, which no fork survives."""
+    import torch
+
+    if cuda:
+        try:
+            torch.zeros(1, device="cuda")
+        except RuntimeError as error:
+            text = f"anew, because the fork has no CUDA ({' '.join(str(error).split())[:120]})"
+            print(MARK + json.dumps({"kind": "phase", "text": text}), flush=True)
+            os.execv(sys.executable, [sys.executable, script, argument])
+    main(argument)
 
 
 def serve(main: Callable[[str], None]) -> None:
