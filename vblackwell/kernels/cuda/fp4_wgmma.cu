@@ -197,23 +197,31 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
 #endif
 #if SPLITS > 1
         cluster_sync();
-        const int rank = cluster_rank();
+        // All of a thread's parts are asked for before the first is added: another block's memory answers late.
+        constexpr int PER = (TOKENS * (ROWS / 4) + CONSUMERS * SPLITS - 1) / (CONSUMERS * SPLITS);
+        const int mine_first = tid + cluster_rank() * CONSUMERS;
+        float4 part[PER][SPLITS];
+#pragma unroll
+        for (int p = 0; p < PER; p++) {
+            const int e = min(mine_first + p * CONSUMERS * SPLITS, groups - 1);
+            const u32 at = shared_address(red + e / (ROWS / 4) * RED_STRIDE + e % (ROWS / 4) * 4);
+#pragma unroll
+            for (int s = 0; s < SPLITS; s++) part[p][s] = load_remote(at, s);
+        }
+#pragma unroll
+        for (int p = 0; p < PER; p++) {
+            const int e = mine_first + p * CONSUMERS * SPLITS, n = blockIdx.x * ROWS + e % (ROWS / 4) * 4;
+#pragma unroll
+            for (int s = 1; s < SPLITS; s++) add4(part[p][0], part[p][s]);
+            if (e < groups && n < N) store4(y, m0 + e / (ROWS / 4), n, N, part[p][0], unit, bias, activation);
+        }
 #else
         if (KGROUPS == 1) block_part_sync<CONSUMERS>();  // a thread reads back what it has added up itself
-        const int rank = 0;
-#endif
-        for (int e = tid + rank * CONSUMERS; e < groups; e += CONSUMERS * SPLITS) {
+        for (int e = tid; e < groups; e += CONSUMERS) {
             const int t = e / (ROWS / 4), row = e % (ROWS / 4) * 4, n = blockIdx.x * ROWS + row;
-            float* at = red + t * RED_STRIDE + row;
-#if SPLITS > 1
-            float4 sum = load_remote(shared_address(at), 0);
-#pragma unroll
-            for (int s = 1; s < SPLITS; s++) add4(sum, load_remote(shared_address(at), s));
-#else
-            const float4 sum = *(float4*)at;
-#endif
-            if (n < N) store4(y, m0 + t, n, N, sum, unit, bias, activation);
+            if (n < N) store4(y, m0 + t, n, N, *(float4*)(red + t * RED_STRIDE + row), unit, bias, activation);
         }
+#endif
 #if SPLITS > 1
         cluster_sync();
 #endif
