@@ -8,6 +8,8 @@ elsewhere.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,11 @@ from vblackwell.kernels.fused import DTYPES, triton_reasons
 from vblackwell.numerics import separation
 
 OP = "two_part_round_trip"
+
+
+@functools.cache
+def _request(op: str, device: torch.device, dtype: torch.dtype) -> Request:
+    return Request(device, capability(device), dtype, op, 0, 0, 0)
 
 
 def _cuda_reasons(request: Request) -> list[str]:
@@ -70,8 +77,7 @@ _RENEWALS = (Backend("cuda", _cuda_reasons, _cuda_renewed), Backend("torch", lam
 
 def renewed_scales(w_NK: Tensor, kept: separation.Scales | None, threshold: float) -> tuple[separation.Scales, Tensor]:
     """`separation.renewed_scales`, or without ``kept`` `separation.training_scales`; and the drift. No gradients, nothing waits."""
-    request = Request(w_NK.device, capability(w_NK.device), w_NK.dtype, RENEWAL, 0, 0, 0)
-    return choose(RENEWAL, _RENEWALS, request).run(w_NK, kept, threshold)
+    return choose(RENEWAL, _RENEWALS, _request(RENEWAL, w_NK.device, w_NK.dtype)).run(w_NK, kept, threshold)
 
 
 @torch.library.custom_op("vblackwell::two_part_round_trip", mutates_args=())
@@ -89,9 +95,9 @@ def two_part_round_trip(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor
 
 def rounded(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """As the op, without gradients and without what calling an op costs the host."""
-    device = w_NK.device
-    request = Request(device, capability(device), w_NK.dtype, OP, 0, 0, 0)
-    return choose(OP, _TABLES.get(device.type, (_TORCH,)), request).run(w_NK, block_scales, tensor_scale, dtype)
+    request = _request(OP, w_NK.device, w_NK.dtype)
+    backend = choose(OP, _TABLES.get(request.device.type, (_TORCH,)), request)
+    return backend.run(w_NK, block_scales, tensor_scale, dtype)
 
 
 @two_part_round_trip.register_fake

@@ -172,10 +172,11 @@ class VBOptimizedLinear(nn.Module):
 
     def rounded_for(self, x: Tensor) -> Rounded | None:
         """What training multiplies ``x`` by, for whoever computes several layers of one input; None where the layer is to be called."""
-        weight = self.weight
-        if weight is None or self.bias is not None or not torch.is_grad_enabled() or not computes_at_once():
+        own = self._parameters  # by their names alone each would cost a search
+        weight = own.get("weight")
+        if weight is None or own.get("bias") is not None or not torch.is_grad_enabled() or not computes_at_once():
             return None
-        adapter = self._adapting()
+        adapter = self._adapter or self._adapting()
         if torch.is_autocast_enabled(x.device.type) or not adapter.trains(weight):
             return None
         return adapter.rounding(weight, "weight", x.dtype)
