@@ -80,7 +80,13 @@ def tune(
     for m in counts:
         x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
         exact = two_part_cuda.run_mma(plans[m][0], x, *parts[0], None, "none", n, torch.float32)  # type: ignore[arg-type]
-        graphs = [graph_of([functools.partial(run_plan, plan, x, each, n) for each in parts]) for plan in plans[m]]
+        graphs = []
+        for plan in list(plans[m]):
+            try:
+                graphs.append(graph_of([functools.partial(run_plan, plan, x, each, n) for each in parts]))
+            except nvrtc.KernelError as error:
+                plans[m].remove(plan)
+                print(f"  left out: {line_of(plan)}: {error}", flush=True)
         first = [us / len(parts) for us in turns_us(graphs, 3)]
         order = sorted(range(len(first)), key=first.__getitem__)
         again = list(dict.fromkeys([0, *order[:BEST]]))  # the rule's own is plan 0
