@@ -196,6 +196,7 @@ class StreamedStep:
                 arrived, transfer = self._under_way.popleft()
                 assert arrived is group, "groups are loaded in the order of use"
                 transfer.wait_on(stream)
+                transfer.let_go()  # the places are ours, and are loaded again behind what reads them
             if stretch.graph is None:
                 self._run(stretch)
             else:
