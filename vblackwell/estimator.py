@@ -246,8 +246,9 @@ def streamed_seconds(
     model = run.model()
     groups = [group for group in find_groups(model, None, None, EXACT)[0] if group.trainable()]
     wishes = Wishes(weight_bytes=_loaded_bytes(groups, capacities[0]))
-    seconds = phase_seconds((*trace.work, *streaming_work(len(groups), rates.group_issues)), rates)
-    wishes = replace(wishes, update=auto_share(model, wishes, rates))
+    share = auto_share(model, wishes, rates)
+    seconds = phase_seconds((*trace.work, *streaming_work(rates.streaming_issues(len(groups), share))), rates)
+    wishes = replace(wishes, update=share)
     found, lanes_of = foresee(model, capacities, wishes, seconds), lane_rates(rates)
     if disk is not None and uses_disk(found.lanes):
         held = kinds_on(2, found.bytes_by_level, "bfloat16" if run.precision == "bf16" else "float32")

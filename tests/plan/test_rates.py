@@ -65,10 +65,12 @@ def test_doctors_numbers_become_rates():
         {
             "host_to_gpu_gbps": 55.0, "gpu_to_host_gbps": 54.0, "both_ways_gbps": 49.6, "memory_gbps": 4270.0, "matmul_half_tflops": 779.0,
             "matmul_fp32_tflops": 50.0, "adamw_gparams": 100.0, "cpu_adamw_beside_copies_gparams": 1.9, "issue_us": 6.0,
-            "streamed_group_us": 6.0 * MEASURED.group_issues,
+            "streamed_group_us": 1800.0, "streamed_home_group_us": 600.0,
         }
     )  # fmt: skip
-    assert found == replace(MEASURED, down=54e9, issue_seconds=6e-6, source=found.source)
+    streaming = {"group_issues": 300.0, "home_group_issues": 100.0}
+    assert found == replace(MEASURED, down=54e9, issue_seconds=6e-6, source=found.source, **streaming)
+    assert found.streaming_issues(10, 0.0) == 3000 and found.streaming_issues(10, 0.25) == 2500
 
 
 def test_a_streamed_group_takes_the_host_a_while(monkeypatch):

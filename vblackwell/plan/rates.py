@@ -31,7 +31,8 @@ class Rates:
         memory: bytes/s of the GPU's memory, read and written. up, down: of the link to and from it, alone; up_both, down_both: at once.
         cpu_adamw: parameters/s that the CPU updates while the link is busy.
         issue_seconds: what the host takes to issue one operator.
-        group_issues: what it does for a layer group that streams, forward, backward and update, in operators.
+        group_issues, home_group_issues: what it does for a layer group that streams, forward, backward and update, in operators; where the
+            group is updated on level 0, and at home.
         disk_read, disk_write: bytes/s of the disk level's disk.
         source: where the numbers are from, for people.
     """
@@ -49,10 +50,15 @@ class Rates:
     disk_read: float = DISK_BYTES_PER_SECOND
     disk_write: float = DISK_BYTES_PER_SECOND
     group_issues: float = GROUP_ISSUES
+    home_group_issues: float = GROUP_ISSUES
 
     def as_dict(self) -> dict[str, Any]:
         """The fields by name."""
         return asdict(self)
+
+    def streaming_issues(self, num_groups: int, at_home: float) -> float:
+        """The host's time for ``num_groups`` in operators, of which the share ``at_home`` is updated there."""
+        return num_groups * (at_home * self.home_group_issues + (1 - at_home) * self.group_issues)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Rates:

@@ -61,9 +61,8 @@ def host_work(phase: str, issues: float) -> Work:
     return Work(phase, 0.0, 0, 0, "host", issues)
 
 
-def streaming_work(num_groups: int, group_issues: float) -> tuple[Work, ...]:
-    """What the host does for layer groups that come and go (`Rates.group_issues` each), beside the operators of a resident step."""
-    issues = group_issues * num_groups
+def streaming_work(issues: float) -> tuple[Work, ...]:
+    """What the host does for layer groups that come and go (`Rates.streaming_issues`), beside the operators of a resident step."""
     return host_work("forward", STREAMED_FORWARD * issues), host_work("backward", (1 - STREAMED_FORWARD) * issues)
 
 

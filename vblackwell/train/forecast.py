@@ -98,9 +98,9 @@ class Forecast:
         with plain_batches():
             return trace_training(model, batch, run.subject.loss, None, capability=run.capability)
 
-    def _seconds(self, checkpointing: bool, fp4: bool, batch_size: int, num_groups: int) -> Mapping[str, float]:
+    def _seconds(self, checkpointing: bool, fp4: bool, batch_size: int, streaming: float) -> Mapping[str, float]:
         work = self.trace(checkpointing, fp4, batch_size).work
-        work = (*work, *streaming_work(num_groups, self.machine.rates.group_issues))
+        work = (*work, *streaming_work(streaming))
         return phase_seconds(work, self.machine.rates, waits=not self.machine.has_gpu)
 
     # -- one choice --------------------------------------------------------------------------------------------------
@@ -113,9 +113,9 @@ class Forecast:
         tokens = self._tokens(choice)
         if choice.placement == "resident":
             return compute / tokens
-        at_home = {"level0": 0.0, "home": 1.0}.get(str(choice.update), choice.update)
-        assert isinstance(at_home, float)
-        cpu = max(0.0, at_home - 0.1) * trained / rates.cpu_adamw  # whole groups: a little less than the share, maybe
+        cpu = (
+            max(0.0, _share_at_home(choice) - 0.1) * trained / rates.cpu_adamw
+        )  # whole groups: a little less than the share, maybe
         return (max(compute, cpu) if self.machine.has_gpu else compute + cpu) / tokens
 
     def predict(self, choice: Choice, in_full: bool = False) -> tuple[Choice, Prediction] | Lacking:
@@ -146,8 +146,10 @@ class Forecast:
         return self.trace(choice.checkpointing, choice.fp4, choice.batch_size)
 
     def _seconds_of(self, choice: Choice) -> Mapping[str, float]:
-        num_groups = len(self._groups(choice)) if choice.placement == "streamed" else 0
-        return self.seconds(choice.checkpointing, choice.fp4, choice.batch_size, num_groups)
+        streaming = 0.0
+        if choice.placement == "streamed":
+            streaming = self.machine.rates.streaming_issues(len(self._groups(choice)), _share_at_home(choice))
+        return self.seconds(choice.checkpointing, choice.fp4, choice.batch_size, streaming)
 
     def _groups(self, choice: Choice) -> list[Group]:
         return self.groups(choice.checkpointing, choice.fp4, choice.states)
@@ -329,6 +331,13 @@ class Forecast:
             raise Unsupported("the hidden size of the model is not known, so checkpoints' inputs cannot be counted")
         width = max(p.element_size() for p in model.parameters())
         return choice.batch_size * self.run.seq_length * int(hidden) * width
+
+
+def _share_at_home(choice: Choice) -> float:
+    """Of the updates."""
+    found = {"level0": 0.0, "home": 1.0}.get(str(choice.update), choice.update)
+    assert isinstance(found, float)
+    return found
 
 
 def peak_with_gradients(trace: Trace, widened: float, held: bool = False) -> int:

@@ -125,6 +125,7 @@ def gpu_rates(device: torch.device) -> dict[str, float]:
         "cpu_adamw_beside_copies_gparams": rates_together(device)[1] / 1e9,
         "issue_us": issue_seconds(device) * 1e6,
         "streamed_group_us": group_seconds(device) * 1e6,
+        "streamed_home_group_us": group_seconds(device, "home") * 1e6,
     }
 
 
@@ -223,10 +224,16 @@ def as_rates(gpu: dict[str, float], disk: dict[str, Any] | None = None) -> Rates
         down_both=gpu["both_ways_gbps"] * 1e9,
         cpu_adamw=gpu["cpu_adamw_beside_copies_gparams"] * 1e9,
         issue_seconds=gpu["issue_us"] / 1e6,
-        group_issues=max(1.0, gpu.get("streamed_group_us", GROUP_ISSUES * gpu["issue_us"]) / gpu["issue_us"]),
+        group_issues=_issues(gpu, "streamed_group_us"),
+        home_group_issues=_issues(gpu, "streamed_home_group_us"),
         source="measured here by vb doctor",
         **of_disk,
     )
+
+
+def _issues(gpu: dict[str, float], name: str) -> float:
+    """A time of `gpu_rates` in operators; what is usual where it was not measured."""
+    return max(1.0, gpu[name] / gpu["issue_us"]) if name in gpu else GROUP_ISSUES
 
 
 def _finish(device: torch.device) -> Callable[[], None]:
