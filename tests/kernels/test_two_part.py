@@ -173,7 +173,11 @@ def wide_weight(n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @emulation.needs_compiler
-@pytest.mark.parametrize(("dtype", "k"), [(torch.bfloat16, 96), (torch.bfloat16, 77), (torch.float32, 64)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "k"),
+    [(torch.bfloat16, 96), (torch.bfloat16, 77), pytest.param(torch.float32, 64, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_round_source_is_the_oracle(dtype, k):
     w_NK = wide_weight(6, k, dtype)
     scales = separation.training_scales(w_NK)
@@ -272,6 +276,7 @@ def test_compiles_without_spills_and_fits(arch, m, tmp_path):
     assert usage["REG"] * plan.threads <= 65536, (plan, usage)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(nvrtc.why_not()), reason="nvidia-cuda-nvrtc is not installed")
 def test_rounding_compiles_without_spills(tmp_path):
     macros = two_part_round_cuda.macros(torch.bfloat16, torch.bfloat16)
