@@ -104,8 +104,6 @@ def wgmma_plans(m: int, n: int, k: int) -> Iterator[WgmmaPlan]:
             if goes_round(stages, k_groups) and replace(plan, stages=stages).shared_bytes() <= SHARED // most - 1024:
                 plan = replace(plan, stages=stages)
                 yield plan
-                if consumers > 1:
-                    yield replace(plan, ordered=0)
                 break
 
 
@@ -113,9 +111,17 @@ def plans(m: int, n: int, k: int) -> list[Plan]:
     """What the rules choose today, then what could be."""
     found: list[Plan] = list(mma_plans(m, n, k)) if m <= 16 else []
     if 16 <= m <= 256:
-        found += wgmma_plans(m, n, k)
+        tiles = sorted(wgmma_plans(m, n, k), key=lambda plan: fp4_plan.predicted_us(plan, m, n, k))
+        found += tiles
+        best = [plan for plan in tiles if plan.consumers > 1][:8]
+        found += [replace(plan, ordered=turns) for plan in best for turns in (0, 2)]
     if m > 256:
-        found += [WgmmaPlan(256, 2, 1, 6), WgmmaPlan(256, 2, 1, 6, ordered=0), WgmmaPlan(256, 1, 1, 6, k_groups=2)]
+        found += [
+            WgmmaPlan(256, 2, 1, 6),
+            WgmmaPlan(256, 2, 1, 6, ordered=0),
+            WgmmaPlan(256, 2, 1, 6, ordered=2),
+            WgmmaPlan(256, 1, 1, 6, k_groups=2),
+        ]
         found += [WgmmaPlan(128, 3, 1, 6)]
     today: list[Plan] = [fp4_plan.plan_mma(m, n, k, True)] if m <= 16 else []
     return list(dict.fromkeys([*today, fp4_plan.plan_wgmma(m, n, k), *found]))
@@ -156,10 +162,11 @@ def family(plan: Plan) -> str:
     """Plans that run the same lines of a kernel: if one of them hangs, so may the others."""
     if isinstance(plan, MmaPlan):
         return f"mma{' bulk' if plan.chunk else ''}{' split' if plan.splits > 1 else ''}"
-    return (
-        f"wgmma{' ordered' if plan.ordered else ''}{' K groups' if plan.k_groups > 1 else ''}{' split' if plan.splits > 1 else ''}"
-        f"{' of 16' if plan.tokens == 16 else ''}"
-    )
+    words = [f"ordered {plan.ordered}"] if plan.consumers > 1 else []
+    words += ["K groups"] if plan.k_groups > 1 else []
+    words += ["split"] if plan.splits > 1 else []
+    words += ["of 16"] if plan.tokens == 16 else []
+    return " ".join(["wgmma", *words])
 
 
 def good(plan: Plan, x: torch.Tensor, tiled: Tiled, n: int, exact: torch.Tensor, theirs: float) -> bool:
@@ -289,7 +296,7 @@ def brief(plan: Plan) -> str:
         )
     return (
         f"wgmma t{plan.tokens} g{plan.groups} kg{plan.k_groups} s{plan.splits} st{plan.stages} pf{plan.prefetch}"
-        f" mb{plan.min_blocks}{'' if plan.ordered else ' unordered'}"
+        f" mb{plan.min_blocks}{' o' + str(plan.ordered) if plan.consumers > 1 else ''}"
     )
 
 

@@ -30,7 +30,7 @@ WGMMA = [  # K groups, clusters, both, one and two blocks a multiprocessor, one 
             [(m, 4096, 4096), (m - 3, 130, 520), (m, 70, 64)],
         )
         for ordered, (tokens, groups, splits, blocks, k_groups, stages), m in itertools.product(
-            (0, 1),
+            (0, 1, 2),
             (
                 (16, 1, 2, 1, 1, 4),
                 (16, 1, 1, 1, 4, 8),
@@ -42,7 +42,7 @@ WGMMA = [  # K groups, clusters, both, one and two blocks a multiprocessor, one 
                 (64, 1, 2, 1, 3, 6),
                 (64, 2, 4, 1, 2, 8),
             ),
-            (16, 64),
+            (64,),
         )
     ],
     (WgmmaPlan(128, 1, 1, 6, k_groups=3, ordered=0), [(128, 4096, 4096), (250, 130, 200)]),

@@ -120,6 +120,7 @@ def variants(plan: Plan) -> list[Plan]:
         choices = [
             {"stages": stages} for stages in (3, 4, 6, 8) if stages <= most and goes_round(stages, plan.k_groups)
         ]
+        choices += [{"ordered": turns} for turns in (0, 1, 2) if plan.consumers > 1]
     return [plan, *(other for choice in choices if (other := apply(plan, choice)) != plan)]
 
 

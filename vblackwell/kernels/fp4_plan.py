@@ -110,7 +110,8 @@ class WgmmaPlan:
         prefetch: windows of weights a warp has in flight, an even number.
         min_blocks: blocks the compiler must fit on a multiprocessor.
         k_groups: sets of ``groups`` warpgroups that take turns at the windows.
-        ordered: whether warpgroups take turns at the tensor cores by whole windows, so that one decodes while another multiplies.
+        ordered: whether warpgroups take turns at the tensor cores by whole windows, so that one decodes while another multiplies. 0: no;
+            1: yes; 2: yes, and a turn ends before the last of a window's four products is issued.
     """
 
     tokens: int
@@ -159,7 +160,7 @@ class WgmmaPlan:
 
     def macros(self, fp16: bool, out32: bool = False) -> dict[str, int]:
         return {
-            "FP16": int(fp16), "TOKENS": self.tokens, "ORDERED": int(self.ordered and self.consumers > 1), "GROUPS": self.groups,
+            "FP16": int(fp16), "TOKENS": self.tokens, "ORDERED": self.ordered if self.consumers > 1 else 0, "GROUPS": self.groups,
             "KGROUPS": self.k_groups, "SPLITS": self.splits,
             "STAGES": self.stages, "PREFETCH": self.prefetch, "REGISTERS": self.registers,
             "AT_LAUNCH": self.at_launch, "OUT32": int(out32),
@@ -268,15 +269,17 @@ def _wgmma_candidates(most_tokens: int) -> tuple[WgmmaPlan, ...]:
     return tuple(found)
 
 
+def predicted_us(plan: WgmmaPlan, m: int, n: int, k: int) -> float:
+    """What `fp4_cost.wgmma_us` says of a plan."""
+    return wgmma_us((m, n, k), plan.tokens, plan.groups, plan.k_groups, plan.splits, plan.min_blocks)
+
+
 @functools.lru_cache(4096)
 def plan_wgmma(m: int, n: int, k: int) -> WgmmaPlan:
     """The plan of ``fp4_wgmma`` for a shape: of all that fit, the one that `fp4_cost.wgmma_us` expects to end first on an H200."""
     most_tokens = next((tokens for tokens in (16, 32, 64, 128) if m <= tokens), 256)
     fitting = (plan for plan in _wgmma_candidates(most_tokens) if plan.splits * plan.k_groups <= ceil_div(k, 64))
-    return min(
-        fitting,
-        key=lambda plan: wgmma_us((m, n, k), plan.tokens, plan.groups, plan.k_groups, plan.splits, plan.min_blocks),
-    )
+    return min(fitting, key=lambda plan: predicted_us(plan, m, n, k))
 
 
 def has_clusters(capability: tuple[int, int]) -> bool:

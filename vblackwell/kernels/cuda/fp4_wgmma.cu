@@ -10,8 +10,8 @@
 // permutes them, zeros beyond K. A kernel before this one (`arrange`) has written that form, and a stage is one bulk copy.
 //
 // A warp cannot issue a wgmma that reads its registers before the tensor cores take it. Warpgroups that issue theirs in turns of one wgmma
-// therefore finish together, decode together, and the tensor cores wait for them. With ORDERED a warp issues a whole window's, then lets
-// the same warp of the next warpgroup have its turn, and decodes meanwhile. Turns are barriers of a warp each: warps of a scheduler
+// therefore finish together, decode together, and the tensor cores wait for them. With ORDERED a warp issues a whole window's, then (1), or
+// just before the last of four (2), lets the same warp of the next warpgroup have its turn, and decodes meanwhile. Turns are barriers of a warp each: warps of a scheduler
 // follow each other.
 //
 // Set by the launcher: FP16, TOKENS, GROUPS, KGROUPS, SPLITS, STAGES (of each K group the same, two or more), PREFETCH (even), ORDERED,
@@ -90,8 +90,9 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
         if (mine > 0) decode_window(load_shared(ring_codes), load_shared_word(ring_scales), half, a[0]);
         int stage = k_group, previous = 0;
         u32 parity = 0;
+        const u32 next_turn = 8 * (warp + 4 < CONSUMERS / 32 ? warp + 4 : warp + 4 - CONSUMERS / 32);
 #if ORDERED
-        const u32 my_turn = turns + 8 * warp, next_turn = turns + 8 * (warp + 4 < CONSUMERS / 32 ? warp + 4 : warp + 4 - CONSUMERS / 32);
+        const u32 my_turn = turns + 8 * warp;
         u32 turn_parity = warp < 4;  // a fresh barrier counts as released: the first warpgroup begins
 #endif
         for (int i = 0; i < mine; i += PREFETCH) {
@@ -108,11 +109,12 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
 #endif
                 wgmma_fence();
 #pragma unroll
-                for (int s = 0; s < 4; s++) wgmma(acc, a[d & 1][s], b + 2 * s);
+                for (int s = 0; s < 4; s++) {
+                    if (ORDERED == 2 && s == 3 && lane == 0) barrier_arrive(turns + next_turn);
+                    wgmma(acc, a[d & 1][s], b + 2 * s);
+                }
                 wgmma_commit();
-#if ORDERED
-                if (lane == 0) barrier_arrive(next_turn);
-#endif
+                if (ORDERED == 1 && lane == 0) barrier_arrive(turns + next_turn);
                 copy_wait<PREFETCH - 1>();
                 const int slot = (d + 1) % PREFETCH;
                 const uint4 q = load_shared(ring_codes + slot * WINDOW_BYTES);
