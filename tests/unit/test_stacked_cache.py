@@ -80,6 +80,33 @@ def test_levels_change_no_bit_on_a_gpu(chunk, model):
         assert all(torch.equal(one, other) for one, other in zip(logits, found[0][1], strict=True))
 
 
+def test_a_pass_without_room_is_read_in_halves(model, make_stack):  # noqa: F811
+    stack, shape = make_stack(1 << 20), shape_of(model, 1)
+    numbers, passes = [list(range(3, 13))], []
+    shape = shape._replace(positions=10 + COUNT)
+    expected = list(columns(model, numbers, COUNT, Sampling(temperature=0), 0, 3))
+    for on_level0 in (5, 2):
+        cache = StackedCache(stack, shape, on_level0)
+
+        def refuse(module, args, options):
+            passes.append(options["hidden_states"].shape[1] if "hidden_states" in options else args[0].shape[1])
+            if passes[-1] > 3:  # the layers before have read it already
+                raise torch.OutOfMemoryError("as a GPU would")
+
+        handle = model.model.layers[3].register_forward_pre_hook(refuse, with_kwargs=True)
+        try:
+            found = list(columns(model, numbers, COUNT, Sampling(temperature=0), 0, None, cache))
+        finally:
+            handle.remove()
+            cache.close()
+        assert found == expected and passes[:6] == [10, 5, 3, 3, 3, 1]
+        passes.clear()
+    handle = model.model.layers[3].register_forward_pre_hook(refuse, with_kwargs=True)
+    with pytest.raises(torch.OutOfMemoryError):  # a cache that cannot go back
+        list(columns(model, numbers, COUNT, Sampling(temperature=0), 0, None))
+    handle.remove()
+
+
 def test_only_what_was_read_crosses_the_link(model, make_stack):  # noqa: F811
     stack, shape = make_stack(1 << 20), shape_of(model, 1)
     write(model, 1, StackedCache(stack, shape, 0))

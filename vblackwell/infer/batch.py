@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vblackwell.infer.generate import attending, cache_of, check_chunk, check_kind, encode, end_tokens, room, writing
 from vblackwell.infer.pace import Pace
-from vblackwell.infer.room import room_for, step_behind
+from vblackwell.infer.room import read_in_chunks, room_for, step_behind
 from vblackwell.infer.sampling import Arrival, Sampling, check_seed, sample
 
 if TYPE_CHECKING:
@@ -103,11 +103,9 @@ def columns(
         known = cache_of(output, model)
         return output.logits[:, -1]
 
-    size = chunk or longest
-    *before, last = range(0, longest, size)
-    for start in before:
-        read(input_ids_BS[:, start : start + size], mask_BS[:, : start + size])
-    logits_BV = read(input_ids_BS[:, last:], mask_BS)
+    logits_BV = read_in_chunks(
+        lambda begin, end: read(input_ids_BS[:, begin:end], mask_BS[:, :end]), longest, chunk or longest, cache
+    )
     arriving = deque[Arrival]()
     for position in range(count):
         token_B = sample(logits_BV, sampling, seed, position)

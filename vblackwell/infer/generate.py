@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.infer.decode_graph import FEWEST_STEPS, DecodeGraph, may_capture
 from vblackwell.infer.pace import Pace
-from vblackwell.infer.room import room_for, step_behind
+from vblackwell.infer.room import read_in_chunks, room_for, step_behind
 from vblackwell.infer.sampling import Arrival, Sampling, check_seed, sample
 from vblackwell.nn.cache import KVCache
 from vblackwell.nn.decoder import Decoder
@@ -229,18 +229,15 @@ def stepper(
             looked, streamed = True, step_behind(model, cache, rows, max_length - cache.get_seq_length())
         if streamed is not None:
             return streamed(input_ids_BS)
-        *before, last = input_ids_BS.split(chunk or length, dim=1)
-        for part in before:
-            read(part)
-        with attending(last):
-            return read(last)
+        return read_in_chunks(lambda begin, end: read(input_ids_BS[:, begin:end]), length, chunk or length, cache)
 
     def read(input_ids_BS: Tensor) -> Tensor:
         nonlocal known
-        if isinstance(model, Decoder):
-            hidden_BSD = model.hidden(input_ids_BS, known)
-            return model.lm_head(hidden_BSD[:, -1])  # a prompt's other logits would only cost memory
-        output = model(input_ids_BS, past_key_values=known, use_cache=True, logits_to_keep=1)
+        with attending(input_ids_BS):
+            if isinstance(model, Decoder):
+                hidden_BSD = model.hidden(input_ids_BS, known)
+                return model.lm_head(hidden_BSD[:, -1])  # a prompt's other logits would only cost memory
+            output = model(input_ids_BS, past_key_values=known, use_cache=True, logits_to_keep=1)
         known = cache_of(output, model)
         return output.logits[:, -1]
 

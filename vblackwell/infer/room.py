@@ -91,6 +91,33 @@ def unpacked_bytes(model: nn.Module) -> int:
     return max((linear.in_features * linear.out_features * linear.dtype.itemsize for linear in packed), default=0)
 
 
+def read_in_chunks(read: Callable[[int, int], Tensor], length: int, size: int, cache: Any = None) -> Tensor:
+    """``read(begin, end)`` of ``length`` positions, ``size`` at a time: what the last one gave.
+
+    How much a pass takes is an estimate: where the GPU has no room for one, and ``cache`` (of ours) can forget what was read of it, it
+    is read again in halves.
+
+    Raises:
+        OutOfMemoryError: not even one position, or another cache.
+    """
+    begin, found = 0, None
+    while begin < length:
+        end, found = min(length, begin + size), None
+        try:
+            found = read(begin, end)
+        except torch.OutOfMemoryError:
+            if size == 1 or not hasattr(cache, "rewind"):
+                raise
+        if found is None:  # the error, and what its frames held, is gone
+            cache.rewind(begin)
+            torch.cuda.empty_cache()
+            size = (end - begin + 1) // 2
+            continue
+        begin = end
+    assert found is not None, "a prompt has a token"
+    return found
+
+
 def step_behind(model: nn.Module, cache: Any, rows: int, steps: int) -> Callable[[Tensor], Tensor] | None:
     """As `streamed_step`; None without a cache of ours."""
     if cache is None:

@@ -74,6 +74,12 @@ class StackedCache(Cache):
         """Let ``call`` be called by `close`, when the device has nothing to do for the cache any more."""
         self._last.append(call)
 
+    def rewind(self, length: int) -> None:
+        """Forget what was read behind the first ``length`` positions, by those layers that have read it."""
+        made: list[Any] = self.layers
+        for layer in made:
+            layer._length = min(layer._length, length)
+
     def room(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer that lives on level 0, all positions, (B, K, T, H) each."""
         made: Any = self.layers[layer]
