@@ -66,3 +66,5 @@ def test_products_of_fp32_go_by_their_tiles():
     rates = replace(assumed_rates(find_gpu("H200")), matmul_fp32=1e12)  # slow enough for nothing else to count
     half, whole = (phase_seconds([replace(product, share=share)], rates)["forward"] for share in (0.5, 1.0))
     assert half == pytest.approx(2 * whole)
+    here = [phase_seconds([replace(product, share=share)], rates, waits=True) for share in (0.5, 1.0)]
+    assert here[0] == here[1]  # a CPU has no such tiles

@@ -201,24 +201,24 @@ def phase_seconds(work: Iterable[Work], rates: Rates, waits: bool = False) -> di
     """Seconds of each phase: the GPU's, or the host's where all of these together are longer.
 
     Args:
-        waits: the host computes itself, so that both add up.
+        waits: the host computes itself, so that both add up, and no product is cut into a GPU's tiles.
     """
     on_gpu: dict[str, float] = {}
     on_host: dict[str, float] = {}
     for each in work:
-        on_gpu[each.phase] = on_gpu.get(each.phase, 0.0) + _gpu_seconds(each, rates)
+        on_gpu[each.phase] = on_gpu.get(each.phase, 0.0) + _gpu_seconds(each, rates, tiled=not waits)
         on_host[each.phase] = on_host.get(each.phase, 0.0) + each.issues * rates.issue_seconds
     if waits:
         return {phase: seconds + on_host[phase] for phase, seconds in on_gpu.items()}
     return on_gpu if sum(on_gpu.values()) >= sum(on_host.values()) else on_host
 
 
-def _gpu_seconds(each: Work, rates: Rates) -> float:
+def _gpu_seconds(each: Work, rates: Rates, tiled: bool = True) -> float:
     if each.kind == "host":
         return 0.0
     if each.kind == "tf32":
         matmul = each.flops / (CONVOLUTION_SHARE * max(rates.matmul_half / 2, rates.matmul_fp32))
     else:
-        share = ATTENTION_SHARE if each.kind == "attention" else each.share or MATMUL_SHARE
+        share = ATTENTION_SHARE if each.kind == "attention" else (tiled and each.share) or MATMUL_SHARE
         matmul = each.flops / (share * (rates.matmul_half if each.width <= 2 else rates.matmul_fp32))
     return max(matmul, each.num_bytes / (MEMORY_SHARE * rates.memory), SMALL_KERNEL_SECONDS)
