@@ -9,7 +9,7 @@ half the weights on level 0; each runs a few steps unmeasured and a few measured
 fewer. At the end the plan's and the fastest other run again in turns, and these runs alone are compared: whoever was fast once does not
 keep its luck. One stack serves all, so that host memory is registered once.
 
-A placement is left out, and the table says so, where arithmetic (`Forecast.least_seconds`: compute alone, or the CPU's updates alone)
+A placement is left out, and the table says so, where arithmetic (the GPU's operators alone, or the CPU's updates alone)
 shows it to be slower than what was measured, or where others with the same micro-batches all were. Below the step times stands what the
 lanes did (`plan_lanes`) and what was simulated. A run that is stopped (SIGTERM) still prints the tables of what it has.
 """
@@ -49,8 +49,9 @@ from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.plan.placement import Bounds, Choice, Lacking, Plan, Prediction, Space
 from vblackwell.plan.rates import Rates
+from vblackwell.plan.work import phase_seconds
 from vblackwell.subject import of_decoder
-from vblackwell.train.forecast import Forecast, Machine, plan_of
+from vblackwell.train.forecast import Forecast, Machine, plan_of, share_at_home
 from vblackwell.train.rates import as_rates, cpu_rates, gpu_rates, group_seconds
 from vblackwell.units import GiB, parse_bytes
 
@@ -62,6 +63,7 @@ SHAPES = {
 }
 WARM, MEASURED, FEWEST = 3, 4, 2  # steps; the last is for placements that are slower than BEHIND times the best
 BEHIND = 1.3
+NEVER = 1e-15
 ROUNDS = 2  # of the plan's and the best other, at the end
 UPDATES: tuple[str | float, ...] = ("level0", 0.1, 0.2, 0.3, 0.4, 0.5, "home")
 
@@ -242,6 +244,18 @@ class Bench:
         return ["a profiler, which slows the host:", *trace_lanes.lines(reports[:9], inside)]
 
 
+def least_seconds(forecast: Forecast, choice: Choice) -> float:
+    """Of a step: the GPU's operators alone, or the CPU's updates alone. Nothing of the host's time, which is an estimate."""
+    rates = replace(forecast.machine.rates, issue_seconds=NEVER)
+    work = forecast.trace(choice.checkpointing, choice.fp4, choice.batch_size).work
+    compute = choice.accumulation_steps * sum(phase_seconds(work, rates, waits=not forecast.machine.has_gpu).values())
+    model = forecast.model(choice.checkpointing, choice.fp4)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    # Whole groups go home, maybe a little less than the share.
+    at_home = 0.0 if choice.placement == "resident" else max(0.0, share_at_home(choice) - 0.1)
+    return max(compute, at_home * trained / rates.cpu_adamw)
+
+
 def placements(bench: Bench, forecast: Forecast, plan: Plan) -> list[Row]:
     """The plan's, and others that are predicted to fit, drawn at random; all with half of their weights too."""
     fitting: list[tuple[Choice, Prediction]] = []
@@ -280,9 +294,9 @@ def measure_all(bench: Bench, rows: list[Row], least: Callable[[Choice], float] 
             bench.measure(choice, 0.0)  # compiles kernels for its shapes, and takes the host memory that it needs
         except Exception as error:  # the row says so when its turn comes
             print(f"warming up: {type(error).__name__}: {error}", flush=True)
-    slowest, best = 0.0, math.inf
+    slowest, best, trust = 0.0, math.inf, 1.0
     for number, row in enumerate(rows):
-        row.error = why_left_out(row, rows, least(row.choice), best)
+        row.error = why_left_out(row, rows, trust * least(row.choice), best)
         if not row.error and bench.left() < 1.5 * slowest:
             row.error = "no time left"
         if row.error:
@@ -292,6 +306,7 @@ def measure_all(bench: Bench, rows: list[Row], least: Callable[[Choice], float] 
             found = bench.measure(row.choice, best)
             row.step_seconds, row.reserved, row.lanes = found.step_seconds, found.reserved, found.lanes
             row.setup_seconds, best = found.setup_seconds, min(best, found.step_seconds)
+            trust = min(trust, found.step_seconds / max(least(row.choice), NEVER))  # it was faster than arithmetic says
         except Exception as error:  # a placement that fails is a row
             row.error = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         took = time.perf_counter() - began
@@ -333,8 +348,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"planned in {time.perf_counter() - bench.began:.1f} s, rates included; {len(rows)} placements", flush=True)
     signal.signal(signal.SIGTERM, _stop)
     try:
-        tokens = bench.options.sequences * bench.options.seq
-        measure_all(bench, rows, lambda choice: forecast.least_seconds(choice) * tokens)
+        measure_all(bench, rows, lambda choice: least_seconds(forecast, choice))
     except (Stopped, KeyboardInterrupt):
         print("stopped: what follows is what there is", flush=True)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

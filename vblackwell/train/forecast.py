@@ -114,7 +114,7 @@ class Forecast:
         if choice.placement == "resident":
             return compute / tokens
         cpu = (
-            max(0.0, _share_at_home(choice) - 0.1) * trained / rates.cpu_adamw
+            max(0.0, share_at_home(choice) - 0.1) * trained / rates.cpu_adamw
         )  # whole groups: a little less than the share, maybe
         return (max(compute, cpu) if self.machine.has_gpu else compute + cpu) / tokens
 
@@ -148,7 +148,7 @@ class Forecast:
     def _seconds_of(self, choice: Choice) -> Mapping[str, float]:
         streaming = 0.0
         if choice.placement == "streamed":
-            streaming = self.machine.rates.streaming_issues(len(self._groups(choice)), _share_at_home(choice))
+            streaming = self.machine.rates.streaming_issues(len(self._groups(choice)), share_at_home(choice))
         return self.seconds(choice.checkpointing, choice.fp4, choice.batch_size, streaming)
 
     def _groups(self, choice: Choice) -> list[Group]:
@@ -333,7 +333,7 @@ class Forecast:
         return choice.batch_size * self.run.seq_length * int(hidden) * width
 
 
-def _share_at_home(choice: Choice) -> float:
+def share_at_home(choice: Choice) -> float:
     """Of the updates."""
     found = {"level0": 0.0, "home": 1.0}.get(str(choice.update), choice.update)
     assert isinstance(found, float)
