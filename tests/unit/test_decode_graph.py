@@ -48,6 +48,21 @@ def test_steady_steps_are_those_of_a_growing_cache(kv_heads):
     assert steady.position_1.tolist() == [7]
 
 
+@torch.no_grad()
+def test_whoever_looks_on_sees_a_step():
+    model, prompt, token = decoder(), torch.arange(7)[None], torch.tensor([[3]])
+    logits, seen = [], []
+    for hooks in (0, 1):
+        cache = KVCache(model.config, 10)
+        model.hidden(prompt, cache)
+        modules = (model.layers[1], model.layers[0].input_layernorm, model.model.norm)[: 3 * hooks]
+        handles = [module.register_forward_hook(lambda module, args, output: seen.append(output)) for module in modules]
+        logits.append(model.next_logits(token, SteadyCache(cache, model.config)))
+        for handle in handles:
+            handle.remove()
+    assert len(seen) == 3 and torch.equal(logits[0], logits[1])
+
+
 def test_weights_of_one_input_lie_together():
     linears = [nn.Linear(6, width, bias=False) for width in (4, 2, 2)]
     before, names = [linear.weight.detach().clone() for linear in linears], [linear.weight for linear in linears]

@@ -74,7 +74,7 @@ def streamed_step(model: nn.Module, cache: Any, rows: int, steps: int) -> Callab
 class _Stretch:
     """What runs in one launch: functions from the last one's output to the next; groups that must have arrived."""
 
-    calls: list[Callable[[Any], Tensor]] = field(default_factory=list)
+    calls: list[Callable[[Any], Any]] = field(default_factory=list)
     passing: list[Group] = field(default_factory=list)
     graph: Any = None
 
@@ -132,17 +132,13 @@ class StreamedStep:
     def _cut(self, twin: Decoder) -> list[_Stretch]:
         """The model's stages, in one stretch as far as nothing passes."""
         trunk, steady = twin.model, self._steady
-        stages: list[tuple[str, Callable[[Any], Tensor]]] = [("model.embed_tokens", trunk.embed_tokens)]
-        stages += [
-            (f"{LAYER}{number}", lambda x, layer=layer: layer(x, x, x, steady))
-            for number, layer in enumerate(twin.layers)
+        stages: list[tuple[str, Callable[[Any], Any]]] = [
+            ("model.embed_tokens", lambda ids_B1: (None, trunk.embed_tokens(ids_B1)))
         ]
-
-        def head(x_B1D: Tensor) -> Tensor:
-            steady.advance()
-            return twin.lm_head(trunk.norm(x_B1D)[:, -1])
-
-        stages.append(("model.norm lm_head", head))
+        layers: Any = twin.layers
+        for number, layer in enumerate(layers):
+            stages.append((f"{LAYER}{number}", lambda pair, layer=layer: layer.step(*pair, steady)))
+        stages.append(("model.norm lm_head", lambda pair: twin.last_logits(pair[0], pair[1], steady)))
         cut = [_Stretch()]
         for names, call in stages:
             passing = [group for group in self._cycle if _owner(group) in names.split()]

@@ -8,6 +8,7 @@ bf16 ours is the nearer to the exact value.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from vblackwell.kernels.rms_norm import add_rms_norm, rms_norm
@@ -16,7 +17,7 @@ from vblackwell.nn.cache import KVCache, SteadyCache
 from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.nn.lean import lean_feed_forward, normed_later
 from vblackwell.nn.normed_input import normed
-from vblackwell.nn.plain_linear import gated_product, hooked, linears_of_one_input
+from vblackwell.nn.plain_linear import Unnormed, gated_product, hooked, linears_of_one_input
 
 
 class RMSNorm(nn.RMSNorm):
@@ -94,3 +95,27 @@ class DecoderLayer(nn.Module):
                 return y_BSD
         normed_BSD, x_BSD = self.post_attention_layernorm(attended_BSD, x_BSD)
         return x_BSD + mlp(normed_BSD, wanted)
+
+    def step(self, added_BSD: Tensor | None, x_BSD: Tensor, cache: SteadyCache) -> tuple[Tensor, Tensor]:
+        """One position a row, (B, 1, D): as `forward` with the last sum left to whoever is next, whose norm makes it on the way.
+
+        Args:
+            added_BSD: what is still to be added to ``x_BSD``; None: nothing.
+
+        Returns:
+            The same two behind this layer.
+        """
+        attention, mlp, norm = self.self_attn, self.mlp, self.input_layernorm
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        if hooked(self) or hooked(norm) or hooked(attention):  # whoever looks on expects the calls of `forward`
+            x_BSD = x_BSD if added_BSD is None else x_BSD + added_BSD
+            y_BSD = self(x_BSD, x_BSD, x_BSD, cache)
+            return torch.zeros_like(y_BSD), y_BSD
+        rows_BSD: Tensor | Unnormed
+        if added_BSD is None:
+            rows_BSD = normed(x_BSD, norm, *projections)
+        else:
+            rows_BSD, x_BSD = add_rms_norm(added_BSD, x_BSD, norm.weight, norm.epsilon)
+        attended_BSD = attention(rows_BSD, x_BSD, x_BSD, cache)  # tables are the cache's
+        normed_BSD, x_BSD = self.post_attention_layernorm(attended_BSD, x_BSD)
+        return mlp(normed_BSD), x_BSD

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError
+from vblackwell.kernels.rms_norm import add_rms_norm
 from vblackwell.nn.attention import SelfAttention, within_documents
 from vblackwell.nn.block import DecoderLayer, RMSNorm
 from vblackwell.nn.cache import KVCache, SteadyCache
@@ -27,6 +28,7 @@ from vblackwell.nn.checkpoint import checkpoint
 from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.nn.head_loss import HiddenWithTargets, takes_targets
 from vblackwell.nn.kept import Keeping, check_names
+from vblackwell.nn.plain_linear import hooked
 from vblackwell.nn.rotary import rotary_tables, rotary_tables_at
 
 IGNORED_TARGET = -100
@@ -170,11 +172,21 @@ class Decoder(nn.Module):
 
         Nothing of it asks the device, so that it may be captured in a graph and replayed.
         """
-        x_BSD = self.model.embed_tokens(input_ids_B1)
+        added_BSD, x_BSD = None, self.model.embed_tokens(input_ids_B1)
         for layer in self.layers:
-            x_BSD = layer(x_BSD, x_BSD, x_BSD, cache)  # tables are the cache's
+            added_BSD, x_BSD = layer.step(added_BSD, x_BSD, cache)  # type: ignore[operator]
+        assert added_BSD is not None, "there is a layer"
+        return self.last_logits(added_BSD, x_BSD, cache)
+
+    def last_logits(self, added_B1D: Tensor, x_B1D: Tensor, cache: SteadyCache) -> Tensor:
+        """Logits (B, V) of what the last layer's `DecoderLayer.step` gave."""
         cache.advance()
-        return self.lm_head(self.model.norm(x_BSD)[:, -1])
+        norm = self.model.norm
+        if hooked(norm):
+            normed_B1D = norm(x_B1D + added_B1D)
+        else:
+            normed_B1D, _ = add_rms_norm(added_B1D, x_B1D, norm.weight, norm.epsilon)
+        return self.lm_head(normed_B1D[:, -1])
 
     def _loss(self, hidden_TD: Tensor, targets_T: Tensor) -> Tensor:
         if hidden_TD.is_cuda and takes_targets(self.lm_head):
