@@ -100,7 +100,9 @@ def test_first_sigint_writes_a_checkpoint_and_exits_130(place):
 
 def test_second_sigint_leaves_at_once(place):
     words = words_of(place, "twice")
-    words[words.index("--batch-size") + 1] = "512"  # the first signal waits for a micro-batch, the second for one operator
+    words[words.index("--batch-size") + 1] = (
+        "512"  # the first signal waits for a micro-batch, the second for one operator
+    )
     child = place.start(*words)
     wait_until(child, lambda: (place.folder / "twice/settings.json").exists())
     child.signal(signal.SIGINT)
