@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from vblackwell.offload.streamed import Wishes
 from vblackwell.offload.timing import streamed_times
 from vblackwell.plan.gpus import find_gpu, known_as
 from vblackwell.plan.rates import Rates, assumed_rates
+from vblackwell.train import host_rates
 from vblackwell.train import rates as measuring
 from vblackwell.train.measured_rates import keep, rates_of
 from vblackwell.units import GiB, MiB
@@ -65,10 +67,10 @@ def test_doctors_numbers_become_rates():
         {
             "host_to_gpu_gbps": 55.0, "gpu_to_host_gbps": 54.0, "both_ways_gbps": 49.6, "memory_gbps": 4270.0, "matmul_half_tflops": 779.0,
             "matmul_fp32_tflops": 50.0, "adamw_gparams": 100.0, "cpu_adamw_beside_copies_gparams": 1.9, "issue_us": 6.0,
-            "streamed_group_us": 1800.0, "streamed_home_group_us": 600.0,
+            "streamed_group_us": 1800.0, "streamed_home_group_us": 600.0, "issue_beside_updates_us": 9.0, "issue_of_loop_us": 1.5,
         }
     )  # fmt: skip
-    streaming = {"group_issues": 300.0, "home_group_issues": 100.0}
+    streaming = {"group_issues": 300.0, "home_group_issues": 100.0, "busy_issues": 1.5, "loop_issues": 0.25}
     assert found == replace(MEASURED, down=54e9, issue_seconds=6e-6, source=found.source, **streaming)
     assert found.streaming_issues(10, 0.0) == 3000 and found.streaming_issues(10, 0.25) == 2500
 
@@ -81,6 +83,25 @@ def test_a_streamed_group_takes_the_host_a_while(monkeypatch):
 
 def test_issuing_an_operator_takes_microseconds():
     assert 1e-7 < measuring.issue_seconds(torch.device("cpu")) < 1e-2
+    assert 1e-7 < measuring.loop_seconds(torch.device("cpu")) < 1e-2
+
+
+def test_updates_run_beside_a_block_and_end_with_it(monkeypatch):
+    monkeypatch.setattr(host_rates, "UPDATED", 1 << 16)
+    began, updates = threading.active_count(), []
+    monkeypatch.setattr(host_rates.MasterLoop, "run", lambda loop: updates.append(loop))
+    with host_rates.updating():
+        assert updates, "the first is over when the block begins"
+        names = [thread.name for thread in threading.enumerate()]
+        assert "updates-beside" in names
+    assert threading.active_count() == began
+
+    def failing(loop: object) -> None:
+        raise ValueError("no")
+
+    monkeypatch.setattr(host_rates.MasterLoop, "run", failing)
+    with pytest.raises(RuntimeError, match="beside the measurement failed"), host_rates.updating():
+        pass
 
 
 def test_a_streamed_step_of_a_decoder_on_meta():

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 from vblackwell.plan.gpus import find_gpu
 from vblackwell.plan.rates import assumed_rates
 from vblackwell.plan.tiles import tiled_share
-from vblackwell.plan.work import KERNEL, MANY, ONE_OF_MANY, phase_seconds, work_of
+from vblackwell.plan.work import KERNEL, MANY, ONE_OF_MANY, Work, beside_updates, host_seconds, phase_seconds, work_of
 
 OPS = torch.ops.aten
 
@@ -68,3 +68,19 @@ def test_products_of_fp32_go_by_their_tiles():
     assert half == pytest.approx(2 * whole)
     here = [phase_seconds([replace(product, share=share)], rates, waits=True) for share in (0.5, 1.0)]
     assert here[0] == here[1]  # a CPU has no such tiles
+
+
+def test_the_host_is_slower_for_the_part_of_a_step_in_which_the_cpu_updates():
+    assert beside_updates(1.0, 0.0, 2.0) == beside_updates(1.0, 9.0, 1.0) == beside_updates(0.0, 1.0, 2.0) == 1.0
+    assert beside_updates(1.0, 9.0, 2.0) == 2.0  # all the time
+    # Half a second of updates leaves a quarter of a second's work undone.
+    assert beside_updates(1.0, 0.5, 2.0) == pytest.approx(1.25)
+
+
+def test_an_optimizers_loop_has_a_rate_of_its_own():
+    rates = replace(assumed_rates(find_gpu("H200")), issue_seconds=1e-5, loop_issues=0.25)
+    one, many, forward = (
+        Work("optimizer", 0.0, 4, 4), Work("optimizer", 0.0, 4, 4, issues=7.0), Work("forward", 0.0, 4, 4)
+    )  # fmt: skip
+    assert host_seconds(one, rates) == pytest.approx(0.25 * host_seconds(forward, rates))
+    assert host_seconds(many, rates) == pytest.approx(7e-5)  # a foreach operator is no loop

@@ -164,6 +164,22 @@ def test_a_disk_is_told_the_bytes_that_a_real_run_moves(tmp_path, precision, mic
     assert found[1].disk_written == told[1]
 
 
+def test_updates_on_the_cpu_slow_a_step_that_waits_for_the_host(small):
+    def seconds(update: str, **rates) -> float:
+        other = Forecast(small.run, replace(small.machine, rates=replace(H200, issue_seconds=1e-3, **rates)))
+        other.trace = small.trace
+        found = other.predict(choice(update=update))
+        assert not isinstance(found, Lacking)
+        return found[1].step_seconds
+
+    assert seconds("level0", busy_issues=2.0) == seconds("level0")
+    # The CPU updates all 33 M parameters in 66 ms at the rate below: for half of that the host stands still.
+    slow = {"cpu_adamw": 5e8}
+    parameters = sum(p.numel() for p in small.model(True, False).parameters())
+    more = seconds("home", busy_issues=2.0, **slow) - seconds("home", **slow)
+    assert more == pytest.approx(0.5 * parameters / 5e8, rel=0.1)
+
+
 def test_eight_bit_states_take_a_quarter(small):
     exact, packed = small.predict(choice()), small.predict(choice(states="8bit"))
     assert not isinstance(exact, Lacking) and not isinstance(packed, Lacking)

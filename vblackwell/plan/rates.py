@@ -33,6 +33,8 @@ class Rates:
         issue_seconds: what the host takes to issue one operator.
         group_issues, home_group_issues: what it does for a layer group that streams, forward, backward and update, in operators; where the
             group is updated on level 0, and at home.
+        busy_issues: how many times `issue_seconds` one operator takes while the CPU updates; 1 where that was not measured.
+        loop_issues: how many times it one takes in an optimizer's loop over its parameters; 1 where that was not measured.
         disk_read, disk_write: bytes/s of the disk level's disk.
         source: where the numbers are from, for people.
     """
@@ -51,6 +53,8 @@ class Rates:
     disk_write: float = DISK_BYTES_PER_SECOND
     group_issues: float = GROUP_ISSUES
     home_group_issues: float = GROUP_ISSUES
+    busy_issues: float = 1.0
+    loop_issues: float = 1.0
 
     def as_dict(self) -> dict[str, Any]:
         """The fields by name."""

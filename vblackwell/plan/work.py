@@ -29,6 +29,7 @@ CONVOLUTION_SHARE = 0.5
 KERNEL, VIEW, OWN_KERNEL = 0.6, 0.3, 5.0  # our own go through torch.library and Triton's launcher, in Python
 MANY, ONE_OF_MANY = 1.0, 0.06  # a foreach or fused operator, and each of its tensors
 ON_HOST = 0.3  # an operator on a tensor in host memory: a counter of an optimizer
+LOOP = 9 * KERNEL + ON_HOST  # of AdamW's loop, a parameter
 STREAMED_FORWARD = (
     0.25  # of what the offload runtime does for a group: loads alone; gradients and updates come with the backward
 )
@@ -207,10 +208,29 @@ def phase_seconds(work: Iterable[Work], rates: Rates, waits: bool = False) -> di
     on_host: dict[str, float] = {}
     for each in work:
         on_gpu[each.phase] = on_gpu.get(each.phase, 0.0) + _gpu_seconds(each, rates, tiled=not waits)
-        on_host[each.phase] = on_host.get(each.phase, 0.0) + each.issues * rates.issue_seconds
+        on_host[each.phase] = on_host.get(each.phase, 0.0) + host_seconds(each, rates)
     if waits:
         return {phase: seconds + on_host[phase] for phase, seconds in on_gpu.items()}
     return on_gpu if sum(on_gpu.values()) >= sum(on_host.values()) else on_host
+
+
+def host_seconds(each: Work, rates: Rates) -> float:
+    """What the host takes for ``each``. An optimizer's loop over its parameters has neither autograd nor modules around its operators."""
+    in_loop = each.phase == "optimizer" and each.issues <= KERNEL
+    return each.issues * rates.issue_seconds * (rates.loop_issues if in_loop else 1.0)
+
+
+def beside_updates(host: float, updates: float, slower: float) -> float:
+    """How many times as long the host takes in a step, if the CPU updates for ``updates`` seconds of it.
+
+    While it does, the host gets on at ``1 / slower`` of its speed: a step T has T - updates + updates / slower = host.
+
+    Args:
+        host: seconds of a step, alone. updates: seconds of the CPU's updates. slower: `Rates.busy_issues`.
+    """
+    if host <= 0 or slower <= 1:
+        return 1.0
+    return min(slower, 1 + updates * (1 - 1 / slower) / host)
 
 
 def _gpu_seconds(each: Work, rates: Rates, tiled: bool = True) -> float:

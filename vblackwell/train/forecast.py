@@ -31,7 +31,7 @@ from vblackwell.plan.lanes import LaneRates, LaneTimes, disk_hidden_from, simula
 from vblackwell.plan.placement import Bounds, Choice, Lacking, Plan, Prediction, Space, make_plan
 from vblackwell.plan.rates import Rates
 from vblackwell.plan.trace import Trace, trace_training
-from vblackwell.plan.work import phase_seconds, streaming_work
+from vblackwell.plan.work import beside_updates, host_seconds, phase_seconds, streaming_work
 from vblackwell.train.model import fuse
 from vblackwell.units import MiB, align_up
 
@@ -98,10 +98,18 @@ class Forecast:
         with plain_batches():
             return trace_training(model, batch, run.subject.loss, None, capability=run.capability)
 
-    def _seconds(self, checkpointing: bool, fp4: bool, batch_size: int, streaming: float) -> Mapping[str, float]:
+    def _seconds(
+        self, checkpointing: bool, fp4: bool, batch_size: int, streaming: float, updates: float = 0.0
+    ) -> Mapping[str, float]:
+        """Of a micro-batch's phases, beside which the CPU updates for ``updates`` seconds."""
         work = self.trace(checkpointing, fp4, batch_size).work
         work = (*work, *streaming_work(streaming))
-        return phase_seconds(work, self.machine.rates, waits=not self.machine.has_gpu)
+        rates, waits = self.machine.rates, not self.machine.has_gpu
+        if updates and not waits:
+            alone = sum(host_seconds(each, rates) for each in work)
+            slower = beside_updates(alone, updates, rates.busy_issues)
+            rates = replace(rates, issue_seconds=rates.issue_seconds * slower)
+        return phase_seconds(work, rates, waits=waits)
 
     # -- one choice --------------------------------------------------------------------------------------------------
 
@@ -146,10 +154,13 @@ class Forecast:
         return self.trace(choice.checkpointing, choice.fp4, choice.batch_size)
 
     def _seconds_of(self, choice: Choice) -> Mapping[str, float]:
-        streaming = 0.0
+        streaming = updates = 0.0
         if choice.placement == "streamed":
-            streaming = self.machine.rates.streaming_issues(len(self._groups(choice)), share_at_home(choice))
-        return self.seconds(choice.checkpointing, choice.fp4, choice.batch_size, streaming)
+            rates, groups = self.machine.rates, self._groups(choice)
+            streaming = rates.streaming_issues(len(groups), share_at_home(choice))
+            trained = sum(num_elements(group) for group in groups if group.trainable())
+            updates = share_at_home(choice) * trained / rates.cpu_adamw / choice.accumulation_steps
+        return self.seconds(choice.checkpointing, choice.fp4, choice.batch_size, streaming, updates)
 
     def _groups(self, choice: Choice) -> list[Group]:
         return self.groups(choice.checkpointing, choice.fp4, choice.states)

@@ -19,6 +19,8 @@ from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.update_rates import duplex_rate, rates_together
 from vblackwell.plan.rates import GROUP_ISSUES, Rates
+from vblackwell.plan.work import LOOP
+from vblackwell.train.host_rates import LOOP_PARAMETERS, looping_optimizer, updating
 from vblackwell.units import MiB
 
 COPY_BYTES, QUICK_COPY_BYTES = 256 * MiB, 32 * MiB
@@ -120,10 +122,15 @@ def gpu_rates(device: torch.device) -> dict[str, float]:
     for name, dtype, size in (("half", half, 8192), ("fp32", torch.float32, 4096)):
         a = torch.randn(size, size, device=device, dtype=dtype)
         found[f"matmul_{name}_tflops"] = 2 * size**3 / seconds_of(lambda a=a: a @ a, finish) / 1e12
+    issue = issue_seconds(device)
+    with updating():
+        busy = issue_seconds(device)
     return found | {
         "adamw_gparams": adamw_gparams(device),
         "cpu_adamw_beside_copies_gparams": rates_together(device)[1] / 1e9,
-        "issue_us": issue_seconds(device) * 1e6,
+        "issue_us": issue * 1e6,
+        "issue_beside_updates_us": busy * 1e6,
+        "issue_of_loop_us": loop_seconds(device) * 1e6,
         "streamed_group_us": group_seconds(device) * 1e6,
         "streamed_home_group_us": group_seconds(device, "home") * 1e6,
     }
@@ -142,6 +149,11 @@ def issue_seconds(device: torch.device) -> float:
         layers.zero_grad(set_to_none=True)
 
     return seconds_of(step, _finish(device), STEPS_ISSUED) / (ISSUED_LAYERS * OPERATORS_OF_A_LAYER)
+
+
+def loop_seconds(device: torch.device) -> float:
+    """What the host takes for an operator of an optimizer's loop over its parameters, in the same unit as `issue_seconds`."""
+    return seconds_of(looping_optimizer(device), _finish(device), STEPS_ISSUED) / (LOOP_PARAMETERS * LOOP)
 
 
 def group_seconds(device: torch.device, update: str = "level0", passes: int = 1) -> float:
@@ -226,6 +238,8 @@ def as_rates(gpu: dict[str, float], disk: dict[str, Any] | None = None) -> Rates
         issue_seconds=gpu["issue_us"] / 1e6,
         group_issues=_issues(gpu, "streamed_group_us"),
         home_group_issues=_issues(gpu, "streamed_home_group_us"),
+        busy_issues=max(1.0, gpu.get("issue_beside_updates_us", gpu["issue_us"]) / gpu["issue_us"]),
+        loop_issues=gpu.get("issue_of_loop_us", gpu["issue_us"]) / gpu["issue_us"],
         source="measured here by vb doctor",
         **of_disk,
     )

@@ -1,0 +1,73 @@
+"""The host's time beside other work: operators that are issued while the CPU updates, and those of an optimizer's loop.
+
+While AdamW at home keeps nearly every core busy, the threads that launch the model's kernels share cores, caches and memory with it, and
+each operator takes longer. An optimizer that goes through its parameters one by one issues operators without autograd and modules around
+them, which take less than a model's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from vblackwell.offload.update_loop import MasterLoop
+
+UPDATED = 1 << 24  # parameters: their states are 256 MiB, more than caches hold
+LOOP_PARAMETERS, LOOP_WIDTH = 64, 64
+
+
+@contextmanager
+def updating() -> Any:
+    """AdamW at home runs with the runtime's own threads, again and again, until the block ends.
+
+    Raises:
+        RuntimeError: an update failed, and what was measured was not beside one.
+    """
+    update, enough, first = _an_update(), threading.Event(), threading.Event()
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            while not enough.is_set():
+                update()
+                first.set()
+        except BaseException as error:
+            errors.append(error)
+            first.set()
+
+    thread = threading.Thread(target=run, name="updates-beside", daemon=True)
+    thread.start()
+    first.wait()  # the first makes threads, and touches the memory
+    try:
+        yield
+    finally:
+        enough.set()
+        thread.join()
+        if errors:
+            raise RuntimeError("an update beside the measurement failed") from errors[0]
+
+
+def _an_update() -> Callable[[], None]:
+    """AdamW of `UPDATED` parameters in fp32 whose compute weights are bf16."""
+    master, exp_avg, exp_avg_sq = (torch.zeros(UPDATED) for _ in range(3))
+    weight, step, loop = torch.zeros(UPDATED, dtype=torch.bfloat16), torch.zeros(()), MasterLoop()
+    numbers = {"lr": 0.0, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0}
+
+    def update() -> None:
+        step.add_(1)
+        loop.add(master, weight, weight, exp_avg, exp_avg_sq, step, None, **numbers)
+        loop.run()
+
+    return update
+
+
+def looping_optimizer(device: torch.device) -> Callable[[], Any]:
+    """A step of torch's AdamW that goes through `LOOP_PARAMETERS` small parameters one by one."""
+    params = [torch.nn.Parameter(torch.zeros(LOOP_WIDTH, LOOP_WIDTH, device=device)) for _ in range(LOOP_PARAMETERS)]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    return torch.optim.AdamW(params, foreach=False).step
