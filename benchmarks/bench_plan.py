@@ -22,7 +22,6 @@ import math
 import os
 import random
 import signal
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -39,7 +38,7 @@ if "PYTORCH_ALLOC_CONF" not in os.environ:
 import torch
 from offload_case import Shape
 from offload_loop import Feed
-from plan_lanes import Lanes, Marks, Sampler
+from plan_lanes import Lanes, Marks, Sampler, loop_seconds
 from plan_report import Measured, Row, report, why_left_out
 
 from vblackwell import VGPUAdamW, create_vgpu_stack, enable_vgpu_stack_optimization, offload_of
@@ -61,10 +60,15 @@ SHAPES = {
     "0.44B": Shape(1536, 4096, 12, 12),
     "0.7B": Shape(2048, 5632, 11, 16),
 }
-WARM, MEASURED, FEWEST = 3, 4, 2  # steps; the last is for placements that are slower than BEHIND times the best
+WARM, MEASURED, FINAL, FEWEST = (
+    3,
+    4,
+    8,
+    2,
+)  # steps; final ones are of the last two, and the last number is for placements that are slower than BEHIND times the best
 BEHIND = 1.3
 NEVER = 1e-15
-ROUNDS = 2  # of the plan's and the best other, at the end
+ROUNDS = 3  # of the plan's and the best other, at the end
 UPDATES: tuple[str | float, ...] = ("level0", 0.1, 0.2, 0.3, 0.4, 0.5, "home")
 
 
@@ -105,11 +109,12 @@ class Bench:
             torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), self.device)
         host = min(int(0.5 * memory_facts().available_bytes), 32 * GiB)
         self.machine = Machine(Bounds(cap, host), self.rates, self.cuda, undo=False, may_clip=False)
+        self.left_behind = 0  # bytes reserved before a placement begins
         self.stack = create_vgpu_stack(cap, host, 0, device=self.device)
         generator = torch.Generator().manual_seed(options.seed)
         self.noise = torch.empty(shape.vocab_size * shape.hidden_size).normal_(0, 0.02, generator=generator)
         tokens = torch.randint(0, shape.vocab_size, (1, options.sequences, options.seq), generator=generator)
-        self.tokens = tokens.expand(WARM + MEASURED, -1, -1).contiguous()
+        self.tokens = tokens.expand(WARM + FINAL, -1, -1).contiguous()
 
     def run(self) -> Run:
         capability = torch.cuda.get_device_capability(self.device) if self.cuda else (8, 0)
@@ -125,16 +130,16 @@ class Bench:
     def left(self) -> float:
         return self.options.limit - (time.perf_counter() - self.began)
 
-    def measure(self, choice: Choice, best: float = math.inf) -> Measured:
-        """What came of a few steps of ``choice``; fewer where it is far behind ``best`` seconds a step."""
-        began = time.perf_counter()
+    def measure(self, choice: Choice, best: float = math.inf, steps: int = MEASURED) -> Measured:
+        """What came of ``steps`` steps of ``choice``; of fewer where it is far behind ``best`` seconds a step."""
+        began, before = time.perf_counter(), loop_seconds()
         with self.placed(choice) as model:
             set_up = time.perf_counter() - began
-            seconds, lanes = self._train(model, choice, best)
+            seconds, lanes = self._train(model, choice, best, steps)
             offload_of(model).finish()  # pyright: ignore[reportOptionalMemberAccess]
             # 0 without a GPU: an arena counts from its start, not from here.
             reserved = torch.cuda.max_memory_reserved(self.device) if self.cuda else 0
-            return Measured(seconds, reserved, lanes, set_up)
+            return Measured(seconds, reserved, lanes | {"core": before}, set_up, self.left_behind)
 
     @contextmanager
     def placed(self, choice: Choice) -> Iterator[Any]:
@@ -150,9 +155,13 @@ class Bench:
                 "update": choice.update, "activations": choice.activations, "weight_bytes": choice.weight_bytes,
                 "resident_bytes": choice.resident_bytes,
             }  # fmt: skip
+        # What the last placement's model and engine hold of each other goes now: they were still in use where that ended.
+        gc.collect()
         if self.cuda:
+            torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
+            self.left_behind = torch.cuda.memory_reserved(self.device)
         enable_vgpu_stack_optimization(model, self.stack, compute_dtype=self.dtype, initialize=self._fill, **placing)
         engine = offload_of(model)
         assert engine is not None, "the model was just put into a stack"
@@ -171,12 +180,12 @@ class Bench:
         else:
             tensor.copy_(self.noise[: tensor.numel()].view(tensor.shape))
 
-    def _train(self, model: Any, choice: Choice, best: float) -> tuple[float, dict[str, float]]:
-        """Median seconds of a measured step, and what the lanes did in one."""
+    def _train(self, model: Any, choice: Choice, best: float, steps: int) -> tuple[list[float], dict[str, float]]:
+        """Seconds of each measured step, and what the lanes did in one."""
         step, marks = self.step_of(model, choice), Marks(self.device)
         marks.mark()
         lanes, measured = Lanes(self.stack), 0
-        for number, ids_BS in enumerate(Feed(self.tokens, self.device)):
+        for number, ids_BS in enumerate(Feed(self.tokens[: WARM + steps], self.device)):
             if number == WARM:
                 lanes = Lanes(self.stack)
             step(ids_BS)
@@ -189,7 +198,7 @@ class Bench:
         offload_of(model).finish()  # pyright: ignore[reportOptionalMemberAccess]
         if self.cuda:
             torch.cuda.synchronize(self.device)
-        return statistics.median(marks.interval(index) for index in range(WARM, len(marks) - 1)), found
+        return [marks.interval(index) for index in range(WARM, len(marks) - 1)], found
 
     def step_of(self, model: Any, choice: Choice) -> Callable[[torch.Tensor], None]:
         """One step of ``model`` on tokens (B, S)."""
@@ -305,7 +314,8 @@ def measure_all(bench: Bench, rows: list[Row], least: Callable[[Choice], float] 
         try:
             found = bench.measure(row.choice, best)
             row.step_seconds, row.reserved, row.lanes = found.step_seconds, found.reserved, found.lanes
-            row.setup_seconds, best = found.setup_seconds, min(best, found.step_seconds)
+            row.setup_seconds, row.left_behind = found.setup_seconds, found.left_behind
+            best = min(best, found.step_seconds)
             trust = min(trust, found.step_seconds / max(least(row.choice), NEVER))  # it was faster than arithmetic says
         except Exception as error:  # a placement that fails is a row
             row.error = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
@@ -324,9 +334,13 @@ def measure_again(bench: Bench, rows: list[Row]) -> None:
     if plan is None or not others:
         return
     best = min(others, key=lambda row: row.step_seconds or 0.0)
+    print("again, and ms a step of threads, ms of a loop in Python before, threads of the process:")
     for row in (plan, best) * ROUNDS:
-        row.again.append(bench.measure(row.choice).step_seconds)
-        print(f"again     {row.again[-1]:.4f} s {row.choice}", flush=True)
+        found = bench.measure(row.choice, steps=FINAL)
+        row.again += found.seconds
+        host = " ".join(f"{name} {1e3 * found.lanes[name]:.0f}" for name in ("main", "backward", "others", "core"))
+        count = sum(1 for _ in Path("/proc/self/task").glob("*"))
+        print(f"again     {found.step_seconds:.4f} s ({host}, {count} threads) {row.choice}", flush=True)
 
 
 def host_lines(bench: Bench) -> list[str]:

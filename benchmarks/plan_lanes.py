@@ -1,14 +1,16 @@
 """What the lanes did while a placement was measured: links and waits as the stack counts them, threads as the system does.
 
 `vblackwell.plan.lanes` predicts how long each lane works in a step. Beside that stand here seconds a step of each direction of the link, of
-the computing stream's waits for weights, and of the CPU time of the thread that runs the model, of autograd's, and of all others. Where
-the first two together take nearly a step, the step waits for the host.
+the computing stream's waits for weights, and of the CPU time of the thread that runs the model, of autograd's, and of all others. Where the
+model's two threads together take nearly a step, the step waits for the host. The same loop in Python before each (`loop_seconds`) tells
+a machine that became slower from a placement that is.
 """
 
 from __future__ import annotations
 
 import collections
 import os
+import statistics
 import sys
 import threading
 import time
@@ -19,6 +21,8 @@ from typing import Any
 import torch
 
 LANES = ("up", "down", "stall", "main", "backward", "others")
+CORE = "core"  # what `loop_seconds` said before
+LOOPED, LOOPS = 40_000, 5
 AUTOGRAD = "pt_autograd"  # how torch calls the threads of its backward
 SAMPLE_SECONDS = 0.002
 
@@ -92,15 +96,25 @@ def thread_seconds(tasks: Path = Path("/proc/self/task")) -> dict[str, float]:
     return found
 
 
+def loop_seconds() -> float:
+    """Of the same loop in Python: how fast a core is just now, whatever the runtime does; the median of `LOOPS`."""
+    found = []
+    for _ in range(LOOPS):
+        began = time.perf_counter()
+        sum(number & 7 for number in range(LOOPED))
+        found.append(time.perf_counter() - began)
+    return statistics.median(found)
+
+
 def table_head() -> str:
     """Of `table_line`."""
-    return "".join(f"{name:>9}" for name in (*LANES, "| gpu", "up", "down", "cpu"))
+    return "".join(f"{name:>9}" for name in (*LANES, CORE, "| gpu", "up", "down", "cpu"))
 
 
 def table_line(measured: Mapping[str, float], busy: Mapping[str, float], step_seconds: float) -> str:
     """Milliseconds a step: measured, then simulated (shares ``busy`` of a predicted step)."""
     simulated = [f"{1e3 * busy.get(lane, 0.0) * step_seconds:>9.0f}" for lane in ("gpu", "up", "down", "cpu")]
-    return "".join(f"{1e3 * measured.get(lane, 0.0):>9.0f}" for lane in LANES) + "".join(simulated)
+    return "".join(f"{1e3 * measured.get(lane, 0.0):>9.0f}" for lane in (*LANES, CORE)) + "".join(simulated)
 
 
 class Sampler:

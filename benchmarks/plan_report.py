@@ -17,17 +17,23 @@ CERTAINLY, ALIKE, ALIKE_BEHIND = 1.25, 4, 1.5
 
 @dataclass(frozen=True)
 class Measured:
-    """Median seconds of a step, bytes reserved at the peak, what the lanes did in a step, and seconds until the first step."""
+    """Seconds of each step, bytes reserved at the peak, what the lanes did in a step, seconds until the first, bytes reserved before."""
 
-    step_seconds: float
+    seconds: list[float]
     reserved: int
     lanes: dict[str, float]
     setup_seconds: float
+    left_behind: int
+
+    @property
+    def step_seconds(self) -> float:
+        """The median."""
+        return statistics.median(self.seconds)
 
 
 @dataclass
 class Row:
-    """One placement: predicted and measured. ``error``: why it was not. ``again``: seconds in the rounds at the end."""
+    """One placement: predicted and measured. ``error``: why it was not. ``again``: seconds of each step in the rounds at the end."""
 
     choice: Choice
     prediction: Prediction
@@ -37,6 +43,7 @@ class Row:
     is_plan: bool = False
     lanes: dict[str, float] = field(default_factory=dict)
     setup_seconds: float = 0.0
+    left_behind: int = 0
     again: list[float] = field(default_factory=list)
 
     @property
@@ -72,9 +79,13 @@ def report(rows: list[Row]) -> list[str]:
             f"{row.reserved / GiB:>9.3f}G{row.prediction.gpu_p99 / GiB:>9.3f}G{' !' if over else '  '}{row.choice}"
             + (f", {format_bytes(row.choice.weight_bytes)} of weights" if row.choice.weight_bytes else "")
         )
-    lines += ["ms a step, in the same order: measured, and behind the bar simulated", table_head() + "    setup s"]
     lines += [
-        table_line(row.lanes, row.prediction.busy, row.prediction.step_seconds) + f"{row.setup_seconds:>11.1f}"
+        "ms a step, in the same order: measured, and behind the bar simulated",
+        table_head() + "    setup s   left MB",
+    ]
+    lines += [
+        table_line(row.lanes, row.prediction.busy, row.prediction.step_seconds)
+        + f"{row.setup_seconds:>11.1f}{row.left_behind / 1e6:>10.0f}"
         for row in measured
     ]
     lines += [f"  {'' if row.left_out else 'failed: '}{row.choice}: {row.error}" for row in rows if row.error]
