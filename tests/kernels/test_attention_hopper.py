@@ -10,10 +10,10 @@ import torch
 
 from tests.kernels.attention_oracle import inputs, plain, relative
 from tests.kernels.fused_oracle import poisoned
-from tests.kernels.test_attention_gpu import FLOOR, mask_of
+from tests.kernels.test_attention_gpu import FLOOR, compare, mask_of
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.attention import bounds, flash_attention
-from vblackwell.kernels.attention_plan import SPECIALIZED, padded_head
+from vblackwell.kernels.attention_plan import SPECIALIZED, SPECIALIZED_BY_DEFAULT, padded_head
 from vblackwell.kernels.attention_reference import visible_ST
 
 pytestmark = [
@@ -22,6 +22,12 @@ pytestmark = [
         torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
     ),
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def backward_thread() -> None:
+    """Binds the context to autograd's thread, as in test_attention_gpu.py."""
+    torch.ones(1, device="cuda", requires_grad=True).exp().backward()
 
 
 def check(shape, dtype=torch.bfloat16, *, mask=None, causal=False, bottom_right=False, window=None) -> None:
@@ -63,30 +69,11 @@ def exact_lse(q, k, mask, left, right, bottom_right) -> torch.Tensor:
     return torch.where(lse == float("-inf"), float("inf"), lse)
 
 
-# Lengths of one tile and less, cut in the last tile, and even ones; what a kernel is told of lengths is the same for all.
-LENGTHS = ((1, 1), (17, 129), (129, 63), (384, 512), (1000, 1000))
+# In the order of what they tell, because a run may be cut short. To compile a kernel takes seconds: what a test asks of one kind of
+# mask, bound and head width is one kernel, or two where lengths end inside a tile and at its end.
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "bottom_right": True}], ids=str)
-@pytest.mark.parametrize("head", [64, 128])
-def test_lengths(head, options):
-    for queries, keys in LENGTHS:
-        check((2, 4, 2, queries, keys, head), **options)
-
-
-@pytest.mark.parametrize(("head", "dtype"), [(32, torch.bfloat16), (96, torch.float16), (256, torch.bfloat16)], ids=str)
-def test_heads(head, dtype):
-    check((1, 3, 1, 257, 257, head), dtype, causal=True)
-
-
-@pytest.mark.parametrize("options", [{"causal": True, "window": 100}, {"window": 300}], ids=str)
-def test_windows(options):
-    for queries, keys in ((1000, 1000), (300, 1000), (129, 63)):
-        check((1, 4, 2, queries, keys, 128), **options)
-    check((1, 4, 2, 300, 1000, 128), **options, bottom_right=True)
-
-
-@pytest.mark.parametrize("head", [64, 128])
+@pytest.mark.parametrize("head", [128, 64])
 @pytest.mark.parametrize("kind", ["boolean", "additive"])
 def test_masks(kind, head):
     """Lines with whole tiles, with others, with both and with none; rows that see nothing; masks broadcast and not."""
@@ -99,6 +86,43 @@ def test_masks(kind, head):
             check((2, 4, 2, queries, keys, head), mask=mask)
 
 
+# Lengths of one tile and less, cut in the last tile, and even ones; what a kernel is told of lengths is the same for all.
+LENGTHS = ((1, 1), (17, 129), (129, 63), (384, 512), (1000, 1000))
+
+
+@pytest.mark.parametrize("head", [128, 64])
+@pytest.mark.parametrize("causal", [True, False])
+def test_lengths(causal, head):
+    for queries, keys in LENGTHS:
+        check((2, 4, 2, queries, keys, head), causal=causal)
+        if causal:
+            check((2, 4, 2, queries, keys, head), causal=True, bottom_right=True)
+
+
+@pytest.mark.parametrize("kind", ["none", "boolean", "additive"])
+def test_gradients_by_default(kind):
+    """Forward as it is chosen, which is this one if it is on, and a backward that takes its log-sum-exps."""
+    from vblackwell.kernels import attention_launch
+
+    shape = (2, 4, 4, 512, 512, 128)
+    mask = None if kind == "none" else mask_of(kind, 1, 4, 512, 512)
+    if (kind, 128) in SPECIALIZED_BY_DEFAULT:
+        tensors = inputs(*shape, dtype=torch.bfloat16)
+        usual = flash_attention(*tensors, mask=mask, causal=mask is None)
+        with attention_launch.use_plans(forward=SPECIALIZED[128]):
+            assert torch.equal(flash_attention(*tensors, mask=mask, causal=mask is None), usual)
+    options: dict[str, Any] = {"causal": True} if mask is None else {"mask": mask}
+    # Saying ``bottom_right`` has ours compared with attention written out, which gives zeros where a row sees nothing.
+    compare(shape, **options, bottom_right=False)
+
+
+@pytest.mark.parametrize("options", [{"causal": True, "window": 100}, {"window": 300}], ids=str)
+def test_windows(options):
+    for queries, keys in ((1000, 1000), (300, 1000), (129, 63)):
+        check((1, 4, 2, queries, keys, 128), **options)
+    check((1, 4, 2, 300, 1000, 128), **options, bottom_right=True)
+
+
 @pytest.mark.parametrize("shape", [(2, 1, 1, 520), (2, 4, 1000, 1)], ids=str)
 def test_boolean_masks_broadcast_in_a_tile(shape):
     check((2, 4, 2, 1000, 520, 128), mask=mask_of("boolean", *shape))
@@ -109,6 +133,11 @@ def test_masks_with_bounds(kind):
     mask = mask_of(kind, 1, 4, 1000, 520)
     check((2, 4, 2, 1000, 520, 128), mask=mask, causal=True, bottom_right=True)
     check((2, 4, 2, 1000, 520, 128), mask=mask, window=300)
+
+
+@pytest.mark.parametrize(("head", "dtype"), [(32, torch.bfloat16), (96, torch.float16), (256, torch.bfloat16)], ids=str)
+def test_heads(head, dtype):
+    check((1, 3, 1, 257, 257, head), dtype, causal=True)
 
 
 def test_what_it_does_not_compute_is_refused():

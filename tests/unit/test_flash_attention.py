@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.kernels import attention_plan
 from vblackwell.nn import attention_backends as dispatcher
 from vblackwell.nn import attention_times
 from vblackwell.nn.attention_backends import AttentionRequest, attention, attention_backends, choose_attention
@@ -260,3 +261,16 @@ def test_sizes_may_be_symbols():
         lambda x: attention(x, x, x, causal=True)[0], fullgraph=True, dynamic=True, backend="eager"
     )
     torch.testing.assert_close(compiled(q), attention(q, q, q, causal=True)[0])
+
+
+@pytest.mark.parametrize("kind", ["none", "boolean", "additive"])
+def test_hoppers_own_forward_runs_on_hopper_alone(kind):
+    for head, width in ((32, 64), (64, 64), (80, 128), (128, 128)):
+        wanted = (kind, width) in attention_plan.SPECIALIZED_BY_DEFAULT
+        expected = attention_plan.SPECIALIZED[width] if wanted else None
+        assert attention_plan.specialized_plan(head, 2, (9, 0), kind) == expected
+        for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
+            assert attention_plan.specialized_plan(head, 2, capability, kind) is None
+    assert attention_plan.specialized_plan(128, 4, (9, 0), kind) is None
+    assert attention_plan.specialized_plan(256, 2, (9, 0), kind) is None  # not timed
+    assert attention_plan.specialized_plan(128, 2, (9, 0), "scored") is None

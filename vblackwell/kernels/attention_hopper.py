@@ -14,6 +14,7 @@ by hand. It has no interpreter: attention_forward.py is what the CPU tests.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -384,10 +385,17 @@ def attend_hopper(
 def descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
     """Tiles of ``rows`` of a (B, N, S, H) tensor, or of an additive mask (1 or B, 1 or N, S, T)."""
     block = [1, 1, rows, width]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16)
     # A dimension of 1 is never stepped along, but its stride must be a multiple of 16 bytes.
     strides = [stride if size > 1 else 8 for size, stride in zip(x.shape[:3], x.stride(), strict=False)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, _layout(rows, width, x.dtype))
+
+
+@functools.lru_cache
+def _layout(rows: int, width: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """How a tile lies in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for(
+        [1, 1, rows, width], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    )
 
 
 def launch(

@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.attention_backward import key_gradient, query_gradient
 from vblackwell.kernels.attention_blocks import MaskBits, TileLists, bits_of, list_tiles, mask_strides
+from vblackwell.kernels.attention_device import INTERPRETED
 from vblackwell.kernels.attention_forward import attend
 from vblackwell.kernels.attention_plan import AttentionPlan, padded_head, specialized_plan, tuned
 from vblackwell.kernels.rotary import empty_of
@@ -111,7 +112,7 @@ class _Call:
         options, forced = self.options, "forward" in _FORCED.get()
         scored = options.softcap or options.dropout or options.slopes_N is not None
         fits = (
-            self.q.device.type == "cuda" and self.q.element_size() == 2 and self.head >= 32 and not scored
+            self.q.device.type == "cuda" and not INTERPRETED and self.q.element_size() == 2 and self.head >= 32 and not scored
             and self.takes_tma(self.q, self.k, self.v) and (options.mask_kind != "additive" or self.describes_mask())
         )  # fmt: skip
         if forced and plan.specialized and not fits:

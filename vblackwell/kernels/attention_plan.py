@@ -108,8 +108,15 @@ SPECIALIZED = {
     128: AttentionPlan(128, 128, 4, 2, True, 168, True),
     256: AttentionPlan(128, 64, 4, 2, True, 168, True),
 }
-# (Kind of mask, padded head) for which it runs: those that a GPU has shown to be right and faster.
-SPECIALIZED_BY_DEFAULT: frozenset[tuple[str, int]] = frozenset()
+# (Kind of mask, padded head, at least 64) for which it runs, a line each, to be taken out where another forward is faster.
+SPECIALIZED_BY_DEFAULT: frozenset[tuple[str, int]] = frozenset({
+    ("none", 64),
+    ("none", 128),
+    ("boolean", 64),
+    ("boolean", 128),
+    ("additive", 64),
+    ("additive", 128),
+})  # fmt: skip
 # fp32: products run on the ordinary units in full precision, so small tiles that stay in registers
 _SINGLE = {
     64: (AttentionPlan(32, 32, 4, 1), AttentionPlan(32, 32, 8, 1), AttentionPlan(32, 32, 8, 1)),
