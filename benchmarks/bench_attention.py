@@ -4,8 +4,8 @@
 (medians of CUDA-graph replays, bf16, forward and backward apart), ratios in the same run with their floors and aims, and peak memory.
 What the own kernel makes of a mask (bits, tile lists) is counted. Of a mask FlexAttention has two rows: ``flex``, its block mask made
 beforehand and not counted, and ``flex+mask``, made at every call, which is all that the dispatcher can run. ``--sweep`` times plans of
-the own kernels, ``--forwards`` those of the forward in every case (attention_forwards.py), ``--tune`` lets the dispatcher and the plans
-be measured and kept. Compiling first: ``--prepare --quick``, then ``--quick --prepared``, which takes 90 s at most.
+the own kernels, ``--forwards`` those of the forward (attention_forwards.py), ``--tune`` keeps the times on this machine, for the
+dispatcher to choose by. Compiling first: ``--prepare --quick``, then ``--quick --prepared``, which takes 90 s at most.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from attention_plans import PROCESSES, STARTED, leaves_of, say, sweep, time_us
 from graph_timing import alternating_us, median_us
 from torch import Tensor
 
+from vblackwell.kernels import attention_plan
 from vblackwell.kernels.autotune import machine, write_entries
 from vblackwell.nn import attention_backends as dispatcher
 from vblackwell.nn import attention_times
@@ -120,28 +121,28 @@ def dispatcher_over(best: str, key: str, leaves: list[Tensor], variant: Variant)
     return (both[1] - forward[1]) / (both[0] - forward[0])
 
 
-def prepare(name: str, quick: bool) -> None:
-    """Compile what a case needs, in a process of its own; the caches on disk are everyone's."""
+def prepare(name: str, quick: bool, systems: tuple[str, ...]) -> None:
+    """Compile what ``systems`` need for a case, in a process of its own; the caches on disk are everyone's."""
+    torch._dynamo.config.recompile_limit = 64
     case = cases(quick)[name]
     leaves, variant = leaves_of(*case["shape"]), variant_of(case)
-    for system in systems_of(case, leaves, variant, quick):
-        if system in ("triton", "flex", "flex+mask"):
-            out = runner(system, leaves, variant)()
-            torch.autograd.grad(out, leaves, torch.ones_like(out))
+    for system in systems:
+        out = runner(system, leaves, variant)()
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
     torch.cuda.synchronize()
 
 
 def systems_of(case: dict[str, Any], leaves: list[Tensor], variant: Variant, quick: bool) -> list[str]:
-    """Ours, and the others that accept."""
-    reasons = dispatcher.attention_backends(dispatcher.request_of(*leaves, variant))
-    systems = ["triton", "dispatcher", *(n for n in ("cudnn", "flash", "efficient", "flex") if not reasons[n])]
+    """Ours, the others that accept, and last the dispatcher, which may be told what was measured of them."""
+    reasons = dispatcher.attention_backends(dispatcher.request_of(leaves[0], leaves[1], leaves[2], variant))
+    systems = ["triton", *(n for n in ("cudnn", "flash", "efficient", "flex") if not reasons[n])]
     if quick and variant.mask is None and variant.window is None:
         systems.remove("flex")
     if "flex" in systems and variant.mask is not None:
         systems.append("flex+mask")
     if case["shape"][3] <= 4096 and not quick:
         systems.append("math")
-    return systems
+    return [*systems, "dispatcher"]
 
 
 def flops(case: dict[str, Any]) -> float:
@@ -153,64 +154,105 @@ def wanted_cases(quick: bool, only: str) -> dict[str, dict[str, Any]]:
     return {name: case for name, case in cases(quick).items() if only in name}
 
 
-def prepare_all(wanted: dict[str, dict[str, Any]], quick: bool) -> None:
-    """Compile all that the cases need, in many processes."""
+def jobs_of(wanted: dict[str, dict[str, Any]], quick: bool) -> list[tuple[str, tuple[str, ...]]]:
+    """What each process compiles: FlexAttention of every case, which takes longest, first; the own kernels once for all lengths."""
+    flex, own, seen = [], [], set()
+    for name, case in wanted.items():
+        systems = systems_of(case, leaves_of(*case["shape"]), variant_of(case), quick)
+        if found := tuple(system for system in systems if system.startswith("flex")):
+            flex.append((name, found))
+        _, heads, kv_heads, _, head = case["shape"]
+        variant = (
+            head,
+            heads // kv_heads,
+            case.get("causal"),
+            name if case.get("mask") is not None else case.get("window"),
+        )
+        if variant not in seen:
+            own.append((name, ("triton",)))
+        seen.add(variant)
+    return flex + own
+
+
+def prepare_all(wanted: dict[str, dict[str, Any]], quick: bool, seconds: float) -> None:
+    """Compile what the cases need, in many processes; what is not ready after ``seconds`` (0: no limit) is left to the measurement."""
+    jobs = jobs_of(wanted, quick)
+    torch.cuda.empty_cache()
     with concurrent.futures.ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
-        for name, done in {name: pool.submit(prepare, name, quick) for name in wanted}.items():
-            if done.exception() is not None:
-                say(f"{name}: compiling failed: {done.exception()!r:.200}")
-    say("compiled", len(wanted), "cases")
+        running = {pool.submit(prepare, name, quick, systems): (name, *systems) for name, systems in jobs}
+        say("compiling", len(jobs), "parts by", PROCESSES, "processes")
+        try:
+            for done in concurrent.futures.as_completed(running, seconds or None):
+                failure = done.exception()
+                say("ready:", *running[done], "" if failure is None else f"FAILED: {failure!r:.200}")
+        except TimeoutError:
+            say("not ready:", *(" ".join(words) for done, words in running.items() if not done.done()))
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.kill()
 
 
-def bench(wanted: dict[str, dict[str, Any]], quick: bool, seconds: float, path: Path | None) -> Rows:
-    """A row a case and system; ``path`` gets, after each case, the times by which the dispatcher chooses."""
+def bench(wanted: dict[str, dict[str, Any]], quick: bool, seconds: float, path: Path | None, keep: bool) -> Rows:
+    """A row a case and system; ``path``, and with ``keep`` this machine's table, get the times by which the dispatcher chooses."""
     rows: Rows = []
     for number, (name, case) in enumerate(wanted.items()):
         if seconds and time.perf_counter() - STARTED > seconds:
             say("no time left for", ", ".join([*wanted][number:]))
             break
-        leaves, variant = leaves_of(*case["shape"]), variant_of(case)
-        request = dispatcher.request_of(*leaves, variant)
-        here: Rows = []
-        for system in systems_of(case, leaves, variant, quick):
-            try:
-                # Making a block mask takes the host's time too, and no graph can hold it.
-                timed = (lambda call: median_us(call, 7)) if system == "flex+mask" else time_us
-                forward, backward, extra = time_both(runner(system, leaves, variant), leaves, timed)
-            except Exception as error:  # another system's failure must not hide ours
-                if system in ("triton", "dispatcher"):
-                    raise
-                say(f"{name}: {system} failed: {error!r:.200}")
-                continue
-            work = flops(case)
-            here.append({
-                "case": name, "system": system, "forward_us": forward, "backward_us": backward, "extra_mb": extra,
-                "forward_tflops": work / forward / 1e6, "backward_tflops": 2.5 * work / backward / 1e6,
-                "chosen": dispatcher.choose_attention(request) if system == "dispatcher" else "", "over_forward": "", "over_backward": "",
-            })  # fmt: skip
-            print_row(here[-1])
-            torch.cuda.empty_cache()
-        chosen, known = here[1], runnable({row["system"]: row for row in here})
-        for key in ("forward_us", "backward_us"):
-            best = min(known, key=lambda other, key=key, known=known: known[other][key])
-            # A block mask cannot be made inside a graph: then the times from before have to do.
-            over = known[best][key] / chosen[key]
-            if not (best == "flex" and has_mask(name)):
-                over = dispatcher_over(best, key, leaves, variant)
-            chosen["over_" + key.removesuffix("_us")] = over
-        say(f"{name}: dispatcher over the best: {chosen['over_forward']:.3f} {chosen['over_backward']:.3f}")
+        rows += bench_case(name, case, quick, path, keep)
         torch.cuda.empty_cache()
-        rows += here
-        if path is not None:
-            known = runnable({row["system"]: row for row in here})
-            for gradient in (True, False):  # training, and inference
-                times = {
-                    system: int((row["forward_us"] + gradient * row["backward_us"]) * 1000)
-                    for system, row in known.items()
-                }
-                table = attention_times.table_of(request._replace(gradient=gradient), times)
-                write_entries(path, machine(torch.device("cuda")), table)
+        for line in goals([row for row in rows if row["case"] == name])[1:]:
+            say(line)
     return rows
+
+
+def bench_case(name: str, case: dict[str, Any], quick: bool, path: Path | None, keep: bool) -> Rows:
+    """A row a system that accepts, the dispatcher's last."""
+    leaves, variant = leaves_of(*case["shape"]), variant_of(case)
+    request, work = dispatcher.request_of(leaves[0], leaves[1], leaves[2], variant), flops(case)
+    rows: Rows = []
+    for system in systems_of(case, leaves, variant, quick):
+        if system == "dispatcher":
+            keep_times(request, runnable({row["system"]: row for row in rows}), path, keep)
+        try:
+            # Making a block mask takes the host's time too, and no graph can hold it.
+            timed = (lambda call: median_us(call, 7)) if system == "flex+mask" else time_us
+            forward, backward, extra = time_both(runner(system, leaves, variant), leaves, timed)
+        except Exception as error:  # another system's failure must not hide ours
+            if system in ("triton", "dispatcher"):
+                raise
+            say(f"{name}: {system} failed: {error!r:.200}")
+            continue
+        rows.append({
+            "case": name, "system": system, "forward_us": forward, "backward_us": backward, "extra_mb": extra,
+            "forward_tflops": work / forward / 1e6, "backward_tflops": 2.5 * work / backward / 1e6,
+            "chosen": dispatcher.choose_attention(request) if system == "dispatcher" else "", "over_forward": "", "over_backward": "",
+        })  # fmt: skip
+        print_row(rows[-1])
+        torch.cuda.empty_cache()
+    chosen, known = rows[-1], runnable({row["system"]: row for row in rows})
+    for key in ("forward_us", "backward_us"):
+        best = min(known, key=lambda other, key=key, known=known: known[other][key])
+        # A block mask cannot be made inside a graph: then the times from before have to do.
+        over = known[best][key] / chosen[key]
+        if not (best == "flex" and has_mask(name)):
+            over = dispatcher_over(best, key, leaves, variant)
+        chosen["over_" + key.removesuffix("_us")] = over
+    return rows
+
+
+def keep_times(
+    request: dispatcher.AttentionRequest, known: dict[str, dict[str, Any]], path: Path | None, keep: bool
+) -> None:
+    """Write a case's times, of training and of inference, for the dispatcher."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    for gradient in (True, False):
+        times = {name: int((row["forward_us"] + gradient * row["backward_us"]) * 1000) for name, row in known.items()}
+        table = attention_times.table_of(request._replace(gradient=gradient), times)
+        if path is not None:
+            write_entries(path, machine(device), table)
+        if keep:
+            attention_plan.store(device, table)
 
 
 def has_mask(name: str) -> bool:
@@ -319,7 +361,7 @@ def check() -> None:
     mask[5] = False
     for words, variant in (("causal", Variant(causal=True)), ("boolean with an empty row", Variant(mask=mask))):
         leaves = leaves_of(1, 4, 4, 1000, 128)
-        reasons = dispatcher.attention_backends(dispatcher.request_of(*leaves, variant))
+        reasons = dispatcher.attention_backends(dispatcher.request_of(leaves[0], leaves[1], leaves[2], variant))
         for system in ("triton", *(n for n in ("cudnn", "flash", "efficient", "flex", "math") if not reasons[n])):
             try:
                 say(words, system, "errors of out, dq, dk, dv:", *(f"{e:.2e}" for e in errors(system, leaves, variant)))
@@ -327,13 +369,6 @@ def check() -> None:
                 if system == "triton":
                     raise
                 say(f"{words}: {system} failed: {error!r:.200}")
-
-
-def tune(wanted: dict[str, dict[str, Any]], quick: bool) -> None:
-    """Let the dispatcher measure the cases, and keep the times; ``quick`` those with masks only, as FlexAttention is compiled for each."""
-    for name, case in wanted.items():
-        if not quick or has_mask(name):
-            say("tuned", name, dispatcher.tune_attention(*leaves_of(*case["shape"]), **variant_of(case)._asdict()))
 
 
 def main() -> None:
@@ -351,10 +386,17 @@ def main() -> None:
     parser.add_argument(
         "--prepared", action="store_true", help="--prepare has run: no processes that compile, no errors first"
     )
-    parser.add_argument("--seconds", type=float, default=0.0, help="start no case later than this; --quick: 75")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=0.0,
+        help="start no case later than this, --quick: 75; of --prepare the most it takes",
+    )
     parser.add_argument("--no-check", action="store_true", help="no errors against float64 first")
     parser.add_argument(
-        "--tune", action="store_true", help="first measure the cases for the dispatcher; --quick: those with masks"
+        "--tune",
+        action="store_true",
+        help="keep the times of a case's systems on this machine before its dispatcher is timed",
     )
     parser.add_argument(
         "--table", type=Path, help="JSON file of times for the dispatcher, to ship in vblackwell/kernels/tuned"
@@ -371,7 +413,7 @@ def main() -> None:
         attention_forwards.time_all(arguments.forwards)
         return
     if arguments.prepare:
-        prepare_all(wanted_cases(arguments.quick, arguments.only), arguments.quick)
+        prepare_all(wanted_cases(arguments.quick, arguments.only), arguments.quick, arguments.seconds)
         return
     if arguments.quick and not arguments.seconds:
         arguments.seconds = 75.0
@@ -379,12 +421,10 @@ def main() -> None:
         check()
     lines = sweep(arguments.sweep) if arguments.sweep else []
     wanted = wanted_cases(arguments.quick, arguments.only)
-    if arguments.tune:
-        tune(wanted, arguments.quick)
     if not arguments.no_table:
         if not arguments.prepared:
-            prepare_all(wanted, arguments.quick)
-        rows = bench(wanted, arguments.quick, arguments.seconds, arguments.table)
+            prepare_all(wanted, arguments.quick, 0.0)
+        rows = bench(wanted, arguments.quick, arguments.seconds, arguments.table, arguments.tune)
         lines += [*ratios(rows), "", *goals(rows), memory_line()]
         if arguments.out is not None:
             append(arguments.out, rows)
