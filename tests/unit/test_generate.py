@@ -30,6 +30,7 @@ from vblackwell.infer.generate import CONTEXT, draws, generate
 from vblackwell.infer.generate import _Text as Text
 from vblackwell.infer.load import load_model, resolve_model
 from vblackwell.infer.pace import Pace
+from vblackwell.infer.room import read_in_chunks
 from vblackwell.infer.sampling import Arrival, Sampling, sample
 from vblackwell.kernels.sampling import kept_tokens
 from vblackwell.nn.decoder import Decoder
@@ -389,3 +390,19 @@ def test_a_terminal_is_told_the_pace_and_a_pipe_is_not(model, tokenizer, tmp_pat
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     assert generate_command(str(folder), "def f", 5, seed=4) == 0
     assert re.fullmatch(r"opened in .*, 5 tokens, the first after .*, then [0-9.]+ a second\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "pieces"),
+    [(512, 508, [256, 256]), (512, 127, [103, 103, 103, 103, 100]), (16, 16, [16]), (3, 9, [3]), (3, 1, [1, 1, 1])],
+)
+def test_a_prompt_is_read_in_pieces_of_about_one_length(length, size, pieces):
+    spans = []
+
+    def read(begin, end):
+        spans.append((begin, end))
+        return torch.tensor(float(end))
+
+    assert float(read_in_chunks(read, length, size)) == length
+    assert [end - begin for begin, end in spans] == pieces
+    assert [begin for begin, _ in spans] == [0, *(end for _, end in spans[:-1])]

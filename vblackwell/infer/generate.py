@@ -107,11 +107,12 @@ def check_chunk(prefill_chunk: int | None) -> None:
 
 
 def attending(input_ids_BS: Tensor) -> AbstractContextManager[object]:
-    """Inside, a pass over single positions on CUDA does without cuDNN's attention, which plans anew for every length that it meets.
+    """Inside, a pass on CUDA does without cuDNN's attention, which plans anew, for about a second, for every length that it meets.
 
-    At one position a row there is nothing to gain by such a plan, and the next token would wait for it.
+    Prompts have all lengths, and a prompt in pieces has several: the first token would wait for each. Of what a prompt's pass computes
+    attention is a small part up to some ten thousand positions, less than a plan costs beyond.
     """
-    if not input_ids_BS.is_cuda or input_ids_BS.shape[1] > 1:
+    if not input_ids_BS.is_cuda:
         return nullcontext()
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 

@@ -92,8 +92,9 @@ def unpacked_bytes(model: nn.Module) -> int:
 
 
 def read_in_chunks(read: Callable[[int, int], Tensor], length: int, size: int, cache: Any = None) -> Tensor:
-    """``read(begin, end)`` of ``length`` positions, ``size`` at a time: what the last one gave.
+    """``read(begin, end)`` of ``length`` positions, at most ``size`` at a time: what the last one gave.
 
+    The pieces are about as long as one another: a short rest would cost a pass over the weights, and other kernels, for little.
     How much a pass takes is an estimate: where the GPU has no room for one, and ``cache`` (of ours) can forget what was read of it, it
     is read again in halves.
 
@@ -101,6 +102,7 @@ def read_in_chunks(read: Callable[[int, int], Tensor], length: int, size: int, c
         OutOfMemoryError: not even one position, or another cache.
     """
     begin, found = 0, None
+    size = -(-length // -(-length // size))
     while begin < length:
         end, found = min(length, begin + size), None
         try:
