@@ -131,22 +131,22 @@ def test_neighbours_have_different_places():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp4", [None, "nvfp4"])
-@pytest.mark.parametrize("places", [5, 100])
 @torch.no_grad()
-def test_replayed_steps_are_those_of_the_model(places, fp4, tmp_path):
+def test_replayed_steps_are_those_of_the_model(fp4, tmp_path):
     config = transformers.LlamaConfig(
         hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4, vocab_size=320
     )
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path)
     levels = [{"device": "cuda:0", "capacity_mb": 2048}, {"device": "cpu", "capacity_mb": 256}]
+    found = {}
     with VGPUStack({"levels": levels}) as stack:
         model = open_streamed(tmp_path, stack, fp4=fp4)
         engine = offload_of(model)
         largest = max(group.num_bytes for group in engine.groups)
         ids = torch.randint(3, 300, (2, 60), generator=torch.Generator().manual_seed(2)).cuda()
-        found = []
-        for captured in (False, True):
+        expected = model(ids, use_cache=False).logits[:, 20:].float()
+        for places in (5, 100):
             engine.weights.rebudget(places * largest)
             shape = cache_shape(model.config, 2, 60, torch.bfloat16)
             assert shape is not None
@@ -154,14 +154,11 @@ def test_replayed_steps_are_those_of_the_model(places, fp4, tmp_path):
             model(ids[:, :20], past_key_values=cache, use_cache=True)
             step = streamed_step(model, cache, 2, 40)
             assert step is not None
-            logits = []
-            for place in range(20, 60):
-                one = ids[:, place : place + 1]
-                if captured:
-                    logits.append(step(one).float().clone())
-                else:
-                    logits.append(model(ids[:, : place + 1], use_cache=False).logits[:, -1].float())
+            logits = [step(ids[:, place : place + 1]).float().clone() for place in range(20, 60)]
             cache.close()
-            found.append(torch.cat(logits))
-    # As in test_decode_graph.py: six layers round some ten times each, either way in places of its own.
-    assert (found[0] - found[1]).norm() < 2**-4.3 * found[0].norm()
+            found[places] = torch.stack(logits, 1)
+    assert torch.equal(found[5], found[100])  # the same kernels over the same bytes, wherever those are
+    # As in test_decode_graph.py: six layers round some ten times each. No position is off by more than twice what all are.
+    off_BS = (found[100] - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert float(off_BS.square().mean().sqrt()) < 2**-4.3
+    assert float(off_BS.max()) < 2**-3.3
