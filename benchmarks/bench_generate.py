@@ -24,6 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench_offload import RESULTS, machine, names, size
+from child_process import run_child
 from generate_case import SHAPES, SYSTEMS, Case, Loading, Point
 from generate_report import HEAD, line_of, loading_line, ratio_lines, row_of
 from offload_report import append_csv, read_csv
@@ -31,6 +32,7 @@ from warm_process import WarmProcess
 
 INDEX = "model.safetensors.index.json"
 CHILD = Path(__file__).with_name("generate_measure.py")
+FOLDER_CHILD = Path(__file__).with_name("generate_folder.py")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -49,6 +51,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--accelerate-seconds", type=float, default=60.0, help="for accelerate, which is the slowest")
     parser.add_argument("--prompt", type=int, default=512, help="tokens")
     parser.add_argument("--new", type=int, default=64, help="tokens")
+    parser.add_argument(
+        "--text-seconds", type=float, default=0.0, help="end a text behind so many; its row says how many tokens it has"
+    )
     parser.add_argument("--through-new", type=int, default=20, help="tokens with room for three layers; 0: none")
     parser.add_argument("--cap", type=size, default=size("8GiB"), help="GPU memory of the capped systems")
     parser.add_argument("--host-memory", type=size, default=size("60GiB"), help="of our second level, and accelerate's")
@@ -116,6 +121,14 @@ class Run:
             self.tell(f"{case.system}: no time is left")
             return
         self.tell(f"{case.system}: starts")
+        if (
+            case.system == "folder"
+        ):  # in a process of its own, so that it is written while the libraries are being imported
+            run_child(
+                FOLDER_CHILD, case.to_json(), self.left(), lambda event: self._hear(case, event),
+                lambda text: self.tell(f"folder: {text}"),
+            )  # fmt: skip
+            return
         limit = self.args.accelerate_seconds if case.system == "accelerate" else self.left()
         self.warm.run(
             case.to_json(), min(limit, self.left()), lambda event: self._hear(case, event),
@@ -151,7 +164,7 @@ def main(argv: list[str] | None = None) -> Run:
     folder, stays = folder_for(args.folder, num_bytes)
     case = Case(
         "folder", str(folder), args.shape, args.batches, args.prompt, args.new, args.through_new, args.cap,
-        args.host_memory, args.device, args.dtype, args.seed,
+        args.host_memory, args.device, args.dtype, args.seed, args.text_seconds,
     )  # fmt: skip
     try:
         for system in ["folder", *args.systems]:

@@ -20,8 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench_generate import CHILD as FOLDER_CHILD
-from bench_generate import folder_for
+from bench_generate import FOLDER_CHILD, INDEX, folder_for
 from bench_offload import RESULTS, machine, names, size
 from child_process import run_child
 from generate_case import Case as FolderCase
@@ -149,11 +148,12 @@ def main(argv: list[str] | None = None) -> list[Result]:
             args.dtype,
             args.seed,
         )
-        run(FOLDER_CHILD, writer.to_json(), "folder", None)
+        if not (folder / INDEX).is_file():
+            run(FOLDER_CHILD, writer.to_json(), "folder", None)
         for system in args.systems:
             left = args.deadline - (time.monotonic() - began)
             later = len(args.systems) - args.systems.index(system)
-            one = replace(case, system=system, limit_seconds=left / later - 6)  # the process begins and ends, too
+            one = replace(case, system=system, limit_seconds=left / later - 4)  # the process begins and ends, too
             run(None, one.to_json(), system, lambda values, one=one: keep(one, values))
     finally:
         warm.close()

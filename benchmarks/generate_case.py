@@ -24,6 +24,7 @@ class Case:
         through_new: tokens of the text for which nothing but three layers fits level 0; 0: it is not written.
         cap_bytes: of the GPU, enforced; host_bytes: of our second level.
         device, dtype, seed.
+        text_seconds: behind which a text of enough tokens ends, though more were asked for; 0: none ends.
     """
 
     system: str
@@ -38,6 +39,7 @@ class Case:
     device: str
     dtype: str
     seed: int
+    text_seconds: float = 0.0
 
     @property
     def sizes(self) -> Shape:

@@ -9,17 +9,21 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
 from generate_case import Case, Shape, say
 
 THREADS = 8
 SPREAD = 0.02
+PIECE = 64 << 20
 INDEX = "model.safetensors.index.json"
 
 
@@ -105,12 +109,15 @@ def _write_shard(
         place = table[name]["data_offsets"]
         part = flat[place[0] // dtype.itemsize : place[1] // dtype.itemsize]
         part.fill_(1.0) if len(shape) == 1 else part.normal_(0.0, SPREAD, generator=generator)
-    data = flat.cpu().view(torch.uint8).numpy()
+    data, piece = flat.view(torch.uint8), torch.empty(min(end, PIECE), dtype=torch.uint8)
     with path.open("wb", buffering=0) as file:
         file.write(len(head).to_bytes(8, "little") + head)
-        done = 0
-        while done < len(data):
-            done += os.write(file.fileno(), memoryview(data)[done : done + (64 << 20)])
+        for start in range(0, end, PIECE):  # through one piece, whose pages the system clears once
+            part = piece[: min(PIECE, end - start)]
+            part.copy_(data[start : start + len(part)])
+            left = memoryview(part.numpy())
+            while left:
+                left = left[os.write(file.fileno(), left) :]
     return end
 
 
@@ -158,3 +165,7 @@ def make(case: Case) -> None:
     rates = {"link_gbps": link_gbps(device), "hbm_gbps": hbm_gbps(device)} if device.type == "cuda" else {}
     if rates:
         say("rates", rates=rates)
+
+
+if __name__ == "__main__":
+    make(Case.from_json(sys.argv[1]))

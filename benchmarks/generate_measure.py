@@ -34,6 +34,7 @@ from vblackwell.infer.sampling import Arrival, Sampling, sample
 from vblackwell.offload.frozen import PLACES
 
 GREEDY = Sampling(temperature=0)
+FEWEST = 16  # tokens of a text that ends because of its time
 SKIPPED = 2  # intervals behind the first token: a graph is captured, kernels are chosen
 ACCELERATE_NEW = 6
 PROFILED = 12  # kernels that are named
@@ -92,8 +93,8 @@ class System:
     def prepare(self, rows: int, positions: int) -> None:
         """Before texts of a new size."""
 
-    def must_bytes(self, rows: int) -> float | None:
-        """What is needed for a token and is not on the GPU."""
+    def must_bytes(self, rows: int, new: int) -> float | None:
+        """What is needed for a token and is not on the GPU: the mean over ``new`` of them."""
         return None
 
     def moved_bytes(self) -> int | None:
@@ -105,9 +106,8 @@ class System:
         held = sum(each.nbytes for each in [*self.model.parameters(), *self.model.buffers()])
         return held - self.model.model.embed_tokens.weight.nbytes
 
-    @property
-    def mean_length(self) -> float:
-        return self.case.prompt + self.case.new / 2
+    def mean_length(self, new: int) -> float:
+        return self.case.prompt + new / 2
 
 
 class Ours(System):
@@ -150,14 +150,14 @@ class Ours(System):
             self.passing = None if cache is None else len(cache._passing._homes)
             yield from columns(self.model, numbers, new, GREEDY, 0, chunk, cache)
 
-    def must_bytes(self, rows: int) -> float:
+    def must_bytes(self, rows: int, new: int) -> float:
         from vblackwell.offload.enable import offload_of
 
         engine = offload_of(self.model)
         through = [group.num_bytes for group in engine.groups if group.index not in engine.weights.staying]
         weights = sum(through) if len(through) > PLACES else 0  # fewer have a place each
         shape = cache_shape(self.model.config, rows, 1, getattr(torch, self.case.dtype))
-        return weights + (self.passing or 0) * self.mean_length * shape.position_bytes
+        return weights + (self.passing or 0) * self.mean_length(new) * shape.position_bytes
 
     def moved_bytes(self) -> int:
         links = self.stack.get_stats()["links"]
@@ -280,11 +280,17 @@ def measure(system: System, rows: int, new: int, *, through: bool = False) -> Po
     text.close()
     began = time.perf_counter()
     times, moved = [], []
-    for _ in system.texts(numbers, new):
+    text = system.texts(numbers, new)
+    for _ in text:
         times.append(time.perf_counter() - began)
         moved.append(system.moved_bytes())
-        if len(times) == SKIPPED:
-            point.must_bytes = system.must_bytes(rows)
+        late = bool(case.text_seconds) and len(times) > FEWEST and times[-1] - times[0] > case.text_seconds
+        if late or len(times) == SKIPPED:
+            point.new = len(times) if late else new
+            point.must_bytes = system.must_bytes(rows, point.new)
+        if late:
+            break
+    text.close()
     intervals = [late - early for early, late in zip(times, times[1:], strict=False)][SKIPPED:] or [0.0]
     point.first_seconds, point.step_seconds = times[0], statistics.median(intervals)
     point.rate = rows / point.step_seconds if point.step_seconds else None
@@ -296,7 +302,7 @@ def measure(system: System, rows: int, new: int, *, through: bool = False) -> Po
         sizes = case.sizes
         heads = sizes.num_kv_heads or sizes.num_heads
         position = 2 * sizes.num_layers * heads * (sizes.hidden_size // sizes.num_heads) * 2 * rows
-        point.read_bytes = system.weight_bytes() + position * system.mean_length
+        point.read_bytes = system.weight_bytes() + position * system.mean_length(point.new)
     if system.cuda:
         point.peak_reserved = torch.cuda.max_memory_reserved()
     return point
@@ -304,11 +310,6 @@ def measure(system: System, rows: int, new: int, *, through: bool = False) -> Po
 
 def main(argument: str) -> None:
     case = Case.from_json(argument)
-    if case.system == "folder":
-        from generate_folder import make
-
-        make(case)
-        return
     cuda = case.device.startswith("cuda")
     if cuda:
         torch.cuda.init()
@@ -336,9 +337,10 @@ def main(argument: str) -> None:
         for rows in case.batches:
             new = min(case.new, ACCELERATE_NEW) if case.system == "accelerate" else case.new
             whole &= one(system, rows, new, through=False)
-        if case.through_new and isinstance(system, Ours):
-            system.through = True
-            whole &= one(system, 1, case.through_new, through=True)
+            if rows == case.batches[0] and case.through_new and isinstance(system, Ours):
+                system.through = True
+                whole &= one(system, 1, case.through_new, through=True)
+                system.through = False
         if cuda and isinstance(system, Resident):
             for line in profile(system, case.batches[0]):
                 say("phase", text=line)
