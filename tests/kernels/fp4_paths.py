@@ -23,14 +23,13 @@ MMA = [  # bulk x: chunks short and long, clusters, one and two blocks a multipr
     (MmaPlan(16, 1, 8, 2, 4, 2, chunk=8, x_stages=4), [(16, 4096, 4096), (5, 65, 1088)]),
     (MmaPlan(1, 1, 16, 1, 4, chunk=16, x_stages=3), [(1, 4096, 4096), (1, 31, 128)]),
 ]
-WGMMA = [  # K groups, clusters, both, one and two blocks a multiprocessor, one and two columns of blocks, turns or none
+WGMMA = [  # K groups, clusters, both, one and two blocks a multiprocessor, one and two columns of blocks
     *[
         (
-            WgmmaPlan(tokens, groups, splits, stages, min_blocks=blocks, k_groups=k_groups, ordered=ordered),
+            WgmmaPlan(tokens, groups, splits, stages, min_blocks=blocks, k_groups=k_groups),
             [(m, 4096, 4096), (m - 3, 130, 520), (m, 70, 64)],
         )
-        for ordered, (tokens, groups, splits, blocks, k_groups, stages), m in itertools.product(
-            (0, 1, 2),
+        for (tokens, groups, splits, blocks, k_groups, stages), m in itertools.product(
             (
                 (16, 1, 2, 1, 1, 4),
                 (16, 1, 1, 1, 4, 8),
@@ -45,7 +44,6 @@ WGMMA = [  # K groups, clusters, both, one and two blocks a multiprocessor, one 
             (64,),
         )
     ],
-    (WgmmaPlan(128, 1, 1, 6, k_groups=3, ordered=0), [(128, 4096, 4096), (250, 130, 200)]),
     (WgmmaPlan(128, 1, 1, 6, k_groups=3), [(128, 4096, 4096), (250, 130, 200), (64, 70, 64)]),
     (WgmmaPlan(128, 3, 2, 6), [(128, 4096, 4096), (250, 130, 200)]),
     (WgmmaPlan(256, 1, 1, 6, k_groups=2), [(256, 4096, 4096), (250, 130, 200)]),

@@ -30,8 +30,8 @@ WGMMA = [
 
 
 ONE_TYPE = [  # nothing in which halves differ
-    (WgmmaPlan(32, 1, 2, 6, 2, k_groups=3, ordered=0), 20, 40, 840),  # warpgroups of which one has a window less
-    (WgmmaPlan(64, 1, 1, 4, 2, k_groups=2, ordered=2), 70, 70, 392),
+    (WgmmaPlan(32, 1, 2, 6, 2, k_groups=3), 20, 40, 840),  # warpgroups of which one has a window less
+    (WgmmaPlan(64, 1, 1, 4, 2, k_groups=2), 70, 70, 392),
     (WgmmaPlan(128, 1, 1, 4, 2), 100, 40, 328),
     (WgmmaPlan(32, 2, 1, 4, 2, k_groups=2), 40, 130, 328),
     (MmaPlan(16, 1, 12, 1, 4, chunk=24, x_stages=3), 11, 33, 1600),  # the shape of a plan that a rule takes

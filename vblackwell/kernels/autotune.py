@@ -25,7 +25,7 @@ from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan, goes_round
 from vblackwell.kernels.nvrtc import cache_folder, driver_version, write_atomically
 
 Plan = TypeVar("Plan", MmaPlan, WgmmaPlan)
-TUNABLE = {MmaPlan: ("prefetch", "min_blocks", "x_stages"), WgmmaPlan: ("stages", "prefetch", "min_blocks", "ordered")}
+TUNABLE = {MmaPlan: ("prefetch", "min_blocks", "x_stages"), WgmmaPlan: ("stages", "prefetch", "min_blocks")}
 SHIPPED = Path(__file__).parent / "tuned"
 _VERSION = 1
 
@@ -120,7 +120,6 @@ def variants(plan: Plan) -> list[Plan]:
         choices = [
             {"stages": stages} for stages in (3, 4, 6, 8) if stages <= most and goes_round(stages, plan.k_groups)
         ]
-        choices += [{"ordered": turns} for turns in (0, 1, 2) if plan.consumers > 1]
     return [plan, *(other for choice in choices if (other := apply(plan, choice)) != plan)]
 
 

@@ -9,12 +9,7 @@
 // A stage of x is TOKENS rows of 128 bytes with the 128-byte swizzle, columns inside a window permuted as the tiled layout
 // permutes them, zeros beyond K. A kernel before this one (`arrange`) has written that form, and a stage is one bulk copy.
 //
-// A warp cannot issue a wgmma that reads its registers before the tensor cores take it. Warpgroups that issue theirs in turns of one wgmma
-// therefore finish together, decode together, and the tensor cores wait for them. With ORDERED a warp issues a whole window's, then (1), or
-// just before the last of four (2), lets the same warp of the next warpgroup have its turn, and decodes meanwhile. Turns are barriers of a warp each: warps of a scheduler
-// follow each other.
-//
-// Set by the launcher: FP16, TOKENS, GROUPS, KGROUPS, SPLITS, STAGES (of each K group the same, two or more), PREFETCH (even), ORDERED,
+// Set by the launcher: FP16, TOKENS, GROUPS, KGROUPS, SPLITS, STAGES (of each K group the same, two or more), PREFETCH (even),
 // REGISTERS (a consumer thread's), OUT32, AT_LAUNCH: every thread's registers when a block starts. They leave room for a block of `arrange`,
 // that of the next product, which waits beside this kernel; so the next one's weights are on their way while its x is arranged.
 static_assert(KGROUPS == 1 || (STAGES % KGROUPS == 0 && STAGES >= 2 * KGROUPS), "a stage belongs to one K group");
@@ -45,13 +40,8 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
     const int bands = (N + 31) / 32, windows = (K + 63) / 64;
     const int begin = windows * (int)blockIdx.y / SPLITS, count = windows * ((int)blockIdx.y + 1) / SPLITS - begin;
     const u32 shared = shared_address(memory), full = shared + BARRIERS, empty = full + 8 * STAGES;
-    const u32 turns = empty + 8 * STAGES;  // of each consumer warp
 
-    if (tid == 0) {
-        if (ORDERED)
-            for (int w = 0; w < CONSUMERS / 32; w++) barrier_init(turns + 8 * w, 1);
-        ring_init<STAGES>(full, empty, 4 * GROUPS);
-    }
+    if (tid == 0) ring_init<STAGES>(full, empty, 4 * GROUPS);
     __syncthreads();
     let_next_start();
 
@@ -90,11 +80,6 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
         if (mine > 0) decode_window(load_shared(ring_codes), load_shared_word(ring_scales), half, a[0]);
         int stage = k_group, previous = 0;
         u32 parity = 0;
-        const u32 next_turn = 8 * (warp + 4 < CONSUMERS / 32 ? warp + 4 : warp + 4 - CONSUMERS / 32);
-#if ORDERED
-        const u32 my_turn = turns + 8 * warp;
-        u32 turn_parity = warp < 4;  // a fresh barrier counts as released: the first warpgroup begins
-#endif
         for (int i = 0; i < mine; i += PREFETCH) {
 #pragma unroll
             for (int d = 0; d < PREFETCH; d++) {
@@ -102,19 +87,10 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
                 load(d, d + PREFETCH, i + d + PREFETCH < mine);  // its slot was decoded before
                 barrier_wait(full + 8 * stage, parity);
                 const u64 b = wgmma_operand(shared + stage * STAGE_BYTES);
-#if ORDERED
-                barrier_wait(my_turn, turn_parity);
-                turn_parity ^= 1;
-                warp_sync();
-#endif
                 wgmma_fence();
 #pragma unroll
-                for (int s = 0; s < 4; s++) {
-                    if (ORDERED == 2 && s == 3 && lane == 0) barrier_arrive(turns + next_turn);
-                    wgmma(acc, a[d & 1][s], b + 2 * s);
-                }
+                for (int s = 0; s < 4; s++) wgmma(acc, a[d & 1][s], b + 2 * s);
                 wgmma_commit();
-                if (ORDERED == 1 && lane == 0) barrier_arrive(turns + next_turn);
                 copy_wait<PREFETCH - 1>();
                 const int slot = (d + 1) % PREFETCH;
                 const uint4 q = load_shared(ring_codes + slot * WINDOW_BYTES);
