@@ -11,6 +11,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 from graph_timing import graph_of, turns_us
@@ -19,18 +20,19 @@ from torch.nn import functional
 
 from vblackwell.kernels import nvrtc, two_part_cuda
 from vblackwell.kernels.fp4_plan import ceil_div
-from vblackwell.kernels.two_part_cuda import MOST_SHARED_BYTES, TwoPartPlan
+from vblackwell.kernels.two_part_cuda import TwoPartPlan
 
 MULTIPROCESSORS = 132
 BEST = 4  # plans that are timed again beside cuBLAS
 # By warps of a multiprocessor: windows that a warp has in flight, and (windows a chunk of x, stages).
 PREFETCH = {8: (3, 4, 5), 12: (2, 3, 4), 16: (2, 3, 4)}
-CHUNKS = {8: ((4, 4), (8, 2), (8, 3)), 12: ((6, 2), (8, 2), (16, 3)), 16: ((8, 2), (8, 3), (16, 3))}
+CHUNKS = {8: ((4, 4), (8, 2), (8, 3)), 12: ((8, 2), (16, 3), (24, 3)), 16: ((8, 3), (16, 2), (16, 3), (16, 4))}
 FEW_ROWS_CHUNKS = ((0, 2), (8, 3))  # 0: no bulk copies
 
 
 def plans_of(m: int, n: int, k: int) -> list[TwoPartPlan]:
-    """The plan of the rule first; then grids of one wave, of one or of two blocks a multiprocessor, with 8 to 16 warps on each.
+    """The plan of the rule first, and with sums fetched instead of sent; then grids of one wave, of one or of two blocks a
+    multiprocessor, with 8 to 16 warps on each.
 
     ``min_blocks`` of 2 with one block a multiprocessor leaves half of its memory and registers to the next layer's block, whose first
     weights then come while this one ends.
@@ -38,26 +40,33 @@ def plans_of(m: int, n: int, k: int) -> list[TwoPartPlan]:
     tokens = 1
     while tokens < m:
         tokens *= 2
-    found = [two_part_cuda.plan(m, n, k, True)]
-    for row_warps, splits, each, warps in itertools.product((1, 2, 4, 8), (1, 2), (1, 2), PREFETCH):
+    rule = two_part_cuda.plan(m, n, k, True)
+    found = [rule, replace(rule, push=False)]
+    for row_warps, splits, each, warps in itertools.product((1, 2, 4, 8), (1, 2, 4), (1, 2), PREFETCH):
         blocks, k_warps = ceil_div(n, 32 * row_warps) * splits, warps // (row_warps * each)
         if not 0.8 * MULTIPROCESSORS * each < blocks <= MULTIPROCESSORS * each or not k_warps:
+            continue
+        if (splits == 4 and tokens < 16) or (warps == 8 and each == 1):  # x is little; too few warps everywhere
             continue
         chunks = FEW_ROWS_CHUNKS if tokens <= 2 else CHUNKS[warps]
         for min_blocks, prefetch, (chunk, stages) in itertools.product({each, 2}, PREFETCH[warps], chunks):
             chunk = ceil_div(chunk, k_warps) * k_warps
             plan = TwoPartPlan(tokens, row_warps, k_warps, splits, prefetch, 80 * 1024, min_blocks, chunk, stages)
-            fits = plan.shared_bytes(k) <= MOST_SHARED_BYTES[True] // min_blocks - 1024 * (min_blocks - 1)
-            whole = warps == 8 and min_blocks == 1 and plan.shared_bytes(k) <= 112 * 1024  # leaves room as it is
-            if fits and not whole:
+            if plan.fits(k) and chunk * (stages - 1) < windows_of(plan, k):
                 found.append(plan)
     return list(dict.fromkeys(found))
+
+
+def windows_of(plan: TwoPartPlan, k: int) -> int:
+    """Of a block's share of K."""
+    return ceil_div(ceil_div(k, 64), plan.splits)
 
 
 def line_of(plan: TwoPartPlan) -> str:
     return (
         f"rows {plan.row_warps} k {plan.k_warps} splits {plan.splits} prefetch {plan.prefetch} "
         f"chunk {plan.chunk}x{plan.x_stages if plan.chunk else 1} blocks {plan.min_blocks}"
+        f"{' fetched' if plan.splits > 1 and not plan.push else ''}"
     )
 
 

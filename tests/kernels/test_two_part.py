@@ -18,7 +18,7 @@ MAIN = """
 extern "C" void run(const u16* x, const u8* codes, const u8* fine, const u8* scales, const float* ts, const u16* bias, void* y, int M,
                     int N, int K, int act, int windows, int chunks, int gx, int gz, int shared) {
     launch(gx, SPLITS, gz, THREADS, shared,
-           [=] { two_part_mma(x, codes, fine, scales, ts, bias, y, M, N, K, act, windows, chunks, 1); });
+           [=] { two_part_mma(x, codes, fine, scales, ts, bias, y, M, N, K, act, windows, chunks, 1, shared); });
 }"""
 DEQUANTIZE_MAIN = """
 extern "C" void run(const u8* codes, const u8* fine, const u8* scales, const float* ts, void* w, int N, int K, int gx, int gy) {
@@ -126,6 +126,8 @@ def test_op_and_gradients_against_float64(activation):
     [
         (TwoPartPlan(4, 2, 1, 2, 2, 8192), 3, 70, 330),
         (TwoPartPlan(16, 1, 2, 1, 1, 8192), 11, 40, 648),
+        (TwoPartPlan(1, 2, 1, 2, 2, 8192, min_blocks=2, chunk=1, x_stages=3), 1, 40, 320),
+        (TwoPartPlan(2, 1, 2, 2, 2, 8192, chunk=2, x_stages=3, push=False), 2, 40, 320),
         (
             TwoPartPlan(16, 2, 2, 2, 2, 8192, chunk=2, x_stages=2),
             11,

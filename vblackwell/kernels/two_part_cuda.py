@@ -1,8 +1,8 @@
 """Launches of ``cuda/two_part.cu``, and how they cover a shape.
 
-Blocks are those that `fp4_plan.plan_mma` gives the coarse part alone, since what decides is the same: one block of 12 to 16 warps a
-multiprocessor, and from three rows on x in bulk copies and a cluster of two that splits K. A window holds 2176 bytes instead of 1152, so x
-has less room.
+Blocks are those that `fp4_plan.plan_mma` gives the coarse part alone, since most of what decides is the same: one block of 12 to 16 warps
+a multiprocessor, and from three rows on x in bulk copies and a cluster of two that splits K. Windows hold 2176 bytes instead of 1152, so x
+has less room, and weights of 2^25 elements and more are worth what `_of_large_weights` says.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from vblackwell.kernels.fp4_cost import MULTIPROCESSORS
 from vblackwell.kernels.fp4_cuda import aligned
 from vblackwell.kernels.fp4_plan import ceil_div, plan_mma
 from vblackwell.kernels.nvrtc import kernel
@@ -24,11 +25,15 @@ _WINDOW_BYTES = 2176
 # Of x that a block stages at a time without bulk copies, and windows that a warp has in flight.
 _X_BYTES = {True: 80 * 1024, False: 24 * 1024}
 _PREFETCH = {True: 4, False: 3}
+_LARGE = 1 << 25
 
 
 @dataclass(frozen=True)
 class TwoPartPlan:
-    """How ``two_part_mma`` covers a shape; fields as of `fp4_plan.MmaPlan`."""
+    """How ``two_part_mma`` covers a shape; fields as of `fp4_plan.MmaPlan`.
+
+    ``push``: whether blocks that split K send their sums to the one that finishes them, and meet once, or fetch them, and meet twice.
+    """
 
     tokens: int
     row_warps: int
@@ -39,14 +44,20 @@ class TwoPartPlan:
     min_blocks: int = 1
     chunk: int = 0
     x_stages: int = 2
+    push: bool = True
 
     def macros(self, out32: bool = False) -> dict[str, int]:
         """What the source is compiled with."""
         macros = {
             "FP16": 0, "TOKENS": self.tokens, "ROW_WARPS": self.row_warps, "K_WARPS": self.k_warps, "SPLITS": self.splits,
-            "PREFETCH": self.prefetch, "MIN_BLOCKS": self.min_blocks, "OUT32": int(out32),
+            "PREFETCH": self.prefetch, "MIN_BLOCKS": self.min_blocks, "OUT32": int(out32), "PUSH": int(self.pushes),
         }  # fmt: skip
         return macros | ({"BULK": 1, "CHUNK": self.chunk, "X_STAGES": self.x_stages} if self.chunk else {})
+
+    @property
+    def pushes(self) -> bool:
+        """Whether sums are sent."""
+        return self.push and self.splits > 1
 
     @property
     def threads(self) -> int:
@@ -71,7 +82,43 @@ class TwoPartPlan:
         if self.chunk:
             staged = self.x_stages * (self.tokens * (self.chunk * 128 + 16) + 16)  # and two barriers each
         ring = self.row_warps * self.k_warps * self.prefetch * _WINDOW_BYTES
-        return max(staged + ring, self.k_warps * self.tokens * (32 * self.row_warps + 4) * 4)
+        given = self.tokens * 32 * self.row_warps * 4 if self.pushes else 0
+        return max(staged + ring, self.k_warps * self.tokens * (32 * self.row_warps + 4) * 4) + given
+
+    def fits(self, k: int, clusters: bool = True) -> bool:
+        """Whether ``min_blocks`` of them fit a multiprocessor's shared memory, of which each takes a KB more."""
+        return self.shared_bytes(k) <= (MOST_SHARED_BYTES[clusters] + 1024) // self.min_blocks - 1024
+
+
+def _of_large_weights(n: int, windows: int, base: TwoPartPlan) -> TwoPartPlan:
+    """Plans for weights that take long enough to be worth filling a multiprocessor with care, among
+    the fastest in turns on an H200 (docs/log.md).
+
+    Up to 8 rows two blocks of 8 warps: while one ends, and its sums meet, the other or the next layer's first one computes. From 9 on x
+    takes too much of the memory and of the way there for each half to have its own: one block of 16 warps, and long chunks of x with as
+    many windows in flight as leave room; where blocks split K, all of their x, so that no warp waits for another to give room back.
+    """
+    if base.tokens <= 8:
+        fitting = [
+            (ceil_div(n, 32 * rows) * splits // 8, rows, splits)
+            for splits in (1, 2)
+            for rows in (1, 2, 4, 8)
+            if ceil_div(n, 32 * rows) * splits <= 2 * MULTIPROCESSORS
+        ]
+        if fitting:
+            _, rows, splits = max(fitting)
+            return replace(
+                base, row_warps=rows, k_warps=8 // rows, splits=splits, prefetch=4, min_blocks=2, chunk=8, x_stages=3
+            )
+    k_warps = max(1, 16 // base.row_warps)
+    chunk = ceil_div(16, k_warps) * k_warps
+    whole = ceil_div(ceil_div(windows, base.splits), chunk)
+    kind = replace(base, k_warps=k_warps, chunk=chunk)
+    if base.splits > 1 and whole <= 4:
+        found = replace(kind, x_stages=whole, prefetch=2)
+        if found.fits(64 * windows):
+            return found
+    return replace(kind, x_stages=3, prefetch=3)
 
 
 def plan(m: int, n: int, k: int, clusters: bool) -> TwoPartPlan:
@@ -81,7 +128,11 @@ def plan(m: int, n: int, k: int, clusters: bool) -> TwoPartPlan:
         base.tokens, base.row_warps, base.k_warps, base.splits, min(_PREFETCH[clusters], base.prefetch), _X_BYTES[clusters],
         chunk=base.chunk, x_stages=base.x_stages,
     )  # fmt: skip
-    if found.chunk and found.shared_bytes(k) > MOST_SHARED_BYTES[clusters]:
+    if clusters and n * k >= _LARGE and k % 64 == 0 and k >= 1024:
+        large = _of_large_weights(n, k // 64, found)
+        if large.fits(k):
+            return large
+    if found.chunk and not found.fits(k, clusters):
         found = replace(found, x_stages=2)
     return found
 
@@ -97,6 +148,7 @@ def run_mma(
     grid = (ceil_div(n, 32 * plan.row_warps), plan.splits, ceil_div(m, plan.tokens))
     args = (
         x_MK, codes, fine, block_scales, tensor_scale, bias, y_MN, m, n, k, ACTIVATIONS.index(activation), *plan.chunks(k), 1,
+        plan.shared_bytes(k),
     )  # fmt: skip
     macros = plan.macros(y_MN.dtype == torch.float32)
     kernel(FILES, "two_part_mma", macros, x_MK.device).launch(grid, plan.threads, plan.shared_bytes(k), args)

@@ -130,6 +130,16 @@ DEVICE u32 cluster_rank() { u32 r; asm volatile("mov.u32 %0, %%cluster_ctarank;"
 DEVICE void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+// Say that this block runs; wait until all of the cluster do, and their shared memory may be written. Each once, before any `cluster_sync`.
+DEVICE void cluster_arrive_started() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+DEVICE void cluster_wait_started() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Four floats into the shared memory of block `rank` of the cluster.
+DEVICE void store_remote(u32 address, u32 rank, float4 v) {
+    u32 remote;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};"
+                 :: "r"(remote), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
 // Four floats of the shared memory of block `rank` of the cluster.
 DEVICE float4 load_remote(u32 address, u32 rank) {
     u32 remote;

@@ -2,8 +2,8 @@
 //
 // The frame is that of fp4_mma.cu: weights are the A operand of mma.m16n8k16, tokens its n = 8; a warp takes one band of 32 weight rows and a
 // share of K; ROW_WARPS stand side by side, K_WARPS take turns at the windows, SPLITS blocks of a cluster split K further; x comes in bulk
-// copies behind barriers (BULK: sm_90, K a multiple of 64) or is staged by chunks; sums meet in shared memory and are added in a
-// fixed order. What differs: a window is 2176 bytes, and the decode adds the fine bits to the coarse ones before the one multiplication by the
+// copies behind barriers (BULK: sm_90, K a multiple of 64) or is staged by chunks; sums meet in shared memory, sent to the block that
+// finishes them (PUSH) or fetched by it, and are added in a fixed order. What differs: a window is 2176 bytes, and the decode adds the fine bits to the coarse ones before the one multiplication by the
 // scale, an E2M5 number times a scale of four bits, rounded to bf16 (2^-8 of a weight at most, beside the 2^-6 of a code that the
 // fine part resolves). So the fine part costs its bytes and eleven operations for eight weights, and no second product.
 //
@@ -13,7 +13,7 @@
 //
 // The second kernel writes the weight out, (code * scale) * tensor_scale in fp32 rounded once, for many rows and for backward.
 //
-// Set by the launcher: FP16 (0), TOKENS (a power of two, at most 16), ROW_WARPS, K_WARPS, SPLITS, PREFETCH, MIN_BLOCKS, OUT32, BULK (or not),
+// Set by the launcher: FP16 (0), TOKENS (a power of two, at most 16), ROW_WARPS, K_WARPS, SPLITS, PREFETCH, MIN_BLOCKS, OUT32, PUSH, BULK (or not),
 // and with it CHUNK (a multiple of K_WARPS) and X_STAGES; OUT for the second.
 #define FINE_MASK 0x003C003Cu
 #define FINE_NOTHING 0x00200020u
@@ -105,9 +105,12 @@ __cluster_dims__(1, SPLITS, 1)
 #endif
 __launch_bounds__(THREADS, MIN_BLOCKS)
 two_part_mma(const u16* x, const u8* codes, const u8* fine, const u8* scales, const float* tensor_scale, const u16* bias, void* y,
-             int M, int N, int K, int activation, int chunk_windows, int chunks, u32 one) {
+             int M, int N, int K, int activation, int chunk_windows, int chunks, u32 one, int shared_bytes) {
     SHARED_MEMORY(memory);
     let_next_start();
+#if SPLITS > 1 && PUSH
+    cluster_arrive_started();
+#endif
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     const int row_warp = warp % ROW_WARPS, k_warp = warp / ROW_WARPS;
     const int bands = (N + 31) / 32, windows = (K + 63) / 64;
@@ -251,32 +254,44 @@ two_part_mma(const u16* x, const u8* codes, const u8* fine, const u8* scales, co
             }
     __syncthreads();
     const int count = tokens * (ROWS / 4);  // groups of four rows
-#if SPLITS > 1
-    for (int e = tid; e < count; e += THREADS) {
+    auto own_sum = [&](int e) {
         float* at = red + e / (ROWS / 4) * RED_STRIDE + e % (ROWS / 4) * 4;
         float4 sum = *(float4*)at;
         for (int j = 1; j < K_WARPS; j++) add4(sum, *(float4*)(at + j * TOKENS * RED_STRIDE));
-        *(float4*)at = sum;
-    }
-    cluster_sync();
+        return sum;
+    };
+    auto finish = [&](int e, float4 sum) {
+        const int row = e % (ROWS / 4) * 4, n = blockIdx.x * ROWS + row;
+        if (n < N) store4(y, m0 + e / (ROWS / 4), n, N, sum, unit, bias, activation);
+    };
+#if SPLITS == 1
+    for (int e = tid; e < count; e += THREADS) finish(e, own_sum(e));
+#elif PUSH
+    // Group e is finished by block e % SPLITS, to which each block sends its sum: a place for every block's, beyond all that another one may
+    // still be reading. So blocks meet once, and nobody waits for an answer.
     const int rank = cluster_rank();
-#else
-    const int rank = 0;
-#endif
-    for (int e = tid + rank * THREADS; e < count; e += THREADS * SPLITS) {
-        const int t = e / (ROWS / 4), row = e % (ROWS / 4) * 4, n = blockIdx.x * ROWS + row;
-        float* at = red + t * RED_STRIDE + row;
-#if SPLITS > 1
-        float4 sum = load_remote(shared_address(at), 0);
+    const u32 given = shared_address(memory) + shared_bytes - TOKENS * ROWS * 4;
+    constexpr int SHARE = TOKENS * (ROWS / 4) / SPLITS;  // groups a block, at most
+    cluster_wait_started();
+    for (int e = tid; e < count; e += THREADS) store_remote(given + (rank * SHARE + e / SPLITS) * 16, e % SPLITS, own_sum(e));
+    cluster_sync();
+    const float4* sums = (const float4*)(memory + shared_bytes - TOKENS * ROWS * 4);
+    for (int i = tid; i * SPLITS + rank < count; i += THREADS) {
+        float4 sum = sums[i];
 #pragma unroll
-        for (int s = 1; s < SPLITS; s++) add4(sum, load_remote(shared_address(at), s));
-#else
-        float4 sum = *(float4*)at;
-        for (int j = 1; j < K_WARPS; j++) add4(sum, *(float4*)(at + j * TOKENS * RED_STRIDE));
-#endif
-        if (n < N) store4(y, m0 + t, n, N, sum, unit, bias, activation);
+        for (int s = 1; s < SPLITS; s++) add4(sum, sums[s * SHARE + i]);
+        finish(i * SPLITS + rank, sum);
     }
-#if SPLITS > 1
+#else
+    for (int e = tid; e < count; e += THREADS) *(float4*)(red + e / (ROWS / 4) * RED_STRIDE + e % (ROWS / 4) * 4) = own_sum(e);
+    cluster_sync();
+    for (int e = tid + (int)cluster_rank() * THREADS; e < count; e += THREADS * SPLITS) {
+        const u32 at = shared_address(red + e / (ROWS / 4) * RED_STRIDE + e % (ROWS / 4) * 4);
+        float4 sum = load_remote(at, 0);
+#pragma unroll
+        for (int s = 1; s < SPLITS; s++) add4(sum, load_remote(at, s));
+        finish(e, sum);
+    }
     cluster_sync();  // nobody leaves while its sums are read
 #endif
 }
