@@ -15,6 +15,7 @@ import gc
 import itertools
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -111,18 +112,9 @@ def plans(m: int, n: int, k: int) -> list[Plan]:
     """What the rules choose today, then what could be."""
     found: list[Plan] = list(mma_plans(m, n, k)) if m <= 16 else []
     if 16 <= m <= 256:
-        tiles = sorted(wgmma_plans(m, n, k), key=lambda plan: fp4_plan.predicted_us(plan, m, n, k))
-        found += tiles
-        best = [plan for plan in tiles if plan.consumers > 1][:8]
-        found += [replace(plan, ordered=turns) for plan in best for turns in (0, 2)]
+        found += sorted(wgmma_plans(m, n, k), key=lambda plan: fp4_plan.predicted_us(plan, m, n, k))
     if m > 256:
-        found += [
-            WgmmaPlan(256, 2, 1, 6),
-            WgmmaPlan(256, 2, 1, 6, ordered=0),
-            WgmmaPlan(256, 2, 1, 6, ordered=2),
-            WgmmaPlan(256, 1, 1, 6, k_groups=2),
-        ]
-        found += [WgmmaPlan(128, 3, 1, 6)]
+        found += [WgmmaPlan(256, 2, 1, 6), WgmmaPlan(256, 1, 1, 6, k_groups=2), WgmmaPlan(128, 3, 1, 6)]
     today: list[Plan] = [fp4_plan.plan_mma(m, n, k, True)] if m <= 16 else []
     return list(dict.fromkeys([*today, fp4_plan.plan_wgmma(m, n, k), *found]))
 
@@ -162,8 +154,7 @@ def family(plan: Plan) -> str:
     """Plans that run the same lines of a kernel: if one of them hangs, so may the others."""
     if isinstance(plan, MmaPlan):
         return f"mma{' bulk' if plan.chunk else ''}{' split' if plan.splits > 1 else ''}"
-    words = [f"ordered {plan.ordered}"] if plan.consumers > 1 else []
-    words += ["K groups"] if plan.k_groups > 1 else []
+    words = ["K groups"] if plan.k_groups > 1 else []
     words += ["split"] if plan.splits > 1 else []
     words += ["of 16"] if plan.tokens == 16 else []
     return " ".join(["wgmma", *words])
@@ -296,24 +287,25 @@ def brief(plan: Plan) -> str:
         )
     return (
         f"wgmma t{plan.tokens} g{plan.groups} kg{plan.k_groups} s{plan.splits} st{plan.stages} pf{plan.prefetch}"
-        f" mb{plan.min_blocks}{' o' + str(plan.ordered) if plan.consumers > 1 else ''}"
+        f" mb{plan.min_blocks}"
     )
 
 
-def tuned_entries(path: Path) -> dict[str, dict[str, int]]:
-    """Entries of kernels/autotune.py from a ``--csv`` of this program: for each cell the fastest that adds in the order of today's rule.
+def tuned_entries(paths: list[Path]) -> dict[str, dict[str, int]]:
+    """Entries of kernels/autotune.py from what ``--csv`` wrote, the latest last: a cell's fastest that adds in the order of today's rule.
 
     A finalist goes by its time in turns with others, since that is where it matters.
     """
     times: dict[Cell, dict[Plan, dict[str, float]]] = {}
-    with path.open() as file:
-        for row in csv.DictReader(file):
-            if row["plan"].startswith(("MmaPlan(", "WgmmaPlan(")) and row["stage"] in ("once", "turns"):
-                cell = (int(row["m"]), int(row["n"]), int(row["k"]))
-                if "direct=" in row["plan"]:  # of a kernel that there was before 2026-11-22, evening
-                    continue
-                plan = eval(row["plan"], {"MmaPlan": MmaPlan, "WgmmaPlan": WgmmaPlan})  # noqa: S307 - a repr that we wrote
-                times.setdefault(cell, {}).setdefault(plan, {})[row["stage"]] = float(row["us"])
+    for path in paths:
+        newer: dict[Cell, dict[Plan, dict[str, float]]] = {}
+        with path.open() as file:
+            for row in csv.DictReader(file):
+                plan = plan_of(row["plan"]) if row["stage"] in ("once", "turns") else None
+                if plan:
+                    cell = (int(row["m"]), int(row["n"]), int(row["k"]))
+                    newer.setdefault(cell, {}).setdefault(plan, {})[row["stage"]] = float(row["us"])
+        times |= newer
     entries = {}
     for (m, n, k), found in times.items():
         rule = fp4_plan.plan_mma(m, n, k, True) if m <= 16 else fp4_plan.plan_wgmma(m, n, k)
@@ -324,6 +316,15 @@ def tuned_entries(path: Path) -> dict[str, dict[str, int]]:
             best = min((p for p in same if stage in same[p]), key=lambda p: (same[p][stage], p != rule))
             entries[name] = {field: getattr(best, field) for field in autotune.TUNABLE[type(best)]}
     return entries
+
+
+def plan_of(text: str) -> Plan | None:
+    """The plan of a row; none where the kernel that was timed is gone: by turns at the tensor cores, or of before 2026-11-22, evening."""
+    if not text.startswith(("MmaPlan(", "WgmmaPlan(")) or "direct=" in text or "clusters=" in text:
+        return None
+    plan = eval(re.sub(r", ordered=\d", "", text), {"MmaPlan": MmaPlan, "WgmmaPlan": WgmmaPlan})  # noqa: S307 - a repr that we wrote
+    in_turns = isinstance(plan, WgmmaPlan) and plan.consumers > 1 and re.search("ordered=[12]", text)
+    return None if in_turns else plan
 
 
 def write(path: Path, rows: list[list[object]]) -> None:
@@ -341,7 +342,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=None)
     parser.add_argument("--list", action="store_true")
     parser.add_argument(
-        "--table", type=Path, default=None, metavar="CSV", help="ship what an earlier --csv found fastest"
+        "--table", type=Path, nargs="+", default=None, metavar="CSV", help="ship what earlier --csv found fastest"
     )
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

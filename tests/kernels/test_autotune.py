@@ -14,6 +14,7 @@ FIXED = {
     MmaPlan: ("tokens", "row_warps", "k_warps", "splits", "x_bytes", "chunk"),
     WgmmaPlan: ("tokens", "groups", "k_groups", "splits"),
 }
+SHAPES = ((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192))
 PLANS = [
     MmaPlan(8, 2, 2, 1, 4),
     fp4_plan.plan_mma(4, 4096, 4096, True),
@@ -96,9 +97,9 @@ def test_a_cache_that_cannot_be_written_is_no_error(own_cache):
 
 def test_the_shipped_table_speaks_of_plans_that_exist():
     entries = json.loads(autotune.shipped_path("NVIDIA H200").read_text())["entries"]
-    x_MK = {m: torch.empty(m, 1, dtype=torch.bfloat16) for m in (1, 4, 8, 16, 32, 64, 128, 256)}
+    x_MK = {m: torch.empty(m, 1, dtype=torch.bfloat16) for m in (1, 2, 4, 8, 16, 32, 64, 128, 256)}
     names = set()
-    for n, k in ((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192)):
+    for n, k in (*SHAPES, (12288, 4096), (4096, 11008)):
         for m in x_MK:
             mma = (fp4_plan.plan_mma(m, n, k, True, bulk) for bulk in (True, False))
             for plan in (*mma, fp4_plan.plan_wgmma(m, n, k)):

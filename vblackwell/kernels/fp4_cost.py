@@ -1,11 +1,12 @@
 """How long a plan of ``fp4_wgmma`` takes on an H200: the arithmetic by which `fp4_plan.plan_wgmma` chooses.
 
 A block of a plan walks its share of windows (64 columns). For a window a warpgroup issues its decode and waits for its products. Alone
-on a multiprocessor it also waits for its own latencies in a row; several take turns. Measured, the issue of one warpgroup adds nearly
+on a multiprocessor it also waits for its own latencies in a row; several take turns. Measured, the issue of one warpgroup adds
 whole to the tensor cores' time of the others, so what counts is work a multiprocessor and rounds of blocks, not tensor cores alone.
 
-The constants are a fit to 564 plans in 20 cells (32 to 256 rows, benchmarks/results/fp4-h200-plans-2.csv): the plan of least predicted time
-is on average 0.9 %, at most 4.8 %, slower than the fastest of its cell.
+The constants are a fit to 260 plans in 20 cells (32 to 256 rows, benchmarks/results/fp4-h200-plans-3.csv): the plan of least predicted time
+is on average 1.4 %, at most 6.6 %, slower than the fastest of its cell. What it says of a cluster in grids of many rounds is too little,
+so `many_rows_us` compares the plans for more rows.
 """
 
 from __future__ import annotations
@@ -14,20 +15,18 @@ import math
 
 MULTIPROCESSORS = 132  # of an H200, on every GPU: a plan may not depend on where it runs
 _CYCLES_A_US = 1755.0
-_TENSOR = 1.196  # cycles of the tensor cores, a token and window of 64 rows
-_ALONE = 0.452  # more of all cycles where one warpgroup has the multiprocessor, half of it with two, ..
+_TENSOR = 1.218  # cycles of the tensor cores, a token and window of 64 rows
+_ALONE = 0.375  # more of all cycles where one warpgroup has the multiprocessor, half of it with two, ..
 _LATENCY = (
-    207.0  # cycles between a window's first product and the next one's, beside the products, of a warpgroup alone
+    193.0  # cycles between a window's first product and the next one's, beside the products, of a warpgroup alone
 )
-_ISSUE = 184.0  # cycles of a scheduler to decode a window of 64 rows
-_ADDED = 0.857  # of the shorter of products and decode, what is not hidden behind the longer
-_STORE, _SUM = 21.5, 5.7  # cycles a token of a block's epilogue: at least, and for each K group
-_START_US, _CLUSTER_US, _SHARED_US = (
-    1.8,
-    2.3,
-    0.05,
-)  # a launch and what is in front of it; meeting of two blocks; of two on a multiprocessor
-_L2_BYTES_A_US, _MEMORY_BYTES_A_US = 11.3e6, 4.2e6
+_ISSUE = 147.0  # cycles of a scheduler to decode a window of 64 rows
+_ADDED = 1.0  # of the shorter of products and decode, what is not hidden behind the longer
+_STORE, _SUM = 19.9, 11.6  # cycles a token of a block's epilogue: at least, and for each K group
+_START_US, _CLUSTER_US = 0.6, 3.5  # a launch and what is in front of it; meeting of two blocks
+_L2_BYTES_A_US, _MEMORY_BYTES_A_US = 11.2e6, 4.2e6
+# Microseconds a window of a block that has a multiprocessor to itself, by (tokens, groups, K groups): 1024 rows of 6144 and 14336 x 4096.
+MANY_ROWS_US = {(256, 2, 1): 0.75, (128, 3, 1): 0.59, (256, 1, 2): 0.405}
 
 
 def wgmma_us(
@@ -55,5 +54,12 @@ def wgmma_us(
     cycles += (rounds + bool(rest)) * tokens * (_STORE + _SUM * k_groups) * blocks_at_once
     x_us = blocks * windows * tokens * 128 / _L2_BYTES_A_US
     weights_us = n * k * 0.5625 / _MEMORY_BYTES_A_US
-    fixed_us = _START_US + _CLUSTER_US * math.log2(splits) + _SHARED_US * (blocks_at_once - 1)
-    return max(cycles / _CYCLES_A_US, x_us, weights_us) + fixed_us
+    return max(cycles / _CYCLES_A_US, x_us, weights_us) + _START_US + _CLUSTER_US * math.log2(splits)
+
+
+def many_rows_us(shape: tuple[int, int, int], blocks: tuple[int, int, int]) -> float:
+    """Predicted microseconds of a launch for ``shape`` (M, N, K) in whole rounds of ``blocks`` of `MANY_ROWS_US`, which do not split K."""
+    m, n, k = shape
+    tokens, groups, _ = blocks
+    rounds = math.ceil(math.ceil(n / (64 * groups)) * math.ceil(m / tokens) / MULTIPROCESSORS)
+    return rounds * math.ceil(k / 64) * MANY_ROWS_US[blocks] + 3.0

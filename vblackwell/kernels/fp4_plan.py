@@ -14,7 +14,8 @@ import itertools
 from dataclasses import dataclass, replace
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fp4_cost import MULTIPROCESSORS, wgmma_us
+from vblackwell.kernels import fp4_shapes
+from vblackwell.kernels.fp4_cost import MANY_ROWS_US, MULTIPROCESSORS, many_rows_us, wgmma_us
 
 MMA_FILES = ("ptx.cuh", "decode.cuh", "barrier.cuh", "epilogue.cuh", "fp4_mma.cu")
 WGMMA_FILES = ("ptx.cuh", "decode.cuh", "wgmma.cuh", "barrier.cuh", "ring.cuh", "epilogue.cuh", "fp4_wgmma.cu")
@@ -110,8 +111,6 @@ class WgmmaPlan:
         prefetch: windows of weights a warp has in flight, an even number.
         min_blocks: blocks the compiler must fit on a multiprocessor.
         k_groups: sets of ``groups`` warpgroups that take turns at the windows.
-        ordered: whether warpgroups take turns at the tensor cores by whole windows, so that one decodes while another multiplies. 0: no;
-            1: yes; 2: yes, and a turn ends before the last of a window's four products is issued.
     """
 
     tokens: int
@@ -121,7 +120,6 @@ class WgmmaPlan:
     prefetch: int = 4
     min_blocks: int = 1
     k_groups: int = 1
-    ordered: int = 1
 
     def __post_init__(self) -> None:
         """Raises ConfigurationError where a stage of x would go from one K group to another, or a group would wait for itself.
@@ -160,8 +158,7 @@ class WgmmaPlan:
 
     def macros(self, fp16: bool, out32: bool = False) -> dict[str, int]:
         return {
-            "FP16": int(fp16), "TOKENS": self.tokens, "ORDERED": self.ordered if self.consumers > 1 else 0, "GROUPS": self.groups,
-            "KGROUPS": self.k_groups, "SPLITS": self.splits,
+            "FP16": int(fp16), "TOKENS": self.tokens, "GROUPS": self.groups, "KGROUPS": self.k_groups, "SPLITS": self.splits,
             "STAGES": self.stages, "PREFETCH": self.prefetch, "REGISTERS": self.registers,
             "AT_LAUNCH": self.at_launch, "OUT32": int(out32),
         }  # fmt: skip
@@ -173,7 +170,7 @@ class WgmmaPlan:
     def shared_bytes(self) -> int:
         sums = self.k_groups * self.tokens * (64 * self.groups + 4) * 4
         main = self.stages * self.tokens * 128 + 4 * self.consumers * self.prefetch * 640
-        return max(main, sums) + 16 * self.stages + 32 * self.consumers  # barriers: two of a stage, one of a warp
+        return max(main, sums) + 16 * self.stages  # barriers: two of a stage
 
 
 def _row_warps(n: int) -> int:
@@ -229,6 +226,9 @@ def plan_mma(m: int, n: int, k: int, clusters: bool, bulk: bool = True) -> MmaPl
         tokens *= 2
     windows = ceil_div(k, 64)
     if clusters and bulk and k % 64 == 0 and windows >= 16:
+        if blocks := fp4_shapes.MMA.get((tokens, n, k)):
+            row_warps, k_warps, splits, chunk, most = blocks
+            return MmaPlan(tokens, row_warps, k_warps, splits, 4, most, chunk=chunk, x_stages=3)
         return _plan_bulk(tokens, n, k)
     if not clusters:
         row_warps = {1: 1, 2: 1, 4: 2, 8: 4, 16: 4, 32: 4}[tokens]
@@ -276,10 +276,25 @@ def predicted_us(plan: WgmmaPlan, m: int, n: int, k: int) -> float:
 
 @functools.lru_cache(4096)
 def plan_wgmma(m: int, n: int, k: int) -> WgmmaPlan:
-    """The plan of ``fp4_wgmma`` for a shape: of all that fit, the one that `fp4_cost.wgmma_us` expects to end first on an H200."""
+    """The plan of ``fp4_wgmma`` for a shape: as it was timed (fp4_shapes.py), or what is expected to end first on an H200."""
     most_tokens = next((tokens for tokens in (16, 32, 64, 128) if m <= tokens), 256)
-    fitting = (plan for plan in _wgmma_candidates(most_tokens) if plan.splits * plan.k_groups <= ceil_div(k, 64))
+    fitting = [plan for plan in _wgmma_candidates(most_tokens) if plan.splits * plan.k_groups <= ceil_div(k, 64)]
+    if timed := fp4_shapes.WGMMA.get((most_tokens, n, k)) if m <= 256 else None:
+        return next(plan for plan in fitting if _blocks(plan) == timed)
+    if fills_with_many_rows(m, n):
+        tokens, groups, k_groups = min(MANY_ROWS_US, key=lambda blocks: many_rows_us((m, n, k), blocks))
+        whole = (tokens, groups, k_groups, 1, 1)
+        return next((plan for plan in fitting if _blocks(plan) == whole), WgmmaPlan(256, 2, 1, 6))
     return min(fitting, key=lambda plan: predicted_us(plan, m, n, k))
+
+
+def _blocks(plan: WgmmaPlan) -> tuple[int, int, int, int, int]:
+    return plan.tokens, plan.groups, plan.k_groups, plan.splits, plan.min_blocks
+
+
+def fills_with_many_rows(m: int, n: int) -> bool:
+    """Whether blocks of 256 rows and 128 features are about one a multiprocessor or more: then none splits K."""
+    return m > 256 and ceil_div(n, 128) * ceil_div(m, 256) >= 0.9 * MULTIPROCESSORS
 
 
 def has_clusters(capability: tuple[int, int]) -> bool:
@@ -298,7 +313,10 @@ def wgmma_beats_dequantize(m: int, n: int, k: int) -> bool:
     """Whether ``fp4_wgmma`` is expected to finish before dequantising once and cuBLAS; rates measured on an H200."""
     if m <= 256:
         return True
-    tiles = ceil_div(n, 128) * ceil_div(m, 256)
-    busy = tiles / (MULTIPROCESSORS * ceil_div(tiles, MULTIPROCESSORS))
-    fused = 2 * m * n * k / (700e12 * busy)
-    return fused < 2 * m * n * k / 790e12 + n * k * 2.5625 / 3.8e12
+    if fills_with_many_rows(m, n):
+        fused_us = min(many_rows_us((m, n, k), blocks) for blocks in MANY_ROWS_US)
+    else:
+        fused_us = predicted_us(plan_wgmma(m, n, k), m, n, k)
+    return (
+        fused_us < 2 * m * n * k / 790e6 + n * k * 2.5625 / 3.8e6 + 5.0
+    )  # cuBLAS, the weight written out, two launches
