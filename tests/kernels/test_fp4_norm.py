@@ -52,17 +52,27 @@ def request(**changes):
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({}, "mma"), ({"m": 1, "n": 28672, "k": 8192}, "mma"), ({"capability": (8, 6)}, "mma"),
-        ({"m": 17}, "separate"), ({"dtype": torch.float16}, "separate"), ({"dtype": torch.float32}, "separate"),
-        ({"k": 4100}, "separate"), ({"format": "nf4"}, "separate"), ({"device": torch.device("cpu")}, "separate"),
+        ({"m": 4}, "mma"), ({"m": 5}, "separate"), ({"m": 4, "k": 14336}, "separate"), ({"m": 2, "k": 14336}, "mma"),
+        ({"m": 1, "n": 28672, "k": 8192}, "mma"), ({"capability": (8, 6)}, "mma"),
+        ({"m": 17, "capability": (8, 6)}, "separate"), ({"m": 1, "dtype": torch.float16}, "separate"),
+        ({"m": 1, "dtype": torch.float32}, "separate"), ({"m": 1, "k": 4100}, "separate"),
+        ({"m": 1, "format": "nf4"}, "separate"), ({"m": 1, "device": torch.device("cpu")}, "separate"),
     ],
 )  # fmt: skip
-def test_one_kernel_for_few_rows_alone(changes, name):
+def test_one_kernel_where_it_is_faster(changes, name):
     assert choose("fp4_norm_linear", fp4_norm.NORM_LINEAR, request(**changes)).name == name
 
 
+def test_the_slower_one_is_there_for_who_asks():
+    assert "16 rows of 4096" in explain(fp4_norm.NORM_LINEAR, request())["mma"][0]
+    with use_backend("fp4_norm_linear", "mma"):
+        assert choose("fp4_norm_linear", fp4_norm.NORM_LINEAR, request()).name == "mma"
+        with pytest.raises(Unsupported, match="17 rows: above 16"):
+            choose("fp4_norm_linear", fp4_norm.NORM_LINEAR, request(m=17))
+
+
 def test_refusals_say_why():
-    reasons = explain(fp4_norm.NORM_LINEAR, request(m=17, dtype=torch.float16, k=4100))["mma"]
+    reasons = explain(fp4_norm.NORM_LINEAR, request(m=17, dtype=torch.float16, k=4100, capability=(8, 6)))["mma"]
     assert len(reasons) == 3 and "float16" in reasons[0] and "17 rows" in reasons[1] and "multiples of 8" in reasons[2]
     x, gain, sums, tiled, bias = case()
     with pytest.raises(ConfigurationError, match="norm's weight"):

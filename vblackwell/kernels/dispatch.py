@@ -1,7 +1,8 @@
 """Which backend runs an op, and why the others do not.
 
-An op keeps an ordered table of backends. Each states, for a request, the reasons why it refuses; the first without a reason
-runs. Asking for a backend by name (``use_backend``) runs that one or raises with its reasons: nothing falls back silently.
+An op keeps an ordered table of backends. Each states, for a request, the reasons why it refuses, or why another is faster; the first
+without a reason runs. Asking for a backend by name (``use_backend``) runs that one, fast or not,
+or raises with its reasons: nothing falls back silently.
 """
 
 from __future__ import annotations
@@ -55,12 +56,14 @@ class Backend(Generic[Run]):
         reasons: maps a request to the reasons against it; empty means it runs.
         run: the implementation.
         forward_mode: torch can differentiate it forward (`torch.func.jvp`), because it is made of torch's own operators.
+        slower: maps a request to the reasons why a later backend is faster; who asks for this one by name gets it all the same.
     """
 
     name: str
     reasons: Callable[[Request], list[str]]
     run: Run
     forward_mode: bool = False
+    slower: Callable[[Request], list[str]] = lambda request: []
 
 
 @functools.lru_cache
@@ -104,7 +107,7 @@ def refuse_forward_mode(op: str) -> None:
 
 def explain(table: tuple[Backend[Run], ...], request: Request) -> dict[str, list[str]]:
     """Each backend's reasons against ``request``, in order of preference."""
-    return {backend.name: _reasons(backend, request) for backend in table}
+    return {backend.name: [*_reasons(backend, request), *backend.slower(request)] for backend in table}
 
 
 def _reasons(backend: Backend[Run], request: Request) -> list[str]:
@@ -124,7 +127,7 @@ def choose(op: str, table: tuple[Backend[Run], ...], request: Request) -> Backen
     wanted = _CHOSEN.get().get(op)
     if wanted is None:
         for backend in table:
-            if not _reasons(backend, request):
+            if not _reasons(backend, request) and not backend.slower(request):
                 return backend
         refusals = explain(table, request)
         raise Unsupported(f"no backend of {op} takes {request}: {_sentence(refusals)}")

@@ -1,4 +1,4 @@
-"""RMSNorm or LayerNorm and an FP4 linear as one op: in one kernel for few rows, as two for more.
+"""RMSNorm or LayerNorm and an FP4 linear as one op: in one kernel for up to 16 rows, where that is faster, else as two.
 
 A norm multiplies columns by a gain and rows by a statistic. The statistic commutes with the product, so the mma kernel stages x with
 its gain, adds up squares on the way, and scales the sums at its end (cuda/fp4_mma.cu): decoding a token needs no launch for the norm.
@@ -39,6 +39,16 @@ def _mma_reasons(request: Request) -> list[str]:
     return reasons
 
 
+def _mma_slower(request: Request) -> list[str]:
+    """On Hopper x of a norm on the way is staged by threads, which from three to five rows on costs more than the launch it saves."""
+    most = 4 if request.k <= 4096 else 2
+    if request.capability[0] != 9 or request.m <= most:
+        return []
+    return [
+        f"{request.m} rows of {request.k} features: above {most} the norm is faster as a kernel of its own on this GPU"
+    ]
+
+
 def _mma(x_MK, gain_K, gain_sums_N, eps, codes, scales, tensor_scale, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
     clusters, rms = fp4_plan.has_clusters(capability(x_MK.device)), gain_sums_N is None
     plan = fp4_plan.plan_mma(x_MK.shape[0], n, k, clusters, bulk=rms and BULK)
@@ -65,7 +75,10 @@ def _none(request: Request) -> list[str]:
     return []
 
 
-NORM_LINEAR: tuple[Backend, ...] = (Backend("mma", _mma_reasons, _mma), Backend("separate", _none, _separate))
+NORM_LINEAR: tuple[Backend, ...] = (
+    Backend("mma", _mma_reasons, _mma, slower=_mma_slower),
+    Backend("separate", _none, _separate),
+)
 
 
 @torch.library.custom_op("vblackwell::fp4_norm_linear", mutates_args=())
