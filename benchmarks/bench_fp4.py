@@ -12,10 +12,12 @@ sm_90a without a GPU, into the cache folder, what the other options will need.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import functools
 import itertools
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,6 +39,7 @@ from vblackwell.numerics.formats import FORMATS
 SHAPES = ((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192))
 ROWS = (1, 4, 16, 64, 128, 256, 1024, 4096, 8192)
 LAYERS = 24
+PEER_SECONDS = 6.0  # for a peer to make its layers, or to run one number of rows for the first time
 CHECK_SHAPES = ((40, 136), (200, 1000), (1056, 4096), (512, 14336), (9000, 520))
 CHECK_ROWS = (1, 3, 4, 8, 13, 16, 33, 64, 100, 256, 300)
 Tiled = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -87,7 +90,7 @@ def prebuild(args: argparse.Namespace) -> None:
                 (files[type(plan)], each.macros(False)) for each in (autotune.variants(plan) if args.tune else [plan])
             ]
         if m <= fp4_norm.MOST_ROWS:
-            fused = fp4_plan.plan_mma(m, n, k, True, fp4_norm.BULK)
+            fused = fp4_plan.plan_mma(m, n, k, True, bulk=fp4_norm.BULK)
             jobs.append((fp4_plan.MMA_FILES, fused.macros(False, norm=1)))
     for (n, k), m, fp16 in itertools.product(CHECK_SHAPES, CHECK_ROWS, (False, True) if args.check else ()):
         jobs += [(files[type(plan)], plan.macros(fp16, True)) for plan in plans_of(m, n, k)]
@@ -199,7 +202,8 @@ def peer_layers(peers: tuple[Peer, ...], w: torch.Tensor) -> tuple[dict[str, lis
         reason = peer.why_not()
         if reason is None:
             try:
-                layers[peer.name] = peer.layers(w, LAYERS)
+                with at_most(PEER_SECONDS):
+                    layers[peer.name] = peer.layers(w, LAYERS)
             except Exception as error:  # whatever another package raises is its line of the table
                 reason = failure(error)
             if gpu_is_lost():
@@ -207,6 +211,22 @@ def peer_layers(peers: tuple[Peer, ...], w: torch.Tensor) -> tuple[dict[str, lis
         if reason is not None:
             reasons[peer.name] = reason
     return layers, reasons
+
+
+@contextlib.contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in what has taken so long, and each second after: another package may tune its kernels for minutes."""
+
+    def late(number: int, frame: object) -> None:
+        raise TimeoutError(f"not done in {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 class PeerLostGpu(Exception):
@@ -253,7 +273,7 @@ def bench(args: argparse.Namespace) -> None:
                 for name, layers in theirs.items()
             )
             every = itertools.chain(systems(m, n, k, packed, dense), compared)
-            for row in time_systems(every, set(theirs), 9 if m <= 256 else 3, args.do_bench):
+            for row in time_systems(every, set(theirs), 9 if m <= 256 else 5, args.do_bench):
                 rows.append({"n": n, "k": k, "m": m, **row, **machine})
         del packed, dense, theirs
         torch.cuda.empty_cache()
@@ -279,7 +299,8 @@ def time_systems(
         row: dict[str, object] = {"system": system}
         rows.append(row)
         try:
-            graph = graph_of(calls)
+            with at_most(PEER_SECONDS) if system in theirs else contextlib.nullcontext():
+                graph = graph_of(calls)
             if also_do_bench:
                 row["do_bench_us"] = round(do_bench_us(calls[0]), 2)
         except Exception as error:

@@ -108,10 +108,10 @@ def _gemlite(w_NK: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 PEERS = (
-    Peer("humming mxfp4", "humming-kernels", "humming", _humming_mxfp4),
-    Peer("humming e2m1 e4m3/16", "humming-kernels", "humming", _humming_e4m3),
     Peer("torchao int4 g32", "torchao", "torchao", _torchao),
     Peer("bitsandbytes nf4", "bitsandbytes", "bitsandbytes", _bitsandbytes),
+    Peer("humming mxfp4", "humming-kernels", "humming", _humming_mxfp4),
+    Peer("humming e2m1 e4m3/16", "humming-kernels", "humming", _humming_e4m3),
     Peer("gemlite mxfp4", "gemlite", "gemlite", _gemlite),
 )
 
