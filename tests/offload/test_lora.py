@@ -16,7 +16,7 @@ from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.infer.adapters import adapted, read_lora, save_adapter
 from vblackwell.infer.causal_lm import load_causal_lm, save_causal_lm
 from vblackwell.infer.fingerprint import check_base, fingerprint
-from vblackwell.nn.lora import add_adapters, is_adapter
+from vblackwell.nn.lora import adapter_targets, add_adapters, is_adapter
 from vblackwell.nn.lora_config import Lora
 from vblackwell.nn.stored_fp4 import StoredFP4Linear
 from vblackwell.numerics.fp4 import quantize
@@ -299,3 +299,33 @@ def test_a_router_that_is_a_linear_by_class_gets_no_adapter():
     assert (
         "query_key_value" in add_adapters(plain, Lora(2))["target_modules"]
     )  # of a class that computes what a linear does
+
+
+class Choosing(torch.nn.Linear):
+    """A linear by class that answers with choices, as routers do."""
+
+    def forward(self, input):
+        return super().forward(input).topk(2).indices
+
+
+class Strict(torch.nn.Linear):
+    """A linear that wants batches of sequences."""
+
+    def forward(self, input):
+        if input.dim() != 3:
+            raise TypeError(f"{input.dim()} dimensions")
+        return super().forward(input)
+
+
+def test_linears_without_an_adapter_are_named_with_the_reason():
+    model = torch.nn.Sequential()
+    for name, linear in (("plain", torch.nn.Linear(4, 4)), ("gate", Choosing(4, 4)), ("strict", Strict(4, 4))):
+        model.add_module(name, linear)
+    assert adapter_targets(torch.nn.ModuleDict({"a": model, "lm_head": torch.nn.Linear(4, 4)})) == {
+        "a.plain": None,
+        "a.gate": "Choosing answers with something else than a product",
+        "a.strict": "Strict given two rows failed: TypeError 2 dimensions",
+        "lm_head": "the output head",
+    }
+    with pytest.raises(ConfigurationError, match=r"no such linear \(a.strict: .* 2 dimensions\), only plain"):
+        add_adapters(torch.nn.ModuleDict({"a": model}), Lora(2, targets=("strict",)))

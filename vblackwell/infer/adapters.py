@@ -22,7 +22,7 @@ from vblackwell.artifacts.shards import SafetensorsShards, TensorSpec
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.infer.chat_prompt import CHAT_TEMPLATE
 from vblackwell.infer.fingerprint import ADAPTER_CONFIG, ADAPTER_FILE, BASE, check_base, fingerprint
-from vblackwell.nn.lora import add_adapters, base_name, file_name, fill_adapter, is_adapter
+from vblackwell.nn.lora import adapter_targets, add_adapters, base_name, file_name, fill_adapter, is_adapter
 from vblackwell.nn.lora_config import Lora
 from vblackwell.nn.stored_fp4 import PARTS, StoredFP4Linear, store_linears, stored_part
 from vblackwell.offload.enable import offload_of
@@ -47,12 +47,14 @@ class Adapted:
         config: peft's adapter_config.json.
         packed: linears of the base that are kept in FP4, and why the others are not; empty for a base in full precision.
         base: fingerprint of the base's weights.
+        around: linears that an adapter may go around, and why the others have none.
     """
 
     lora: Lora
     config: dict[str, Any]
     packed: dict[str, str | None]
     base: str
+    around: dict[str, str | None]
 
 
 _adapted: weakref.WeakKeyDictionary[nn.Module, Adapted] = weakref.WeakKeyDictionary()
@@ -90,9 +92,10 @@ def adapt(
         Unsupported: peft is not installed.
     """
     model.requires_grad_(False)
+    around = adapter_targets(model)
     config = add_adapters(model, lora, name or str(folder))
     packed = {} if fp4 is None else store_linears(model, fp4_layers, keep, fp4, tiled=tiled)
-    _adapted[model] = Adapted(lora, config, packed, fingerprint(folder))
+    _adapted[model] = Adapted(lora, config, packed, fingerprint(folder), around)
     if values is None:
         return _Filling(model, weights, seed, device)
     fitting = _fitting(model, values, folder)  # what has other shapes is told by those

@@ -52,14 +52,8 @@ def add_adapters(model: nn.Module, lora: Lora, base: str | None = None) -> dict[
         Unsupported: peft is not installed, or refuses the model; or a target that it takes for experts'.
     """
     peft = require_peft()
-    getter: Any = getattr(model, "get_output_embeddings", None)
-    head = getter() if getter is not None else None
-    linears = {name: model.get_submodule(name) for name in find_linears(model)}
-    found = {
-        name: linear
-        for name, linear in linears.items()
-        if linear is not head and not re.search(HEAD, name) and _gives_a_product(linear)
-    }
+    left = adapter_targets(model)
+    found = {name: model.get_submodule(name) for name, why in left.items() if why is None}
     names = sorted({name.rpartition(".")[2] for name in found})
     if any(param.dim() == 3 and ".experts." in name for name, param in model.named_parameters()):
         taken = [name for name in names if name in _OF_EXPERTS]
@@ -72,8 +66,12 @@ def add_adapters(model: nn.Module, lora: Lora, base: str | None = None) -> dict[
     wanted = names if lora.targets is None else list(lora.targets)
     for target in wanted:
         if target not in names:
+            refused = next(
+                (f" ({name}: {why})" for name, why in left.items() if why and name.endswith(f".{target}")), ""
+            )
             raise ConfigurationError(
-                f"--lora targets={target}: {type(model).__name__} has no such linear, only {', '.join(names)}{nearest(target, names)}"
+                f"--lora targets={target}: {type(model).__name__} has no such linear{refused}, only "
+                f"{', '.join(names)}{nearest(target, names)}"
             )
     chosen = [module for name, module in found.items() if name.rpartition(".")[2] in wanted]
     config = peft.LoraConfig(
@@ -91,16 +89,30 @@ def add_adapters(model: nn.Module, lora: Lora, base: str | None = None) -> dict[
     return json.loads(json.dumps(stated, default=_plain))
 
 
-def _gives_a_product(linear: Any) -> bool:
-    """Whether calling ``linear`` gives its outputs alone: a mixture's router may be a linear by class that answers with choices."""
+def adapter_targets(model: nn.Module) -> dict[str, str | None]:
+    """Every linear of ``model``: why no adapter goes around it, or None if one may."""
+    getter: Any = getattr(model, "get_output_embeddings", None)
+    head = getter() if getter is not None else None
+    found: dict[str, str | None] = {}
+    for name in find_linears(model):
+        linear = model.get_submodule(name)
+        is_head = linear is head or re.search(HEAD, name)
+        found[name] = "the output head" if is_head else _why_no_product(linear)
+    return found
+
+
+def _why_no_product(linear: Any) -> str | None:
+    """Why calling ``linear`` does not give its outputs alone: a mixture's router may be a linear by class that answers with choices."""
     if type(linear) is nn.Linear or not isinstance(linear, nn.Linear):
-        return True
-    weight = linear.weight
+        return None
+    weight, kind = linear.weight, type(linear).__name__
     try:
         output = linear(torch.empty((2, linear.in_features), dtype=weight.dtype, device=weight.device))
-    except Exception:  # whatever a foreign forward raises, it is no plain product
-        return False
-    return isinstance(output, Tensor) and output.shape == (2, linear.out_features)
+    except Exception as error:  # whatever a foreign forward raises, it is no plain product
+        return f"{kind} given two rows failed: {' '.join(f'{type(error).__name__} {error}'.split())[:200]}"
+    if isinstance(output, Tensor) and output.shape == (2, linear.out_features):
+        return None
+    return f"{kind} answers with something else than a product"
 
 
 def _plain(value: Any) -> Any:
