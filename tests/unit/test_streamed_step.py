@@ -20,7 +20,7 @@ from vblackwell.infer.streamed_step import StreamedStep, reasons_against, stream
 from vblackwell.memory.stack import VGPUStack
 from vblackwell.offload.enable import offload_of
 
-PROMPT, COUNT = 9, 7
+PROMPT, COUNT = 9, 5
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +51,7 @@ def opened(folder, stack, rows, **options):
     return model, cache, ids, whole
 
 
-@pytest.mark.parametrize(
-    ("places", "fp4"), [(4, None), (5, "nvfp4"), (9, None), (100, "nvfp4")]
-)  # 9 and more: nothing passes
+@pytest.mark.parametrize(("places", "fp4"), [(4, None), (5, "nvfp4"), (9, "nvfp4")])  # 9 and more: nothing passes
 def test_steps_are_those_of_the_model(places, fp4, folder_of, make_stack):  # noqa: F811
     stack = make_stack(1 << 20)
     model, cache, ids, whole = opened(folder_of("llama"), stack, 2, fp4=fp4)
@@ -76,7 +74,7 @@ def test_steps_are_those_of_the_model(places, fp4, folder_of, make_stack):  # no
         assert moved() - before == sum(group.num_bytes for group in passing)  # once a token, and nothing that stays
         difference = (logits - whole[:, place]).norm()
         assert difference < 1e-5 * whole[:, place].norm()  # fp32, attention's sums in another order
-    with pytest.raises(ConfigurationError, match="16 positions are taken"):
+    with pytest.raises(ConfigurationError, match="14 positions are taken"):
         step.step(ids[:, :1])
     cache.close()
     assert stack.levels[0].used_bytes - engine.weights.loaded_bytes <= used
