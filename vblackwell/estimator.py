@@ -16,6 +16,7 @@ from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.offload.formats import EXACT
 from vblackwell.offload.groups import Group, find_groups
 from vblackwell.offload.level0_updates import deferred_groups
+from vblackwell.offload.pieces import num_elements
 from vblackwell.offload.streamed import CUDA_ACTIVATION_SHARE, CUDA_GROUPS, Wishes, bytes_by_level
 from vblackwell.offload.timing import auto_share, foresee, lane_rates
 from vblackwell.plan.allocator import MIN_LARGE, replay, round_size, segment_size
@@ -247,7 +248,9 @@ def streamed_seconds(
     groups = [group for group in find_groups(model, None, None, EXACT)[0] if group.trainable()]
     wishes = Wishes(weight_bytes=_loaded_bytes(groups, capacities[0]))
     share = auto_share(model, wishes, rates)
-    seconds = phase_seconds((*trace.work, *streaming_work(rates.streaming_issues(len(groups), share))), rates)
+    updates = share * sum(map(num_elements, groups)) / rates.cpu_adamw
+    streaming = streaming_work(rates.streaming_issues(len(groups), share))
+    seconds = phase_seconds((*trace.work, *streaming), rates, updates=updates)
     wishes = replace(wishes, update=share)
     found, lanes_of = foresee(model, capacities, wishes, seconds), lane_rates(rates)
     if disk is not None and uses_disk(found.lanes):

@@ -198,11 +198,12 @@ _OWN: dict[str, Callable[..., float]] = {
 }
 
 
-def phase_seconds(work: Iterable[Work], rates: Rates, waits: bool = False) -> dict[str, float]:
+def phase_seconds(work: Iterable[Work], rates: Rates, waits: bool = False, updates: float = 0.0) -> dict[str, float]:
     """Seconds of each phase: the GPU's, or the host's where all of these together are longer.
 
     Args:
         waits: the host computes itself, so that both add up, and no product is cut into a GPU's tiles.
+        updates: seconds in which the CPU updates meanwhile (`beside_updates`); of no account where the host computes itself.
     """
     on_gpu: dict[str, float] = {}
     on_host: dict[str, float] = {}
@@ -211,6 +212,8 @@ def phase_seconds(work: Iterable[Work], rates: Rates, waits: bool = False) -> di
         on_host[each.phase] = on_host.get(each.phase, 0.0) + host_seconds(each, rates)
     if waits:
         return {phase: seconds + on_host[phase] for phase, seconds in on_gpu.items()}
+    slower = beside_updates(sum(on_host.values()), updates, rates.busy_issues)
+    on_host = {phase: seconds * slower for phase, seconds in on_host.items()}
     return on_gpu if sum(on_gpu.values()) >= sum(on_host.values()) else on_host
 
 

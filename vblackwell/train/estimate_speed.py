@@ -18,6 +18,9 @@ from vblackwell.plan.work import phase_seconds
 from vblackwell.train.disk_speed import DiskSpeeds, sample_of
 from vblackwell.train.measured_rates import rates_of
 
+# Of 21 placements of a small decoder (docs/log-estimate.md), whose steps waited for the host.
+STREAMED_ERROR = "on an H200 streamed steps with AdamW on the GPU were predicted up to 9 % too fast, and with some of it on the CPU more"
+
 
 @dataclass(frozen=True)
 class Speed:

@@ -12,7 +12,7 @@ from vblackwell.plan.gpus import KnownGPU
 from vblackwell.plan.trace import Trace
 from vblackwell.train.estimate_measured import Measured
 from vblackwell.train.estimate_parallel import ParallelPlan
-from vblackwell.train.estimate_speed import Speed
+from vblackwell.train.estimate_speed import STREAMED_ERROR, Speed
 from vblackwell.units import format_bytes
 
 SHOWN = (
@@ -75,7 +75,7 @@ class Estimated:
         if run.subject.note is not None:
             found.insert(0, run.subject.note)
         if self.speed is not None:
-            found.append(f"speeds by {self.speed.rates}; streamed without the host's own time, on an H200 6 % too fast")
+            found.append(f"speeds by {self.speed.rates}; {STREAMED_ERROR}")
         if self.parallel is not None:
             heads = any(size.is_heads for size in self.parallel.sizes)
             found.append(

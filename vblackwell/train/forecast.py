@@ -31,7 +31,7 @@ from vblackwell.plan.lanes import LaneRates, LaneTimes, disk_hidden_from, simula
 from vblackwell.plan.placement import Bounds, Choice, Lacking, Plan, Prediction, Space, make_plan
 from vblackwell.plan.rates import Rates
 from vblackwell.plan.trace import Trace, trace_training
-from vblackwell.plan.work import beside_updates, host_seconds, phase_seconds, streaming_work
+from vblackwell.plan.work import phase_seconds, streaming_work
 from vblackwell.train.model import fuse
 from vblackwell.units import MiB, align_up
 
@@ -104,12 +104,7 @@ class Forecast:
         """Of a micro-batch's phases, beside which the CPU updates for ``updates`` seconds."""
         work = self.trace(checkpointing, fp4, batch_size).work
         work = (*work, *streaming_work(streaming))
-        rates, waits = self.machine.rates, not self.machine.has_gpu
-        if updates and not waits:
-            alone = sum(host_seconds(each, rates) for each in work)
-            slower = beside_updates(alone, updates, rates.busy_issues)
-            rates = replace(rates, issue_seconds=rates.issue_seconds * slower)
-        return phase_seconds(work, rates, waits=waits)
+        return phase_seconds(work, self.machine.rates, waits=not self.machine.has_gpu, updates=updates)
 
     # -- one choice --------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from vblackwell.plan.placement import Bounds
 from vblackwell.plan.rates import assumed_rates
 from vblackwell.train.auto import HOST_SHARE, LATER_BYTES
 from vblackwell.train.estimate import some_bytes
+from vblackwell.train.estimate_speed import STREAMED_ERROR
 from vblackwell.train.measured_rates import kept_rates, rates_of
 from vblackwell.train.rates import cpu_rates
 from vblackwell.train.what_fits import (
@@ -116,7 +117,7 @@ def assumptions(place: Place) -> list[str]:
     return [
         f"training: {SEQUENCES} sequences of {SEQ_LENGTH} tokens a step, bf16 with fp32 masters, checkpointing; running: one text of at "
         f"most {POSITIONS} tokens",
-        f"speeds by {place.rates.source}, without the host's own time: on an H200 streamed training was predicted 6 % too fast",
+        f"speeds by {place.rates.source}: {STREAMED_ERROR}",
         f"models by name of vb estimate, of those that reach these tokens/s: {least}",
         f"{HOST_SHARE:.0%} of the RAM is for the run; in the second row of a task the largest that stays on the GPU",
     ]
