@@ -60,15 +60,11 @@ SHAPES = {
     "0.44B": Shape(1536, 4096, 12, 12),
     "0.7B": Shape(2048, 5632, 11, 16),
 }
-WARM, MEASURED, FINAL, FEWEST = (
-    3,
-    4,
-    8,
-    2,
-)  # steps; final ones are of the last two, and the last number is for placements that are slower than BEHIND times the best
+WARM, MEASURED, FINAL = 3, 4, 8  # steps that do not count, those that do, and those of the last rounds
+FEWEST = 2  # steps of a placement that is slower than BEHIND times the best
 BEHIND = 1.3
 NEVER = 1e-15
-ROUNDS = 3  # of the plan's and the best other, at the end
+ROUNDS = 2  # of the plan's and the best other, at the end
 UPDATES: tuple[str | float, ...] = ("level0", 0.1, 0.2, 0.3, 0.4, 0.5, "home")
 
 
@@ -192,7 +188,7 @@ class Bench:
             marks.mark()
             measured = number + 1 - WARM
             # The step before the last has ended, or soon will, so that asking does not empty the queues.
-            if measured > FEWEST and marks.interval(number - 1) > BEHIND * best:
+            if measured >= FEWEST and marks.interval(number - 1) > BEHIND * best:
                 break
         found = lanes.per_step(measured)
         offload_of(model).finish()  # pyright: ignore[reportOptionalMemberAccess]
@@ -300,13 +296,13 @@ def measure_all(bench: Bench, rows: list[Row], least: Callable[[Choice], float] 
     """Fill ``rows`` in. ``least``: seconds a step that a choice takes at least."""
     for choice in {row.choice.accumulation_steps: row.choice for row in reversed(rows)}.values():
         try:
-            bench.measure(choice, 0.0)  # compiles kernels for its shapes, and takes the host memory that it needs
+            bench.measure(choice, steps=1)  # compiles kernels for its shapes, and takes the host memory that it needs
         except Exception as error:  # the row says so when its turn comes
             print(f"warming up: {type(error).__name__}: {error}", flush=True)
     slowest, best, trust = 0.0, math.inf, 1.0
     for number, row in enumerate(rows):
         row.error = why_left_out(row, rows, trust * least(row.choice), best)
-        if not row.error and bench.left() < 1.5 * slowest:
+        if not row.error and bench.left() < slowest:
             row.error = "no time left"
         if row.error:
             continue
