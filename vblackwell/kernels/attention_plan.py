@@ -1,8 +1,9 @@
 """Tiles, warps and pipeline stages of the attention kernels for a GPU, a type and a head width.
 
-The tile sizes decide the order of additions: they are a function of the shape, of the class of GPU (by its shared memory) and, on Hopper, of
-whether strides let the copy engine bring tiles (attention_hopper.py), never of a measurement. What may be tuned, since it leaves every bit alone, is how many tiles are in flight and whether they come through
-Hopper's copy engine (TMA): measured by ``tune`` when asked, kept per machine as autotune.py does, and shipped in ``tuned/``.
+The tile sizes decide the order of additions: they are a function of the shape, of the class of GPU (by its shared memory) and, on
+Hopper, of whether strides let the copy engine bring tiles (attention_hopper.py), never of a measurement. What may be tuned, since it
+leaves every bit alone, is how many tiles are in flight and whether they come through Hopper's copy engine (TMA): measured by ``tune``
+when asked, kept per machine as autotune.py does, and shipped in ``tuned/``.
 """
 
 from __future__ import annotations
