@@ -67,7 +67,7 @@ def divide(
     Raises:
         InsufficientMemory: as `layers_on_level0`.
     """
-    chunk = max(1, (workspace * 3 // 4 - 2 * once) // max(1, token_bytes * shape.rows))
+    chunk = max(1, (workspace * 3 // 4 - once) // max(1, token_bytes * shape.rows))
     total = sum(weights)
     if shape.num_bytes <= free_bytes - min(total, PLACES * max(weights, default=0)):
         return Room(free_bytes - shape.num_bytes, shape.layers, chunk)
