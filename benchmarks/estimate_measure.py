@@ -18,6 +18,7 @@ from estimate_cases import Case
 from estimate_models import Built, build, materialise
 
 from vblackwell.plan.estimate import optimizer_named
+from vblackwell.train.rates import issue_seconds
 from vblackwell.units import GiB, MiB
 
 HISTORY = 400_000  # allocations and frees that are kept of a case
@@ -100,7 +101,8 @@ def measure(values: dict[str, Any], device: str, timed: bool = False, tracker: b
 
     Returns:
         allocated, reserved, requested (peaks), device (of the process, by the driver), context (device less reserved), retries,
-        blocks (every allocation in order, as its size, and every free, as ~ the number of its allocation), step_seconds.
+        blocks (every allocation in order, as its size, and every free, as ~ the number of its allocation), step_seconds,
+        issue_seconds (what an operator took the host just then: explains a step, predicts none).
     """
     case = Case.from_dict(values)
     if tracker:
@@ -131,6 +133,7 @@ def measure(values: dict[str, Any], device: str, timed: bool = False, tracker: b
     torch.cuda.memory._record_memory_history(enabled=None)
     if timed:
         found["step_seconds"] = _time(training)
+        found["issue_seconds"] = issue_seconds(torch.device(device))
     return found
 
 

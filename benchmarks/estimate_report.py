@@ -45,6 +45,7 @@ def rows_of(predicted: Mapping[str, Row], measured: Mapping[str, Row], context: 
                 "predicted_context": told["context"], "context": real["context"],
                 "predicted_peak": told["peak_p50"], "predicted_p99": told["peak_p99"], "device": device,
                 "predicted_step_seconds": told.get("step_seconds"), "step_seconds": real.get("step_seconds"), **told["formulas"],
+                "issue_seconds": real.get("issue_seconds"),
                 "gpu_seconds": told.get("gpu_seconds"), "host_seconds": told.get("host_seconds"),
                 "memtracker": measured.get(f"tracker {key}", {}).get("memtracker"),
             }  # fmt: skip
@@ -157,16 +158,17 @@ def case_lines(rows: list[Row]) -> list[str]:
 
 
 def step_lines(rows: list[Row]) -> list[str]:
-    """Step times: measured, predicted, and what was predicted for the GPU and for the host alone, in ms."""
+    """Step times: measured, predicted, what was predicted for the GPU and for the host alone, in ms, and us of an operator just then."""
     timed = [row for row in rows if row.get("step_seconds") and row.get("predicted_step_seconds")]
     if not timed:
         return []
-    lines = [f"{'ms a step':<58}{'measured':>10}{'predicted':>10}{'error':>8}{'GPU':>8}{'host':>8}"]
+    lines = [f"{'ms a step':<58}{'measured':>10}{'predicted':>10}{'error':>8}{'GPU':>8}{'host':>8}{'us':>7}"]
     for row in timed:
         parts = [row[name] * 1e3 for name in ("step_seconds", "predicted_step_seconds", "gpu_seconds", "host_seconds")]
         off = relative(row, "predicted_step_seconds", "step_seconds")
         lines.append(
             f"{row['case'][:57]:<58}{parts[0]:>10.1f}{parts[1]:>10.1f}{off:>+8.1%}{parts[2]:>8.1f}{parts[3]:>8.1f}"
+            f"{1e6 * (row.get('issue_seconds') or 0.0):>7.1f}"
         )
     return [*lines, ""]
 
