@@ -241,6 +241,36 @@ def test_renewal_source_is_the_oracle(factor, k):
     torch.testing.assert_close(drift, far, rtol=1e-5, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize(("k", "whole"), [(96, 1), (77, 0)])
+def test_what_is_kept_of_a_rounding_fits_such_weights_alone(k, whole, monkeypatch):
+    queued = []
+    monkeypatch.setattr(two_part_round_cuda, "_launcher", lambda *_: lambda *parameters: queued.append(parameters))
+    monkeypatch.setattr(two_part_round_cuda, "_stream", lambda device: 5)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the CPU's index
+    first, second = wide_weight(60, k, torch.bfloat16), wide_weight(60, k, torch.bfloat16)
+    rounder = two_part_round_cuda.Rounder(first, torch.float32)
+    for w_NK in (first, second):
+        scales = separation.training_scales(w_NK)
+        assert rounder.takes(w_NK, torch.float32)
+        out = rounder(w_NK, scales.block, scales.tensor)
+        assert out.shape == (60, k) and out.dtype == torch.float32
+        at = (w_NK.data_ptr(), scales.block.data_ptr(), scales.tensor.data_ptr(), out.data_ptr())
+        assert queued.pop() == (-(-60 * -(-k // 16) // 256), at, (60, k, k + 16, whole), 5)
+    for other, dtype in ((first, torch.bfloat16), (first.float(), torch.float32), (first.contiguous(), torch.float32)):
+        assert not rounder.takes(other, dtype)
+
+
+@pytest.mark.gpu
+def test_a_weight_that_is_rounded_again_on_the_gpu():
+    w_NK, other = wide_weight(70, 96, torch.bfloat16), wide_weight(70, 96, torch.bfloat16) * 3
+    rounder = None
+    for weight, dtype in ((w_NK, torch.bfloat16), (other, torch.bfloat16), (w_NK.contiguous(), torch.float32)):
+        scales = separation.training_scales(weight)
+        found = two_part_round.rounded_again(rounder, weight.cuda(), scales.block.cuda(), scales.tensor.cuda(), dtype)
+        rounder = found[0]
+        assert torch.equal(found[1].cpu(), separation.round_to_parts(weight, scales, dtype))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("k", [96, 77, 4096])

@@ -90,6 +90,11 @@ def use_backend(op: str, name: str) -> Iterator[None]:
         _CHOSEN.reset(token)
 
 
+def chosen(op: str) -> str | None:
+    """The backend that `use_backend` asks for here, if any."""
+    return _CHOSEN.get().get(op)
+
+
 def differentiating_forward() -> bool:
     """Whether forward-mode differentiation is on. What no rule covers gets no tangent there, which reads as a derivative of zero."""
     return torch.autograd.forward_ad._current_level >= 0  # noqa: SLF001

@@ -9,16 +9,24 @@ elsewhere.
 from __future__ import annotations
 
 import functools
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from vblackwell.kernels import nvrtc
-from vblackwell.kernels.dispatch import Backend, Request, capability, choose, refuse_forward_mode
+from vblackwell.kernels.dispatch import Backend, Request, capability, choose, chosen, refuse_forward_mode
 from vblackwell.kernels.fused import DTYPES, triton_reasons
 from vblackwell.numerics import separation
 
 OP = "two_part_round_trip"
+
+
+class Rounder(Protocol):
+    """`two_part_round_cuda.Rounder`."""
+
+    def takes(self, w_NK: Tensor, dtype: torch.dtype, /) -> bool: ...
+    def __call__(self, w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, /) -> Tensor: ...
 
 
 @functools.cache
@@ -98,6 +106,25 @@ def rounded(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: tor
     request = _request(OP, w_NK.device, w_NK.dtype)
     backend = choose(OP, _TABLES.get(request.device.type, (_TORCH,)), request)
     return backend.run(w_NK, block_scales, tensor_scale, dtype)
+
+
+def rounded_again(
+    rounder: Rounder | None, w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype
+) -> tuple[Rounder | None, Tensor]:
+    """`rounded`, for a weight that is rounded at every step: (what to come back with, the rounded weight).
+
+    Args:
+        rounder: what the last call for a weight of this shape gave, or None.
+    """
+    if not w_NK.is_cuda or chosen(OP) is not None:
+        return None, rounded(w_NK, block_scales, tensor_scale, dtype)
+    if rounder is None or not rounder.takes(w_NK, dtype):
+        if choose(OP, _TABLES["cuda"], _request(OP, w_NK.device, w_NK.dtype)) is not _CUDA:
+            return None, rounded(w_NK, block_scales, tensor_scale, dtype)
+        from vblackwell.kernels import two_part_round_cuda
+
+        rounder = two_part_round_cuda.Rounder(w_NK, dtype)
+    return rounder, rounder(w_NK, block_scales, tensor_scale)
 
 
 @two_part_round_trip.register_fake

@@ -60,21 +60,52 @@ def aligned(w_NK: Tensor, out: Tensor | None = None) -> bool:
     return w_NK.shape[1] % 16 == 0 and unaligned % 16 == 0
 
 
+class Rounder:
+    """`separation.round_to_parts` for weights of one shape, strides, type and device, bit for bit but for the sign of zeros.
+
+    What a launch needs beside addresses is looked up once: a layer that keeps this saves the host as much at each step as the launch takes.
+
+    Args:
+        w_NK: a weight, on CUDA; nothing of it is kept.
+        dtype: of results.
+    """
+
+    def __init__(self, w_NK: Tensor, dtype: torch.dtype) -> None:
+        (n, k), self._stride = w_NK.shape, w_NK.stride()
+        self._shape, self._source, self._dtype, self._device = (n, k), w_NK.dtype, dtype, w_NK.device
+        self._blocks = -(-n * -(-k // 16) // THREADS)
+        self._whole = k % 16 == 0 and self._stride[0] * w_NK.itemsize % 16 == 0
+        self._launch = _launcher("two_part_round", w_NK.dtype, dtype, 4, 4, w_NK.device) if n and k else None
+
+    def takes(self, w_NK: Tensor, dtype: torch.dtype) -> bool:
+        """Whether ``w_NK`` is such a weight; its shape is the caller's to know."""
+        return (
+            w_NK.stride() == self._stride
+            and dtype is self._dtype
+            and w_NK.dtype is self._source
+            and w_NK.device == self._device
+        )
+
+    def __call__(self, w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor) -> Tensor:
+        """The rounded weight, on the current stream."""
+        if self._stride[1] != 1:
+            return round_to_parts(w_NK.contiguous(), block_scales, tensor_scale, self._dtype)
+        device = self._device
+        if torch.cuda.current_device() != device.index:
+            with torch.cuda.device(device):
+                return self(w_NK, block_scales, tensor_scale)
+        out = torch.empty(self._shape, dtype=self._dtype, device=device)
+        if self._launch is not None:
+            source, target = w_NK.data_ptr(), out.data_ptr()
+            words = (*self._shape, self._stride[0], int(self._whole and (source | target) % 16 == 0))
+            at = (source, block_scales.data_ptr(), tensor_scale.data_ptr(), target)
+            self._launch(self._blocks, at, words, _stream(device))
+        return out
+
+
 def round_to_parts(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`separation.round_to_parts`, bit for bit but for the sign of zeros; on CUDA, on the current stream."""
-    if w_NK.stride(1) != 1:
-        w_NK = w_NK.contiguous()
-    (n, k), device = w_NK.shape, w_NK.device
-    if torch.cuda.current_device() != device.index:
-        with torch.cuda.device(device):
-            return round_to_parts(w_NK, block_scales, tensor_scale, dtype)
-    out = torch.empty(n, k, dtype=dtype, device=device)
-    if n and k:
-        at = (w_NK.data_ptr(), block_scales.data_ptr(), tensor_scale.data_ptr(), out.data_ptr())
-        words = (n, k, w_NK.stride(0), int(aligned(w_NK, out)))
-        launcher = _launcher("two_part_round", w_NK.dtype, dtype, 4, 4, device)
-        launcher(-(-n * -(-k // 16) // THREADS), at, words, _stream(device))
-    return out
+    """As a `Rounder` of its own."""
+    return Rounder(w_NK, dtype)(w_NK, block_scales, tensor_scale)
 
 
 def renewed_scales(w_NK: Tensor, kept: Scales | None, threshold: float) -> tuple[Scales, Tensor]:

@@ -30,8 +30,7 @@ from vblackwell.kernels import layout, two_part_layout
 from vblackwell.kernels.fp4 import fp4_linear
 from vblackwell.kernels.reference import activate
 from vblackwell.kernels.two_part import two_part_linear
-from vblackwell.kernels.two_part_round import renewed_scales, two_part_round_trip
-from vblackwell.kernels.two_part_round import rounded as round_to_two_parts
+from vblackwell.kernels.two_part_round import Rounder, renewed_scales, rounded_again, two_part_round_trip
 from vblackwell.nn.fp4_state import Placed, place, unplace
 from vblackwell.nn.rounded_linear import Rounded, computes_at_once, rounded_linear
 from vblackwell.nn.straight_through import fp4_round_trip
@@ -186,6 +185,7 @@ class _Held:
     renewals: int | Tensor = 0
     packings: int = 0
     drift: Tensor | None = field(default=None, repr=False)
+    again: Rounder | None = field(default=None, repr=False)  # of addresses, it keeps nothing alive
 
     def count_step(self) -> None:
         self.steps += 1
@@ -298,7 +298,8 @@ class VirtualBlackwellAdapter:
                 value = fp4_round_trip(weight, self.settings.precision, dtype)
             return Rounded(weight, value, held.count_step)
         kept = self._scales(held, weight)
-        return Rounded(weight, round_to_two_parts(weight, kept.block, kept.tensor, dtype), held.count_step)
+        held.again, value = rounded_again(held.again, weight, kept.block, kept.tensor, dtype)
+        return Rounded(weight, value, held.count_step)
 
     def _scales(self, held: _Held, weight: Tensor) -> Scales:
         kept = held.scales
