@@ -229,11 +229,11 @@ def test_an_estimate_decides_by_what_is_kept(monkeypatch, disk_path):
         capability=(9, 0),
     )
     trace = run.trace(1)
-    stack = estimate_offload(run, trace, 2 * GiB, 16 * MiB, GiB)
+    stack = estimate_offload(run, trace, 2 * GiB, 32 * MiB, GiB)
     assert stack.refused is None and stack.disk > 0
 
     def speed() -> Speed:
-        return speed_of(run, trace, 1, card, 2 * GiB, stack, 16 * MiB, GiB)
+        return speed_of(run, trace, 1, card, 2 * GiB, stack, 32 * MiB, GiB)
 
     keep_disk(disk_path, {"write": 0.05, "read": 0.05})
     DiskSpeeds(disk_path, sample_of(None, None), say=lambda text: None)([*KINDS, "float32 weights"])
