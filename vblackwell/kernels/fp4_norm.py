@@ -33,20 +33,27 @@ def _mma_reasons(request: Request) -> list[str]:
     if request.dtype == torch.float16:
         reasons.append("activations are torch.float16: times the gain they may leave its range")
     if request.m > MOST_ROWS:
-        reasons.append(f"{request.m} rows: above {MOST_ROWS} the norm is faster as a kernel of its own")
+        reasons.append(f"{request.m} rows: it takes up to {MOST_ROWS}")
     if request.k % 8:
         reasons.append(f"{request.k} in features: it takes multiples of 8")
     return reasons
 
 
+def most_rows(capability: tuple[int, int], k: int) -> int:
+    """Rows of K features up to which one kernel is faster than two.
+
+    On Hopper x of a norm on the way is staged by threads, and else by bulk copies: for more rows that costs more than the launch it saves.
+    """
+    if capability[0] != 9:
+        return MOST_ROWS
+    return 4 if k <= 4096 else 2
+
+
 def _mma_slower(request: Request) -> list[str]:
-    """On Hopper x of a norm on the way is staged by threads, which from three to five rows on costs more than the launch it saves."""
-    most = 4 if request.k <= 4096 else 2
-    if request.capability[0] != 9 or request.m <= most:
+    most = most_rows(request.capability, request.k)
+    if request.m <= most:
         return []
-    return [
-        f"{request.m} rows of {request.k} features: above {most} the norm is faster as a kernel of its own on this GPU"
-    ]
+    return [f"{request.m} rows of {request.k} features: above {most} a norm of its own is faster on this GPU"]
 
 
 def _mma(x_MK, gain_K, gain_sums_N, eps, codes, scales, tensor_scale, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]

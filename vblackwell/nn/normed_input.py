@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from vblackwell.kernels.fp4_norm import MOST_ROWS, fp4_norm_linear
+from vblackwell.kernels.fp4_norm import MOST_ROWS, fp4_norm_linear, most_rows
 from vblackwell.kernels.layout import is_tiled
 from vblackwell.nn.joint_packed import joint_packed
 from vblackwell.nn.linear import FusedFP4Linear
@@ -32,8 +32,13 @@ class NormedByPacked(Unnormed):
 
 
 def normed(x: Tensor, norm: nn.RMSNorm, *linears: nn.Module) -> Tensor | NormedByPacked:
-    """``norm(x)`` for the linears, or ``x`` and the norm, where each of them is one kernel with it."""
-    plain = not any(hooked(module) for module in (norm, *linears))
+    """``norm(x)`` for the linears, or ``x`` and the norm, where each of them is one kernel with it.
+
+    More rows than one kernel is faster for on Hopper are normalised once, for all of them.
+    """
+    columns = x.shape[-1]
+    few = x.numel() <= most_rows((9, 0), columns) * columns
+    plain = few and not any(hooked(module) for module in (norm, *linears))
     return NormedByPacked(x, norm) if plain and all(may_fuse(x, norm, linear) for linear in linears) else norm(x)
 
 
