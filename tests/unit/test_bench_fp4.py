@@ -6,6 +6,7 @@ import csv
 import functools
 import importlib
 import sys
+import threading
 import weakref
 from pathlib import Path
 from types import ModuleType
@@ -105,13 +106,17 @@ def test_a_run_that_fails_is_a_line_and_stops_no_other(tmp_path, corpus):
     assert (tmp_path / "runs" / "good.log").exists()
 
 
-def test_a_missing_peer_is_said_and_a_wrong_one_is_not_timed():
+def test_a_missing_peer_is_said_and_a_wrong_or_slow_one_is_not_timed(monkeypatch):
     bench, peers = importlib.import_module("bench_fp4"), importlib.import_module("fp4_peers")
     absent = peers.Peer("absent", "absent", "no_such_module_here", lambda w: None)
     wrong = peers.Peer("wrong", "torch", "torch", lambda w: lambda x: x @ w.t() * 2)
     broken = peers.Peer("broken", "torch", "torch", lambda w: w.no_such_attribute)
     right = peers.Peer("right", "torch", "torch", peers._plain)
     w = torch.randn(48, 64)
+    slow = peers.Peer("slow", "torch", "torch", lambda w: threading.Event().wait(60.0))
+    monkeypatch.setattr(bench, "PEER_SECONDS", 0.1)
+    assert bench.peer_layers((slow,), w) == ({}, {"slow": "failed: TimeoutError: not done in 0.1 s"})
+    monkeypatch.undo()
     layers, reasons = bench.peer_layers((absent, wrong, broken, right), w)
     assert list(layers) == ["right"] and len(layers["right"]) == bench.LAYERS
     assert len({layer.weight.data_ptr() for layer in layers["right"]}) == bench.LAYERS
@@ -121,7 +126,7 @@ def test_a_missing_peer_is_said_and_a_wrong_one_is_not_timed():
     assert {peer.name for peer in peers.choose("humming,torchao")} == {
         "humming mxfp4", "humming e2m1 e4m3/16", "torchao int4 g32"
     }  # fmt: skip
-    with pytest.raises(SystemExit, match="choose all, none or of humming"):
+    with pytest.raises(SystemExit, match="choose all, none or of torchao"):
         peers.choose("marlin")
 
 
