@@ -28,7 +28,7 @@ from child_process import run_child
 from generate_case import SHAPES, SYSTEMS, Case, Loading, Point
 from generate_report import HEAD, line_of, loading_line, ratio_lines, row_of
 from offload_report import append_csv, read_csv
-from warm_process import WarmProcess
+from warm_process import Ended, WarmProcess, until_told_to_end
 
 INDEX = "model.safetensors.index.json"
 CHILD = Path(__file__).with_name("generate_measure.py")
@@ -167,17 +167,25 @@ def main(argv: list[str] | None = None) -> Run:
         args.host_memory, args.device, args.dtype, args.seed, args.text_seconds,
     )  # fmt: skip
     try:
-        for system in ["folder", *args.systems]:
-            batches = args.batches_of.get(system, args.batches)
-            run.start(replace(case, system=system, batches=batches))
+        with until_told_to_end():
+            for system in ["folder", *args.systems]:
+                batches = args.batches_of.get(system, args.batches)
+                run.start(replace(case, system=system, batches=batches))
+    except Ended:
+        run.tell("told to end: what there is")
     finally:
+        tell_all(run)
         run.warm.close()
         if not stays:
             shutil.rmtree(folder, ignore_errors=True)
+    return run
+
+
+def tell_all(run: Run) -> None:
+    """Print the table and the ratios."""
     lines = ["", HEAD, *map(line_of, run.points), "", *map(loading_line, run.loadings), ""]
     print("\n".join([*lines, *ratio_lines(run.points, run.loadings, run.rates)]), flush=True)
-    print(f"rows appended to {args.csv}; {time.monotonic() - run.began:.0f} s in all", flush=True)
-    return run
+    print(f"rows appended to {run.args.csv}; {time.monotonic() - run.began:.0f} s in all", flush=True)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from generate_case import Case as FolderCase
 from lora_case import SHAPES, SYSTEMS, Case, Result
 from offload_report import _verdict as verdict
 from offload_report import append_csv, read_csv
-from warm_process import WarmProcess
+from warm_process import Ended, WarmProcess, until_told_to_end
 
 CHILD = Path(__file__).with_name("lora_measure.py")
 GB = 1e9
@@ -134,32 +134,35 @@ def main(argv: list[str] | None = None) -> list[Result]:
         append_csv(args.csv, [{**about, "parameters": case.sizes.num_parameters, **row}])
 
     try:
-        writer = FolderCase(
-            "folder",
-            str(folder),
-            args.shape,
-            (1,),
-            1,
-            1,
-            0,
-            args.cap,
-            args.host_memory,
-            args.device,
-            args.dtype,
-            args.seed,
-        )
-        if not (folder / INDEX).is_file():
-            run(FOLDER_CHILD, writer.to_json(), "folder", None)
-        for system in args.systems:
-            left = args.deadline - (time.monotonic() - began)
-            later = len(args.systems) - args.systems.index(system)
-            one = replace(case, system=system, limit_seconds=left / later - 4)  # the process begins and ends, too
-            run(None, one.to_json(), system, lambda values, one=one: keep(one, values))
+        with until_told_to_end():
+            writer = FolderCase(
+                "folder",
+                str(folder),
+                args.shape,
+                (1,),
+                1,
+                1,
+                0,
+                args.cap,
+                args.host_memory,
+                args.device,
+                args.dtype,
+                args.seed,
+            )
+            if not (folder / INDEX).is_file():
+                run(FOLDER_CHILD, writer.to_json(), "folder", None)
+            for system in args.systems:
+                left = args.deadline - (time.monotonic() - began)
+                later = len(args.systems) - args.systems.index(system)
+                one = replace(case, system=system, limit_seconds=left / later - 4)  # the process begins and ends, too
+                run(None, one.to_json(), system, lambda values, one=one: keep(one, values))
+    except Ended:
+        print("told to end: what there is", flush=True)
     finally:
+        print("\n".join(["", *curve_lines(results), "", *ratio_lines(results)]), flush=True)
         warm.close()
         if not stays:
             shutil.rmtree(folder, ignore_errors=True)
-    print("\n".join(["", *curve_lines(results), "", *ratio_lines(results)]), flush=True)
     print(f"rows appended to {args.csv}; {time.monotonic() - began:.0f} s in all", flush=True)
     return results
 

@@ -13,8 +13,8 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,24 @@ from offload_case import MARK
 
 SERVE = "--serve"
 KEPT_LINES = 12
+
+
+class Ended(BaseException):
+    """SIGTERM has come."""
+
+
+@contextmanager
+def until_told_to_end() -> Iterator[None]:
+    """Inside, SIGTERM raises `Ended` in the main thread, which must be the one that calls this."""
+
+    def end(number: int, frame: Any) -> None:
+        raise Ended
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class WarmProcess:
@@ -70,15 +88,22 @@ class WarmProcess:
         assert pipe is not None
         pipe.write(argument + "\n")
         pipe.flush()
-        late = not self._over.wait(max(1.0, limit_seconds))
+        try:
+            late = not self._over.wait(max(1.0, limit_seconds))
+        except BaseException:
+            self._stop()
+            raise
         if late:
             tell("stopped, the time is over")
-            with suppress(ProcessLookupError):
-                os.killpg(self._pid, signal.SIGKILL) if self._pid else self._process.kill()
+            self._stop()
             self._over.wait(20)
         elif self._code:
             for line in self._tail:
                 tell(f"| {line}")
+
+    def _stop(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGKILL) if self._pid else self._process.kill()
 
     def close(self) -> None:
         """End it."""
