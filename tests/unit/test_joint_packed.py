@@ -16,12 +16,12 @@ from vblackwell.nn.plain_linear import linears_of_one_input
 from vblackwell.nn.stored_fp4 import StoredFP4Linear
 
 
-def packed(n: int, k: int, spread: float, seed: int) -> FusedFP4Linear:
+def packed(n: int, k: int, spread: float, seed: int, device: str = "cpu") -> FusedFP4Linear:
     """In tiles, as on a GPU."""
     weight = torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * spread
     weight[3, :16] = 0.0
     stored = StoredFP4Linear(k, n, None, tiled=True)
-    return stored.over(stored.bytes_of(weight, "w"))
+    return stored.over(stored.bytes_of(weight.to(device), "w"))
 
 
 @pytest.mark.parametrize("spreads", [(1.0, 1.0, 1.0), (1.0, 0.02, 5.0)])
@@ -48,6 +48,21 @@ def test_one_product_gives_what_each_gives(spreads, monkeypatch):
     with torch.enable_grad():
         linears_of_one_input(x, *linears)
     assert len(calls) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8])
+@torch.no_grad()
+def test_one_launch_gives_what_each_gives(rows):
+    linears = tuple(packed(n, 512, spread, n, "cuda") for n, spread in ((512, 1.0), (256, 0.02), (128, 5.0)))
+    x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(9)).cuda().bfloat16()
+    expected = [linear(x).float() for linear in linears]
+    assert lay_packed_together(*linears)
+    joint = joint_packed(linears)
+    assert joint is not None
+    for linear, one, other in zip(linears, joint.product(x), expected, strict=True):
+        assert torch.equal(linear(x).float(), other)
+        assert (one.float() - other).norm() < 2**-8 * other.norm()  # fp32 sums in another order, rounded to bf16 once
 
 
 module_linear = module.fp4_linear
