@@ -5,7 +5,7 @@ import torch
 from torch.autograd import forward_ad
 
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.kernels import backends, dispatch, fp4_cuda, fp4_plan
+from vblackwell.kernels import backends, dispatch, fp4_cuda, fp4_plan, fp4_shapes
 from vblackwell.kernels.cross_entropy import linear_cross_entropy
 from vblackwell.kernels.dispatch import Backend, Request, choose, explain, use_backend
 from vblackwell.kernels.rms_norm import rms_norm
@@ -87,6 +87,29 @@ def test_dequantising_wins_for_many_rows_and_never_for_few():
     for n, k in ((4096, 4096), (14336, 4096), (28672, 8192)):
         assert all(fp4_plan.wgmma_beats_dequantize(m, n, k) for m in (17, 64, 256))
         assert not fp4_plan.wgmma_beats_dequantize(8192, n, k)
+
+
+def test_what_was_timed_is_taken_and_fits():
+    for (m, n, k), (row_warps, k_warps, splits, *_) in fp4_shapes.MMA.items():
+        plan = fp4_plan.plan_mma(m, n, k, True)
+        assert (plan.row_warps, plan.k_warps, plan.splits) == (row_warps, k_warps, splits)
+        assert plan.shared_bytes(k) <= 227 * 1024 // plan.min_blocks - 1024 and plan.chunk % k_warps == 0
+    for (m, n, k), (tokens, groups, k_groups, splits, blocks) in fp4_shapes.WGMMA.items():
+        for rows in (m // 2 + 1, m):
+            plan = fp4_plan.plan_wgmma(rows, n, k)
+            assert (plan.tokens, plan.groups, plan.k_groups, plan.splits) == (tokens, groups, k_groups, splits)
+            assert plan.min_blocks == blocks and plan.shared_bytes() <= 227 * 1024 // blocks - 1024
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "blocks"),
+    [(4096, 4096, (256, 2, 1)), (6144, 4096, (128, 3, 1)), (14336, 4096, (256, 1, 2)), (8192, 8192, (256, 2, 1))],
+)
+def test_many_rows_go_in_whole_rounds_of_blocks(n, k, blocks):
+    """The fastest of those that were timed at 1024 rows, where 132 multiprocessors take 128, 256, 896 and 256 of them."""
+    plan = fp4_plan.plan_wgmma(1024, n, k)
+    assert (plan.tokens, plan.groups, plan.k_groups) == blocks and plan.splits == plan.min_blocks == 1
+    assert fp4_plan.wgmma_beats_dequantize(1024, n, k) and not fp4_plan.wgmma_beats_dequantize(4096, n, k)
 
 
 @pytest.mark.parametrize("m", [1, 3, 8, 16])
