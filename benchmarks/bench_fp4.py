@@ -89,7 +89,7 @@ def prebuild(args: argparse.Namespace) -> None:
             jobs += [
                 (files[type(plan)], each.macros(False)) for each in (autotune.variants(plan) if args.tune else [plan])
             ]
-        if m <= fp4_norm.MOST_ROWS:
+        if m <= fp4_norm.most_rows((9, 0), k):
             fused = fp4_plan.plan_mma(m, n, k, True, bulk=fp4_norm.BULK)
             jobs.append((fp4_plan.MMA_FILES, fused.macros(False, norm=1)))
     for (n, k), m, fp16 in itertools.product(CHECK_SHAPES, CHECK_ROWS, (False, True) if args.check else ()):
