@@ -88,7 +88,7 @@ class Rounder:
 
     def __call__(self, w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor) -> Tensor:
         """The rounded weight, on the current stream."""
-        if self._stride[1] != 1:
+        if self._stride[1] != 1 and self._shape[1] != 1:  # ``contiguous`` leaves a single column as it is
             return round_to_parts(w_NK.contiguous(), block_scales, tensor_scale, self._dtype)
         device = self._device
         if torch.cuda.current_device() != device.index:
