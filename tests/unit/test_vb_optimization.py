@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import vblackwell as vb
 from vblackwell.errors import ConfigurationError, CorruptData, UnknownKey
+from vblackwell.kernels import nvrtc, two_part_round_cuda
 from vblackwell.kernels.dispatch import use_backend
 from vblackwell.kernels.swiglu import swiglu
 from vblackwell.nn import optimized_linear
@@ -23,6 +24,7 @@ from vblackwell.nn.rounded_linear import Rounded, rounded_linear, rounded_swiglu
 from vblackwell.nn.two_part import Settings
 from vblackwell.numerics.separation import round_to_parts, training_scales
 from vblackwell.numerics.sqnr import sqnr
+from vblackwell.plan.trace import trace_training
 
 
 def model_of(layers: int = 2, width: int = 32) -> nn.Sequential:
@@ -336,6 +338,16 @@ def test_on_the_gpu(rows):
     assert all(
         torch.equal(a, b.cpu()) for a, b in zip(home.state_dict().values(), layer.state_dict().values(), strict=True)
     )
+
+
+def test_a_trace_launches_nothing(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a kernel was given a weight without an address")
+
+    monkeypatch.setattr(nvrtc, "why_not", lambda: [])
+    monkeypatch.setattr(two_part_round_cuda, "renewed_scales", refuse)
+    layer = VBOptimizedLinear(16, 8, mode="training")
+    trace_training(layer, lambda: torch.zeros(4, 16, device="cuda"), lambda model, x: model(x).sum(), None)
 
 
 def test_torch_func_transforms_a_layer_in_training():

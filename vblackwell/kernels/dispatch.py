@@ -95,6 +95,13 @@ def chosen(op: str) -> str | None:
     return _CHOSEN.get().get(op)
 
 
+def computes_at_once() -> bool:
+    """Whether tensors are numbers now: nobody traces or transforms (torch.func), who must see ops and knows the rules of those alone."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def differentiating_forward() -> bool:
     """Whether forward-mode differentiation is on. What no rule covers gets no tangent there, which reads as a derivative of zero."""
     return torch.autograd.forward_ad._current_level >= 0  # noqa: SLF001

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from vblackwell.kernels import nvrtc
-from vblackwell.kernels.dispatch import Backend, Request, capability, choose, chosen, refuse_forward_mode
+from vblackwell.kernels.dispatch import (
+    Backend,
+    Request,
+    capability,
+    choose,
+    chosen,
+    computes_at_once,
+    refuse_forward_mode,
+)
 from vblackwell.kernels.fused import DTYPES, triton_reasons
 from vblackwell.numerics import separation
 
@@ -85,6 +93,8 @@ _RENEWALS = (Backend("cuda", _cuda_reasons, _cuda_renewed), Backend("torch", lam
 
 def renewed_scales(w_NK: Tensor, kept: separation.Scales | None, threshold: float) -> tuple[separation.Scales, Tensor]:
     """`separation.renewed_scales`, or without ``kept`` `separation.training_scales`; and the drift. No gradients, nothing waits."""
+    if not computes_at_once():  # who traces or transforms has weights without an address
+        return _torch_renewed(w_NK, kept, threshold)
     return choose(RENEWAL, _RENEWALS, _request(RENEWAL, w_NK.device, w_NK.dtype)).run(w_NK, kept, threshold)
 
 

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, CorruptData
+from vblackwell.kernels.dispatch import computes_at_once
 from vblackwell.nn.draw import draw_as_linear
 from vblackwell.nn.fp4_state import META, STATE_NAMES, from_state, to_state
-from vblackwell.nn.rounded_linear import Rounded, computes_at_once
+from vblackwell.nn.rounded_linear import Rounded
 from vblackwell.nn.two_part import (
     BITS,
     DRIFT_THRESHOLD,

@@ -31,13 +31,6 @@ class Rounded(NamedTuple):
     reached: Callable[[], None]
 
 
-def computes_at_once() -> bool:
-    """Whether tensors are numbers now: nobody traces or transforms (torch.func), who must see ops and knows the rules of those alone."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return False
-    return torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore[reportAttributeAccessIssue]
-
-
 class _RoundedLinears(torch.autograd.Function):
     @staticmethod
     def forward(

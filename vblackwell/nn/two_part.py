@@ -27,12 +27,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vblackwell.errors import ConfigurationError, UnknownKey, nearest
 from vblackwell.kernels import layout, two_part_layout
+from vblackwell.kernels.dispatch import computes_at_once
 from vblackwell.kernels.fp4 import fp4_linear
 from vblackwell.kernels.reference import activate
 from vblackwell.kernels.two_part import two_part_linear
 from vblackwell.kernels.two_part_round import Rounder, renewed_scales, rounded_again, two_part_round_trip
 from vblackwell.nn.fp4_state import Placed, place, unplace
-from vblackwell.nn.rounded_linear import Rounded, computes_at_once, rounded_linear
+from vblackwell.nn.rounded_linear import Rounded, rounded_linear
 from vblackwell.nn.straight_through import fp4_round_trip
 from vblackwell.numerics.formats import format_named
 from vblackwell.numerics.fp4 import quantize
