@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -304,6 +305,14 @@ def test_adapter(switches):
     assert set(adapter.stats()) == {"b", "c"}  # bounded: the least recently used went
     with pytest.raises(UnknownKey):
         adapter.forget("w")
+
+
+def test_an_adapter_is_copied_without_what_belongs_to_its_weights():
+    adapter, weight, x = vb.create_virtual_blackwell(), torch.randn(16, 32, requires_grad=True), torch.randn(3, 32)
+    trained = adapter.compress(weight, x, "w")
+    adapter._held["w"].again = threading.Lock()  # launches hold one
+    for other in (copy.deepcopy(adapter), pickle.loads(pickle.dumps(copy.copy(adapter)))):
+        assert torch.equal(other.compress(weight, x, "w"), trained)
 
 
 def test_autocast():

@@ -191,6 +191,9 @@ class _Held:
     def count_step(self) -> None:
         self.steps += 1
 
+    def __getstate__(self) -> dict[str, Any]:  # of copies and files, for which addresses and references are nothing
+        return self.__dict__ | {"owner": None, "again": None}
+
     @property
     def nbytes(self) -> int:
         """Bytes of the caches."""
