@@ -8,7 +8,7 @@ import transformers
 
 from tests.offload.conftest import make_stack  # noqa: F401 - a fixture
 from tests.offload.test_round_trip_models import CONFIGS
-from vblackwell.errors import ConfigurationError
+from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.infer import streamed_step as module
 from vblackwell.infer.batch import columns
 from vblackwell.infer.cache_shape import cache_shape
@@ -80,6 +80,38 @@ def test_steps_are_those_of_the_model(places, fp4, folder_of, make_stack):  # no
     assert stack.levels[0].used_bytes - engine.weights.loaded_bytes <= used
     with torch.no_grad():
         assert torch.equal(model(ids, use_cache=False).logits, whole)  # and its passes go on as before
+
+
+@pytest.mark.parametrize("fails", ["_load", "take", "_bring"])
+def test_without_room_nothing_is_kept(fails, folder_of, make_stack, monkeypatch):  # noqa: F811
+    stack = make_stack(1 << 20)
+    model, cache, ids, whole = opened(folder_of("llama"), stack, 1)
+    engine = offload_of(model)
+    engine.weights.rebudget(5 * max(group.num_bytes for group in engine.groups))
+    engine.weights.drop_all()
+    used, calls = stack.levels[0].used_bytes, []
+    owner = {"take": engine.homes, "_load": engine.weights, "_bring": StreamedStep}[fails]
+    plain = getattr(owner, fails)
+
+    def full(*args):
+        calls.append(args)
+        if fails == "_bring":
+            plain(*args)  # copies are under way
+        elif "place 1" not in args[0] if fails == "take" else len(calls) < 3:
+            return plain(*args)
+        raise InsufficientMemory("full", needed_bytes=1, available_bytes=0)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, fails, full)
+        with pytest.raises(InsufficientMemory):
+            StreamedStep(model, cache, 1)
+    assert calls
+    assert not any(engine.weights.is_pinned(group) for group in engine.groups)
+    engine.weights.drop_all()
+    assert stack.levels[0].used_bytes == used
+    with torch.no_grad():
+        assert torch.equal(model(ids, use_cache=False).logits, whole)
+    cache.close()
 
 
 def test_what_is_not_taken(folder_of, make_stack):  # noqa: F811

@@ -66,9 +66,11 @@ class StackedCache(Cache):
         """Give all ranges back; the cache is not to be used any more. Idempotent."""
         if self._finalizer.alive and self._stack.level0_device.type == "cuda":
             torch.cuda.synchronize(self._stack.level0_device)  # copies under way end before their ranges do
-        while self._last:
-            self._last.pop()()
-        self._finalizer()
+        try:
+            while self._last:
+                self._last.pop()()
+        finally:
+            self._finalizer()
 
     def at_close(self, call: Callable[[], None]) -> None:
         """Let ``call`` be called by `close`, when the device has nothing to do for the cache any more."""

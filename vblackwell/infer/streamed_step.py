@@ -14,16 +14,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vblackwell.errors import ConfigurationError
+from vblackwell.errors import ConfigurationError, InsufficientMemory, VBError
 from vblackwell.infer.decode_graph import FEWEST_STEPS, ONE_CAPTURES, capturing
 from vblackwell.infer.stacked_cache import StackedCache
 from vblackwell.memory.level import Transfer
+from vblackwell.memory.reservation import Reservation
 from vblackwell.nn.cache import SteadyCache
 from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.decoder_config import DecoderConfig, not_supported_reasons
@@ -59,6 +61,8 @@ def reasons_against(model: Any, cache: Any) -> list[str]:
 def streamed_step(model: nn.Module, cache: Any, rows: int, steps: int) -> Callable[[Tensor], Tensor] | None:
     """What computes the logits (B, V) behind one more token a row (B, 1); None where the model has to be called.
 
+    That is so too where there is no room for the places or the graphs: the model's own passes do with less.
+
     Args:
         cache: what the model has read; it is given back with the places when that is closed.
         steps: how many there will be, at most.
@@ -67,7 +71,10 @@ def streamed_step(model: nn.Module, cache: Any, rows: int, steps: int) -> Callab
         return None
     if next(model.parameters()).device.type != "cuda" or reasons_against(model, cache):
         return None
-    return StreamedStep(model, cache, rows).step
+    try:
+        return StreamedStep(model, cache, rows).step
+    except (InsufficientMemory, torch.OutOfMemoryError):
+        return None
 
 
 @dataclass(eq=False)
@@ -93,7 +100,7 @@ class StreamedStep:
         rows: B.
 
     Raises:
-        InsufficientMemory: level 0 has no room for the places.
+        InsufficientMemory, OutOfMemoryError: level 0 has no room for the places, or the GPU for the graphs; nothing is kept.
     """
 
     @torch.no_grad()
@@ -102,21 +109,32 @@ class StreamedStep:
         assert isinstance(engine, Offload) and isinstance(engine.weights, FrozenStreamer)
         self._engine, self._device = engine, engine.device
         self._cuda = self._device.type == "cuda"
-        config = DecoderConfig.from_hf(model.config.to_dict())
-        weights = engine.weights
-        held = weights.hold()
-        self._cycle = _in_order([group for group in engine.groups if group not in held])
-        self._slot_of = _places(self._cycle)
-        largest = max((group.num_bytes for group in self._cycle), default=0)
-        taken = [engine.homes.take(f"place {n}", largest, 0) for n in range(min(PLACES, len(self._cycle)))]
-        cache.at_close(lambda: self._close(weights, held, taken))
-        self._places = [reservation.view() for reservation in taken]
+        self._weights, self._taken = engine.weights, list[Reservation]()
         self._busy: set[int] = set()
         self._under_way: deque[tuple[Group, Transfer]] = deque()
         self._next = 0
+        self._stretches: list[_Stretch] = []
+        self._held = engine.weights.hold()
+        try:
+            self._prepare(model, engine, cache, rows)
+        except BaseException:
+            if self._cuda:
+                torch.cuda.synchronize(self._device)  # what was tried may still read the places
+            self._close()
+            raise
+        cache.at_close(self._close)
+
+    def _prepare(self, model: Any, engine: Offload, cache: StackedCache, rows: int) -> None:
+        config, held = DecoderConfig.from_hf(model.config.to_dict()), self._held
+        self._cycle = _in_order([group for group in engine.groups if group not in held])
+        self._slot_of = _places(self._cycle)
+        largest = max((group.num_bytes for group in self._cycle), default=0)
+        for number in range(min(PLACES, len(self._cycle))):
+            self._taken.append(engine.homes.take(f"place {number}", largest, 0))
+        self._places = [reservation.view() for reservation in self._taken]
         twin = Decoder(config, device="meta")
         for group in engine.groups:
-            _fill(twin, model, group, engine.weights.buffer(group) if group in held else self._place_of(group))
+            _fill(twin, model, group, self._weights.buffer(group) if group in held else self._place_of(group))
         rooms: Any = _Rooms(cache)
         self._left, self._max_length = rooms.max_length - rooms.length, rooms.max_length
         self._steady = SteadyCache(rooms, config)
@@ -189,9 +207,10 @@ class StreamedStep:
             self._value = self._ids_B1
         for stretch in self._stretches:
             for group in stretch.passing:
-                arrived, transfer = self._under_way.popleft()
+                arrived, transfer = self._under_way[0]
                 assert arrived is group, "groups are loaded in the order of use"
                 transfer.wait_on(stream)
+                self._under_way.popleft()  # not before: whoever interrupts the wait closes, and that waits for all
                 transfer.let_go()  # the places are ours, and are loaded again behind what reads them
             if stretch.graph is None:
                 self._run(stretch)
@@ -217,13 +236,17 @@ class StreamedStep:
             self._busy.add(self._slot_of[group.index])
             self._next = (self._next + 1) % len(self._cycle)
 
-    def _close(self, weights: FrozenStreamer, held: list[Group], taken: list[Any]) -> None:
-        while self._under_way:
-            self._under_way.popleft()[1].wait()
-        self._stretches.clear()
-        weights.let_go(held)
-        for reservation in taken:
-            self._engine.homes.give(reservation)
+    def _close(self) -> None:
+        """Give back what was held and taken, when the device has nothing to do for it any more."""
+        try:
+            while self._under_way:
+                with suppress(VBError, OSError):  # who needed it was told
+                    self._under_way.popleft()[1].wait()
+        finally:
+            self._stretches.clear()
+            self._weights.let_go(self._held)
+            for reservation in self._taken:
+                self._engine.homes.give(reservation)
 
 
 def _owner(group: Group) -> str:

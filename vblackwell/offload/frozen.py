@@ -43,21 +43,26 @@ class FrozenStreamer(WeightStreamer):
     def hold(self) -> list[Group]:
         """Load the groups that stay and keep their bytes where they are until `let_go`; idle others are dropped.
 
-        Where no more groups pass than there are places for, none does.
-
         Returns:
             Those that are held; `buffer` has their bytes.
+
+        Raises:
+            InsufficientMemory: one finds no room; none is held.
         """
-        able = [group for group in self._groups if group.num_bytes <= self._budget_bytes]
-        passing = [group for group in able if group.index not in self.staying]
-        held = able if len(passing) <= PLACES else [group for group in able if group.index in self.staying]
+        wanted = [group for group in self._groups if group.index in self.staying]
         for loaded in list(self._loaded.values()):
-            if loaded.pins == 0 and loaded.group not in held:
+            if loaded.pins == 0 and loaded.group.index not in self.staying:
                 self._drop(loaded)
-        for group in held:
-            loaded = self._loaded.get(group.index) or self._load(group)
-            self._arrive(loaded)
-            loaded.pins += 1
+        held = list[Group]()
+        try:
+            for group in wanted:
+                loaded = self._loaded.get(group.index) or self._load(group)
+                self._arrive(loaded)
+                loaded.pins += 1
+                held.append(group)
+        except BaseException:
+            self.let_go(held)
+            raise
         return held
 
     def let_go(self, held: list[Group]) -> None:
