@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import safetensors.torch
 import torch
 
 from vblackwell.infer.decode_graph import lay_out_for_decoding
@@ -50,6 +51,15 @@ def test_one_product_gives_what_each_gives(spreads, monkeypatch):
     assert len(calls) == 1
 
 
+def test_what_lies_together_is_saved_apart(monkeypatch):
+    pair = packed(32, 64, 1.0, 3), packed(32, 64, 2.0, 4)
+    assert lay_packed_together(*pair)
+    state = {f"{number}.{name}": tensor for number, one in enumerate(pair) for name, tensor in one.state_dict().items()}
+    assert safetensors.torch.save(state)  # which refuses tensors that share memory
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert joint_packed(pair) is None  # a compiler cannot ask where tensors lie
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 8])
 @torch.no_grad()
@@ -76,6 +86,8 @@ def test_what_cannot_lie_together():
     assert not lay_packed_together(one, torch.nn.Linear(64, 32, bias=False))
     other.weight_tensor_scale = other.weight_tensor_scale * 3
     assert not lay_packed_together(one, other)  # no power of two between them
+    other.weight_tensor_scale = torch.zeros(())
+    assert not lay_packed_together(one, other)  # no number between them
     other.weight_tensor_scale = torch.full((), 2.0**30)
     assert not lay_packed_together(one, other)  # block scales have no room for it
     assert joint_packed((one, other)) is None

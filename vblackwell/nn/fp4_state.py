@@ -118,5 +118,6 @@ def unplace(placed: Placed, form: Format, shape: tuple[int, int], dtype: torch.d
     """The canonical packed tensor again, of a weight of this format, shape (N, K) and dtype."""
     tensors = (placed.codes, placed.scales, placed.tensor_scale)
     if layout.is_tiled(placed.name):
-        tensors = layout.from_tiled(*tensors, placed.name, *shape)
+        codes, scales, tensor_scale = layout.from_tiled(*tensors, placed.name, *shape)
+        tensors = (codes, scales, tensor_scale.clone())  # a copy like the others: layers laid together share theirs
     return PackedTensor(form, shape, dtype, *tensors)

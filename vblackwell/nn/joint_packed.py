@@ -47,6 +47,8 @@ class JointPacked:
 
 def joint_packed(linears: tuple[nn.Module, ...]) -> JointPacked | None:
     """The linears as one, if `lay_packed_together` has put their weights where that is possible."""
+    if torch.compiler.is_compiling():  # where tensors lie cannot be traced
+        return None
     layers = _packed_alike(linears)
     if layers is None:
         return None
@@ -72,6 +74,8 @@ def lay_packed_together(*linears: nn.Module) -> bool:
     if layers is None or len(layers) < 2:
         return False
     tensor_scales = [float(layer.weight_tensor_scale) for layer in layers]
+    if not all(0 < tensor_scale < math.inf for tensor_scale in tensor_scales):  # of a damaged file
+        return False
     largest, shifted = max(tensor_scales), list[Tensor]()
     for layer, tensor_scale in zip(layers, tensor_scales, strict=True):
         scales = _shifted(layer.weight_codes, layer.weight_scales, largest / tensor_scale)
