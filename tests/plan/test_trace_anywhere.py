@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import threading
 from typing import Any, NoReturn
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.plan.test_estimate import trace_of
 from vblackwell.estimator import ModelConfig, Run
+from vblackwell.plan.cuda_on_meta import cuda_on_meta
 from vblackwell.plan.estimate import OPTIMIZERS, optimizer_named
 from vblackwell.plan.trace import Trace, trace_training
 from vblackwell.subject import of_decoder
@@ -98,6 +100,37 @@ def test_our_decoder_leaves_it_alone_too(monkeypatch):
     here = digests(0)
     gpu_in_a_fork(monkeypatch)
     assert digests(0) == here
+
+
+def test_of_two_threads_neither_leaves_its_answers_behind():
+    def asked() -> list[Any]:
+        return [
+            torch.cuda.current_device,
+            torch.cuda.get_device_capability,
+            nn.Module.__call__,
+            torch.is_autocast_enabled,
+        ]
+
+    before, inside, met, left = asked(), threading.Event(), threading.Event(), threading.Event()
+
+    def first() -> None:
+        with cuda_on_meta():
+            inside.set()
+            met.wait(0.1)
+        left.set()
+
+    def second() -> None:
+        inside.wait()
+        with cuda_on_meta():
+            met.set()
+            left.wait()
+
+    threads = [threading.Thread(target=work, daemon=True) for work in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert asked() == before
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ Not seen from here: calls that C++ makes by itself to attention or dropout (`tor
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +35,8 @@ _SOFTMAX = {functional.softmax: False, torch.softmax: False, Tensor.softmax: Fal
             functional.log_softmax: True, torch.log_softmax: True, Tensor.log_softmax: True}  # fmt: skip
 _PLAIN = (Tensor, torch.nn.Parameter)
 _DROPOUT = (functional.dropout, torch.dropout)
+# What is patched is every thread's: of two that left in another order than they came, one would leave its answers behind for good.
+_ONE_AT_A_TIME = threading.RLock()
 
 # torch's documented lists of what autocast computes in the lower precision and what in fp32 (amp.html, "CUDA Op-Specific Behavior").
 _LOWER = {
@@ -333,10 +336,20 @@ def cuda_on_meta(
 ) -> Iterator[CudaOnMeta]:  # fmt: skip
     """Enter `CudaOnMeta`, on a GPU of that compute capability; attention inside torch's own Python functions is caught too.
 
+    One thread at a time; others get these answers as well, so let none use a GPU meanwhile.
+
     Args:
         on_call: told of every module that is called.
     """
-    mode = CudaOnMeta(autocast)
+    with _ONE_AT_A_TIME, _patched(CudaOnMeta(autocast), capability, on_call) as mode:
+        yield mode
+
+
+@contextmanager
+def _patched(
+    mode: CudaOnMeta, capability: tuple[int, int], on_call: Callable[[torch.nn.Module], None]
+) -> Iterator[CudaOnMeta]:
+    autocast = mode.autocast
     call, run_backward = torch.nn.Module.__call__, graph._engine_run_backward
 
     def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
