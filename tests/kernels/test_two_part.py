@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.kernels import emulation
 from tests.kernels.test_compile import resources
@@ -258,6 +259,8 @@ def test_what_is_kept_of_a_rounding_fits_such_weights_alone(k, whole, monkeypatc
         assert queued.pop() == (-(-60 * -(-k // 16) // 256), at, (60, k, k + 16, whole), 5)
     for other, dtype in ((first, torch.bfloat16), (first.float(), torch.float32), (first.contiguous(), torch.float32)):
         assert not rounder.takes(other, dtype)
+    with pytest.raises(Unsupported, match="no memory"):
+        rounder(TwoTensor(first, first), scales.block, scales.tensor)
     column = wide_weight(60, 1, torch.bfloat16)[:, :1].as_strided((60, 1), (1, 60))  # which to torch is contiguous
     out = two_part_round_cuda.round_to_parts(column, scales.block, scales.tensor, torch.float32)
     assert out.shape == (60, 1) and queued.pop()[2] == (60, 1, 1, 0)

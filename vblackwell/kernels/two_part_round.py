@@ -93,7 +93,8 @@ _RENEWALS = (Backend("cuda", _cuda_reasons, _cuda_renewed), Backend("torch", lam
 
 def renewed_scales(w_NK: Tensor, kept: separation.Scales | None, threshold: float) -> tuple[separation.Scales, Tensor]:
     """`separation.renewed_scales`, or without ``kept`` `separation.training_scales`; and the drift. No gradients, nothing waits."""
-    if not computes_at_once():  # who traces or transforms has weights without an address
+    # In a trace, or a DTensor: torch has its rules for them, or its own error.
+    if not computes_at_once() or not w_NK.data_ptr():
         return _torch_renewed(w_NK, kept, threshold)
     return choose(RENEWAL, _RENEWALS, _request(RENEWAL, w_NK.device, w_NK.dtype)).run(w_NK, kept, threshold)
 

@@ -11,6 +11,7 @@ import threading
 import torch
 from torch import Tensor
 
+from vblackwell.errors import Unsupported
 from vblackwell.kernels import nvrtc
 from vblackwell.kernels.direct import Launcher
 from vblackwell.numerics.separation import Scales
@@ -87,7 +88,11 @@ class Rounder:
         )
 
     def __call__(self, w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor) -> Tensor:
-        """The rounded weight, on the current stream."""
+        """The rounded weight, on the current stream.
+
+        Raises:
+            Unsupported: the weight has no address: a DTensor, or one whose memory is elsewhere.
+        """
         if self._stride[1] != 1 and self._shape[1] != 1:  # ``contiguous`` leaves a single column as it is
             return round_to_parts(w_NK.contiguous(), block_scales, tensor_scale, self._dtype)
         device = self._device
@@ -97,6 +102,10 @@ class Rounder:
         out = torch.empty(self._shape, dtype=self._dtype, device=device)
         if self._launch is not None:
             source, target = w_NK.data_ptr(), out.data_ptr()
+            if not source:  # the GPU would fault, and with it all that the process has there
+                raise Unsupported(
+                    f"a {type(w_NK).__name__} of {self._shape} has no memory of its own to be rounded from"
+                )
             words = (*self._shape, self._stride[0], int(self._whole and (source | target) % 16 == 0))
             at = (source, block_scales.data_ptr(), tensor_scale.data_ptr(), target)
             self._launch(self._blocks, at, words, _stream(device))
