@@ -79,3 +79,13 @@ def test_what_is_left_to_peft(folder, make_stack, monkeypatch):  # noqa: F811
     assert module._only_adapter(adapter, x) is None
     model = load_causal_lm(folder, make_stack(60 << 10), lora=Lora(4), fp4="nvfp4", placement="streamed")
     assert module._only_adapter(model.model.layers[0].mlp.down_proj, x) is None
+
+
+def test_a_compiler_sees_pefts_expression(folder, make_stack, monkeypatch):  # noqa: F811
+    model = load_causal_lm(folder, make_stack(8 << 20), lora=Lora(4), fp4="nvfp4", placement="resident")
+    adapter, x = model.model.layers[0].mlp.down_proj, torch.randn(3, model.config.intermediate_size)
+    expected = adapter(x)
+    monkeypatch.setattr(module, "on_gpu", lambda x: True)
+    monkeypatch.setattr(module, "adapted_linear", None)
+    accelerate_causal_lm(model, loss=False)
+    assert torch.equal(torch.compile(adapter, backend="eager", fullgraph=True)(x), expected)

@@ -35,7 +35,8 @@ def fused_adapter(module: nn.Module) -> Overrides | str | None:
 
 
 def _forward(self: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:
-    name = None if args or options else _only_adapter(self, x)
+    # A compiler fuses peft's expression itself, and cannot look into what `_only_adapter` asks.
+    name = None if args or options or torch.compiler.is_compiling() else _only_adapter(self, x)
     if name is None:
         return plain_class(self).forward(self, x, *args, **options)
     return adapted_linear(
