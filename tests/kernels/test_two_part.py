@@ -261,6 +261,8 @@ def test_what_is_kept_of_a_rounding_fits_such_weights_alone(k, whole, monkeypatc
         assert not rounder.takes(other, dtype)
     with pytest.raises(Unsupported, match="no memory"):
         rounder(TwoTensor(first, first), scales.block, scales.tensor)
+    assert two_part_round._cuda(first, scales.block, scales.tensor, torch.float64).dtype == torch.float64
+    assert queued.pop()[1][0] == first.data_ptr()
     column = wide_weight(60, 1, torch.bfloat16)[:, :1].as_strided((60, 1), (1, 60))  # which to torch is contiguous
     out = two_part_round_cuda.round_to_parts(column, scales.block, scales.tensor, torch.float32)
     assert out.shape == (60, 1) and queued.pop()[2] == (60, 1, 1, 0)
@@ -270,7 +272,9 @@ def test_what_is_kept_of_a_rounding_fits_such_weights_alone(k, whole, monkeypatc
 def test_a_weight_that_is_rounded_again_on_the_gpu():
     w_NK, other = wide_weight(70, 96, torch.bfloat16), wide_weight(70, 96, torch.bfloat16) * 3
     rounder = None
-    for weight, dtype in ((w_NK, torch.bfloat16), (other, torch.bfloat16), (w_NK.contiguous(), torch.float32)):
+    for weight, dtype in (
+        (w_NK, torch.bfloat16), (other, torch.bfloat16), (w_NK.contiguous(), torch.float32), (w_NK, torch.float64),
+    ):  # fmt: skip
         scales = separation.training_scales(weight)
         found = two_part_round.rounded_again(rounder, weight.cuda(), scales.block.cuda(), scales.tensor.cuda(), dtype)
         rounder = found[0]

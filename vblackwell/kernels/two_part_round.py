@@ -56,7 +56,8 @@ def _cuda_reasons(request: Request) -> list[str]:
 def _cuda(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
     from vblackwell.kernels import two_part_round_cuda
 
-    return two_part_round_cuda.round_to_parts(w_NK, block_scales, tensor_scale, dtype)
+    written = dtype if dtype in DTYPES else torch.float32  # as wide as the oracle computes
+    return two_part_round_cuda.round_to_parts(w_NK, block_scales, tensor_scale, written).to(dtype)
 
 
 def _triton(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -127,7 +128,7 @@ def rounded_again(
     Args:
         rounder: what the last call for a weight of this shape gave, or None.
     """
-    if not w_NK.is_cuda or chosen(OP) is not None:
+    if not w_NK.is_cuda or chosen(OP) is not None or dtype not in DTYPES:
         return None, rounded(w_NK, block_scales, tensor_scale, dtype)
     if rounder is None or not rounder.takes(w_NK, dtype):
         if choose(OP, _TABLES["cuda"], _request(OP, w_NK.device, w_NK.dtype)) is not _CUDA:
