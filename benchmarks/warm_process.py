@@ -81,6 +81,11 @@ class WarmProcess:
         self, argument: str, limit_seconds: float, hear: Callable[[dict[str, Any]], None], tell: Callable[[str], None]
     ) -> None:  # fmt: skip
         """As `child_process.run_child`: one measurement, which ends after ``limit_seconds``."""
+        if self._process.poll() is not None:  # it could not import something, or was stopped before it had begun
+            self._reader.join(5)
+            for line in [*self._tail, "the process that imports has ended"]:
+                tell(f"| {line}")
+            return
         self._hear, self._pid, self._code = hear, 0, 0
         self._tail.clear()
         self._over.clear()
