@@ -31,7 +31,6 @@ from vblackwell.infer.cache_shape import cache_shape
 from vblackwell.infer.generate import stepper
 from vblackwell.infer.room import LEAST_WORKSPACE, room_for, token_bytes, workspace_bytes
 from vblackwell.infer.sampling import Arrival, Sampling, sample
-from vblackwell.offload.frozen import PLACES
 
 GREEDY = Sampling(temperature=0)
 FEWEST = 16  # tokens of a text that ends because of its time
@@ -154,8 +153,7 @@ class Ours(System):
         from vblackwell.offload.enable import offload_of
 
         engine = offload_of(self.model)
-        through = [group.num_bytes for group in engine.groups if group.index not in engine.weights.staying]
-        weights = sum(through) if len(through) > PLACES else 0  # fewer have a place each
+        weights = sum(group.num_bytes for group in engine.groups if group.index not in engine.weights.staying)
         shape = cache_shape(self.model.config, rows, 1, getattr(torch, self.case.dtype))
         return weights + (self.passing or 0) * self.mean_length(new) * shape.position_bytes
 
