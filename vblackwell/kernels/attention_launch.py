@@ -21,7 +21,7 @@ from vblackwell.kernels.attention_backward import key_gradient, query_gradient
 from vblackwell.kernels.attention_blocks import MaskBits, TileLists, bits_of, list_tiles, mask_strides
 from vblackwell.kernels.attention_device import INTERPRETED
 from vblackwell.kernels.attention_forward import attend
-from vblackwell.kernels.attention_plan import AttentionPlan, padded_head, specialized_plan, tuned
+from vblackwell.kernels.attention_plan import SPECIALIZED_TRITON, AttentionPlan, padded_head, specialized_plan, tuned
 from vblackwell.kernels.rotary import empty_of
 
 _FORCED: ContextVar[dict[str, AttentionPlan]] = ContextVar("vblackwell_attention_plans", default={})  # noqa: B039
@@ -117,7 +117,7 @@ class _Call:
         )  # fmt: skip
         if forced and plan.specialized and not fits:
             raise ConfigurationError(f"{plan}: the forward with specialised warps does not compute this")
-        if forced or not fits:
+        if forced or not fits or not triton.__version__.startswith(SPECIALIZED_TRITON):
             return plan if forced and plan.specialized else None
         capability = torch.cuda.get_device_capability(self.q.device)
         return specialized_plan(self.head, self.q.element_size(), capability, options.mask_kind)

@@ -116,6 +116,8 @@ SPECIALIZED_BY_DEFAULT: frozenset[tuple[str, int]] = frozenset({
     ("boolean", 128),
     ("additive", 128),
 })  # fmt: skip
+# Releases of Triton that it was run with: Gluon is experimental and changes from one to the next. By name it runs with any.
+SPECIALIZED_TRITON = ("3.6.",)
 # fp32: products run on the ordinary units in full precision, so small tiles that stay in registers
 _SINGLE = {
     64: (AttentionPlan(32, 32, 4, 1), AttentionPlan(32, 32, 8, 1), AttentionPlan(32, 32, 8, 1)),
