@@ -12,6 +12,7 @@ Legend: B rows, V vocabulary.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -61,7 +62,7 @@ def reasons_against(model: Any, cache: Any) -> list[str]:
 def streamed_step(model: nn.Module, cache: Any, rows: int, steps: int) -> Callable[[Tensor], Tensor] | None:
     """What computes the logits (B, V) behind one more token a row (B, 1); None where the model has to be called.
 
-    That is so too where there is no room for the places or the graphs: the model's own passes do with less.
+    That is so too where there is no room for the places or the graphs, with a warning: the model's own passes do with less.
 
     Args:
         cache: what the model has read; it is given back with the places when that is closed.
@@ -73,7 +74,13 @@ def streamed_step(model: nn.Module, cache: Any, rows: int, steps: int) -> Callab
         return None
     try:
         return StreamedStep(model, cache, rows).step
-    except (InsufficientMemory, torch.OutOfMemoryError):
+    except (InsufficientMemory, torch.OutOfMemoryError) as error:
+        warnings.warn(
+            f"no room for a step in CUDA graphs, so that each token goes through the model's modules, which is slower: {error}"[
+                :400
+            ],
+            stacklevel=2,
+        )
         return None
 
 
