@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.kernels import autotune, fp4_cuda, fp4_plan, layout, nvrtc, reference
-from vblackwell.kernels.dispatch import Backend, Request, capability, choose, request_of
+from vblackwell.kernels.dispatch import Backend, Request, capability, choose, device_reasons, request_of
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -23,13 +23,7 @@ def _compiler_reasons() -> tuple[str, ...]:
 
 
 def _fused_reasons(request: Request) -> list[str]:
-    reasons = []
-    if request.device.type != "cuda":
-        reasons.append(f"the tensors are on {request.device}: it needs a CUDA GPU")
-    elif request.capability < (8, 0):
-        reasons.append(f"compute capability {request.capability[0]}.{request.capability[1]} is below 8.0")
-    else:
-        reasons += _compiler_reasons()
+    reasons = device_reasons(request) or [*_compiler_reasons()]
     if not layout.is_tiled(request.format):
         reasons.append(f"format {request.format!r} is not tiled: convert it with kernels.layout.to_tiled")
     return reasons

@@ -47,6 +47,15 @@ class Request:
     k: int
 
 
+def device_reasons(request: Request) -> list[str]:
+    """Why kernels compiled here cannot run where ``request`` is."""
+    if request.device.type != "cuda":
+        return [f"the tensors are on {request.device}: it needs a CUDA GPU"]
+    if request.capability < (8, 0):
+        return [f"compute capability {request.capability[0]}.{request.capability[1]} is below 8.0"]
+    return []
+
+
 @dataclass(frozen=True)
 class Backend(Generic[Run]):
     """One way to run an op.

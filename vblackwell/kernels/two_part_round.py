@@ -22,6 +22,7 @@ from vblackwell.kernels.dispatch import (
     choose,
     chosen,
     computes_at_once,
+    device_reasons,
     refuse_forward_mode,
 )
 from vblackwell.kernels.fused import DTYPES, triton_reasons
@@ -43,11 +44,7 @@ def _request(op: str, device: torch.device, dtype: torch.dtype) -> Request:
 
 
 def _cuda_reasons(request: Request) -> list[str]:
-    reasons = []
-    if request.device.type != "cuda":
-        reasons.append(f"the tensors are on {request.device}: it needs a CUDA GPU")
-    elif request.capability < (8, 0):
-        reasons.append(f"compute capability {request.capability[0]}.{request.capability[1]} is below 8.0")
+    reasons = device_reasons(request)
     if request.dtype not in DTYPES:
         reasons.append(f"the weight is {request.dtype}: it takes bfloat16, float16 and float32")
     return reasons + nvrtc.why_not()
