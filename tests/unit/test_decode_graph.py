@@ -17,7 +17,8 @@ from vblackwell.infer.sampling import Sampling
 from vblackwell.nn.cache import KVCache, SteadyCache
 from vblackwell.nn.convert import convert
 from vblackwell.nn.decoder import Decoder
-from vblackwell.nn.plain_linear import joint_weight, lay_together
+from vblackwell.nn.joined import joined
+from vblackwell.nn.plain_linear import lay_together
 
 
 def decoder(**shape) -> Decoder:
@@ -66,12 +67,12 @@ def test_whoever_looks_on_sees_a_step():
 def test_weights_of_one_input_lie_together():
     linears = [nn.Linear(6, width, bias=False) for width in (4, 2, 2)]
     before, names = [linear.weight.detach().clone() for linear in linears], [linear.weight for linear in linears]
-    assert joint_weight(names) is None
+    assert joined(names) is None
     assert lay_together(*linears)
     assert all(linear.weight is name for linear, name in zip(linears, names, strict=True))
-    joint = joint_weight([linear.weight for linear in linears])
+    joint = joined([linear.weight for linear in linears])
     assert joint is not None and torch.equal(joint, torch.cat(before)) and joint.data_ptr() == names[0].data_ptr()
-    assert joint_weight(names[1:]) is not None and joint_weight([names[0], names[2]]) is None
+    assert joined(names[1:]) is not None and joined([names[0], names[2]]) is None
 
 
 def test_what_is_not_plain_is_left():
@@ -88,7 +89,7 @@ def test_layers_are_laid_out_and_a_cpu_captures_nothing():
     expected = model(ids)
     lay_out_for_decoding(model)
     attention = model.layers[0].self_attn
-    assert joint_weight([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]) is not None
+    assert joined([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]) is not None
     assert torch.equal(model(ids), expected) and not may_capture(model)
 
 

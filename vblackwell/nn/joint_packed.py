@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from vblackwell.kernels.fp4 import fp4_linear
 from vblackwell.kernels.layout import TILE_N, is_tiled
+from vblackwell.nn.joined import joined
 from vblackwell.nn.linear import FusedFP4Linear
 
 _LEAST_FIELD = 9  # of an E5M3 scale that is also a normal E4M3 one: 2^-6
@@ -55,8 +56,8 @@ def joint_packed(linears: tuple[nn.Module, ...]) -> JointPacked | None:
     first = layers[0]
     if any(layer.weight_tensor_scale.data_ptr() != first.weight_tensor_scale.data_ptr() for layer in layers):
         return None
-    codes = _joined([layer.weight_codes for layer in layers])
-    scales = _joined([layer.weight_scales for layer in layers])
+    codes = joined([layer.weight_codes for layer in layers])
+    scales = joined([layer.weight_scales for layer in layers])
     if codes is None or scales is None:
         return None
     rows = [layer.out_features for layer in layers]
@@ -118,15 +119,3 @@ def _shifted(codes: Tensor, scales: Tensor, ratio: float) -> Tensor | None:
     if live.numel() and (int(live.min()) >> 3) - down < _LEAST_FIELD:
         return None
     return torch.where(scales == 0, scales, scales - (down << 3))
-
-
-def _joined(parts: list[Tensor]) -> Tensor | None:
-    """The tensor whose bands are those of ``parts``, if they lie one behind the other in one storage, as a view."""
-    first, end = parts[0], parts[0].data_ptr()
-    for part in parts:
-        if part.data_ptr() != end or not part.is_contiguous():
-            return None
-        end += part.nbytes
-    if first.storage_offset() * first.itemsize + end - first.data_ptr() > first.untyped_storage().nbytes():
-        return None  # neighbours by chance
-    return first.as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride())

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from vblackwell.kernels.shared_input import shared_input_linears
 from vblackwell.kernels.swiglu import swiglu, swiglu_linear
+from vblackwell.nn.joined import joined
 from vblackwell.nn.joint_packed import joint_packed
 from vblackwell.nn.rounded_linear import Rounded, rounded_linears, rounded_swiglu_linear
 
@@ -68,7 +69,7 @@ def linears_of_one_input(x: Tensor | Unnormed, *linears: nn.Module) -> list[Tens
         return x.linears(linears)
     if may_fuse(x, *linears):
         weights: list[Tensor] = [linear.weight for linear in linears]  # type: ignore[misc]
-        joint = None if torch.is_grad_enabled() else joint_weight(weights)
+        joint = None if torch.is_grad_enabled() else joined(weights)
         if joint is not None:
             return list(functional.linear(x, joint).split([weight.shape[0] for weight in weights], -1))
         return shared_input_linears(x, weights)
@@ -89,19 +90,6 @@ def rounded_of(x: Tensor, linears: tuple[nn.Module, ...]) -> list[Rounded] | Non
             return None
         found.append(rounded)
     return found
-
-
-def joint_weight(weights_NK: list[Tensor]) -> Tensor | None:
-    """The matrix of all rows, if the weights lie one behind the other in one storage (`lay_together`), as a view."""
-    first, end = weights_NK[0], weights_NK[0].data_ptr()
-    for weight in weights_NK:
-        if weight.data_ptr() != end or not weight.is_contiguous():
-            return None
-        end += weight.nbytes
-    rows, begin = sum(weight.shape[0] for weight in weights_NK), first.storage_offset() * first.itemsize
-    if begin + end - first.data_ptr() > first.untyped_storage().nbytes():  # neighbours by chance
-        return None
-    return first.detach().as_strided((rows, first.shape[1]), (first.shape[1], 1))
 
 
 @torch.no_grad()
