@@ -35,6 +35,16 @@ def tokenizer() -> Tokenizer:
     return made
 
 
+def saved_model(folder, kind, **changes):
+    """A small random model with spread logits in ``folder``."""
+    torch.manual_seed(0)
+    config = CONFIGS[kind]()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    config.initializer_range = 0.3
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
 @pytest.fixture(scope="module")
 def folder_of(tokenizer, tmp_path_factory):
     """``folder_of(kind)``: a small random model with spread logits, and the tokenizer."""
@@ -43,10 +53,7 @@ def folder_of(tokenizer, tmp_path_factory):
     def make(kind: str):
         folder = parent / kind
         if not folder.exists():
-            torch.manual_seed(0)
-            config = CONFIGS[kind]()
-            config.vocab_size, config.initializer_range = 259, 0.3
-            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+            saved_model(folder, kind, vocab_size=259)
             transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
         return folder
 

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from tests.offload.conftest import make_stack  # noqa: F401 - a fixture
-from tests.offload.test_round_trip_models import CONFIGS
+from tests.unit.test_streamed_generate import saved_model
 from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.infer import streamed_step as module
 from vblackwell.infer.batch import columns
@@ -30,10 +30,7 @@ def folder_of(tmp_path_factory):
     def make(kind: str):
         folder = parent / kind
         if not folder.exists():
-            torch.manual_seed(0)
-            config = CONFIGS[kind]()
-            config.initializer_range = 0.3
-            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+            saved_model(folder, kind)
         return folder
 
     return make
