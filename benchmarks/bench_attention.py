@@ -35,6 +35,7 @@ from vblackwell.nn import attention_times
 from vblackwell.nn.attention_backends import BACKENDS, Variant
 
 Rows = list[dict[str, Any]]
+TIMES = ("forward_us", "backward_us", "both_us")
 # floors and aims of forward and backward, by kind of case
 GOALS = {
     "causal 128": ((1.15, 1.5), (0.8, 1.0)),
@@ -95,8 +96,12 @@ def runner(name: str, leaves: list[Tensor], variant: Variant) -> Callable[[], Te
 
 def time_both(
     call: Callable[[], Tensor], leaves: list[Tensor], timed: Callable[[Callable[[], object]], float] = time_us
-) -> tuple[float, float, float]:
-    """us of forward and backward, and extra MB of both at their peak."""
+) -> tuple[float, float, float, float]:
+    """us of forward, backward and both, and extra MB of both at their peak.
+
+    The forward is inference's. Backward is what both take beyond a forward with gradients, for which a dispatcher may run another
+    backend than for one without.
+    """
     out = call()
     dout = torch.randn_like(out)
     del out
@@ -108,18 +113,22 @@ def time_both(
     del gradients
     with torch.no_grad():
         forward = timed(call)
-    return forward, timed(lambda: torch.autograd.grad(call(), leaves, dout)) - forward, extra
+    both = timed(lambda: torch.autograd.grad(call(), leaves, dout))
+    return forward, both - timed(call), both, extra
 
 
 def dispatcher_over(best: str, key: str, leaves: list[Tensor], variant: Variant) -> float:
     """How many times as long ``best`` takes as the dispatcher, in turns, because two timings of one kernel differ by some percent."""
     calls = [runner(system, leaves, variant) for system in ("dispatcher", best)]
-    dout = torch.randn_like(leaves[0])
-    with torch.no_grad():
-        forward = alternating_us([[call] for call in calls], 9)
     if key == "forward_us":
-        return forward[1] / forward[0]
+        with torch.no_grad():
+            mine, other = alternating_us([[call] for call in calls], 9)
+        return other / mine
+    dout = torch.randn_like(leaves[0])
     both = alternating_us([[lambda call=call: torch.autograd.grad(call(), leaves, dout)] for call in calls], 9)
+    if key == "both_us":
+        return both[1] / both[0]
+    forward = alternating_us([[call] for call in calls], 9)
     return (both[1] - forward[1]) / (both[0] - forward[0])
 
 
@@ -219,22 +228,23 @@ def bench_case(name: str, case: dict[str, Any], quick: bool, path: Path | None, 
         try:
             # Making a block mask takes the host's time too, and no graph can hold it.
             timed = (lambda call: median_us(call, 7)) if system == "flex+mask" else time_us
-            forward, backward, extra = time_both(runner(system, leaves, variant), leaves, timed)
+            forward, backward, both, extra = time_both(runner(system, leaves, variant), leaves, timed)
         except Exception as error:  # another system's failure must not hide ours
             if system in ("triton", "dispatcher"):
                 raise
             say(f"{name}: {system} failed: {error!r:.200}")
             continue
         rows.append({
-            "case": name, "system": system, "forward_us": forward, "backward_us": backward, "extra_mb": extra,
+            "case": name, "system": system, "forward_us": forward, "backward_us": backward, "both_us": both, "extra_mb": extra,
             "forward_tflops": work / forward / 1e6, "backward_tflops": 2.5 * work / backward / 1e6,
-            "chosen": dispatcher.choose_attention(request) if system == "dispatcher" else "", "over_forward": "", "over_backward": "",
+            "chosen": dispatcher.choose_attention(request) if system == "dispatcher" else "",
+            "over_forward": "", "over_backward": "", "over_both": "",
             "error": head_error(leaves, variant) if system == "triton" else "",
         })  # fmt: skip
         print_row(rows[-1])
         torch.cuda.empty_cache()
     chosen, known = rows[-1], runnable({row["system"]: row for row in rows})
-    for key in ("forward_us", "backward_us"):
+    for key in TIMES:
         best = min(known, key=lambda other, key=key, known=known: known[other][key])
         # A block mask cannot be made inside a graph: then the times from before have to do.
         over = known[best][key] / chosen[key]
@@ -250,7 +260,7 @@ def keep_times(
     """Write a case's times, of training and of inference, for the dispatcher."""
     device = torch.device("cuda", torch.cuda.current_device())
     for gradient in (True, False):
-        times = {name: int((row["forward_us"] + gradient * row["backward_us"]) * 1000) for name, row in known.items()}
+        times = {name: int(row["both_us" if gradient else "forward_us"] * 1000) for name, row in known.items()}
         table = attention_times.table_of(request._replace(gradient=gradient), times)
         if path is not None:
             write_entries(path, machine(device), table)
@@ -312,19 +322,15 @@ def goals(rows: Rows) -> list[str]:
         others = (
             [n for n in systems if n in ("efficient", "flex")] if masked else [n for n in ("flash",) if n in systems]
         )
-        for index, key in enumerate(("forward_us", "backward_us")):
+        for index, key in enumerate(TIMES):
             where = f"{name}: {key.removesuffix('_us')}"
-            if (goal or masked) and others:
+            if (goal or masked) and others and key != "both_us":
                 best = min(others, key=lambda other: systems[other][key])
                 given = ", block mask given" if best == "flex" else ""
                 line(f"{where}, own over {best}{given}", systems[best][key] / own[key], *(goal or GOALS["mask"])[index])
             best = min(known, key=lambda other: known[other][key])
             words = f"{where}, dispatcher ({chosen['chosen']}) over the best ({best})"
             line(words, chosen["over_" + key.removesuffix("_us")], 0.98, 1.0)
-        together = {other: known[other]["forward_us"] + known[other]["backward_us"] for other in known}
-        best = min(together, key=together.__getitem__)
-        words = f"{name}: both together, dispatcher ({chosen['chosen']}) over the best ({best})"
-        line(words, together[best] / (chosen["forward_us"] + chosen["backward_us"]), 0.98, 1.0)
     return lines
 
 
