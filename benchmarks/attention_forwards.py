@@ -41,7 +41,7 @@ CASES = (
 PLANS: dict[str, tuple[Fields, ...]] = {
     "additive": ((128, 64, 8, 3, 1, 0, 0, 16, 1),),
     "boolean": ((128, 64, 8, 3, 1, 0, 0, 16, 1),),
-    "none": (),
+    "none": ((128, 128, 4, 2, 1, 168, 1),),
 }
 
 
@@ -110,18 +110,19 @@ def fields_of(plan: AttentionPlan) -> Fields:
     return (*map(int, numbers), plan.together, int(plan.ahead))
 
 
-def wanted_cases() -> dict[str, dict[str, Any]]:
+def wanted_cases(only: str = "") -> dict[str, dict[str, Any]]:
+    """`CASES`, or those of the quick ones whose name has ``only``."""
     from bench_attention import cases
 
     found = cases(True)
-    return {name: found[name] for name in CASES}
+    return {name: found[name] for name in (CASES if not only else found) if only in name}
 
 
 def check_one(name: str, fields: Fields) -> str:
     """Compile by running once; "" or what is wrong. In a process of its own."""
     try:
         torch.manual_seed(0)
-        case = Case(wanted_cases()[name])
+        case = Case(wanted_cases(name)[name])
         error = case.error(fields)
         torch.cuda.empty_cache()  # there are many processes
         return "" if error <= WORST else f"WRONG: error {error:.3g}"
@@ -129,9 +130,9 @@ def check_one(name: str, fields: Fields) -> str:
         return f"cannot run: {failure!r:.160}"
 
 
-def check() -> dict[tuple[str, Fields], str]:
+def check(wanted: dict[str, dict[str, Any]]) -> dict[tuple[str, Fields], str]:
     """`check_one` of every plan and case, a line each."""
-    plans = {name: Case(case).plans() for name, case in wanted_cases().items()}
+    plans = {name: Case(case).plans() for name, case in wanted.items()}
     torch.cuda.empty_cache()
     jobs = [(name, fields) for name, found in plans.items() for fields in found]
     found = {}
@@ -171,13 +172,14 @@ def time_case(name: str, case: Case, checked: dict[tuple[str, Fields], str], rou
     return lines
 
 
-def time_all(seconds: float) -> None:
-    """The whole table; no case is begun later than ``seconds`` from now."""
+def time_all(seconds: float, only: str) -> None:
+    """The whole table, or of cases whose name has ``only``; no case is begun later than ``seconds`` from now."""
+    wanted = wanted_cases(only)
     until = time.perf_counter() + seconds
     lines: list[str] = []
-    checked = check()
+    checked = check(wanted)
     try:
-        for name, case in wanted_cases().items():
+        for name, case in wanted.items():
             if time.perf_counter() > until:
                 lines.append(f"{name}: no time left")
                 continue

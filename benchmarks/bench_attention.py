@@ -433,7 +433,7 @@ def main() -> None:
     if arguments.forwards:
         import attention_forwards
 
-        attention_forwards.time_all(arguments.forwards)
+        attention_forwards.time_all(arguments.forwards, arguments.only)
         return
     if arguments.prepare:
         prepare_all(wanted_cases(arguments.quick, arguments.only), arguments.quick, arguments.seconds)
