@@ -47,12 +47,11 @@ extern "C" void run(const u16* x, u8* image, const u8* codes, const u8* scales, 
     launch(gx, SPLITS, gz, THREADS, shared, [=] { fp4_wgmma(image, codes, scales, ts, bias, y, M, N, K, act); });
 }"""
 _DEQUANTIZE_MAIN = """
-extern "C" void run(const u8* codes, const u8* scales, const float* ts, const u8* top, u8* w, int N, int K, int gx, int gy,
-                    int shared) {
+extern "C" void run(const u8* codes, const u8* scales, const float* ts, u8* w, int N, int K, int gx, int gy, int shared) {
     for (int y = 0; y < gy; y++)
         launch(gx, 1, 1, 32 * WARPS, shared, [=] {
             blockIdx.y = y;
-            fp4_dequantize(codes, scales, ts, top, w, N, K);
+            fp4_dequantize(codes, scales, ts, w, N, K);
         });
 }"""
 _PREPARE_MAIN = """
@@ -61,7 +60,7 @@ extern "C" void run(const u8* codes, const u8* scales, const float* ts, const u8
     for (int y = 0; y < gy; y++)
         launch(gx, 1, 1, 32 * WARPS, shared, [=] {
             blockIdx.y = y;
-            fp4_dequantize(codes, scales, ts, top, w, N, K, row_scale, x, q, x_scale, M, row_blocks);
+            prepare_e4m3(codes, scales, ts, top, w, N, K, row_scale, x, q, x_scale, M, row_blocks);
         });
 }"""
 _REAL = ("ptx.cuh", "wgmma.cuh", "barrier.cuh")  # what emulator.h stands in for
@@ -143,21 +142,27 @@ def dequantize(tiled: tuple[Tensor, Tensor, Tensor], n: int, k: int, dtype: torc
     macros = {"FP16": 0, "OUT": {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}[dtype]}
     warps = 4 if dtype == torch.float32 else 8
     grid = ((k + 64 * warps - 1) // (64 * warps), -(-n // 32), warps * 32 * 64 * w_NK.element_size())
-    _call(fp4_cuda.DEQUANTIZE_FILES, macros, _DEQUANTIZE_MAIN, [*tiled, None, w_NK, n, k, *grid])
+    _call(fp4_cuda.DEQUANTIZE_FILES, macros, _DEQUANTIZE_MAIN, [*tiled, w_NK, n, k, *grid])
     return w_NK
 
 
 def prepare_e4m3(
-    x_MK: Tensor, tiled: tuple[Tensor, Tensor, Tensor], row_top: Tensor, n: int, k: int, row_blocks: int
+    x_MK: Tensor,
+    tiled: tuple[Tensor, Tensor, Tensor],
+    row_top: Tensor,
+    n: int,
+    k: int,
+    row_blocks: int,
+    plan: fp4_cuda.PreparePlan,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As ``fp4_cuda.run_prepare_e4m3``, with so many blocks under each other for the rows of x."""
     m, fp8, nan = x_MK.shape[0], torch.float8_e4m3fn, torch.nan
     q_MK, w_NK = torch.full((m, k), nan).to(fp8), torch.full((n, k), nan).to(fp8)
     scale_M1, scale_1N = torch.full((m, 1), nan), torch.full((1, n), nan)
-    macros = {"FP16": 0, "OUT": 3, "X_FP16": int(x_MK.dtype == torch.float16), "KEPT": min(8, -(-k // 2048))}
+    macros = plan.macros(x_MK.dtype == torch.float16, k)
     args = [*tiled, row_top, w_NK, n, k, scale_1N, x_MK, q_MK, scale_M1, m, row_blocks]
-    grid = (-(-k // 512), -(-n // 32) + row_blocks, 8 * 32 * 64)
-    _call(fp4_cuda.DEQUANTIZE_FILES, macros, _PREPARE_MAIN, [*args, *grid])
+    grid = (plan.columns(k), -(-n // 32) + row_blocks, 64)
+    _call(fp4_cuda.E4M3_FILES, macros, _PREPARE_MAIN, [*args, *grid])
     return q_MK, scale_M1, w_NK, scale_1N
 
 

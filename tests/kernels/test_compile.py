@@ -117,10 +117,13 @@ def test_wgmma(chosen, tmp_path):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
 def test_dequantize(arch, tmp_path):
-    for out in range(4 if arch in ("sm_89", "sm_90a") else 3):  # E4M3 needs 8.9
-        macros = {"FP16": 0, "OUT": out, "KEPT": 8}  # what a thread keeps of a row, with OUT 3 only
-        cubin = nvrtc.compile_cubin(fp4_cuda.DEQUANTIZE_FILES, macros, arch)
-        usage = resources(cubin, tmp_path)["fp4_dequantize"]
+    jobs: list[tuple[tuple[str, ...], str, dict[str, int]]] = [
+        (fp4_cuda.DEQUANTIZE_FILES, "fp4_dequantize", {"FP16": 0, "OUT": out}) for out in range(3)
+    ]
+    if arch in ("sm_89", "sm_90a"):  # E4M3 needs 8.9
+        jobs.append((fp4_cuda.E4M3_FILES, "prepare_e4m3", fp4_cuda.PREPARE.macros(False, 1 << 14)))
+    for files, entry, macros in jobs:
+        usage = resources(nvrtc.compile_cubin(files, macros, arch), tmp_path)[entry]
         assert usage["STACK"] == usage["LOCAL"] == 0 and usage["REG"] * 256 <= 65536
 
 

@@ -1,6 +1,7 @@
 """Launches of the fused FP4 matmuls on tiled weights, by the plans of ``fp4_plan.py``.
 
-The sources, with the reasoning about registers and memory, are ``cuda/fp4_mma.cu``, ``cuda/fp4_wgmma.cu`` and ``cuda/fp4_dequantize.cu``.
+The sources, with the reasoning about registers and memory, are ``cuda/fp4_mma.cu``, ``cuda/fp4_wgmma.cu``,
+``cuda/fp4_dequantize.cu`` and ``cuda/fp4_e4m3.cu``.
 
 ``M`` rows, ``N`` out features, ``K`` in features. A window is 64 columns.
 """
@@ -17,7 +18,8 @@ from vblackwell.kernels.fp4_plan import MMA_FILES, WGMMA_FILES, MmaPlan, WgmmaPl
 from vblackwell.kernels.nvrtc import kernel
 from vblackwell.kernels.reference import ACTIVATIONS
 
-DEQUANTIZE_FILES = ("ptx.cuh", "decode.cuh", "round_row.cuh", "fp4_dequantize.cu")
+DEQUANTIZE_FILES = ("ptx.cuh", "decode.cuh", "fp4_dequantize.cu")
+E4M3_FILES = ("ptx.cuh", "decode.cuh", "round_row.cuh", "fp4_e4m3.cu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,13 +128,48 @@ def run_dequantize(
     warps = 4 if dtype == torch.float32 else 8
     grid = (ceil_div(ceil_div(k, 64), warps), ceil_div(n, 32), 1)
     shared_bytes = warps * 32 * 64 * w_NK.element_size()
-    args = (codes, block_scales, tensor_scale, None, w_NK, n, k)
+    args = (codes, block_scales, tensor_scale, w_NK, n, k)
     kernel(DEQUANTIZE_FILES, "fp4_dequantize", macros, codes.device).launch(grid, 32 * warps, shared_bytes, args)
     return w_NK
 
 
+@dataclass(frozen=True)
+class PreparePlan:
+    """How ``prepare_e4m3`` covers a shape; values do not depend on it.
+
+    Attributes:
+        tiles: neighbouring tiles of a warp.
+        rows_first: blocks that round rows of x come before those that decode.
+        passing: codes and scales are the first to leave the L2.
+    """
+
+    tiles: int = 1
+    rows_first: bool = False
+    passing: bool = False
+
+    def macros(self, fp16: bool, k: int) -> dict[str, int]:
+        return {
+            "FP16": 0, "X_FP16": int(fp16), "KEPT": min(8, ceil_div(k, 2048)), "TILES": self.tiles,
+            "ROWS_FIRST": int(self.rows_first), "PASSING": int(self.passing),
+        }  # fmt: skip
+
+    def columns(self, k: int) -> int:
+        """Of blocks."""
+        return ceil_div(ceil_div(k, 64), 8 * self.tiles)
+
+
+PREPARE = PreparePlan()
+
+
 def run_prepare_e4m3(
-    x_MK: Tensor, codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, row_top: Tensor, n: int, k: int
+    x_MK: Tensor,
+    codes: Tensor,
+    block_scales: Tensor,
+    tensor_scale: Tensor,
+    row_top: Tensor,
+    n: int,
+    k: int,
+    plan: PreparePlan = PREPARE,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One launch that makes both operands of an FP8 matmul; K is a multiple of 16.
 
@@ -146,12 +183,11 @@ def run_prepare_e4m3(
     w_NK = torch.empty(n, k, dtype=torch.float8_e4m3fn, device=device)
     scale_M1 = torch.empty(m, 1, dtype=torch.float32, device=device)
     scale_1N = torch.empty(1, n, dtype=torch.float32, device=device)
-    macros = {"FP16": 0, "OUT": 3, "X_FP16": int(_flags(x_MK)), "KEPT": min(8, ceil_div(k, 2048))}
-    columns = ceil_div(ceil_div(k, 64), 8)
+    columns = plan.columns(k)
     row_blocks = min(1024, ceil_div(m, columns))
     args = (codes, block_scales, tensor_scale, row_top, w_NK, n, k, scale_1N, x_MK, q_MK, scale_M1, m, row_blocks)
-    prepare = kernel(DEQUANTIZE_FILES, "fp4_dequantize", macros, device)
-    prepare.launch((columns, ceil_div(n, 32) + row_blocks, 1), 256, 8 * 32 * 64, args)
+    prepare = kernel(E4M3_FILES, "prepare_e4m3", plan.macros(_flags(x_MK), k), device)
+    prepare.launch((columns, ceil_div(n, 32) + row_blocks, 1), 256, 64, args)
     return q_MK, scale_M1, w_NK, scale_1N
 
 

@@ -101,9 +101,13 @@ def _fp8_reasons(request: Request) -> list[str]:
     return reasons
 
 
+def multiply_rows(q_MK: Tensor, scale_M1: Tensor, w_NK: Tensor, scale_1N: Tensor) -> Tensor:
+    """(M, N) bf16 product of E4M3 operands and their rows' scales, as of ``fp4_cuda.run_prepare_e4m3``; sums in fp32."""
+    return torch.ops.aten._scaled_mm(q_MK, w_NK.t(), scale_M1, scale_1N, out_dtype=torch.bfloat16, use_fast_accum=False)
+
+
 def _fp8(x_MK, codes, block_scales, tensor_scale, row_top, bias, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
-    q_MK, scale_M1, w_NK, scale_1N = fp4_cuda.run_prepare_e4m3(x_MK, codes, block_scales, tensor_scale, row_top, n, k)
-    z_MN = torch.ops.aten._scaled_mm(q_MK, w_NK.t(), scale_M1, scale_1N, out_dtype=torch.bfloat16, use_fast_accum=False)
+    z_MN = multiply_rows(*fp4_cuda.run_prepare_e4m3(x_MK, codes, block_scales, tensor_scale, row_top, n, k))
     if bias is not None:
         z_MN = z_MN + bias.to(z_MN.dtype)
     return reference.activate(z_MN, activation).to(x_MK.dtype)

@@ -1,15 +1,10 @@
-// A tiled weight to a row-major one: (code * scale) * tensor_scale in fp32, rounded once to bf16, fp16 or fp32 (OUT 0, 1, 2),
-// or, with OUT 3, code * scale relative to its row's largest scale as E4M3, exact where the row spans no more than 2^14. With OUT 3 the blocks
-// below the weight's round rows of x (fp16 with X_FP16; KEPT is how much of one a thread keeps) to E4M3, so that what an FP8 matmul needs is
-// one launch.
+// A tiled weight to a row-major one: (code * scale) * tensor_scale in fp32, rounded once to bf16, fp16 or fp32 (OUT 0, 1, 2).
 //
 // A warp takes one tile of 32 rows by 64 columns, a block eight (four for fp32) neighbouring ones, so that the writes of a block are
 // runs of whole cache lines. Lanes own 16 columns of 4 rows; shared memory turns that into rows (granules of 16 bytes, xor-swizzled).
 #define WARPS (OUT == 2 ? 4 : 8)
 #if OUT == 2
 #define ELEMENT_BYTES 4
-#elif OUT == 3
-#define ELEMENT_BYTES 1
 #else
 #define ELEMENT_BYTES 2
 #endif
@@ -20,45 +15,19 @@
 #endif
 #define ROW_GRANULES (64 * ELEMENT_BYTES / 16)
 
-// `row_top`: for OUT 3, the E5M3 byte of each row's largest scale; a row is scaled so that this becomes 2^6, and `row_scale` says what it must
-// be multiplied by to be the weight.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
-fp4_dequantize(const u8* codes, const u8* scales, const float* tensor_scale, const u8* row_top, u8* w, int N, int K
-#if OUT == 3
-    , float* row_scale, const u16* x, u8* q, float* x_scale, int M, int row_blocks
-#endif
-) {
+fp4_dequantize(const u8* codes, const u8* scales, const float* tensor_scale, u8* w, int N, int K) {
     SHARED_MEMORY(memory);
     let_next_start();
-#if OUT == 3
-    const int bands = (N + 31) / 32;
-    if ((int)blockIdx.y >= bands) {
-        wait_for_previous();
-        const int columns = (K + 64 * WARPS - 1) / (64 * WARPS);  // of blocks
-        float* tops = (float*)memory;  // of two rows in turns: who is done with one may be a barrier ahead of the others
-        for (int m = (blockIdx.y - bands) * columns + blockIdx.x; m < M; m += row_blocks * columns) {
-            u8* row = q + (u64)m * K;
-            round_row(x + (u64)m * K, x_scale + m, K, K, threadIdx.x, tops, [=](int k, uint2 v) { *(uint2*)(row + k) = v; });
-            tops = tops == (float*)memory ? tops + WARPS : (float*)memory;
-        }
-        return;
-    }
-#endif
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int windows = (K + 63) / 64, window = blockIdx.x * WARPS + warp;
-#if OUT == 3
-    const int band = bands - 1 - blockIdx.y;  // the matmul begins with the first rows: they are the ones still in the L2
-#else
     const int band = blockIdx.y;
-#endif
     if (window >= windows) return;
     uint4* tile_rows = (uint4*)memory + warp * 32 * ROW_GRANULES;
     const u64 tile = (u64)band * windows + window;
     const uint4 halves[2] = {load_weights(codes + tile * 1024 + lane * 16), load_weights(codes + tile * 1024 + 512 + lane * 16)};
     const u32 packed = load_scales(scales + tile * 128 + lane * 4);
-#if OUT != 3
     const float unit = tensor_scale[0] * WEIGHT_UNIT;
-#endif
 #pragma unroll
     for (int r = 0; r < 4; r++) {
         const uint4 q = halves[r >> 1];
@@ -66,11 +35,6 @@ fp4_dequantize(const u8* codes, const u8* scales, const float* tensor_scale, con
         u32 pairs[8];
         decode(r & 1 ? q.z : q.x, scale, pairs);
         decode(r & 1 ? q.w : q.y, scale, pairs + 4);
-#if OUT == 3
-        const int n = min(band * 32 + r * 8 + g, N - 1);
-        // scales are 2^(field - 15) here, pairs hold 2^-7 of the value: 2^(6 + 15 + 7 - field of the top)
-        const float unit = as_float((u32)(127 + 28 - (row_top[n] >> 3)) << 23);
-#endif
         float v[16];
 #pragma unroll
         for (int i = 0; i < 8; i++) {
@@ -78,10 +42,7 @@ fp4_dequantize(const u8* codes, const u8* scales, const float* tensor_scale, con
             v[2 * i + 1] = as_float(pairs[i] & 0xFFFF0000u) * unit;
         }
         uint4* row = tile_rows + (r * 8 + g) * ROW_GRANULES;
-#if OUT == 3
-        row[t ^ (g & 3)] = make_uint4(to_e4m3(v[0], v[1], v[2], v[3]), to_e4m3(v[4], v[5], v[6], v[7]),
-                                      to_e4m3(v[8], v[9], v[10], v[11]), to_e4m3(v[12], v[13], v[14], v[15]));
-#elif OUT == 2
+#if OUT == 2
 #pragma unroll
         for (int i = 0; i < 4; i++)
             row[(4 * t + i) ^ g] = make_uint4(as_bits(v[4 * i]), as_bits(v[4 * i + 1]),
@@ -95,15 +56,11 @@ fp4_dequantize(const u8* codes, const u8* scales, const float* tensor_scale, con
     }
     warp_sync();
     wait_for_previous();  // w may lie where the previous kernel still reads
-#if OUT == 3
-    if (window == 0 && band * 32 + lane < N)
-        row_scale[band * 32 + lane] = as_float((u32)(127 - 21 + (row_top[band * 32 + lane] >> 3)) << 23) * tensor_scale[0];
-#endif
     const u64 pitch = (u64)K * ELEMENT_BYTES;
 #pragma unroll
     for (int i = 0; i < ROW_GRANULES; i++) {
         const int at = i * 32 + lane, row = at / ROW_GRANULES, granule = at % ROW_GRANULES, n = band * 32 + row;
-        const uint4 v = tile_rows[row * ROW_GRANULES + (granule ^ (row & (OUT == 3 ? 3 : 7)))];
+        const uint4 v = tile_rows[row * ROW_GRANULES + (granule ^ (row & 7))];
         const int k = window * 64 + granule * (16 / ELEMENT_BYTES);
         if (n >= N || k >= K) continue;
         u8* to = w + n * pitch + (u64)k * ELEMENT_BYTES;

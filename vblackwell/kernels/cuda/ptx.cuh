@@ -7,16 +7,33 @@ typedef unsigned char u8;
 #define DEVICE __device__ __forceinline__
 #define SHARED_MEMORY(name) extern __shared__ __align__(1024) u8 name[]
 
-// Weights are read once: keep them out of L1.
+// Weights are read once: keep them out of L1. Not .nc: such loads the assembler moves behind wait_for_previous.
 DEVICE uint4 load_weights(const u8* p) {
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
 }
 DEVICE u32 load_scales(const u8* p) {
     u32 v;
-    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+// The same for what nobody reads again soon: it is the first to leave the L2, where results may stay instead.
+DEVICE u64 passing() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+DEVICE uint4 load_passing_weights(const u8* p) {
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "l"(passing()));
+    return v;
+}
+DEVICE u32 load_passing_scales(const u8* p) {
+    u32 v;
+    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.u32 %0, [%1], %2;" : "=r"(v) : "l"(p), "l"(passing()));
     return v;
 }
 DEVICE u32 load_shared_word(u32 address) {

@@ -1,6 +1,5 @@
 // A row of x, bf16 or with X_FP16 fp16, to E4M3. A block of 256 threads takes it, each of which keeps the first KEPT granules of 16 bytes that
 // it has read; of a longer row the others are read twice.
-#if OUT == 3
 #define ROUND_WARPS 8
 #define LEAST_TOP 7.8886090522101181e-31f  // 2^-100
 #if X_FP16
@@ -54,4 +53,3 @@ DEVICE void round_row(const u16* x, float* scale, int K, int end, int tid, float
     for (int k = tid * 8 + KEPT * step; k < end; k += step) round(k, read(k));
     if (tid == 0) *scale = amax / 448.0f;
 }
-#endif
