@@ -78,12 +78,29 @@ def test_doctors_numbers_become_rates():
 def test_a_streamed_group_takes_the_host_a_while(monkeypatch):
     monkeypatch.setattr(measuring, "GROUPS_STREAMED", 3)
     monkeypatch.setattr(measuring, "STEPS_ISSUED", 3)
+    monkeypatch.setattr(measuring, "WARM_SECONDS", 0.0)
     assert 1e-5 < measuring.group_seconds(torch.device("cpu")) < 1.0
 
 
-def test_issuing_an_operator_takes_microseconds():
+def test_issuing_an_operator_takes_microseconds(monkeypatch):
+    monkeypatch.setattr(measuring, "STEPS_ISSUED", 5)
+    monkeypatch.setattr(measuring, "WARM_SECONDS", 0.0)
     assert 1e-7 < measuring.issue_seconds(torch.device("cpu")) < 1e-2
-    assert 1e-7 < measuring.loop_seconds(torch.device("cpu")) < 1e-2
+    looks = measuring.HostLooks(torch.device("cpu"))
+    looks.look()
+    assert 1e-7 < looks.loop < 1e-2 and 1e-7 < looks.issue < 1e-2
+
+
+def test_looks_at_a_host_that_is_disturbed_do_not_count(monkeypatch):
+    """Three looks of five at a host that is a third slower, one hiccup, one step that a clock cut short: as if nobody had been there."""
+    times = [[26.0] * 15, [19.0] * 14 + [90.0], [26.0] * 15, [26.0] * 15, [19.5] * 14 + [2.0]]
+    given = iter([each for each in times for _ in ("issue", "loop")])
+    monkeypatch.setattr(measuring, "steps_seconds", lambda action, finish: next(given))
+    looks = measuring.HostLooks(torch.device("cpu"))
+    for _ in times:
+        looks.look()
+    assert looks.issue == pytest.approx(19.5 / (measuring.ISSUED_LAYERS * measuring.OPERATORS_OF_A_LAYER))
+    assert looks.loop == pytest.approx(19.5 / (host_rates.LOOP_PARAMETERS * measuring.LOOP))
 
 
 def test_updates_run_beside_a_block_and_end_with_it(monkeypatch):
