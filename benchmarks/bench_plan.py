@@ -1,17 +1,21 @@
 """The planner against a brute force: what it chose, measured beside some thirty other placements of the same run under the same cap.
 
-    python benchmarks/bench_plan.py                        # on a GPU: 0.44B decoder, 16k tokens a step, cap 4 GiB, at most 140 s
+    python benchmarks/bench_plan.py                        # on a GPU: 1.56B decoder, 16k tokens a step, cap 8 GiB, at most 180 s
     python benchmarks/bench_plan.py --device cpu --shape tiny --seq 32 --cap 1MiB --placements 8     # the plumbing, with an arena
 
 Every placement trains the same decoder from the same bytes: bf16 compute weights (fp32 without a GPU), AdamW, no clipping, updates
-without a way back. They are drawn with a fixed seed from all that are predicted to fit, the plan's own among them, and from these with
-half the weights on level 0; each runs a few steps unmeasured and a few measured, the median counts, and one that is far behind runs
-fewer. At the end the plan's and the fastest other run again in turns, and these runs alone are compared: whoever was fast once does not
-keep its luck. One stack serves all, so that host memory is registered once.
+without a way back. They are drawn with a fixed seed from all that are predicted to fit (`plan_draw`); each runs two steps unmeasured
+and a few measured, the median counts, and one that is far behind runs fewer. At the end the plan's and the fastest others run again in
+turns, and these runs alone are compared: whoever was fast once does not keep its luck. One stack serves all, so that host memory is
+registered once.
 
-A placement is left out, and the table says so, where arithmetic (the GPU's operators alone, or the CPU's updates alone)
-shows it to be slower than what was measured, or where others with the same micro-batches all were. Below the step times stands what the
-lanes did (`plan_lanes`) and what was simulated. A run that is stopped (SIGTERM) still prints the tables of what it has.
+The shape is wide and has few layers, so that its time is the GPU's and the link's: the host's share of a step is by groups and operators,
+not by their sizes. The 0.44B shape has as many, and waits for the host.
+
+A placement is left out, and the table says so, where arithmetic (the GPU's operators alone, or the CPU's updates alone) shows it to be
+slower than what was measured, where others with the same micro-batches all were, or where it is predicted to take twice as long as the
+plan. Below the step times stands what the lanes did (`plan_lanes`) and what was simulated. The last rounds have their time within
+``--limit``. A run that is stopped (SIGTERM) still prints the tables of what it has.
 """
 
 from __future__ import annotations
@@ -20,13 +24,11 @@ import argparse
 import gc
 import math
 import os
-import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ if "PYTORCH_ALLOC_CONF" not in os.environ:
 import torch
 from offload_case import Shape
 from offload_loop import Feed
+from plan_draw import NEVER, draw, least_seconds, space_of
 from plan_lanes import Lanes, Marks, Sampler, loop_seconds
 from plan_report import Measured, Row, report, why_left_out
 
@@ -46,11 +49,10 @@ from vblackwell.estimator import Run
 from vblackwell.hardware import memory_facts
 from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.decoder_config import DecoderConfig
-from vblackwell.plan.placement import Bounds, Choice, Lacking, Plan, Prediction, Space
+from vblackwell.plan.placement import Bounds, Choice, Space
 from vblackwell.plan.rates import Rates
-from vblackwell.plan.work import phase_seconds
 from vblackwell.subject import of_decoder
-from vblackwell.train.forecast import Forecast, Machine, plan_of, share_at_home
+from vblackwell.train.forecast import Forecast, Machine, plan_of
 from vblackwell.train.rates import as_rates, cpu_rates, gpu_rates, group_seconds
 from vblackwell.units import GiB, parse_bytes
 
@@ -59,25 +61,25 @@ SHAPES = {
     "267M": Shape(1024, 2752, 16, 16),
     "0.44B": Shape(1536, 4096, 12, 12),
     "0.7B": Shape(2048, 5632, 11, 16),
+    "1.56B": Shape(3072, 8192, 12, 24),
 }
-WARM, MEASURED, FINAL = 3, 4, 8  # steps that do not count, those that do, and those of the last rounds
+WARM, MEASURED, FINAL = 2, 4, 6  # steps that do not count, those that do, and those of the last rounds
 FEWEST = 2  # steps of a placement that is slower than BEHIND times the best
 BEHIND = 1.3
-NEVER = 1e-15
-ROUNDS = 2  # of the plan's and the best other, at the end
-UPDATES: tuple[str | float, ...] = ("level0", 0.1, 0.2, 0.3, 0.4, 0.5, "home")
+ROUNDS, FINALISTS = 2, 2  # at the end: of the plan's and the fastest others
+MOST_HOST = 48 * GiB
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="0.44B")
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="1.56B")
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--sequences", type=int, default=8, help="in a step")
-    parser.add_argument("--cap", default="4GiB", help="of the GPU's allocator; without a GPU of the arena")
+    parser.add_argument("--cap", default="8GiB", help="of the GPU's allocator; without a GPU of the arena")
     parser.add_argument("--placements", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=140.0, help="seconds after which no further placement begins")
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds for all but the report and --look")
     parser.add_argument(
         "--look", type=int, default=0, metavar="N", help="then show where Python and the streams are in N placements"
     )
@@ -103,7 +105,7 @@ class Bench:
             torch.cuda.empty_cache()
             total = torch.cuda.get_device_properties(self.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), self.device)
-        host = min(int(0.5 * memory_facts().available_bytes), 32 * GiB)
+        host = min(int(0.5 * memory_facts().available_bytes), MOST_HOST)
         self.machine = Machine(Bounds(cap, host), self.rates, self.cuda, undo=False, may_clip=False)
         self.left_behind = 0  # bytes reserved before a placement begins
         self.stack = create_vgpu_stack(cap, host, 0, device=self.device)
@@ -118,10 +120,7 @@ class Bench:
         return Run(of_decoder("decoder", self.config), self.options.seq, precision=precision, capability=capability)
 
     def space(self) -> Space:
-        count = self.options.sequences
-        batches = ((count, 1), (count // 2, 2)) if count % 2 == 0 else ((count, 1),)
-        checkpointing, activations = ((False, True), ("level0", "host")) if self.cuda else ((False,), ("level0",))
-        return Space(batches, checkpointing, updates=UPDATES, activations=activations)
+        return space_of(self.options.sequences, self.cuda)
 
     def left(self) -> float:
         return self.options.limit - (time.perf_counter() - self.began)
@@ -143,7 +142,8 @@ class Bench:
         level = self.stack.levels[0]
         # Nothing is on it between two placements.
         level.capacity_bytes = choice.level0_bytes // level.alignment * level.alignment
-        model: Any = Decoder(self.config, device="meta", dtype=torch.float32)
+        # In the type that kernels read: its truth is that and a remainder of nothing, which is filled in a third of the time.
+        model: Any = Decoder(self.config, device="meta", dtype=self.dtype or torch.float32)
         model.gradient_checkpointing = choice.checkpointing
         placing: dict[str, Any] = {"placement": choice.placement}
         if choice.placement == "streamed":
@@ -249,40 +249,6 @@ class Bench:
         return ["a profiler, which slows the host:", *trace_lanes.lines(reports[:9], inside)]
 
 
-def least_seconds(forecast: Forecast, choice: Choice) -> float:
-    """Of a step: the GPU's operators alone, or the CPU's updates alone. Nothing of the host's time, which is an estimate."""
-    rates = replace(forecast.machine.rates, issue_seconds=NEVER)
-    work = forecast.trace(choice.checkpointing, choice.fp4, choice.batch_size).work
-    compute = choice.accumulation_steps * sum(phase_seconds(work, rates, waits=not forecast.machine.has_gpu).values())
-    model = forecast.model(choice.checkpointing, choice.fp4)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    # Whole groups go home, maybe a little less than the share.
-    at_home = 0.0 if choice.placement == "resident" else max(0.0, share_at_home(choice) - 0.1)
-    return max(compute, at_home * trained / rates.cpu_adamw)
-
-
-def placements(bench: Bench, forecast: Forecast, plan: Plan) -> list[Row]:
-    """The plan's, and others that are predicted to fit, drawn at random; all with half of their weights too."""
-    fitting: list[tuple[Choice, Prediction]] = []
-    for choice in bench.space().choices():
-        found = forecast.predict(choice)
-        if isinstance(found, Lacking):
-            continue
-        fitting.append(found)
-        if found[0].placement == "streamed":
-            fitting += _with_half(found[0], forecast)
-    fitting = [each for each in fitting if each[0] != plan.choice]
-    random.Random(bench.options.seed).shuffle(fitting)
-    rows = [Row(*each) for each in fitting[: bench.options.placements - 1]]
-    return [Row(plan.choice, plan.prediction, is_plan=True), *rows]
-
-
-def _with_half(choice: Choice, forecast: Forecast) -> list[tuple[Choice, Prediction]]:
-    halved = replace(choice, weight_bytes=choice.weight_bytes // 2)
-    found = forecast.predict(halved)
-    return [] if isinstance(found, Lacking) else [found]
-
-
 class Stopped(BaseException):
     """Somebody ended the run: what there is will be told."""
 
@@ -294,15 +260,11 @@ def _stop(number: int, frame: Any) -> None:
 
 def measure_all(bench: Bench, rows: list[Row], least: Callable[[Choice], float] = lambda choice: 0.0) -> None:
     """Fill ``rows`` in. ``least``: seconds a step that a choice takes at least."""
-    for choice in {row.choice.accumulation_steps: row.choice for row in reversed(rows)}.values():
-        try:
-            bench.measure(choice, steps=1)  # compiles kernels for its shapes, and takes the host memory that it needs
-        except Exception as error:  # the row says so when its turn comes
-            print(f"warming up: {type(error).__name__}: {error}", flush=True)
+    warm_up(bench, rows)
     slowest, best, trust = 0.0, math.inf, 1.0
     for number, row in enumerate(rows):
         row.error = why_left_out(row, rows, trust * least(row.choice), best)
-        if not row.error and bench.left() < slowest:
+        if not row.error and bench.left() < slowest + last_rounds_seconds(rows):
             row.error = "no time left"
         if row.error:
             continue
@@ -317,26 +279,57 @@ def measure_all(bench: Bench, rows: list[Row], least: Callable[[Choice], float] 
             row.error = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         took = time.perf_counter() - began
         slowest = max(slowest, took)
-        said = "" if row.step_seconds is None else f"{row.step_seconds:.4f} s"
+        said = (
+            "" if row.step_seconds is None else f"{row.step_seconds:.4f} s, predicted {row.prediction.step_seconds:.4f}"
+        )
         print(f"{number:3} {took:5.1f} s  {said} {row.choice} {row.error}", flush=True)
     measure_again(bench, rows)
 
 
-def measure_again(bench: Bench, rows: list[Row]) -> None:
-    """The plan's and the fastest other in turns, so that both are measured as often and under the same conditions."""
+def warm_up(bench: Bench, rows: list[Row]) -> None:
+    """One placement of each number of micro-batches: compiles kernels for its shapes, and takes the host memory that others need."""
+    wanted = [row for row in rows if not why_left_out(row, rows, 0.0, math.inf)]
+    for row in {
+        row.choice.accumulation_steps: row for row in sorted(wanted, key=lambda row: row.prediction.host)
+    }.values():
+        began = time.perf_counter()
+        try:
+            bench.measure(row.choice, steps=1)
+        except Exception as error:  # the row says so when its turn comes
+            print(f"warming up: {type(error).__name__}: {error}", flush=True)
+        print(f"warm-up {time.perf_counter() - began:.1f} s  {row.choice}", flush=True)
+
+
+def finalists(rows: Sequence[Row]) -> list[Row]:
+    """The plan's row and the fastest others; nothing where there is none of either."""
     measured = [row for row in rows if row.step_seconds is not None]
-    plan = next((row for row in measured if row.is_plan), None)
-    others = [row for row in measured if not row.is_plan]
-    if plan is None or not others:
+    others = sorted((row for row in measured if not row.is_plan), key=lambda row: row.step_seconds or 0.0)
+    plan = [row for row in measured if row.is_plan]
+    return [*plan, *others[:FINALISTS]] if plan and others else []
+
+
+def last_rounds_seconds(rows: Sequence[Row]) -> float:
+    """What `measure_again` will take, by what was measured so far."""
+    found = finalists(rows)
+    if not found:
+        return 0.0
+    each = max(row.setup_seconds + (WARM + FINAL + 1) * (row.step_seconds or 0.0) for row in found)
+    return ROUNDS * (1 + FINALISTS) * each
+
+
+def measure_again(bench: Bench, rows: list[Row]) -> None:
+    """The plan's and the fastest others in turns, there and back, so that all are measured as often and under the same conditions."""
+    found = finalists(rows)
+    if not found:
         return
-    best = min(others, key=lambda row: row.step_seconds or 0.0)
     print("again, and ms a step of threads, ms of a loop in Python before, threads of the process:")
-    for row in (plan, best) * ROUNDS:
-        found = bench.measure(row.choice, steps=FINAL)
-        row.again += found.seconds
-        host = " ".join(f"{name} {1e3 * found.lanes[name]:.0f}" for name in ("main", "backward", "others", "core"))
-        count = sum(1 for _ in Path("/proc/self/task").glob("*"))
-        print(f"again     {found.step_seconds:.4f} s ({host}, {count} threads) {row.choice}", flush=True)
+    for number in range(ROUNDS):
+        for row in found[:: -1 if number % 2 else 1]:
+            took = bench.measure(row.choice, steps=FINAL)
+            row.again += took.seconds
+            host = " ".join(f"{name} {1e3 * took.lanes[name]:.0f}" for name in ("main", "backward", "others", "core"))
+            count = sum(1 for _ in Path("/proc/self/task").glob("*"))
+            print(f"again     {took.step_seconds:.4f} s ({host}, {count} threads) {row.choice}", flush=True)
 
 
 def host_lines(bench: Bench) -> list[str]:
@@ -353,10 +346,12 @@ def main(argv: list[str] | None = None) -> int:
     forecast = Forecast(bench.run(), bench.machine)
     plan = plan_of(forecast.run, bench.space(), bench.machine, forecast)
     print("\n".join(plan.lines()), flush=True)
-    rows = placements(bench, forecast, plan)
+    rows = draw(bench.space(), forecast, plan, bench.options.placements, bench.options.seed)
     print(f"rates: {bench.rates.as_dict()}")
     print(f"planned in {time.perf_counter() - bench.began:.1f} s, rates included; {len(rows)} placements", flush=True)
     signal.signal(signal.SIGTERM, _stop)
+    gc.collect()
+    gc.freeze()  # a million objects of traces and libraries, which no trainer has and every search for garbage would go through
     try:
         measure_all(bench, rows, lambda choice: least_seconds(forecast, choice))
     except (Stopped, KeyboardInterrupt):

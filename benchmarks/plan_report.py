@@ -11,8 +11,9 @@ from vblackwell.plan.placement import Choice, Prediction
 from vblackwell.units import GiB, format_bytes
 
 FLOOR, AIM = 0.08, 0.03
-# Left out: arithmetic says more than this many times the best that was measured; or so many of its kind were measured, all this far behind.
-CERTAINLY, ALIKE, ALIKE_BEHIND = 1.25, 4, 1.5
+# Left out: arithmetic says more than this many times the best that was measured; or so many of its kind were measured, all this far behind;
+# or this many times the plan is predicted: predictions were never off by that much.
+CERTAINLY, ALIKE, ALIKE_BEHIND, FAR_BEHIND = 1.25, 4, 1.35, 2.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,9 @@ def why_left_out(row: Row, rows: list[Row], least: float, best: float) -> str:
     told = min((each.prediction.step_seconds for each in alike), default=0.0)
     if len(times) >= ALIKE and min(times) > ALIKE_BEHIND * best and row.prediction.step_seconds > told:
         return f"left out: {len(times)} with {count} micro-batches took at least {min(times):.3f} s"
-    return ""
+    plan = next((each.prediction.step_seconds for each in rows if each.is_plan), float("inf"))
+    behind = row.prediction.step_seconds / plan
+    return f"left out: predicted to take {behind:.1f} times as long as the plan" if behind > FAR_BEHIND else ""
 
 
 def report(rows: list[Row]) -> list[str]:
@@ -108,6 +111,11 @@ def verdict_lines(rows: list[Row]) -> list[str]:
     if any(row.again for row in rows):  # runs in turns alone are compared
         chosen = statistics.median(own[0].again)
         best = min(statistics.median(row.again) for row in others if row.again)
+        lines += [
+            f"in turns: {'*' if row.is_plan else ' '} {statistics.median(row.again):.4f} s ({min(row.again):.4f} to {max(row.again):.4f}, "
+            f"{len(row.again)} steps; predicted {row.prediction.step_seconds:.4f}) {row.choice}"
+            for row in measured if row.again
+        ]  # fmt: skip
     best = min(best, chosen)
     verdict = (
         "aim met" if chosen <= best * (1 + AIM) else "floor met" if chosen <= best * (1 + FLOOR) else "FLOOR MISSED"

@@ -47,7 +47,7 @@ def test_without_others_there_is_no_verdict():
 
 def test_the_command_line():
     options = bench_plan.parse(["--device", "cpu", "--shape", "tiny"])
-    assert (options.placements, options.limit, options.sequences) == (30, 140.0, 8)
+    assert (options.placements, options.limit, options.sequences) == (30, 180.0, 8)
 
 
 def test_a_placement_that_fails_in_a_step_leaves_the_stack_to_the_next(monkeypatch):
@@ -82,13 +82,15 @@ def test_runs_in_turns_decide_where_there_are_some():
 
 
 def test_what_is_left_out_says_why():
-    rows = [row(1.0, is_plan=True), *(row(2.0 + i, predicted=2.0) for i in range(4)), row(None, predicted=2.1)]
+    rows = [row(1.0, is_plan=True), *(row(2.0 + i, predicted=1.8) for i in range(4)), row(None, predicted=1.9)]
     for each in rows[1:]:
         each.choice = Choice("streamed", 4, 2, True)
     why = bench_plan.why_left_out
     assert why(rows[5], rows, 0.0, 1.0) == "left out: 4 with 2 micro-batches took at least 2.000 s"
     assert why(rows[5], rows[:4], 0.0, 1.0) == "" == why(rows[0], rows, 9.0, 1.0)
     assert why(rows[5], [], 1.3, 1.0) == "left out: at least 1.300 s by arithmetic alone"
+    far = row(None, predicted=2.1)
+    assert why(far, [*rows[:1], far], 0.0, 1.0) == "left out: predicted to take 2.1 times as long as the plan"
     rows[5].error = why(rows[5], rows, 0.0, 1.0)
     assert "5 placements measured, 1 left out as slower, 0 not measured" in bench_plan.report(rows)
 
