@@ -3,9 +3,9 @@
 Medians of a few repetitions after a warm-up; good to about a tenth. Serious comparisons belong in benchmarks/.
 
 The host's time for an operator is another matter: within minutes it was measured with 19 and with 26 us on one machine, while its cores
-ran a loop in Python equally fast. What disturbs it (memory that a process before gave back, neighbours, where the system puts threads) makes it
-longer, never shorter, and lasts for seconds: so it is looked at again and again between all other measurements, and the quicker steps of
-all looks count (`HostLooks`).
+ran a loop in Python equally fast. What disturbs it (memory that a process before gave back, neighbours, where the system puts threads)
+makes it longer, never shorter, and lasts for seconds: so it is looked at again and again between all other measurements, and the quicker
+steps of all looks count (`HostLooks`).
 """
 
 from __future__ import annotations
