@@ -27,11 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import fp4_sweep
 import torch
-from bench_fp4 import LAYERS, Tiled, layers_of, random_tiled, run_plan
+from bench_fp4 import LAYERS, Tiled, layers_of, run_plan
+from fp4_many_rows import dx_parts, jobs_of, parts, same_bits
 from graph_timing import alternating_us, graph_us
 
-from vblackwell.kernels import autotune, fp4_cuda, fp4_plan, nvrtc, w4a8
-from vblackwell.kernels.fp4 import fp4_linear
+from vblackwell.kernels import autotune, fp4_cuda, fp4_plan, nvrtc
 from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan, goes_round
 
 Plan = MmaPlan | WgmmaPlan
@@ -119,41 +119,6 @@ def plans(m: int, n: int, k: int) -> list[Plan]:
     return list(dict.fromkeys([*today, fp4_plan.plan_wgmma(m, n, k), *found]))
 
 
-def parts(m: int, n: int, k: int, x: torch.Tensor, packed: list[Tiled]) -> dict[str, list[Callable[[], object]]]:
-    """The ops, by name, and what w4a8 is made of, for many rows."""
-    if m < 1024:
-        return {}
-    op = functools.partial(fp4_linear, format="nvfp4-tiled", activation="none", n=n, k=k)
-    found: dict[str, list[Callable[[], object]]] = {"op": [functools.partial(op, x, *w, None) for w in packed]}
-    tops = [w4a8.row_tops_for_w4a8(w[1], n, k) for w in packed]
-    op = functools.partial(w4a8.fp4_linear_w4a8, activation="none", n=n, k=k)
-    found["w4a8"] = [functools.partial(op, x, *w, top, None) for w, top in zip(packed, tops, strict=True)]
-    prepare = functools.partial(fp4_cuda.run_prepare_e4m3, x, n=n, k=k)
-    found["w4a8: operands"] = [functools.partial(prepare, *w, row_top=top) for w, top in zip(packed, tops, strict=True)]
-    one_row = functools.partial(fp4_cuda.run_prepare_e4m3, x[:1], n=n, k=k)
-    found["w4a8: weight"] = [functools.partial(one_row, *w, row_top=top) for w, top in zip(packed, tops, strict=True)]
-    narrow = random_tiled(32, k)
-    top = w4a8.row_tops_for_w4a8(narrow[1], 32, k)
-    found["w4a8: rows"] = LAYERS * [functools.partial(fp4_cuda.run_prepare_e4m3, x, *narrow, row_top=top, n=32, k=k)]
-    ready = [prepare(*w, row_top=top) for w, top in zip(packed, tops, strict=True)]
-    found["w4a8: matmul"] = [functools.partial(w4a8.multiply_rows, *operands) for operands in ready]
-    for plan in PREPARES:
-        found[f"w4a8 {plan}"] = [
-            functools.partial(_w4a8, x, w, top, n, k, plan) for w, top in zip(packed, tops, strict=True)
-        ]
-    return found
-
-
-PREPARES = [
-    fp4_cuda.PreparePlan(tiles, rows_first, passing)
-    for tiles, rows_first, passing in itertools.product((1, 2, 4), (False, True), (False, True))
-]
-
-
-def _w4a8(x: torch.Tensor, weight: Tiled, row_top: torch.Tensor, n: int, k: int, plan: fp4_cuda.PreparePlan) -> object:
-    return w4a8.multiply_rows(*fp4_cuda.run_prepare_e4m3(x, *weight, row_top, n, k, plan))
-
-
 def compile_for(plan: Plan) -> None:
     """Into the cache on disk, from which workers load."""
     files = fp4_plan.MMA_FILES if isinstance(plan, MmaPlan) else fp4_plan.WGMMA_FILES
@@ -208,7 +173,8 @@ def measure(cell: Cell, skip: set[str], rounds: int, say: Callable[[str, int | N
     finalists = [plan for _, place, plan in timed if place == 0] + finalists
     systems = [[functools.partial(torch.nn.functional.linear, x, d) for d in dense]]
     systems += [[functools.partial(run_plan, plan, x, p, n) for p in packed] for plan in finalists]
-    others = parts(m, n, k, x, packed)
+    others = parts(m, n, k, x, packed) | dx_parts(m, n, k, packed, dense)
+    same_bits(others)
     cublas, *ours = alternating_us([*systems, *others.values()], rounds)
     rows += [["once", repr(plan), round(us, 2), round(cublas, 2)] for us, _, plan in timed]
     rows += [
@@ -245,10 +211,11 @@ def sweep(cells: list[Cell], rounds: int, seconds: float, path: Path | None) -> 
         jobs = {
             plan: pool.submit(compile_for, plan) for plan in dict.fromkeys(p for cell in cells for p in plans(*cell))
         }
+        many = {cell: [pool.submit(nvrtc.cached_cubin, *job, "sm_90a") for job in jobs_of(cell)] for cell in cells}
 
         def ready(cell: Cell) -> None:
-            for plan in plans(*cell):
-                jobs[plan].result()
+            for job in (*(jobs[plan] for plan in plans(*cell)), *many[cell]):
+                job.result()
 
         def take(cell: Cell, answer: fp4_sweep.Message) -> None:
             found = answer["rows"]

@@ -47,12 +47,9 @@ extern "C" void run(const u16* x, u8* image, const u8* codes, const u8* scales, 
     launch(gx, SPLITS, gz, THREADS, shared, [=] { fp4_wgmma(image, codes, scales, ts, bias, y, M, N, K, act); });
 }"""
 _DEQUANTIZE_MAIN = """
-extern "C" void run(const u8* codes, const u8* scales, const float* ts, u8* w, int N, int K, int gx, int gy, int shared) {
-    for (int y = 0; y < gy; y++)
-        launch(gx, 1, 1, 32 * WARPS, shared, [=] {
-            blockIdx.y = y;
-            fp4_dequantize(codes, scales, ts, w, N, K);
-        });
+extern "C" void run(const u8* codes, const u8* scales, const float* ts, u8* w, int N, int K, int first, int across, int blocks,
+                    int shared) {
+    launch(blocks, 1, 1, 32 * WARPS, shared, [=] { fp4_dequantize(codes, scales, ts, w, N, K, first, across, blocks); });
 }"""
 _PREPARE_MAIN = """
 extern "C" void run(const u8* codes, const u8* scales, const float* ts, const u8* top, u8* w, int N, int K, float* row_scale,
@@ -136,13 +133,16 @@ def linear(
     return y_MN
 
 
-def dequantize(tiled: tuple[Tensor, Tensor, Tensor], n: int, k: int, dtype: torch.dtype) -> Tensor:
-    """What ``fp4_dequantize`` writes."""
+def dequantize(
+    tiled: tuple[Tensor, Tensor, Tensor], n: int, k: int, dtype: torch.dtype, first: int = 0, few: int = 0
+) -> Tensor:
+    """What ``fp4_dequantize`` writes: k columns from tile ``first`` of a band on, by ``few`` blocks or as many as there are warps for."""
     w_NK = torch.full((n, k), torch.nan).to(dtype)
-    macros = {"FP16": 0, "OUT": {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}[dtype]}
-    warps = 4 if dtype == torch.float32 else 8
-    grid = ((k + 64 * warps - 1) // (64 * warps), -(-n // 32), warps * 32 * 64 * w_NK.element_size())
-    _call(fp4_cuda.DEQUANTIZE_FILES, macros, _DEQUANTIZE_MAIN, [*tiled, w_NK, n, k, *grid])
+    macros = fp4_cuda.dequantize_macros(dtype)
+    warps = macros["WARPS"]
+    blocks = few or -(-(-(-n // 32) * -(-k // 64)) // warps)
+    args = [*tiled, w_NK, n, k, first, tiled[0].shape[1], blocks, warps * 32 * 64 * w_NK.element_size()]
+    _call(fp4_cuda.DEQUANTIZE_FILES, macros, _DEQUANTIZE_MAIN, args)
     return w_NK
 
 

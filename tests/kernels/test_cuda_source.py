@@ -104,6 +104,12 @@ def test_dequantize_is_the_reference_rounded_once(format, n, k, dtype):
     assert torch.equal(emulation.dequantize(tiled, n, k, dtype), w_NK.to(dtype))
 
 
+def test_some_columns_are_dequantized_by_few_blocks():
+    n, k = 70, 1400  # 3 x 22 tiles, of which one block of eight warps takes three bands' 17
+    w_NK, tiled = emulation.random_weight("nvfp4", n, k)
+    assert torch.equal(emulation.dequantize(tiled, n, 1080, torch.bfloat16, 5, 1), w_NK[:, 320:].bfloat16())
+
+
 @pytest.mark.parametrize(
     ("plan", "dtype"),
     [

@@ -124,13 +124,34 @@ def run_dequantize(
 ) -> Tensor:
     """One launch of ``fp4_dequantize``: the (n, k) weight as bf16, fp16 or fp32."""
     w_NK = torch.empty(n, k, dtype=dtype, device=codes.device)
-    macros = {"FP16": 0, "OUT": {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}[dtype]}
-    warps = 4 if dtype == torch.float32 else 8
-    grid = (ceil_div(ceil_div(k, 64), warps), ceil_div(n, 32), 1)
-    shared_bytes = warps * 32 * 64 * w_NK.element_size()
-    args = (codes, block_scales, tensor_scale, w_NK, n, k)
-    kernel(DEQUANTIZE_FILES, "fp4_dequantize", macros, codes.device).launch(grid, 32 * warps, shared_bytes, args)
+    dequantize_into(w_NK, codes, block_scales, tensor_scale)
     return w_NK
+
+
+def dequantize_macros(dtype: torch.dtype, few_blocks: bool = False) -> dict[str, int]:
+    """Of ``fp4_dequantize``. A block of one of ``few_blocks`` is as large as can be."""
+    warps = 4 if dtype == torch.float32 else 8
+    out = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}[dtype]
+    return {"FP16": 0, "OUT": out, "WARPS": 4 * warps if few_blocks else warps}
+
+
+def dequantize_into(
+    w_NK: Tensor, codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, first: int = 0, blocks: int | None = None
+) -> None:
+    """Columns of a tiled weight to a contiguous ``w_NK``, from tile ``first`` of a band on.
+
+    ``blocks``: no more than so many, each of which has a multiprocessor to itself: for what another kernel leaves free.
+    """
+    n, k = w_NK.shape
+    macros = dequantize_macros(w_NK.dtype, blocks is not None)
+    warps = macros["WARPS"]
+    grid = ceil_div(ceil_div(n, 32) * ceil_div(k, 64), warps)
+    grid = grid if blocks is None else min(grid, blocks)
+    args = (codes, block_scales, tensor_scale, w_NK, n, k, first, codes.shape[1], grid)
+    shared_bytes = warps * 32 * 64 * w_NK.element_size()
+    kernel(DEQUANTIZE_FILES, "fp4_dequantize", macros, codes.device).launch(
+        (grid, 1, 1), 32 * warps, shared_bytes, args
+    )
 
 
 @dataclass(frozen=True)
