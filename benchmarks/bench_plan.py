@@ -163,12 +163,17 @@ class Bench:
         assert engine is not None, "the model was just put into a stack"
         try:
             yield model.train()
-        finally:
+        except (Stopped, KeyboardInterrupt):
+            raise  # somewhere in a step, where nothing can be closed; no placement follows
+        except BaseException:
             with suppress(Exception):  # of a step that was cut off; what went wrong is on its way already
                 engine.finish()
             engine.close()  # or the stack refuses every placement that follows
-            del model, engine
-            gc.collect()
+            raise
+        engine.finish()
+        engine.close()
+        del model, engine
+        gc.collect()
 
     def _fill(self, name: str, tensor: torch.Tensor) -> None:
         if tensor.dim() < 2:
@@ -350,12 +355,14 @@ def main(argv: list[str] | None = None) -> int:
     print(f"rates: {bench.rates.as_dict()}")
     print(f"planned in {time.perf_counter() - bench.began:.1f} s, rates included; {len(rows)} placements", flush=True)
     signal.signal(signal.SIGTERM, _stop)
+    stopped = False
     gc.collect()
     gc.freeze()  # a million objects of traces and libraries, which no trainer has and every search for garbage would go through
     try:
         measure_all(bench, rows, lambda choice: least_seconds(forecast, choice))
     except (Stopped, KeyboardInterrupt):
         print("stopped: what follows is what there is", flush=True)
+        stopped = True
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     where = torch.cuda.get_device_name(bench.device) if bench.cuda else "CPU"
     words = (
@@ -363,6 +370,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     print(f"\n{where}, torch {torch.__version__}, {words}, {time.perf_counter() - bench.began:.0f} s")
     print("\n".join(report(rows)), flush=True)
+    if stopped:
+        os._exit(0)  # threads of a step that was cut off may wait for each other
     measured = [row for row in rows if row.step_seconds is not None]
     seen = {row.choice.accumulation_steps: row.choice for row in reversed(measured)}
     if bench.options.look:

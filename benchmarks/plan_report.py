@@ -121,7 +121,7 @@ def verdict_lines(rows: list[Row]) -> list[str]:
         "aim met" if chosen <= best * (1 + AIM) else "floor met" if chosen <= best * (1 + FLOOR) else "FLOOR MISSED"
     )
     left_out = sum(row.left_out for row in rows)
-    missing = sum(bool(row.error) and not row.left_out for row in rows)
+    missing = sum(row.step_seconds is None and not row.left_out for row in rows)
     lines.append(
         f"{len(measured)} placements measured, {left_out} left out as slower, {missing} not measured{' (INCOMPLETE)' if missing else ''}"
     )

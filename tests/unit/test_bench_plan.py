@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bench_plan
 
-from vblackwell.plan.placement import Choice, Prediction
+from vblackwell.plan.placement import Choice, Lacking, Prediction
 from vblackwell.plan.rates import Rates
 
 
@@ -93,6 +94,45 @@ def test_what_is_left_out_says_why():
     assert why(far, [*rows[:1], far], 0.0, 1.0) == "left out: predicted to take 2.1 times as long as the plan"
     rows[5].error = why(rows[5], rows, 0.0, 1.0)
     assert "5 placements measured, 1 left out as slower, 0 not measured" in bench_plan.report(rows)
+    stopped = [*rows, row(None)]  # before its turn came
+    assert "5 placements measured, 1 left out as slower, 1 not measured (INCOMPLETE)" in bench_plan.report(stopped)
+
+
+def test_the_last_rounds_have_their_time():
+    rows = [row(1.0, is_plan=True, setup_seconds=2.0), *(row(1.0 + i, setup_seconds=1.0) for i in range(4)), row(None)]
+    assert [each.step_seconds for each in bench_plan.finalists(rows)] == [1.0, 1.0, 2.0]
+    steps = bench_plan.WARM + bench_plan.FINAL + 1
+    assert bench_plan.last_rounds_seconds(rows) == 2 * 3 * (1.0 + 2.0 * steps)  # of the slowest of them
+    assert bench_plan.last_rounds_seconds(rows[1:]) == 0.0 and bench_plan.finalists(rows[:1]) == []
+
+
+def test_placements_are_drawn_once_each_and_along_every_axis():
+    """Halved weights and no groups on level 0 are placements of their own; the plan's is the first and comes once."""
+    kept = Choice("streamed", 8, 1, True, level0_bytes=9, weight_bytes=4, resident_bytes=2)
+
+    class Oracle:
+        def predict(self, choice: Choice) -> Any:
+            sizes = (
+                {}
+                if choice.level0_bytes or choice.placement == "resident"
+                else {"level0_bytes": 9, "weight_bytes": 4, "resident_bytes": 2}
+            )
+            sized = replace(choice, **sizes)
+            return Lacking("RAM") if choice.update == "home" else (sized, Prediction(80, 100, 0, 0, 1.0, 1000))
+
+    space = bench_plan.space_of(8, True)
+    plan: Any = bench_plan.Row(kept, Prediction(80, 100, 0, 0, 1.0, 1000))
+    rows = bench_plan.draw(space, Oracle(), plan, 1000, 0)  # pyright: ignore[reportArgumentType]
+    choices = [each.choice for each in rows]
+    assert choices[0] == kept and rows[0].is_plan and len(set(choices)) == len(choices)
+    assert {(each.weight_bytes, each.resident_bytes) for each in choices if each.placement == "streamed"} == {
+        (4, 2),
+        (2, 2),
+        (6, 0),
+    }
+    # Nine shares, of which checkpoints in RAM need checkpointing: three places by two batches; resident, of either.
+    assert len(choices) == 3 * 9 * 3 * 2 + 2 * 2
+    assert choices[1:6] == [each.choice for each in bench_plan.draw(space, Oracle(), plan, 6, 0)][1:]  # pyright: ignore
 
 
 def test_lanes_are_counted_by_thread(tmp_path):
