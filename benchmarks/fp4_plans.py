@@ -86,6 +86,17 @@ def mma_plans(m: int, n: int, k: int) -> Iterator[MmaPlan]:
             yield plan
 
 
+def around(plan: MmaPlan, k: int) -> Iterator[MmaPlan]:
+    """The rule's plan with other windows in flight, and x in other chunks."""
+    if not plan.chunk:
+        return
+    ways = plan.k_warps
+    for prefetch, chunk, stages in itertools.product((3, 4, 5, 6, 8), (2, 4, 5, 6, 8), (2, 3, 4)):
+        other = replace(plan, prefetch=prefetch, chunk=chunk * ways, x_stages=stages)
+        if chunk * ways * stages >= 24 and other.shared_bytes(k) <= SHARED - 1024:
+            yield other
+
+
 def wgmma_plans(m: int, n: int, k: int) -> Iterator[WgmmaPlan]:
     for tokens, groups, k_groups, splits, most in itertools.product(
         (16, 32, 64, 128, 256), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 4), (1, 2)
@@ -101,6 +112,12 @@ def wgmma_plans(m: int, n: int, k: int) -> Iterator[WgmmaPlan]:
             continue
         if most == 2 and consumers == 1 and k_groups == 1 and blocks > 132 and splits == 4:
             continue
+        for stages in (12, 9, 8, 6, 4) if tokens in (64, 128) and m <= 128 else ():
+            if goes_round(stages, k_groups) and stages >= k_groups + 2:
+                raw = replace(plan, stages=stages, raw=True)
+                if raw.shared_bytes() <= SHARED // most - 1024 and raw.registers >= tokens // 2 + 32 + 28:
+                    yield raw
+                    break
         for stages in (8, 6, 5, 4) if k_groups == 4 else (6, 5, 4):
             if goes_round(stages, k_groups) and replace(plan, stages=stages).shared_bytes() <= SHARED // most - 1024:
                 plan = replace(plan, stages=stages)
@@ -111,6 +128,8 @@ def wgmma_plans(m: int, n: int, k: int) -> Iterator[WgmmaPlan]:
 def plans(m: int, n: int, k: int) -> list[Plan]:
     """What the rules choose today, then what could be."""
     found: list[Plan] = list(mma_plans(m, n, k)) if m <= 16 else []
+    if 8 < m <= 16:
+        found += around(fp4_plan.plan_mma(m, n, k, True), k)
     if 16 <= m <= 256:
         found += sorted(wgmma_plans(m, n, k), key=lambda plan: fp4_plan.predicted_us(plan, m, n, k))
     if m > 256:
@@ -132,6 +151,7 @@ def family(plan: Plan) -> str:
     words = ["K groups"] if plan.k_groups > 1 else []
     words += ["split"] if plan.splits > 1 else []
     words += ["of 16"] if plan.tokens == 16 else []
+    words += ["raw"] if plan.raw else []
     return " ".join(["wgmma", *words])
 
 
@@ -264,7 +284,7 @@ def brief(plan: Plan) -> str:
         )
     return (
         f"wgmma t{plan.tokens} g{plan.groups} kg{plan.k_groups} s{plan.splits} st{plan.stages} pf{plan.prefetch}"
-        f" mb{plan.min_blocks}"
+        f" mb{plan.min_blocks}{' raw' if plan.raw else ''}"
     )
 
 
