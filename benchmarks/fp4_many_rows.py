@@ -13,6 +13,7 @@ from vblackwell.kernels import fp4_chunks, fp4_cuda, w4a8
 from vblackwell.kernels.fp4 import fp4_linear, fp4_linear_dx
 
 CHUNKS = [fp4_chunks.ChunkPlan(*way) for way in itertools.product((2, 4, 8), (8, 16, 20))]
+DEQUANTIZES = [fp4_cuda.DequantizePlan(*way) for way in itertools.product((False, True), (False, True))]
 PREPARES = [
     fp4_cuda.PreparePlan(tiles, rows_first, passing)
     for tiles, rows_first, passing in itertools.product((1, 2, 4), (False, True), (False, True))
@@ -42,6 +43,8 @@ def parts(m: int, n: int, k: int, x: torch.Tensor, packed: list[Tiled]) -> dict[
         found[f"w4a8 {plan}"] = [
             functools.partial(_w4a8, x, w, top, n, k, plan) for w, top in zip(packed, tops, strict=True)
         ]
+    for plan in DEQUANTIZES:
+        found[str(plan)] = [functools.partial(_whole, torch.nn.functional.linear, x, w, n, k, plan) for w in packed]
     for plan in CHUNKS:
         run = functools.partial(fp4_chunks.linear, plan, x, bias=None, n=n)
         found[str(plan)] = [functools.partial(_tiled, run, w) for w in packed]
@@ -60,6 +63,8 @@ def dx_parts(
     }
     op = functools.partial(fp4_linear_dx, dy, format="nvfp4-tiled", n=n, k=k)
     found["dX op"] = [functools.partial(_tiled, op, w) for w in packed]
+    for plan in DEQUANTIZES:
+        found[f"dX {plan}"] = [functools.partial(_whole, torch.matmul, dy, w, n, k, plan) for w in packed]
     for plan in CHUNKS:
         run = functools.partial(fp4_chunks.linear_dx, plan, dy, n=n, k=k)
         found[f"dX {plan}"] = [functools.partial(_tiled, run, w) for w in packed]
@@ -71,6 +76,19 @@ def _tiled(run: Callable[..., torch.Tensor], weight: Tiled) -> torch.Tensor:
     return run(codes=codes, block_scales=block_scales, tensor_scale=tensor_scale)
 
 
+def _whole(
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    weight: Tiled,
+    n: int,
+    k: int,
+    plan: fp4_cuda.DequantizePlan,
+) -> torch.Tensor:
+    w = torch.empty(n, k, dtype=x.dtype, device=x.device)
+    fp4_cuda.dequantize_into(w, *weight, plan=plan)
+    return multiply(x, w)
+
+
 def _w4a8(x: torch.Tensor, weight: Tiled, row_top: torch.Tensor, n: int, k: int, plan: fp4_cuda.PreparePlan) -> object:
     return w4a8.multiply_rows(*fp4_cuda.run_prepare_e4m3(x, *weight, row_top, n, k, plan))
 
@@ -80,6 +98,7 @@ def same_bits(systems: dict[str, list[Callable[[], object]]]) -> None:
     results: dict[str, torch.Tensor] = {}
     for name, calls in systems.items():
         kind = name.split("(")[0].replace("op", "ChunkPlan")  # which is what the ops' results are compared with
+        kind = kind.replace("DequantizePlan", "ChunkPlan")
         if "Plan" in kind:
             first, second = (call() for call in (calls[-1], calls[-1]))
             assert isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)
@@ -94,6 +113,7 @@ def jobs_of(cell: tuple[int, int, int]) -> list[tuple[tuple[str, ...], dict[str,
     if cell[0] < 1024:
         return []
     found: list[tuple[tuple[str, ...], dict[str, int]]] = [
-        (fp4_cuda.DEQUANTIZE_FILES, fp4_cuda.dequantize_macros(torch.bfloat16, few)) for few in (False, True)
+        (fp4_cuda.DEQUANTIZE_FILES, fp4_cuda.dequantize_macros(torch.bfloat16, plan=plan)) for plan in DEQUANTIZES
     ]
+    found.append((fp4_cuda.DEQUANTIZE_FILES, fp4_cuda.dequantize_macros(torch.bfloat16, True)))
     return found + [(fp4_cuda.E4M3_FILES, plan.macros(False, cell[2])) for plan in (fp4_cuda.PREPARE, *PREPARES)]

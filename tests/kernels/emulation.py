@@ -134,11 +134,17 @@ def linear(
 
 
 def dequantize(
-    tiled: tuple[Tensor, Tensor, Tensor], n: int, k: int, dtype: torch.dtype, first: int = 0, few: int = 0
+    tiled: tuple[Tensor, Tensor, Tensor],
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    first: int = 0,
+    few: int = 0,
+    plan: fp4_cuda.DequantizePlan = fp4_cuda.DEQUANTIZE,
 ) -> Tensor:
     """What ``fp4_dequantize`` writes: k columns from tile ``first`` of a band on, by ``few`` blocks or as many as there are warps for."""
     w_NK = torch.full((n, k), torch.nan).to(dtype)
-    macros = fp4_cuda.dequantize_macros(dtype)
+    macros = fp4_cuda.dequantize_macros(dtype, plan=plan)
     warps = macros["WARPS"]
     blocks = few or -(-(-(-n // 32) * -(-k // 64)) // warps)
     args = [*tiled, w_NK, n, k, first, tiled[0].shape[1], blocks, warps * 32 * 64 * w_NK.element_size()]

@@ -110,7 +110,9 @@ def test_dequantize_is_the_reference_rounded_once(format, n, k, dtype):
 def test_some_columns_are_dequantized_by_few_blocks():
     n, k = 70, 1400  # 3 x 22 tiles, of which one block of eight warps takes three bands' 17
     w_NK, tiled = emulation.random_weight("nvfp4", n, k)
-    assert torch.equal(emulation.dequantize(tiled, n, 1080, torch.bfloat16, 5, 1), w_NK[:, 320:].bfloat16())
+    for plan in (fp4_cuda.DequantizePlan(), fp4_cuda.DequantizePlan(True, True)):
+        columns = emulation.dequantize(tiled, n, 1080, torch.bfloat16, 5, 1, plan)
+        assert torch.equal(columns, w_NK[:, 320:].bfloat16())
 
 
 @pytest.mark.parametrize(

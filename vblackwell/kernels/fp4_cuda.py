@@ -130,22 +130,49 @@ def run_dequantize(
     return w_NK
 
 
-def dequantize_macros(dtype: torch.dtype, few_blocks: bool = False) -> dict[str, int]:
+@dataclass(frozen=True)
+class DequantizePlan:
+    """How ``fp4_dequantize`` uses the L2; values do not depend on it.
+
+    Attributes:
+        backwards: last rows first, so that the first ones are still there when a product begins with them.
+        passing: codes and scales are the first to leave.
+    """
+
+    backwards: bool = False
+    passing: bool = False
+
+
+DEQUANTIZE = DequantizePlan()
+
+
+def dequantize_macros(
+    dtype: torch.dtype, few_blocks: bool = False, plan: DequantizePlan = DEQUANTIZE
+) -> dict[str, int]:
     """Of ``fp4_dequantize``. A block of one of ``few_blocks`` is as large as can be."""
     warps = 4 if dtype == torch.float32 else 8
     out = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}[dtype]
-    return {"FP16": 0, "OUT": out, "WARPS": 4 * warps if few_blocks else warps}
+    return {
+        "FP16": 0, "OUT": out, "WARPS": 4 * warps if few_blocks else warps,
+        "BACKWARDS": int(plan.backwards), "PASSING": int(plan.passing),
+    }  # fmt: skip
 
 
 def dequantize_into(
-    w_NK: Tensor, codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, first: int = 0, blocks: int | None = None
+    w_NK: Tensor,
+    codes: Tensor,
+    block_scales: Tensor,
+    tensor_scale: Tensor,
+    first: int = 0,
+    blocks: int | None = None,
+    plan: DequantizePlan = DEQUANTIZE,
 ) -> None:
     """Columns of a tiled weight to a contiguous ``w_NK``, from tile ``first`` of a band on.
 
     ``blocks``: no more than so many, each of which has a multiprocessor to itself: for what another kernel leaves free.
     """
     n, k = w_NK.shape
-    macros = dequantize_macros(w_NK.dtype, blocks is not None)
+    macros = dequantize_macros(w_NK.dtype, blocks is not None, plan)
     warps = macros["WARPS"]
     grid = ceil_div(ceil_div(n, 32) * ceil_div(k, 64), warps)
     grid = grid if blocks is None else min(grid, blocks)

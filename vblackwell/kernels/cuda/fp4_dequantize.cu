@@ -12,8 +12,16 @@
 #else
 #define TO_PAIR to_bf16_pair
 #endif
+#if PASSING
+#define LOAD_WEIGHTS load_passing_weights
+#define LOAD_SCALES load_passing_scales
+#else
+#define LOAD_WEIGHTS load_weights
+#define LOAD_SCALES load_scales
+#endif
 #define ROW_GRANULES (64 * ELEMENT_BYTES / 16)
 
+// BACKWARDS: the last rows first, so that the first ones, with which a product begins, are those still in the L2.
 // `w` gets K columns of the weight, from tile `first` of a band on, of the `across` it has.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 fp4_dequantize(const u8* codes, const u8* scales, const float* tensor_scale, u8* w, int N, int K, int first, int across,
@@ -26,10 +34,11 @@ fp4_dequantize(const u8* codes, const u8* scales, const float* tensor_scale, u8*
     const u64 pitch = (u64)K * ELEMENT_BYTES;
     uint4* tile_rows = (uint4*)memory + warp * 32 * ROW_GRANULES;
     for (int at = blockIdx.x * WARPS + warp; at < count; at += blocks * WARPS) {
-        const int band = at / windows, window = at - band * windows;
+        const int forwards = at / windows, window = at - forwards * windows;
+        const int band = BACKWARDS ? (N + 31) / 32 - 1 - forwards : forwards;
         const u64 tile = (u64)band * across + first + window;
-        const uint4 halves[2] = {load_weights(codes + tile * 1024 + lane * 16), load_weights(codes + tile * 1024 + 512 + lane * 16)};
-        const u32 packed = load_scales(scales + tile * 128 + lane * 4);
+        const uint4 halves[2] = {LOAD_WEIGHTS(codes + tile * 1024 + lane * 16), LOAD_WEIGHTS(codes + tile * 1024 + 512 + lane * 16)};
+        const u32 packed = LOAD_SCALES(scales + tile * 128 + lane * 4);
 #pragma unroll
         for (int r = 0; r < 4; r++) {
             const uint4 q = halves[r >> 1];
