@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import fp4_sweep
 import torch
 from bench_fp4 import LAYERS, Tiled, layers_of, run_plan
-from fp4_many_rows import dx_parts, jobs_of, parts, same_bits
-from graph_timing import alternating_us, graph_us
+from fp4_many_rows import drop_wrong, dx_parts, jobs_of, parts
+from graph_timing import graph_of, graph_us, turns_us
 
 from vblackwell.kernels import autotune, fp4_cuda, fp4_plan, nvrtc
 from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan, goes_round
@@ -194,8 +194,15 @@ def measure(cell: Cell, skip: set[str], rounds: int, say: Callable[[str, int | N
     systems = [[functools.partial(torch.nn.functional.linear, x, d) for d in dense]]
     systems += [[functools.partial(run_plan, plan, x, p, n) for p in packed] for plan in finalists]
     others = parts(m, n, k, x, packed) | dx_parts(m, n, k, packed, dense)
-    same_bits(others)
-    cublas, *ours = alternating_us([*systems, *others.values()], rounds)
+    for name, why in drop_wrong(others).items():
+        rows.append([f"WRONG: {why}", name, "", ""])
+    say("turns", None)
+    graphs = []
+    for calls in [*systems, *others.values()]:
+        say("turns", None)  # there may be dozens: together they take longer than a worker may be silent
+        graphs.append(graph_of(calls))
+    say("turns", None)
+    cublas, *ours = (us / LAYERS for us in turns_us(graphs, rounds))
     rows += [["once", repr(plan), round(us, 2), round(cublas, 2)] for us, _, plan in timed]
     rows += [
         ["turns", name, round(us, 2), round(cublas, 2)]

@@ -146,6 +146,18 @@ def check_chunks(m: int, n: int, k: int, dtype: torch.dtype) -> None:
         assert all(torch.equal(y, y_MN) and torch.equal(dx, dx_MK) for y, dx in outputs), "a graph's replay differs"
 
 
+def check_w4a8_chunks(m: int, n: int, k: int) -> None:
+    """Within one rounding of the same sums, which another cut of the matmul adds in another order; from launch to launch the same."""
+    tiled = tuple(tensor.cuda() for tensor in random_weight("mxfp4", n, k)[1])
+    tiled = (tiled[0], (torch.randint(12, 18, tiled[1].shape, device="cuda") << 3).to(torch.uint8), tiled[2])
+    x_MK = torch.randn(m, k, device="cuda").bfloat16()
+    top = fp4_cuda.row_tops(tiled[1], n, k)
+    whole = w4a8.multiply_rows(*fp4_cuda.run_prepare_e4m3(x_MK, *tiled, top, n, k))
+    made = [fp4_chunks.linear_w4a8(fp4_chunks.ChunkPlan(3, 8), x_MK, *tiled, top, n) for _ in range(REPEATS)]
+    assert (made[0].double() - whole.double()).norm() <= 2**-8 * whole.double().norm(), "in chunks"
+    assert all(torch.equal(made[0], again) for again in made), "launches do not repeat"
+
+
 def main() -> None:
     torch.manual_seed(0)
     print("compiling", flush=True)
@@ -162,6 +174,9 @@ def main() -> None:
     for (m, n, k), dtype in itertools.product(((1024, 4096, 4096), (300, 1000, 392)), (torch.bfloat16, torch.float16)):
         print(f"in chunks {m}x{n}x{k} {dtype}", flush=True)
         check_chunks(m, n, k, dtype)
+    for m, n, k in ((1024, 14336, 4096), (300, 1008, 96)):
+        print(f"w4a8 in chunks {m}x{n}x{k}", flush=True)
+        check_w4a8_chunks(m, n, k)
     print("all paths are right")
 
 

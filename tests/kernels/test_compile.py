@@ -128,10 +128,15 @@ def test_dequantize(arch, tmp_path):
         (fp4_cuda.DEQUANTIZE_FILES, "fp4_dequantize", fp4_cuda.dequantize_macros(*way)) for way in ways
     ]
     if arch in ("sm_89", "sm_90a"):  # E4M3 needs 8.9
-        jobs.append((fp4_cuda.E4M3_FILES, "prepare_e4m3", fp4_cuda.PREPARE.macros(False, 1 << 14)))
+        jobs += [
+            (fp4_cuda.E4M3_FILES, "prepare_e4m3", fp4_cuda.PREPARE.macros(False, 1 << 14, few)) for few in (False, True)
+        ]
     for files, entry, macros in jobs:
         usage = resources(nvrtc.compile_cubin(files, macros, arch), tmp_path)[entry]
-        assert usage["STACK"] == usage["LOCAL"] == 0 and usage["REG"] * 32 * macros.get("WARPS", 8) <= 65536
+        assert (
+            usage["STACK"] == usage["LOCAL"] == 0
+            and usage["REG"] * 32 * macros.get("WARPS", 32 if macros.get("FEW") else 8) <= 65536
+        )
 
 
 def test_a_source_that_does_not_compile_shows_the_log():

@@ -135,6 +135,9 @@ def test_e4m3_weights_are_exact_where_rows_span_14_and_rows_are_rounded_once(pla
     assert torch.equal(w8_NK.float() * scale_1N.t(), reference.dequantize(*tiled, "mxfp4-tiled", n, k))
     wanted, wanted_scale = w4a8.quantize_rows(x_MK)
     assert torch.equal(scale_M1, wanted_scale) and torch.equal(q_MK.float(), wanted.float())
+    if plan == fp4_cuda.PREPARE:  # 18 tiles, one block of 32 warps
+        _, _, again_NK, scale_again = emulation.prepare_e4m3(x_MK, tiled, top, n, k, 1, plan, True)
+        assert torch.equal(again_NK.float(), w8_NK.float()) and torch.equal(scale_again, scale_1N)
 
 
 def normed(x_MK: torch.Tensor, gain_K: torch.Tensor, eps: float, kind: int) -> torch.Tensor:

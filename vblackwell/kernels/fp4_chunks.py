@@ -139,3 +139,37 @@ def linear_dx(
 
     _in_turns(len(windows), n * (columns[0].stop - columns[0].start), dy_MN, decode, multiply)
     return dx_MK
+
+
+def linear_w4a8(
+    plan: ChunkPlan, x_MK: Tensor, codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, row_top: Tensor, n: int
+) -> Tensor:
+    """As of ``w4a8``'s backend "fp8" without bias and activation, cut along N: (M, N) bf16."""
+    m, k = x_MK.shape
+    y_MN = torch.empty(m, n, dtype=torch.bfloat16, device=x_MK.device)
+    bands = parts(codes.shape[0], plan.chunks)
+    rows = [slice(32 * first, min(32 * end, n)) for first, end in bands]
+    scale_1N = torch.empty(1, n, dtype=torch.float32, device=x_MK.device)
+    operand: list[Tensor] = []
+
+    def decode(i: int, buffer: Tensor, beside: bool) -> Tensor:
+        (first, end), here = bands[i], rows[i]
+        w = buffer[: (here.stop - here.start) * k].view(-1, k)
+        part = (codes[first:end], block_scales[first:end], tensor_scale, row_top[here])
+        if beside:
+            fp4_cuda.e4m3_into(w, scale_1N[:, here], *part, blocks=plan.helpers)
+        else:  # the first one, beside the rows of x
+            made = fp4_cuda.run_prepare_e4m3(x_MK, *part, len(w), k, w_NK=w, scale_1N=scale_1N[:, here])
+            operand.extend(made[:2])
+        return w
+
+    def multiply(i: int, w: Tensor) -> None:
+        q_MK, scale_M1 = operand
+        y = y_MN[:, rows[i]]
+        torch.ops.aten._scaled_mm.out(
+            q_MK, w.t(), scale_M1, scale_1N[:, rows[i]], out_dtype=y.dtype, use_fast_accum=False, out=y
+        )
+
+    like = torch.empty(0, dtype=torch.float8_e4m3fn, device=x_MK.device)
+    _in_turns(len(bands), (rows[0].stop - rows[0].start) * k, like, decode, multiply)
+    return y_MN

@@ -197,9 +197,9 @@ class PreparePlan:
     rows_first: bool = False
     passing: bool = False
 
-    def macros(self, fp16: bool, k: int) -> dict[str, int]:
+    def macros(self, fp16: bool, k: int, few_blocks: bool = False) -> dict[str, int]:
         return {
-            "FP16": 0, "X_FP16": int(fp16), "KEPT": min(8, ceil_div(k, 2048)), "TILES": self.tiles,
+            "FP16": 0, "X_FP16": int(fp16), "KEPT": min(8, ceil_div(k, 2048)), "TILES": self.tiles, "FEW": int(few_blocks),
             "ROWS_FIRST": int(self.rows_first), "PASSING": int(self.passing),
         }  # fmt: skip
 
@@ -220,8 +220,10 @@ def run_prepare_e4m3(
     n: int,
     k: int,
     plan: PreparePlan = PREPARE,
+    w_NK: Tensor | None = None,
+    scale_1N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One launch that makes both operands of an FP8 matmul; K is a multiple of 16.
+    """One launch that makes both operands of an FP8 matmul, the weight's in ``w_NK`` and ``scale_1N`` if given; K is a multiple of 16.
 
     Returns:
         x as E4M3 rows (M, K) and their (M, 1) fp32 scales, as of `w4a8.quantize_rows`; the weight (N, K) as E4M3, each row relative to
@@ -230,15 +232,34 @@ def run_prepare_e4m3(
     x_MK, _ = aligned(x_MK)
     m, device = x_MK.shape[0], x_MK.device
     q_MK = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=device)
-    w_NK = torch.empty(n, k, dtype=torch.float8_e4m3fn, device=device)
+    w_NK = torch.empty(n, k, dtype=torch.float8_e4m3fn, device=device) if w_NK is None else w_NK
     scale_M1 = torch.empty(m, 1, dtype=torch.float32, device=device)
-    scale_1N = torch.empty(1, n, dtype=torch.float32, device=device)
+    scale_1N = torch.empty(1, n, dtype=torch.float32, device=device) if scale_1N is None else scale_1N
     columns = plan.columns(k)
     row_blocks = min(1024, ceil_div(m, columns))
     args = (codes, block_scales, tensor_scale, row_top, w_NK, n, k, scale_1N, x_MK, q_MK, scale_M1, m, row_blocks)
     prepare = kernel(E4M3_FILES, "prepare_e4m3", plan.macros(_flags(x_MK), k), device)
     prepare.launch((columns, ceil_div(n, 32) + row_blocks, 1), 256, 64, args)
     return q_MK, scale_M1, w_NK, scale_1N
+
+
+def e4m3_into(
+    w_NK: Tensor,
+    scale_1N: Tensor,
+    codes: Tensor,
+    block_scales: Tensor,
+    tensor_scale: Tensor,
+    row_top: Tensor,
+    blocks: int,
+    plan: PreparePlan = PREPARE,
+) -> None:
+    """What `run_prepare_e4m3` makes of a weight, by no more than so many ``blocks``, each of which has a multiprocessor to itself."""
+    n, k = w_NK.shape
+    args = (codes, block_scales, tensor_scale, row_top, w_NK, n, k, scale_1N, None, None, None, 0, blocks)
+    # as much shared memory as keeps a second block away
+    kernel(E4M3_FILES, "prepare_e4m3", plan.macros(False, k, True), w_NK.device).launch(
+        (blocks, 1, 1), 1024, 120 * 1024, args
+    )
 
 
 def row_tops(block_scales: Tensor, n: int, k: int) -> Tensor:
