@@ -91,7 +91,7 @@ def around(plan: MmaPlan, k: int) -> Iterator[MmaPlan]:
     if not plan.chunk:
         return
     ways = plan.k_warps
-    for prefetch, chunk, stages in itertools.product((3, 4, 5, 6, 8), (2, 4, 5, 6, 8), (2, 3, 4)):
+    for prefetch, chunk, stages in itertools.product((4, 6, 8), (4, 6, 8), (2, 3, 4)):
         other = replace(plan, prefetch=prefetch, chunk=chunk * ways, x_stages=stages)
         if chunk * ways * stages >= 24 and other.shared_bytes(k) <= SHARED - 1024:
             yield other
