@@ -102,7 +102,7 @@ def wgmma_plans(m: int, n: int, k: int) -> Iterator[WgmmaPlan]:
         (16, 32, 64, 128, 256), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 4), (1, 2)
     ):
         columns, consumers = -(-m // tokens), groups * k_groups
-        if tokens > max(m, 16) or tokens < min(m, 128) or columns > 2 or consumers > 4:
+        if tokens > max(m, 16) or tokens < min(m, 64) or columns > 2 or consumers > 4:
             continue
         blocks = -(-n // (64 * groups)) * splits * columns
         if not (_fills(blocks, 1) or _fills(blocks, most)):
