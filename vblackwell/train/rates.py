@@ -5,7 +5,7 @@ Medians of a few repetitions after a warm-up; good to about a tenth. Serious com
 The host's time for an operator is another matter: within minutes it was measured with 19 and with 26 us on one machine, while its cores
 ran a loop in Python equally fast. What disturbs it (memory that a process before gave back, neighbours, where the system puts threads)
 makes it longer, never shorter, and lasts for seconds: so it is looked at again and again between all other measurements, and the quicker
-steps of all looks count (`HostLooks`).
+steps of all looks count (`HostLooks`). So is AdamW on the CPU beside copies (`TogetherLooks`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vblackwell.errors import ConfigurationError, DiskError
 from vblackwell.memory.create import create_vgpu_stack
 from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.optimizer import VGPUAdamW
-from vblackwell.offload.update_rates import duplex_rate, rates_together
+from vblackwell.offload.update_rates import TogetherLooks, duplex_rate
 from vblackwell.plan.rates import GROUP_ISSUES, Rates
 from vblackwell.plan.work import LOOP
 from vblackwell.train.host_rates import LOOP_PARAMETERS, looping_optimizer, updating
@@ -162,7 +162,7 @@ def disk_gbps(path: str) -> dict[str, float | str]:
 
 def gpu_rates(device: torch.device) -> dict[str, float]:
     """Links alone and both at once, memory, matrix products, AdamW on it and on the CPU beside copies, and the issue of operators."""
-    finish, looks = _finish(device), HostLooks(device)
+    finish, looks, together = _finish(device), HostLooks(device), TogetherLooks(device)
     host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     there, also_there = (torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     found = {
@@ -172,20 +172,23 @@ def gpu_rates(device: torch.device) -> dict[str, float]:
         "memory_gbps": 2 * COPY_BYTES / seconds_of(lambda: also_there.copy_(there), finish) / 1e9,
     }
     looks.look()
+    together.look()
     half = torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
     for name, dtype, size in (("half", half, 8192), ("fp32", torch.float32, 4096)):
         a = torch.randn(size, size, device=device, dtype=dtype)
         found[f"matmul_{name}_tflops"] = 2 * size**3 / seconds_of(lambda a=a: a @ a, finish) / 1e12
         looks.look()
     found["adamw_gparams"] = adamw_gparams(device)
-    found["cpu_adamw_beside_copies_gparams"] = rates_together(device)[1] / 1e9
+    together.look()
     looks.look()
     with updating():
         busy = issue_seconds(device)
     looks.look()
     groups = {update: group_seconds(device, update) for update in ("level0", "home")}
     looks.look()
+    together.look()
     return found | {
+        "cpu_adamw_beside_copies_gparams": together.cpu / 1e9,
         "issue_us": looks.issue * 1e6,
         "issue_beside_updates_us": busy * 1e6,
         "issue_of_loop_us": looks.loop * 1e6,
