@@ -112,12 +112,6 @@ def wgmma_plans(m: int, n: int, k: int) -> Iterator[WgmmaPlan]:
             continue
         if most == 2 and consumers == 1 and k_groups == 1 and blocks > 132 and splits == 4:
             continue
-        for stages in (12, 9, 8, 6, 4) if tokens in (64, 128) and m <= 128 else ():
-            if goes_round(stages, k_groups) and stages >= k_groups + 2:
-                raw = replace(plan, stages=stages, raw=True)
-                if raw.shared_bytes() <= SHARED // most - 1024 and raw.registers >= tokens // 2 + 32 + 28:
-                    yield raw
-                    break
         for stages in (8, 6, 5, 4) if k_groups == 4 else (6, 5, 4):
             if goes_round(stages, k_groups) and replace(plan, stages=stages).shared_bytes() <= SHARED // most - 1024:
                 plan = replace(plan, stages=stages)
@@ -151,7 +145,6 @@ def family(plan: Plan) -> str:
     words = ["K groups"] if plan.k_groups > 1 else []
     words += ["split"] if plan.splits > 1 else []
     words += ["of 16"] if plan.tokens == 16 else []
-    words += ["raw"] if plan.raw else []
     return " ".join(["wgmma", *words])
 
 
@@ -291,7 +284,7 @@ def brief(plan: Plan) -> str:
         )
     return (
         f"wgmma t{plan.tokens} g{plan.groups} kg{plan.k_groups} s{plan.splits} st{plan.stages} pf{plan.prefetch}"
-        f" mb{plan.min_blocks}{' raw' if plan.raw else ''}"
+        f" mb{plan.min_blocks}"
     )
 
 
@@ -323,10 +316,12 @@ def tuned_entries(paths: list[Path]) -> dict[str, dict[str, int]]:
 
 
 def plan_of(text: str) -> Plan | None:
-    """The plan of a row; none where the kernel that was timed is gone: by turns at the tensor cores, or of before 2026-11-22, evening."""
-    if not text.startswith(("MmaPlan(", "WgmmaPlan(")) or "direct=" in text or "clusters=" in text:
+    """The plan of a row; none where the kernel that was timed is gone: by turns at the tensor cores, with x as it is, or of before
+    2026-11-22, evening.
+    """
+    if not text.startswith(("MmaPlan(", "WgmmaPlan(")) or re.search("direct=|clusters=|image=|raw=True", text):
         return None
-    plan = eval(re.sub(r", ordered=\d", "", text), {"MmaPlan": MmaPlan, "WgmmaPlan": WgmmaPlan})  # noqa: S307 - a repr that we wrote
+    plan = eval(re.sub(r", (ordered=\d|raw=False)", "", text), {"MmaPlan": MmaPlan, "WgmmaPlan": WgmmaPlan})  # noqa: S307 - a repr that we wrote
     in_turns = isinstance(plan, WgmmaPlan) and plan.consumers > 1 and re.search("ordered=[12]", text)
     return None if in_turns else plan
 

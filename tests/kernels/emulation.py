@@ -42,9 +42,9 @@ _WGMMA_MAIN = """
 extern "C" void run(const u16* x, u8* image, const u8* codes, const u8* scales, const float* ts, const u16* bias, void* y,
                     int M, int N, int K, int act, int ax, int gx, int gz, int shared) {
     part_threads = 0;
-    if (!RAW) launch(ax, gz, 1, ARRANGE_THREADS, 16, [=] { arrange(x, image, M, K); });
+    launch(ax, gz, 1, ARRANGE_THREADS, 16, [=] { arrange(x, image, M, K); });
     part_threads = CONSUMERS;
-    launch(gx, SPLITS, gz, THREADS, shared, [=] { fp4_wgmma(RAW ? (const u8*)x : image, codes, scales, ts, bias, y, M, N, K, act); });
+    launch(gx, SPLITS, gz, THREADS, shared, [=] { fp4_wgmma(image, codes, scales, ts, bias, y, M, N, K, act); });
 }"""
 _DEQUANTIZE_MAIN = """
 extern "C" void run(const u8* codes, const u8* scales, const float* ts, u8* w, int N, int K, int first, int across, int blocks,

@@ -47,10 +47,6 @@ WGMMA = [  # K groups, clusters, both, one and two blocks a multiprocessor, one 
     (WgmmaPlan(128, 1, 1, 6, k_groups=3), [(128, 4096, 4096), (250, 130, 200), (64, 70, 64)]),
     (WgmmaPlan(128, 3, 2, 6), [(128, 4096, 4096), (250, 130, 200)]),
     (WgmmaPlan(256, 1, 1, 6, k_groups=2), [(256, 4096, 4096), (250, 130, 200)]),
-    (WgmmaPlan(64, 1, 2, 12, k_groups=2, raw=True), [(64, 4096, 4096), (61, 130, 520), (64, 70, 64)]),
-    (WgmmaPlan(64, 1, 1, 12, k_groups=4, raw=True), [(64, 4096, 4096), (33, 130, 520)]),
-    (WgmmaPlan(128, 1, 2, 12, k_groups=3, raw=True), [(128, 4096, 4096), (250, 130, 200)]),
-    (WgmmaPlan(128, 2, 1, 6, raw=True), [(128, 4096, 4096), (100, 130, 1000)]),
 ]
 PREPARES = [fp4_cuda.PreparePlan(*way) for way in ((1, False, False), (2, True, True), (4, True, False))]
 REPEATS = 20  # launches back to back, which overlap

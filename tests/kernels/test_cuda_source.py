@@ -34,9 +34,6 @@ ONE_TYPE = [  # nothing in which halves differ
     (WgmmaPlan(64, 1, 1, 4, 2, k_groups=2), 70, 70, 392),
     (WgmmaPlan(128, 1, 1, 4, 2), 100, 40, 328),
     (WgmmaPlan(32, 2, 1, 4, 2, k_groups=2), 40, 130, 328),
-    (WgmmaPlan(64, 1, 2, 6, 2, k_groups=2, raw=True), 50, 40, 904),
-    (WgmmaPlan(64, 2, 1, 3, 2, raw=True), 70, 70, 456),
-    (WgmmaPlan(128, 1, 1, 9, 2, k_groups=3, raw=True), 100, 40, 840),
     (MmaPlan(16, 1, 12, 1, 4, chunk=24, x_stages=3), 11, 33, 1600),  # the shape of a plan that a rule takes
 ]
 CASES = [(*case, dtype) for case in MMA + WGMMA for dtype in HALVES] + [(*case, torch.bfloat16) for case in ONE_TYPE]

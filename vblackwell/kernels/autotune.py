@@ -47,8 +47,6 @@ def machine(device: torch.device) -> dict[str, str]:
 def entry_name(plan: MmaPlan | WgmmaPlan, dtype: torch.dtype, m: int, n: int, k: int) -> str:
     """The key of a shape bucket; the plan's own fixed fields are part of it, so that an entry never changes an order."""
     fixed = {name: value for name, value in dataclasses.asdict(plan).items() if name not in TUNABLE[type(plan)]}
-    if not fixed.get("raw", True):
-        del fixed["raw"]  # as entries were named before there was a choice
     shape = "x".join(str(value) for value in (1 << max(0, m - 1).bit_length(), n, k))
     return f"{type(plan).__name__}|{str(dtype).removeprefix('torch.')}|{shape}|{sorted(fixed.items())}"
 

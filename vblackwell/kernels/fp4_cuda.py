@@ -105,16 +105,14 @@ def run_wgmma(
     n: int,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``fp4_wgmma``, after ``arrange`` if the plan has it; ``out_dtype`` may be fp32, else the type of x."""
+    """``fp4_wgmma``, after ``arrange``; ``out_dtype`` may be fp32, else the type of x."""
     x_MK, k = aligned(x_MK)
     y_MN = _output(x_MK, n, out_dtype)
     m, windows, blocks = x_MK.shape[0], ceil_div(k, 64), ceil_div(x_MK.shape[0], plan.tokens)
     macros = plan.macros(_flags(x_MK), y_MN.dtype == torch.float32)
-    image = x_MK
-    if not plan.raw:
-        image = torch.empty(blocks * windows * plan.tokens * 128, dtype=torch.uint8, device=x_MK.device)
-        arrange = kernel(WGMMA_FILES, "arrange", macros, x_MK.device)
-        arrange.launch((ceil_div(windows * plan.tokens * 8, 256), blocks, 1), 128, 0, (x_MK, image, m, k))
+    image = torch.empty(blocks * windows * plan.tokens * 128, dtype=torch.uint8, device=x_MK.device)
+    arrange = kernel(WGMMA_FILES, "arrange", macros, x_MK.device)
+    arrange.launch((ceil_div(windows * plan.tokens * 8, 256), blocks, 1), 128, 0, (x_MK, image, m, k))
     grid = (ceil_div(n, 64 * plan.groups), plan.splits, blocks)
     args = (image, codes, block_scales, tensor_scale, bias, y_MN, m, n, k, ACTIVATIONS.index(activation))
     kernel(WGMMA_FILES, "fp4_wgmma", macros, x_MK.device).launch(grid, plan.threads, plan.shared_bytes(), args)

@@ -111,7 +111,6 @@ class WgmmaPlan:
         prefetch: windows of weights a warp has in flight, an even number.
         min_blocks: blocks the compiler must fit on a multiprocessor.
         k_groups: sets of ``groups`` warpgroups that take turns at the windows.
-        raw: the kernel reads x as it is, without ``arrange``; ``tokens`` is a multiple of 64.
     """
 
     tokens: int
@@ -121,7 +120,6 @@ class WgmmaPlan:
     prefetch: int = 4
     min_blocks: int = 1
     k_groups: int = 1
-    raw: bool = False
 
     def __post_init__(self) -> None:
         """Raises ConfigurationError where a stage of x would go from one K group to another, or a group would wait for itself.
@@ -132,10 +130,6 @@ class WgmmaPlan:
         if not goes_round(self.stages, self.k_groups):
             raise ConfigurationError(
                 f"{self.k_groups} K groups take turns at stages of x: {self.stages} do not go round, 2 or more for each"
-            )
-        if self.raw and (self.tokens % 64 or self.stages < self.k_groups + 2):
-            raise ConfigurationError(
-                f"x as it is comes by 64 tokens, not {self.tokens}, in {self.k_groups + 2} stages or more, not {self.stages}"
             )
         if self.prefetch % 2:
             raise ConfigurationError(f"{self.prefetch} windows in flight: wgmma's ring takes an even number")
@@ -159,18 +153,14 @@ class WgmmaPlan:
 
         Asking for more than the block was given would wait for ever.
         """
-        return min(240, (self.at_launch * (self.consumers + 1) - self.copy_registers) // self.consumers // 8 * 8)
-
-    @property
-    def copy_registers(self) -> int:
-        """Of a thread of the copying warpgroup: COPY_REGISTERS of the source."""
-        return (56 if self.tokens == 64 else 72) if self.raw else 40
+        kept = 40  # of the copying warpgroup: COPY_REGISTERS of the source
+        return min(240, (self.at_launch * (self.consumers + 1) - kept) // self.consumers // 8 * 8)
 
     def macros(self, fp16: bool, out32: bool = False) -> dict[str, int]:
         return {
             "FP16": int(fp16), "TOKENS": self.tokens, "GROUPS": self.groups, "KGROUPS": self.k_groups, "SPLITS": self.splits,
             "STAGES": self.stages, "PREFETCH": self.prefetch, "REGISTERS": self.registers,
-            "AT_LAUNCH": self.at_launch, "OUT32": int(out32), "RAW": int(self.raw),
+            "AT_LAUNCH": self.at_launch, "OUT32": int(out32),
         }  # fmt: skip
 
     @property

@@ -7,11 +7,9 @@
 // warpgroup brings x, STAGES windows deep. SPLITS blocks of a cluster split K; all sums meet in shared memory and are added in a fixed order.
 //
 // A stage of x is TOKENS rows of 128 bytes with the 128-byte swizzle, columns inside a window permuted as the tiled layout
-// permutes them, zeros beyond K. A kernel before this one (`arrange`) has written that form, and a stage is one bulk copy. With RAW the
-// four copying warps bring rows of x as they are, some windows ahead, and permute each in place when it has come: half a row is four
-// vectors of a lane, which leave in other registers' company, without any arithmetic.
+// permutes them, zeros beyond K. A kernel before this one (`arrange`) has written that form, and a stage is one bulk copy.
 //
-// Set by the launcher: FP16, TOKENS, RAW (TOKENS is a multiple of 64 then), GROUPS, KGROUPS, SPLITS, STAGES (of each K group the same, two or more), PREFETCH (even),
+// Set by the launcher: FP16, TOKENS, GROUPS, KGROUPS, SPLITS, STAGES (of each K group the same, two or more), PREFETCH (even),
 // REGISTERS (a consumer thread's), OUT32, AT_LAUNCH: every thread's registers when a block starts. They leave room for a block of `arrange`,
 // that of the next product, which waits beside this kernel; so the next one's weights are on their way while its x is arranged.
 static_assert(KGROUPS == 1 || (STAGES % KGROUPS == 0 && STAGES >= 2 * KGROUPS), "a stage belongs to one K group");
@@ -22,13 +20,7 @@ static_assert(PREFETCH % 2 == 0, "slots of the ring and the two sets of fragment
 #define ARRANGE_THREADS 128
 #define STAGE_BYTES (TOKENS * 128)
 #define WINDOW_BYTES 640  // codes of 16 rows, scales of 32
-#if RAW
-#define COPY_REGISTERS (TOKENS == 64 ? 56 : 72)
-#define AHEAD (STAGES - 1 - KGROUPS)  // windows under way; a stage is reported free when its group's next product has begun
-static_assert(AHEAD > 0 && TOKENS % 64 == 0, "a warp brings 16 rows at a time, and waits for none that wait for it");
-#else
 #define COPY_REGISTERS 40
-#endif
 #define RINGS (STAGES * STAGE_BYTES)
 #define RED_STRIDE (ROWS + 4)
 #define TILE_PITCH (ROWS * 2 + 16)
@@ -49,69 +41,16 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
     const int begin = windows * (int)blockIdx.y / SPLITS, count = windows * ((int)blockIdx.y + 1) / SPLITS - begin;
     const u32 shared = shared_address(memory), full = shared + BARRIERS, empty = full + 8 * STAGES;
 
-    if (tid == 0) ring_init<STAGES>(full, empty, 4 * GROUPS, RAW ? 4 : 1);
+    if (tid == 0) ring_init<STAGES>(full, empty, 4 * GROUPS);
     __syncthreads();
     let_next_start();
 
     if (warp >= 4 * GROUPS * KGROUPS) {
         give_registers<COPY_REGISTERS>();
-#if RAW
-        wait_for_previous();
-        const int first_token = (warp - 4 * GROUPS * KGROUPS) * (TOKENS / 4), m0 = blockIdx.z * TOKENS;
-        const u16* from = (const u16*)x;
-        int next_stage = 0;
-        u32 next_parity = 1;  // a fresh barrier counts as released
-        // A window's rows of this warp, eight lanes to a row; vectors lie such that neither these writes nor the reads below meet in a bank.
-        auto ask = [&](int i) {
-            if (i < count) {
-                barrier_wait(empty + 8 * next_stage, next_parity);
-                const int granule = lane & 7, k = (begin + i) * 64 + granule * 8;
-#pragma unroll
-                for (int e = 0; e < TOKENS / 16; e++) {
-                    const int token = first_token + e * 4 + (lane >> 3), m = m0 + token;
-                    const bool there = m < M && k < K;
-                    copy_async(shared + next_stage * STAGE_BYTES + token * 128 + ((granule ^ (2 * (token & 3))) << 4),
-                               from + (there ? (u64)m * K + k : 0), there ? 16 : 0);
-                }
-                if (++next_stage == STAGES) {
-                    next_stage = 0;
-                    next_parity ^= 1;
-                }
-            }
-            copy_commit();
-        };
-        for (int i = 0; i < AHEAD; i++) ask(i);
-        int stage = 0;
-        for (int i = 0; i < count; i++) {
-            ask(i + AHEAD);
-            copy_wait<AHEAD>();
-            warp_sync();
-#pragma unroll
-            for (int e = 0; e < TOKENS / 64; e++) {
-                const int token = first_token + e * 16 + (lane >> 1), j = lane & 1;
-                const u32 row = shared + stage * STAGE_BYTES + token * 128;
-                uint4 v[4];
-#pragma unroll
-                for (int t = 0; t < 4; t++) v[t] = load_shared(row + (((2 * t + j) ^ (2 * (token & 3))) << 4));
-                warp_sync();  // the row's other half has been read, too
-                const int swizzle = token & 7;
-                store_shared(row + (((4 * j) ^ swizzle) << 4), make_uint4(v[0].x, v[1].x, v[2].x, v[3].x));
-                store_shared(row + (((4 * j + 1) ^ swizzle) << 4), make_uint4(v[0].y, v[1].y, v[2].y, v[3].y));
-                store_shared(row + (((4 * j + 2) ^ swizzle) << 4), make_uint4(v[0].z, v[1].z, v[2].z, v[3].z));
-                store_shared(row + (((4 * j + 3) ^ swizzle) << 4), make_uint4(v[0].w, v[1].w, v[2].w, v[3].w));
-            }
-            publish_to_tensor_cores();
-            warp_sync();
-            if (lane == 0) barrier_arrive(full + 8 * stage);
-            if (++stage == STAGES) stage = 0;
-        }
-        copy_wait_all();
-#else
         if (tid == CONSUMERS) {
             wait_for_previous();
             ring_fill<STAGES, STAGE_BYTES>(shared, full, empty, x + ((u64)blockIdx.z * windows + begin) * STAGE_BYTES, count);
         }
-#endif
     } else {
         take_registers<REGISTERS>();
         const int k_group = KGROUPS == 1 ? 0 : warp / (4 * GROUPS), row_warp = warp - k_group * 4 * GROUPS;

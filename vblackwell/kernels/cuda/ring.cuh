@@ -1,10 +1,9 @@
 // A ring of COUNT stages of x in shared memory (sm_90): one thread brings them by bulk copies, warps release them. A stage has two barriers, 8
-// bytes each: of `full`, which counts its bytes
-// (or, where warps bring x, `makers` of them) and of `empty`, which counts the warps that have done with it.
+// bytes each: of `full`, which counts its bytes, and of `empty`, which counts the warps that have done with it.
 template <int COUNT>
-DEVICE void ring_init(u32 full, u32 empty, u32 warps, u32 makers = 1) {
+DEVICE void ring_init(u32 full, u32 empty, u32 warps) {
     for (int s = 0; s < COUNT; s++) {
-        barrier_init(full + 8 * s, makers);
+        barrier_init(full + 8 * s, 1);
         barrier_init(empty + 8 * s, warps);
     }
     barrier_init_done();
