@@ -11,6 +11,7 @@ import torch
 
 from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.decoder_config import DecoderConfig
+from vblackwell.offload import update_rates
 from vblackwell.offload.streamed import Wishes
 from vblackwell.offload.timing import streamed_times
 from vblackwell.plan.gpus import find_gpu, known_as
@@ -104,9 +105,9 @@ def test_looks_at_a_host_that_is_disturbed_do_not_count(monkeypatch):
 
 
 def test_updates_run_beside_a_block_and_end_with_it(monkeypatch):
-    monkeypatch.setattr(host_rates, "UPDATED", 1 << 16)
+    monkeypatch.setattr(update_rates, "CPU_ELEMENTS", 1 << 16)
     began, updates = threading.active_count(), []
-    monkeypatch.setattr(host_rates.MasterLoop, "run", lambda loop: updates.append(loop))
+    monkeypatch.setattr(update_rates.MasterLoop, "run", lambda loop: updates.append(loop))
     with host_rates.updating():
         assert updates, "the first is over when the block begins"
         names = [thread.name for thread in threading.enumerate()]
@@ -116,7 +117,7 @@ def test_updates_run_beside_a_block_and_end_with_it(monkeypatch):
     def failing(loop: object) -> None:
         raise ValueError("no")
 
-    monkeypatch.setattr(host_rates.MasterLoop, "run", failing)
+    monkeypatch.setattr(update_rates.MasterLoop, "run", failing)
     with pytest.raises(RuntimeError, match="beside the measurement failed"), host_rates.updating():
         pass
 

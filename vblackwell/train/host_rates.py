@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from vblackwell.offload.update_loop import MasterLoop
+from vblackwell.offload.update_rates import an_update
 
-UPDATED = 1 << 24  # parameters: their states are 256 MiB, more than caches hold
 LOOP_PARAMETERS, LOOP_WIDTH = 64, 64
 
 
@@ -27,7 +26,7 @@ def updating() -> Any:
     Raises:
         RuntimeError: an update failed, and what was measured was not beside one.
     """
-    update, enough, first = _an_update(), threading.Event(), threading.Event()
+    update, enough, first = an_update(), threading.Event(), threading.Event()
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -49,20 +48,6 @@ def updating() -> Any:
         thread.join()
         if errors:
             raise RuntimeError("an update beside the measurement failed") from errors[0]
-
-
-def _an_update() -> Callable[[], None]:
-    """AdamW of `UPDATED` parameters in fp32 whose compute weights are bf16."""
-    master, exp_avg, exp_avg_sq = (torch.zeros(UPDATED) for _ in range(3))
-    weight, step, loop = torch.zeros(UPDATED, dtype=torch.bfloat16), torch.zeros(()), MasterLoop()
-    numbers = {"lr": 0.0, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0}
-
-    def update() -> None:
-        step.add_(1)
-        loop.add(master, weight, weight, exp_avg, exp_avg_sq, step, None, **numbers)
-        loop.run()
-
-    return update
 
 
 def looping_optimizer(device: torch.device) -> Callable[[], Any]:

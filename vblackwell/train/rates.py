@@ -188,7 +188,7 @@ def gpu_rates(device: torch.device) -> dict[str, float]:
     looks.look()
     together.look()
     return found | {
-        "cpu_adamw_beside_copies_gparams": together.cpu / 1e9,
+        "cpu_adamw_beside_copies_gparams": together.rates[1] / 1e9,
         "issue_us": looks.issue * 1e6,
         "issue_beside_updates_us": busy * 1e6,
         "issue_of_loop_us": looks.loop * 1e6,
