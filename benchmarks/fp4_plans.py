@@ -27,11 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import fp4_sweep
 import torch
-from bench_fp4 import LAYERS, Tiled, layers_of, run_plan
-from fp4_many_rows import drop_wrong, dx_parts, jobs_of, parts
-from graph_timing import graph_of, graph_us, turns_us
+from bench_fp4 import LAYERS, Tiled, layers_of, random_tiled, run_plan
+from graph_timing import alternating_us, graph_us
 
-from vblackwell.kernels import autotune, fp4_cuda, fp4_plan, nvrtc
+from vblackwell.kernels import autotune, fp4_cuda, fp4_plan, nvrtc, w4a8
+from vblackwell.kernels.fp4 import fp4_linear
 from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan, goes_round
 
 Plan = MmaPlan | WgmmaPlan
@@ -86,17 +86,6 @@ def mma_plans(m: int, n: int, k: int) -> Iterator[MmaPlan]:
             yield plan
 
 
-def around(plan: MmaPlan, k: int) -> Iterator[MmaPlan]:
-    """The rule's plan with other windows in flight, and x in other chunks."""
-    if not plan.chunk:
-        return
-    ways = plan.k_warps
-    for prefetch, chunk, stages in itertools.product((4, 6, 8), (4, 6, 8), (2, 3, 4)):
-        other = replace(plan, prefetch=prefetch, chunk=chunk * ways, x_stages=stages)
-        if chunk * ways * stages >= 24 and other.shared_bytes(k) <= SHARED - 1024:
-            yield other
-
-
 def wgmma_plans(m: int, n: int, k: int) -> Iterator[WgmmaPlan]:
     for tokens, groups, k_groups, splits, most in itertools.product(
         (16, 32, 64, 128, 256), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 4), (1, 2)
@@ -122,14 +111,47 @@ def wgmma_plans(m: int, n: int, k: int) -> Iterator[WgmmaPlan]:
 def plans(m: int, n: int, k: int) -> list[Plan]:
     """What the rules choose today, then what could be."""
     found: list[Plan] = list(mma_plans(m, n, k)) if m <= 16 else []
-    if 8 < m <= 16:
-        found += around(fp4_plan.plan_mma(m, n, k, True), k)
     if 16 <= m <= 256:
         found += sorted(wgmma_plans(m, n, k), key=lambda plan: fp4_plan.predicted_us(plan, m, n, k))
     if m > 256:
         found += [WgmmaPlan(256, 2, 1, 6), WgmmaPlan(256, 1, 1, 6, k_groups=2), WgmmaPlan(128, 3, 1, 6)]
     today: list[Plan] = [fp4_plan.plan_mma(m, n, k, True)] if m <= 16 else []
     return list(dict.fromkeys([*today, fp4_plan.plan_wgmma(m, n, k), *found]))
+
+
+def parts(m: int, n: int, k: int, x: torch.Tensor, packed: list[Tiled]) -> dict[str, list[Callable[[], object]]]:
+    """The ops, by name, and what w4a8 is made of, for many rows."""
+    if m < 1024:
+        return {}
+    op = functools.partial(fp4_linear, format="nvfp4-tiled", activation="none", n=n, k=k)
+    found: dict[str, list[Callable[[], object]]] = {"op": [functools.partial(op, x, *w, None) for w in packed]}
+    tops = [w4a8.row_tops_for_w4a8(w[1], n, k) for w in packed]
+    op = functools.partial(w4a8.fp4_linear_w4a8, activation="none", n=n, k=k)
+    found["w4a8"] = [functools.partial(op, x, *w, top, None) for w, top in zip(packed, tops, strict=True)]
+    prepare = functools.partial(fp4_cuda.run_prepare_e4m3, x, n=n, k=k)
+    found["w4a8: operands"] = [functools.partial(prepare, *w, row_top=top) for w, top in zip(packed, tops, strict=True)]
+    one_row = functools.partial(fp4_cuda.run_prepare_e4m3, x[:1], n=n, k=k)
+    found["w4a8: weight"] = [functools.partial(one_row, *w, row_top=top) for w, top in zip(packed, tops, strict=True)]
+    narrow = random_tiled(32, k)
+    top = w4a8.row_tops_for_w4a8(narrow[1], 32, k)
+    found["w4a8: rows"] = LAYERS * [functools.partial(fp4_cuda.run_prepare_e4m3, x, *narrow, row_top=top, n=32, k=k)]
+    ready = [prepare(*w, row_top=top) for w, top in zip(packed, tops, strict=True)]
+    found["w4a8: matmul"] = [functools.partial(w4a8.multiply_rows, *operands) for operands in ready]
+    for plan in PREPARES:
+        found[f"w4a8 {plan}"] = [
+            functools.partial(_w4a8, x, w, top, n, k, plan) for w, top in zip(packed, tops, strict=True)
+        ]
+    return found
+
+
+PREPARES = [
+    fp4_cuda.PreparePlan(tiles, rows_first, passing)
+    for tiles, rows_first, passing in itertools.product((1, 2, 4), (False, True), (False, True))
+]
+
+
+def _w4a8(x: torch.Tensor, weight: Tiled, row_top: torch.Tensor, n: int, k: int, plan: fp4_cuda.PreparePlan) -> object:
+    return w4a8.multiply_rows(*fp4_cuda.run_prepare_e4m3(x, *weight, row_top, n, k, plan))
 
 
 def compile_for(plan: Plan) -> None:
@@ -186,16 +208,8 @@ def measure(cell: Cell, skip: set[str], rounds: int, say: Callable[[str, int | N
     finalists = [plan for _, place, plan in timed if place == 0] + finalists
     systems = [[functools.partial(torch.nn.functional.linear, x, d) for d in dense]]
     systems += [[functools.partial(run_plan, plan, x, p, n) for p in packed] for plan in finalists]
-    others = parts(m, n, k, x, packed) | dx_parts(m, n, k, packed, dense)
-    for name, why in drop_wrong(others).items():
-        rows.append([f"WRONG: {why}", name, "", ""])
-    say("turns", None)
-    graphs = []
-    for calls in [*systems, *others.values()]:
-        say("turns", None)  # there may be dozens: together they take longer than a worker may be silent
-        graphs.append(graph_of(calls))
-    say("turns", None)
-    cublas, *ours = (us / LAYERS for us in turns_us(graphs, rounds))
+    others = parts(m, n, k, x, packed)
+    cublas, *ours = alternating_us([*systems, *others.values()], rounds)
     rows += [["once", repr(plan), round(us, 2), round(cublas, 2)] for us, _, plan in timed]
     rows += [
         ["turns", name, round(us, 2), round(cublas, 2)]
@@ -231,11 +245,10 @@ def sweep(cells: list[Cell], rounds: int, seconds: float, path: Path | None) -> 
         jobs = {
             plan: pool.submit(compile_for, plan) for plan in dict.fromkeys(p for cell in cells for p in plans(*cell))
         }
-        many = {cell: [pool.submit(nvrtc.cached_cubin, *job, "sm_90a") for job in jobs_of(cell)] for cell in cells}
 
         def ready(cell: Cell) -> None:
-            for job in (*(jobs[plan] for plan in plans(*cell)), *many[cell]):
-                job.result()
+            for plan in plans(*cell):
+                jobs[plan].result()
 
         def take(cell: Cell, answer: fp4_sweep.Message) -> None:
             found = answer["rows"]

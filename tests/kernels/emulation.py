@@ -47,9 +47,12 @@ extern "C" void run(const u16* x, u8* image, const u8* codes, const u8* scales, 
     launch(gx, SPLITS, gz, THREADS, shared, [=] { fp4_wgmma(image, codes, scales, ts, bias, y, M, N, K, act); });
 }"""
 _DEQUANTIZE_MAIN = """
-extern "C" void run(const u8* codes, const u8* scales, const float* ts, u8* w, int N, int K, int first, int across, int blocks,
-                    int shared) {
-    launch(blocks, 1, 1, 32 * WARPS, shared, [=] { fp4_dequantize(codes, scales, ts, w, N, K, first, across, blocks); });
+extern "C" void run(const u8* codes, const u8* scales, const float* ts, u8* w, int N, int K, int gx, int gy, int shared) {
+    for (int y = 0; y < gy; y++)
+        launch(gx, 1, 1, 32 * WARPS, shared, [=] {
+            blockIdx.y = y;
+            fp4_dequantize(codes, scales, ts, w, N, K);
+        });
 }"""
 _PREPARE_MAIN = """
 extern "C" void run(const u8* codes, const u8* scales, const float* ts, const u8* top, u8* w, int N, int K, float* row_scale,
@@ -133,22 +136,13 @@ def linear(
     return y_MN
 
 
-def dequantize(
-    tiled: tuple[Tensor, Tensor, Tensor],
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    first: int = 0,
-    few: int = 0,
-    plan: fp4_cuda.DequantizePlan = fp4_cuda.DEQUANTIZE,
-) -> Tensor:
-    """What ``fp4_dequantize`` writes: k columns from tile ``first`` of a band on, by ``few`` blocks or as many as there are warps for."""
+def dequantize(tiled: tuple[Tensor, Tensor, Tensor], n: int, k: int, dtype: torch.dtype) -> Tensor:
+    """What ``fp4_dequantize`` writes."""
     w_NK = torch.full((n, k), torch.nan).to(dtype)
-    macros = fp4_cuda.dequantize_macros(dtype, plan=plan)
-    warps = macros["WARPS"]
-    blocks = few or -(-(-(-n // 32) * -(-k // 64)) // warps)
-    args = [*tiled, w_NK, n, k, first, tiled[0].shape[1], blocks, warps * 32 * 64 * w_NK.element_size()]
-    _call(fp4_cuda.DEQUANTIZE_FILES, macros, _DEQUANTIZE_MAIN, args)
+    macros = {"FP16": 0, "OUT": {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}[dtype]}
+    warps = 4 if dtype == torch.float32 else 8
+    grid = ((k + 64 * warps - 1) // (64 * warps), -(-n // 32), warps * 32 * 64 * w_NK.element_size())
+    _call(fp4_cuda.DEQUANTIZE_FILES, macros, _DEQUANTIZE_MAIN, [*tiled, w_NK, n, k, *grid])
     return w_NK
 
 
@@ -160,15 +154,14 @@ def prepare_e4m3(
     k: int,
     row_blocks: int,
     plan: fp4_cuda.PreparePlan,
-    few: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As ``fp4_cuda.run_prepare_e4m3``, with so many blocks under each other for the rows of x; ``few``: the weight alone, by so many."""
+    """As ``fp4_cuda.run_prepare_e4m3``, with so many blocks under each other for the rows of x."""
     m, fp8, nan = x_MK.shape[0], torch.float8_e4m3fn, torch.nan
     q_MK, w_NK = torch.full((m, k), nan).to(fp8), torch.full((n, k), nan).to(fp8)
     scale_M1, scale_1N = torch.full((m, 1), nan), torch.full((1, n), nan)
-    macros = plan.macros(x_MK.dtype == torch.float16, k, few)
+    macros = plan.macros(x_MK.dtype == torch.float16, k)
     args = [*tiled, row_top, w_NK, n, k, scale_1N, x_MK, q_MK, scale_M1, m, row_blocks]
-    grid = (row_blocks, 1, 64) if few else (plan.columns(k), -(-n // 32) + row_blocks, 64)
+    grid = (plan.columns(k), -(-n // 32) + row_blocks, 64)
     _call(fp4_cuda.E4M3_FILES, macros, _PREPARE_MAIN, [*args, *grid])
     return q_MK, scale_M1, w_NK, scale_1N
 

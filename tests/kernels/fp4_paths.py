@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from tests.kernels.emulation import error_over_bound, random_weight
-from vblackwell.kernels import fp4_chunks, fp4_cuda, layout, nvrtc, reference, w4a8
+from vblackwell.kernels import fp4_cuda, layout, nvrtc, reference, w4a8
 from vblackwell.kernels.fp4_plan import MMA_FILES, WGMMA_FILES, MmaPlan, WgmmaPlan
 
 # Rows, features and columns that are no multiples of what a block takes; K of one window, of fewer windows than groups, of many.
@@ -116,44 +116,6 @@ def check_w4a8(m: int, n: int, k: int, dtype: torch.dtype, plan: fp4_cuda.Prepar
         assert torch.equal(scale_M1, wanted_scale) and torch.equal(q_MK.float(), wanted.float()), "the rows"
 
 
-def check_chunks(m: int, n: int, k: int, dtype: torch.dtype) -> None:
-    """Products of a weight in chunks: those of the whole weight, in a stream of launches and in a graph, forward and dX."""
-    _, tiled = weight("nvfp4", n, k)
-    w_NK = fp4_cuda.run_dequantize(*tiled, n, k, dtype)
-    x_MK, dy_MN = torch.randn(m, k, device="cuda").to(dtype), torch.randn(m, n, device="cuda").to(dtype)
-    bias = torch.randn(n, device="cuda").to(dtype)
-    plan = fp4_chunks.ChunkPlan(3, 8)
-    exact, exact_dx = x_MK.double() @ w_NK.double().t() + bias.double(), dy_MN.double() @ w_NK.double()
-    launch = lambda: (  # noqa: E731
-        fp4_chunks.linear(plan, x_MK, *tiled, bias, n), fp4_chunks.linear_dx(plan, dy_MN, *tiled, n, k),
-    )  # fmt: skip
-    y_MN, dx_MK = launch()
-    # one rounding to a half, of 2^-9 at most, and cuBLAS's own sums
-    assert (y_MN.double() - exact).norm() <= 2**-8 * exact.norm(), "the product"
-    assert (dx_MK.double() - exact_dx).norm() <= 2**-8 * exact_dx.norm(), "dX"
-    for _ in range(REPEATS):
-        again = launch()
-        assert torch.equal(again[0], y_MN) and torch.equal(again[1], dx_MK), "launches do not repeat"
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = [launch() for _ in range(2)]
-    for _ in range(3):
-        graph.replay()
-        assert all(torch.equal(y, y_MN) and torch.equal(dx, dx_MK) for y, dx in outputs), "a graph's replay differs"
-
-
-def check_w4a8_chunks(m: int, n: int, k: int) -> None:
-    """Within one rounding of the same sums, which another cut of the matmul adds in another order; from launch to launch the same."""
-    tiled = tuple(tensor.cuda() for tensor in random_weight("mxfp4", n, k)[1])
-    tiled = (tiled[0], (torch.randint(12, 18, tiled[1].shape, device="cuda") << 3).to(torch.uint8), tiled[2])
-    x_MK = torch.randn(m, k, device="cuda").bfloat16()
-    top = fp4_cuda.row_tops(tiled[1], n, k)
-    whole = w4a8.multiply_rows(*fp4_cuda.run_prepare_e4m3(x_MK, *tiled, top, n, k))
-    made = [fp4_chunks.linear_w4a8(fp4_chunks.ChunkPlan(3, 8), x_MK, *tiled, top, n) for _ in range(REPEATS)]
-    assert (made[0].double() - whole.double()).norm() <= 2**-8 * whole.double().norm(), "in chunks"
-    assert all(torch.equal(made[0], again) for again in made), "launches do not repeat"
-
-
 def main() -> None:
     torch.manual_seed(0)
     print("compiling", flush=True)
@@ -167,12 +129,6 @@ def main() -> None:
     ):
         print(f"w4a8 {m}x{n}x{k} {dtype} {plan}", flush=True)
         check_w4a8(m, n, k, dtype, plan)
-    for (m, n, k), dtype in itertools.product(((1024, 4096, 4096), (300, 1000, 392)), (torch.bfloat16, torch.float16)):
-        print(f"in chunks {m}x{n}x{k} {dtype}", flush=True)
-        check_chunks(m, n, k, dtype)
-    for m, n, k in ((1024, 4096, 4096), (300, 1008, 96)):
-        print(f"w4a8 in chunks {m}x{n}x{k}", flush=True)
-        check_w4a8_chunks(m, n, k)
     print("all paths are right")
 
 

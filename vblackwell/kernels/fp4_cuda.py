@@ -124,61 +124,13 @@ def run_dequantize(
 ) -> Tensor:
     """One launch of ``fp4_dequantize``: the (n, k) weight as bf16, fp16 or fp32."""
     w_NK = torch.empty(n, k, dtype=dtype, device=codes.device)
-    dequantize_into(w_NK, codes, block_scales, tensor_scale)
-    return w_NK
-
-
-@dataclass(frozen=True)
-class DequantizePlan:
-    """How ``fp4_dequantize`` uses the L2; values do not depend on it.
-
-    Attributes:
-        backwards: last rows first, so that the first ones are still there when a product begins with them.
-        passing: codes and scales are the first to leave.
-    """
-
-    backwards: bool = False
-    passing: bool = False
-
-
-DEQUANTIZE = DequantizePlan()
-
-
-def dequantize_macros(
-    dtype: torch.dtype, few_blocks: bool = False, plan: DequantizePlan = DEQUANTIZE
-) -> dict[str, int]:
-    """Of ``fp4_dequantize``. A block of one of ``few_blocks`` is as large as can be."""
+    macros = {"FP16": 0, "OUT": {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}[dtype]}
     warps = 4 if dtype == torch.float32 else 8
-    out = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}[dtype]
-    return {
-        "FP16": 0, "OUT": out, "WARPS": 4 * warps if few_blocks else warps,
-        "BACKWARDS": int(plan.backwards), "PASSING": int(plan.passing),
-    }  # fmt: skip
-
-
-def dequantize_into(
-    w_NK: Tensor,
-    codes: Tensor,
-    block_scales: Tensor,
-    tensor_scale: Tensor,
-    first: int = 0,
-    blocks: int | None = None,
-    plan: DequantizePlan = DEQUANTIZE,
-) -> None:
-    """Columns of a tiled weight to a contiguous ``w_NK``, from tile ``first`` of a band on.
-
-    ``blocks``: no more than so many, each of which has a multiprocessor to itself: for what another kernel leaves free.
-    """
-    n, k = w_NK.shape
-    macros = dequantize_macros(w_NK.dtype, blocks is not None, plan)
-    warps = macros["WARPS"]
-    grid = ceil_div(ceil_div(n, 32) * ceil_div(k, 64), warps)
-    grid = grid if blocks is None else min(grid, blocks)
-    args = (codes, block_scales, tensor_scale, w_NK, n, k, first, codes.shape[1], grid)
+    grid = (ceil_div(ceil_div(k, 64), warps), ceil_div(n, 32), 1)
     shared_bytes = warps * 32 * 64 * w_NK.element_size()
-    kernel(DEQUANTIZE_FILES, "fp4_dequantize", macros, codes.device).launch(
-        (grid, 1, 1), 32 * warps, shared_bytes, args
-    )
+    args = (codes, block_scales, tensor_scale, w_NK, n, k)
+    kernel(DEQUANTIZE_FILES, "fp4_dequantize", macros, codes.device).launch(grid, 32 * warps, shared_bytes, args)
+    return w_NK
 
 
 @dataclass(frozen=True)
@@ -195,9 +147,9 @@ class PreparePlan:
     rows_first: bool = False
     passing: bool = False
 
-    def macros(self, fp16: bool, k: int, few_blocks: bool = False) -> dict[str, int]:
+    def macros(self, fp16: bool, k: int) -> dict[str, int]:
         return {
-            "FP16": 0, "X_FP16": int(fp16), "KEPT": min(8, ceil_div(k, 2048)), "TILES": self.tiles, "FEW": int(few_blocks),
+            "FP16": 0, "X_FP16": int(fp16), "KEPT": min(8, ceil_div(k, 2048)), "TILES": self.tiles,
             "ROWS_FIRST": int(self.rows_first), "PASSING": int(self.passing),
         }  # fmt: skip
 
@@ -218,10 +170,8 @@ def run_prepare_e4m3(
     n: int,
     k: int,
     plan: PreparePlan = PREPARE,
-    w_NK: Tensor | None = None,
-    scale_1N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One launch that makes both operands of an FP8 matmul, the weight's in ``w_NK`` and ``scale_1N`` if given; K is a multiple of 16.
+    """One launch that makes both operands of an FP8 matmul; K is a multiple of 16.
 
     Returns:
         x as E4M3 rows (M, K) and their (M, 1) fp32 scales, as of `w4a8.quantize_rows`; the weight (N, K) as E4M3, each row relative to
@@ -230,34 +180,15 @@ def run_prepare_e4m3(
     x_MK, _ = aligned(x_MK)
     m, device = x_MK.shape[0], x_MK.device
     q_MK = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=device)
-    w_NK = torch.empty(n, k, dtype=torch.float8_e4m3fn, device=device) if w_NK is None else w_NK
+    w_NK = torch.empty(n, k, dtype=torch.float8_e4m3fn, device=device)
     scale_M1 = torch.empty(m, 1, dtype=torch.float32, device=device)
-    scale_1N = torch.empty(1, n, dtype=torch.float32, device=device) if scale_1N is None else scale_1N
+    scale_1N = torch.empty(1, n, dtype=torch.float32, device=device)
     columns = plan.columns(k)
     row_blocks = min(1024, ceil_div(m, columns))
     args = (codes, block_scales, tensor_scale, row_top, w_NK, n, k, scale_1N, x_MK, q_MK, scale_M1, m, row_blocks)
     prepare = kernel(E4M3_FILES, "prepare_e4m3", plan.macros(_flags(x_MK), k), device)
     prepare.launch((columns, ceil_div(n, 32) + row_blocks, 1), 256, 64, args)
     return q_MK, scale_M1, w_NK, scale_1N
-
-
-def e4m3_into(
-    w_NK: Tensor,
-    scale_1N: Tensor,
-    codes: Tensor,
-    block_scales: Tensor,
-    tensor_scale: Tensor,
-    row_top: Tensor,
-    blocks: int,
-    plan: PreparePlan = PREPARE,
-) -> None:
-    """What `run_prepare_e4m3` makes of a weight, by no more than so many ``blocks``, each of which has a multiprocessor to itself."""
-    n, k = w_NK.shape
-    args = (codes, block_scales, tensor_scale, row_top, w_NK, n, k, scale_1N, None, None, None, 0, blocks)
-    # as much shared memory as keeps a second block away
-    kernel(E4M3_FILES, "prepare_e4m3", plan.macros(False, k, True), w_NK.device).launch(
-        (blocks, 1, 1), 1024, 120 * 1024, args
-    )
 
 
 def row_tops(block_scales: Tensor, n: int, k: int) -> Tensor:
