@@ -82,7 +82,7 @@ def prebuild(args: argparse.Namespace) -> None:
     """Compile for sm_90a, in parallel, into the cache, what ``args`` will run."""
     files = {MmaPlan: fp4_plan.MMA_FILES, WgmmaPlan: fp4_plan.WGMMA_FILES}
     jobs = [(fp4_cuda.DEQUANTIZE_FILES, {"FP16": 0, "OUT": out}) for out in range(3)]
-    jobs += [(fp4_cuda.E4M3_FILES, fp4_cuda.PREPARE.macros(False, k)) for _, k in args.shapes]
+    jobs += [(fp4_cuda.E4M3_FILES, fp4_cuda.prepare_macros(False, k)) for _, k in args.shapes]
     for (n, k), m in itertools.product(args.shapes, args.rows):
         for plan in plans_of(m, n, k):
             jobs += [

@@ -134,24 +134,11 @@ def parts(m: int, n: int, k: int, x: torch.Tensor, packed: list[Tiled]) -> dict[
     found["w4a8: weight"] = [functools.partial(one_row, *w, row_top=top) for w, top in zip(packed, tops, strict=True)]
     narrow = random_tiled(32, k)
     top = w4a8.row_tops_for_w4a8(narrow[1], 32, k)
-    found["w4a8: rows"] = LAYERS * [functools.partial(fp4_cuda.run_prepare_e4m3, x, *narrow, row_top=top, n=32, k=k)]
+    rows: Callable[[], object] = functools.partial(fp4_cuda.run_prepare_e4m3, x, *narrow, row_top=top, n=32, k=k)
+    found["w4a8: rows"] = [rows] * LAYERS
     ready = [prepare(*w, row_top=top) for w, top in zip(packed, tops, strict=True)]
     found["w4a8: matmul"] = [functools.partial(w4a8.multiply_rows, *operands) for operands in ready]
-    for plan in PREPARES:
-        found[f"w4a8 {plan}"] = [
-            functools.partial(_w4a8, x, w, top, n, k, plan) for w, top in zip(packed, tops, strict=True)
-        ]
     return found
-
-
-PREPARES = [
-    fp4_cuda.PreparePlan(tiles, rows_first, passing)
-    for tiles, rows_first, passing in itertools.product((1, 2, 4), (False, True), (False, True))
-]
-
-
-def _w4a8(x: torch.Tensor, weight: Tiled, row_top: torch.Tensor, n: int, k: int, plan: fp4_cuda.PreparePlan) -> object:
-    return w4a8.multiply_rows(*fp4_cuda.run_prepare_e4m3(x, *weight, row_top, n, k, plan))
 
 
 def compile_for(plan: Plan) -> None:

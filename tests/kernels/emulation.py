@@ -147,21 +147,15 @@ def dequantize(tiled: tuple[Tensor, Tensor, Tensor], n: int, k: int, dtype: torc
 
 
 def prepare_e4m3(
-    x_MK: Tensor,
-    tiled: tuple[Tensor, Tensor, Tensor],
-    row_top: Tensor,
-    n: int,
-    k: int,
-    row_blocks: int,
-    plan: fp4_cuda.PreparePlan,
+    x_MK: Tensor, tiled: tuple[Tensor, Tensor, Tensor], row_top: Tensor, n: int, k: int, row_blocks: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As ``fp4_cuda.run_prepare_e4m3``, with so many blocks under each other for the rows of x."""
     m, fp8, nan = x_MK.shape[0], torch.float8_e4m3fn, torch.nan
     q_MK, w_NK = torch.full((m, k), nan).to(fp8), torch.full((n, k), nan).to(fp8)
     scale_M1, scale_1N = torch.full((m, 1), nan), torch.full((1, n), nan)
-    macros = plan.macros(x_MK.dtype == torch.float16, k)
+    macros = fp4_cuda.prepare_macros(x_MK.dtype == torch.float16, k)
     args = [*tiled, row_top, w_NK, n, k, scale_1N, x_MK, q_MK, scale_M1, m, row_blocks]
-    grid = (plan.columns(k), -(-n // 32) + row_blocks, 64)
+    grid = (-(-k // 512), -(-n // 32) + row_blocks, 64)
     _call(fp4_cuda.E4M3_FILES, macros, _PREPARE_MAIN, [*args, *grid])
     return q_MK, scale_M1, w_NK, scale_1N
 

@@ -25,8 +25,6 @@ template <class T>
 DEVICE T min(T a, T b) { return b < a ? b : a; }
 DEVICE uint4 load_weights(const u8* p) { uint4 v; memcpy(&v, p, 16); return v; }
 DEVICE u32 load_scales(const u8* p) { u32 v; memcpy(&v, p, 4); return v; }
-DEVICE uint4 load_passing_weights(const u8* p) { return load_weights(p); }
-DEVICE u32 load_passing_scales(const u8* p) { return load_scales(p); }
 DEVICE u32 load_shared_word(u32 at) { u32 v; memcpy(&v, shared_at(thread_block, at, 4), 4); return v; }
 DEVICE uint4 load_shared(u32 at) { uint4 v; memcpy(&v, shared_at(thread_block, at, 16), 16); return v; }
 DEVICE void store_shared(u32 at, uint4 v) { memcpy(shared_at(thread_block, at, 16), &v, 16); }

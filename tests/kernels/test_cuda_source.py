@@ -104,23 +104,15 @@ def test_dequantize_is_the_reference_rounded_once(format, n, k, dtype):
     assert torch.equal(emulation.dequantize(tiled, n, k, dtype), w_NK.to(dtype))
 
 
-@pytest.mark.parametrize(
-    ("plan", "dtype"),
-    [
-        (fp4_cuda.PreparePlan(), torch.float16),
-        (fp4_cuda.PreparePlan(2, True, True), torch.bfloat16),
-        (fp4_cuda.PreparePlan(4), torch.bfloat16),
-    ],
-    ids=str,
-)
-def test_e4m3_weights_are_exact_where_rows_span_14_and_rows_are_rounded_once(plan, dtype):
+@pytest.mark.parametrize("dtype", HALVES)
+def test_e4m3_weights_are_exact_where_rows_span_14_and_rows_are_rounded_once(dtype):
     n, k, m = 40, 544, 5
     codes, scales = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8), torch.randint(100, 115, (n, k // 32))
     tiled = layout.to_tiled(codes, scales.to(torch.uint8), torch.tensor(1.0), "mxfp4", n, k)
     x_MK = (torch.randn(m, k) * torch.logspace(-3, 3, m)[:, None]).to(dtype)
     x_MK[2] = 0
     top = fp4_cuda.row_tops(tiled[1], n, k)
-    q_MK, scale_M1, w8_NK, scale_1N = emulation.prepare_e4m3(x_MK, tiled, top, n, k, 1, plan)
+    q_MK, scale_M1, w8_NK, scale_1N = emulation.prepare_e4m3(x_MK, tiled, top, n, k, 1)
     assert torch.equal(w8_NK.float() * scale_1N.t(), reference.dequantize(*tiled, "mxfp4-tiled", n, k))
     wanted, wanted_scale = w4a8.quantize_rows(x_MK)
     assert torch.equal(scale_M1, wanted_scale) and torch.equal(q_MK.float(), wanted.float())

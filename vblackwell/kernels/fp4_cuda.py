@@ -133,43 +133,13 @@ def run_dequantize(
     return w_NK
 
 
-@dataclass(frozen=True)
-class PreparePlan:
-    """How ``prepare_e4m3`` covers a shape; values do not depend on it.
-
-    Attributes:
-        tiles: neighbouring tiles of a warp.
-        rows_first: blocks that round rows of x come before those that decode.
-        passing: codes and scales are the first to leave the L2.
-    """
-
-    tiles: int = 1
-    rows_first: bool = False
-    passing: bool = False
-
-    def macros(self, fp16: bool, k: int) -> dict[str, int]:
-        return {
-            "FP16": 0, "X_FP16": int(fp16), "KEPT": min(8, ceil_div(k, 2048)), "TILES": self.tiles,
-            "ROWS_FIRST": int(self.rows_first), "PASSING": int(self.passing),
-        }  # fmt: skip
-
-    def columns(self, k: int) -> int:
-        """Of blocks."""
-        return ceil_div(ceil_div(k, 64), 8 * self.tiles)
-
-
-PREPARE = PreparePlan()
+def prepare_macros(fp16: bool, k: int) -> dict[str, int]:
+    """Of ``prepare_e4m3`` for rows of ``k`` columns, ``fp16`` or bf16."""
+    return {"FP16": 0, "X_FP16": int(fp16), "KEPT": min(8, ceil_div(k, 2048))}
 
 
 def run_prepare_e4m3(
-    x_MK: Tensor,
-    codes: Tensor,
-    block_scales: Tensor,
-    tensor_scale: Tensor,
-    row_top: Tensor,
-    n: int,
-    k: int,
-    plan: PreparePlan = PREPARE,
+    x_MK: Tensor, codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, row_top: Tensor, n: int, k: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One launch that makes both operands of an FP8 matmul; K is a multiple of 16.
 
@@ -183,10 +153,10 @@ def run_prepare_e4m3(
     w_NK = torch.empty(n, k, dtype=torch.float8_e4m3fn, device=device)
     scale_M1 = torch.empty(m, 1, dtype=torch.float32, device=device)
     scale_1N = torch.empty(1, n, dtype=torch.float32, device=device)
-    columns = plan.columns(k)
+    columns = ceil_div(ceil_div(k, 64), 8)  # of blocks
     row_blocks = min(1024, ceil_div(m, columns))
     args = (codes, block_scales, tensor_scale, row_top, w_NK, n, k, scale_1N, x_MK, q_MK, scale_M1, m, row_blocks)
-    prepare = kernel(E4M3_FILES, "prepare_e4m3", plan.macros(_flags(x_MK), k), device)
+    prepare = kernel(E4M3_FILES, "prepare_e4m3", prepare_macros(_flags(x_MK), k), device)
     prepare.launch((columns, ceil_div(n, 32) + row_blocks, 1), 256, 64, args)
     return q_MK, scale_M1, w_NK, scale_1N
 

@@ -19,23 +19,6 @@ DEVICE u32 load_scales(const u8* p) {
     asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
-// The same for what nobody reads again soon: it is the first to leave the L2, where results may stay instead.
-DEVICE u64 passing() {
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-DEVICE uint4 load_passing_weights(const u8* p) {
-    uint4 v;
-    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "l"(passing()));
-    return v;
-}
-DEVICE u32 load_passing_scales(const u8* p) {
-    u32 v;
-    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.u32 %0, [%1], %2;" : "=r"(v) : "l"(p), "l"(passing()));
-    return v;
-}
 DEVICE u32 load_shared_word(u32 address) {
     u32 v;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
