@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 
 from vblackwell.memory.slab import map_slab
-from vblackwell.offload.update_loop import MasterLoop
+from vblackwell.offload.update_loop import LEAST_PART, TURNS, MasterLoop, num_threads
 from vblackwell.units import MiB
 
 STATE_BYTES, PASS_BYTES = 10, 4  # split bf16 masters, every weight loaded twice
@@ -29,7 +29,7 @@ LINK_USE, OVERLAP = 0.9, 0.95
 # What copies leave of an update that was measured alone: 1.9 of 2.65 G parameters/s on the reference machine (docs/log-offload.md).
 BESIDE_COPIES = 0.7
 LEAST_SHARE = 0.02  # less is not worth a thread
-CPU_ELEMENTS = 16 << 20  # 256 MiB of states: more than most caches
+CPU_ELEMENTS = 16 << 20  # at least, 224 MiB of states: more than most caches
 LINK_BYTES, COPIES = 64 * MiB, 4
 TOGETHER_SECONDS = 0.15  # a dozen updates on the reference machine
 LOOKS = 3
@@ -56,17 +56,23 @@ def cpu_rate() -> float:
         began = time.perf_counter()
         update()
         times.append(time.perf_counter() - began)
-    return CPU_ELEMENTS / min(times[1:])  # the first makes threads, and scratch
+    return update_elements() / min(times[1:])  # the first makes threads, and scratch
+
+
+def update_elements() -> int:
+    """Parameters of a measured update: so many that each of the runtime's threads has its turns of full parts, as of a large group.
+
+    16 Mi parameters are 16 parts, which 13 threads take in two rounds, the second for three of them: 1.4 G parameters/s beside copies,
+    aand so a plan that gave the CPU a fifth of AdamW, where steps that gave it two fifths were the faster, as 2.2 foretells.
+    """
+    return max(CPU_ELEMENTS, num_threads() * TURNS * LEAST_PART)
 
 
 def an_update() -> Callable[[], None]:
-    """AdamW of `CPU_ELEMENTS` parameters at home, whose compute weights are bf16, in memory as a level's.
-
-    A level lies in huge pages. In pages of 4 KiB, which a tensor of torch's gets, the same update waits for translations: a plan by such
-    a rate, 1.3 G parameters/s, gave the CPU a fifth of AdamW where steps that gave it two fifths were the faster, and ran at 2.2.
-    """
-    slab, sizes = map_slab(14 * CPU_ELEMENTS), [4 * CPU_ELEMENTS] * 3 + [2 * CPU_ELEMENTS]
-    master, exp_avg, exp_avg_sq, weight = slab[: 14 * CPU_ELEMENTS].split(sizes)
+    """AdamW of `update_elements` parameters at home, whose compute weights are bf16, in memory as a level's."""
+    count = update_elements()
+    slab = map_slab(14 * count)
+    master, exp_avg, exp_avg_sq, weight = slab[: 14 * count].split([4 * count] * 3 + [2 * count])
     states = [each.view(torch.float32) for each in (master, exp_avg, exp_avg_sq)]
     bf16, step, loop = weight.view(torch.bfloat16), torch.zeros(()), MasterLoop()
     numbers = {"lr": 0.0, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0}
@@ -115,7 +121,7 @@ class TogetherLooks:
         while not all(each.query() for each in done):
             self._update()
             updates += 1
-        cpu = updates * CPU_ELEMENTS / (time.perf_counter() - began)
+        cpu = updates * update_elements() / (time.perf_counter() - began)
         self._looks.append((cpu, self._copies.rate_after(done)))
 
     @property
