@@ -63,7 +63,7 @@ def update_elements() -> int:
     """Parameters of a measured update: so many that each of the runtime's threads has its turns of full parts, as of a large group.
 
     16 Mi parameters are 16 parts, which 13 threads take in two rounds, the second for three of them: 1.4 G parameters/s beside copies,
-    aand so a plan that gave the CPU a fifth of AdamW, where steps that gave it two fifths were the faster, as 2.2 foretells.
+    and so a plan that gave the CPU a fifth of AdamW, where steps that gave it two fifths were the faster, as 2.2 foretells.
     """
     return max(CPU_ELEMENTS, num_threads() * TURNS * LEAST_PART)
 
