@@ -265,7 +265,7 @@ def test_sizes_may_be_symbols():
 
 @pytest.mark.parametrize("kind", ["none", "boolean", "additive"])
 def test_hoppers_own_forward_runs_on_hopper_alone(kind):
-    for head, width in ((32, 64), (64, 64), (80, 128), (128, 128)):
+    for head, width in ((32, 32), (33, 64), (64, 64), (80, 128), (128, 128)):
         wanted = (kind, width) in attention_plan.SPECIALIZED_BY_DEFAULT
         expected = attention_plan.SPECIALIZED[width] if wanted else None
         assert attention_plan.specialized_plan(head, 2, (9, 0), kind) == expected

@@ -109,7 +109,7 @@ SPECIALIZED = {
     128: AttentionPlan(128, 128, 4, 2, True, 168, True),
     256: AttentionPlan(128, 64, 4, 2, True, 168, True),
 }
-# (Kind of mask, padded head, at least 64) for which it runs, a line each, to be taken out where another forward is faster. All kinds
+# (Kind of mask, padded head) for which it runs, a line each, to be taken out where another forward is faster. All kinds
 # were compared with float64 on an H200 at heads 32 to 256; those listed were timed there too (docs/log-attention.md).
 SPECIALIZED_BY_DEFAULT: frozenset[tuple[str, int]] = frozenset({
     ("none", 64),
@@ -137,7 +137,7 @@ def plan_for(kernel: str, head: int, itemsize: int, shared_bytes: int, kind: str
 
 def specialized_plan(head: int, itemsize: int, capability: tuple[int, int], kind: str = "none") -> AttentionPlan | None:
     """The plan of attention_hopper.py's forward for a kind of mask; None where it does not run."""
-    width = max(64, padded_head(head))
+    width = padded_head(head)  # narrower heads than 64 it would pad further than the Triton forward does
     if (kind, width) not in SPECIALIZED_BY_DEFAULT or capability != (9, 0) or itemsize != 2:
         return None
     return SPECIALIZED[width]
