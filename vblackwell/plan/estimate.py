@@ -91,10 +91,11 @@ def _runs(trace: Trace) -> list[Trace]:
 
 
 def estimate_trace(trace: Trace, capability: tuple[int, int] = (8, 0), expandable: bool = False) -> MemoryEstimate:
-    """The peaks of ``trace`` on a GPU without a limit."""
-    found = replay(trace, None, expandable)
-    most = max([found.peak_reserved, *(replay(each, None, expandable).peak_reserved for each in _runs(trace)[1:])])
-    split = _split_at(trace, found)
+    """The peaks of ``trace`` on a GPU without a limit: of every run but a machine's first, which P99 holds for too."""
+    runs = _runs(trace)
+    replays = [replay(each, None, expandable) for each in runs]
+    found, most = replays[-1], max(each.peak_reserved for each in replays)
+    split = _split_at(runs[-1], found)
     context = context_bytes(capability)
     peak = found.peak_reserved + context
     state = trace.total("weights") + _in_full(trace, "gradients") + _in_full(trace, "optimizer")
