@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 from estimate_cases import FAMILIES, Case, boundary_cases, draw
-from estimate_measure import boundary, measure
+from estimate_measure import boundary, measure, time_twice
 from estimate_models import build
 from estimate_pool import Pool, Task, cuda_in_a_fork, rates_here
 from estimate_predict import predict_without_gpu
@@ -293,6 +293,9 @@ def do_measure(args: argparse.Namespace, predicted: dict[str, Any], path: Path) 
         Pool(1, deadline, args.case_limit, start=args.start).run(alone, tell_and_keep, found)
         # Boundaries take longest, so they start among the first.
         Pool(args.jobs, deadline, args.case_limit, shared, args.start).run([*limited, *tasks], tell_and_keep, found)
+        again = Pool(1, deadline, args.case_limit, start=args.start).run(alone, tell, {})
+        for name, each in again.items():
+            time_twice(found[name], each)
     except (Stopped, KeyboardInterrupt):
         tell("stopped: what follows is what there is")
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # files and tables take a second or two

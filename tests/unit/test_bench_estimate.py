@@ -168,3 +168,11 @@ def test_a_case_without_an_answer_is_told_and_a_floor_that_nothing_measures_is_n
     assert told[1:] == [
         "allocated: floor met, of 1 cases", "reserved + context: NOT MEASURED", "step time: FLOOR MISSED, of 1 cases",
     ]  # fmt: skip
+
+
+def test_a_step_is_timed_twice(part):
+    first = {"step_seconds": 0.02, "issue_seconds": 20e-6, "reserved": 1}
+    part("measure").time_twice(first, {"step_seconds": 0.03, "issue_seconds": 30e-6, "reserved": 2})
+    assert first == pytest.approx({"step_seconds": 0.025, "issue_seconds": 25e-6, "reserved": 1})
+    part("measure").time_twice(first, {"error": "not run: out of time"})
+    assert first["step_seconds"] == pytest.approx(0.025)
