@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from attention_plans import PROCESSES, leaves_of, plan_of, say
+from attention_report import WORST
 from graph_timing import Replay, graph_of, turns_us
 from torch import Tensor
 
@@ -30,8 +31,6 @@ from vblackwell.kernels.attention_plan import SPECIALIZED, AttentionPlan, padded
 from vblackwell.nn.attention_backends import BACKENDS, Variant
 
 Fields = tuple[int, ...]
-# Relative error of an output that is still right: bf16 rounds to 2^-9, and a sum of rounded probabilities comes to 2.3e-3.
-WORST = 5e-3
 # In the order of their worth: a run may be cut short.
 CASES = (
     "additive S=4k", "boolean random S=4k", "boolean padding S=4k", "boolean documents S=8k", "causal 128 S=8k", "causal 64 S=8k",

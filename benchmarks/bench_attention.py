@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import csv
 import multiprocessing
 import sys
 import time
@@ -25,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch._dynamo
 from attention_plans import PROCESSES, STARTED, leaves_of, say, sweep, time_us
+from attention_report import TIMES, Rows, append, goals, has_mask, ratios, runnable
 from graph_timing import alternating_us, median_us
 from torch import Tensor
 
@@ -33,17 +33,6 @@ from vblackwell.kernels.autotune import machine, write_entries
 from vblackwell.nn import attention_backends as dispatcher
 from vblackwell.nn import attention_times
 from vblackwell.nn.attention_backends import BACKENDS, Variant
-
-Rows = list[dict[str, Any]]
-TIMES = ("forward_us", "backward_us", "both_us")
-# floors and aims of forward and backward, by kind of case
-GOALS = {
-    "causal 128": ((1.15, 1.5), (0.8, 1.0)),
-    "causal 64": ((1.0, 1.3), (0.8, 1.0)),
-    "mask": ((1.2, 2.0), (1.0, 1.5)),
-}
-# Relative error of an output that is still right: bf16 rounds to 2^-9, and a sum of rounded probabilities comes to 2.3e-3.
-WORST = 5e-3
 
 
 def documents(length: int, count: int) -> Tensor:
@@ -238,6 +227,7 @@ def bench_case(name: str, case: dict[str, Any], quick: bool, path: Path | None, 
             "case": name, "system": system, "forward_us": forward, "backward_us": backward, "both_us": both, "extra_mb": extra,
             "forward_tflops": work / forward / 1e6, "backward_tflops": 2.5 * work / backward / 1e6,
             "chosen": dispatcher.choose_attention(request) if system == "dispatcher" else "",
+            "chosen_forward": dispatcher.choose_attention(request._replace(gradient=False)) if system == "dispatcher" else "",
             "over_forward": "", "over_backward": "", "over_both": "",
             "error": head_error(leaves, variant) if system == "triton" else "",
         })  # fmt: skip
@@ -268,70 +258,9 @@ def keep_times(
             attention_plan.store(device, table)
 
 
-def has_mask(name: str) -> bool:
-    """Whether the case of this name reads a mask."""
-    return name.startswith(("boolean", "additive"))
-
-
-def runnable(systems: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """A case's rows of what the dispatcher could run: FlexAttention with its block mask made anew where there is a mask."""
-    found = {name: row for name, row in systems.items() if name in BACKENDS}
-    if any(has_mask(row["case"]) for row in systems.values()):
-        found.pop("flex", None)
-        found |= {"flex": systems["flex+mask"]} if "flex+mask" in systems else {}
-    return found
-
-
 def print_row(row: dict[str, Any]) -> None:
     words = "  ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items() if v != "")
     say(words)
-
-
-def by_case(rows: Rows) -> dict[str, dict[str, dict[str, Any]]]:
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        found.setdefault(row["case"], {})[row["system"]] = row
-    return found
-
-
-def ratios(rows: Rows) -> list[str]:
-    """How many times as long every other system takes as the own kernel."""
-    lines = [f"{'case':26} {'own over':16} {'forward':>8} {'backward':>8}"]
-    for name, systems in by_case(rows).items():
-        own = systems["triton"]
-        for other in (n for n in systems if n not in ("triton", "dispatcher")):
-            values = [systems[other][key] / own[key] for key in ("forward_us", "backward_us")]
-            lines.append(f"{name:26} {other:16} {values[0]:8.2f} {values[1]:8.2f}")
-    return lines
-
-
-def goals(rows: Rows) -> list[str]:
-    """A line a floor: its value, and whether it and the aim are met."""
-    lines = [f"{'ours':66} {'value':>7}   floor / aim"]
-
-    def line(words: str, value: float, floor: float, aim: float) -> None:
-        said = "aim met" if value >= aim else "floor met" if value >= floor else "MISSED"
-        lines.append(f"{words:66} {value:7.3f}   {floor:g} / {aim:g}  {said}")
-
-    for name, systems in by_case(rows).items():
-        own, chosen, known = systems["triton"], systems["dispatcher"], runnable(systems)
-        said = "right" if own["error"] <= WORST else "WRONG"  # as NaN is
-        lines.append(f"{f'{name}: error of a head of the own forward':66} {own['error']:7.1e}   {WORST:g}  {said}")
-        goal = next((g for kind, g in GOALS.items() if name.startswith(kind)), None)
-        masked = has_mask(name)
-        others = (
-            [n for n in systems if n in ("efficient", "flex")] if masked else [n for n in ("flash",) if n in systems]
-        )
-        for index, key in enumerate(TIMES):
-            where = f"{name}: {key.removesuffix('_us')}"
-            if (goal or masked) and others and key != "both_us":
-                best = min(others, key=lambda other: systems[other][key])
-                given = ", block mask given" if best == "flex" else ""
-                line(f"{where}, own over {best}{given}", systems[best][key] / own[key], *(goal or GOALS["mask"])[index])
-            best = min(known, key=lambda other: known[other][key])
-            words = f"{where}, dispatcher ({chosen['chosen']}) over the best ({best})"
-            line(words, chosen["over_" + key.removesuffix("_us")], 0.98, 1.0)
-    return lines
 
 
 def memory_line() -> str:
@@ -452,19 +381,6 @@ def main() -> None:
         if arguments.out is not None:
             append(arguments.out, rows)
     print("\n".join(lines))
-
-
-def append(path: Path, rows: Rows) -> None:
-    where = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-    fields = [*where, *rows[0]]
-    fresh = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, fields)
-        if fresh:
-            writer.writeheader()
-        writer.writerows(
-            {**where, **{k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}} for row in rows
-        )
 
 
 if __name__ == "__main__":

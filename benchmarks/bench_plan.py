@@ -161,17 +161,20 @@ class Bench:
         enable_vgpu_stack_optimization(model, self.stack, compute_dtype=self.dtype, initialize=self._fill, **placing)
         engine = offload_of(model)
         assert engine is not None, "the model was just put into a stack"
+        may_close = True
         try:
             yield model.train()
+            engine.finish()
         except (Stopped, KeyboardInterrupt):
-            raise  # somewhere in a step, where nothing can be closed; no placement follows
+            may_close = False  # it is somewhere in a step, and no placement follows
+            raise
         except BaseException:
             with suppress(Exception):  # of a step that was cut off; what went wrong is on its way already
                 engine.finish()
-            engine.close()  # or the stack refuses every placement that follows
             raise
-        engine.finish()
-        engine.close()
+        finally:
+            if may_close:
+                engine.close()  # or the stack refuses every placement that follows
         del model, engine
         gc.collect()
 

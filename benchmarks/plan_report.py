@@ -108,7 +108,7 @@ def verdict_lines(rows: list[Row]) -> list[str]:
         f"{len(measured)} (floor 12 % / 30 %); more reserved than P99: {over}"
     ]
     chosen, best = _seconds(own), min(_seconds([row]) for row in others)
-    if any(row.again for row in rows):  # runs in turns alone are compared
+    if own[0].again and any(row.again for row in others):  # runs in turns alone are compared
         chosen = statistics.median(own[0].again)
         best = min(statistics.median(row.again) for row in others if row.again)
         lines += [

@@ -78,6 +78,8 @@ def test_a_placement_that_fails_in_a_step_leaves_the_stack_to_the_next(monkeypat
 
 def test_runs_in_turns_decide_where_there_are_some():
     rows = [row(1.0, is_plan=True), row(0.9), row(0.95)]
+    rows[0].again = [1.3]
+    assert "+11.1%" in bench_plan.report(rows)[-1]  # stopped before any other's turn: by what was measured first
     rows[0].again, rows[1].again = [1.0, 1.02], [1.0, 1.0]
     assert "+1.0%" in bench_plan.report(rows)[-1]
 
