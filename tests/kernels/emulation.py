@@ -155,7 +155,7 @@ def prepare_e4m3(
     scale_M1, scale_1N = torch.full((m, 1), nan), torch.full((1, n), nan)
     macros = fp4_cuda.prepare_macros(x_MK.dtype == torch.float16, k)
     args = [*tiled, row_top, w_NK, n, k, scale_1N, x_MK, q_MK, scale_M1, m, row_blocks]
-    grid = (-(-k // 512), -(-n // 32) + row_blocks, 64)
+    grid = (-(-k // 512), -(-n // 32) + row_blocks, fp4_cuda.PREPARE_SHARED_BYTES)
     _call(fp4_cuda.E4M3_FILES, macros, _PREPARE_MAIN, [*args, *grid])
     return q_MK, scale_M1, w_NK, scale_1N
 

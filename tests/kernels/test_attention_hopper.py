@@ -99,18 +99,17 @@ def test_lengths(causal, head):
             check((2, 4, 2, queries, keys, head), causal=True, bottom_right=True)
 
 
-@pytest.mark.parametrize("kind", ["none", "boolean", "additive"])
-def test_gradients_by_default(kind):
-    """Forward as it is chosen, which is this one if it is on, and a backward that takes its log-sum-exps."""
+@pytest.mark.parametrize(("kind", "head"), sorted(SPECIALIZED_BY_DEFAULT))
+def test_gradients_by_default(kind, head):
+    """Forward as it is chosen, which is this one, and a backward that takes its log-sum-exps."""
     from vblackwell.kernels import attention_launch
 
-    shape = (2, 4, 4, 512, 512, 128)
+    shape = (2, 4, 4, 512, 512, head)
     mask = None if kind == "none" else mask_of(kind, 1, 4, 512, 512)
-    if (kind, 128) in SPECIALIZED_BY_DEFAULT:
-        tensors = inputs(*shape, dtype=torch.bfloat16)
-        usual = flash_attention(*tensors, mask=mask, causal=mask is None)
-        with attention_launch.use_plans(forward=SPECIALIZED[128]):
-            assert torch.equal(flash_attention(*tensors, mask=mask, causal=mask is None), usual)
+    tensors = inputs(*shape, dtype=torch.bfloat16)
+    usual = flash_attention(*tensors, mask=mask, causal=mask is None)
+    with attention_launch.use_plans(forward=SPECIALIZED[head]):
+        assert torch.equal(flash_attention(*tensors, mask=mask, causal=mask is None), usual)
     options: dict[str, Any] = {"causal": True} if mask is None else {"mask": mask}
     # Saying ``bottom_right`` has ours compared with attention written out, which gives zeros where a row sees nothing.
     compare(shape, **options, bottom_right=False)

@@ -1,4 +1,4 @@
-"""Forward kernel of attention.py for Hopper: specialised warps, in Gluon; without masks, or with a boolean or a 16-bit additive one.
+"""Forward kernel of attention.py for Hopper, in Gluon: specialised warps, any bounds, boolean and 16-bit additive masks.
 
 One warp brings tiles of keys, values and of an additive mask through the copy engine into rings of shared memory; two groups of four
 warps, each with 64 queries, compute. While one group is at its exponentials the other has the tensor cores (Shah et al.,

@@ -20,6 +20,7 @@ from vblackwell.kernels.reference import ACTIVATIONS
 
 DEQUANTIZE_FILES = ("ptx.cuh", "decode.cuh", "fp4_dequantize.cu")
 E4M3_FILES = ("ptx.cuh", "decode.cuh", "round_row.cuh", "fp4_e4m3.cu")
+PREPARE_SHARED_BYTES = 64  # of a block that rounds rows: two fp32 from each of its 8 warps
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +158,7 @@ def run_prepare_e4m3(
     row_blocks = min(1024, ceil_div(m, columns))
     args = (codes, block_scales, tensor_scale, row_top, w_NK, n, k, scale_1N, x_MK, q_MK, scale_M1, m, row_blocks)
     prepare = kernel(E4M3_FILES, "prepare_e4m3", prepare_macros(_flags(x_MK), k), device)
-    prepare.launch((columns, ceil_div(n, 32) + row_blocks, 1), 256, 64, args)
+    prepare.launch((columns, ceil_div(n, 32) + row_blocks, 1), 256, PREPARE_SHARED_BYTES, args)
     return q_MK, scale_M1, w_NK, scale_1N
 
 

@@ -1,7 +1,7 @@
 """Blocks that were timed fastest on an H200 for shapes of common models, where `fp4_plan`'s rules choose others.
 
 Keys are (rows of x rounded up to a power of two, N, K). Like the rules they depend on the shape alone, so the order of additions does, too.
-From benchmarks/fp4_plans.py, 2026-11-22 (benchmarks/results/fp4-h200-plans-2.csv and -3.csv); the rules alone are at most 6.6 % behind.
+From benchmarks/fp4_plans.py, 2026-11-22 (benchmarks/results/fp4-h200-plans-2.csv to -4.csv); the rules alone are at most 6.6 % behind.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 // Both operands of an FP8 matmul in one launch: a tiled mxfp4 weight as row-major E4M3, each row relative to its largest scale, exact where the
-// row spans no more than 2^14, and rows of x (fp16 with X_FP16; KEPT is how much of one a thread keeps) rounded to E4M3.
+// row spans no more than 2^14 (others are refused before: `row_tops_for_w4a8`), and rows of x (fp16 with X_FP16; KEPT is how much of one a thread keeps) rounded to E4M3.
 //
 // A lane's 16 columns of a row are one vector of 16 bytes, and the four lanes of a quad are neighbours: results leave from registers. A warp
 // takes a tile of 32 rows by 64 columns, a block WARPS neighbouring ones. bf16 arithmetic makes the bytes: E4M3's exponent and mantissa are
