@@ -14,6 +14,7 @@ from vblackwell.offload.departure import GroupGradient
 from vblackwell.offload.groups import Group, Slot
 from vblackwell.offload.home import Homes
 from vblackwell.offload.norms import gradient_norm
+from vblackwell.offload.sum_loop import SumLoop
 
 LONGEST_WIDENED = 1 << 24  # elements: 64 MiB
 
@@ -30,6 +31,7 @@ class GradientsAtHome:
         self._homes = homes
         self._state = states
         self._wide = torch.empty(0)
+        self._sums = SumLoop()
 
     def land(self, group: Group, slots: list[Slot], transfer: Transfer, kind: str) -> None:
         """A group's first gradient arrives in its range of ``kind``."""
@@ -49,17 +51,9 @@ class GradientsAtHome:
         for transfer in before:
             transfer.wait()
         state = self._state[group.index]
-        self._widen(group)
         fresh = incoming.view()
         assert fresh is not None
-        summed = self._homes.open(group, state.kind)
-        for slot in slots:
-            target = slot.flat_fp32(summed) if state.kind == "accumulated" else slot.flat(summed)
-            if slot in state.landed:
-                target.add_(slot.flat(fresh))
-            else:
-                target.copy_(slot.flat(fresh))
-        self._homes.close_range(group, state.kind, summed, store=True)
+        self._sum(group, {slot: slot.flat(fresh) for slot in slots})
         if owned:
             self._homes.give(incoming)
         state.landed.update(dict.fromkeys(slots))
@@ -95,16 +89,31 @@ class GradientsAtHome:
 
     def _widen(self, group: Group) -> None:
         """Move a narrow gradient to the fp32 range, where sums are kept."""
-        state = self._state[group.index]
-        if state.kind == "accumulated" or is_fp32(group):
-            return
-        narrow = self._homes.open(group, "gradient")
-        wide = self._homes.open(group, "accumulated", load=False)
-        for slot in state.landed:
-            slot.flat_fp32(wide).copy_(slot.flat(narrow))
-        self._homes.close_range(group, "accumulated", wide, store=True)
-        self._homes.close_range(group, "gradient", narrow, store=False)
-        state.kind = "accumulated"
+        if self._is_narrow(group):
+            self._sum(group, {})
+
+    def _is_narrow(self, group: Group) -> bool:
+        """Whether what is at home has to move before it can be a sum."""
+        return self._state[group.index].kind != "accumulated" and not is_fp32(group)
+
+    def _sum(self, group: Group, fresh: dict[Slot, torch.Tensor]) -> None:
+        """Add ``fresh`` to what is at home, in one pass; a narrow gradient moves to the fp32 range with it."""
+        state, moves = self._state[group.index], self._is_narrow(group)
+        narrow = self._homes.open(group, "gradient") if moves else None
+        kind = "accumulated" if moves else state.kind
+        summed = self._homes.open(group, kind, load=narrow is None)
+        for slot in state.landed | dict.fromkeys(fresh):
+            target = slot.flat_fp32(summed) if kind == "accumulated" else slot.flat(summed)
+            addend = fresh.get(slot)
+            if slot not in state.landed:
+                self._sums.add(target, addend, None)
+            elif narrow is not None or addend is not None:
+                self._sums.add(target, None if narrow is None else slot.flat(narrow), addend)
+        self._sums.run()
+        self._homes.close_range(group, kind, summed, store=True)
+        if narrow is not None:
+            self._homes.close_range(group, "gradient", narrow, store=False)
+        state.kind = kind
 
     def measure(self, group: Group) -> None:
         """Take the norms that are missing (worker thread)."""

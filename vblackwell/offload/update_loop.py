@@ -78,19 +78,24 @@ def _loop(
 @cache
 def compiled_loop() -> Callable[..., Any]:
     """The loop as TorchScript, or as it is, with a warning, where there is none."""
+    return compiled(_loop)
+
+
+def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
+    """``loop`` as TorchScript, or as it is, with a warning, where there is none."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # known: see above
             warnings.simplefilter("ignore", FutureWarning)
-            return torch.jit.script(_loop)
+            return torch.jit.script(loop)
     except Exception as error:  # whatever a later torch has against it: the function itself does the same
         said = " ".join(str(error).split())[:200]
         warnings.warn(
             f"this torch does not compile the CPU's update ({type(error).__name__}: {said}): its threads will wait for each other",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
-        return _loop
+        return loop
 
 
 _one_at_a_time = threading.Lock()
@@ -126,7 +131,7 @@ if hasattr(os, "register_at_fork"):  # a child has the pool's tasks and none of 
     os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
-class _Scratch(threading.local):
+class Scratch(threading.local):
     """What a thread works in. Made once: memory that is new at every step costs a page fault every 4 KiB."""
 
     def __init__(self) -> None:
@@ -137,12 +142,13 @@ class _Scratch(threading.local):
         self.boxes: list[list[torch.Tensor]] = [[self.wide] for _ in range(5)]
 
 
-# A stretch of one parameter: master, its bits, the weight's bits, gradient, exp_avg, exp_avg_sq; factor, step, numbers.
-_Stretch = tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, list[float]]
+# A stretch of one parameter: tensors that are cut alike (master, its bits, the weight's bits, gradient, exp_avg, exp_avg_sq); factor, step,
+# numbers.
+Stretch = tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, list[float]]
 
 
 @torch.no_grad()
-def _update(stretches: list[_Stretch], own: _Scratch) -> None:
+def _update(stretches: list[Stretch], own: Scratch) -> None:
     tensors, factors, steps, numbers = map(list, zip(*stretches, strict=True))
     columns = map(list, zip(*tensors, strict=True))
     compiled_loop()(*columns, factors, steps, numbers, own.half, own.wide, own.bits, own.high_bits, *own.boxes)
@@ -152,9 +158,8 @@ class MasterLoop:
     """Updates parameters with whole masters. For one thread, in which `run` returns when all is done."""
 
     def __init__(self) -> None:
-        self._added: list[_Stretch] = []
-        self._parts: deque[list[_Stretch]] = deque()
-        self._scratch = _Scratch()
+        self._added: list[Stretch] = []
+        self._scratch = Scratch()
 
     def add(
         self, master: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor, exp_avg: torch.Tensor,
@@ -183,36 +188,48 @@ class MasterLoop:
             BaseException: what an operation raised, or an interrupt, when no thread is at work any more; some parameters are then updated
                 and others not.
         """
-        tasks: list[Future[None]] = []
         try:
-            total = sum(tensors[0].numel() for tensors, *_ in self._added)
-            if total == 0:
-                return
-            pool, count = _pool()
             compiled_loop()  # once, before threads ask for it together
-            self._parts.extend(_share_out(self._added, max(LEAST_PART, -(-total // (TURNS * count)))))
-            for _ in range(min(count, len(self._parts))):
-                tasks.append(pool.submit(self._take_all))
-            errors = [error for task in tasks if (error := task.exception()) is not None]
-            if errors:
-                raise errors[0]
+            run_parts(self._added, lambda part: _update(part, self._scratch))
         finally:
-            self._parts.clear()
-            wait(tasks)
             self._added.clear()
 
-    def _take_all(self) -> None:
+
+def run_parts(stretches: list[Stretch], work: Callable[[list[Stretch]], None]) -> None:
+    """Do ``work`` on all of ``stretches``, in parts, by the threads of the process; each takes the next when it is done.
+
+    Raises:
+        BaseException: what ``work`` raised, or an interrupt, when no thread is at work any more; some parts are then done and others not.
+    """
+    total = sum(tensors[0].numel() for tensors, *_ in stretches)
+    if total == 0:
+        return
+    pool, count = _pool()
+    parts = deque(_share_out(stretches, max(LEAST_PART, -(-total // (TURNS * count)))))
+
+    def take_all() -> None:
         while True:
             try:
-                part = self._parts.popleft()
+                part = parts.popleft()
             except IndexError:
                 return
-            _update(part, self._scratch)
+            work(part)
+
+    tasks: list[Future[None]] = []
+    try:
+        for _ in range(min(count, len(parts))):
+            tasks.append(pool.submit(take_all))
+        errors = [error for task in tasks if (error := task.exception()) is not None]
+        if errors:
+            raise errors[0]
+    finally:
+        parts.clear()
+        wait(tasks)
 
 
-def _share_out(stretches: list[_Stretch], wanted: int) -> list[list[_Stretch]]:
+def _share_out(stretches: list[Stretch], wanted: int) -> list[list[Stretch]]:
     """``stretches`` in parts of about ``wanted`` elements, cut only where a whole chunk ends."""
-    parts: list[list[_Stretch]] = [[]]
+    parts: list[list[Stretch]] = [[]]
     room = wanted
     for tensors, factor, step, numbers in stretches:
         total, start = len(tensors[0]), 0

@@ -95,8 +95,8 @@ def gradient_traffic(
     """Bytes a step that are (read, written) where so many of the gradients, and of their fp32 sums, are on the disk.
 
     RAM is full before states spill, and gradients come after weights. Each micro-batch's gradient is written as it leaves. A wide one is
-    itself the sum: the next is added to it and it is written again. Of narrower ones the first alone is read, and the sum is read and
-    written with every micro-batch. All as the runtime was seen to do it (`tests/unit/test_forecast.py`).
+    itself the sum: the next is added to it and it is written again. Of narrower ones the first alone is read, and the sum is written with
+    every later micro-batch and read behind each. All as the runtime was seen to do it (`tests/unit/test_forecast.py`).
 
     Args:
         is_wide: gradients are fp32. norms: one more pass takes norms at home.
@@ -105,7 +105,7 @@ def gradient_traffic(
     again = norms * (sums if several and not is_wide else gradients)
     if is_wide:
         return micro_batches * gradients + again, (2 * micro_batches - 1) * gradients
-    added = micro_batches * sums if several else 0
+    added = (micro_batches - 1) * sums
     return gradients + added + again, micro_batches * gradients + added
 
 
