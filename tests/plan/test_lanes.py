@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from vblackwell.offload.update_rates import BESIDE_COPIES, share_for
-from vblackwell.plan.lanes import GroupWork, LanePlan, LaneRates, disk_hidden_from, simulate
+from vblackwell.plan.lane_graph import Graph
+from vblackwell.plan.lanes import GroupWork, LanePlan, LaneRates, _Clock, disk_hidden_from, simulate
 from vblackwell.units import GiB
 
 FAST = LaneRates(1e15, 1e15, 1e15, 1e15, 1e15, 1e18)
@@ -89,6 +90,37 @@ def test_micro_batches_pass_weights_and_gradients_again():
     weights = 2 * (6 - 2) * 2000
     assert thrice.up_bytes == pytest.approx(3 * weights + 6 * (10_000 + 4000), rel=0.01)
     assert thrice.down_bytes == pytest.approx(6 * (12_000 + 2 * 2000), rel=0.01) and thrice.busy["cpu"] > 0
+
+
+@pytest.mark.parametrize("where", ["at_home", "deferred"])
+def test_the_cpu_adds_up_what_the_last_micro_batch_brings_home(where: str):
+    """Also of groups whose update is late: their gradients pass home before it, in fp32 on their way back."""
+    cpu = replace(FAST, cpu=2000.0, adds_per_update=0.5)  # an update takes half a second, a sum one
+    times = simulate(LanePlan(chain(**{where: True}), 12000, 20000, micro_batches=2), cpu)
+    updates = 6 * 0.5 * (1 + 2 / 28) if where == "at_home" else 0  # of a gradient that is 2 bytes wider
+    assert times.busy["cpu"] * times.step_seconds == pytest.approx(6 * 1.0 + updates, rel=1e-3)
+    if where == "deferred":
+        assert times.up_bytes == pytest.approx(6 * (10_000 + 4000), rel=0.01)
+
+
+def test_gradients_of_earlier_micro_batches_come_up_for_groups_that_live_on_level_0():
+    kept = simulate(LanePlan(chain(kept=True), 2 * 2000, 20000, micro_batches=2), FAST)
+    assert kept.up_bytes == kept.down_bytes == pytest.approx(6 * 2000, rel=0.01)
+    slow = replace(FAST, up=50.0, up_both=50.0)  # 40 s for a group, where a step computes for 48
+    late = simulate(LanePlan(chain(kept=True), 2 * 2000, 20000, micro_batches=2), slow)
+    assert late.step_seconds >= 6 * 2000 / 50.0 and late.bottleneck == "up"
+
+
+def test_sums_go_before_updates_of_other_groups():
+    """The runtime's worker does what need not wait first, and updates when nothing else could be done."""
+    cpu = replace(FAST, cpu=100.0, adds_per_update=1.0)
+    graph = Graph(LanePlan(chain(at_home=True), 12000, 20000, micro_batches=2), cpu, 4)
+    clock = _Clock(graph, cpu, graph.plan)
+    clock.run()
+    tasks = [(begun, task) for task, begun in clock.ends.items() if task.lane == "cpu" and task.step == 0]
+    kinds = [task.postponable for _, task in sorted(tasks, key=lambda each: each[0])]
+    # All six gradients come within a second or two of each other, while the first sum takes ten.
+    assert kinds[:2] == [False, False] and kinds[-1] and sum(kinds) == 6 and len(kinds) == 12
 
 
 # -- the disk ------------------------------------------------------------------------------------------------------------

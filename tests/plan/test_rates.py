@@ -69,9 +69,13 @@ def test_doctors_numbers_become_rates():
             "host_to_gpu_gbps": 55.0, "gpu_to_host_gbps": 54.0, "both_ways_gbps": 49.6, "memory_gbps": 4270.0, "matmul_half_tflops": 779.0,
             "matmul_fp32_tflops": 50.0, "adamw_gparams": 100.0, "cpu_adamw_beside_copies_gparams": 1.9, "issue_us": 6.0,
             "streamed_group_us": 1800.0, "streamed_home_group_us": 600.0, "issue_beside_updates_us": 9.0, "issue_of_loop_us": 1.5,
+            "read_us": 3.0, "adds_per_update": 2.5,
         }
     )  # fmt: skip
-    streaming = {"group_issues": 300.0, "home_group_issues": 100.0, "busy_issues": 1.5, "loop_issues": 0.25}
+    streaming = {
+        "group_issues": 300.0, "home_group_issues": 100.0, "busy_issues": 1.5, "loop_issues": 0.25, "read_issues": 0.5,
+        "adds_per_update": 2.5,
+    }  # fmt: skip
     assert found == replace(MEASURED, down=54e9, issue_seconds=6e-6, source=found.source, **streaming)
     assert found.streaming_issues(10, 0.0) == 3000 and found.streaming_issues(10, 0.25) == 2500
 
@@ -89,13 +93,13 @@ def test_issuing_an_operator_takes_microseconds(monkeypatch):
     assert 1e-7 < measuring.issue_seconds(torch.device("cpu")) < 1e-2
     looks = measuring.HostLooks(torch.device("cpu"))
     looks.look()
-    assert 1e-7 < looks.loop < 1e-2 and 1e-7 < looks.issue < 1e-2
+    assert 1e-7 < looks.loop < 1e-2 and 1e-7 < looks.issue < 1e-2 and 1e-8 < looks.read < 1e-2
 
 
 def test_looks_at_a_host_that_is_disturbed_do_not_count(monkeypatch):
     """Three looks of five at a host that is a third slower, one hiccup, one step that a clock cut short: as if nobody had been there."""
     times = [[26.0] * 15, [19.0] * 14 + [90.0], [26.0] * 15, [26.0] * 15, [19.5] * 14 + [2.0]]
-    given = iter([each for each in times for _ in ("issue", "loop")])
+    given = iter([each for each in times for _ in ("issue", "loop", "read")])
     monkeypatch.setattr(measuring, "steps_seconds", lambda action, finish: next(given))
     looks = measuring.HostLooks(torch.device("cpu"))
     for _ in times:

@@ -146,7 +146,7 @@ def lane_rates(rates: Rates) -> LaneRates:
     """What the lanes need of a machine's rates."""
     return LaneRates(
         rates.up, rates.down, rates.up_both, rates.down_both, rates.cpu_adamw, rates.memory, CPU_SLOWS_LINK, rates.disk_read,
-        rates.disk_write,
+        rates.disk_write, rates.adds_per_update,
     )  # fmt: skip
 
 

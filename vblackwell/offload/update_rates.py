@@ -15,12 +15,14 @@ too large costs more than one that is too small. Tokens do not enter: where comp
 from __future__ import annotations
 
 import functools
+import statistics
 import time
 from collections.abc import Callable
 
 import torch
 
 from vblackwell.memory.slab import map_slab
+from vblackwell.offload.sum_loop import SumLoop
 from vblackwell.offload.update_loop import LEAST_PART, TURNS, MasterLoop, num_threads
 from vblackwell.units import MiB
 
@@ -33,6 +35,7 @@ CPU_ELEMENTS = 16 << 20  # at least, 224 MiB of states: more than most caches
 LINK_BYTES, COPIES = 64 * MiB, 4
 TOGETHER_SECONDS = 0.15  # a dozen updates on the reference machine
 LOOKS = 3
+ADD_TURNS = 5
 
 
 def balanced_share(device: torch.device, pass_bytes: float = PASS_BYTES) -> float:
@@ -83,6 +86,29 @@ def an_update() -> Callable[[], None]:
         loop.run()
 
     return update
+
+
+def adds_per_update() -> float:
+    """Gradients that are added up at home while one parameter is updated: those of the second of two micro-batches, whose first widen.
+
+    Both by the same threads, in the same kind of memory, in turns, so that whatever slows one slows the other; the median of the turns.
+    """
+    count, sums, update = update_elements(), SumLoop(), an_update()
+    slab = map_slab(8 * count)
+    total, first, addend = slab[: 8 * count].split([4 * count, 2 * count, 2 * count])
+    tensors = total.view(torch.float32), first.view(torch.bfloat16), addend.view(torch.bfloat16)
+
+    def add_up() -> None:
+        sums.add(*tensors)
+        sums.run()
+
+    def seconds(work: Callable[[], None]) -> float:
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+
+    ratios = [seconds(update) / seconds(add_up) for _ in range(1 + ADD_TURNS)]
+    return statistics.median(ratios[1:])  # the first makes threads, and scratch
 
 
 def duplex_rate(device: torch.device) -> float:

@@ -10,8 +10,8 @@ from vblackwell.plan.lane_work import LanePlan, LaneRates
 
 PREFETCHED = 2  # inputs of checkpoints that come up before they are needed
 UPDATES_PER_SECOND_PER_BYTE = 1 / 28  # an update on the GPU reads and writes 28 bytes a parameter of its memory
-ADDS_PER_UPDATE = 2.8  # parameters whose gradients the CPU adds up in the time of one AdamW: 10 bytes against 28
 SUMMED_BYTES = 4.0  # a parameter, of gradients that have been added up
+UPDATE_BYTES = 28.0  # a parameter that AdamW on the CPU reads and writes, with a gradient of 2
 
 
 @dataclass(eq=False)
@@ -27,6 +27,7 @@ class Task:
     sets: int = 0  # sets of host memory that it takes (1) or gives back (-1)
     writes: bool = False  # to the disk
     index: int = 0  # of its group, where the CPU goes by that
+    postponable: bool = False  # behind what the CPU could do for other groups
     step: int = 0
     then: list[Task] = field(default_factory=list)
 
@@ -103,37 +104,47 @@ class Graph:
         if is_last:
             self.done.append(last)
 
-    def _sum(self, step: int, index: int, backward: Task) -> Task:
+    def _sum(self, step: int, index: int, backward: Task) -> None:
         """A gradient goes home and is added to what is there."""
         group = self.plan.groups[index]
         gradient = self._down(step, group.parameters * self.plan.gradient).after(backward)
-        if self.summed[index] is not None:
-            seconds = group.parameters / (self.rates.cpu * ADDS_PER_UPDATE)
-            gradient = self._cpu(step, seconds, index).after(gradient, self.summed[index])
-        self.summed[index] = gradient
-        return gradient
+        self.summed[index] = self._added_up(step, index, gradient)
+
+    def _added_up(self, step: int, index: int, gradient: Task) -> Task:
+        """The CPU adds ``gradient`` to what is at home of earlier micro-batches, if there is anything."""
+        earlier = self.summed[index]
+        if earlier is None:
+            return gradient
+        seconds = self.plan.groups[index].parameters / (self.rates.cpu * self.rates.adds_per_update)
+        return self._cpu(step, seconds, index).after(gradient, earlier)
 
     def _update(self, step: int, index: int, backward: Task, first_gradient: Task | None, norm: Task) -> None:
         plan, group = self.plan, self.plan.groups[index]
         self.loaded_fresh[index] = None
-        earlier, self.summed[index] = self.summed[index], None
+        earlier = self.summed[index]
         added = 0.0 if earlier is None else (plan.gradient if plan.micro_batches == 2 else SUMMED_BYTES)
         waits_for_norm = norm if plan.clips else None
         stays = group.kept and plan.gradients_home  # no way back from level 0: the update waits for its step
         if group.at_home or group.deferred or stays or plan.clips:
-            gradient = self._down(step, group.parameters * plan.gradient).after(backward)
+            gradient = self._added_up(step, index, self._down(step, group.parameters * plan.gradient).after(backward))
+            self.summed[index] = None
             if group.at_home:
-                added_up = group.parameters / (self.rates.cpu * ADDS_PER_UPDATE) if earlier is not None else 0.0
                 read = self._read(step, index, gradient, None)
-                update = self._cpu(step, group.parameters / self.rates.cpu + added_up, index)
-                self.fresh[index] = update.after(gradient, earlier, read, waits_for_norm)
+                wider = 0.0 if earlier is None else SUMMED_BYTES - plan.gradient
+                seconds = group.parameters / self.rates.cpu * (1 + wider / UPDATE_BYTES)
+                update = self._cpu(step, seconds, index, postponable=True)
+                self.fresh[index] = update.after(gradient, read, waits_for_norm)
                 self._write(step, index, update, sets=0)
             else:
-                self.late[index] = self._free(Task("", step=step)).after(gradient, earlier, waits_for_norm)
+                self.late[index] = self._free(Task("", step=step)).after(gradient, waits_for_norm)
             return
+        self.summed[index] = None
         if plan.gradients_home:
             self._down(step, group.parameters * plan.gradient).after(backward)
         if group.kept:
+            if earlier is not None:  # what earlier micro-batches left at home comes up for the update
+                came = self._up(step, group.parameters * added, queue=self.states).after(first_gradient, earlier)
+                self.loaded_fresh[index] = self._free(Task("", step=step)).after(came, backward)
             return
         before = (first_gradient, earlier)
         self.fresh[index], self.loaded_fresh[index] = self._pieces(step, index, added, before, (backward,))
@@ -143,10 +154,11 @@ class Graph:
         gradient = self.late.pop(index, None)
         if gradient is None:
             return None
-        group = self.plan.groups[index]
+        plan, group = self.plan, self.plan.groups[index]
+        brought = plan.gradient if plan.micro_batches == 1 else SUMMED_BYTES
         if group.kept:
-            return self._up(step, group.parameters * self.plan.gradient).after(gradient)
-        home, here = self._pieces(step, index, self.plan.gradient, (gradient,), (load,))
+            return self._up(step, group.parameters * brought).after(gradient)
+        home, here = self._pieces(step, index, brought, (gradient,), (load,))
         self.fresh[index] = home
         return here
 
@@ -211,16 +223,16 @@ class Graph:
         self.uses.append(task)
         return task
 
-    def _up(self, step: int, num_bytes: float) -> Task:
+    def _up(self, step: int, num_bytes: float, queue: deque[Task] | None = None) -> Task:
         task = Task("up", num_bytes=num_bytes, step=step)
-        self.loads.append(task)
+        (self.loads if queue is None else queue).append(task)
         return task
 
     def _down(self, step: int, num_bytes: float) -> Task:
         return self._free(Task("down", num_bytes=num_bytes, step=step))
 
-    def _cpu(self, step: int, seconds: float, index: int) -> Task:
-        return self._free(Task("cpu", seconds, index=index, step=step))
+    def _cpu(self, step: int, seconds: float, index: int, postponable: bool = False) -> Task:
+        return self._free(Task("cpu", seconds, index=index, step=step, postponable=postponable))
 
     def _free(self, task: Task) -> Task:
         self.first.append(task)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from vblackwell.plan.rates import ADDS_PER_UPDATE
 from vblackwell.units import MiB
 
 LANES: tuple[str, ...] = ("gpu", "up", "down", "cpu", "disk")
@@ -20,6 +21,7 @@ class LaneRates:
     Attributes:
         gpu_bytes: of the GPU's memory. cpu_slows_link: share of the link's rates that is left while the CPU updates.
         disk_read, disk_write: of the disk, which does one thing at a time.
+        adds_per_update: parameters whose gradients the CPU adds up in the time of one AdamW.
     """
 
     up: float
@@ -31,6 +33,7 @@ class LaneRates:
     cpu_slows_link: float = 0.9
     disk_read: float = math.inf
     disk_write: float = math.inf
+    adds_per_update: float = ADDS_PER_UPDATE
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ Each lane does one thing at a time. What the runtime does is here as tasks with 
   the CPU takes the first of the forward.
 - States on a disk are read ahead into a few sets of host memory, in the order of the updates, and written behind them; a set is free again
   when its write is over. The disk does one thing at a time, writes first.
-- Before the last micro-batch of a step, gradients go home and are added up there.
+- Before the last micro-batch of a step, gradients go home and are added up there by the CPU, sums before updates. The last one's is added
+  on the GPU where an update follows it there; elsewhere, at home and of groups whose update is late, by the CPU too.
 
 A piece that starts while the other direction works passes at the rate for both directions; while the CPU updates, links are slower.
 Seconds and bytes; the last steps of a few are counted, when the lanes have settled.
@@ -102,7 +103,7 @@ class _Clock:
         if not waiting:
             return None
         if lane == "cpu":
-            first = min(waiting, key=lambda task: (task.step, task.index))
+            first = min(waiting, key=lambda task: (task.postponable, task.step, task.index))
         elif lane == "disk":
             first = min(waiting, key=lambda task: not task.writes)
         else:

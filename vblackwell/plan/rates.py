@@ -15,6 +15,8 @@ HALF_SHARE, FP32_SHARE, MEMORY_SHARE = 0.79, 0.75, 0.89
 LINK_SHARE, BOTH_SHARE = 0.87, 0.79
 # Beside copies, on a desktop's memory of two channels: 28 bytes a parameter of some 60 GB/s, shared. A server's is twice that.
 CPU_ADAMW = 1.0e9
+# Gradients added up while one parameter is updated: of 2.0 ns for AdamW and 1.0 for a sum on one core, 1.07 and 0.55 on two.
+ADDS_PER_UPDATE = 2.0
 ISSUE_SECONDS = 7e-6  # of Python and torch for an operator
 # What the offload runtime does on the host for a layer group's forward, backward and update, in operators: of small groups of nine matrices
 # on a CPU core, the thread's own time beside that of the same model where it lives, by the difference of 15 and 7 groups.
@@ -35,6 +37,8 @@ class Rates:
             group is updated on level 0, and at home.
         busy_issues: how many times `issue_seconds` one operator takes while the CPU updates; 1 where that was not measured.
         loop_issues: how many times it one takes in an optimizer's loop over its parameters; 1 where that was not measured.
+        read_issues: how many times it the host takes to read a number that the GPU has made; 1 where that was not measured.
+        adds_per_update: parameters whose gradients of two micro-batches the CPU adds up while it would update one.
         disk_read, disk_write: bytes/s of the disk level's disk.
         source: where the numbers are from, for people.
     """
@@ -55,6 +59,8 @@ class Rates:
     home_group_issues: float = GROUP_ISSUES
     busy_issues: float = 1.0
     loop_issues: float = 1.0
+    read_issues: float = 1.0
+    adds_per_update: float = ADDS_PER_UPDATE
 
     def as_dict(self) -> dict[str, Any]:
         """The fields by name."""

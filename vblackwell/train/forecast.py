@@ -154,7 +154,9 @@ class Forecast:
             rates, groups = self.machine.rates, self._groups(choice)
             streaming = rates.streaming_issues(len(groups), share_at_home(choice))
             trained = sum(num_elements(group) for group in groups if group.trainable())
-            updates = share_at_home(choice) * trained / rates.cpu_adamw / choice.accumulation_steps
+            share, count = share_at_home(choice), choice.accumulation_steps
+            sums = share * (count - 1) + (1 - share) * max(0, count - 2)  # the last one's is added where its update is
+            updates = (share + sums / rates.adds_per_update) * trained / rates.cpu_adamw / count
         return self.seconds(choice.checkpointing, choice.fp4, choice.batch_size, streaming, updates)
 
     def _groups(self, choice: Choice) -> list[Group]:

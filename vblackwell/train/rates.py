@@ -22,8 +22,8 @@ from vblackwell.errors import ConfigurationError, DiskError
 from vblackwell.memory.create import create_vgpu_stack
 from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.optimizer import VGPUAdamW
-from vblackwell.offload.update_rates import TogetherLooks, duplex_rate
-from vblackwell.plan.rates import GROUP_ISSUES, Rates
+from vblackwell.offload.update_rates import TogetherLooks, adds_per_update, duplex_rate
+from vblackwell.plan.rates import ADDS_PER_UPDATE, GROUP_ISSUES, Rates
 from vblackwell.plan.work import LOOP
 from vblackwell.train.host_rates import LOOP_PARAMETERS, looping_optimizer, updating
 from vblackwell.units import MiB
@@ -91,13 +91,16 @@ class HostLooks:
 
     def __init__(self, device: torch.device) -> None:
         self._finish, self._issue, self._loop = _finish(device), _issuing_step(device), looping_optimizer(device)
+        self._number = torch.ones((), device=device)
         self._issued: list[float] = []
+        self._read: list[float] = []
         self._looped: list[float] = []
 
     def look(self) -> None:
         """Once more, about a third of a second."""
         self._issued += steps_seconds(self._issue, self._finish)
         self._looped += steps_seconds(self._loop, self._finish)
+        self._read += steps_seconds(self._number.item, lambda: None)
 
     @property
     def issue(self) -> float:
@@ -108,6 +111,11 @@ class HostLooks:
     def loop(self) -> float:
         """Likewise of an operator of an optimizer's loop over its parameters, in the same unit."""
         return quick(self._looped) / (LOOP_PARAMETERS * LOOP)
+
+    @property
+    def read(self) -> float:
+        """Seconds in which the host reads one number of a device that has nothing else to do."""
+        return quick(self._read)
 
 
 def host_copy_gbps() -> float:
@@ -180,6 +188,7 @@ def gpu_rates(device: torch.device) -> dict[str, float]:
         looks.look()
     found["adamw_gparams"] = adamw_gparams(device)
     together.look()
+    added = adds_per_update()
     looks.look()
     with updating():
         busy = issue_seconds(device)
@@ -189,9 +198,11 @@ def gpu_rates(device: torch.device) -> dict[str, float]:
     together.look()
     return found | {
         "cpu_adamw_beside_copies_gparams": together.rates[1] / 1e9,
+        "adds_per_update": added,
         "issue_us": looks.issue * 1e6,
         "issue_beside_updates_us": busy * 1e6,
         "issue_of_loop_us": looks.loop * 1e6,
+        "read_us": looks.read * 1e6,
         "streamed_group_us": groups["level0"] * 1e6,
         "streamed_home_group_us": groups["home"] * 1e6,
     }
@@ -301,6 +312,8 @@ def as_rates(gpu: dict[str, float], disk: dict[str, Any] | None = None) -> Rates
         home_group_issues=_issues(gpu, "streamed_home_group_us"),
         busy_issues=max(1.0, gpu.get("issue_beside_updates_us", gpu["issue_us"]) / gpu["issue_us"]),
         loop_issues=gpu.get("issue_of_loop_us", gpu["issue_us"]) / gpu["issue_us"],
+        read_issues=gpu.get("read_us", gpu["issue_us"]) / gpu["issue_us"],
+        adds_per_update=gpu.get("adds_per_update", ADDS_PER_UPDATE),
         source="measured here by vb doctor",
         **of_disk,
     )
