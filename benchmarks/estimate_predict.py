@@ -19,7 +19,7 @@ from vblackwell.plan.estimate import P99_BYTES, Batches, estimate_trace, fits, o
 from vblackwell.plan.gpus import RUNTIME_BYTES, context_bytes, find_gpu
 from vblackwell.plan.rates import Rates
 from vblackwell.plan.trace import Trace, trace_training
-from vblackwell.plan.work import host_seconds, phase_seconds
+from vblackwell.plan.work import host_seconds, phase_seconds, reading_seconds
 from vblackwell.train.forecast import STREAMED_P99
 from vblackwell.train.measured_rates import rates_of
 from vblackwell.units import MiB
@@ -91,7 +91,8 @@ def seconds_of(trace: Trace, rates: Rates) -> dict[str, float]:
     never = 1e-15
     on_gpu = sum(phase_seconds(trace.work, replace(rates, issue_seconds=never)).values())
     on_host = sum(host_seconds(each, rates) for each in trace.work)
-    return {"step_seconds": max(on_gpu, on_host), "gpu_seconds": on_gpu, "host_seconds": on_host}
+    step = max(on_gpu, on_host) + reading_seconds(trace.work, rates)
+    return {"step_seconds": step, "gpu_seconds": on_gpu, "host_seconds": on_host}
 
 
 def _through_stack(case: Case, trace: Trace, capability: tuple[int, int]) -> dict[str, Any]:

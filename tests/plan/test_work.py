@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,20 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 from vblackwell.plan.gpus import find_gpu
 from vblackwell.plan.rates import assumed_rates
 from vblackwell.plan.tiles import tiled_share
-from vblackwell.plan.work import KERNEL, MANY, ONE_OF_MANY, Work, beside_updates, host_seconds, phase_seconds, work_of
+from vblackwell.plan.trace import trace_training
+from vblackwell.plan.work import (
+    KERNEL,
+    MANY,
+    MEMORY_SHARE,
+    ONE_OF_MANY,
+    Work,
+    beside_updates,
+    host_seconds,
+    host_work,
+    phase_seconds,
+    read_work,
+    work_of,
+)
 
 OPS = torch.ops.aten
 
@@ -84,3 +99,27 @@ def test_an_optimizers_loop_has_a_rate_of_its_own():
     )  # fmt: skip
     assert host_seconds(one, rates) == pytest.approx(0.25 * host_seconds(forward, rates))
     assert host_seconds(many, rates) == pytest.approx(7e-5)  # a foreach operator is no loop
+
+
+def test_a_host_that_reads_waits_for_the_gpu_and_the_gpu_for_it():
+    """Ten times 3 ms of the GPU, issued in no time, then 1 ms of the host and a read: what one does the other cannot hide."""
+    rates = replace(assumed_rates(find_gpu("H200")), issue_seconds=1e-3, read_issues=1e-9, memory=1e9 / MEMORY_SHARE)
+    runs, issues = Work("optimizer", 0.0, 3_000_000, 4, issues=0.0), host_work("optimizer", 1.0)
+    alone = phase_seconds([runs, issues] * 10, rates)
+    assert alone == pytest.approx({"optimizer": 30e-3})  # the longer of 30 and 10
+    assert phase_seconds([runs, read_work("optimizer"), issues] * 10, rates) == pytest.approx({"optimizer": 40e-3})
+    late = replace(rates, read_issues=2.0)  # a number's way takes 2 ms
+    assert phase_seconds([runs, read_work("optimizer"), issues] * 10, late) == pytest.approx({"optimizer": 60e-3})
+    here = phase_seconds([runs, read_work("optimizer"), issues] * 10, rates, waits=True)
+    assert here == pytest.approx({"optimizer": 40e-3})  # on a CPU both add up anyway
+
+
+def test_adafactor_reads_two_norms_a_parameter_and_adamw_none():
+    def make(optimizer: Callable[[Any], Any]) -> list[Work]:
+        loss = lambda model, batch: model(batch).sum()  # noqa: E731
+        batch = lambda: torch.zeros(4, 16, device="cuda")  # noqa: E731
+        model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 8))
+        return [each for each in trace_training(model, batch, loss, optimizer).work if each.kind == "read"]
+
+    assert len(make(torch.optim.Adafactor)) == 2 * 4
+    assert not make(lambda parameters: torch.optim.AdamW(parameters, foreach=False))

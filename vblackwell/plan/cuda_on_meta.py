@@ -76,6 +76,7 @@ class CudaOnMeta(TorchFunctionMode):
         self.autocast = autocast
         self.cache_casts = False
         self.items_are_one = False
+        self.item_read: Callable[[], None] = lambda: None  # called where such an item is asked for
         self._casts: dict[int, tuple[Tensor, Tensor]] = {}
 
     def drop_casts(self) -> None:
@@ -86,6 +87,7 @@ class CudaOnMeta(TorchFunctionMode):
         if func in _ANSWERS:
             return _ANSWERS[func](args[0], func)
         if func is Tensor.item and self.items_are_one and args[0].is_meta:
+            self.item_read()
             return 1.0
         kwargs = kwargs or {}
         if func in _SOFTMAX and (wide := wide_softmax(_SOFTMAX[func], args, kwargs)) is not None:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from vblackwell.plan.accumulation import summed_in_place
 from vblackwell.plan.flex_on_meta import is_tuning
 from vblackwell.plan.meta_answers import MetaAnswers
-from vblackwell.plan.work import VIEW, Work, host_work, module_issues, work_of
+from vblackwell.plan.work import VIEW, Work, host_work, module_issues, read_work, work_of
 from vblackwell.plan.workspace import (
     BEHIND_OUTPUTS,
     CUBLAS,
@@ -147,6 +147,11 @@ class Recorder(TorchDispatchMode):
         """Note a call of ``module``."""
         if self.counts_work:
             self.work.append(host_work(self.phase, module_issues(module)))
+
+    def read(self) -> None:
+        """Note that the host asks for a number that the GPU makes."""
+        if self.counts_work:
+            self.work.append(read_work(self.phase))
 
     def _knows(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._alive

@@ -120,6 +120,7 @@ def trace_training(
     recorder = Recorder(capability)
     try:
         with cuda_on_meta(autocast, capability, recorder.called) as masquerade:
+            masquerade.item_read = recorder.read
             _record(recorder, masquerade, model, make_batch, loss, make_optimizer, steps)
     except VBError:
         raise

@@ -2,7 +2,9 @@
 
 On the GPU an operator takes the longer of its operations over the rate of the matrix units and its bytes over that of the memory, and no
 less than a small kernel. On the host it takes time in Python, in torch's dispatcher and to launch, and so do views and calls of modules.
-Neither waits for the other in training, so a step takes the longer of the two sums: small models wait for the host. Operations by
+Neither waits for the other in training, so a step takes the longer of the two sums: small models wait for the host. Unless the host reads
+numbers that the GPU makes, as Adafactor does with two norms a parameter: it then waits for all that it has issued, and the GPU for what
+comes next (`reading_seconds`). Operations by
 `torch.utils.flop_counter`'s formulas, attention's by our own; causal attention counts half. Our own operators are known by name, as in
 `workspace`.
 """
@@ -10,7 +12,7 @@ Neither waits for the other in training, so a step takes the longer of the two s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +45,8 @@ class Work:
 
     Attributes:
         flops: operations of matrix products. num_bytes: read and written. width: bytes an element of what it multiplies.
-        kind: '', 'attention', 'tf32' (a convolution of fp32, which cuDNN computes so) or 'host', which the GPU does not see.
+        kind: '', 'attention', 'tf32' (a convolution of fp32, which cuDNN computes so), 'host', which the GPU does not see, or 'read',
+            for which the host waits for the GPU.
         issues: the host's time for it, in operators as `vb doctor` measures them.
         share: of the rate of a large product, where the shape says it; 0: the usual one.
     """
@@ -60,6 +63,11 @@ class Work:
 def host_work(phase: str, issues: float) -> Work:
     """What the host does besides: views, calls of modules."""
     return Work(phase, 0.0, 0, 0, "host", issues)
+
+
+def read_work(phase: str) -> Work:
+    """The host asks for a number that the GPU makes (`Tensor.item`), in units of `Rates.read_issues`."""
+    return Work(phase, 0.0, 0, 0, "read", 1.0)
 
 
 def streaming_work(issues: float) -> tuple[Work, ...]:
@@ -207,6 +215,7 @@ def phase_seconds(work: Iterable[Work], rates: Rates, waits: bool = False, updat
     """
     on_gpu: dict[str, float] = {}
     on_host: dict[str, float] = {}
+    work = list(work)
     for each in work:
         on_gpu[each.phase] = on_gpu.get(each.phase, 0.0) + _gpu_seconds(each, rates, tiled=not waits)
         on_host[each.phase] = on_host.get(each.phase, 0.0) + host_seconds(each, rates)
@@ -214,11 +223,40 @@ def phase_seconds(work: Iterable[Work], rates: Rates, waits: bool = False, updat
         return {phase: seconds + on_host[phase] for phase, seconds in on_gpu.items()}
     slower = beside_updates(sum(on_host.values()), updates, rates.busy_issues)
     on_host = {phase: seconds * slower for phase, seconds in on_host.items()}
-    return on_gpu if sum(on_gpu.values()) >= sum(on_host.values()) else on_host
+    found = on_gpu if sum(on_gpu.values()) >= sum(on_host.values()) else on_host
+    reading = [each.phase for each in work if each.kind == "read"]
+    if reading:
+        found[reading[-1]] += reading_seconds(work, rates, slower)
+    return found
+
+
+def reading_seconds(work: Sequence[Work], rates: Rates, slower: float = 1.0) -> float:
+    """How much longer a step takes than GPU and host alone, because the host reads what the GPU makes; 0 where it reads nothing.
+
+    Both begin a step with nothing to do, as it is behind the last read of the one before. An operator runs when it has been issued and
+    those before it are over; a read ends when all of these are.
+
+    Args:
+        work: of a step, in its order. slower: how many times as long the host takes (`beside_updates`).
+    """
+    if not any(each.kind == "read" for each in work):
+        return 0.0
+    host = gpu = on_host = on_gpu = 0.0
+    for each in work:
+        issued, runs = slower * host_seconds(each, rates), _gpu_seconds(each, rates)
+        on_host, on_gpu = on_host + issued, on_gpu + runs
+        host += issued
+        if each.kind == "read":
+            host = max(host, gpu + issued)  # the number's own way begins when it is made
+        elif runs:
+            gpu = max(gpu, host) + runs
+    return max(0.0, max(host, gpu) - max(on_host, on_gpu))
 
 
 def host_seconds(each: Work, rates: Rates) -> float:
     """What the host takes for ``each``. An optimizer's loop over its parameters has neither autograd nor modules around its operators."""
+    if each.kind == "read":
+        return each.issues * rates.read_issues * rates.issue_seconds
     in_loop = each.phase == "optimizer" and each.issues <= KERNEL
     return each.issues * rates.issue_seconds * (rates.loop_issues if in_loop else 1.0)
 
@@ -237,7 +275,7 @@ def beside_updates(host: float, updates: float, slower: float) -> float:
 
 
 def _gpu_seconds(each: Work, rates: Rates, tiled: bool = True) -> float:
-    if each.kind == "host":
+    if each.kind in ("host", "read"):
         return 0.0
     if each.kind == "tf32":
         matmul = each.flops / (CONVOLUTION_SHARE * max(rates.matmul_half / 2, rates.matmul_fp32))
