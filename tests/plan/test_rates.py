@@ -14,6 +14,7 @@ from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.offload import update_rates
 from vblackwell.offload.streamed import Wishes
 from vblackwell.offload.timing import streamed_times
+from vblackwell.offload.update_rates import HomeUpdate
 from vblackwell.plan.gpus import find_gpu, known_as
 from vblackwell.plan.rates import Rates, assumed_rates
 from vblackwell.train import host_rates
@@ -109,10 +110,10 @@ def test_looks_at_a_host_that_is_disturbed_do_not_count(monkeypatch):
 
 
 def test_updates_run_beside_a_block_and_end_with_it(monkeypatch):
-    monkeypatch.setattr(update_rates, "CPU_ELEMENTS", 1 << 16)
+    update = HomeUpdate(1 << 16)
     began, updates = threading.active_count(), []
     monkeypatch.setattr(update_rates.MasterLoop, "run", lambda loop: updates.append(loop))
-    with host_rates.updating():
+    with host_rates.updating(update):
         assert updates, "the first is over when the block begins"
         names = [thread.name for thread in threading.enumerate()]
         assert "updates-beside" in names
@@ -122,7 +123,7 @@ def test_updates_run_beside_a_block_and_end_with_it(monkeypatch):
         raise ValueError("no")
 
     monkeypatch.setattr(update_rates.MasterLoop, "run", failing)
-    with pytest.raises(RuntimeError, match="beside the measurement failed"), host_rates.updating():
+    with pytest.raises(RuntimeError, match="beside the measurement failed"), host_rates.updating(update):
         pass
 
 

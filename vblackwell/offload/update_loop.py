@@ -120,6 +120,11 @@ def num_threads() -> int:
     return max(1, min(torch.get_num_threads(), max(2, cores - OTHER_THREADS)))
 
 
+def update_threads() -> int:
+    """How many threads update in this process: `num_threads` when the first update or question was."""
+    return _pool()[1]
+
+
 @cache
 def _pool() -> tuple[ThreadPoolExecutor, int]:
     """The threads of the process, made at the first update, and their number."""

@@ -1,4 +1,4 @@
-"""Which share of AdamW the CPU should do beside a GPU: from rates that are measured here, once a process.
+"""Which share of AdamW the CPU should do beside a GPU: from rates that are measured here.
 
 A parameter that is updated on level 0 costs the link `STATE_BYTES` up; one that is updated at home costs the CPU its AdamW. Some bytes
 of every parameter go up in any case for forward and backward, ``pass_bytes``: twice its weight, less what stays loaded from one
@@ -21,9 +21,10 @@ from collections.abc import Callable
 
 import torch
 
+from vblackwell.hardware import memory_facts
 from vblackwell.memory.slab import map_slab
 from vblackwell.offload.sum_loop import SumLoop
-from vblackwell.offload.update_loop import LEAST_PART, TURNS, MasterLoop, num_threads
+from vblackwell.offload.update_loop import LEAST_PART, MasterLoop, update_threads
 from vblackwell.units import MiB
 
 STATE_BYTES, PASS_BYTES = 10, 4  # split bf16 masters, every weight loaded twice
@@ -32,6 +33,7 @@ LINK_USE, OVERLAP = 0.9, 0.95
 BESIDE_COPIES = 0.7
 LEAST_SHARE = 0.02  # less is not worth a thread
 CPU_ELEMENTS = 16 << 20  # at least, 224 MiB of states: more than most caches
+STATES_BYTES = 14  # three fp32 and a bf16
 LINK_BYTES, COPIES = 64 * MiB, 4
 TOGETHER_SECONDS = 0.15  # a dozen updates on the reference machine
 LOOKS = 3
@@ -53,62 +55,68 @@ def share_for(link: float, cpu: float, pass_bytes: float = PASS_BYTES) -> float:
 
 def cpu_rate() -> float:
     """Parameters a second that AdamW at home updates, with nothing beside it."""
-    update = an_update()
-    times = []
-    for _ in range(4):
-        began = time.perf_counter()
-        update()
-        times.append(time.perf_counter() - began)
-    return update_elements() / min(times[1:])  # the first makes threads, and scratch
+    update = HomeUpdate()
+    return update.count / min([_seconds(update) for _ in range(4)][1:])  # the first makes threads, and scratch
 
 
 def update_elements() -> int:
-    """Parameters of a measured update: so many that each of the runtime's threads has its turns of full parts, as of a large group.
+    """Parameters of a measured update: as many full parts for each of the runtime's threads, and no more than a 16th of free RAM.
 
-    16 Mi parameters are 16 parts, which 13 threads take in two rounds, the second for three of them: 1.4 G parameters/s beside copies,
-    and so a plan that gave the CPU a fifth of AdamW, where steps that gave it two fifths were the faster, as 2.2 foretells.
+    The threads share out an update in parts. Where their number does not divide that of the parts, some wait at the end for others, as
+    they hardly do in the large groups that a rate stands for (docs/log-estimate.md).
     """
-    return max(CPU_ELEMENTS, num_threads() * TURNS * LEAST_PART)
+    each_once = update_threads() * LEAST_PART
+    wanted = each_once * -(-CPU_ELEMENTS // each_once)
+    return wanted if wanted * STATES_BYTES <= memory_facts().available_bytes // 16 else CPU_ELEMENTS
 
 
-def an_update() -> Callable[[], None]:
-    """AdamW of `update_elements` parameters at home, whose compute weights are bf16, in memory as a level's."""
-    count = update_elements()
-    slab = map_slab(14 * count)
-    master, exp_avg, exp_avg_sq, weight = slab[: 14 * count].split([4 * count] * 3 + [2 * count])
-    states = [each.view(torch.float32) for each in (master, exp_avg, exp_avg_sq)]
-    bf16, step, loop = weight.view(torch.bfloat16), torch.zeros(()), MasterLoop()
-    numbers = {"lr": 0.0, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0}
+class HomeUpdate:
+    """AdamW at home, whose compute weights are bf16, in memory as a level's; calling it is one step.
 
-    def update() -> None:
-        step.add_(1)
-        loop.add(states[0], bf16, bf16, states[1], states[2], step, None, **numbers)
-        loop.run()
+    Args:
+        count: its parameters; None: `update_elements`.
 
-    return update
+    Raises:
+        InsufficientMemory: the system gave no memory for their states.
+    """
+
+    def __init__(self, count: int | None = None) -> None:
+        self.count = update_elements() if count is None else count
+        sizes = [4 * self.count] * 3 + [2 * self.count]
+        *states, weight = map_slab(sum(sizes))[: sum(sizes)].split(sizes)
+        self._master, self._exp_avg, self._exp_avg_sq = (each.view(torch.float32) for each in states)
+        self._weight, self._step, self._loop = weight.view(torch.bfloat16), torch.zeros(()), MasterLoop()
+
+    def __call__(self) -> None:
+        self._step.add_(1)
+        self._loop.add(
+            self._master, self._weight, self._weight, self._exp_avg, self._exp_avg_sq, self._step, None,
+            lr=0.0, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.0,
+        )  # fmt: skip
+        self._loop.run()
 
 
-def adds_per_update() -> float:
-    """Gradients that are added up at home while one parameter is updated: those of the second of two micro-batches, whose first widen.
+def adds_per_update(update: HomeUpdate) -> float:
+    """Gradients that are added up at home while ``update`` does one parameter: of the second of two micro-batches, whose first widen.
 
     Both by the same threads, in the same kind of memory, in turns, so that whatever slows one slows the other; the median of the turns.
     """
-    count, sums, update = update_elements(), SumLoop(), an_update()
-    slab = map_slab(8 * count)
-    total, first, addend = slab[: 8 * count].split([4 * count, 2 * count, 2 * count])
+    sums, sizes = SumLoop(), [4 * update.count, 2 * update.count, 2 * update.count]
+    total, first, addend = map_slab(sum(sizes))[: sum(sizes)].split(sizes)
     tensors = total.view(torch.float32), first.view(torch.bfloat16), addend.view(torch.bfloat16)
 
     def add_up() -> None:
         sums.add(*tensors)
         sums.run()
 
-    def seconds(work: Callable[[], None]) -> float:
-        began = time.perf_counter()
-        work()
-        return time.perf_counter() - began
-
-    ratios = [seconds(update) / seconds(add_up) for _ in range(1 + ADD_TURNS)]
+    ratios = [_seconds(update) / _seconds(add_up) for _ in range(1 + ADD_TURNS)]
     return statistics.median(ratios[1:])  # the first makes threads, and scratch
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
 
 
 def duplex_rate(device: torch.device) -> float:
@@ -120,7 +128,7 @@ def duplex_rate(device: torch.device) -> float:
 @functools.cache
 def rates_together(device: torch.device) -> tuple[float, float]:
     """Of a GPU's link, bytes/s each way, and of AdamW at home, parameters/s, while both work. Measures once a process."""
-    looks = TogetherLooks(device)
+    looks = TogetherLooks(HomeUpdate(), device)
     for _ in range(LOOKS):
         looks.look()
     return looks.rates
@@ -133,8 +141,8 @@ class TogetherLooks:
     process before that gives memory back) lasts for a part of a second: one alone found 0.2 G parameters/s.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._update, self._copies = an_update(), _BothWays(device)
+    def __init__(self, update: HomeUpdate, device: torch.device) -> None:
+        self._update, self._copies = update, _BothWays(device)
         self._update()  # makes threads, and scratch
         alone = self._copies.rate_after(self._copies.queue(COPIES))
         self._count = max(COPIES, round(TOGETHER_SECONDS * alone / LINK_BYTES))
@@ -147,14 +155,18 @@ class TogetherLooks:
         while not all(each.query() for each in done):
             self._update()
             updates += 1
-        cpu = updates * update_elements() / (time.perf_counter() - began)
-        self._looks.append((cpu, self._copies.rate_after(done)))
+        cpu = updates * self._update.count / (time.perf_counter() - began)
+        self._looks.append((self._copies.rate_after(done), cpu))
 
     @property
     def rates(self) -> tuple[float, float]:
-        """Bytes/s of the link each way, and parameters/s of AdamW; there was a look."""
-        cpu, link = sorted(self._looks)[len(self._looks) // 2]
-        return link, cpu
+        """Bytes/s of the link each way, and parameters/s of AdamW."""
+        return median_look(self._looks)
+
+
+def median_look(looks: list[tuple[float, float]]) -> tuple[float, float]:
+    """Of ``looks``, (bytes/s, parameters/s) each, the one with the median of the latter."""
+    return sorted(looks, key=lambda look: look[1])[len(looks) // 2]
 
 
 class _BothWays:

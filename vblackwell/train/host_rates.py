@@ -14,19 +14,19 @@ from typing import Any
 
 import torch
 
-from vblackwell.offload.update_rates import an_update
+from vblackwell.offload.update_rates import HomeUpdate
 
 LOOP_PARAMETERS, LOOP_WIDTH = 64, 64
 
 
 @contextmanager
-def updating() -> Any:
-    """AdamW at home runs with the runtime's own threads, again and again, until the block ends.
+def updating(update: HomeUpdate) -> Any:
+    """``update``, AdamW at home, runs with the runtime's own threads, again and again, until the block ends.
 
     Raises:
         RuntimeError: an update failed, and what was measured was not beside one.
     """
-    update, enough, first = an_update(), threading.Event(), threading.Event()
+    enough, first = threading.Event(), threading.Event()
     errors: list[BaseException] = []
 
     def run() -> None:

@@ -22,7 +22,7 @@ from vblackwell.errors import ConfigurationError, DiskError
 from vblackwell.memory.create import create_vgpu_stack
 from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.optimizer import VGPUAdamW
-from vblackwell.offload.update_rates import TogetherLooks, adds_per_update, duplex_rate
+from vblackwell.offload.update_rates import HomeUpdate, TogetherLooks, adds_per_update, duplex_rate
 from vblackwell.plan.rates import ADDS_PER_UPDATE, GROUP_ISSUES, Rates
 from vblackwell.plan.work import LOOP
 from vblackwell.train.host_rates import LOOP_PARAMETERS, looping_optimizer, updating
@@ -170,7 +170,8 @@ def disk_gbps(path: str) -> dict[str, float | str]:
 
 def gpu_rates(device: torch.device) -> dict[str, float]:
     """Links alone and both at once, memory, matrix products, AdamW on it and on the CPU beside copies, and the issue of operators."""
-    finish, looks, together = _finish(device), HostLooks(device), TogetherLooks(device)
+    finish, looks, update = _finish(device), HostLooks(device), HomeUpdate()
+    together = TogetherLooks(update, device)
     host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     there, also_there = (torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     found = {
@@ -188,9 +189,9 @@ def gpu_rates(device: torch.device) -> dict[str, float]:
         looks.look()
     found["adamw_gparams"] = adamw_gparams(device)
     together.look()
-    added = adds_per_update()
+    added = adds_per_update(update)
     looks.look()
-    with updating():
+    with updating(update):
         busy = issue_seconds(device)
     looks.look()
     groups = {update: group_seconds(device, update) for update in ("level0", "home")}
