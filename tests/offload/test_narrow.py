@@ -120,6 +120,58 @@ def test_micro_batches_sum_in_fp32(make_stack: MakeStack):
     assert optimizer.grad_norm == torch.linalg.vector_norm(norms).item()
 
 
+class TwoLinears(nn.Module):
+    """One layer group, of which a call may use a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = nn.ParameterList(nn.Parameter(torch.randn(48, 48) / 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, used: str) -> torch.Tensor:
+        return sum((x @ self.linears[int(which)] for which in used), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+@pytest.mark.parametrize(
+    "micro_batches", [("0", "1"), ("1", "01"), ("01", "0", "01"), ("0", "0", "1"), ("01", "01", "1", "0")]
+)
+def test_micro_batches_sum_what_each_of_them_used(
+    make_stack: MakeStack, dtype: torch.dtype | None, micro_batches: tuple[str, ...]
+):
+    """A gradient that is the first of its parameter joins sums of others of its group, and narrow ones move even if nothing joins them."""
+
+    def build_layers() -> nn.ModuleList:
+        torch.manual_seed(0)
+        return nn.ModuleList(TwoLinears() for _ in range(3))
+
+    model, plain = build_layers(), build_layers()
+    enable_vgpu_stack_optimization(
+        model, make_stack(96 << 10), placement="streamed", compute_dtype=dtype, update="home"
+    )
+    assert len(offload_of(model).groups) == 3
+    if dtype is not None:
+        for param in plain.parameters():
+            wide = param.data
+            param.data = torch.empty_like(wide, dtype=dtype)
+            round_from_fp32(wide.reshape(-1), param.data.view(-1))
+    optimizer = VGPUAdamW(model.parameters(), max_grad_norm=float("inf"))
+    sums = {name: torch.zeros(param.shape) for name, param in plain.named_parameters()}
+    for seed, used in enumerate(micro_batches):
+        start = torch.randn(16, 48, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        for module in (model, plain):
+            x = start
+            for layer in module:
+                x = layer(x, used)
+            x.float().square().mean().backward()
+        for name, param in plain.named_parameters():
+            if param.grad is not None:
+                sums[name] += param.grad.float()
+                param.grad = None
+    optimizer.step()
+    norms = torch.stack([torch.linalg.vector_norm(value) for value in sums.values()])
+    assert optimizer.grad_norm == torch.linalg.vector_norm(norms).item()
+
+
 @pytest.mark.parametrize("micro_batches", [2, 3])
 def test_sums_that_a_way_back_needs_are_foreseen(make_stack: MakeStack, micro_batches: int):
     model, (level0, host) = build(DECODER), (512 << 10, 8 << 20)

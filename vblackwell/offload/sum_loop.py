@@ -3,7 +3,7 @@
 torch adds a bf16 tensor to an fp32 one by making all of it fp32 first, in new memory: 8 bytes a parameter more to write and read, and a
 page fault every 4 KiB, which took more of the CPU than AdamW of the same parameters (docs/log-estimate.md). Here that copy is of a
 chunk, in memory that stays in a thread's cache. A sum that is only begun takes its first summand in the same pass. The bits are torch's:
-each element is widened, which is exact, and added once.
+each narrower element is widened, which is exact, and added once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _loop(
 @cache
 def compiled_sums() -> Callable[..., Any]:
     """The loop as TorchScript, or as it is, with a warning, where there is none."""
-    return compiled(_loop)
+    return compiled(_loop, "sums of gradients")
 
 
 class SumLoop:

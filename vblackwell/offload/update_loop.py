@@ -78,10 +78,10 @@ def _loop(
 @cache
 def compiled_loop() -> Callable[..., Any]:
     """The loop as TorchScript, or as it is, with a warning, where there is none."""
-    return compiled(_loop)
+    return compiled(_loop, "update")
 
 
-def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(loop: Callable[..., Any], what: str) -> Callable[..., Any]:
     """``loop`` as TorchScript, or as it is, with a warning, where there is none."""
     try:
         with warnings.catch_warnings():
@@ -91,7 +91,7 @@ def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
     except Exception as error:  # whatever a later torch has against it: the function itself does the same
         said = " ".join(str(error).split())[:200]
         warnings.warn(
-            f"this torch does not compile the CPU's update ({type(error).__name__}: {said}): its threads will wait for each other",
+            f"this torch does not compile the CPU's {what} ({type(error).__name__}: {said}): its threads will wait for each other",
             RuntimeWarning,
             stacklevel=3,
         )

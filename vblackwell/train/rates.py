@@ -194,7 +194,7 @@ def gpu_rates(device: torch.device) -> dict[str, float]:
     with updating(update):
         busy = issue_seconds(device)
     looks.look()
-    groups = {update: group_seconds(device, update) for update in ("level0", "home")}
+    groups = {place: group_seconds(device, place) for place in ("level0", "home")}
     looks.look()
     together.look()
     return found | {
