@@ -103,6 +103,14 @@ def test_the_cpu_adds_up_what_the_last_micro_batch_brings_home(where: str):
         assert times.up_bytes == pytest.approx(6 * (10_000 + 4000), rel=0.01)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+def test_a_way_back_needs_the_sum_of_all_micro_batches_at_home(micro_batches: int):
+    cpu = replace(FAST, cpu=2000.0, adds_per_update=0.5)
+    plan = LanePlan(chain(), 12000, 20000, micro_batches=micro_batches, gradients_home=True)
+    times = simulate(plan, cpu)
+    assert times.busy["cpu"] * times.step_seconds == pytest.approx(6 * 1.0 * (micro_batches - 1), abs=1e-6)
+
+
 def test_gradients_of_earlier_micro_batches_come_up_for_groups_that_live_on_level_0():
     kept = simulate(LanePlan(chain(kept=True), 2 * 2000, 20000, micro_batches=2), FAST)
     assert kept.up_bytes == kept.down_bytes == pytest.approx(6 * 2000, rel=0.01)

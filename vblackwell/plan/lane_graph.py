@@ -138,9 +138,9 @@ class Graph:
             else:
                 self.late[index] = self._free(Task("", step=step)).after(gradient, waits_for_norm)
             return
+        if plan.gradients_home:  # a way back needs the sum at home as well
+            self._added_up(step, index, self._down(step, group.parameters * plan.gradient).after(backward))
         self.summed[index] = None
-        if plan.gradients_home:
-            self._down(step, group.parameters * plan.gradient).after(backward)
         if group.kept:
             if earlier is not None:  # what earlier micro-batches left at home comes up for the update
                 came = self._up(step, group.parameters * added, queue=self.states).after(first_gradient, earlier)

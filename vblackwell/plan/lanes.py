@@ -13,7 +13,8 @@ Each lane does one thing at a time. What the runtime does is here as tasks with 
 - States on a disk are read ahead into a few sets of host memory, in the order of the updates, and written behind them; a set is free again
   when its write is over. The disk does one thing at a time, writes first.
 - Before the last micro-batch of a step, gradients go home and are added up there by the CPU, sums before updates. The last one's is added
-  on the GPU where an update follows it there; elsewhere, at home and of groups whose update is late, by the CPU too.
+  on the GPU where an update follows it there and nothing has to be undone; elsewhere by the CPU too. Of several the CPU takes the first
+  group of the forward, where the runtime takes the one that came first.
 
 A piece that starts while the other direction works passes at the rate for both directions; while the CPU updates, links are slower.
 Seconds and bytes; the last steps of a few are counted, when the lanes have settled.

@@ -155,7 +155,9 @@ class Forecast:
             streaming = rates.streaming_issues(len(groups), share_at_home(choice))
             trained = sum(num_elements(group) for group in groups if group.trainable())
             share, count = share_at_home(choice), choice.accumulation_steps
-            sums = share * (count - 1) + (1 - share) * max(0, count - 2)  # the last one's is added where its update is
+            # Without a way back the last one's is added where its update is.
+            on_level0 = count - 1 if self.machine.undo else max(0, count - 2)
+            sums = share * (count - 1) + (1 - share) * on_level0
             updates = (share + sums / rates.adds_per_update) * trained / rates.cpu_adamw / count
         return self.seconds(choice.checkpointing, choice.fp4, choice.batch_size, streaming, updates)
 
