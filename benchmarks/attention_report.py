@@ -10,6 +10,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from goal_line import WIDTH, goal_header, goal_line
 
 from vblackwell.nn.attention_backends import BACKENDS
 
@@ -59,16 +60,11 @@ def ratios(rows: Rows) -> list[str]:
 
 def goals(rows: Rows) -> list[str]:
     """A line a floor: its value, and whether it and the aim are met."""
-    lines = [f"{'ours':66} {'value':>7}   floor / aim"]
-
-    def line(words: str, value: float, floor: float, aim: float) -> None:
-        said = "aim met" if value >= aim else "floor met" if value >= floor else "MISSED"
-        lines.append(f"{words:66} {value:7.3f}   {floor:g} / {aim:g}  {said}")
-
+    lines = [goal_header()]
     for name, systems in by_case(rows).items():
         own, chosen, known = systems["triton"], systems["dispatcher"], runnable(systems)
         said = "right" if own["error"] <= WORST else "WRONG"  # as NaN is
-        lines.append(f"{f'{name}: error of a head of the own forward':66} {own['error']:7.1e}   {WORST:g}  {said}")
+        lines.append(f"{f'{name}: error of a head of the own forward':{WIDTH}} {own['error']:7.1e}   {WORST:g}  {said}")
         goal = next((g for kind, g in GOALS.items() if name.startswith(kind)), None)
         masked = has_mask(name)
         others = (
@@ -79,11 +75,12 @@ def goals(rows: Rows) -> list[str]:
             if (goal or masked) and others and key != "both_us":
                 best = min(others, key=lambda other: systems[other][key])
                 given = ", block mask given" if best == "flex" else ""
-                line(f"{where}, own over {best}{given}", systems[best][key] / own[key], *(goal or GOALS["mask"])[index])
+                over = systems[best][key] / own[key]
+                lines.append(goal_line(f"{where}, own over {best}{given}", over, *(goal or GOALS["mask"])[index]))
             best = min(known, key=lambda other: known[other][key])
             ran = chosen["chosen_forward" if key == "forward_us" else "chosen"]
             words = f"{where}, dispatcher ({ran}) over the best ({best})"
-            line(words, chosen["over_" + key.removesuffix("_us")], 0.98, 1.0)
+            lines.append(goal_line(words, chosen["over_" + key.removesuffix("_us")], 0.98, 1.0))
     return lines
 
 

@@ -19,6 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from goal_line import goal_header, goal_line
 from graph_timing import graph_us, median_us
 from torch.nn import functional
 
@@ -232,29 +233,28 @@ def bench_ops(vocabulary: int, peers: bool) -> Rows:
 
 def goals(rows: Rows) -> list[str]:
     """Lines that compare ours with the floors and aims."""
-    lines = [f"{'ours':44} {'value':>7}   floor / aim"]
-
-    def line(words: str, value: float, floor: float, aim: float) -> None:
-        said = "aim met" if value >= aim else "floor met" if value >= floor else "MISSED"
-        lines.append(f"{words:44} {value:7.3f}   {floor:g} / {aim:g}  {said}")
-
+    lines = [goal_header()]
     for op in dict.fromkeys(row["op"] for row in rows if "op" in row):
         systems = {row["system"]: row for row in rows if row.get("op") == op}
         ours = systems["ours"]
         if "hbm_forward" in ours:
-            line(f"{op}: forward, share of the HBM rate", ours["hbm_forward"], 0.8, 0.9)
-            line(f"{op}: backward, share of the HBM rate", ours["hbm_backward"], 0.8, 0.9)
+            lines.append(goal_line(f"{op}: forward, share of the HBM rate", ours["hbm_forward"], 0.8, 0.9))
+            lines.append(goal_line(f"{op}: backward, share of the HBM rate", ours["hbm_backward"], 0.8, 0.9))
             peers = [row["both_us"] for system, row in systems.items() if system in ("compile", "liger")]
             if peers:
-                line(f"{op}: over the better of compile and liger", min(peers) / ours["both_us"], 0.98, 1.0)
+                lines.append(
+                    goal_line(f"{op}: over the better of compile and liger", min(peers) / ours["both_us"], 0.98, 1.0)
+                )
         elif "eager" in systems:
             memory = systems["eager"]["extra_mb"] / max(1, ours["extra_mb"])
-            line(f"{op}: peak memory, unfused over ours", memory, 8, 20)
-            line(f"{op}: time, unfused over ours", systems["eager"]["both_us"] / ours["both_us"], 0.95, 1.1)
+            lines.append(goal_line(f"{op}: peak memory, unfused over ours", memory, 8, 20))
+            lines.append(
+                goal_line(f"{op}: time, unfused over ours", systems["eager"]["both_us"] / ours["both_us"], 0.95, 1.1)
+            )
     for row in rows:
         if row["system"] == "HF bf16":
             with_or_not = "with" if row["checkpointing"] else "without"
-            line(f"decoder {with_or_not} checkpointing, over HF bf16", row["ours_faster"], 1.15, 1.4)
+            lines.append(goal_line(f"decoder {with_or_not} checkpointing, over HF bf16", row["ours_faster"], 1.15, 1.4))
     return lines
 
 
