@@ -33,7 +33,7 @@ LINK_USE, OVERLAP = 0.9, 0.95
 BESIDE_COPIES = 0.7
 LEAST_SHARE = 0.02  # less is not worth a thread
 CPU_ELEMENTS = 16 << 20  # at least, 224 MiB of states: more than most caches
-STATES_BYTES, SUMS_BYTES = 14, 8  # three fp32 and a bf16; one fp32 and two bf16
+MEASURED_BYTES = 22  # a parameter: of an update three fp32 and a bf16, of sums beside it one fp32 and two bf16
 LINK_BYTES, COPIES = 64 * MiB, 4
 DUPLEX_LOOKS = 8  # 6 ms each on the reference machine, where two found 46 and 47 of the 50 GB/s that steps have
 TOGETHER_SECONDS = 0.15  # a dozen updates on the reference machine
@@ -68,7 +68,7 @@ def update_elements() -> int:
     """
     each_once = update_threads() * LEAST_PART
     wanted = each_once * -(-CPU_ELEMENTS // each_once)
-    return wanted if wanted * (STATES_BYTES + SUMS_BYTES) <= memory_facts().available_bytes // 16 else CPU_ELEMENTS
+    return wanted if wanted * MEASURED_BYTES <= memory_facts().available_bytes // 16 else CPU_ELEMENTS
 
 
 class HomeUpdate:
