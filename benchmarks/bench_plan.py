@@ -81,7 +81,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=180.0, help="seconds for all but the report and --look")
     parser.add_argument(
-        "--look", type=int, default=0, metavar="N", help="then show where Python and the streams are in N placements"
+        "--look",
+        type=int,
+        default=0,
+        metavar="N",
+        help="then show where Python and the streams are in the plan and in the N - 1 fastest others",
     )
     parser.add_argument("--trace", type=Path, default=None, help="folder for the profiler traces of these")
     return parser.parse_args(argv)
@@ -375,12 +379,10 @@ def main(argv: list[str] | None = None) -> int:
     print("\n".join(report(rows)), flush=True)
     if stopped:
         os._exit(0)  # threads of a step that was cut off may wait for each other
-    measured = [row for row in rows if row.step_seconds is not None]
-    seen = {row.choice.accumulation_steps: row.choice for row in reversed(measured)}
     if bench.options.look:
         print("\n".join(host_lines(bench)), flush=True)
-    for number, choice in list(seen.items())[::-1][: bench.options.look]:
-        print("\n".join(bench.look(choice, f"plan-{number}", bench.options.trace)), flush=True)
+    for number, row in enumerate(finalists(rows)[: bench.options.look]):
+        print("\n".join(bench.look(row.choice, f"finalist-{number}", bench.options.trace)), flush=True)
     bench.stack.close()
     return 0
 
