@@ -1,0 +1,39 @@
+"""Copies of other streams get their turn between the pieces of states, where a copy engine left to itself takes all pieces first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vblackwell.memory.streams import copy_streams
+from vblackwell.offload.lane_cuda import CudaQueues
+from vblackwell.units import MiB
+
+pytestmark = pytest.mark.gpu
+PIECE, COUNT = 32 * MiB, 40  # some 25 ms of one direction of a link
+LATE = 10_000_000  # cycles, some 5 ms: the engine is at the pieces when the other copy may begin
+
+
+@pytest.mark.parametrize("way", ["in", "out"])
+def test_a_copy_passes_pieces_that_are_ready(way: str):
+    device = torch.device("cuda", 0)
+    queues, others = CudaQueues(device), copy_streams(device)
+    queue, stream = (queues.states_in, others.h2d) if way == "in" else (queues.states_out, others.d2h)
+    there = [torch.arange(PIECE, dtype=torch.uint8).pin_memory() for _ in range(2)]
+    here = [torch.ones(PIECE, dtype=torch.uint8, device=device) for _ in range(2)]
+    targets, sources = (here, there) if way == "in" else (there, here)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(LATE)
+        targets[1].copy_(sources[1], non_blocking=True)
+        passed = torch.cuda.Event(enable_timing=True)
+        passed.record()
+    with torch.cuda.device(device):
+        addresses = targets[0].data_ptr(), sources[0].data_ptr(), PIECE
+        pieces = [queues.copy_at(queue, [addresses]) for _ in range(COUNT)]
+    torch.cuda.synchronize()
+    assert torch.equal(targets[0].cpu(), sources[0].cpu())  # the first bytes, which went beside, too
+    # Left to itself the engine takes the copy last (docs/log-offload.md).
+    end = pieces[COUNT * 3 // 4].end
+    assert isinstance(end, torch.cuda.Event)
+    assert passed.elapsed_time(end) > 0
