@@ -84,7 +84,7 @@ def _library(files: tuple[str, ...], macros: tuple[tuple[str, int], ...], main: 
     folder = Path(tempfile.mkdtemp(prefix="vblackwell-emulation-"))
     (folder / "kernel.cpp").write_text(text)
     (folder / "emulator.o").write_bytes(_runtime())
-    words = ["-std=c++17", "-O0", f"-I{HERE}", "-shared", "-o", "kernel.so", "kernel.cpp", "emulator.o"]
+    words = ["-std=c++14", "-O0", f"-I{HERE}", "-shared", "-o", "kernel.so", "kernel.cpp", "emulator.o"]
     subprocess.run([*COMPILER, *words], cwd=folder, check=True)
     library = ctypes.CDLL(str(folder / "kernel.so"))
     shutil.rmtree(folder)

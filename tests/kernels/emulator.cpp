@@ -58,7 +58,7 @@ void barrier_wait(u32 at, u32 parity) {
 #define LATE_MS 4
 #endif
 static std::atomic<int> copies, under_way;
-static void land(int block, u32 to, const void* from, u32 bytes, u32 barrier) {
+void land(int block, u32 to, const void* from, u32 bytes, u32 barrier) {
     memcpy(shared_at(block, to, bytes), from, bytes);
     std::lock_guard guard(mbarriers[block]->lock);
     Mbarrier& b = mbarriers[block]->at.at(barrier);

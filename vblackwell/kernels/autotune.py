@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan, goes_round
+from vblackwell.kernels.fp4_plan import SHARED_BYTES, MmaPlan, WgmmaPlan, goes_round
 from vblackwell.kernels.nvrtc import cache_folder, driver_version, write_atomically
 
 Plan = TypeVar("Plan", MmaPlan, WgmmaPlan)
@@ -104,9 +104,15 @@ def tuned(plan: Plan, x_MK: Tensor, n: int, k: int) -> Plan:
     if not entries:
         return plan
     try:
-        return apply(plan, entries.get(entry_name(plan, x_MK.dtype, x_MK.shape[0], n, k), {}))
+        found = apply(plan, entries.get(entry_name(plan, x_MK.dtype, x_MK.shape[0], n, k), {}))
     except ConfigurationError:
         return plan  # kept by a version that still allowed these fields
+    return found if _fits(found) else plan  # or needed less memory for them
+
+
+def _fits(plan: MmaPlan | WgmmaPlan) -> bool:
+    """Whether blocks of a plan for Hopper find the shared memory that they need."""
+    return not isinstance(plan, WgmmaPlan) or plan.shared_bytes() <= SHARED_BYTES // plan.min_blocks - 1024
 
 
 def variants(plan: Plan) -> list[Plan]:
@@ -116,11 +122,8 @@ def variants(plan: Plan) -> list[Plan]:
         choices = [{"min_blocks": blocks} for blocks in sorted({1, max(1, 16 // warps), max(1, 24 // warps)})]
         # chunk sizes follow from the prefetch where x comes in several chunks, so it stays
     else:
-        most = (227 * 1024 - 1024) // (plan.tokens * 128)
-        choices = [
-            {"stages": stages} for stages in (3, 4, 6, 8) if stages <= most and goes_round(stages, plan.k_groups)
-        ]
-    return [plan, *(other for choice in choices if (other := apply(plan, choice)) != plan)]
+        choices = [{"stages": stages} for stages in (3, 4, 6, 8) if goes_round(stages, plan.k_groups)]
+    return [plan, *(other for choice in choices if (other := apply(plan, choice)) != plan and _fits(other))]
 
 
 def tune(plan: Plan, x_MK: Tensor, n: int, k: int, measure_us: Callable[[Plan], float]) -> Plan:

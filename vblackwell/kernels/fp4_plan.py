@@ -20,7 +20,7 @@ from vblackwell.kernels.fp4_cost import MANY_ROWS_US, MULTIPROCESSORS, many_rows
 MMA_FILES = ("ptx.cuh", "decode.cuh", "barrier.cuh", "epilogue.cuh", "fp4_mma.cu")
 WGMMA_FILES = ("ptx.cuh", "decode.cuh", "wgmma.cuh", "barrier.cuh", "ring.cuh", "epilogue.cuh", "fp4_wgmma.cu")
 STATISTICS_BYTES = 1024  # of shared memory, for the statistics of rows that are normalised on the way
-_SHARED_BYTES = 227 * 1024  # of a multiprocessor of Hopper, and 1 KB less for each block
+SHARED_BYTES = 227 * 1024  # of a multiprocessor of Hopper, and 1 KB less for each block
 _X_BYTES = 128 * 1024  # of x that a block stages at a time
 
 
@@ -90,8 +90,13 @@ class MmaPlan:
             rows = self.tokens + (1 if norm else 0)  # its gain is one more
             x_bytes = self.x_stages * (rows * (self.chunk * 128 + 16) + 16)
         staged = x_bytes + self.threads * self.prefetch * 36
-        sums = self.k_warps * min(self.tokens, 16) * (32 * self.row_warps + 4) * 4
-        return max(staged, sums) + (STATISTICS_BYTES * (2 if self.chunk else 1) if norm else 0)
+        tokens = min(self.tokens, 16)
+        sums = self.k_warps * tokens * (32 * self.row_warps + 4) * 4
+        share = ceil_div(
+            tokens * 8 * self.row_warps, self.splits
+        )  # groups of four outputs that a block of a cluster writes
+        mail = 16 + (self.splits - 1) * share * 16 if self.splits > 1 else 0
+        return max(staged, sums) + mail + (STATISTICS_BYTES * (2 if self.chunk else 1) if norm else 0)
 
 
 def goes_round(stages: int, k_groups: int) -> bool:
@@ -131,6 +136,8 @@ class WgmmaPlan:
             raise ConfigurationError(
                 f"{self.k_groups} K groups take turns at stages of x: {self.stages} do not go round, 2 or more for each"
             )
+        if self.tokens % (8 * self.splits):
+            raise ConfigurationError(f"{self.splits} blocks do not share {self.tokens} tokens in tiles of 8")
         if self.prefetch % 2:
             raise ConfigurationError(f"{self.prefetch} windows in flight: wgmma's ring takes an even number")
 
@@ -168,9 +175,13 @@ class WgmmaPlan:
         return 128 * (self.consumers + 1)
 
     def shared_bytes(self) -> int:
-        sums = self.k_groups * self.tokens * (64 * self.groups + 4) * 4
+        rows, share = 64 * self.groups, self.tokens // self.splits
+        sums = (self.k_groups - 1) * self.tokens * rows * 4 + share * (rows + 4) * 4
         main = self.stages * self.tokens * 128 + 4 * self.consumers * self.prefetch * 640
-        return max(main, sums) + 16 * self.stages  # barriers: two of a stage
+        mail = (self.splits - 1) * share * rows * 4
+        return (
+            max(main, sums) + mail + 16 * self.stages + 8 * (self.splits > 1)
+        )  # barriers: two of a stage, one of the mail
 
 
 def _row_warps(n: int) -> int:
@@ -263,7 +274,7 @@ def _wgmma_candidates(most_tokens: int) -> tuple[WgmmaPlan, ...]:
             ring
             for stages in ((8,) if k_groups == 4 else (6, 5, 4))
             if goes_round(stages, k_groups)
-            and (ring := replace(plan, stages=stages)).shared_bytes() <= _SHARED_BYTES // most - 1024
+            and (ring := replace(plan, stages=stages)).shared_bytes() <= SHARED_BYTES // most - 1024
         )
         found += itertools.islice(fitting, 1)
     return tuple(found)

@@ -23,3 +23,21 @@ DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
+#if SPLITS > 1
+// Four floats into the shared memory of block `rank` of the cluster, which runs (`cluster_wait_started`); its `barrier` counts the bytes in.
+DEVICE void send(u32 address, u32 barrier, u32 rank, float4 v) {
+    u32 remote, remote_barrier;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_barrier) : "r"(barrier), "r"(rank));
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];"
+                 :: "r"(remote), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(remote_barrier) : "memory");
+}
+// `barrier_wait` where the bytes are other blocks'.
+DEVICE void barrier_wait_cluster(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nAGAIN:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra AGAIN;\n}"
+        :: "r"(barrier), "r"(parity) : "memory");
+}
+#endif

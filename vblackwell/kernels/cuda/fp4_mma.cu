@@ -4,8 +4,8 @@
 // of scales: the layout already is the fragment. They come by cp.async, PREFETCH windows ahead, into a ring that is private to the lane,
 // so that waiting takes no barrier. (Prefetching into registers does not work: the compiler gives all loads one scoreboard, and
 // waiting for the oldest waits for the newest.) ROW_WARPS warps stand side by side and share x in shared memory; K_WARPS take turns at the
-// windows, SPLITS blocks of a cluster split K further; sums meet in shared memory (the cluster's for SPLITS) and are added in
-// a fixed order.
+// windows, SPLITS blocks of a cluster split K further; sums of the warps meet in shared memory, those of the blocks are sent to the one that
+// writes the output; both are added in a fixed order.
 //
 // x is staged by chunks of K in fragment order [window][half][token][lane of quad][16 bytes], so that a fragment is one
 // conflict-free 128-bit load. Columns beyond K are zeros there, which lets warps read any valid weights past the end.
@@ -33,6 +33,10 @@
 #define NORM 0
 #endif
 #define STATISTICS_BYTES (NORM ? 1024 + 1024 * BULK : 0)  // of shared memory, before everything else; with BULK, squares of each K warp
+#define SHARE ((PASS_TOKENS * (ROWS / 4) + SPLITS - 1) / SPLITS)  // groups of four outputs, of all tokens, that a block of the cluster writes
+#define MAIL_BYTES (SPLITS > 1 ? 16 + (SPLITS - 1) * SHARE * 16 : 0)  // behind the statistics: sums of the cluster's other blocks, their barrier
+#define FRONT_BYTES (STATISTICS_BYTES + MAIL_BYTES)
+static_assert(SPLITS == 1 || PASSES == 1, "sums are sent once");
 #define ROW_THREADS (THREADS / TOKENS)      // threads a token has in its statistics, a power of two
 #define PIVOT_COLUMNS 512
 #define WINDOW_BYTES 1152  // codes of the upper 16 rows, of the lower 16 rows, scales
@@ -215,6 +219,7 @@ DEVICE void finish_rows(Statistics* statistics, const float* sums, int K, float 
     float squares = row_sum(sums[1], statistics, tid);
 #if SPLITS > 1
     if (first) statistics->block[m] = float4{plain, squares, 0.0f, 0.0f};
+    cluster_wait_started();
     cluster_sync();
     plain = squares = 0.0f;
     for (int s = 0; s < SPLITS; s++) {
@@ -247,11 +252,21 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
     const int bands = (N + 31) / 32, windows = (K + 63) / 64;
     const int band = min((int)blockIdx.x * ROW_WARPS + row_warp, bands - 1);
     const int m0 = blockIdx.z * TOKENS, tokens = min(TOKENS, M - m0);
+#if SPLITS > 1
+    const u32 mail_barrier = shared_address(memory) + STATISTICS_BYTES;
+    const int rank = cluster_rank(), share = (tokens * (ROWS / 4) + SPLITS - 1) / SPLITS, mine = min(share, tokens * (ROWS / 4) - rank * share);
+    if (tid == 0) {
+        barrier_init(mail_barrier, 1);
+        barrier_init_done();
+        barrier_expect(mail_barrier, (SPLITS - 1) * mine * 16);
+    }
+    cluster_arrive_started();
+#endif
 
     // Shared memory: statistics of rows, a ring for each warp, then x (two buffers if there are several chunks, with BULK X_STAGES slots and
     // their barriers); later the sums.
-    const u32 ring = shared_address(memory) + STATISTICS_BYTES + warp * (PREFETCH * WINDOW_BYTES);
-    const u32 shared_x = shared_address(memory) + STATISTICS_BYTES + ROW_WARPS * K_WARPS * PREFETCH * WINDOW_BYTES;
+    const u32 ring = shared_address(memory) + FRONT_BYTES + warp * (PREFETCH * WINDOW_BYTES);
+    const u32 shared_x = shared_address(memory) + FRONT_BYTES + ROW_WARPS * K_WARPS * PREFETCH * WINDOW_BYTES;
 #if BULK
     const int first = windows * (int)blockIdx.y / SPLITS, end = windows * ((int)blockIdx.y + 1) / SPLITS;
     chunks = (end - first + CHUNK - 1) / CHUNK;
@@ -376,6 +391,7 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
         for (int j = 0; j < K_WARPS; j++) sum += parts[j * TOKENS + tid];
 #if SPLITS > 1
     if (tid < TOKENS) statistics->block[tid] = float4{0.0f, sum, 0.0f, 0.0f};
+    cluster_wait_started();
     cluster_sync();
     sum = 0.0f;
     if (tid < TOKENS)
@@ -425,7 +441,16 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
 #endif
 #endif
 
-    float* red = (float*)(memory + STATISTICS_BYTES);  // [K_WARPS][PASS_TOKENS][RED_STRIDE]
+#if SPLITS > 1 && !NORM
+    cluster_wait_started();
+#endif
+    float* red = (float*)(memory + FRONT_BYTES);  // [K_WARPS][PASS_TOKENS][RED_STRIDE]
+    auto block_sum = [&](int e) {  // of the warps that split K; `e`: four rows of a token, tokens outermost
+        const float* at = red + e / (ROWS / 4) * RED_STRIDE + e % (ROWS / 4) * 4;
+        float4 sum = *(float4*)at;
+        for (int j = 1; j < K_WARPS; j++) add4(sum, *(float4*)(at + j * PASS_TOKENS * RED_STRIDE));
+        return sum;
+    };
 #pragma unroll
     for (int pass = 0; pass < PASSES; pass++) {
         __syncthreads();
@@ -441,29 +466,29 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
                         red[(k_warp * PASS_TOKENS + t) * RED_STRIDE + row] = acc[h][pass * PASS_NB + b][c];
                 }
         __syncthreads();
-        const int count = min(PASS_TOKENS, tokens - pass * PASS_TOKENS) * (ROWS / 4);  // groups of four rows
 #if SPLITS > 1
-        for (int e = tid; e < count; e += THREADS) {
-            float* at = red + e / (ROWS / 4) * RED_STRIDE + e % (ROWS / 4) * 4;
-            float4 sum = *(float4*)at;
-            for (int j = 1; j < K_WARPS; j++) add4(sum, *(float4*)(at + j * PASS_TOKENS * RED_STRIDE));
-            *(float4*)at = sum;
+        // Each block sends the others their shares, and adds, in the blocks' order, what it was sent to its own.
+        const float4* mail = (const float4*)(memory + STATISTICS_BYTES + 16);  // [SPLITS - 1][share]
+        const int first_mine = rank * share, count = tokens * (ROWS / 4);
+        for (int i = tid; i < count - mine; i += THREADS) {
+            const int e = i < first_mine ? i : i + mine, to = e / share, slot = rank < to ? rank : rank - 1;
+            send(mail_barrier + 16 + (slot * share + e - to * share) * 16, mail_barrier, to, block_sum(e));
         }
-        cluster_sync();
-        const int rank = cluster_rank();
+        if (tid < mine) barrier_wait_cluster(mail_barrier, 0);
 #else
-        const int rank = 0;
+        const int first_mine = 0, mine = min(PASS_TOKENS, tokens - pass * PASS_TOKENS) * (ROWS / 4);
 #endif
-        for (int e = tid + rank * THREADS; e < count; e += THREADS * SPLITS) {
-            const int t = e / (ROWS / 4), row = e % (ROWS / 4) * 4, n = blockIdx.x * ROWS + row;
-            float* at = red + t * RED_STRIDE + row;
+        for (int i = tid; i < mine; i += THREADS) {
+            const int e = first_mine + i, t = e / (ROWS / 4), n = blockIdx.x * ROWS + e % (ROWS / 4) * 4;
+            float4 sum = block_sum(e);
 #if SPLITS > 1
-            float4 sum = load_remote(shared_address(at), 0);
+            const float4 own = sum;
 #pragma unroll
-            for (int s = 1; s < SPLITS; s++) add4(sum, load_remote(shared_address(at), s));
-#else
-            float4 sum = *(float4*)at;
-            for (int j = 1; j < K_WARPS; j++) add4(sum, *(float4*)(at + j * PASS_TOKENS * RED_STRIDE));
+            for (int s = 0; s < SPLITS; s++) {
+                const float4 part = s == rank ? own : mail[(s < rank ? s : s - 1) * share + i];
+                if (s == 0) sum = part;
+                else add4(sum, part);
+            }
 #endif
             float scale = unit;
 #if NORM
@@ -480,8 +505,5 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
 #endif
             if (n < N) store4(y, m0 + pass * PASS_TOKENS + t, n, N, sum, scale, bias, activation);
         }
-#if SPLITS > 1
-        cluster_sync();
-#endif
     }
 }

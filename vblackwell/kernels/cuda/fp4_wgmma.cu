@@ -4,7 +4,8 @@
 // A block takes 64 * GROUPS weight rows and TOKENS tokens; each of its GROUPS warpgroups owns 64 rows, and KGROUPS such sets take turns at
 // the windows of 64 columns. Codes and scales come by cp.async, PREFETCH windows ahead, into a ring that is private to the lane, so that waiting
 // for them takes no barrier; the next window is decoded into registers while the tensor cores work on this one. One more
-// warpgroup brings x, STAGES windows deep. SPLITS blocks of a cluster split K; all sums meet in shared memory and are added in a fixed order.
+// warpgroup brings x, STAGES windows deep. SPLITS blocks of a cluster split K; sums of the K groups
+// meet in shared memory, those of the blocks are sent to the one that writes the output; both are added in a fixed order.
 //
 // A stage of x is TOKENS rows of 128 bytes with the 128-byte swizzle, columns inside a window permuted as the tiled layout
 // permutes them, zeros beyond K. A kernel before this one (`arrange`) has written that form, and a stage is one bulk copy.
@@ -13,6 +14,7 @@
 // REGISTERS (a consumer thread's), OUT32, AT_LAUNCH: every thread's registers when a block starts. They leave room for a block of `arrange`,
 // that of the next product, which waits beside this kernel; so the next one's weights are on their way while its x is arranged.
 static_assert(KGROUPS == 1 || (STAGES % KGROUPS == 0 && STAGES >= 2 * KGROUPS), "a stage belongs to one K group");
+static_assert(TOKENS % (8 * SPLITS) == 0, "the cluster's blocks share whole tiles of 8 tokens");
 static_assert(PREFETCH % 2 == 0, "slots of the ring and the two sets of fragments go round together");
 #define ROWS (64 * GROUPS)
 #define CONSUMERS (128 * GROUPS * KGROUPS)
@@ -24,9 +26,12 @@ static_assert(PREFETCH % 2 == 0, "slots of the ring and the two sets of fragment
 #define RINGS (STAGES * STAGE_BYTES)
 #define RED_STRIDE (ROWS + 4)
 #define TILE_PITCH (ROWS * 2 + 16)
+#define SHARE (TOKENS / SPLITS)  // tokens whose outputs a block of the cluster writes
 #define MAIN_BYTES (RINGS + 4 * GROUPS * KGROUPS * PREFETCH * WINDOW_BYTES)
-#define SUM_BYTES (KGROUPS * TOKENS * RED_STRIDE * 4)
-#define BARRIERS (MAIN_BYTES > SUM_BYTES ? MAIN_BYTES : SUM_BYTES)
+#define GROUP_SUMS ((KGROUPS - 1) * TOKENS * ROWS * 4)  // of the K groups but the first
+#define SUM_BYTES (GROUP_SUMS + SHARE * RED_STRIDE * 4)
+#define MAIL (MAIN_BYTES > SUM_BYTES ? MAIN_BYTES : SUM_BYTES)  // sums of the cluster's other blocks
+#define BARRIERS (MAIL + (SPLITS - 1) * SHARE * ROWS * 4)
 
 extern "C" __global__ void
 #if SPLITS > 1
@@ -40,9 +45,18 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
     const int bands = (N + 31) / 32, windows = (K + 63) / 64;
     const int begin = windows * (int)blockIdx.y / SPLITS, count = windows * ((int)blockIdx.y + 1) / SPLITS - begin;
     const u32 shared = shared_address(memory), full = shared + BARRIERS, empty = full + 8 * STAGES;
-
+#if SPLITS > 1
+    const u32 mail_barrier = empty + 8 * STAGES;
+    if (tid == 0) {
+        barrier_init(mail_barrier, 1);
+        barrier_expect(mail_barrier, (SPLITS - 1) * SHARE * ROWS * 4);
+    }
+#endif
     if (tid == 0) ring_init<STAGES>(full, empty, 4 * GROUPS);
     __syncthreads();
+#if SPLITS > 1
+    cluster_arrive_started();
+#endif
     let_next_start();
 
     if (warp >= 4 * GROUPS * KGROUPS) {
@@ -51,6 +65,10 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
             wait_for_previous();
             ring_fill<STAGES, STAGE_BYTES>(shared, full, empty, x + ((u64)blockIdx.z * windows + begin) * STAGE_BYTES, count);
         }
+#if SPLITS > 1
+        warp_sync();
+        cluster_wait_started();  // who arrives waits, too
+#endif
     } else {
         take_registers<REGISTERS>();
         const int k_group = KGROUPS == 1 ? 0 : warp / (4 * GROUPS), row_warp = warp - k_group * 4 * GROUPS;
@@ -71,7 +89,6 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
         };
 #pragma unroll
         for (int d = 0; d < PREFETCH; d++) load(d, d, d < mine);
-        const float unit = tensor_scale[0] * WEIGHT_UNIT;
         float acc[TOKENS / 2];
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; i++) acc[i] = 0.0f;
@@ -111,43 +128,89 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
         copy_wait_all();
         wgmma_wait<0>();
 
+        const float unit = tensor_scale[0] * WEIGHT_UNIT;  // here: while windows pass, every register is somebody's
+        // Sums of the other K groups, as their lanes have them, to the first.
+        constexpr int VECTORS = TOKENS / 8, LANES = 128 * GROUPS, SHARED_VECTORS = SHARE / 8;
+        const int at_lane = row_warp * 32 + lane;
+#if KGROUPS > 1
+        float4* sums = (float4*)memory;  // [KGROUPS - 1][VECTORS][LANES]
         block_part_sync<CONSUMERS>();
-#if SPLITS == 1 && !OUT32
-        if (activation == 0 && N % 8 == 0) {  // what needs no look at single outputs
-            // Sums of the other K groups, as their lanes have them, to the first; then halves, in rows of tokens, which all copy out.
-            constexpr int VECTORS = TOKENS / 8, LANES = 128 * GROUPS;
-            float4* sums = (float4*)memory;  // [KGROUPS - 1][VECTORS][LANES]
-            const u32 tile = shared + (KGROUPS - 1) * VECTORS * LANES * 16;
-            if (KGROUPS > 1) {
-                if (k_group > 0)
+        if (k_group > 0)
 #pragma unroll
-                    for (int v = 0; v < VECTORS; v++)
-                        sums[((k_group - 1) * VECTORS + v) * LANES + row_warp * 32 + lane] =
-                            float4{acc[4 * v], acc[4 * v + 1], acc[4 * v + 2], acc[4 * v + 3]};
-                block_part_sync<CONSUMERS>();
+            for (int v = 0; v < VECTORS; v++)
+                sums[((k_group - 1) * VECTORS + v) * LANES + at_lane] = float4{acc[4 * v], acc[4 * v + 1], acc[4 * v + 2], acc[4 * v + 3]};
+        block_part_sync<CONSUMERS>();
+        if (k_group == 0)
+#pragma unroll 1
+            for (int j = 0; j < KGROUPS - 1; j++)
+#pragma unroll
+                for (int v = 0; v < VECTORS; v++) {
+                    const float4 more = sums[(j * VECTORS + v) * LANES + at_lane];
+                    acc[4 * v] += more.x;
+                    acc[4 * v + 1] += more.y;
+                    acc[4 * v + 2] += more.z;
+                    acc[4 * v + 3] += more.w;
+                }
+#endif
+        // Of the sums of the cluster's blocks each gets those of its share of the tokens, as they come; then all are added in the blocks' order.
+#if SPLITS > 1
+        const int rank = cluster_rank();
+        cluster_wait_started();
+        if (k_group == 0) {
+            const u32 mail = shared + MAIL;  // [SPLITS - 1][SHARED_VECTORS][LANES]
+#pragma unroll
+            for (int v = 0; v < VECTORS; v++) {
+                const int to = v / SHARED_VECTORS, slot = rank < to ? rank : rank - 1;
+                if (to != rank)
+                    send(mail + ((slot * SHARED_VECTORS + v % SHARED_VECTORS) * LANES + at_lane) * 16, mail_barrier, to,
+                         float4{acc[4 * v], acc[4 * v + 1], acc[4 * v + 2], acc[4 * v + 3]});
             }
-            if (k_group == 0) {
-                for (int j = 0; j < KGROUPS - 1; j++)
 #pragma unroll
-                    for (int v = 0; v < VECTORS; v++) {
-                        const float4 more = sums[(j * VECTORS + v) * LANES + row_warp * 32 + lane];
-                        acc[4 * v] += more.x;
-                        acc[4 * v + 1] += more.y;
-                        acc[4 * v + 2] += more.z;
-                        acc[4 * v + 3] += more.w;
-                    }
+            for (int v = SHARED_VECTORS; v < VECTORS; v++)
+                if (v / SHARED_VECTORS == rank)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) acc[4 * (v % SHARED_VECTORS) + i] = acc[4 * v + i];
+            barrier_wait_cluster(mail_barrier, 0);
+#pragma unroll
+            for (int v = 0; v < SHARED_VECTORS; v++) {
+                const float4 own = {acc[4 * v], acc[4 * v + 1], acc[4 * v + 2], acc[4 * v + 3]};
+                float4 sum;
+#pragma unroll
+                for (int s = 0; s < SPLITS; s++) {
+                    const int slot = s < rank ? s : s - 1;
+                    const float4 part = s == rank ? own : *(float4*)(memory + MAIL + ((slot * SHARED_VECTORS + v) * LANES + at_lane) * 16);
+                    if (s == 0) sum = part;
+                    else add4(sum, part);
+                }
+                acc[4 * v] = sum.x;
+                acc[4 * v + 1] = sum.y;
+                acc[4 * v + 2] = sum.z;
+                acc[4 * v + 3] = sum.w;
+            }
+        }
+#else
+        const int rank = 0;
+#endif
+        const int m0 = blockIdx.z * TOKENS + rank * SHARE, tokens = min(SHARE, M - m0);  // none, or fewer, behind the last one
+#if !OUT32 && SHARE % 16 == 0
+        if (activation == 0 && N % 8 == 0) {  // what needs no look at single outputs: halves, in rows of tokens, which all copy out
+            const u32 tile = shared + GROUP_SUMS;
+#if KGROUPS == 1
+            block_part_sync<CONSUMERS>();
+#endif
+            if (k_group == 0) {
                 const int n = blockIdx.x * ROWS + row_warp * 16 + (lane >> 2);
                 const float upper = bias && n < N ? half_to_float(bias[n]) : 0.0f;
                 const float lower = bias && n + 8 < N ? half_to_float(bias[n + 8]) : 0.0f;
                 const u32 to = tile + ((lane >> 4) * 8 + (lane & 7)) * TILE_PITCH + (row_warp * 16 + ((lane >> 3) & 1) * 8) * 2;
                 auto pair = [&](int i, float more) { return to_half_pair(acc[i] * unit + more, acc[i + 1] * unit + more); };
 #pragma unroll
-                for (int v = 0; v < VECTORS; v += 2)
+                for (int v = 0; v < SHARED_VECTORS; v += 2)
                     store_columns(to + v * 8 * TILE_PITCH, pair(4 * v, upper), pair(4 * v + 2, lower), pair(4 * v + 4, upper),
                                   pair(4 * v + 6, lower));
             }
             block_part_sync<CONSUMERS>();
-            const int m0 = blockIdx.z * TOKENS, granules = min(TOKENS, M - m0) * (ROWS / 8);
+            const int granules = tokens * (ROWS / 8);
 #pragma unroll 4
             for (int e = tid; e < granules; e += CONSUMERS) {
                 const int t = e / (ROWS / 8), c = e % (ROWS / 8), n = blockIdx.x * ROWS + c * 8;
@@ -156,53 +219,22 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
             return;
         }
 #endif
-        float* red = (float*)memory;  // [KGROUPS][TOKENS][RED_STRIDE]
-#pragma unroll
-        for (int i = 0; i < TOKENS / 2; i++) {
-            const int token = (i >> 2) * 8 + (lane & 3) * 2 + (i & 1), row = row_warp * 16 + ((i >> 1) & 1) * 8 + (lane >> 2);
-            red[(k_group * TOKENS + token) * RED_STRIDE + row] = acc[i];
-        }
-        const int m0 = blockIdx.z * TOKENS, groups = min(TOKENS, M - m0) * (ROWS / 4);  // groups of four rows
-#if KGROUPS > 1
+        float* red = (float*)(memory + GROUP_SUMS);  // [SHARE][RED_STRIDE]
+#if KGROUPS == 1
         block_part_sync<CONSUMERS>();
-        for (int e = tid; e < groups; e += CONSUMERS) {
-            float* at = red + e / (ROWS / 4) * RED_STRIDE + e % (ROWS / 4) * 4;
-            float4 sum = *(float4*)at;
-#pragma unroll
-            for (int j = 1; j < KGROUPS; j++) add4(sum, *(float4*)(at + j * TOKENS * RED_STRIDE));
-            *(float4*)at = sum;
-        }
 #endif
-#if SPLITS > 1
-        cluster_sync();
-        // All of a thread's parts are asked for before the first is added: another block's memory answers late.
-        constexpr int PER = (TOKENS * (ROWS / 4) + CONSUMERS * SPLITS - 1) / (CONSUMERS * SPLITS);
-        const int mine_first = tid + cluster_rank() * CONSUMERS;
-        float4 part[PER][SPLITS];
+        if (k_group == 0)
 #pragma unroll
-        for (int p = 0; p < PER; p++) {
-            const int e = min(mine_first + p * CONSUMERS * SPLITS, groups - 1);
-            const u32 at = shared_address(red + e / (ROWS / 4) * RED_STRIDE + e % (ROWS / 4) * 4);
-#pragma unroll
-            for (int s = 0; s < SPLITS; s++) part[p][s] = load_remote(at, s);
-        }
-#pragma unroll
-        for (int p = 0; p < PER; p++) {
-            const int e = mine_first + p * CONSUMERS * SPLITS, n = blockIdx.x * ROWS + e % (ROWS / 4) * 4;
-#pragma unroll
-            for (int s = 1; s < SPLITS; s++) add4(part[p][0], part[p][s]);
-            if (e < groups && n < N) store4(y, m0 + e / (ROWS / 4), n, N, part[p][0], unit, bias, activation);
-        }
-#else
-        if (KGROUPS == 1) block_part_sync<CONSUMERS>();  // a thread reads back what it has added up itself
+            for (int i = 0; i < SHARE / 2; i++) {
+                const int token = (i >> 2) * 8 + (lane & 3) * 2 + (i & 1), row = row_warp * 16 + ((i >> 1) & 1) * 8 + (lane >> 2);
+                red[token * RED_STRIDE + row] = acc[i];
+            }
+        block_part_sync<CONSUMERS>();
+        const int groups = tokens * (ROWS / 4);  // of four rows
         for (int e = tid; e < groups; e += CONSUMERS) {
             const int t = e / (ROWS / 4), row = e % (ROWS / 4) * 4, n = blockIdx.x * ROWS + row;
             if (n < N) store4(y, m0 + t, n, N, *(float4*)(red + t * RED_STRIDE + row), unit, bias, activation);
         }
-#endif
-#if SPLITS > 1
-        cluster_sync();
-#endif
     }
 }
 
