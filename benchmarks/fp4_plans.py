@@ -30,6 +30,7 @@ import torch
 from bench_fp4 import LAYERS, Tiled, layers_of, random_tiled, run_plan
 from graph_timing import alternating_us, graph_us
 
+from vblackwell.errors import ConfigurationError
 from vblackwell.kernels import autotune, fp4_cuda, fp4_plan, nvrtc, w4a8
 from vblackwell.kernels.fp4 import fp4_linear
 from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan, goes_round
@@ -87,18 +88,16 @@ def mma_plans(m: int, n: int, k: int) -> Iterator[MmaPlan]:
 
 
 def wgmma_plans(m: int, n: int, k: int) -> Iterator[WgmmaPlan]:
-    for tokens, groups, k_groups, (splits, tiles), most in itertools.product(
-        (16, 32, 64, 128, 256), (1, 2, 3, 4), (1, 2, 3, 4), fp4_plan.SHARED_TILES, (1, 2)
+    for tokens, groups, k_groups, splits, most in itertools.product(
+        (16, 32, 64, 128, 256), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2), (1, 2)
     ):
         columns, consumers = -(-m // tokens), groups * k_groups
         if tokens > max(m, 16) or tokens < min(m, 64) or columns > 2 or consumers > 4:
             continue
-        if not fp4_plan.shares_tokens(tokens, k_groups, splits, tiles):
-            continue
-        blocks = -(-n // (64 * groups * tiles)) * splits * columns
+        blocks = -(-n // (64 * groups)) * splits * columns
         if not (_fills(blocks, 1) or _fills(blocks, most)):
             continue
-        plan = WgmmaPlan(tokens, groups, splits, 12, 4, most, k_groups, tiles)
+        plan = WgmmaPlan(tokens, groups, splits, 12, 4, most, k_groups)
         if plan.registers < tokens // 2 + 32 + 28:  # sums, fragments, addresses
             continue
         for stages in (8, 6, 5, 4) if k_groups == 4 else (6, 5, 4):
@@ -283,7 +282,7 @@ def brief(plan: Plan) -> str:
             f" chunk {plan.chunk}x{plan.x_stages}"
         )
     return (
-        f"wgmma t{plan.tokens} g{plan.groups} kg{plan.k_groups} s{plan.splits}/{plan.tiles} st{plan.stages} pf{plan.prefetch}"
+        f"wgmma t{plan.tokens} g{plan.groups} kg{plan.k_groups} s{plan.splits} st{plan.stages} pf{plan.prefetch}"
         f" mb{plan.min_blocks}"
     )
 
@@ -317,13 +316,14 @@ def tuned_entries(paths: list[Path]) -> dict[str, dict[str, int]]:
 
 def plan_of(text: str) -> Plan | None:
     """The plan of a row; none where the kernel that was timed is gone: by turns at the tensor cores, with x as it is, of before
-    2026-11-22, evening, or with sums that the blocks of a cluster read from each other.
+    2026-11-22, evening, or in parts of less than 8 tokens.
     """
     if not text.startswith(("MmaPlan(", "WgmmaPlan(")) or re.search("direct=|clusters=|image=|raw=True", text):
         return None
-    if text.startswith("WgmmaPlan(") and "splits=1," not in text and "tiles=" not in text:
+    try:
+        plan = eval(re.sub(r", (ordered=\d|raw=False)", "", text), {"MmaPlan": MmaPlan, "WgmmaPlan": WgmmaPlan})  # noqa: S307 - a repr that we wrote
+    except ConfigurationError:
         return None
-    plan = eval(re.sub(r", (ordered=\d|raw=False)", "", text), {"MmaPlan": MmaPlan, "WgmmaPlan": WgmmaPlan})  # noqa: S307 - a repr that we wrote
     in_turns = isinstance(plan, WgmmaPlan) and plan.consumers > 1 and re.search("ordered=[12]", text)
     return None if in_turns else plan
 

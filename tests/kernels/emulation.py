@@ -131,12 +131,7 @@ def linear(
     else:
         windows = -(-k // 64)
         image = torch.full((blocks * windows * plan.tokens * 128,), 0xFF, dtype=torch.uint8)
-        grid = (
-            -(-windows * plan.tokens * 8 // 256),
-            -(-n // (64 * plan.groups * plan.tiles)),
-            blocks,
-            plan.shared_bytes(),
-        )
+        grid = (-(-windows * plan.tokens * 8 // 256), -(-n // (64 * plan.groups)), blocks, plan.shared_bytes())
         _call(fp4_plan.WGMMA_FILES, macros, _WGMMA_MAIN, [x_MK, image, *tiled, bias, y_MN, m, n, k, act, *grid])
     return y_MN
 

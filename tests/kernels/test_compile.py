@@ -21,7 +21,7 @@ SHARED_BYTES = {"sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_89": 99 * 1024, "sm
 UNUSED = [  # shapes of blocks that no rule takes: fewest and most K groups
     WgmmaPlan(32, 2, 2, 6, k_groups=2),
     WgmmaPlan(64, 1, 1, 8, k_groups=4),
-    WgmmaPlan(128, 1, 4, 6, k_groups=3, tiles=3),
+    WgmmaPlan(64, 1, 2, 6, k_groups=3),
     WgmmaPlan(64, 2, 4, 8, k_groups=2),
 ]
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

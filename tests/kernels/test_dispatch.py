@@ -83,15 +83,6 @@ def test_a_stage_that_would_change_hands_is_refused(stages, k_groups):
     assert fp4_plan.WgmmaPlan(64, 1, 1, 2 * k_groups, k_groups=k_groups).stages == 2 * k_groups
 
 
-@pytest.mark.parametrize(
-    ("tokens", "k_groups", "splits", "tiles"), [(32, 3, 2, 1), (16, 2, 2, 1), (64, 2, 4, 3), (64, 1, 1, 3)]
-)
-def test_tokens_or_tiles_that_k_groups_would_not_share_evenly_are_refused(tokens, k_groups, splits, tiles):
-    with pytest.raises(ConfigurationError, match="do not share"):
-        fp4_plan.WgmmaPlan(tokens, 1, splits, 6, k_groups=k_groups, tiles=tiles)
-    assert fp4_plan.WgmmaPlan(64, 1, 4, 6, k_groups=3, tiles=3).parts == 4
-
-
 def test_dequantising_wins_for_many_rows_and_never_for_few():
     for n, k in ((4096, 4096), (14336, 4096), (28672, 8192)):
         assert all(fp4_plan.wgmma_beats_dequantize(m, n, k) for m in (17, 64, 256))
@@ -103,11 +94,10 @@ def test_what_was_timed_is_taken_and_fits():
         plan = fp4_plan.plan_mma(m, n, k, True)
         assert (plan.row_warps, plan.k_warps, plan.splits) == (row_warps, k_warps, splits)
         assert plan.shared_bytes(k) <= 227 * 1024 // plan.min_blocks - 1024 and plan.chunk % k_warps == 0
-    for (m, n, k), (tokens, groups, k_groups, splits, tiles, blocks) in fp4_shapes.WGMMA.items():
+    for (m, n, k), (tokens, groups, k_groups, splits, blocks) in fp4_shapes.WGMMA.items():
         for rows in (m // 2 + 1, m):
             plan = fp4_plan.plan_wgmma(rows, n, k)
             assert (plan.tokens, plan.groups, plan.k_groups, plan.splits) == (tokens, groups, k_groups, splits)
-            assert plan.tiles == tiles
             assert plan.min_blocks == blocks and plan.shared_bytes() <= 227 * 1024 // blocks - 1024
 
 

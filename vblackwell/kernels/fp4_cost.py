@@ -30,15 +30,15 @@ MANY_ROWS_US = {(256, 2, 1): 0.75, (128, 3, 1): 0.59, (256, 1, 2): 0.405}
 
 
 def wgmma_us(
-    shape: tuple[int, int, int], tokens: int, groups: int, k_groups: int, splits: float, blocks_at_once: int
+    shape: tuple[int, int, int], tokens: int, groups: int, k_groups: int, splits: int, blocks_at_once: int
 ) -> float:
     """Predicted microseconds of a launch for ``shape`` (M, N, K); the other arguments are those of `fp4_plan.WgmmaPlan`.
 
-    ``splits``: blocks to a tile of rows. ``blocks_at_once``: blocks that a multiprocessor holds.
+    ``blocks_at_once``: blocks that a multiprocessor holds.
     """
     m, n, k = shape
     windows = math.ceil(math.ceil(k / 64) / splits)
-    blocks = math.ceil(math.ceil(n / (64 * groups)) * splits) * math.ceil(m / tokens)
+    blocks = math.ceil(n / (64 * groups)) * splits * math.ceil(m / tokens)
     rounds, rest = divmod(blocks, MULTIPROCESSORS * blocks_at_once)
 
     def block_cycles(at_once: int) -> float:

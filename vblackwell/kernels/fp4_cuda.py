@@ -114,7 +114,7 @@ def run_wgmma(
     image = torch.empty(blocks * windows * plan.tokens * 128, dtype=torch.uint8, device=x_MK.device)
     arrange = kernel(WGMMA_FILES, "arrange", macros, x_MK.device)
     arrange.launch((ceil_div(windows * plan.tokens * 8, 256), blocks, 1), 128, 0, (x_MK, image, m, k))
-    grid = (ceil_div(n, 64 * plan.groups * plan.tiles), plan.splits, blocks)
+    grid = (ceil_div(n, 64 * plan.groups), plan.splits, blocks)
     args = (image, codes, block_scales, tensor_scale, bias, y_MN, m, n, k, ACTIVATIONS.index(activation))
     kernel(WGMMA_FILES, "fp4_wgmma", macros, x_MK.device).launch(grid, plan.threads, plan.shared_bytes(), args)
     return y_MN

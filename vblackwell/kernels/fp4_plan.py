@@ -19,11 +19,6 @@ from vblackwell.kernels.fp4_cost import MANY_ROWS_US, MULTIPROCESSORS, many_rows
 
 MMA_FILES = ("ptx.cuh", "decode.cuh", "barrier.cuh", "epilogue.cuh", "fp4_mma.cu")
 WGMMA_FILES = ("ptx.cuh", "decode.cuh", "wgmma.cuh", "barrier.cuh", "ring.cuh", "epilogue.cuh", "fp4_wgmma.cu")
-SHARED_TILES = (
-    (1, 1),
-    (2, 1),
-    (4, 3),
-)  # blocks of a cluster and the tiles of rows that they share, of plans that rules take
 STATISTICS_BYTES = 1024  # of shared memory, for the statistics of rows that are normalised on the way
 SHARED_BYTES = 227 * 1024  # of a multiprocessor of Hopper, and 1 KB less for each block
 _X_BYTES = 128 * 1024  # of x that a block stages at a time
@@ -109,13 +104,6 @@ def goes_round(stages: int, k_groups: int) -> bool:
     return k_groups == 1 or (stages % k_groups == 0 and stages >= 2 * k_groups)
 
 
-def shares_tokens(tokens: int, k_groups: int, splits: int, tiles: int) -> bool:
-    """Whether the K groups of ``splits`` blocks share ``tiles`` tiles of rows evenly, and those of a tile its tokens by eights."""
-    if splits == 1:
-        return tiles == 1
-    return splits * k_groups % tiles == 0 and tokens % (8 * splits * k_groups // tiles) == 0
-
-
 @dataclass(frozen=True)
 class WgmmaPlan:
     """How ``fp4_wgmma`` covers a shape.
@@ -127,8 +115,7 @@ class WgmmaPlan:
         stages: windows of x in shared memory, at least 2; with several ``k_groups`` a multiple of them, at least twice as many.
         prefetch: windows of weights a warp has in flight, an even number.
         min_blocks: blocks the compiler must fit on a multiprocessor.
-        k_groups: sets of ``groups`` warpgroups that share the windows.
-        tiles: of 64 * ``groups`` rows, that the ``splits`` blocks of a cluster share.
+        k_groups: sets of ``groups`` warpgroups that take turns at the windows.
     """
 
     tokens: int
@@ -138,7 +125,6 @@ class WgmmaPlan:
     prefetch: int = 4
     min_blocks: int = 1
     k_groups: int = 1
-    tiles: int = 1
 
     def __post_init__(self) -> None:
         """Raises ConfigurationError where a stage of x would go from one K group to another, or a group would wait for itself.
@@ -150,11 +136,8 @@ class WgmmaPlan:
             raise ConfigurationError(
                 f"{self.k_groups} K groups take turns at stages of x: {self.stages} do not go round, 2 or more for each"
             )
-        if not shares_tokens(self.tokens, self.k_groups, self.splits, self.tiles):
-            raise ConfigurationError(
-                f"{self.splits} blocks of {self.k_groups} K groups do not share {self.tiles} tiles of rows, and {self.tokens} tokens by "
-                "eights"
-            )
+        if self.tokens % (8 * self.splits):
+            raise ConfigurationError(f"{self.splits} blocks do not share {self.tokens} tokens in tiles of 8")
         if self.prefetch % 2:
             raise ConfigurationError(f"{self.prefetch} windows in flight: wgmma's ring takes an even number")
 
@@ -162,11 +145,6 @@ class WgmmaPlan:
     def consumers(self) -> int:
         """Warpgroups that multiply."""
         return self.groups * self.k_groups
-
-    @property
-    def parts(self) -> int:
-        """K groups that share the windows of one tile."""
-        return self.splits * self.k_groups // self.tiles
 
     @property
     def at_launch(self) -> int:
@@ -188,7 +166,7 @@ class WgmmaPlan:
     def macros(self, fp16: bool, out32: bool = False) -> dict[str, int]:
         return {
             "FP16": int(fp16), "TOKENS": self.tokens, "GROUPS": self.groups, "KGROUPS": self.k_groups, "SPLITS": self.splits,
-            "TILES": self.tiles, "STAGES": self.stages, "PREFETCH": self.prefetch, "REGISTERS": self.registers,
+            "STAGES": self.stages, "PREFETCH": self.prefetch, "REGISTERS": self.registers,
             "AT_LAUNCH": self.at_launch, "OUT32": int(out32),
         }  # fmt: skip
 
@@ -197,13 +175,13 @@ class WgmmaPlan:
         return 128 * (self.consumers + 1)
 
     def shared_bytes(self) -> int:
-        rows = 64 * self.groups
+        rows, share = 64 * self.groups, self.tokens // self.splits
+        sums = (self.k_groups - 1) * self.tokens * rows * 4 + share * (rows + 4) * 4
         main = self.stages * self.tokens * 128 + 4 * self.consumers * self.prefetch * 640
-        barriers = 16 * self.stages  # two of a stage
-        if self.splits == 1:
-            return max(main, self.k_groups * self.tokens * (rows + 4) * 4) + barriers
-        mail = self.k_groups * (self.parts - 1) * (self.tokens // self.parts) * rows * 4
-        return main + mail + barriers + 8 * self.k_groups
+        mail = (self.splits - 1) * share * rows * 4
+        return (
+            max(main, sums) + mail + 16 * self.stages + 8 * (self.splits > 1)
+        )  # barriers: two of a stage, one of the mail
 
 
 def _row_warps(n: int) -> int:
@@ -284,14 +262,12 @@ def plan_mma(m: int, n: int, k: int, clusters: bool, bulk: bool = True) -> MmaPl
 def _wgmma_candidates(most_tokens: int) -> tuple[WgmmaPlan, ...]:
     """Plans that may be best for some shape: those that fit registers and shared memory, with the deepest ring of x up to 6 stages."""
     found = []
-    for tokens, groups, k_groups, (splits, tiles), most in itertools.product(
-        (16, 32, 64, 128, 256), (1, 2, 3, 4), (1, 2, 3, 4), SHARED_TILES, (1, 2)
+    for tokens, groups, k_groups, splits, most in itertools.product(
+        (16, 32, 64, 128, 256), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2), (1, 2)
     ):
         if tokens > most_tokens or tokens < min(64, most_tokens) or groups * k_groups > 4:
             continue
-        if not shares_tokens(tokens, k_groups, splits, tiles):
-            continue
-        plan = WgmmaPlan(tokens, groups, splits, 12, min_blocks=most, k_groups=k_groups, tiles=tiles)
+        plan = WgmmaPlan(tokens, groups, splits, 12, min_blocks=most, k_groups=k_groups)
         if plan.registers < tokens // 2 + 60:  # sums, fragments, addresses
             continue
         fitting = (
@@ -306,25 +282,25 @@ def _wgmma_candidates(most_tokens: int) -> tuple[WgmmaPlan, ...]:
 
 def predicted_us(plan: WgmmaPlan, m: int, n: int, k: int) -> float:
     """What `fp4_cost.wgmma_us` says of a plan."""
-    return wgmma_us((m, n, k), plan.tokens, plan.groups, plan.k_groups, plan.splits / plan.tiles, plan.min_blocks)
+    return wgmma_us((m, n, k), plan.tokens, plan.groups, plan.k_groups, plan.splits, plan.min_blocks)
 
 
 @functools.lru_cache(4096)
 def plan_wgmma(m: int, n: int, k: int) -> WgmmaPlan:
     """The plan of ``fp4_wgmma`` for a shape: as it was timed (fp4_shapes.py), or what is expected to end first on an H200."""
     most_tokens = next((tokens for tokens in (16, 32, 64, 128) if m <= tokens), 256)
-    fitting = [plan for plan in _wgmma_candidates(most_tokens) if plan.parts <= ceil_div(k, 64)]
+    fitting = [plan for plan in _wgmma_candidates(most_tokens) if plan.splits * plan.k_groups <= ceil_div(k, 64)]
     if timed := fp4_shapes.WGMMA.get((most_tokens, n, k)) if m <= 256 else None:
         return next(plan for plan in fitting if _blocks(plan) == timed)
     if fills_with_many_rows(m, n):
         tokens, groups, k_groups = min(MANY_ROWS_US, key=lambda blocks: many_rows_us((m, n, k), blocks))
-        whole = (tokens, groups, k_groups, 1, 1, 1)
+        whole = (tokens, groups, k_groups, 1, 1)
         return next((plan for plan in fitting if _blocks(plan) == whole), WgmmaPlan(256, 2, 1, 6))
     return min(fitting, key=lambda plan: predicted_us(plan, m, n, k))
 
 
-def _blocks(plan: WgmmaPlan) -> tuple[int, int, int, int, int, int]:
-    return plan.tokens, plan.groups, plan.k_groups, plan.splits, plan.tiles, plan.min_blocks
+def _blocks(plan: WgmmaPlan) -> tuple[int, int, int, int, int]:
+    return plan.tokens, plan.groups, plan.k_groups, plan.splits, plan.min_blocks
 
 
 def fills_with_many_rows(m: int, n: int) -> bool:
