@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.offload.conftest import MakeStack
+from tests.offload.conftest import ROOMY_BYTES, MakeStack
 from vblackwell.memory.stack import VGPUStack
 from vblackwell.offload.enable import enable_vgpu_stack_optimization
 from vblackwell.offload.optimizer import VGPUAdamW
@@ -75,7 +75,7 @@ def place(model: nn.Module, form: Form, where: str, make_stack: MakeStack, **mor
     fast = given.pop("fast")
     if where == "tight" and form.dtype is None:
         fast *= 2
-    host = given.pop("host", 64 << 20)
+    host = given.pop("host", ROOMY_BYTES)
     if where == "disk" and form.masters == "stochastic":
         host -= 400 << 10
     stack = make_stack(fast, host)
@@ -134,10 +134,8 @@ class Block(nn.Module):
 
 
 def stack_of(fast_bytes: int) -> VGPUStack:
-    mib = 1 << 20
-    return VGPUStack(
-        {"levels": [{"capacity_mb": fast_bytes / mib, "device": "cpu"}, {"capacity_mb": 64, "device": "cpu"}]}
-    )
+    levels = [{"capacity_mb": size / (1 << 20), "device": "cpu"} for size in (fast_bytes, ROOMY_BYTES)]
+    return VGPUStack({"levels": levels})
 
 
 class Embedded(nn.Module):

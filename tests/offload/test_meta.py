@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.offload.conftest import MakeStack
+from tests.offload.conftest import ROOMY_BYTES, MakeStack
 from tests.offload.format_cases import BF16, Form, Odd, assert_same_states, loss_of
 from tests.offload.models import CASES, Case, build
 from vblackwell.errors import ConfigurationError, InsufficientMemory
@@ -69,7 +69,7 @@ def placed(model: nn.Module, where: str, make_stack: MakeStack, **more: Any) -> 
     given = dict(PLACES[where])
     fast, host = given.pop("fast"), given.pop("host", None)
     total = sum(param.numel() for param in model.parameters())
-    host_bytes = 64 << 20 if host is None else int(host * 16 * total)
+    host_bytes = ROOMY_BYTES if host is None else int(host * 16 * total)
     return enable_vgpu_stack_optimization(model, make_stack(fast, host_bytes), **given, **more)
 
 
@@ -116,7 +116,9 @@ def test_stated_formats(form: Form, where: str, make_stack: MakeStack):
         given = {}
         if not found:
             model, given = model.to("meta"), {"initialize": initialize}
-        stack = make_stack(8 << 20 if where == "resident" else 1500 << 10, 900 << 10 if where == "disk" else 64 << 20)
+        stack = make_stack(
+            8 << 20 if where == "resident" else 1500 << 10, 900 << 10 if where == "disk" else ROOMY_BYTES
+        )
         if where == "disk" and form.dtype is None:
             stack = make_stack(3 << 20, 1500 << 10)
         enable_vgpu_stack_optimization(
