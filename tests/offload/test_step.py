@@ -255,8 +255,9 @@ def test_delays_change_no_bit(update_in_backward: bool, delays: object, make_sta
     enable_vgpu_stack_optimization(
         model, make_stack((96 if update == "home" else 128) << 10, host_bytes=500 << 10), update=update
     )
-    # A hundred steps where most runs beside each other: updates ahead of their step, on streams of their own.
-    steps, micros = (100, 1) if update_in_backward and update == "level0" else (15, 2)
+    # More steps where most runs beside each other: updates ahead of their step, on streams of their own. Rare orders are not left to
+    # luck here: test_any_order.py and test_disk_lane.py run work in orders of which most show a missing wait.
+    steps, micros = (40, 1) if update_in_backward and update == "level0" else (15, 2)
     ours = VGPUAdamW(
         model.parameters(), max_grad_norm=0.5, update_in_backward=update_in_backward, accumulation_steps=micros
     )
