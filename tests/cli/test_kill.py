@@ -11,12 +11,12 @@ import time
 
 from tests.cli.conftest import LEVELS
 
-STEPS, KILLS_AT_RANDOM, KILLS_IN_CHECKPOINTS = 12, 14, 6
+KILLS_AT_RANDOM, KILLS_IN_CHECKPOINTS = 14, 6
 
 
-def words_of(place, out):
+def words_of(place, out, steps=12):
     return place.train_words(
-        *LEVELS, "--max-steps", str(STEPS), "--checkpoint-every", "2", "--eval-every", "0", "--eval-sequences", "4",
+        *LEVELS, "--max-steps", str(steps), "--checkpoint-every", "2", "--eval-every", "0", "--eval-sequences", "4",
         "--sample-tokens", "0", "--resume", "--out", out,
     )  # fmt: skip
 
@@ -37,7 +37,8 @@ def work_folders(run):
 
 
 def test_twenty_kills_end_with_the_same_weights(place):
-    child = place.start(*words_of(place, "whole"))
+    steps = 8  # four checkpoints: one kept, one before it, two that were pruned
+    child = place.start(*words_of(place, "whole", steps))
     began = time.monotonic()  # not before: the first child of all waits for what it is forked from
     assert child.wait() == 0
     duration = time.monotonic() - began
@@ -50,7 +51,7 @@ def test_twenty_kills_end_with_the_same_weights(place):
         run = place.folder / f"chain{chain}"
         chain += 1
         for _ in range(3):
-            child = place.start(*words_of(place, run.name))
+            child = place.start(*words_of(place, run.name, steps))
             moment = time.monotonic() + draw.random() * duration
             wait_until(child, lambda moment=moment: time.monotonic() > moment)
             if in_checkpoint < KILLS_IN_CHECKPOINTS:  # from the drawn moment on, the next checkpoint that is begun
@@ -62,7 +63,7 @@ def test_twenty_kills_end_with_the_same_weights(place):
             kills += 1
             in_checkpoint += bool(work_folders(run))
             said += child.stdout.read_text()
-        assert place.start(*words_of(place, run.name)).wait() == 0
+        assert place.start(*words_of(place, run.name, steps)).wait() == 0
         assert weights_of(run) == expected, f"chain {chain} after {kills} kills"
         assert not list(run.rglob("*.tmp"))
     assert "no checkpoint yet: starting over" in said and "resumed from" in said
