@@ -62,7 +62,7 @@ def test_one_hot_rows_return_exact_columns(plan):
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
-@pytest.mark.parametrize("plan", [MmaPlan(8, 2, 2, 1, 2), WgmmaPlan(32, 1, 1, 2, 2)], ids=str)
+@pytest.mark.parametrize("plan", [MmaPlan(8, 2, 2, 1, 2), WgmmaPlan(32, 1, 1, 2, 2), WgmmaPlan(32, 1, 2, 2, 2)], ids=str)
 def test_bias_and_activation(plan, activation):
     n, k, m = 70, 128, 7
     w_NK, tiled = emulation.random_weight("nvfp4", n, k)
@@ -76,7 +76,12 @@ def test_bias_and_activation(plan, activation):
 
 @pytest.mark.parametrize(
     ("plan", "dtype", "k"),
-    [(WgmmaPlan(16, 2, 1, 2, 2), torch.float16, 64), (WgmmaPlan(16, 1, 1, 6, 2, k_groups=3), torch.bfloat16, 200)],
+    [
+        (WgmmaPlan(16, 2, 1, 2, 2), torch.float16, 64),
+        (WgmmaPlan(16, 1, 1, 6, 2, k_groups=3), torch.bfloat16, 200),
+        (WgmmaPlan(32, 1, 2, 2, 2), torch.float16, 200),
+        (WgmmaPlan(32, 1, 2, 4, 2, k_groups=2), torch.bfloat16, 200),
+    ],
     ids=str,
 )
 def test_outputs_rounded_in_tiles_are_those_of_fp32(plan, dtype, k):
