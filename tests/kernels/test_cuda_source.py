@@ -32,6 +32,7 @@ WGMMA = [
 ONE_TYPE = [  # nothing in which halves differ
     (WgmmaPlan(32, 1, 2, 6, 2, k_groups=3), 20, 40, 840),  # warpgroups of which one has a window less
     (WgmmaPlan(64, 1, 1, 4, 2, k_groups=2), 70, 70, 392),
+    (WgmmaPlan(32, 2, 2, 4, 2, k_groups=2), 33, 130, 1032),
     (WgmmaPlan(128, 1, 1, 4, 2), 100, 40, 328),
     (WgmmaPlan(32, 2, 1, 4, 2, k_groups=2), 40, 130, 328),
     (MmaPlan(16, 1, 12, 1, 4, chunk=24, x_stages=3), 11, 33, 1600),  # the shape of a plan that a rule takes
@@ -62,7 +63,9 @@ def test_one_hot_rows_return_exact_columns(plan):
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
-@pytest.mark.parametrize("plan", [MmaPlan(8, 2, 2, 1, 2), WgmmaPlan(32, 1, 1, 2, 2), WgmmaPlan(32, 1, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "plan", [MmaPlan(8, 2, 2, 1, 2), WgmmaPlan(32, 1, 1, 2, 2), WgmmaPlan(32, 1, 2, 2, 2)], ids=str
+)
 def test_bias_and_activation(plan, activation):
     n, k, m = 70, 128, 7
     w_NK, tiled = emulation.random_weight("nvfp4", n, k)

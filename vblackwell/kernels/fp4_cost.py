@@ -5,7 +5,7 @@ on a multiprocessor it also waits for its own latencies in a row; several take t
 whole to the tensor cores' time of the others, so what counts is work a multiprocessor and rounds of blocks, not tensor cores alone.
 
 The constants are a fit to 329 plans in 18 cells (64 to 256 rows, benchmarks/results/fp4-h200-plans-5.csv): the plan of least predicted time
-is on average 2.7 %, at most 11 %, slower than the fastest of its cell; cells where it is 2 % or more behind are in fp4_shapes.py. What it
+is on average 1.9 %, at most 11 %, slower than the fastest of its cell; cells where it is 2 % or more behind are in fp4_shapes.py. What it
 says of a cluster in grids of many rounds is too little, so `many_rows_us` compares the plans for more rows.
 """
 
@@ -15,16 +15,16 @@ import math
 
 MULTIPROCESSORS = 132  # of an H200, on every GPU: a plan may not depend on where it runs
 _CYCLES_A_US = 1755.0
-_TENSOR = 0.517  # cycles of the tensor cores, a token and window of 64 rows
-_ALONE = 1.18  # more of all cycles where one warpgroup has the multiprocessor, half of it with two, ..
+_TENSOR = 0.519  # cycles of the tensor cores, a token and window of 64 rows
+_ALONE = 1.29  # more of all cycles where one warpgroup has the multiprocessor, half of it with two, ..
 _LATENCY = (
-    154.0  # cycles between a window's first product and the next one's, beside the products, of a warpgroup alone
+    149.0  # cycles between a window's first product and the next one's, beside the products, of a warpgroup alone
 )
-_ISSUE = 137.0  # cycles of a scheduler to decode a window of 64 rows
+_ISSUE = 142.0  # cycles of a scheduler to decode a window of 64 rows
 _ADDED = 1.13  # of the shorter of products and decode, what the longer does not hide, and what both cost each other
-_SUM = 17.7  # cycles a token of a block's epilogue, for each K group
-_START_US, _CLUSTER_US = 1.26, 1.38  # a launch and what is in front of it; what two blocks that split K send each other
-_L2_BYTES_A_US, _MEMORY_BYTES_A_US = 9.09e6, 4.2e6
+_SUM = 15.1  # cycles a token of a block's epilogue, for each K group
+_START_US, _CLUSTER_US = 0.51, 1.74  # a launch and what is in front of it; what two blocks that split K send each other
+_L2_BYTES_A_US, _MEMORY_BYTES_A_US = 8.89e6, 4.2e6
 # Microseconds a window of a block that has a multiprocessor to itself, by (tokens, groups, K groups): 1024 rows of 6144 and 14336 x 4096.
 MANY_ROWS_US = {(256, 2, 1): 0.75, (128, 3, 1): 0.59, (256, 1, 2): 0.405}
 

@@ -19,6 +19,7 @@ from vblackwell.kernels.fp4_cost import MANY_ROWS_US, MULTIPROCESSORS, many_rows
 
 MMA_FILES = ("ptx.cuh", "decode.cuh", "barrier.cuh", "epilogue.cuh", "fp4_mma.cu")
 WGMMA_FILES = ("ptx.cuh", "decode.cuh", "wgmma.cuh", "barrier.cuh", "ring.cuh", "epilogue.cuh", "fp4_wgmma.cu")
+COPY_REGISTERS = 24  # that a thread of wgmma's copying warpgroup keeps, as the source says
 STATISTICS_BYTES = 1024  # of shared memory, for the statistics of rows that are normalised on the way
 SHARED_BYTES = 227 * 1024  # of a multiprocessor of Hopper, and 1 KB less for each block
 _X_BYTES = 128 * 1024  # of x that a block stages at a time
@@ -147,6 +148,16 @@ class WgmmaPlan:
         return self.groups * self.k_groups
 
     @property
+    def fragments(self) -> int:
+        """Windows of decoded weights that a warpgroup holds.
+
+        One is enough where others multiply meanwhile, and leaves registers for a fourth warpgroup beside 128 tokens. On an H200 it takes
+        0.77 to 1.01 of the time with three K groups, 1.00 with two warpgroups, 1.05 to 1.3 with one, 1.02 to 1.06 with three tiles of
+        rows (docs/log-fp4.md).
+        """
+        return 1 if self.k_groups >= 3 or self.consumers >= 4 else 2
+
+    @property
     def at_launch(self) -> int:
         """Registers of every thread of a block when it starts.
 
@@ -160,13 +171,12 @@ class WgmmaPlan:
 
         Asking for more than the block was given would wait for ever.
         """
-        kept = 40  # of the copying warpgroup: COPY_REGISTERS of the source
-        return min(240, (self.at_launch * (self.consumers + 1) - kept) // self.consumers // 8 * 8)
+        return min(240, (self.at_launch * (self.consumers + 1) - COPY_REGISTERS) // self.consumers // 8 * 8)
 
     def macros(self, fp16: bool, out32: bool = False) -> dict[str, int]:
         return {
             "FP16": int(fp16), "TOKENS": self.tokens, "GROUPS": self.groups, "KGROUPS": self.k_groups, "SPLITS": self.splits,
-            "STAGES": self.stages, "PREFETCH": self.prefetch, "REGISTERS": self.registers,
+            "FRAGMENTS": self.fragments, "STAGES": self.stages, "PREFETCH": self.prefetch, "REGISTERS": self.registers,
             "AT_LAUNCH": self.at_launch, "OUT32": int(out32),
         }  # fmt: skip
 
@@ -176,7 +186,7 @@ class WgmmaPlan:
 
     def shared_bytes(self) -> int:
         rows, share = 64 * self.groups, self.tokens // self.splits
-        sums = (self.k_groups - 1) * self.tokens * rows * 4 + share * (rows + 4) * 4
+        sums = (self.k_groups * self.tokens * rows if self.k_groups > 1 else 0) * 4 + share * (rows + 4) * 4
         main = self.stages * self.tokens * 128 + 4 * self.consumers * self.prefetch * 640
         mail = (self.splits - 1) * share * rows * 4
         return (
@@ -268,7 +278,7 @@ def _wgmma_candidates(most_tokens: int) -> tuple[WgmmaPlan, ...]:
         if tokens > most_tokens or tokens < min(64, most_tokens) or groups * k_groups > 4:
             continue
         plan = WgmmaPlan(tokens, groups, splits, 12, min_blocks=most, k_groups=k_groups)
-        if plan.registers < tokens // 2 + 60:  # sums, fragments, addresses
+        if plan.registers < tokens // 2 + 16 * plan.fragments + 28:  # sums, fragments, addresses
             continue
         fitting = (
             ring

@@ -3,14 +3,17 @@
 //
 // A block takes 64 * GROUPS weight rows and TOKENS tokens; each of its GROUPS warpgroups owns 64 rows, and KGROUPS such sets take turns at
 // the windows of 64 columns. Codes and scales come by cp.async, PREFETCH windows ahead, into a ring that is private to the lane, so that waiting
-// for them takes no barrier; the next window is decoded into registers while the tensor cores work on this one. One more
+// for them takes no barrier; weights are decoded into registers while the tensor cores work on other windows. One more
 // warpgroup brings x, STAGES windows deep. SPLITS blocks of a cluster split K; sums of the K groups
 // meet in shared memory, those of the blocks are sent to the one that writes the output; both are added in a fixed order.
 //
 // A stage of x is TOKENS rows of 128 bytes with the 128-byte swizzle, columns inside a window permuted as the tiled layout
 // permutes them, zeros beyond K. A kernel before this one (`arrange`) has written that form, and a stage is one bulk copy.
 //
-// Set by the launcher: FP16, TOKENS, GROUPS, KGROUPS, SPLITS, STAGES (of each K group the same, two or more), PREFETCH (even),
+// FRAGMENTS: windows of decoded weights that a warpgroup holds. With 2 it decodes one while the tensor cores work on the other; with 1 it waits
+// for its products, which others have under way meanwhile, and has the registers to stand beside three more.
+//
+// Set by the launcher: FP16, TOKENS, GROUPS, KGROUPS, SPLITS, FRAGMENTS, STAGES (of each K group the same, two or more), PREFETCH (even),
 // REGISTERS (a consumer thread's), OUT32, AT_LAUNCH: every thread's registers when a block starts. They leave room for a block of `arrange`,
 // that of the next product, which waits beside this kernel; so the next one's weights are on their way while its x is arranged.
 static_assert(KGROUPS == 1 || (STAGES % KGROUPS == 0 && STAGES >= 2 * KGROUPS), "a stage belongs to one K group");
@@ -22,13 +25,13 @@ static_assert(PREFETCH % 2 == 0, "slots of the ring and the two sets of fragment
 #define ARRANGE_THREADS 128
 #define STAGE_BYTES (TOKENS * 128)
 #define WINDOW_BYTES 640  // codes of 16 rows, scales of 32
-#define COPY_REGISTERS 40
+#define COPY_REGISTERS 24
 #define RINGS (STAGES * STAGE_BYTES)
 #define RED_STRIDE (ROWS + 4)
 #define TILE_PITCH (ROWS * 2 + 16)
 #define SHARE (TOKENS / SPLITS)  // tokens whose outputs a block of the cluster writes
 #define MAIN_BYTES (RINGS + 4 * GROUPS * KGROUPS * PREFETCH * WINDOW_BYTES)
-#define GROUP_SUMS ((KGROUPS - 1) * TOKENS * ROWS * 4)  // of the K groups but the first
+#define GROUP_SUMS (KGROUPS > 1 ? KGROUPS * TOKENS * ROWS * 4 : 0)  // of the K groups
 #define SUM_BYTES (GROUP_SUMS + SHARE * RED_STRIDE * 4)
 #define MAIL (MAIN_BYTES > SUM_BYTES ? MAIN_BYTES : SUM_BYTES)  // sums of the cluster's other blocks
 #define BARRIERS (MAIL + (SPLITS - 1) * SHARE * ROWS * 4)
@@ -92,7 +95,7 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
         float acc[TOKENS / 2];
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; i++) acc[i] = 0.0f;
-        u32 a[2][4][4];
+        u32 a[FRAGMENTS][4][4];
         copy_wait<PREFETCH - 1>();
         if (mine > 0) decode_window(load_shared(ring_codes), load_shared_word(ring_scales), half, a[0]);
         int stage = k_group, previous = 0;
@@ -106,21 +109,22 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
                 const u64 b = wgmma_operand(shared + stage * STAGE_BYTES);
                 wgmma_fence();
 #pragma unroll
-                for (int s = 0; s < 4; s++) wgmma(acc, a[d & 1][s], b + 2 * s);
+                for (int s = 0; s < 4; s++) wgmma(acc, a[d % FRAGMENTS][s], b + 2 * s);
                 wgmma_commit();
                 copy_wait<PREFETCH - 1>();
                 const int slot = (d + 1) % PREFETCH;
                 const uint4 q = load_shared(ring_codes + slot * WINDOW_BYTES);
                 const u32 packed = load_shared_word(ring_scales + slot * WINDOW_BYTES);
-                wgmma_wait<1>();
-                if (lane == 0 && i + d > 0) barrier_arrive(empty + 8 * previous);
+                wgmma_wait<FRAGMENTS - 1>();
+                if (FRAGMENTS == 1) previous = stage;
+                if (lane == 0 && (FRAGMENTS == 1 || i + d > 0)) barrier_arrive(empty + 8 * previous);
                 previous = stage;
                 stage += KGROUPS;
                 if (stage >= STAGES) {
                     stage -= STAGES;
                     parity ^= 1;
                 }
-                if (i + d + 1 < mine) decode_window(q, packed, half, a[(d & 1) ^ 1]);
+                if (i + d + 1 < mine) decode_window(q, packed, half, a[(d + 1) % FRAGMENTS]);
             }
             from_codes += PREFETCH * KGROUPS * 1024;
             from_scales += PREFETCH * KGROUPS * 128;
@@ -129,65 +133,53 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
         wgmma_wait<0>();
 
         const float unit = tensor_scale[0] * WEIGHT_UNIT;  // here: while windows pass, every register is somebody's
-        // Sums of the other K groups, as their lanes have them, to the first.
-        constexpr int VECTORS = TOKENS / 8, LANES = 128 * GROUPS, SHARED_VECTORS = SHARE / 8;
+        // Four sums are 8 tokens and 16 rows of a warp, in the order of its lanes. One K group adds the others' to its own, of some tokens; each has
+        // some of every block's share.
+        constexpr int VECTORS = TOKENS / 8, LANES = 128 * GROUPS, SHARED = SHARE / 8, UNIT = SHARED % 2 == 0 ? 2 : 1;
         const int at_lane = row_warp * 32 + lane;
+        auto adds = [&](int v) { return v % SHARED / UNIT * KGROUPS / (SHARED / UNIT) == k_group; };
+        auto sums_of = [&](int v) { return float4{acc[4 * v], acc[4 * v + 1], acc[4 * v + 2], acc[4 * v + 3]}; };
+        auto set_sums = [&](int v, float4 sum) {
+            acc[4 * v] = sum.x;
+            acc[4 * v + 1] = sum.y;
+            acc[4 * v + 2] = sum.z;
+            acc[4 * v + 3] = sum.w;
+        };
+        block_part_sync<CONSUMERS>();  // rings and stages are free
 #if KGROUPS > 1
-        float4* sums = (float4*)memory;  // [KGROUPS - 1][VECTORS][LANES]
-        block_part_sync<CONSUMERS>();
-        if (k_group > 0)
+        float4* sums = (float4*)memory + at_lane;  // [KGROUPS][VECTORS][LANES]
 #pragma unroll
-            for (int v = 0; v < VECTORS; v++)
-                sums[((k_group - 1) * VECTORS + v) * LANES + at_lane] = float4{acc[4 * v], acc[4 * v + 1], acc[4 * v + 2], acc[4 * v + 3]};
+        for (int v = 0; v < VECTORS; v++)
+            if (!adds(v)) sums[(k_group * VECTORS + v) * LANES] = sums_of(v);
         block_part_sync<CONSUMERS>();
-        if (k_group == 0)
-#pragma unroll 1
-            for (int j = 0; j < KGROUPS - 1; j++)
 #pragma unroll
-                for (int v = 0; v < VECTORS; v++) {
-                    const float4 more = sums[(j * VECTORS + v) * LANES + at_lane];
-                    acc[4 * v] += more.x;
-                    acc[4 * v + 1] += more.y;
-                    acc[4 * v + 2] += more.z;
-                    acc[4 * v + 3] += more.w;
-                }
+        for (int v = 0; v < VECTORS; v++)
+            if (adds(v)) {
+                float4 sum = k_group == 0 ? sums_of(v) : sums[v * LANES];
+#pragma unroll
+                for (int j = 1; j < KGROUPS; j++) add4(sum, j == k_group ? sums_of(v) : sums[(j * VECTORS + v) * LANES]);
+                set_sums(v, sum);
+            }
 #endif
-        // Of the sums of the cluster's blocks each gets those of its share of the tokens, as they come; then all are added in the blocks' order.
 #if SPLITS > 1
         const int rank = cluster_rank();
         cluster_wait_started();
-        if (k_group == 0) {
-            const u32 mail = shared + MAIL;  // [SPLITS - 1][SHARED_VECTORS][LANES]
 #pragma unroll
-            for (int v = 0; v < VECTORS; v++) {
-                const int to = v / SHARED_VECTORS, slot = rank < to ? rank : rank - 1;
-                if (to != rank)
-                    send(mail + ((slot * SHARED_VECTORS + v % SHARED_VECTORS) * LANES + at_lane) * 16, mail_barrier, to,
-                         float4{acc[4 * v], acc[4 * v + 1], acc[4 * v + 2], acc[4 * v + 3]});
-            }
-#pragma unroll
-            for (int v = SHARED_VECTORS; v < VECTORS; v++)
-                if (v / SHARED_VECTORS == rank)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) acc[4 * (v % SHARED_VECTORS) + i] = acc[4 * v + i];
-            barrier_wait_cluster(mail_barrier, 0);
-#pragma unroll
-            for (int v = 0; v < SHARED_VECTORS; v++) {
-                const float4 own = {acc[4 * v], acc[4 * v + 1], acc[4 * v + 2], acc[4 * v + 3]};
-                float4 sum;
-#pragma unroll
-                for (int s = 0; s < SPLITS; s++) {
-                    const int slot = s < rank ? s : s - 1;
-                    const float4 part = s == rank ? own : *(float4*)(memory + MAIL + ((slot * SHARED_VECTORS + v) * LANES + at_lane) * 16);
-                    if (s == 0) sum = part;
-                    else add4(sum, part);
-                }
-                acc[4 * v] = sum.x;
-                acc[4 * v + 1] = sum.y;
-                acc[4 * v + 2] = sum.z;
-                acc[4 * v + 3] = sum.w;
-            }
+        for (int v = 0; v < VECTORS; v++) {
+            const int to = v / SHARED, slot = rank < to ? rank : rank - 1;
+            if (to != rank && adds(v)) send(shared + MAIL + ((slot * SHARED + v % SHARED) * LANES + at_lane) * 16, mail_barrier, to, sums_of(v));
         }
+        barrier_wait_cluster(mail_barrier, 0);
+        const float4* mail = (const float4*)(memory + MAIL) + at_lane;  // [SPLITS - 1][SHARED][LANES]
+#pragma unroll
+        for (int v = 0; v < VECTORS; v++)
+            if (v / SHARED == rank && adds(v)) {
+                float4 sum = rank == 0 ? sums_of(v) : mail[v % SHARED * LANES];
+#pragma unroll
+                for (int r = 1; r < SPLITS; r++)
+                    add4(sum, r == rank ? sums_of(v) : mail[((r < rank ? r : r - 1) * SHARED + v % SHARED) * LANES]);
+                set_sums(v, sum);
+            }
 #else
         const int rank = 0;
 #endif
@@ -195,20 +187,16 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
 #if !OUT32 && SHARE % 16 == 0
         if (activation == 0 && N % 8 == 0) {  // what needs no look at single outputs: halves, in rows of tokens, which all copy out
             const u32 tile = shared + GROUP_SUMS;
-#if KGROUPS == 1
-            block_part_sync<CONSUMERS>();
-#endif
-            if (k_group == 0) {
-                const int n = blockIdx.x * ROWS + row_warp * 16 + (lane >> 2);
-                const float upper = bias && n < N ? half_to_float(bias[n]) : 0.0f;
-                const float lower = bias && n + 8 < N ? half_to_float(bias[n + 8]) : 0.0f;
-                const u32 to = tile + ((lane >> 4) * 8 + (lane & 7)) * TILE_PITCH + (row_warp * 16 + ((lane >> 3) & 1) * 8) * 2;
-                auto pair = [&](int i, float more) { return to_half_pair(acc[i] * unit + more, acc[i + 1] * unit + more); };
+            const int first_row = blockIdx.x * ROWS + row_warp * 16 + (lane >> 2);
+            const float upper = bias && first_row < N ? half_to_float(bias[first_row]) : 0.0f;
+            const float lower = bias && first_row + 8 < N ? half_to_float(bias[first_row + 8]) : 0.0f;
+            const u32 to = tile + ((lane >> 4) * 8 + (lane & 7)) * TILE_PITCH + (row_warp * 16 + ((lane >> 3) & 1) * 8) * 2;
+            auto pair = [&](int i, float more) { return to_half_pair(acc[i] * unit + more, acc[i + 1] * unit + more); };
 #pragma unroll
-                for (int v = 0; v < SHARED_VECTORS; v += 2)
-                    store_columns(to + v * 8 * TILE_PITCH, pair(4 * v, upper), pair(4 * v + 2, lower), pair(4 * v + 4, upper),
+            for (int v = 0; v < VECTORS; v += 2)
+                if (v / SHARED == rank && adds(v))
+                    store_columns(to + v % SHARED * 8 * TILE_PITCH, pair(4 * v, upper), pair(4 * v + 2, lower), pair(4 * v + 4, upper),
                                   pair(4 * v + 6, lower));
-            }
             block_part_sync<CONSUMERS>();
             const int granules = tokens * (ROWS / 8);
 #pragma unroll 4
@@ -220,15 +208,14 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
         }
 #endif
         float* red = (float*)(memory + GROUP_SUMS);  // [SHARE][RED_STRIDE]
-#if KGROUPS == 1
-        block_part_sync<CONSUMERS>();
-#endif
-        if (k_group == 0)
 #pragma unroll
-            for (int i = 0; i < SHARE / 2; i++) {
-                const int token = (i >> 2) * 8 + (lane & 3) * 2 + (i & 1), row = row_warp * 16 + ((i >> 1) & 1) * 8 + (lane >> 2);
-                red[token * RED_STRIDE + row] = acc[i];
-            }
+        for (int v = 0; v < VECTORS; v++)
+            if (v / SHARED == rank && adds(v))
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int token = v % SHARED * 8 + (lane & 3) * 2 + (i & 1), row = row_warp * 16 + (i >> 1) * 8 + (lane >> 2);
+                    red[token * RED_STRIDE + row] = acc[4 * v + i];
+                }
         block_part_sync<CONSUMERS>();
         const int groups = tokens * (ROWS / 4);  // of four rows
         for (int e = tid; e < groups; e += CONSUMERS) {
