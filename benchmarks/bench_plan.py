@@ -85,7 +85,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         type=int,
         default=0,
         metavar="N",
-        help="then show where Python and the streams are in the plan and in the N - 1 fastest others",
+        help="then show where Python and the streams are in the plan and in the fastest others, N in all, three at most",
     )
     parser.add_argument("--trace", type=Path, default=None, help="folder for the profiler traces of these")
     return parser.parse_args(argv)
@@ -381,8 +381,11 @@ def main(argv: list[str] | None = None) -> int:
         os._exit(0)  # threads of a step that was cut off may wait for each other
     if bench.options.look:
         print("\n".join(host_lines(bench)), flush=True)
-    for number, row in enumerate(finalists(rows)[: bench.options.look]):
-        print("\n".join(bench.look(row.choice, f"finalist-{number}", bench.options.trace)), flush=True)
+        found = finalists(rows)[: bench.options.look]
+        for name, row in zip(("plan", "fastest", "second"), found, strict=False):
+            print("\n".join(bench.look(row.choice, name, bench.options.trace)), flush=True)
+        if not found:
+            print("nothing to look at: the plan was not measured, or no other placement", flush=True)
     bench.stack.close()
     return 0
 

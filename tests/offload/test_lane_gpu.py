@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from vblackwell.memory.streams import copy_streams
-from vblackwell.offload.lane_cuda import CudaQueues
+from vblackwell.offload.lane_cuda import CudaQueues, lane_streams
 from vblackwell.units import MiB
 
 pytestmark = pytest.mark.gpu
-PIECE, COUNT = 32 * MiB, 40  # some 25 ms of one direction of a link
-LATE = 10_000_000  # cycles, some 5 ms: the engine is at the pieces when the other copy may begin
+PIECE, COUNT = 32 * MiB, 40  # some 25 ms of one direction of a PCIe link, 3 ms of the fastest
+LATE = 2_000_000  # cycles, some 1 ms: the engine is at the pieces when the other copy may begin
 
 
 @pytest.mark.parametrize("way", ["in", "out"])
@@ -37,3 +37,22 @@ def test_a_copy_passes_pieces_that_are_ready(way: str):
     end = pieces[COUNT * 3 // 4].end
     assert isinstance(end, torch.cuda.Event)
     assert passed.elapsed_time(end) > 0
+
+
+@pytest.mark.parametrize("way", ["in", "out"])
+def test_the_end_of_a_copy_is_behind_its_first_bytes(way: str):
+    device = torch.device("cuda", 0)
+    queues, streams = CudaQueues(device), lane_streams(device)
+    queue, beside = (streams.states_in, streams.beside_in) if way == "in" else (streams.states_out, streams.beside_out)
+    there, here = (
+        torch.arange(PIECE, dtype=torch.uint8).pin_memory(),
+        torch.full((PIECE,), 7, dtype=torch.uint8, device=device),
+    )
+    target, source = (here, there) if way == "in" else (there, here)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(beside):
+        torch.cuda._sleep(10 * LATE)
+    with torch.cuda.device(device):
+        copied = queues.copy_at(queue, [(target.data_ptr(), source.data_ptr(), PIECE)])
+    copied.end.synchronize()
+    assert torch.equal(target.cpu(), source.cpu())

@@ -90,7 +90,10 @@ class CudaQueues(Queues):
         return Copied(end, EventTransfer(start, end, ()))
 
     def copy_at(self, queue: torch.cuda.Stream, copies: Sequence[tuple[int, int, int]]) -> Copied:
-        """`copy` by ``(target, source, bytes)``, behind copies that other streams have ready; the device must be the current one."""
+        """`copy` by ``(target, source, bytes)``, behind copies that other streams have ready; the device must be the current one.
+
+        The transfer's clock starts when it has its turn.
+        """
         if delayed():
             with torch.cuda.stream(queue):
                 transfer_delay("stream")
@@ -98,8 +101,9 @@ class CudaQueues(Queues):
         first = min(num_bytes, TURN_BYTES)
         self._copy_beside(queue, target, source, first)
         start, handle = _recorded(queue, enable_timing=True), queue.cuda_stream
-        rest = target + first, source + first, num_bytes - first
-        for copy in (rest, *others) if rest[2] else others:
+        if num_bytes > first:
+            others.insert(0, (target + first, source + first, num_bytes - first))
+        for copy in others:
             copy_async(*copy, handle)
         end = _recorded(queue, enable_timing=True)
         return Copied(end, EventTransfer(start, end, ()))
@@ -113,6 +117,9 @@ class CudaQueues(Queues):
         """
         beside = self._beside[queue]
         beside.wait_event(_recorded(queue))
+        if delayed():
+            with torch.cuda.stream(beside):
+                transfer_delay("stream")
         copy_async(target, source, num_bytes, beside.cuda_stream)
         queue.wait_event(_recorded(beside))
 
