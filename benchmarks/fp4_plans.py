@@ -318,7 +318,7 @@ def plan_of(text: str) -> Plan | None:
     """The plan of a row; none where the kernel that was timed is gone: by turns at the tensor cores, with x as it is, of before
     2026-11-22, evening, or in parts of less than 8 tokens.
     """
-    if not text.startswith(("MmaPlan(", "WgmmaPlan(")) or re.search("direct=|clusters=|image=|raw=True|pair=2", text):
+    if not text.startswith(("MmaPlan(", "WgmmaPlan(")) or re.search("direct=|clusters=|image=|raw=True", text):
         return None
     try:
         plan = eval(re.sub(r", (ordered=\d|raw=False)", "", text), {"MmaPlan": MmaPlan, "WgmmaPlan": WgmmaPlan})  # noqa: S307 - a repr that we wrote

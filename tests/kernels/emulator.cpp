@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -32,6 +33,12 @@ void warp_arrive() { warp_barriers[thread_warp]->arrive_and_wait(); }
 void block_arrive() { block_barriers[thread_block]->arrive_and_wait(); }
 void block_part_arrive() { part_barriers[thread_block]->arrive_and_wait(); }
 void cluster_arrive() { cluster_barrier->arrive_and_wait(); }
+static thread_local std::optional<std::barrier<>::arrival_token> arrived;
+void cluster_begin() { arrived.emplace(cluster_barrier->arrive()); }
+void cluster_end() {
+    cluster_barrier->wait(std::move(arrived.value()));  // throws where nobody has begun
+    arrived.reset();
+}
 
 static void settle(Mbarrier& b) {
     if (b.arrived == b.needed && b.bytes == 0) {
@@ -39,7 +46,10 @@ static void settle(Mbarrier& b) {
         b.phase ^= 1;
     }
 }
-void barrier_init(u32 at, u32 arrivals) { mbarriers[thread_block]->at[at].needed = arrivals; }
+void barrier_init(u32 at, u32 arrivals) {
+    shared_at(thread_block, at, 8);  // throws where the block has no such memory
+    mbarriers[thread_block]->at[at].needed = arrivals;
+}
 void barrier_expect(u32 at, u32 bytes) {
     std::lock_guard guard(mbarriers[thread_block]->lock);
     Mbarrier& b = mbarriers[thread_block]->at.at(at);
@@ -79,7 +89,7 @@ void late_copy(u32 to, const void* from, u32 bytes, u32 barrier) {
 void launch_threads(int grid_x, int grid_y, int grid_z, int threads, int shared_bytes, void (*body)(const void*), const void* context) {
     for (int bz = 0; bz < grid_z; bz++)
         for (int bx = 0; bx < grid_x; bx++) {
-            block_memory.assign(grid_y, std::vector<u8>(shared_bytes + 16, 0xFF));  // poisoned: NaN as float and as half
+            block_memory.assign(grid_y, std::vector<u8>(shared_bytes, 0xFF));  // poisoned: NaN as float and as half
             block_barriers.clear();
             warp_barriers.clear();
             for (int b = 0; b < grid_y; b++) block_barriers.push_back(std::make_unique<std::barrier<>>(threads));

@@ -122,8 +122,8 @@ DEVICE void mma(float* d, const u32* a, u32 b0, u32 b1) {
 }
 DEVICE u32 cluster_rank() { return thread_block; }
 DEVICE void cluster_sync() { cluster_arrive(); }
-DEVICE void cluster_arrive_started() {}
-DEVICE void cluster_wait_started() { cluster_arrive(); }
+DEVICE void cluster_arrive_started() { cluster_begin(); }
+DEVICE void cluster_wait_started() { cluster_end(); }
 DEVICE void store_remote(u32 address, u32 rank, float4 v) { memcpy(shared_at(rank, address, 16), &v, 16); }
 DEVICE float4 load_remote(u32 address, u32 rank) { float4 v; memcpy(&v, shared_at(rank, address, 16), 16); return v; }
 DEVICE float shuffle_xor(float v, int mask) {

@@ -19,6 +19,8 @@ void warp_arrive();
 void block_arrive();
 void block_part_arrive();
 void cluster_arrive();
+void cluster_begin();  // `cluster_arrive` in two parts
+void cluster_end();
 
 void barrier_init(u32 at, u32 arrivals);
 void barrier_expect(u32 at, u32 bytes);

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -86,6 +87,15 @@ def test_a_plan_that_is_no_longer_allowed_is_forgotten():
     kept = {
         autotune.entry_name(plan, x_MK.dtype, 64, 4096, 4096): {"stages": 7}
     }  # three groups cannot take turns at it
+    autotune.write_entries(autotune.cache_path(MACHINE), MACHINE, kept)
+    assert autotune.tuned(plan, x_MK, 4096, 4096) == plan
+
+
+def test_a_plan_that_needs_more_memory_than_when_it_was_kept_is_forgotten():
+    plan = WgmmaPlan(128, 1, 2, 6, k_groups=2)
+    x_MK = torch.empty(128, 4096, dtype=torch.bfloat16)
+    kept = {autotune.entry_name(plan, x_MK.dtype, 128, 4096, 4096): {"stages": 6, "min_blocks": 2}}
+    assert plan.fits() and not replace(plan, min_blocks=2).fits()
     autotune.write_entries(autotune.cache_path(MACHINE), MACHINE, kept)
     assert autotune.tuned(plan, x_MK, 4096, 4096) == plan
 

@@ -33,6 +33,7 @@ ONE_TYPE = [  # nothing in which halves differ
     (WgmmaPlan(32, 1, 2, 6, 2, k_groups=3), 20, 40, 840),  # warpgroups of which one has a window less
     (WgmmaPlan(64, 1, 1, 4, 2, k_groups=2), 70, 70, 392),
     (WgmmaPlan(32, 2, 2, 4, 2, k_groups=2), 33, 130, 1032),
+    (WgmmaPlan(16, 1, 2, 4, 2, k_groups=2), 15, 70, 520),  # a block writes one group of 8 tokens
     (WgmmaPlan(128, 1, 1, 4, 2), 100, 40, 328),
     (WgmmaPlan(32, 2, 1, 4, 2, k_groups=2), 40, 130, 328),
     (MmaPlan(16, 1, 12, 1, 4, chunk=24, x_stages=3), 11, 33, 1600),  # the shape of a plan that a rule takes
@@ -84,6 +85,7 @@ def test_bias_and_activation(plan, activation):
         (WgmmaPlan(16, 1, 1, 6, 2, k_groups=3), torch.bfloat16, 200),
         (WgmmaPlan(32, 1, 2, 2, 2), torch.float16, 200),
         (WgmmaPlan(32, 1, 2, 4, 2, k_groups=2), torch.bfloat16, 200),
+        (WgmmaPlan(16, 1, 2, 2, 2), torch.bfloat16, 200),
     ],
     ids=str,
 )

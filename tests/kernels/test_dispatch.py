@@ -83,6 +83,20 @@ def test_a_stage_that_would_change_hands_is_refused(stages, k_groups):
     assert fp4_plan.WgmmaPlan(64, 1, 1, 2 * k_groups, k_groups=k_groups).stages == 2 * k_groups
 
 
+@pytest.mark.parametrize(("tokens", "splits"), [(16, 4), (32, 8), (64, 16)])
+def test_tokens_that_blocks_would_not_share_by_eights_are_refused(tokens, splits):
+    with pytest.raises(ConfigurationError, match=f"multiple of {8 * splits} tokens"):
+        fp4_plan.WgmmaPlan(tokens, 1, splits, 2)
+    assert fp4_plan.WgmmaPlan(8 * splits, 1, splits, 2).splits == splits
+
+
+@pytest.mark.parametrize(("tokens", "row_warps", "splits"), [(32, 1, 2), (16, 1, 3), (4, 2, 5)])
+def test_outputs_that_blocks_would_not_share_evenly_are_refused(tokens, row_warps, splits):
+    with pytest.raises(ConfigurationError, match="splits that divide"):
+        fp4_plan.MmaPlan(tokens, row_warps, 2, splits, 2)
+    assert fp4_plan.MmaPlan(tokens, row_warps, 2, 1, 2).splits == 1
+
+
 def test_dequantising_wins_for_many_rows_and_never_for_few():
     for n, k in ((4096, 4096), (14336, 4096), (28672, 8192)):
         assert all(fp4_plan.wgmma_beats_dequantize(m, n, k) for m in (17, 64, 256))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fp4_plan import SHARED_BYTES, MmaPlan, WgmmaPlan, goes_round
+from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan, goes_round
 from vblackwell.kernels.nvrtc import cache_folder, driver_version, write_atomically
 
 Plan = TypeVar("Plan", MmaPlan, WgmmaPlan)
@@ -107,12 +107,12 @@ def tuned(plan: Plan, x_MK: Tensor, n: int, k: int) -> Plan:
         found = apply(plan, entries.get(entry_name(plan, x_MK.dtype, x_MK.shape[0], n, k), {}))
     except ConfigurationError:
         return plan  # kept by a version that still allowed these fields
-    return found if _fits(found) else plan  # or needed less memory for them
+    return found if _fits(found) else plan  # kept by one that needed less memory for them
 
 
 def _fits(plan: MmaPlan | WgmmaPlan) -> bool:
-    """Whether blocks of a plan for Hopper find the shared memory that they need."""
-    return not isinstance(plan, WgmmaPlan) or plan.shared_bytes() <= SHARED_BYTES // plan.min_blocks - 1024
+    """Whether a block finds the shared memory that it needs; what is tuned of an mma plan takes none that matters."""
+    return not isinstance(plan, WgmmaPlan) or plan.fits()
 
 
 def variants(plan: Plan) -> list[Plan]:

@@ -21,7 +21,7 @@ MMA_FILES = ("ptx.cuh", "decode.cuh", "barrier.cuh", "epilogue.cuh", "fp4_mma.cu
 WGMMA_FILES = ("ptx.cuh", "decode.cuh", "wgmma.cuh", "barrier.cuh", "ring.cuh", "epilogue.cuh", "fp4_wgmma.cu")
 COPY_REGISTERS = 24  # that a thread of wgmma's copying warpgroup keeps, as the source says
 STATISTICS_BYTES = 1024  # of shared memory, for the statistics of rows that are normalised on the way
-SHARED_BYTES = 227 * 1024  # of a multiprocessor of Hopper, and 1 KB less for each block
+_SHARED_BYTES = 227 * 1024  # of a multiprocessor of Hopper, and 1 KB less for each block
 _X_BYTES = 128 * 1024  # of x that a block stages at a time
 
 
@@ -54,6 +54,14 @@ class MmaPlan:
     x_bytes: int = _X_BYTES
     chunk: int = 0
     x_stages: int = 2
+
+    def __post_init__(self) -> None:
+        """Raises ConfigurationError where the blocks of a cluster would not share the outputs evenly, or more than once."""
+        if self.splits > 1 and (self.tokens > 16 or 8 * self.row_warps % self.splits):
+            raise ConfigurationError(
+                f"tokens {self.tokens}, row warps {self.row_warps}, splits {self.splits}: take at most 16 tokens, and splits that divide "
+                "8 outputs a row warp"
+            )
 
     def macros(self, fp16: bool, out32: bool = False, norm: int = 0) -> dict[str, int]:
         macros = {
@@ -93,9 +101,7 @@ class MmaPlan:
         staged = x_bytes + self.threads * self.prefetch * 36
         tokens = min(self.tokens, 16)
         sums = self.k_warps * tokens * (32 * self.row_warps + 4) * 4
-        share = ceil_div(
-            tokens * 8 * self.row_warps, self.splits
-        )  # groups of four outputs that a block of a cluster writes
+        share = tokens * 8 * self.row_warps // self.splits  # groups of four outputs
         mail = 16 + (self.splits - 1) * share * 16 if self.splits > 1 else 0
         return max(staged, sums) + mail + (STATISTICS_BYTES * (2 if self.chunk else 1) if norm else 0)
 
@@ -112,7 +118,7 @@ class WgmmaPlan:
     Attributes:
         tokens: rows of x a block takes (wgmma's n).
         groups: warpgroups, 64 weight rows each.
-        splits: blocks of a cluster that split K.
+        splits: blocks of a cluster that split K, and share the tokens by eights.
         stages: windows of x in shared memory, at least 2; with several ``k_groups`` a multiple of them, at least twice as many.
         prefetch: windows of weights a warp has in flight, an even number.
         min_blocks: blocks the compiler must fit on a multiprocessor.
@@ -138,7 +144,9 @@ class WgmmaPlan:
                 f"{self.k_groups} K groups take turns at stages of x: {self.stages} do not go round, 2 or more for each"
             )
         if self.tokens % (8 * self.splits):
-            raise ConfigurationError(f"{self.splits} blocks do not share {self.tokens} tokens in tiles of 8")
+            raise ConfigurationError(
+                f"tokens {self.tokens}, splits {self.splits}: take a multiple of {8 * self.splits} tokens, or fewer splits"
+            )
         if self.prefetch % 2:
             raise ConfigurationError(f"{self.prefetch} windows in flight: wgmma's ring takes an even number")
 
@@ -189,9 +197,12 @@ class WgmmaPlan:
         sums = (self.k_groups * self.tokens * rows if self.k_groups > 1 else 0) * 4 + share * (rows + 4) * 4
         main = self.stages * self.tokens * 128 + 4 * self.consumers * self.prefetch * 640
         mail = (self.splits - 1) * share * rows * 4
-        return (
-            max(main, sums) + mail + 16 * self.stages + 8 * (self.splits > 1)
-        )  # barriers: two of a stage, one of the mail
+        barriers = 16 * self.stages + 8 * (self.splits > 1)  # two of a stage, one of the mail
+        return max(main, sums) + mail + barriers
+
+    def fits(self) -> bool:
+        """Whether ``min_blocks`` blocks find the shared memory that they need on a multiprocessor of Hopper."""
+        return self.shared_bytes() <= _SHARED_BYTES // self.min_blocks - 1024
 
 
 def _row_warps(n: int) -> int:
@@ -205,12 +216,12 @@ def _row_warps(n: int) -> int:
 def _bulk_shape(tokens: int, n: int, k: int) -> tuple[int, int]:
     """(row warps, splits) of blocks that take x in bulk copies: most blocks in one wave, to within 8, then the tallest up to 128 rows.
 
-    For one or two rows x is cheap to stage: a cluster, which takes about half a microsecond to meet, is for large weights, and for
+    For one or two rows x is cheap to stage: a cluster, which takes about half a microsecond more, is for large weights, and for
     few rows of them.
     """
     best, shape = (0, 0), (8, 1)
-    worth_meeting = tokens > 2 or n * k >= 1 << 25 or 2 * ceil_div(n, 32) <= MULTIPROCESSORS
-    for splits, row_warps in itertools.product((1, 2) if worth_meeting else (1,), (1, 2, 3, 4, 6, 8)):
+    worth_a_cluster = tokens > 2 or n * k >= 1 << 25 or 2 * ceil_div(n, 32) <= MULTIPROCESSORS
+    for splits, row_warps in itertools.product((1, 2) if worth_a_cluster else (1,), (1, 2, 3, 4, 6, 8)):
         blocks = ceil_div(n, 32 * row_warps) * splits
         merit = (blocks // 8, row_warps if row_warps <= 4 else -row_warps)
         if blocks <= MULTIPROCESSORS and merit > best:
@@ -283,8 +294,7 @@ def _wgmma_candidates(most_tokens: int) -> tuple[WgmmaPlan, ...]:
         fitting = (
             ring
             for stages in ((8,) if k_groups == 4 else (6, 5, 4))
-            if goes_round(stages, k_groups)
-            and (ring := replace(plan, stages=stages)).shared_bytes() <= SHARED_BYTES // most - 1024
+            if goes_round(stages, k_groups) and (ring := replace(plan, stages=stages)).fits()
         )
         found += itertools.islice(fitting, 1)
     return tuple(found)

@@ -33,10 +33,11 @@
 #define NORM 0
 #endif
 #define STATISTICS_BYTES (NORM ? 1024 + 1024 * BULK : 0)  // of shared memory, before everything else; with BULK, squares of each K warp
-#define SHARE ((PASS_TOKENS * (ROWS / 4) + SPLITS - 1) / SPLITS)  // groups of four outputs, of all tokens, that a block of the cluster writes
+#define SHARE (PASS_TOKENS * (ROWS / 4) / SPLITS)  // groups of four outputs, of all tokens, that a block of the cluster writes
 #define MAIL_BYTES (SPLITS > 1 ? 16 + (SPLITS - 1) * SHARE * 16 : 0)  // behind the statistics: sums of the cluster's other blocks, their barrier
 #define FRONT_BYTES (STATISTICS_BYTES + MAIL_BYTES)
 static_assert(SPLITS == 1 || PASSES == 1, "sums are sent once");
+static_assert((ROWS / 4) % SPLITS == 0, "blocks of a cluster write equal shares of every number of tokens");
 #define ROW_THREADS (THREADS / TOKENS)      // threads a token has in its statistics, a power of two
 #define PIVOT_COLUMNS 512
 #define WINDOW_BYTES 1152  // codes of the upper 16 rows, of the lower 16 rows, scales
@@ -222,7 +223,7 @@ DEVICE void finish_rows(Statistics* statistics, const float* sums, int K, float 
     cluster_wait_started();
     cluster_sync();
     plain = squares = 0.0f;
-    for (int s = 0; s < SPLITS; s++) {
+    for (int s = 0; first && s < SPLITS; s++) {
         const float4 part = load_remote(shared_address(&statistics->block[m]), s);
         plain += part.x;
         squares += part.y;
@@ -254,17 +255,17 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
     const int m0 = blockIdx.z * TOKENS, tokens = min(TOKENS, M - m0);
 #if SPLITS > 1
     const u32 mail_barrier = shared_address(memory) + STATISTICS_BYTES;
-    const int rank = cluster_rank(), share = (tokens * (ROWS / 4) + SPLITS - 1) / SPLITS, mine = min(share, tokens * (ROWS / 4) - rank * share);
+    const int rank = cluster_rank(), share = tokens * (ROWS / 4) / SPLITS;  // of groups of four outputs
     if (tid == 0) {
         barrier_init(mail_barrier, 1);
         barrier_init_done();
-        barrier_expect(mail_barrier, (SPLITS - 1) * mine * 16);
+        barrier_expect(mail_barrier, (SPLITS - 1) * share * 16);
     }
     cluster_arrive_started();
 #endif
 
-    // Shared memory: statistics of rows, a ring for each warp, then x (two buffers if there are several chunks, with BULK X_STAGES slots and
-    // their barriers); later the sums.
+    // Shared memory: statistics of rows, the mail with its barrier, a ring for each warp, then x (two buffers if there are several chunks, with
+    // BULK X_STAGES slots and their barriers); later, behind the mail, the sums.
     const u32 ring = shared_address(memory) + FRONT_BYTES + warp * (PREFETCH * WINDOW_BYTES);
     const u32 shared_x = shared_address(memory) + FRONT_BYTES + ROW_WARPS * K_WARPS * PREFETCH * WINDOW_BYTES;
 #if BULK
@@ -467,25 +468,26 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
                 }
         __syncthreads();
 #if SPLITS > 1
-        // Each block sends the others their shares, and adds, in the blocks' order, what it was sent to its own.
+        // Each block sends the others their shares, and adds, in the blocks' order, what it was sent to its own. Nobody waits for the end of
+        // another: a block sends behind all that it reads of others (the statistics of rows), and ends behind what all others sent.
         const float4* mail = (const float4*)(memory + STATISTICS_BYTES + 16);  // [SPLITS - 1][share]
-        const int first_mine = rank * share, count = tokens * (ROWS / 4);
-        for (int i = tid; i < count - mine; i += THREADS) {
-            const int e = i < first_mine ? i : i + mine, to = e / share, slot = rank < to ? rank : rank - 1;
+        const int own = rank * share, outputs = share;
+        for (int i = tid; i < (SPLITS - 1) * share; i += THREADS) {
+            const int e = i < own ? i : i + share, to = e / share, slot = rank < to ? rank : rank - 1;
             send(mail_barrier + 16 + (slot * share + e - to * share) * 16, mail_barrier, to, block_sum(e));
         }
-        if (tid < mine) barrier_wait_cluster(mail_barrier, 0);
+        if (tid < share) barrier_wait_cluster(mail_barrier, 0);
 #else
-        const int first_mine = 0, mine = min(PASS_TOKENS, tokens - pass * PASS_TOKENS) * (ROWS / 4);
+        const int own = 0, outputs = min(PASS_TOKENS, tokens - pass * PASS_TOKENS) * (ROWS / 4);
 #endif
-        for (int i = tid; i < mine; i += THREADS) {
-            const int e = first_mine + i, t = e / (ROWS / 4), n = blockIdx.x * ROWS + e % (ROWS / 4) * 4;
+        for (int i = tid; i < outputs; i += THREADS) {
+            const int e = own + i, t = e / (ROWS / 4), n = blockIdx.x * ROWS + e % (ROWS / 4) * 4;
             float4 sum = block_sum(e);
 #if SPLITS > 1
-            const float4 own = sum;
+            const float4 block = sum;
 #pragma unroll
             for (int s = 0; s < SPLITS; s++) {
-                const float4 part = s == rank ? own : mail[(s < rank ? s : s - 1) * share + i];
+                const float4 part = s == rank ? block : mail[(s < rank ? s : s - 1) * share + i];
                 if (s == 0) sum = part;
                 else add4(sum, part);
             }
