@@ -4,10 +4,10 @@ A block of a plan walks its share of windows (64 columns). For a window a warpgr
 on a multiprocessor it also waits for its own latencies in a row; several take turns. Measured, the issue of one warpgroup adds
 whole to the tensor cores' time of the others, so what counts is work a multiprocessor and rounds of blocks, not tensor cores alone.
 
-The terms have reasons, their constants are those of a regression that ranks plans: a product of 64 rows by 64 columns takes the tensor cores
-2 cycles a token, not `_TENSOR`, and 256 rows are predicted 6 to 19 % too short. It is of 329 plans in 18 cells (64 to 256 rows,
-benchmarks/results/fp4-h200-plans-5.csv): the plan of least predicted time is on average 1.9 %, at most 11.4 %, slower than the fastest of its
-cell; cells where it is 2 % or more behind are in fp4_shapes.py. 17 to 32 rows were timed with the kernels of a day before only. What it
+The terms have reasons, their constants are those of a regression that ranks plans: a product of 64 rows by 64 columns takes the tensor
+cores 2 cycles a token, not `_TENSOR`, and 256 rows are predicted 6 to 19 % too short. It is of 329 plans in 18 cells (64 to 256 rows,
+benchmarks/results/fp4-h200-plans-5.csv): the plan of least predicted time is on average 1.9 %, at most 11.4 %, slower than the fastest of
+its cell; cells where it is 2 % or more behind are in fp4_shapes.py. 17 to 32 rows were timed with the kernels of a day before only. What it
 says of a cluster in grids of many rounds is too little, so `many_rows_us` compares the plans for more rows.
 """
 
