@@ -9,13 +9,11 @@ DEVICE void barrier_arrive(u32 barrier) {
 DEVICE void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
-DEVICE void barrier_wait(u32 barrier, u32 parity) {
-    asm volatile(
-        "{\n.reg .pred done;\nAGAIN:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra AGAIN;\n}"
-        :: "r"(barrier), "r"(parity) : "memory");
-}
+// Until the phase of `parity` is over; SCOPE says whose writes are then seen, none the block's own.
+#define BARRIER_WAIT(SCOPE)                                                                                            \
+    asm volatile("{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity" SCOPE ".shared::cta.b64 done, [%0], %1;\n"     \
+                 "@!done bra AGAIN;\n}" ::"r"(barrier), "r"(parity) : "memory")
+DEVICE void barrier_wait(u32 barrier, u32 parity) { BARRIER_WAIT(""); }
 // What this thread wrote to shared memory by ordinary stores, seen by wgmma.
 DEVICE void publish_to_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // `bytes` contiguous bytes from global to shared memory; `barrier` counts them in.
@@ -33,11 +31,5 @@ DEVICE void send(u32 address, u32 barrier, u32 rank, float4 v) {
                  :: "r"(remote), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(remote_barrier) : "memory");
 }
 // `barrier_wait` where the bytes are other blocks'.
-DEVICE void barrier_wait_cluster(u32 barrier, u32 parity) {
-    asm volatile(
-        "{\n.reg .pred done;\nAGAIN:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra AGAIN;\n}"
-        :: "r"(barrier), "r"(parity) : "memory");
-}
+DEVICE void barrier_wait_cluster(u32 barrier, u32 parity) { BARRIER_WAIT(".acquire.cluster"); }
 #endif
