@@ -60,7 +60,7 @@ class MmaPlan:
         if self.splits > 1 and (self.tokens > 16 or 8 * self.row_warps % self.splits):
             raise ConfigurationError(
                 f"tokens {self.tokens}, row warps {self.row_warps}, splits {self.splits}: take at most 16 tokens, and splits that divide "
-                "8 outputs a row warp"
+                f"{8 * self.row_warps}, a token's outputs by fours"
             )
 
     def macros(self, fp16: bool, out32: bool = False, norm: int = 0) -> dict[str, int]:
