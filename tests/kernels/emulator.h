@@ -140,7 +140,7 @@ DEVICE float shuffle_xor(float v, int mask) {
 DEVICE void barrier_init_done() {}
 DEVICE void barrier_arrive(u32 at) { barrier_expect(at, 0); }
 DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) { late_copy(to, from, bytes, barrier); }
-DEVICE void send(u32 address, u32 barrier, u32 rank, float4 v) { land(rank, address, &v, 16, barrier); }
+DEVICE void send(u32 address, u32 barrier, u32 rank, float4 v) { late_send(rank, address, &v, 16, barrier); }
 DEVICE void barrier_wait_cluster(u32 barrier, u32 parity) { barrier_wait(barrier, parity); }
 
 // wgmma.cuh: each product is done when it is issued.

@@ -25,7 +25,7 @@ void cluster_end();
 void barrier_init(u32 at, u32 arrivals);
 void barrier_expect(u32 at, u32 bytes);
 void barrier_wait(u32 at, u32 parity);
-void land(int block, u32 to, const void* from, u32 bytes, u32 barrier);  // bytes that `barrier` of that block counts in
+void late_send(int block, u32 to, const void* from, u32 bytes, u32 barrier);  // to a block of the cluster: some land after those sent later
 void late_copy(u32 to, const void* from, u32 bytes, u32 barrier);  // a bulk copy: some land after others that were asked for later
 
 // Runs `body(context)` for every thread of every block; a cluster is all blocks along y.
