@@ -98,10 +98,8 @@ def wgmma_plans(m: int, n: int, k: int) -> Iterator[WgmmaPlan]:
         if not (_fills(blocks, 1) or _fills(blocks, most)):
             continue
         plan = WgmmaPlan(tokens, groups, splits, 12, 4, most, k_groups)
-        if plan.registers < tokens // 2 + 16 * plan.fragments + 28:  # sums, fragments, addresses
-            continue
         for stages in (8, 6, 5, 4) if k_groups == 4 else (6, 5, 4):
-            if goes_round(stages, k_groups) and replace(plan, stages=stages).shared_bytes() <= SHARED // most - 1024:
+            if goes_round(stages, k_groups) and replace(plan, stages=stages).fits():
                 plan = replace(plan, stages=stages)
                 yield plan
                 break

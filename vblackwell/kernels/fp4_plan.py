@@ -19,7 +19,7 @@ from vblackwell.kernels.fp4_cost import MANY_ROWS_US, MULTIPROCESSORS, many_rows
 
 MMA_FILES = ("ptx.cuh", "decode.cuh", "barrier.cuh", "epilogue.cuh", "fp4_mma.cu")
 WGMMA_FILES = ("ptx.cuh", "decode.cuh", "wgmma.cuh", "barrier.cuh", "ring.cuh", "epilogue.cuh", "fp4_wgmma.cu")
-COPY_REGISTERS = 24  # that a thread of wgmma's copying warpgroup keeps, as the source says
+COPY_REGISTERS = 24  # that a thread of wgmma's copying warpgroup keeps
 STATISTICS_BYTES = 1024  # of shared memory, for the statistics of rows that are normalised on the way
 _SHARED_BYTES = 227 * 1024  # of a multiprocessor of Hopper, and 1 KB less for each block
 _X_BYTES = 128 * 1024  # of x that a block stages at a time
@@ -185,7 +185,7 @@ class WgmmaPlan:
         return {
             "FP16": int(fp16), "TOKENS": self.tokens, "GROUPS": self.groups, "KGROUPS": self.k_groups, "SPLITS": self.splits,
             "FRAGMENTS": self.fragments, "STAGES": self.stages, "PREFETCH": self.prefetch, "REGISTERS": self.registers,
-            "AT_LAUNCH": self.at_launch, "OUT32": int(out32),
+            "COPY_REGISTERS": COPY_REGISTERS, "AT_LAUNCH": self.at_launch, "OUT32": int(out32),
         }  # fmt: skip
 
     @property
@@ -201,8 +201,9 @@ class WgmmaPlan:
         return max(main, sums) + mail + barriers
 
     def fits(self) -> bool:
-        """Whether ``min_blocks`` blocks find the shared memory that they need on a multiprocessor of Hopper."""
-        return self.shared_bytes() <= _SHARED_BYTES // self.min_blocks - 1024
+        """Whether ``min_blocks`` blocks find the registers and the shared memory that they need on a multiprocessor of Hopper."""
+        needed = self.tokens // 2 + 16 * self.fragments + 28  # sums, fragments, addresses
+        return self.registers >= needed and self.shared_bytes() <= _SHARED_BYTES // self.min_blocks - 1024
 
 
 def _row_warps(n: int) -> int:
@@ -289,8 +290,6 @@ def _wgmma_candidates(most_tokens: int) -> tuple[WgmmaPlan, ...]:
         if tokens > most_tokens or tokens < min(64, most_tokens) or groups * k_groups > 4:
             continue
         plan = WgmmaPlan(tokens, groups, splits, 12, min_blocks=most, k_groups=k_groups)
-        if plan.registers < tokens // 2 + 16 * plan.fragments + 28:  # sums, fragments, addresses
-            continue
         fitting = (
             ring
             for stages in ((8,) if k_groups == 4 else (6, 5, 4))

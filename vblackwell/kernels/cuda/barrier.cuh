@@ -9,7 +9,7 @@ DEVICE void barrier_arrive(u32 barrier) {
 DEVICE void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
-// Until the phase of `parity` is over; SCOPE says whose writes are then seen, none the block's own.
+// Until the phase of `parity` is over. SCOPE: whose writes are seen behind it, where it is more than the block (".acquire.cluster").
 #define BARRIER_WAIT(SCOPE)                                                                                            \
     asm volatile("{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity" SCOPE ".shared::cta.b64 done, [%0], %1;\n"     \
                  "@!done bra AGAIN;\n}" ::"r"(barrier), "r"(parity) : "memory")

@@ -4,8 +4,8 @@
 // A block takes 64 * GROUPS weight rows and TOKENS tokens; each of its GROUPS warpgroups owns 64 rows, and KGROUPS such sets take turns at
 // the windows of 64 columns. Codes and scales come by cp.async, PREFETCH windows ahead, into a ring that is private to the lane, so that waiting
 // for them takes no barrier; weights are decoded into registers while the tensor cores work on other windows. One more
-// warpgroup brings x, STAGES windows deep. SPLITS blocks of a cluster split K; sums of the K groups
-// meet in shared memory, those of the blocks are sent to the one that writes the output; both are added in a fixed order.
+// warpgroup brings x, STAGES windows deep. SPLITS blocks of a cluster split K; sums of the K groups meet in shared memory, those of the blocks are
+// sent to the one that writes the output; both are added in a fixed order.
 //
 // A stage of x is TOKENS rows of 128 bytes with the 128-byte swizzle, columns inside a window permuted as the tiled layout
 // permutes them, zeros beyond K. A kernel before this one (`arrange`) has written that form, and a stage is one bulk copy.
@@ -14,8 +14,9 @@
 // for its products, which others have under way meanwhile, and has the registers to stand beside three more.
 //
 // Set by the launcher: FP16, TOKENS, GROUPS, KGROUPS, SPLITS, FRAGMENTS, STAGES (of each K group the same, two or more), PREFETCH (even),
-// REGISTERS (a consumer thread's), OUT32, AT_LAUNCH: every thread's registers when a block starts. They leave room for a block of `arrange`,
-// that of the next product, which waits beside this kernel; so the next one's weights are on their way while its x is arranged.
+// REGISTERS and COPY_REGISTERS (of a thread that multiplies, and of one that copies), OUT32, AT_LAUNCH: every thread's registers when a block
+// starts. They leave room for a block of `arrange`, that of the next product, which waits beside this kernel; so the next one's weights are on
+// their way while its x is arranged.
 static_assert(KGROUPS == 1 || (STAGES % KGROUPS == 0 && STAGES >= 2 * KGROUPS), "a stage belongs to one K group");
 static_assert(TOKENS % (8 * SPLITS) == 0, "the cluster's blocks share whole tiles of 8 tokens");
 static_assert(PREFETCH % 2 == 0, "slots of the ring and the two sets of fragments go round together");
@@ -25,7 +26,6 @@ static_assert(PREFETCH % 2 == 0, "slots of the ring and the two sets of fragment
 #define ARRANGE_THREADS 128
 #define STAGE_BYTES (TOKENS * 128)
 #define WINDOW_BYTES 640  // codes of 16 rows, scales of 32
-#define COPY_REGISTERS 24
 #define RINGS (STAGES * STAGE_BYTES)
 #define RED_STRIDE (ROWS + 4)
 #define TILE_PITCH (ROWS * 2 + 16)
