@@ -30,7 +30,7 @@ import torch
 from fp4_peers import PEERS, Peer, choose
 from graph_timing import Replay, graph_of, graph_us, turns_us
 
-from vblackwell.kernels import autotune, fp4_cuda, fp4_norm, fp4_plan, layout, nvrtc, reference, w4a8
+from vblackwell.kernels import autotune, fp4_cuda, fp4_norm, fp4_plan, layout, nvrtc, reference, w4a8, w4a8_cuda
 from vblackwell.kernels.fp4 import fp4_linear, fp4_linear_dx
 from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan
 from vblackwell.kernels.rms_norm import rms_norm
@@ -39,6 +39,7 @@ from vblackwell.numerics.formats import FORMATS
 SHAPES = ((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192))
 ROWS = (1, 4, 16, 64, 128, 256, 1024, 4096, 8192)
 LAYERS = 24
+PROCESSORS = 132  # of an H200
 PEER_SECONDS = 6.0  # for a peer to make its layers, or to run one number of rows for the first time
 CHECK_SHAPES = ((40, 136), (200, 1000), (1056, 4096), (512, 14336), (9000, 520))
 CHECK_ROWS = (1, 3, 4, 8, 13, 16, 33, 64, 100, 256, 300)
@@ -84,6 +85,8 @@ def prebuild(args: argparse.Namespace) -> None:
     jobs = [(fp4_cuda.DEQUANTIZE_FILES, {"FP16": 0, "OUT": out}) for out in range(3)]
     jobs += [(fp4_cuda.E4M3_FILES, fp4_cuda.prepare_macros(False, k)) for _, k in args.shapes]
     for (n, k), m in itertools.product(args.shapes, args.rows):
+        if m >= w4a8.LEAST_ROWS:
+            jobs.append((w4a8_cuda.FILES, w4a8_cuda.plan_w4a8(m, n, PROCESSORS).macros(False, k)))
         for plan in plans_of(m, n, k):
             jobs += [
                 (files[type(plan)], each.macros(False)) for each in (autotune.variants(plan) if args.tune else [plan])

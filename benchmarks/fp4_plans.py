@@ -31,7 +31,7 @@ from bench_fp4 import LAYERS, Tiled, layers_of, random_tiled, run_plan
 from graph_timing import alternating_us, graph_us
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels import autotune, fp4_cuda, fp4_plan, nvrtc, w4a8
+from vblackwell.kernels import autotune, fp4_cuda, fp4_plan, nvrtc, w4a8, w4a8_cuda
 from vblackwell.kernels.fp4 import fp4_linear
 from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan, goes_round
 
@@ -123,17 +123,23 @@ def parts(m: int, n: int, k: int, x: torch.Tensor, packed: list[Tiled]) -> dict[
     op = functools.partial(fp4_linear, format="nvfp4-tiled", activation="none", n=n, k=k)
     found: dict[str, list[Callable[[], object]]] = {"op": [functools.partial(op, x, *w, None) for w in packed]}
     tops = [w4a8.row_tops_for_w4a8(w[1], n, k) for w in packed]
+    each = list(zip(packed, tops, strict=True))
     op = functools.partial(w4a8.fp4_linear_w4a8, activation="none", n=n, k=k)
-    found["w4a8"] = [functools.partial(op, x, *w, top, None) for w, top in zip(packed, tops, strict=True)]
+    found["w4a8"] = [functools.partial(op, x, *w, top, None) for w, top in each]
+    for width in w4a8_cuda.STEP_CYCLES:
+        run = functools.partial(w4a8_cuda.run_w4a8, w4a8_cuda.widest(width), x, bias=None, activation="none", n=n, k=k)
+        found[f"w4a8: tiles of {width}"] = [functools.partial(run, *w, row_top=top) for w, top in each]
+    whole = functools.partial(w4a8.multiply_whole, x, bias=None, activation="none", n=n, k=k)
+    found["w4a8: operands, then matmul"] = [functools.partial(whole, *w, row_top=top) for w, top in each]
     prepare = functools.partial(fp4_cuda.run_prepare_e4m3, x, n=n, k=k)
-    found["w4a8: operands"] = [functools.partial(prepare, *w, row_top=top) for w, top in zip(packed, tops, strict=True)]
+    found["w4a8: operands"] = [functools.partial(prepare, *w, row_top=top) for w, top in each]
     one_row = functools.partial(fp4_cuda.run_prepare_e4m3, x[:1], n=n, k=k)
-    found["w4a8: weight"] = [functools.partial(one_row, *w, row_top=top) for w, top in zip(packed, tops, strict=True)]
+    found["w4a8: weight"] = [functools.partial(one_row, *w, row_top=top) for w, top in each]
     narrow = random_tiled(32, k)
     top = w4a8.row_tops_for_w4a8(narrow[1], 32, k)
     rows: Callable[[], object] = functools.partial(fp4_cuda.run_prepare_e4m3, x, *narrow, row_top=top, n=32, k=k)
     found["w4a8: rows"] = [rows] * LAYERS
-    ready = [prepare(*w, row_top=top) for w, top in zip(packed, tops, strict=True)]
+    ready = [prepare(*w, row_top=top) for w, top in each]
     found["w4a8: matmul"] = [functools.partial(w4a8.multiply_rows, *operands) for operands in ready]
     return found
 

@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from tests.kernels.emulation import error_over_bound, random_weight
-from vblackwell.kernels import fp4_cuda, layout, nvrtc, reference, w4a8
+from vblackwell.kernels import fp4_cuda, layout, nvrtc, reference, w4a8, w4a8_cuda
 from vblackwell.kernels.fp4_plan import MMA_FILES, WGMMA_FILES, MmaPlan, WgmmaPlan
+from vblackwell.numerics.formats import FORMATS
 
 # Rows, features and columns that are no multiples of what a block takes; K of one window, of fewer windows than groups, of many.
 MMA = [  # bulk x: chunks short and long, clusters, one and two blocks a multiprocessor; without: a K that is no multiple of 64
@@ -50,6 +51,7 @@ WGMMA = [  # K groups, clusters, both, one and two blocks a multiprocessor, one 
     (WgmmaPlan(128, 3, 2, 6), [(128, 4096, 4096), (250, 130, 200)]),
     (WgmmaPlan(256, 1, 1, 6, k_groups=2), [(256, 4096, 4096), (250, 130, 200)]),
 ]
+W4A8 = [*itertools.product(w4a8_cuda.STEP_CYCLES, (torch.bfloat16,)), (256, torch.float16)]
 REPEATS = 20  # launches back to back, which overlap
 
 
@@ -72,6 +74,11 @@ def compile_all() -> None:
         if not fp16 and in_tiles(plan, torch.bfloat16):
             jobs.append((WGMMA_FILES, plan.macros(False)))
     jobs += [(fp4_cuda.E4M3_FILES, fp4_cuda.prepare_macros(fp16, k)) for fp16 in (False, True) for k in (64, 4096)]
+    jobs += [
+        (w4a8_cuda.FILES, w4a8_cuda.widest(width).macros(dtype == torch.float16, k))
+        for width, dtype in W4A8
+        for k in (1024, 4096)
+    ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda job: nvrtc.cached_cubin(*job, "sm_90a"), jobs))
 
@@ -100,20 +107,45 @@ def check(plan: MmaPlan | WgmmaPlan, m: int, n: int, k: int, dtype: torch.dtype)
         assert all(torch.equal(y_MN, output) for output in outputs), "a graph's replay differs"
 
 
+@functools.cache
+def w4a8_weight(n: int, k: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
+    """An mxfp4 weight whose rows' exponents span 14: in fp32, its tiles, its rows' largest scales."""
+    form = FORMATS["mxfp4"]
+    codes = torch.randint(0, 256, form.codes_shape(n, k), dtype=torch.uint8)
+    scales = torch.randint(112, 127, form.scales_shape(n, k)).to(torch.uint8)
+    tiled = tuple(tensor.cuda() for tensor in layout.to_tiled(codes, scales, torch.tensor(1.0), "mxfp4", n, k))
+    return reference.dequantize(*tiled, "mxfp4-tiled", n, k), tiled, fp4_cuda.row_tops(tiled[1], n, k)
+
+
 def check_w4a8(m: int, n: int, k: int, dtype: torch.dtype) -> None:
     """Both operands, bit for bit what the reference makes, from one launch."""
-    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
-    scales = torch.randint(100, 115, (n, k // 32)).to(torch.uint8)
-    tiled = tuple(tensor.cuda() for tensor in layout.to_tiled(codes, scales, torch.tensor(1.0), "mxfp4", n, k))
+    w_NK, tiled, top = w4a8_weight(n, k)
     x_MK = (torch.randn(m, k, device="cuda") * torch.logspace(-3, 3, m, device="cuda")[:, None]).to(dtype)
     x_MK[m // 2] = 0
-    top = fp4_cuda.row_tops(tiled[1], n, k)
     wanted, wanted_scale = w4a8.quantize_rows(x_MK)
-    w_NK = reference.dequantize(*tiled, "mxfp4-tiled", n, k)
     for _ in range(REPEATS):
         q_MK, scale_M1, w8_NK, scale_1N = fp4_cuda.run_prepare_e4m3(x_MK, *tiled, top, n, k)
         assert torch.equal(w8_NK.float() * scale_1N.t(), w_NK), "the weight"
         assert torch.equal(scale_M1, wanted_scale) and torch.equal(q_MK.float(), wanted.float()), "the rows"
+
+
+def check_w4a8_product(width: int, m: int, n: int, k: int, dtype: torch.dtype, activation: str) -> None:
+    """One kernel that decodes and multiplies, against the exact product of rounded rows; launches that overlap repeat."""
+    w_NK, tiled, top = w4a8_weight(n, k)
+    x_MK, bias_N = torch.randn(m, k, device="cuda").to(dtype), torch.randn(n, device="cuda").to(dtype)
+    q_MK, scale_M1 = w4a8.quantize_rows(x_MK)
+    codes, scales, tensor_scale = tiled
+    plan = w4a8_cuda.widest(width)
+    launch = lambda: w4a8_cuda.run_w4a8(plan, x_MK, codes, scales, tensor_scale, top, bias_N, activation, n, k)  # noqa: E731
+    y_MN = launch()
+    rows_MK = q_MK.double() * scale_M1.double()
+    exact_MN = reference.activate(rows_MK @ w_NK.double().t() + bias_N.double(), activation)
+    # Tensor cores align the products of 128 columns to the largest and keep 13 bits or more below it; y is rounded once more.
+    size_MN = rows_MK.abs() @ w_NK.double().abs().t()
+    bound_MN = 2.0**-13 * size_MN + 2.0 ** (-8 if dtype == torch.bfloat16 else -11) * exact_MN.abs() + 1e-30
+    ratio = ((y_MN.double() - exact_MN).abs() / bound_MN).max().item()
+    assert ratio <= 1, f"error {ratio} times the bound"
+    assert all(torch.equal(y_MN, launch()) for _ in range(REPEATS)), "launches that overlap do not repeat"
 
 
 def main() -> None:
@@ -129,6 +161,12 @@ def main() -> None:
     ):
         print(f"w4a8 {m}x{n}x{k} {dtype}", flush=True)
         check_w4a8(m, n, k, dtype)
+    for (width, dtype), (m, n, k) in itertools.product(
+        W4A8, ((1, 48, 544), (300, 1008, 96), (1024, 4096, 4096), (2500, 784, 656))
+    ):
+        activation = "silu" if m == 300 else "none"
+        print(f"w4a8 in one kernel, tiles of {width}: {m}x{n}x{k} {dtype} {activation}", flush=True)
+        check_w4a8_product(width, m, n, k, dtype, activation)
     print("all paths are right")
 
 

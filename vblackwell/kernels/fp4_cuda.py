@@ -19,7 +19,7 @@ from vblackwell.kernels.nvrtc import kernel
 from vblackwell.kernels.reference import ACTIVATIONS
 
 DEQUANTIZE_FILES = ("ptx.cuh", "decode.cuh", "fp4_dequantize.cu")
-E4M3_FILES = ("ptx.cuh", "decode.cuh", "round_row.cuh", "fp4_e4m3.cu")
+E4M3_FILES = ("ptx.cuh", "decode.cuh", "e4m3.cuh", "round_row.cuh", "fp4_e4m3.cu")
 PREPARE_SHARED_BYTES = 64  # of a block that rounds rows: two fp32 from each of its 8 warps
 
 

@@ -2,9 +2,10 @@
 
 mxfp4 weights become E4M3 exactly, each row relative to its largest block scale, because E2M1 times a power of two needs two
 significant bits; that holds where a row's block exponents span at most 14, which ``check_row_spans`` finds out when the layer is
-packed. Activations are rounded to E4M3 with one scale a row, amax / 448: about 31 dB on Gaussian rows, the price of the option. The
-product is PyTorch's row-scaled FP8 matmul, without fast accumulation, of both operands written out by one launch: it pays from about
-a thousand rows on.
+packed. Activations are rounded to E4M3 with one scale a row, amax / 448: about 31 dB on Gaussian rows, the price of the option. It pays
+from about a thousand rows on. On Hopper one kernel decodes weights and rounds rows while it multiplies others (``w4a8_cuda``).
+Elsewhere, and for many rows of large weights, the product is PyTorch's row-scaled FP8 matmul, without fast accumulation, of both
+operands written out by one launch.
 
 The backward ignores the rounding of the activations (straight through): dX = dY W with the same packed weight.
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.kernels import backends, fp4_cuda, layout, reference
+from vblackwell.kernels import backends, fp4_cuda, layout, reference, w4a8_cuda
 from vblackwell.kernels.autocast import register_autocast
 from vblackwell.kernels.dispatch import Backend, Request, choose, request_of
 from vblackwell.kernels.fp4 import fp4_linear_dx
@@ -27,6 +28,9 @@ E4M3_MAX = 448.0
 LEAST_TOP = 2.0**-100  # as in cuda/round_row.cuh
 MAX_SPAN = 14
 MULTIPLE = 16  # of N and of K, for PyTorch's FP8 matmul
+# By times on an H200 (docs/log-fp4.md): one kernel decodes and multiplies from as many rows on as have the tiles of 1024; above MOST_ROWS
+# PyTorch's matmul of whole operands is at least as fast, but for small weights.
+LEAST_ROWS, MOST_ROWS, LARGEST_WEIGHT = 897, 2048, 4096 * 4096
 _BAND_ELEMENTS = 1 << 20
 FORMAT = "mxfp4-tiled"
 
@@ -106,7 +110,34 @@ def multiply_rows(q_MK: Tensor, scale_M1: Tensor, w_NK: Tensor, scale_1N: Tensor
     return torch.ops.aten._scaled_mm(q_MK, w_NK.t(), scale_M1, scale_1N, out_dtype=torch.bfloat16, use_fast_accum=False)
 
 
-def _fp8(x_MK, codes, block_scales, tensor_scale, row_top, bias, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
+def _fused_reasons(request: Request) -> list[str]:
+    reasons = backends.linear_reasons(request)
+    if request.device.type == "cuda" and request.capability != (9, 0):
+        reasons.append(f"compute capability {request.capability[0]}.{request.capability[1]} is not Hopper's 9.0")
+    if request.n % MULTIPLE or request.k % MULTIPLE:
+        reasons.append(f"{request.n} x {request.k}: the kernel takes multiples of {MULTIPLE}")
+    return reasons
+
+
+def _fused_slower(request: Request) -> list[str]:
+    if request.m < LEAST_ROWS:
+        return [f"{request.m} rows are fewer than {LEAST_ROWS}, from which on it was timed"]
+    if request.m > MOST_ROWS and request.n * request.k > LARGEST_WEIGHT:
+        return [
+            f"above {MOST_ROWS} rows PyTorch's FP8 matmul is as fast or faster with a weight of {request.n} x {request.k}"
+        ]
+    return []
+
+
+def _fused(x_MK, codes, block_scales, tensor_scale, row_top, bias, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
+    x_MK, _ = fp4_cuda.aligned(x_MK)
+    plan = w4a8_cuda.plan_w4a8(x_MK.shape[0], n, torch.cuda.get_device_properties(x_MK.device).multi_processor_count)
+    bias = None if bias is None else bias.to(x_MK.dtype)
+    return w4a8_cuda.run_w4a8(plan, x_MK, codes, block_scales, tensor_scale, row_top, bias, activation, n, k)
+
+
+def multiply_whole(x_MK, codes, block_scales, tensor_scale, row_top, bias, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
+    """The op by PyTorch's matmul of whole operands."""
     z_MN = multiply_rows(*fp4_cuda.run_prepare_e4m3(x_MK, codes, block_scales, tensor_scale, row_top, n, k))
     if bias is not None:
         z_MN = z_MN + bias.to(z_MN.dtype)
@@ -128,7 +159,8 @@ def _reference_reasons(request: Request) -> list[str]:
 
 
 W4A8: tuple[Backend, ...] = (
-    Backend("fp8", _fp8_reasons, _fp8),
+    Backend("fused", _fused_reasons, _fused, slower=_fused_slower),
+    Backend("fp8", _fp8_reasons, multiply_whole),
     Backend("reference", _reference_reasons, _reference),
 )
 

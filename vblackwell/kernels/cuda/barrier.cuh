@@ -30,6 +30,18 @@ DEVICE void send(u32 address, u32 barrier, u32 rank, float4 v) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];"
                  :: "r"(remote), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(remote_barrier) : "memory");
 }
+// Arrives at the barrier of block `rank` of the cluster. Without a scope: with one it would be a fence of the GPU, and it says only that bytes
+// were read.
+DEVICE void barrier_arrive_at(u32 barrier, u32 rank) {
+    u32 remote;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(barrier), "r"(rank));
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" :: "r"(remote) : "memory");
+}
+// `copy_bulk` to the same place in all blocks of the cluster; in each, `barrier` counts the bytes in.
+DEVICE void copy_bulk_to_cluster(u32 to, const void* from, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
+                 :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"((u16)((1 << SPLITS) - 1)) : "memory");
+}
 // `barrier_wait` where the bytes are other blocks'.
 DEVICE void barrier_wait_cluster(u32 barrier, u32 parity) { BARRIER_WAIT(".acquire.cluster"); }
 #endif

@@ -5,14 +5,6 @@
 // takes a tile of 32 rows by 64 columns, a block WARPS neighbouring ones. bf16 arithmetic makes the bytes: E4M3's exponent and mantissa are
 // bits 10 to 4 of a bf16 that is 2^-120 as large, subnormals included, so a code needs no conversion from fp32.
 #define WARPS 8
-#define E4M3_UNIT (139u << 7)  // of a bf16: what a code of the row's largest scale is multiplied by, 2^(6 + 126 - 120)
-
-// Four values, whose exponents are E4M3's, as bytes.
-DEVICE u32 e4m3_bytes(u32 low, u32 high) {
-    auto shifted = [](u32 pair) { return ((pair << 4) & 0x7FFF7FFFu) | (pair & 0x80008000u); };
-    return permute_bytes(shifted(low), shifted(high), 0x7531);
-}
-
 // `row_top`: the E5M3 byte of each row's largest scale, which becomes 2^6; `row_scale` says what a row must be multiplied by to be the weight.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 prepare_e4m3(const u8* codes, const u8* scales, const float* tensor_scale, const u8* row_top, u8* w, int N, int K, float* row_scale,

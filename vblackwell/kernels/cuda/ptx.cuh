@@ -91,8 +91,31 @@ DEVICE void wait_for_previous() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+// Counters in global memory, by which blocks tell each other what they have written there.
+DEVICE u32 load_acquire(const u32* p) {
+    u32 v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+DEVICE void add_release(u32* p, u32 by) { asm volatile("red.release.gpu.global.add.u32 [%0], %1;" :: "l"(p), "r"(by) : "memory"); }
+DEVICE u32 add_relaxed(u32* p, u32 by) {
+    u32 v;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(v) : "l"(p), "r"(by) : "memory");
+    return v;
+}
+#if __CUDA_ARCH__ >= 900
+// Between what ordinary stores have written to global memory and bulk copies that read it, on both sides of a counter.
+DEVICE void publish_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+#endif
+DEVICE u32 warp_ballot(bool v) { return __ballot_sync(0xFFFFFFFFu, v); }
 DEVICE u32 max_pair(u32 a, u32 b) { return __vmaxu2(a, b); }  // of unsigned halves
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+// Bits of `a` where `mask` has ones, of `b` elsewhere: one instruction, which the compiler does not find.
+DEVICE u32 select_bits(u32 mask, u32 a, u32 b) {
+    u32 d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(d) : "r"(mask), "r"(a), "r"(b));
+    return d;
+}
 DEVICE u32 rotate_left(u32 v, u32 by) { return __funnelshift_l(v, v, by); }
 
 // a * b of a pair of halves, exact here. An fma with -0, because mul.bf16x2 needs sm_90.

@@ -20,6 +20,11 @@ DEVICE void store_columns(u32 address, u32 tile0, u32 tile1, u32 tile2, u32 tile
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                  :: "r"(address), "r"(tile0), "r"(tile1), "r"(tile2), "r"(tile3) : "memory");
 }
+// The same by rows: lane 8 j + r says where row r of tile j goes.
+DEVICE void store_rows(u32 address, u32 tile0, u32 tile1, u32 tile2, u32 tile3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :: "r"(address), "r"(tile0), "r"(tile1), "r"(tile2), "r"(tile3) : "memory");
+}
 // Descriptor of a K-major operand of 128-byte rows, 128-byte swizzle, groups of 8 rows 1024 bytes apart.
 DEVICE u64 wgmma_operand(u32 address) {
     return (u64)((address & 0x3FFFF) >> 4) | ((u64)1 << 16) | ((u64)64 << 32) | ((u64)1 << 62);
