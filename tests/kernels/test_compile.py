@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 
-from vblackwell.kernels import autotune, fp4_cuda, fp4_plan, nvrtc
+from vblackwell.kernels import autotune, fp4_cuda, fp4_plan, nvrtc, w4a8_cuda
 from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan
 from vblackwell.nn.linear import FusedFP4Linear
 
@@ -105,6 +105,24 @@ def test_norm_on_the_way(arch, chosen, tmp_path):
             for m in (1, 3, 8, 16):
                 used = fp4_plan.plan_mma(m, n, k, clusters, bulk=False).shared_bytes(k, norm=2)
                 assert used <= SHARED_BYTES[architecture], (architecture, m, n, k, used)
+
+
+@pytest.mark.parametrize("width", w4a8_cuda.STEP_CYCLES)
+def test_w4a8(width, tmp_path):
+    """Words of local memory: one or two of a warp that decodes, once an item, and one at most, once a step, of one that multiplies."""
+    plan, k = w4a8_cuda.widest(width), {256: 4096, 224: 14336, 192: 1024}[width]
+    assert plan.stages >= 4 and plan.shared_bytes() <= SHARED_BYTES["sm_90a"]
+    usage = resources(nvrtc.compile_cubin(w4a8_cuda.FILES, plan.macros(width == 224, k), "sm_90a"), tmp_path)
+    assert usage["w4a8"]["REG"] * w4a8_cuda.THREADS <= 65536
+    assert all(each["STACK"] <= 16 and each["LOCAL"] == 0 for each in usage.values()), usage
+    lines = sass(tmp_path)
+    at = [number for number, line in enumerate(lines) if "QGMMA" in line]
+    assert len(at) == 8, "two halves of four, none by itself"
+    loop = lines[at[0] : at[-1]]
+    assert sum("FADD" in line for line in loop) == width // 4, (
+        "a half's parts are added, and each sum stays in its register"
+    )
+    assert sum("LDL" in line for line in loop) <= 1 and not any("STL" in line for line in loop)
 
 
 @one_in_five_or_all
