@@ -1,7 +1,8 @@
-"""Builds a kernel's own CUDA source for the CPU (emulator.h, emulator.cpp) and calls it on tensors.
+"""Builds a kernel's own CUDA source for the CPU (emulator.h, emulator*.cpp) and calls it on tensors.
 
-Every CUDA thread becomes a thread of the host and barriers stay barriers, so that indexing, staging, padding, reductions across warps and
-clusters, and the decode run as written. Shared memory starts as NaN. What stays unseen is the hardware: asynchrony and speed.
+Every CUDA thread becomes a coroutine and barriers stay barriers, so that indexing, staging, padding, reductions across warps and
+clusters, and the decode run as written. Shared memory starts as NaN. Who goes on when, and when copies land, is drawn anew for each
+launch. What stays unseen is the hardware: orders of memory that only it has, and speed.
 """
 
 from __future__ import annotations
@@ -18,13 +19,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from vblackwell.kernels import fp4_cuda, fp4_plan, layout, nvrtc, reference
+from vblackwell.kernels import fp4_cuda, fp4_plan, layout, nvrtc, reference, w4a8_cuda
 from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan
+from vblackwell.kernels.w4a8_cuda import W4A8Plan
 from vblackwell.numerics.formats import FORMATS
 
+BEHIND = 1 << 19  # bytes after a buffer that nobody may write
 HERE = Path(__file__).parent
-COMPILER = ["g++", "-w", "-fPIC", "-pthread"]
+COMPILER = ["g++", "-w", "-fPIC"]
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ builds the kernels for the CPU")
+
+
+class EmulationError(Exception):
+    """What a kernel may not do: wait for ever, or touch shared memory that is not there or not a block's any more."""
+
 
 _MMA_MAIN = """
 extern "C" void run(const u16* x, const u8* codes, const u8* scales, const float* ts, const u16* bias, void* y, int M, int N,
@@ -41,9 +49,7 @@ extern "C" void run(const u16* x, const u8* codes, const u8* scales, const float
 _WGMMA_MAIN = """
 extern "C" void run(const u16* x, u8* image, const u8* codes, const u8* scales, const float* ts, const u16* bias, void* y,
                     int M, int N, int K, int act, int ax, int gx, int gz, int shared) {
-    part_threads = 0;
     launch(ax, gz, 1, ARRANGE_THREADS, 16, [=] { arrange(x, image, M, K); });
-    part_threads = CONSUMERS;
     launch(gx, SPLITS, gz, THREADS, shared, [=] { fp4_wgmma(image, codes, scales, ts, bias, y, M, N, K, act); });
 }"""
 _DEQUANTIZE_MAIN = """
@@ -63,15 +69,26 @@ extern "C" void run(const u8* codes, const u8* scales, const float* ts, const u8
             prepare_e4m3(codes, scales, ts, top, w, N, K, row_scale, x, q, x_scale, M, row_blocks);
         });
 }"""
-_REAL = ("ptx.cuh", "wgmma.cuh", "barrier.cuh")  # what emulator.h stands in for
+_W4A8_MAIN = """
+extern "C" void run(const u16* x, u8* image, float* x_scale, const u8* codes, const u8* scales, const float* ts, const u8* top,
+                    const u16* bias, u16* y, u8* w, u32* counters, int M, int N, int K, int act, int clusters, int chunk,
+                    int head_blocks, int shared) {
+    launch(head_blocks, 1, 1, 256, 32, [=] { w4a8_head(x, image, x_scale, codes, scales, top, w, counters, M, N, K, chunk); });
+    launch(clusters, SPLITS, 1, THREADS, shared, [=] {
+        w4a8(x, image, x_scale, codes, scales, ts, top, bias, y, w, counters, M, N, K, act, clusters, chunk);
+    });
+}"""
+_REAL = ("ptx.cuh", "wgmma.cuh", "wgmma_e4m3.cuh", "barrier.cuh")  # what emulator.h stands in for
 
 
 @functools.cache
 def _runtime() -> bytes:
-    """emulator.cpp's object file."""
+    """The object file of emulator.cpp and emulator_wgmma.cpp."""
     with tempfile.TemporaryDirectory(prefix="vblackwell-emulation-") as folder:
         path = Path(folder) / "emulator.o"
-        subprocess.run([*COMPILER, "-std=c++20", "-O1", "-c", "-o", str(path), str(HERE / "emulator.cpp")], check=True)
+        # -U: its checks forbid jumps between stacks
+        words = ["-std=c++20", "-O2", "-U_FORTIFY_SOURCE", "-nostdlib", "-r", "-o", str(path)]
+        subprocess.run([*COMPILER, *words, HERE / "emulator.cpp", HERE / "emulator_wgmma.cpp"], check=True)
         return path.read_bytes()
 
 
@@ -91,13 +108,26 @@ def _library(files: tuple[str, ...], macros: tuple[tuple[str, int], ...], main: 
     return library
 
 
-def _call(files: tuple[str, ...], macros: dict[str, int], main: str, args: Sequence[Tensor | float | None]) -> None:
+def _call(
+    files: tuple[str, ...],
+    macros: dict[str, int],
+    main: str,
+    args: Sequence[Tensor | float | None],
+    lagging: range = range(0),
+) -> None:
+    """Runs ``main``; ``lagging`` warps of each block are often late, or, if there are none, some that are drawn."""
     kinds = {int: ctypes.c_int, float: ctypes.c_float}
     values = [
         kinds[type(arg)](arg) if type(arg) in kinds else ctypes.c_void_p(0 if arg is None else arg.data_ptr())
         for arg in args
     ]
-    _library(files, tuple(macros.items()), main).run(*values)
+    library = _library(files, tuple(macros.items()), main)
+    library.take_failure.restype = ctypes.c_char_p
+    for name, value in (("lag_first", lagging.start), ("lag_end", lagging.stop)):
+        ctypes.c_int.in_dll(library, name).value = value
+    library.run(*values)
+    if failure := library.take_failure().decode():
+        raise EmulationError(f"{files[-1]} with {macros}: {failure}")
 
 
 def linear(
@@ -158,6 +188,38 @@ def prepare_e4m3(
     grid = (-(-k // 512), -(-n // 32) + row_blocks, fp4_cuda.PREPARE_SHARED_BYTES)
     _call(fp4_cuda.E4M3_FILES, macros, _PREPARE_MAIN, [*args, *grid])
     return q_MK, scale_M1, w_NK, scale_1N
+
+
+def run_w4a8(
+    plan: W4A8Plan,
+    x_MK: Tensor,
+    tiled: tuple[Tensor, Tensor, Tensor],
+    bias: Tensor | None,
+    activation: str,
+    n: int,
+    clusters: int,
+    lagging: range = range(0),
+) -> Tensor:
+    """As ``w4a8_cuda.run_w4a8`` on so many clusters; all that the kernels write starts as NaN, and nothing else is written."""
+    m, k = x_MK.shape
+    sizes = w4a8_cuda.cut(plan, m, n, k, clusters)
+    tokens = sizes.pairs * w4a8_cuda.CLUSTER * 128
+    lengths = (
+        tokens * sizes.steps * 128,
+        sizes.columns * sizes.steps * plan.features * 128,
+        4 * m,
+        4 * sizes.counters,
+        2 * m * n,
+    )
+    image, weight, scale_M, counters, y = written = [
+        torch.full((length + BEHIND,), 0xFF, dtype=torch.uint8) for length in lengths
+    ]
+    args = [x_MK, image, scale_M, *tiled, fp4_cuda.row_tops(tiled[1], n, k), bias, y, weight, counters, m, n, k]
+    more = [reference.ACTIVATIONS.index(activation), clusters, sizes.chunk, sizes.head_blocks, plan.shared_bytes()]
+    _call(w4a8_cuda.FILES, plan.macros(x_MK.dtype == torch.float16, k), _W4A8_MAIN, [*args, *more], lagging)
+    for length, buffer in zip(lengths, written, strict=True):
+        assert (buffer[length:] == 0xFF).all(), "written behind its end"
+    return y[: 2 * m * n].view(x_MK.dtype).view(m, n)
 
 
 def random_weight(format: str, n: int, k: int, seed: int = 0) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:

@@ -1,131 +1,377 @@
 // Threads, barriers and shared memory of emulator.h.
+//
+// CUDA's threads are coroutines of the one thread that calls: each runs until it must wait for others or says something to them, and which one
+// goes on then is drawn. What is asynchronous lands after a drawn number of such turns, some warps miss many, and clusters start in any order,
+// some when others have ended. So one launch after the other is done in another order, from a fixed seed, and where nobody can go on, that is
+// seen at once.
 #include "emulator_runtime.h"
 
+#include <setjmp.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <ucontext.h>
 
-#include <atomic>
-#include <barrier>
-#include <chrono>
+#include <algorithm>
+#include <deque>
+#include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
-#include <optional>
-#include <thread>
+#include <stdexcept>
+#include <string>
+#include <utility>
 #include <vector>
 
-__thread dim3_ threadIdx, blockIdx;
-__thread int thread_block;
-static __thread int thread_warp;  // of the cluster
-int part_threads;
+Place* running;
 
-static std::vector<std::vector<u8>> block_memory;
-static std::vector<std::unique_ptr<std::barrier<>>> block_barriers, warp_barriers, part_barriers;
-static std::unique_ptr<std::barrier<>> cluster_barrier;
-static std::vector<Fragments> warp_fragments;
-struct Mbarrier { int needed = 0, arrived = 0, bytes = 0, phase = 0; };
-struct BlockBarriers { std::mutex lock; std::map<u32, Mbarrier> at; };
-static std::vector<std::unique_ptr<BlockBarriers>> mbarriers;
-
-u8* shared_memory(int block) { return block_memory[block].data(); }
-u8* shared_at(int block, u32 address, u32 bytes) { return &block_memory[block].at(address + bytes - 1) - (bytes - 1); }
-Fragments& fragments() { return warp_fragments[thread_warp]; }
-void warp_arrive() { warp_barriers[thread_warp]->arrive_and_wait(); }
-void block_arrive() { block_barriers[thread_block]->arrive_and_wait(); }
-void block_part_arrive() { part_barriers[thread_block]->arrive_and_wait(); }
-void cluster_arrive() { cluster_barrier->arrive_and_wait(); }
-static thread_local std::optional<std::barrier<>::arrival_token> arrived;
-void cluster_begin() { arrived.emplace(cluster_barrier->arrive()); }
-void cluster_end() {
-    cluster_barrier->wait(std::move(arrived.value()));  // throws where nobody has begun
-    arrived.reset();
+static u64 state = 0x9E3779B97F4A7C15;
+static u32 draw(u32 below) {
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    return (u32)(state >> 32) % below;
 }
 
-static void settle(Mbarrier& b) {
-    if (b.arrived == b.needed && b.bytes == 0) {
-        b.arrived = 0;
-        b.phase ^= 1;
+struct Cluster;
+struct Product { void (*multiply)(float*, const Operands&); float* d; Operands operands; int group; };
+struct Thread : Place {
+    Cluster* cluster;
+    int warp, collectives, groups, arrivals;  // `arrivals`: at other blocks' barriers, on their way
+    u64 begun;
+    std::vector<Product> products;
+    jmp_buf here;
+    ucontext_t start;
+    void* stack = nullptr;
+    bool started = false, lags;
+};
+static std::deque<Thread> pool;
+static std::vector<Thread*> ready, idle;
+static jmp_buf scheduler;
+static void (*kernel)(const void*);
+static const void* kernel_context;
+static std::string failure;
+static u64 turn;
+
+static Thread& self() { return *(Thread*)running; }
+static void suspend() {
+    Thread& t = self();
+    if (!_setjmp(t.here)) _longjmp(scheduler, 1);
+}
+static std::multimap<u64, std::function<void()>> landings;  // by turn
+extern "C" {
+int lag_first, lag_end;  // warps of a block that lag; drawn where `lag_end` is 0
+}
+static u32 rare;  // one of so many times a thread of such a warp misses many turns
+static void go_on_after(Thread* t, u32 turns) {
+    landings.emplace(turn + turns, [t] { ready.push_back(t); });
+}
+static void go_on(Thread* t) {
+    if (!t->lags || draw(rare))
+        ready.push_back(t);
+    else
+        go_on_after(t, 1u << draw(21));
+}
+static void others_first() {
+    go_on(&self());
+    suspend();
+}
+static void perhaps_others() {
+    if (draw(2)) others_first();
+}
+struct Queue {
+    std::vector<Thread*> threads;
+    void wait() {
+        threads.push_back(&self());
+        suspend();
     }
+    void wake() {
+        for (Thread* t : threads) go_on(t);
+        threads.clear();
+    }
+};
+struct Meeting {
+    int all, missing;
+    u64 phase = 0;
+    Queue waiting;
+    explicit Meeting(int all = 0) : all(all), missing(all) {}
+    u64 arrive() {
+        const u64 now = phase;
+        if (--missing == 0) {
+            missing = all;
+            phase++;
+            waiting.wake();
+        }
+        return now;
+    }
+    void wait(u64 since) {
+        while (phase == since) waiting.wait();
+    }
+    void arrive_and_wait() { wait(arrive()); }
+    void drop() {  // an exited thread holds nobody up
+        all--;
+        arrive();
+    }
+};
+struct Mbarrier { int needed = 0, arrived = 0, bytes = 0; u32 phase = 0; Queue waiting; };
+struct Block {
+    std::vector<u8> memory;
+    Meeting whole, part;
+    std::map<u32, Mbarrier> barriers;
+    int threads;
+};
+struct Warp { Meeting meeting{32}; Fragments fragments[2]; };
+struct Cluster {
+    std::vector<Block> blocks;
+    std::vector<Warp> warps;
+    Meeting whole;
+    int under_way = 0;  // landings
+};
+
+u8* shared_memory() { return self().cluster->blocks[running->rank].memory.data(); }
+static u8* shared_of(Block& block, u32 address, u32 bytes) {
+    if ((u64)address + bytes > block.memory.size())
+        throw std::runtime_error("bytes " + std::to_string(address) + " to " + std::to_string(address + bytes) + " of " +
+                                 std::to_string(block.memory.size()) + " of shared memory");
+    const u32 word = bytes & -bytes;
+    if (address % std::min(word, 16u)) throw std::runtime_error("misaligned: " + std::to_string(address));
+    return block.memory.data() + address;
+}
+u8* shared_at(int rank, u32 address, u32 bytes) { return shared_of(self().cluster->blocks.at(rank), address, bytes); }
+Fragments& fragments() { return self().cluster->warps[self().warp].fragments[self().collectives++ & 1]; }
+void warp_arrive() { self().cluster->warps[self().warp].meeting.arrive_and_wait(); }
+static Block& block() { return self().cluster->blocks[running->rank]; }
+void block_arrive() { block().whole.arrive_and_wait(); }
+void block_part_arrive(int threads) {
+    if (block().part.all == 0) block().part = Meeting(threads);
+    block().part.arrive_and_wait();
+}
+void cluster_arrive() {
+    while (self().arrivals > 0) others_first();  // it releases what was done before
+    self().cluster->whole.arrive_and_wait();
+}
+void cluster_begin() { self().begun = self().cluster->whole.arrive(); }
+void cluster_end() { self().cluster->whole.wait(self().begun); }
+int cluster_blocks() { return (int)self().cluster->blocks.size(); }
+
+// `polls`: of counters in global memory, since anything happened that somebody may wait for.
+static int polls;
+static const int ENOUGH_POLLS = 1 << 20;
+
+static void count(Mbarrier& b, int arrivals, int bytes) {
+    b.arrived += arrivals;
+    b.bytes += bytes;  // below zero where they are there before they are expected
+    if (b.arrived != b.needed || b.bytes != 0) return;
+    b.arrived = 0;
+    b.phase ^= 1;
+    b.waiting.wake();
+    polls = 0;
 }
 void barrier_init(u32 at, u32 arrivals) {
-    shared_at(thread_block, at, 8);  // throws where the block has no such memory
-    mbarriers[thread_block]->at[at].needed = arrivals;
+    shared_at(running->rank, at, 8);
+    block().barriers[at].needed = arrivals;
+}
+static Mbarrier& barrier_of(Block& block, u32 at) {
+    auto found = block.barriers.find(at);
+    if (found == block.barriers.end()) throw std::runtime_error("no barrier at " + std::to_string(at));
+    return found->second;
 }
 void barrier_expect(u32 at, u32 bytes) {
-    std::lock_guard guard(mbarriers[thread_block]->lock);
-    Mbarrier& b = mbarriers[thread_block]->at.at(at);
-    b.bytes += bytes;
-    b.arrived++;
-    settle(b);
+    count(barrier_of(block(), at), 1, bytes);
+    perhaps_others();
 }
 void barrier_wait(u32 at, u32 parity) {
-    for (;; std::this_thread::yield()) {
-        std::lock_guard guard(mbarriers[thread_block]->lock);
-        if (mbarriers[thread_block]->at.at(at).phase != (int)parity) return;
+    Mbarrier& b = barrier_of(block(), at);
+    while (b.phase == parity) b.waiting.wait();
+}
+
+static void later(int rank, u32 most, std::function<void(Block&)> land) {
+    Cluster* cluster = self().cluster;
+    cluster->blocks.at(rank);
+    cluster->under_way++;
+    landings.emplace(turn + (1u << draw(most)), [=] {
+        Block& block = cluster->blocks[rank];
+        if (block.threads == 0) throw std::runtime_error("something is sent to a block that has ended");
+        land(block);
+        cluster->under_way--;
+        polls = 0;
+    });
+    perhaps_others();
+}
+void barrier_arrive_at(u32 at, u32 rank) {
+    Thread* from = &self();
+    from->arrivals++;
+    later(rank, 8, [=](Block& block) {
+        count(barrier_of(block, at), 1, 0);
+        from->arrivals--;
+    });
+}
+void late_copy(int rank, u32 to, const void* from, u32 bytes, u32 barrier) {
+    if ((u64)from % 16 || to % 16 || bytes % 16) throw std::runtime_error("a bulk copy that is misaligned");
+    if (draw(2)) return late_send(rank, to, from, bytes, barrier);
+    later(rank, 14, [=](Block& block) {
+        memcpy(shared_of(block, to, bytes), from, bytes);
+        count(barrier_of(block, barrier), 0, -(int)bytes);
+    });
+}
+void late_send(int rank, u32 to, const void* from, u32 bytes, u32 barrier) {
+    std::string sent((const char*)from, bytes);
+    later(rank, 10, [=](Block& block) {
+        memcpy(shared_of(block, to, bytes), sent.data(), bytes);
+        count(barrier_of(block, barrier), 0, -(int)bytes);
+    });
+}
+
+u32 load_acquire(const u32* p) {
+    if (++polls > ENOUGH_POLLS) throw std::runtime_error("a counter in global memory is waited for in vain");
+    go_on_after(&self(), 1u << draw(12));  // or it would be asked all the time
+    suspend();
+    return *p;
+}
+u32 add_relaxed(u32* p, u32 by) {
+    polls = 0;
+    perhaps_others();
+    const u32 before = *p;
+    *p += by;
+    perhaps_others();
+    return before;
+}
+void add_release(u32* p, u32 by) { add_relaxed(p, by); }
+
+void product_later(void (*multiply)(float*, const Operands&), float* d, const Operands& operands) {
+    self().products.push_back({multiply, d, operands, self().groups});
+}
+void products_commit() { self().groups++; }
+void products_wait(int pending) {
+    Thread& t = self();
+    size_t done = 0;
+    for (; done < t.products.size() && t.products[done].group < t.groups - pending; done++)
+        t.products[done].multiply(t.products[done].d, t.products[done].operands);
+    t.products.erase(t.products.begin(), t.products.begin() + done);
+    warp_arrive();  // all lanes' are done together
+}
+static void live() {
+    for (;;) {
+        Thread& t = self();
+        try {
+            kernel(kernel_context);
+            block().whole.drop();
+            block().threads--;
+            t.cluster->warps[t.warp].meeting.drop();
+            t.cluster->whole.drop();
+        } catch (const std::exception& error) {
+            failure = error.what();
+        }
+        idle.push_back(&t);
+        suspend();
     }
 }
-// Every third copy takes LATE_MS, behind the back of the thread that asked for it; a copy ends before its launch does, as its bytes are waited for.
-#ifndef LATE_MS
-#define LATE_MS 4
-#endif
-static std::atomic<int> copies, under_way;
-static void land(int block, u32 to, const void* from, u32 bytes, u32 barrier) {
-    memcpy(shared_at(block, to, bytes), from, bytes);
-    std::lock_guard guard(mbarriers[block]->lock);
-    Mbarrier& b = mbarriers[block]->at.at(barrier);
-    b.bytes -= bytes;
-    settle(b);
+static void resume(Thread& t) {
+    running = &t;
+    if (_setjmp(scheduler)) return;
+    if (t.started) _longjmp(t.here, 1);
+    const size_t bytes = 1 << 17;
+    getcontext(&t.start);
+    if (!t.stack) t.stack = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (t.stack == MAP_FAILED) throw std::bad_alloc();
+    t.start.uc_stack.ss_sp = t.stack;
+    t.start.uc_stack.ss_size = bytes;
+    makecontext(&t.start, live, 0);
+    t.started = true;
+    setcontext(&t.start);
 }
-void late_copy(u32 to, const void* from, u32 bytes, u32 barrier) {
-    const int block = thread_block;
-    if (copies++ % 3 != 0) return land(block, to, from, bytes, barrier);
-    under_way++;
-    std::thread([=] {
-        std::this_thread::sleep_for(std::chrono::milliseconds(LATE_MS));
-        land(block, to, from, bytes, barrier);
-        under_way--;
-    }).detach();
+
+static std::unique_ptr<Cluster> start(dim3_ at, int blocks, int threads, int shared_bytes) {
+    auto cluster = std::make_unique<Cluster>();
+    for (int b = 0; b < blocks; b++)
+        cluster->blocks.push_back({std::vector<u8>(shared_bytes, 0xFF), Meeting(threads), Meeting(), {}, threads});  // poisoned: NaN
+    cluster->warps.resize(blocks * threads / 32);
+    cluster->whole = Meeting(blocks * threads);
+    const u32 others = 1u << draw(6);
+    bool lags = false;
+    std::vector<Thread*> beginning;  // of a block
+    for (int i = 0; i < blocks * threads; i++) {
+        if (idle.empty()) idle.push_back(&pool.emplace_back());
+        Thread& t = *idle.back();
+        idle.pop_back();
+        (Place&)t = {{i % threads, 0, 0}, {at.x, i / threads, at.z}, i / threads};
+        t.cluster = cluster.get();
+        t.warp = i / 32;
+        t.collectives = t.groups = t.arrivals = 0;
+        t.products.clear();
+        const int warp = i % threads / 32;
+        if (i % 32 == 0) lags = lag_end ? lag_first <= warp && warp < lag_end : draw(others) == 0;
+        t.lags = lags;
+        beginning.push_back(&t);
+        if (i % threads < threads - 1) continue;
+        landings.emplace(turn + (1u << draw(12)), [beginning] { ready.insert(ready.end(), beginning.begin(), beginning.end()); });
+        beginning.clear();
+    }
+    return cluster;
 }
-static std::atomic<int> sends;
-void late_send(int block, u32 to, const void* from, u32 bytes, u32 barrier) {
-    if (sends++ % 61 != 0) return land(block, to, from, bytes, barrier);
-    under_way++;
-    std::vector<u8> sent((const u8*)from, (const u8*)from + bytes);  // registers of a thread that may have ended by then
-    std::thread([=] {
-        std::this_thread::sleep_for(std::chrono::milliseconds(LATE_MS));
-        land(block, to, sent.data(), bytes, barrier);
-        under_way--;
-    }).detach();
+static std::string deadlock(const std::vector<std::unique_ptr<Cluster>>& clusters) {
+    std::string text = "nobody can go on:";
+    for (const auto& cluster : clusters)
+        for (size_t rank = 0; rank < cluster->blocks.size(); rank++) {
+            const Block& block = cluster->blocks[rank];
+            text += " block " + std::to_string(rank) + " of a cluster has " + std::to_string(block.threads) + " threads left;";
+            for (const auto& [at, b] : block.barriers)
+                if (!b.waiting.threads.empty())
+                    text += " " + std::to_string(b.waiting.threads.size()) + " wait for barrier " + std::to_string(at) + " (" +
+                            std::to_string(b.arrived) + " arrivals of " + std::to_string(b.needed) + ", " + std::to_string(b.bytes) +
+                            " bytes to come);";
+        }
+    return text;
 }
 
 void launch_threads(int grid_x, int grid_y, int grid_z, int threads, int shared_bytes, void (*body)(const void*), const void* context) {
-    for (int bz = 0; bz < grid_z; bz++)
-        for (int bx = 0; bx < grid_x; bx++) {
-            block_memory.assign(grid_y, std::vector<u8>(shared_bytes, 0xFF));  // poisoned: NaN as float and as half
-            block_barriers.clear();
-            warp_barriers.clear();
-            for (int b = 0; b < grid_y; b++) block_barriers.push_back(std::make_unique<std::barrier<>>(threads));
-            for (int w = 0; w < grid_y * threads / 32; w++) warp_barriers.push_back(std::make_unique<std::barrier<>>(32));
-            warp_fragments.assign(grid_y * threads / 32, {});
-            mbarriers.clear();
-            part_barriers.clear();
-            for (int b = 0; b < grid_y; b++) {
-                mbarriers.push_back(std::make_unique<BlockBarriers>());
-                part_barriers.push_back(std::make_unique<std::barrier<>>(part_threads ? part_threads : threads));
+    if (!failure.empty()) return;  // of the launch before, which this one needs
+    kernel = body;
+    kernel_context = context;
+    std::vector<dim3_> waiting;
+    for (int i = 0; i < grid_x * grid_z; i++) {
+        waiting.push_back({i % grid_x, 0, i / grid_x});
+        std::swap(waiting.back(), waiting[draw(i + 1)]);
+    }
+    const size_t room = 1 + draw(3);
+    rare = lag_end ? 4 : 1u << (3 + draw(11));
+    std::vector<std::unique_ptr<Cluster>> clusters;
+    try {
+        for (;;) {
+            while (clusters.size() < room && !waiting.empty()) {
+                clusters.push_back(start(waiting.back(), grid_y, threads, shared_bytes));
+                waiting.pop_back();
+                polls = 0;
             }
-            cluster_barrier = std::make_unique<std::barrier<>>(grid_y * threads);
-            std::vector<std::thread> pool;
-            for (int b = 0; b < grid_y; b++)
-                for (int t = 0; t < threads; t++)
-                    pool.emplace_back([=] {
-                        threadIdx = {t, 0, 0};
-                        blockIdx = {bx, b, bz};
-                        thread_block = b;
-                        thread_warp = (b * threads + t) / 32;
-                        body(context);
-                        block_barriers[b]->arrive_and_drop();  // an exited thread holds nobody up
-                        cluster_barrier->arrive_and_drop();
-                    });
-            for (auto& thread : pool) thread.join();
-            while (under_way > 0) std::this_thread::yield();
+            if (clusters.empty()) return;
+            while (!landings.empty() && (ready.empty() || landings.begin()->first <= turn)) {
+                turn = std::max(turn, landings.begin()->first);
+                const auto land = landings.extract(landings.begin());
+                land.mapped()();
+            }
+            if (ready.empty()) throw std::runtime_error(deadlock(clusters));
+            turn++;
+            std::swap(ready[draw(ready.size())], ready.back());
+            Thread& next = *ready.back();
+            ready.pop_back();
+            resume(next);
+            if (!failure.empty()) throw std::runtime_error(failure);
+            if (next.cluster->whole.all > 0) continue;
+            if (next.cluster->under_way) throw std::runtime_error("a cluster ends while bytes are on their way to it");
+            std::erase_if(clusters, [&](const auto& cluster) { return cluster.get() == next.cluster; });
         }
+    } catch (const std::exception& error) {
+        failure = error.what();
+        ready.clear();
+        landings.clear();
+        idle.clear();
+        for (Thread& t : pool) {
+            t.started = false;
+            idle.push_back(&t);
+        }
+    }
+}
+extern "C" const char* take_failure() {
+    static std::string last;
+    last = std::move(failure);
+    failure.clear();
+    return last.c_str();
 }

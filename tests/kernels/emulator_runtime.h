@@ -1,4 +1,4 @@
-// What emulator.h (a kernel's side) and emulator.cpp (the threads' side) have in common.
+// What emulator.h (a kernel's side) and emulator*.cpp (the threads' side) have in common.
 #pragma once
 #include <stdint.h>
 typedef uint32_t u32;
@@ -7,26 +7,46 @@ typedef uint16_t u16;
 typedef uint8_t u8;
 struct dim3_ { int x, y, z; };
 struct Fragments { u32 a[32][4], b[32][2]; float sum[32][2]; };
+struct Place { dim3_ thread, block; int rank; };  // `rank`: of the block in its cluster
+extern Place* running;                            // the thread that runs
+#define threadIdx running->thread
+#define blockIdx running->block
 
-extern __thread dim3_ threadIdx, blockIdx;
-extern __thread int thread_block;  // of the cluster
-extern int part_threads;           // how many threads meet at block_part_arrive(); 0: all of the block
-
-u8* shared_memory(int block);
-u8* shared_at(int block, u32 address, u32 bytes);  // ends the process where a byte of it lies outside
-Fragments& fragments();                            // of this thread's warp
-void warp_arrive();
+u8* shared_memory();
+u8* shared_at(int rank, u32 address, u32 bytes);  // throws where a byte of it lies outside
+Fragments& fragments();  // of this thread's warp, another one at each call: who is ahead writes to none that is still read. One call a collective
+void warp_arrive();      // these wait until all have arrived
 void block_arrive();
-void block_part_arrive();
+void block_part_arrive(int threads);
 void cluster_arrive();
 void cluster_begin();  // `cluster_arrive` in two parts
 void cluster_end();
 
 void barrier_init(u32 at, u32 arrivals);
 void barrier_expect(u32 at, u32 bytes);
+void barrier_arrive_at(u32 at, u32 rank);
 void barrier_wait(u32 at, u32 parity);
-void late_send(int block, u32 to, const void* from, u32 bytes, u32 barrier);  // to a block of the cluster: some land after those sent later
-void late_copy(u32 to, const void* from, u32 bytes, u32 barrier);  // a bulk copy: some land after others that were asked for later
+// Land later, in any order. What is sent is read now, what is copied perhaps only then.
+void late_send(int rank, u32 to, const void* from, u32 bytes, u32 barrier);
+void late_copy(int rank, u32 to, const void* from, u32 bytes, u32 barrier);
+int cluster_blocks();
+
+u32 load_acquire(const u32* p);
+void add_release(u32* p, u32 by);
+u32 add_relaxed(u32* p, u32 by);
+
+// Asynchronous products: `product(d, data)` is done when it is waited for, with `data` as it was and shared memory as it is then.
+struct Operands {
+    u32 a, b;  // descriptors
+    int columns, add;
+    float weights[2][16];  // rows of `a` that come from registers
+    float (*to_float)(u16);
+};
+void product_later(void (*product)(float*, const Operands&), float* d, const Operands& operands);
+void products_commit();
+void products_wait(int pending);
+void multiply_halves(float* d, const Operands& operands);
+void multiply_e4m3(float* d, const Operands& operands);  // 64 rows of `a` by `columns` of `b`, 32 of each row
 
 // Runs `body(context)` for every thread of every block; a cluster is all blocks along y.
 void launch_threads(int grid_x, int grid_y, int grid_z, int threads, int shared_bytes, void (*body)(const void*), const void* context);

@@ -1,0 +1,50 @@
+"""What the emulator refuses: kernels that wait for ever, and shared memory that is not there, or no longer."""
+
+import pytest
+import torch
+
+from tests.kernels import emulation
+
+pytestmark = emulation.needs_compiler
+MAIN = """
+extern "C" void run(u32* counter, int mistake) {
+    launch(2, 2, 1, 64, 80, [=] {
+        const int tid = threadIdx.x, other = 1 - blockIdx.y;
+        if (tid == 0 && mistake != 1) {
+            barrier_init(8, mistake == 2 ? 2 : 1);
+            barrier_init(16, 1);
+        }
+        cluster_sync();
+        if (tid == 0) barrier_arrive(8);
+        barrier_wait(8, 0);
+        if (tid == 0) add_release(counter, 1);
+        while (load_acquire(counter) < (mistake == 3 ? 5 : 2)) {}  // of the other block of this cluster
+        if (mistake == 4) store_shared(56, make_uint4(0, 0, 0, 0));
+        if (mistake == 5) store_shared(80, make_uint4(0, 0, 0, 0));
+        if (mistake == 6 && blockIdx.y == 0) return;
+        if (tid == 0) barrier_arrive_at(16, other);
+        if (mistake != 7 && mistake != 6) cluster_sync();
+    });
+}"""
+CASES = [
+    (1, "no barrier at 8"),
+    (2, r"nobody can go on.* 64 wait for barrier 8 \(1 arrivals of 2"),
+    (3, "waited for in vain"),
+    (4, "misaligned: 56"),
+    (5, "bytes 80 to 96 of 80 of shared memory"),
+    (6, "a block that has ended|on their way"),
+    (7, "a block that has ended|on their way"),
+]
+
+
+def run(mistake: int) -> None:
+    emulation._call(("ring.cuh",), {"FP16": 0}, MAIN, [torch.zeros(1, dtype=torch.int32), mistake])
+
+
+@pytest.mark.parametrize(("mistake", "message"), CASES)
+def test_a_mistake_is_named_and_the_next_launch_is_right(mistake, message):
+    run(0)
+    with pytest.raises(emulation.EmulationError, match=message):
+        for _ in range(20):  # in some orders it does no harm
+            run(mistake)
+    run(0)
