@@ -5,7 +5,7 @@ import torch
 from torch.autograd import forward_ad
 
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.kernels import backends, dispatch, fp4_cuda, fp4_plan, fp4_shapes
+from vblackwell.kernels import backends, dispatch, fp4_cuda, fp4_plan, fp4_shapes, w4a8
 from vblackwell.kernels.cross_entropy import linear_cross_entropy
 from vblackwell.kernels.dispatch import Backend, Request, choose, explain, use_backend
 from vblackwell.kernels.rms_norm import rms_norm
@@ -40,6 +40,22 @@ def request(**changes) -> Request:
 )
 def test_first_without_a_reason_runs(changes, name):
     assert choose("fp4_linear", backends.LINEAR, request(**changes)).name == name
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"m": 896}, "fp8"),
+        ({"m": 897}, "fused"),
+        ({"m": 2048, "n": 28672, "k": 8192}, "fused"),
+        ({"m": 2049, "n": 28672, "k": 8192}, "fp8"),
+        ({"m": 8192}, "fused"),
+        ({"m": 1024, "capability": (8, 9)}, "fp8"),
+        ({"m": 1024, "capability": (10, 0)}, "fp8"),
+    ],
+)
+def test_w4a8_decodes_while_it_multiplies_where_that_was_faster(changes, name):
+    assert choose("fp4_linear_w4a8", w4a8.W4A8, request(format=w4a8.FORMAT, **changes)).name == name
 
 
 def test_every_reason_is_listed():
