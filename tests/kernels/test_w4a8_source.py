@@ -13,11 +13,13 @@ from vblackwell.numerics.formats import FORMATS
 
 pytestmark = emulation.needs_compiler
 
+Tiled = tuple[Tensor, Tensor, Tensor]
 BF16, FP16 = torch.bfloat16, torch.float16
 # Few stages, so that they are filled anew often; few head steps and rows, so that most is left to the product's own warps.
 WIDE = W4A8Plan(256, 2, head_steps=2, head_rows=128)
 MIDDLE = replace(widest(224), head_rows=128)
 NARROW = W4A8Plan(192, 3, head_steps=3, head_rows=128)
+ROUNDED = replace(NARROW, head_rows=1024)  # the head rounds all rows
 CASES = [  # plan, clusters, m, n, k, dtype
     (WIDE, 2, 1, 16, 16, BF16),  # a cluster without tiles
     (WIDE, 1, 127, 272, 272, BF16),  # the cluster's other block has no rows
@@ -26,20 +28,13 @@ CASES = [  # plan, clusters, m, n, k, dtype
     (MIDDLE, 2, 131, 240, 656, FP16),  # the head does every step
     (MIDDLE, 3, 257, 464, 144, FP16),
     (MIDDLE, 1, 9, 32, 1024, FP16),  # as many steps as the head does
-    (
-        replace(NARROW, head_rows=1024),
-        1,
-        270,
-        400,
-        592,
-        BF16,
-    ),  # the head rounds all rows, and does one of three columns of tiles
+    (ROUNDED, 1, 270, 400, 592, BF16),  # and does one of three columns of tiles
     (NARROW, 2, 33, 208, 128, BF16),
     (NARROW, 2, 130, 400, 4240, FP16),  # more steps than fit one look at the counters; rows longer than a thread keeps
 ]
 
 
-def weight_of(n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def weight_of(n: int, k: int) -> Tiled:
     """Tiles of random codes; exponents of a row span 14, those of all rows 16."""
     generator, form = torch.Generator().manual_seed(n + k), FORMATS["mxfp4"]
     codes = torch.randint(0, 256, form.codes_shape(n, k), dtype=torch.uint8, generator=generator)
@@ -52,7 +47,7 @@ def rows_of(m: int, k: int, dtype: torch.dtype) -> Tensor:
     return (torch.randn(m, k, generator=generator) * torch.logspace(-1, 1, m)[:, None]).to(dtype)
 
 
-def assert_right(y_MN: Tensor, x_MK: Tensor, tiled, bias: Tensor | None, activation: str, n: int) -> None:
+def assert_right(y_MN: Tensor, x_MK: Tensor, tiled: Tiled, bias: Tensor | None, activation: str, n: int) -> None:
     """Each output within what rounding allows.
 
     Sums of K products in fp32, in any order, err by at most K 2^-24 of the sum of magnitudes: so may the reference's, on rows that are
@@ -121,9 +116,8 @@ def test_any_order_gives_the_same_bits(head_steps, m, n, k, clusters):
     assert_right(first, x_MK, tiled, None, "none", n)
     for _ in range(6):
         for lagging in (CONSUMERS, COPIER, PRODUCERS):
-            assert torch.equal(emulation.run_w4a8(plan, x_MK, tiled, None, "none", n, clusters, lagging), first), (
-                lagging
-            )
+            again = emulation.run_w4a8(plan, x_MK, tiled, None, "none", n, clusters, lagging)
+            assert torch.equal(again, first), lagging
 
 
 DIVIDE_MAIN = """
