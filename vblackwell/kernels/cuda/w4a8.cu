@@ -13,8 +13,8 @@
 //
 // Weights of a row are relative to its largest scale, which becomes 2^6; that factor and the token's go onto the sums at the end.
 //
-// Set by the launcher: FP16 (0: decoding is bf16's), X_FP16 (x and y are fp16), KEPT, ROUND_WARPS (4), COLUMNS (half of FEATURES), STAGES, SPLITS (2: blocks of
-// a cluster), HEAD_ROWS and HEAD_STEPS: what `w4a8_head` does, the steps of the first `chunk` columns of tiles.
+// Set by the launcher: FP16 (0: decoding is bf16's), X_FP16 (x and y are fp16), KEPT, ROUND_WARPS (4), COLUMNS (half of FEATURES), STAGES,
+// SPLITS (2: blocks of a cluster), HEAD_ROWS and HEAD_STEPS: what `w4a8_head` does, the steps of the first `chunk` columns of tiles.
 #define FEATURES (2 * COLUMNS)
 #define CONSUMERS 256
 #define THREADS (CONSUMERS + 256)
@@ -284,13 +284,13 @@ w4a8(const u16* x, u8* image, float* x_scale, const u8* codes, const u8* scales,
 }
 
 // Before `w4a8`: the first HEAD_ROWS rows of x, two a block; the first HEAD_STEPS steps of the first `chunk` columns of tiles, a warp an item; and
-// what the counters say then.
+// counters at their start.
 extern "C" __global__ void __launch_bounds__(256, 5)
 w4a8_head(const u16* x, u8* image, float* x_scale, const u8* codes, const u8* scales, const u8* row_top, u8* w, u32* counters, int M, int N,
           int K, int chunk) {
     SHARED_MEMORY(memory);
     const int steps = (K + 127) / 128, bands = (N + 31) / 32, rows = min(M, HEAD_ROWS), here = min(chunk * TILE_BANDS, bands);
-    const int columns = (N + FEATURES - 1) / FEATURES, head = min(HEAD_STEPS, steps), items = head * here, row_blocks = (rows + 1) / 2;
+    const int columns = (N + FEATURES - 1) / FEATURES, items = min(HEAD_STEPS, steps) * here, row_blocks = (rows + 1) / 2;
     let_next_start();
     const int block = blockIdx.x, tid = threadIdx.x;
     if (block >= row_blocks) {
@@ -304,15 +304,9 @@ w4a8_head(const u16* x, u8* image, float* x_scale, const u8* codes, const u8* sc
         return;
     }
     wait_for_previous();
+    // What is made here nobody waits for: `w4a8` begins behind this kernel, and its queue behind these items.
     const int counts = columns * steps + (M + 255) / 256 * 2;
-    for (int i = block * 256 + tid; i < counts; i += row_blocks * 256) {
-        const int column = divide(i, steps), tile = i - columns * steps;
-        const bool done = column < min(chunk, columns) && i - column * steps < head;
-        if (tile < 0)
-            counters[FIRST_COUNTER + i] = done ? min(TILE_BANDS, bands - column * TILE_BANDS) : 0;
-        else
-            counters[FIRST_COUNTER + i] = max(0, min(128, rows - tile * 128));
-    }
+    for (int i = block * 256 + tid; i < counts; i += row_blocks * 256) counters[FIRST_COUNTER + i] = 0;
     if (block == 0 && tid == 0) counters[0] = items;
     const int half = tid / (32 * ROUND_WARPS), m = min(2 * block + half, M - 1);  // the last row perhaps twice
     round_row(x + (u64)m * K, x_scale + m, K, steps * 128, tid % (32 * ROUND_WARPS), (float*)memory + half * ROUND_WARPS,
