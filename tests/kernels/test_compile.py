@@ -187,7 +187,7 @@ class _Driver:
 
 def test_a_thread_without_a_context_gets_the_gpus(monkeypatch: pytest.MonkeyPatch):
     driver = _Driver()
-    monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
+    monkeypatch.setattr(nvrtc, "driver", lambda: driver)
     assert [nvrtc.in_context(torch.device("cuda", 3), driver.work) for _ in range(2)] == [0, 0]
     assert driver.calls == ["work", "retain 3", "work", "work"], "asked for once, and only where it is missing"
     assert nvrtc.in_context(torch.device("cuda", 3), lambda: 2) == 2, "other errors are the caller's"

@@ -135,21 +135,22 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 @functools.lru_cache
-def _driver() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
+    """The CUDA driver's own interface."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 def driver_version() -> int:
     """CUDA version that the driver supports, as 1000 * major + 10 * minor."""
     version = ctypes.c_int()
-    check_driver(_driver().cuDriverGetVersion(ctypes.byref(version)), "asking for the driver's version")
+    check_driver(driver().cuDriverGetVersion(ctypes.byref(version)), "asking for the driver's version")
     return version.value
 
 
 def check_driver(result: int, what: str) -> None:
     if result != 0:
         text = ctypes.c_char_p()
-        _driver().cuGetErrorString(result, ctypes.byref(text))
+        driver().cuGetErrorString(result, ctypes.byref(text))
         raise KernelError(f"{what}: {text.value.decode() if text.value else f'CUDA error {result}'}")
 
 
@@ -162,8 +163,8 @@ def in_context(device: torch.device, call: Callable[[], int]) -> int:
     result = call()
     if result == _INVALID_CONTEXT:
         context, index = ctypes.c_void_p(), torch.cuda.current_device() if device.index is None else device.index
-        check_driver(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), index), "asking for the GPU's context")
-        check_driver(_driver().cuCtxSetCurrent(context), "entering the GPU's context")
+        check_driver(driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), index), "asking for the GPU's context")
+        check_driver(driver().cuCtxSetCurrent(context), "entering the GPU's context")
         result = call()
     return result
 
@@ -212,11 +213,11 @@ class Kernel:
             self._cubin = cached_cubin(files, macros, arch)
             module, function = ctypes.c_void_p(), ctypes.c_void_p()
             check_driver(
-                in_context(device, lambda: _driver().cuModuleLoadData(ctypes.byref(module), self._cubin)),
+                in_context(device, lambda: driver().cuModuleLoadData(ctypes.byref(module), self._cubin)),
                 f"loading {self.name}",
             )
             check_driver(
-                _driver().cuModuleGetFunction(ctypes.byref(function), module, entry.encode()), f"loading {self.name}"
+                driver().cuModuleGetFunction(ctypes.byref(function), module, entry.encode()), f"loading {self.name}"
             )
         self.function = function
         self._device = device
@@ -228,7 +229,7 @@ class Kernel:
         """Enqueue on the current stream. Tensors pass as pointers, None as a null pointer, int and float as 32 bits."""
         if shared_bytes > self._shared_bytes:
             result = in_context(
-                self._device, lambda: _driver().cuFuncSetAttribute(self.function, _MAX_DYNAMIC_SHARED, shared_bytes)
+                self._device, lambda: driver().cuFuncSetAttribute(self.function, _MAX_DYNAMIC_SHARED, shared_bytes)
             )
             check_driver(result, f"{shared_bytes} bytes of shared memory for {self.name}")
             self._shared_bytes = shared_bytes
@@ -246,7 +247,7 @@ class Kernel:
             launch.attributes, launch.count = OVERLAP, 1
         with torch.cuda.device(self._device):
             result = in_context(
-                self._device, lambda: _driver().cuLaunchKernelEx(ctypes.byref(launch), self.function, pointers, None)
+                self._device, lambda: driver().cuLaunchKernelEx(ctypes.byref(launch), self.function, pointers, None)
             )
         check_driver(result, f"launching {self.name} on a grid of {grid}")
 
