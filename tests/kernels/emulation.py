@@ -24,6 +24,7 @@ from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan
 from vblackwell.kernels.w4a8_cuda import W4A8Plan
 from vblackwell.numerics.formats import FORMATS
 
+STALE = 1001  # counters that a launch has to clear
 BEHIND = 1 << 19  # bytes after a buffer that nobody may write
 HERE = Path(__file__).parent
 COMPILER = ["g++", "-w", "-fPIC"]
@@ -71,9 +72,11 @@ extern "C" void run(const u8* codes, const u8* scales, const float* ts, const u8
 }"""
 _W4A8_MAIN = """
 extern "C" void run(const u16* x, u8* image, float* x_scale, const u8* codes, const u8* scales, const float* ts, const u8* top,
-                    const u16* bias, u16* y, u8* w, u32* counters, int M, int N, int K, int act, int clusters, int chunk,
-                    int head_blocks, int shared) {
-    launch(head_blocks, 1, 1, 256, 32, [=] { w4a8_head(x, image, x_scale, codes, scales, top, w, counters, M, N, K, chunk); });
+                    const u16* bias, u16* y, u8* w, u32* counters, u32* stale, int stale_count, int M, int N, int K, int act,
+                    int clusters, int chunk, int head_blocks, int shared) {
+    launch(head_blocks, 1, 1, 256, 32, [=] {
+        w4a8_head(x, image, x_scale, codes, scales, top, w, counters, stale, stale_count, M, N, K, chunk);
+    });
     launch(clusters, SPLITS, 1, THREADS, shared, [=] {
         w4a8(x, image, x_scale, codes, scales, ts, top, bias, y, w, counters, M, N, K, act, clusters, chunk);
     });
@@ -204,21 +207,27 @@ def run_w4a8(
     m, k = x_MK.shape
     sizes = w4a8_cuda.cut(plan, m, n, k, clusters)
     tokens = sizes.pairs * w4a8_cuda.CLUSTER * 128
-    lengths = (
-        tokens * sizes.steps * 128,
-        sizes.columns * sizes.steps * plan.features * 128,
-        4 * m,
-        4 * sizes.counters,
-        2 * m * n,
-    )
-    image, weight, scale_M, counters, y = written = [
-        torch.full((length + BEHIND,), 0xFF, dtype=torch.uint8) for length in lengths
+    lengths = (tokens * sizes.steps * 128, sizes.columns * sizes.steps * plan.features * 128, 4 * m, 2 * m * n)
+    counted = [4 * sizes.counters, 4 * STALE]
+    image, weight, scale_M, y, counters, stale = written = [
+        torch.full((length + BEHIND,), 0xFF, dtype=torch.uint8) for length in (*lengths, *counted)
     ]
-    args = [x_MK, image, scale_M, *tiled, fp4_cuda.row_tops(tiled[1], n, k), bias, y, weight, counters, m, n, k]
-    more = [reference.ACTIVATIONS.index(activation), clusters, sizes.chunk, sizes.head_blocks, plan.shared_bytes()]
+    counters[: counted[0]] = 0
+    args = [x_MK, image, scale_M, *tiled, fp4_cuda.row_tops(tiled[1], n, k), bias, y, weight, counters, stale, STALE]
+    more = [
+        m,
+        n,
+        k,
+        reference.ACTIVATIONS.index(activation),
+        clusters,
+        sizes.chunk,
+        sizes.head_blocks,
+        plan.shared_bytes(),
+    ]
     _call(w4a8_cuda.FILES, plan.macros(x_MK.dtype == torch.float16, k), _W4A8_MAIN, [*args, *more], lagging)
-    for length, buffer in zip(lengths, written, strict=True):
+    for length, buffer in zip((*lengths, *counted), written, strict=True):
         assert (buffer[length:] == 0xFF).all(), "written behind its end"
+    assert not stale[: 4 * STALE].any(), "counters of the launch before are left"
     return y[: 2 * m * n].view(x_MK.dtype).view(m, n)
 
 

@@ -25,6 +25,7 @@ template <class T>
 DEVICE T min(T a, T b) { return b < a ? b : a; }
 DEVICE uint4 load_weights(const u8* p) { uint4 v; memcpy(&v, p, 16); return v; }
 DEVICE u32 load_scales(const u8* p) { u32 v; memcpy(&v, p, 4); return v; }
+DEVICE u32 load_byte(const u8* p) { return *p; }
 DEVICE u32 load_shared_word(u32 at) { u32 v; memcpy(&v, shared_at(running->rank, at, 4), 4); return v; }
 DEVICE uint4 load_shared(u32 at) { uint4 v; memcpy(&v, shared_at(running->rank, at, 16), 16); return v; }
 DEVICE void store_shared(u32 at, uint4 v) { memcpy(shared_at(running->rank, at, 16), &v, 16); }
@@ -104,6 +105,12 @@ DEVICE int warp_uniform(int v) {
     f.a[threadIdx.x & 31][0] = v;
     warp_arrive();
     return f.a[0][0];
+}
+DEVICE u32 shuffle(u32 v, int lane) {
+    Fragments& f = fragments();
+    f.a[threadIdx.x & 31][0] = v;
+    warp_arrive();
+    return f.a[lane][0];
 }
 DEVICE u32 warp_ballot(bool v) {
     Fragments& f = fragments();

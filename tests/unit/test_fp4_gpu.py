@@ -102,6 +102,20 @@ def test_autocast_one_graph_and_replay(state):
     assert torch.equal(y, expected)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # the compiler's first one, of nothing
+def test_many_rows_of_w4a8_in_graphs_that_the_compiler_makes():
+    """Those look for memory in their pool that they do not know of."""
+    skip_without_fp8("w4a8")
+    layer, x = layer_in("w4a8"), torch.randn(1024, 512, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        wanted = layer(x)
+        compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            assert torch.equal(compiled(x), wanted)
+
+
 @pytest.mark.parametrize("state", ["packed", "w4a8"])
 def test_a_frozen_base_passes_gradients_in_copies_too(state):
     skip_without_fp8(state)

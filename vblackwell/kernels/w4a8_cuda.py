@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from vblackwell.kernels import counters
 from vblackwell.kernels.fp4_plan import ceil_div
 from vblackwell.kernels.nvrtc import kernel
 from vblackwell.kernels.reference import ACTIVATIONS
@@ -121,14 +122,16 @@ def run_w4a8(
     image = torch.empty(sizes.pairs * CLUSTER * sizes.steps * 128 * 128, dtype=torch.uint8, device=device)
     weight = torch.empty(sizes.columns * sizes.steps * plan.features * 128, dtype=torch.uint8, device=device)
     scale_M = torch.empty(m, dtype=torch.float32, device=device)
-    counters = torch.empty(sizes.counters, dtype=torch.int32, device=device)
     y_MN = torch.empty(m, n, dtype=x_MK.dtype, device=device)
-    operands = (x_MK, image, scale_M, codes, block_scales)
-    kernel(FILES, "w4a8_head", macros, device).launch(
-        (sizes.head_blocks, 1, 1), 256, 32, (*operands, row_top, weight, counters, m, n, k, sizes.chunk)
-    )
-    args = (*operands, tensor_scale, row_top, bias, y_MN, weight, counters, m, n, k, ACTIVATIONS.index(activation))
-    kernel(FILES, "w4a8", macros, device).launch(
-        (clusters, CLUSTER, 1), THREADS, plan.shared_bytes(), (*args, clusters, sizes.chunk)
-    )
+    head, product = (kernel(FILES, name, macros, device) for name in ("w4a8_head", "w4a8"))
+    operands, shape = (x_MK, image, scale_M, codes, block_scales), (m, n, k)
+    with counters.zeroed(sizes.counters, device) as (now, stale, stale_count):
+        head.launch(
+            (sizes.head_blocks, 1, 1), 256, 32,
+            (*operands, row_top, weight, now, stale, stale_count, *shape, sizes.chunk),
+        )  # fmt: skip
+        product.launch(
+            (clusters, CLUSTER, 1), THREADS, plan.shared_bytes(),
+            (*operands, tensor_scale, row_top, bias, y_MN, weight, now, *shape, ACTIVATIONS.index(activation), clusters, sizes.chunk),
+        )  # fmt: skip
     return y_MN

@@ -19,6 +19,12 @@ DEVICE u32 load_scales(const u8* p) {
     asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
+// A byte in a word of its own: bytes the compiler packs together, for which it waits.
+DEVICE u32 load_byte(const u8* p) {
+    u32 v;
+    asm volatile("ld.global.u8 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
 DEVICE u32 load_shared_word(u32 address) {
     u32 v;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
@@ -51,6 +57,7 @@ DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 DEVICE void warp_sync() { __syncwarp(); }
 // A value that all lanes of a warp have; the compiler knows it then.
 DEVICE int warp_uniform(int v) { return __shfl_sync(0xFFFFFFFFu, v, 0); }
+DEVICE u32 shuffle(u32 v, int lane) { return __shfl_sync(0xFFFFFFFFu, v, lane); }  // another lane's
 DEVICE float shuffle_xor(float v, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, v, mask); }
 // A barrier for the first THREADS threads of a block.
 template <int THREADS>

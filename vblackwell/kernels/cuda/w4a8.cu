@@ -1,5 +1,5 @@
 // y = act(x W^T + bias) on FP8 tensor cores, for many rows of x (sm_90a), x rounded to E4M3 by rows and W from mxfp4, exactly. `w4a8` decodes
-// weights and rounds rows while its tensor cores multiply others; `w4a8_head`, before it, does that for the first ones.
+// weights and rounds rows while its tensor cores multiply others; `w4a8_head` does that for the first ones, and `w4a8` begins as blocks of that end.
 //
 // A block takes 128 tokens and FEATURES features; two blocks of a cluster take neighbouring tokens and the same features, and each brings half of
 // the weights for both. Two warpgroups multiply, 64 tokens each. Tensor cores add up the 128 columns of a step, in fewer bits than fp32
@@ -37,8 +37,7 @@
 // An item of the weight: 32 rows by two windows of the tiled layout.
 struct Item {
     uint4 codes[4];
-    u32 scales[2];
-    u8 tops[4];
+    u32 scales[2], top;  // of row 8 t + g
 };
 DEVICE void load_item(Item& v, const u8* codes, const u8* scales, const u8* row_top, int band, int step, int lane, int N, int K) {
     const int windows = (K + 63) / 64;
@@ -49,12 +48,14 @@ DEVICE void load_item(Item& v, const u8* codes, const u8* scales, const u8* row_
         v.codes[2 * i + 1] = load_weights(codes + tile * 1024 + 512 + lane * 16);
         v.scales[i] = load_scales(scales + tile * 128 + lane * 4);
     }
-#pragma unroll
-    for (int r = 0; r < 4; r++) v.tops[r] = row_top[min(band * 32 + r * 8 + (lane >> 2), N - 1)];
+    v.top = load_byte(row_top + min(band * 32 + (lane & 3) * 8 + (lane >> 2), N - 1));
 }
 // To its place in the tiles of `w`; zeros behind K.
 DEVICE void store_item(const Item& v, u8* w, int band, int step, int lane, int K) {
     const int g = lane >> 2, t = lane & 3, steps = (K + 127) / 128;
+    u32 tops[4];
+#pragma unroll
+    for (int r = 0; r < 4; r++) tops[r] = (E4M3_UNIT - (shuffle(v.top, (lane & ~3) + r) >> 3 << 7)) * 0x00010001u;
     u8* tile = w + ((u64)(band / TILE_BANDS) * steps + step) * B_BYTES + (band % TILE_BANDS * 32 + g) * 128;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -63,7 +64,7 @@ DEVICE void store_item(const Item& v, u8* w, int band, int step, int lane, int K
         for (int r = 0; r < 4; r++) {
             const uint4 q = v.codes[2 * i + (r >> 1)];
             // scales are 2^(field - 15), like the row's largest
-            u32 scale = permute_bytes(v.scales[i], 0, 0x4040u + 0x0101u * r) * 16u + (E4M3_UNIT - ((u32)(v.tops[r] >> 3) << 7)) * 0x00010001u;
+            u32 scale = permute_bytes(v.scales[i], 0, 0x4040u + 0x0101u * r) * 16u + tops[r];
             if (!inside) scale = 0;
             u32 low[4], high[4];
             decode(r & 1 ? q.z : q.x, scale, low);
@@ -111,7 +112,6 @@ w4a8(const u16* x, u8* image, float* x_scale, const u8* codes, const u8* scales,
     if (warp >= CONSUMERS / 32) {
         give_registers<56>();
         cluster_wait_started();
-        wait_for_previous();
         if (warp == CONSUMERS / 32) {
             int stage = 0, turn = 0;
             u32 parity = 1, read_parity = 1;  // a fresh barrier counts as released
@@ -123,15 +123,15 @@ w4a8(const u16* x, u8* image, float* x_scale, const u8* codes, const u8* scales,
                 const u8* b = w + (u64)column * steps * B_BYTES + rank * (B_BYTES / 2);
                 const u32 bands_here = min(TILE_BANDS, bands - column * TILE_BANDS);
                 const int rows_here = min(128, M - m_tile * 128);  // none, or fewer, behind the last one
-                while (m_tile * 128 >= HEAD_ROWS && (int)load_acquire(rows_done + m_tile) < rows_here) {
-                }
-                publish_global();
+                bool rows_there = false;
                 u32 ready = 0;
                 for (int i = 0; i < steps; i++) {
-                    if (i % 32 == 0) ready = column < chunk && i == 0 ? (1u << HEAD_STEPS) - 1 : 0;  // what `w4a8_head` has done
-                    while (!(ready >> (i % 32) & 1)) {  // of 32 steps, which are there
+                    if (i % 32 == 0) ready = 0;
+                    while (!(ready >> (i % 32) & 1) || !rows_there) {  // of 32 steps, which are there
                         const int at = i / 32 * 32 + lane;
+                        const int rows_now = rows_there ? rows_here : (int)load_acquire(rows_done + m_tile);
                         const u32 count = at < steps ? load_acquire(weights_done + column * steps + at) : 0;
+                        rows_there = warp_ballot(rows_now >= rows_here) == 0xFFFFFFFFu;
                         publish_global();
                         ready = warp_ballot(count >= bands_here);
                         warp_sync();
@@ -171,7 +171,8 @@ w4a8(const u16* x, u8* image, float* x_scale, const u8* codes, const u8* scales,
             }
         } else {
             const int chunk_bands = chunk * TILE_BANDS, items = bands * steps, work = items + max(0, M - HEAD_ROWS);
-            auto claim = [&]() { return lane == 0 ? (int)add_relaxed(counters, 1) : 0; };
+            const int head_items = min(HEAD_STEPS, steps) * min(chunk_bands, bands);
+            auto claim = [&]() { return lane == 0 ? head_items + (int)add_relaxed(counters, 1) : 0; };
             u32* written = nullptr;  // the counter of what this warp has stored and not yet counted
             auto publish = [&]() {
                 publish_global();
@@ -280,35 +281,41 @@ w4a8(const u16* x, u8* image, float* x_scale, const u8* codes, const u8* scales,
             turn ^= 1;
         }
     }
+    wait_for_previous();  // `w4a8_head` has done all its work, but who comes behind this kernel may not ask whether it has ended
     cluster_sync();  // the other block may still send here
 }
 
-// Before `w4a8`: the first HEAD_ROWS rows of x, two a block; the first HEAD_STEPS steps of the first `chunk` columns of tiles, a warp an item; and
-// counters at their start.
+// The first HEAD_ROWS rows of x, two a block; the first HEAD_STEPS steps of the first `chunk` columns of tiles, a warp an item. `w4a8` waits for
+// counters alone. `stale`: those of the launch before, which are cleared for the next one.
 extern "C" __global__ void __launch_bounds__(256, 5)
-w4a8_head(const u16* x, u8* image, float* x_scale, const u8* codes, const u8* scales, const u8* row_top, u8* w, u32* counters, int M, int N,
-          int K, int chunk) {
+w4a8_head(const u16* x, u8* image, float* x_scale, const u8* codes, const u8* scales, const u8* row_top, u8* w, u32* counters, u32* stale,
+          int stale_count, int M, int N, int K, int chunk) {
     SHARED_MEMORY(memory);
     const int steps = (K + 127) / 128, bands = (N + 31) / 32, rows = min(M, HEAD_ROWS), here = min(chunk * TILE_BANDS, bands);
     const int columns = (N + FEATURES - 1) / FEATURES, items = min(HEAD_STEPS, steps) * here, row_blocks = (rows + 1) / 2;
-    let_next_start();
     const int block = blockIdx.x, tid = threadIdx.x;
+    u32 *weights_done = counters + FIRST_COUNTER, *rows_done = weights_done + columns * steps;
     if (block >= row_blocks) {
         const int item = (block - row_blocks) * 8 + (tid >> 5), lane = tid & 31;
-        if (item >= items) return;
         const int step = divide(item, here), band = item - step * here;
         Item now;
-        load_item(now, codes, scales, row_top, band, step, lane, N, K);
+        if (item < items) load_item(now, codes, scales, row_top, band, step, lane, N, K);
         wait_for_previous();  // w may lie where the previous kernel still reads
+        let_next_start();     // behind the wait: `w4a8` does not wait for what is before this kernel
+        if (item >= items) return;
         store_item(now, w, band, step, lane, K);
+        publish_global();
+        warp_sync();
+        if (lane == 0) add_release(weights_done + band / TILE_BANDS * steps + step, 1);
         return;
     }
     wait_for_previous();
-    // What is made here nobody waits for: `w4a8` begins behind this kernel, and its queue behind these items.
-    const int counts = columns * steps + (M + 255) / 256 * 2;
-    for (int i = block * 256 + tid; i < counts; i += row_blocks * 256) counters[FIRST_COUNTER + i] = 0;
-    if (block == 0 && tid == 0) counters[0] = items;
+    let_next_start();
+    for (int i = block * 256 + tid; i < stale_count; i += row_blocks * 256) stale[i] = 0;
     const int half = tid / (32 * ROUND_WARPS), m = min(2 * block + half, M - 1);  // the last row perhaps twice
     round_row(x + (u64)m * K, x_scale + m, K, steps * 128, tid % (32 * ROUND_WARPS), (float*)memory + half * ROUND_WARPS,
               [=](int k, uint2 v) { *(uint2*)place_of_x(image, m, k, steps) = v; });
+    publish_global();
+    __syncthreads();
+    if (tid == 0) add_release(rows_done + 2 * block / 128, min(2, M - 2 * block));
 }
