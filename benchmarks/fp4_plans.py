@@ -144,10 +144,24 @@ def parts(m: int, n: int, k: int, x: torch.Tensor, packed: list[Tiled]) -> dict[
     return found
 
 
-def compile_for(plan: Plan) -> None:
+Source = tuple[tuple[str, ...], tuple[tuple[str, int], ...]]  # files, macros
+
+
+def sources(m: int, n: int, k: int) -> list[Source]:
+    """What a cell runs, but for what other tools have compiled."""
+    found = [
+        (fp4_plan.MMA_FILES if isinstance(plan, MmaPlan) else fp4_plan.WGMMA_FILES, plan.macros(False))
+        for plan in plans(m, n, k)
+    ]
+    if m >= 1024:
+        found += [(w4a8_cuda.FILES, w4a8_cuda.widest(width).macros(False, k)) for width in w4a8_cuda.STEP_CYCLES]
+    return [(files, tuple(macros.items())) for files, macros in found]
+
+
+def compile_for(source: Source) -> None:
     """Into the cache on disk, from which workers load."""
-    files = fp4_plan.MMA_FILES if isinstance(plan, MmaPlan) else fp4_plan.WGMMA_FILES
-    nvrtc.cached_cubin(files, plan.macros(False), "sm_90a")
+    files, macros = source
+    nvrtc.cached_cubin(files, dict(macros), "sm_90a")
 
 
 def family(plan: Plan) -> str:
@@ -232,13 +246,12 @@ def work(rounds: int) -> None:
 def sweep(cells: list[Cell], rounds: int, seconds: float, path: Path | None) -> None:
     began, rows = time.monotonic(), []
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 4) - 2)) as pool:
-        jobs = {
-            plan: pool.submit(compile_for, plan) for plan in dict.fromkeys(p for cell in cells for p in plans(*cell))
-        }
+        wanted = dict.fromkeys(source for cell in cells for source in sources(*cell))
+        jobs = {source: pool.submit(compile_for, source) for source in wanted}
 
         def ready(cell: Cell) -> None:
-            for plan in plans(*cell):
-                jobs[plan].result()
+            for source in sources(*cell):
+                jobs[source].result()
 
         def take(cell: Cell, answer: fp4_sweep.Message) -> None:
             found = answer["rows"]
