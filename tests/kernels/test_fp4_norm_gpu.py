@@ -83,12 +83,13 @@ def test_the_module_fuses_few_rows_and_says_the_same(norm, monkeypatch):
     if norm is nn.LayerNorm:
         nn.init.normal_(module.norm.bias)
     module.fold()
-    most = 4 if torch.cuda.get_device_capability()[0] == 9 else 16
+    # One kernel, or LayerNorm's bias as a bias of the linear.
+    most = 4 if norm is not nn.LayerNorm and torch.cuda.get_device_capability()[0] == 9 else 16
     for rows in (1, 4, 7, 17):
         x = torch.randn(rows, 512, **options) + 5
         y, apart = module(x), module.linear(module.norm(x))
         assert (y - apart).float().norm() <= 1e-2 * apart.float().norm()  # three roundings of 2^-9 each
-        assert torch.equal(y, apart) == (rows > most), "another order of roundings, where it is one kernel"
+        assert torch.equal(y, apart) == (rows > most), "another order of roundings, up to there alone"
         assert torch.equal(copy.deepcopy(module)(x), y)
     x = torch.randn(4, 512, **options)
     expected = module(x)
