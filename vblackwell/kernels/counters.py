@@ -4,8 +4,8 @@ A stream has two sets, used in turn: what counts in one clears the other, once t
 
 A captured CUDA graph has sets of its own, since graphs may run beside each other, and clears them first whenever it is replayed.
 
-The memory is the driver's, and lives as long as the process: PyTorch may be about to capture, or be capturing, in a pool in which its compiler
-allows no memory but that of tensors which it knows.
+The memory is the driver's, and lives as long as the process: PyTorch may be about to capture, or be capturing, in a pool in which its
+compiler allows no memory but that of tensors which it knows.
 """
 
 from __future__ import annotations
