@@ -169,6 +169,15 @@ w4a8(const u16* x, u8* image, float* x_scale, const u8* codes, const u8* scales,
                     }
                 }
             }
+            // The other block releases stages here until its products end. Its outputs need not be waited for.
+            for (int s = 0; s < STAGES; s++) {
+                barrier_wait(empty + 8 * stage, parity);
+                if (++stage == STAGES) {
+                    stage = 0;
+                    parity ^= 1;
+                }
+            }
+            wait_for_previous();  // `w4a8_head` has done all its work, but who comes behind this kernel may not ask whether it has ended
         } else {
             const int chunk_bands = chunk * TILE_BANDS, items = bands * steps, work = items + max(0, M - HEAD_ROWS);
             const int head_items = min(HEAD_STEPS, steps) * min(chunk_bands, bands);
@@ -281,8 +290,6 @@ w4a8(const u16* x, u8* image, float* x_scale, const u8* codes, const u8* scales,
             turn ^= 1;
         }
     }
-    wait_for_previous();  // `w4a8_head` has done all its work, but who comes behind this kernel may not ask whether it has ended
-    cluster_sync();  // the other block may still send here
 }
 
 // The first HEAD_ROWS rows of x, two a block; the first HEAD_STEPS steps of the first `chunk` columns of tiles, a warp an item. `w4a8` waits for
