@@ -17,7 +17,7 @@ MMA: dict[tuple[int, int, int], tuple[int, int, int, int, int]] = {
 # tokens, groups, K groups, splits, blocks a multiprocessor, of a `WgmmaPlan`
 WGMMA: dict[tuple[int, int, int], tuple[int, int, int, int, int]] = {
     (32, 4096, 4096): (32, 1, 2, 2, 2),
-    (64, 4096, 4096): (64, 1, 2, 2, 1),
+    (64, 4096, 4096): (64, 1, 3, 2, 1),
     (64, 6144, 4096): (64, 1, 3, 1, 1),
     (64, 4096, 14336): (64, 1, 4, 2, 1),
     (64, 8192, 8192): (64, 1, 2, 2, 2),
