@@ -49,9 +49,9 @@ extern "C" void run(const u16* x, const u8* codes, const u8* scales, const float
 }"""
 _WGMMA_MAIN = """
 extern "C" void run(const u16* x, u8* image, const u8* codes, const u8* scales, const float* ts, const u16* bias, void* y,
-                    int M, int N, int K, int act, int ax, int gx, int gz, int shared) {
+                    int M, int N, int K, int act, int first, int ax, int gx, int gz, int shared) {
     launch(ax, gz, 1, ARRANGE_THREADS, 16, [=] { arrange(x, image, M, K); });
-    launch(gx, SPLITS, gz, THREADS, shared, [=] { fp4_wgmma(image, codes, scales, ts, bias, y, M, N, K, act); });
+    launch(gx, SPLITS, gz, THREADS, shared, [=] { fp4_wgmma(image, codes, scales, ts, bias, y, M, N, K, act, first); });
 }"""
 _DEQUANTIZE_MAIN = """
 extern "C" void run(const u8* codes, const u8* scales, const float* ts, u8* w, int N, int K, int gx, int gy, int shared) {
@@ -142,6 +142,7 @@ def linear(
     n: int,
     norm: fp4_cuda.Norm | None = None,
     rounded: bool = False,
+    processors: int = fp4_plan.MULTIPROCESSORS,
 ) -> Tensor:
     """Output of the kernel of ``plan``, an mma plan with ``norm``: fp32, or ``rounded`` to the type of x; starts as NaN."""
     x_MK, k = fp4_cuda.aligned(x_MK)
@@ -164,8 +165,10 @@ def linear(
     else:
         windows = -(-k // 64)
         image = torch.full((blocks * windows * plan.tokens * 128,), 0xFF, dtype=torch.uint8)
-        grid = (-(-windows * plan.tokens * 8 // 256), -(-n // (64 * plan.groups)), blocks, plan.shared_bytes())
-        _call(fp4_plan.WGMMA_FILES, macros, _WGMMA_MAIN, [x_MK, image, *tiled, bias, y_MN, m, n, k, act, *grid])
+        for rows in fp4_plan.launches(plan, m, n, processors):
+            grid = (-(-windows * plan.tokens * 8 // 256), rows.blocks, blocks, rows.plan.shared_bytes())
+            args = [x_MK, image, *tiled, bias, y_MN, m, n, k, act, rows.first, *grid]
+            _call(fp4_plan.WGMMA_FILES, rows.plan.macros(fp16, not rounded), _WGMMA_MAIN, args)
     return y_MN
 
 

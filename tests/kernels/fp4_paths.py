@@ -50,6 +50,10 @@ WGMMA = [  # K groups, clusters, both, one and two blocks a multiprocessor, one 
     (WgmmaPlan(128, 1, 1, 8, k_groups=4), [(128, 6144, 4096), (250, 130, 520)]),
     (WgmmaPlan(128, 3, 2, 6), [(128, 4096, 4096), (250, 130, 200)]),
     (WgmmaPlan(256, 1, 1, 6, k_groups=2), [(256, 4096, 4096), (250, 130, 200)]),
+    (
+        WgmmaPlan(256, 2, 1, 6),
+        [(1000, 14336, 512), (1024, 6144, 4096), (250, 130, 200)],
+    ),  # the first two in two launches
 ]
 W4A8 = [*itertools.product(w4a8_cuda.STEP_CYCLES, (torch.bfloat16,)), (256, torch.float16)]
 REPEATS = 20  # launches back to back, which overlap

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.kernels import emulation
-from vblackwell.kernels import fp4_cuda, layout, reference, w4a8
+from vblackwell.kernels import fp4_cuda, fp4_plan, layout, reference, w4a8
 from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan
 
 pytestmark = emulation.needs_compiler
@@ -48,6 +48,19 @@ def test_linear_within_the_bound_of_float64(plan, m, n, k, dtype):
     x_MK = torch.randn(m, k).to(dtype)
     y_MN = emulation.linear(plan, x_MK, tiled, None, "none", n)
     assert emulation.error_over_bound(y_MN, x_MK, w_NK) <= 1
+
+
+@pytest.mark.parametrize(("m", "n"), [(60, 600), (70, 330)])
+def test_a_last_round_of_half_as_high_blocks(m, n):
+    """Of four multiprocessors: four blocks and two halves of the fifth; then of two columns of blocks."""
+    plan, k = WgmmaPlan(64, 2, 1, 4), 200
+    assert len(fp4_plan.launches(plan, m, n, 4)) == 2
+    w_NK, tiled = emulation.random_weight("nvfp4", n, k)
+    x_MK = torch.randn(m, k).bfloat16()
+    y_MN = emulation.linear(plan, x_MK, tiled, None, "none", n, processors=4)
+    assert emulation.error_over_bound(y_MN, x_MK, w_NK) <= 1
+    rounded = emulation.linear(plan, x_MK, tiled, None, "none", n, rounded=True, processors=4)
+    assert torch.equal(rounded, y_MN.bfloat16())
 
 
 @pytest.mark.parametrize("plan", [MmaPlan(4, 1, 2, 2, 2), WgmmaPlan(32, 1, 2, 2, 2)], ids=str)

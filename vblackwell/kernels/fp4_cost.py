@@ -62,6 +62,16 @@ def wgmma_us(
 def many_rows_us(shape: tuple[int, int, int], blocks: tuple[int, int, int]) -> float:
     """Predicted microseconds of a launch for ``shape`` (M, N, K) in whole rounds of ``blocks`` of `MANY_ROWS_US`, which do not split K."""
     m, n, k = shape
-    tokens, groups, _ = blocks
-    rounds = math.ceil(math.ceil(n / (64 * groups)) * math.ceil(m / tokens) / MULTIPROCESSORS)
-    return rounds * math.ceil(k / 64) * MANY_ROWS_US[blocks] + 3.0
+    tokens, groups, k_groups = blocks
+    columns, windows = math.ceil(m / tokens), math.ceil(k / 64)
+    rows = math.ceil(n / (64 * groups))
+    last_us = 0.0
+    if (groups, k_groups) == (2, 1) and (whole := rows_in_whole_rounds(rows, columns)) < rows:
+        rows, last_us = whole, MANY_ROWS_US[tokens, 1, 2]
+    return windows * (math.ceil(rows * columns / MULTIPROCESSORS) * MANY_ROWS_US[blocks] + last_us) + 3.0
+
+
+def rows_in_whole_rounds(rows: int, columns: int, processors: int = MULTIPROCESSORS) -> int:
+    """Of ``rows`` by ``columns`` blocks those rows that fill rounds of the GPU; all where the others, cut in two, exceed one round."""
+    whole = rows * columns // processors * processors // columns
+    return whole if whole > 0 and 2 * (rows - whole) * columns <= processors else rows

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fp4_plan import MMA_FILES, WGMMA_FILES, MmaPlan, WgmmaPlan, ceil_div
+from vblackwell.kernels.fp4_plan import MMA_FILES, WGMMA_FILES, MmaPlan, WgmmaPlan, ceil_div, launches
 from vblackwell.kernels.nvrtc import kernel
 from vblackwell.kernels.reference import ACTIVATIONS
 
@@ -114,9 +114,12 @@ def run_wgmma(
     image = torch.empty(blocks * windows * plan.tokens * 128, dtype=torch.uint8, device=x_MK.device)
     arrange = kernel(WGMMA_FILES, "arrange", macros, x_MK.device)
     arrange.launch((ceil_div(windows * plan.tokens * 8, 256), blocks, 1), 128, 0, (x_MK, image, m, k))
-    grid = (ceil_div(n, 64 * plan.groups), plan.splits, blocks)
     args = (image, codes, block_scales, tensor_scale, bias, y_MN, m, n, k, ACTIVATIONS.index(activation))
-    kernel(WGMMA_FILES, "fp4_wgmma", macros, x_MK.device).launch(grid, plan.threads, plan.shared_bytes(), args)
+    for rows in launches(plan, m, n):
+        macros = rows.plan.macros(_flags(x_MK), y_MN.dtype == torch.float32)
+        kernel(WGMMA_FILES, "fp4_wgmma", macros, x_MK.device).launch(
+            (rows.blocks, plan.splits, blocks), rows.plan.threads, rows.plan.shared_bytes(), (*args, rows.first)
+        )
     return y_MN
 
 

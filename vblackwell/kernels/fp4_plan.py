@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels import fp4_shapes
-from vblackwell.kernels.fp4_cost import MANY_ROWS_US, MULTIPROCESSORS, many_rows_us, wgmma_us
+from vblackwell.kernels.fp4_cost import MANY_ROWS_US, MULTIPROCESSORS, many_rows_us, rows_in_whole_rounds, wgmma_us
 
 MMA_FILES = ("ptx.cuh", "decode.cuh", "barrier.cuh", "epilogue.cuh", "fp4_mma.cu")
 WGMMA_FILES = ("ptx.cuh", "decode.cuh", "wgmma.cuh", "barrier.cuh", "ring.cuh", "epilogue.cuh", "fp4_wgmma.cu")
@@ -316,6 +316,29 @@ def plan_wgmma(m: int, n: int, k: int) -> WgmmaPlan:
         whole = (tokens, groups, k_groups, 1, 1)
         return next((plan for plan in fitting if _blocks(plan) == whole), WgmmaPlan(256, 2, 1, 6))
     return min(fitting, key=lambda plan: predicted_us(plan, m, n, k))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Blocks of ``plan`` above each other, from block ``first`` on, that one launch does."""
+
+    plan: WgmmaPlan
+    first: int
+    blocks: int
+
+
+def launches(plan: WgmmaPlan, m: int, n: int, processors: int = MULTIPROCESSORS) -> list[Rows]:
+    """A product's launches.
+
+    Where a last round of blocks would leave multiprocessors idle, its rows go in twice as many blocks of half the height.
+    """
+    rows, columns = ceil_div(n, 64 * plan.groups), ceil_div(m, plan.tokens)
+    if (plan.groups, plan.k_groups, plan.splits, plan.min_blocks) != (2, 1, 1, 1) or not goes_round(plan.stages, 2):
+        return [Rows(plan, 0, rows)]
+    whole, half = rows_in_whole_rounds(rows, columns, processors), replace(plan, groups=1, k_groups=2)
+    if whole == rows or not half.fits():
+        return [Rows(plan, 0, rows)]
+    return [Rows(plan, 0, whole), Rows(half, 2 * whole, 2 * (rows - whole))]
 
 
 def _blocks(plan: WgmmaPlan) -> tuple[int, int, int, int, int]:

@@ -42,10 +42,10 @@ __cluster_dims__(1, SPLITS, 1)
 #endif
 __maxnreg__(AT_LAUNCH)  // without which registers do not move between warpgroups
 fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_scale, const u16* bias, void* y, int M,
-          int N, int K, int activation) {
+          int N, int K, int activation, int first_block) {
     SHARED_MEMORY(memory);
     const int tid = threadIdx.x, lane = tid & 31, warp = warp_uniform(tid >> 5);
-    const int bands = (N + 31) / 32, windows = (K + 63) / 64;
+    const int bands = (N + 31) / 32, windows = (K + 63) / 64, block = first_block + blockIdx.x;
     const int begin = windows * (int)blockIdx.y / SPLITS, count = windows * ((int)blockIdx.y + 1) / SPLITS - begin;
     const u32 shared = shared_address(memory), full = shared + BARRIERS, empty = full + 8 * STAGES;
 #if SPLITS > 1
@@ -75,7 +75,7 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
     } else {
         take_registers<REGISTERS>();
         const int k_group = KGROUPS == 1 ? 0 : warp / (4 * GROUPS), row_warp = warp - k_group * 4 * GROUPS;
-        const int row16 = blockIdx.x * (ROWS / 16) + row_warp, band = min(row16 >> 1, bands - 1), half = row16 & 1;
+        const int row16 = block * (ROWS / 16) + row_warp, band = min(row16 >> 1, bands - 1), half = row16 & 1;
         const u64 first = (u64)band * windows + begin + k_group;
         const u8* from_codes = codes + first * 1024 + half * 512 + lane * 16;
         const u8* from_scales = scales + first * 128 + lane * 4;
@@ -187,7 +187,7 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
 #if !OUT32 && SHARE % 16 == 0
         if (activation == 0 && N % 8 == 0) {  // what needs no look at single outputs: halves, in rows of tokens, which all copy out
             const u32 tile = shared + GROUP_SUMS;
-            const int first_row = blockIdx.x * ROWS + row_warp * 16 + (lane >> 2);
+            const int first_row = block * ROWS + row_warp * 16 + (lane >> 2);
             const float upper = bias && first_row < N ? half_to_float(bias[first_row]) : 0.0f;
             const float lower = bias && first_row + 8 < N ? half_to_float(bias[first_row + 8]) : 0.0f;
             const u32 to = tile + ((lane >> 4) * 8 + (lane & 7)) * TILE_PITCH + (row_warp * 16 + ((lane >> 3) & 1) * 8) * 2;
@@ -201,7 +201,7 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
             const int granules = tokens * (ROWS / 8);
 #pragma unroll 4
             for (int e = tid; e < granules; e += CONSUMERS) {
-                const int t = e / (ROWS / 8), c = e % (ROWS / 8), n = blockIdx.x * ROWS + c * 8;
+                const int t = e / (ROWS / 8), c = e % (ROWS / 8), n = block * ROWS + c * 8;
                 if (n < N) *(uint4*)((u16*)y + (u64)(m0 + t) * N + n) = load_shared(tile + t * TILE_PITCH + c * 16);
             }
             return;
@@ -219,7 +219,7 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
         block_part_sync<CONSUMERS>();
         const int groups = tokens * (ROWS / 4);  // of four rows
         for (int e = tid; e < groups; e += CONSUMERS) {
-            const int t = e / (ROWS / 4), row = e % (ROWS / 4) * 4, n = blockIdx.x * ROWS + row;
+            const int t = e / (ROWS / 4), row = e % (ROWS / 4) * 4, n = block * ROWS + row;
             if (n < N) store4(y, m0 + t, n, N, *(float4*)(red + t * RED_STRIDE + row), unit, bias, activation);
         }
     }
