@@ -10,6 +10,7 @@ import sys
 import time
 
 from tests.cli.conftest import LEVELS
+from vblackwell.train.runfolder import REPORT, SETTINGS, RunFolder
 
 KILLS_AT_RANDOM, KILLS_IN_CHECKPOINTS = 14, 6
 
@@ -68,6 +69,14 @@ def test_twenty_kills_end_with_the_same_weights(place):
         assert not list(run.rglob("*.tmp"))
     assert "no checkpoint yet: starting over" in said and "resumed from" in said
     assert in_checkpoint >= KILLS_IN_CHECKPOINTS
+
+
+def test_what_a_kill_left_of_a_file_goes_with_the_next_start(tmp_path):
+    """Also of a run that has nothing left to do, and writes no report again."""
+    for name in (REPORT, SETTINGS):
+        (tmp_path / f"{name}.tmp").write_text("{")
+    RunFolder(tmp_path, resume=True).release()
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def stop_after_first_step(place, words, number):

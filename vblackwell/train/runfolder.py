@@ -50,6 +50,8 @@ class RunFolder:
                 raise ConfigurationError(
                     f"--out {path} holds a run already: add --resume to go on with it, or choose another --out"
                 )
+            for name in (SETTINGS, REPORT):  # of a process that was killed while it wrote them
+                _fresh(path / name).unlink(missing_ok=True)
 
     @property
     def has_run(self) -> bool:
@@ -85,7 +87,7 @@ class RunFolder:
             DiskError: the disk refused.
         """
         path = self.path / name
-        fresh = path.with_name(name + ".tmp")
+        fresh = _fresh(path)
         try:
             with fresh.open("w", encoding="utf-8") as file:
                 json.dump(value, file, indent=2)
@@ -100,6 +102,11 @@ class RunFolder:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+
+def _fresh(path: Path) -> Path:
+    """Where what becomes ``path`` is written first."""
+    return path.with_name(path.name + ".tmp")
 
 
 def read_stored_config(folder: Path) -> dict[str, Any] | None:
