@@ -71,6 +71,11 @@ def plans_of(m: int, n: int, k: int) -> list[MmaPlan | WgmmaPlan]:
     return plans
 
 
+def parts_of(plan: MmaPlan | WgmmaPlan, m: int, n: int) -> list[MmaPlan | WgmmaPlan]:
+    """What the launches of a plan are compiled for."""
+    return [rows.plan for rows in fp4_plan.launches(plan, m, n)] if isinstance(plan, WgmmaPlan) else [plan]
+
+
 def run_plan(
     plan: MmaPlan | WgmmaPlan, x: torch.Tensor, w: Tiled, n: int, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
@@ -88,14 +93,14 @@ def prebuild(args: argparse.Namespace) -> None:
         if m >= w4a8.LEAST_ROWS:
             jobs.append((w4a8_cuda.FILES, w4a8_cuda.plan_w4a8(m, n, PROCESSORS).macros(False, k)))
         for plan in plans_of(m, n, k):
-            jobs += [
-                (files[type(plan)], each.macros(False)) for each in (autotune.variants(plan) if args.tune else [plan])
-            ]
+            each = autotune.variants(plan) if args.tune else [plan]
+            jobs += [(files[type(plan)], part.macros(False)) for one in each for part in parts_of(one, m, n)]
         if m <= fp4_norm.most_rows((9, 0), k):
             fused = fp4_plan.plan_mma(m, n, k, True, bulk=fp4_norm.BULK)
             jobs.append((fp4_plan.MMA_FILES, fused.macros(False, norm=1)))
     for (n, k), m, fp16 in itertools.product(CHECK_SHAPES, CHECK_ROWS, (False, True) if args.check else ()):
-        jobs += [(files[type(plan)], plan.macros(fp16, True)) for plan in plans_of(m, n, k)]
+        parts = (part for plan in plans_of(m, n, k) for part in parts_of(plan, m, n))
+        jobs += [(files[type(part)], part.macros(fp16, True)) for part in parts]
     distinct = {str(job): job for job in jobs}.values()
     with ThreadPoolExecutor(16) as pool:
         done = list(pool.map(lambda job: nvrtc.cached_cubin(job[0], job[1], "sm_90a"), distinct))

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import fp4_sweep
 import torch
-from bench_fp4 import LAYERS, Tiled, layers_of, random_tiled, run_plan
+from bench_fp4 import LAYERS, Tiled, layers_of, parts_of, random_tiled, run_plan
 from graph_timing import alternating_us, graph_us
 
 from vblackwell.errors import ConfigurationError
@@ -150,8 +150,9 @@ Source = tuple[tuple[str, ...], tuple[tuple[str, int], ...]]  # files, macros
 def sources(m: int, n: int, k: int) -> list[Source]:
     """What a cell runs, but for what other tools have compiled."""
     found = [
-        (fp4_plan.MMA_FILES if isinstance(plan, MmaPlan) else fp4_plan.WGMMA_FILES, plan.macros(False))
+        (fp4_plan.MMA_FILES if isinstance(part, MmaPlan) else fp4_plan.WGMMA_FILES, part.macros(False))
         for plan in plans(m, n, k)
+        for part in parts_of(plan, m, n)
     ]
     if m >= 1024:
         found += [(w4a8_cuda.FILES, w4a8_cuda.widest(width).macros(False, k)) for width in w4a8_cuda.STEP_CYCLES]

@@ -127,7 +127,8 @@ def test_w4a8(width, tmp_path):
 
 @one_in_five_or_all
 def test_wgmma(chosen, tmp_path):
-    every = {fp4_plan.plan_wgmma(m, n, k) for n, k in SHAPES for m in (9, 17, 33, 65, 129, 512)}
+    shapes = [(m, n, k) for n, k in SHAPES for m in (9, 17, 33, 65, 129, 512, 1024)]
+    every = {rows.plan for m, n, k in shapes for rows in fp4_plan.launches(fp4_plan.plan_wgmma(m, n, k), m, n)}
     for variant in (variant for plan in every for variant in autotune.variants(plan)):
         assert variant.shared_bytes() <= SHARED_BYTES["sm_90a"], variant
     for plan in [*sorted(every, key=str)[chosen], *UNUSED[chosen]]:

@@ -50,16 +50,16 @@ def test_linear_within_the_bound_of_float64(plan, m, n, k, dtype):
     assert emulation.error_over_bound(y_MN, x_MK, w_NK) <= 1
 
 
-@pytest.mark.parametrize(("m", "n"), [(60, 600), (70, 330)])
-def test_a_last_round_of_half_as_high_blocks(m, n):
-    """Of four multiprocessors: four blocks and two halves of the fifth; then of two columns of blocks."""
-    plan, k = WgmmaPlan(64, 2, 1, 4), 200
-    assert len(fp4_plan.launches(plan, m, n, 4)) == 2
+@pytest.mark.parametrize(("m", "n", "processors", "halves"), [(60, 330, 2, 2), (260, 300, 5, 1)])
+def test_a_last_round_of_half_as_high_blocks(m, n, processors, halves):
+    """Behind two blocks, or two in each of two columns; the second has no row in the other half of its last block, which is left out."""
+    plan, k = WgmmaPlan(256, 2, 1, 4), 72
+    assert [(rows.first, rows.blocks) for rows in fp4_plan.launches(plan, m, n, processors)] == [(0, 2), (4, halves)]
     w_NK, tiled = emulation.random_weight("nvfp4", n, k)
     x_MK = torch.randn(m, k).bfloat16()
-    y_MN = emulation.linear(plan, x_MK, tiled, None, "none", n, processors=4)
+    y_MN = emulation.linear(plan, x_MK, tiled, None, "none", n, processors=processors)
     assert emulation.error_over_bound(y_MN, x_MK, w_NK) <= 1
-    rounded = emulation.linear(plan, x_MK, tiled, None, "none", n, rounded=True, processors=4)
+    rounded = emulation.linear(plan, x_MK, tiled, None, "none", n, rounded=True, processors=processors)
     assert torch.equal(rounded, y_MN.bfloat16())
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.kernels import backends, dispatch, fp4_cuda, fp4_plan, fp4_shapes, w4a8
+from vblackwell.kernels import autotune, backends, dispatch, fp4_cuda, fp4_plan, fp4_shapes, w4a8
 from vblackwell.kernels.cross_entropy import linear_cross_entropy
 from vblackwell.kernels.dispatch import Backend, Request, choose, explain, use_backend
 from vblackwell.kernels.fp4_plan import WgmmaPlan
@@ -145,24 +145,27 @@ def test_many_rows_go_in_whole_rounds_of_blocks(n, k, blocks):
     assert fp4_plan.wgmma_beats_dequantize(1024, n, k) and not fp4_plan.wgmma_beats_dequantize(4096, n, k)
 
 
-SIZES = st.tuples(st.integers(1, 3000), st.integers(1, 40000), st.integers(1, 200))
-
-
-@given(sizes=SIZES, groups=st.integers(1, 2), tokens=st.sampled_from([64, 256]))
-def test_launches_cover_every_row_once(sizes, groups, tokens):
-    m, n, processors = sizes
-    plan = WgmmaPlan(tokens, groups, 1, 6)
+@given(m=st.integers(1, 3000), n=st.integers(1, 40000), processors=st.integers(1, 200), groups=st.integers(1, 2))
+def test_launches_cover_every_row_once(m, n, processors, groups):
+    plan = WgmmaPlan(256, groups, 1, 6)
     found = fp4_plan.launches(plan, m, n, processors)
-    columns, rows = -(-m // tokens), -(-n // (64 * groups))
-    height = [
-        (64 * each.plan.groups * each.first, 64 * each.plan.groups * (each.first + each.blocks)) for each in found
-    ]
-    assert height[0][0] == 0 and height[-1][1] == 64 * groups * rows and all(each.blocks > 0 for each in found)
+    ends = [(64 * each.plan.groups * each.first, 64 * each.plan.groups * (each.first + each.blocks)) for each in found]
+    assert ends[0][0] == 0 and ends[-1][1] - 64 * found[-1].plan.groups < n <= ends[-1][1]
+    assert all(each.blocks > 0 for each in found) and len(found) <= groups
     if len(found) == 2:
-        assert groups == 2 and height[0][1] == height[1][0]
-        last, whole = found[1].blocks * columns, found[0].blocks * columns
-        assert last <= processors and -(-whole // processors) == rows * columns // processors
-        assert all(each.plan.tokens == tokens and each.plan.fits() for each in found)
+        columns, rows = -(-m // 256), -(-n // 128)
+        assert ends[0][1] == ends[1][0] and found[1].blocks * columns <= processors
+        assert -(-found[0].blocks * columns // processors) == rows * columns // processors
+
+
+@pytest.mark.parametrize(("n", "k"), [(14336, 4096), (6144, 4096)])
+def test_what_is_tuned_does_not_decide_who_adds(n, k):
+    orders = set()
+    for plan in autotune.variants(fp4_plan.plan_wgmma(1024, n, k)):
+        parts = fp4_plan.launches(plan, 1024, n)
+        assert all(rows.plan.fits() for rows in parts)
+        orders.add(tuple((rows.plan.groups, rows.plan.k_groups, rows.first, rows.blocks) for rows in parts))
+    assert len(orders) == 1
 
 
 @pytest.mark.parametrize("m", [1, 3, 8, 16])

@@ -106,7 +106,7 @@ def run_wgmma(
     n: int,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``fp4_wgmma``, after ``arrange``; ``out_dtype`` may be fp32, else the type of x."""
+    """``fp4_wgmma``, once or twice, after ``arrange``; ``out_dtype`` may be fp32, else the type of x."""
     x_MK, k = aligned(x_MK)
     y_MN = _output(x_MK, n, out_dtype)
     m, windows, blocks = x_MK.shape[0], ceil_div(k, 64), ceil_div(x_MK.shape[0], plan.tokens)
@@ -116,8 +116,8 @@ def run_wgmma(
     arrange.launch((ceil_div(windows * plan.tokens * 8, 256), blocks, 1), 128, 0, (x_MK, image, m, k))
     args = (image, codes, block_scales, tensor_scale, bias, y_MN, m, n, k, ACTIVATIONS.index(activation))
     for rows in launches(plan, m, n):
-        macros = rows.plan.macros(_flags(x_MK), y_MN.dtype == torch.float32)
-        kernel(WGMMA_FILES, "fp4_wgmma", macros, x_MK.device).launch(
+        flags = rows.plan.macros(_flags(x_MK), y_MN.dtype == torch.float32)
+        kernel(WGMMA_FILES, "fp4_wgmma", flags, x_MK.device).launch(
             (rows.blocks, plan.splits, blocks), rows.plan.threads, rows.plan.shared_bytes(), (*args, rows.first)
         )
     return y_MN

@@ -327,18 +327,21 @@ class Rows:
     blocks: int
 
 
-def launches(plan: WgmmaPlan, m: int, n: int, processors: int = MULTIPROCESSORS) -> list[Rows]:
-    """A product's launches.
+@functools.lru_cache(4096)
+def launches(plan: WgmmaPlan, m: int, n: int, processors: int = MULTIPROCESSORS) -> tuple[Rows, ...]:
+    """A product's launches, one or two.
 
-    Where a last round of blocks would leave multiprocessors idle, its rows go in twice as many blocks of half the height.
+    Where a last round of blocks of 256 tokens by 128 features would leave multiprocessors idle, its rows go in twice as many blocks of half
+    the height, whose sums two K groups share. What is tuned of a plan has no say in it, since it decides the order of additions.
     """
     rows, columns = ceil_div(n, 64 * plan.groups), ceil_div(m, plan.tokens)
-    if (plan.groups, plan.k_groups, plan.splits, plan.min_blocks) != (2, 1, 1, 1) or not goes_round(plan.stages, 2):
-        return [Rows(plan, 0, rows)]
-    whole, half = rows_in_whole_rounds(rows, columns, processors), replace(plan, groups=1, k_groups=2)
-    if whole == rows or not half.fits():
-        return [Rows(plan, 0, rows)]
-    return [Rows(plan, 0, whole), Rows(half, 2 * whole, 2 * (rows - whole))]
+    if (plan.tokens, plan.groups, plan.k_groups, plan.splits) != (256, 2, 1, 1):
+        return (Rows(plan, 0, rows),)
+    whole = rows_in_whole_rounds(rows, columns, processors)
+    if whole == rows:
+        return (Rows(plan, 0, rows),)
+    half = replace(plan, groups=1, k_groups=2, stages=6)
+    return Rows(plan, 0, whole), Rows(half, 2 * whole, ceil_div(n, 64) - 2 * whole)
 
 
 def _blocks(plan: WgmmaPlan) -> tuple[int, int, int, int, int]:
