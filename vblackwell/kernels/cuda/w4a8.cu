@@ -200,6 +200,9 @@ w4a8(const u16* x, u8* image, float* x_scale, const u8* codes, const u8* scales,
                 written = weights_done + band / TILE_BANDS * steps + step;
                 item = warp_uniform(claimed);
             }
+            // x is seen by who has acquired what the head counted behind its wait for the kernel that wrote it. The first tile's rows are the head's.
+            while (item < work && load_acquire(rows_done) == 0) {
+            }
             while (item < work) {
                 const int m = HEAD_ROWS + item - items, claimed = claim();
                 publish();
