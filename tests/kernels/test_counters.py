@@ -1,5 +1,7 @@
 """kernels/counters.py: whatever the launches, each finds zeros, and nobody else's."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given
@@ -57,6 +59,11 @@ def test_streams_and_captures_share_none(places):
         mine = {launch(9), launch(9)}
         assert len(mine) == 2 and not mine & seen
         seen |= mine
+
+
+def test_threads_that_share_a_stream_take_turns(places):
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(launch, [9, 300, 5000, 9] * 20))
 
 
 def test_a_launch_that_fails_leaves_nothing_behind(places):

@@ -22,6 +22,7 @@ from torch import Tensor
 from vblackwell.kernels.nvrtc import check_driver, driver, in_context
 
 LEAST = 4096  # counters of a set
+_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: memory may be allocated
 
 
@@ -43,8 +44,8 @@ _lock = threading.Lock()
 def zeroed(count: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor, int]]:
     """(At least ``count`` counters that are zero, those that the launch has to clear, how many these are) on the current stream.
 
-    Kernels may touch them once the stream's previous kernel has ended. They belong within the context, so that launches of threads that
-    share a stream come in the order of their sets; if one fails, these counters are not used again.
+    Kernels may touch them once what was in the stream has ended. They belong within the context, so that launches of threads that share a
+    stream come in the order of their sets; if one fails, these counters are not used again.
     """
     stream, capture = _place(device)
     key = (device, stream, capture != 0)
@@ -61,8 +62,9 @@ def zeroed(count: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor, i
 def _place(device: torch.device) -> tuple[int, int]:
     """The current stream, and the number of the capture that it belongs to, which no other has in this process; 0: of none."""
     stream = torch.cuda.current_stream(device).cuda_stream
-    if not torch.cuda.is_current_stream_capturing():
-        return stream, 0
+    with torch.cuda.device(device):
+        if not torch.cuda.is_current_stream_capturing():
+            return stream, 0
     status, number = ctypes.c_int(), ctypes.c_ulonglong()
     result = driver().cuStreamGetCaptureInfo_v2(
         ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
@@ -75,12 +77,17 @@ class _Memory:
     """Memory of the driver's, which is never freed, as PyTorch takes it."""
 
     def __init__(self, words: int, device: torch.device) -> None:
-        address, mode = ctypes.c_uint64(), ctypes.c_int(_RELAXED)
+        address, mode, size = ctypes.c_uint64(), ctypes.c_int(_RELAXED), ctypes.c_size_t(4 * words)
         exchange = driver().cuThreadExchangeStreamCaptureMode
         check_driver(exchange(ctypes.byref(mode)), "allowing memory to a graph's capture")
-        size = ctypes.c_size_t(4 * words)
-        result = in_context(device, lambda: driver().cuMemAlloc_v2(ctypes.byref(address), size))
-        check_driver(exchange(ctypes.byref(mode)), "going on with a graph's capture")
+        try:
+            allocate = lambda: driver().cuMemAlloc_v2(ctypes.byref(address), size)  # noqa: E731
+            result = in_context(device, allocate)
+            if result == _OUT_OF_MEMORY and not torch.cuda.is_current_stream_capturing():
+                torch.cuda.empty_cache()  # which may hold what the driver lacks
+                result = in_context(device, allocate)
+        finally:
+            check_driver(exchange(ctypes.byref(mode)), "going on with a graph's capture")
         check_driver(result, f"{4 * words} bytes of counters")
         self.__cuda_array_interface__ = {
             "shape": (words,), "typestr": "<i4", "data": (address.value, False), "version": 3,
