@@ -217,17 +217,10 @@ def run_w4a8(
     ]
     counters[: counted[0]] = 0
     args = [x_MK, image, scale_M, *tiled, fp4_cuda.row_tops(tiled[1], n, k), bias, y, weight, counters, stale, STALE]
-    more = [
-        m,
-        n,
-        k,
-        reference.ACTIVATIONS.index(activation),
-        clusters,
-        sizes.chunk,
-        sizes.head_blocks,
-        plan.shared_bytes(),
-    ]
-    _call(w4a8_cuda.FILES, plan.macros(x_MK.dtype == torch.float16, k), _W4A8_MAIN, [*args, *more], lagging)
+    shape = [m, n, k, reference.ACTIVATIONS.index(activation)]
+    grids = [clusters, sizes.chunk, sizes.head_blocks, plan.shared_bytes()]
+    macros = plan.macros(x_MK.dtype == torch.float16, k)
+    _call(w4a8_cuda.FILES, macros, _W4A8_MAIN, [*args, *shape, *grids], lagging)
     for length, buffer in zip((*lengths, *counted), written, strict=True):
         assert (buffer[length:] == 0xFF).all(), "written behind its end"
     assert not stale[: 4 * STALE].any(), "counters of the launch before are left"

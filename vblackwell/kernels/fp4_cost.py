@@ -60,7 +60,10 @@ def wgmma_us(
 
 
 def many_rows_us(shape: tuple[int, int, int], blocks: tuple[int, int, int]) -> float:
-    """Predicted microseconds of a launch for ``shape`` (M, N, K) in whole rounds of ``blocks`` of `MANY_ROWS_US`, which do not split K."""
+    """Predicted microseconds for ``shape`` (M, N, K) in whole rounds of ``blocks`` of `MANY_ROWS_US`, which do not split K.
+
+    With a last round of blocks of half the height where `fp4_plan.launches` makes one.
+    """
     m, n, k = shape
     tokens, groups, k_groups = blocks
     columns, windows = math.ceil(m / tokens), math.ceil(k / 64)

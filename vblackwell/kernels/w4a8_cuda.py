@@ -34,8 +34,8 @@ class W4A8Plan:
     Attributes:
         features: of a tile, which has 128 tokens; a multiple of 32.
         stages: of 128 columns of both operands in shared memory.
-        head_steps: steps of the weight that are decoded before the product begins; at most 31.
-        head_rows: of x, that are rounded before it; a multiple of 128.
+        head_steps: steps of the first tiles' weights that ``w4a8_head`` decodes.
+        head_rows: of x, that it rounds; a multiple of 128.
     """
 
     features: int
