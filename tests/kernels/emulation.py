@@ -53,6 +53,15 @@ extern "C" void run(const u16* x, u8* image, const u8* codes, const u8* scales, 
     launch(ax, gz, 1, ARRANGE_THREADS, 16, [=] { arrange(x, image, M, K); });
     launch(gx, SPLITS, gz, THREADS, shared, [=] { fp4_wgmma(image, codes, scales, ts, bias, y, M, N, K, act, first); });
 }"""
+_HELPED_MAIN = """
+extern "C" void run(const u16* x, u8* image, const u8* codes, const u8* scales, const float* ts, const u16* bias, void* y,
+                    int M, int N, int K, int act, int first, float4* passed, u32* counters, int ax, int gx, int gz, int shared) {
+    launch(ax, gz, 1, ARRANGE_THREADS, 16, [=] { arrange(x, image, M, K, counters, (N + 63) / 64); });
+    in_order = true;
+    launch(gx, SPLITS, gz, THREADS, shared,
+           [=] { fp4_wgmma(image, codes, scales, ts, bias, y, M, N, K, act, first, passed, counters); });
+    in_order = false;
+}"""
 _DEQUANTIZE_MAIN = """
 extern "C" void run(const u8* codes, const u8* scales, const float* ts, u8* w, int N, int K, int gx, int gy, int shared) {
     for (int y = 0; y < gy; y++)
@@ -143,6 +152,7 @@ def linear(
     norm: fp4_cuda.Norm | None = None,
     rounded: bool = False,
     processors: int = fp4_plan.MULTIPROCESSORS,
+    lagging: range = range(0),
 ) -> Tensor:
     """Output of the kernel of ``plan``, an mma plan with ``norm``: fp32, or ``rounded`` to the type of x; starts as NaN."""
     x_MK, k = fp4_cuda.aligned(x_MK)
@@ -165,10 +175,16 @@ def linear(
     else:
         windows = -(-k // 64)
         image = torch.full((blocks * windows * plan.tokens * 128,), 0xFF, dtype=torch.uint8)
+        passed = fp4_cuda.passed_sums(plan, m, n, x_MK.device)
+        for buffer in passed:
+            if buffer is not None:
+                buffer.view(torch.uint8).fill_(0xFF)
         for rows in fp4_plan.launches(plan, m, n, processors):
-            grid = (-(-windows * plan.tokens * 8 // 256), rows.blocks, blocks, rows.plan.shared_bytes())
-            args = [x_MK, image, *tiled, bias, y_MN, m, n, k, act, rows.first, *grid]
-            _call(fp4_plan.WGMMA_FILES, rows.plan.macros(fp16, not rounded), _WGMMA_MAIN, args)
+            columns = rows.plan.helpers(n) + rows.blocks
+            grid = (-(-windows * plan.tokens * 8 // 256), columns, blocks, rows.plan.shared_bytes())
+            args = [x_MK, image, *tiled, bias, y_MN, m, n, k, act, rows.first]
+            main, more = (_HELPED_MAIN, passed) if plan.helped else (_WGMMA_MAIN, ())
+            _call(fp4_plan.WGMMA_FILES, rows.plan.macros(fp16, not rounded), main, [*args, *more, *grid], lagging)
     return y_MN
 
 

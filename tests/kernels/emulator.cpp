@@ -154,7 +154,7 @@ int cluster_blocks() { return (int)self().cluster->blocks.size(); }
 
 // `polls`: of counters in global memory, since anything happened that somebody may wait for.
 static int polls;
-static const int ENOUGH_POLLS = 1 << 20;
+static const int ENOUGH_POLLS = 1 << 23;
 
 static void count(Mbarrier& b, int arrivals, int bytes) {
     b.arrived += arrivals;
@@ -279,6 +279,7 @@ static void resume(Thread& t) {
     setcontext(&t.start);
 }
 
+bool in_order;
 static std::unique_ptr<Cluster> start(dim3_ at, int blocks, int threads, int shared_bytes) {
     auto cluster = std::make_unique<Cluster>();
     for (int b = 0; b < blocks; b++)
@@ -329,8 +330,9 @@ void launch_threads(int grid_x, int grid_y, int grid_z, int threads, int shared_
     std::vector<dim3_> waiting;
     for (int i = 0; i < grid_x * grid_z; i++) {
         waiting.push_back({i % grid_x, 0, i / grid_x});
-        std::swap(waiting.back(), waiting[draw(i + 1)]);
+        if (!in_order) std::swap(waiting.back(), waiting[draw(i + 1)]);
     }
+    if (in_order) std::reverse(waiting.begin(), waiting.end());  // who is last starts first
     const size_t room = 1 + draw(3);
     rare = lag_end ? 4 : 1u << (3 + draw(11));
     std::vector<std::unique_ptr<Cluster>> clusters;
