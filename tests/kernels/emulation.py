@@ -2,7 +2,8 @@
 
 Every CUDA thread becomes a coroutine and barriers stay barriers, so that indexing, staging, padding, reductions across warps and
 clusters, and the decode run as written. Shared memory starts as NaN. Who goes on when, and when copies land, is drawn anew for each
-launch. What stays unseen is the hardware: orders of memory that only it has, and speed.
+launch; a kernel begins before the previous one has ended
+where that one allows it. What stays unseen is the hardware: orders of memory that only it has, and speed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from vblackwell.numerics.formats import FORMATS
 STALE = 1001  # counters that a launch has to clear
 BEHIND = 1 << 19  # bytes after a buffer that nobody may write
 HERE = Path(__file__).parent
+Args = list[Any]  # tensors, numbers, and None where there is no tensor
 COMPILER = ["g++", "-w", "-fPIC"]
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ builds the kernels for the CPU")
 
@@ -127,18 +130,34 @@ def _call(
     args: Sequence[Tensor | float | None],
     lagging: range = range(0),
 ) -> None:
-    """Runs ``main``; ``lagging`` warps of each block are often late, or, if there are none, some that are drawn."""
+    """`_call_all` of one."""
+    _call_all(files, macros, main, [args], lagging)
+
+
+def _call_all(
+    files: tuple[str, ...],
+    macros: dict[str, int],
+    main: str,
+    calls: Sequence[Sequence[Tensor | float | None]],
+    lagging: range = range(0),
+) -> None:
+    """Runs ``main`` with the arguments of one call behind the other's in a stream, whose kernels begin as early as they may.
+
+    ``lagging`` warps of each block are often late, or, if there are none, some that are drawn.
+    """
     kinds = {int: ctypes.c_int, float: ctypes.c_float}
-    values = [
-        kinds[type(arg)](arg) if type(arg) in kinds else ctypes.c_void_p(0 if arg is None else arg.data_ptr())
-        for arg in args
-    ]
     library = _library(files, tuple(macros.items()), main)
-    library.take_failure.restype = ctypes.c_char_p
+    library.run_launched.restype = ctypes.c_char_p
     for name, value in (("lag_first", lagging.start), ("lag_end", lagging.stop)):
         ctypes.c_int.in_dll(library, name).value = value
-    library.run(*values)
-    if failure := library.take_failure().decode():
+    for args in calls:
+        library.run(
+            *(
+                kinds[type(arg)](arg) if type(arg) in kinds else ctypes.c_void_p(0 if arg is None else arg.data_ptr())
+                for arg in args
+            )
+        )
+    if failure := library.run_launched().decode():
         raise EmulationError(f"{files[-1]} with {macros}: {failure}")
 
 
@@ -161,31 +180,63 @@ def linear(
         plan = plan.without_bulk()
     y_MN = torch.full((m, n), torch.nan, dtype=x_MK.dtype if rounded else torch.float32)
     fp16 = x_MK.dtype == torch.float16
-    macros = plan.macros(fp16, not rounded)
-    act = reference.ACTIVATIONS.index(activation)
-    blocks = -(-m // plan.tokens)
+    args = [*tiled, bias, y_MN, m, n, k, reference.ACTIVATIONS.index(activation)]
     if norm is not None:
         assert isinstance(plan, MmaPlan)
-        grid = (-(-n // (32 * plan.row_warps)), blocks, plan.shared_bytes(k, norm.kind))
-        args = [x_MK, *tiled, bias, y_MN, m, n, k, act, *plan.chunks(k), norm.gain, norm.gain_sums, norm.eps, *grid]
+        grid = (-(-n // (32 * plan.row_warps)), -(-m // plan.tokens), plan.shared_bytes(k, norm.kind))
+        args = [x_MK, *args, *plan.chunks(k), norm.gain, norm.gain_sums, norm.eps, *grid]
         _call(fp4_plan.MMA_FILES, plan.macros(fp16, True, norm.kind), _NORM_MAIN, args)
     elif isinstance(plan, MmaPlan):
-        grid = (-(-n // (32 * plan.row_warps)), blocks, plan.shared_bytes(k))
-        _call(fp4_plan.MMA_FILES, macros, _MMA_MAIN, [x_MK, *tiled, bias, y_MN, m, n, k, act, *plan.chunks(k), *grid])
+        _call(fp4_plan.MMA_FILES, plan.macros(fp16, not rounded), _MMA_MAIN, _mma_call(plan, x_MK, args))
     else:
-        windows = -(-k // 64)
-        image = torch.full((blocks * windows * plan.tokens * 128,), 0xFF, dtype=torch.uint8)
-        passed = fp4_cuda.passed_sums(plan, m, n, x_MK.device)
-        for buffer in passed:
-            if buffer is not None:
-                buffer.view(torch.uint8).fill_(0xFF)
+        scratch = _scratch(plan, m, n, k)
         for rows in fp4_plan.launches(plan, m, n, processors):
-            columns = rows.plan.helpers(n) + rows.blocks
-            grid = (-(-windows * plan.tokens * 8 // 256), columns, blocks, rows.plan.shared_bytes())
-            args = [x_MK, image, *tiled, bias, y_MN, m, n, k, act, rows.first]
-            main, more = (_HELPED_MAIN, passed) if plan.helped else (_WGMMA_MAIN, ())
-            _call(fp4_plan.WGMMA_FILES, rows.plan.macros(fp16, not rounded), main, [*args, *more, *grid], lagging)
+            main, macros = _HELPED_MAIN if plan.helped else _WGMMA_MAIN, rows.plan.macros(fp16, not rounded)
+            _call(fp4_plan.WGMMA_FILES, macros, main, _wgmma_call(rows, x_MK, args, scratch), lagging)
     return y_MN
+
+
+def linear_layers(
+    plan: MmaPlan | WgmmaPlan,
+    x_MK: Tensor,
+    layers: Sequence[tuple[Tensor, Tensor, Tensor]],
+    lagging: range = range(0),
+) -> list[Tensor]:
+    """Rounded outputs of square weights, each the next one's x, of launches that begin early and share memory, as PyTorch gives it out."""
+    m, k = x_MK.shape
+    written = [torch.full_like(x_MK, torch.nan) for _ in layers]
+    each = list(zip([x_MK, *written[:-1]], layers, written, strict=True))
+    macros = plan.macros(x_MK.dtype == torch.float16)
+    if isinstance(plan, MmaPlan):
+        calls = [_mma_call(plan, x, [*tiled, None, y, m, k, k, 0]) for x, tiled, y in each]
+        _call_all(fp4_plan.MMA_FILES, macros, _MMA_MAIN, calls, lagging)
+    else:
+        (rows,), scratch = fp4_plan.launches(plan, m, k), _scratch(plan, m, k, k)
+        calls = [_wgmma_call(rows, x, [*tiled, None, y, m, k, k, 0], scratch) for x, tiled, y in each]
+        main = _HELPED_MAIN if plan.helped else _WGMMA_MAIN
+        _call_all(fp4_plan.WGMMA_FILES, macros, main, calls, lagging)
+    return written
+
+
+def _mma_call(plan: MmaPlan, x_MK: Tensor, args: Args) -> Args:
+    (m, k), n = x_MK.shape, args[-3]
+    return [x_MK, *args, *plan.chunks(k), -(-n // (32 * plan.row_warps)), -(-m // plan.tokens), plan.shared_bytes(k)]
+
+
+def _wgmma_call(rows: fp4_plan.Rows, x_MK: Tensor, args: Args, scratch: list[Tensor]) -> Args:
+    (m, k), n, plan = x_MK.shape, args[-3], rows.plan
+    image, *passed = scratch
+    grid = (-(-k // 64 * plan.tokens * 8 // 256), plan.helpers(n) + rows.blocks, -(-m // plan.tokens))
+    return [x_MK, image, *args, rows.first, *passed, *grid, plan.shared_bytes()]
+
+
+def _scratch(plan: WgmmaPlan, m: int, n: int, k: int) -> list[Tensor]:
+    """The image of x, and what helpers pass on, of NaN."""
+    image = torch.empty(-(-m // plan.tokens) * -(-k // 64) * plan.tokens * 128, dtype=torch.uint8)
+    buffers = [image, *(buffer for buffer in fp4_cuda.passed_sums(plan, m, n, image.device) if buffer is not None)]
+    for buffer in buffers:
+        buffer.view(torch.uint8).fill_(0xFF)
+    return buffers
 
 
 def dequantize(tiled: tuple[Tensor, Tensor, Tensor], n: int, k: int, dtype: torch.dtype) -> Tensor:
@@ -223,24 +274,46 @@ def run_w4a8(
     lagging: range = range(0),
 ) -> Tensor:
     """As ``w4a8_cuda.run_w4a8`` on so many clusters; all that the kernels write starts as NaN, and nothing else is written."""
+    return run_w4a8_layers(plan, x_MK, [tiled], bias, activation, n, clusters, lagging)[0]
+
+
+def run_w4a8_layers(
+    plan: W4A8Plan,
+    x_MK: Tensor,
+    layers: Sequence[tuple[Tensor, Tensor, Tensor]],
+    bias: Tensor | None,
+    activation: str,
+    n: int,
+    clusters: int,
+    lagging: range = range(0),
+) -> list[Tensor]:
+    """Outputs of `run_w4a8` with one weight after the other, each of which is the next one's x (then N is K).
+
+    They share what PyTorch would give each of them again, and the counters as ``kernels/counters.py`` hands them out.
+    """
     m, k = x_MK.shape
+    assert len(layers) == 1 or n == k
     sizes = w4a8_cuda.cut(plan, m, n, k, clusters)
     tokens = sizes.pairs * w4a8_cuda.CLUSTER * 128
-    lengths = (tokens * sizes.steps * 128, sizes.columns * sizes.steps * plan.features * 128, 4 * m, 2 * m * n)
-    counted = [4 * sizes.counters, 4 * STALE]
-    image, weight, scale_M, y, counters, stale = written = [
-        torch.full((length + BEHIND,), 0xFF, dtype=torch.uint8) for length in (*lengths, *counted)
-    ]
-    counters[: counted[0]] = 0
-    args = [x_MK, image, scale_M, *tiled, fp4_cuda.row_tops(tiled[1], n, k), bias, y, weight, counters, stale, STALE]
-    shape = [m, n, k, reference.ACTIVATIONS.index(activation)]
-    grids = [clusters, sizes.chunk, sizes.head_blocks, plan.shared_bytes()]
-    macros = plan.macros(x_MK.dtype == torch.float16, k)
-    _call(w4a8_cuda.FILES, macros, _W4A8_MAIN, [*args, *shape, *grids], lagging)
-    for length, buffer in zip((*lengths, *counted), written, strict=True):
+    lengths = [tokens * sizes.steps * 128, sizes.columns * sizes.steps * plan.features * 128, 4 * m]
+    lengths += [4 * STALE] * 2 + [2 * m * n] * len(layers)
+    assert sizes.counters <= STALE
+    written = [torch.full((length + BEHIND,), 0xFF, dtype=torch.uint8) for length in lengths]
+    image, weight, scale_M, *counters = written[:5]
+    counters[0][: 4 * STALE] = 0
+    calls, used = [], STALE
+    for turn, (tiled, y) in enumerate(zip(layers, written[5:], strict=True)):
+        x = written[4 + turn] if turn else x_MK
+        now, stale = counters[turn % 2], counters[1 - turn % 2]
+        args = [x, image, scale_M, *tiled, fp4_cuda.row_tops(tiled[1], n, k), bias, y, weight, now, stale, used]
+        shape = [m, n, k, reference.ACTIVATIONS.index(activation)]
+        calls.append([*args, *shape, clusters, sizes.chunk, sizes.head_blocks, plan.shared_bytes()])
+        used = sizes.counters
+    _call_all(w4a8_cuda.FILES, plan.macros(x_MK.dtype == torch.float16, k), _W4A8_MAIN, calls, lagging)
+    for length, buffer in zip(lengths, written, strict=True):
         assert (buffer[length:] == 0xFF).all(), "written behind its end"
-    assert not stale[: 4 * STALE].any(), "counters of the launch before are left"
-    return y[: 2 * m * n].view(x_MK.dtype).view(m, n)
+    assert not counters[len(layers) % 2][: 4 * STALE].any(), "counters of the launch before are left"
+    return [y[: 2 * m * n].view(x_MK.dtype).view(m, n) for y in written[5:]]
 
 
 def random_weight(format: str, n: int, k: int, seed: int = 0) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:

@@ -3,7 +3,7 @@
 // CUDA's threads are coroutines of the one thread that calls: each runs until it must wait for others or says something to them, and which one
 // goes on then is drawn. What is asynchronous lands after a drawn number of such turns, some warps miss many, and clusters start in any order,
 // some when others have ended. So one launch after the other is done in another order, from a fixed seed, and where nobody can go on, that is
-// seen at once.
+// seen at once. A launch begins when the blocks of the one before let it.
 #include "emulator_runtime.h"
 
 #include <setjmp.h>
@@ -32,9 +32,11 @@ static u32 draw(u32 below) {
 }
 
 struct Cluster;
+struct Grid;
 struct Product { void (*multiply)(float*, const Operands&); float* d; Operands operands; int group; };
 struct Thread : Place {
     Cluster* cluster;
+    Grid* grid;
     int warp, collectives, groups, arrivals;  // `arrivals`: at other blocks' barriers, on their way
     u64 begun;
     std::vector<Product> products;
@@ -46,8 +48,6 @@ struct Thread : Place {
 static std::deque<Thread> pool;
 static std::vector<Thread*> ready, idle;
 static jmp_buf scheduler;
-static void (*kernel)(const void*);
-static const void* kernel_context;
 static std::string failure;
 static u64 turn;
 
@@ -117,6 +117,7 @@ struct Block {
     Meeting whole, part;
     std::map<u32, Mbarrier> barriers;
     int threads;
+    bool lets_next = false;
 };
 struct Warp { Meeting meeting{32}; Fragments fragments[2]; };
 struct Cluster {
@@ -125,6 +126,18 @@ struct Cluster {
     Meeting whole;
     int under_way = 0;  // landings
 };
+// A launch. The next one's blocks may start when all of this one have said so or ended.
+struct Grid {
+    int blocks_y, threads, shared_bytes;
+    void (*body)(const void*);
+    void* context;
+    void (*free_context)(void*);
+    std::vector<dim3_> waiting;
+    int holding, unfinished;  // blocks that hold the next launch up; clusters
+    Grid* previous;
+    Queue ended;
+};
+static std::deque<Grid> grids;
 
 u8* shared_memory() { return self().cluster->blocks[running->rank].memory.data(); }
 static u8* shared_of(Block& block, u32 address, u32 bytes) {
@@ -147,6 +160,18 @@ void block_part_arrive(int threads) {
 void cluster_arrive() {
     while (self().arrivals > 0) others_first();  // it releases what was done before
     self().cluster->whole.arrive_and_wait();
+}
+static void let_next(Block& block, Grid& grid) {
+    grid.holding -= !block.lets_next;
+    block.lets_next = true;
+}
+void let_next_start() {
+    let_next(block(), *self().grid);
+    perhaps_others();
+}
+void wait_for_previous() {
+    Grid* previous = self().grid->previous;
+    while (previous && previous->unfinished > 0) previous->ended.wait();
 }
 void cluster_begin() { self().begun = self().cluster->whole.arrive(); }
 void cluster_end() { self().cluster->whole.wait(self().begun); }
@@ -252,9 +277,9 @@ static void live() {
     for (;;) {
         Thread& t = self();
         try {
-            kernel(kernel_context);
+            t.grid->body(t.grid->context);
             block().whole.drop();
-            block().threads--;
+            if (--block().threads == 0) let_next(block(), *t.grid);
             t.cluster->warps[t.warp].meeting.drop();
             t.cluster->whole.drop();
         } catch (const std::exception& error) {
@@ -279,11 +304,13 @@ static void resume(Thread& t) {
     setcontext(&t.start);
 }
 
-bool in_order;
-static std::unique_ptr<Cluster> start(dim3_ at, int blocks, int threads, int shared_bytes) {
+static std::unique_ptr<Cluster> start(Grid& grid) {
+    const dim3_ at = grid.waiting.back();
+    const int blocks = grid.blocks_y, threads = grid.threads;
+    grid.waiting.pop_back();
     auto cluster = std::make_unique<Cluster>();
     for (int b = 0; b < blocks; b++)
-        cluster->blocks.push_back({std::vector<u8>(shared_bytes, 0xFF), Meeting(threads), Meeting(), {}, threads});  // poisoned: NaN
+        cluster->blocks.push_back({std::vector<u8>(grid.shared_bytes, 0xFF), Meeting(threads), Meeting(), {}, threads});  // poisoned: NaN
     cluster->warps.resize(blocks * threads / 32);
     cluster->whole = Meeting(blocks * threads);
     const u32 others = 1u << draw(6);
@@ -295,6 +322,7 @@ static std::unique_ptr<Cluster> start(dim3_ at, int blocks, int threads, int sha
         idle.pop_back();
         (Place&)t = {{i % threads, 0, 0}, {at.x, i / threads, at.z}, i / threads};
         t.cluster = cluster.get();
+        t.grid = &grid;
         t.warp = i / 32;
         t.collectives = t.groups = t.arrivals = 0;
         t.products.clear();
@@ -323,43 +351,58 @@ static std::string deadlock(const std::vector<std::unique_ptr<Cluster>>& cluster
     return text;
 }
 
-void launch_threads(int grid_x, int grid_y, int grid_z, int threads, int shared_bytes, void (*body)(const void*), const void* context) {
-    if (!failure.empty()) return;  // of the launch before, which this one needs
-    kernel = body;
-    kernel_context = context;
-    std::vector<dim3_> waiting;
-    for (int i = 0; i < grid_x * grid_z; i++) {
+bool in_order;
+void launch_threads(int grid_x, int grid_y, int grid_z, int threads, int shared_bytes, void (*body)(const void*), void* context,
+                    void (*free_context)(void*)) {
+    Grid* previous = grids.empty() ? nullptr : &grids.back();
+    const int clusters = grid_x * grid_z;
+    grids.push_back({grid_y, threads, shared_bytes, body, context, free_context, {}, clusters * grid_y, clusters, previous, {}});
+    std::vector<dim3_>& waiting = grids.back().waiting;  // the last one starts first
+    for (int i = clusters - 1; i >= 0; i--) {
         waiting.push_back({i % grid_x, 0, i / grid_x});
-        if (!in_order) std::swap(waiting.back(), waiting[draw(i + 1)]);
+        if (!in_order) std::swap(waiting.back(), waiting[draw(waiting.size())]);
     }
-    if (in_order) std::reverse(waiting.begin(), waiting.end());  // who is last starts first
-    const size_t room = 1 + draw(3);
+}
+static void run_grids() {
+    const size_t room = 1u << draw(5);
     rare = lag_end ? 4 : 1u << (3 + draw(11));
     std::vector<std::unique_ptr<Cluster>> clusters;
-    try {
-        for (;;) {
-            while (clusters.size() < room && !waiting.empty()) {
-                clusters.push_back(start(waiting.back(), grid_y, threads, shared_bytes));
-                waiting.pop_back();
+    for (;;) {
+        for (Grid& grid : grids) {
+            while (clusters.size() < room && !grid.waiting.empty()) {
+                clusters.push_back(start(grid));
                 polls = 0;
             }
-            if (clusters.empty()) return;
-            while (!landings.empty() && (ready.empty() || landings.begin()->first <= turn)) {
-                turn = std::max(turn, landings.begin()->first);
-                const auto land = landings.extract(landings.begin());
-                land.mapped()();
-            }
-            if (ready.empty()) throw std::runtime_error(deadlock(clusters));
-            turn++;
-            std::swap(ready[draw(ready.size())], ready.back());
-            Thread& next = *ready.back();
-            ready.pop_back();
-            resume(next);
-            if (!failure.empty()) throw std::runtime_error(failure);
-            if (next.cluster->whole.all > 0) continue;
-            if (next.cluster->under_way) throw std::runtime_error("a cluster ends while bytes are on their way to it");
-            std::erase_if(clusters, [&](const auto& cluster) { return cluster.get() == next.cluster; });
+            if (grid.holding > 0) break;
         }
+        if (clusters.empty()) return;
+        while (!landings.empty() && (ready.empty() || landings.begin()->first <= turn)) {
+            turn = std::max(turn, landings.begin()->first);
+            const auto land = landings.extract(landings.begin());
+            land.mapped()();
+        }
+        if (ready.empty()) throw std::runtime_error(deadlock(clusters));
+        turn++;
+        std::swap(ready[draw(ready.size())], ready.back());
+        Thread& next = *ready.back();
+        ready.pop_back();
+        resume(next);
+        if (!failure.empty()) throw std::runtime_error(failure);
+        if (next.cluster->whole.all > 0) continue;
+        if (next.cluster->under_way) throw std::runtime_error("a cluster ends while bytes are on their way to it");
+        if (--next.grid->unfinished == 0) {
+            next.grid->ended.wake();
+            polls = 0;
+        }
+        std::erase_if(clusters, [&](const auto& cluster) { return cluster.get() == next.cluster; });
+    }
+}
+// Runs what was launched, in the order of a stream whose launches begin early; says what failed.
+extern "C" const char* run_launched() {
+    static std::string last;
+    failure.clear();
+    try {
+        run_grids();
     } catch (const std::exception& error) {
         failure = error.what();
         ready.clear();
@@ -370,9 +413,8 @@ void launch_threads(int grid_x, int grid_y, int grid_z, int threads, int shared_
             idle.push_back(&t);
         }
     }
-}
-extern "C" const char* take_failure() {
-    static std::string last;
+    for (Grid& grid : grids) grid.free_context(grid.context);
+    grids.clear();
     last = std::move(failure);
     failure.clear();
     return last.c_str();

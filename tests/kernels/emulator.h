@@ -46,8 +46,6 @@ DEVICE void copy_commit() {}
 template <int PENDING>
 DEVICE void copy_wait() {}
 DEVICE void copy_wait_all() {}
-DEVICE void let_next_start() {}
-DEVICE void wait_for_previous() {}
 DEVICE u32 max_pair(u32 a, u32 b) { return max(a & 0xFFFF, b & 0xFFFF) | (max(a >> 16, b >> 16) << 16); }
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
     u64 both = ((u64)b << 32) | a;
@@ -222,5 +220,6 @@ DEVICE void wgmma_e4m3(float* d, u64 a, u64 b, int add) { product_later(multiply
 template <class Body>
 static void launch(int grid_x, int grid_y, int grid_z, int threads, int shared_bytes, Body body) {
     auto call = [](const void* context) { (*(const Body*)context)(); };
-    launch_threads(grid_x, grid_y, grid_z, threads, shared_bytes, call, &body);
+    auto free_body = [](void* context) { delete (Body*)context; };
+    launch_threads(grid_x, grid_y, grid_z, threads, shared_bytes, call, new Body(body), free_body);
 }

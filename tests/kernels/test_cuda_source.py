@@ -87,6 +87,31 @@ def test_helpers_pass_on_what_others_leave(plan, m, n, k):
         assert torch.equal(emulation.linear(plan, x_MK, tiled, None, "none", n, lagging=lagging), y_MN)
 
 
+LAYERS = [
+    MmaPlan(4, 1, 2, 2, 2),
+    MmaPlan(8, 2, 2, 1, 2, chunk=2, x_stages=2),
+    WgmmaPlan(16, 1, 2, 2, 2),
+    WgmmaPlan(32, 1, 1, 4, 2, k_groups=2, helped=1),
+]
+
+
+@pytest.mark.parametrize("plan", LAYERS, ids=str)
+def test_layers_that_begin_before_the_last_one_has_ended(plan):
+    """Each has what the one before wrote as its x, arranged in memory that all of them use."""
+    m, n = min(20, plan.tokens), 128
+    weights = []
+    for seed in range(3):
+        codes, scales, _ = emulation.random_weight("nvfp4", n, n, seed)[1]
+        weights.append((codes, scales, torch.tensor(2.0**-8)))
+    x_MK = torch.randn(m, n).bfloat16()
+    wanted = [x_MK]
+    for tiled in weights:
+        wanted.append(emulation.linear(plan, wanted[-1], tiled, None, "none", n, rounded=True))
+    for _ in range(4):
+        outputs = emulation.linear_layers(plan, x_MK, weights)
+        assert [torch.equal(y_MN, right) for y_MN, right in zip(outputs, wanted[1:], strict=True)] == [True] * 3
+
+
 @pytest.mark.parametrize("plan", [MmaPlan(4, 1, 2, 2, 2), WgmmaPlan(32, 1, 2, 2, 2)], ids=str)
 def test_one_hot_rows_return_exact_columns(plan):
     n, k = 40, 192

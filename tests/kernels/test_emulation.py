@@ -22,6 +22,7 @@ extern "C" void run(u32* counter, int mistake) {
         if (mistake == 4) store_shared(56, make_uint4(0, 0, 0, 0));
         if (mistake == 5) store_shared(80, make_uint4(0, 0, 0, 0));
         if (mistake == 6 && blockIdx.y == 0) return;
+        for (int i = 0; mistake == 6 && tid == 0 && i < 64; i++) load_acquire(counter);  // so that the other block has ended
         if (tid == 0) barrier_arrive_at(16, other);
         if (mistake != 7 && mistake != 6) cluster_sync();
     });
@@ -48,3 +49,26 @@ def test_a_mistake_is_named_and_the_next_launch_is_right(mistake, message):
         for _ in range(20):  # in some orders it does no harm
             run(mistake)
     run(0)
+
+
+CHAIN = """
+extern "C" void run(u32* counted, u32* seen, int waits) {
+    launch(3, 1, 1, 32, 16, [=] {
+        let_next_start();
+        if (threadIdx.x == 0) add_release(counted, 1);
+    });
+    launch(1, 1, 1, 32, 16, [=] {
+        if (waits) wait_for_previous();
+        if (threadIdx.x == 0) *seen = load_acquire(counted);
+    });
+}"""
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_kernel_begins_early_and_waits_where_it_says_so(waits):
+    found = set()
+    for _ in range(50):
+        counted, seen = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
+        emulation._call(("ring.cuh",), {"FP16": 0}, CHAIN, [counted, seen, int(waits)])
+        found.add(seen.item())
+    assert found == {3} if waits else len(found) > 1

@@ -120,6 +120,21 @@ def test_any_order_gives_the_same_bits(head_steps, m, n, k, clusters):
             assert torch.equal(again, first), lagging
 
 
+@pytest.mark.parametrize(("head_rows", "m", "clusters"), [(128, 150, 2), (128, 20, 1), (1024, 150, 1)])
+def test_layers_that_begin_before_the_last_one_has_ended(head_rows, m, clusters):
+    """Each has what the one before wrote as its x, in memory that both use: image, decoded weight, the counters in turns."""
+    plan, n = W4A8Plan(64, 2, 1, head_rows), 272
+    weights = [weight_of(n, n), weight_of(n, n), weight_of(n, n)]
+    weights[1] = (weights[1][0].flip(0).contiguous(), *weights[1][1:])
+    x_MK = rows_of(m, n, BF16)
+    wanted = [x_MK]
+    for tiled in weights:
+        wanted.append(emulation.run_w4a8(plan, wanted[-1], tiled, None, "none", n, clusters))
+    for lagging in (range(0), CONSUMERS, COPIER, PRODUCERS):
+        outputs = emulation.run_w4a8_layers(plan, x_MK, weights, None, "none", n, clusters, lagging)
+        assert [torch.equal(y_MN, right) for y_MN, right in zip(outputs, wanted[1:], strict=True)] == [True] * 3
+
+
 DIVIDE_MAIN = """
 extern "C" void run(int* wrong) {
     for (int b = 1; b < 8192; b++)
