@@ -14,6 +14,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -257,13 +258,13 @@ def group_seconds(device: torch.device, update: str = "level0", passes: int = 1)
             optimizer.step()
             optimizer.zero_grad()
 
-        step_streamed()  # compiles AdamW, and learns the order of the groups
-        finish = _finish(device)
-        times = [quick(steps_seconds(step, finish)) for step in (step_plain, step_streamed)]
         engine = offload_of(streamed)
         assert engine is not None, "it was just put into the stack"
-        engine.finish()
-        engine.close()
+        with closing(engine):
+            step_streamed()  # compiles AdamW, and learns the order of the groups
+            finish = _finish(device)
+            times = [quick(steps_seconds(step, finish)) for step in (step_plain, step_streamed)]
+            engine.finish()
     return max(0.0, times[1] - times[0]) / (GROUPS_STREAMED * passes)
 
 
