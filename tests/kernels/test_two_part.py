@@ -156,6 +156,30 @@ def test_kernel_source_within_the_bound_of_float64(plan, m, n, k):
 
 @emulation.needs_compiler
 @pytest.mark.parametrize(
+    "plan", [TwoPartPlan(4, 2, 1, 2, 2, 8192), TwoPartPlan(4, 1, 2, 2, 2, 8192, chunk=2, x_stages=2)], ids=str
+)
+def test_layers_that_begin_before_the_last_one_has_ended(plan):
+    """Each has what the one before wrote as its x."""
+    n, x_MK = 128, torch.randn(3, 128).bfloat16()
+    codes, fine, scales, _ = two_part_layout.to_tiled(*random_parts(n, n)[1], n, n)
+    tiled = (codes, fine, scales, torch.tensor(2.0**-9))
+    written = torch.full((8, 3, n), torch.nan, dtype=torch.bfloat16)
+
+    def call(x, y):
+        grid = (-(-n // (32 * plan.row_warps)), 1, plan.shared_bytes(n))
+        return [x, *tiled, None, y, 3, n, n, 0, *plan.chunks(n), *grid]
+
+    for x, y in zip([x_MK, *written[:3]], written[:4], strict=True):
+        emulation._call(two_part_cuda.FILES, plan.macros(), MAIN, call(x, y))
+    calls = [call(x, y) for x, y in zip([x_MK, *written[4:7]], written[4:], strict=True)]
+    for _ in range(4):
+        written[4:] = torch.nan
+        emulation._call_all(two_part_cuda.FILES, plan.macros(), MAIN, calls)
+        assert torch.equal(written[4:], written[:4])
+
+
+@emulation.needs_compiler
+@pytest.mark.parametrize(
     ("dtype", "n", "k"), [(torch.bfloat16, 33, 77), pytest.param(torch.float32, 40, 136, marks=pytest.mark.slow)]
 )
 def test_dequantize_source_is_the_oracle(dtype, n, k):
