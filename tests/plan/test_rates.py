@@ -12,6 +12,7 @@ import torch
 from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.offload import update_rates
+from vblackwell.offload.enable import offload_of
 from vblackwell.offload.streamed import Wishes
 from vblackwell.offload.timing import streamed_times
 from vblackwell.offload.update_rates import HomeUpdate
@@ -86,6 +87,25 @@ def test_a_streamed_group_takes_the_host_a_while(monkeypatch):
     monkeypatch.setattr(measuring, "STEPS_ISSUED", 3)
     monkeypatch.setattr(measuring, "WARM_SECONDS", 0.0)
     assert 1e-5 < measuring.group_seconds(torch.device("cpu")) < 1.0
+
+
+def test_a_group_whose_step_fails_gives_everything_back(monkeypatch):
+    engines = []
+
+    def fail(step, finish):
+        step()
+        raise RuntimeError("no more memory")
+
+    def found(model):
+        engines.append(offload_of(model))
+        return engines[-1]
+
+    monkeypatch.setattr(measuring, "GROUPS_STREAMED", 3)
+    monkeypatch.setattr(measuring, "steps_seconds", fail)
+    monkeypatch.setattr(measuring, "offload_of", found)
+    with pytest.raises(RuntimeError, match="no more memory"):
+        measuring.group_seconds(torch.device("cpu"))
+    assert not engines[0].finalizer.alive
 
 
 def test_issuing_an_operator_takes_microseconds(monkeypatch):

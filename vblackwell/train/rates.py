@@ -245,22 +245,22 @@ def group_seconds(device: torch.device, update: str = "level0", passes: int = 1)
         enable_vgpu_stack_optimization(
             streamed, stack, placement="streamed", update=update, compute_dtype=dtype, weight_bytes=GROUP_WEIGHTS
         )  # fmt: skip
-        optimizer = VGPUAdamW(streamed.parameters(), update_in_backward=True, undo=False, accumulation_steps=passes)
-
-        def step_plain() -> None:
-            for _ in range(passes):
-                plain(x).sum().backward()
-            plain.zero_grad(set_to_none=True)
-
-        def step_streamed() -> None:
-            for _ in range(passes):
-                streamed(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
         engine = offload_of(streamed)
         assert engine is not None, "it was just put into the stack"
         with closing(engine):
+            optimizer = VGPUAdamW(streamed.parameters(), update_in_backward=True, undo=False, accumulation_steps=passes)
+
+            def step_plain() -> None:
+                for _ in range(passes):
+                    plain(x).sum().backward()
+                plain.zero_grad(set_to_none=True)
+
+            def step_streamed() -> None:
+                for _ in range(passes):
+                    streamed(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
             step_streamed()  # compiles AdamW, and learns the order of the groups
             finish = _finish(device)
             times = [quick(steps_seconds(step, finish)) for step in (step_plain, step_streamed)]
