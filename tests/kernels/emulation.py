@@ -2,8 +2,8 @@
 
 Every CUDA thread becomes a coroutine and barriers stay barriers, so that indexing, staging, padding, reductions across warps and
 clusters, and the decode run as written. Shared memory starts as NaN. Who goes on when, and when copies land, is drawn anew for each
-launch; a kernel begins before the previous one has ended
-where that one allows it. What stays unseen is the hardware: orders of memory that only it has, and speed.
+launch; a kernel begins before the previous one has ended where that one allows it. What stays unseen is the hardware: orders of
+memory that only it has, and speed.
 """
 
 from __future__ import annotations
@@ -150,13 +150,15 @@ def _call_all(
     library.run_launched.restype = ctypes.c_char_p
     for name, value in (("lag_first", lagging.start), ("lag_end", lagging.stop)):
         ctypes.c_int.in_dll(library, name).value = value
-    for args in calls:
-        library.run(
-            *(
-                kinds[type(arg)](arg) if type(arg) in kinds else ctypes.c_void_p(0 if arg is None else arg.data_ptr())
-                for arg in args
-            )
-        )
+    values = [
+        [
+            kinds[type(arg)](arg) if type(arg) in kinds else ctypes.c_void_p(0 if arg is None else arg.data_ptr())
+            for arg in args
+        ]
+        for args in calls
+    ]
+    for each in values:  # which are launched, not yet run
+        library.run(*each)
     if failure := library.run_launched().decode():
         raise EmulationError(f"{files[-1]} with {macros}: {failure}")
 
@@ -202,7 +204,7 @@ def linear_layers(
     layers: Sequence[tuple[Tensor, Tensor, Tensor]],
     lagging: range = range(0),
 ) -> list[Tensor]:
-    """Rounded outputs of square weights, each the next one's x, of launches that begin early and share memory, as PyTorch gives it out."""
+    """Rounded outputs of square weights, each the next one's x, of launches that begin early and share what a layer needs besides."""
     m, k = x_MK.shape
     written = [torch.full_like(x_MK, torch.nan) for _ in layers]
     each = list(zip([x_MK, *written[:-1]], layers, written, strict=True))
@@ -289,7 +291,7 @@ def run_w4a8_layers(
 ) -> list[Tensor]:
     """Outputs of `run_w4a8` with one weight after the other, each of which is the next one's x (then N is K).
 
-    They share what PyTorch would give each of them again, and the counters as ``kernels/counters.py`` hands them out.
+    They share all that a layer needs besides, and the counters as ``kernels/counters.py`` hands them out.
     """
     m, k = x_MK.shape
     assert len(layers) == 1 or n == k

@@ -71,7 +71,7 @@ HELPED = [  # plan, rows, n, k
         712,
     ),  # a second helper with two tiles; two columns; a part of a tile
     (WgmmaPlan(32, 1, 1, 6, 2, k_groups=3, helped=3), 20, 200, 712),  # a K group that adds less than the others
-    (WgmmaPlan(32, 1, 1, 4, 2, k_groups=2, helped=20), 20, 40, 520),  # all windows
+    (WgmmaPlan(32, 1, 1, 4, 2, k_groups=2, helped=20), 20, 40, 264),  # all windows
     (WgmmaPlan(16, 1, 1, 4, 2, k_groups=2, helped=1), 9, 140, 60),  # the only one
 ]
 

@@ -22,10 +22,20 @@ extern "C" void run(u32* counter, int mistake) {
         if (mistake == 4) store_shared(56, make_uint4(0, 0, 0, 0));
         if (mistake == 5) store_shared(80, make_uint4(0, 0, 0, 0));
         if (mistake == 6 && blockIdx.y == 0) return;
-        for (int i = 0; mistake == 6 && tid == 0 && i < 64; i++) load_acquire(counter);  // so that the other block has ended
+        const bool late = mistake == 6 || (mistake == 7 && blockIdx.y == 1);  // so that the other block has ended
+        for (int i = 0; late && tid == 0 && i < 64; i++) load_acquire(counter);
         if (tid == 0) barrier_arrive_at(16, other);
         if (mistake != 7 && mistake != 6) cluster_sync();
     });
+}"""
+LAUNCH = """
+extern "C" void run(int waits) {
+    launch(1, 1, 1, 32, 16, [=] {
+        let_next_start();
+        barrier_init(8, 2);
+        barrier_wait(8, 0);
+    });
+    launch(1, 1, 1, 32, 16, [=] { wait_for_previous(); });
 }"""
 CASES = [
     (1, "no barrier at 8"),
@@ -51,10 +61,20 @@ def test_a_mistake_is_named_and_the_next_launch_is_right(mistake, message):
     run(0)
 
 
+def test_who_waits_for_a_launch_is_named():
+    for _ in range(20):  # in some orders there is no room beside the first one
+        with pytest.raises(emulation.EmulationError, match="nobody can go on") as caught:
+            emulation._call(("ring.cuh",), {"FP16": 0}, LAUNCH, [0])
+        if "32 threads wait for the end of launch 0" in str(caught.value):
+            return
+    raise AssertionError("never named")
+
+
 CHAIN = """
 extern "C" void run(u32* counted, u32* seen, int waits) {
     launch(3, 1, 1, 32, 16, [=] {
         let_next_start();
+        for (int i = 0; threadIdx.x == 0 && i < 64; i++) load_acquire(counted);
         if (threadIdx.x == 0) add_release(counted, 1);
     });
     launch(1, 1, 1, 32, 16, [=] {
