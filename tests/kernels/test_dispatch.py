@@ -109,12 +109,6 @@ def test_tokens_that_blocks_would_not_share_by_eights_are_refused(tokens, splits
     assert fp4_plan.WgmmaPlan(8 * splits, 1, splits, 2).splits == splits
 
 
-@pytest.mark.parametrize(("groups", "splits", "k_groups"), [(2, 1, 2), (1, 2, 2), (1, 1, 1)])
-def test_helpers_beside_blocks_that_they_cannot_help_are_refused(groups, splits, k_groups):
-    with pytest.raises(ConfigurationError, match="helpers are for"):
-        fp4_plan.WgmmaPlan(64, groups, splits, 8, k_groups=k_groups, helped=3)
-
-
 @pytest.mark.parametrize(("tokens", "row_warps", "splits"), [(32, 1, 2), (16, 1, 3), (4, 2, 5)])
 def test_outputs_that_blocks_would_not_share_evenly_are_refused(tokens, row_warps, splits):
     with pytest.raises(ConfigurationError, match="splits that divide"):

@@ -123,7 +123,6 @@ class WgmmaPlan:
         prefetch: windows of weights a warp has in flight, an even number.
         min_blocks: blocks the compiler must fit on a multiprocessor.
         k_groups: sets of ``groups`` warpgroups that take turns at the windows.
-        helped: windows at the end of K that a block leaves to a helper, a block that does those of ``k_groups`` others.
     """
 
     tokens: int
@@ -133,7 +132,6 @@ class WgmmaPlan:
     prefetch: int = 4
     min_blocks: int = 1
     k_groups: int = 1
-    helped: int = 0
 
     def __post_init__(self) -> None:
         """Raises ConfigurationError where a stage of x would go from one K group to another, or a group would wait for itself.
@@ -151,20 +149,11 @@ class WgmmaPlan:
             )
         if self.prefetch % 2:
             raise ConfigurationError(f"{self.prefetch} windows in flight: wgmma's ring takes an even number")
-        if self.helped and (self.groups, self.splits, min(2, self.k_groups)) != (1, 1, 2):
-            raise ConfigurationError(
-                f"{self.groups} groups, {self.splits} splits, {self.k_groups} K groups: helpers are for blocks of one group "
-                "and several K groups that no cluster splits"
-            )
 
     @property
     def consumers(self) -> int:
         """Warpgroups that multiply."""
         return self.groups * self.k_groups
-
-    def helpers(self, n: int) -> int:
-        """Blocks of a launch that help others: they come first, so that nobody waits for one that has no place yet."""
-        return ceil_div(ceil_div(n, 64), self.k_groups) if self.helped else 0
 
     @property
     def fragments(self) -> int:
@@ -195,8 +184,8 @@ class WgmmaPlan:
     def macros(self, fp16: bool, out32: bool = False) -> dict[str, int]:
         return {
             "FP16": int(fp16), "TOKENS": self.tokens, "GROUPS": self.groups, "KGROUPS": self.k_groups, "SPLITS": self.splits,
-            "HELPED": self.helped, "FRAGMENTS": self.fragments, "STAGES": self.stages, "PREFETCH": self.prefetch,
-            "REGISTERS": self.registers, "COPY_REGISTERS": COPY_REGISTERS, "AT_LAUNCH": self.at_launch, "OUT32": int(out32),
+            "FRAGMENTS": self.fragments, "STAGES": self.stages, "PREFETCH": self.prefetch, "REGISTERS": self.registers,
+            "COPY_REGISTERS": COPY_REGISTERS, "AT_LAUNCH": self.at_launch, "OUT32": int(out32),
         }  # fmt: skip
 
     @property
