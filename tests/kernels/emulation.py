@@ -118,7 +118,7 @@ def _call(
     files: tuple[str, ...],
     macros: dict[str, int],
     main: str,
-    args: Sequence[Tensor | float | None],
+    args: Args,
     lagging: range = range(0),
 ) -> None:
     """`_call_all` of one."""
@@ -129,7 +129,7 @@ def _call_all(
     files: tuple[str, ...],
     macros: dict[str, int],
     main: str,
-    calls: Sequence[Sequence[Tensor | float | None]],
+    calls: Sequence[Args],
     lagging: range = range(0),
 ) -> None:
     """Runs ``main`` with the arguments of one call behind the other's in a stream, whose kernels begin as early as they may.
@@ -284,11 +284,10 @@ def run_w4a8_layers(
     lengths += [4 * STALE] * 2 + [2 * m * n] * len(layers)
     assert sizes.counters <= STALE
     written = [torch.full((length + BEHIND,), 0xFF, dtype=torch.uint8) for length in lengths]
-    image, weight, scale_M, *counters = written[:5]
+    (image, weight, scale_M, *counters), outputs = written[:5], written[5:]
     counters[0][: 4 * STALE] = 0
     calls, used = [], STALE
-    for turn, (tiled, y) in enumerate(zip(layers, written[5:], strict=True)):
-        x = written[4 + turn] if turn else x_MK
+    for turn, (x, tiled, y) in enumerate(zip([x_MK, *outputs[:-1]], layers, outputs, strict=True)):
         now, stale = counters[turn % 2], counters[1 - turn % 2]
         args = [x, image, scale_M, *tiled, fp4_cuda.row_tops(tiled[1], n, k), bias, y, weight, now, stale, used]
         shape = [m, n, k, reference.ACTIVATIONS.index(activation)]
@@ -298,7 +297,7 @@ def run_w4a8_layers(
     for length, buffer in zip(lengths, written, strict=True):
         assert (buffer[length:] == 0xFF).all(), "written behind its end"
     assert not counters[len(layers) % 2][: 4 * STALE].any(), "counters of the launch before are left"
-    return [y[: 2 * m * n].view(x_MK.dtype).view(m, n) for y in written[5:]]
+    return [y[: 2 * m * n].view(x_MK.dtype).view(m, n) for y in outputs]
 
 
 def random_weight(format: str, n: int, k: int, seed: int = 0) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:

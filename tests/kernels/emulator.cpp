@@ -28,6 +28,10 @@ void cluster_arrive() {
     while (self().arrivals > 0) others_first();  // it releases what was done before
     self().cluster->whole.arrive_and_wait();
 }
+void cluster_begin() { self().begun = self().cluster->whole.arrive(); }
+void cluster_end() { self().cluster->whole.wait(self().begun); }
+int cluster_blocks() { return (int)self().cluster->blocks.size(); }
+
 static void let_next(Block& block, Grid& grid) {
     grid.holding -= !block.lets_next;
     block.lets_next = true;
@@ -36,13 +40,11 @@ void let_next_start() {
     let_next(block(), *self().grid);
     perhaps_others();
 }
+// For the launch before alone, as on a GPU: what that one has not waited for may still run.
 void wait_for_previous() {
     Grid* previous = self().grid->previous;
     while (previous && previous->unfinished > 0) previous->ended.wait();
 }
-void cluster_begin() { self().begun = self().cluster->whole.arrive(); }
-void cluster_end() { self().cluster->whole.wait(self().begun); }
-int cluster_blocks() { return (int)self().cluster->blocks.size(); }
 
 // `polls`: of counters in global memory, since anything happened that somebody may wait for.
 static int polls;
