@@ -95,14 +95,25 @@ def wgmma_plans(m: int, n: int, k: int) -> Iterator[WgmmaPlan]:
         if tokens > max(m, 16) or tokens < min(m, 64) or columns > 2 or consumers > 4:
             continue
         blocks = -(-n // (64 * groups)) * splits * columns
-        if not (_fills(blocks, 1) or _fills(blocks, most)):
-            continue
+        alone, helped = _fills(blocks, 1) or _fills(blocks, most), _fills(blocks * (k_groups + 1) // k_groups, 1)
         plan = WgmmaPlan(tokens, groups, splits, 12, 4, most, k_groups)
         for stages in (8, 6, 5, 4) if k_groups == 4 else (6, 5, 4):
             if goes_round(stages, k_groups) and replace(plan, stages=stages).fits():
                 plan = replace(plan, stages=stages)
-                yield plan
+                yield from [plan] if alone else []
+                yield from helped_plans(plan, blocks, n, k) if helped else []
                 break
+
+
+def helped_plans(plan: WgmmaPlan, blocks: int, n: int, k: int) -> Iterator[WgmmaPlan]:
+    """``plan`` with helpers, where they have room beside its ``blocks``, and as much to do as the others or a little less."""
+    if (plan.groups, plan.splits, plan.min_blocks) != (1, 1, 1) or plan.k_groups == 1:
+        return
+    even = -(-k // 64) // (plan.k_groups + 1)
+    for windows in (even, even - 1, even - 2, even - 3, even - 4, even - 6):
+        helped = replace(plan, helped=max(1, windows))
+        if blocks * (1 + helped.helpers(n) / -(-n // 64)) <= 132:
+            yield helped
 
 
 def plans(m: int, n: int, k: int) -> list[Plan]:
@@ -172,6 +183,7 @@ def family(plan: Plan) -> str:
     words = ["K groups"] if plan.k_groups > 1 else []
     words += ["split"] if plan.splits > 1 else []
     words += ["of 16"] if plan.tokens == 16 else []
+    words += ["helped"] if plan.helped else []
     return " ".join(["wgmma", *words])
 
 
@@ -301,7 +313,7 @@ def brief(plan: Plan) -> str:
         )
     return (
         f"wgmma t{plan.tokens} g{plan.groups} kg{plan.k_groups} s{plan.splits} st{plan.stages} pf{plan.prefetch}"
-        f" mb{plan.min_blocks}"
+        f" mb{plan.min_blocks} h{plan.helped}"
     )
 
 

@@ -56,6 +56,15 @@ extern "C" void run(const u16* x, u8* image, const u8* codes, const u8* scales, 
     launch(ax, gz, 1, ARRANGE_THREADS, 16, [=] { arrange(x, image, M, K); });
     launch(gx, SPLITS, gz, THREADS, shared, [=] { fp4_wgmma(image, codes, scales, ts, bias, y, M, N, K, act, first); });
 }"""
+_HELPED_MAIN = """
+extern "C" void run(const u16* x, u8* image, const u8* codes, const u8* scales, const float* ts, const u16* bias, void* y,
+                    int M, int N, int K, int act, int first, float4* passed, u32* counters, int ax, int gx, int gz, int shared) {
+    launch(ax, gz, 1, ARRANGE_THREADS, 16, [=] { arrange(x, image, M, K, counters, (N + 63) / 64); });
+    in_order = true;
+    launch(gx, SPLITS, gz, THREADS, shared,
+           [=] { fp4_wgmma(image, codes, scales, ts, bias, y, M, N, K, act, first, passed, counters); });
+    in_order = false;
+}"""
 _DEQUANTIZE_MAIN = """
 extern "C" void run(const u8* codes, const u8* scales, const float* ts, u8* w, int N, int K, int gx, int gy, int shared) {
     for (int y = 0; y < gy; y++)
@@ -164,6 +173,7 @@ def linear(
     norm: fp4_cuda.Norm | None = None,
     rounded: bool = False,
     processors: int = fp4_plan.MULTIPROCESSORS,
+    lagging: range = range(0),
 ) -> Tensor:
     """Output of the kernel of ``plan``, an mma plan with ``norm``: fp32, or ``rounded`` to the type of x; starts as NaN."""
     x_MK, k = fp4_cuda.aligned(x_MK)
@@ -181,10 +191,10 @@ def linear(
     elif isinstance(plan, MmaPlan):
         _call(fp4_plan.MMA_FILES, plan.macros(fp16, not rounded), _MMA_MAIN, _mma_call(plan, x_MK, args))
     else:
-        image = _image(plan, m, k)
+        scratch = _scratch(plan, m, n, k)
         for rows in fp4_plan.launches(plan, m, n, processors):
-            macros = rows.plan.macros(fp16, not rounded)
-            _call(fp4_plan.WGMMA_FILES, macros, _WGMMA_MAIN, _wgmma_call(rows, x_MK, image, args))
+            main, macros = _HELPED_MAIN if plan.helped else _WGMMA_MAIN, rows.plan.macros(fp16, not rounded)
+            _call(fp4_plan.WGMMA_FILES, macros, main, _wgmma_call(rows, x_MK, args, scratch), lagging)
     return y_MN
 
 
@@ -192,6 +202,7 @@ def linear_layers(
     plan: MmaPlan | WgmmaPlan,
     x_MK: Tensor,
     layers: Sequence[tuple[Tensor, Tensor, Tensor]],
+    lagging: range = range(0),
 ) -> list[Tensor]:
     """Rounded outputs of square weights, each the next one's x, of launches that begin early and share what a layer needs besides."""
     m, k = x_MK.shape
@@ -200,11 +211,12 @@ def linear_layers(
     macros = plan.macros(x_MK.dtype == torch.float16)
     if isinstance(plan, MmaPlan):
         calls = [_mma_call(plan, x, [*tiled, None, y, m, k, k, 0]) for x, tiled, y in each]
-        _call_all(fp4_plan.MMA_FILES, macros, _MMA_MAIN, calls)
+        _call_all(fp4_plan.MMA_FILES, macros, _MMA_MAIN, calls, lagging)
     else:
-        (rows,), image = fp4_plan.launches(plan, m, k), _image(plan, m, k)
-        calls = [_wgmma_call(rows, x, image, [*tiled, None, y, m, k, k, 0]) for x, tiled, y in each]
-        _call_all(fp4_plan.WGMMA_FILES, macros, _WGMMA_MAIN, calls)
+        (rows,), scratch = fp4_plan.launches(plan, m, k), _scratch(plan, m, k, k)
+        calls = [_wgmma_call(rows, x, [*tiled, None, y, m, k, k, 0], scratch) for x, tiled, y in each]
+        main = _HELPED_MAIN if plan.helped else _WGMMA_MAIN
+        _call_all(fp4_plan.WGMMA_FILES, macros, main, calls, lagging)
     return written
 
 
@@ -213,15 +225,20 @@ def _mma_call(plan: MmaPlan, x_MK: Tensor, args: Args) -> Args:
     return [x_MK, *args, *plan.chunks(k), -(-n // (32 * plan.row_warps)), -(-m // plan.tokens), plan.shared_bytes(k)]
 
 
-def _wgmma_call(rows: fp4_plan.Rows, x_MK: Tensor, image: Tensor, args: Args) -> Args:
-    (m, k), plan = x_MK.shape, rows.plan
-    grid = (-(-k // 64 * plan.tokens * 8 // 256), rows.blocks, -(-m // plan.tokens))
-    return [x_MK, image, *args, rows.first, *grid, plan.shared_bytes()]
+def _wgmma_call(rows: fp4_plan.Rows, x_MK: Tensor, args: Args, scratch: list[Tensor]) -> Args:
+    (m, k), n, plan = x_MK.shape, args[-3], rows.plan
+    image, *passed = scratch
+    grid = (-(-k // 64 * plan.tokens * 8 // 256), plan.helpers(n) + rows.blocks, -(-m // plan.tokens))
+    return [x_MK, image, *args, rows.first, *passed, *grid, plan.shared_bytes()]
 
 
-def _image(plan: WgmmaPlan, m: int, k: int) -> Tensor:
-    """Room for what ``arrange`` makes of x, of NaN."""
-    return torch.full((-(-m // plan.tokens) * -(-k // 64) * plan.tokens * 128,), 0xFF, dtype=torch.uint8)
+def _scratch(plan: WgmmaPlan, m: int, n: int, k: int) -> list[Tensor]:
+    """The image of x, and what helpers pass on, of NaN."""
+    image = torch.empty(-(-m // plan.tokens) * -(-k // 64) * plan.tokens * 128, dtype=torch.uint8)
+    buffers = [image, *(buffer for buffer in fp4_cuda.passed_sums(plan, m, n, image.device) if buffer is not None)]
+    for buffer in buffers:
+        buffer.view(torch.uint8).fill_(0xFF)
+    return buffers
 
 
 def dequantize(tiled: tuple[Tensor, Tensor, Tensor], n: int, k: int, dtype: torch.dtype) -> Tensor:

@@ -49,6 +49,10 @@ WGMMA = [  # K groups, clusters, both, one and two blocks a multiprocessor, one 
     (WgmmaPlan(128, 2, 2, 6, k_groups=2), [(128, 6144, 4096), (250, 130, 200), (64, 70, 64)]),
     (WgmmaPlan(128, 1, 1, 8, k_groups=4), [(128, 6144, 4096), (250, 130, 520)]),
     (WgmmaPlan(128, 3, 2, 6), [(128, 4096, 4096), (250, 130, 200)]),
+    # helpers: for each four or three tiles of rows, and fewer; more windows than there are
+    (WgmmaPlan(128, 1, 1, 8, k_groups=4, helped=12), [(128, 6144, 4096), (250, 330, 1032), (64, 70, 520)]),
+    (WgmmaPlan(128, 1, 1, 6, k_groups=3, helped=13), [(128, 6144, 4096), (250, 330, 1032)]),
+    (WgmmaPlan(64, 1, 1, 6, k_groups=3, helped=12), [(64, 6144, 4096), (130, 330, 2000), (64, 70, 520)]),
     (WgmmaPlan(256, 1, 1, 6, k_groups=2), [(256, 4096, 4096), (250, 130, 200)]),
     (
         WgmmaPlan(256, 2, 1, 6),

@@ -24,6 +24,7 @@ UNUSED = [  # shapes of blocks that no rule takes: fewest and most K groups
     WgmmaPlan(64, 1, 2, 6, k_groups=3),
     WgmmaPlan(128, 2, 2, 6, k_groups=2),
     WgmmaPlan(64, 2, 4, 8, k_groups=2),
+    WgmmaPlan(128, 1, 1, 8, k_groups=4, helped=12),
 ]
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 

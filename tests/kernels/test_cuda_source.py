@@ -63,11 +63,35 @@ def test_a_last_round_of_half_as_high_blocks(m, n, processors, halves):
     assert torch.equal(rounded, y_MN.bfloat16())
 
 
+HELPED = [  # plan, rows, n, k
+    (
+        WgmmaPlan(64, 1, 1, 8, 2, k_groups=4, helped=2),
+        70,
+        330,
+        712,
+    ),  # a second helper with two tiles; two columns; a part of a tile
+    (WgmmaPlan(32, 1, 1, 6, 2, k_groups=3, helped=3), 20, 200, 712),  # a K group that adds less than the others
+    (WgmmaPlan(32, 1, 1, 4, 2, k_groups=2, helped=20), 20, 40, 264),  # all windows
+    (WgmmaPlan(16, 1, 1, 4, 2, k_groups=2, helped=1), 9, 140, 60),  # the only one
+]
+
+
+@pytest.mark.parametrize(("plan", "m", "n", "k"), HELPED, ids=str)
+def test_helpers_pass_on_what_others_leave(plan, m, n, k):
+    """Sums start as NaN and counters as what they are not, and the order in which blocks come to each other's is drawn for each launch."""
+    w_NK, tiled = emulation.random_weight("nvfp4", n, k)
+    x_MK = torch.randn(m, k).bfloat16()
+    y_MN = emulation.linear(plan, x_MK, tiled, None, "none", n)
+    assert emulation.error_over_bound(y_MN, x_MK, w_NK) <= 1
+    for lagging in (range(0), range(4 * plan.k_groups), range(4 * plan.k_groups, 4 * plan.k_groups + 4)):
+        assert torch.equal(emulation.linear(plan, x_MK, tiled, None, "none", n, lagging=lagging), y_MN)
+
+
 LAYERS = [
     MmaPlan(4, 1, 2, 2, 2),
     MmaPlan(8, 2, 2, 1, 2, chunk=2, x_stages=2),
     WgmmaPlan(16, 1, 2, 2, 2),
-    WgmmaPlan(32, 1, 1, 4, 2, k_groups=2),
+    WgmmaPlan(32, 1, 1, 4, 2, k_groups=2, helped=1),
 ]
 
 

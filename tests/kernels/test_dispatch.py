@@ -109,6 +109,12 @@ def test_tokens_that_blocks_would_not_share_by_eights_are_refused(tokens, splits
     assert fp4_plan.WgmmaPlan(8 * splits, 1, splits, 2).splits == splits
 
 
+@pytest.mark.parametrize(("groups", "splits", "k_groups"), [(2, 1, 2), (1, 2, 2), (1, 1, 1)])
+def test_helpers_beside_blocks_that_they_cannot_help_are_refused(groups, splits, k_groups):
+    with pytest.raises(ConfigurationError, match="helpers are for"):
+        fp4_plan.WgmmaPlan(64, groups, splits, 8, k_groups=k_groups, helped=3)
+
+
 @pytest.mark.parametrize(("tokens", "row_warps", "splits"), [(32, 1, 2), (16, 1, 3), (4, 2, 5)])
 def test_outputs_that_blocks_would_not_share_evenly_are_refused(tokens, row_warps, splits):
     with pytest.raises(ConfigurationError, match="splits that divide"):
@@ -127,10 +133,11 @@ def test_what_was_timed_is_taken_and_fits():
         plan = fp4_plan.plan_mma(m, n, k, True)
         assert (plan.row_warps, plan.k_warps, plan.splits) == (row_warps, k_warps, splits)
         assert plan.shared_bytes(k) <= 227 * 1024 // plan.min_blocks - 1024 and plan.chunk % k_warps == 0
-    for (m, n, k), (tokens, groups, k_groups, splits, blocks) in fp4_shapes.WGMMA.items():
+    for (m, n, k), (tokens, groups, k_groups, splits, blocks, helped) in fp4_shapes.WGMMA.items():
         for rows in (m // 2 + 1, m):
             plan = fp4_plan.plan_wgmma(rows, n, k)
             assert (plan.tokens, plan.groups, plan.k_groups, plan.splits) == (tokens, groups, k_groups, splits)
+            assert plan.helped == helped and plan.fits()
             assert plan.min_blocks == blocks and plan.shared_bytes() <= 227 * 1024 // blocks - 1024
 
 

@@ -112,15 +112,27 @@ def run_wgmma(
     m, windows, blocks = x_MK.shape[0], ceil_div(k, 64), ceil_div(x_MK.shape[0], plan.tokens)
     macros = plan.macros(_flags(x_MK), y_MN.dtype == torch.float32)
     image = torch.empty(blocks * windows * plan.tokens * 128, dtype=torch.uint8, device=x_MK.device)
+    passed, counters = passed_sums(plan, m, n, x_MK.device)
     arrange = kernel(WGMMA_FILES, "arrange", macros, x_MK.device)
-    arrange.launch((ceil_div(windows * plan.tokens * 8, 256), blocks, 1), 128, 0, (x_MK, image, m, k))
+    more = () if counters is None else (counters, ceil_div(n, 64))
+    arrange.launch((ceil_div(windows * plan.tokens * 8, 256), blocks, 1), 128, 0, (x_MK, image, m, k, *more))
     args = (image, codes, block_scales, tensor_scale, bias, y_MN, m, n, k, ACTIVATIONS.index(activation))
     for rows in launches(plan, m, n):
         flags = rows.plan.macros(_flags(x_MK), y_MN.dtype == torch.float32)
+        grid = (rows.plan.helpers(n) + rows.blocks, plan.splits, blocks)
+        more = () if passed is None else (passed, counters)
         kernel(WGMMA_FILES, "fp4_wgmma", flags, x_MK.device).launch(
-            (rows.blocks, plan.splits, blocks), rows.plan.threads, rows.plan.shared_bytes(), (*args, rows.first)
+            grid, rows.plan.threads, rows.plan.shared_bytes(), (*args, rows.first, *more)
         )
     return y_MN
+
+
+def passed_sums(plan: WgmmaPlan, m: int, n: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """What a plan's helpers write for each block: fp32 sums of its tile, and how many warps have written theirs; none without helpers."""
+    if not plan.helped:
+        return None, None
+    tiles = ceil_div(m, plan.tokens) * ceil_div(n, 64)
+    return torch.empty(tiles, plan.tokens, 64, device=device), torch.empty(tiles, dtype=torch.int32, device=device)
 
 
 def run_dequantize(

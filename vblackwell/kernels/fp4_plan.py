@@ -123,6 +123,7 @@ class WgmmaPlan:
         prefetch: windows of weights a warp has in flight, an even number.
         min_blocks: blocks the compiler must fit on a multiprocessor.
         k_groups: sets of ``groups`` warpgroups that take turns at the windows.
+        helped: windows at the end of K that a block leaves to a helper, a block that does those of ``k_groups`` others.
     """
 
     tokens: int
@@ -132,6 +133,7 @@ class WgmmaPlan:
     prefetch: int = 4
     min_blocks: int = 1
     k_groups: int = 1
+    helped: int = 0
 
     def __post_init__(self) -> None:
         """Raises ConfigurationError where a stage of x would go from one K group to another, or a group would wait for itself.
@@ -149,11 +151,20 @@ class WgmmaPlan:
             )
         if self.prefetch % 2:
             raise ConfigurationError(f"{self.prefetch} windows in flight: wgmma's ring takes an even number")
+        if self.helped and (self.groups, self.splits, min(2, self.k_groups)) != (1, 1, 2):
+            raise ConfigurationError(
+                f"{self.groups} groups, {self.splits} splits, {self.k_groups} K groups: helpers are for blocks of one group "
+                "and several K groups that no cluster splits"
+            )
 
     @property
     def consumers(self) -> int:
         """Warpgroups that multiply."""
         return self.groups * self.k_groups
+
+    def helpers(self, n: int) -> int:
+        """Blocks of a column of tokens that help others: they come first, so that nobody waits for one that has no place yet."""
+        return ceil_div(ceil_div(n, 64), self.k_groups) if self.helped else 0
 
     @property
     def fragments(self) -> int:
@@ -184,8 +195,8 @@ class WgmmaPlan:
     def macros(self, fp16: bool, out32: bool = False) -> dict[str, int]:
         return {
             "FP16": int(fp16), "TOKENS": self.tokens, "GROUPS": self.groups, "KGROUPS": self.k_groups, "SPLITS": self.splits,
-            "FRAGMENTS": self.fragments, "STAGES": self.stages, "PREFETCH": self.prefetch, "REGISTERS": self.registers,
-            "COPY_REGISTERS": COPY_REGISTERS, "AT_LAUNCH": self.at_launch, "OUT32": int(out32),
+            "HELPED": self.helped, "FRAGMENTS": self.fragments, "STAGES": self.stages, "PREFETCH": self.prefetch,
+            "REGISTERS": self.registers, "COPY_REGISTERS": COPY_REGISTERS, "AT_LAUNCH": self.at_launch, "OUT32": int(out32),
         }  # fmt: skip
 
     @property
@@ -197,8 +208,11 @@ class WgmmaPlan:
         sums = (self.k_groups * self.tokens * rows if self.k_groups > 1 else 0) * 4 + share * (rows + 4) * 4
         main = self.stages * self.tokens * 128 + 4 * self.consumers * self.prefetch * 640
         mail = (self.splits - 1) * share * rows * 4
-        barriers = 16 * self.stages + 8 * (self.splits > 1)  # two of a stage, one of the mail
-        return max(main, sums) + mail + barriers
+        barriers = 16 * self.stages + 8 * (
+            self.splits > 1 or self.helped > 0
+        )  # two of a stage, one of the mail or of a helper's sums
+        passed = self.tokens * rows * 4 if self.helped else 0
+        return max(main, sums) + mail + passed + barriers
 
     def fits(self) -> bool:
         """Whether ``min_blocks`` blocks find the registers and the shared memory that they need on a multiprocessor of Hopper."""
@@ -310,7 +324,8 @@ def plan_wgmma(m: int, n: int, k: int) -> WgmmaPlan:
     most_tokens = next((tokens for tokens in (16, 32, 64, 128) if m <= tokens), 256)
     fitting = [plan for plan in _wgmma_candidates(most_tokens) if plan.splits * plan.k_groups <= ceil_div(k, 64)]
     if timed := fp4_shapes.WGMMA.get((most_tokens, n, k)) if m <= 256 else None:
-        return next(plan for plan in fitting if _blocks(plan) == timed)
+        *blocks, helped = timed
+        return replace(next(plan for plan in fitting if _blocks(plan) == tuple(blocks)), helped=helped)
     if fills_with_many_rows(m, n):
         tokens, groups, k_groups = min(MANY_ROWS_US, key=lambda blocks: many_rows_us((m, n, k), blocks))
         whole = (tokens, groups, k_groups, 1, 1)

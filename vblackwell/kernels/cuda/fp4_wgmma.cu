@@ -10,15 +10,21 @@
 // A stage of x is TOKENS rows of 128 bytes with the 128-byte swizzle, columns inside a window permuted as the tiled layout
 // permutes them, zeros beyond K. A kernel before this one (`arrange`) has written that form, and a stage is one bulk copy.
 //
+// HELPED: windows at the end of K that a block leaves to a helper. A helper does those of KGROUPS neighbours, a warpgroup each, and passes the sums
+// on through global memory: where tiles of rows are too few for the GPU and splitting all of them would make too many. They come to shared memory
+// while the last windows pass; asked for behind those, they took what helpers save. Helpers are the first blocks of a column of tokens and wait
+// for no other; blocks start in their order, so who waits for a helper has it beside or behind him. `arrange` sets the counters to zero.
+//
 // FRAGMENTS: windows of decoded weights that a warpgroup holds. With 2 it decodes one while the tensor cores work on the other; with 1 it waits
 // for its products, which others have under way meanwhile, and has the registers to stand beside three more.
 //
-// Set by the launcher: FP16, TOKENS, GROUPS, KGROUPS, SPLITS, FRAGMENTS, STAGES (of each K group the same, two or more), PREFETCH (even),
+// Set by the launcher: FP16, TOKENS, GROUPS, KGROUPS, SPLITS, HELPED, FRAGMENTS, STAGES (of each K group the same, two or more), PREFETCH (even),
 // REGISTERS and COPY_REGISTERS (of a thread that multiplies, and of one that copies), OUT32, AT_LAUNCH: every thread's registers when a block
 // starts. They leave room for a block of `arrange`, that of the next product, which waits beside this kernel; so the next one's weights are on
 // their way while its x is arranged.
 static_assert(KGROUPS == 1 || (STAGES % KGROUPS == 0 && STAGES >= 2 * KGROUPS), "a stage belongs to one K group");
 static_assert(TOKENS % (8 * SPLITS) == 0, "the cluster's blocks share whole tiles of 8 tokens");
+static_assert(HELPED == 0 || (GROUPS == 1 && KGROUPS > 1 && SPLITS == 1), "a helper has a warpgroup for each of its tiles");
 static_assert(PREFETCH % 2 == 0, "slots of the ring and the two sets of fragments go round together");
 #define ROWS (64 * GROUPS)
 #define CONSUMERS (128 * GROUPS * KGROUPS)
@@ -34,7 +40,8 @@ static_assert(PREFETCH % 2 == 0, "slots of the ring and the two sets of fragment
 #define GROUP_SUMS (KGROUPS > 1 ? KGROUPS * TOKENS * ROWS * 4 : 0)  // of the K groups
 #define SUM_BYTES (GROUP_SUMS + SHARE * RED_STRIDE * 4)
 #define MAIL (MAIN_BYTES > SUM_BYTES ? MAIN_BYTES : SUM_BYTES)  // sums of the cluster's other blocks
-#define BARRIERS (MAIL + (SPLITS - 1) * SHARE * ROWS * 4)
+#define PASSED (MAIL + (SPLITS - 1) * SHARE * ROWS * 4)  // a helper's sums
+#define BARRIERS (PASSED + (HELPED ? TOKENS * ROWS * 4 : 0))
 
 extern "C" __global__ void
 #if SPLITS > 1
@@ -42,12 +49,29 @@ __cluster_dims__(1, SPLITS, 1)
 #endif
 __maxnreg__(AT_LAUNCH)  // without which registers do not move between warpgroups
 fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_scale, const u16* bias, void* y, int M,
-          int N, int K, int activation, int first_block) {
+          int N, int K, int activation, int first_block
+#if HELPED
+          , float4* passed, u32* passed_count
+#endif
+) {
     SHARED_MEMORY(memory);
     const int tid = threadIdx.x, lane = tid & 31, warp = warp_uniform(tid >> 5);
-    const int bands = (N + 31) / 32, windows = (K + 63) / 64, block = first_block + blockIdx.x;
+    const int bands = (N + 31) / 32, windows = (K + 63) / 64;
+#if HELPED
+    const int tiles = (N + 63) / 64, helpers = (tiles + KGROUPS - 1) / KGROUPS, block = (int)blockIdx.x - helpers, own = windows - min(HELPED, windows);
+    const bool helps = block < 0;
+    const int begin = helps ? own : 0, count = helps ? windows - own : own;
+#else
+    constexpr bool helps = false;
+    const int block = first_block + blockIdx.x;
     const int begin = windows * (int)blockIdx.y / SPLITS, count = windows * ((int)blockIdx.y + 1) / SPLITS - begin;
+#endif
+    const int stride = helps ? 1 : KGROUPS;  // from a warp's window to its next one
     const u32 shared = shared_address(memory), full = shared + BARRIERS, empty = full + 8 * STAGES;
+#if HELPED
+    const u32 passed_barrier = empty + 8 * STAGES;
+    if (tid == 0) barrier_init(passed_barrier, 1);
+#endif
 #if SPLITS > 1
     const u32 mail_barrier = empty + 8 * STAGES;
     if (tid == 0) {
@@ -55,7 +79,7 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
         barrier_expect(mail_barrier, (SPLITS - 1) * SHARE * ROWS * 4);
     }
 #endif
-    if (tid == 0) ring_init<STAGES>(full, empty, 4 * GROUPS);
+    if (tid == 0) ring_init<STAGES>(full, empty, helps ? CONSUMERS / 32 : 4 * GROUPS);
     __syncthreads();
 #if SPLITS > 1
     cluster_arrive_started();
@@ -67,6 +91,16 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
         if (tid == CONSUMERS) {
             wait_for_previous();
             ring_fill<STAGES, STAGE_BYTES>(shared, full, empty, x + ((u64)blockIdx.z * windows + begin) * STAGE_BYTES, count);
+#if HELPED
+            if (!helps) {  // a helper's sums, while the last windows pass
+                const int at = blockIdx.z * tiles + block;
+                barrier_expect(passed_barrier, TOKENS * ROWS * 4);
+                while (load_acquire(passed_count + at) < 4) {
+                }
+                publish_global();
+                copy_bulk(shared + PASSED, passed + (u64)at * (TOKENS * ROWS / 4), TOKENS * ROWS * 4, passed_barrier);
+            }
+#endif
         }
 #if SPLITS > 1
         warp_sync();
@@ -75,18 +109,19 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
     } else {
         take_registers<REGISTERS>();
         const int k_group = KGROUPS == 1 ? 0 : warp / (4 * GROUPS), row_warp = warp - k_group * 4 * GROUPS;
-        const int row16 = block * (ROWS / 16) + row_warp, band = min(row16 >> 1, bands - 1), half = row16 & 1;
-        const u64 first = (u64)band * windows + begin + k_group;
+        const int tile = helps ? blockIdx.x * KGROUPS + k_group : block, turn = helps ? 0 : k_group;
+        const int row16 = tile * (ROWS / 16) + row_warp, band = min(row16 >> 1, bands - 1), half = row16 & 1;
+        const u64 first = (u64)band * windows + begin + turn;
         const u8* from_codes = codes + first * 1024 + half * 512 + lane * 16;
         const u8* from_scales = scales + first * 128 + lane * 4;
-        const int mine = (count - k_group + KGROUPS - 1) / KGROUPS;  // windows of this warp
+        const int mine = (count - turn + stride - 1) / stride;  // windows of this warp
         const u32 ring_codes = shared + RINGS + warp * (PREFETCH * WINDOW_BYTES) + lane * 16;
         const u32 ring_scales = shared + RINGS + warp * (PREFETCH * WINDOW_BYTES) + 512 + lane * 4;
         // A window of this warp to a slot of its ring, by how many windows it lies behind the pointers.
         auto load = [&](int slot, int behind, bool wanted) {
             if (wanted) {
-                copy_async(ring_codes + slot * WINDOW_BYTES, from_codes + behind * (KGROUPS * 1024), 16);
-                copy_async_word(ring_scales + slot * WINDOW_BYTES, from_scales + behind * (KGROUPS * 128), 4);
+                copy_async(ring_codes + slot * WINDOW_BYTES, from_codes + behind * (stride * 1024), 16);
+                copy_async_word(ring_scales + slot * WINDOW_BYTES, from_scales + behind * (stride * 128), 4);
             }
             copy_commit();
         };
@@ -98,7 +133,7 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
         u32 a[FRAGMENTS][4][4];
         copy_wait<PREFETCH - 1>();
         if (mine > 0) decode_window(load_shared(ring_codes), load_shared_word(ring_scales), half, a[0]);
-        int stage = k_group, previous = 0;
+        int stage = turn, previous = 0;
         u32 parity = 0;
         for (int i = 0; i < mine; i += PREFETCH) {
 #pragma unroll
@@ -119,15 +154,15 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
                 if (FRAGMENTS == 1) previous = stage;
                 if (lane == 0 && (FRAGMENTS == 1 || i + d > 0)) barrier_arrive(empty + 8 * previous);
                 previous = stage;
-                stage += KGROUPS;
+                stage += stride;
                 if (stage >= STAGES) {
                     stage -= STAGES;
                     parity ^= 1;
                 }
                 if (i + d + 1 < mine) decode_window(q, packed, half, a[(d + 1) % FRAGMENTS]);
             }
-            from_codes += PREFETCH * KGROUPS * 1024;
-            from_scales += PREFETCH * KGROUPS * 128;
+            from_codes += PREFETCH * stride * 1024;
+            from_scales += PREFETCH * stride * 128;
         }
         copy_wait_all();
         wgmma_wait<0>();
@@ -145,6 +180,19 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
             acc[4 * v + 2] = sum.z;
             acc[4 * v + 3] = sum.w;
         };
+#if HELPED
+        if (helps) {
+            if (tile >= tiles) return;
+            const int at = blockIdx.z * tiles + tile;
+            float4* to = passed + (u64)at * (VECTORS * LANES) + at_lane;
+#pragma unroll
+            for (int v = 0; v < VECTORS; v++) to[v * LANES] = sums_of(v);
+            publish_global();
+            warp_sync();
+            if (lane == 0) add_release(passed_count + at, 1);
+            return;
+        }
+#endif
         block_part_sync<CONSUMERS>();  // rings and stages are free
 #if KGROUPS > 1
         float4* sums = (float4*)memory + at_lane;  // [KGROUPS][VECTORS][LANES]
@@ -152,12 +200,19 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
         for (int v = 0; v < VECTORS; v++)
             if (!adds(v)) sums[(k_group * VECTORS + v) * LANES] = sums_of(v);
         block_part_sync<CONSUMERS>();
+#if HELPED
+        barrier_wait(passed_barrier, 0);
+        const float4* helped = (const float4*)(memory + PASSED) + at_lane;
+#endif
 #pragma unroll
         for (int v = 0; v < VECTORS; v++)
             if (adds(v)) {
                 float4 sum = k_group == 0 ? sums_of(v) : sums[v * LANES];
 #pragma unroll
                 for (int j = 1; j < KGROUPS; j++) add4(sum, j == k_group ? sums_of(v) : sums[(j * VECTORS + v) * LANES]);
+#if HELPED
+                add4(sum, helped[v * LANES]);
+#endif
                 set_sums(v, sum);
             }
 #endif
@@ -226,10 +281,18 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
 }
 
 // x to the image that fp4_wgmma reads. One thread writes 16 bytes twice; neighbours write, and nearly read, one row.
-extern "C" __global__ void __launch_bounds__(ARRANGE_THREADS, 16) arrange(const u16* x, u8* image, int M, int K) {
+extern "C" __global__ void __launch_bounds__(ARRANGE_THREADS, 16) arrange(const u16* x, u8* image, int M, int K
+#if HELPED
+                                                                          , u32* passed_count, int tiles
+#endif
+) {
     const int windows = (K + 63) / 64, m0 = blockIdx.y * TOKENS;
     let_next_start();
     wait_for_previous();
+#if HELPED
+    if (blockIdx.x == 0)
+        for (int i = threadIdx.x; i < tiles; i += ARRANGE_THREADS) passed_count[blockIdx.y * tiles + i] = 0;
+#endif
     u32 out[2][4];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
