@@ -43,6 +43,7 @@ OPEN = {  # rows of x: the shapes whose rule is interpolated, or misses its floo
     64: SHAPES, 128: SHAPES, 256: SHAPES, 1024: SHAPES, 4096: SHAPES,
 }  # fmt: skip
 SHARED, REGISTERS = 227 * 1024, 65536
+WARPS = (8, 10, 12, 14, 15, 16, 20, 21, 24, 28)  # of a block of the mma kernel
 FINALISTS = 6  # plans of a cell that are timed in turns, beside the rule's
 
 
@@ -69,22 +70,32 @@ def mma_plans(m: int, n: int, k: int) -> Iterator[MmaPlan]:
     tokens = 1
     while tokens < min(m, 16):
         tokens *= 2
-    room = {1: 61, 2: 61, 4: 61, 8: 61, 16: 80}[tokens]  # registers without which the compiler spills
-    shapes = [(r, w // r) for w, r in itertools.product((8, 12, 15, 16)[m < 9 :], (1, 2, 3, 4, 6, 8)) if w % r == 0]
-    for (rows, ways), splits, (chunk, stages), most in itertools.product(shapes, (1, 2), ((8, 4), (16, 3)), (1, 2)):
-        warps = rows * ways
-        blocks = -(-n // (32 * rows)) * splits
-        if warps * 32 * room * most > REGISTERS or (warps == 8 and most == 1):
+    room = 72 if tokens < 16 else 88  # registers without which the compiler spills
+    shapes = [
+        (row_warps, k_warps)
+        for row_warps, k_warps in itertools.product(range(1, 17), repeat=2)
+        if row_warps * k_warps in WARPS
+    ]
+    least = min(work for rows, splits in itertools.product(range(1, 17), (1, 2)) if (work := _work(rows, splits, n, k)))
+    for (row_warps, k_warps), splits, most in itertools.product(shapes, (1, 2), (1, 2)):
+        work, turn = _work(row_warps, splits, n, k), 4 * k_warps
+        if (
+            not work
+            or work > 1.2 * least
+            or row_warps * k_warps * 32 * room * most > REGISTERS
+            or k_warps * splits > k // 64
+        ):
             continue
-        if not (_fills(blocks, 1) or _fills(blocks, most)):
-            continue
-        if chunk:
-            chunk = -(-chunk // ways) * ways
-        if chunk > k / 64 / splits:
-            continue
-        plan = MmaPlan(tokens, rows, ways, splits, 4, most, chunk=chunk, x_stages=stages)
-        if plan.shared_bytes(k) <= SHARED // most - 1024:
-            yield plan
+        whole = -(-(-(-k // 64) // splits) // turn) * turn
+        for chunk, stages in sorted({(whole, 1), (turn, 3), (2 * turn, 2), (2 * turn, 3)}):
+            plan = MmaPlan(tokens, row_warps, k_warps, splits, 4, most, chunk=chunk, x_stages=stages)
+            if chunk <= whole and plan.shared_bytes(k) <= SHARED // most - 1024:
+                yield plan
+
+
+def _work(row_warps: int, splits: int, n: int, k: int) -> int:
+    """Windows of a block, its bands one after the other; 0 where blocks are more than multiprocessors."""
+    return row_warps * -(-k // 64 // splits) if -(-n // (32 * row_warps)) * splits <= 132 else 0
 
 
 def wgmma_plans(m: int, n: int, k: int) -> Iterator[WgmmaPlan]:

@@ -16,13 +16,14 @@ from vblackwell.kernels.fp4_plan import MMA_FILES, WGMMA_FILES, MmaPlan, WgmmaPl
 from vblackwell.numerics.formats import FORMATS
 
 # Rows, features and columns that are no multiples of what a block takes; K of one window, of fewer windows than groups, of many.
-MMA = [  # bulk x: chunks short and long, clusters, one and two blocks a multiprocessor; without: a K that is no multiple of 64
-    (MmaPlan(4, 1, 15, 1, 4, chunk=30, x_stages=3), [(4, 4096, 4096), (3, 33, 960), (2, 40, 64)]),
-    (MmaPlan(16, 1, 12, 1, 4, chunk=24, x_stages=3), [(16, 4096, 4096), (11, 70, 1600), (9, 1000, 1000)]),
-    (MmaPlan(4, 2, 8, 2, 4, chunk=16, x_stages=3), [(4, 4096, 4096), (3, 33, 3200)]),
-    (MmaPlan(16, 2, 6, 2, 4, chunk=12, x_stages=4), [(16, 6144, 4096), (13, 100, 1664)]),
-    (MmaPlan(16, 1, 8, 2, 4, 2, chunk=8, x_stages=4), [(16, 4096, 4096), (5, 65, 1088)]),
-    (MmaPlan(1, 1, 16, 1, 4, chunk=16, x_stages=3), [(1, 4096, 4096), (1, 31, 128)]),
+MMA = [  # bulk x: all at once, in chunks short and long, clusters, one and two blocks a multiprocessor; without: a K that is no multiple of 64
+    (MmaPlan(4, 1, 15, 1, 4, chunk=60, x_stages=3), [(4, 4096, 4096), (3, 33, 960), (2, 40, 64)]),
+    (MmaPlan(16, 2, 6, 2, 4, chunk=24, x_stages=3), [(16, 4096, 14336), (11, 70, 1600), (9, 1000, 1000)]),
+    (MmaPlan(16, 4, 4, 2, 4, chunk=64, x_stages=1), [(16, 8192, 8192), (13, 100, 1664)]),
+    (MmaPlan(4, 2, 8, 2, 4, chunk=32, x_stages=2), [(4, 4096, 8192), (3, 33, 3200)]),
+    (MmaPlan(8, 7, 4, 1, 4, chunk=16, x_stages=3), [(8, 28672, 8192), (7, 230, 1664)]),
+    (MmaPlan(16, 1, 4, 2, 4, 2, chunk=16, x_stages=2), [(16, 4096, 4096), (5, 65, 1088)]),
+    (MmaPlan(1, 1, 16, 1, 4, chunk=256, x_stages=1), [(1, 4096, 14336), (1, 31, 128)]),
 ]
 WGMMA = [  # K groups, clusters, both, one and two blocks a multiprocessor, one and two columns of blocks
     *[

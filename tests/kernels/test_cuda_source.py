@@ -16,8 +16,9 @@ MMA = [  # plan, rows, n, k: one of each shape of block, chunked and whole, padd
     (MmaPlan(16, 2, 2, 2, 2, x_bytes=16384), 11, 70, 1024),
     (MmaPlan(8, 1, 4, 1, 2), 20, 32, 264),
     (MmaPlan(32, 1, 2, 1, 1, x_bytes=16384), 33, 64, 512),
-    (MmaPlan(16, 2, 2, 2, 2, chunk=2, x_stages=2), 11, 70, 1088),
-    (MmaPlan(4, 1, 3, 1, 2, chunk=3, x_stages=3), 3, 33, 960),
+    (MmaPlan(16, 2, 2, 2, 2, chunk=4, x_stages=2), 11, 70, 1088),
+    (MmaPlan(4, 1, 3, 1, 2, chunk=6, x_stages=2), 3, 33, 960),
+    (MmaPlan(8, 1, 2, 1, 2, chunk=8, x_stages=2), 5, 40, 1600),  # a first round of its own, stages that come round
 ]
 WGMMA = [
     (WgmmaPlan(32, 1, 1, 2, 4), 20, 40, 392),
@@ -36,7 +37,15 @@ ONE_TYPE = [  # nothing in which halves differ
     (WgmmaPlan(16, 1, 2, 4, 2, k_groups=2), 15, 70, 520),  # a block writes one group of 8 tokens
     (WgmmaPlan(128, 1, 1, 4, 2), 100, 40, 328),
     (WgmmaPlan(32, 2, 1, 4, 2, k_groups=2), 40, 130, 328),
-    (MmaPlan(16, 1, 12, 1, 4, chunk=24, x_stages=3), 11, 33, 1600),  # the shape of a plan that a rule takes
+    (
+        MmaPlan(16, 2, 6, 2, 4, chunk=24, x_stages=3),
+        11,
+        33,
+        4096 + 64,
+    ),  # the shape of a plan that a rule takes, and one with all of x at once
+    (MmaPlan(4, 3, 4, 2, 4, chunk=32, x_stages=1), 3, 70, 4096 - 64),
+    (MmaPlan(4, 1, 8, 2, 4, chunk=32, x_stages=1), 3, 40, 1024),  # fewer windows than a round
+    (MmaPlan(1, 1, 2, 1, 2, chunk=8, x_stages=1), 1, 40, 1600),  # one stage that comes round
 ]
 CASES = [(*case, dtype) for case in MMA + WGMMA for dtype in HALVES] + [(*case, torch.bfloat16) for case in ONE_TYPE]
 
@@ -89,7 +98,7 @@ def test_helpers_pass_on_what_others_leave(plan, m, n, k):
 
 LAYERS = [
     MmaPlan(4, 1, 2, 2, 2),
-    MmaPlan(8, 2, 2, 1, 2, chunk=2, x_stages=2),
+    MmaPlan(8, 2, 2, 1, 2, chunk=4, x_stages=2),
     WgmmaPlan(16, 1, 2, 2, 2),
     WgmmaPlan(32, 1, 1, 4, 2, k_groups=2, helped=1),
 ]
@@ -230,8 +239,9 @@ def test_norm_on_the_way(plan, m, n, k, kind, mean):
 @pytest.mark.parametrize(
     ("plan", "m", "n", "k"),
     [
-        (MmaPlan(4, 2, 3, 2, 2, chunk=3, x_stages=2), 3, 70, 832),
+        (MmaPlan(4, 2, 3, 2, 2, chunk=6, x_stages=2), 3, 70, 832),
         (MmaPlan(16, 1, 2, 1, 2, chunk=4, x_stages=3), 13, 40, 640),
+        (MmaPlan(8, 1, 2, 1, 2, chunk=8, x_stages=2), 7, 40, 1600),
     ],
     ids=str,
 )

@@ -179,8 +179,12 @@ def test_what_is_tuned_does_not_decide_who_adds(n, k):
 def test_x_comes_in_bulk_where_it_may(m):
     for n, k in ((40, 1024), (4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (128256, 8192)):
         plan = fp4_plan.plan_mma(m, n, k, True)
-        assert plan.chunk % plan.k_warps == 0 < plan.chunk <= k // 64 // plan.splits + plan.k_warps
-        assert plan.shared_bytes(k) <= 227 * 1024 and plan.threads <= 512
+        turn = plan.k_warps * plan.prefetch
+        assert plan.chunk % turn == 0 < plan.chunk < k // 64 // plan.splits + turn
+        assert plan.shared_bytes(k, norm=1) <= 227 * 1024 and plan.threads <= 1024
+        assert (
+            plan.x_stages > 1 or plan.chunk >= k / 64 / plan.splits
+        )  # copies pass while others are read, or there is one
     for other in ((m, 4096, 4104, True), (m, 4096, 960, True), (m, 4096, 4096, False)):
         assert not fp4_plan.plan_mma(*other).chunk
     plan = fp4_plan.plan_mma(m, 4096, 4096, True)

@@ -89,9 +89,8 @@ def run_mma(
     grid = (ceil_div(n, 32 * plan.row_warps), plan.splits, ceil_div(m, plan.tokens))
     args = (x_MK, codes, block_scales, tensor_scale, bias, y_MN, m, n, k, ACTIVATIONS.index(activation), windows, count)
     more = () if norm is None else (norm.gain, norm.gain_sums, float(norm.eps))
-    kernel(MMA_FILES, "fp4_mma", macros, x_MK.device).launch(
-        grid, plan.threads, plan.shared_bytes(k, kind), (*args, *more)
-    )
+    shared_bytes = plan.launch_bytes(grid[0] * grid[1] * grid[2], k, kind)
+    kernel(MMA_FILES, "fp4_mma", macros, x_MK.device).launch(grid, plan.threads, shared_bytes, (*args, *more))
     return y_MN
 
 

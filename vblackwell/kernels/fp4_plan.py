@@ -22,6 +22,7 @@ WGMMA_FILES = ("ptx.cuh", "decode.cuh", "wgmma.cuh", "barrier.cuh", "ring.cuh", 
 COPY_REGISTERS = 24  # that a thread of wgmma's copying warpgroup keeps
 STATISTICS_BYTES = 1024  # of shared memory, for the statistics of rows that are normalised on the way
 _SHARED_BYTES = 227 * 1024  # of a multiprocessor of Hopper, and 1 KB less for each block
+_ALONE_BYTES = 114 * 1024  # of which two blocks do not fit one
 _X_BYTES = 128 * 1024  # of x that a block stages at a time
 
 
@@ -41,7 +42,8 @@ class MmaPlan:
         prefetch: windows a warp has in flight.
         min_blocks: blocks the compiler must fit on a multiprocessor.
         x_bytes: of x that a block may hold; more than one chunk takes half of it each.
-        chunk: windows of x a bulk copy brings (sm_90, K a multiple of 64), a multiple of ``k_warps``; 0: x comes by smaller copies.
+        chunk: windows of x a bulk copy brings (sm_90, K a multiple of 64), a multiple of ``k_warps * prefetch``; 0: x comes by smaller
+            copies.
         x_stages: chunks of x in shared memory, with ``chunk``.
     """
 
@@ -56,7 +58,15 @@ class MmaPlan:
     x_stages: int = 2
 
     def __post_init__(self) -> None:
-        """Raises ConfigurationError where the blocks of a cluster would not share the outputs evenly, or more than once."""
+        """Raises ConfigurationError where a chunk of x would begin between the slots of the warps' rings.
+
+        Also where the blocks of a cluster would not share the outputs evenly, or more than once.
+        """
+        if self.chunk % (self.k_warps * self.prefetch):
+            raise ConfigurationError(
+                f"chunks of {self.chunk} windows, {self.k_warps} K warps with {self.prefetch} windows in flight each: take a multiple of "
+                f"{self.k_warps * self.prefetch} windows"
+            )
         if self.splits > 1 and (self.tokens > 16 or 8 * self.row_warps % self.splits):
             raise ConfigurationError(
                 f"tokens {self.tokens}, row warps {self.row_warps}, splits {self.splits}: take at most 16 tokens, and splits that divide "
@@ -97,13 +107,24 @@ class MmaPlan:
         x_bytes = windows * self.tokens * 128 * min(2, count)
         if self.chunk:
             rows = self.tokens + (1 if norm else 0)  # its gain is one more
-            x_bytes = self.x_stages * (rows * (self.chunk * 128 + 16) + 16)
+            x_bytes = (
+                self.x_stages * (rows * (self.chunk * 128 + 16) + 16) + 16
+            )  # with barriers: two of a stage, one of the first round
         staged = x_bytes + self.threads * self.prefetch * 36
         tokens = min(self.tokens, 16)
         sums = self.k_warps * tokens * (32 * self.row_warps + 4) * 4
         share = tokens * 8 * self.row_warps // self.splits  # groups of four outputs
-        mail = 16 + (self.splits - 1) * share * 16 if self.splits > 1 else 0
+        mail = ceil_div(16 + (self.splits - 1) * share * 16, 128) * 128 if self.splits > 1 else 0
         return max(staged, sums) + mail + (STATISTICS_BYTES * (2 if self.chunk else 1) if norm else 0)
+
+    def launch_bytes(self, blocks: int, k: int, norm: int = 0) -> int:
+        """Shared memory to ask for: on Hopper, where each of ``blocks`` is to have a multiprocessor, so much that no two share one.
+
+        Blocks of the next product begin while this one's run. Two of them would go to a multiprocessor that is idle, and that product take
+        twice as long: 18.7 us, not 11.5, for 8 rows of 14336 x 4096 on an H200.
+        """
+        alone = self.chunk and self.min_blocks == 1 and blocks <= MULTIPROCESSORS
+        return max(self.shared_bytes(k, norm), _ALONE_BYTES if alone else 0)
 
 
 def goes_round(stages: int, k_groups: int) -> bool:
@@ -229,32 +250,39 @@ def _row_warps(n: int) -> int:
 
 
 def _bulk_shape(tokens: int, n: int, k: int) -> tuple[int, int]:
-    """(row warps, splits) of blocks that take x in bulk copies: most blocks in one wave, to within 8, then the tallest up to 128 rows.
+    """(row warps, splits) of blocks that take x in bulk copies: one wave in which a multiprocessor has least to do.
 
-    For one or two rows x is cheap to stage: a cluster, which takes about half a microsecond more, is for large weights, and for
-    few rows of them.
+    Of equals those that split K, which halves what a block stages of x; not for one row, where that is little.
     """
-    best, shape = (0, 0), (8, 1)
-    worth_a_cluster = tokens > 2 or n * k >= 1 << 25 or 2 * ceil_div(n, 32) <= MULTIPROCESSORS
-    for splits, row_warps in itertools.product((1, 2) if worth_a_cluster else (1,), (1, 2, 3, 4, 6, 8)):
-        blocks = ceil_div(n, 32 * row_warps) * splits
-        merit = (blocks // 8, row_warps if row_warps <= 4 else -row_warps)
-        if blocks <= MULTIPROCESSORS and merit > best:
-            best, shape = merit, (row_warps, splits)
-    return shape
+    windows = ceil_div(k, 64)
+    choices = [
+        (row_warps * ceil_div(windows, splits), -splits if tokens > 1 else splits, row_warps)
+        for splits, row_warps in itertools.product((1, 2), (1, 2, 3, 4, 5, 6, 8))
+        if ceil_div(n, 32 * row_warps) * splits <= MULTIPROCESSORS and splits <= windows
+    ]
+    if not choices:
+        return 8, 1
+    _, splits, row_warps = min(choices)
+    return row_warps, abs(splits)
+
+
+def _with_x(plan: MmaPlan, k: int) -> MmaPlan:
+    """``plan`` with all of a block's x staged at once where it fits, else in about 24 windows at a time."""
+    turn = plan.k_warps * plan.prefetch
+    whole = replace(plan, chunk=ceil_div(ceil_div(ceil_div(k, 64), plan.splits), turn) * turn, x_stages=1)
+    parts = [replace(plan, chunk=max(1, 24 // turn) * turn, x_stages=stages) for stages in (3, 2, 1)]
+    return next(fitting for fitting in (whole, *parts) if fitting.shared_bytes(k, norm=1) <= _SHARED_BYTES)
 
 
 def _plan_bulk(tokens: int, n: int, k: int) -> MmaPlan:
-    """x in bulk copies, for up to 16 rows: within 4 % of the fastest plan of an H200 in 21 cells (docs/log-fp4.md).
+    """x in bulk copies, for up to 16 rows: a block of 8 to 16 warps, of which each has eight windows or more where there are so many.
 
-    Between them interpolated. Chunks are long, because short ones lose nearly everywhere both were timed.
+    Within 4 % of the fastest plan of an H200 in 30 cells (docs/log-fp4.md).
     """
-    windows = ceil_div(k, 64)
     row_warps, splits = _bulk_shape(tokens, n, k)
-    warps = 16 if tokens <= 2 or (splits == 2) == (tokens <= 8) else 12
-    k_warps = min(max(2, warps // row_warps), windows // splits)
-    chunk = ceil_div(min(16, windows // splits), k_warps) * k_warps
-    return MmaPlan(tokens, row_warps, k_warps, splits, 4, chunk=chunk, x_stages=3)
+    share = ceil_div(k, 64) // splits
+    k_warps = min(max(8 // row_warps, min(16 // row_warps, share // 8)), share)
+    return _with_x(MmaPlan(tokens, row_warps, k_warps, splits, 4), k)
 
 
 @functools.lru_cache(4096)
@@ -274,8 +302,7 @@ def plan_mma(m: int, n: int, k: int, clusters: bool, bulk: bool = True) -> MmaPl
     windows = ceil_div(k, 64)
     if clusters and bulk and k % 64 == 0 and windows >= 16:
         if blocks := fp4_shapes.MMA.get((tokens, n, k)):
-            row_warps, k_warps, splits, chunk, most = blocks
-            return MmaPlan(tokens, row_warps, k_warps, splits, 4, most, chunk=chunk, x_stages=3)
+            return _with_x(MmaPlan(tokens, *blocks, 4), k)
         return _plan_bulk(tokens, n, k)
     if not clusters:
         row_warps = {1: 1, 2: 1, 4: 2, 8: 4, 16: 4, 32: 4}[tokens]

@@ -7,12 +7,13 @@ behind.
 
 from __future__ import annotations
 
-# row warps, K warps, splits, chunk, blocks a multiprocessor, of an `MmaPlan` that takes x in three stages
-MMA: dict[tuple[int, int, int], tuple[int, int, int, int, int]] = {
-    (1, 14336, 4096): (2, 6, 1, 18, 1),
-    (1, 4096, 11008): (1, 15, 1, 30, 1),
-    (2, 4096, 4096): (1, 12, 1, 24, 1),
-    (16, 4096, 14336): (2, 8, 2, 16, 1),
+# row warps, K warps, splits of an `MmaPlan` that takes x in bulk copies
+MMA: dict[tuple[int, int, int], tuple[int, int, int]] = {
+    (1, 28672, 8192): (7, 4, 1),
+    (2, 28672, 8192): (7, 4, 1),
+    (4, 28672, 8192): (7, 4, 1),
+    (8, 28672, 8192): (7, 4, 1),
+    (16, 4096, 14336): (2, 6, 2),
 }
 # tokens, groups, K groups, splits, blocks a multiprocessor, windows that helpers do, of a `WgmmaPlan`
 WGMMA: dict[tuple[int, int, int], tuple[int, int, int, int, int, int]] = {

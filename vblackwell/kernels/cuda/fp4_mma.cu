@@ -34,7 +34,9 @@
 #endif
 #define STATISTICS_BYTES (NORM ? 1024 + 1024 * BULK : 0)  // of shared memory, before everything else; with BULK, squares of each K warp
 #define SHARE (PASS_TOKENS * (ROWS / 4) / SPLITS)  // groups of four outputs, of all tokens, that a block of the cluster writes
-#define MAIL_BYTES (SPLITS > 1 ? 16 + (SPLITS - 1) * SHARE * 16 : 0)  // behind the statistics: sums of the cluster's other blocks, their barrier
+// Behind the statistics: sums of the cluster's other blocks, their barrier. In whole lines of 128 bytes: cp.async into rings that lie across them
+// takes shared memory 12 cycles a warp, not 4.
+#define MAIL_BYTES (SPLITS > 1 ? (16 + (SPLITS - 1) * SHARE * 16 + 127) / 128 * 128 : 0)
 #define FRONT_BYTES (STATISTICS_BYTES + MAIL_BYTES)
 static_assert(SPLITS == 1 || PASSES == 1, "sums are sent once");
 static_assert((ROWS / 4) % SPLITS == 0, "blocks of a cluster write equal shares of every number of tokens");
@@ -45,6 +47,8 @@ static_assert((ROWS / 4) % SPLITS == 0, "blocks of a cluster write equal shares 
 #define BULK 0
 #endif
 #if BULK
+#define ROUND (K_WARPS * PREFETCH)  // windows that pass while each warp's ring goes round once
+static_assert(CHUNK % ROUND == 0, "each chunk begins at the first slot of the rings");
 #define X_PITCH (CHUNK * 128 + 16)
 #define X_ROWS (TOKENS + NORM)  // of a slot: tokens, the gain
 #define X_GROUP (8 * X_PITCH)  // from a token to the eighth after it
@@ -279,18 +283,29 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
     const u8* band_codes = codes + (u64)band * windows * 1024 + lane * 16;
     const u8* band_scales = scales + (u64)band * windows * 128 + lane * 4;
 
-    int next = first + k_warp;  // the next window to load
-#if !BULK
-    int todo = per_warp * chunks;
-#endif
-    auto load = [&](u32 slot) {
 #if BULK
-        if (next < end) {
-            const u32 at = next;
+    const u8* from_codes = band_codes + (u64)(first + k_warp) * 1024;
+    const u8* from_scales = band_scales + (u64)(first + k_warp) * 128;
+    int left = (end - first - k_warp + K_WARPS - 1) / K_WARPS;  // windows of this warp from `from_codes` on, that one included
+    const u32 ring_codes = ring + lane * 16, ring_scales = ring + 1024 + lane * 4;
+    // A window of this warp to a slot of its ring, by how many of its windows it lies behind the pointers.
+    auto load = [&](int slot, int behind) {
+        if (behind < left) {
+            const u8* from = from_codes + behind * (K_WARPS * 1024);
+            copy_async(ring_codes + slot * WINDOW_BYTES, from, 16);
+            copy_async(ring_codes + slot * WINDOW_BYTES + 512, from + 512, 16);
+            copy_async_word(ring_scales + slot * WINDOW_BYTES, from_scales + behind * (K_WARPS * 128), 4);
+        }
+        copy_commit();
+    };
+#pragma unroll
+    for (int d = 0; d < PREFETCH; d++) load(d, d);
 #else
+    int next = first + k_warp;  // the next window to load
+    int todo = per_warp * chunks;
+    auto load = [&](u32 slot) {
         if (todo-- > 0) {
             const u32 at = min(next, windows - 1);
-#endif
             const u8* from = band_codes + (u64)at * 1024;
             copy_async(slot + lane * 16, from, 16);
             copy_async(slot + lane * 16 + 512, from + 512, 16);
@@ -301,39 +316,43 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
     };
 #pragma unroll
     for (int d = 0; d < PREFETCH; d++) load(ring + d * WINDOW_BYTES);
+#endif
     const float unit = tensor_scale[0] * WEIGHT_UNIT;
 
     float acc[2][NB][4];
 #pragma unroll
     for (int i = 0; i < 2 * NB * 4; i++) acc[i / (NB * 4)][i / 4 % NB][i % 4] = 0.0f;
     const u32 token = TOKENS < 8 ? min(lane >> 2, TOKENS - 1) : lane >> 2;
-    u32 slot = 0;
     x += (u64)m0 * K;
 #if BULK
     const u32 full = shared_x + X_STAGES * X_ROWS * X_PITCH, empty = full + 8 * X_STAGES;
+    // The first round of windows, which everybody waits for, has a barrier of its own where a chunk is longer.
+    const u32 early = CHUNK > ROUND ? empty + 8 * X_STAGES : full;
     if (tid == 0) {
         for (int s = 0; s < X_STAGES; s++) {
             barrier_init(full + 8 * s, 1);
             barrier_init(empty + 8 * s, ROW_WARPS * K_WARPS);
         }
+        if (CHUNK > ROUND) barrier_init(early, 1);
         barrier_init_done();
     }
     __syncthreads();
-    auto fetch = [&](int chunk) {  // by one warp: a lane asks for a row
-        const int from = first + chunk * CHUNK, stage = chunk % X_STAGES;
-        const u32 bytes = (min(from + CHUNK, end) - from) * 128;
-        if (lane == 0) barrier_expect(full + 8 * stage, (tokens + NORM) * bytes);
+    auto fetch = [&](int chunk, int skipped, int most, u32 barrier) {  // windows of a chunk, by one warp: a lane asks for a row
+        const int from = first + chunk * CHUNK + skipped, count = min(most, end - from);
+        if (count <= 0) return;
+        if (lane == 0) barrier_expect(barrier, (tokens + NORM) * count * 128);
         warp_sync();
-        if (lane < tokens)
-            copy_bulk(shared_x + (stage * X_ROWS + lane) * X_PITCH, x + (u64)lane * K + from * 64, bytes, full + 8 * stage);
+        const u32 to = shared_x + chunk % X_STAGES * (X_ROWS * X_PITCH) + skipped * 128;
+        if (lane < tokens) copy_bulk(to + lane * X_PITCH, x + (u64)lane * K + from * 64, count * 128, barrier);
 #if NORM
-        if (lane == 31)
-            copy_bulk(shared_x + (stage * X_ROWS + TOKENS) * X_PITCH, gain + from * 64, bytes, full + 8 * stage);
+        if (lane == 31) copy_bulk(to + TOKENS * X_PITCH, gain + from * 64, count * 128, barrier);
 #endif
     };
     if (warp == 0) {
         wait_for_previous();  // the others see x, and with it the previous kernel's end, through the barriers
-        for (int chunk = 0; chunk < min(X_STAGES, chunks); chunk++) fetch(chunk);
+        fetch(0, 0, ROUND, early);
+        fetch(0, ROUND, CHUNK - ROUND, full);
+        for (int chunk = 1; chunk < min(X_STAGES, chunks); chunk++) fetch(chunk, 0, CHUNK, full + 8 * chunk);
     }
     const u32 x_lane = shared_x + token * X_PITCH + (lane & 3) * 32 + k_warp * 128;
     int stage = 0, previous = 0;
@@ -347,28 +366,39 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
     for (int chunk = 0; chunk < chunks; chunk++) {
         if (warp == 0 && chunk > 0 && chunk - 1 + X_STAGES < chunks) {
             barrier_wait(empty + 8 * previous, previous_parity);
-            fetch(chunk - 1 + X_STAGES);
+            fetch(chunk - 1 + X_STAGES, 0, CHUNK, full + 8 * previous);
         }
-        barrier_wait(full + 8 * stage, parity);
+        const int size = min(CHUNK, end - first - chunk * CHUNK);
+        bool waits = chunk == 0 && size > ROUND;  // for what is behind the first round
+        barrier_wait(chunk == 0 ? early : full + 8 * stage, parity);
         u32 x_address = x_lane + stage * (X_ROWS * X_PITCH);
+        int mine = (size - k_warp + K_WARPS - 1) / K_WARPS;
+        auto multiply = [&](int slot, int behind) {
+            const u32 x_at = x_address + behind * (K_WARPS * 128);
 #if NORM
-        u32 gain_address = x_address + (TOKENS - token) * X_PITCH;
-#endif
-        const int mine = min(CHUNK, end - first - chunk * CHUNK) - k_warp;
-#pragma unroll 2
-        for (int i = 0; i < mine; i += K_WARPS) {
-            const u32 at = ring + slot;
-            copy_wait<PREFETCH - 1>();
-#if NORM
-            compute(acc, at + lane * 16, at + 1024 + lane * 4, x_address, gain_address, row_warp == 0, squares);
-            gain_address += K_WARPS * 128;
+            compute(acc, ring_codes + slot * WINDOW_BYTES, ring_scales + slot * WINDOW_BYTES, x_at, x_at + (TOKENS - token) * X_PITCH,
+                    row_warp == 0, squares);
 #else
-            compute(acc, at + lane * 16, at + 1024 + lane * 4, x_address);
+            compute(acc, ring_codes + slot * WINDOW_BYTES, ring_scales + slot * WINDOW_BYTES, x_at);
 #endif
-            load(at);
-            x_address += K_WARPS * 128;
-            slot = slot == (PREFETCH - 1) * WINDOW_BYTES ? 0 : slot + WINDOW_BYTES;
+        };
+        for (; mine >= PREFETCH; mine -= PREFETCH) {
+#pragma unroll
+            for (int d = 0; d < PREFETCH; d++) {
+                copy_wait<PREFETCH - 1>();
+                multiply(d, d);
+                load(d, d + PREFETCH);
+            }
+            left -= PREFETCH;
+            from_codes += PREFETCH * K_WARPS * 1024;
+            from_scales += PREFETCH * K_WARPS * 128;
+            x_address += PREFETCH * K_WARPS * 128;
+            if (waits) barrier_wait(full, 0);
+            waits = false;
         }
+        if (mine > 0) copy_wait_all();
+#pragma unroll 1
+        for (int d = 0; d < mine; d++) multiply(d, d);  // the last of all
         warp_sync();
         if (lane == 0) barrier_arrive(empty + 8 * stage);
         previous = stage;
@@ -414,6 +444,7 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
     copy_wait_all();
 
     const u32 x_lane = token * 64 + (lane & 3) * 16 + k_warp * TOKENS * 128;
+    u32 slot = 0;
     for (int chunk = 0; chunk < chunks; chunk++) {
         if (chunk > 0) copy_wait<PREFETCH - 1>();  // x of this chunk came with a group at least PREFETCH windows old
         __syncthreads();
@@ -472,9 +503,11 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
         // another: a block sends behind all that it reads of others (the statistics of rows), and ends behind what all others sent.
         const float4* mail = (const float4*)(memory + STATISTICS_BYTES + 16);  // [SPLITS - 1][share]
         const int own = rank * share, outputs = share;
-        for (int i = tid; i < (SPLITS - 1) * share; i += THREADS) {
-            const int e = i < own ? i : i + share, to = e / share, slot = rank < to ? rank : rank - 1;
-            send(mail_barrier + 16 + (slot * share + e - to * share) * 16, mail_barrier, to, block_sum(e));
+#pragma unroll
+        for (int s = 1; s < SPLITS; s++) {
+            const int to = rank + s < SPLITS ? rank + s : rank + s - SPLITS, slot = rank < to ? rank : rank - 1;
+            for (int i = tid; i < share; i += THREADS)
+                send(mail_barrier + 16 + (slot * share + i) * 16, mail_barrier, to, block_sum(to * share + i));
         }
         if (tid < share) barrier_wait_cluster(mail_barrier, 0);
 #else
