@@ -43,7 +43,7 @@ OPEN = {  # rows of x: the shapes whose rule is interpolated, or misses its floo
     64: SHAPES, 128: SHAPES, 256: SHAPES, 1024: SHAPES, 4096: SHAPES,
 }  # fmt: skip
 SHARED, REGISTERS = 227 * 1024, 65536
-WARPS = (8, 10, 12, 14, 15, 16, 20, 21, 24, 28)  # of a block of the mma kernel
+WARPS = (8, 12, 14, 16, 28)  # of a block of the mma kernel
 FINALISTS = 6  # plans of a cell that are timed in turns, beside the rule's
 
 
@@ -77,19 +77,14 @@ def mma_plans(m: int, n: int, k: int) -> Iterator[MmaPlan]:
         if row_warps * k_warps in WARPS
     ]
     least = min(work for rows, splits in itertools.product(range(1, 17), (1, 2)) if (work := _work(rows, splits, n, k)))
-    for (row_warps, k_warps), splits, most in itertools.product(shapes, (1, 2), (1, 2)):
+    for (row_warps, k_warps), splits in itertools.product(shapes, (1, 2)):
         work, turn = _work(row_warps, splits, n, k), 4 * k_warps
-        if (
-            not work
-            or work > 1.2 * least
-            or row_warps * k_warps * 32 * room * most > REGISTERS
-            or k_warps * splits > k // 64
-        ):
+        if not work or work > 1.2 * least or row_warps * k_warps * 32 * room > REGISTERS or k_warps * splits > k // 64:
             continue
         whole = -(-(-(-k // 64) // splits) // turn) * turn
         for chunk, stages in sorted({(whole, 1), (turn, 3), (2 * turn, 2), (2 * turn, 3)}):
-            plan = MmaPlan(tokens, row_warps, k_warps, splits, 4, most, chunk=chunk, x_stages=stages)
-            if chunk <= whole and plan.shared_bytes(k) <= SHARED // most - 1024:
+            plan = MmaPlan(tokens, row_warps, k_warps, splits, 4, chunk=chunk, x_stages=stages)
+            if chunk <= whole and plan.shared_bytes(k) <= SHARED:
                 yield plan
 
 
@@ -112,6 +107,8 @@ def wgmma_plans(m: int, n: int, k: int) -> Iterator[WgmmaPlan]:
             if goes_round(stages, k_groups) and replace(plan, stages=stages).fits():
                 plan = replace(plan, stages=stages)
                 yield from [plan] if alone else []
+                pairs = replace(plan, stages=max(8, 4 * k_groups), together=2)
+                yield from [pairs] if alone and tokens <= 128 and pairs.fits() else []
                 yield from helped_plans(plan, blocks, n, k) if helped else []
                 break
 
@@ -195,6 +192,7 @@ def family(plan: Plan) -> str:
     words += ["split"] if plan.splits > 1 else []
     words += ["of 16"] if plan.tokens == 16 else []
     words += ["helped"] if plan.helped else []
+    words += ["pairs"] if plan.together > 1 else []
     return " ".join(["wgmma", *words])
 
 
@@ -324,7 +322,7 @@ def brief(plan: Plan) -> str:
         )
     return (
         f"wgmma t{plan.tokens} g{plan.groups} kg{plan.k_groups} s{plan.splits} st{plan.stages} pf{plan.prefetch}"
-        f" mb{plan.min_blocks} h{plan.helped}"
+        f" mb{plan.min_blocks} h{plan.helped} tg{plan.together}"
     )
 
 

@@ -16,7 +16,7 @@ from vblackwell.kernels.fp4_plan import MMA_FILES, WGMMA_FILES, MmaPlan, WgmmaPl
 from vblackwell.numerics.formats import FORMATS
 
 # Rows, features and columns that are no multiples of what a block takes; K of one window, of fewer windows than groups, of many.
-MMA = [  # bulk x: all at once, in chunks short and long, clusters, one and two blocks a multiprocessor; without: a K that is no multiple of 64
+MMA = [  # bulk x: at once, in chunks short and long, clusters, one and two blocks a multiprocessor; without: a K that is no multiple of 64
     (MmaPlan(4, 1, 15, 1, 4, chunk=60, x_stages=3), [(4, 4096, 4096), (3, 33, 960), (2, 40, 64)]),
     (MmaPlan(16, 2, 6, 2, 4, chunk=24, x_stages=3), [(16, 4096, 14336), (11, 70, 1600), (9, 1000, 1000)]),
     (MmaPlan(16, 4, 4, 2, 4, chunk=64, x_stages=1), [(16, 8192, 8192), (13, 100, 1664)]),
@@ -54,6 +54,12 @@ WGMMA = [  # K groups, clusters, both, one and two blocks a multiprocessor, one 
     (WgmmaPlan(128, 1, 1, 8, k_groups=4, helped=12), [(128, 6144, 4096), (250, 330, 1032), (64, 70, 520)]),
     (WgmmaPlan(128, 1, 1, 6, k_groups=3, helped=13), [(128, 6144, 4096), (250, 330, 1032)]),
     (WgmmaPlan(64, 1, 1, 6, k_groups=3, helped=12), [(64, 6144, 4096), (130, 330, 2000), (64, 70, 520)]),
+    # windows in pairs, the last one perhaps a half; one and two blocks a multiprocessor, helpers
+    (WgmmaPlan(64, 1, 2, 8, min_blocks=2, k_groups=2, together=2), [(64, 4096, 4096), (61, 130, 520), (64, 70, 64)]),
+    (WgmmaPlan(64, 1, 1, 12, k_groups=3, together=2), [(64, 8192, 8192), (130, 130, 1864)]),
+    (WgmmaPlan(32, 2, 2, 8, k_groups=2, together=2), [(32, 6144, 4096), (20, 300, 712)]),
+    (WgmmaPlan(32, 4, 1, 8, together=2), [(32, 28672, 8192), (20, 300, 712)]),
+    (WgmmaPlan(64, 1, 1, 12, k_groups=3, helped=12, together=2), [(64, 6144, 4096), (64, 70, 520)]),
     (WgmmaPlan(256, 1, 1, 6, k_groups=2), [(256, 4096, 4096), (250, 130, 200)]),
     (
         WgmmaPlan(256, 2, 1, 6),

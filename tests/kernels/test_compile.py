@@ -25,6 +25,8 @@ UNUSED = [  # shapes of blocks that no rule takes: fewest and most K groups
     WgmmaPlan(128, 2, 2, 6, k_groups=2),
     WgmmaPlan(64, 2, 4, 8, k_groups=2),
     WgmmaPlan(128, 1, 1, 8, k_groups=4, helped=12),
+    WgmmaPlan(64, 1, 2, 16, k_groups=4, together=2),
+    WgmmaPlan(128, 2, 1, 8, together=2),
 ]
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 

@@ -36,6 +36,15 @@ ONE_TYPE = [  # nothing in which halves differ
     (WgmmaPlan(32, 2, 2, 4, 2, k_groups=2), 33, 130, 1032),
     (WgmmaPlan(16, 1, 2, 4, 2, k_groups=2), 15, 70, 520),  # a block writes one group of 8 tokens
     (WgmmaPlan(128, 1, 1, 4, 2), 100, 40, 328),
+    (
+        WgmmaPlan(64, 1, 2, 12, 4, k_groups=3, together=2),
+        50,
+        70,
+        1800,
+    ),  # pairs of windows: 14 and 15, of which one group has a half
+    (WgmmaPlan(32, 1, 1, 8, 2, k_groups=2, together=2), 20, 130, 328),  # 6, the last group's second pair a half
+    (WgmmaPlan(32, 2, 1, 4, 4, together=2), 33, 200, 60),  # half of a pair
+    (WgmmaPlan(16, 1, 2, 16, 4, k_groups=4, together=2), 9, 40, 520),  # fewer pairs than groups
     (WgmmaPlan(32, 2, 1, 4, 2, k_groups=2), 40, 130, 328),
     (
         MmaPlan(16, 2, 6, 2, 4, chunk=24, x_stages=3),
@@ -82,6 +91,7 @@ HELPED = [  # plan, rows, n, k
     (WgmmaPlan(32, 1, 1, 6, 2, k_groups=3, helped=3), 20, 200, 712),  # a K group that adds less than the others
     (WgmmaPlan(32, 1, 1, 4, 2, k_groups=2, helped=20), 20, 40, 264),  # all windows
     (WgmmaPlan(16, 1, 1, 4, 2, k_groups=2, helped=1), 9, 140, 60),  # the only one
+    (WgmmaPlan(32, 1, 1, 12, 4, k_groups=3, helped=3, together=2), 20, 200, 712),  # pairs and a half, of both
 ]
 
 
@@ -101,6 +111,7 @@ LAYERS = [
     MmaPlan(8, 2, 2, 1, 2, chunk=4, x_stages=2),
     WgmmaPlan(16, 1, 2, 2, 2),
     WgmmaPlan(32, 1, 1, 4, 2, k_groups=2, helped=1),
+    WgmmaPlan(32, 1, 2, 8, 2, k_groups=2, together=2),
 ]
 
 

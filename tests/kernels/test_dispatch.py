@@ -128,16 +128,37 @@ def test_dequantising_wins_for_many_rows_and_never_for_few():
         assert not fp4_plan.wgmma_beats_dequantize(8192, n, k)
 
 
+def test_one_block_gets_a_multiprocessor_where_each_can_have_one():
+    for m, n, k in ((1, 4096, 4096), (16, 14336, 4096), (32, 4096, 4096)):
+        plan = fp4_plan.plan_mma(m, n, k, True) if m <= 16 else fp4_plan.plan_wgmma(m, n, k)
+        needed = plan.shared_bytes(k) if isinstance(plan, fp4_plan.MmaPlan) else plan.shared_bytes()
+        assert needed <= fp4_plan.launch_bytes(needed, 132) <= 227 * 1024 < 2 * fp4_plan.launch_bytes(needed, 132)
+        assert fp4_plan.launch_bytes(needed, 133) == needed
+
+
+@pytest.mark.parametrize("k_groups", [1, 2, 3, 4])
+def test_a_stage_of_pairs_belongs_to_one_group(k_groups):
+    assert fp4_plan.WgmmaPlan(32, 1, 1, 4 * k_groups, k_groups=k_groups, together=2).fragments == 1
+    for stages in (2 * k_groups, 4 * k_groups + 1):
+        with pytest.raises(ConfigurationError, match="do not go round"):
+            fp4_plan.WgmmaPlan(32, 1, 1, stages, k_groups=k_groups, together=2)
+
+
+def test_a_chunk_that_begins_between_slots_is_refused():
+    with pytest.raises(ConfigurationError, match="multiple of 16 windows"):
+        fp4_plan.MmaPlan(4, 2, 4, 1, 4, chunk=24)
+
+
 def test_what_was_timed_is_taken_and_fits():
-    for (m, n, k), (row_warps, k_warps, splits, *_) in fp4_shapes.MMA.items():
+    for (m, n, k), (row_warps, k_warps, splits) in fp4_shapes.MMA.items():
         plan = fp4_plan.plan_mma(m, n, k, True)
         assert (plan.row_warps, plan.k_warps, plan.splits) == (row_warps, k_warps, splits)
         assert plan.shared_bytes(k) <= 227 * 1024 // plan.min_blocks - 1024 and plan.chunk % k_warps == 0
-    for (m, n, k), (tokens, groups, k_groups, splits, blocks, helped) in fp4_shapes.WGMMA.items():
+    for (m, n, k), (tokens, groups, k_groups, splits, blocks, helped, together) in fp4_shapes.WGMMA.items():
         for rows in (m // 2 + 1, m):
             plan = fp4_plan.plan_wgmma(rows, n, k)
             assert (plan.tokens, plan.groups, plan.k_groups, plan.splits) == (tokens, groups, k_groups, splits)
-            assert plan.helped == helped and plan.fits()
+            assert (plan.helped, plan.together) == (helped, together) and plan.fits()
             assert plan.min_blocks == blocks and plan.shared_bytes() <= 227 * 1024 // blocks - 1024
 
 

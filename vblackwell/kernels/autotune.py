@@ -122,7 +122,7 @@ def variants(plan: Plan) -> list[Plan]:
         choices = [{"min_blocks": blocks} for blocks in sorted({1, max(1, 16 // warps), max(1, 24 // warps)})]
         # chunk sizes follow from the prefetch where x comes in several chunks, so it stays
     else:
-        choices = [{"stages": stages} for stages in (3, 4, 6, 8) if goes_round(stages, plan.k_groups)]
+        choices = [{"stages": count} for count in (3, 4, 6, 8, 12) if goes_round(count, plan.k_groups, plan.together)]
     return [plan, *(other for choice in choices if (other := apply(plan, choice)) != plan and _fits(other))]
 
 

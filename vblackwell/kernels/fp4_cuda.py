@@ -8,13 +8,14 @@ The sources, with the reasoning about registers and memory, are ``cuda/fp4_mma.c
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fp4_plan import MMA_FILES, WGMMA_FILES, MmaPlan, WgmmaPlan, ceil_div, launches
+from vblackwell.kernels.fp4_plan import MMA_FILES, WGMMA_FILES, MmaPlan, WgmmaPlan, ceil_div, launch_bytes, launches
 from vblackwell.kernels.nvrtc import kernel
 from vblackwell.kernels.reference import ACTIVATIONS
 
@@ -89,7 +90,9 @@ def run_mma(
     grid = (ceil_div(n, 32 * plan.row_warps), plan.splits, ceil_div(m, plan.tokens))
     args = (x_MK, codes, block_scales, tensor_scale, bias, y_MN, m, n, k, ACTIVATIONS.index(activation), windows, count)
     more = () if norm is None else (norm.gain, norm.gain_sums, float(norm.eps))
-    shared_bytes = plan.launch_bytes(grid[0] * grid[1] * grid[2], k, kind)
+    shared_bytes = plan.shared_bytes(k, kind)
+    if plan.chunk:
+        shared_bytes = launch_bytes(shared_bytes, math.prod(grid))
     kernel(MMA_FILES, "fp4_mma", macros, x_MK.device).launch(grid, plan.threads, shared_bytes, (*args, *more))
     return y_MN
 
@@ -121,7 +124,7 @@ def run_wgmma(
         grid = (rows.plan.helpers(n) + rows.blocks, plan.splits, blocks)
         more = () if passed is None else (passed, counters)
         kernel(WGMMA_FILES, "fp4_wgmma", flags, x_MK.device).launch(
-            grid, rows.plan.threads, rows.plan.shared_bytes(), (*args, rows.first, *more)
+            grid, rows.plan.threads, launch_bytes(rows.plan.shared_bytes(), math.prod(grid)), (*args, rows.first, *more)
         )
     return y_MN
 

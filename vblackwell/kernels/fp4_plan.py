@@ -117,19 +117,19 @@ class MmaPlan:
         mail = ceil_div(16 + (self.splits - 1) * share * 16, 128) * 128 if self.splits > 1 else 0
         return max(staged, sums) + mail + (STATISTICS_BYTES * (2 if self.chunk else 1) if norm else 0)
 
-    def launch_bytes(self, blocks: int, k: int, norm: int = 0) -> int:
-        """Shared memory to ask for: on Hopper, where each of ``blocks`` is to have a multiprocessor, so much that no two share one.
 
-        Blocks of the next product begin while this one's run. Two of them would go to a multiprocessor that is idle, and that product take
-        twice as long: 18.7 us, not 11.5, for 8 rows of 14336 x 4096 on an H200.
-        """
-        alone = self.chunk and self.min_blocks == 1 and blocks <= MULTIPROCESSORS
-        return max(self.shared_bytes(k, norm), _ALONE_BYTES if alone else 0)
+def launch_bytes(shared_bytes: int, blocks: int) -> int:
+    """Shared memory to ask for on Hopper: where each of ``blocks`` can have a multiprocessor, so much that no two share one.
+
+    Blocks of the next product begin while this one's run. Two of them would go to a multiprocessor that is idle, and that product take
+    up to twice as long: 18.7 us, not 11.5, for 8 rows of 14336 x 4096 on an H200.
+    """
+    return max(shared_bytes, _ALONE_BYTES) if blocks <= MULTIPROCESSORS else shared_bytes
 
 
-def goes_round(stages: int, k_groups: int) -> bool:
-    """Whether each stage belongs to one of ``k_groups`` that take turns at windows, and each of them has two or more."""
-    return k_groups == 1 or (stages % k_groups == 0 and stages >= 2 * k_groups)
+def goes_round(stages: int, k_groups: int, together: int = 1) -> bool:
+    """Whether each stage belongs to one of ``k_groups`` that take turns at ``together`` windows, and each has room for two turns."""
+    return k_groups * together == 1 or (stages % (k_groups * together) == 0 and stages >= 2 * k_groups * together)
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,7 @@ class WgmmaPlan:
         min_blocks: blocks the compiler must fit on a multiprocessor.
         k_groups: sets of ``groups`` warpgroups that take turns at the windows.
         helped: windows at the end of K that a block leaves to a helper, a block that does those of ``k_groups`` others.
+        together: windows that a warpgroup multiplies at a time, 1 or 2.
     """
 
     tokens: int
@@ -155,6 +156,7 @@ class WgmmaPlan:
     min_blocks: int = 1
     k_groups: int = 1
     helped: int = 0
+    together: int = 1
 
     def __post_init__(self) -> None:
         """Raises ConfigurationError where a stage of x would go from one K group to another, or a group would wait for itself.
@@ -162,9 +164,10 @@ class WgmmaPlan:
         A group that comes to a stage by which another one still awaits the window before would take the barrier's
         last phase for its own: copies need not land in order. It would multiply what is not there yet, or wait for ever.
         """
-        if not goes_round(self.stages, self.k_groups):
+        if not goes_round(self.stages, self.k_groups, self.together):
             raise ConfigurationError(
-                f"{self.k_groups} K groups take turns at stages of x: {self.stages} do not go round, 2 or more for each"
+                f"{self.k_groups} K groups take turns at stages of x, {self.together} at a time: {self.stages} do not go round, "
+                f"{2 * self.together} or more for each"
             )
         if self.tokens % (8 * self.splits):
             raise ConfigurationError(
@@ -195,7 +198,7 @@ class WgmmaPlan:
         0.77 to 1.01 of the time with three K groups, 1.00 with two warpgroups, 1.05 to 1.3 with one, 1.02 to 1.06 with three tiles of
         rows (docs/log-fp4.md).
         """
-        return 1 if self.k_groups >= 3 or self.consumers >= 4 else 2
+        return 1 if self.k_groups >= 3 or self.consumers >= 4 or self.together > 1 else 2
 
     @property
     def at_launch(self) -> int:
@@ -216,7 +219,7 @@ class WgmmaPlan:
     def macros(self, fp16: bool, out32: bool = False) -> dict[str, int]:
         return {
             "FP16": int(fp16), "TOKENS": self.tokens, "GROUPS": self.groups, "KGROUPS": self.k_groups, "SPLITS": self.splits,
-            "HELPED": self.helped, "FRAGMENTS": self.fragments, "STAGES": self.stages, "PREFETCH": self.prefetch,
+            "HELPED": self.helped, "FRAGMENTS": self.fragments, "TOGETHER": self.together, "STAGES": self.stages, "PREFETCH": self.prefetch,
             "REGISTERS": self.registers, "COPY_REGISTERS": COPY_REGISTERS, "AT_LAUNCH": self.at_launch, "OUT32": int(out32),
         }  # fmt: skip
 
@@ -237,7 +240,7 @@ class WgmmaPlan:
 
     def fits(self) -> bool:
         """Whether ``min_blocks`` blocks find the registers and the shared memory that they need on a multiprocessor of Hopper."""
-        needed = self.tokens // 2 + 16 * self.fragments + 28  # sums, fragments, addresses
+        needed = self.tokens // 2 + 16 * self.fragments * self.together + 28  # sums, fragments, addresses
         return self.registers >= needed and self.shared_bytes() <= _SHARED_BYTES // self.min_blocks - 1024
 
 
@@ -351,13 +354,20 @@ def plan_wgmma(m: int, n: int, k: int) -> WgmmaPlan:
     most_tokens = next((tokens for tokens in (16, 32, 64, 128) if m <= tokens), 256)
     fitting = [plan for plan in _wgmma_candidates(most_tokens) if plan.splits * plan.k_groups <= ceil_div(k, 64)]
     if timed := fp4_shapes.WGMMA.get((most_tokens, n, k)) if m <= 256 else None:
-        *blocks, helped = timed
-        return replace(next(plan for plan in fitting if _blocks(plan) == tuple(blocks)), helped=helped)
+        *blocks, helped, together = timed
+        plan = replace(next(plan for plan in fitting if _blocks(plan) == tuple(blocks)), helped=helped)
+        return _in_pairs(plan) if together == 2 else plan
     if fills_with_many_rows(m, n):
         tokens, groups, k_groups = min(MANY_ROWS_US, key=lambda blocks: many_rows_us((m, n, k), blocks))
         whole = (tokens, groups, k_groups, 1, 1)
         return next((plan for plan in fitting if _blocks(plan) == whole), WgmmaPlan(256, 2, 1, 6))
-    return min(fitting, key=lambda plan: predicted_us(plan, m, n, k))
+    plan = min(fitting, key=lambda plan: predicted_us(plan, m, n, k))
+    return _in_pairs(plan) if plan.k_groups == 2 and plan.tokens * plan.groups <= 64 else plan
+
+
+def _in_pairs(plan: WgmmaPlan) -> WgmmaPlan:
+    """``plan`` with two windows multiplied together: 1 to 12 % faster with two K groups of one tile of up to 64 tokens, slower with 128."""
+    return replace(plan, together=2, stages=max(8, 4 * plan.k_groups))
 
 
 @dataclass(frozen=True)

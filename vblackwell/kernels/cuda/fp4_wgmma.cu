@@ -15,14 +15,18 @@
 // while the last windows pass; asked for behind those, they took what helpers save. Helpers are the first blocks of a column of tokens and wait
 // for no other; blocks start in their order, so who waits for a helper has it beside or behind him. `arrange` sets the counters to zero.
 //
-// FRAGMENTS: windows of decoded weights that a warpgroup holds. With 2 it decodes one while the tensor cores work on the other; with 1 it waits
+// FRAGMENTS: sets of decoded weights that a warpgroup holds. With 2 it decodes one while the tensor cores work on the other; with 1 it waits
 // for its products, which others have under way meanwhile, and has the registers to stand beside three more.
 //
-// Set by the launcher: FP16, TOKENS, GROUPS, KGROUPS, SPLITS, HELPED, FRAGMENTS, STAGES (of each K group the same, two or more), PREFETCH (even),
+// TOGETHER: windows of a set. Between products of a set and the next one's lie some 300 cycles of waiting and arriving, whatever their number
+// (64 rows of x); with 2, K groups take turns at pairs of windows.
+//
+// Set by the launcher: FP16, TOKENS, GROUPS, KGROUPS, SPLITS, HELPED, FRAGMENTS, TOGETHER, STAGES (of each K group the same, two sets or more), PREFETCH (even),
 // REGISTERS and COPY_REGISTERS (of a thread that multiplies, and of one that copies), OUT32, AT_LAUNCH: every thread's registers when a block
 // starts. They leave room for a block of `arrange`, that of the next product, which waits beside this kernel; so the next one's weights are on
 // their way while its x is arranged.
-static_assert(KGROUPS == 1 || (STAGES % KGROUPS == 0 && STAGES >= 2 * KGROUPS), "a stage belongs to one K group");
+static_assert(KGROUPS * TOGETHER == 1 || (STAGES % (KGROUPS * TOGETHER) == 0 && STAGES >= 2 * KGROUPS * TOGETHER), "a stage belongs to one K group");
+static_assert(TOGETHER == 1 || (TOGETHER == 2 && FRAGMENTS == 1), "one window, or one pair, or two windows one after the other");
 static_assert(TOKENS % (8 * SPLITS) == 0, "the cluster's blocks share whole tiles of 8 tokens");
 static_assert(HELPED == 0 || (GROUPS == 1 && KGROUPS > 1 && SPLITS == 1), "a helper has a warpgroup for each of its tiles");
 static_assert(PREFETCH % 2 == 0, "slots of the ring and the two sets of fragments go round together");
@@ -66,7 +70,7 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
     const int block = first_block + blockIdx.x;
     const int begin = windows * (int)blockIdx.y / SPLITS, count = windows * ((int)blockIdx.y + 1) / SPLITS - begin;
 #endif
-    const int stride = helps ? 1 : KGROUPS;  // from a warp's window to its next one
+    const int stride = helps ? 1 : KGROUPS;  // from a warp's set of windows to its next one
     const u32 shared = shared_address(memory), full = shared + BARRIERS, empty = full + 8 * STAGES;
 #if HELPED
     const u32 passed_barrier = empty + 8 * STAGES;
@@ -111,17 +115,19 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
         const int k_group = KGROUPS == 1 ? 0 : warp / (4 * GROUPS), row_warp = warp - k_group * 4 * GROUPS;
         const int tile = helps ? blockIdx.x * KGROUPS + k_group : block, turn = helps ? 0 : k_group;
         const int row16 = tile * (ROWS / 16) + row_warp, band = min(row16 >> 1, bands - 1), half = row16 & 1;
-        const u64 first = (u64)band * windows + begin + turn;
+        const u64 first = (u64)band * windows + begin + TOGETHER * turn;
         const u8* from_codes = codes + first * 1024 + half * 512 + lane * 16;
         const u8* from_scales = scales + first * 128 + lane * 4;
-        const int mine = (count - turn + stride - 1) / stride;  // windows of this warp
+        const int all_sets = (count + TOGETHER - 1) / TOGETHER, sets = (all_sets - turn + stride - 1) / stride;
+        const int mine = sets * TOGETHER - (turn + (sets - 1) * stride == all_sets - 1 ? all_sets * TOGETHER - count : 0);  // windows of this warp
         const u32 ring_codes = shared + RINGS + warp * (PREFETCH * WINDOW_BYTES) + lane * 16;
         const u32 ring_scales = shared + RINGS + warp * (PREFETCH * WINDOW_BYTES) + 512 + lane * 4;
         // A window of this warp to a slot of its ring, by how many windows it lies behind the pointers.
         auto load = [&](int slot, int behind, bool wanted) {
             if (wanted) {
-                copy_async(ring_codes + slot * WINDOW_BYTES, from_codes + behind * (stride * 1024), 16);
-                copy_async_word(ring_scales + slot * WINDOW_BYTES, from_scales + behind * (stride * 128), 4);
+                const int at = behind / TOGETHER * TOGETHER * stride + behind % TOGETHER;
+                copy_async(ring_codes + slot * WINDOW_BYTES, from_codes + at * 1024, 16);
+                copy_async_word(ring_scales + slot * WINDOW_BYTES, from_scales + at * 128, 4);
             }
             copy_commit();
         };
@@ -130,36 +136,51 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
         float acc[TOKENS / 2];
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; i++) acc[i] = 0.0f;
-        u32 a[FRAGMENTS][4][4];
-        copy_wait<PREFETCH - 1>();
-        if (mine > 0) decode_window(load_shared(ring_codes), load_shared_word(ring_scales), half, a[0]);
-        int stage = turn, previous = 0;
+        u32 a[FRAGMENTS * TOGETHER][4][4];
+        copy_wait<PREFETCH - TOGETHER>();
+#pragma unroll
+        for (int w = 0; w < TOGETHER; w++)
+            if (w < mine) decode_window(load_shared(ring_codes + w * WINDOW_BYTES), load_shared_word(ring_scales + w * WINDOW_BYTES), half, a[w]);
+        int stage = TOGETHER * turn, previous = 0;
         u32 parity = 0;
         for (int i = 0; i < mine; i += PREFETCH) {
 #pragma unroll
-            for (int d = 0; d < PREFETCH; d++) {
+            for (int d = 0; d < PREFETCH; d += TOGETHER) {
                 if (i + d >= mine) break;
-                load(d, d + PREFETCH, i + d + PREFETCH < mine);  // its slot was decoded before
+#pragma unroll
+                for (int w = 0; w < TOGETHER; w++) load(d + w, d + w + PREFETCH, i + d + w + PREFETCH < mine);  // its slot was decoded before
+                const int there = TOGETHER == 1 ? 1 : min(TOGETHER, mine - i - d);  // fewer in the last set of all
                 barrier_wait(full + 8 * stage, parity);
+                if (there > 1) barrier_wait(full + 8 * stage + 8, parity);
                 const u64 b = wgmma_operand(shared + stage * STAGE_BYTES);
                 wgmma_fence();
 #pragma unroll
                 for (int s = 0; s < 4; s++) wgmma(acc, a[d % FRAGMENTS][s], b + 2 * s);
+                if (there > 1)
+#pragma unroll
+                    for (int s = 0; s < 4; s++) wgmma(acc, a[TOGETHER - 1][s], b + STAGE_BYTES / 16 + 2 * s);
                 wgmma_commit();
-                copy_wait<PREFETCH - 1>();
-                const int slot = (d + 1) % PREFETCH;
-                const uint4 q = load_shared(ring_codes + slot * WINDOW_BYTES);
-                const u32 packed = load_shared_word(ring_scales + slot * WINDOW_BYTES);
+                copy_wait<PREFETCH - TOGETHER>();
+                uint4 q[TOGETHER];
+                u32 packed[TOGETHER];
+#pragma unroll
+                for (int w = 0; w < TOGETHER; w++) {
+                    const int slot = (d + w + TOGETHER) % PREFETCH;
+                    q[w] = load_shared(ring_codes + slot * WINDOW_BYTES);
+                    packed[w] = load_shared_word(ring_scales + slot * WINDOW_BYTES);
+                }
                 wgmma_wait<FRAGMENTS - 1>();
                 if (FRAGMENTS == 1) previous = stage;
-                if (lane == 0 && (FRAGMENTS == 1 || i + d > 0)) barrier_arrive(empty + 8 * previous);
+                if (lane < there && (FRAGMENTS == 1 || i + d > 0)) barrier_arrive(empty + 8 * (previous + lane));
                 previous = stage;
-                stage += stride;
+                stage += TOGETHER * stride;
                 if (stage >= STAGES) {
                     stage -= STAGES;
                     parity ^= 1;
                 }
-                if (i + d + 1 < mine) decode_window(q, packed, half, a[(d + 1) % FRAGMENTS]);
+#pragma unroll
+                for (int w = 0; w < TOGETHER; w++)
+                    if (i + d + w + TOGETHER < mine) decode_window(q[w], packed[w], half, a[TOGETHER == 1 ? (d + 1) % FRAGMENTS : w]);
             }
             from_codes += PREFETCH * stride * 1024;
             from_scales += PREFETCH * stride * 128;
