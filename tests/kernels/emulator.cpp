@@ -130,6 +130,24 @@ u32 add_relaxed(u32* p, u32 by) {
 }
 void add_release(u32* p, u32 by) { add_relaxed(p, by); }
 
+static void land(const Copy& copy) {
+    memset(copy.to, 0, copy.size);
+    memcpy(copy.to, copy.from, copy.bytes);
+}
+void copy_later(u32 to, const void* from, u32 bytes, u32 size) {
+    if ((u64)from % size || to % size) throw std::runtime_error("an asynchronous copy that is misaligned");
+    const Copy copy{shared_at(running->rank, to, size), from, bytes, size, self().copy_groups};
+    if (draw(2)) return land(copy);
+    self().copies.push_back(copy);
+}
+void copies_commit() { self().copy_groups++; }
+void copies_wait(int pending) {
+    Thread& t = self();
+    size_t done = 0;
+    for (; done < t.copies.size() && t.copies[done].group < t.copy_groups - pending; done++) land(t.copies[done]);
+    t.copies.erase(t.copies.begin(), t.copies.begin() + done);
+}
+
 void product_later(void (*multiply)(float*, const Operands&), float* d, const Operands& operands) {
     self().products.push_back({multiply, d, operands, self().groups});
 }
@@ -147,6 +165,7 @@ static void live() {
         Thread& t = self();
         try {
             t.grid->body(t.grid->context);
+            if (!t.copies.empty()) throw std::runtime_error("a thread ends while its copies are on their way");
             block().whole.drop();
             if (--block().threads == 0) let_next(block(), *t.grid);
             t.cluster->warps[t.warp].meeting.drop();
@@ -193,8 +212,9 @@ static std::unique_ptr<Cluster> start(Grid& grid) {
         t.cluster = cluster.get();
         t.grid = &grid;
         t.warp = i / 32;
-        t.collectives = t.groups = t.arrivals = 0;
+        t.collectives = t.groups = t.arrivals = t.copy_groups = 0;
         t.products.clear();
+        t.copies.clear();
         const int warp = i % threads / 32;
         if (i % 32 == 0) lags = lag_end ? lag_first <= warp && warp < lag_end : draw(others) == 0;
         t.lags = lags;

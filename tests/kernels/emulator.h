@@ -30,22 +30,17 @@ DEVICE u32 load_shared_word(u32 at) { u32 v; memcpy(&v, shared_at(running->rank,
 DEVICE uint4 load_shared(u32 at) { uint4 v; memcpy(&v, shared_at(running->rank, at, 16), 16); return v; }
 DEVICE void store_shared(u32 at, uint4 v) { memcpy(shared_at(running->rank, at, 16), &v, 16); }
 DEVICE u32 shared_address(const void* p) { return (u32)((const u8*)p - shared_memory()); }
-DEVICE void copy_async(u32 to, const void* from, u32 bytes) {
-    u8* at = shared_at(running->rank, to, 16);
-    memset(at, 0, 16);
-    memcpy(at, from, bytes);
-}
-DEVICE void copy_async_word(u32 to, const void* from, u32 bytes) {
-    u8* at = shared_at(running->rank, to, 4);
-    memset(at, 0, 4);
-    memcpy(at, from, bytes);
-}
+DEVICE void copy_async(u32 to, const void* from, u32 bytes) { copy_later(to, from, bytes, 16); }
+DEVICE void copy_async_word(u32 to, const void* from, u32 bytes) { copy_later(to, from, bytes, 4); }
 DEVICE void publish_to_tensor_cores() {}
 DEVICE void publish_global() {}
-DEVICE void copy_commit() {}
+DEVICE void copy_commit() { copies_commit(); }
 template <int PENDING>
-DEVICE void copy_wait() {}
-DEVICE void copy_wait_all() {}
+DEVICE void copy_wait() { copies_wait(PENDING); }
+DEVICE void copy_wait_all() {
+    copies_commit();
+    copies_wait(0);
+}
 DEVICE u32 max_pair(u32 a, u32 b) { return max(a & 0xFFFF, b & 0xFFFF) | (max(a >> 16, b >> 16) << 16); }
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
     u64 both = ((u64)b << 32) | a;

@@ -31,6 +31,11 @@ void late_send(int rank, u32 to, const void* from, u32 bytes, u32 barrier);
 void late_copy(int rank, u32 to, const void* from, u32 bytes, u32 barrier);
 int cluster_blocks();
 
+// Copies of a thread: at once, or when they are waited for. Of `size` bytes those beyond `bytes` are zeros.
+void copy_later(u32 to, const void* from, u32 bytes, u32 size);
+void copies_commit();
+void copies_wait(int pending);
+
 u32 load_acquire(const u32* p);
 void add_release(u32* p, u32 by);
 u32 add_relaxed(u32* p, u32 by);

@@ -30,12 +30,15 @@ static u32 draw(u32 below) {
 struct Cluster;
 struct Grid;
 struct Product { void (*multiply)(float*, const Operands&); float* d; Operands operands; int group; };
+struct Copy { u8* to; const void* from; u32 bytes, size; int group; };
 struct Thread : Place {
     Cluster* cluster;
     Grid* grid;
     int warp, collectives, groups, arrivals;  // `arrivals`: at other blocks' barriers, on their way
     u64 begun;
     std::vector<Product> products;
+    std::vector<Copy> copies;
+    int copy_groups;
     jmp_buf here;
     ucontext_t start;
     void* stack = nullptr;

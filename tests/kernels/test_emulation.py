@@ -92,3 +92,28 @@ def test_a_kernel_begins_early_and_waits_where_it_says_so(waits):
         emulation._call(("ring.cuh",), {"FP16": 0}, CHAIN, [counted, seen, int(waits)])
         found.add(seen.item())
     assert found == {3} if waits else len(found) > 1
+
+
+COPIES = """
+extern "C" void run(const u8* from, u32* seen, int pending) {
+    launch(1, 1, 1, 32, 1024, [=] {
+        const u32 at = threadIdx.x * 32;
+        for (int i = 0; i < 2; i++) {
+            copy_async(at + 16 * i, from + 16 * i, 16);
+            copy_commit();
+        }
+        pending == 0 ? copy_wait<0>() : pending == 1 ? copy_wait<1>() : copy_wait<2>();
+        for (int i = 0; i < 2; i++) seen[threadIdx.x * 2 + i] = load_shared_word(at + 16 * i);
+        if (pending < 3) copy_wait_all();
+    });
+}"""
+
+
+@pytest.mark.parametrize(("pending", "there"), [(0, (1.0, 1.0)), (1, (1.0, 0.5)), (2, (0.5, 0.5))])
+def test_copies_are_there_when_they_are_waited_for_and_perhaps_before(pending, there):
+    source, seen = torch.full((8,), 7, dtype=torch.int32), torch.zeros(32, 2, dtype=torch.int32)
+    emulation._call(("ring.cuh",), {"FP16": 0}, COPIES, [source, seen, pending])
+    for shares, expected in zip((seen == 7).float().mean(0).unbind(), there, strict=True):
+        assert shares == 1 if expected == 1 else 0 < shares < 1  # by 32 coins
+    with pytest.raises(emulation.EmulationError, match="its copies are on their way"):
+        emulation._call(("ring.cuh",), {"FP16": 0}, COPIES, [source, seen, 3])
