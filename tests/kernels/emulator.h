@@ -32,7 +32,6 @@ DEVICE void store_shared(u32 at, uint4 v) { memcpy(shared_at(running->rank, at, 
 DEVICE u32 shared_address(const void* p) { return (u32)((const u8*)p - shared_memory()); }
 DEVICE void copy_async(u32 to, const void* from, u32 bytes) { copy_later(to, from, bytes, 16); }
 DEVICE void copy_async_word(u32 to, const void* from, u32 bytes) { copy_later(to, from, bytes, 4); }
-DEVICE void publish_to_tensor_cores() {}
 DEVICE void publish_global() {}
 DEVICE void copy_commit() { copies_commit(); }
 template <int PENDING>

@@ -14,8 +14,6 @@ DEVICE void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity" SCOPE ".shared::cta.b64 done, [%0], %1;\n"     \
                  "@!done bra AGAIN;\n}" ::"r"(barrier), "r"(parity) : "memory")
 DEVICE void barrier_wait(u32 barrier, u32 parity) { BARRIER_WAIT(""); }
-// What this thread wrote to shared memory by ordinary stores, seen by wgmma.
-DEVICE void publish_to_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // `bytes` contiguous bytes from global to shared memory; `barrier` counts them in.
 DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
