@@ -95,8 +95,8 @@ def prebuild(args: argparse.Namespace) -> None:
         for plan in plans_of(m, n, k):
             each = autotune.variants(plan) if args.tune else [plan]
             jobs += [(files[type(plan)], part.macros(False)) for one in each for part in parts_of(one, m, n)]
-        if m <= fp4_norm.most_rows((9, 0), k):
-            fused = fp4_plan.plan_mma(m, n, k, True, bulk=fp4_norm.BULK)
+        if m <= fp4_norm.most_rows((9, 0), n, k):
+            fused = fp4_plan.plan_mma(m, n, k, True)
             jobs.append((fp4_plan.MMA_FILES, fused.macros(False, norm=1)))
     for (n, k), m, fp16 in itertools.product(CHECK_SHAPES, CHECK_ROWS, (False, True) if args.check else ()):
         parts = (part for plan in plans_of(m, n, k) for part in parts_of(plan, m, n))

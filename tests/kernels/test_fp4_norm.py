@@ -52,8 +52,9 @@ def request(**changes):
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"m": 4}, "mma"), ({"m": 5}, "separate"), ({"m": 4, "k": 14336}, "separate"), ({"m": 2, "k": 14336}, "mma"),
-        ({"m": 1, "n": 28672, "k": 8192}, "mma"), ({"capability": (8, 6)}, "mma"),
+        ({}, "mma"), ({"k": 14336}, "mma"), ({"m": 8, "n": 8192, "k": 8192}, "mma"), ({"m": 9, "n": 8192, "k": 8192}, "separate"),
+        ({"m": 4, "k": 4104}, "separate"), ({"m": 2, "k": 4104}, "mma"), ({"m": 5, "k": 1000}, "separate"), ({"m": 4, "k": 1000}, "mma"),
+        ({"m": 1, "n": 28672, "k": 8192}, "mma"), ({"n": 28672, "k": 8192, "capability": (8, 6)}, "mma"),
         ({"m": 17, "capability": (8, 6)}, "separate"), ({"m": 1, "dtype": torch.float16}, "separate"),
         ({"m": 1, "dtype": torch.float32}, "separate"), ({"m": 1, "k": 4100}, "separate"),
         ({"m": 1, "format": "nf4"}, "separate"), ({"m": 1, "device": torch.device("cpu")}, "separate"),
@@ -63,10 +64,16 @@ def test_one_kernel_where_it_is_faster(changes, name):
     assert choose("fp4_norm_linear", fp4_norm.NORM_LINEAR, request(**changes)).name == name
 
 
+def test_threads_stage_x_of_a_layer_norm():
+    for m, k, name in ((4, 4096, "mma"), (5, 4096, "separate"), (2, 8192, "mma"), (3, 8192, "separate")):
+        assert choose("fp4_norm_linear", fp4_norm.LAYER_NORM_LINEAR, request(m=m, k=k)).name == name
+
+
 def test_the_slower_one_is_there_for_who_asks():
-    assert "16 rows of 4096" in explain(fp4_norm.NORM_LINEAR, request())["mma"][0]
+    large = request(n=28672, k=8192)
+    assert "16 rows of 8192 features: above 8" in explain(fp4_norm.NORM_LINEAR, large)["mma"][0]
     with use_backend("fp4_norm_linear", "mma"):
-        assert choose("fp4_norm_linear", fp4_norm.NORM_LINEAR, request()).name == "mma"
+        assert choose("fp4_norm_linear", fp4_norm.NORM_LINEAR, large).name == "mma"
         with pytest.raises(Unsupported, match="17 rows: it takes up to 16"):
             choose("fp4_norm_linear", fp4_norm.NORM_LINEAR, request(m=17))
 

@@ -12,6 +12,8 @@ LayerNorm's own bias is no argument: times W it is a bias of the linear. There i
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -23,9 +25,6 @@ from vblackwell.kernels.fp4 import check_arguments
 from vblackwell.kernels.rms_norm import rms_norm
 
 MOST_ROWS = 16
-# Whether x of 3 to 16 rows comes by bulk copies with RMSNorm on the way, as it does without a norm. Right in the emulator, with which no
-# hang of waiting threads shows: it stays off until a GPU has run it (tests/kernels/test_fp4_norm_gpu.py does).
-BULK = False
 
 
 def _mma_reasons(request: Request) -> list[str]:
@@ -39,18 +38,21 @@ def _mma_reasons(request: Request) -> list[str]:
     return reasons
 
 
-def most_rows(capability: tuple[int, int], k: int) -> int:
-    """Rows of K features up to which one kernel is faster than two.
+def most_rows(capability: tuple[int, int], n: int, k: int, layer_norm: bool = False) -> int:
+    """Rows of K features up to which one kernel is faster than two, on an H200 by 1.07 to 1.42 (docs/log-fp4.md).
 
-    On Hopper x of a norm on the way is staged by threads, and else by bulk copies: for more rows that costs more than the launch it saves.
+    On Hopper x comes by bulk copies. A block that normalises 16 rows has more to do a weight than what a norm of its own costs, if
+    the weight is large. With a LayerNorm on the way threads stage x, which for more rows costs more than the launch it saves.
     """
     if capability[0] != 9:
         return MOST_ROWS
-    return 4 if k <= 4096 else 2
+    if layer_norm or not fp4_plan.plan_mma(1, n, k, True).chunk:
+        return 4 if k <= 4096 else 2
+    return MOST_ROWS if n * k <= 60_000_000 else MOST_ROWS // 2
 
 
-def _mma_slower(request: Request) -> list[str]:
-    most = most_rows(request.capability, request.k)
+def _slower(request: Request, layer_norm: bool) -> list[str]:
+    most = most_rows(request.capability, request.n, request.k, layer_norm)
     if request.m <= most:
         return []
     return [f"{request.m} rows of {request.k} features: above {most} a norm of its own is faster on this GPU"]
@@ -58,7 +60,7 @@ def _mma_slower(request: Request) -> list[str]:
 
 def _mma(x_MK, gain_K, gain_sums_N, eps, codes, scales, tensor_scale, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
     clusters, rms = fp4_plan.has_clusters(capability(x_MK.device)), gain_sums_N is None
-    plan = fp4_plan.plan_mma(x_MK.shape[0], n, k, clusters, bulk=rms and BULK)
+    plan = fp4_plan.plan_mma(x_MK.shape[0], n, k, clusters, bulk=rms)
     plan = autotune.tuned(plan, x_MK, n, k)
     norm = fp4_cuda.Norm(_aligned(gain_K), eps, gain_sums_N)
     bias = backends.like(bias, x_MK)
@@ -82,10 +84,12 @@ def _none(request: Request) -> list[str]:
     return []
 
 
-NORM_LINEAR: tuple[Backend, ...] = (
-    Backend("mma", _mma_reasons, _mma, slower=_mma_slower),
-    Backend("separate", _none, _separate),
-)
+def _backends(layer_norm: bool) -> tuple[Backend, ...]:
+    slower = functools.partial(_slower, layer_norm=layer_norm)
+    return Backend("mma", _mma_reasons, _mma, slower=slower), Backend("separate", _none, _separate)
+
+
+NORM_LINEAR, LAYER_NORM_LINEAR = _backends(False), _backends(True)
 
 
 @torch.library.custom_op("vblackwell::fp4_norm_linear", mutates_args=())
@@ -129,7 +133,8 @@ def fp4_norm_linear(
     rows = x_MK.reshape(-1, k).contiguous()
     if rows.shape[0] == 0:
         return x_MK.new_empty((*x_MK.shape[:-1], n))
-    backend = choose("fp4_norm_linear", NORM_LINEAR, request_of(rows, format, n, k))
+    backends_here = NORM_LINEAR if gain_sums_N is None else LAYER_NORM_LINEAR
+    backend = choose("fp4_norm_linear", backends_here, request_of(rows, format, n, k))
     tensors = (codes, block_scales, tensor_scale, bias)
     y_MN = backend.run(rows, gain_K, gain_sums_N, eps, *tensors, format, activation, n, k)
     return y_MN.view(*x_MK.shape[:-1], n)

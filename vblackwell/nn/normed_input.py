@@ -37,7 +37,8 @@ def normed(x: Tensor, norm: nn.RMSNorm, *linears: nn.Module) -> Tensor | NormedB
     More rows than one kernel is faster for on Hopper are normalised once, for all of them.
     """
     columns = x.shape[-1]
-    few = x.numel() <= most_rows((9, 0), columns) * columns
+    features = sum(linear.out_features for linear in linears if isinstance(linear, FusedFP4Linear))
+    few = x.numel() <= most_rows((9, 0), features, columns) * columns
     plain = few and not any(hooked(module) for module in (norm, *linears))
     return NormedByPacked(x, norm) if plain and all(may_fuse(x, norm, linear) for linear in linears) else norm(x)
 
