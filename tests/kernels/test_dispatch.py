@@ -198,7 +198,18 @@ def test_what_is_tuned_does_not_decide_who_adds(n, k):
 
 @pytest.mark.parametrize("m", [1, 3, 8, 16])
 def test_x_comes_in_bulk_where_it_may(m):
-    for n, k in ((40, 1024), (4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (128256, 8192)):
+    shapes = (
+        (40, 1024),
+        (4096, 4096),
+        (6144, 4096),
+        (14336, 4096),
+        (4096, 14336),
+        (8192, 8192),
+        (128256, 8192),
+        (64, 65536),
+        (2048, 28672),
+    )
+    for n, k in shapes:
         plan = fp4_plan.plan_mma(m, n, k, True)
         turn = plan.k_warps * plan.prefetch
         assert plan.chunk % turn == 0 < plan.chunk < k // 64 // plan.splits + turn

@@ -284,7 +284,10 @@ def _plan_bulk(tokens: int, n: int, k: int) -> MmaPlan:
     """
     row_warps, splits = _bulk_shape(tokens, n, k)
     share = ceil_div(k, 64) // splits
-    k_warps = min(max(8 // row_warps, min(16 // row_warps, share // 8)), share)
+    most = (
+        8 if tokens > 8 and share > 64 else 16
+    )  # K warps: a round of more takes the room that the next chunk of x needs
+    k_warps = min(max(8 // row_warps, min(16 // row_warps, share // 8)), share, most)
     return _with_x(MmaPlan(tokens, row_warps, k_warps, splits, 4), k)
 
 
