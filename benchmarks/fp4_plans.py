@@ -43,7 +43,7 @@ OPEN = {  # rows of x: the shapes whose rule is interpolated, or misses its floo
     64: SHAPES, 128: SHAPES, 256: SHAPES, 1024: SHAPES, 4096: SHAPES,
 }  # fmt: skip
 SHARED, REGISTERS = 227 * 1024, 65536
-WARPS = (8, 12, 14, 16, 28)  # of a block of the mma kernel
+WARPS = (8, 10, 12, 14, 15, 16, 28)  # of a block of the mma kernel
 FINALISTS = 6  # plans of a cell that are timed in turns, beside the rule's
 
 
@@ -76,21 +76,22 @@ def mma_plans(m: int, n: int, k: int) -> Iterator[MmaPlan]:
         for row_warps, k_warps in itertools.product(range(1, 17), repeat=2)
         if row_warps * k_warps in WARPS
     ]
-    least = min(work for rows, splits in itertools.product(range(1, 17), (1, 2)) if (work := _work(rows, splits, n, k)))
+    works = (_work(row_warps, splits, n, k) for (row_warps, _), splits in itertools.product(shapes, (1, 2)))
+    least = min(filter(None, works), default=0)
     for (row_warps, k_warps), splits in itertools.product(shapes, (1, 2)):
         work, turn = _work(row_warps, splits, n, k), 4 * k_warps
         if not work or work > 1.2 * least or row_warps * k_warps * 32 * room > REGISTERS or k_warps * splits > k // 64:
             continue
         whole = -(-(-(-k // 64) // splits) // turn) * turn
-        for chunk, stages in sorted({(whole, 1), (turn, 3), (2 * turn, 2), (2 * turn, 3)}):
+        for chunk, stages in ((whole, 1), (turn, 3), (2 * turn, 2), (2 * turn, 3)):
             plan = MmaPlan(tokens, row_warps, k_warps, splits, 4, chunk=chunk, x_stages=stages)
-            if chunk <= whole and plan.shared_bytes(k) <= SHARED:
+            if (stages == 1 or chunk < whole) and fp4_plan.fits_with_norm(plan, k):
                 yield plan
 
 
 def _work(row_warps: int, splits: int, n: int, k: int) -> int:
     """Windows of a block, its bands one after the other; 0 where blocks are more than multiprocessors."""
-    return row_warps * -(-k // 64 // splits) if -(-n // (32 * row_warps)) * splits <= 132 else 0
+    return row_warps * -(-k // 64 // splits) if -(-n // (32 * row_warps)) * splits <= fp4_plan.MULTIPROCESSORS else 0
 
 
 def wgmma_plans(m: int, n: int, k: int) -> Iterator[WgmmaPlan]:
@@ -345,12 +346,18 @@ def tuned_entries(paths: list[Path]) -> dict[str, dict[str, int]]:
     for (m, n, k), found in times.items():
         rule = fp4_plan.plan_mma(m, n, k, True) if m <= 16 else fp4_plan.plan_wgmma(m, n, k)
         name = autotune.entry_name(rule, torch.bfloat16, m, n, k)
-        same = {p: t for p, t in found.items() if autotune.entry_name(p, torch.bfloat16, m, n, k) == name}
+        names = {p: autotune.entry_name(p, torch.bfloat16, m, n, k) for p in found if not _has_idle_stage(p, k)}
+        same = {p: found[p] for p, its in names.items() if its == name}
         if len(same) > 1 and rule in same:
             stage = "turns" if sum("turns" in t for t in same.values()) > 1 and "turns" in same[rule] else "once"
             best = min((p for p in same if stage in same[p]), key=lambda p: (same[p][stage], p != rule))
             entries[name] = {field: getattr(best, field) for field in autotune.TUNABLE[type(best)]}
     return entries
+
+
+def _has_idle_stage(plan: Plan, k: int) -> bool:
+    """Whether a block's x fills fewer stages than it has."""
+    return isinstance(plan, MmaPlan) and plan.chunk * (plan.x_stages - 1) >= -(-k // 64 // plan.splits) > 0 < plan.chunk
 
 
 def plan_of(text: str) -> Plan | None:

@@ -36,25 +36,17 @@ ONE_TYPE = [  # nothing in which halves differ
     (WgmmaPlan(32, 2, 2, 4, 2, k_groups=2), 33, 130, 1032),
     (WgmmaPlan(16, 1, 2, 4, 2, k_groups=2), 15, 70, 520),  # a block writes one group of 8 tokens
     (WgmmaPlan(128, 1, 1, 4, 2), 100, 40, 328),
-    (
-        WgmmaPlan(64, 1, 2, 12, 4, k_groups=3, together=2),
-        50,
-        70,
-        1800,
-    ),  # pairs of windows: 14 and 15, of which one group has a half
-    (WgmmaPlan(32, 1, 1, 8, 2, k_groups=2, together=2), 20, 130, 328),  # 6, the last group's second pair a half
-    (WgmmaPlan(32, 2, 1, 4, 4, together=2), 33, 200, 60),  # half of a pair
-    (WgmmaPlan(16, 1, 2, 16, 4, k_groups=4, together=2), 9, 40, 520),  # fewer pairs than groups
+    # Pairs of windows: 14 and 15, of which one group has a half; 5, the first group's second one a half; a half alone; fewer than groups.
+    (WgmmaPlan(64, 1, 2, 12, 4, k_groups=3, together=2), 50, 70, 1800),
+    (WgmmaPlan(32, 1, 1, 8, 2, k_groups=2, together=2), 20, 130, 264),
+    (WgmmaPlan(32, 2, 1, 4, 4, together=2), 33, 200, 60),
+    (WgmmaPlan(16, 1, 2, 16, 4, k_groups=4, together=2), 9, 40, 520),
     (WgmmaPlan(32, 2, 1, 4, 2, k_groups=2), 40, 130, 328),
-    (
-        MmaPlan(16, 2, 6, 2, 4, chunk=24, x_stages=3),
-        11,
-        33,
-        4096 + 64,
-    ),  # the shape of a plan that a rule takes, and one with all of x at once
-    (MmaPlan(4, 3, 4, 2, 4, chunk=32, x_stages=1), 3, 70, 4096 - 64),
-    (MmaPlan(4, 1, 8, 2, 4, chunk=32, x_stages=1), 3, 40, 1024),  # fewer windows than a round
-    (MmaPlan(1, 1, 2, 1, 2, chunk=8, x_stages=1), 1, 40, 1600),  # one stage that comes round
+    # The shape of a plan that a rule takes; all of x at once; fewer windows than a round; one stage that comes round.
+    (MmaPlan(16, 2, 6, 2, 4, chunk=24, x_stages=3), 11, 33, 4160),
+    (MmaPlan(4, 3, 4, 2, 4, chunk=32, x_stages=1), 3, 70, 4032),
+    (MmaPlan(4, 1, 8, 2, 4, chunk=32, x_stages=1), 3, 40, 1024),
+    (MmaPlan(1, 1, 2, 1, 2, chunk=8, x_stages=1), 1, 40, 1600),
 ]
 CASES = [(*case, dtype) for case in MMA + WGMMA for dtype in HALVES] + [(*case, torch.bfloat16) for case in ONE_TYPE]
 
@@ -66,6 +58,14 @@ def test_linear_within_the_bound_of_float64(plan, m, n, k, dtype):
     x_MK = torch.randn(m, k).to(dtype)
     y_MN = emulation.linear(plan, x_MK, tiled, None, "none", n)
     assert emulation.error_over_bound(y_MN, x_MK, w_NK) <= 1
+
+
+def test_the_first_round_of_x_does_not_stand_for_the_others():
+    plan = MmaPlan(4, 1, 1, 1, 2, chunk=16, x_stages=1)
+    w_NK, tiled = emulation.random_weight("nvfp4", 32, 1024)
+    x_MK = torch.randn(3, 1024).bfloat16()
+    for _ in range(12):  # x lands late in about every second
+        assert emulation.error_over_bound(emulation.linear(plan, x_MK, tiled, None, "none", 32), x_MK, w_NK) <= 1
 
 
 @pytest.mark.parametrize(("m", "n", "processors", "halves"), [(60, 330, 2, 2), (260, 300, 5, 1)])
@@ -253,6 +253,13 @@ def test_norm_on_the_way(plan, m, n, k, kind, mean):
         (MmaPlan(4, 2, 3, 2, 2, chunk=6, x_stages=2), 3, 70, 832),
         (MmaPlan(16, 1, 2, 1, 2, chunk=4, x_stages=3), 13, 40, 640),
         (MmaPlan(8, 1, 2, 1, 2, chunk=8, x_stages=2), 7, 40, 1600),
+        (
+            MmaPlan(8, 2, 2, 2, 2, chunk=16, x_stages=1),
+            7,
+            70,
+            1984,
+        ),  # as the rules have it: x at once, a first round, a cluster
+        (MmaPlan(16, 1, 4, 2, 2, chunk=16, x_stages=1), 16, 40, 1984),
     ],
     ids=str,
 )

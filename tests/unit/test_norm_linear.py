@@ -156,3 +156,15 @@ def test_a_packed_decoder_decodes_with_its_first_norm_inside_the_projections(fus
     fused.clear()
     model(ids[:, :1])
     assert len(fused) == 3, "a norm with a hook is called"
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_rows_for_linears_compile_into_one_graph(dynamic):
+    """Every block asks whether its norm goes with the linears, packed or not."""
+    norm, linear = nn.RMSNorm(64), nn.Linear(64, 32)
+    run = torch.compile(
+        lambda x: linear(normed_input.normed(x, norm, linear)), backend="eager", fullgraph=True, dynamic=dynamic
+    )
+    for rows in (2, 3):
+        x = torch.randn(rows, 64)
+        assert torch.equal(run(x), linear(norm(x)))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan, goes_round
+from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan, fits_with_norm, goes_round
 from vblackwell.kernels.nvrtc import cache_folder, driver_version, write_atomically
 
 Plan = TypeVar("Plan", MmaPlan, WgmmaPlan)
@@ -107,12 +107,12 @@ def tuned(plan: Plan, x_MK: Tensor, n: int, k: int) -> Plan:
         found = apply(plan, entries.get(entry_name(plan, x_MK.dtype, x_MK.shape[0], n, k), {}))
     except ConfigurationError:
         return plan  # kept by a version that still allowed these fields
-    return found if _fits(found) else plan  # kept by one that needed less memory for them
+    return found if _fits(found, k) else plan  # kept by one that needed less memory for them
 
 
-def _fits(plan: MmaPlan | WgmmaPlan) -> bool:
-    """Whether a block finds the shared memory that it needs; what is tuned of an mma plan takes none that matters."""
-    return not isinstance(plan, WgmmaPlan) or plan.fits()
+def _fits(plan: MmaPlan | WgmmaPlan, k: int) -> bool:
+    """Whether a block finds the shared memory that it needs for rows of ``k`` features."""
+    return plan.fits() if isinstance(plan, WgmmaPlan) else not plan.chunk or fits_with_norm(plan, k)
 
 
 def variants(plan: Plan) -> list[Plan]:
@@ -123,7 +123,7 @@ def variants(plan: Plan) -> list[Plan]:
         # chunk sizes follow from the prefetch where x comes in several chunks, so it stays
     else:
         choices = [{"stages": count} for count in (3, 4, 6, 8, 12) if goes_round(count, plan.k_groups, plan.together)]
-    return [plan, *(other for choice in choices if (other := apply(plan, choice)) != plan and _fits(other))]
+    return [plan, *(other for choice in choices if (other := apply(plan, choice)) != plan and _fits(other, 64))]
 
 
 def tune(plan: Plan, x_MK: Tensor, n: int, k: int, measure_us: Callable[[Plan], float]) -> Plan:

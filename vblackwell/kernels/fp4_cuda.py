@@ -56,6 +56,10 @@ def aligned(x_MK: Tensor) -> tuple[Tensor, int]:
     return torch.nn.functional.pad(x_MK, (0, -k % 8)).contiguous(), k + -k % 8
 
 
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _output(x_MK: Tensor, n: int, out_dtype: torch.dtype | None) -> Tensor:
     return torch.empty(x_MK.shape[0], n, dtype=out_dtype or x_MK.dtype, device=x_MK.device)
 
@@ -92,7 +96,7 @@ def run_mma(
     more = () if norm is None else (norm.gain, norm.gain_sums, float(norm.eps))
     shared_bytes = plan.shared_bytes(k, kind)
     if plan.chunk:
-        shared_bytes = launch_bytes(shared_bytes, math.prod(grid))
+        shared_bytes = launch_bytes(shared_bytes, math.prod(grid), _processors(x_MK.device))
     kernel(MMA_FILES, "fp4_mma", macros, x_MK.device).launch(grid, plan.threads, shared_bytes, (*args, *more))
     return y_MN
 
@@ -123,9 +127,9 @@ def run_wgmma(
         flags = rows.plan.macros(_flags(x_MK), y_MN.dtype == torch.float32)
         grid = (rows.plan.helpers(n) + rows.blocks, plan.splits, blocks)
         more = () if passed is None else (passed, counters)
-        kernel(WGMMA_FILES, "fp4_wgmma", flags, x_MK.device).launch(
-            grid, rows.plan.threads, launch_bytes(rows.plan.shared_bytes(), math.prod(grid)), (*args, rows.first, *more)
-        )
+        shared_bytes = launch_bytes(rows.plan.shared_bytes(), math.prod(grid), _processors(x_MK.device))
+        product = kernel(WGMMA_FILES, "fp4_wgmma", flags, x_MK.device)
+        product.launch(grid, rows.plan.threads, shared_bytes, (*args, rows.first, *more))
     return y_MN
 
 

@@ -39,14 +39,14 @@ def _mma_reasons(request: Request) -> list[str]:
 
 
 def most_rows(capability: tuple[int, int], n: int, k: int, layer_norm: bool = False) -> int:
-    """Rows of K features up to which one kernel is faster than two, on an H200 by 1.07 to 1.42 (docs/log-fp4.md).
+    """Rows of K features up to which one kernel is faster than two, on an H200 by 1.04 to 1.42 (docs/log-fp4.md).
 
-    On Hopper x comes by bulk copies. A block that normalises 16 rows has more to do a weight than what a norm of its own costs, if
-    the weight is large. With a LayerNorm on the way threads stage x, which for more rows costs more than the launch it saves.
+    On Hopper x comes by bulk copies. Every block normalises all of its x again: 16 rows of a large weight cost more than a launch. With
+    a LayerNorm on the way threads stage x, which for more rows costs more than the launch it saves.
     """
     if capability[0] != 9:
         return MOST_ROWS
-    if layer_norm or not fp4_plan.plan_mma(1, n, k, True).chunk:
+    if layer_norm or not fp4_plan.takes_bulk(k):
         return 4 if k <= 4096 else 2
     return MOST_ROWS if n * k <= 60_000_000 else MOST_ROWS // 2
 

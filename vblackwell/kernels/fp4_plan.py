@@ -21,7 +21,9 @@ MMA_FILES = ("ptx.cuh", "decode.cuh", "barrier.cuh", "epilogue.cuh", "fp4_mma.cu
 WGMMA_FILES = ("ptx.cuh", "decode.cuh", "wgmma.cuh", "barrier.cuh", "ring.cuh", "epilogue.cuh", "fp4_wgmma.cu")
 COPY_REGISTERS = 24  # that a thread of wgmma's copying warpgroup keeps
 STATISTICS_BYTES = 1024  # of shared memory, for the statistics of rows that are normalised on the way
-_SHARED_BYTES = 227 * 1024  # of a multiprocessor of Hopper, and 1 KB less for each block
+_SHARED_BYTES = (
+    227 * 1024
+)  # most of a block on Hopper, whose multiprocessors have 228 KB: each block takes 1 KB more than it asks for
 _ALONE_BYTES = 114 * 1024  # of which two blocks do not fit one
 _X_BYTES = 128 * 1024  # of x that a block stages at a time
 
@@ -109,7 +111,7 @@ class MmaPlan:
             rows = self.tokens + (1 if norm else 0)  # its gain is one more
             x_bytes = (
                 self.x_stages * (rows * (self.chunk * 128 + 16) + 16) + 16
-            )  # with barriers: two of a stage, one of the first round
+            )  # two barriers a stage, one of the first round
         staged = x_bytes + self.threads * self.prefetch * 36
         tokens = min(self.tokens, 16)
         sums = self.k_warps * tokens * (32 * self.row_warps + 4) * 4
@@ -118,13 +120,23 @@ class MmaPlan:
         return max(staged, sums) + mail + (STATISTICS_BYTES * (2 if self.chunk else 1) if norm else 0)
 
 
-def launch_bytes(shared_bytes: int, blocks: int) -> int:
-    """Shared memory to ask for on Hopper: where each of ``blocks`` can have a multiprocessor, so much that no two share one.
+def launch_bytes(shared_bytes: int, blocks: int, processors: int) -> int:
+    """Shared memory to ask for with clusters: where each of ``blocks`` can have one of ``processors``, so much that no two share one.
 
     Blocks of the next product begin while this one's run. Two of them would go to a multiprocessor that is idle, and that product take
     up to twice as long: 18.7 us, not 11.5, for 8 rows of 14336 x 4096 on an H200.
     """
-    return max(shared_bytes, _ALONE_BYTES) if blocks <= MULTIPROCESSORS else shared_bytes
+    return max(shared_bytes, _ALONE_BYTES) if blocks <= processors else shared_bytes
+
+
+def fits_with_norm(plan: MmaPlan, k: int) -> bool:
+    """Whether a block of Hopper has the shared memory that ``plan`` needs for K, also with RMSNorm on the way."""
+    return plan.shared_bytes(k, norm=1) <= _SHARED_BYTES
+
+
+def takes_bulk(k: int) -> bool:
+    """Whether rows of K features may come by bulk copies: whole windows, and not just a few. (No plan is made here: compilers trace it.)"""
+    return k % 64 == 0 and k >= 1024
 
 
 def goes_round(stages: int, k_groups: int, together: int = 1) -> bool:
@@ -140,9 +152,10 @@ class WgmmaPlan:
         tokens: rows of x a block takes (wgmma's n).
         groups: warpgroups, 64 weight rows each.
         splits: blocks of a cluster that split K, and share the tokens by eights.
-        stages: windows of x in shared memory, at least 2; with several ``k_groups`` a multiple of them, at least twice as many.
+        stages: windows of x in shared memory, at least 2; a multiple of ``k_groups * together``, and at least twice that.
         prefetch: windows of weights a warp has in flight, an even number.
-        min_blocks: blocks the compiler must fit on a multiprocessor.
+        min_blocks: blocks for which the compiler leaves registers on a multiprocessor. In a grid of one wave only one is there
+            (`launch_bytes`); 2 was faster than 1 all the same for some plans of two K groups.
         k_groups: sets of ``groups`` warpgroups that take turns at the windows.
         helped: windows at the end of K that a block leaves to a helper, a block that does those of ``k_groups`` others.
         together: windows that a warpgroup multiplies at a time, 1 or 2.
@@ -192,7 +205,7 @@ class WgmmaPlan:
 
     @property
     def fragments(self) -> int:
-        """Windows of decoded weights that a warpgroup holds.
+        """Sets of ``together`` windows of decoded weights that a warpgroup holds.
 
         One is enough where others multiply meanwhile, and leaves registers for a fourth warpgroup beside 128 tokens. On an H200 it takes
         0.77 to 1.01 of the time with three K groups, 1.00 with two warpgroups, 1.05 to 1.3 with one, 1.02 to 1.06 with three tiles of
@@ -232,9 +245,9 @@ class WgmmaPlan:
         sums = (self.k_groups * self.tokens * rows if self.k_groups > 1 else 0) * 4 + share * (rows + 4) * 4
         main = self.stages * self.tokens * 128 + 4 * self.consumers * self.prefetch * 640
         mail = (self.splits - 1) * share * rows * 4
-        barriers = 16 * self.stages + 8 * (
-            self.splits > 1 or self.helped > 0
-        )  # two of a stage, one of the mail or of a helper's sums
+        barriers = 16 * self.stages + (
+            8 if self.splits > 1 or self.helped else 0
+        )  # two a stage, one of mail or of a helper's sums
         passed = self.tokens * rows * 4 if self.helped else 0
         return max(main, sums) + mail + passed + barriers
 
@@ -257,37 +270,38 @@ def _bulk_shape(tokens: int, n: int, k: int) -> tuple[int, int]:
 
     Of equals those that split K, which halves what a block stages of x; not for one row, where that is little.
     """
-    windows = ceil_div(k, 64)
     choices = [
-        (row_warps * ceil_div(windows, splits), -splits if tokens > 1 else splits, row_warps)
-        for splits, row_warps in itertools.product((1, 2), (1, 2, 3, 4, 5, 6, 8))
-        if ceil_div(n, 32 * row_warps) * splits <= MULTIPROCESSORS and splits <= windows
+        (row_warps, splits)
+        for row_warps, splits in itertools.product((1, 2, 3, 4, 5, 6, 8), (1, 2))
+        if ceil_div(n, 32 * row_warps) * splits <= MULTIPROCESSORS
     ]
-    if not choices:
-        return 8, 1
-    _, splits, row_warps = min(choices)
-    return row_warps, abs(splits)
+    preferred = 2 if tokens > 1 else 1
+
+    def rank(shape: tuple[int, int]) -> tuple[int, bool, int]:
+        row_warps, splits = shape
+        return row_warps * ceil_div(ceil_div(k, 64), splits), splits != preferred, row_warps
+
+    return min(choices, key=rank, default=(8, 1))
 
 
 def _with_x(plan: MmaPlan, k: int) -> MmaPlan:
-    """``plan`` with all of a block's x staged at once where it fits, else in about 24 windows at a time."""
+    """``plan`` with all of a block's x staged at once where it fits, else 24 windows, or a round of the rings, at a time."""
     turn = plan.k_warps * plan.prefetch
     whole = replace(plan, chunk=ceil_div(ceil_div(ceil_div(k, 64), plan.splits), turn) * turn, x_stages=1)
     parts = [replace(plan, chunk=max(1, 24 // turn) * turn, x_stages=stages) for stages in (3, 2, 1)]
-    return next(fitting for fitting in (whole, *parts) if fitting.shared_bytes(k, norm=1) <= _SHARED_BYTES)
+    return next(fitting for fitting in (whole, *parts) if fits_with_norm(fitting, k))
 
 
 def _plan_bulk(tokens: int, n: int, k: int) -> MmaPlan:
-    """x in bulk copies, for up to 16 rows: a block of 8 to 16 warps, of which each has eight windows or more where there are so many.
+    """x in bulk copies, for up to 16 rows: a block of up to 16 warps, of which each has eight windows or more where there are so many.
 
-    Within 4 % of the fastest plan of an H200 in 30 cells (docs/log-fp4.md).
+    Within 2.1 % of the fastest plan of an H200 in 18 cells with what fp4_shapes.py keeps, up to 9.5 % behind without (docs/log-fp4.md).
     """
     row_warps, splits = _bulk_shape(tokens, n, k)
     share = ceil_div(k, 64) // splits
-    most = (
-        8 if tokens > 8 and share > 64 else 16
-    )  # K warps: a round of more takes the room that the next chunk of x needs
-    k_warps = min(max(8 // row_warps, min(16 // row_warps, share // 8)), share, most)
+    # A round of more K warps takes the room that the next chunk of x needs.
+    most = 8 if tokens > 8 and share > 64 else 16
+    k_warps = min(max(8 // row_warps, min(16 // row_warps, share // 8)), most)
     return _with_x(MmaPlan(tokens, row_warps, k_warps, splits, 4), k)
 
 
@@ -295,18 +309,17 @@ def _plan_bulk(tokens: int, n: int, k: int) -> MmaPlan:
 def plan_mma(m: int, n: int, k: int, clusters: bool, bulk: bool = True) -> MmaPlan:
     """The plan of ``fp4_mma`` for a shape, with or without clusters of blocks (sm_90).
 
-    ``bulk``: whether x may come by bulk copies, which a LayerNorm on the way does not allow. It does where K is a multiple of 64 and not
-    tiny.
+    ``bulk``: whether x may come by bulk copies, which a LayerNorm on the way does not allow. It does where `takes_bulk`.
 
-    One block of 12 to 16 warps a multiprocessor, and as many K ways as that leaves: measured on an H200 over six shapes. From three rows
-    on x costs more to stage than a cluster to join, so blocks get taller and split K. Without clusters blocks are smaller,
+    Without them one block of 12 to 16 warps a multiprocessor, and as many K ways as that leaves: measured on an H200 over six shapes. From
+    three rows on x costs more to stage than a cluster to join, so blocks get taller and split K. Without clusters blocks are smaller,
     to fit 99 KB of shared memory.
     """
     tokens = 1
     while tokens < min(m, 16 if clusters else 32):
         tokens *= 2
     windows = ceil_div(k, 64)
-    if clusters and bulk and k % 64 == 0 and windows >= 16:
+    if clusters and bulk and takes_bulk(k):
         if blocks := fp4_shapes.MMA.get((tokens, n, k)):
             return _with_x(MmaPlan(tokens, *blocks, 4), k)
         return _plan_bulk(tokens, n, k)
@@ -365,11 +378,11 @@ def plan_wgmma(m: int, n: int, k: int) -> WgmmaPlan:
         whole = (tokens, groups, k_groups, 1, 1)
         return next((plan for plan in fitting if _blocks(plan) == whole), WgmmaPlan(256, 2, 1, 6))
     plan = min(fitting, key=lambda plan: predicted_us(plan, m, n, k))
-    return _in_pairs(plan) if plan.k_groups == 2 and plan.tokens * plan.groups <= 64 else plan
+    return _in_pairs(plan) if plan.k_groups == 2 and plan.tokens <= 32 else plan
 
 
 def _in_pairs(plan: WgmmaPlan) -> WgmmaPlan:
-    """``plan`` with two windows multiplied together: 1 to 12 % faster with two K groups of one tile of up to 64 tokens, slower with 128."""
+    """``plan`` with two windows multiplied together: up to 5 % faster for few tokens, slower for 128 (docs/log-fp4.md)."""
     return replace(plan, together=2, stages=max(8, 4 * plan.k_groups))
 
 

@@ -1,4 +1,5 @@
-"""Blocks that were timed fastest on an H200 for shapes of common models, where `fp4_plan`'s rules choose others.
+"""Blocks that were timed fastest on an H200 for shapes of common models, where `fp4_plan`'s rules choose others; 2 and 8 rows are
+interpolated.
 
 Keys are (rows of x rounded up to a power of two, N, K). Like the rules they depend on the shape alone, so the order of additions does, too.
 From benchmarks/fp4_plans.py, 2026-11-22 and 23 (benchmarks/results/fp4-h200-plans-5.csv to -7.csv); without them the rules are at most 11 %

@@ -36,11 +36,10 @@ def normed(x: Tensor, norm: nn.RMSNorm, *linears: nn.Module) -> Tensor | NormedB
 
     More rows than one kernel is faster for on Hopper are normalised once, for all of them.
     """
-    columns = x.shape[-1]
-    features = sum(linear.out_features for linear in linears if isinstance(linear, FusedFP4Linear))
-    few = x.numel() <= most_rows((9, 0), features, columns) * columns
-    plain = few and not any(hooked(module) for module in (norm, *linears))
-    return NormedByPacked(x, norm) if plain and all(may_fuse(x, norm, linear) for linear in linears) else norm(x)
+    if any(hooked(module) for module in (norm, *linears)) or not all(may_fuse(x, norm, linear) for linear in linears):
+        return norm(x)
+    columns, features = x.shape[-1], sum(linear.out_features for linear in linears)  # type: ignore[misc]
+    return NormedByPacked(x, norm) if x.numel() <= most_rows((9, 0), features, columns) * columns else norm(x)
 
 
 def may_fuse(x: Tensor, norm: nn.RMSNorm | nn.LayerNorm, linear: nn.Module) -> bool:

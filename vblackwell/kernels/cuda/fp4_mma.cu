@@ -12,7 +12,7 @@
 // Tokens beyond M are never written nor read back: columns of an mma do not mix.
 //
 // With BULK (sm_90, K a multiple of 64, no LayerNorm) rows of x come by bulk copies as they are, CHUNK windows at a time, into X_STAGES slots
-// that barriers guard: the first product waits for one chunk only. Rows in shared memory are 16 bytes longer than what they hold, so that
+// that barriers guard: the first product waits for one round of the warps' rings only. Rows in shared memory are 16 bytes longer than what they hold, so that
 // a fragment, 32 contiguous bytes of a row, is still two conflict-free loads. One warp asks for x as slots come free.
 //
 // With NORM the rows of x are normalised on the way (1: RMSNorm, 2: LayerNorm). What the norm multiplies columns by, the gain, goes onto
@@ -22,7 +22,7 @@
 // With BULK the gain comes as one more row of x and goes onto fragments; x times itself, as an mma, has the squares on its diagonal.
 //
 // Set by the launcher: NORM (or not), FP16, TOKENS (a power of two), ROW_WARPS, K_WARPS, SPLITS, PREFETCH, PASS_TOKENS, MIN_BLOCKS, OUT32,
-// BULK (or not), and with it CHUNK (a multiple of K_WARPS) and X_STAGES.
+// BULK (or not), and with it CHUNK (a multiple of K_WARPS * PREFETCH) and X_STAGES.
 #define NB (TOKENS < 8 ? 1 : TOKENS / 8)
 #define ROWS (32 * ROW_WARPS)
 #define THREADS (32 * ROW_WARPS * K_WARPS)
@@ -46,9 +46,11 @@ static_assert((ROWS / 4) % SPLITS == 0, "blocks of a cluster write equal shares 
 #ifndef BULK
 #define BULK 0
 #endif
+static_assert(FRONT_BYTES % 128 == 0, "rings lie in whole lines");
 #if BULK
 #define ROUND (K_WARPS * PREFETCH)  // windows that pass while each warp's ring goes round once
 static_assert(CHUNK % ROUND == 0, "each chunk begins at the first slot of the rings");
+static_assert(!NORM || K_WARPS * TOKENS <= 256, "squares of each K warp have a kilobyte");
 #define X_PITCH (CHUNK * 128 + 16)
 #define X_ROWS (TOKENS + NORM)  // of a slot: tokens, the gain
 #define X_GROUP (8 * X_PITCH)  // from a token to the eighth after it
