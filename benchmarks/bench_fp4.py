@@ -30,9 +30,21 @@ import torch
 from fp4_peers import PEERS, Peer, choose
 from graph_timing import Replay, graph_of, graph_us, turns_us
 
-from vblackwell.kernels import autotune, fp4_cuda, fp4_norm, fp4_plan, layout, nvrtc, reference, w4a8, w4a8_cuda
+from vblackwell.kernels import (
+    autotune,
+    fp4_cuda,
+    fp4_mma_plan,
+    fp4_norm,
+    fp4_plan,
+    layout,
+    nvrtc,
+    reference,
+    w4a8,
+    w4a8_cuda,
+)
 from vblackwell.kernels.fp4 import fp4_linear, fp4_linear_dx
-from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan
+from vblackwell.kernels.fp4_mma_plan import MmaPlan
+from vblackwell.kernels.fp4_plan import WgmmaPlan
 from vblackwell.kernels.rms_norm import rms_norm
 from vblackwell.numerics.formats import FORMATS
 
@@ -63,9 +75,9 @@ def plans_of(m: int, n: int, k: int) -> list[MmaPlan | WgmmaPlan]:
     """Every plan that the dispatcher, or somebody who asks for a backend, may run for a shape on Hopper."""
     plans: list[MmaPlan | WgmmaPlan] = []
     if m <= 16:
-        plans.append(fp4_plan.plan_mma(m, n, k, True))
+        plans.append(fp4_mma_plan.plan_mma(m, n, k, True))
     if m <= 32:
-        plans.append(fp4_plan.plan_mma(m, n, k, False))
+        plans.append(fp4_mma_plan.plan_mma(m, n, k, False))
     if m <= 1024:
         plans.append(fp4_plan.plan_wgmma(m, n, k))
     return plans
@@ -86,7 +98,7 @@ def run_plan(
 
 def prebuild(args: argparse.Namespace) -> None:
     """Compile for sm_90a, in parallel, into the cache, what ``args`` will run."""
-    files = {MmaPlan: fp4_plan.MMA_FILES, WgmmaPlan: fp4_plan.WGMMA_FILES}
+    files = {MmaPlan: fp4_mma_plan.MMA_FILES, WgmmaPlan: fp4_plan.WGMMA_FILES}
     jobs = [(fp4_cuda.DEQUANTIZE_FILES, {"FP16": 0, "OUT": out}) for out in range(3)]
     jobs += [(fp4_cuda.E4M3_FILES, fp4_cuda.prepare_macros(False, k)) for _, k in args.shapes]
     for (n, k), m in itertools.product(args.shapes, args.rows):
@@ -96,8 +108,8 @@ def prebuild(args: argparse.Namespace) -> None:
             each = autotune.variants(plan) if args.tune else [plan]
             jobs += [(files[type(plan)], part.macros(False)) for one in each for part in parts_of(one, m, n)]
         if m <= fp4_norm.most_rows((9, 0), n, k):
-            fused = fp4_plan.plan_mma(m, n, k, True)
-            jobs.append((fp4_plan.MMA_FILES, fused.macros(False, norm=1)))
+            fused = fp4_mma_plan.plan_mma(m, n, k, True)
+            jobs.append((fp4_mma_plan.MMA_FILES, fused.macros(False, norm=1)))
     for (n, k), m, fp16 in itertools.product(CHECK_SHAPES, CHECK_ROWS, (False, True) if args.check else ()):
         parts = (part for plan in plans_of(m, n, k) for part in parts_of(plan, m, n))
         jobs += [(files[type(part)], part.macros(fp16, True)) for part in parts]
@@ -373,7 +385,9 @@ def tune() -> None:
         packed, _ = layers_of(n, k)
         for m in (row for row in ROWS if row <= 256):
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-            plan = plans_of(m, n, k)[0] if m <= fp4_plan.most_mma_rows((9, 0), n, k) else fp4_plan.plan_wgmma(m, n, k)
+            plan = (
+                plans_of(m, n, k)[0] if m <= fp4_mma_plan.most_mma_rows((9, 0), n, k) else fp4_plan.plan_wgmma(m, n, k)
+            )
 
             def measure(
                 variant: MmaPlan | WgmmaPlan, x: torch.Tensor = x, n: int = n, packed: list[Tiled] = packed

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from two_part_overhead import overhead_rows
 
-from vblackwell.kernels import fp4_cuda, fp4_plan, layout, nvrtc, two_part_cuda, two_part_layout
+from vblackwell.kernels import fp4_cuda, fp4_mma_plan, layout, nvrtc, two_part_cuda, two_part_layout
 from vblackwell.kernels.dispatch import use_backend
 from vblackwell.kernels.fp4 import fp4_linear
 from vblackwell.kernels.two_part import OP, two_part_linear
@@ -150,7 +150,7 @@ def instruction_rows(rows: Rows) -> None:
     """Instructions a weight in the inner loops for sm_90, both parts beside the coarse one alone; compiled here, without a GPU."""
     for m in (1, 8, 16):
         ours = two_part_cuda.plan(m, 8192, 8192, True)
-        theirs = fp4_plan.plan_mma(m, 8192, 8192, True, bulk=False)
+        theirs = fp4_mma_plan.plan_mma(m, 8192, 8192, True, bulk=False)
         both = per_weight(two_part_cuda.FILES, ours.macros(), ours.tokens)
         coarse = per_weight(fp4_cuda.MMA_FILES, theirs.macros(False), theirs.tokens)
         rows.append((f"instructions a weight, M={m}", f"{both:.2f}, coarse alone {coarse:.2f}", "5", both <= 5))

@@ -31,9 +31,10 @@ from bench_fp4 import LAYERS, Tiled, layers_of, parts_of, random_tiled, run_plan
 from graph_timing import alternating_us, graph_us
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels import autotune, fp4_cuda, fp4_plan, nvrtc, w4a8, w4a8_cuda
+from vblackwell.kernels import autotune, fp4_cuda, fp4_mma_plan, fp4_plan, nvrtc, w4a8, w4a8_cuda
 from vblackwell.kernels.fp4 import fp4_linear
-from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan, goes_round
+from vblackwell.kernels.fp4_mma_plan import MmaPlan
+from vblackwell.kernels.fp4_plan import WgmmaPlan, goes_round
 
 Plan = MmaPlan | WgmmaPlan
 Cell = tuple[int, int, int]
@@ -85,7 +86,7 @@ def mma_plans(m: int, n: int, k: int) -> Iterator[MmaPlan]:
         whole = -(-(-(-k // 64) // splits) // turn) * turn
         for chunk, stages in ((whole, 1), (turn, 3), (2 * turn, 2), (2 * turn, 3)):
             plan = MmaPlan(tokens, row_warps, k_warps, splits, 4, chunk=chunk, x_stages=stages)
-            if (stages == 1 or chunk < whole) and fp4_plan.fits_with_norm(plan, k):
+            if (stages == 1 or chunk < whole) and fp4_mma_plan.fits_with_norm(plan, k):
                 yield plan
 
 
@@ -132,7 +133,7 @@ def plans(m: int, n: int, k: int) -> list[Plan]:
         found += sorted(wgmma_plans(m, n, k), key=lambda plan: fp4_plan.predicted_us(plan, m, n, k))
     if m > 256:
         found += [WgmmaPlan(256, 2, 1, 6), WgmmaPlan(256, 1, 1, 6, k_groups=2), WgmmaPlan(128, 3, 1, 6)]
-    today: list[Plan] = [fp4_plan.plan_mma(m, n, k, True)] if m <= 16 else []
+    today: list[Plan] = [fp4_mma_plan.plan_mma(m, n, k, True)] if m <= 16 else []
     return list(dict.fromkeys([*today, fp4_plan.plan_wgmma(m, n, k), *found]))
 
 
@@ -170,7 +171,7 @@ Source = tuple[tuple[str, ...], tuple[tuple[str, int], ...]]  # files, macros
 def sources(m: int, n: int, k: int) -> list[Source]:
     """What a cell runs, but for what other tools have compiled."""
     found = [
-        (fp4_plan.MMA_FILES if isinstance(part, MmaPlan) else fp4_plan.WGMMA_FILES, part.macros(False))
+        (fp4_mma_plan.MMA_FILES if isinstance(part, MmaPlan) else fp4_plan.WGMMA_FILES, part.macros(False))
         for plan in plans(m, n, k)
         for part in parts_of(plan, m, n)
     ]
@@ -344,7 +345,7 @@ def tuned_entries(paths: list[Path]) -> dict[str, dict[str, int]]:
         times |= newer
     entries = {}
     for (m, n, k), found in times.items():
-        rule = fp4_plan.plan_mma(m, n, k, True) if m <= 16 else fp4_plan.plan_wgmma(m, n, k)
+        rule = fp4_mma_plan.plan_mma(m, n, k, True) if m <= 16 else fp4_plan.plan_wgmma(m, n, k)
         name = autotune.entry_name(rule, torch.bfloat16, m, n, k)
         names = {p: autotune.entry_name(p, torch.bfloat16, m, n, k) for p in found if not _has_idle_stage(p, k)}
         same = {p: found[p] for p, its in names.items() if its == name}

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vblackwell.kernels import nvrtc, two_part_cuda
-from vblackwell.kernels.fp4_plan import ceil_div
+from vblackwell.kernels.fp4_blocks import ceil_div
 from vblackwell.kernels.two_part_cuda import TwoPartPlan
 
 MULTIPROCESSORS = 132

@@ -21,8 +21,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from vblackwell.kernels import fp4_cuda, fp4_plan, layout, nvrtc, reference, w4a8_cuda
-from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan
+from vblackwell.kernels import fp4_cuda, fp4_mma_plan, fp4_plan, layout, nvrtc, reference, w4a8_cuda
+from vblackwell.kernels.fp4_mma_plan import MmaPlan
+from vblackwell.kernels.fp4_plan import WgmmaPlan
 from vblackwell.kernels.w4a8_cuda import W4A8Plan
 from vblackwell.numerics.formats import FORMATS
 
@@ -187,9 +188,9 @@ def linear(
         assert isinstance(plan, MmaPlan)
         grid = (-(-n // (32 * plan.row_warps)), -(-m // plan.tokens), plan.shared_bytes(k, norm.kind))
         args = [x_MK, *args, *plan.chunks(k), norm.gain, norm.gain_sums, norm.eps, *grid]
-        _call(fp4_plan.MMA_FILES, plan.macros(fp16, True, norm.kind), _NORM_MAIN, args)
+        _call(fp4_mma_plan.MMA_FILES, plan.macros(fp16, True, norm.kind), _NORM_MAIN, args)
     elif isinstance(plan, MmaPlan):
-        _call(fp4_plan.MMA_FILES, plan.macros(fp16, not rounded), _MMA_MAIN, _mma_call(plan, x_MK, args))
+        _call(fp4_mma_plan.MMA_FILES, plan.macros(fp16, not rounded), _MMA_MAIN, _mma_call(plan, x_MK, args))
     else:
         scratch = _scratch(plan, m, n, k)
         for rows in fp4_plan.launches(plan, m, n, processors):
@@ -211,7 +212,7 @@ def linear_layers(
     macros = plan.macros(x_MK.dtype == torch.float16)
     if isinstance(plan, MmaPlan):
         calls = [_mma_call(plan, x, [*tiled, None, y, m, k, k, 0]) for x, tiled, y in each]
-        _call_all(fp4_plan.MMA_FILES, macros, _MMA_MAIN, calls, lagging)
+        _call_all(fp4_mma_plan.MMA_FILES, macros, _MMA_MAIN, calls, lagging)
     else:
         (rows,), scratch = fp4_plan.launches(plan, m, k), _scratch(plan, m, k, k)
         calls = [_wgmma_call(rows, x, [*tiled, None, y, m, k, k, 0], scratch) for x, tiled, y in each]

@@ -12,7 +12,8 @@ import torch
 
 from tests.kernels.emulation import error_over_bound, random_weight
 from vblackwell.kernels import fp4_cuda, layout, nvrtc, reference, w4a8, w4a8_cuda
-from vblackwell.kernels.fp4_plan import MMA_FILES, WGMMA_FILES, MmaPlan, WgmmaPlan
+from vblackwell.kernels.fp4_mma_plan import MMA_FILES, MmaPlan
+from vblackwell.kernels.fp4_plan import WGMMA_FILES, WgmmaPlan
 from vblackwell.numerics.formats import FORMATS
 
 # Rows, features and columns that are no multiples of what a block takes; K of one window, of fewer windows than groups, of many.

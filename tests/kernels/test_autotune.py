@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vblackwell.kernels import autotune, fp4_plan
-from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan
+from vblackwell.kernels import autotune, fp4_mma_plan, fp4_plan
+from vblackwell.kernels.fp4_mma_plan import MmaPlan
+from vblackwell.kernels.fp4_plan import WgmmaPlan
 
 MACHINE = {"gpu": "NVIDIA H200", "multiprocessors": "132", "driver": "13000", "torch": "2.11", "triton": "3.6"}
 FIXED = {
@@ -18,7 +19,7 @@ FIXED = {
 SHAPES = ((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192))
 PLANS = [
     MmaPlan(8, 2, 2, 1, 4),
-    fp4_plan.plan_mma(4, 4096, 4096, True),
+    fp4_mma_plan.plan_mma(4, 4096, 4096, True),
     fp4_plan.plan_wgmma(64, 4096, 4096),
     fp4_plan.plan_wgmma(256, 14336, 4096),
 ]
@@ -111,7 +112,7 @@ def test_the_shipped_table_speaks_of_plans_that_exist():
     names = set()
     for n, k in (*SHAPES, (12288, 4096), (4096, 11008)):
         for m in x_MK:
-            mma = (fp4_plan.plan_mma(m, n, k, True, bulk) for bulk in (True, False))
+            mma = (fp4_mma_plan.plan_mma(m, n, k, True, bulk) for bulk in (True, False))
             for plan in (*mma, fp4_plan.plan_wgmma(m, n, k)):
                 names.add(autotune.entry_name(plan, torch.bfloat16, m, n, k))
     assert entries and set(entries) <= names

@@ -12,8 +12,9 @@ import pytest
 import torch
 import triton
 
-from vblackwell.kernels import autotune, fp4_cuda, fp4_plan, nvrtc, w4a8_cuda
-from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan
+from vblackwell.kernels import autotune, fp4_cuda, fp4_mma_plan, fp4_plan, nvrtc, w4a8_cuda
+from vblackwell.kernels.fp4_mma_plan import MmaPlan
+from vblackwell.kernels.fp4_plan import WgmmaPlan
 from vblackwell.nn.linear import FusedFP4Linear
 
 SHAPES = ((256, 64), (768, 3072), (4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192))
@@ -57,14 +58,14 @@ def sass(folder: Path) -> list[str]:
 @functools.cache
 def plans(clusters: bool, bulk: bool = True) -> list[MmaPlan]:
     rows = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32)
-    return list(dict.fromkeys(fp4_plan.plan_mma(m, n, k, clusters, bulk) for n, k in SHAPES for m in rows))
+    return list(dict.fromkeys(fp4_mma_plan.plan_mma(m, n, k, clusters, bulk) for n, k in SHAPES for m in rows))
 
 
 @one_in_five_or_all
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
 def test_mma_without_clusters(arch, chosen, tmp_path):
     for plan in plans(False)[chosen]:
-        usage = resources(nvrtc.compile_cubin(fp4_plan.MMA_FILES, plan.macros(plan.tokens == 4), arch), tmp_path)[
+        usage = resources(nvrtc.compile_cubin(fp4_mma_plan.MMA_FILES, plan.macros(plan.tokens == 4), arch), tmp_path)[
             "fp4_mma"
         ]
         assert usage["STACK"] == usage["LOCAL"] == 0, (plan, usage)
@@ -77,13 +78,15 @@ def test_mma_without_clusters(arch, chosen, tmp_path):
 @one_in_five_or_all
 def test_mma_with_clusters(chosen, tmp_path):
     for plan in plans(True)[chosen]:
-        usage = resources(nvrtc.compile_cubin(fp4_plan.MMA_FILES, plan.macros(False), "sm_90a"), tmp_path)["fp4_mma"]
+        usage = resources(nvrtc.compile_cubin(fp4_mma_plan.MMA_FILES, plan.macros(False), "sm_90a"), tmp_path)[
+            "fp4_mma"
+        ]
         assert usage["STACK"] == usage["LOCAL"] == 0, (plan, usage)
         assert usage["REG"] * plan.threads * plan.min_blocks <= 65536, plan
     assert all(plan.splits <= 8 for plan in plans(True))
     for n, k in SHAPES:
         for m in (1, 3, 8, 16):
-            assert fp4_plan.plan_mma(m, n, k, True).shared_bytes(k) <= SHARED_BYTES["sm_90a"]
+            assert fp4_mma_plan.plan_mma(m, n, k, True).shared_bytes(k) <= SHARED_BYTES["sm_90a"]
 
 
 @one_in_five_or_all
@@ -93,12 +96,12 @@ def test_norm_on_the_way(arch, chosen, tmp_path):
     clusters = arch == "sm_90a"
     for place, plan in enumerate([plan for plan in plans(clusters, False) if plan.tokens <= 16][chosen]):
         for kind in (1 + place % 2,) if chosen.step else (1, 2):
-            cubin = nvrtc.compile_cubin(fp4_plan.MMA_FILES, plan.macros(False, norm=kind), arch)
+            cubin = nvrtc.compile_cubin(fp4_mma_plan.MMA_FILES, plan.macros(False, norm=kind), arch)
             usage = resources(cubin, tmp_path)["fp4_mma"]
             assert usage["STACK"] == usage["LOCAL"] == 0, (plan, usage)
             assert usage["REG"] * plan.threads * plan.min_blocks <= 65536, (plan, usage)
     for plan in [plan for plan in plans(True) if clusters and plan.chunk][chosen]:  # x in bulk copies: RMSNorm alone
-        usage = resources(nvrtc.compile_cubin(fp4_plan.MMA_FILES, plan.macros(False, norm=1), arch), tmp_path)[
+        usage = resources(nvrtc.compile_cubin(fp4_mma_plan.MMA_FILES, plan.macros(False, norm=1), arch), tmp_path)[
             "fp4_mma"
         ]
         assert usage["STACK"] == usage["LOCAL"] == 0 and usage["REG"] * plan.threads <= 65536, (plan, usage)
@@ -106,7 +109,7 @@ def test_norm_on_the_way(arch, chosen, tmp_path):
     for architecture in ("sm_90a",) if clusters else ("sm_80", "sm_86", "sm_89"):
         for n, k in SHAPES:
             for m in (1, 3, 8, 16):
-                used = fp4_plan.plan_mma(m, n, k, clusters, bulk=False).shared_bytes(k, norm=2)
+                used = fp4_mma_plan.plan_mma(m, n, k, clusters, bulk=False).shared_bytes(k, norm=2)
                 assert used <= SHARED_BYTES[architecture], (architecture, m, n, k, used)
 
 
@@ -165,7 +168,7 @@ def test_dequantize(arch, tmp_path):
 
 def test_a_source_that_does_not_compile_shows_the_log():
     with pytest.raises(nvrtc.KernelError, match=r"fp4_mma.cu does not compile for sm_80[\s\S]*identifier"):
-        nvrtc.compile_cubin(fp4_plan.MMA_FILES, {"FP16": 0}, "sm_80")
+        nvrtc.compile_cubin(fp4_mma_plan.MMA_FILES, {"FP16": 0}, "sm_80")
 
 
 class _Driver:

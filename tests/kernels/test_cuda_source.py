@@ -5,7 +5,8 @@ import torch
 
 from tests.kernels import emulation
 from vblackwell.kernels import fp4_cuda, fp4_plan, layout, reference, w4a8
-from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan
+from vblackwell.kernels.fp4_mma_plan import MmaPlan
+from vblackwell.kernels.fp4_plan import WgmmaPlan
 
 pytestmark = emulation.needs_compiler
 HALVES = [torch.bfloat16, torch.float16]

@@ -7,7 +7,17 @@ from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.kernels import autotune, backends, dispatch, fp4_cuda, fp4_plan, fp4_shapes, w4a8
+from vblackwell.kernels import (
+    autotune,
+    backends,
+    dispatch,
+    fp4_blocks,
+    fp4_cuda,
+    fp4_mma_plan,
+    fp4_plan,
+    fp4_shapes,
+    w4a8,
+)
 from vblackwell.kernels.cross_entropy import linear_cross_entropy
 from vblackwell.kernels.dispatch import Backend, Request, choose, explain, use_backend
 from vblackwell.kernels.fp4_plan import WgmmaPlan
@@ -92,7 +102,7 @@ def test_a_cpu_has_no_capability():
 
 
 def test_consumer_blackwell_gets_the_plans_that_fit_99_kb():
-    assert [fp4_plan.has_clusters(c) for c in ((8, 9), (9, 0), (10, 0), (12, 0))] == [False, True, True, False]
+    assert [fp4_blocks.has_clusters(c) for c in ((8, 9), (9, 0), (10, 0), (12, 0))] == [False, True, True, False]
 
 
 @pytest.mark.parametrize(("stages", "k_groups"), [(3, 2), (6, 4), (3, 3), (2, 2)])
@@ -118,8 +128,8 @@ def test_helpers_beside_blocks_that_they_cannot_help_are_refused(groups, splits,
 @pytest.mark.parametrize(("tokens", "row_warps", "splits"), [(32, 1, 2), (16, 1, 3), (4, 2, 5)])
 def test_outputs_that_blocks_would_not_share_evenly_are_refused(tokens, row_warps, splits):
     with pytest.raises(ConfigurationError, match="splits that divide"):
-        fp4_plan.MmaPlan(tokens, row_warps, 2, splits, 2)
-    assert fp4_plan.MmaPlan(tokens, row_warps, 2, 1, 2).splits == 1
+        fp4_mma_plan.MmaPlan(tokens, row_warps, 2, splits, 2)
+    assert fp4_mma_plan.MmaPlan(tokens, row_warps, 2, 1, 2).splits == 1
 
 
 def test_dequantising_wins_for_many_rows_and_never_for_few():
@@ -130,11 +140,11 @@ def test_dequantising_wins_for_many_rows_and_never_for_few():
 
 def test_one_block_gets_a_multiprocessor_where_each_can_have_one():
     for m, n, k in ((1, 4096, 4096), (16, 14336, 4096), (32, 4096, 4096)):
-        plan = fp4_plan.plan_mma(m, n, k, True) if m <= 16 else fp4_plan.plan_wgmma(m, n, k)
-        needed = plan.shared_bytes(k) if isinstance(plan, fp4_plan.MmaPlan) else plan.shared_bytes()
-        asked = fp4_plan.launch_bytes(needed, 114, processors=114)
+        plan = fp4_mma_plan.plan_mma(m, n, k, True) if m <= 16 else fp4_plan.plan_wgmma(m, n, k)
+        needed = plan.shared_bytes(k) if isinstance(plan, fp4_mma_plan.MmaPlan) else plan.shared_bytes()
+        asked = fp4_blocks.launch_bytes(needed, 114, processors=114)
         assert needed <= asked <= 227 * 1024 < 2 * asked
-        assert fp4_plan.launch_bytes(needed, 128, processors=114) == needed
+        assert fp4_blocks.launch_bytes(needed, 128, processors=114) == needed
 
 
 @pytest.mark.parametrize("k_groups", [1, 2, 3, 4])
@@ -147,12 +157,12 @@ def test_a_stage_of_pairs_belongs_to_one_group(k_groups):
 
 def test_a_chunk_that_begins_between_slots_is_refused():
     with pytest.raises(ConfigurationError, match="multiple of 16 windows"):
-        fp4_plan.MmaPlan(4, 2, 4, 1, 4, chunk=24)
+        fp4_mma_plan.MmaPlan(4, 2, 4, 1, 4, chunk=24)
 
 
 def test_what_was_timed_is_taken_and_fits():
     for (m, n, k), (row_warps, k_warps, splits) in fp4_shapes.MMA.items():
-        plan = fp4_plan.plan_mma(m, n, k, True)
+        plan = fp4_mma_plan.plan_mma(m, n, k, True)
         assert (plan.row_warps, plan.k_warps, plan.splits) == (row_warps, k_warps, splits)
         assert plan.shared_bytes(k, norm=1) <= 227 * 1024
     for (m, n, k), (tokens, groups, k_groups, splits, blocks, helped, together) in fp4_shapes.WGMMA.items():
@@ -201,15 +211,15 @@ def test_what_is_tuned_does_not_decide_who_adds(n, k):
 def test_x_comes_in_bulk_where_it_may(m):
     common = ((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192))
     for n, k in (*common, (40, 1024), (128256, 8192), (64, 65536), (2048, 28672)):
-        plan = fp4_plan.plan_mma(m, n, k, True)
+        plan = fp4_mma_plan.plan_mma(m, n, k, True)
         assert 0 < plan.chunk < k // 64 // plan.splits + plan.k_warps * plan.prefetch
         assert plan.shared_bytes(k, norm=1) <= 227 * 1024 and plan.threads <= 1024
         # A chunk is copied while others are read, or it is the only one.
         assert plan.x_stages > 1 or plan.chunk >= k / 64 / plan.splits
     for other in ((m, 4096, 4104, True), (m, 4096, 960, True), (m, 4096, 4096, False)):
-        assert not fp4_plan.plan_mma(*other).chunk
-    plan = fp4_plan.plan_mma(m, 4096, 4096, True)
-    assert not fp4_plan.plan_mma(m, 4096, 4096, True, bulk=False).chunk
+        assert not fp4_mma_plan.plan_mma(*other).chunk
+    plan = fp4_mma_plan.plan_mma(m, 4096, 4096, True)
+    assert not fp4_mma_plan.plan_mma(m, 4096, 4096, True, bulk=False).chunk
     x_MK = torch.zeros(m, 4096, dtype=torch.bfloat16)
     with pytest.raises(ConfigurationError, match="bulk=False"):
         norm = fp4_cuda.Norm(x_MK[0], 1e-5, x_MK[0].float())

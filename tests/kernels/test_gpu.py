@@ -7,7 +7,7 @@ import torch
 
 from tests.kernels.emulation import error_over_bound, random_weight
 from vblackwell.errors import Unsupported
-from vblackwell.kernels import fp4_cuda, fp4_plan, reference
+from vblackwell.kernels import fp4_blocks, fp4_cuda, fp4_mma_plan, fp4_plan, reference
 from vblackwell.kernels.dispatch import use_backend
 from vblackwell.kernels.fp4 import fp4_linear, fp4_linear_dx
 
@@ -28,7 +28,7 @@ def test_fp32_sums_within_the_bound_and_repeatable(n, k, m, dtype):
     x_MK = torch.randn(m, k, device="cuda").to(dtype)
     runs = []
     if m <= 32:
-        plan = fp4_plan.plan_mma(m, n, k, fp4_plan.has_clusters(torch.cuda.get_device_capability()))
+        plan = fp4_mma_plan.plan_mma(m, n, k, fp4_blocks.has_clusters(torch.cuda.get_device_capability()))
         runs.append(lambda: fp4_cuda.run_mma(plan, x_MK, *tiled, None, "none", n, torch.float32))
     if torch.cuda.get_device_capability() == (9, 0):
         wide = fp4_plan.plan_wgmma(m, n, k)

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fp4_plan import MmaPlan, WgmmaPlan, fits_with_norm, goes_round
+from vblackwell.kernels.fp4_mma_plan import MmaPlan, fits_with_norm
+from vblackwell.kernels.fp4_plan import WgmmaPlan, goes_round
 from vblackwell.kernels.nvrtc import cache_folder, driver_version, write_atomically
 
 Plan = TypeVar("Plan", MmaPlan, WgmmaPlan)

@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from vblackwell.kernels import autotune, fp4_cuda, fp4_plan, layout, nvrtc, reference
+from vblackwell.kernels import autotune, fp4_blocks, fp4_cuda, fp4_mma_plan, fp4_plan, layout, nvrtc, reference
 from vblackwell.kernels.dispatch import Backend, Request, capability, choose, device_reasons, request_of
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -39,7 +39,7 @@ def linear_reasons(request: Request) -> list[str]:
 
 def _mma_reasons(request: Request) -> list[str]:
     reasons = linear_reasons(request)
-    most = fp4_plan.most_mma_rows(request.capability, request.n, request.k)
+    most = fp4_mma_plan.most_mma_rows(request.capability, request.n, request.k)
     if request.m > most:
         reasons.append(f"{request.m} rows: above {most} another backend is faster for {request.n} features on this GPU")
     return reasons
@@ -64,7 +64,7 @@ def _cuda_only(request: Request) -> list[str]:
 
 def _mma(x_MK, codes, block_scales, tensor_scale, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
     plan = autotune.tuned(
-        fp4_plan.plan_mma(x_MK.shape[0], n, k, fp4_plan.has_clusters(capability(x_MK.device))), x_MK, n, k
+        fp4_mma_plan.plan_mma(x_MK.shape[0], n, k, fp4_blocks.has_clusters(capability(x_MK.device))), x_MK, n, k
     )
     return fp4_cuda.run_mma(plan, x_MK, codes, block_scales, tensor_scale, like(bias, x_MK), activation, n)
 

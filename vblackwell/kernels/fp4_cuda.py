@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fp4_plan import MMA_FILES, WGMMA_FILES, MmaPlan, WgmmaPlan, ceil_div, launch_bytes, launches
+from vblackwell.kernels.fp4_blocks import ceil_div, launch_bytes
+from vblackwell.kernels.fp4_mma_plan import MMA_FILES, MmaPlan
+from vblackwell.kernels.fp4_plan import WGMMA_FILES, WgmmaPlan, launches
 from vblackwell.kernels.nvrtc import kernel
 from vblackwell.kernels.reference import ACTIVATIONS
 

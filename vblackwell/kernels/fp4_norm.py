@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels import autotune, backends, fp4_cuda, fp4_plan
+from vblackwell.kernels import autotune, backends, fp4_blocks, fp4_cuda, fp4_mma_plan
 from vblackwell.kernels.autocast import register_autocast
 from vblackwell.kernels.dispatch import Backend, Request, capability, choose, request_of
 from vblackwell.kernels.fp4 import check_arguments
@@ -46,7 +46,7 @@ def most_rows(capability: tuple[int, int], n: int, k: int, layer_norm: bool = Fa
     """
     if capability[0] != 9:
         return MOST_ROWS
-    if layer_norm or not fp4_plan.takes_bulk(k):
+    if layer_norm or not fp4_mma_plan.takes_bulk(k):
         return 4 if k <= 4096 else 2
     return MOST_ROWS if n * k <= 60_000_000 else MOST_ROWS // 2
 
@@ -59,8 +59,8 @@ def _slower(request: Request, layer_norm: bool) -> list[str]:
 
 
 def _mma(x_MK, gain_K, gain_sums_N, eps, codes, scales, tensor_scale, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
-    clusters, rms = fp4_plan.has_clusters(capability(x_MK.device)), gain_sums_N is None
-    plan = fp4_plan.plan_mma(x_MK.shape[0], n, k, clusters, bulk=rms)
+    clusters, rms = fp4_blocks.has_clusters(capability(x_MK.device)), gain_sums_N is None
+    plan = fp4_mma_plan.plan_mma(x_MK.shape[0], n, k, clusters, bulk=rms)
     plan = autotune.tuned(plan, x_MK, n, k)
     norm = fp4_cuda.Norm(_aligned(gain_K), eps, gain_sums_N)
     bias = backends.like(bias, x_MK)

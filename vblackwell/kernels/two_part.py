@@ -18,7 +18,7 @@ from vblackwell.kernels.autocast import register_autocast
 from vblackwell.kernels.backends import DEQUANTIZE, like, linear_reasons
 from vblackwell.kernels.dispatch import Backend, Request, choose, request_of
 from vblackwell.kernels.fp4 import check_arguments
-from vblackwell.kernels.fp4_plan import has_clusters
+from vblackwell.kernels.fp4_blocks import has_clusters
 from vblackwell.kernels.reference import activate, activation_backward
 from vblackwell.numerics import separation
 

@@ -1,20 +1,22 @@
 """Launches of ``cuda/two_part.cu``, and how they cover a shape.
 
-Blocks are those that `fp4_plan.plan_mma` gives the coarse part alone, since most of what decides is the same: one block of 12 to 16 warps
-a multiprocessor, and from three rows on x in bulk copies and a cluster of two that splits K. Windows hold 2176 bytes instead of 1152, so x
-has less room, and weights of 2^25 elements and more are worth what `_of_large_weights` says.
+One block of 12 to 16 warps a multiprocessor, and from three rows on x in bulk copies and a cluster of two that splits K, as
+`fp4_mma_plan` had it for the coarse part alone when these were timed. Windows hold 2176 bytes instead of 1152, so x has less room, and
+weights of 2^25 elements and more are worth what `_of_large_weights` says.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from vblackwell.kernels.fp4_blocks import ceil_div
 from vblackwell.kernels.fp4_cost import MULTIPROCESSORS
 from vblackwell.kernels.fp4_cuda import aligned
-from vblackwell.kernels.fp4_plan import ceil_div, plan_mma
+from vblackwell.kernels.fp4_mma_plan import plan_mma, takes_bulk
 from vblackwell.kernels.nvrtc import kernel
 from vblackwell.kernels.reference import ACTIVATIONS
 
@@ -30,7 +32,7 @@ _LARGE = 1 << 25
 
 @dataclass(frozen=True)
 class TwoPartPlan:
-    """How ``two_part_mma`` covers a shape; fields as of `fp4_plan.MmaPlan`.
+    """How ``two_part_mma`` covers a shape; fields as of `fp4_mma_plan.MmaPlan`.
 
     ``push``: whether blocks that split K send their sums to the one that finishes them, and meet once, or fetch them, and meet twice.
     """
@@ -90,6 +92,21 @@ class TwoPartPlan:
         return self.shared_bytes(k) <= (MOST_SHARED_BYTES[clusters] + 1024) // self.min_blocks - 1024
 
 
+def _with_bulk_copies(m: int, n: int, k: int) -> TwoPartPlan:
+    """From three rows on: most blocks in one wave, to within 8, then the tallest up to 128 rows."""
+    tokens, windows = max(4, 1 << (m - 1).bit_length()), k // 64
+    best, row_warps, splits = (0, 0), 8, 1
+    for its_splits, rows in itertools.product((1, 2), (1, 2, 3, 4, 6, 8)):
+        blocks = ceil_div(n, 32 * rows) * its_splits
+        merit = (blocks // 8, rows if rows <= 4 else -rows)
+        if blocks <= MULTIPROCESSORS and merit > best:
+            best, row_warps, splits = merit, rows, its_splits
+    warps = 16 if (splits == 2) == (tokens <= 8) or (tokens, n, k) == (16, 4096, 14336) else 12  # the last as timed
+    k_warps = min(max(2, warps // row_warps), windows // splits)
+    chunk = ceil_div(min(16, windows // splits), k_warps) * k_warps
+    return TwoPartPlan(tokens, row_warps, k_warps, splits, _PREFETCH[True], _X_BYTES[True], chunk=chunk, x_stages=3)
+
+
 def _of_large_weights(n: int, windows: int, base: TwoPartPlan) -> TwoPartPlan:
     """Plans for weights that take long enough to be worth filling a multiprocessor with care, among
     the fastest in turns on an H200 (docs/log.md).
@@ -123,11 +140,12 @@ def _of_large_weights(n: int, windows: int, base: TwoPartPlan) -> TwoPartPlan:
 
 def plan(m: int, n: int, k: int, clusters: bool) -> TwoPartPlan:
     """The plan for up to 16 rows, with or without clusters of blocks (sm_90); a function of the shape alone."""
-    base = plan_mma(m, n, k, clusters, bulk=m > 2)
-    found = TwoPartPlan(
-        base.tokens, base.row_warps, base.k_warps, base.splits, min(_PREFETCH[clusters], base.prefetch), _X_BYTES[clusters],
-        chunk=base.chunk, x_stages=base.x_stages,
-    )  # fmt: skip
+    if clusters and m > 2 and takes_bulk(k):
+        found = _with_bulk_copies(m, n, k)
+    else:
+        base = plan_mma(m, n, k, clusters, bulk=False)
+        prefetch = min(_PREFETCH[clusters], base.prefetch)
+        found = TwoPartPlan(base.tokens, base.row_warps, base.k_warps, base.splits, prefetch, _X_BYTES[clusters])
     if clusters and n * k >= _LARGE and k % 64 == 0 and k >= 1024:
         large = _of_large_weights(n, k // 64, found)
         if large.fits(k):

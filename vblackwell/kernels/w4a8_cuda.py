@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.kernels import counters
-from vblackwell.kernels.fp4_plan import ceil_div
+from vblackwell.kernels.fp4_blocks import ceil_div
 from vblackwell.kernels.nvrtc import kernel
 from vblackwell.kernels.reference import ACTIVATIONS
 
