@@ -27,6 +27,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from fp4_layers import LAYERS, Tiled, layers_of, parts_of, plans_of, run_plan
 from fp4_peers import PEERS, Peer, choose
 from graph_timing import Replay, graph_of, graph_us, turns_us
 
@@ -50,50 +51,15 @@ from vblackwell.numerics.formats import FORMATS
 
 SHAPES = ((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192))
 ROWS = (1, 4, 16, 64, 128, 256, 1024, 4096, 8192)
-LAYERS = 24
 PROCESSORS = 132  # of an H200
 PEER_SECONDS = 6.0  # for a peer to make its layers, or to run one number of rows for the first time
 CHECK_SHAPES = ((40, 136), (200, 1000), (1056, 4096), (512, 14336), (9000, 520))
 CHECK_ROWS = (1, 3, 4, 8, 13, 16, 33, 64, 100, 256, 300)
-Tiled = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 COMPARED = {
     "fp4_linear_dx nvfp4": "cuBLAS bf16 dX", "rms_norm, cublas bf16": "nothing",
     "rms_norm, fp4_linear nvfp4": "rms_norm, cublas bf16", "fp4_norm_linear nvfp4": "rms_norm, fp4_linear nvfp4",
 }  # fmt: skip
 Call = Callable[[torch.Tensor], torch.Tensor]
-
-
-def random_tiled(n: int, k: int) -> Tiled:
-    """A weight of random codes and scales, made in the tiled layout."""
-    codes_shape, scales_shape = layout.shapes("nvfp4-tiled", n, k)
-    codes = torch.randint(0, 256, codes_shape, dtype=torch.uint8, device="cuda")
-    scales = torch.randint(12, 18, scales_shape, dtype=torch.uint8, device="cuda") << 3  # powers of two: mxfp4 as well
-    return codes, scales, torch.tensor(2.0**-7, device="cuda")
-
-
-def plans_of(m: int, n: int, k: int) -> list[MmaPlan | WgmmaPlan]:
-    """Every plan that the dispatcher, or somebody who asks for a backend, may run for a shape on Hopper."""
-    plans: list[MmaPlan | WgmmaPlan] = []
-    if m <= 16:
-        plans.append(fp4_mma_plan.plan_mma(m, n, k, True))
-    if m <= 32:
-        plans.append(fp4_mma_plan.plan_mma(m, n, k, False))
-    if m <= 1024:
-        plans.append(fp4_plan.plan_wgmma(m, n, k))
-    return plans
-
-
-def parts_of(plan: MmaPlan | WgmmaPlan, m: int, n: int) -> list[MmaPlan | WgmmaPlan]:
-    """What the launches of a plan are compiled for."""
-    return [rows.plan for rows in fp4_plan.launches(plan, m, n)] if isinstance(plan, WgmmaPlan) else [plan]
-
-
-def run_plan(
-    plan: MmaPlan | WgmmaPlan, x: torch.Tensor, w: Tiled, n: int, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    if isinstance(plan, MmaPlan):
-        return fp4_cuda.run_mma(plan, x, *w, None, "none", n, dtype)
-    return fp4_cuda.run_wgmma(plan, x, *w, None, "none", n, dtype)
 
 
 def prebuild(args: argparse.Namespace) -> None:
@@ -206,11 +172,6 @@ def systems(
         yield "cublas bf16 dX", "", [functools.partial(torch.matmul, dy, w) for w in dense]
         back = functools.partial(fp4_linear_dx, format="nvfp4-tiled", n=n, k=k)
         yield "fp4_linear_dx nvfp4", "cublas bf16 dX", [functools.partial(back, dy, *w) for w in packed]
-
-
-def layers_of(n: int, k: int) -> tuple[list[Tiled], list[torch.Tensor]]:
-    packed = [random_tiled(n, k) for _ in range(LAYERS)]
-    return packed, [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(LAYERS)]
 
 
 def peer_layers(peers: tuple[Peer, ...], w: torch.Tensor) -> tuple[dict[str, list[Call]], dict[str, str]]:

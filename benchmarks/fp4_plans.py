@@ -12,39 +12,35 @@ import argparse
 import csv
 import functools
 import gc
-import itertools
 import json
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import fp4_sweep
 import torch
-from bench_fp4 import LAYERS, Tiled, layers_of, parts_of, random_tiled, run_plan
+from fp4_candidates import Plan, plans
+from fp4_layers import LAYERS, Tiled, layers_of, parts_of, random_tiled, run_plan
 from graph_timing import alternating_us, graph_us
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels import autotune, fp4_cuda, fp4_mma_plan, fp4_plan, nvrtc, w4a8, w4a8_cuda
 from vblackwell.kernels.fp4 import fp4_linear
 from vblackwell.kernels.fp4_mma_plan import MmaPlan
-from vblackwell.kernels.fp4_plan import WgmmaPlan, goes_round
+from vblackwell.kernels.fp4_plan import WgmmaPlan
 
-Plan = MmaPlan | WgmmaPlan
 Cell = tuple[int, int, int]
 SHAPES = ("4096x4096", "6144x4096", "14336x4096", "4096x14336", "8192x8192", "28672x8192")
 OPEN = {  # rows of x: the shapes whose rule is interpolated, or misses its floor
     1: SHAPES, 4: (SHAPES[1], *SHAPES[4:]), 8: (SHAPES[2], SHAPES[4]), 32: (SHAPES[0], SHAPES[2]),
     64: SHAPES, 128: SHAPES, 256: SHAPES, 1024: SHAPES, 4096: SHAPES,
 }  # fmt: skip
-SHARED, REGISTERS = 227 * 1024, 65536
-WARPS = (8, 10, 12, 14, 15, 16, 28)  # of a block of the mma kernel
 FINALISTS = 6  # plans of a cell that are timed in turns, beside the rule's
 
 
@@ -58,83 +54,6 @@ def open_cells() -> list[Cell]:
 def parse_cells(text: str) -> list[Cell]:
     sizes = [tuple(int(size) for size in word.split("x")) for word in text.split(",")]
     return [(size[0], size[1], size[2]) for size in sizes]
-
-
-def _fills(blocks: int, per_processor: int) -> bool:
-    """Whether the grid is one wave that keeps most multiprocessors busy, or so many waves that the last one matters little."""
-    slots = 132 * per_processor
-    waves = -(-blocks // slots)
-    return blocks / (waves * slots) >= 0.72
-
-
-def mma_plans(m: int, n: int, k: int) -> Iterator[MmaPlan]:
-    tokens = 1
-    while tokens < min(m, 16):
-        tokens *= 2
-    room = 72 if tokens < 16 else 88  # registers without which the compiler spills
-    shapes = [
-        (row_warps, k_warps)
-        for row_warps, k_warps in itertools.product(range(1, 17), repeat=2)
-        if row_warps * k_warps in WARPS
-    ]
-    works = (_work(row_warps, splits, n, k) for (row_warps, _), splits in itertools.product(shapes, (1, 2)))
-    least = min(filter(None, works), default=0)
-    for (row_warps, k_warps), splits in itertools.product(shapes, (1, 2)):
-        work, turn = _work(row_warps, splits, n, k), 4 * k_warps
-        if not work or work > 1.2 * least or row_warps * k_warps * 32 * room > REGISTERS or k_warps * splits > k // 64:
-            continue
-        whole = -(-(-(-k // 64) // splits) // turn) * turn
-        for chunk, stages in ((whole, 1), (turn, 3), (2 * turn, 2), (2 * turn, 3)):
-            plan = MmaPlan(tokens, row_warps, k_warps, splits, 4, chunk=chunk, x_stages=stages)
-            if (stages == 1 or chunk < whole) and fp4_mma_plan.fits_with_norm(plan, k):
-                yield plan
-
-
-def _work(row_warps: int, splits: int, n: int, k: int) -> int:
-    """Windows of a block, its bands one after the other; 0 where blocks are more than multiprocessors."""
-    return row_warps * -(-k // 64 // splits) if -(-n // (32 * row_warps)) * splits <= fp4_plan.MULTIPROCESSORS else 0
-
-
-def wgmma_plans(m: int, n: int, k: int) -> Iterator[WgmmaPlan]:
-    for tokens, groups, k_groups, splits, most in itertools.product(
-        (16, 32, 64, 128, 256), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2), (1, 2)
-    ):
-        columns, consumers = -(-m // tokens), groups * k_groups
-        if tokens > max(m, 16) or tokens < min(m, 64) or columns > 2 or consumers > 4:
-            continue
-        blocks = -(-n // (64 * groups)) * splits * columns
-        alone, helped = _fills(blocks, 1) or _fills(blocks, most), _fills(blocks * (k_groups + 1) // k_groups, 1)
-        plan = WgmmaPlan(tokens, groups, splits, 12, 4, most, k_groups)
-        for stages in (8, 6, 5, 4) if k_groups == 4 else (6, 5, 4):
-            if goes_round(stages, k_groups) and replace(plan, stages=stages).fits():
-                plan = replace(plan, stages=stages)
-                yield from [plan] if alone else []
-                pairs = replace(plan, stages=max(8, 4 * k_groups), together=2)
-                yield from [pairs] if alone and tokens <= 128 and pairs.fits() else []
-                yield from helped_plans(plan, blocks, n, k) if helped else []
-                break
-
-
-def helped_plans(plan: WgmmaPlan, blocks: int, n: int, k: int) -> Iterator[WgmmaPlan]:
-    """``plan`` with helpers, where they have room beside its ``blocks``, and as much to do as the others or a little less."""
-    if (plan.groups, plan.splits, plan.min_blocks) != (1, 1, 1) or plan.k_groups == 1:
-        return
-    even = -(-k // 64) // (plan.k_groups + 1)
-    for windows in (even, even - 1, even - 2, even - 3, even - 4, even - 6):
-        helped = replace(plan, helped=max(1, windows))
-        if blocks * (1 + helped.helpers(n) / -(-n // 64)) <= 132:
-            yield helped
-
-
-def plans(m: int, n: int, k: int) -> list[Plan]:
-    """What the rules choose today, then what could be."""
-    found: list[Plan] = list(mma_plans(m, n, k)) if m <= 16 else []
-    if 16 <= m <= 256:
-        found += sorted(wgmma_plans(m, n, k), key=lambda plan: fp4_plan.predicted_us(plan, m, n, k))
-    if m > 256:
-        found += [WgmmaPlan(256, 2, 1, 6), WgmmaPlan(256, 1, 1, 6, k_groups=2), WgmmaPlan(128, 3, 1, 6)]
-    today: list[Plan] = [fp4_mma_plan.plan_mma(m, n, k, True)] if m <= 16 else []
-    return list(dict.fromkeys([*today, fp4_plan.plan_wgmma(m, n, k), *found]))
 
 
 def parts(m: int, n: int, k: int, x: torch.Tensor, packed: list[Tiled]) -> dict[str, list[Callable[[], object]]]:

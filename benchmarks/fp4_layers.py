@@ -1,0 +1,50 @@
+"""Layers of random weights in the tiled layout, and the plans by which benchmarks of the FP4 kernels run them."""
+
+from __future__ import annotations
+
+import torch
+
+from vblackwell.kernels import fp4_cuda, fp4_mma_plan, fp4_plan, layout
+from vblackwell.kernels.fp4_mma_plan import MmaPlan
+from vblackwell.kernels.fp4_plan import WgmmaPlan
+
+LAYERS = 24  # more than fit an L2
+Tiled = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def random_tiled(n: int, k: int) -> Tiled:
+    """A weight of random codes and scales, made in the tiled layout."""
+    codes_shape, scales_shape = layout.shapes("nvfp4-tiled", n, k)
+    codes = torch.randint(0, 256, codes_shape, dtype=torch.uint8, device="cuda")
+    scales = torch.randint(12, 18, scales_shape, dtype=torch.uint8, device="cuda") << 3  # powers of two: mxfp4 as well
+    return codes, scales, torch.tensor(2.0**-7, device="cuda")
+
+
+def plans_of(m: int, n: int, k: int) -> list[MmaPlan | WgmmaPlan]:
+    """Every plan that the dispatcher, or somebody who asks for a backend, may run for a shape on Hopper."""
+    plans: list[MmaPlan | WgmmaPlan] = []
+    if m <= 16:
+        plans.append(fp4_mma_plan.plan_mma(m, n, k, True))
+    if m <= 32:
+        plans.append(fp4_mma_plan.plan_mma(m, n, k, False))
+    if m <= 1024:
+        plans.append(fp4_plan.plan_wgmma(m, n, k))
+    return plans
+
+
+def parts_of(plan: MmaPlan | WgmmaPlan, m: int, n: int) -> list[MmaPlan | WgmmaPlan]:
+    """What the launches of a plan are compiled for."""
+    return [rows.plan for rows in fp4_plan.launches(plan, m, n)] if isinstance(plan, WgmmaPlan) else [plan]
+
+
+def run_plan(
+    plan: MmaPlan | WgmmaPlan, x: torch.Tensor, w: Tiled, n: int, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    if isinstance(plan, MmaPlan):
+        return fp4_cuda.run_mma(plan, x, *w, None, "none", n, dtype)
+    return fp4_cuda.run_wgmma(plan, x, *w, None, "none", n, dtype)
+
+
+def layers_of(n: int, k: int) -> tuple[list[Tiled], list[torch.Tensor]]:
+    packed = [random_tiled(n, k) for _ in range(LAYERS)]
+    return packed, [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(LAYERS)]
