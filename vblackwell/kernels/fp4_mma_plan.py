@@ -14,7 +14,16 @@ from vblackwell.kernels import fp4_shapes
 from vblackwell.kernels.fp4_blocks import SHARED_BYTES, ceil_div
 from vblackwell.kernels.fp4_cost import MULTIPROCESSORS
 
-MMA_FILES = ("ptx.cuh", "decode.cuh", "barrier.cuh", "epilogue.cuh", "mma_block.cuh", "norm_rows.cuh", "fp4_mma.cu")
+MMA_FILES = (
+    "ptx.cuh",
+    "decode.cuh",
+    "barrier.cuh",
+    "epilogue.cuh",
+    "staged_x.cuh",
+    "mma_block.cuh",
+    "norm_rows.cuh",
+    "fp4_mma.cu",
+)
 STATISTICS_BYTES = 1024  # of shared memory, for the statistics of rows that are normalised on the way
 _X_BYTES = 128 * 1024  # of x that a block stages at a time
 

@@ -20,7 +20,7 @@ from vblackwell.kernels.fp4_mma_plan import plan_mma, takes_bulk
 from vblackwell.kernels.nvrtc import kernel
 from vblackwell.kernels.reference import ACTIVATIONS
 
-FILES = ("ptx.cuh", "decode.cuh", "barrier.cuh", "epilogue.cuh", "two_part.cu")
+FILES = ("ptx.cuh", "decode.cuh", "barrier.cuh", "epilogue.cuh", "staged_x.cuh", "two_part.cu")
 MOST_ROWS = 16
 MOST_SHARED_BYTES = {True: 227 * 1024, False: 99 * 1024}  # of a block, with and without clusters
 _WINDOW_BYTES = 2176
@@ -93,7 +93,7 @@ class TwoPartPlan:
 
 
 def _with_bulk_copies(m: int, n: int, k: int) -> TwoPartPlan:
-    """From three rows on: most blocks in one wave, to within 8, then the tallest up to 128 rows."""
+    """From three rows on: most blocks in one wave, to within 8, then the tallest up to 128 rows; x by 16 windows."""
     tokens, windows = max(4, 1 << (m - 1).bit_length()), k // 64
     best, row_warps, splits = (0, 0), 8, 1
     for its_splits, rows in itertools.product((1, 2), (1, 2, 3, 4, 6, 8)):
@@ -146,7 +146,7 @@ def plan(m: int, n: int, k: int, clusters: bool) -> TwoPartPlan:
         base = plan_mma(m, n, k, clusters, bulk=False)
         prefetch = min(_PREFETCH[clusters], base.prefetch)
         found = TwoPartPlan(base.tokens, base.row_warps, base.k_warps, base.splits, prefetch, _X_BYTES[clusters])
-    if clusters and n * k >= _LARGE and k % 64 == 0 and k >= 1024:
+    if clusters and n * k >= _LARGE and takes_bulk(k):
         large = _of_large_weights(n, k // 64, found)
         if large.fits(k):
             return large

@@ -12,8 +12,8 @@
 // Tokens beyond M are never written nor read back: columns of an mma do not mix.
 //
 // With BULK (sm_90, K a multiple of 64, no LayerNorm) rows of x come by bulk copies as they are, CHUNK windows at a time, into X_STAGES slots
-// that barriers guard: the first product waits for one round of the warps' rings only. Rows in shared memory are 16 bytes longer than what they hold, so that
-// a fragment, 32 contiguous bytes of a row, is still two conflict-free loads. One warp asks for x as slots come free.
+// that barriers guard: the first product waits for one round of the warps' rings only. Rows in shared memory are 16 bytes longer than
+// what they hold, so that a fragment, 32 contiguous bytes of a row, is still two conflict-free loads. One warp asks for x as slots come free.
 //
 // With NORM the rows of x are normalised on the way (1: RMSNorm, 2: LayerNorm). What the norm multiplies columns by, the gain, goes onto
 // staged x; what it multiplies rows by is known when all of x has passed, and goes onto the sums, which is the same. LayerNorm's

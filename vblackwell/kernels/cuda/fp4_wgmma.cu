@@ -21,9 +21,9 @@
 // TOGETHER: windows of a set. Between products of a set and the next one's lie some 300 cycles of waiting and arriving, whatever their number
 // (64 rows of x); with 2, K groups take turns at pairs of windows.
 //
-// Set by the launcher: FP16, TOKENS, GROUPS, KGROUPS, SPLITS, HELPED, FRAGMENTS, TOGETHER, STAGES (of each K group the same, two sets or more), PREFETCH (even),
-// REGISTERS and COPY_REGISTERS (of a thread that multiplies, and of one that copies), OUT32, AT_LAUNCH: every thread's registers when a block
-// starts. They leave room for a block of `arrange`, that of the next product, which waits beside this kernel; so the next one's weights are on
+// Set by the launcher: FP16, TOKENS, GROUPS, KGROUPS, SPLITS, HELPED, FRAGMENTS, TOGETHER, STAGES (of each K group the same, two sets or more),
+// PREFETCH (even), REGISTERS and COPY_REGISTERS (of a thread that multiplies, and of one that copies), OUT32, AT_LAUNCH: every thread's registers
+// when a block starts. They leave room for a block of `arrange`, that of the next product, which waits beside this kernel; so the next one's weights are on
 // their way while its x is arranged.
 static_assert(KGROUPS * TOGETHER == 1 || (STAGES % (KGROUPS * TOGETHER) == 0 && STAGES >= 2 * KGROUPS * TOGETHER), "a stage belongs to one K group");
 static_assert(TOGETHER == 1 || (TOGETHER == 2 && FRAGMENTS == 1), "one window, or one pair, or two windows one after the other");

@@ -19,19 +19,10 @@ static_assert((ROWS / 4) % SPLITS == 0, "blocks of a cluster write equal shares 
 #define ROW_THREADS (THREADS / TOKENS)      // threads a token has in its statistics, a power of two
 #define PIVOT_COLUMNS 512
 #define WINDOW_BYTES 1152  // codes of the upper 16 rows, of the lower 16 rows, scales
-#ifndef BULK
-#define BULK 0
-#endif
 static_assert(FRONT_BYTES % 128 == 0, "rings lie in whole lines");
 #if BULK
 #define ROUND (K_WARPS * PREFETCH)  // windows that pass while each warp's ring goes round once
 static_assert(CHUNK % ROUND == 0, "each chunk begins at the first slot of the rings");
 static_assert(!NORM || K_WARPS * TOKENS <= 256, "squares of each K warp have a kilobyte");
-#define X_PITCH (CHUNK * 128 + 16)
 #define X_ROWS (TOKENS + NORM)  // of a slot: tokens, the gain
-#define X_GROUP (8 * X_PITCH)  // from a token to the eighth after it
-#define X_HALF 16              // from a block's first eight columns to the others
-#else
-#define X_GROUP 512
-#define X_HALF (TOKENS * 64)
 #endif

@@ -37,18 +37,6 @@ DEVICE void decode_parts(u32 word, u32 fine, u32 one, u32* pairs) {
 #define RED_STRIDE (ROWS + 4)
 #define WINDOW_BYTES 2176  // coarse codes of the upper 16 rows, of the lower, fine codes of both, scales
 
-#ifndef BULK
-#define BULK 0
-#endif
-#if BULK
-#define X_PITCH (CHUNK * 128 + 16)
-#define X_GROUP (8 * X_PITCH)  // from a token to the eighth after it
-#define X_HALF 16              // from a block's first eight columns to the others
-#else
-#define X_GROUP 512
-#define X_HALF (TOKENS * 64)
-#endif
-
 // The window at `w_address` (this lane's 16 bytes) times 64 columns of x at `x_address`.
 DEVICE void compute(float (*acc)[NB][4], u32 w_address, u32 scale_address, u32 x_address, u32 one) {
     u32 a[2][4][4];  // [half][step of 16 columns][fragment]
