@@ -69,7 +69,7 @@ def prebuild(args: argparse.Namespace) -> None:
     jobs += [(fp4_cuda.E4M3_FILES, fp4_cuda.prepare_macros(False, k)) for _, k in args.shapes]
     for (n, k), m in itertools.product(args.shapes, args.rows):
         if m >= w4a8.LEAST_ROWS:
-            jobs.append((w4a8_cuda.FILES, w4a8_cuda.plan_w4a8(m, n, PROCESSORS).macros(False, k)))
+            jobs.append((w4a8_cuda.FILES, w4a8_cuda.plan_w4a8(m, n, k, PROCESSORS).macros(False, k)))
         for plan in plans_of(m, n, k):
             each = autotune.variants(plan) if args.tune else [plan]
             jobs += [(files[type(plan)], part.macros(False)) for one in each for part in parts_of(one, m, n)]

@@ -67,7 +67,9 @@ def parts(m: int, n: int, k: int, x: torch.Tensor, packed: list[Tiled]) -> dict[
     op = functools.partial(w4a8.fp4_linear_w4a8, activation="none", n=n, k=k)
     found["w4a8"] = [functools.partial(op, x, *w, top, None) for w, top in each]
     for width in w4a8_cuda.STEP_CYCLES:
-        run = functools.partial(w4a8_cuda.run_w4a8, w4a8_cuda.widest(width), x, bias=None, activation="none", n=n, k=k)
+        run = functools.partial(
+            w4a8_cuda.run_w4a8, w4a8_cuda.of_width(width), x, bias=None, activation="none", n=n, k=k
+        )
         found[f"w4a8: tiles of {width}"] = [functools.partial(run, *w, row_top=top) for w, top in each]
     whole = functools.partial(w4a8.multiply_whole, x, bias=None, activation="none", n=n, k=k)
     found["w4a8: operands, then matmul"] = [functools.partial(whole, *w, row_top=top) for w, top in each]
@@ -95,7 +97,7 @@ def sources(m: int, n: int, k: int) -> list[Source]:
         for part in parts_of(plan, m, n)
     ]
     if m >= 1024:
-        found += [(w4a8_cuda.FILES, w4a8_cuda.widest(width).macros(False, k)) for width in w4a8_cuda.STEP_CYCLES]
+        found += [(w4a8_cuda.FILES, w4a8_cuda.of_width(width).macros(False, k)) for width in w4a8_cuda.STEP_CYCLES]
     return [(files, tuple(macros.items())) for files, macros in found]
 
 

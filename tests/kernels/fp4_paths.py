@@ -91,7 +91,7 @@ def compile_all() -> None:
             jobs.append((WGMMA_FILES, plan.macros(False)))
     jobs += [(fp4_cuda.E4M3_FILES, fp4_cuda.prepare_macros(fp16, k)) for fp16 in (False, True) for k in (64, 4096)]
     jobs += [
-        (w4a8_cuda.FILES, w4a8_cuda.widest(width).macros(dtype == torch.float16, k))
+        (w4a8_cuda.FILES, w4a8_cuda.of_width(width).macros(dtype == torch.float16, k))
         for width, dtype in W4A8
         for k in (96, 544, 4096)
     ]
@@ -151,7 +151,7 @@ def check_w4a8_product(width: int, m: int, n: int, k: int, dtype: torch.dtype, a
     x_MK, bias_N = torch.randn(m, k, device="cuda").to(dtype), torch.randn(n, device="cuda").to(dtype)
     q_MK, scale_M1 = w4a8.quantize_rows(x_MK)
     codes, scales, tensor_scale = tiled
-    plan = w4a8_cuda.widest(width)
+    plan = w4a8_cuda.of_width(width)
     launch = lambda: w4a8_cuda.run_w4a8(plan, x_MK, codes, scales, tensor_scale, top, bias_N, activation, n, k)  # noqa: E731
     y_MN = launch()
     rows_MK = q_MK.double() * scale_M1.double()
@@ -178,7 +178,7 @@ def check_w4a8_launches() -> None:
     def run(at: int) -> torch.Tensor:
         _, n, k = shapes[at]
         _, tiled, top = w4a8_weight(n, k)
-        return w4a8_cuda.run_w4a8(w4a8_cuda.widest(256), inputs[at], *tiled, top, None, "none", n, k)
+        return w4a8_cuda.run_w4a8(w4a8_cuda.of_width(256), inputs[at], *tiled, top, None, "none", n, k)
 
     wanted = [run(at) for at in range(len(shapes))]
     order = [0, 1, 2, 2, 0, 3, 1, 0, 0] * 3

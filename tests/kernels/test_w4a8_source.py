@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.kernels import emulation
 from vblackwell.kernels import layout, reference, w4a8
-from vblackwell.kernels.w4a8_cuda import FILES, W4A8Plan, widest
+from vblackwell.kernels.w4a8_cuda import FEW, FILES, HEAD_ROWS, STEP_CYCLES, W4A8Plan, cut, of_width, plan_w4a8
 from vblackwell.numerics.formats import FORMATS
 
 pytestmark = emulation.needs_compiler
@@ -17,7 +17,7 @@ Tiled = tuple[Tensor, Tensor, Tensor]
 BF16, FP16 = torch.bfloat16, torch.float16
 # Few stages, so that they are filled anew often; few head steps and rows, so that most is left to the product's own warps.
 WIDE = W4A8Plan(256, 2, head_steps=2, head_rows=128)
-MIDDLE = replace(widest(224), head_rows=128)
+MIDDLE = replace(of_width(224), head_rows=128)
 NARROW = W4A8Plan(192, 3, head_steps=3, head_rows=128)
 ROUNDED = replace(NARROW, head_rows=1024)  # the head rounds all rows
 CASES = [  # plan, clusters, m, n, k, dtype
@@ -147,3 +147,17 @@ def test_quotients_around_multiples():
     wrong = torch.zeros(1, dtype=torch.int32)
     emulation._call(FILES, WIDE.macros(False, 16), DIVIDE_MAIN, [wrong])
     assert wrong.item() == 0
+
+
+@pytest.mark.parametrize("m", [897, 1024, 1025, 2048, 4096, 8192])
+def test_clusters_begin_with_rows_that_the_head_rounds(m):
+    """Whose rows the product's own warps round first waits for nearly all of its time."""
+    processors = 132
+    for n in range(256, 8192, 176):
+        plan = plan_w4a8(m, n, 4096, processors)
+        sizes = cut(plan, m, n, 4096, processors // 2)
+        ahead = (
+            min(sizes.pairs, 4 * plan.head_rows // HEAD_ROWS) * sizes.columns
+        )  # tiles, in the order in which they are dealt out
+        assert ahead >= min(processors // 2 - FEW, sizes.pairs * sizes.columns), (n, plan)
+        assert plan.features in STEP_CYCLES and plan.head_rows < m + HEAD_ROWS

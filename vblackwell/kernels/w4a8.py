@@ -30,7 +30,7 @@ MAX_SPAN = 14
 MULTIPLE = 16  # of N and of K, for PyTorch's FP8 matmul
 # By times on an H200 (docs/log-fp4.md): one kernel decodes and multiplies from as many rows on as have the tiles of 1024; above MOST_ROWS
 # PyTorch's matmul of whole operands is at least as fast, but for small weights.
-LEAST_ROWS, MOST_ROWS, LARGEST_WEIGHT = 897, 2048, 4096 * 4096
+LEAST_ROWS, MOST_ROWS, LARGEST_WEIGHT = 897, 2048, 6144 * 4096
 _BAND_ELEMENTS = 1 << 20
 FORMAT = "mxfp4-tiled"
 
@@ -131,7 +131,7 @@ def _fused_slower(request: Request) -> list[str]:
 
 def _fused(x_MK, codes, block_scales, tensor_scale, row_top, bias, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
     x_MK, _ = fp4_cuda.aligned(x_MK)
-    plan = w4a8_cuda.plan_w4a8(x_MK.shape[0], n, torch.cuda.get_device_properties(x_MK.device).multi_processor_count)
+    plan = w4a8_cuda.plan_w4a8(x_MK.shape[0], n, k, torch.cuda.get_device_properties(x_MK.device).multi_processor_count)
     bias = None if bias is None else bias.to(x_MK.dtype)
     return w4a8_cuda.run_w4a8(plan, x_MK, codes, block_scales, tensor_scale, row_top, bias, activation, n, k)
 

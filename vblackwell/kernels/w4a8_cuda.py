@@ -22,9 +22,12 @@ FILES = (
 CLUSTER = 2  # blocks, each of 128 tokens
 THREADS = 512
 FIRST_COUNTER = 32  # the queue has a cache line of its own
-SHARED_BYTES = 227 * 1024
-STEP_CYCLES = {256: 1180, 224: 1105, 192: 955}  # of a tile of so many features, on an H200 (docs/log-fp4.md)
-HEAD_ROWS = 1024  # the first tiles' tokens: four pairs
+# By features of a tile, from times on an H200 (docs/log-fp4.md): cycles of a step, and stages. One more fits; what nobody asks for is L1.
+STEP_CYCLES = {256: 1180, 224: 1105, 192: 955}
+STAGES = {256: 3, 224: 4, 192: 4}
+HEAD_ROWS = 1024  # the tokens of four pairs of tiles, which go side by side
+FEW = 4  # clusters
+LARGE_WEIGHT = 4096 * 4096  # above, who decodes it comes too late to rows for the second round of tiles
 
 
 @dataclass(frozen=True)
@@ -56,20 +59,22 @@ class W4A8Plan:
         }  # fmt: skip
 
 
-def widest(features: int) -> W4A8Plan:
-    """The plan of these many features with as many stages as shared memory holds."""
-    plan = W4A8Plan(features, 1)
-    while (longer := replace(plan, stages=plan.stages + 1)).shared_bytes() <= SHARED_BYTES:
-        plan = longer
-    return plan
+def of_width(features: int) -> W4A8Plan:
+    """The plan of tiles of these many features."""
+    return W4A8Plan(features, STAGES[features])
 
 
-def plan_w4a8(m: int, n: int, processors: int) -> W4A8Plan:
-    """The tile by which a GPU of so many multiprocessors is done first: whole rounds of tiles, each of which takes its width's cycles."""
+def plan_w4a8(m: int, n: int, k: int, processors: int) -> W4A8Plan:
+    """The tile by which a GPU of so many multiprocessors is done first: whole rounds of tiles, each of which takes its width's cycles.
+
+    The head rounds the rows that clusters begin with; a few may wait for others', and do fewer tiles.
+    """
     pairs, clusters = ceil_div(m, 128 * CLUSTER), processors // CLUSTER
-    return widest(
-        min(STEP_CYCLES, key=lambda width: ceil_div(pairs * ceil_div(n, width), clusters) * STEP_CYCLES[width])
-    )
+    width = min(STEP_CYCLES, key=lambda width: ceil_div(pairs * ceil_div(n, width), clusters) * STEP_CYCLES[width])
+    four = 4 * ceil_div(n, width)  # tiles
+    late = n * k > LARGE_WEIGHT and 2 * four < 3 * clusters
+    fours = max(1 + late, ceil_div(clusters - FEW, four))
+    return replace(of_width(width), head_rows=HEAD_ROWS * min(fours, ceil_div(m, HEAD_ROWS)))
 
 
 @dataclass(frozen=True)
