@@ -29,6 +29,7 @@ DEVICE u32 load_byte(const u8* p) { return *p; }
 DEVICE u32 load_shared_word(u32 at) { u32 v; memcpy(&v, shared_at(running->rank, at, 4), 4); return v; }
 DEVICE uint4 load_shared(u32 at) { uint4 v; memcpy(&v, shared_at(running->rank, at, 16), 16); return v; }
 DEVICE void store_shared(u32 at, uint4 v) { memcpy(shared_at(running->rank, at, 16), &v, 16); }
+DEVICE void store_streaming(void* p, uint4 v) { memcpy(p, &v, 16); }
 DEVICE u32 shared_address(const void* p) { return (u32)((const u8*)p - shared_memory()); }
 DEVICE void copy_async(u32 to, const void* from, u32 bytes) { copy_later(to, from, bytes, 16); }
 DEVICE void copy_async_word(u32 to, const void* from, u32 bytes) { copy_later(to, from, bytes, 4); }

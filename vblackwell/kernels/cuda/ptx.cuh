@@ -38,6 +38,10 @@ DEVICE uint4 load_shared(u32 address) {
 DEVICE void store_shared(u32 address, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" :: "r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
+// To global memory, and out of the L2 before what is read there again and again.
+DEVICE void store_streaming(void* p, uint4 v) {
+    asm volatile("st.global.cs.v4.u32 [%0], {%1,%2,%3,%4};" :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // 16 bytes from global to shared memory; zeros where `bytes` is 0.

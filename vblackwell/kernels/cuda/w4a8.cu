@@ -280,8 +280,8 @@ w4a8(const u16* x, u8* image, float* x_scale, const u8* codes, const u8* scales,
 #pragma unroll
                     for (int i = 0; i < granules / 2; i++)
                         if (m0 + row + i * (32 / granules) < M && n < N)
-                            *(uint4*)(y_row + (u64)i * (32 / granules) * N) =
-                                load_shared(out + (row + i * (32 / granules)) * OUT_PITCH + granule * 16);
+                            store_streaming(y_row + (u64)i * (32 / granules) * N,
+                                            load_shared(out + (row + i * (32 / granules)) * OUT_PITCH + granule * 16));
                     warp_sync();
                 }
             };
