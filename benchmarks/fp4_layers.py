@@ -27,7 +27,7 @@ def plans_of(m: int, n: int, k: int) -> list[MmaPlan | WgmmaPlan]:
         plans.append(fp4_mma_plan.plan_mma(m, n, k, True))
     if m <= 32:
         plans.append(fp4_mma_plan.plan_mma(m, n, k, False))
-    if m <= 1024:
+    if m <= 1024 or fp4_plan.wgmma_beats_dequantize(m, n, k):
         plans.append(fp4_plan.plan_wgmma(m, n, k))
     return plans
 
