@@ -253,7 +253,7 @@ def bench(args: argparse.Namespace) -> None:
                 for name, layers in theirs.items()
             )
             every = itertools.chain(systems(m, n, k, packed, dense), compared)
-            for row in time_systems(every, set(theirs), 9 if m <= 256 else 5, args.do_bench):
+            for row in time_systems(every, set(theirs), 10 if m <= 256 else 8, args.do_bench):
                 rows.append({"n": n, "k": k, "m": m, **row, **machine})
         del packed, dense, theirs
         torch.cuda.empty_cache()

@@ -72,10 +72,11 @@ def turns_us(graphs: Sequence[Replay], rounds: int) -> list[float]:
     """Median time of a replay of each graph, in us.
 
     In turns, because a GPU lowers its clocks under load: whoever is timed first, by itself, looks faster. One round goes before.
+    Every other round goes backwards: who follows a lighter system finds a higher clock, and nobody shall always follow the same one.
     """
     times: list[list[float]] = [[] for _ in graphs]
     for number in range(rounds + 1):
-        for graph, found in zip(graphs, times, strict=True):
+        for graph, found in list(zip(graphs, times, strict=True))[:: 1 if number % 2 else -1]:
             us = median_us(graph.replay, 1)
             if number:
                 found.append(us)
