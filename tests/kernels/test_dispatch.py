@@ -171,6 +171,9 @@ def test_what_was_timed_is_taken_and_fits():
             assert (plan.tokens, plan.groups, plan.k_groups, plan.splits) == (tokens, groups, k_groups, splits)
             assert (plan.helped, plan.together) == (helped, together) and plan.fits()
             assert plan.min_blocks == blocks and plan.shared_bytes() <= 227 * 1024 // blocks - 1024
+    for m, n, k in fp4_shapes.FUSED:
+        assert all(fp4_plan.wgmma_beats_dequantize(rows, n, k) for rows in (m // 2 + 1, m))
+        assert not any(fp4_plan.wgmma_beats_dequantize(*shape) for shape in ((m + 1, n, k), (m, n - 8, k)))
 
 
 @pytest.mark.parametrize(
