@@ -26,8 +26,8 @@ FIRST_COUNTER = 32  # the queue has a cache line of its own
 STEP_CYCLES = {256: 1180, 224: 1105, 192: 955}
 STAGES = {256: 3, 224: 4, 192: 4}
 HEAD_ROWS = 1024  # the tokens of four pairs of tiles, which go side by side
-FEW = 4  # clusters
-LARGE_WEIGHT = 4096 * 4096  # above, who decodes it comes too late to rows for the second round of tiles
+MAY_WAIT = 4  # clusters whose first rows the product's own warps round, behind the weight
+LARGE_WEIGHT = 4096 * 4096  # elements; above, those warps come too late to the rows of a second round of tiles as well
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,13 @@ def of_width(features: int) -> W4A8Plan:
 def plan_w4a8(m: int, n: int, k: int, processors: int) -> W4A8Plan:
     """The tile by which a GPU of so many multiprocessors is done first: whole rounds of tiles, each of which takes its width's cycles.
 
-    The head rounds the rows that clusters begin with; a few may wait for others', and do fewer tiles.
+    The head rounds the rows that all clusters but ``MAY_WAIT`` begin with.
     """
     pairs, clusters = ceil_div(m, 128 * CLUSTER), processors // CLUSTER
     width = min(STEP_CYCLES, key=lambda width: ceil_div(pairs * ceil_div(n, width), clusters) * STEP_CYCLES[width])
     four = 4 * ceil_div(n, width)  # tiles
     late = n * k > LARGE_WEIGHT and 2 * four < 3 * clusters
-    fours = max(1 + late, ceil_div(clusters - FEW, four))
+    fours = max(1 + late, ceil_div(clusters - MAY_WAIT, four))
     return replace(of_width(width), head_rows=HEAD_ROWS * min(fours, ceil_div(m, HEAD_ROWS)))
 
 
