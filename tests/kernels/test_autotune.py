@@ -29,9 +29,9 @@ PLANS = [
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(autotune, "machine", lambda device: MACHINE)
-    autotune._entries.cache_clear()
+    autotune.forget()
     yield tmp_path
-    autotune._entries.cache_clear()
+    autotune.forget()
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)

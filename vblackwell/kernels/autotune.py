@@ -101,14 +101,25 @@ def apply(plan: Plan, fields: dict[str, int]) -> Plan:
 
 def tuned(plan: Plan, x_MK: Tensor, n: int, k: int) -> Plan:
     """``plan`` as it was found to run fastest on the device of ``x_MK``, or unchanged."""
-    entries = _entries(x_MK.device)
+    return _tuned(plan, x_MK.device, x_MK.dtype, 1 << max(0, x_MK.shape[0] - 1).bit_length(), n, k)
+
+
+@functools.lru_cache(4096)  # every call of a layer asks, and making an entry's name takes longer than a launch
+def _tuned(plan: Plan, device: torch.device, dtype: torch.dtype, rows: int, n: int, k: int) -> Plan:
+    entries = _entries(device)
     if not entries:
         return plan
     try:
-        found = apply(plan, entries.get(entry_name(plan, x_MK.dtype, x_MK.shape[0], n, k), {}))
+        found = apply(plan, entries.get(entry_name(plan, dtype, rows, n, k), {}))
     except ConfigurationError:
         return plan  # kept by a version that still allowed these fields
     return found if _fits(found, k) else plan  # kept by one that needed less memory for them
+
+
+def forget() -> None:
+    """Read entries anew from now on: after writing."""
+    _entries.cache_clear()
+    _tuned.cache_clear()
 
 
 def _fits(plan: MmaPlan | WgmmaPlan, k: int) -> bool:
@@ -134,5 +145,5 @@ def tune(plan: Plan, x_MK: Tensor, n: int, k: int, measure_us: Callable[[Plan], 
     fields = {name: getattr(best, name) for name in TUNABLE[type(plan)]}
     name = entry_name(plan, x_MK.dtype, x_MK.shape[0], n, k)
     write_entries(cache_path(parts), parts, {name: fields})
-    _entries.cache_clear()
+    forget()
     return best
