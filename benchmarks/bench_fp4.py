@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import functools
 import itertools
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from fp4_layers import LAYERS, Tiled, layers_of, parts_of, plans_of, run_plan
-from fp4_peers import PEERS, Peer, choose
+from fp4_peers import Peer, choose
+from fp4_report import print_table, write_rows
 from graph_timing import Replay, graph_of, graph_us, turns_us
 
 from vblackwell.kernels import (
@@ -52,13 +52,8 @@ from vblackwell.numerics.formats import FORMATS
 SHAPES = ((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192))
 ROWS = (1, 4, 16, 64, 128, 256, 1024, 4096, 8192)
 PROCESSORS = 132  # of an H200
-PEER_SECONDS = 6.0  # for a peer to make its layers, or to run one number of rows for the first time
 CHECK_SHAPES = ((40, 136), (200, 1000), (1056, 4096), (512, 14336), (9000, 520))
 CHECK_ROWS = (1, 3, 4, 8, 13, 16, 33, 64, 100, 256, 300)
-COMPARED = {
-    "fp4_linear_dx nvfp4": "cuBLAS bf16 dX", "rms_norm, cublas bf16": "nothing",
-    "rms_norm, fp4_linear nvfp4": "rms_norm, cublas bf16", "fp4_norm_linear nvfp4": "rms_norm, fp4_linear nvfp4",
-}  # fmt: skip
 Call = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -174,15 +169,17 @@ def systems(
         yield "fp4_linear_dx nvfp4", "cublas bf16 dX", [functools.partial(back, dy, *w) for w in packed]
 
 
-def peer_layers(peers: tuple[Peer, ...], w: torch.Tensor) -> tuple[dict[str, list[Call]], dict[str, str]]:
-    """Layers of the peers that can be had, and why the others cannot, by name."""
+def peer_layers(
+    peers: tuple[Peer, ...], w: torch.Tensor, seconds: float
+) -> tuple[dict[str, list[Call]], dict[str, str]]:
+    """Layers of the peers that can be had, each within so many seconds, and why the others cannot, by name."""
     layers: dict[str, list[Call]] = {}
     reasons: dict[str, str] = {}
     for peer in peers:
         reason = peer.why_not()
         if reason is None:
             try:
-                with at_most(PEER_SECONDS):
+                with at_most(seconds):
                     layers[peer.name] = peer.layers(w, LAYERS)
             except Exception as error:  # whatever another package raises is its line of the table
                 reason = failure(error)
@@ -243,7 +240,7 @@ def bench(args: argparse.Namespace) -> None:
             print(f"{n}x{k}: not run, {args.seconds:g} s are over")
             continue
         packed, dense = layers_of(n, k)
-        theirs, reasons = peer_layers(peers, dense[0])
+        theirs, reasons = peer_layers(peers, dense[0], args.peer_seconds)
         for name, reason in (left_out | reasons).items():
             rows.append({"n": n, "k": k, "m": "", "system": name, "note": reason, **machine})
         for m in args.rows:
@@ -253,7 +250,8 @@ def bench(args: argparse.Namespace) -> None:
                 for name, layers in theirs.items()
             )
             every = itertools.chain(systems(m, n, k, packed, dense), compared)
-            for row in time_systems(every, set(theirs), 10 if m <= 256 else 8, args.do_bench):
+            rounds = 10 if m <= 256 else 8
+            for row in time_systems(every, set(theirs), rounds, args.do_bench, args.peer_seconds):
                 rows.append({"n": n, "k": k, "m": m, **row, **machine})
         del packed, dense, theirs
         torch.cuda.empty_cache()
@@ -263,9 +261,15 @@ def bench(args: argparse.Namespace) -> None:
 
 
 def time_systems(
-    systems: Iterable[tuple[str, str, list[Callable[[], object]]]], theirs: set[str], rounds: int, also_do_bench: bool
+    systems: Iterable[tuple[str, str, list[Callable[[], object]]]],
+    theirs: set[str],
+    rounds: int,
+    also_do_bench: bool,
+    seconds: float,
 ) -> list[dict[str, object]]:
-    """A row for each of ``systems`` (name, what it is compared with, calls), replayed in turns; one of ``theirs`` may fail and says why.
+    """A row for each of ``systems`` (name, what it is compared with, calls), replayed in turns.
+
+    One of ``theirs`` may fail, or not be captured in so many seconds, and says why.
 
     Raises:
         PeerLostGpu: one of ``theirs`` failed such that the process cannot go on.
@@ -279,7 +283,7 @@ def time_systems(
         row: dict[str, object] = {"system": system}
         rows.append(row)
         try:
-            with at_most(PEER_SECONDS) if system in theirs else contextlib.nullcontext():
+            with at_most(seconds) if system in theirs else contextlib.nullcontext():
                 graph = graph_of(calls)
             if also_do_bench:
                 row["do_bench_us"] = round(do_bench_us(calls[0]), 2)
@@ -299,45 +303,6 @@ def time_systems(
             row["us"] = round(times[system], 2)
             row["ratio"] = round(times[others[system]] / times[system], 3) if others[system] else ""
     return rows
-
-
-def write_rows(path: Path, rows: list[dict[str, object]]) -> None:
-    """Writes what there is so far: a run that is cut off leaves its finished shapes."""
-    columns = [*rows[0], *(name for name in ("us", "ratio", "do_bench_us", "note") if name not in rows[0])]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def print_table(rows: list[dict[str, object]], shapes: Sequence[tuple[int, int]]) -> None:
-    for system in dict.fromkeys(str(row["system"]) for row in rows if not str(row["system"]).startswith("cublas")):
-        print(f"{system}: ratio to {COMPARED.get(system, 'cuBLAS bf16')} (us; do_bench)")
-        for n, k in shapes:
-            cells = [row for row in rows if (row["n"], row["k"], row["system"]) == (n, k, system)]
-            print(f"  {n}x{k}: " + "  ".join(_cell(row) for row in cells))
-    print("best peer's time over ours, fp4_linear nvfp4")
-    for n, k in shapes:
-        here = [row for row in rows if (row["n"], row["k"]) == (n, k) and "us" in row]
-        cells = []
-        for ours in (row for row in here if row["system"] == "fp4_linear nvfp4"):
-            names = {peer.name for peer in PEERS}
-            others = [row for row in here if row["m"] == ours["m"] and row["system"] in names]
-            best = min(others, key=lambda row: float(str(row["us"])), default=None)
-            ratio = (
-                "no peer"
-                if best is None
-                else f"{float(str(best['us'])) / float(str(ours['us'])):.2f} ({best['system']})"
-            )
-            cells.append(f"M={ours['m']}: {ratio}")
-        print(f"  {n}x{k}: " + "  ".join(cells))
-
-
-def _cell(row: dict[str, object]) -> str:
-    if "us" not in row:
-        return f"{'M=' + str(row['m']) + ': ' if row['m'] else ''}{row['note']}"
-    other = f"; {row['do_bench_us']}" if "do_bench_us" in row else ""
-    return f"M={row['m']}: {row.get('ratio')} ({row['us']}{other})"
 
 
 def tune() -> None:
@@ -372,6 +337,12 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--prebuild", action="store_true")
     parser.add_argument("--peers", default="none", help="all, none, or names like humming,torchao")
+    parser.add_argument(
+        "--peer-seconds",
+        type=float,
+        default=60.0,
+        help="for a peer to make its layers, or to run a number of rows first",
+    )
     parser.add_argument("--do-bench", action="store_true", help="also by triton.testing.do_bench")
     parser.add_argument("--shapes", type=parse_shapes, default=list(SHAPES), help="NxK,NxK,..")
     parser.add_argument("--rows", type=lambda text: [int(word) for word in text.split(",")], default=list(ROWS))

@@ -106,7 +106,7 @@ def test_a_run_that_fails_is_a_line_and_stops_no_other(tmp_path, corpus):
     assert (tmp_path / "runs" / "good.log").exists()
 
 
-def test_a_missing_peer_is_said_and_a_wrong_or_slow_one_is_not_timed(monkeypatch):
+def test_a_missing_peer_is_said_and_a_wrong_or_slow_one_is_not_timed():
     bench, peers = importlib.import_module("bench_fp4"), importlib.import_module("fp4_peers")
     absent = peers.Peer("absent", "absent", "no_such_module_here", lambda w: None)
     wrong = peers.Peer("wrong", "torch", "torch", lambda w: lambda x: x @ w.t() * 2)
@@ -114,10 +114,8 @@ def test_a_missing_peer_is_said_and_a_wrong_or_slow_one_is_not_timed(monkeypatch
     right = peers.Peer("right", "torch", "torch", peers._plain)
     w = torch.randn(48, 64)
     slow = peers.Peer("slow", "torch", "torch", lambda w: threading.Event().wait(60.0))
-    monkeypatch.setattr(bench, "PEER_SECONDS", 0.1)
-    assert bench.peer_layers((slow,), w) == ({}, {"slow": "failed: TimeoutError: not done in 0.1 s"})
-    monkeypatch.undo()
-    layers, reasons = bench.peer_layers((absent, wrong, broken, right), w)
+    assert bench.peer_layers((slow,), w, 0.1) == ({}, {"slow": "failed: TimeoutError: not done in 0.1 s"})
+    layers, reasons = bench.peer_layers((absent, wrong, broken, right), w, 60.0)
     assert list(layers) == ["right"] and len(layers["right"]) == bench.LAYERS
     assert len({layer.weight.data_ptr() for layer in layers["right"]}) == bench.LAYERS
     assert reasons["absent"] == "not installed"
@@ -146,6 +144,10 @@ def test_the_table_shows_ratios_and_reasons(capsys, tmp_path):
     assert "M=1: 1.50 (humming mxfp4)  M=4: no peer" in said
     bench.write_rows(tmp_path / "rows.csv", found)
     assert [row["note"] for row in rows(tmp_path / "rows.csv")] == ["not installed", "", "", "", ""]
+    bench.print_table(
+        [row for row in found if "humming" not in row["system"] and "gemlite" not in row["system"]], [(8, 16)]
+    )
+    assert "peer" not in capsys.readouterr().out
     assert bench.parse_shapes("4096x4096,14336x4096") == [(4096, 4096), (14336, 4096)]
 
 
@@ -166,15 +168,15 @@ def test_systems_take_turns_and_a_peer_that_fails_says_why(monkeypatch):
         ("theirs", "cublas", [fails]),
         ("ours", "cublas", [lambda: 4.0] * 2),
     ]
-    found = bench.time_systems(compared, {"theirs"}, 3, False)
+    found = bench.time_systems(compared, {"theirs"}, 3, False, 60.0)
     assert found[0] == {"system": "cublas", "us": 18.0, "ratio": ""}
     assert found[1]["note"] == "failed: RuntimeError: no kernel" and "us" not in found[1]
     assert found[2] == {"system": "ours", "us": 6.0, "ratio": 3.0}
     with pytest.raises(RuntimeError, match="theirs failed: no kernel"):
-        bench.time_systems(compared, set(), 3, False)
+        bench.time_systems(compared, set(), 3, False, 60.0)
     monkeypatch.setattr(bench, "gpu_is_lost", lambda: True)
     with pytest.raises(bench.PeerLostGpu) as lost:
-        bench.time_systems(compared, {"theirs"}, 3, False)
+        bench.time_systems(compared, {"theirs"}, 3, False, 60.0)
     assert lost.value.args == ("theirs", "failed: RuntimeError: no kernel")
 
 
