@@ -17,6 +17,7 @@ from vblackwell.kernels import (
     fp4_plan,
     fp4_shapes,
     w4a8,
+    w4a8_cuda,
 )
 from vblackwell.kernels.cross_entropy import linear_cross_entropy
 from vblackwell.kernels.dispatch import Backend, Request, choose, explain, use_backend
@@ -42,6 +43,8 @@ def request(**changes) -> Request:
         ({"m": 16, "n": 8192, "k": 8200}, "wgmma"),
         ({"m": 300, "n": 14336}, "wgmma"),
         ({"m": 8192}, "dequantize"),
+        ({"m": 4096, "n": 28672, "k": 8192}, "wgmma"),  # fp4_shapes.FUSED
+        ({"m": 3840, "n": 28672, "k": 8192}, "dequantize"),
         ({"m": 33, "capability": (8, 6)}, "dequantize"),
         ({"m": 32, "capability": (8, 9), "dtype": torch.float16}, "mma"),
         ({"capability": (7, 5)}, "dequantize"),
@@ -63,6 +66,8 @@ def test_first_without_a_reason_runs(changes, name):
         ({"m": 2048, "n": 28672, "k": 8192}, "fused"),
         ({"m": 2049, "n": 28672, "k": 8192}, "fp8"),
         ({"m": 8192}, "fused"),
+        ({"m": 8192, "n": 6144}, "fused"),
+        ({"m": 8192, "n": 6160}, "fp8"),
         ({"m": 1024, "capability": (8, 9)}, "fp8"),
         ({"m": 1024, "capability": (10, 0)}, "fp8"),
     ],
@@ -172,7 +177,7 @@ def test_what_was_timed_is_taken_and_fits():
             assert (plan.helped, plan.together) == (helped, together) and plan.fits()
             assert plan.min_blocks == blocks and plan.shared_bytes() <= 227 * 1024 // blocks - 1024
     for m, n, k in fp4_shapes.FUSED:
-        assert all(fp4_plan.wgmma_beats_dequantize(rows, n, k) for rows in (m // 2 + 1, m))
+        assert all(fp4_plan.wgmma_beats_dequantize(rows, n, k) for rows in (m - 255, m))
         assert not any(fp4_plan.wgmma_beats_dequantize(*shape) for shape in ((m + 1, n, k), (m, n - 8, k)))
 
 
@@ -183,7 +188,9 @@ def test_what_was_timed_is_taken_and_fits():
 def test_many_rows_go_in_whole_rounds_of_blocks(n, k, blocks):
     """The fastest at 1024 rows, where 132 multiprocessors take 128, 132 and 120 of half the height, 396 and 104 of those, 256."""
     plan = fp4_plan.plan_wgmma(1024, n, k)
-    assert (plan.tokens, plan.groups, plan.k_groups) == blocks and plan.splits == plan.min_blocks == 1
+    assert (
+        (plan.tokens, plan.groups, plan.k_groups) == blocks and plan.splits == plan.min_blocks == 1 and plan.stages == 4
+    )
     assert fp4_plan.wgmma_beats_dequantize(1024, n, k) and not fp4_plan.wgmma_beats_dequantize(4096, n, k)
 
 
@@ -269,3 +276,26 @@ def test_rows_are_differentiated_forward_by_torch():
     torch.testing.assert_close(found, wanted)  # the same expression in float64
     with use_backend("rms_norm", "triton"), pytest.raises(Unsupported, match="forward-mode"):
         tangent(lambda x: rms_norm(x, torch.ones(32, dtype=torch.float64), 1e-6), x)
+
+
+@pytest.mark.parametrize("m", [897, 1024, 1025, 2048, 4096, 8192])
+def test_clusters_begin_with_rows_that_the_head_rounds(m):
+    """Whose rows the product's own warps round first waits for nearly all of its time."""
+    clusters = 66
+    for n in range(256, 8192, 176):
+        plan = w4a8_cuda.plan_w4a8(m, n, 4096, 2 * clusters)
+        sizes = w4a8_cuda.cut(plan, m, n, 4096, clusters)
+        ready = (
+            min(sizes.pairs, 4 * plan.head_rows // w4a8_cuda.HEAD_ROWS) * sizes.columns
+        )  # tiles are dealt out by four pairs
+        assert ready >= min(clusters - w4a8_cuda.MAY_WAIT, sizes.pairs * sizes.columns), (n, plan)
+        assert plan.head_rows < m + w4a8_cuda.HEAD_ROWS
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "rows"),
+    [(2048, 4096, 4096, 1024), (2048, 4096, 14336, 2048), (4096, 6144, 4096, 2048), (4096, 14336, 4096, 1024)],
+)
+def test_heads_of_large_weights_round_what_a_second_round_begins_with(m, n, k, rows):
+    """As timed, unless the first four pairs' tiles fill a round and a half."""
+    assert w4a8_cuda.plan_w4a8(m, n, k, 132).head_rows == rows

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.kernels import emulation
 from vblackwell.kernels import layout, reference, w4a8
-from vblackwell.kernels.w4a8_cuda import FILES, HEAD_ROWS, MAY_WAIT, STEP_CYCLES, W4A8Plan, cut, of_width, plan_w4a8
+from vblackwell.kernels.w4a8_cuda import FILES, W4A8Plan, of_width
 from vblackwell.numerics.formats import FORMATS
 
 pytestmark = emulation.needs_compiler
@@ -147,15 +147,3 @@ def test_quotients_around_multiples():
     wrong = torch.zeros(1, dtype=torch.int32)
     emulation._call(FILES, WIDE.macros(False, 16), DIVIDE_MAIN, [wrong])
     assert wrong.item() == 0
-
-
-@pytest.mark.parametrize("m", [897, 1024, 1025, 2048, 4096, 8192])
-def test_clusters_begin_with_rows_that_the_head_rounds(m):
-    """Whose rows the product's own warps round first waits for nearly all of its time."""
-    clusters = 66
-    for n in range(256, 8192, 176):
-        plan = plan_w4a8(m, n, 4096, 2 * clusters)
-        sizes = cut(plan, m, n, 4096, clusters)
-        ready = min(sizes.pairs, 4 * plan.head_rows // HEAD_ROWS) * sizes.columns  # tiles are dealt out by four pairs
-        assert ready >= min(clusters - MAY_WAIT, sizes.pairs * sizes.columns), (n, plan)
-        assert plan.features in STEP_CYCLES and plan.head_rows < m + HEAD_ROWS

@@ -141,10 +141,7 @@ class WgmmaPlan:
 
 @functools.lru_cache
 def _wgmma_candidates(most_tokens: int) -> tuple[WgmmaPlan, ...]:
-    """Plans that may be best for some shape: those that fit registers and shared memory, with the deepest ring of x up to 6 stages.
-
-    Blocks of many rows have 4: 6 take 0.1 to 2 % longer, since what shared memory leaves of a multiprocessor's is L1 (docs/log-fp4.md).
-    """
+    """Plans that may be best for some shape: those that fit registers and shared memory, with the deepest ring of x up to 6 stages."""
     found = []
     for tokens, groups, k_groups, splits, most in itertools.product(
         (16, 32, 64, 128, 256), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2), (1, 2)
@@ -154,7 +151,7 @@ def _wgmma_candidates(most_tokens: int) -> tuple[WgmmaPlan, ...]:
         plan = WgmmaPlan(tokens, groups, splits, 12, min_blocks=most, k_groups=k_groups)
         fitting = (
             ring
-            for stages in ((8,) if k_groups == 4 else (4,) if (tokens, groups) == (256, 2) else (6, 5, 4))
+            for stages in ((8,) if k_groups == 4 else (6, 5, 4))
             if goes_round(stages, k_groups) and (ring := replace(plan, stages=stages)).fits()
         )
         found += itertools.islice(fitting, 1)
@@ -178,7 +175,9 @@ def plan_wgmma(m: int, n: int, k: int) -> WgmmaPlan:
     if fills_with_many_rows(m, n):
         tokens, groups, k_groups = min(MANY_ROWS_US, key=lambda blocks: many_rows_us((m, n, k), blocks))
         whole = (tokens, groups, k_groups, 1, 1)
-        return next((plan for plan in fitting if _blocks(plan) == whole), WgmmaPlan(256, 2, 1, 4))
+        plan = next((plan for plan in fitting if _blocks(plan) == whole), WgmmaPlan(256, 2, 1, 6))
+        # 6 stages take up to 0.8 % longer: what shared memory leaves of a multiprocessor's is L1 (docs/log-fp4.md)
+        return replace(plan, stages=4) if whole == (256, 2, 1, 1, 1) else plan
     plan = min(fitting, key=lambda plan: predicted_us(plan, m, n, k))
     return _in_pairs(plan) if plan.k_groups == 2 and plan.tokens <= 32 else plan
 
@@ -225,7 +224,7 @@ def fills_with_many_rows(m: int, n: int) -> bool:
 
 def wgmma_beats_dequantize(m: int, n: int, k: int) -> bool:
     """Whether ``fp4_wgmma`` is expected to finish before dequantising once and cuBLAS; rates measured on an H200."""
-    if m <= 256 or (1 << (m - 1).bit_length(), n, k) in fp4_shapes.FUSED:
+    if m <= 256 or (256 * ceil_div(m, 256), n, k) in fp4_shapes.FUSED:
         return True
     if fills_with_many_rows(m, n):
         fused_us = min(many_rows_us((m, n, k), blocks) for blocks in MANY_ROWS_US)

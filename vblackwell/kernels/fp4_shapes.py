@@ -40,5 +40,6 @@ WGMMA: dict[tuple[int, int, int], tuple[int, int, int, int, int, int, int]] = {
     (256, 4096, 14336): (256, 1, 1, 2, 1, 0, 1),
     (256, 8192, 8192): (256, 1, 2, 1, 1, 0, 1),
 }
-# (rows, N, K) where `fp4_wgmma` ends before dequantising once and cuBLAS, though the rule of many rows says otherwise: 2805 us for 2916
+# (rows rounded up to blocks of 256, N, K) where `fp4_wgmma` ends before dequantising once and cuBLAS, though the rule of many rows says
+# otherwise: 2805 us for 2916 (docs/log-fp4.md, "what a trace of w4a8 says")
 FUSED = {(4096, 28672, 8192)}

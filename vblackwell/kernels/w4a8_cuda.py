@@ -22,7 +22,7 @@ FILES = (
 CLUSTER = 2  # blocks, each of 128 tokens
 THREADS = 512
 FIRST_COUNTER = 32  # the queue has a cache line of its own
-# By features of a tile, from times on an H200 (docs/log-fp4.md): cycles of a step, and stages. One more fits; what nobody asks for is L1.
+# By features of a tile, as timed on an H200 (docs/log-fp4.md): cycles of a step, and stages. Of 256 and 192 one more fits; the rest is L1.
 STEP_CYCLES = {256: 1180, 224: 1105, 192: 955}
 STAGES = {256: 3, 224: 4, 192: 4}
 HEAD_ROWS = 1024  # the tokens of four pairs of tiles, which go side by side
