@@ -88,6 +88,6 @@ def plans(m: int, n: int, k: int) -> list[Plan]:
     if 16 <= m <= 256:
         found += sorted(wgmma_plans(m, n, k), key=lambda plan: fp4_plan.predicted_us(plan, m, n, k))
     if m > 256:
-        found += [WgmmaPlan(256, 2, 1, 6), WgmmaPlan(256, 1, 1, 6, k_groups=2), WgmmaPlan(128, 3, 1, 6)]
+        found += [WgmmaPlan(256, 2, 1, 4), WgmmaPlan(256, 1, 1, 6, k_groups=2), WgmmaPlan(128, 3, 1, 6)]
     today: list[Plan] = [fp4_mma_plan.plan_mma(m, n, k, True)] if m <= 16 else []
     return list(dict.fromkeys([*today, fp4_plan.plan_wgmma(m, n, k), *found]))

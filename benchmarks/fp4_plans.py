@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -32,6 +33,7 @@ from graph_timing import alternating_us, graph_us
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels import autotune, fp4_cuda, fp4_mma_plan, fp4_plan, nvrtc, w4a8, w4a8_cuda
 from vblackwell.kernels.fp4 import fp4_linear
+from vblackwell.kernels.fp4_cost import MULTIPROCESSORS
 from vblackwell.kernels.fp4_mma_plan import MmaPlan
 from vblackwell.kernels.fp4_plan import WgmmaPlan
 
@@ -67,9 +69,7 @@ def parts(m: int, n: int, k: int, x: torch.Tensor, packed: list[Tiled]) -> dict[
     op = functools.partial(w4a8.fp4_linear_w4a8, activation="none", n=n, k=k)
     found["w4a8"] = [functools.partial(op, x, *w, top, None) for w, top in each]
     for width in w4a8_cuda.STEP_CYCLES:
-        run = functools.partial(
-            w4a8_cuda.run_w4a8, w4a8_cuda.of_width(width), x, bias=None, activation="none", n=n, k=k
-        )
+        run = functools.partial(w4a8_cuda.run_w4a8, _w4a8(width, m, n, k), x, bias=None, activation="none", n=n, k=k)
         found[f"w4a8: tiles of {width}"] = [functools.partial(run, *w, row_top=top) for w, top in each]
     whole = functools.partial(w4a8.multiply_whole, x, bias=None, activation="none", n=n, k=k)
     found["w4a8: operands, then matmul"] = [functools.partial(whole, *w, row_top=top) for w, top in each]
@@ -86,6 +86,12 @@ def parts(m: int, n: int, k: int, x: torch.Tensor, packed: list[Tiled]) -> dict[
     return found
 
 
+def _w4a8(width: int, m: int, n: int, k: int) -> w4a8_cuda.W4A8Plan:
+    """Tiles of this width, with the head that the op's own plan has."""
+    chosen = w4a8_cuda.plan_w4a8(m, n, k, MULTIPROCESSORS)
+    return replace(w4a8_cuda.of_width(width), head_rows=chosen.head_rows)
+
+
 Source = tuple[tuple[str, ...], tuple[tuple[str, int], ...]]  # files, macros
 
 
@@ -97,7 +103,7 @@ def sources(m: int, n: int, k: int) -> list[Source]:
         for part in parts_of(plan, m, n)
     ]
     if m >= 1024:
-        found += [(w4a8_cuda.FILES, w4a8_cuda.of_width(width).macros(False, k)) for width in w4a8_cuda.STEP_CYCLES]
+        found += [(w4a8_cuda.FILES, _w4a8(width, m, n, k).macros(False, k)) for width in w4a8_cuda.STEP_CYCLES]
     return [(files, tuple(macros.items())) for files, macros in found]
 
 

@@ -73,7 +73,9 @@ def turns_us(graphs: Sequence[Replay], rounds: int) -> list[float]:
 
     In turns, because a GPU lowers its clocks under load: whoever is timed first, by itself, looks faster. One round goes before.
     Every other round goes backwards: who follows a lighter system finds a higher clock, and nobody shall always follow the same one.
+    So an odd number of rounds is rounded up.
     """
+    rounds += rounds % 2
     times: list[list[float]] = [[] for _ in graphs]
     for number in range(rounds + 1):
         for graph, found in list(zip(graphs, times, strict=True))[:: 1 if number % 2 else -1]:

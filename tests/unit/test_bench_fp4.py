@@ -190,3 +190,14 @@ def test_a_graph_holds_what_it_was_captured_from(monkeypatch):
     assert seen() is not None, "a replay would read freed memory"
     del graph
     assert seen() is None
+
+
+@pytest.mark.parametrize("rounds", [3, 4])
+def test_every_system_follows_each_neighbour_as_often(monkeypatch, rounds):
+    timing = importlib.import_module("graph_timing")
+    order = []
+    monkeypatch.setattr(timing, "median_us", lambda call, repeats: order.append(call()) or 1.0)
+    graphs = [MagicMock(replay=lambda name=name: name) for name in "abc"]
+    assert timing.turns_us(graphs, rounds) == [1.0] * 3
+    timed = "".join(order[3:])  # behind the round that goes before
+    assert timed == "abccba" * 2
