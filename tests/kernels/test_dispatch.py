@@ -285,9 +285,8 @@ def test_clusters_begin_with_rows_that_the_head_rounds(m):
     for n in range(256, 8192, 176):
         plan = w4a8_cuda.plan_w4a8(m, n, 4096, 2 * clusters)
         sizes = w4a8_cuda.cut(plan, m, n, 4096, clusters)
-        ready = (
-            min(sizes.pairs, 4 * plan.head_rows // w4a8_cuda.HEAD_ROWS) * sizes.columns
-        )  # tiles are dealt out by four pairs
+        pairs = min(sizes.pairs, plan.head_rows // 256)
+        ready = pairs * sizes.columns  # tiles: they are dealt out by four pairs
         assert ready >= min(clusters - w4a8_cuda.MAY_WAIT, sizes.pairs * sizes.columns), (n, plan)
         assert plan.head_rows < m + w4a8_cuda.HEAD_ROWS
 

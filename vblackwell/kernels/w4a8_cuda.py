@@ -67,7 +67,8 @@ def of_width(features: int) -> W4A8Plan:
 def plan_w4a8(m: int, n: int, k: int, processors: int) -> W4A8Plan:
     """The tile by which a GPU of so many multiprocessors is done first: whole rounds of tiles, each of which takes its width's cycles.
 
-    The head rounds the rows that all clusters but ``MAY_WAIT`` begin with.
+    The head rounds the rows that all clusters but ``MAY_WAIT`` begin with; of a ``LARGE_WEIGHT`` 2,048 at least, unless the first four
+    pairs' tiles fill a round and a half.
     """
     pairs, clusters = ceil_div(m, 128 * CLUSTER), processors // CLUSTER
     width = min(STEP_CYCLES, key=lambda width: ceil_div(pairs * ceil_div(n, width), clusters) * STEP_CYCLES[width])
