@@ -68,10 +68,10 @@ def test_imports_point_down():
 
 
 def test_no_file_is_too_long():
-    """Files near 200 lines, none over 400; kernels excepted."""
+    """Files near 200 lines, none over 600; kernels excepted. A limit for mistakes: nothing is packed to stay under it."""
     long = [
         f"{path.relative_to(PACKAGE)}: {count}"
         for path in PACKAGE.rglob("*.py")
-        if _part(path) != "kernels" and (count := len(path.read_text().splitlines())) > 400
+        if _part(path) != "kernels" and (count := len(path.read_text().splitlines())) > 600
     ]
     assert not long, long
