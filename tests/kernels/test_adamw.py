@@ -13,7 +13,7 @@ from vblackwell.kernels.adamw import BLOCK, AdamWStep, adamw_piece, norm_of, squ
 from vblackwell.kernels.adamw_cpu import join, split, torch_order
 
 PLAIN, EXTREME = "plain", "extreme"
-DTYPES = {0: torch.bfloat16, 1: torch.float32}
+DTYPES = {0: torch.bfloat16, 1: torch.float32, 2: torch.float16}
 
 
 @dataclass
@@ -80,6 +80,8 @@ def random_states(
         half, remainder = torch.empty(n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.int16)
         split(master.view(torch.int32).clone(), half, remainder, torch.empty(n, dtype=torch.int32))
         master = half
+    if DTYPES[gradient] == torch.float16:
+        g = g.clamp(-6e4, 6e4)
     earlier = None if previous == 0 else p.to(DTYPES[previous - 1])
     scale = None if factor is None else torch.tensor(factor)
     return States(master, remainder, m.float(), v.float(), g.to(DTYPES[gradient]), earlier, scale)
@@ -131,9 +133,10 @@ def test_fifty_steps_of_split_masters_equal_torchs_optimizer(n, weight_decay, mo
     assert (states.weight.float() - parameter).abs().max() <= parameter.abs().max() * 2**-8  # half a unit of bf16
 
 
+@pytest.mark.parametrize("gradient_type", [1, 2], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("spread", [PLAIN, EXTREME])
-def test_fp32_weights_and_gradients(spread):
-    states = random_states(BLOCK + 3, spread, 1, 1, 0, seed=1)
+def test_fp32_weights_and_gradients(spread, gradient_type):
+    states = random_states(BLOCK + 3, spread, 1, gradient_type, 0, seed=1)
     given = states.gradient.clone()
     expected = update_with_torch(states, AdamWStep(1e-3, 0.9, 0.999, 1e-8, 0.01, 3))
     states.update(AdamWStep(1e-3, 0.9, 0.999, 1e-8, 0.01, 3))
@@ -170,10 +173,11 @@ def test_split_masters_round_trip():
         assert torch.equal(remainder.int(), bits - (upper << 16))
 
 
+@pytest.mark.parametrize("gradient_type", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("n", [1, 4095, 4096, 4097, 5 * BLOCK + 3])
-def test_sums_of_squares_against_float64(n, monkeypatch):
+def test_sums_of_squares_against_float64(n, gradient_type, monkeypatch):
     monkeypatch.setattr(adamw_cpu, "CHUNK", 2 * BLOCK)
-    gradient, previous = torch.randn(n).bfloat16(), torch.randn(n)
+    gradient, previous = torch.randn(n).to(gradient_type), torch.randn(n)
     sums = torch.full((-(-n // BLOCK),), torch.nan)
     square_sums(gradient, sums, previous=previous)
     exact = (previous + gradient.float()).double().square()
@@ -206,7 +210,7 @@ def test_numbers_are_torchs():
         ({"remainder": torch.zeros(8)}, "remainder"),
         ({"exp_avg": torch.zeros(9)}, "exp_avg"),
         ({"exp_avg_sq": torch.zeros(16)[::2]}, "exp_avg_sq"),
-        ({"gradient": torch.zeros(8).half()}, "gradient"),
+        ({"gradient": torch.zeros(8).double()}, "gradient"),
         ({"previous": torch.zeros(7)}, "previous"),
         ({"factor": torch.zeros(2)}, "factor"),
     ],

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.kernels import emulation
-from tests.kernels.test_adamw import EXTREME, PLAIN, random_states
+from tests.kernels.test_adamw import DTYPES, EXTREME, PLAIN, random_states
 from tests.kernels.test_adamw_source import INTRINSICS
 from tests.kernels.test_compile import resources
 from vblackwell.kernels import adamw, adamw8, adamw8_cpu, nvrtc
@@ -18,7 +18,7 @@ from vblackwell.kernels.adamw8 import SCALE_BLOCK, adamw8_piece
 from vblackwell.kernels.adamw8_cpu import counter_words, decode_moments, encode_moments, random_words
 
 SPLIT, FP32, STOCHASTIC = 0, 1, 2
-KINDS = [*itertools.product((SPLIT, FP32, STOCHASTIC), (0, 1), (0, 1, 2))]
+KINDS = [*itertools.product((SPLIT, FP32, STOCHASTIC), (0, 1), (0, 1, 2)), (FP32, 2, 0)]
 NUMBERS = AdamWStep(1e-2, 0.9, 0.999, 1e-8, 0.1, 7)
 MAIN = """
 DEVICE u32 __reduce_max_sync(u32 all, u32 v) {
@@ -282,9 +282,8 @@ def test_bf16_weights_move_by_less_than_their_step():
     "arch", ["sm_90a", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_80", "sm_86", "sm_89"))]
 )
 def test_compiles_without_spills(arch, tmp_path):
-    dtypes = {0: torch.bfloat16, 1: torch.float32}
     for weight, gradient, previous in KINDS[::5]:
-        macros = adamw8.macros(weight, dtypes[gradient], None if previous == 0 else dtypes[previous - 1])
+        macros = adamw8.macros(weight, DTYPES[gradient], None if previous == 0 else DTYPES[previous - 1])
         usage = resources(nvrtc.compile_cubin(adamw8.FILES, macros, arch), tmp_path)["adamw8"]
         assert usage["STACK"] == usage["LOCAL"] == 0 and usage["REG"] * adamw.THREADS <= 65536, (macros, usage)
 

@@ -38,7 +38,7 @@ extern "C" void run(const void* g, const void* p, float* s, int n, int aligned, 
     launch((n + 4095) / 4096, 1, 1, 512, 64, [=] { square_sums(g, p, s, n, aligned); });
     launch(1, 1, 1, 512, 4096, [=] { block_norm(s, norm_of_them, (n + 4095) / 4096); });
 }"""
-KINDS = [*itertools.product((0, 1), (0, 1), (0, 1, 2))]
+KINDS = [*itertools.product((0, 1), (0, 1), (0, 1, 2)), (0, 2, 0), (1, 2, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def run_source(files: tuple[str, ...], states: States, numbers: AdamWStep, align
 
 
 @emulation.needs_compiler
-@pytest.mark.parametrize(("weight", "gradient", "previous"), KINDS[::2] + KINDS[1:2])
+@pytest.mark.parametrize(("weight", "gradient", "previous"), KINDS[::2] + KINDS[1:2] + KINDS[-1:])
 def test_the_source_has_torchs_bits(files, weight, gradient, previous):
     for n, spread, beta1, aligned in ((4096 + 4095, PLAIN, 0.9, 1), (4101, EXTREME, 0.3, 0)):
         numbers = AdamWStep(1e-2, beta1, 0.95, 1e-8, 0.1, 7)
@@ -96,16 +96,18 @@ def test_masters_halfway_between_two_weights_round_away_from_zero(files):
 @emulation.needs_compiler
 def test_sums_of_squares_and_norm_have_the_cpus_bits(files):
     n = 3 * BLOCK + 1000
-    gradient, previous = torch.randn(n), torch.randn(n).bfloat16()
-    sums, norm = torch.full((4,), torch.nan), torch.tensor(torch.nan)
-    emulation._call(files, adamw.macros(0, 1, 1), MAIN_SUMS, [gradient, previous, sums, n, 1, norm])
-    expected = torch.empty(4)
-    adamw.square_sums(gradient, expected, previous=previous)
-    assert torch.equal(sums, expected) and torch.equal(norm, adamw.norm_of([expected]))
+    for gradient_type in (torch.float32, torch.float16):
+        gradient, previous = torch.randn(n).to(gradient_type), torch.randn(n).bfloat16()
+        sums, norm = torch.full((4,), torch.nan), torch.tensor(torch.nan)
+        macros = adamw.macros(0, adamw.GRADIENTS[gradient_type], 1)
+        emulation._call(files, macros, MAIN_SUMS, [gradient, previous, sums, n, 1, norm])
+        expected = torch.empty(4)
+        adamw.square_sums(gradient, expected, previous=previous)
+        assert torch.equal(sums, expected) and torch.equal(norm, adamw.norm_of([expected]))
 
 
 @pytest.mark.skipif(bool(nvrtc.why_not()), reason="nvidia-cuda-nvrtc is not installed")
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a"])
 def test_compiles_without_spills(arch, tmp_path):
     for kind in KINDS if arch == "sm_90a" else KINDS[::5]:
         for name, usage in resources(nvrtc.compile_cubin(adamw.FILES, adamw.macros(*kind), arch), tmp_path).items():

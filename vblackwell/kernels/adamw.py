@@ -27,7 +27,7 @@ __all__ = ["BLOCK", "AdamWStep", "Addresses", "adamw_at", "adamw_piece", "norm_o
 FILES = ("ptx.cuh", "gradient.cuh", "adamw.cu")
 THREADS = 512
 MOST = 2**31 - BLOCK  # elements of a piece: the kernels index in 32 bits
-GRADIENTS = {torch.bfloat16: 0, torch.float32: 1}
+GRADIENTS = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
 PREVIOUS = {None: 0, torch.bfloat16: 1, torch.float32: 2}
 
 
@@ -44,8 +44,8 @@ def macros(weight: int, gradient: int, previous: int) -> dict[str, int]:
 def _kernel(
     entry: str, weight: int, gradient: torch.dtype, previous: torch.dtype | None, device: torch.device
 ) -> Kernel:
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        raise Unsupported(f"{device} is older than sm_80, which the AdamW kernel needs: update on the CPU instead")
+    if torch.cuda.get_device_capability(device) < (7, 5):
+        raise Unsupported(f"{device} is older than sm_75, which the AdamW kernel needs: update on the CPU instead")
     return nvrtc.kernel(FILES, entry, macros(weight, GRADIENTS[gradient], PREVIOUS[previous]), device)
 
 
@@ -58,14 +58,13 @@ def check(tensor: Tensor, name: str, shape: torch.Size, dtypes: tuple[torch.dtyp
 
 
 FP32 = (torch.float32,)
-_EITHER = (torch.bfloat16, torch.float32)
 
 
 def check_gradients(gradient: Tensor, previous: Tensor | None, sums: Tensor | None) -> None:
     n, device = gradient.numel(), gradient.device
-    check(gradient, "gradient", torch.Size((n,)), _EITHER, device)
+    check(gradient, "gradient", torch.Size((n,)), tuple(GRADIENTS), device)
     if previous is not None:
-        check(previous, "previous", gradient.shape, _EITHER, device)
+        check(previous, "previous", gradient.shape, (torch.bfloat16, torch.float32), device)
     if sums is not None:
         check(sums, "square_sums", torch.Size((-(-n // BLOCK),)), FP32, device)
     if n > MOST:
@@ -111,7 +110,7 @@ def adamw_piece(
         remainder: (n,) int16, with ``weight`` the split master of a bf16 weight; None for fp32.
         exp_avg: (n,) fp32.
         exp_avg_sq: (n,) fp32.
-        gradient: (n,) bf16 or fp32.
+        gradient: (n,) bf16, fp32 or fp16.
         numbers: with ``step`` already counted up.
         previous: (n,) bf16 or fp32, the sum of gradients of earlier micro-batches.
         factor: fp32 scalar on the same device, what clipping multiplies gradients by.
@@ -119,7 +118,7 @@ def adamw_piece(
 
     Raises:
         ValueError: a tensor of another shape, dtype, layout or device.
-        Unsupported: a GPU before sm_80, no NVRTC, or a CPU on which torch rounds in a way the kernel does not know.
+        Unsupported: a GPU before sm_75, no NVRTC, or a CPU on which torch rounds in a way the kernel does not know.
     """
     check_gradients(gradient, previous, square_sums)
     device, shape = gradient.device, gradient.shape
@@ -196,7 +195,7 @@ def square_sums(gradient: Tensor, out: Tensor, *, previous: Tensor | None = None
     """The sums of squares that `adamw_piece` gives, to the same bits, without an update.
 
     Args:
-        gradient: (n,) bf16 or fp32.
+        gradient: (n,) bf16, fp32 or fp16.
         out: (ceil(n / 4096),) fp32, written.
         previous: (n,) bf16 or fp32, added to the gradient in fp32 first.
 

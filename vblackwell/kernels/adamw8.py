@@ -32,7 +32,9 @@ def macros(weight: int, gradient: torch.dtype, previous: torch.dtype | None) -> 
 @functools.cache
 def _kernel(weight: int, gradient: torch.dtype, previous: torch.dtype | None, device: torch.device) -> Kernel:
     if torch.cuda.get_device_capability(device) < (8, 0):
-        raise Unsupported(f"{device} is older than sm_80, which the AdamW kernel needs: update on the CPU instead")
+        raise Unsupported(
+            f"{device} is older than sm_80, which AdamW with 8-bit moments needs: update on the CPU instead"
+        )
     return nvrtc.kernel(FILES, "adamw8", macros(weight, gradient, previous), device)
 
 
@@ -70,7 +72,7 @@ def adamw8_piece(
         exp_avg_scales: (ceil(n / 256),) fp32.
         exp_avg_sq_codes: (n,) uint8, of the square root.
         exp_avg_sq_scales: (ceil(n / 256),) fp32.
-        gradient: (n,) bf16 or fp32.
+        gradient: (n,) bf16, fp32 or fp16.
         numbers: with ``step`` already counted up.
         previous: (n,) bf16 or fp32, the sum of gradients of earlier micro-batches.
         factor: fp32 scalar on the same device, what clipping multiplies gradients by.

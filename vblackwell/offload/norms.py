@@ -1,4 +1,4 @@
-"""The 2-norm of a gradient, with the same bits on GPU and CPU and for gradients of either width."""
+"""The 2-norm of a gradient, with the same bits on GPU and CPU and for gradients of any width."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vblackwell.kernels.adamw import BLOCK, norm_of, square_sums
 
 
 def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
-    """The norm of a flat bf16 or fp32 ``gradient``, an fp32 scalar where it is; no synchronisation."""
+    """The norm of a flat bf16, fp16 or fp32 ``gradient``, an fp32 scalar where it is; no synchronisation."""
     sums = torch.empty(-(-gradient.numel() // BLOCK), dtype=torch.float32, device=gradient.device)
     square_sums(gradient, sums)
     return norm_of([sums])

@@ -4,7 +4,7 @@
 // each other and then pairs, then lanes 16, 8, 4, 2, 1 apart, then warps 8, 4, 2, 1 apart. Elements beyond the end count as zeros.
 // The order depends on an element's place in its block and on nothing else; kernels/adamw_cpu.py has the same.
 //
-// Set by the launcher: GRADIENT (0 bf16, 1 fp32) and PREVIOUS (0 none, 1 bf16, 2 fp32), the sum of gradients before this one.
+// Set by the launcher: GRADIENT (0 bf16, 1 fp32, 2 fp16) and PREVIOUS (0 none, 1 bf16, 2 fp32), the sum of gradients before this one.
 #define THREADS 512
 
 // Four elements of 16 bits, two a word, or of 32 at `from`. WHOLE: by one access; otherwise the `left` that exist, and zeros.
@@ -52,6 +52,8 @@ DEVICE void load_gradient(Loaded& to, const void* gradient, const void* previous
 DEVICE float gradient_value(const Loaded& from, int i) {
 #if GRADIENT == 1
     const float g = as_float(from.gradient[i]);
+#elif GRADIENT == 2
+    const float g = fp16_to_float((u16)(from.gradient[i >> 1] >> (16 * (i & 1))));
 #else
     const float g = as_float(half_on_top(from.gradient, i));
 #endif
