@@ -113,6 +113,28 @@ def test_summing_in_fp32_rounds_once():
     assert relative(found[True], exact) < relative(found[False], exact) < 60 * TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sums_of_fp16_beyond_its_range_have_a_finite_mean(backend):
+    """The gradients' sums are some 80,000, more than fp16 has; their means are PyTorch's."""
+    hidden, weight = torch.full((600, 2), 200.0, device=DEVICE), torch.zeros(3, 2, device=DEVICE)
+    inputs = [hidden.half(), weight.half(), torch.zeros(600, dtype=torch.long, device=DEVICE), weight[:, 0].half()]
+    with use_backend("cross_entropy", backend):
+        got = results(lambda *args: linear_cross_entropy(*args, chunk_tokens=256), inputs)
+    exact = results(plain, inputs, torch.float64)
+    for a, b in zip(got, exact, strict=True):
+        assert relative(a, b) <= 2 * TOLERANCE[torch.float16] and a.dtype in (torch.float16, torch.float32)
+
+
+def test_small_gradients_of_fp16_survive_under_a_loss_scale():
+    """512 tokens of 4099 words: a probability by the number of tokens is some 5e-7, of which fp16 has only the first bits."""
+    inputs, scale = case(512, 8, 4099, torch.float16), 2.0**12
+    with use_backend("cross_entropy", "torch"):
+        got = results(lambda *args: linear_cross_entropy(*args, chunk_tokens=256) * scale, inputs)
+    exact = results(lambda *args: plain(*args) * scale, inputs, torch.float64)
+    for a, b in zip(got, exact, strict=True):
+        assert relative(a, b) <= 2 * TOLERANCE[torch.float16]
+
+
 def test_the_incoming_gradient_is_not_rounded():
     """A factor that bf16 does not have: the gradient is scaled by it and rounded once."""
     hidden, weight, targets = case(9, 8, 13, torch.bfloat16)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vblackwell.units import align_up
@@ -217,9 +218,9 @@ def _head_and_loss(
     wide: bool,
     *wanted: bool,
 ) -> int:
-    """Logits of a chunk, rows padded to 64 words; a loss a token; the weight's gradient in fp32 where that is wider than the weight."""
+    """Logits of a chunk, rows padded to 64 words; a loss a token; the weight's gradient in fp32 where that is wider than the output."""
     logits = min(chunk, hidden.shape[0]) * -(-weight.shape[0] // 64) * 64 * hidden.element_size()
-    total = 4 * weight.numel() if wide and weight.element_size() < 4 else 0
+    total = 4 * weight.numel() if wide and weight.dtype == torch.bfloat16 else 0
     return logits + 4 * hidden.shape[0] + total
 
 
