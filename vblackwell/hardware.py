@@ -171,6 +171,15 @@ def list_gpus() -> list[GPUFacts]:
     return [GPUFacts(**raw, numa_node=numa_node_of_pci(raw["pci_bus_id"])) for raw in query_gpus()]
 
 
+def gpu_bytes_left(device: torch.device) -> int:
+    """What torch may still allocate on a GPU: what is free there, cut to the cap of this process."""
+    allocated = torch.cuda.memory_allocated(device)
+    idle = torch.cuda.memory_reserved(device) - allocated
+    total = torch.cuda.get_device_properties(device).total_memory
+    cap = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return max(0, min(torch.cuda.mem_get_info(device)[0] + idle, cap - allocated))
+
+
 def why_no_cuda(gpus: list[GPUFacts] | None = None) -> str | None:
     """None where torch can use a GPU; else one sentence: what was found, what is needed, and the remedy."""
     if torch.version.cuda is not None and torch.cuda.is_available():

@@ -23,11 +23,13 @@ from vblackwell.offload.update_rates import (
     balanced_share,
     cpu_rate,
     duplex_rate,
+    measured_bytes,
     median_look,
     rates_together,
     share_for,
     update_elements,
 )
+from vblackwell.units import GiB, MiB
 
 RATES = st.floats(1e8, 1e11)
 
@@ -68,6 +70,14 @@ def test_what_lives_on_level0_asks_nobody():
     assert share_of_all(groups, None, 0, share_for_pass) == 0.4
     assert share_of_all(groups, 5 * groups[0].num_bytes, kept_bytes, share_for_pass) == 0.32  # of the other eight
     assert seen == [4.0, 3.0]  # of these, two stay loaded
+
+
+def test_what_is_measured_with_keeps_to_a_cap(monkeypatch):
+    sizes = []
+    for left in (8 * GiB, 384 * MiB, 0):
+        monkeypatch.setattr(update_rates, "gpu_bytes_left", lambda device, left=left: left)
+        sizes.append(measured_bytes(torch.device("cuda", 0), 256 * MiB))
+    assert sizes == [256 * MiB, 38 * MiB, MiB]
 
 
 def test_updates_wait_for_the_forward_only_if_nothing_lives_on_level0():

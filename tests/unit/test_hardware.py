@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -117,3 +118,19 @@ def test_nvml_and_torch_agree():
     assert gpus[0].compute_capability == detector.compute_capability
     assert detector.l2_cache_size > MiB and gpus[0].total_bytes >= detector.fast_memory_bytes * 0.95
     assert hardware.numa_node_of_cuda(torch.device("cuda", 0)) in (None, *range(16))
+
+
+def test_what_torch_may_still_take_of_a_gpu_keeps_to_the_cap(monkeypatch):
+    def left(free: int, allocated: int, reserved: int, fraction: float) -> int:
+        answers = {
+            "memory_allocated": allocated, "memory_reserved": reserved, "get_per_process_memory_fraction": fraction,
+            "mem_get_info": (free, 8 * GiB), "get_device_properties": SimpleNamespace(total_memory=8 * GiB),
+        }  # fmt: skip
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
+        return hardware.gpu_bytes_left(torch.device("cuda", 0))
+
+    assert left(6 * GiB, 1 * GiB, 1 * GiB, 1.0) == 6 * GiB
+    assert left(6 * GiB, 1 * GiB, 2 * GiB, 1.0) == 7 * GiB, "what the allocator holds and nobody uses is there, too"
+    assert left(6 * GiB, 1 * GiB, 2 * GiB, 0.25) == 1 * GiB
+    assert left(6 * GiB, 1 * GiB, 2 * GiB, 0.1) == 0

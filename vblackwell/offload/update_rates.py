@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 import torch
 
-from vblackwell.hardware import memory_facts
+from vblackwell.hardware import gpu_bytes_left, memory_facts
 from vblackwell.memory.slab import map_slab
 from vblackwell.offload.sum_loop import SumLoop
 from vblackwell.offload.update_loop import LEAST_PART, MasterLoop, update_threads
@@ -35,6 +35,7 @@ LEAST_SHARE = 0.02  # less is not worth a thread
 CPU_ELEMENTS = 16 << 20  # at least, 224 MiB of states: more than most caches
 MEASURED_BYTES = 22  # a parameter: of an update three fp32 and a bf16, of sums beside it one fp32 and two bf16
 LINK_BYTES, COPIES = 64 * MiB, 4
+MEMORY_SHARE = 10  # no buffer of a measurement takes more than this part of what the process may still take of the GPU
 DUPLEX_LOOKS = 8  # 6 ms each on the reference machine, where two found 46 and 47 of the 50 GB/s that steps have
 TOGETHER_SECONDS = 0.15  # a dozen updates on the reference machine
 LOOKS = 3
@@ -146,7 +147,7 @@ class TogetherLooks:
         self._update, self._copies = update, _BothWays(device)
         self._update()  # makes threads, and scratch
         alone = self._copies.rate_after(self._copies.queue(COPIES))
-        self._count = max(COPIES, round(TOGETHER_SECONDS * alone / LINK_BYTES))
+        self._count = max(COPIES, round(TOGETHER_SECONDS * alone / self._copies.num_bytes))
         self._looks: list[tuple[float, float]] = []
 
     def look(self) -> None:
@@ -170,18 +171,24 @@ def median_look(looks: list[tuple[float, float]]) -> tuple[float, float]:
     return sorted(looks, key=lambda look: look[1])[len(looks) // 2]
 
 
+def measured_bytes(device: torch.device, wanted: int) -> int:
+    """The size of a buffer on ``device`` that something is measured with: ``wanted``, or less where memory is short or capped."""
+    return min(wanted, max(MiB, gpu_bytes_left(device) // MEMORY_SHARE // MiB * MiB))
+
+
 class _BothWays:
     """Copies between a GPU and pinned memory, on a stream for each direction."""
 
     def __init__(self, device: torch.device) -> None:
+        self.num_bytes = measured_bytes(device, LINK_BYTES)
         self.streams = [torch.cuda.Stream(device) for _ in range(2)]
-        there = [torch.empty(LINK_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
-        here = [torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        there = [torch.empty(self.num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        here = [torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self.pairs = [(there[0], here[0]), (here[1], there[1])]
         torch.cuda.synchronize(device)
 
     def queue(self, count: int) -> list[torch.cuda.Event]:
-        """Starts ``count`` copies of `LINK_BYTES` each way: the events behind the last of each."""
+        """Starts ``count`` copies each way: the events after the last of each."""
         self.count, self.begun = count, [torch.cuda.Event(enable_timing=True) for _ in self.streams]
         done = [torch.cuda.Event(enable_timing=True) for _ in self.streams]
         for stream, event in zip(self.streams, self.begun, strict=True):
@@ -199,4 +206,4 @@ class _BothWays:
         for event in done:
             event.synchronize()
         milliseconds = max(begun.elapsed_time(end) for begun, end in zip(self.begun, done, strict=True))
-        return self.count * LINK_BYTES / (milliseconds / 1e3)
+        return self.count * self.num_bytes / (milliseconds / 1e3)

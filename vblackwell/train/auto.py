@@ -36,7 +36,7 @@ from vblackwell.train.measured_rates import keep, kept_rates
 from vblackwell.train.model import learner_of
 from vblackwell.train.precision import Precision
 from vblackwell.train.progress import Progress
-from vblackwell.train.rates import as_rates, cpu_rates, gpu_rates
+from vblackwell.train.rates import as_rates, cpu_rates, gpu_rates, is_measured_in_full
 from vblackwell.units import MiB
 
 HOST_SHARE = 0.75  # of the RAM that is free; the rest is for the page cache and everybody else
@@ -168,9 +168,13 @@ def _rates_of(device: torch.device, say: Callable[[str], None]) -> Rates:
     name = torch.cuda.get_device_name(device)
     found = kept_rates(name)
     if found is None:
-        say("measuring this GPU and its link, once (vb doctor does it again)")
+        in_full = is_measured_in_full(device)
+        say(
+            f"measuring this GPU and its link, {'once (vb doctor does it again)' if in_full else 'within the cap, for this run'}"
+        )
         found = as_rates(gpu_rates(device))
-        keep(name, found)
+        if in_full:
+            keep(name, found)
         torch.cuda.empty_cache()
     return found
 

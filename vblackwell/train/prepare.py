@@ -77,7 +77,9 @@ def prepare(config: TrainConfig, device: torch.device, progress: Progress, clean
     Raises:
         VBError: whatever of it cannot be had.
     """
-    source = find_source(config, cleanup)  # first: reading the data may take long
+    if device.type == "cuda" and config.fast_memory is not None:
+        cap_process(device, config.fast_memory)  # first: what probes and tunes keeps to it
+    source = find_source(config, cleanup)  # before the data, which may take long to read
     data = open_data(config, source.tokenizer_path, progress)
     corpus = data.corpus
     torch.manual_seed(config.seed)
@@ -112,8 +114,6 @@ def prepare(config: TrainConfig, device: torch.device, progress: Progress, clean
     cleanup.callback(_close_engine, model)  # first, and also when what follows fails
     state_bytes = bytes_when_resident(model, precision.compute_dtype, formats)
     progress.say(f"memory: {describe_levels(stack)}; training state {format_bytes(state_bytes)}")
-    if device.type == "cuda" and config.fast_memory is not None:
-        cap_process(device, config.fast_memory)
     enable_vgpu_stack_optimization(
         model, stack, placement=config.placement, compute_dtype=precision.compute_dtype, update=place_or_share(config.update),
         activations=choose_activations(config, device), states=formats.states, masters=formats.masters,

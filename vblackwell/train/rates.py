@@ -23,7 +23,7 @@ from vblackwell.errors import ConfigurationError, DiskError
 from vblackwell.memory.create import create_vgpu_stack
 from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.optimizer import VGPUAdamW
-from vblackwell.offload.update_rates import HomeUpdate, TogetherLooks, adds_per_update, duplex_rate
+from vblackwell.offload.update_rates import HomeUpdate, TogetherLooks, adds_per_update, duplex_rate, measured_bytes
 from vblackwell.plan.rates import ADDS_PER_UPDATE, GROUP_ISSUES, Rates
 from vblackwell.plan.work import LOOP
 from vblackwell.train.host_rates import LOOP_PARAMETERS, looping_optimizer, updating
@@ -35,6 +35,7 @@ DISK_BYTES = 128 * MiB
 DISK_PIECE_BYTES = 8 * MiB
 DISK_SECONDS = 4.0  # each way: a slow disk is measured once
 ADAMW_PARAMETERS = 8 * MiB
+ADAMW_HELD_BYTES = 16  # a parameter: itself, its gradient, two moments
 ISSUED_LAYERS, STEPS_ISSUED = 64, 15  # some milliseconds each: one hiccup of the machine does not count
 OPERATORS_OF_A_LAYER = 6  # product and ReLU; ReLU's gradient, two products and a sum
 REPEATS = 3
@@ -131,12 +132,20 @@ def cpu_matmul_gflops(size: int = 1024) -> float:
     return 2 * size**3 / seconds_of(lambda: a @ b) / 1e9
 
 
-def adamw_gparams(device: torch.device) -> float:
-    """Fused AdamW in fp32, in 1e9 parameters a second."""
-    param = torch.nn.Parameter(torch.zeros(ADAMW_PARAMETERS, device=device))
+def matmul_tflops(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """A square product of ``size`` or, where memory is short, of as many multiples of 256 as there is room for, in TFLOP/s."""
+    room = measured_bytes(device, size * size * dtype.itemsize)
+    size = max(256, math.isqrt(room // dtype.itemsize) // 256 * 256)
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    return 2 * size**3 / seconds_of(lambda: a @ a, _finish(device)) / 1e12
+
+
+def adamw_gparams(device: torch.device, count: int = ADAMW_PARAMETERS) -> float:
+    """Fused AdamW in fp32 on ``count`` parameters, in 1e9 parameters a second."""
+    param = torch.nn.Parameter(torch.zeros(count, device=device))
     param.grad = torch.ones_like(param)
     optimizer = torch.optim.AdamW([param], fused=True)
-    return ADAMW_PARAMETERS / seconds_of(optimizer.step, _finish(device)) / 1e9
+    return count / seconds_of(optimizer.step, _finish(device)) / 1e9
 
 
 def disk_gbps(path: str) -> dict[str, float | str]:
@@ -169,26 +178,27 @@ def disk_gbps(path: str) -> dict[str, float | str]:
         level.close()
 
 
+def is_measured_in_full(device: torch.device) -> bool:
+    """Whether `gpu_rates` has room for the sizes that its rates are meant for: 2.5 GiB."""
+    return measured_bytes(device, COPY_BYTES) == COPY_BYTES
+
+
 def gpu_rates(device: torch.device) -> dict[str, float]:
-    """Links alone and both at once, memory, matrix products, AdamW on it and on the CPU beside copies, and the issue of operators."""
-    finish, looks, update = _finish(device), HostLooks(device), HomeUpdate()
+    """Links alone and both at once, memory, matrix products, AdamW on it and on the CPU during copies, and the issue of operators.
+
+    Sizes follow what the process may still take of the GPU: a cap holds while rates are measured, too.
+    """
+    room = measured_bytes(device, ADAMW_PARAMETERS * ADAMW_HELD_BYTES)
+    looks, update = HostLooks(device), HomeUpdate()
     together = TogetherLooks(update, device)
-    host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-    there, also_there = (torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-    found = {
-        "host_to_gpu_gbps": COPY_BYTES / seconds_of(lambda: there.copy_(host, non_blocking=True), finish) / 1e9,
-        "gpu_to_host_gbps": COPY_BYTES / seconds_of(lambda: host.copy_(there, non_blocking=True), finish) / 1e9,
-        "both_ways_gbps": duplex_rate(device) / 1e9,
-        "memory_gbps": 2 * COPY_BYTES / seconds_of(lambda: also_there.copy_(there), finish) / 1e9,
-    }
+    found = _copy_rates(device)
     looks.look()
     together.look()
     half = torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
-    for name, dtype, size in (("half", half, 8192), ("fp32", torch.float32, 4096)):
-        a = torch.randn(size, size, device=device, dtype=dtype)
-        found[f"matmul_{name}_tflops"] = 2 * size**3 / seconds_of(lambda a=a: a @ a, finish) / 1e12
+    for name, dtype, width in (("half", half, 8192), ("fp32", torch.float32, 4096)):
+        found[f"matmul_{name}_tflops"] = matmul_tflops(device, dtype, width)
         looks.look()
-    found["adamw_gparams"] = adamw_gparams(device)
+    found["adamw_gparams"] = adamw_gparams(device, room // ADAMW_HELD_BYTES)
     together.look()
     added = adds_per_update(update)
     looks.look()
@@ -207,6 +217,18 @@ def gpu_rates(device: torch.device) -> dict[str, float]:
         "read_us": looks.read * 1e6,
         "streamed_group_us": groups["level0"] * 1e6,
         "streamed_home_group_us": groups["home"] * 1e6,
+    }
+
+
+def _copy_rates(device: torch.device) -> dict[str, float]:
+    size, finish = measured_bytes(device, COPY_BYTES), _finish(device)
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    there, also_there = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+    return {
+        "host_to_gpu_gbps": size / seconds_of(lambda: there.copy_(host, non_blocking=True), finish) / 1e9,
+        "gpu_to_host_gbps": size / seconds_of(lambda: host.copy_(there, non_blocking=True), finish) / 1e9,
+        "both_ways_gbps": duplex_rate(device) / 1e9,
+        "memory_gbps": 2 * size / seconds_of(lambda: also_there.copy_(there), finish) / 1e9,
     }
 
 
