@@ -17,6 +17,8 @@ MINIATURE = [
     "--seq-length", "32", "--batch-size", "4", "--learning-rate", "1e-2", "--device", "cpu", "--no-tensorboard",
     "--sample-tokens", "8",
 ]  # fmt: skip
+# Methods after whose first call a child may signal itself: a step is recorded; a checkpoint is committed.
+RECORDED, COMMITTED = "vblackwell.train.metrics:MetricsLog.write", "vblackwell.train.checkpoint:Checkpoints.write"
 # Training state is 16 bytes a parameter, 430 KiB: far more than level 0, so that the run streams.
 LEVELS = ["--fast-memory", "128KiB", "--host-memory", "256KiB", "--disk-memory", "8MiB"]
 
@@ -46,10 +48,16 @@ class Workplace:
         """The words of a miniature `vb train` on the corpus."""
         return ["train", *MINIATURE, "--data", str(self.corpus), "--disk-path", str(self.folder), *words]
 
-    def start(self, *words: str, file_bytes: int | None = None, **environment: str) -> Child:
-        """Start ``vb`` and return at once; one at a time."""
+    def start(
+        self,
+        *words: str,
+        file_bytes: int | None = None,
+        signal_after: tuple[str, list[int]] | None = None,
+        **environment: str,
+    ) -> Child:
+        """Start ``vb`` and return at once; one at a time. ``ForkServer.start`` explains the options."""
         environment = {"TMPDIR": str(self.folder)} | environment
-        return self.server.start(list(words), self.folder, environment, file_bytes)
+        return self.server.start(list(words), self.folder, environment, file_bytes, signal_after)
 
     def vb(self, *words: str, code: int = 0, file_bytes: int | None = None, **environment: str) -> Result:
         """Run ``vb`` to its end and check its exit code."""

@@ -6,6 +6,7 @@ reads a JSON request a line, answers the child's process id, and its exit code o
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import resource
@@ -61,11 +62,19 @@ class ForkServer:
         self._count = 0
 
     def start(
-        self, words: list[str], folder: Path, environment: dict[str, str] | None = None, file_bytes: int | None = None
+        self,
+        words: list[str],
+        folder: Path,
+        environment: dict[str, str] | None = None,
+        file_bytes: int | None = None,
+        signal_after: tuple[str, list[int]] | None = None,
     ) -> Child:
         """A child that runs ``vb words``, or the script that the first word names, in ``folder``.
 
-        ``file_bytes`` is the largest file it may write (RLIMIT_FSIZE).
+        Args:
+            file_bytes: the largest file it may write (RLIMIT_FSIZE).
+            signal_after: ("module:Class.method", signals): it sends itself the signals when that method has returned for the first
+                time. A signal from here would come too late on a busy machine.
         """
         self._end_child()
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -73,7 +82,7 @@ class ForkServer:
         stdout, stderr = (self._folder / f"{self._count}.{name}" for name in ("out", "err"))
         request = {
             "words": words, "folder": str(folder), "environment": environment or {}, "file_bytes": file_bytes,
-            "stdout": str(stdout), "stderr": str(stderr),
+            "signal_after": signal_after, "stdout": str(stdout), "stderr": str(stderr),
         }  # fmt: skip
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
@@ -90,8 +99,24 @@ class ForkServer:
         self._end_child()
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
-        assert self._process.wait(60) == 0
+        assert self._process.wait() == 0
         self._process.stdout.close()
+
+
+def _signal_after(name: str, numbers: list[int]) -> None:
+    module, _, path = name.partition(":")
+    owner, _, method = path.partition(".")
+    kind = getattr(importlib.import_module(module), owner)
+    called = getattr(kind, method)
+
+    def call_then_signal(*args: Any, **kwargs: Any) -> Any:
+        found = called(*args, **kwargs)
+        setattr(kind, method, called)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        return found
+
+    setattr(kind, method, call_then_signal)
 
 
 def _child(request: dict[str, Any]) -> None:
@@ -102,6 +127,8 @@ def _child(request: dict[str, Any]) -> None:
     if request["file_bytes"] is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_bytes"], request["file_bytes"]))
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if request["signal_after"] is not None:
+        _signal_after(*request["signal_after"])
     from vblackwell.cli import main
 
     code = 1  # an error that nobody foresaw

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 
 import pytest
+
+from tests.cli.conftest import COMMITTED
 
 # Level 0 holds the ring of 8-bit states (92 KiB, a quarter of what is free) and little more, so that the run streams.
 STREAMED = ["--fast-memory", "420KiB", "--host-memory", "8MiB", "--placement", "streamed"]
@@ -22,14 +23,11 @@ def test_a_killed_run_ends_elsewhere_with_the_same_weights(place, flags):
         "--sample-tokens", "0",
     )  # fmt: skip
     place.vb(*words, *STREAMED, "--out", "whole")
-    child = place.start(*words, *STREAMED, "--out", "killed")
-    while child.alive and not (place.folder / "killed/checkpoints/step-00000004").exists():
-        time.sleep(0.001)
-    child.signal(signal.SIGKILL)
-    child.wait()
+    killed = place.start(*words, *STREAMED, "--out", "killed", signal_after=(COMMITTED, [signal.SIGKILL]))
+    assert killed.wait() == -signal.SIGKILL
     result = place.vb("train", "--resume", "--out", "killed", "--disk-path", str(place.folder), *RESIDENT)
-    whole, killed = (place.folder / name / "final/model.safetensors" for name in ("whole", "killed"))
-    assert whole.read_bytes() == killed.read_bytes()
+    whole, resumed = (place.folder / name / "final/model.safetensors" for name in ("whole", "killed"))
+    assert whole.read_bytes() == resumed.read_bytes()
     report = json.loads((place.folder / "killed/report.json").read_text())
     masters = "stochastic" if "stochastic" in flags else "exact"
     assert report["formats"] == {"states": "8bit", "masters": masters} and report["placement"] == "resident"

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-from tests.cli.conftest import LEVELS
+from tests.cli.conftest import LEVELS, RECORDED
 from vblackwell.train.runfolder import REPORT, SETTINGS, RunFolder
 
 KILLS_AT_RANDOM, KILLS_IN_CHECKPOINTS = 14, 6
@@ -48,7 +48,7 @@ def test_twenty_kills_end_with_the_same_weights(place):
     draw = random.Random(20)
     kills = in_checkpoint = chain = 0
     said = ""
-    while kills < KILLS_AT_RANDOM + KILLS_IN_CHECKPOINTS:
+    while kills < KILLS_AT_RANDOM + KILLS_IN_CHECKPOINTS or in_checkpoint < KILLS_IN_CHECKPOINTS:
         run = place.folder / f"chain{chain}"
         chain += 1
         for _ in range(3):
@@ -68,7 +68,6 @@ def test_twenty_kills_end_with_the_same_weights(place):
         assert weights_of(run) == expected, f"chain {chain} after {kills} kills"
         assert not list(run.rglob("*.tmp"))
     assert "no checkpoint yet: starting over" in said and "resumed from" in said
-    assert in_checkpoint >= KILLS_IN_CHECKPOINTS
 
 
 def test_what_a_kill_left_of_a_file_goes_with_the_next_start(tmp_path):
@@ -80,16 +79,12 @@ def test_what_a_kill_left_of_a_file_goes_with_the_next_start(tmp_path):
 
 
 def stop_after_first_step(place, words, number):
-    """Send a signal between the first step and the first regular checkpoint; one must appear nevertheless."""
+    """A signal between the first step and the first regular checkpoint; one must appear nevertheless."""
     run = place.folder / words[words.index("--out") + 1]
-    words[words.index("--checkpoint-every") + 1] = "1000"
-    child = place.start(*words)
-    metrics = run / "metrics.jsonl"
-    wait_until(child, lambda: metrics.exists() and metrics.read_text().count("\n") >= 1)
-    child.signal(number)
+    child = place.start(*words, "--checkpoint-every", "1000", signal_after=(RECORDED, [number]))
     code = child.wait()
     (checkpoint,) = (run / "checkpoints").iterdir()
-    assert checkpoint.name == f"step-{metrics.read_text().count(chr(10)):08d}"
+    assert checkpoint.name == "step-00000001" and (run / "metrics.jsonl").read_text().count("\n") == 1
     assert f"go on with --resume --out {run.name}" in child.stdout.read_text()
     return code
 
@@ -103,24 +98,13 @@ def test_sigterm_writes_a_checkpoint_and_exits_143(place):
 
 
 def test_first_sigint_writes_a_checkpoint_and_exits_130(place):
-    words = words_of(place, "int")
-    words[words.index("--max-steps") + 1] = "5000"
-    assert stop_after_first_step(place, words, signal.SIGINT) == 130
+    assert stop_after_first_step(place, words_of(place, "int"), signal.SIGINT) == 130
 
 
 def test_second_sigint_leaves_at_once(place):
-    words = words_of(place, "twice")
-    words[words.index("--batch-size") + 1] = (
-        "512"  # the first signal waits for a micro-batch, the second for one operator
-    )
-    child = place.start(*words)
-    wait_until(child, lambda: (place.folder / "twice/settings.json").exists())
-    child.signal(signal.SIGINT)
-    time.sleep(0.05)  # two signals of one number that are pending together are one
-    began = time.monotonic()
-    child.signal(signal.SIGINT)
+    """The first alone would end the run with a checkpoint."""
+    child = place.start(*words_of(place, "twice"), signal_after=(RECORDED, [signal.SIGINT, signal.SIGINT]))
     assert child.wait() == 130
-    assert time.monotonic() - began < 2
     assert not (place.folder / "twice/checkpoints").exists()
 
 
@@ -139,7 +123,7 @@ def test_a_run_folder_in_use_is_refused(place):
         assert first.poll() is None
     finally:
         first.terminate()
-        _, said = first.communicate(timeout=60)
+        _, said = first.communicate()
     assert first.returncode == 143 and said == ""
 
 
