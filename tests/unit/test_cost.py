@@ -2,12 +2,14 @@
 
 import gc
 import time
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
 import vblackwell
+from vblackwell.nn import cost
 from vblackwell.nn.cost import WAITING, Call, bottleneck_of, kind_of, measure, own_times, peak_of, weight_bytes
 
 CPU = torch.device("cpu")
@@ -90,6 +92,19 @@ def test_a_run_is_timed_and_its_allocations_counted():
     work = nn.Linear(700, 700)
     x = torch.ones(700, 700)
     assert measure(lambda: work(x), CPU, 1).bottleneck.kind == "matrix products"
+
+
+def test_the_profiler_of_torch_2_11_has_nothing_to_warn_of(monkeypatch):
+    class Profile211(torch.profiler.profile):
+        """Warns where torch 2.11's does: as soon as it begins, unless events are kept over cycles."""
+
+        def prepare_trace(self) -> None:
+            super().prepare_trace()
+            if not self.acc_events:
+                warnings.warn("Profiler clears events at the end of each cycle.", stacklevel=2)
+
+    monkeypatch.setattr(cost, "profile", Profile211)
+    assert measure(lambda: torch.ones(100) + 1, CPU, 1).cost.peak_bytes > 0
 
 
 def test_compare_says_what_each_model_takes():

@@ -132,7 +132,8 @@ def _profiled(run: Callable[[], Any], device: torch.device) -> tuple[dict[str, f
     """Milliseconds by name of what ran on ``device``, and the most that the CPU's allocator gave out at a time."""
     on_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
-    with _garbage_stays(), profile(activities=activities, profile_memory=not on_cuda) as profiler:
+    # acc_events: there is one cycle; torch 2.10 to 2.12 warn that others would be lost, once a process (pytorch/pytorch#180387)
+    with _garbage_stays(), profile(activities=activities, profile_memory=not on_cuda, acc_events=True) as profiler:
         run()
         _settle(device)
     records: Any = (
