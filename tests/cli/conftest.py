@@ -55,9 +55,11 @@ class Workplace:
         signal_after: tuple[str, list[int]] | None = None,
         **environment: str,
     ) -> Child:
-        """Start ``vb`` and return at once; one at a time. ``ForkServer.start`` explains the options."""
-        environment = {"TMPDIR": str(self.folder)} | environment
-        return self.server.start(list(words), self.folder, environment, file_bytes, signal_after)
+        """Start ``vb`` and return at once. ``ForkServer.start`` explains the options; ``file_bytes`` is RLIMIT_FSIZE."""
+        return self.server.start(
+            list(words), self.folder, {"TMPDIR": str(self.folder), **environment},
+            limits={} if file_bytes is None else {"RLIMIT_FSIZE": file_bytes}, signal_after=signal_after,
+        )  # fmt: skip
 
     def vb(self, *words: str, code: int = 0, file_bytes: int | None = None, **environment: str) -> Result:
         """Run ``vb`` to its end and check its exit code."""
@@ -82,9 +84,10 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, For
 
 
 @pytest.fixture
-def place(shared: tuple[Path, ForkServer, dict[str, str]], tmp_path: Path) -> Workplace:
+def place(shared: tuple[Path, ForkServer, dict[str, str]], tmp_path: Path) -> Iterator[Workplace]:
     """A fresh folder for one test."""
-    return Workplace(tmp_path, *shared)
+    yield Workplace(tmp_path, *shared)
+    shared[1].end_children()
 
 
 @pytest.fixture(scope="session")

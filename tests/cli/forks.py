@@ -1,7 +1,8 @@
 """Starts `vb` processes quickly: one process imports everything once, and forks a child for each command.
 
-A child is a process of its own in every respect that the tests are about (signals, files, locks, limits, exit codes). Run as a script:
-reads a JSON request a line, answers the child's process id, and its exit code once it ended.
+A child is a process of its own in every respect that the tests are about (signals, files, locks, limits, exit codes). Run as a script, with
+the names of further modules to import: reads a JSON request a line; answers the process id of a child that was asked for, or the exit
+code of one to wait for.
 """
 
 from __future__ import annotations
@@ -11,92 +12,108 @@ import json
 import os
 import resource
 import runpy
+import select
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 
 class Child:
-    """A running command."""
+    """A running command; ``ask`` talks to the server that it was forked from."""
 
-    def __init__(self, answers: IO[str], stdout: Path, stderr: Path) -> None:
-        self._answers = answers
+    def __init__(self, ask: Callable[[dict[str, Any]], int], pid: int, stdout: Path, stderr: Path) -> None:
+        assert pid > 1
+        self._ask = ask
         self._code: int | None = None
-        self.stdout, self.stderr = stdout, stderr
-        self.pid = int(answers.readline())
-        assert self.pid > 1
+        self.pid, self.stdout, self.stderr = pid, stdout, stderr
+
+    @property
+    def state(self) -> str:
+        """The letter that /proc has for it: T where it is stopped, X where it is gone."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii")
+        except (FileNotFoundError, ProcessLookupError):
+            return "X"
+        return stat.rpartition(")")[2].split()[0]
 
     @property
     def alive(self) -> bool:
         """Whether it still runs; a process that ended but was not collected does not."""
-        try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii")
-        except (FileNotFoundError, ProcessLookupError):
-            return False
-        return stat.rpartition(")")[2].split()[0] not in "ZX"
+        return self.state not in "ZX"
 
     def signal(self, number: int) -> None:
         """Send a signal, unless the process has ended."""
         if self._code is None and self.alive:
             os.kill(self.pid, number)
 
-    def wait(self) -> int:
-        """The exit code; negative: killed by that signal."""
+    def wait(self, limit_seconds: float | None = None) -> int | None:
+        """The exit code; negative: killed by that signal; None: it has not ended within the limit."""
         if self._code is None:
-            self._code = int(self._answers.readline())
+            descriptor = os.pidfd_open(self.pid)
+            try:
+                if limit_seconds is not None and not select.select([descriptor], [], [], limit_seconds)[0]:
+                    return None
+            finally:
+                os.close(descriptor)
+            self._code = self._ask({"wait": self.pid})
         return self._code
 
 
 class ForkServer:
-    """Talks to the script below; one child at a time."""
+    """Talks to the script below."""
 
-    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+    def __init__(self, folder: Path, environment: dict[str, str], *modules: str) -> None:
         self._folder = folder
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder,
+            [sys.executable, __file__, *modules], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder,
             env=environment, start_new_session=True,
         )  # fmt: skip
-        self._child: Child | None = None
+        self._children: list[Child] = []
         self._count = 0
 
+    def _ask(self, request: dict[str, Any]) -> int:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
     def start(
-        self,
-        words: list[str],
-        folder: Path,
-        environment: dict[str, str] | None = None,
-        file_bytes: int | None = None,
+        self, words: list[str], folder: Path, environment: dict[str, str | None] | None = None,
+        limits: dict[str, int] | None = None, cgroup: Path | None = None,
         signal_after: tuple[str, list[int]] | None = None,
-    ) -> Child:
+    ) -> Child:  # fmt: skip
         """A child that runs ``vb words``, or the script that the first word names, in ``folder``.
 
         Args:
-            file_bytes: the largest file it may write (RLIMIT_FSIZE).
+            environment: added to the server's; None removes a variable.
+            limits: by name, as RLIMIT_FSIZE for the largest file that it may write.
+            cgroup: what it joins.
             signal_after: ("module:Class.method", signals): it sends itself the signals when that method has returned for the first
                 time. A signal from here would come too late on a busy machine.
         """
-        self._end_child()
-        assert self._process.stdin is not None and self._process.stdout is not None
         self._count += 1
         stdout, stderr = (self._folder / f"{self._count}.{name}" for name in ("out", "err"))
         request = {
-            "words": words, "folder": str(folder), "environment": environment or {}, "file_bytes": file_bytes,
-            "signal_after": signal_after, "stdout": str(stdout), "stderr": str(stderr),
+            "words": words, "folder": str(folder), "environment": environment or {}, "limits": limits or {},
+            "cgroup": None if cgroup is None else str(cgroup), "signal_after": signal_after, "stdout": str(stdout),
+            "stderr": str(stderr),
         }  # fmt: skip
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        self._child = Child(self._process.stdout, stdout, stderr)
-        return self._child
+        child = Child(self._ask, self._ask(request), stdout, stderr)
+        self._children.append(child)
+        return child
 
-    def _end_child(self) -> None:
-        """A test that failed may have left one running."""
-        if self._child is not None:
-            self._child.signal(signal.SIGKILL)
-            self._child.wait()
+    def end_children(self) -> None:
+        """A test that failed may have left some running."""
+        for child in self._children:
+            child.signal(signal.SIGKILL)
+            child.wait()
+        self._children.clear()
 
     def close(self) -> None:
-        self._end_child()
+        self.end_children()
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         assert self._process.wait() == 0
@@ -123,9 +140,15 @@ def _child(request: dict[str, Any]) -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), number)
     os.chdir(request["folder"])
-    os.environ.update(request["environment"])
-    if request["file_bytes"] is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_bytes"], request["file_bytes"]))
+    for name, value in request["environment"].items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    for name, value in request["limits"].items():
+        resource.setrlimit(getattr(resource, name), (value, value))
+    if request["cgroup"] is not None:
+        Path(request["cgroup"], "cgroup.procs").write_text(f"{os.getpid()}\n")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if request["signal_after"] is not None:
         _signal_after(*request["signal_after"])
@@ -162,13 +185,18 @@ def _serve() -> None:
     import vblackwell.memory.stack
     import vblackwell.train.run  # noqa: F401
 
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            _child(json.loads(line))
-        print(child, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        request = json.loads(line)
+        if "wait" in request:
+            answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
+        else:
+            answer = os.fork()
+            if answer == 0:
+                _child(request)
+        print(answer, flush=True)
 
 
 if __name__ == "__main__":
