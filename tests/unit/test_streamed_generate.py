@@ -7,19 +7,28 @@ import json
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.offload.conftest import make_stack  # noqa: F401 - a fixture
 from tests.offload.test_lora import rounded_
 from tests.offload.test_round_trip_models import CONFIGS
 from vblackwell.artifacts import checked
+from vblackwell.artifacts.folder import load_state
 from vblackwell.cli import main
-from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.errors import ConfigurationError, CorruptData, FolderMismatch, Unsupported
 from vblackwell.infer import command
 from vblackwell.infer.batch import generate_batch
 from vblackwell.infer.generate import generate
+from vblackwell.infer.load import load_model
 from vblackwell.infer.sampling import Sampling
 from vblackwell.infer.streamed import cache_bytes, open_streamed
+from vblackwell.nn.assignment import Assignment
+from vblackwell.nn.linear import FusedFP4Linear
+from vblackwell.nn.optimized_linear import VBOptimizedLinear
+from vblackwell.nn.stored_fp4 import StoredFP4Linear
+from vblackwell.offload.enable import offload_of
+from vblackwell.train.quantize import quantize_folder
 
 PROMPTS = ["Once upon", "A", "There was a wolf who"]
 GREEDY = Sampling(temperature=0)
@@ -145,6 +154,79 @@ def test_room_for_keys_and_values(folder_of, make_stack):  # noqa: F811
     path = folder / "config.json"
     good = path.read_text()
     path.write_text(json.dumps(json.loads(good) | {"quantization_config": {"quant_method": "x"}}))
-    with pytest.raises(Unsupported, match="quantised already"):
+    with pytest.raises(Unsupported, match="quant_method 'x' is not read here"):
         open_streamed(folder, make_stack(1 << 20))
     path.write_text(good)
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        ("llama", "nvfp4"),
+        ("qwen3", "mxfp4"),
+        ("opt", "nf4"),
+        ("mixtral", "int4"),
+        ("llama", "int8"),
+        ("llama", "two parts"),
+    ],
+)
+def test_a_packed_folder_streams_as_it_is(kind, form, folder_of, tokenizer, tmp_path, make_stack):  # noqa: F811
+    source, folder = folder_of(kind), tmp_path / "packed"
+    if form == "two parts":
+        shapes = {f"model.layers.{layer}.mlp.{name}_proj": (48, 32) for layer in (1, 3) for name in ("up", "gate")}
+        chosen = {name: "two-part" if "up" in name else "nvfp4" for name in shapes}
+        quantize_folder(source, folder, assignment=Assignment(chosen, shapes))
+    else:
+        quantize_folder(source, folder, form)
+    resident = load_model(folder)
+    expected = [generate(resident, tokenizer, prompt, 8, temperature=0) for prompt in PROMPTS]
+    stack = make_stack(96 << 10)
+    model = open_streamed(folder, stack)
+    assert [generate(model, tokenizer, prompt, 8, temperature=0) for prompt in PROMPTS] == expected
+    assert generate_batch(model, tokenizer, PROMPTS, 8, GREEDY) == expected
+    packed = sum(isinstance(module, StoredFP4Linear) for module in model.modules())
+    assert packed == sum(isinstance(module, (FusedFP4Linear, VBOptimizedLinear)) for module in resident.modules()) > 0
+    held = sum(tensor.nbytes for name, tensor in load_state(folder) if not name.endswith("_shape"))
+    moved = sum(slot.param.numel() * slot.param.itemsize for slot in offload_of(model).slots())
+    assert held <= moved <= held + 4 * packed, "packed bytes move, with a tensor scale where the files have none"
+    assert stack.get_stats()["levels"][0]["peak_bytes"] <= 96 << 10
+
+
+def test_the_command_streams_a_packed_folder(folder_of, tmp_path, capsys):
+    folder, file = tmp_path / "packed", tmp_path / "prompts.txt"
+    quantize_folder(folder_of("llama"), folder)
+    file.write_text("\n".join(PROMPTS))
+    common = ["generate", "--model", str(folder), "--temperature", "0", "--max-new-tokens", "5", "--device", "cpu"]
+    assert main([*common, "--prompt", PROMPTS[0]]) == 0
+    text = capsys.readouterr().out
+    assert main([*common, "--prompt", PROMPTS[0], "--fast-memory", "128KiB", "--host-memory", "1MiB"]) == 0
+    assert capsys.readouterr().out == text
+    assert main([*common, "--prompts", str(file)]) == 0
+    line = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert line["prompt"] + line["text"] + "\n" == text
+    assert main([*common, "--prompt", "a", "--use-fp4"]) == 2
+    assert "quantised already: drop --use-fp4" in capsys.readouterr().err
+
+
+def test_a_damaged_packed_folder_does_not_stream(folder_of, tmp_path, make_stack):  # noqa: F811
+    folder = tmp_path / "packed"
+    quantize_folder(folder_of("llama"), folder)
+    path, at = folder / "model.safetensors", "model.layers.0.mlp.up_proj"
+    state = load_file(path)
+
+    def open_with(changed, error, match):
+        save_file(changed, path)
+        with pytest.raises(error, match=match):
+            open_streamed(folder, make_stack(1 << 20))
+
+    def without(name):
+        return {other: tensor for other, tensor in state.items() if other != name}
+
+    open_with(without(f"{at}.weight_scale"), CorruptData, "up_proj lacks its entry 'weight_scale'")
+    open_with(without("model.norm.weight"), FolderMismatch, r"lacks model\.norm\.weight")
+    open_with(state | {"extra.weight": torch.zeros(1)}, FolderMismatch, "extra")
+    open_with(state | {"extra.weight_packed": torch.zeros(1, 1)}, ConfigurationError, "no module 'extra'")
+    short = state[f"{at}.weight_packed"][1:].contiguous()
+    open_with(state | {f"{at}.weight_packed": short}, ConfigurationError, "packed weight .* another model")
+    short = state[f"{at}.weight_scale"][:, :1].contiguous()
+    open_with(state | {f"{at}.weight_scale": short}, CorruptData, "block_scales is")

@@ -18,7 +18,9 @@ from vblackwell.infer.stacked_cache import StackedCache
 from vblackwell.infer.streamed import open_streamed
 from vblackwell.infer.streamed_step import StreamedStep, reasons_against, streamed_step
 from vblackwell.memory.stack import VGPUStack
+from vblackwell.nn.assignment import Assignment
 from vblackwell.offload.enable import offload_of
+from vblackwell.train.quantize import quantize_folder
 
 PROMPT, COUNT = 9, 5
 
@@ -109,6 +111,21 @@ def test_without_room_nothing_is_kept(fails, folder_of, make_stack, monkeypatch)
     with torch.no_grad():
         assert torch.equal(model(ids, use_cache=False).logits, whole)
     cache.close()
+
+
+@pytest.mark.parametrize("form", ["int8", "two parts"])
+def test_steps_over_a_packed_folder(form, folder_of, make_stack, tmp_path):  # noqa: F811
+    if form == "two parts":
+        shapes = {"model.layers.2.mlp.up_proj": (48, 32)}
+        assignment = Assignment(dict.fromkeys(shapes, "two-part"), shapes)
+        quantize_folder(folder_of("llama"), tmp_path / "packed", assignment=assignment)
+    else:
+        quantize_folder(folder_of("llama"), tmp_path / "packed", form)
+    model, cache, ids, whole = opened(tmp_path / "packed", make_stack(1 << 20), 2)
+    step = StreamedStep(model, cache, 2)
+    for place in range(PROMPT, PROMPT + COUNT):
+        difference = (step.step(ids[:, place : place + 1]) - whole[:, place]).norm()
+        assert difference < 1e-5 * whole[:, place].norm()
 
 
 def test_what_is_not_taken(folder_of, make_stack):  # noqa: F811

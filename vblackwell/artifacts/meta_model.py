@@ -23,14 +23,16 @@ from vblackwell.errors import ConfigurationError, Unsupported
 
 
 def build_on_meta(
-    folder: Path, dtype: torch.dtype, *, attention: str | None = None, trust_remote_code: bool = False
-) -> nn.Module:
+    folder: Path, dtype: torch.dtype, *, attention: str | None = None, trust_remote_code: bool = False,
+    quantized: bool = False,
+) -> nn.Module:  # fmt: skip
     """The model that ``folder``/config.json describes; no weight file is looked at.
 
     Args:
         dtype: of its parameters.
         attention: transformers' ``attn_implementation``; by default what it chooses.
         trust_remote_code: let transformers run code that lies in the folder, where the architecture is not its own.
+        quantized: take a folder of quantised weights too; the model is the one that they were made of.
 
     Raises:
         ConfigurationError: the file is missing, or describes no causal model that can be built.
@@ -43,7 +45,7 @@ def build_on_meta(
     kind = raw.get("model_type")
     if not isinstance(kind, str):
         raise ConfigurationError(f"{file} names no model_type: give the config.json that the model was published with")
-    if raw.get("quantization_config"):
+    if raw.get("quantization_config") and not quantized:
         raise Unsupported(f"{file}: the weights are quantised; training starts from the folder they were made of")
     if kind not in CONFIG_MAPPING and not trust_remote_code:
         remote = "auto_map" in raw
@@ -58,6 +60,7 @@ def build_on_meta(
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        config.__dict__.pop("quantization_config", None)  # of the weights, which the caller fills
         with parameters_on_meta():
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, trust_remote_code=trust_remote_code, **options

@@ -90,6 +90,7 @@ class FolderWeights:
         self._ready: dict[str, Tensor] = {}
         with ExitStack() as opened:
             stored = _open_tables(folder, opened)
+            self._files = stored
             self._stored = stored if only is None else {name: stored[name] for name in only}
             self._targets = dict(model.state_dict(keep_vars=True))
             self._recipes: dict[str, Recipe] = {}
@@ -106,6 +107,14 @@ class FolderWeights:
     def dtype_of(self, name: str) -> torch.dtype:
         """The type in which the files hold what the tensor ``name`` is filled from."""
         return next(self._recipes[name].tensors()).dtype
+
+    def load(self, name: str) -> Tensor:
+        """The folder's tensor ``name``, matched or not, as it is stored.
+
+        Raises:
+            DiskError: the disk failed.
+        """
+        return self._files[name].load()
 
     def __enter__(self) -> FolderWeights:
         return self
@@ -204,6 +213,10 @@ class FolderWeights:
             elif value.dtype != wanted.dtype and not (value.is_floating_point() and wanted.is_floating_point()):
                 yield name, f"{value.dtype} in {where} instead of {wanted.dtype}"
 
+    def _wants(self, name: str) -> bool:
+        """Whether the files must fill the model's tensor ``name``."""
+        return self._whole
+
     def _aliases(self, name: str) -> list[str]:
         """The names of what ``name`` names: several where parameters are tied."""
         target = self._targets[name]
@@ -212,7 +225,7 @@ class FolderWeights:
     def _check(self, extra: list[StoredTensor], misshapen: list[tuple[str, str]]) -> None:
         model: Any = self._model
         have = {id(self._targets[name]) for name in self._recipes}
-        missing = [name for name, target in self._targets.items() if id(target) not in have and self._whole]
+        missing = [name for name, target in self._targets.items() if id(target) not in have and self._wants(name)]
         ignored = [_COMPUTED, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
         extra = [stored for stored in extra if not any(re.search(pattern, stored.name) for pattern in ignored)]
         if not (missing or extra or misshapen):

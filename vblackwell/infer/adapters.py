@@ -24,7 +24,7 @@ from vblackwell.infer.chat_prompt import CHAT_TEMPLATE
 from vblackwell.infer.fingerprint import ADAPTER_CONFIG, ADAPTER_FILE, BASE, check_base, fingerprint
 from vblackwell.nn.lora import adapter_targets, add_adapters, base_name, file_name, fill_adapter, is_adapter
 from vblackwell.nn.lora_config import Lora
-from vblackwell.nn.stored_fp4 import PARTS, StoredFP4Linear, store_linears, stored_part
+from vblackwell.nn.stored_fp4 import StoredFP4Linear, store_linears, stored_part
 from vblackwell.offload.enable import offload_of
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.initialize import Initialize
@@ -217,7 +217,7 @@ def whole_tensors(model: nn.Module) -> tuple[list[tuple[str, Tensor]], Callable[
     shown = []
     for name, param in entries:
         stored = stored_part(model, name)
-        if stored is not None and stored[2] == PARTS[-1]:
+        if stored is not None and stored[2] == stored[0].parts[-1]:
             linear, owner, _ = stored
             shape = (linear.out_features, linear.in_features)
             shown.append((base_name(f"{owner}.weight"), torch.empty(shape, device="meta")))
@@ -238,7 +238,7 @@ def _merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             continue
         linear, owner, part = stored
         parts[part] = state["weight"]
-        if part == PARTS[-1]:
+        if part == linear.parts[-1]:
             weight_name = f"{owner}.weight"
             yield base_name(weight_name), _added(linear.weight_of(parts), weight_name, small, made)
             parts = {}

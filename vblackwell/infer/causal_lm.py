@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.artifacts.commit import CommitFolder
-from vblackwell.artifacts.folder import GENERATION, copy_tokenizer, save_model
+from vblackwell.artifacts.folder import GENERATION, copy_tokenizer, read_config, save_model
 from vblackwell.artifacts.hub import find_folder
 from vblackwell.artifacts.meta_model import build_on_meta
 from vblackwell.artifacts.shards import TensorSpec, spec_of
 from vblackwell.artifacts.weights import FolderWeights
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.infer.adapters import adapt, adapted, pack_frozen, read_lora, whole_tensors
+from vblackwell.infer.quantized import PackedWeights
 from vblackwell.memory.stack import VGPUStack
 from vblackwell.nn.lora_config import Lora
 from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of
@@ -54,7 +55,8 @@ def load_causal_lm(
     Args:
         model: a folder with config.json and safetensors (one file, or shards with their index); or a hub id ``owner/name``.
         dtype: of the parameters; the files' values are cast to it. Trainable ones keep fp32 masters whatever it is.
-        trainable: False freezes all parameters: no masters, gradients or states are kept for them.
+        trainable: False freezes all parameters: no masters, gradients or states are kept for them. So may a folder be one of packed
+            linears (`vb quantize`, compressed-tensors), which stay packed.
         attention: transformers' ``attn_implementation``; by default what it chooses.
         lora: train these adapters over the frozen model. `save_adapter` writes them, `save_causal_lm` the model with them merged.
         adapter: folder of an adapter, peft's or ours, to go on from instead, or to use if not ``trainable``.
@@ -70,7 +72,7 @@ def load_causal_lm(
             an adapter for another base.
         FolderMismatch: tensors are missing, too many, or of another shape, all named.
         CorruptData: a file is missing or cut short, or its table is none, by name.
-        Unsupported: an architecture that transformers does not know, or quantised weights.
+        Unsupported: an architecture that transformers does not know; quantised weights, trainable or of another kind than we read.
         InsufficientMemory: the levels cannot hold the model.
     """
     if adapter is not None:
@@ -82,8 +84,16 @@ def load_causal_lm(
             "fp4= packs what is frozen: give lora=Lora(rank) or trainable=False, or convert(model)"
         )
     folder = find_folder(model, revision)
-    made = build_on_meta(folder, dtype, attention=attention, trust_remote_code=trust_remote_code)
+    packed = not trainable and bool(read_config(folder).get("quantization_config"))
+    if packed and (lora is not None or fp4 is not None):
+        dropped = "adapters" if lora is not None else "--use-fp4 (fp4=)"
+        raise Unsupported(f"{folder} is quantised already: drop {dropped}, or give the folder that it was made of")
+    made = build_on_meta(folder, dtype, attention=attention, trust_remote_code=trust_remote_code, quantized=packed)
     made.requires_grad_(trainable)
+    if packed:
+        with PackedWeights(made, folder, stack.level0_device) as weights:
+            weights.load_buffers()
+            return enable_vgpu_stack_optimization(made, stack, name, initialize=weights, **placement)
     with FolderWeights(made, folder) as weights:
         weights.load_buffers()
         initialize: Initialize = weights

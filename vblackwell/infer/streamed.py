@@ -14,7 +14,6 @@ from typing import Any
 from torch import nn
 
 from vblackwell.artifacts.folder import read_config, stored_dtype
-from vblackwell.errors import Unsupported
 from vblackwell.infer.causal_lm import load_causal_lm
 from vblackwell.infer.room import workspace_bytes
 from vblackwell.memory.stack import VGPUStack
@@ -25,7 +24,7 @@ def open_streamed(
     folder: Path, stack: VGPUStack, *, rows: int = 1, tokens: int = 0, fp4: str | None = None, fp4_layers: str = "all",
     keep: str | None = None, adapter: Path | None = None,
 ) -> nn.Module:  # fmt: skip
-    """The model in ``folder``, in eval mode, its weights in ``stack``.
+    """The model in ``folder``, in eval mode, its weights in ``stack``; packed linears of a folder stay packed.
 
     Args:
         rows, tokens: sequences at once and the longest, prompt and new tokens: what room for keys and values is kept for on a GPU.
@@ -36,10 +35,6 @@ def open_streamed(
         ConfigurationError, FolderMismatch, CorruptData, Unsupported, InsufficientMemory: as `load_causal_lm`.
     """
     config = read_config(folder)
-    if config.get("quantization_config"):
-        raise Unsupported(
-            f"{folder} is quantised already: leave the memory flags out, or give the original folder and --use-fp4"
-        )
     placement: dict[str, Any] = {"placement": "streamed"}
     level = stack.levels[0]
     if stack.level0_device.type == "cuda":

@@ -30,7 +30,7 @@ from vblackwell.memory.reservation import Reservation
 from vblackwell.nn.cache import SteadyCache
 from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.decoder_config import DecoderConfig, not_supported_reasons
-from vblackwell.nn.stored_fp4 import PARTS, stored_part
+from vblackwell.nn.stored_fp4 import stored_part
 from vblackwell.offload.enable import offload_of
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.frozen import PLACES, FrozenStreamer
@@ -294,7 +294,7 @@ def _fill(twin: Decoder, model: nn.Module, group: Group, buffer: Tensor) -> None
             continue
         linear, owner, part = stored
         parts[part] = slot.view(buffer)
-        if len(parts) == len(PARTS):
+        if len(parts) == len(linear.parts):
             parent, _, leaf = owner.rpartition(".")
             setattr(twin.get_submodule(parent), leaf, linear.over(parts))
             parts = {}

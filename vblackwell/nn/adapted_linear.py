@@ -77,7 +77,8 @@ def on_gpu(x: Tensor) -> bool:
 
 def adapted_linear(x: Tensor, a_RK: Tensor, b_NR: Tensor, scale: float, base: StoredFP4Linear) -> Tensor:
     """(..., K) to (..., N), differentiable in ``x``, ``a_RK`` and ``b_NR``, all of one type."""
-    packed = base.tensors()
+    packed = base.placed().tensors()
+    assert len(packed) == 3, "a base in two parts has no adapters"
     shape = (base.layout, base.out_features, base.in_features)
     token, low = _Keep.apply(x, a_RK, b_NR, *packed, scale, *shape)
     return _Product.apply(token, x.detach(), low, b_NR.detach(), *packed, scale, *shape)  # type: ignore[return-value]

@@ -167,8 +167,8 @@ def install_packed(model: nn.Module, name: str, packed: PackedTensor) -> FusedFP
     return layer
 
 
-def linear_of(model: nn.Module, name: str, shape: tuple[int, ...]) -> nn.Linear:
-    """The linear ``name``, which a packed weight of this shape may replace.
+def linear_of(model: nn.Module, name: str, shape: tuple[int, ...] | None = None) -> nn.Linear:
+    """The linear ``name``, which a packed weight of this shape, or of any, may replace.
 
     Raises:
         ConfigurationError: there is no linear of that name, or its shape is another.
@@ -177,10 +177,9 @@ def linear_of(model: nn.Module, name: str, shape: tuple[int, ...]) -> nn.Linear:
         linear = model.get_submodule(name)
     except AttributeError as error:
         raise ConfigurationError(f"the model has no module {name!r}: the packed file belongs to another") from error
-    if not isinstance(linear, nn.Linear) or shape != (linear.out_features, linear.in_features):
-        raise ConfigurationError(
-            f"{name} is {linear}, the packed weight has shape {shape}: the file belongs to another model"
-        )
+    if not isinstance(linear, nn.Linear) or shape not in (None, (linear.out_features, linear.in_features)):
+        packed = "there is a packed weight" if shape is None else f"the packed weight has shape {shape}"
+        raise ConfigurationError(f"{name} is {linear}, {packed}: the file belongs to another model")
     return linear
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, CorruptData
+from vblackwell.kernels import layout
 from vblackwell.kernels.dispatch import computes_at_once
 from vblackwell.nn.draw import draw_as_linear
 from vblackwell.nn.fp4_state import META, STATE_NAMES, from_state, to_state
@@ -34,6 +35,7 @@ from vblackwell.nn.two_part import (
     place_parts,
     unplace_parts,
 )
+from vblackwell.numerics.formats import format_named
 from vblackwell.numerics.packed import PackedTensor
 from vblackwell.numerics.separation import SeparatedTensor
 
@@ -120,7 +122,8 @@ class VBOptimizedLinear(nn.Module):
         """The packed weight in its canonical layout, without a fine part that was dropped; None before ``quantize()``."""
         if self.weight is not None:
             return None
-        return unplace_parts(self._parts(), (self.out_features, self.in_features), self._dtype)
+        form = format_named(layout.canonical_name(self._layout))
+        return unplace_parts(self._parts(), form, (self.out_features, self.in_features), self._dtype)
 
     def quantize(self) -> VBOptimizedLinear:
         """Packs the weight and lets go of the original; on a packed layer it changes nothing. Returns the layer.

@@ -35,7 +35,7 @@ from vblackwell.kernels.two_part_round import Rounder, renewed_scales, rounded_a
 from vblackwell.nn.fp4_state import Placed, place, unplace
 from vblackwell.nn.rounded_linear import Rounded, rounded_linear
 from vblackwell.nn.straight_through import fp4_round_trip
-from vblackwell.numerics.formats import format_named
+from vblackwell.numerics.formats import Format
 from vblackwell.numerics.fp4 import quantize
 from vblackwell.numerics.packed import PackedTensor
 from vblackwell.numerics.separation import Scales, SeparatedTensor, separate
@@ -136,13 +136,13 @@ def pack(weight: Tensor, precision: str, name: str) -> SeparatedTensor | PackedT
     return quantize(weight, precision, workspace_bytes=PACKING_BYTES, name=name)
 
 
-def place_parts(packed: SeparatedTensor | PackedTensor) -> PlacedParts:
-    """The layout for the device that ``packed`` is on: tiles on CUDA."""
+def place_parts(packed: SeparatedTensor | PackedTensor, tiles: bool = False) -> PlacedParts:
+    """The layout for the device that ``packed`` is on: tiles on CUDA; with ``tiles`` wherever it is."""
     if isinstance(packed, PackedTensor):
-        placed = place(packed)
+        placed = place(packed, tiles)
         return PlacedParts(placed.name, placed.codes, placed.scales, placed.tensor_scale, None)
     coarse, fine = packed.coarse, packed.fine
-    if packed.device.type != "cuda":
+    if packed.device.type != "cuda" and not tiles:
         return PlacedParts(coarse.format, coarse.codes, coarse.block_scales, coarse.tensor_scale, fine)
     parts = (coarse.codes, fine, coarse.block_scales, coarse.tensor_scale)
     codes, fine, scales, tensor_scale = two_part_layout.to_tiled(*parts, coarse.n, coarse.k)
@@ -387,9 +387,10 @@ def create_virtual_blackwell(
     return VirtualBlackwellAdapter(settings, max_weights=max_weights)
 
 
-def unplace_parts(parts: PlacedParts, shape: tuple[int, int], dtype: torch.dtype) -> SeparatedTensor | PackedTensor:
+def unplace_parts(
+    parts: PlacedParts, form: Format, shape: tuple[int, int], dtype: torch.dtype
+) -> SeparatedTensor | PackedTensor:
     """The canonical parts again, without the fine one where it is elsewhere."""
-    form = format_named(layout.canonical_name(parts.layout))
     if parts.fine is None or not layout.is_tiled(parts.layout):
         placed = Placed(parts.layout, parts.codes, parts.scales, parts.tensor_scale)
         coarse = unplace(placed, form, shape, dtype)
