@@ -21,6 +21,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """pyproject.toml limits each test's time. Where pytest-timeout is not installed, nothing does, and that is no error."""
+    if not pluginmanager.has_plugin("timeout"):
+        parser.addini("timeout", "seconds that a test may take (pytest-timeout)")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What is imported here stays: a million objects that full collections need not walk through, at some 0.3 s a time, now or later."""
