@@ -1,4 +1,4 @@
-"""The 2-norm of a gradient, with the same bits on GPU and CPU and for gradients of any width."""
+"""The 2-norm of a gradient, with the same bits on GPU and CPU and for gradients of either width."""
 
 from __future__ import annotations
 
