@@ -26,7 +26,6 @@ def run_example(place, name: str, alone: bool = False) -> str:
         [sys.executable, str(path)],
         capture_output=True,
         text=True,
-        timeout=120,
         cwd=place.folder,
         env=place.environment(),
     )

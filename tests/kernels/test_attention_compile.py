@@ -48,9 +48,7 @@ def test_kernels_fit(cases, tmp_path):
     """In one process for all GPUs: its start takes as long as a kernel."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     words = [" ".join((str(capability), *kernels)) for capability, kernels in cases.items()]
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, env=environment, timeout=580
-    )
+    result = subprocess.run([sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr[-2000:]
     found = [json.loads(line) for line in result.stdout.splitlines()]
     assert len(found) == sum(len(kernels) for kernels in cases.values())

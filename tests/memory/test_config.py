@@ -11,6 +11,7 @@ from vblackwell import VGPULevel, VGPUStack, create_vgpu_stack, quantize
 from vblackwell.errors import ConfigurationError, InsufficientMemory, UnknownKey
 from vblackwell.hardware import memory_facts
 from vblackwell.memory import config as config_module
+from vblackwell.memory import create
 from vblackwell.memory.config import LevelConfig, default_disk_path, parse_capacity, parse_levels
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.gpu import DeviceLevel
@@ -121,12 +122,13 @@ def test_default_disk_path_is_on_a_disk(monkeypatch: pytest.MonkeyPatch, disk_pa
 # A stack for this machine.
 
 
-def test_create_vgpu_stack_probes_the_machine(disk_path: str):
+def test_create_vgpu_stack_probes_the_machine(disk_path: str, monkeypatch: pytest.MonkeyPatch):
+    facts = memory_facts()
+    monkeypatch.setattr(create, "memory_facts", lambda: facts)  # others take and free memory meanwhile
     with create_vgpu_stack(disk_path=disk_path) as stack:
-        available = memory_facts().available_bytes
         assert [level.name for level in stack.levels][-2:] == ["cpu", "ssd"]
         assert all(level.capacity_bytes > 0 for level in stack.levels)
-        assert stack.levels[1].capacity_bytes < available
+        assert stack.levels[1].capacity_bytes < facts.available_bytes
         stack.register("ffn", torch.ones(1000), priority=5)
         assert torch.equal(stack.access("ffn").cpu(), torch.ones(1000))
 

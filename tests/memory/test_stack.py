@@ -572,8 +572,8 @@ def test_a_resident_access_is_quick(make_stack):
 
     stack = make_stack(4, 4)
     stack.register("a", page(1), priority=9)
-    seconds = min(timeit.repeat(lambda: stack.access("a"), number=1000, repeat=5)) / 1000
-    assert seconds < 50e-6
+    times = timeit.repeat(lambda: stack.access("a"), timer=time.thread_time, number=1000, repeat=5)
+    assert min(times) / 1000 < 50e-6
 
 
 # Life.
@@ -624,20 +624,28 @@ if sys.argv[2] == "closed":
 @pytest.mark.parametrize("how", ["closed", "open"])
 def test_the_interpreter_exits_cleanly(disk_path: str, how: str):
     command = [sys.executable, "-X", "dev", "-W", "error", "-c", EXITS, disk_path, how]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
 def test_closing_leaves_no_thread_and_no_file(make_stack, disk_path: str):
     import os
 
-    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    def threads_and_files() -> set[object]:
+        here = f"/proc/{os.getpid()}/fd"
+        links = ((number, os.path.join(here, number)) for number in os.listdir(here))
+        return {
+            *threading.enumerate(),
+            *((number, os.readlink(link)) for number, link in links if os.path.lexists(link)),
+        }
+
+    before = threads_and_files()  # some of them are of earlier tests, and may end meanwhile
     stack = make_stack(2, 400, 800)
     for i in range(12):
         stack.register(f"k{i}", random_bytes(MiB // 4, seed=i), priority=5)
     stack.prefetch(stack.keys())
     stack.close()
-    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, files)
+    assert not threads_and_files() - before
 
 
 def test_a_link_is_busy_once_however_many_use_it():

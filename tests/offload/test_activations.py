@@ -20,6 +20,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, Case, build
+from tests.waiting import wait_until
 from vblackwell.errors import ConfigurationError, InsufficientMemory, StaleTensor
 from vblackwell.memory.stack import VGPUStack
 from vblackwell.memory.transfer import set_transfer_delay
@@ -411,7 +412,7 @@ def test_what_was_loaded_in_vain_is_let_go(stack: VGPUStack, store: ActivationSt
 
 
 def test_a_buffer_waits_for_the_copy_of_a_graph_that_died(stack: VGPUStack, store: ActivationStore, no_collector: None):
-    seconds = [0.3]
+    seconds = [0.05]
     set_transfer_delay(lambda kind: time.sleep(seconds.pop() if seconds else 0))
     try:
         (_, tickets) = pack_some(store, 1)
@@ -421,7 +422,7 @@ def test_a_buffer_waits_for_the_copy_of_a_graph_that_died(stack: VGPUStack, stor
         ticket = store.pack(tensor)
         assert stack.levels[1].used_bytes == used  # the same buffer
         pack_some(store, NEWEST)
-        time.sleep(0.4)
+        time.sleep(0.1)  # a copy that nobody waited for would be over now, in the buffer's new bytes
         assert ticket.boundary.resident is None and torch.equal(store.unpack(ticket), tensor)
     finally:
         set_transfer_delay(None)
@@ -563,12 +564,8 @@ def test_a_store_keeps_no_model_alive(make_stack: MakeStack):
     assert offload_of(model) is not None and stack.levels[1].used_bytes > 0
     dead = weakref.ref(model)
     del model
-    for _ in range(100):  # the worker's thread gives the ranges back
-        gc.collect()
-        if stack.levels[1].used_bytes == 0:
-            break
-        time.sleep(0.01)
-    assert dead() is None and stack.levels[1].used_bytes == 0
+    # The worker's thread gives the ranges back.
+    wait_until(lambda: gc.collect() >= 0 and dead() is None and stack.levels[1].used_bytes == 0)
 
 
 # -- refusals and ends ---------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build
+from tests.waiting import wait_until
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, StaleTensor, StepAbandoned, Unsupported
 from vblackwell.memory.stack import VGPUStack
 from vblackwell.offload.clip import clip_grad_norm_
@@ -466,13 +466,8 @@ def test_collected_models_give_their_bytes_back(stack: VGPUStack):
     MLP.loss(model, 0).backward()
     offload_of(model).finish()
     del model
-    released = threading.Event()
-    for _ in range(200):  # the worker thread may hold its last task a moment longer
-        gc.collect()
-        if not any(level.used_bytes for level in stack.levels):
-            break
-        released.wait(0.01)
-    assert [level.used_bytes for level in stack.levels] == [0, 0, 0]
+    # The worker thread may hold its last task a moment longer.
+    wait_until(lambda: gc.collect() >= 0 and [level.used_bytes for level in stack.levels] == [0, 0, 0])
 
 
 def test_stack_linear_trains(stack: VGPUStack):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from torch import nn
 
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build
+from tests.waiting import wait_until
 from vblackwell.errors import ConfigurationError, StepAbandoned
 from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
@@ -299,6 +301,11 @@ def test_two_threads_give_the_same_bits(make_stack: MakeStack):
     assert equal(model, plain)
 
 
+def main_thread_waits() -> bool:
+    frame = sys._current_frames()[threading.main_thread().ident]
+    return frame.f_code.co_filename == threading.__file__
+
+
 @pytest.mark.parametrize("anticipated", [False, True])
 def test_an_interrupted_wait_is_waited_for_again(anticipated: bool, make_stack: MakeStack):
     """Ctrl-C while the forward waits for an update, or for its way back: who needs the group next must wait as well."""
@@ -309,9 +316,9 @@ def test_an_interrupted_wait_is_waited_for_again(anticipated: bool, make_stack: 
     reached, interrupted = threading.Event(), threading.Event()
 
     def delay() -> None:
-        reached.wait(10)
+        reached.wait()
         if not interrupted.is_set():
-            time.sleep(0.05)  # until the main thread waits; should it not yet, the interrupt comes a little earlier
+            wait_until(main_thread_waits)
             interrupted.set()
             signal.pthread_kill(
                 threading.main_thread().ident, signal.SIGINT
@@ -327,7 +334,7 @@ def test_an_interrupted_wait_is_waited_for_again(anticipated: bool, make_stack: 
         with pytest.raises(KeyboardInterrupt):
             reached.set()
             MLP.loss(model, 1)
-            interrupted.wait(10)
+            interrupted.wait()
         assert MLP.loss(model, 1).item() == MLP.loss(plain, 1).item()
     finally:
         reached.set()

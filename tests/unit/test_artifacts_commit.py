@@ -59,7 +59,7 @@ def write(parent: Path, number: int, **files: bytes) -> Path:
 
 def run_killed(parent: Path, call: str, count: int) -> subprocess.CompletedProcess:
     command = [sys.executable, "-c", KILLED, str(parent), call, str(count)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 def calls_made(tmp_path: Path, call: str) -> int:
@@ -211,7 +211,7 @@ def test_leftovers_go_and_work_in_progress_stays(tmp_path):
              "print(clean_leftovers(Path(sys.argv[1])))\n"
              "try: CommitFolder(Path(sys.argv[1]), 'step-8').__enter__()\n"
              "except DiskError as error: print(error)", str(tmp_path)],
-            capture_output=True, text=True, timeout=60,
+            capture_output=True, text=True,
         )  # fmt: skip
         assert other.stdout.startswith("[]\n") and "written by another process" in other.stdout, other
         assert folder.path.is_dir()
@@ -295,7 +295,7 @@ FULL = textwrap.dedent("""
 def test_a_full_disk_costs_nothing(tmp_path, way, offset):
     """RLIMIT_FSIZE: a real refusal by the kernel in the middle of a write."""
     older = write(tmp_path, 1)
-    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path), way], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path), way], capture_output=True, text=True)
     assert f"at offset {offset} of {tmp_path}/step-2.tmp/large.bin" in done.stdout, done
     assert "no room for" in done.stdout and "are free" in done.stdout and "make room" in done.stdout
     assert list(tmp_path.iterdir()) == [older]

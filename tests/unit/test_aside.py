@@ -37,11 +37,12 @@ def test_a_child_that_fails_or_hangs_is_replaced(forks, monkeypatch):
     monkeypatch.setattr(aside, "LONGEST", 0.2)
 
     def quick_here() -> int:
-        time.sleep(0 if os.getpid() == here else 60)
+        if os.getpid() != here:
+            time.sleep(60)
+            return 9  # too late to be heard
         return 8
 
-    began = time.monotonic()
-    assert Aside(quick_here).result() == 8 and time.monotonic() - began < 20
+    assert Aside(quick_here).result() == 8
 
 
 def test_a_child_that_nobody_asks_is_ended(forks):

@@ -8,7 +8,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,24 +59,29 @@ def _die() -> dict[str, Any]:
 
 
 def _sleep() -> dict[str, Any]:
-    time.sleep(60)
+    signal.pause()
     return {}
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # children here touch no thread's lock
-def test_children_that_fail_are_rows(part):
-    pool = part("pool")
+def test_children_that_fail_are_rows(part, monkeypatch):
+    """By a clock on which the slow one has had its time when it alone has not answered."""
+    pool, told = part("pool"), []
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + (2e4 if len(told) == 4 else 0))
+    monkeypatch.setattr(pool, "time", clock)
     tasks = [pool.Task("slow", _sleep, {}), pool.Task("bad", _raise, {}), pool.Task("dead", _die, {})]
     tasks += [pool.Task(f"good {i}", _answer, {"value": i}, gpu_bytes=60, alone=i == 2) for i in range(3)]
-    found = pool.Pool(3, time.monotonic() + 30, case_seconds=1.0, gpu_bytes=100).run(tasks)
+    found = pool.Pool(3, time.monotonic() + 1e5, case_seconds=1e4, gpu_bytes=100).run(tasks, told.append)
     assert [found[f"good {i}"]["value"] for i in range(3)] == [0, 1, 2]
     assert len({each["pid"] for key, each in found.items() if key.startswith("good")} | {os.getpid()}) == 4
     assert found["bad"]["error"].startswith("ValueError: no such thing at test_bench_estimate.py:")
-    assert "-9" in found["dead"]["error"] and found["slow"]["error"].startswith("stopped after 1")
+    assert "-9" in found["dead"]["error"] and found["slow"]["error"].startswith("stopped after 2")
     kept = {"before": {"value": 7}}
-    assert pool.Pool(1, time.monotonic() + 30, 9.0).run([pool.Task("after", _answer, {"value": 8})], done=kept) is kept
+    assert (
+        pool.Pool(1, clock.monotonic() + 1e5, 1e4).run([pool.Task("after", _answer, {"value": 8})], done=kept) is kept
+    )
     assert [kept[key]["value"] for key in ("before", "after")] == [7, 8]
-    late = pool.Pool(1, time.monotonic() - 1, case_seconds=1.0).run([pool.Task("late", _answer, {"value": 1})])
+    late = pool.Pool(1, clock.monotonic() - 1, case_seconds=1.0).run([pool.Task("late", _answer, {"value": 1})])
     assert late == {"late": {"error": "not run: out of time"}}
 
 
