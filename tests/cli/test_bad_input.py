@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import LEVELS, Workplace
+from vblackwell.artifacts.commit import verify_folder
 
 
 def files_of(place: Workplace) -> dict[Path, int]:
@@ -131,6 +132,33 @@ def test_damaged_checkpoints(place, finished):
     for path in (here / "checkpoints").iterdir():
         os.unlink(path / "optimizer.safetensors")
     refused(place, ["train", "--out", "run", "--resume"], "no checkpoint is intact", "optimizer.safetensors is missing")
+
+
+def test_a_checkpoint_without_its_manifest_is_written_again(place, finished):
+    _, run, _ = finished
+    here = place.folder / "run"
+    shutil.copytree(run, here)
+    final = (here / "final/model.safetensors").read_bytes()
+    shutil.rmtree(here / "final")
+    (here / "checkpoints/step-00000020/manifest.json").unlink()
+    output = place.vb("train", "--out", "run", "--resume").stdout
+    assert "damaged checkpoint" in output and "after step 10" in output
+    assert (here / "final/model.safetensors").read_bytes() == final
+    verify_folder(here / "checkpoints/step-00000020")
+
+
+def test_a_digit_of_the_settings_that_changed_is_refused(place, finished):
+    _, run, _ = finished
+    here = place.folder / "run"
+    shutil.copytree(run, here)
+    shutil.rmtree(here / "final")
+    settings = here / "settings.json"
+    written = settings.read_text()
+    settings.write_text(written.replace('"learning_rate": 0.01', '"learning_rate": 0.02'))
+    refused(place, ["train", "--out", "run", "--resume"], "settings.json is not what the run wrote", "trainer.json")
+    stored = {name: value for name, value in json.loads(written).items() if name != "xxh3"}
+    settings.write_text(json.dumps(stored | {"seed": 1}))  # as of a version that kept no hash
+    refused(place, ["train", "--out", "run", "--resume"], "--seed is 1, the run was started with 0", "trainer.json")
 
 
 def test_divergence_never_reaches_the_weights(place):

@@ -247,6 +247,19 @@ def test_what_was_never_committed_is_not_replaced(tmp_path):
     assert (tmp_path / "work" / "text").read_text() == (tmp_path / "file").read_text() == "mine"
 
 
+def test_a_folder_that_lost_its_manifest_is_passed_over_and_written_again(tmp_path):
+    for number in (1, 2):
+        write(tmp_path, number)
+    (tmp_path / "step-2" / "manifest.json").unlink()
+    found, problems = newest_verified(tmp_path)
+    assert found == tmp_path / "step-1" and "step-2/manifest.json is missing" in str(problems[0])
+    with CommitFolder(tmp_path, "step-2", own_parent=True) as folder:
+        folder.add("b.bin", b"again")
+    verify_folder(tmp_path / "step-2")
+    assert sorted(path.name for path in (tmp_path / "step-2").iterdir()) == ["b.bin", "manifest.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2"]
+
+
 def test_a_link_stays_and_the_folder_goes_where_it_points(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "model").symlink_to(tmp_path / "disk" / "model")

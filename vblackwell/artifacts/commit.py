@@ -37,20 +37,24 @@ _STEP = re.compile(r"step-\d+")
 class CommitFolder:
     """``with CommitFolder(parent, name) as folder:`` write into ``folder``; leaving the block commits, an exception abandons.
 
-    A folder that already has the name is replaced at the commit, if it is empty or was committed too. While the block runs the work
-    folder is locked, so that no other process takes it for a leftover.
+    A folder that already has the name is replaced at the commit, if it is empty or was committed too, or if it is in a folder of the
+    caller's own. While the block runs the work folder is locked, so that no other process takes it for a leftover.
 
     Args:
         parent: made if missing.
         name: of the folder once committed.
         needed_bytes: refused at once, before anything is written, if the disk has less.
+        own_parent: nobody else writes into ``parent``: a folder there without a manifest is a damaged one, and is replaced.
 
     Raises:
         ConfigurationError: what has the name holds files and was never committed: it is somebody's own.
         DiskError: the disk is full or failed, with needed and free bytes; the work folder is gone, older ones are as before.
     """
 
-    def __init__(self, parent: Path, name: str, needed_bytes: int | None = None) -> None:
+    def __init__(
+        self, parent: Path, name: str, needed_bytes: int | None = None, *, own_parent: bool = False
+    ) -> None:  # fmt: skip
+        self._own_parent = own_parent
         final = parent / name
         if final.is_symlink():  # the folder goes where the link points to, say to a larger disk
             final = final.resolve()
@@ -74,9 +78,8 @@ class CommitFolder:
         self._lock = make_work_folder(self.path)
         return self
 
-    @staticmethod
-    def _check_replaceable(final: Path) -> None:
-        if not final.exists() or (final / MANIFEST).is_file():
+    def _check_replaceable(self, final: Path) -> None:
+        if not final.exists() or (final / MANIFEST).is_file() or (self._own_parent and final.is_dir()):
             return
         if not final.is_dir() or any(final.iterdir()):
             raise ConfigurationError(
@@ -194,18 +197,26 @@ def verify_folder(path: Path) -> None:
 
 def newest_complete(parent: Path, prefix: str = "step-") -> list[Path]:
     """Committed folders ``prefix`` + number under ``parent``, the newest first; not verified yet."""
+    return [path for path in _numbered(parent, prefix) if (path / MANIFEST).is_file()]
+
+
+def _numbered(parent: Path, prefix: str) -> list[Path]:
+    """Folders ``prefix`` + number under ``parent``, the newest first."""
     found = []
     for path in parent.glob(f"{prefix}*"):
         number = path.name.removeprefix(prefix)
-        if number.isdecimal() and (path / MANIFEST).is_file():
+        if number.isdecimal() and path.is_dir():
             found.append((int(number), path))
     return [path for _, path in sorted(found, reverse=True)]
 
 
 def newest_verified(parent: Path, prefix: str = "step-") -> tuple[Path | None, list[CorruptData]]:
-    """The newest folder whose bytes are intact (``None``: there is none), and what is wrong with those newer than it."""
+    """The newest folder whose bytes are intact (``None``: there is none), and what is wrong with those newer than it.
+
+    A folder without a manifest counts as damaged: folders get their names with it, so it was lost later.
+    """
     problems = []
-    for path in newest_complete(parent, prefix):
+    for path in _numbered(parent, prefix):
         try:
             verify_folder(path)
         except CorruptData as error:

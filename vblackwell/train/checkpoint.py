@@ -36,6 +36,7 @@ from vblackwell.nn.lora import file_name, is_adapter
 from vblackwell.offload.enable import offload_of
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.state import MOMENTS, ParameterState, export_state, import_state
+from vblackwell.train.resume import refuse_other_run
 from vblackwell.train.runfolder import ADAPTER, FINAL
 from vblackwell.train.state import TrainerState
 from vblackwell.units import format_bytes
@@ -63,7 +64,7 @@ class Checkpoints:
             DiskError: no room, or the disk failed; earlier checkpoints are untouched.
         """
         needed = _checkpoint_bytes(self._prepared.parts.model) + METADATA_BYTES
-        with CommitFolder(self.parent, f"step-{state.step:08d}", needed) as folder:
+        with CommitFolder(self.parent, f"step-{state.step:08d}", needed, own_parent=True) as folder:
             _write_model(folder, self._prepared, with_states=True)
             folder.add_json(TRAINER, _trainer_json(self._prepared, state))
         prune(self.parent, self._prepared.config.keep_checkpoints)
@@ -72,6 +73,7 @@ class Checkpoints:
         """Weights and states of the newest intact checkpoint into the model; None if there is none yet, which is said.
 
         Raises:
+            ConfigurationError: it was written under other settings.
             CorruptData: there are checkpoints, and all are damaged.
         """
         if self.parent.is_dir():
@@ -91,6 +93,7 @@ class Checkpoints:
             raise CorruptData(
                 f"{found} was written with other data or another tokenizer: give the same --data and --tokenizer"
             )
+        refuse_other_run(self._prepared.config, found, stored["config"])
         model, made = self._prepared.parts.model, adapted(self._prepared.parts.model)
         if made is not None and stored.get("base") != made.base:
             raise CorruptData(

@@ -29,7 +29,7 @@ from vblackwell.train.profile import tracing
 from vblackwell.train.progress import Progress, open_progress
 from vblackwell.train.report import compare, make_report, report_lines
 from vblackwell.train.resume import refuse_changes
-from vblackwell.train.runfolder import REPORT, SETTINGS, TRACE, RunFolder, default_out, read_stored_config
+from vblackwell.train.runfolder import REPORT, TRACE, RunFolder, default_out, read_stored_config, write_settings
 from vblackwell.train.signals import StopRequest
 from vblackwell.train.trainer import Hooks, Trainer
 
@@ -84,7 +84,7 @@ def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: 
         planned = {
             name: getattr(chosen, name) for name in ("batch_size", "accumulation_steps", "gradient_checkpointing")
         }
-        folder.write_json(SETTINGS, replace(config, **planned).to_dict())
+        write_settings(folder, replace(config, **planned).to_dict())
     return _Run(prepared, folder, progress, stop, cleanup).to_the_end()
 
 

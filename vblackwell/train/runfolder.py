@@ -16,6 +16,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from vblackwell.errors import ConfigurationError, CorruptData, DiskError
 from vblackwell.train.lock import RunLock
 from vblackwell.train.metrics import METRICS_NAME
@@ -26,6 +28,7 @@ CHECKPOINTS = "checkpoints"
 SETTINGS = "settings.json"
 REPORT = "report.json"
 TRACE = "trace.json"
+_HASH = "xxh3"  # of the settings, in their own file
 
 
 class RunFolder:
@@ -46,7 +49,7 @@ class RunFolder:
         if path.is_dir():
             self._lock = RunLock(path)
             if not resume and self.has_run:
-                self._lock.release()
+                self.release()
                 raise ConfigurationError(
                     f"--out {path} holds a run already: add --resume to go on with it, or choose another --out"
                 )
@@ -69,6 +72,7 @@ class RunFolder:
         """Make the folder if need be, and hold it.
 
         Raises:
+            ConfigurationError: another process was faster: it holds the folder, or its run is in it.
             DiskError: it cannot be made.
         """
         try:
@@ -79,6 +83,11 @@ class RunFolder:
             ) from error
         if self._lock is None:
             self._lock = RunLock(self.path)
+            if self.has_run:  # what was there when this process began was nothing
+                self.release()
+                raise ConfigurationError(
+                    f"--out {self.path} has come to hold a run of another process since this one began: choose another --out"
+                )
 
     def write_json(self, name: str, value: Any) -> None:
         """``value`` into file ``name``, atomically.
@@ -109,19 +118,41 @@ def _fresh(path: Path) -> Path:
     return path.with_name(path.name + ".tmp")
 
 
+def write_settings(folder: RunFolder, settings: dict[str, Any]) -> None:
+    """Keep what the run is started with, and a hash of it.
+
+    Raises:
+        DiskError: the disk refused.
+    """
+    folder.write_json(SETTINGS, settings | {_HASH: _hash_of(settings)})
+
+
+def _hash_of(settings: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(settings, sort_keys=True).encode())
+
+
 def read_stored_config(folder: Path) -> dict[str, Any] | None:
     """The settings that the run in ``folder`` was started with; None if it never got that far.
 
     Raises:
-        CorruptData: the file is not JSON.
+        CorruptData: the file is not JSON, or not what was written: a digit of a learning rate would change what a resumed run computes.
     """
     path = folder / SETTINGS
     if not path.is_file():
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        stored = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CorruptData(f"{path} is damaged ({error}): remove it to resume with the flags alone") from error
+    if not isinstance(stored, dict):
+        raise CorruptData(f"{path} holds no settings: remove it to resume with the flags alone")
+    written = stored.pop(_HASH, None)
+    if written is not None and written != _hash_of(stored):
+        raise CorruptData(
+            f"{path} is not what the run wrote (its XXH3 is another): put back what was changed ('config' in a checkpoint's trainer.json "
+            "has the values), or remove it to resume with the flags alone"
+        )
+    return stored
 
 
 def default_out(name: str, parent: Path = Path("runs")) -> Path:
