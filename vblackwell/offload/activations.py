@@ -43,6 +43,7 @@ from vblackwell.memory.streams import copy_streams
 from vblackwell.nn.checkpoint import inputs_saved_under
 from vblackwell.offload.boundary import Boundary, Departed, Load, Ticket, span_bytes
 from vblackwell.offload.host_buffer import HostBuffers
+from vblackwell.offload.loaded import SavedTensor
 from vblackwell.offload.stall import Stalls
 from vblackwell.units import MiB
 
@@ -160,7 +161,13 @@ class ActivationStore:
 
         def pack(tensor: torch.Tensor) -> Any:
             packed = outer_pack(tensor)
-            return self.pack(tensor) if packed is tensor else Elsewhere(packed, outer_unpack)
+            if packed is tensor or isinstance(
+                packed, SavedTensor
+            ):  # it stays where it is, as far as the outer hooks are concerned
+                ours = self.pack(tensor)
+                if ours is not tensor:
+                    return ours
+            return Elsewhere(packed, outer_unpack)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, self.unpack)
 

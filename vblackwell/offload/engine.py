@@ -32,11 +32,12 @@ from vblackwell.offload.kept_parameters import handing_on
 from vblackwell.offload.lane import smallest_buffer
 from vblackwell.offload.lane_cuda import make_lane
 from vblackwell.offload.level0_updates import Level0Updates
+from vblackwell.offload.loaded import PackedView, SavedTensor
 from vblackwell.offload.masters import refuse_unprepared
 from vblackwell.offload.sliced import SlicedLeaf, swap_class
 from vblackwell.offload.step import StepControl, UpdateSource, is_final
 from vblackwell.offload.used_parameters import UsedParameters
-from vblackwell.offload.weights import PackedView, WeightStreamer
+from vblackwell.offload.weights import WeightStreamer
 from vblackwell.offload.worker import Worker
 
 _top_hooks: Callable[[bool], Any] = getattr(torch._C, "_autograd")._top_saved_tensors_default_hooks  # noqa: B009 (untyped)
@@ -219,12 +220,11 @@ class Offload:
             return nullcontext()
         return handing_on(active) or nullcontext()
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | PackedView:
-        packed = self.weights.pack(tensor)
-        return tensor if packed is None else packed
+    def _pack(self, tensor: torch.Tensor) -> SavedTensor | PackedView:
+        return self.weights.pack(tensor) or SavedTensor.of(tensor)
 
-    def _unpack(self, packed: torch.Tensor | PackedView) -> torch.Tensor:
-        return self.weights.unpack(packed) if isinstance(packed, PackedView) else packed
+    def _unpack(self, packed: SavedTensor | PackedView) -> torch.Tensor:
+        return self.weights.unpack(packed) if isinstance(packed, PackedView) else packed.unchanged()
 
     def take_gradient(self, slot: Slot) -> None:
         task = torch._C._current_graph_task_id()
