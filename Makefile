@@ -28,10 +28,11 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(PYTEST) -m "not gpu and not multi_gpu"
 
-# Run where the GPU is; uses the environment that is active, because GPU machines often bring their own torch. Eight processes share the
-# GPU and 16 cores. pytest-benchmark, which nothing here uses, warns of xdist, and warnings are errors.
+# Run where the GPU is, with the environment that is active, because GPU machines often bring their own torch, and with this checkout,
+# installed or not. Eight processes share the GPU and 16 cores. pytest-benchmark, which nothing here uses, warns of xdist, and warnings
+# are errors.
 test-gpu:
-	OMP_NUM_THREADS=2 python3 -m pytest -q -n 8 --dist worksteal -p no:benchmark -m "gpu or multi_gpu or slow" -rs --durations=25
+	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" OMP_NUM_THREADS=2 python3 -m pytest -q -n 8 --dist worksteal -p no:benchmark -m "gpu or multi_gpu or slow" -rs --durations=25
 
 lint: $(STAMP)
 	$(RUN)ruff check .
