@@ -4,10 +4,13 @@ import gc
 import importlib.util
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+from tests.cli.forks import ForkServer
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -37,3 +40,31 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
         gc.collect()
         gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ForkServer, dict[str, str]]]:
+    """What forks processes that need not import torch again, which takes seconds, and its environment."""
+    folder = tmp_path_factory.mktemp("forks")
+    left_out = ("WORLD_SIZE", "COLUMNS", "TRITON_INTERPRET")  # as on users' machines, and kernels can be compiled there
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    environment |= {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    server = ForkServer(folder, environment)
+    yield server, environment
+    server.close()
+
+
+@pytest.fixture
+def program(forks: tuple[ForkServer, dict[str, str]], tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """``program(text, *words, NAME=value)``: what a Python program prints that runs in a process of its own, and ends well."""
+    server, _ = forks
+
+    def run(text: str, *words: str, **environment: str) -> str:
+        path = tmp_path / "program.py"
+        path.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n{text}", encoding="utf-8")
+        child = server.start([str(path), *words], tmp_path, environment)
+        assert child.wait() == 0, child.stderr.read_text(encoding="utf-8")[-2000:]
+        return child.stdout.read_text(encoding="utf-8")
+
+    yield run
+    server.end_children()

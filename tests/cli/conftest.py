@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,16 +70,13 @@ class Workplace:
 
 
 @pytest.fixture(scope="session")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, ForkServer, dict[str, str]]]:
+def shared(
+    forks: tuple[ForkServer, dict[str, str]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, ForkServer, dict[str, str]]:
     """Corpus, fork server and environment of the session."""
-    folder = tmp_path_factory.mktemp("shared")
-    corpus = folder / "corpus.py"
+    corpus = tmp_path_factory.mktemp("shared") / "corpus.py"
     corpus.write_text(Path(argparse.__file__).read_text(encoding="utf-8"), encoding="utf-8")
-    environment = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "COLUMNS")}
-    environment |= {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
-    server = ForkServer(folder, environment)
-    yield corpus, server, environment
-    server.close()
+    return corpus, *forks
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ def losses_of(output: str) -> list[float]:
 
 
 def test_train_own_module(place):
-    output = run_example(place, "train_own_module.py")
+    output = run_example(place, "train_own_module.py", alone=True)
     losses = losses_of(output)
     assert losses[1] < losses[0] / 4
     (held,) = re.findall(r"level 0 held at most (\d+) bytes", output)
@@ -59,7 +59,7 @@ def test_train_from_scratch(place):
 
 
 def test_finetune_folder(place):
-    first, last = losses_of(run_example(place, "finetune_folder.py", alone=True))
+    first, last = losses_of(run_example(place, "finetune_folder.py"))
     assert last < 0.75 * first
     tuned = transformers.AutoModelForCausalLM.from_pretrained(place.folder / "tiny-qwen3-tuned")
     tokens = torch.arange(96).view(4, 24)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 from tests.cli.conftest import LEVELS, RECORDED
 from vblackwell.train.runfolder import REPORT, SETTINGS, RunFolder
 
-KILLS_AT_RANDOM, KILLS_IN_CHECKPOINTS = 14, 6
+KILLS_AT_RANDOM, KILLS_IN_CHECKPOINTS = 6, 4
 
 
 def words_of(place, out, steps=12):
@@ -37,7 +35,8 @@ def work_folders(run):
     return {path.stat().st_ino for path in run.glob("checkpoints/*.tmp")}
 
 
-def test_twenty_kills_end_with_the_same_weights(place):
+def test_kills_at_any_moment_end_with_the_same_weights(place):
+    """Some of them; tests/faults kills at every call that writes."""
     steps = 8  # four checkpoints: one kept, one before it, two that were pruned
     child = place.start(*words_of(place, "whole", steps))
     began = time.monotonic()  # not before: the first child of all waits for what it is forked from
@@ -109,22 +108,15 @@ def test_second_sigint_leaves_at_once(place):
 
 
 def test_a_run_folder_in_use_is_refused(place):
-    """The second process is refused while the first runs, and the first does not notice. Both are started as users do."""
+    """The second process is refused while the first runs, and the first does not notice."""
     words = place.train_words("--max-steps", "100000", "--checkpoint-every", "0", "--out", "run")
-    first = subprocess.Popen(
-        [sys.executable, "-m", "vblackwell", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        cwd=place.folder, env=place.environment(),
-    )  # fmt: skip
-    try:
-        while first.poll() is None and not (place.folder / "run/metrics.jsonl").exists():
-            time.sleep(0.02)
-        result = place.vb("train", "--out", "run", "--resume", code=2)
-        assert f"in use by process {first.pid}" in result.stderr and len(result.stderr.splitlines()) == 1
-        assert first.poll() is None
-    finally:
-        first.terminate()
-        _, said = first.communicate()
-    assert first.returncode == 143 and said == ""
+    first = place.start(*words)
+    wait_until(first, (place.folder / "run/metrics.jsonl").exists)
+    result = place.vb("train", "--out", "run", "--resume", code=2)
+    assert f"in use by process {first.pid}" in result.stderr and len(result.stderr.splitlines()) == 1
+    assert first.alive
+    first.signal(signal.SIGTERM)
+    assert first.wait() == 143 and first.stderr.read_text() == ""
 
 
 def test_a_full_disk_costs_no_older_checkpoint(place):

@@ -6,9 +6,6 @@ In a process of its own, because where there is no GPU this one has Triton's int
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -92,13 +89,10 @@ print(json.dumps(found))
 
 
 @pytest.mark.parametrize("capabilities", [[90], pytest.param([80, 86, 89], marks=pytest.mark.slow)], ids=str)
-def test_kernels_fit(capabilities, tmp_path):
-    """The newest; the others, 86 with the least shared memory, with what is slow. One process: its start costs as much as a kernel."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", PROGRAM, json.dumps(capabilities), str(tmp_path / "kernel.cubin")]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr[-2000:]
-    found = json.loads(result.stdout.splitlines()[-1])
+def test_kernels_fit(capabilities, program, tmp_path):
+    """The newest; the others, 86 with the least shared memory, with what is slow."""
+    words = [json.dumps(capabilities), str(tmp_path / "kernel.cubin")]
+    found = json.loads(program(PROGRAM, *words, TRITON_CACHE_DIR=str(tmp_path)).splitlines()[-1])
     assert len(found) == 21 * len(capabilities)
     for capability, kernel, shared_bytes, local_bytes in found:
         assert shared_bytes <= SHARED_BYTES[capability] and local_bytes == 0, (kernel, shared_bytes, local_bytes)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -239,10 +238,9 @@ except DiskError as error:
 """
 
 
-def test_a_file_size_limit_is_met_at_allocation(disk_path: str):
+def test_a_file_size_limit_is_met_at_allocation(disk_path: str, program: Callable[..., str]):
     """A real limit of the system, in a process of its own."""
-    result = subprocess.run([sys.executable, "-c", LIMITED, disk_path], capture_output=True, text=True)
-    assert result.stdout.strip() == "refused", result.stderr
+    assert program(LIMITED, disk_path) == "refused\n"
 
 
 @pytest.mark.parametrize("position", [0, PIECE - 1, PIECE, 150_000])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import resource
-import subprocess
-import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -191,7 +190,8 @@ def test_an_interrupt_waits_for_threads_that_are_at_work(monkeypatch: pytest.Mon
 
 
 FORKED = """
-import os, signal, torch
+import os, signal, torch, warnings
+warnings.simplefilter("ignore", DeprecationWarning)
 from vblackwell.offload.update_rates import cpu_rate
 torch.set_num_threads(2)
 cpu_rate()
@@ -205,8 +205,8 @@ assert os.waitpid(child, 0)[1] == 0
 """
 
 
-def test_a_forked_process_has_threads_of_its_own():
-    subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED], check=True)
+def test_a_forked_process_has_threads_of_its_own(program: Callable[..., str]):
+    program(FORKED)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -1,7 +1,6 @@
 """Tokenizer and packed tokens: the same files give the same tokens, from the cache or not, alone or with others."""
 
 import json
-import multiprocessing
 import signal
 import subprocess
 import sys
@@ -88,22 +87,31 @@ def test_a_damaged_cache_is_built_again(folder, cache, name):
     assert np.array_equal(again.tokens, first) and any("again" in message for message in said)
 
 
-def _prepare(folder: Path, start, results) -> None:
+AT_ONCE = """
+import multiprocessing
+import numpy as np
+from pathlib import Path
+from vblackwell.train.data import prepare_data
+
+def prepare(start):
     start.wait()
-    corpus = prepare_data(folder, None, 300)
-    results.put((corpus.fingerprint, int(np.asarray(corpus.tokens, dtype=np.int64).sum())))
+    corpus = prepare_data(Path(sys.argv[1]), None, 300)
+    print(corpus.fingerprint, int(np.asarray(corpus.tokens, dtype=np.int64).sum()), flush=True)
+
+context = multiprocessing.get_context("fork")
+start = context.Barrier(3)
+workers = [context.Process(target=prepare, args=(start,)) for _ in range(3)]
+for worker in workers:
+    worker.start()
+for worker in workers:
+    worker.join()
+assert [worker.exitcode for worker in workers] == [0, 0, 0]
+"""
 
 
-def test_processes_that_build_the_same_entry_agree(folder, cache):
-    context = multiprocessing.get_context("spawn")
-    start, results = context.Barrier(3), context.Queue()
-    workers = [context.Process(target=_prepare, args=(folder, start, results)) for _ in range(3)]
-    for worker in workers:
-        worker.start()
-    found = {results.get() for _ in workers}
-    for worker in workers:
-        worker.join()
-    assert len(found) == 1 and not list(cache.rglob("*.tmp"))
+def test_processes_that_build_the_same_entry_agree(folder, cache, program):
+    said = program(AT_ONCE, str(folder), XDG_CACHE_HOME=str(cache.parent)).splitlines()
+    assert len(said) == 3 and len(set(said)) == 1 and not list(cache.rglob("*.tmp"))
     assert len(list((cache / "tokens").iterdir())) == len(list((cache / "tokenizers").iterdir())) == 1
 
 

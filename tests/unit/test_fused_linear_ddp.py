@@ -1,15 +1,24 @@
 """FusedFP4Linear under DistributedDataParallel: two real processes over gloo."""
 
-import os
-import socket
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vblackwell.nn.linear import FusedFP4Linear
+
+RANKS = """
+import os
+from pathlib import Path
+from tests.unit.test_fused_linear_ddp import train_rank
+other = os.fork()
+train_rank(0 if other else 1, Path(sys.argv[1]))
+if other:
+    assert os.waitpid(other, 0)[1] == 0
+"""
 
 
 def _model():
@@ -32,21 +41,18 @@ def _train(model, batches):
         optimizer.step()
 
 
-def _worker(rank, port, folder):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def train_rank(rank: int, folder: Path) -> None:
+    """One of two processes that meet at a file in ``folder``, and leave their weights there."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=2)
     model = _model()
     _train(DistributedDataParallel(model), _batches(rank))
-    torch.save(model.state_dict(), os.path.join(folder, f"{rank}.pt"))
+    torch.save(model.state_dict(), folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 
-def test_two_ranks_train_as_one_process_on_both_batches(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_worker, (port, str(tmp_path)), nprocs=2)
+def test_two_ranks_train_as_one_process_on_both_batches(program: Callable[..., str], tmp_path: Path):
+    program(RANKS, str(tmp_path))
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     alone = _model()
     _train(alone, [torch.cat(pair) for pair in zip(_batches(0), _batches(1), strict=True)])
