@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/
 STAMP := $(VENV)/.installed
 
-.PHONY: train test test-all test-gpu lint format clean
+.PHONY: train test test-all test-gpu sanitize lint format clean
 
 # torch first and alone: the CPU build is named by its version, and nothing later may replace it.
 $(STAMP): pyproject.toml constraints.txt
@@ -33,6 +33,10 @@ test-all: $(STAMP)
 # are errors.
 test-gpu:
 	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" OMP_NUM_THREADS=2 python3 -m pytest -q -n 8 --dist worksteal -p no:benchmark -m "gpu or multi_gpu or slow" -rs --durations=25
+
+# compute-sanitizer over small shapes of every kernel, on a GPU machine with the CUDA toolkit; ends with a table.
+sanitize:
+	python3 -m tests.kernels.sanitize
 
 lint: $(STAMP)
 	$(RUN)ruff check .

@@ -1,0 +1,339 @@
+"""Every kernel of the package on small shapes, for a sanitizer to watch: ``python -m tests.kernels.sanitized NAME...`` (sanitize.py).
+
+Inputs are made on the CPU, so that few kernels but ours run. Sizes are odd where a kernel allows it: bounds are what is watched.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.kernels import fp4_paths
+from tests.kernels.attention_oracle import inputs
+from tests.kernels.emulation import random_weight
+from tests.kernels.fused_oracle import DEVICE, normal
+from tests.kernels.test_adamw import PLAIN, random_states
+from tests.kernels.test_adamw8 import States8
+from tests.kernels.test_two_part import random_parts, wide_weight
+from vblackwell.kernels import (
+    attention_launch,
+    attention_plan,
+    direct,
+    fp4_cuda,
+    fp4_mma_plan,
+    nvrtc,
+    two_part_cuda,
+    two_part_layout,
+    two_part_round,
+    two_part_round_cuda,
+    w4a8_cuda,
+)
+from vblackwell.kernels.adamw import BLOCK, AdamWStep, norm_of, square_sums
+from vblackwell.kernels.cross_entropy import linear_cross_entropy
+from vblackwell.kernels.decode_attention import decode_attention, store_rotated
+from vblackwell.kernels.dispatch import use_backend
+from vblackwell.kernels.rms_norm import rms_norm
+from vblackwell.kernels.rotary import rotary
+from vblackwell.kernels.sampling import sample_tokens
+from vblackwell.kernels.swiglu import swiglu, swiglu_linear
+from vblackwell.numerics.formats import FORMATS
+from vblackwell.numerics.separation import training_scales
+
+NUMBERS = AdamWStep(1e-2, 0.9, 0.95, 1e-8, 0.1, 7)
+HANDOVER = Path(__file__).with_name("handover.cu")
+HANDED_OVER = ("as_triton", "with_registers", "by_barrier_0", "together", "in_a_race")
+N, K = 100, 1600  # of FP4 weights: no multiple of a block's rows, 25 windows
+
+
+@dataclass(frozen=True)
+class Case:
+    """``kernels``: those that ``run`` must launch: a CUDA kernel's name, or a Triton kernel's module and name."""
+
+    kernels: tuple[str, ...]
+    run: Callable[[], Any]
+    hopper: bool
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(*kernels: str, hopper: bool = False) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """``hopper``: needs one."""
+
+    def add(run: Callable[[], Any]) -> Callable[[], Any]:
+        CASES[run.__name__] = Case(kernels, run, hopper)
+        return run
+
+    return add
+
+
+def here(x: Any) -> Any:
+    return x.to(DEVICE) if isinstance(x, torch.Tensor) else x
+
+
+def clusters() -> bool:
+    return DEVICE != "cuda" or torch.cuda.get_device_capability()[0] >= 9
+
+
+# -- CUDA C++ -----------------------------------------------------------------------------------------------------------
+
+
+@case("adamw", "square_sums", "block_norm")
+def adamw() -> None:
+    for kind, first in itertools.product(((0, 0, 0), (1, 1, 2), (0, 0, 1), (1, 2, 0)), (0, 3)):
+        states = random_states(2 * BLOCK + 77, PLAIN, *kind, seed=1, factor=0.5).map(here).piece(first, 2 * BLOCK + 77)
+        sums = torch.empty(3, device=DEVICE)
+        states.update(NUMBERS, sums)
+        square_sums(states.gradient, sums, previous=states.previous)
+        norm_of([sums])
+
+
+@case("adamw8")
+def adamw8() -> None:
+    for kind in ((0, 0, 0), (1, 1, 2), (2, 0, 1)):
+        states = States8(BLOCK + 301, PLAIN, *kind, factor=0.5).to(DEVICE)
+        states.update(NUMBERS, torch.empty(2, device=DEVICE))
+
+
+@case("fp4_mma")
+def fp4_mma() -> None:
+    for plan, shapes in fp4_paths.MMA if clusters() else ():
+        m, n, k = shapes[-1]
+        _, tiled = random_weight("nvfp4", n, k)
+        fp4_cuda.run_mma(plan, here(normal(m, k).bfloat16()), *map(here, tiled), None, "none", n)
+    tiled, bias = [*map(here, random_weight("nvfp4", N, K)[1])], here(normal(N).bfloat16())
+    for m in (1, 3, 16):
+        plan = fp4_mma_plan.plan_mma(m, N, K, clusters())
+        fp4_cuda.run_mma(plan, here(normal(m, K).bfloat16()), *tiled, bias, "silu", N)
+        plan = fp4_mma_plan.plan_mma(m, N, K, clusters(), False)
+        gain, sums = here(normal(K).bfloat16()), here(normal(N))
+        for norm in (fp4_cuda.Norm(gain, 1e-5), fp4_cuda.Norm(gain, 1e-5, sums)):
+            fp4_cuda.run_mma(plan, here(normal(m, K).bfloat16()), *tiled, bias, "none", N, norm=norm)
+
+
+@case("fp4_wgmma", "arrange", hopper=True)
+def fp4_wgmma() -> None:
+    chosen = [plan for plan, _ in fp4_paths.WGMMA if plan.helped or plan.together > 1 or plan.splits != 2]
+    for plan in {(p.tokens, p.splits, bool(p.helped), p.together): p for p in chosen}.values():
+        _, tiled = random_weight("nvfp4", 130, 520)
+        fp4_cuda.run_wgmma(plan, here(normal(70, 520).bfloat16()), *map(here, tiled), None, "none", 130)
+
+
+@case("fp4_dequantize")
+def fp4_dequantize() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        fp4_cuda.run_dequantize(*map(here, random_weight("nvfp4", 70, 200)[1]), 70, 200, dtype)
+
+
+@case("prepare_e4m3", "w4a8", "w4a8_head", hopper=True)
+def w4a8() -> None:
+    n, k = 272, 544
+    form = FORMATS["mxfp4"]
+    codes = torch.randint(0, 256, form.codes_shape(n, k), dtype=torch.uint8)
+    scales = torch.randint(112, 127, form.scales_shape(n, k)).to(torch.uint8)
+    tiled = [*map(here, fp4_paths.layout.to_tiled(codes, scales, torch.tensor(1.0), "mxfp4", n, k))]
+    top, x = fp4_cuda.row_tops(tiled[1], n, k), here(normal(300, k).bfloat16())
+    fp4_cuda.run_prepare_e4m3(x, *tiled, top, n, k)
+    for width in w4a8_cuda.STEP_CYCLES:
+        w4a8_cuda.run_w4a8(w4a8_cuda.of_width(width), x, *tiled, top, None, "none", n, k)
+
+
+@case("two_part_mma", "two_part_dequantize", "two_part_round", "two_part_look", "two_part_renew")
+def two_part() -> None:
+    tiled = [*map(here, two_part_layout.to_tiled(*random_parts(N, K)[1], N, K))]
+    for m, split in itertools.product((1, 5, 16), {clusters(), False}):
+        plan = two_part_cuda.plan(m, N, K, split)
+        two_part_cuda.run_mma(plan, here(normal(m, K).bfloat16()), *tiled, None, "none", N)
+    two_part_cuda.run_dequantize(*tiled, N, K, torch.bfloat16)
+    for k in (96, 77):
+        w_NK = wide_weight(70, k, torch.bfloat16)
+        scales = training_scales(w_NK)
+        scales = type(scales)(here(scales.block), here(scales.tensor))
+        two_part_round_cuda.round_to_parts(here(w_NK), scales.block, scales.tensor, torch.bfloat16)
+        for kept in (None, scales):
+            two_part_round_cuda.renewed_scales(here(w_NK), kept, 0.05)
+
+
+# -- Triton -------------------------------------------------------------------------------------------------------------
+
+
+@case("two_part_triton._round")
+def two_part_round_triton() -> None:
+    w_NK = wide_weight(7, 77, torch.bfloat16)
+    scales = training_scales(w_NK)
+    with use_backend(two_part_round.OP, "triton"):
+        two_part_round.rounded(here(w_NK), here(scales.block), here(scales.tensor), torch.bfloat16)
+
+
+@case("rms_norm_triton._forward", "rms_norm_triton._backward", "rms_norm_triton._sum")
+def norms() -> None:
+    with use_backend("rms_norm", "triton"):
+        x, w = normal(37, 200).requires_grad_(), normal(200).requires_grad_()
+        rms_norm(x, w, 1e-5).sum().backward()
+
+
+@case("swiglu_triton._forward", "swiglu_triton._backward")
+def gates() -> None:
+    with use_backend("swiglu", "triton"):
+        gate, up = (normal(5, 77, seed=i).requires_grad_() for i in range(2))
+        swiglu(gate, up).sum().backward()
+        swiglu_linear(gate, up, normal(24, 77)).sum().backward()
+
+
+@case("rotary_triton._rotate")
+def turns() -> None:
+    with use_backend("rotary", "triton"):
+        rotary(normal(2, 4, 9, 24), normal(2, 2, 9, 24), normal(9, 24), normal(9, 24))
+
+
+@case("cross_entropy_triton._loss_and_gradient", "cross_entropy_triton._scale")
+def losses() -> None:
+    with use_backend("cross_entropy", "triton"):
+        hidden, weight = normal(11, 16).requires_grad_(), normal(4099, 16).requires_grad_()
+        linear_cross_entropy(hidden, weight, here(torch.arange(11)), chunk_tokens=5).backward()
+
+
+@case("sampling_triton._best", "sampling_triton._first", "sampling_cut_triton._least_key")
+def samples() -> None:
+    with use_backend("sampling", "triton"):
+        seeds = here(torch.arange(3))
+        sample_tokens(normal(3, 1500), seeds, seeds)
+        sample_tokens(normal(3, 1500), seeds, seeds, top_k=20, top_p=0.9, min_p=0.01)
+
+
+@case("decode_attention_triton._store", "decode_attention_triton._attend", "decode_attention_triton._join")
+def decoding() -> None:
+    q, k, v = normal(2, 4, 24), normal(2, 2, 24), normal(2, 2, 24)
+    keys, values, at = normal(2, 2, 200, 24), normal(2, 2, 200, 24), here(torch.tensor([150]))
+    with use_backend("store_rotated", "triton"), use_backend("decode_attention", "triton"):
+        q = store_rotated(q, k, v, keys, values, normal(200, 24), normal(200, 24), at)
+        decode_attention(q, keys, values, at)
+
+
+@case("nvfp4_encode_triton._encode", "nvfp4_tile_triton._words", "nvfp4_tile_triton._scales")
+def encoding() -> None:
+    from vblackwell.kernels import nvfp4_encode_triton, nvfp4_tile_triton
+
+    codes, scales = nvfp4_encode_triton.encode(normal(7, 80), 0)
+    nvfp4_tile_triton.tile(codes, scales, 7, 80)
+
+
+def attend(plan: Any, head: int, mask: torch.Tensor | None, queries: int, keys: int, right: int | None) -> Any:
+    """Forward and backward in this thread, which a chosen plan needs."""
+    q, k, v = inputs(1, 2, 1, queries, keys, head, torch.float16)
+    options = attention_launch.Options(
+        None if mask is None else here(mask)[None, None], None, None, None, None, queries, keys, head**-0.5, None, right, False,
+        0.0, 0.0,
+    )  # fmt: skip
+    plans = {} if plan is None else {"forward": plan}
+    with attention_launch.use_plans(**plans):
+        out, lse = attention_launch.forward(q, k, v, options)
+    return lambda: attention_launch.backward(out, q, k, v, out, lse, options)
+
+
+def masks(queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A boolean one, some of whose tiles are whole and some empty, and an additive one."""
+    mask = torch.rand(queries, keys, generator=torch.Generator().manual_seed(0)) > 0.5
+    mask[: queries // 2, : keys // 2], mask[queries // 2 :, : keys // 2] = False, True
+    return mask, torch.zeros(queries, keys, dtype=torch.float16).masked_fill(~mask, float("-inf"))
+
+
+@case(
+    "attention_forward.attend", "attention_backward.query_gradient", "attention_backward.key_gradient",
+    "attention_blocks.pack_bits", "attention_blocks.pack_quads", "attention_blocks.judge_bits", "attention_blocks.judge_values",
+    "attention_blocks.collect_tiles", "attention_blocks.order_lines",
+)  # fmt: skip
+def attention() -> None:
+    length = 261 if DEVICE == "cuda" else 21
+    for keys in (length, length + 3):  # one that packs by bits, one by quads
+        for mask in (None, *masks(length, keys)):
+            attend(
+                attention_plan.plan_for("forward", 64, 2, 227 << 10) if DEVICE == "cuda" else None,
+                64 if DEVICE == "cuda" else 16, mask, length, keys, 0 if mask is None else None,
+            )()  # fmt: skip
+
+
+@case("attention_hopper.attend_hopper", hopper=True)
+def attention_hopper() -> None:
+    for head in (64, 128):
+        plan = attention_plan.SPECIALIZED[head]
+        attend(plan, head, None, 261, 261, 0)
+        attend(plan, head, None, 100, 300, None)
+        for mask in masks(264, 520):
+            attend(plan, head, mask, 264, 520, None)
+
+
+@case(*(f"handed_over_{how}" for how in HANDED_OVER), hopper=True)
+def handover() -> None:
+    """No kernel of the package: what racecheck makes of the barriers of `attend_hopper` (docs/sanitizer.md)."""
+    out = here(torch.zeros(384, dtype=torch.int32))
+    for how in HANDED_OVER:
+        nvrtc.kernel((str(HANDOVER),), f"handed_over_{how}", {}, out.device).launch((1, 1, 1), 384, 0, (out,))
+
+
+# -- running ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def launches() -> Iterator[set[str]]:
+    """Inside, the names of kernels that are launched are added to the set."""
+    import triton
+    from triton.runtime import interpreter
+
+    found: set[str] = set()
+    patched: list[tuple[Any, str, Any]] = []
+
+    def note(owner: Any, method: str, name_of: Callable[[Any], str]) -> None:
+        real = getattr(owner, method)
+
+        def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            found.add(name_of(self))
+            return real(self, *args, **kwargs)
+
+        patched.append((owner, method, real))
+        setattr(owner, method, noted)
+
+    def triton_name(kernel: Any) -> str:
+        return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
+
+    note(triton.runtime.JITFunction, "run", triton_name)
+    note(interpreter.GridExecutor, "__call__", triton_name)
+    note(nvrtc.Kernel, "launch", lambda kernel: kernel.name.split()[0])
+    note(direct.Launcher, "__call__", lambda launcher: launcher._kernel.name.split()[0])
+    try:
+        yield found
+    finally:
+        for owner, method, real in patched:
+            setattr(owner, method, real)
+
+
+def run(name: str) -> list[str]:
+    """Runs a case; its kernels that were not launched."""
+    with launches() as found:
+        CASES[name].run()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+    return sorted(set(CASES[name].kernels) - found)
+
+
+def main(names: list[str]) -> int:
+    torch.manual_seed(0)
+    missing = []
+    for name in names:
+        began = time.monotonic()
+        missing += [f"{name} did not launch {kernel}" for kernel in run(name)]
+        print(f"case {name} took {time.monotonic() - began:.1f} s", flush=True)
+    print("\n".join(missing or ["all cases ran"]), flush=True)
+    return int(bool(missing))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:] or list(CASES)))
