@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build
-from vblackwell.errors import ConfigurationError, InsufficientMemory
+from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported
 from vblackwell.memory.stack import VGPUStack
 from vblackwell.memory.transfer import FutureTransfer
 from vblackwell.offload.clip import clip_grad_norm_
@@ -100,6 +100,69 @@ def test_what_a_forward_writes_reaches_home(make_stack: MakeStack):
             optimizer.step()
             optimizer.zero_grad()
     assert equal(model, plain)
+
+
+class WritesData(nn.Module):
+    """Changes parameters through ``data``, which autograd does not count, before and after it reads them."""
+
+    def __init__(self, write: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(3))
+        self.gain = nn.Parameter(torch.full((48,), 5.0))
+        self.write = write
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.write(self.gain)
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * self.gain
+        self.write(self.gain)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda gain: gain.data.clamp_(-0.5, 0.5),
+        lambda gain: gain.data[3:].mul_(0.5),
+        lambda gain: gain.data.view(6, 8)[1].fill_(0.25),
+    ],
+)
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_a_forward_writes_through_data_reaches_home(
+    write: Callable[[torch.Tensor], object], inference: bool, make_stack: MakeStack
+):
+    torch.manual_seed(0)
+    plain = WritesData(write)
+    model = copy.deepcopy(plain)
+    enable_vgpu_stack_optimization(model, make_stack(32 << 10))
+    ours, theirs = VGPUAdamW(model.parameters()), torch.optim.AdamW(plain.parameters(), fused=True)
+    x = torch.randn(4, 48)
+    for _ in range(3):
+        for module, optimizer in ((model, ours), (plain, theirs)):
+            with torch.inference_mode(inference):
+                module(x)
+            module(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert equal(model, plain)
+
+
+def test_replacing_data_inside_a_forward_is_refused(make_stack: MakeStack):
+    def replace(gain: torch.Tensor) -> None:
+        gain.data = gain.data.clamp(-0.5, 0.5)
+
+    model = WritesData(replace)
+    enable_vgpu_stack_optimization(model, make_stack(32 << 10))
+    with pytest.raises(Unsupported, match="'gain'.*copy into it"):
+        model(torch.randn(4, 48))
+
+
+def test_a_copy_made_inside_a_forward_is_plain(make_stack: MakeStack):
+    copies: list[nn.Parameter] = []
+    model = WritesData(lambda gain: copies.append(copy.deepcopy(gain)))
+    enable_vgpu_stack_optimization(model, make_stack(32 << 10))
+    model(torch.randn(4, 48))
+    assert type(copies[0]) is nn.Parameter and torch.equal(copies[0], model.gain)
 
 
 def test_a_late_worker_is_not_overtaken(late_worker: None, make_stack: MakeStack):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
+from functools import cache
 from typing import Any, Protocol, cast
 
 import torch
@@ -26,6 +27,7 @@ from vblackwell.offload.groups import Slot
 _T: Any = torch.Tensor
 _GRAD_GET = _T.grad.__get__
 _GRAD_SET = _T.grad.__set__
+_DATA_GET = _T.data.__get__
 _DATA_SET = _T.data.__set__
 _METADATA = frozenset(
     {
@@ -183,6 +185,10 @@ class OffloadedParameter(nn.Parameter):
                 result = _map_aliases(result, binding, binding.aliases)
         return result
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        with self._vb_binding.reading([self._vb_slot]):
+            return repr(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(_plain_copy(self), self.requires_grad)
@@ -190,6 +196,63 @@ class OffloadedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(_plain_copy(self), self.requires_grad).__reduce_ex__(protocol)
+
+
+class UsedParameter(nn.Parameter):
+    """A parameter while its group is in use: plain, but for ``data``, whose writes autograd does not count.
+
+    What ``data`` gives has a version counter of its own; it is kept until the use ends, so that `written_through_data` can ask it.
+    """
+
+    @property
+    def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        with torch.inference_mode(False):  # there nothing would count
+            alias = _DATA_GET(self)
+        attributes(self).setdefault("_vb_data", []).append(alias)
+        return alias
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        _write_data(self, value)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        plain = nn.Parameter(_DATA_GET(self), self.requires_grad)
+        plain.__class__ = attributes(self)["_vb_slot"].plain_class
+        return repr(plain)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+        return memo[id(self)]
+
+
+@cache
+def _used_class(plain_class: type) -> type:
+    """`UsedParameter`, of a user's own child of `nn.Parameter` a child too."""
+    if plain_class is nn.Parameter:
+        return UsedParameter
+    return type(plain_class.__name__, (UsedParameter, plain_class), {})
+
+
+def begin_use(param: torch.Tensor, plain_class: type, loaded: torch.Tensor) -> None:
+    """Make ``param`` plain, over ``loaded``."""
+    param.__class__ = _used_class(plain_class)
+    with torch.inference_mode(False):
+        _DATA_SET(param, loaded)
+
+
+def end_use(param: torch.Tensor, placeholder: torch.Tensor, binding: Binding, slot: Slot) -> None:
+    """Make ``param`` an `OffloadedParameter` that shows ``placeholder``."""
+    attributes(param).pop("_vb_data", None)
+    with torch.inference_mode(False):
+        _DATA_SET(param, placeholder)
+    param.__class__ = OffloadedParameter
+    attributes(param).update(_vb_binding=binding, _vb_slot=slot)
+
+
+def written_through_data(param: torch.Tensor) -> bool:
+    """Whether what ``param.data`` gave during this use was changed in place."""
+    return any(alias._version for alias in attributes(param).get("_vb_data", ()))
 
 
 def engine_and_slot(param: torch.Tensor) -> tuple[Any, Slot] | None:
@@ -249,9 +312,9 @@ def _write_gradient(param: OffloadedParameter, value: Any) -> None:
     param._vb_binding.clear_gradient(param._vb_slot)
 
 
-def _write_data(param: OffloadedParameter, value: torch.Tensor) -> None:
+def _write_data(param: OffloadedParameter | UsedParameter, value: torch.Tensor) -> None:
     if value is not param:  # model.to(where it already is) assigns a parameter to itself
         raise Unsupported(
-            f"replacing the data of the offloaded parameter {param._vb_slot.name!r} (as .to(), .half() or .cuda() do): "
+            f"replacing the data of the offloaded parameter {attributes(param)['_vb_slot'].name!r} (as .to(), .half() or .cuda() do): "
             "release(model) first, or copy into it under torch.no_grad()"
         )

@@ -15,7 +15,7 @@ import torch
 from vblackwell.offload.groups import Group, Slot
 from vblackwell.offload.home_bytes import carry_home
 from vblackwell.offload.hooks import gradient_hook
-from vblackwell.offload.parameter import OffloadedParameter, attributes
+from vblackwell.offload.parameter import begin_use, end_use, written_through_data
 
 if TYPE_CHECKING:
     from vblackwell.offload.engine import Offload
@@ -67,7 +67,7 @@ class UsedParameters:
 
     def _was_written(self, slot: Slot) -> bool:
         """Whether the plain parameter was changed in place (by its module's forward, or by a call outside)."""
-        return slot.param._version != self._seen_versions[slot]
+        return slot.param._version != self._seen_versions[slot] or written_through_data(slot.param)
 
     def _unpin(self, slot: Slot) -> None:
         self._pins[slot] -= 1
@@ -75,9 +75,7 @@ class UsedParameters:
             self.unpoint(slot)
 
     def _point(self, slot: Slot, buffer: torch.Tensor) -> None:
-        slot.param.__class__ = slot.plain_class
-        with torch.inference_mode(False):
-            slot.param.data = slot.view(buffer)
+        begin_use(slot.param, slot.plain_class, slot.view(buffer))
         if slot.param.requires_grad and slot not in self._hooks:
             hook = gradient_hook(self._engine, slot)
             self._hooks[slot] = slot.param.register_post_accumulate_grad_hook(hook)
@@ -89,11 +87,7 @@ class UsedParameters:
             with torch.inference_mode(False):
                 placeholder = torch.full((), filling, dtype=slot.dtype, device=self._engine.device)
             self._placeholders[slot.dtype] = placeholder
-        param = slot.param
-        with torch.inference_mode(False):
-            param.data = placeholder.expand(slot.shape)
-        param.__class__ = OffloadedParameter
-        attributes(param).update(_vb_binding=self._engine, _vb_slot=slot)
+        end_use(slot.param, placeholder.expand(slot.shape), self._engine, slot)
 
     def remove_hooks(self) -> None:
         """Nobody takes gradients any more."""
