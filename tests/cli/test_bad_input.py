@@ -147,6 +147,17 @@ def test_a_checkpoint_without_its_manifest_is_written_again(place, finished):
     verify_folder(here / "checkpoints/step-00000020")
 
 
+def test_a_model_that_is_not_what_we_wrote_is_not_trained(place, finished):
+    _, run, _ = finished
+    shutil.copytree(run / "final", place.folder / "model")
+    path = place.folder / "model/model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    words = ["train", "--model", "model", "--data", str(place.corpus), "--device", "cpu"]
+    refused(place, words, "model/model.safetensors differs from what was written")
+
+
 def test_a_digit_of_the_settings_that_changed_is_refused(place, finished):
     _, run, _ = finished
     here = place.folder / "run"

@@ -1,6 +1,7 @@
 """``vb quantize``: what it writes, that compressed-tensors and we read the same numbers, and what it refuses."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -259,15 +260,25 @@ def test_refusals(source, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["foreign", "out", "run", "used"]
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "nf4"])
-def test_bad_weights_leave_nothing_behind(source, tmp_path, format):
+@pytest.mark.parametrize(
+    ("format", "name", "bad"),
+    [
+        ("nvfp4", "model.layers.1.mlp.up_proj.weight", torch.nan), ("nf4", "model.layers.1.mlp.up_proj.weight", torch.inf),
+        ("nvfp4", "model.embed_tokens.weight", torch.nan), ("int8", "model.norm.weight", -torch.inf),
+        ("mxfp4", "lm_head.weight", torch.nan),
+    ],
+)  # fmt: skip
+def test_bad_weights_leave_nothing_behind(source, tmp_path, format, name, bad):
+    """Those that are packed, and those that are kept as they are."""
     broken = tmp_path / "broken"
     broken.mkdir()
     state = dict(load_state(source))
-    state["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.nan
+    state[name].view(-1)[5] = bad
     save_file(state, broken / "model.safetensors")
     (broken / "config.json").write_bytes((source / "config.json").read_bytes())
-    with pytest.raises(ConfigurationError, match=r"layers\.1\.mlp\.up_proj.*1 inf or NaN"):
+    with pytest.raises(
+        ConfigurationError, match=rf"{re.escape(name.removesuffix('.weight'))}[.a-z]* has 1 (inf or NaN|NaN or inf)"
+    ):
         quantize_folder(broken, tmp_path / "out", format)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken"]
 

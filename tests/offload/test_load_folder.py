@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from tests.offload.test_round_trip_models import CONFIGS, tokens, written  # noqa: F401 (a fixture)
 from vblackwell.artifacts.hub import find_folder
 from vblackwell.artifacts.meta_model import build_on_meta
-from vblackwell.artifacts.tensor_file import TensorFile
+from vblackwell.artifacts.tensor_file import TensorFile, all_finite
 from vblackwell.artifacts.weights import FolderWeights
 from vblackwell.errors import ConfigurationError, CorruptData, FolderMismatch, Unsupported
 from vblackwell.infer.causal_lm import load_causal_lm, save_causal_lm
@@ -294,6 +294,40 @@ def test_a_config_of_another_size_names_what_differs(written, make_stack):  # no
     assert all(level["used_bytes"] == 0 for level in stack.get_stats()["levels"])
     edit_json(folder / "config.json", num_hidden_layers=6, vocab_size=96)
     load_causal_lm(folder, stack)  # the stack is as it was
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])  # as it is, and joined to a parameter with other experts'
+@pytest.mark.parametrize(("bad", "dtype"), [(float("nan"), torch.float32), (float("-inf"), torch.bfloat16)])
+def test_a_weight_that_is_not_finite_is_named(kind, bad, dtype, written):  # noqa: F811
+    folder = written(kind, dtype)
+    path = shards(folder)[-1]
+    name = max(name for name, tensor in load_file(path).items() if tensor.dim() == 2)
+    edit(path, lambda tensors: tensors[name][1, 2].fill_(bad))
+    with open_weights(folder) as weights:
+        found = []
+        for target, param in build_on_meta(folder, torch.float32).named_parameters():
+            try:
+                weights(target, torch.empty(param.shape))
+            except ConfigurationError as error:
+                found.append(str(error))
+    assert len(found) == 1 and found[0].startswith(f"{path}: {name} has 1 NaN or inf of "), found
+
+
+def test_large_weights_are_finite_and_masks_may_hold_infinity(written, tmp_path):  # noqa: F811
+    huge = torch.full((64,), 3e38)  # whose sum is not
+    assert all_finite(huge) and all_finite(torch.zeros(0)) and all_finite(torch.ones(2, dtype=torch.int64))
+    assert not all_finite(torch.tensor([1.0, float("inf"), float("-inf")]))
+    folder = written("gpt2")
+    model = build_on_meta(folder, torch.float32)
+    model.transformer.h[0].register_buffer("mask", torch.zeros(4))
+    path = shards(folder)[0]
+    edit(path, lambda tensors: tensors.update({"transformer.h.0.mask": torch.full((4,), float("-inf"))}))
+    index = folder / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"] | {"transformer.h.0.mask": path.name}
+    edit_json(index, weight_map=places)
+    with FolderWeights(model, folder) as weights:
+        weights.load_buffers()
+    assert bool((model.transformer.h[0].mask == float("-inf")).all())
 
 
 def test_pickles_are_refused(written):  # noqa: F811

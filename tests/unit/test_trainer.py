@@ -19,6 +19,7 @@ from vblackwell.train.dataset import BatchStream, PackedDataset
 from vblackwell.train.progress import PlainProgress
 from vblackwell.train.scaler import LossScaler
 from vblackwell.train.schedule import Schedule
+from vblackwell.train.state import TrainerState
 from vblackwell.train.trainer import Hooks, Parts, Trainer, TrainingDiverged
 
 CPU = torch.device("cpu")
@@ -156,6 +157,27 @@ def test_too_many_in_a_row_stop_the_run(make):
         trainer.run()
     assert [line.skipped for line in records] == [False, True, False, True, True, True]
     assert [state.step for state in states] == [3]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_run_that_learnt_nothing_is_an_error(make, scaled):
+    """Fewer steps than max_skipped_steps, none of them finite: what would be exported are the initial weights."""
+    scaler = LossScaler() if scaled else None
+    trainer, _, states = make(
+        spoil={step: float("nan") for step in (1, 2)}, scaler=scaler, max_steps=2, checkpoint_every=1
+    )
+    before = weights(trainer)
+    with pytest.raises(TrainingDiverged, match="none of the 2 steps"):
+        trainer.run()
+    assert same(before, weights(trainer)) and states[-1].skipped == 2
+    again, _, _ = make(
+        spoil={1: float("nan")}, max_steps=3
+    )  # goes on from there: a third step as bad, then one that learns
+    again.restore(TrainerState.from_json(vars(states[-1]) | {"scaler": None}))
+    with pytest.raises(TrainingDiverged, match="none of the 3 steps"):
+        again.run()
+    again.total_steps = 4
+    again.run()
 
 
 def test_gradients_that_overflow_halve_the_scale_and_are_no_divergence(make):

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from vblackwell.artifacts.shards import DTYPES
-from vblackwell.errors import CorruptData, DiskError, Unsupported
+from vblackwell.errors import ConfigurationError, CorruptData, DiskError, Unsupported
 
 MAX_TABLE_BYTES = 100_000_000  # what the reference implementation takes
 CONVERSION_BYTES = 8 << 20  # of one piece on its way to another type
+_COMPARED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,26 @@ class StoredTensor:
         out = torch.empty(self.shape, dtype=self.dtype)
         self.read_into(out)
         return out
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether no element is NaN or inf; integers and types that torch does not compare have none.
+
+    A sum, at the speed of memory, unless that is not finite itself: large values may overflow it.
+    """
+    if tensor.dtype not in _COMPARED or tensor.numel() == 0 or bool(tensor.sum().isfinite()):
+        return True
+    return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
+
+
+def refuse_not_finite(tensor: Tensor, name: str, path: Path) -> None:
+    """Raises ConfigurationError where an element of the weight is NaN or inf, with how many are."""
+    if not all_finite(tensor):
+        bad = tensor.numel() - int(tensor.isfinite().sum())
+        raise ConfigurationError(
+            f"{path}: {name} has {bad} NaN or inf of {tensor.numel()} elements: nothing can be learnt or packed from them; fetch the "
+            "folder again, or give weights from before they overflowed"
+        )
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.artifacts.folder import read_json, some_names, tensor_files
-from vblackwell.artifacts.tensor_file import StoredTensor, TensorFile
+from vblackwell.artifacts.tensor_file import StoredTensor, TensorFile, all_finite, refuse_not_finite
 from vblackwell.errors import ConfigurationError, CorruptData, FolderMismatch
 
 _COMPUTED = r"rotary_emb\.inv_freq$"  # older folders hold it; every model computes it
@@ -129,11 +129,21 @@ class FolderWeights:
         """Fill ``out`` with the parameter ``name``, cast to ``out``'s type.
 
         Raises:
+            ConfigurationError: it holds NaN or inf; with the file.
             DiskError: the disk failed.
         """
         if name not in self._recipes:
             name = next(alias for alias in self._aliases(name) if alias in self._recipes)
         recipe = self._recipes[name]
+        self._read(name, recipe, out)
+        if isinstance(self._targets[name], nn.Parameter) and not all_finite(out):  # masks, which are buffers, hold -inf
+            for stored in recipe.tensors():
+                refuse_not_finite(stored.load(), stored.name, stored.file.path)
+            raise ConfigurationError(
+                f"{self.folder}: {name} has values beyond {out.dtype}: choose a wider type for the weights"
+            )
+
+    def _read(self, name: str, recipe: Recipe, out: Tensor) -> None:
         if recipe.converter is None:
             ((stored,),) = recipe.sources.values()
             stored.read_into(out)

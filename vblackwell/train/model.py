@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vblackwell.artifacts.checked import check_tokenizer
+from vblackwell.artifacts.commit import MANIFEST, verify_folder
 from vblackwell.artifacts.folder import read_config, read_tokenizer
 from vblackwell.artifacts.hub import find_folder
 from vblackwell.artifacts.meta_model import build_on_meta
 from vblackwell.artifacts.weights import FolderWeights
-from vblackwell.errors import ConfigurationError, Unsupported, nearest
+from vblackwell.errors import ConfigurationError, CorruptData, Unsupported, nearest
 from vblackwell.infer.causal_lm import config_json
 from vblackwell.nn.causal_lm import Acceleration, accelerate_causal_lm, has_fused_loss
 from vblackwell.nn.decoder import IGNORED_TARGET, Decoder
@@ -96,6 +97,11 @@ def find_source(config: TrainConfig, cleanup: ExitStack) -> Source:
     if config.model is None:
         return Source(None, tokenizer)
     folder = find_folder(config.model)
+    if (folder / MANIFEST).is_file():  # we wrote it, and know its bytes
+        try:
+            verify_folder(folder)
+        except CorruptData as error:
+            raise CorruptData(f"{error}, or remove {MANIFEST} if you changed the folder yourself") from error
     if tokenizer is None and not (folder / "tokenizer.json").is_file():
         raise ConfigurationError(
             f"--model {folder} has no tokenizer.json: give the one it was trained with as --tokenizer"

@@ -32,6 +32,7 @@ from vblackwell.artifacts.compressed import (
 )  # fmt: skip
 from vblackwell.artifacts.folder import load_specs, read_config, tensor_files
 from vblackwell.artifacts.shards import SafetensorsShards, TensorSpec
+from vblackwell.artifacts.tensor_file import refuse_not_finite
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.nn.assignment import Assignment
 from vblackwell.nn.convert_linears import HEAD, find_linears, select_linears
@@ -232,6 +233,7 @@ class _Plan:
     kept: dict[str, str]  # linear -> why
     specs: list[TensorSpec]  # of the output
     bytes_before: int
+    buffers: frozenset[str]  # of the model; a mask among them may hold -inf
 
     @classmethod
     def of(
@@ -264,7 +266,8 @@ class _Plan:
                 specs += [replace(entry, name=f"{owner}.{entry.name}") for entry in entries]
             else:
                 specs.append(spec)
-        return cls(packed, two_parts & set(packed), kept, specs, sum(spec.size_bytes for spec in found.values()))
+        before, buffers = sum(spec.size_bytes for spec in found.values()), frozenset(dict(module.named_buffers()))
+        return cls(packed, two_parts & set(packed), kept, specs, before, buffers)
 
     @property
     def bytes_after(self) -> int:
@@ -295,19 +298,29 @@ class _Reader:
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self._folder, self._device, self._stack = folder, device, ExitStack()
-        self._file_of: dict[str, Any] = {}
+        self._file_of: dict[str, tuple[Path, Any]] = {}
 
     def __enter__(self) -> _Reader:
         for path in tensor_files(self._folder):
             file: Any = self._stack.enter_context(safe_open(path, framework="pt"))
-            self._file_of.update(dict.fromkeys(file.keys(), file))
+            self._file_of.update(dict.fromkeys(file.keys(), (path, file)))
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
     def read(self, name: str) -> Tensor:
-        return self._file_of[name].get_tensor(name)
+        return self._file_of[name][1].get_tensor(name)
+
+    def read_finite(self, name: str) -> Tensor:
+        """A weight that is kept as it is.
+
+        Raises:
+            ConfigurationError: it has NaN or inf.
+        """
+        tensor = self.read(name)
+        refuse_not_finite(tensor, name, self._file_of[name][0])
+        return tensor
 
     def weight(self, linear: str) -> Tensor:
         """A linear's weight where it will be packed."""
@@ -347,7 +360,10 @@ class _Packer:
         for name in names:
             if name not in self._waiting and name in self._owner:
                 self._pack(self._owner[name])
-            yield name, self._waiting.pop(name) if name in self._waiting else self._reader.read(name)
+            yield name, self._waiting.pop(name) if name in self._waiting else self._kept(name)
+
+    def _kept(self, name: str) -> Tensor:
+        return self._reader.read(name) if name in self._plan.buffers else self._reader.read_finite(name)
 
     def _pack(self, linear: str) -> None:
         weight = self._reader.weight(linear)

@@ -20,6 +20,7 @@ class TrainerState:
         step: finished steps.
         data_position: windows consumed, as `BatchStream` counts them.
         skipped_in_a_row: steps, up to the last one, that were not finite.
+        skipped: steps in all that changed no weight.
         scaler: the loss scaler's state; None where there is none.
         rng: generators, as `capture_rng` returns them.
         micro_batch: sequences in a forward, less than the settings' where memory did not suffice; None: as the settings say.
@@ -31,6 +32,7 @@ class TrainerState:
     scaler: dict[str, Any] | None = None
     rng: dict[str, Any] = field(default_factory=dict)
     micro_batch: int | None = None
+    skipped: int = 0
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> TrainerState:
@@ -40,7 +42,7 @@ class TrainerState:
             CorruptData: a key is missing.
         """
         try:
-            given: dict[str, Any] = {"micro_batch": None} | found  # which older checkpoints do not have
+            given: dict[str, Any] = {"micro_batch": None, "skipped": 0} | found  # which older checkpoints do not have
             return cls(**{name: given[name] for name in cls.__dataclass_fields__})
         except KeyError as error:
             raise CorruptData(f"trainer.json has no {error.args[0]!r}: it was written by another version") from None

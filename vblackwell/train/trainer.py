@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class TrainingDiverged(VBError):
-    """Too many steps in a row whose loss or gradients were not finite; the weights are those before the first of them."""
+    """Too many steps in a row, or all of a run, whose loss or gradients were not finite; the weights are those before the first of them."""
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Trainer:
         self.step = 0
         self.micro_batch = config.batch_size  # sequences in a forward
         self._held: dict[str, int] = {}
-        self._skipped_in_a_row = 0
+        self._skipped_in_a_row = self._skipped = 0
         self._progress = progress
         self._stop = stop
         self._hooks = hooks
@@ -109,13 +109,14 @@ class Trainer:
             scaler=None if scaler is None else scaler.state_dict(),
             rng=capture_rng(self.parts.device),
             micro_batch=self.micro_batch,
+            skipped=self._skipped,
         )
 
     def restore(self, state: TrainerState) -> None:
         """Go on from ``state``; weights and optimizer states are restored by whoever read them."""
         self.step = state.step
         self.parts.stream.state = state.data_position
-        self._skipped_in_a_row = state.skipped_in_a_row
+        self._skipped_in_a_row, self._skipped = state.skipped_in_a_row, state.skipped
         if self.parts.scaler is not None and state.scaler is not None:
             self.parts.scaler.load_state_dict(state.scaler)
         if state.micro_batch is not None:
@@ -156,6 +157,11 @@ class Trainer:
                 saved_step = self.step
         if self._stop.wanted and self.step != saved_step:
             self._hooks.checkpoint(self.state())
+        if self.step == self.total_steps == self._skipped:
+            raise TrainingDiverged(
+                f"none of the {self.step} steps had a loss and gradients that are finite: nothing was learnt, and nothing is exported; "
+                "lower --learning-rate, or look at the data"
+            )
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
@@ -184,6 +190,7 @@ class Trainer:
         loss = sum(late.read() for late in losses)
         skipped = not self._update(loss)
         self.step += 1
+        self._skipped += skipped
         seconds = time.perf_counter() - began
         return self._record(loss, learning_rate, seconds, read_traffic(parts.stack).since(before), skipped)
 
