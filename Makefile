@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/
 STAMP := $(VENV)/.installed
 
-.PHONY: train test test-all test-gpu sanitize lint format clean
+.PHONY: train repeat test test-all test-gpu sanitize lint format clean
 
 # torch first and alone: the CPU build is named by its version, and nothing later may replace it.
 $(STAMP): pyproject.toml constraints.txt
@@ -17,6 +17,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 train: $(STAMP)
 	$(RUN)vb train --config tiny --fast-memory 14MiB --host-memory 24MiB --disk-memory 1GiB
+
+# Twenty starts of the default run on the CPU: equal metrics.jsonl, but for times.
+repeat: $(STAMP)
+	$(RUN)python benchmarks/repeat_runs.py -- --device cpu
 
 # Files in their own order: sorted by their number of tests, which is the default, the few long tests come last and alone.
 PYTEST := OMP_NUM_THREADS=1 $(RUN)python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder

@@ -25,6 +25,17 @@ FILE_SYSTEMS = RAM_BACKED | {
 }  # fmt: skip
 
 
+def settle_cpu_kernels() -> None:
+    """Let MKL choose its vector functions while one thread asks; before anything is computed on the CPU.
+
+    MKL (2024.2, in torch 2.11 to 2.13) stores the type of an Intel CPU twice at its first call of exp, cos and the like: as it was
+    detected, then as its tables count it. torch makes such a call in several threads from 2048 elements on, and a thread that comes
+    between the two stores computes its share by another function, to 11 bits where the CPU has AVX-512. One process in some hundred had
+    cosines of rotary embeddings of that kind, and other last bits than all others.
+    """
+    torch.zeros(1, device="cpu").cos()
+
+
 @dataclass(frozen=True)
 class MemoryFacts:
     """RAM that this process may use.

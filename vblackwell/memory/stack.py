@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, UnknownKey, nearest
+from vblackwell.hardware import settle_cpu_kernels
 from vblackwell.memory.config import LevelConfig, build_levels, build_policy
 from vblackwell.memory.entry import Entry, Layout, default_priority, layout_of, packed_bytes
 from vblackwell.memory.level import Level
@@ -55,6 +56,7 @@ class VGPUStack(LevelPool):
     ) -> None:
         if promotion not in PROMOTIONS:
             raise ConfigurationError(f"promotion {promotion!r} must be one of {', '.join(PROMOTIONS)}")
+        settle_cpu_kernels()
         chosen = build_policy(policy)
         super().__init__(build_levels(config), chosen)
         self.policy = policy

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from vblackwell.errors import Unsupported
-from vblackwell.hardware import list_gpus, why_no_cuda
+from vblackwell.hardware import list_gpus, settle_cpu_kernels, why_no_cuda
 
 HIDDEN = ("", "-1")
 
@@ -37,6 +37,7 @@ def choose_device(wanted: str, say: Callable[[str], None]) -> torch.device:
     Raises:
         Unsupported: a GPU was asked for, or is there, and torch cannot use it; with the reason and the remedy.
     """
+    settle_cpu_kernels()
     if wanted == "cpu":
         return torch.device("cpu")
     gpus = list_gpus()

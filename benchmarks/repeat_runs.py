@@ -1,0 +1,64 @@
+"""Starts one run again and again, and compares what the starts wrote: ``metrics.jsonl`` is equal, but for times.
+
+    python benchmarks/repeat_runs.py                              twenty times `vb train` with its defaults
+    python benchmarks/repeat_runs.py --busy 2 -- --max-steps 12   short ones, with two busy loops beside them
+
+Exits with 1 and names the first line that differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+TIMES = ("tokens_per_second", "stall_seconds")
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """The lines of ``metrics.jsonl``, without times."""
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [{key: value for key, value in record.items() if key not in TIMES} for record in records]
+
+
+def first_difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str | None:
+    """The first line in which two runs differ, in words; None where they are equal."""
+    for mine, other in zip(ours, theirs, strict=False):
+        names = [name for name in mine.keys() | other.keys() if mine.get(name) != other.get(name)]
+        if names:
+            return f"step {mine['step']}: " + ", ".join(f"{n} {mine.get(n)} and {other.get(n)}" for n in sorted(names))
+    return None if len(ours) == len(theirs) else f"{len(ours)} lines and {len(theirs)}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--starts", type=int, default=20, help="how many times the run is started")
+    parser.add_argument("--busy", type=int, default=0, help="busy loops that run beside it")
+    parser.add_argument("flags", nargs="*", help="of `vb train`, after --")
+    options = parser.parse_args()
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(options.busy)]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            first, odd = None, 0
+            for number in range(options.starts):
+                out = Path(folder, str(number))
+                command = [sys.executable, "-m", "vblackwell", "train", "--out", str(out), *options.flags]
+                subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+                found = lines_of(out / "metrics.jsonl")
+                first = found if first is None else first
+                difference = first_difference(first, found)
+                odd += difference is not None
+                print(f"start {number + 1}: {difference or f'{len(found)} lines, equal'}", flush=True)
+    finally:
+        for process in busy:
+            process.kill()
+    print(f"{options.starts - odd} of {options.starts} starts wrote the same metrics")
+    return 1 if odd else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
