@@ -91,6 +91,19 @@ def test_a_layer_that_is_refused_keeps_its_weight():
     assert fast.weight is weight and not fast.is_quantized
 
 
+def test_a_gpu_without_fp8_is_refused_when_packed_or_moved_to(monkeypatch):
+    there = layer().quantize()
+    codes = there.weight_codes
+    monkeypatch.setattr(w4a8, "capability", lambda device: (8, 6))
+    fresh = layer()
+    for use in (fresh.quantize, lambda: FusedFP4Linear(K, N, format="mxfp4").quantize().use_w4a8(), there.half):
+        with pytest.raises(Unsupported, match=r"capability 8.6.*without w4a8"):
+            use()
+    assert not fresh.is_quantized and there.weight_codes is codes and not there.use_w4a8(False).w4a8
+    monkeypatch.setattr(w4a8, "capability", lambda device: (8, 9))
+    assert fresh.quantize().is_quantized
+
+
 def test_blocks_without_a_value_widen_no_span():
     fast = layer()
     with torch.no_grad():

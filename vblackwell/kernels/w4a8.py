@@ -1,7 +1,7 @@
 """FP4 weights on FP8 tensor cores: a stated choice with its own accuracy, never a silent default.
 
 mxfp4 weights become E4M3 exactly, each row relative to its largest block scale, because E2M1 times a power of two needs two
-significant bits; that holds where a row's block exponents span at most 14, which ``check_row_spans`` finds out when the layer is
+significant bits; that holds where a row's block exponents span at most 14, which ``check_packed`` finds out when the layer is
 packed. Activations are rounded to E4M3 with one scale a row, amax / 448: about 31 dB on Gaussian rows, the price of the option. It pays
 from about a thousand rows on. On Hopper one kernel decodes weights and rounds rows while it multiplies others (``w4a8_cuda``).
 Elsewhere, and for many rows of large weights, the product is PyTorch's row-scaled FP8 matmul, without fast accumulation, of both
@@ -20,13 +20,14 @@ from torch import Tensor
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels import backends, fp4_cuda, layout, reference, w4a8_cuda
 from vblackwell.kernels.autocast import register_autocast
-from vblackwell.kernels.dispatch import Backend, Request, choose, request_of
+from vblackwell.kernels.dispatch import Backend, Request, capability, choose, request_of
 from vblackwell.kernels.fp4 import fp4_linear_dx
 from vblackwell.numerics.packed import PackedTensor
 
 E4M3_MAX = 448.0
 LEAST_TOP = 2.0**-100  # as in cuda/round_row.cuh
 MAX_SPAN = 14
+FP8_CAPABILITY = (8, 9)
 MULTIPLE = 16  # of N and of K, for PyTorch's FP8 matmul
 # By times on an H200 (docs/log-fp4.md): one kernel decodes and multiplies from as many rows on as have the tiles of 1024; above MOST_ROWS
 # PyTorch's matmul of whole operands is at least as fast, but for small weights.
@@ -56,14 +57,29 @@ def check_shape(format: str, n: int, k: int, name: str = "the weight") -> None:
         raise ConfigurationError(f"{name} is {n} x {k}: w4a8 takes multiples of {MULTIPLE}")
 
 
-def check_row_spans(packed: PackedTensor, name: str = "the weight") -> None:
-    """That the rows of a canonical mxfp4 matrix become E4M3 without loss. Waits for the device.
+def check_device(device: torch.device, name: str = "the weight") -> None:
+    """That ``device`` can multiply by w4a8: a GPU with FP8 tensor cores, or the CPU by its reference.
+
+    Raises:
+        Unsupported: a GPU before compute capability 8.9.
+    """
+    found = capability(device)
+    if (0, 0) < found < FP8_CAPABILITY:
+        raise Unsupported(
+            f"{name}: {device} has compute capability {found[0]}.{found[1]}, and w4a8 multiplies on FP8 tensor cores, from 8.9 on: "
+            "use this layer without w4a8"
+        )
+
+
+def check_packed(packed: PackedTensor, name: str = "the weight") -> None:
+    """That w4a8 can multiply by a canonical mxfp4 matrix where it is: its rows become E4M3 without loss. Waits for the device.
 
     Raises:
         ConfigurationError: another format, or sizes that the FP8 matmul does not take.
-        Unsupported: a row's block exponents span more than 14, or those of all rows more than tiles hold.
+        Unsupported: a GPU without FP8; a row's block exponents span more than 14, or those of all rows more than tiles hold.
     """
     check_shape(packed.format, packed.n, packed.k, name)
+    check_device(packed.device, name)
     layout.live_exponents(packed.codes, packed.block_scales)  # the layout refuses, too, what spans more over all rows
     band, widest = max(1, _BAND_ELEMENTS // packed.k), 0
     for row in range(0, packed.n, band):
@@ -98,7 +114,7 @@ def row_tops_for_w4a8(block_scales: Tensor, n: int, k: int) -> Tensor:
 
 def _fp8_reasons(request: Request) -> list[str]:
     reasons = backends.linear_reasons(request)
-    if request.device.type == "cuda" and request.capability < (8, 9):
+    if request.device.type == "cuda" and request.capability < FP8_CAPABILITY:
         reasons.append(f"compute capability {request.capability[0]}.{request.capability[1]} has no FP8 tensor cores")
     if request.n % MULTIPLE or request.k % MULTIPLE:
         reasons.append(f"{request.n} x {request.k}: PyTorch's FP8 matmul takes multiples of {MULTIPLE}")

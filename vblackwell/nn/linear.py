@@ -27,7 +27,7 @@ from torch.nn import functional
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.fp4 import fp4_linear
 from vblackwell.kernels.reference import ACTIVATIONS, activate
-from vblackwell.kernels.w4a8 import check_row_spans, check_shape, fp4_linear_w4a8, row_tops_for_w4a8
+from vblackwell.kernels.w4a8 import check_device, check_packed, check_shape, fp4_linear_w4a8, row_tops_for_w4a8
 from vblackwell.nn.draw import draw_as_linear
 from vblackwell.nn.fp4_state import (
     CODES,
@@ -169,9 +169,11 @@ class FusedFP4Linear(nn.Module):
 
         Raises:
             ConfigurationError: the weight has inf or NaN, or a dtype that cannot be packed.
-            Unsupported: with w4a8, exponents in a row span more than E4M3 holds. The layer stays as it was.
+            Unsupported: with w4a8, exponents in a row span more than E4M3 holds, or a GPU without FP8. The layer stays as it was.
         """
         if self.weight is not None:
+            if self.w4a8:
+                check_device(self.weight.device, self._name())  # before the search for scales
             form, search, name = self.form.name, self.scale_search, self._name()
             self._adopt(quantize(self.weight, form, search, tensor_scale=tensor_scale, name=name))
         return self
@@ -186,7 +188,7 @@ class FusedFP4Linear(nn.Module):
             self._check_w4a8()
         packed = self.packed
         if packed is not None and enabled:
-            check_row_spans(packed, self._name())
+            check_packed(packed, self._name())
         self.w4a8 = enabled
         if packed is not None:
             self._adopt(packed)
@@ -230,7 +232,7 @@ class FusedFP4Linear(nn.Module):
     def _adopt(self, packed: PackedTensor) -> None:
         """Becomes a packed layer of ``packed``, laid out for its device."""
         if self.w4a8:
-            check_row_spans(packed, self._name())
+            check_packed(packed, self._name())
         self.weight = None  # first: shuffling into tiles then has the original's room
         placed = place(packed, tiles=self.w4a8)
         self.form, self._dtype, self._layout = packed.form, packed.dtype, placed.name
@@ -253,9 +255,11 @@ class FusedFP4Linear(nn.Module):
             self._dtype = self.weight.dtype
             return self
         buffers = {name: tensor for name in _BUFFERS if (tensor := getattr(self, name)) is not None}
+        probe = fn(torch.empty(0, dtype=self._dtype, device=buffers[CODES].device))
+        if self.w4a8:
+            check_device(probe.device, self._name())
         for name in _BUFFERS:
             setattr(self, name, None)
-        probe = fn(torch.empty(0, dtype=self._dtype, device=buffers[CODES].device))
         super()._apply(fn, recurse)
         for name, tensor in buffers.items():
             moved = fn(tensor.reshape(-1).view(torch.uint8))
