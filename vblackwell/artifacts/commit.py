@@ -200,6 +200,11 @@ def newest_complete(parent: Path, prefix: str = "step-") -> list[Path]:
     return [path for path in _numbered(parent, prefix) if (path / MANIFEST).is_file()]
 
 
+def step_of(path: Path, prefix: str = "step-") -> int:
+    """The number in the name of a folder that `newest_complete` found."""
+    return int(path.name.removeprefix(prefix))
+
+
 def _numbered(parent: Path, prefix: str) -> list[Path]:
     """Folders ``prefix`` + number under ``parent``, the newest first."""
     found = []

@@ -24,7 +24,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from vblackwell.artifacts.commit import CommitFolder, clean_leftovers, newest_verified, prune, verify_folder
+from vblackwell.artifacts.commit import (
+    CommitFolder,
+    clean_leftovers,
+    newest_complete,
+    newest_verified,
+    prune,
+    step_of,
+    verify_folder,
+)
 from vblackwell.artifacts.folder import GENERATION, TOKENS, copy_tokenizer, read_json, save_model, tensor_files
 from vblackwell.artifacts.shards import SafetensorsShards, TensorSpec
 from vblackwell.errors import CorruptData, DiskError, VBError
@@ -37,11 +45,12 @@ from vblackwell.offload.enable import offload_of
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.state import MOMENTS, ParameterState, export_state, import_state
 from vblackwell.train.resume import refuse_other_run
-from vblackwell.train.runfolder import ADAPTER, FINAL
+from vblackwell.train.runfolder import ADAPTER, CHECKPOINTS, FINAL
 from vblackwell.train.state import TrainerState
 from vblackwell.units import format_bytes
 
 if TYPE_CHECKING:
+    from vblackwell.train.config import TrainConfig
     from vblackwell.train.prepare import Prepared
 
 TRAINER = "trainer.json"
@@ -151,22 +160,51 @@ def finished_step(final: Path) -> int | None:
         return None
 
 
-def refuse_full_disk(out: Path, model: nn.Module, keep_checkpoints: int) -> None:
-    """Look for the room that checkpoints and final model will take; one more than is kept exists while it is written.
+def refuse_full_disk(out: Path, model: nn.Module, config: TrainConfig) -> None:
+    """Look for the room that the rest of the run in ``out`` will take, beyond what it holds on its disk already.
 
     Raises:
         DiskError: with what is needed and what is free.
     """
-    needed = (keep_checkpoints + 1) * _checkpoint_bytes(model) + _weight_bytes(model) + METADATA_BYTES
+    assert config.max_steps is not None
+    parent = out / CHECKPOINTS
+    clean_leftovers(parent)
+    clean_leftovers(out, FINAL)
+    found = newest_complete(parent)
+    step = step_of(found[0]) if found else 0
+    every = config.checkpoint_every
+    due = config.max_steps // every - step // every if every else 0
+    if step < config.max_steps:
+        due = max(due, 1)  # where somebody stops the run
+    needed = METADATA_BYTES + bytes_to_come(
+        len(found), due, config.keep_checkpoints, checkpoint=_checkpoint_bytes(model), final=_final_bytes(model)
+    )
     folder = out
     while not folder.exists():
         folder = folder.absolute().parent
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise DiskError(
-            f"--out {out} needs up to {format_bytes(needed)} for {keep_checkpoints} checkpoints and the final model, "
-            f"{format_bytes(free)} are free there: make room, choose another --out, or lower --keep-checkpoints"
+            f"--out {out} needs up to {format_bytes(needed)} more for checkpoints ({config.keep_checkpoints} are kept, {len(found)} are "
+            f"there) and the final model, {format_bytes(free)} are free: make room for {format_bytes(needed - free)}, choose another "
+            "--out, or lower --keep-checkpoints"
         )
+
+
+def bytes_to_come(held: int, due: int, keep: int, *, checkpoint: int, final: int) -> int:
+    """The most that a run will take beyond what it holds: an older checkpoint goes only when the next one is there.
+
+    Args:
+        held: checkpoints that are there.
+        due: checkpoints that are still to be written.
+        keep: checkpoints that are left after each.
+        checkpoint, final: bytes of a checkpoint, and of what is exported at the end.
+    """
+    most, there = 0, held
+    for _ in range(min(due, keep + 1)):
+        most = max(most, there + 1 - held)
+        there = min(there + 1, keep)
+    return max(most * checkpoint, (there - held) * checkpoint + final)
 
 
 # -- writing -------------------------------------------------------------------------------------------------------------
@@ -175,6 +213,11 @@ def refuse_full_disk(out: Path, model: nn.Module, keep_checkpoints: int) -> None
 def _weight_bytes(model: nn.Module) -> int:
     """Of the final model."""
     return sum(4 * shape.numel() for _, shape in whole_tensors(model)[0])
+
+
+def _final_bytes(model: nn.Module) -> int:
+    """Of the final model, and of the adapters that are exported before it."""
+    return _weight_bytes(model) + (0 if adapted(model) is None else _checkpoint_bytes(model) // 3)
 
 
 def _checkpoint_bytes(model: nn.Module) -> int:

@@ -6,6 +6,7 @@ is there only where somebody asked for it: with a size, a path, or ``--vgpu-auto
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,13 @@ if TYPE_CHECKING:
     from vblackwell.plan.placement import Plan
 
 
-def build_stack(config: TrainConfig, device: torch.device, plan: Plan | None = None) -> VGPUStack:
+def build_stack(
+    config: TrainConfig, device: torch.device, plan: Plan | None = None, *, state_bytes: int | None = None
+) -> VGPUStack:  # fmt: skip
     """The stack of a run on ``device``: of the sizes that were planned, or else asked for.
+
+    Args:
+        state_bytes: the most that will come to a disk level; by default all that it may hold.
 
     Raises:
         ConfigurationError: a size that the machine does not have, a path that is no directory on a disk, a codec without a disk.
@@ -33,7 +39,7 @@ def build_stack(config: TrainConfig, device: torch.device, plan: Plan | None = N
     """
     disk = has_disk(config)
     if config.disk_memory:
-        _refuse_full_disk(config)
+        _refuse_full_disk(config, state_bytes)
     codec = "lossless" if config.disk_codec == "lossless" else None
     given: dict[str, Any] = {"device": device, "disk_codec": codec}
     if plan is not None:
@@ -62,15 +68,18 @@ def has_disk(config: TrainConfig) -> bool:
     return found
 
 
-def _refuse_full_disk(config: TrainConfig) -> None:
-    """Bytes are reserved when they are first needed; a run is told before it starts."""
+def _refuse_full_disk(config: TrainConfig, state_bytes: int | None) -> None:
+    """Bytes are reserved when they are first needed; a run is told before it starts. It needs no more than its state, whatever the cap."""
     assert isinstance(config.disk_memory, int)
     disk = disk_facts(config.disk_path or default_disk_path())
-    if config.disk_memory > disk.free_bytes:
+    total = shutil.disk_usage(disk.path).total
+    needed = config.disk_memory if state_bytes is None else min(config.disk_memory, state_bytes)
+    if config.disk_memory > total or needed > disk.free_bytes:
         raise InsufficientMemory(
-            f"--disk-memory {format_bytes(config.disk_memory)}: {format_bytes(disk.free_bytes)} are free at {disk.path}; make room, "
-            "choose another --disk-path, or lower --disk-memory",
-            needed_bytes=config.disk_memory,
+            f"--disk-memory {format_bytes(config.disk_memory)}: {format_bytes(disk.free_bytes)} of {format_bytes(total)} are free at "
+            f"{disk.path}, and up to {format_bytes(needed)} are needed; make room, choose another --disk-path, or lower "
+            "--disk-memory",
+            needed_bytes=needed,
             available_bytes=disk.free_bytes,
         )
 

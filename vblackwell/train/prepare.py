@@ -109,10 +109,10 @@ def prepare(config: TrainConfig, device: torch.device, progress: Progress, clean
         f"{config.tokens_per_step} "
         f"tokens at a rate of {config.learning_rate:g}, {precision.name} on {device}, attention: {attention}"
     )
-    stack = build_stack(config, device, plan)
+    state_bytes = bytes_when_resident(model, precision.compute_dtype, formats)
+    stack = build_stack(config, device, plan, state_bytes=state_bytes)
     cleanup.callback(stack.close)
     cleanup.callback(_close_engine, model)  # first, and also when what follows fails
-    state_bytes = bytes_when_resident(model, precision.compute_dtype, formats)
     progress.say(f"memory: {describe_levels(stack)}; training state {format_bytes(state_bytes)}")
     enable_vgpu_stack_optimization(
         model, stack, placement=config.placement, compute_dtype=precision.compute_dtype, update=place_or_share(config.update),

@@ -77,7 +77,10 @@ def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: 
     if stop.wanted:
         progress.say("stopped before the first step: nothing was written")
         return stop.exit_code
-    refuse_full_disk(folder.path, prepared.parts.model, prepared.config.keep_checkpoints)
+    if config.resume and finished_step(folder.final) == prepared.config.max_steps:
+        progress.say(f"{folder.path} has finished its {prepared.config.max_steps} steps already: nothing to do")
+        return 0
+    refuse_full_disk(folder.path, prepared.parts.model, prepared.config)
     folder.create()
     if stored is None:
         chosen = prepared.config
@@ -111,9 +114,6 @@ class _Run:
     def to_the_end(self) -> int:
         """Resume if asked, train, export, report; the exit code."""
         config = self.prepared.config
-        if config.resume and finished_step(self.folder.final) == config.max_steps:
-            self.progress.say(f"{self.folder.path} has finished its {config.max_steps} steps already: nothing to do")
-            return 0
         assert config.max_steps is not None
         state = self.checkpoints.load_newest() if config.resume else None
         if state is not None and state.step > config.max_steps:
