@@ -14,8 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vblackwell.kernels import adamw_cpu
 from vblackwell.offload import update_loop
-from vblackwell.offload.masters import round_from_fp32
+from vblackwell.offload.masters import join, round_from_fp32
+from vblackwell.offload.masters import split as masters_split
 from vblackwell.offload.sum_loop import SumLoop
 from vblackwell.offload.update_loop import CHUNK, LEAST_PART, MasterLoop
 
@@ -71,6 +73,48 @@ def test_bits_are_torchs(way: str, length: int, wide: bool, clipped: list[bool],
             loop.run()
             assert torch.equal(ours, master) and torch.equal(weight, expected)
             assert all(map(torch.equal, ours_moments, moments))
+
+
+ODD_BITS = [
+    0x7FFFFFFF,
+    -1,
+    0x7F800001,
+    0x7F808000,
+    -0x7FFFFF,
+    0x7FC00000,
+    0x7F800000,
+    -0x800000,
+    0x7F7FFFFF,
+    0x7F7F8000,
+]
+
+
+@pytest.mark.parametrize("way", ["compiled", "plain"])
+def test_a_nan_master_stays_a_nan(way: str, monkeypatch: pytest.MonkeyPatch):
+    """A gradient of zero, no decay and no rate: the master keeps its bits."""
+    if way == "plain":
+        monkeypatch.setattr(update_loop, "compiled_loop", lambda: update_loop._loop)
+    master = torch.tensor(ODD_BITS, dtype=torch.int32).view(torch.float32).repeat(CHUNK // 8)
+    was, weight, loop = master.clone(), torch.zeros(len(master), dtype=torch.bfloat16), MasterLoop()
+    numbers = NUMBERS | {"lr": 0.0, "weight_decay": 0.0}
+    states = [torch.zeros_like(master), torch.ones_like(master)]
+    loop.add(master, weight, torch.zeros_like(weight), *states, torch.ones(()), None, **numbers)
+    loop.run()
+    assert torch.equal(master.isnan(), was.isnan()) and torch.equal(weight.isnan(), was.isnan())
+    finite = ~was.isnan()
+    expected = torch.empty_like(weight)
+    round_from_fp32(was, expected)
+    assert torch.equal(weight[finite], expected[finite]) and torch.equal(master[finite], was[finite])
+
+
+@pytest.mark.parametrize("split", [masters_split, lambda t, w, r: adamw_cpu.split(t.view(torch.int32), w, r, t.int())])
+def test_a_split_master_keeps_nan_and_infinity(split: Callable[..., None]):
+    truth = torch.tensor(ODD_BITS, dtype=torch.int32).view(torch.float32)
+    weight, remainder = torch.empty(len(truth), dtype=torch.bfloat16), torch.empty(len(truth), dtype=torch.int16)
+    split(truth.clone(), weight, remainder)
+    joined = join(weight, remainder)
+    assert torch.equal(weight.isnan(), truth.isnan()) and torch.equal(joined.isnan(), truth.isnan())
+    assert torch.equal(joined[~truth.isnan()], truth[~truth.isnan()])
 
 
 def test_the_loop_is_compiled_and_lets_other_threads_run():

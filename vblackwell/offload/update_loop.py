@@ -73,6 +73,11 @@ def _loop(
             # number is made in new memory, page fault by page fault, and then copied.
             torch.add(master_bits[index].narrow(0, start, count), half, out=bits.narrow(0, 0, count))
             weight_bits[index].narrow(0, start, count).copy_(high_bits.narrow(0, 0, count))
+            wrong = master[0].isnan()
+            if bool(
+                wrong.any()
+            ):  # a full low half has wrapped to a zero; a payload in the low half alone gives an infinity
+                weight_bits[index].narrow(0, start, count).masked_fill_(wrong, 0x7FC0)
 
 
 @cache
@@ -173,7 +178,7 @@ class MasterLoop:
     ) -> None:  # fmt: skip
         """One AdamW step in place on ``master``, ``exp_avg`` and ``exp_avg_sq``; ``weight`` becomes the master, rounded with ties away.
 
-        A bf16 is the high half of its fp32, so rounding is a sum of integers and a strided copy of the 16-bit halves.
+        A bf16 is the high half of its fp32, so rounding is a sum of integers and a strided copy of the 16-bit halves. A NaN stays one.
 
         Args:
             master, exp_avg, exp_avg_sq: (n,) fp32, on the CPU as everything here.
