@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/
 STAMP := $(VENV)/.installed
 
-.PHONY: train repeat test test-all test-gpu sanitize lint format clean
+.PHONY: train repeat test test-all faults test-gpu sanitize lint format clean
 
 # torch first and alone: the CPU build is named by its version, and nothing later may replace it.
 $(STAMP): pyproject.toml constraints.txt
@@ -31,6 +31,10 @@ test: $(STAMP)
 # And every configuration of the kernels compiled, of which `test` compiles a selection.
 test-all: $(STAMP)
 	$(PYTEST) -m "not gpu and not multi_gpu"
+
+# Real processes against real faults, all of them, and the page that tells what held. `test` draws a sample.
+faults: $(STAMP)
+	OMP_NUM_THREADS=1 $(RUN)python -m tests.faults --seed 35 --write docs/reliability.md
 
 # Run where the GPU is, with the environment that is active, because GPU machines often bring their own torch, and with this checkout,
 # installed or not. Eight processes share the GPU and 16 cores. pytest-benchmark, which nothing here uses, warns of xdist, and warnings

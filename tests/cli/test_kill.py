@@ -1,16 +1,13 @@
-"""``kill -9`` at any moment costs nothing but the work since the last checkpoint: the resumed run ends with the same bits."""
+"""Signals, kills and full disks, as a user meets them; tests/faults tries many more of each."""
 
 from __future__ import annotations
 
-import random
 import shutil
 import signal
 import time
 
 from tests.cli.conftest import LEVELS, RECORDED
 from vblackwell.train.runfolder import REPORT, SETTINGS, RunFolder
-
-KILLS_AT_RANDOM, KILLS_IN_CHECKPOINTS = 6, 4
 
 
 def words_of(place, out, steps=12):
@@ -28,45 +25,6 @@ def wait_until(child, condition):
 
 def weights_of(run):
     return (run / "final/model.safetensors").read_bytes()
-
-
-def work_folders(run):
-    """Checkpoints that are being written, or were when their writer died."""
-    return {path.stat().st_ino for path in run.glob("checkpoints/*.tmp")}
-
-
-def test_kills_at_any_moment_end_with_the_same_weights(place):
-    """Some of them; tests/faults kills at every call that writes."""
-    steps = 8  # four checkpoints: one kept, one before it, two that were pruned
-    child = place.start(*words_of(place, "whole", steps))
-    began = time.monotonic()  # not before: the first child of all waits for what it is forked from
-    assert child.wait() == 0
-    duration = time.monotonic() - began
-    expected = weights_of(place.folder / "whole")
-
-    draw = random.Random(20)
-    kills = in_checkpoint = chain = 0
-    said = ""
-    while kills < KILLS_AT_RANDOM + KILLS_IN_CHECKPOINTS or in_checkpoint < KILLS_IN_CHECKPOINTS:
-        run = place.folder / f"chain{chain}"
-        chain += 1
-        for _ in range(3):
-            child = place.start(*words_of(place, run.name, steps))
-            moment = time.monotonic() + draw.random() * duration
-            wait_until(child, lambda moment=moment: time.monotonic() > moment)
-            if in_checkpoint < KILLS_IN_CHECKPOINTS:  # from the drawn moment on, the next checkpoint that is begun
-                before = work_folders(run)
-                wait_until(child, lambda run=run, before=before: work_folders(run) - before)
-            child.signal(signal.SIGKILL)
-            if child.wait() == 0:
-                break
-            kills += 1
-            in_checkpoint += bool(work_folders(run))
-            said += child.stdout.read_text()
-        assert place.start(*words_of(place, run.name, steps)).wait() == 0
-        assert weights_of(run) == expected, f"chain {chain} after {kills} kills"
-        assert not list(run.rglob("*.tmp"))
-    assert "no checkpoint yet: starting over" in said and "resumed from" in said
 
 
 def test_what_a_kill_left_of_a_file_goes_with_the_next_start(tmp_path):
