@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -153,7 +154,6 @@ def test_torch_utilities_that_read_grad_say_so(stack: VGPUStack):
     optimizer = VGPUAdamW(model.parameters())
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # nothing to clip yet: as in PyTorch
     MLP.loss(model, 0).backward()
-    assert all(param.grad is None for param in model.parameters())
     for other in (
         lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=1.0),
         lambda: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0),
@@ -168,6 +168,61 @@ def test_torch_utilities_that_read_grad_say_so(stack: VGPUStack):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     with pytest.raises(Unsupported, match="only None"):
         model.head.weight.grad = torch.zeros(7, 48)
+
+
+def norm_loop(model: nn.Module, spelling: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+    """What people write to log norms, and to clip by hand."""
+    norms = [spelling(param.grad) for param in model.parameters() if param.grad is not None]
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.data.mul_(0.5)
+            param.grad *= 0.25
+    return norms
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        lambda grad: grad.norm(),
+        lambda grad: grad.data.norm(2),
+        lambda grad: grad.detach().norm(p=2.0),
+        lambda grad: torch.norm(grad),
+        lambda grad: torch.linalg.vector_norm(grad, 2),
+    ],
+)
+def test_a_users_own_norm_loop_sees_the_gradients(stack: VGPUStack, spelling: Callable[[torch.Tensor], torch.Tensor]):
+    plain = build(MLP)
+    model = offloaded(stack, copy.deepcopy(plain))
+    ours, theirs = VGPUAdamW(model.parameters()), torch.optim.AdamW(plain.parameters(), fused=True)
+    assert norm_loop(model, spelling) == []
+    for module in (model, plain):
+        MLP.loss(module, 0).backward()
+    grads = [param.grad for param in model.parameters()]
+    assert all(torch.equal(grad.cpu(), param.grad) for grad, param in zip(grads, plain.parameters(), strict=True))
+    assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(grads, plain.parameters(), strict=True))
+    assert norm_loop(model, spelling) == norm_loop(plain, spelling)
+    for optimizer in (ours, theirs):
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(param.grad is None for param in model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_what_a_departed_gradient_cannot_do_says_what_to_do(stack: VGPUStack):
+    model = offloaded(stack, build(MLP))
+    MLP.loss(model, 0).backward()
+    grad = model.head.weight.grad
+    assert "'head.weight'" in repr(grad)
+    for use in (
+        lambda: grad.abs().max(),
+        lambda: grad.norm(1),
+        lambda: grad.div_(2),
+        lambda: torch.zeros(7, 48).add_(grad),
+        lambda: torch._foreach_mul_([grad], 2.0),
+        lambda: torch.optim.AdamW(model.parameters()).step(),
+    ):
+        with pytest.raises(Unsupported, match=r"(head|layers).*cpu\(\).*VGPUAdamW"):
+            use()
 
 
 @pytest.mark.parametrize("clip", [clip_grad_norm_, torch.nn.utils.clip_grad_norm_])
@@ -228,7 +283,8 @@ def test_module_zero_grad_forgets(stack: VGPUStack):
         module.zero_grad()
         MLP.loss(module, 1).backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=False)  # zeros: the next step decays weights and moments
+        MLP.loss(module, 2).backward()
+        module.zero_grad(set_to_none=False)  # zeros: the next step decays weights and moments
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 

@@ -237,14 +237,7 @@ def _make_plain(engine: Offload, slot: Slot, device: torch.device) -> None:
     opened = open_weights(homes, group)
     values = read_truth(slot, opened).to(device, copy=True)
     close_weights(homes, group, opened, store=False)
-    gradient = None
-    if engine.gradients.has(slot):
-        grad_kind = engine.gradients.home.kind_at_home(group)
-        flat = homes.open(group, grad_kind)
-        gradient = (slot.view_fp32(flat) if grad_kind == "accumulated" else slot.view(flat)).to(
-            device, values.dtype, copy=True
-        )
-        homes.close_range(group, grad_kind, flat, store=False)
+    gradient = engine.gradients.home.read(slot).to(device, values.dtype) if engine.gradients.has(slot) else None
     param.__class__ = slot.plain_class
     param.data = values
     param.grad = gradient

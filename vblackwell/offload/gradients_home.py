@@ -126,6 +126,15 @@ class GradientsAtHome:
                 state.norms[slot] = self._norm(values)
             self._homes.close_range(group, state.kind, flat, store=False)
 
+    def read(self, slot: Slot) -> torch.Tensor:
+        """A copy of ``slot``'s gradient in its compute type (worker thread)."""
+        state = self._state[slot.group.index]
+        flat = self._homes.open(slot.group, state.kind)
+        values = slot.view_fp32(flat) if state.kind == "accumulated" else slot.view(flat)
+        values = values.to(slot.dtype, copy=True)
+        self._homes.close_range(slot.group, state.kind, flat, store=False)
+        return values
+
     def _norm(self, values: torch.Tensor) -> torch.Tensor:
         """The 2-norm of a flat gradient at home: as torch's clipping takes it, or, where level 0 is a GPU, as that takes it."""
         if self._stack.level0_device.type == "cuda":

@@ -11,7 +11,6 @@ life would tax every operator call instead.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from functools import cache
@@ -21,7 +20,7 @@ import torch
 from torch import nn
 
 from vblackwell.errors import StaleTensor, Unsupported
-from vblackwell.offload.departed_gradient import departed_gradient
+from vblackwell.offload.departed_gradient import DepartedGradient, departed_gradient
 from vblackwell.offload.groups import Slot
 
 _T: Any = torch.Tensor
@@ -155,7 +154,7 @@ class OffloadedParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func == _GRAD_GET:
-            return _read_gradient(args[0], sys._getframe(1))
+            return _read_gradient(args[0])
         if func == _GRAD_SET:
             return _write_gradient(args[0], args[1])
         if func == _DATA_SET:
@@ -170,7 +169,10 @@ class OffloadedParameter(nn.Parameter):
             and args[0]._vb_binding.overwrite(args[0]._vb_slot, args[1])
         ):
             return args[0]
-        managed = [item for item in _flatten((args, kwargs)) if type(item) is OffloadedParameter]
+        found = list(_flatten((args, kwargs)))
+        if any(isinstance(item, DepartedGradient) for item in found):
+            return DepartedGradient.__torch_function__(func, types, args, kwargs)
+        managed = [item for item in found if type(item) is OffloadedParameter]
         if not managed:  # only plain ones are left: their group is in use further up
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -280,31 +282,18 @@ def _plain_copy(param: OffloadedParameter) -> torch.Tensor:
         return param.detach().clone(memory_format=torch.preserve_format)
 
 
-def _read_gradient(param: OffloadedParameter, caller: Any) -> torch.Tensor | None:
-    """``p.grad`` is None while offloaded; torch's own utilities must not mistake that for "no gradient".
-
-    They read ``p.grad`` and do nothing where it is None, which would be silence: so zero_grad does its work here, clip_grad_norm_ gets
-    something to measure and to scale, and GradScaler and torch's optimizers, told apart by the module that reads, an error.
-    """
+def _read_gradient(param: OffloadedParameter) -> torch.Tensor | None:
+    """What ``p.grad`` is while offloaded: None only where there is no gradient, for None is what callers pass by."""
     slot = param._vb_slot
     if not param._vb_binding.has_gradient(slot):
         return None
-    module = caller.f_globals.get("__name__", "")
-    if module.startswith("torch."):
-        if caller.f_code.co_name == "zero_grad":
-            param._vb_binding.clear_gradient(slot)
-            return None
-        if module == torch.nn.utils.clip_grad_norm_.__module__:
-            with torch._C.DisableTorchFunctionSubclass():
-                return departed_gradient(cast(Any, param._vb_binding), slot, param.data)
-        raise Unsupported(
-            f"{module} reads the gradient of {slot.name!r}, which has left level 0 for the optimizer: use VGPUAdamW (its max_grad_norm, "
-            "grad_norm and loss_scale), or vblackwell.clip_grad_norm_(model, max_norm), or release(model) first"
-        )
-    return None
+    with torch._C.DisableTorchFunctionSubclass():
+        return departed_gradient(cast(Any, param._vb_binding), slot, param.data)
 
 
 def _write_gradient(param: OffloadedParameter, value: Any) -> None:
+    if isinstance(value, DepartedGradient) and value._vb_slot is param._vb_slot:
+        return  # what `p.grad *= x` ends with
     if value is not None:
         raise Unsupported(
             f"setting the gradient of the offloaded parameter {param._vb_slot.name!r}: only None (to clear it) is possible"

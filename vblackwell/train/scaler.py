@@ -1,6 +1,6 @@
 """Dynamic loss scaling for fp16: as large as the gradients bear, halved when they overflow.
 
-torch's `GradScaler` reads `p.grad`, which is None while a model is offloaded; here the optimizer divides by the scale and
+torch's `GradScaler` reads `p.grad`, whose values have left level 0 while a model is offloaded; here the optimizer divides by the scale and
 says whether the gradients were finite, and this only decides the next scale. Powers of two only, so that scaling and
 unscaling are exact.
 """
