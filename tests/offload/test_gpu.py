@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vblackwell.memory.stack import VGPUStack
 from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.nn.decoder import Decoder, DecoderConfig
+from vblackwell.offload.clip import clip_grad_norm_
 from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.worker import set_worker_delay
@@ -123,6 +124,28 @@ def test_where_bytes_live_and_where_adamw_runs_change_no_bit(
         assert losses == runs[0][0], way
         assert all(torch.equal(a, b) for a, b in zip(weights, runs[0][1], strict=True)), way
     assert runs[0][0][-1] < runs[0][0][0]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_our_clip_takes_one_norm_of_resident_and_streamed_parameters(dtype: torch.dtype | None):
+    torch.manual_seed(0)
+    initial, runs = Decoder(CONFIG), []
+    tokens = torch.randint(4096, (4, 257), generator=torch.Generator().manual_seed(0)).cuda()
+    for placement in ("streamed", "resident"):
+        with gpu_stack(4000) as stack:
+            model = copy.deepcopy(initial)
+            enable_vgpu_stack_optimization(model, stack, placement=placement, compute_dtype=dtype)
+            optimizer, norms = VGPUAdamW(model.parameters()), []
+            for _ in range(3):
+                model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).backward()
+                norms.append(clip_grad_norm_(model.parameters(), 0.5).item())
+                optimizer.step()
+                optimizer.zero_grad()
+            release(model)
+            runs.append((norms, [param.detach().clone() for param in model.parameters()]))
+    (norms, weights), (resident_norms, resident_weights) = runs
+    assert norms == resident_norms and min(norms) > 0.5
+    assert all(map(torch.equal, weights, resident_weights))
 
 
 def test_close_to_plain_pytorch():

@@ -246,6 +246,32 @@ def test_our_clip_is_torchs_and_so_is_torchs(clip, stack: VGPUStack):
         offloaded(stack, model)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_our_clip_takes_one_norm_of_resident_and_streamed_parameters(transposed: bool, make_stack: MakeStack):
+    """However the gradient lies in memory."""
+    seen = []
+    for placement in ("streamed", "resident"):
+        model = build(MLP)
+        stack = make_stack(4 << 20)
+        enable_vgpu_stack_optimization(model, stack, placement=placement, compute_dtype=torch.bfloat16)
+        optimizer = VGPUAdamW(model.parameters())
+        norms = []
+        for step in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                MLP.loss(model, step).backward()
+            for param in model.parameters():
+                if param.grad is not None and param.dim() == 2 and transposed:
+                    param.grad = param.grad.t().contiguous().t()
+            norms.append(clip_grad_norm_(model.parameters(), 0.05).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append((norms, dict(export_state(model))))
+        release(model)
+    (norms, state), (resident_norms, resident_state) = seen
+    assert norms == resident_norms and min(norms) > 0.05
+    assert all(torch.equal(state[name]["weight"], resident_state[name]["weight"]) for name in state)
+
+
 def test_torchs_clip_is_ours_for_narrow_weights(stack: VGPUStack):
     models = [
         enable_vgpu_stack_optimization(build(MLP), stack, name, placement="streamed", compute_dtype=torch.bfloat16)

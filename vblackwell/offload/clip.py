@@ -10,6 +10,7 @@ from torch import nn
 from vblackwell.offload.groups import Group, Slot
 from vblackwell.offload.norms import norm_of_norms
 from vblackwell.offload.parameter import engine_and_slot
+from vblackwell.offload.resident import plain_norm, restride
 
 
 @torch.no_grad()
@@ -33,8 +34,9 @@ def clip_grad_norm_(model: nn.Module | Iterable[torch.Tensor], max_norm: float) 
     for param, pair in found.items():
         if pair is None:
             if param.grad is not None:
+                restride(param)
                 plain.append(param.grad)
-                norms.append(torch.linalg.vector_norm(param.grad, dtype=torch.float32))
+                norms.append(plain_norm(param))
         elif pair[0].gradients.has(pair[1]):
             offloaded.setdefault((pair[0], pair[1].group), []).append(pair[1])
             norms.append(pair[0].gradients.norm(pair[1]))

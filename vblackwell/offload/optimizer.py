@@ -20,10 +20,18 @@ from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.formats import MOMENTS
 from vblackwell.offload.groups import Slot
-from vblackwell.offload.masters import in_memory_order
-from vblackwell.offload.norms import gradient_norm, norm_of_norms
+from vblackwell.offload.norms import norm_of_norms
 from vblackwell.offload.parameter import engine_and_slot
-from vblackwell.offload.resident import Resident, plain_state, resident_of, update_resident, updates_here, write_state
+from vblackwell.offload.resident import (
+    Resident,
+    plain_norm,
+    plain_state,
+    resident_of,
+    restride,
+    update_resident,
+    updates_here,
+    write_state,
+)  # fmt: skip
 from vblackwell.offload.sparse import Selection
 from vblackwell.offload.state import read_slot_states, write_slot_states
 from vblackwell.offload.update import Hyper
@@ -152,7 +160,8 @@ class VGPUAdamW(torch.optim.AdamW):
         return loss
 
     def _step(self, selection: Selection) -> None:
-        self._restride()
+        for param in self._group_of:
+            restride(param)
         # A scale is one more reason to multiply, and a limit one more to measure; without either, nothing is read.
         self._skipped = False
         factor = self._measure(selection) if self.max_grad_norm is not None else self._unscale()
@@ -169,12 +178,6 @@ class VGPUAdamW(torch.optim.AdamW):
         """Whether torch's own AdamW can step every parameter."""
         return not self._engines and not self._updates_here
 
-    def _restride(self) -> None:
-        """A gradient that autograd widened may lie transposed in memory; norms and kernels go by the parameter's order."""
-        for param in self._group_of:
-            if updates_here(param) and param.grad is not None and param.grad.stride() != param.stride():
-                param.grad = torch.empty_like(param, dtype=param.grad.dtype).copy_(param.grad)
-
     def _unscale(self) -> torch.Tensor | None:
         return None if self.loss_scale == 1.0 else torch.tensor(1.0 / self.loss_scale)
 
@@ -190,7 +193,7 @@ class VGPUAdamW(torch.optim.AdamW):
                 assert found is not None
                 norms.append(found[0].gradients.norm(slot))
             else:
-                norms.append(_plain_norm(param))
+                norms.append(plain_norm(param))
         if not norms:
             self._norm, self._skipped = torch.zeros(()), False
             return None
@@ -327,10 +330,3 @@ class VGPUAdamW(torch.optim.AdamW):
     def skipped(self) -> bool:
         """Whether the last `step` changed nothing because a gradient was not finite."""
         return bool(self._skipped)
-
-
-def _plain_norm(param: torch.Tensor) -> torch.Tensor:
-    assert param.grad is not None
-    if updates_here(param) and param.is_cuda:
-        return gradient_norm(in_memory_order(param.grad))  # the bits of a streamed run
-    return torch.linalg.vector_norm(param.grad, dtype=torch.float32)

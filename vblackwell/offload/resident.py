@@ -24,6 +24,7 @@ from vblackwell.offload.lane import update_part
 from vblackwell.offload.masters import Opened, in_memory_order, needs_master, read_truth, refuse_unprepared, write_truth
 from vblackwell.offload.moments import moment_parts, read_moments, write_moments
 from vblackwell.offload.moving import move_buffers
+from vblackwell.offload.norms import gradient_norm
 from vblackwell.offload.parameter import attributes
 from vblackwell.offload.update import Hyper, update_master
 
@@ -194,6 +195,20 @@ def updates_here(param: torch.Tensor) -> bool:
     if place is None:
         return False
     return has_truth(param) or place[0].group.formats.packed or (param.is_cuda and place[0].dtype == torch.float32)
+
+
+def restride(param: torch.Tensor) -> None:
+    """Give the gradient the parameter's strides, by which norms and kernels go: one that autograd widened may lie transposed in memory."""
+    if updates_here(param) and param.grad is not None and param.grad.stride() != param.stride():
+        param.grad = torch.empty_like(param, dtype=param.grad.dtype).copy_(param.grad)
+
+
+def plain_norm(param: torch.Tensor) -> torch.Tensor:
+    """The 2-norm of the gradient of a plain or resident parameter, after `restride`: the bits of a streamed run."""
+    assert param.grad is not None
+    if updates_here(param) and param.is_cuda:
+        return gradient_norm(in_memory_order(param.grad))
+    return torch.linalg.vector_norm(param.grad, dtype=torch.float32)
 
 
 def truth_of(param: torch.Tensor) -> torch.Tensor:
