@@ -36,7 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, level in QUIET.items():
             os.environ.setdefault(name, level)
     try:
-        code = _dispatch(words)
+        try:
+            code = _dispatch(words)
+        except SystemExit as leave:  # --help
+            code = leave.code if isinstance(leave.code, int) else 0
         sys.stdout.flush()  # here, where a reader that has gone is no error, and not while Python ends
         return code
     except VBError as error:
@@ -50,6 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not _nobody_reads():
             raise
         return 141  # as of a program that SIGPIPE ends
+    except OSError as error:
+        if not _stdout_is_full():
+            raise
+        print(
+            f"vb: error: what the command says cannot be written ({error.strerror}): make room where its output goes",
+            file=sys.stderr,
+        )
+        return 2
 
 
 def _nobody_reads() -> bool:
@@ -58,8 +69,23 @@ def _nobody_reads() -> bool:
     stdout.register(sys.stdout.fileno(), 0)
     if not any(event & select.POLLERR for _, event in stdout.poll(0)):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _drop_stdout()
     return True
+
+
+def _stdout_is_full() -> bool:
+    """Whether stdout takes nothing (`vb estimate ... > FILE` on a full disk); what is still to be written is then dropped."""
+    try:
+        sys.stdout.flush()
+        os.write(sys.stdout.fileno(), b"\n")  # where nothing is buffered, nothing is left to fail
+    except OSError:
+        _drop_stdout()
+        return True
+    return False
+
+
+def _drop_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _brief(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -177,7 +177,9 @@ def verify_folder(path: Path) -> None:
         expected = {name: (entry["size"], entry["xxh3"]) for name, entry in files.items()}
     except FileNotFoundError as error:
         raise CorruptData(f"{manifest} is missing: the folder was never committed; use another checkpoint") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
+        raise CorruptData(f"{manifest} cannot be read: {error.strerror}; use another checkpoint") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptData(f"{manifest} is damaged ({error}); use another checkpoint") from error
     for name, (size, digest) in expected.items():
         file = path / name

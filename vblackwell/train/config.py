@@ -299,9 +299,9 @@ _COUNTS = {
 
 _RANGES: dict[str, tuple[float, float, str]] = {
     "epochs": (1e-6, 1e6, "--epochs 1"),
-    "learning_rate": (0.0, math.inf, "--learning-rate 3e-4"),
+    "learning_rate": (0.0, 1e30, "--learning-rate 3e-4"),  # AdamW divides it by 1 - beta1, in fp32
     "min_learning_rate_ratio": (0.0, 1.0, "--min-learning-rate-ratio 0.1"),
-    "weight_decay": (0.0, math.inf, "--weight-decay 0.1"),
+    "weight_decay": (0.0, 1e6, "--weight-decay 0.1"),  # and multiplies it by this
     "beta1": (0.0, 1.0 - 1e-9, "--beta1 0.9"),
     "beta2": (0.0, 1.0 - 1e-9, "--beta2 0.95"),
     "epsilon": (1e-30, 1.0, "--epsilon 1e-8"),
