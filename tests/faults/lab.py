@@ -221,6 +221,12 @@ def ends_as_undisturbed(place: Place, *words: str, **environment: str | None) ->
 
 def is_undisturbed(place: Place) -> None:
     """The run has ended with the bits of the undisturbed one, and nothing half-written is left."""
-    assert place.numbers() == place.lab.undisturbed[0], "other numbers"
+    found, wanted = place.numbers(), place.lab.undisturbed[0]
+    if found != wanted:
+        lines = [
+            f"{line}, not {other}" for line, other in zip(found.metrics, wanted.metrics, strict=False) if line != other
+        ]
+        weights = "same weights" if found.weights == wanted.weights else "other weights"
+        raise AssertionError(f"{weights}, {len(found.metrics)} of {len(wanted.metrics)} steps; {COMPARED}: {lines}")
     left = [path for path in place.run.rglob("*.tmp")]
     assert not left, f"left over: {left}"

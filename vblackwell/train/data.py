@@ -110,7 +110,8 @@ def _trained_tokenizer(source: Source, content: str, vocab_size: int, report: Pr
 
     def build(folder: Path) -> None:
         report(f"training a tokenizer of {vocab_size} tokens on {source.name}", None)
-        train_tokenizer(source, vocab_size).save(str(folder / "tokenizer.json"))
+        text = train_tokenizer(source, vocab_size).to_str(pretty=True)
+        (folder / "tokenizer.json").write_text(text, encoding="utf-8")  # its own save raises a bare Exception
 
     key = xxhash.xxh3_128_hexdigest(f"{FORMAT} {content} {vocab_size} {tokenizers.__version__}".encode())
     folder = cached_folder("tokenizers", key, build)
