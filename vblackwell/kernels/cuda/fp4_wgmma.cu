@@ -107,7 +107,6 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
 #endif
         }
 #if SPLITS > 1
-        warp_sync();
         cluster_wait_started();  // who arrives waits, too
 #endif
     } else {

@@ -91,7 +91,8 @@ DEVICE u32 to_e4m3(float a, float b, float c, float d) {
 #endif
 
 // Programmatic dependent launch: the next kernel of the stream may start now; wait until the previous one has finished and its
-// writes are seen. Before the wait a kernel may touch only what no kernel writes: weights.
+// writes are seen. Before the wait a kernel may touch only what no kernel writes: weights, and the launcher sees to it that the first launch
+// behind a write to one does not overlap (kernels/overlap.py).
 DEVICE void let_next_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
@@ -161,12 +162,20 @@ DEVICE u16 float_to_half(float f) { u16 h; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(
 
 #if SPLITS > 1
 DEVICE u32 cluster_rank() { u32 r; asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
+// Barriers of a cluster in which all lanes of a warp arrive together, also behind a branch that only some of them took.
 DEVICE void cluster_sync() {
+    __syncwarp();
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 // Say that this block runs; wait until all of the cluster do, and their shared memory may be written. Each once, before any `cluster_sync`.
-DEVICE void cluster_arrive_started() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-DEVICE void cluster_wait_started() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DEVICE void cluster_arrive_started() {
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+DEVICE void cluster_wait_started() {
+    __syncwarp();
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 // Four floats into the shared memory of block `rank` of the cluster.
 DEVICE void store_remote(u32 address, u32 rank, float4 v) {
     u32 remote;
