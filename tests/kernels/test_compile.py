@@ -206,7 +206,7 @@ def test_a_fresh_thread_loads_and_launches():
     layer = FusedFP4Linear(512, 256, bias=False, device="cuda", dtype=torch.bfloat16)
     layer.quantize()
     x_MK = torch.randn(3, 512, device="cuda", dtype=torch.bfloat16)
-    nvrtc._kernel.cache_clear()
+    nvrtc._kernels.clear()
     with ThreadPoolExecutor(1) as pool:
         there = pool.submit(layer, x_MK).result()
     assert torch.equal(there, layer(x_MK))

@@ -19,11 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vblackwell.kernels.nvrtc import check_driver, driver, in_context
+from vblackwell.kernels.nvrtc import beside_capture, check_driver, driver, in_context
 
 LEAST = 4096  # counters of a set
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: memory may be allocated
 
 
 @dataclass
@@ -77,17 +76,13 @@ class _Memory:
     """Memory of the driver's, which is never freed, as PyTorch takes it."""
 
     def __init__(self, words: int, device: torch.device) -> None:
-        address, mode, size = ctypes.c_uint64(), ctypes.c_int(_RELAXED), ctypes.c_size_t(4 * words)
-        exchange = driver().cuThreadExchangeStreamCaptureMode
-        check_driver(exchange(ctypes.byref(mode)), "allowing memory to a graph's capture")
-        try:
+        address, size = ctypes.c_uint64(), ctypes.c_size_t(4 * words)
+        with beside_capture(device, "allocating counters"):
             allocate = lambda: driver().cuMemAlloc_v2(ctypes.byref(address), size)  # noqa: E731
             result = in_context(device, allocate)
             if result == _OUT_OF_MEMORY and not torch.cuda.is_current_stream_capturing():
                 torch.cuda.empty_cache()  # which may hold what the driver lacks
                 result = in_context(device, allocate)
-        finally:
-            check_driver(exchange(ctypes.byref(mode)), "going on with a graph's capture")
         check_driver(result, f"{4 * words} bytes of counters")
         self.__cuda_array_interface__ = {
             "shape": (words,), "typestr": "<i4", "data": (address.value, False), "version": 3,

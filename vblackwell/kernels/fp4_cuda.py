@@ -99,7 +99,8 @@ def run_mma(
     shared_bytes = plan.shared_bytes(k, kind)
     if plan.chunk:
         shared_bytes = launch_bytes(shared_bytes, math.prod(grid), _processors(x_MK.device))
-    kernel(MMA_FILES, "fp4_mma", macros, x_MK.device).launch(grid, plan.threads, shared_bytes, (*args, *more))
+    weight = (codes, block_scales, tensor_scale)
+    kernel(MMA_FILES, "fp4_mma", macros, x_MK.device).launch(grid, plan.threads, shared_bytes, (*args, *more), weight)
     return y_MN
 
 
@@ -131,7 +132,8 @@ def run_wgmma(
         more = () if passed is None else (passed, counters)
         shared_bytes = launch_bytes(rows.plan.shared_bytes(), math.prod(grid), _processors(x_MK.device))
         product = kernel(WGMMA_FILES, "fp4_wgmma", flags, x_MK.device)
-        product.launch(grid, rows.plan.threads, shared_bytes, (*args, rows.first, *more))
+        weight = (codes, block_scales, tensor_scale)
+        product.launch(grid, rows.plan.threads, shared_bytes, (*args, rows.first, *more), weight)
     return y_MN
 
 
@@ -153,7 +155,10 @@ def run_dequantize(
     grid = (ceil_div(ceil_div(k, 64), warps), ceil_div(n, 32), 1)
     shared_bytes = warps * 32 * 64 * w_NK.element_size()
     args = (codes, block_scales, tensor_scale, w_NK, n, k)
-    kernel(DEQUANTIZE_FILES, "fp4_dequantize", macros, codes.device).launch(grid, 32 * warps, shared_bytes, args)
+    weight = (codes, block_scales, tensor_scale)
+    kernel(DEQUANTIZE_FILES, "fp4_dequantize", macros, codes.device).launch(
+        grid, 32 * warps, shared_bytes, args, weight
+    )
     return w_NK
 
 
@@ -181,7 +186,8 @@ def run_prepare_e4m3(
     row_blocks = min(1024, ceil_div(m, columns))
     args = (codes, block_scales, tensor_scale, row_top, w_NK, n, k, scale_1N, x_MK, q_MK, scale_M1, m, row_blocks)
     prepare = kernel(E4M3_FILES, "prepare_e4m3", prepare_macros(_flags(x_MK), k), device)
-    prepare.launch((columns, ceil_div(n, 32) + row_blocks, 1), 256, PREPARE_SHARED_BYTES, args)
+    weight = (codes, block_scales, tensor_scale, row_top)
+    prepare.launch((columns, ceil_div(n, 32) + row_blocks, 1), 256, PREPARE_SHARED_BYTES, args, weight)
     return q_MK, scale_M1, w_NK, scale_1N
 
 

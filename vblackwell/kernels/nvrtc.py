@@ -14,17 +14,20 @@ import hashlib
 import importlib.util
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from vblackwell.errors import Unsupported, VBError
+from vblackwell.kernels.overlap import may_overlap
 
 SOURCES = Path(__file__).parent / "cuda"
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: also of a thread that has none
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class KernelError(VBError):
@@ -169,6 +172,22 @@ def in_context(device: torch.device, call: Callable[[], int]) -> int:
     return result
 
 
+@contextlib.contextmanager
+def beside_capture(device: torch.device, what: str) -> Iterator[None]:
+    """Inside, this thread may allocate and load, which would end the capture of a CUDA graph otherwise: nothing of it is captured.
+
+    Args:
+        what: this is for, of errors.
+    """
+    mode = ctypes.c_int(_RELAXED)
+    exchange = lambda: driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))  # noqa: E731
+    check_driver(in_context(device, exchange), f"{what} beside a graph's capture")
+    try:
+        yield
+    finally:
+        check_driver(exchange(), f"going on with a graph's capture after {what}")
+
+
 class _Attribute(ctypes.Structure):
     """CUlaunchAttribute: an id and a union of 64 bytes, of which we set the first word."""
 
@@ -207,10 +226,11 @@ class Kernel:
         arch = f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
         self.name = f"{entry} {macros}"
         self._shared_bytes = 48 * 1024
+        self._cubin = cached_cubin(files, macros, arch)
         with torch.cuda.device(device):
-            torch.cuda.current_stream()  # the context must exist before the driver is asked to load into it
-            torch.empty(1, device=device)
-            self._cubin = cached_cubin(files, macros, arch)
+            if not torch.cuda.is_current_stream_capturing():
+                torch.empty(1, device=device)  # the context must exist before the driver is asked to load into it
+        with torch.cuda.device(device), beside_capture(device, f"loading {self.name}"):
             module, function = ctypes.c_void_p(), ctypes.c_void_p()
             check_driver(
                 in_context(device, lambda: driver().cuModuleLoadData(ctypes.byref(module), self._cubin)),
@@ -224,13 +244,19 @@ class Kernel:
         self.overlaps = major >= 9  # the sources wait for the previous kernel themselves (ptx.cuh: wait_for_previous)
 
     def launch(
-        self, grid: tuple[int, int, int], threads: int, shared_bytes: int, args: Sequence[Tensor | int | float | None]
-    ) -> None:
-        """Enqueue on the current stream. Tensors pass as pointers, None as a null pointer, int and float as 32 bits."""
+        self, grid: tuple[int, int, int], threads: int, shared_bytes: int, args: Sequence[Tensor | int | float | None],
+        weight: Sequence[Tensor] = (),
+    ) -> None:  # fmt: skip
+        """Enqueue on the current stream. Tensors pass as pointers, None as a null pointer, int and float as 32 bits.
+
+        Args:
+            weight: those of ``args`` that the kernel reads before it waits for the one ahead of it.
+        """
         if shared_bytes > self._shared_bytes:
-            result = in_context(
-                self._device, lambda: driver().cuFuncSetAttribute(self.function, _MAX_DYNAMIC_SHARED, shared_bytes)
-            )
+            with beside_capture(self._device, f"setting up {self.name}"):
+                result = in_context(
+                    self._device, lambda: driver().cuFuncSetAttribute(self.function, _MAX_DYNAMIC_SHARED, shared_bytes)
+                )
             check_driver(result, f"{shared_bytes} bytes of shared memory for {self.name}")
             self._shared_bytes = shared_bytes
         values: list[ctypes.c_int32 | ctypes.c_float | ctypes.c_void_p] = []
@@ -243,7 +269,7 @@ class Kernel:
                 values.append(ctypes.c_void_p(0) if arg is None else ctypes.c_int32(arg))
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         launch = Launch(grid, (threads, 1, 1), shared_bytes, torch.cuda.current_stream(self._device).cuda_stream)
-        if self.overlaps:
+        if self.overlaps and (not weight or may_overlap(weight)):
             launch.attributes, launch.count = OVERLAP, 1
         with torch.cuda.device(self._device):
             result = in_context(
@@ -252,11 +278,17 @@ class Kernel:
         check_driver(result, f"launching {self.name} on a grid of {grid}")
 
 
-@functools.cache
-def _kernel(files: tuple[str, ...], entry: str, macros: tuple[tuple[str, int], ...], device: torch.device) -> Kernel:
-    return Kernel(files, entry, dict(macros), device)
+_kernels: dict[tuple[tuple[str, ...], str, tuple[tuple[str, int], ...], torch.device], Kernel] = {}
+_loading = threading.Lock()
 
 
 def kernel(files: tuple[str, ...], entry: str, macros: dict[str, int], device: torch.device) -> Kernel:
-    """The compiled and loaded kernel, made on first use and kept for the life of the process."""
-    return _kernel(files, entry, tuple(macros.items()), device)
+    """The compiled and loaded kernel, made on first use, by one thread, and kept for the life of the process."""
+    key = (files, entry, tuple(macros.items()), device)
+    found = _kernels.get(key)
+    if found is None:
+        with _loading:
+            found = _kernels.get(key)
+            if found is None:
+                found = _kernels[key] = Kernel(files, entry, macros, device)
+    return found

@@ -169,7 +169,8 @@ def run_mma(
         plan.shared_bytes(k),
     )  # fmt: skip
     macros = plan.macros(y_MN.dtype == torch.float32)
-    kernel(FILES, "two_part_mma", macros, x_MK.device).launch(grid, plan.threads, plan.shared_bytes(k), args)
+    weight = (codes, fine, block_scales, tensor_scale)
+    kernel(FILES, "two_part_mma", macros, x_MK.device).launch(grid, plan.threads, plan.shared_bytes(k), args, weight)
     return y_MN
 
 
@@ -181,5 +182,6 @@ def run_dequantize(
     macros = {"FP16": 0, "OUT": {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}[dtype]}
     grid = (ceil_div(ceil_div(k, 64), 4), ceil_div(n, 32), 1)
     args = (codes, fine, block_scales, tensor_scale, w_NK, n, k)
-    kernel(FILES, "two_part_dequantize", macros, codes.device).launch(grid, 128, 0, args)
+    weight = (codes, fine, block_scales, tensor_scale)
+    kernel(FILES, "two_part_dequantize", macros, codes.device).launch(grid, 128, 0, args, weight)
     return w_NK

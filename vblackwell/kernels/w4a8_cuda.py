@@ -135,6 +135,7 @@ def run_w4a8(
         head.launch(
             (sizes.head_blocks, 1, 1), 256, 32,
             (*operands, row_top, weight, now, stale, stale_count, *shape, sizes.chunk),
+            (codes, block_scales, tensor_scale, row_top),
         )  # fmt: skip
         product.launch(
             (clusters, CLUSTER, 1), THREADS, plan.shared_bytes(),

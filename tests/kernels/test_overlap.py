@@ -1,0 +1,224 @@
+"""kernels/overlap.py and what launches make of it: the first to read a weight as it is waits for who may have written it."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.kernels.emulation import random_weight
+from tests.kernels.test_two_part import random_parts
+from vblackwell.kernels import counters, fp4_cuda, nvrtc, overlap, two_part_cuda, two_part_layout, w4a8_cuda
+from vblackwell.kernels.fp4_mma_plan import plan_mma
+from vblackwell.kernels.fp4_plan import plan_wgmma
+from vblackwell.kernels.overlap import may_overlap
+
+
+@pytest.fixture(autouse=True)
+def capturing(monkeypatch):
+    """Whether the stream is captured, in a list of one."""
+    if torch.cuda.is_available():
+        return [False]
+    now = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now[0])
+    return now
+
+
+def weight() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(64, dtype=torch.uint8), torch.ones(())
+
+
+def test_only_the_first_read_of_what_was_written_waits():
+    codes, scale = given = weight()
+    assert [may_overlap(given) for _ in range(3)] == [False, True, True]
+    scale.mul_(2)
+    assert [may_overlap(given) for _ in range(2)] == [False, True]
+    codes[3] = 7
+    assert [may_overlap(given) for _ in range(2)] == [False, True]
+    codes.data = codes.clone()  # another memory, and no other version
+    assert [may_overlap(given) for _ in range(2)] == [False, True]
+    assert not may_overlap((codes, scale.clone()))
+
+
+def test_a_tensor_in_the_place_of_one_that_is_gone_is_another():
+    codes, scale = weight()
+    memory = codes.data_ptr()
+    assert not may_overlap((codes, scale)) and may_overlap((codes, scale))
+    buffer = codes.untyped_storage()
+    known = len(overlap._read)
+    del codes
+    again = torch.empty(0, dtype=torch.uint8).set_(buffer, 0, (64,))
+    assert again.data_ptr() == memory and not may_overlap((again, scale))
+    del again
+    assert len(overlap._read) < known, "what is gone is remembered"
+
+
+def test_a_capture_runs_nothing_that_others_could_come_behind(capturing):
+    given = weight()
+    capturing[0] = True
+    assert not may_overlap(given) and not may_overlap(given)
+    capturing[0] = False
+    assert not may_overlap(given) and may_overlap(given)
+    capturing[0] = True
+    assert may_overlap(given)
+    given[0].zero_()  # captured
+    assert not may_overlap(given)
+
+
+def test_tensors_that_hide_their_writes_are_waited_for():
+    with torch.inference_mode():
+        given = weight()
+        assert not may_overlap(given) and not may_overlap(given)
+
+
+class Driver:
+    """A driver that takes everything and remembers the attributes of launches, and how a thread may behave while a graph is captured."""
+
+    def __init__(self) -> None:
+        self.overlapped: list[bool] = []
+        self.mode = 0  # CU_STREAM_CAPTURE_MODE_GLOBAL, as threads begin
+        self.loads: list[int] = []
+
+    def cuThreadExchangeStreamCaptureMode(self, mode) -> int:  # noqa: N802
+        self.mode, mode._obj.value = mode._obj.value, self.mode
+        return 0
+
+    def cuModuleLoadData(self, module, cubin) -> int:  # noqa: N802
+        self.loads.append(self.mode)
+        return 0
+
+    def cuModuleGetFunction(self, function, module, entry) -> int:  # noqa: N802
+        return 0
+
+    def cuFuncSetAttribute(self, function, attribute, value) -> int:  # noqa: N802
+        assert self.mode == 2, "a capture would end"
+        return 0
+
+    def cuLaunchKernelEx(self, launch, function, pointers, extra) -> int:  # noqa: N802
+        self.overlapped.append(ctypes.cast(launch, ctypes.POINTER(nvrtc.Launch)).contents.count == 1)
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch, capturing):
+    """A Hopper GPU of which nothing runs; tensors are the CPU's."""
+    found = Driver()
+    monkeypatch.setattr(nvrtc, "driver", lambda: found)
+    monkeypatch.setattr(nvrtc, "cached_cubin", lambda files, macros, arch: b"")
+    monkeypatch.setattr(nvrtc, "_kernels", {})
+    properties = SimpleNamespace(multi_processor_count=132)
+    for name, value in {
+        "get_device_capability": lambda device: (9, 0), "get_device_properties": lambda device: properties,
+        "device": lambda device: nullcontext(), "current_stream": lambda device=None: SimpleNamespace(cuda_stream=0),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    return found
+
+
+def test_every_kernel_that_loads_a_weight_early_minds_who_wrote_it(driver, monkeypatch):
+    zeros = torch.zeros(1, dtype=torch.int32)
+    monkeypatch.setattr(counters, "zeroed", lambda count, device: nullcontext((zeros, zeros, 0)))
+    n, k = 64, 128
+    x = torch.randn(3, k).bfloat16()
+    coarse, two = random_weight("mxfp4", n, k)[1], two_part_layout.to_tiled(*random_parts(n, k)[1], n, k)
+    top = fp4_cuda.row_tops(coarse[1], n, k)
+    runs = {
+        "fp4_mma": (coarse, lambda: fp4_cuda.run_mma(plan_mma(3, n, k, True), x, *coarse, None, "none", n)),
+        "fp4_wgmma": (coarse, lambda: fp4_cuda.run_wgmma(plan_wgmma(64, n, k), x, *coarse, None, "none", n)),
+        "fp4_dequantize": (coarse, lambda: fp4_cuda.run_dequantize(*coarse, n, k, torch.bfloat16)),
+        "prepare_e4m3": ((*coarse, top), lambda: fp4_cuda.run_prepare_e4m3(x, *coarse, top, n, k)),
+        "w4a8_head": ((*coarse, top), lambda: w4a8_cuda.run_w4a8(w4a8_cuda.of_width(256), x, *coarse, top, None, "none", n, k)),
+        "two_part_mma": (two, lambda: two_part_cuda.run_mma(two_part_cuda.plan(3, n, k, True), x, *two, None, "none", n)),
+        "two_part_dequantize": (two, lambda: two_part_cuda.run_dequantize(*two, n, k, torch.bfloat16)),
+    }  # fmt: skip
+    early = set()
+    for path in nvrtc.SOURCES.glob("*.cu"):  # what a kernel loads before its first wait
+        for part in path.read_text().split('extern "C" __global__')[1:]:
+            name = next(name for name in re.findall(r"(\w+)\(", part) if not name.startswith("__"))
+            before = part.partition(") {\n")[2].partition("wait_for_previous")[0]
+            if re.search(r"\b(codes|scales|row_top)\b", before):
+                early.add(name)
+    early.remove("w4a8")  # begins when its head has waited
+    assert {"fp4_mma", "w4a8_head"} < early <= set(runs)
+    for name, (tensors, run) in runs.items():
+        for tensor in tensors:
+            overlap._read.clear()
+            counts = []
+            for _ in range(3):
+                driver.overlapped.clear()
+                run()
+                counts.append(driver.overlapped.count(False))
+                if len(counts) == 2:
+                    tensor.copy_(tensor.clone())
+            assert counts == [1, 0, 1], (name, counts)
+
+
+def test_a_kernel_is_loaded_beside_a_capture_and_by_one_thread(driver, monkeypatch):
+    device, began = torch.device("cpu"), threading.Barrier(4)
+    made = []
+
+    def slow(files, macros, arch):
+        made.append(files)
+        time.sleep(0.02)  # in which another thread would begin the same
+        return b""
+
+    monkeypatch.setattr(nvrtc, "cached_cubin", slow)
+
+    def get(_):
+        began.wait()
+        return nvrtc.kernel(("a.cu",), "a", {}, device)
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(get, range(4)))
+    assert len(made) == 1 and all(kernel is found[0] for kernel in found)
+    assert driver.loads == [2] and driver.mode == 0, "relaxed while loading, and as before behind it"
+    found[0].launch((1, 1, 1), 32, 100_000, ())
+    assert driver.mode == 0
+
+
+def test_barriers_of_a_cluster_are_met_by_whole_warps():
+    """`.aligned` says that all lanes execute it together: a warp that comes from a branch of some of them must be one again."""
+    text = (nvrtc.SOURCES / "ptx.cuh").read_text()
+    found = re.findall(r"DEVICE void \w+\(\) \{\n((?:(?!\n\}).)*barrier\.cluster(?:(?!\n\}).)*)\n\}", text, re.S)
+    assert len(found) == 3 and all(body.strip().startswith("__syncwarp();") for body in found)
+    assert text.count("barrier.cluster") == 4
+    for path in nvrtc.SOURCES.iterdir():
+        assert "barrier.cluster" not in path.read_text() or path.name == "ptx.cuh", path
+
+
+@pytest.mark.gpu
+def test_a_weight_that_was_just_written_is_read_as_it_is():
+    n, k = 512, 1024
+    tiled = [tuple(part.cuda() for part in random_weight("nvfp4", n, k, seed)[1]) for seed in range(2)]
+    x = torch.randn(3, k, device="cuda").bfloat16()
+    plan = plan_mma(3, n, k, torch.cuda.get_device_capability()[0] >= 9)
+    run = lambda weight: fp4_cuda.run_mma(plan, x, *weight, None, "none", n)  # noqa: E731
+    wanted = [run(weight) for weight in tiled]
+    changing = tuple(part.clone() for part in tiled[0])
+    for at in [1, 0] * 50:
+        for part, source in zip(changing, tiled[at], strict=True):
+            part.copy_(source)
+        assert torch.equal(run(changing), wanted[at])
+
+
+@pytest.mark.gpu
+def test_a_kernel_is_loaded_while_a_graph_is_captured():
+    n, k = 70, 192
+    tiled = tuple(part.cuda() for part in random_weight("nvfp4", n, k)[1])
+    x = torch.randn(3, k, device="cuda").bfloat16()
+    plan = plan_mma(3, n, k, torch.cuda.get_device_capability()[0] >= 9)
+    wanted = fp4_cuda.run_mma(plan, x, *tiled, None, "none", n)
+    nvrtc._kernels.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = fp4_cuda.run_mma(plan, x, *tiled, None, "none", n)
+    y.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(y, wanted)
