@@ -1,7 +1,8 @@
 """Several prompts written on at once, by a causal model of transformers whose weights may stream: one pass over them serves all rows.
 
 Rows are filled up on the left, so that all end at the same place; a mask hides the filling and positions are counted without it. Every row
-draws with the same seed from its own logits: it is written as it would be alone, but for the last bits of sums of other lengths.
+draws with the same seed from its own logits: it is written as it would be alone, but for the last bits of sums of other lengths. A model
+that cannot hide the filling reads its rows one by one.
 
 Legend: B batch, S sequence.
 """
@@ -16,7 +17,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from vblackwell.infer.generate import attending, cache_of, check_chunk, check_kind, encode, end_tokens, room, writing
+from vblackwell.infer.generate import (
+    attending,
+    cache_of,
+    check_chunk,
+    check_kind,
+    encode,
+    end_tokens,
+    room,
+    stepper,
+    writing,
+)
+from vblackwell.infer.own_state import check_one_pass, keeps_own_state, reads_masks
 from vblackwell.infer.pace import Pace
 from vblackwell.infer.room import read_in_chunks, room_for, step_behind
 from vblackwell.infer.sampling import Arrival, Sampling, check_seed, sample
@@ -46,6 +58,7 @@ def generate_batch(
     check_seed(seed)
     check_chunk(prefill_chunk)
     check_kind(model)
+    check_one_pass(model, prefill_chunk)
     if not prompts:
         return []
     pace = pace or Pace()
@@ -90,11 +103,16 @@ def columns(
     # Of rows that are equally long nothing is masked: without a mask attention takes its fast way, and nobody waits to look at it.
     masked = any(len(row) < longest for row in numbers)
     takes_positions = masked and "position_ids" in inspect.signature(type(model).forward).parameters
+    alone = keeps_own_state(model) or (masked and not reads_masks(model))
+    readers = [stepper(model, longest + count) for _ in numbers] if alone else []
     known: Any = cache
     step: Callable[[Tensor], Tensor] | None = None
 
     def read(input_ids_BS: Tensor, mask_BS: Tensor) -> Tensor:
         nonlocal known
+        if readers:
+            parts = zip(readers, input_ids_BS, mask_BS[:, -input_ids_BS.shape[1] :].bool(), strict=True)
+            return torch.cat([reader(row_S[mask_S][None]) for reader, row_S, mask_S in parts])
         options: dict[str, Any] = {"attention_mask": mask_BS if masked else None, "past_key_values": known}
         if takes_positions:
             options["position_ids"] = (mask_BS.cumsum(1) - 1).clamp(min=0)[:, -input_ids_BS.shape[1] :]

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.infer.decode_graph import FEWEST_STEPS, DecodeGraph, may_capture
+from vblackwell.infer.own_state import OwnState, check_one_pass, keeps_own_state
 from vblackwell.infer.pace import Pace
 from vblackwell.infer.room import read_in_chunks, room_for, step_behind
 from vblackwell.infer.sampling import Arrival, Sampling, check_seed, sample
@@ -72,6 +73,7 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, min_p)
     check_seed(seed)
     check_chunk(prefill_chunk)
+    check_one_pass(model, prefill_chunk)
     pace = pace or Pace()
     pace.begin()
     numbers = encode(model, tokenizer, prompt, special_tokens)
@@ -205,6 +207,8 @@ def stepper(
         cache: of transformers, empty, for its models; by default what they make themselves.
     """
     check_kind(model)
+    if keeps_own_state(model):
+        return OwnState(model)
     known: Any = KVCache(model.config, max_length) if isinstance(model, Decoder) else cache
     graph: DecodeGraph | None = None
     streamed: Callable[[Tensor], Tensor] | None = None
@@ -246,25 +250,23 @@ def stepper(
 
 
 def check_kind(model: nn.Module) -> None:
-    """Raises Unsupported for a model that writes in another way than by keys and values of what came before."""
+    """Raises Unsupported for a model that does not write on what it is given."""
     config: Any = model.config
     if getattr(config, "is_encoder_decoder", False):
         raise Unsupported(f"{type(model).__name__} is an encoder-decoder: generate works with causal models")
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if not isinstance(model, Decoder) and getattr(text, "num_attention_heads", None) is None:
-        raise Unsupported(
-            f"{type(model).__name__} states no num_attention_heads: generate works with models of attention"
-        )
 
 
 def cache_of(output: Any, model: nn.Module) -> Any:
-    """The keys and values that a model of transformers gave back.
+    """What a model of transformers keeps of what it read.
 
     Raises:
-        Unsupported: it keeps its past in another form.
+        Unsupported: nothing: it is an encoder.
     """
     if getattr(output, "past_key_values", None) is None:
-        raise Unsupported(f"{type(model).__name__} gives no past_key_values: generate works with models of attention")
+        raise Unsupported(
+            f"{type(model).__name__} gives no past_key_values, as encoders do: generate works with causal models (is_decoder in its "
+            "config.json says whether it is one)"
+        )
     return output.past_key_values
 
 

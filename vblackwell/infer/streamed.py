@@ -51,7 +51,9 @@ def open_streamed(
 def cache_bytes(config: dict[str, Any], rows: int, tokens: int) -> int:
     """Keys and values of ``rows`` sequences of ``tokens``, by the usual names of sizes; 0 where they are not among them."""
     layers = config.get("num_hidden_layers") or config.get("n_layer") or 0
-    heads = config.get("num_attention_heads") or config.get("n_head") or 1
+    heads = config.get("num_attention_heads") or config.get("n_head")
+    if not heads:
+        return 0
     width = config.get("hidden_size") or config.get("n_embd") or 0
     head = config.get("head_dim") or width // heads
     return (

@@ -97,6 +97,12 @@ def _close(got: Tensor, expected: Tensor) -> bool:
     return got.shape == expected.shape and torch.allclose(got, expected, rtol=PROBE_TOLERANCE, atol=PROBE_TOLERANCE)
 
 
+def _beside_input(module: nn.Module) -> str | None:
+    """Why a forward of one argument is not the module's: it takes more."""
+    more = list(inspect.signature(plain_class(module).forward).parameters)[2:]
+    return f"its forward takes {more[0]} beside its input" if more else None
+
+
 def _random(*shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(len(shape) + sum(shape))
     return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
@@ -118,6 +124,8 @@ def fused_norm(module: nn.Module) -> Overrides | str | None:
         return "it has no weight of one dimension, or other parameters beside it"
     if eps_name is None:
         return "no attribute holds its epsilon"
+    if more := _beside_input(module):
+        return more
     width, eps = weight.shape[0], getattr(module, eps_name)
     probe = nn.Parameter(_random(width) + 0.5)
     x = _random(3, width) * 2
@@ -162,9 +170,8 @@ def fused_feed_forward(module: nn.Module) -> Overrides | str | None:
         return None
     if module._parameters:
         return "it has parameters beside its linears"
-    more = list(inspect.signature(type(module).forward).parameters)[2:]
-    if more:
-        return f"its forward takes {more[0]} beside its input"
+    if more := _beside_input(module):
+        return more
     width, inner = 8, 6
     small = {
         "gate_proj": nn.Linear(width, inner), "up_proj": nn.Linear(width, inner), "down_proj": nn.Linear(inner, width),
