@@ -3,8 +3,8 @@
 Prints the errors that a tool reports, and last a table: errors of each kernel by tool, and the seconds that it took. Exits with 1 if
 there are any, or if a kernel of the selection was not launched; with 2 where there is no GPU or no compute-sanitizer.
 
-racecheck's reports of `attend_hopper` are taken for false where both of their accesses are Triton's own, which hand work from one group
-of warps to another, and where it reports the same of a kernel that has nothing but those barriers (handover.cu, docs/sanitizer.md).
+Some reports of racecheck are false (`FALSE_REPORTS`, docs/sanitizer.md): those of named lines, as long as it reports the same of a kernel
+that has nothing but their barriers, and nothing of one with the same accesses and barriers that it understands (false_reports.cu).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,22 +29,79 @@ OPTIONS = {"memcheck": ["--report-api-errors", "no"], "racecheck": [], "syncchec
 ERRORS = 9  # exit status of compute-sanitizer where its tool found some
 # Cases that share a process, whose start takes longer than most of them.
 ALONE = ("attention_hopper", "attention", "fp4_mma", "fp4_wgmma")
-SHOWN = 10  # reports of a kernel
-SAME_BARRIERS = ("handed_over_as_triton", "handed_over_with_registers")
-HANDED_OVER = "attend_hopper"
-A_RACE = "handed_over_in_a_race"
+SHOWN = 20  # reports of a tool
+REDUCED = "reduced"  # the case that false reports are held against
+RACES = ("handed_over_in_a_race", "counted_in_a_race")  # of it: these must be seen
 
 
 @dataclass(frozen=True)
 class Report:
-    """One error. ``places``: the (kernel, file, line) that it names."""
+    """One error. ``case``: during which; ``places``: the (kernel or function inlined into it, file, line) that it names."""
 
     text: str
+    case: str
     places: tuple[tuple[str, str, int], ...]
 
-    @property
-    def kernel(self) -> str:
-        return self.places[0][0] if self.places else "(no kernel)"
+    def kernel(self, kernels: Sequence[str]) -> str:
+        """Which of the case's ``kernels`` it is about, as far as it says: an inlined function is taken for the first one's."""
+        named = [name for name, _, _ in self.places if name in kernels]
+        return (named or list(kernels) or ["(no kernel)"])[0]
+
+
+@dataclass(frozen=True)
+class FalseReport:
+    """Reports that are none, of lines whose accesses are kept apart in a way that racecheck does not understand.
+
+    Attributes:
+        case: during which. begins: how its text begins. lines: by file, what its lines have in them.
+        reported, held: kernels of false_reports.cu: the same barriers, and the same accesses with barriers that it understands.
+    """
+
+    case: str
+    begins: str
+    lines: dict[str, str]
+    reported: str
+    held: str
+
+    def matches(self, report: Report) -> bool:
+        return (
+            report.case == self.case
+            and report.text.startswith(self.begins)
+            and bool(report.places)
+            and all(line in self.numbers(file) for _, file, line in report.places)
+        )
+
+    def numbers(self, file: str) -> set[int]:
+        """Of the lines of ``file`` that are meant."""
+        if file not in self.lines:
+            return set()
+        (path,) = (ROOT / "vblackwell/kernels").rglob(file)
+        return {at for at, line in enumerate(path.read_text().splitlines(), 1) if re.search(self.lines[file], line)}
+
+
+FALSE_REPORTS = (
+    FalseReport(
+        "attention_hopper",
+        "Error: Race reported",
+        {"attention_hopper.py": r"^def attend_hopper\(|^\s+gl\.warp_specialize\("},
+        "handed_over_beside_part",
+        "handed_over_by_whole",
+    ),
+    FalseReport(
+        "w4a8",
+        "Error: Race reported",
+        {"w4a8.cu": r"units\[c\] = |tokens\[m\] = |upper = tokens\[g\]|unit = units\["},
+        "counted_by_one_lane",
+        "counted_by_all_lanes",
+    ),
+    FalseReport(
+        "fp4_mma",
+        "Potential invalid __shared__ read",
+        {"ptx.cuh": r"ld\.shared::cluster", "fp4_mma.cu": r"load_remote\(", "norm_rows.cuh": r"load_remote\("},
+        "peer_that_waits_for_mail",
+        "peer_that_meets",
+    ),
+)
 
 
 @dataclass
@@ -62,13 +119,17 @@ def read(text: str, status: int) -> Found:
     found = Found(seconds={name: float(took) for name, took in re.findall(r"^case (\w+) took ([\d.]+) s$", text, re.M)})
     counts = re.findall(r"ERROR SUMMARY: (\d+) error|\((\d+) errors?, \d+ warnings?\)", text)
     found.total = sum(int(plain or races) for plain, races in counts)
-    blocks = re.findall(r"^={9} (?! )(.*\n(?:={9}  +.*\n?)*)", text, re.M)
-    for block in blocks:
-        if re.match(r"(COMPUTE-SANITIZER|Warning|Info|.* SUMMARY|Internal|This |Target|$)", block):
-            continue
-        places = re.findall(r"\bat (?:void )?([\w:]+)[^+\n]*\+0x[0-9a-f]+(?: in (?:.*/)?([\w.]+):(\d+))?", block)
-        if places:
-            found.reports.append(Report(block, tuple((name, file, int(line or 0)) for name, file, line in places)))
+    before = 0
+    for case in [*re.finditer(r"^case (\w+) took .*$", text, re.M), None]:
+        part = text[before : len(text) if case is None else case.start()]
+        before = 0 if case is None else case.end()
+        for block in re.findall(r"^={9} (?! )(.*\n(?:={9}  +.*\n?)*)", part, re.M):
+            if re.match(r"(COMPUTE-SANITIZER|Warning|Info|.* SUMMARY|Internal|This |Target|$)", block):
+                continue
+            places = re.findall(r"\bat (?:void )?([\w:]+)[^+\n]*\+0x[0-9a-f]+(?: in (?:.*/)?([\w.]+):(\d+))?", block)
+            if places:
+                named = tuple((name, file, int(line or 0)) for name, file, line in places)
+                found.reports.append(Report(block, "" if case is None else case[1], named))
     if "all cases ran" not in text:
         found.failure = f"the cases did not end (status {status})"
     elif found.total > len(found.reports):
@@ -76,21 +137,6 @@ def read(text: str, status: int) -> Found:
     elif status not in ((0,) if not found.total else (ERRORS,)):
         found.failure = f"exit status {status} with {found.total} errors"
     return found
-
-
-def own_lines() -> set[int]:
-    """The lines of attention_hopper.py whose accesses to shared memory are Triton's: the kernel's first, and where its warps part."""
-    lines = (ROOT / "vblackwell/kernels/attention_hopper.py").read_text().splitlines()
-    return {at for at, line in enumerate(lines, 1) if re.match(r"def attend_hopper\(|\s+gl\.warp_specialize\(", line)}
-
-
-def is_handover(report: Report) -> bool:
-    """Whether both accesses of a race are Triton's own in `attend_hopper`."""
-    races = report.text.startswith("Error: Race reported") and len(report.places) >= 2
-    return races and all(
-        kernel == HANDED_OVER and file == "attention_hopper.py" and line in own_lines()
-        for kernel, file, line in report.places
-    )
 
 
 def sanitizer() -> str | None:
@@ -107,7 +153,7 @@ def run(tool: str | None, names: Iterable[str], log: Path) -> Found:
             str(sanitizer()), "--tool", tool, "--error-exitcode", str(ERRORS), "--print-limit", "1000", "--launch-timeout", "120",
             "--target-processes", "application-only", "--show-backtrace", "no", *OPTIONS[tool], *command,
         ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "VBLACKWELL_LINE_INFO": "1"}
     if tool == "memcheck":  # an allocation a tensor: what reads beyond one does not end in another
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     with log.open("w") as out:
@@ -122,16 +168,21 @@ def groups(names: Iterable[str]) -> list[list[str]]:
     return [*([name] for name in ALONE if name in names), rest[::2], rest[1::2]]
 
 
-def verdict(reports: Iterable[Report]) -> tuple[list[Report], list[str]]:
-    """Errors of racecheck that stand, and what is said of the others."""
+def verdict(reports: Iterable[Report]) -> tuple[list[Report], list[str], list[str]]:
+    """racecheck's errors that stand, what is said of the others, and what is wrong with its word on false_reports.cu."""
     reports = list(reports)
-    races = Counter(report.kernel for report in reports)
-    excused = any(races[kernel] for kernel in SAME_BARRIERS)
-    false = [report for report in reports if is_handover(report)] if excused else []
-    said = [f"racecheck, {kernel}: {races[kernel]} reports" for kernel in sorted(races) if "handed_over" in kernel]
-    if false:
-        said.append(f"racecheck, {HANDED_OVER}: {len(false)} reports are false: of Triton's own barriers")
-    return [each for each in reports if each not in false and not each.kernel.startswith("handed_over_")], said
+    seen = Counter(report.places[0][0] for report in reports if report.case == REDUCED)
+    standing, said = [report for report in reports if report.case != REDUCED], []
+    for rule in FALSE_REPORTS:
+        false = [report for report in standing if rule.matches(report)]
+        if false and seen[rule.reported] and not seen[rule.held]:
+            standing = [report for report in standing if report not in false]
+            said.append(
+                f"racecheck, {rule.case}: {len(false)} reports are false; of the same barriers it reports {seen[rule.reported]} "
+                f"({rule.reported}), of barriers that it understands none ({rule.held})"
+            )
+    missed = [f"racecheck: sees no race in {name}, which is one" for name in RACES if not seen[name]]
+    return standing, said, missed
 
 
 def table(
@@ -169,8 +220,8 @@ def main() -> int:
     began = time.monotonic()
     parts = {f"{tool}-{at}": (tool, part) for tool in TOOLS for at, part in enumerate(groups(names)) if part}
     for tool, part in parts.values():  # of no kernel of ours, and only racecheck is asked about it
-        if tool != "racecheck" and "handover" in part:
-            part.remove("handover")
+        if tool != "racecheck" and REDUCED in part:
+            part.remove(REDUCED)
     failures, reports, seconds = [], {tool: list[Report]() for tool in TOOLS}, dict[tuple[str, str], float]()
     with ThreadPoolExecutor(8) as pool:
         # Once without a tool: whatever is compiled is in the caches then, for all.
@@ -190,15 +241,13 @@ def main() -> int:
                 reports[tool] += found.reports
                 seconds |= {(tool, name): took for name, took in found.seconds.items()}
                 failures += [f"{tool}: {found.failure}, see {folder / key}"] if found.failure else []
-    if "handover" in names and not failures and not any(each.kernel == A_RACE for each in reports["racecheck"]):
-        failures.append(f"racecheck: sees no race in {A_RACE}, which is one")
-    reports["racecheck"], said = verdict(reports["racecheck"])
-    errors = {tool: Counter(report.kernel for report in reports[tool]) for tool in TOOLS}
-    for tool in TOOLS:
-        for kernel in errors[tool]:
-            for report in [each for each in reports[tool] if each.kernel == kernel][:SHOWN]:
-                print(f"{tool}: {report.text.rstrip()}")
+    reports["racecheck"], said, missed = verdict(reports["racecheck"])
+    failures += missed if REDUCED in names and not failures else []
     kernels = {name: [kernel.rpartition(".")[2] for kernel in CASES[name].kernels] for name in names}
+    errors = {tool: Counter(report.kernel(kernels.get(report.case, ())) for report in reports[tool]) for tool in TOOLS}
+    for tool in TOOLS:
+        for report in reports[tool][:SHOWN]:
+            print(f"{tool}, {report.case}: {report.text.rstrip()}")
     known = {kernel for listed in kernels.values() for kernel in listed}
     others = sorted({kernel for counted in errors.values() for kernel in counted} - known)
     print("\n".join(table(kernels | ({"others": others} if others else {}), errors, seconds)))

@@ -37,7 +37,7 @@ def shipped() -> set[str]:
 
 def test_every_kernel_is_in_the_selection():
     named = {kernel for case in sanitized.CASES.values() for kernel in case.kernels}
-    ours = {kernel for kernel in named if not kernel.startswith("handed_over")}
+    ours = named - set(sanitized.REDUCED_KERNELS)
     assert len(ours) > 40 and shipped() == ours
 
 
@@ -47,38 +47,50 @@ def test_cases_launch_what_they_say(name):
 
 
 RACE = """========= COMPUTE-SANITIZER
-case attention_hopper took 3.5 s
-all cases ran
 ========= Error: Race reported between Read access at attend_hopper+0x120 in attention_hopper.py:{}
 =========     and Write access at attend_hopper+0xa5e0 in attention_hopper.py:{} [12 hazards]
 =========
-========= Error: Race reported between Read access at handed_over_{}+0x90
-=========     and Write access at handed_over_{}+0x120 [8 hazards]
+case attention_hopper took 3.5 s
+========= Error: Race reported between Read access at handed_over_in_a_race+0x90 in false_reports.cu:58
+=========     and Write access at handed_over_in_a_race+0x120 in false_reports.cu:58 [8 hazards]
 =========
-========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
+========= Error: Race reported between Read access at {}+0x90 in false_reports.cu:56
+=========     and Write access at {}+0x120 in false_reports.cu:56 [8 hazards]
+=========
+case reduced took 0.1 s
+all cases ran
+========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)
 """
+HOPPER_RULE, W4A8_RULE, MMA_RULE = sanitize.FALSE_REPORTS
 
 
-@pytest.mark.parametrize(
-    ("lines", "also", "standing"),
-    [
-        ("own", "as_triton", []),
-        ("own", "by_barrier_0", ["attend_hopper"]),  # nothing says that the tool takes such barriers for none
-        ((200, "own"), "as_triton", ["attend_hopper"]),
-    ],
-)
-def test_only_races_of_triton_s_own_barriers_are_false(lines, also, standing):
-    own = sorted(sanitize.own_lines())
-    assert len(own) == 2
-    lines = [
-        own[-1 if line == "own" else 0] if line == "own" else line
-        for line in (lines if lines != "own" else ["own"] * 2)
-    ]
+def judged(lines, also):
     found = sanitize.read(RACE.format(*lines, also, also), sanitize.ERRORS)
-    assert found.total == 2 and not found.failure and found.seconds == {"attention_hopper": 3.5}
-    left, said = sanitize.verdict(found.reports)
-    assert [report.kernel for report in left] == standing
-    assert any(f"handed_over_{also}: 1 reports" in line for line in said)
+    assert found.total == 3 and not found.failure and found.seconds == {"attention_hopper": 3.5, "reduced": 0.1}
+    standing, said, missed = sanitize.verdict(found.reports)
+    assert missed == ["racecheck: sees no race in counted_in_a_race, which is one"]
+    return [report.kernel(["attend_hopper"]) for report in standing], said
+
+
+def test_reports_are_false_only_where_their_barriers_are_reported_alone():
+    """On Triton's own lines, and while the same barriers are reported where there is no race."""
+    first, parting = sorted(HOPPER_RULE.numbers("attention_hopper.py"))
+    kept, said = judged((parting, first), "handed_over_beside_part")
+    assert kept == [] and "1 reports are false" in said[0]
+    assert judged((parting, first), "handed_over_by_whole") == (["attend_hopper"], [])
+    assert judged((200, first), "handed_over_beside_part") == (["attend_hopper"], [])
+
+
+def test_every_line_of_a_false_report_is_there():
+    """A line that was rewritten is to be judged anew."""
+    assert len(W4A8_RULE.numbers("w4a8.cu")) == 4
+    assert [len(MMA_RULE.numbers(name)) for name in ("ptx.cuh", "fp4_mma.cu", "norm_rows.cuh")] == [1, 1, 1]
+    assert not MMA_RULE.numbers("w4a8.cu")
+    kernels = set(sanitized.REDUCED_KERNELS)
+    assert {name for rule in sanitize.FALSE_REPORTS for name in (rule.reported, rule.held)} <= kernels
+    assert set(sanitize.RACES) <= kernels
+    text = sanitized.REDUCED.read_text()
+    assert all(f"({name}, " in text for name in kernels)
 
 
 MEMORY = """========= COMPUTE-SANITIZER
@@ -93,7 +105,7 @@ all cases ran
 
 def test_reports_are_read_and_what_is_not_understood_fails():
     found = sanitize.read(MEMORY.format(1), sanitize.ERRORS)
-    assert [report.kernel for report in found.reports] == ["adamw"] and not found.failure
+    assert [report.kernel(["adamw"]) for report in found.reports] == ["adamw"] and not found.failure
     assert "2 errors, of which 1" in sanitize.read(MEMORY.format(2), sanitize.ERRORS).failure
     assert "exit status 0" in sanitize.read(MEMORY.format(1), 0).failure
     assert "did not end" in sanitize.read(MEMORY.format(1).replace("all cases ran", ""), 1).failure

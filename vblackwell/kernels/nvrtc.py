@@ -71,8 +71,18 @@ def why_not() -> list[str]:
 
 
 def source(files: Sequence[str]) -> str:
-    """The text of ``files`` under ``cuda/``, joined."""
-    return "\n".join((SOURCES / name).read_text() for name in files)
+    """The text of ``files`` under ``cuda/``, joined; each says where it begins, so that a tool's reports name its lines."""
+    return "\n".join(f'#line 1 "{name}"\n{(SOURCES / name).read_text()}' for name in files)
+
+
+def _options(macros: dict[str, int], arch: str) -> list[str]:
+    lines = ["--generate-line-info"] if os.environ.get("VBLACKWELL_LINE_INFO") else []  # for profilers and sanitizers
+    return [
+        f"--gpu-architecture={arch}",
+        "--std=c++17",
+        *lines,
+        *(f"-D{name}={value}" for name, value in sorted(macros.items())),
+    ]
 
 
 def compile_cubin(files: Sequence[str], macros: dict[str, int], arch: str) -> bytes:
@@ -84,7 +94,7 @@ def compile_cubin(files: Sequence[str], macros: dict[str, int], arch: str) -> by
     """
     nvrtc = _nvrtc()
     text = source(files).encode()
-    options = [f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{name}={value}" for name, value in macros.items())]
+    options = _options(macros, arch)
     program = ctypes.c_void_p()
     _check_nvrtc(nvrtc, nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, files[-1].encode(), 0, None, None))
     try:
@@ -114,7 +124,7 @@ def cached_cubin(files: Sequence[str], macros: dict[str, int], arch: str) -> byt
     """``compile_cubin``, kept on disk."""
     version = (ctypes.c_int(), ctypes.c_int())
     _nvrtc().nvrtcVersion(ctypes.byref(version[0]), ctypes.byref(version[1]))
-    key = f"{source(files)}|{sorted(macros.items())}|{arch}|{version[0].value}.{version[1].value}"
+    key = f"{source(files)}|{_options(macros, arch)}|{version[0].value}.{version[1].value}"
     path = cache_folder() / "cubin" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
     if path.exists():
         return path.read_bytes()
