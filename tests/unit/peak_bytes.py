@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_map_only
 
 
 class PeakBytes(TorchDispatchMode):
-    """Bytes of tensor storage alive at once beyond those of ``known``.
+    """Bytes of tensor storage alive at once beyond those of ``known``; tensors on the meta device have none.
 
     Attributes:
         now: alive at the moment.
@@ -27,6 +27,8 @@ class PeakBytes(TorchDispatchMode):
 
     def _see(self, tensor):
         storage = tensor.untyped_storage()
+        if tensor.is_meta:
+            return
         if storage._cdata not in self.live:
             self.live[storage._cdata] = storage.nbytes()
             self.now += storage.nbytes()

@@ -9,20 +9,25 @@ import signal
 from contextlib import ExitStack
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
+from tests.unit.peak_bytes import PeakBytes
+from vblackwell.errors import ConfigurationError, CorruptData, InsufficientMemory, Unsupported
 from vblackwell.hardware import DiskFacts, GPUFacts, MemoryFacts
 from vblackwell.nn import attention_backends as dispatcher
 from vblackwell.nn.decoder import Decoder
 from vblackwell.nn.decoder_config import DecoderConfig
+from vblackwell.offload.state import export_state
 from vblackwell.train import machine
 from vblackwell.train.attention import attention_backends, chosen_backend, fused_backend
 from vblackwell.train.config import TrainConfig, field_help
+from vblackwell.train.data import Corpus
+from vblackwell.train.dataset import PackedDataset
 from vblackwell.train.doctor import advice
 from vblackwell.train.metrics import MetricsLog, StepRecord, cut_after, read_metrics
 from vblackwell.train.model import learner_of
@@ -432,6 +437,41 @@ def test_a_frozen_model_is_refused_before_memory_is_taken(monkeypatch):
     monkeypatch.setattr("vblackwell.train.prepare.open_data", lambda *_: SimpleNamespace(corpus=None))
     with pytest.raises(ConfigurationError, match="Decoder has nothing to train: all of its .* frozen"):
         prepare(TrainConfig(), CPU, PlainProgress(), ExitStack())
+
+
+@pytest.fixture
+def preset_corpus(monkeypatch):
+    """A tokenized corpus without files: `prepare` gets as far as the stack."""
+    corpus = Corpus(np.arange(4000, dtype=np.uint16) % 64, None, 64, None, "", "toy")
+    windows = PackedDataset(corpus, 32, "train")
+    data = SimpleNamespace(corpus=corpus, train=windows, validation=windows, packs_documents=False, template=None)
+    monkeypatch.setattr("vblackwell.train.prepare.open_data", lambda *_: data)
+
+
+def test_a_preset_that_does_not_fit_is_refused_before_it_takes_memory(preset_corpus):
+    config = TrainConfig(preset="small", seq_length=32, fast_memory="20MiB", host_memory="40MiB")
+    with PeakBytes() as held, ExitStack() as cleanup, pytest.raises(InsufficientMemory, match="MiB") as refusal:
+        prepare(config, CPU, PlainProgress(), cleanup)
+    assert refusal.value.needed_bytes > refusal.value.available_bytes
+    assert held.peak < 60 * MiB, "weights, which are 101 MiB, were drawn first"
+
+
+@pytest.mark.parametrize(
+    ("level0", "options"),
+    [("8MiB", {}), ("128KiB", {}), ("128KiB", {"precision": "bf16"}), ("8MiB", {"precision": "bf16"}), ("128KiB", {"use_fp4": True})],
+)  # fmt: skip
+def test_a_preset_begins_with_the_same_bits_wherever_it_lives(level0, options, preset_corpus):
+    shape = {"num_layers": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+    config = TrainConfig(
+        architecture=shape, seq_length=32, seed=5, max_steps=2, fast_memory=level0, host_memory="8MiB", **options
+    )
+    with ExitStack() as cleanup:
+        prepared = prepare(config, CPU, PlainProgress(), cleanup)
+        found = dict(export_state(prepared.parts.model, None))
+        drawn = Decoder(prepared.parts.model.config, seed=5, device="cpu")
+        expected = dict(drawn.named_parameters())
+        assert list(found) == list(expected)
+        assert all(torch.equal(found[name]["weight"], param.detach()) for name, param in expected.items())
 
 
 def test_a_sample_cannot_steer_the_terminal():

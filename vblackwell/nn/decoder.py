@@ -13,6 +13,7 @@ Legend: B batch, S sequence, T tokens (B * S), D model width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -98,19 +99,38 @@ class Decoder(nn.Module):
                 empty = torch.empty(parameter.shape, dtype=dtype or parameter.dtype, device=device)
                 setattr(module, name, nn.Parameter(empty))
 
-    @torch.no_grad()
     def draw_weights(self, seed: int) -> None:
-        """Initial weights: normal, projections into the residual stream divided by sqrt(2 * layers) (GPT-2); norms are 1."""
-        generator = torch.Generator().manual_seed(seed)
-        spread = self.config.initializer_range
+        """Give every parameter its initial value."""
+        fill = self.initial_weights(seed)
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)
-                continue
+            fill(name, parameter)
+
+    def initial_weights(self, seed: int) -> Callable[[str, Tensor], None]:
+        """A function that fills a tensor with the initial value of a parameter, also of a decoder on the meta device.
+
+        It is to be called with every parameter once, in the order of ``named_parameters()``: all are drawn from one generator. Values are
+        normal, in projections into the residual stream divided by sqrt(2 * layers) (GPT-2); norms are 1.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        spread, num_layers = self.config.initializer_range, self.config.num_layers
+        coming = iter([name for name, _ in self.named_parameters()])
+
+        @torch.no_grad()
+        def fill(name: str, out: Tensor) -> None:
+            expected = next(coming)
+            assert name == expected, f"{name} is drawn where {expected} would be"
+            if out.dim() == 1:
+                out.fill_(1.0)
+                return
             into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-            scale = spread / (2 * self.config.num_layers) ** 0.5 if into_residual else spread
-            drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-            parameter.copy_(drawn.normal_(0.0, scale, generator=generator))
+            scale = spread / (2 * num_layers) ** 0.5 if into_residual else spread
+            if out.device.type == "cpu" and out.dtype == torch.float32 and out.is_contiguous():
+                out.normal_(0.0, scale, generator=generator)
+            else:
+                drawn = torch.empty(out.shape, dtype=torch.float32, device="cpu")
+                out.copy_(drawn.normal_(0.0, scale, generator=generator))
+
+        return fill
 
     def forward(
         self,

@@ -1,8 +1,9 @@
 """The model that a run trains: a preset's decoder with random weights, or the causal model of a Hugging Face folder.
 
 A folder whose architecture is Llama's is computed by our `Decoder`, any other by transformers. Either is built on the meta device, and
-its folder checked whole (configuration, tokenizer, tables of all shards), before the data is looked at; weights are read when
-the stack takes the model.
+its folder checked whole (configuration, tokenizer, tables of all shards), before the data is looked at. Weights are drawn or read when
+the stack has room for all of the model, one layer group after the other: there is no second copy, and a model that does not fit is
+refused before it takes memory.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Learner:
         loss: called with input_ids, targets and, for packed documents, positions, all (B, S) int64; the mean cross entropy.
         config: the model's Hugging Face config.json.
         heads: query heads, key and value heads, and the width of one.
-        initialize: fills the model, which is on the meta device; None for one that has its weights.
+        initialize: fills the model, which is on the meta device; None for one that has its weights (in plans).
     """
 
     model: nn.Module
@@ -73,15 +74,15 @@ class Source:
     folder: Path | None = None
 
     def build(self, config: TrainConfig, corpus: Corpus) -> Learner:
-        """The folder's model; or the preset's, drawn from the run's seed, on the CPU in fp32.
+        """The folder's model; or the preset's in fp32, whose weights are drawn from the run's seed when the stack takes them.
 
         Raises:
             ConfigurationError: an unknown architecture key.
         """
         if self.learner is not None:
             return self.learner
-        shape = _preset_shape(config, corpus)
-        return learner_of(Decoder(shape, seed=config.seed, device="cpu"))
+        model = Decoder(_preset_shape(config, corpus), device="meta", dtype=torch.float32)
+        return dataclasses.replace(learner_of(model), initialize=model.initial_weights(config.seed))
 
 
 def find_source(config: TrainConfig, cleanup: ExitStack) -> Source:
