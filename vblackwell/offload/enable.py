@@ -22,10 +22,11 @@ from vblackwell.offload.formats import EXACT, Formats, range_bytes
 from vblackwell.offload.groups import Group, Slot, compute_dtype_of
 from vblackwell.offload.home import Homes
 from vblackwell.offload.initialize import Initialize, Source
-from vblackwell.offload.masters import close_weights, open_weights, read_truth
+from vblackwell.offload.masters import close_weights, open_weights, read_truth, refuse_untrainable
 from vblackwell.offload.moving import move_buffers
 from vblackwell.offload.parameter import engine_and_slot, forget_binding
 from vblackwell.offload.resident import Resident, resident_of
+from vblackwell.offload.shared_memory import refuse_shared_memory
 from vblackwell.offload.streamed import CUDA_ACTIVATION_SHARE, Wishes, reserve_streamed
 from vblackwell.offload.update_place import check_update
 from vblackwell.offload.worker import Worker
@@ -75,8 +76,10 @@ def enable_vgpu_stack_optimization(
 
     Raises:
         ConfigurationError: unknown placement or format, formats that exclude each other, no parameters, or the model is in a stack already;
-            a model on the meta device without ``initialize``, or a tensor that ``initialize`` left unfilled.
-        Unsupported: a group that is to be trained cannot be kept in the formats asked for (fp16, mixed types).
+            a model on the meta device without ``initialize``, or a tensor that ``initialize`` left unfilled; parameters that share memory
+            with themselves, each other or a tensor that a module keeps.
+        Unsupported: a parameter that is to be trained is neither fp32, bf16 nor fp16, or its group cannot be kept in the formats asked
+            for (fp16, mixed types).
         KeyClash: the stack has a model of this name.
         InsufficientMemory: level 0 cannot hold the largest group, or the lower levels the model; nothing was changed.
     """
@@ -94,6 +97,10 @@ def enable_vgpu_stack_optimization(
         raise ConfigurationError(
             f"{type(model).__name__} has gradients: step with them, or zero_grad(set_to_none=True), before"
         )
+    refuse_shared_memory(model)
+    for param_name, param in model.named_parameters():
+        if param.requires_grad:
+            refuse_untrainable(param_name, compute_dtype_of(param, compute_dtype))
     taken = _names.setdefault(stack, set())
     if name in taken:
         raise KeyClash(f"the stack already holds a model named {name!r}: give this one another name=")

@@ -22,6 +22,7 @@ from vblackwell.offload.groups import Group, Slot
 from vblackwell.offload.home import Homes
 
 FORMS = ("master", "remainder")
+TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK = 1 << 22  # elements that are split at a time
 Opened = dict[str, torch.Tensor]
 
@@ -33,6 +34,18 @@ def needs_master(group: Group) -> bool:
     )
 
 
+def refuse_untrainable(name: str, dtype: torch.dtype) -> None:
+    """
+    Raises:
+        Unsupported: the parameter ``name`` of this compute type cannot be trained exactly: AdamW's arithmetic is fp32.
+    """
+    if dtype not in TRAINED_DTYPES:
+        raise Unsupported(
+            f"{name!r} is {str(dtype).removeprefix('torch.')}, and AdamW of a model in a stack computes in fp32: give "
+            "compute_dtype=torch.float32, make the model fp32 by .float(), or freeze the parameter by requires_grad_(False)"
+        )
+
+
 def refuse_unprepared(name: str, groups: Sequence[Group], homes: Homes, on_level0: Container[Group]) -> None:
     """``groups`` of the model ``name`` are to get optimizer states.
 
@@ -40,9 +53,11 @@ def refuse_unprepared(name: str, groups: Sequence[Group], homes: Homes, on_level
         on_level0: groups that are updated there, as those with packed moments must be.
 
     Raises:
-        Unsupported: some were frozen when the model was offloaded, and were not prepared for training.
+        Unsupported: some were frozen when the model was offloaded, and were not prepared for training, or cannot be trained.
     """
     for group in groups:
+        for slot in group.trainable():
+            refuse_untrainable(slot.name, slot.dtype)
         if needs_master(group) and not any((group, form) in homes for form in FORMS):
             raise Unsupported(
                 f"parameters of {name!r} that were frozen when it was offloaded have no fp32 master: release and enable again"

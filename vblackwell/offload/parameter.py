@@ -50,6 +50,7 @@ _METADATA = frozenset(
         if hasattr(_T, name)
     }
 )  # fmt: skip
+_TO_NUMPY = frozenset({_T.numpy, _T.__array__})
 _NOT_MUTATING = {"requires_grad_", "share_memory_", "rename_"}
 
 
@@ -116,6 +117,13 @@ def _map_aliases(value: Any, binding: Binding, is_alias: Callable[[torch.Tensor]
     return value
 
 
+def _sealed(func: Any, result: Any) -> Any:
+    """An array that numpy would write through, past everybody who could see it, is read-only."""
+    if func in _TO_NUMPY:
+        result.flags.writeable = False
+    return result
+
+
 class ReadOnlyView(torch.Tensor):
     """A view into a loaded weight that was handed out. It stays valid while held; writing to it is refused.
 
@@ -138,7 +146,7 @@ class ReadOnlyView(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass(), binding.packing():
             result = func(*args, **kwargs)
             storages = {view.untyped_storage()._cdata for view in views}
-        return _map_aliases(result, binding, lambda tensor: tensor.untyped_storage()._cdata in storages)
+        return _map_aliases(_sealed(func, result), binding, lambda tensor: tensor.untyped_storage()._cdata in storages)
 
 
 class OffloadedParameter(nn.Parameter):
@@ -183,6 +191,7 @@ class OffloadedParameter(nn.Parameter):
             for binding, slots in by_binding.items():
                 stack.enter_context(binding.reading(slots))
             result = func(*args, **kwargs)  # in-place writes show in the version counters, when `reading` ends
+            result = _sealed(func, result)
             for binding in by_binding:
                 result = _map_aliases(result, binding, binding.aliases)
         return result
