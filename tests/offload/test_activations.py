@@ -155,7 +155,7 @@ def test_random_delays_change_no_bit(stack: VGPUStack, store: ActivationStore):
     expected = [plain_gradients(model, seed) for seed in range(3)]
     set_transfer_delay(lambda kind: time.sleep(chance.random() * 3e-3))
     try:
-        for _ in range(20):
+        for _ in range(10):
             for seed in range(3):
                 with store.forward_of(model):
                     loss = model(batch(seed))

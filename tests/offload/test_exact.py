@@ -21,7 +21,7 @@ from vblackwell.offload.optimizer import VGPUAdamW
 
 # The first pass records the order of the groups, the second is the first that follows it, and an update may lag behind its step: from
 # the third step on all are alike.
-STEPS, ACCUMULATION = 6, 2
+STEPS, ACCUMULATION = 4, 2
 # Among the norms of each model some are above and some below: both branches of clipping are taken.
 MAX_NORM = {"mlp": 1.55, "decoder": 1.275, "gpt2": 1.5, "t5": 1.8, "vit": 2.25}
 

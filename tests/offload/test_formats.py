@@ -43,11 +43,11 @@ from vblackwell.offload.state import ParameterState, export_state
 
 @functools.cache
 def resident_run(form: Form) -> tuple[list[tuple[float, ...]], dict[str, ParameterState]]:
-    """What `train` sees in five steps of a resident model, and the states behind them: of that form the same for every placement."""
+    """What `train` sees in four steps of a resident model, and the states behind them: of that form the same for every placement."""
     stack = stack_of(8 << 20)
     model = place(Odd(), form, "resident", lambda fast, host: stack)
     optimizer = optimizer_of(model)
-    seen = train(model, optimizer, range(5))
+    seen = train(model, optimizer, range(4))
     assert isinstance(offload_of(model), Resident)
     states = {name: {key: part.clone() for key, part in its.items()} for name, its in export_state(model, optimizer)}
     release(model)
@@ -61,7 +61,7 @@ def test_streamed_is_resident(form: Form, where: str, make_stack: MakeStack):
     expected, states = resident_run(form)
     model = place(Odd(), form, where, make_stack)
     optimizer = optimizer_of(model)
-    assert train(model, optimizer, range(5)) == expected
+    assert train(model, optimizer, range(4)) == expected
     assert isinstance(offload_of(model), Offload)
     assert_same_states(dict(export_state(model, optimizer)), states)
     clipped = [norm > LIMIT for *_, norm in expected]
@@ -87,7 +87,7 @@ def test_when_an_update_runs_changes_nothing(form: Form, more: dict[str, Any], m
         engine = offload_of(model)
         if isinstance(engine, Offload):
             engine.step_control.follow_clipping = False  # every step that clips is speculated upon first, and redone
-        seen = train(model, optimizer, range(4), accumulation)
+        seen = train(model, optimizer, range(3), accumulation)
         found.append((seen, dict(export_state(model, optimizer))))
         if isinstance(engine, Offload) and more == {}:
             assert engine.summary()["undo_bytes"] > 0, "nothing was speculated upon"
