@@ -62,9 +62,9 @@ def test_narrow_folders_become_fp32_masters_and_compute_in_what_is_asked(written
             narrow = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
             assert torch.equal(logits, narrow.eval()(tokens()).logits)
     save_causal_lm(model, tmp_path / "narrow", dtype=dtype)
+    kept = AutoModelForCausalLM.from_pretrained(tmp_path / "narrow", dtype="auto").state_dict()
     for name, tensor in AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict().items():
-        kept = AutoModelForCausalLM.from_pretrained(tmp_path / "narrow", dtype="auto").state_dict()[name]
-        assert kept.dtype == dtype and torch.equal(kept, tensor), name
+        assert kept[name].dtype == dtype and torch.equal(kept[name], tensor), name
 
 
 def test_frozen_weights_keep_no_masters(written, make_stack):  # noqa: F811

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
@@ -170,6 +171,15 @@ def test_what_cannot_be_measured_is_refused(monkeypatch):
     monkeypatch.setattr(estimate_measured, "RAM_A_PARAMETER", 1 << 40)
     with pytest.raises(InsufficientMemory, match="of RAM where"):
         measure_run(bare, 4)
+
+
+def test_what_the_caller_froze_stays_frozen():
+    """As this suite does, so that its full collections take milliseconds."""
+    gc.freeze()
+    before = gc.get_freeze_count()
+    with estimate.set_aside():
+        pass
+    assert gc.get_freeze_count() > before // 2  # some of them died meanwhile
 
 
 def test_what_is_computed_beside_ends_with_the_estimate(monkeypatch):

@@ -39,12 +39,18 @@ LEAST_GPU, MOST_GPU = MiB, 16 * TiB
 
 @contextmanager
 def set_aside() -> Iterator[None]:
-    """What is alive now, some hundred thousand objects of libraries, is not looked through for garbage meanwhile."""
-    gc.freeze()
+    """What is alive now, some hundred thousand objects of libraries, is not looked through for garbage meanwhile.
+
+    Where the caller has frozen objects they stay so: there is no way to unfreeze the others alone.
+    """
+    ours = gc.get_freeze_count() == 0
+    if ours:
+        gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if ours:
+            gc.unfreeze()
 
 
 def estimate_command(
