@@ -54,12 +54,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return 141  # as of a program that SIGPIPE ends
     except OSError as error:
-        if not _stdout_is_full():
+        if debug:
             raise
-        print(
-            f"vb: error: what the command says cannot be written ({error.strerror}): make room where its output goes",
-            file=sys.stderr,
-        )
+        if error.filename is not None:  # too long, not ours to read, on a disk that failed: the system says it best
+            where, advice = os.fsdecode(error.filename), "check the path, its permissions and its disk"
+            where = where if len(where) <= 200 else f"{where[:100]}...{where[-60:]}"
+        elif _stdout_is_full():
+            where, advice = "what the command says cannot be written", "make room where its output goes"
+        else:
+            raise
+        print(f"vb: error: {' '.join(where.split())}: {error.strerror}; {advice}", file=sys.stderr)
         return 2
 
 

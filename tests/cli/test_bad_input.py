@@ -47,6 +47,7 @@ def test_mistyped_words(place):
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
+        (["--learning-rate", "1e38"], ["--learning-rate 1e+38", "outside 0 to 1e+30"]),
         (["--learning-rate", "nan"], ["--learning-rate nan", "finite", "3e-4"]),
         (["--learning-rate", "fast"], ["--learning-rate 'fast'", "number"]),
         (["--batch-size", "0"], ["--batch-size 0", ">= 1"]),
@@ -77,6 +78,7 @@ def test_bad_files(place):
     refused(place, ["train", "--data", "empty.txt"], "empty.txt", "no text")
     refused(place, ["train", "--data", "latin.txt"], "latin.txt", "UTF-8")
     refused(place, ["train", "--config", "config.yaml"], "config.yaml", "UTF-8")
+    refused(place, ["train", "--data", "x" * 300], "xxx", "too long")
 
 
 def test_memory_that_is_not_there(place):
@@ -199,3 +201,9 @@ def test_a_reader_that_left_is_no_internal_error():
     done = subprocess.run([sys.executable, "-m", "vblackwell", "--help"], stdout=write, stderr=subprocess.PIPE)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_full_disk_under_the_output_is_no_internal_error():
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([sys.executable, "-m", "vblackwell", "--help"], stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 2 and b"cannot be written: No space left" in done.stderr and done.stderr.count(b"\n") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
@@ -24,6 +25,7 @@ def main() -> int:
     parser.add_argument("--write", type=Path, help="Write the table of all cases to this file.")
     options = parser.parse_args()
     cases = [case for case in CASES if any(part in case.name for part in options.only.split(","))]
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="vb-faults-") as folder:
         outcomes = run_campaign(cases, Path(folder), options.seed, options.workers, options.tries)

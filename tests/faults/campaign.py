@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,8 +83,14 @@ def run_campaign(
                     waiting.put((outcome, tried))
         print(f"{waiting.qsize()} tries of {len(cases)} cases, seed {seed}, {workers} workers", flush=True)
         with ThreadPoolExecutor(workers) as pool:
-            for done in [pool.submit(work, lab) for lab in labs]:
-                done.result()
+            try:
+                for done in [pool.submit(work, lab) for lab in labs]:
+                    done.result()
+            except BaseException:  # stopped: what is being tried still ends, with its mounts
+                with suppress(queue.Empty):
+                    while True:
+                        waiting.get_nowait()
+                raise
     finally:
         for lab in labs:
             lab.close()

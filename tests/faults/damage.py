@@ -72,7 +72,7 @@ def newest_checkpoint(lab: Lab, seed: int) -> Iterator[Try]:
     lab_run = lab.stopped
     for name in _files(lab_run / NEWEST):
         for what, damage in DAMAGES.items():
-            for number in range(8 if damage is flip_bit else 1):
+            for number in range(4 if damage is flip_bit else 1):
                 yield Try(f"{name} {what} {number}", partial(damaged, name=name, damage=damage, number=number))
 
 

@@ -45,7 +45,7 @@ def _moments(lab: Lab, phase: str, count: int) -> list[tuple[str, Rule]]:
 
 def once(lab: Lab, seed: int) -> Iterator[Try]:
     for phase in PHASES:
-        for label, rule in _moments(lab, phase, 8):
+        for label, rule in _moments(lab, phase, 5):
             for name, number in NUMBERS.items():
                 # In its last phases a run ends as it would have: there is nothing left to stop.
                 codes = (
