@@ -311,7 +311,7 @@ def test_host_memory_that_the_worker_is_about_to_give_back_is_waited_for(
         view = reservation.view()
         assert view is not None
         view.copy_(first)
-        leaving = Leaving(group, reservation, OnGpu(view), list(group.slots))  # type: ignore[arg-type]
+        leaving = Leaving(group, reservation, OnGpu(view), len(group.slots), dict.fromkeys(group.slots))  # type: ignore[arg-type]
         engine.gradients._send_to_sum(leaving, None)
     engine.worker.drain()
     for slot in group.slots:  # twice, three times, and four times a number, in the order of the sum

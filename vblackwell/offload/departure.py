@@ -15,12 +15,16 @@ from vblackwell.offload.groups import Group, Slot
 
 @dataclass(eq=False)
 class Leaving:
-    """A group's flat gradient buffer on level 0, being filled or on its way."""
+    """A group's flat gradient buffer on level 0, being filled or on its way.
+
+    ``expected``: how many gradients it was to take when it was opened.
+    """
 
     group: Group
     reservation: Reservation
     buffer: torch.Tensor
-    slots: list[Slot] = field(default_factory=list)
+    expected: int
+    slots: dict[Slot, None] = field(default_factory=dict)
 
     def is_whole(self) -> bool:
         """Whether every parameter that wants a gradient has one in it."""

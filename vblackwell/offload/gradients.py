@@ -97,8 +97,8 @@ class GradientCollector:
             leaving = self._filling[slot.group.index] = self._open(slot.group)
         with torch.no_grad():
             slot.view(leaving.buffer).copy_(gradient)
-        leaving.slots.append(slot)
-        if len(leaving.slots) == len(slot.group.trainable()):
+        leaving.slots[slot] = None
+        if len(leaving.slots) == leaving.expected:  # not counted anew for each: groups of experts have hundreds
             self._leave(leaving)
 
     def finish_backward(self) -> None:
@@ -125,7 +125,7 @@ class GradientCollector:
                         ) from error
             buffer = reservation.view()
         assert buffer is not None, "level 0 is addressable"
-        return Leaving(group, reservation, buffer)
+        return Leaving(group, reservation, buffer, len(group.trainable()))
 
     def _leave(self, leaving: Leaving) -> None:
         group = leaving.group
@@ -153,17 +153,23 @@ class GradientCollector:
                 self.wait_idle(group)
                 transfer = self._stack.write(self._homes.range(group, claim.landing), leaving.buffer)
                 self._worker.submit(
-                    self.home.land, group, leaving.slots, transfer, claim.landing, group=group.index, arriving=transfer
+                    self.home.land,
+                    group,
+                    list(leaving.slots),
+                    transfer,
+                    claim.landing,
+                    group=group.index,
+                    arriving=transfer,
                 )
                 state.kind_queued = claim.landing
                 self._departures.append(Departure(leaving.reservation, (transfer, *claimed)))
         leaving.buffer = torch.empty(0)
-        state.slots.update(dict.fromkeys(leaving.slots))
+        state.slots.update(leaving.slots)
         self._arrived(group)
 
     def _send_to_sum(self, leaving: Leaving, reader: Transfer | None) -> None:
         """What leaves is added to the sum at home by the worker, after ``reader`` has read that."""
-        group, slots, reservation = leaving.group, leaving.slots, leaving.reservation
+        group, slots, reservation = leaving.group, list(leaving.slots), leaving.reservation
         state = self._state[group.index]
         state.level0_norms.clear()
         state.kind_queued = _sum_kind(group)
@@ -352,15 +358,13 @@ class GradientCollector:
         for slot in slots:
             self._state[slot.group.index].slots.pop(slot, None)
             self._state[slot.group.index].level0_norms.pop(slot, None)
-        for group in dict.fromkeys(slot.group for slot in slots):
-            self._worker.submit(
-                self.home.forget, group, [slot for slot in slots if slot.group is group], group=group.index
-            )
+        for group, held in _by_group(slots).items():
+            self._worker.submit(self.home.forget, group, held, group=group.index)
 
     def zero(self, slots: list[Slot]) -> None:
         """Make the gradients of ``slots`` zero but keep them (``zero_grad(set_to_none=False)``)."""
-        for group in dict.fromkeys(slot.group for slot in slots):
-            self.scale_later(group, [slot for slot in slots if slot.group is group], None)
+        for group, held in _by_group(slots).items():
+            self.scale_later(group, held, None)
 
     def scale_later(self, group: Group, slots: list[Slot], factor: torch.Tensor | None) -> None:
         """Queue `scale`."""
@@ -375,3 +379,10 @@ class GradientCollector:
 def _sum_kind(group: Group) -> str:
     """Which range holds a sum of gradients."""
     return "gradient" if is_fp32(group) else "accumulated"
+
+
+def _by_group(slots: list[Slot]) -> dict[Group, list[Slot]]:
+    found: dict[Group, list[Slot]] = {}
+    for slot in slots:
+        found.setdefault(slot.group, []).append(slot)
+    return found

@@ -62,5 +62,6 @@ class PackedView:
     version: tuple[int, int]
     dtype: torch.dtype
     offset: int  # bytes from the group's start
+    stop: int  # of the byte after the last
     size: torch.Size
     stride: tuple[int, ...]

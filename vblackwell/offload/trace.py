@@ -66,9 +66,9 @@ class AccessTrace:
         if self._cursor is None:
             return []
         found: dict[int, None] = {}
-        coming = self._previous[self._cursor :]
-        for index in coming + self._previous[: self._cursor] if wrap else coming:
-            found.setdefault(index)
+        count = len(self._previous)
+        for position in range(self._cursor, count + self._cursor if wrap else count):
+            found.setdefault(self._previous[position % count])
             if len(found) == limit:
                 break
         return list(found)

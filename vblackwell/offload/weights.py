@@ -12,6 +12,7 @@ groups of the forward stay for the turnaround without a rule of their own.
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -357,10 +358,15 @@ class WeightStreamer:
             return None
         return self._by_storage.get(tensor.untyped_storage()._cdata)
 
-    def _stamp(self, group: Group) -> tuple[int, int]:
-        """Changes of the home bytes, and in-place writes as autograd counts them."""
+    def _stamp(self, group: Group, start: int, stop: int) -> tuple[int, int]:
+        """Changes of the home bytes, and in-place writes, as autograd counts them, to the parameters in bytes ``start`` to ``stop``."""
+        found, slots = 0, group.slots
         with torch._C.DisableTorchFunctionSubclass():
-            return self._versions[group.index], sum(slot.param._version for slot in group.slots)
+            for index in range(bisect_right(slots, start, key=lambda slot: slot.offset) - 1, len(slots)):
+                if slots[index].offset >= stop:
+                    break
+                found += slots[index].param._version
+        return self._versions[group.index], found
 
     def pack(self, tensor: torch.Tensor) -> PackedView | None:
         """A reference to replace ``tensor`` by while autograd keeps it; None if it is not in a loaded buffer."""
@@ -368,7 +374,11 @@ class WeightStreamer:
         if loaded is None:
             return None
         offset = int(tensor.storage_offset()) * tensor.element_size() - int(loaded.buffer.storage_offset())
-        return PackedView(loaded.group, self._stamp(loaded.group), tensor.dtype, offset, tensor.shape, tensor.stride())
+        size, stride = tensor.shape, tensor.stride()
+        stop = offset + (1 + sum((n - 1) * by for n, by in zip(size, stride, strict=True))) * tensor.element_size()
+        return PackedView(
+            loaded.group, self._stamp(loaded.group, offset, stop), tensor.dtype, offset, stop, size, stride
+        )  # fmt: skip
 
     def unpack(self, packed: PackedView) -> torch.Tensor:
         """The tensor again, loading its group if it was dropped.
@@ -377,7 +387,7 @@ class WeightStreamer:
             StaleTensor: the weights were updated since the forward.
         """
         self._settle(packed.group)
-        if packed.version != self._stamp(packed.group):
+        if packed.version != self._stamp(packed.group, packed.offset, packed.stop):
             raise StaleTensor(
                 f"backward needs the weights of {packed.group.name!r} as they were in the forward, but they have been changed since "
                 "(an optimizer step or an in-place write between forward and backward)"
