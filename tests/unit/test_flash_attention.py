@@ -189,6 +189,14 @@ def test_measured_times_decide_among_those_that_accept(monkeypatch):
     assert choose_attention(H200._replace(mask="boolean")) == "triton"
 
 
+def test_the_times_of_the_gpu_that_holds_the_tensors_count(monkeypatch):
+    asked = []
+    monkeypatch.setattr(dispatcher.attention_plan, "entries", lambda device: asked.append(device) or {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    choose_attention(H200._replace(gpu=1))
+    assert asked == [torch.device("cuda", 1)]
+
+
 def test_flex_attention_runs_unasked_for_measured_shapes_alone():
     """Others of its bucket would be compiled one by one, until there are too many."""
     measured = H200._replace(mask="boolean", mask_planes=1, batch=2, queries=4000, keys=4000)

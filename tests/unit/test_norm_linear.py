@@ -158,6 +158,16 @@ def test_a_packed_decoder_decodes_with_its_first_norm_inside_the_projections(fus
     assert len(fused) == 3, "a norm with a hook is called"
 
 
+@pytest.mark.parametrize(("capability", "inside"), [((8, 6), True), ((9, 0), False)])
+def test_how_many_rows_are_few_is_the_gpu_s_own_matter(fused, monkeypatch, capability, inside):
+    """Six rows of a K that has no bulk copies: on Hopper a norm of its own is faster, elsewhere not."""
+    monkeypatch.setattr(normed_input, "_capability", lambda x: capability)
+    norm, linear = nn.RMSNorm(K).bfloat16(), FusedFP4Linear(K, N).bfloat16().quantize().requires_grad_(False)
+    norm.requires_grad_(False)
+    rows = normed_input.normed(torch.randn(6, K).bfloat16(), norm, linear)
+    assert isinstance(rows, normed_input.NormedByPacked) == inside
+
+
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_rows_for_linears_compile_into_one_graph(dynamic):
     """Every block asks whether its norm goes with the linears, packed or not."""

@@ -52,7 +52,10 @@ class Variant(NamedTuple):
 
 
 class AttentionRequest(NamedTuple):
-    """What a backend may look at before it agrees. ``mask`` is 'none', 'boolean' or 'additive', of ``mask_planes`` (S, T)."""
+    """What a backend may look at before it agrees. ``mask`` is 'none', 'boolean' or 'additive', of ``mask_planes`` (S, T).
+
+    ``gpu`` is the index of the CUDA device whose measured times count; None: the current one.
+    """
 
     device: str
     capability: tuple[int, int]
@@ -74,6 +77,7 @@ class AttentionRequest(NamedTuple):
     deterministic: bool = False
     batch: int = 1
     mask_planes: int = 0
+    gpu: int | None = None
 
     @property
     def kind(self) -> str:
@@ -96,6 +100,7 @@ def request_of(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, variant: Variant)
         torch.is_grad_enabled() and (q_BNSH.requires_grad or k_BKTH.requires_grad or v_BKTH.requires_grad),
         torch.is_grad_enabled() and mask is not None and mask.requires_grad,
         torch.are_deterministic_algorithms_enabled(), q_BNSH.shape[0], 0 if mask is None else mask.shape[:-2].numel(),
+        q_BNSH.device.index,
     )  # fmt: skip
 
 
@@ -337,7 +342,8 @@ def _measured(r: AttentionRequest) -> dict[str, int]:
     """Times by backend, where some are known."""
     if r.device != "cuda" or torch.compiler.is_compiling():
         return {}
-    return attention_times.known(r, attention_plan.entries(torch.device("cuda", torch.cuda.current_device())))
+    gpu = torch.cuda.current_device() if r.gpu is None else r.gpu
+    return attention_times.known(r, attention_plan.entries(torch.device("cuda", gpu)))
 
 
 def _ranking(r: AttentionRequest) -> tuple[str, ...]:
@@ -359,10 +365,11 @@ def tune_attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, **variant: An
     request = request_of(q_BNSH, k_BKTH, v_BKTH, chosen)
     if request.device != "cuda":
         raise Unsupported("tune_attention: the tensors are not on a CUDA GPU")
-    times = {}
-    for name in preference(request):
-        if name != "math" and not BACKENDS[name].reasons(request):
-            times[name] = int(_measure_ns(BACKENDS[name], (q_BNSH, k_BKTH, v_BKTH), chosen, request.gradient))
+    times, tensors = {}, (q_BNSH, k_BKTH, v_BKTH)
+    with torch.cuda.device(q_BNSH.device):  # whose streams are timed
+        for name in preference(request):
+            if name != "math" and not BACKENDS[name].reasons(request):
+                times[name] = int(_measure_ns(BACKENDS[name], tensors, chosen, request.gradient))
     attention_plan.store(q_BNSH.device, attention_times.table_of(request, times))
     return times
 

@@ -34,12 +34,13 @@ class NormedByPacked(Unnormed):
 def normed(x: Tensor, norm: nn.RMSNorm, *linears: nn.Module) -> Tensor | NormedByPacked:
     """``norm(x)`` for the linears, or ``x`` and the norm, where each of them is one kernel with it.
 
-    More rows than one kernel is faster for on Hopper are normalised once, for all of them.
+    More rows than one kernel is faster for on this GPU are normalised once, for all of them.
     """
     if any(hooked(module) for module in (norm, *linears)) or not all(may_fuse(x, norm, linear) for linear in linears):
         return norm(x)
     columns, features = x.shape[-1], sum(linear.out_features for linear in linears)  # type: ignore[misc]
-    return NormedByPacked(x, norm) if x.numel() <= most_rows((9, 0), features, columns) * columns else norm(x)
+    few = x.numel() <= most_rows(_capability(x), features, columns) * columns
+    return NormedByPacked(x, norm) if few else norm(x)
 
 
 def may_fuse(x: Tensor, norm: nn.RMSNorm | nn.LayerNorm, linear: nn.Module) -> bool:
@@ -67,6 +68,10 @@ def norm_linear(
     placed = (linear.weight_codes, linear.weight_scales, linear.weight_tensor_scale, bias_N, linear._layout)
     shape = (linear.out_features, linear.in_features)
     return fp4_norm_linear(x, norm.weight, gain_sums_N, eps, *placed, linear.activation, *shape)
+
+
+def _capability(x: Tensor) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(x.device) if x.is_cuda else (0, 0)
 
 
 def on_gpu(x: Tensor) -> bool:

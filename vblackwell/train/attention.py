@@ -39,7 +39,7 @@ def fused_backend(
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     request = dispatcher.AttentionRequest(
         device.type, capability, dtype, num_heads, num_kv_heads, seq_length, seq_length, head_dim, causal=True,
-        gradient=True, deterministic=deterministic,
+        gradient=True, deterministic=deterministic, gpu=device.index,
     )  # fmt: skip
     names = ("triton", "cudnn", "flash", "efficient")
     reasons = {name: why for name, why in dispatcher.attention_backends(request).items() if name in names}
