@@ -78,6 +78,10 @@ def test_bad_files(place):
     refused(place, ["train", "--data", "empty.txt"], "empty.txt", "no text")
     refused(place, ["train", "--data", "latin.txt"], "latin.txt", "UTF-8")
     refused(place, ["train", "--config", "config.yaml"], "config.yaml", "UTF-8")
+    (place.folder / "half.jsonl").write_text('{"text": "\\ud83d\\ude00"}\n{"text": "\\ud83d"}\n')
+    (place.folder / "deep.jsonl").write_text('{"text": ' + "[" * 100_000)
+    refused(place, place.train_words("--data", "half.jsonl"), "half.jsonl: line 2", "half a character")
+    refused(place, place.train_words("--data", "deep.jsonl"), "deep.jsonl: line 1", "nested too deep")
     refused(place, ["train", "--data", "x" * 300], "xxx", "too long")
 
 

@@ -17,10 +17,12 @@ from vblackwell.artifacts.hub import find_folder, is_hub_id
 from vblackwell.artifacts.meta_model import build_on_meta
 from vblackwell.artifacts.weights import FolderWeights
 from vblackwell.errors import ConfigurationError
+from vblackwell.units import format_bytes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+MAX_PROMPTS_BYTES = 256 << 20
 LIMITS = ("max_position_embeddings", "n_positions")
 
 
@@ -50,7 +52,7 @@ def check_request(
     tokenizer = read_tokenizer(folder)
     check_tokenizer(folder, tokenizer)
     if (prompt is None) != (prompts is None):
-        placed = [("--prompt", prompt)] if prompt is not None else _lines(Path(prompts or ""))
+        placed = [("--prompt", prompt)] if prompt is not None else prompt_lines(Path(prompts or ""))
         for place, text in placed:
             check_length(folder, len(tokenizer.encode(text).ids), max_new_tokens, place)
 
@@ -109,9 +111,25 @@ def check_length(folder: Path, length: int, new_tokens: int, place: str) -> None
             )
 
 
-def _lines(path: Path) -> list[tuple[str, str]]:
+def prompt_lines(path: Path) -> list[tuple[str, str]]:
+    """(file and line, text) of each prompt in a file that has one a line.
+
+    Raises:
+        ConfigurationError: it cannot be read, is larger than any file of prompts, or holds none.
+    """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return []  # the command reads it again, and says what is wrong
-    return [(f"{path}: line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+        with path.open("rb") as file:
+            data = file.read(MAX_PROMPTS_BYTES + 1)  # a device may have no end
+        lines = data.decode("utf-8").splitlines() if len(data) <= MAX_PROMPTS_BYTES else None
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"--prompts {path} cannot be read ({error}): give a text file with a prompt a line"
+        ) from error
+    if lines is None:
+        raise ConfigurationError(
+            f"--prompts {path} has more than {format_bytes(MAX_PROMPTS_BYTES)}: give a text file with a prompt a line"
+        )
+    found = [(f"{path}: line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise ConfigurationError(f"--prompts {path} holds no prompt: write one a line")
+    return found

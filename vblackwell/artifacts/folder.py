@@ -144,7 +144,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}; give a folder that holds a model") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptData(f"{path} is not JSON ({error}); fetch or write the folder again") from error
     if not isinstance(value, dict):
         raise CorruptData(f"{path} holds no JSON object; fetch or write the folder again")

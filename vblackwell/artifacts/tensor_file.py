@@ -188,7 +188,7 @@ class TensorFile:
         self.read(memoryview(raw), 8)
         try:
             table = json.loads(raw)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._broken(f"its table is not JSON ({error})") from error
         if not isinstance(table, dict):
             raise self._broken("its table is no JSON object")
@@ -202,7 +202,9 @@ class TensorFile:
     def _entry(self, name: str, entry: Any, data_begin: int) -> StoredTensor:
         try:
             kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-            sound = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+            sound = isinstance(kind, str) and all(
+                type(number) is int and number >= 0 for number in (*shape, begin, end)
+            )
         except (KeyError, TypeError, ValueError):
             sound, kind, shape, begin, end = False, None, (), 0, 0
         if not sound:

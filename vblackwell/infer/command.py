@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vblackwell.artifacts.checked import prompt_lines
 from vblackwell.artifacts.folder import GENERATION, read_config, read_json, read_tokenizer, tensor_files
 from vblackwell.artifacts.hub import find_folder, is_hub_id
 from vblackwell.errors import ConfigurationError
@@ -132,7 +133,7 @@ def generate_command(
             "memory flags"
         )
     sampling = Sampling(temperature, top_k, top_p, min_p)
-    given = [prompt] if prompt is not None else _lines(Path(prompts or ""))
+    given = [prompt] if prompt is not None else [line for _, line in prompt_lines(Path(prompts or ""))]
     path = Path(model)
     resolved = resolve_model(find_folder(model) if not path.exists() and is_hub_id(model) else path)
     for problem in resolved.problems:
@@ -196,16 +197,3 @@ def _stated_ends(folder: Path) -> set[int]:
     file = folder / GENERATION
     stated = read_json(file).get("eos_token_id") if file.is_file() else None
     return {number for number in (stated if isinstance(stated, list) else [stated]) if isinstance(number, int)}
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(
-            f"--prompts {path} cannot be read ({error}): give a text file with a prompt a line"
-        ) from error
-    found = [line for line in lines if line.strip()]
-    if not found:
-        raise ConfigurationError(f"--prompts {path} holds no prompt: write one a line")
-    return found

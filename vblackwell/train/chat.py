@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vblackwell.errors import ConfigurationError, nearest
-from vblackwell.train.documents import LINES, Source
+from vblackwell.train.documents import LINES, Source, parse_line
 
 KINDS = {"messages": "messages", "conversations": "sharegpt", "instruction": "alpaca"}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -49,7 +49,7 @@ def chat_kind(source: Source) -> str | None:
     try:
         with path.open(encoding="utf-8") as file:
             first = json.loads(next((line for line in file if line.strip()), "null"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None  # whoever reads the file says what is wrong
     return _kind_of(first)
 
@@ -87,11 +87,9 @@ def _read(path: Path, kind: str) -> Iterator[Conversation]:
 
 def _parsed(line: bytes, place: str) -> Any:
     try:
-        return json.loads(line.decode("utf-8"))
+        return parse_line(line.decode("utf-8"), place)
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{place} is not UTF-8 (byte {error.start}): convert the file") from error
-    except ValueError as error:
-        raise ConfigurationError(f"{place} is not JSON ({error}); write one object a line") from error
 
 
 def _messages(record: Any, kind: str, place: str) -> list[Message]:

@@ -14,7 +14,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.units import MiB
@@ -160,18 +160,34 @@ def _read_lines(path: Path) -> Iterator[Piece]:
             start += len(line)
             if not text.strip():
                 continue
-            try:
-                record = json.loads(text)
-            except ValueError as error:
-                raise ConfigurationError(
-                    f"{path}: line {number} is not JSON ({error}); write one object a line"
-                ) from error
+            record = parse_line(text, f"{path}: line {number}")
             value = record.get("text") if isinstance(record, dict) else None
             if not isinstance(value, str):
                 raise ConfigurationError(
                     f'{path}: line {number} has no string under \'text\'; write {{"text": "..."}}, or conversations (docs/models.md)'
                 )
             yield Piece(value, ends_document=True)
+
+
+def parse_line(text: str, place: str) -> Any:
+    """What a line of jsonl holds.
+
+    Raises:
+        ConfigurationError: no JSON, or half a character, with ``place``.
+    """
+    try:
+        record = json.loads(text)
+        if "\\u" in text:  # an escape may write half of a pair, which no text has and no tokenizer takes
+            json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(
+            f"{place} has half a character (\\u{ord(error.object[error.start]):04x}): repair it"
+        ) from error
+    except RecursionError as error:
+        raise ConfigurationError(f"{place} is nested too deep to be read: repair or remove it") from error
+    except ValueError as error:
+        raise ConfigurationError(f"{place} is not JSON ({error}); write one object a line") from error
+    return record
 
 
 def _read_table(path: Path) -> Iterator[Piece]:
