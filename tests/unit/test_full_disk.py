@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +13,8 @@ import torch
 from torch import nn
 
 from vblackwell.artifacts.commit import CommitFolder
-from vblackwell.errors import DiskError, InsufficientMemory
-from vblackwell.train import levels
+from vblackwell.errors import CorruptData, DiskError, InsufficientMemory
+from vblackwell.train import levels, metrics
 from vblackwell.train.checkpoint import METADATA_BYTES, bytes_to_come, refuse_full_disk
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.levels import build_stack
@@ -78,3 +81,76 @@ def test_a_spill_disk_needs_room_for_the_state_and_not_for_the_cap(monkeypatch, 
         build_stack(config, device, state_bytes=8 * MiB + 8192)
     with pytest.raises(InsufficientMemory, match="up to 1.00 GiB are needed"):
         build_stack(config, device)
+
+
+# -- a disk that fills up while a run writes -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fail_after(monkeypatch):
+    """Lets files of the log take so many bytes more, as a full disk does: the last write is short, the next is refused."""
+
+    def limit(path, room):
+        left = {path.name: room}
+        whole = metrics.WholeWrites.write
+
+        def write(self, data):
+            if path.name not in (Path(self._raw.name).name, Path(self._raw.name).parent.name):
+                return whole(self, data)
+            fits = min(len(data), left[path.name])
+            whole(self, data[:fits])
+            left[path.name] -= fits
+            if fits < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(metrics.WholeWrites, "write", write)
+
+    return limit
+
+
+@pytest.mark.parametrize(("name", "room"), [("metrics.jsonl", 50), ("tensorboard", 50)])
+def test_a_disk_without_room_for_the_numbers_is_named(name, room, fail_after, monkeypatch, tmp_path):
+    log = metrics.MetricsLog(tmp_path, 0, tensorboard=True)
+    fail_after(tmp_path / name, room)
+    line = metrics.StepRecord(1, 0.5, 0.1, 1.0, 10.0, {"arena": 5}, {"arena>cpu": 7}, 0.0)
+    with pytest.raises(DiskError, match=rf"{name}.* failed: No space left on device; .* free on its disk: make room"):
+        log.write(line)
+    log.close()
+    monkeypatch.undo()
+    metrics.MetricsLog(tmp_path, 0, tensorboard=True).close()
+    assert metrics.read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_tensorboard_reads_the_events_and_forgets_repeated_steps(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for kept, losses in ((0, [1.0, 2.0, 3.0]), (1, [4.0])):
+        log = metrics.MetricsLog(tmp_path, kept, tensorboard=True)
+        for step, loss in enumerate(losses, kept + 1):
+            log.write(metrics.StepRecord(step, loss, 0.1, None, 10.0, {"arena": 5}, {"arena>cpu": 7}, 0.0))
+        log.close()
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert [(event.step, event.value) for event in found.Scalars("loss")] == [(1, 1.0), (2, 4.0)]
+    assert found.Scalars("level_bytes/arena")[0].value == 5 and "grad_norm" not in found.Tags()["scalars"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\xff\xfe{}\n", "line 1 is not that of a step"),
+        (b'{"step": 1}\nstep 2\n', "line 2 is not that of a step"),
+        (b'{"step": 1}\n[2]\n', "line 2 is not that of a step"),
+        (b'{"step": "1"}\n', "line 1 is not that of a step"),
+        (b'{"stop": 1}\n', "line 1 is not that of a step"),
+        (b"[" * 100_000 + b"\n", "line 1 is not that of a step"),
+        (None, "Is a directory"),
+    ],
+)
+def test_metrics_that_no_run_wrote_are_refused(content, said, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(CorruptData, match=f"{said}.*move the file away"):
+        metrics.MetricsLog(tmp_path, 5, tensorboard=False)
+    if content is not None:
+        assert path.read_bytes() == content

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from vblackwell.errors import DiskError
 from vblackwell.memory.stack import VGPUStack
 from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.optimizer import VGPUAdamW
@@ -224,3 +227,63 @@ def test_an_interrupted_step_is_undone_and_repeated(make):
     trainer.run()
     assert [line.step for line in records] == [1, 2, 3, 4]
     assert same(weights(trainer), weights(whole))
+
+
+def test_a_stop_during_validation_costs_no_validation_loss(make):
+    """The step is in the checkpoint as one whose record lacks it, and the resumed run measures it."""
+    plain, expected, _ = make()
+    plain.run()
+    stop = SimpleNamespace(wanted=False)
+    trainer, records, states = make(stop=stop)
+    measure, seen = trainer._loss, []
+
+    def loss(*batch):
+        if not trainer.parts.model.training and trainer.step == 4:
+            seen.append(1)
+            stop.wanted = len(seen) == 2
+        return measure(*batch)
+
+    trainer._loss = loss
+    trainer.run()
+    assert [record.val_loss is None for record in records] == [False, False, True, True]
+    assert states[-1].step == 4
+    stop.wanted = False
+    trainer.restore(TrainerState.from_json(json.loads(json.dumps(asdict(states[-1])))))
+    trainer.run()
+    assert [record.step for record in records] == [1, 2, 3, 4, 4, 5, 6]
+    assert [record.val_loss for record in records[:3] + records[4:]] == [record.val_loss for record in expected]
+    assert states[-1].unrecorded is None
+
+
+def test_a_step_that_cannot_be_recorded_is_in_a_checkpoint(make, monkeypatch):
+    plain, expected, _ = make()
+    plain.run()
+    trainer, records, states = make()
+    full = {4}
+
+    def record(line):
+        if line.step in full:
+            raise DiskError("writing metrics.jsonl failed")
+        records.append(line)
+
+    object.__setattr__(trainer._hooks, "record", record)
+    with pytest.raises(DiskError, match="metrics.jsonl failed. Step 4 is in a checkpoint"):
+        trainer.run()
+    full.clear()
+    trainer.restore(TrainerState.from_json(json.loads(json.dumps(asdict(states[-1])))))
+    trainer.run()
+    assert [(line.step, line.loss, line.val_loss) for line in records] == [
+        (line.step, line.loss, line.val_loss) for line in expected
+    ]
+
+
+def test_it_is_said_that_no_checkpoint_could_be_written_either(make):
+    trainer, _, _ = make()
+
+    def refuse(what):
+        raise DiskError("no room")
+
+    object.__setattr__(trainer._hooks, "record", refuse)
+    object.__setattr__(trainer._hooks, "checkpoint", refuse)
+    with pytest.raises(DiskError, match="no room. No checkpoint of step 1 could be written either: no room"):
+        trainer.run()

@@ -9,11 +9,21 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vblackwell.artifacts.hashed_file import WholeWrites
+from vblackwell.errors import CorruptData, DiskError
+from vblackwell.units import format_bytes
+
 METRICS_NAME = "metrics.jsonl"
+TENSORBOARD = "tensorboard"
 
 
 @dataclass(frozen=True)
@@ -71,51 +81,150 @@ def finite_or_none(value: float | None) -> float | None:
 class MetricsLog:
     """Appends to ``folder``/metrics.jsonl and, if wanted, to TensorBoard events in ``folder``/tensorboard.
 
+    Events are written here and not by torch's ``SummaryWriter``, whose thread meets a full disk later, and prints a traceback of it.
+
     Args:
         keep_steps: what an earlier attempt wrote beyond this step is cut off.
+
+    Raises:
+        CorruptData: metrics.jsonl of an earlier attempt is not what a run writes.
+        DiskError: the disk refused.
     """
 
     def __init__(self, folder: Path, keep_steps: int, tensorboard: bool) -> None:
         path = folder / METRICS_NAME
         cut_after(path, keep_steps)
-        self._file = path.open("a", encoding="utf-8")
-        self._writer: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=keep_steps + 1)
+        self._lines = _Appended(path)
+        try:
+            self._events = _Events(folder / TENSORBOARD, keep_steps + 1) if tensorboard else None
+        except DiskError:
+            self._lines.close()
+            raise
 
     def write(self, record: StepRecord) -> None:
-        self._file.write(json.dumps(record.to_json(), allow_nan=False) + "\n")
-        self._file.flush()
-        if self._writer is not None:
-            for name in ("loss", "val_loss", "lr", "grad_norm", "tokens_per_second", "stall_seconds"):
-                value = getattr(record, name)
-                if value is not None:
-                    self._writer.add_scalar(name, value, record.step)
-            for kind, numbers in (("level_bytes", record.level_bytes), ("link_bytes", record.link_bytes)):
-                for label, value in numbers.items():
-                    self._writer.add_scalar(f"{kind}/{label}", value, record.step)
+        """Add a step.
+
+        Raises:
+            DiskError: the disk refused; the line may be there in part.
+        """
+        self._lines.write((json.dumps(record.to_json(), allow_nan=False) + "\n").encode())
+        if self._events is not None:
+            self._events.write(record)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._lines.close()
+        if self._events is not None:
+            self._events.close()
+
+
+class _Appended:
+    """A file that is written to without a buffer, so that a refusal is met where it belongs."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with _writing(path):
+            self._raw = path.open("ab", buffering=0)
+
+    def write(self, data: bytes) -> None:
+        with _writing(self._path):
+            WholeWrites(self._raw).write(memoryview(data))
+
+    def close(self) -> None:
+        self._raw.close()
+
+
+class _Events:
+    """A file of TensorBoard events.
+
+    Args:
+        first_step: what other files in ``folder`` hold of this step and later ones is not shown any more.
+    """
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event: Any = Event
+        self._summary: Any = Summary
+        with _writing(folder):
+            folder.mkdir(exist_ok=True)
+        now = time.time()
+        self._file = _Appended(folder / f"events.out.tfevents.{now:.6f}.{socket.gethostname()}.{os.getpid()}")
+        self._records = RecordWriter(self._file)
+        try:
+            self._add(wall_time=now, file_version="brain.Event:2")
+            self._add(wall_time=now, step=first_step, session_log=SessionLog(status=SessionLog.START))
+        except DiskError:
+            self.close()
+            raise
+
+    def _add(self, **fields: Any) -> None:
+        self._records.write(self._event(**fields).SerializeToString())
+
+    def write(self, record: StepRecord) -> None:
+        """All numbers of a step as one event."""
+        named = ("loss", "val_loss", "lr", "grad_norm", "tokens_per_second", "stall_seconds")
+        values = {name: getattr(record, name) for name in named}
+        for kind, numbers in (("level_bytes", record.level_bytes), ("link_bytes", record.link_bytes)):
+            values |= {f"{kind}/{label}": value for label, value in numbers.items()}
+        shown = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items() if value is not None]
+        self._add(wall_time=time.time(), step=record.step, summary=self._summary(value=shown))
 
     def close(self) -> None:
         self._file.close()
-        if self._writer is not None:
-            self._writer.close()
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """The system's refusal to write to ``path`` as an error for the user."""
+    try:
+        yield
+    except OSError as error:
+        folder = path if path.is_dir() else path.parent
+        free = format_bytes(shutil.disk_usage(folder).free)
+        raise DiskError(
+            f"writing {path} failed: {error.strerror or error}; {free} are free on its disk: make room"
+        ) from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a metrics file; a line that was cut by a crash is left out."""
-    if not path.exists():
+    """The complete lines of a metrics file; a line that was cut by a crash is left out.
+
+    Raises:
+        CorruptData: the file cannot be read, or holds something else than a run writes; with the line.
+    """
+    remedy = "move the file away: a resumed run begins a new one"
+    try:
+        complete, _, _ = path.read_bytes().rpartition(b"\n")
+    except FileNotFoundError:
         return []
-    complete, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
-    return [json.loads(line) for line in complete.splitlines()]
+    except OSError as error:
+        raise CorruptData(f"{path} cannot be read: {error.strerror}; {remedy}") from error
+    found = []
+    for number, line in enumerate(complete.splitlines(), 1):
+        try:
+            values = json.loads(line.decode("utf-8"))
+        except (ValueError, RecursionError):
+            values = None
+        if not isinstance(values, dict) or type(values.get("step")) is not int:
+            raise CorruptData(f"{path}: line {number} is not that of a step; {remedy}")
+        found.append(values)
+    return found
 
 
 def cut_after(path: Path, last_step: int) -> None:
-    """Keep the lines up to ``last_step``, atomically."""
+    """Keep the lines up to ``last_step``, atomically.
+
+    Raises:
+        CorruptData: as `read_metrics`.
+        DiskError: the disk refused.
+    """
     if not path.exists():
         return
     kept = [line for line in read_metrics(path) if line["step"] <= last_step]
     fresh = path.with_suffix(".tmp")
-    fresh.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-    os.replace(fresh, path)
+    with _writing(path):
+        fresh.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        os.replace(fresh, path)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from vblackwell.errors import ConfigurationError, InsufficientMemory
+from vblackwell.errors import ConfigurationError, DiskError, InsufficientMemory
 from vblackwell.infer.generate import generate, position_limit
 from vblackwell.offload.enable import offload_of
 from vblackwell.train.chat_data import ChatDataset
@@ -122,12 +122,15 @@ class _Run:
                 "--max-steps, or start "
                 "a new run with another --out"
             )
-        trainer = self._make_trainer(state.step if state is not None else 0)
+        trainer = self._make_trainer(0 if state is None else state.step - (state.unrecorded is not None))
         if state is not None:
             trainer.restore(state)
         began = time.perf_counter()
         first_step = trainer.step
-        trainer.run()
+        try:
+            trainer.run()
+        except DiskError as error:
+            raise DiskError(f"{error}. To go on: --resume --out {self.folder.path}") from error
         seconds = time.perf_counter() - began
         self.progress.close()
         if self.stop.wanted:
@@ -145,9 +148,9 @@ class _Run:
         self._sample()
         return 0
 
-    def _make_trainer(self, first_step: int) -> Trainer:
+    def _make_trainer(self, recorded_steps: int) -> Trainer:
         config, parts = self.prepared.config, self.prepared.parts
-        metrics = MetricsLog(self.folder.path, first_step, config.tensorboard)
+        metrics = MetricsLog(self.folder.path, recorded_steps, config.tensorboard)
         self.cleanup.callback(metrics.close)
         step_context: Callable[[], Any] = nullcontext
         if config.profile:

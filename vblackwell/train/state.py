@@ -24,6 +24,7 @@ class TrainerState:
         scaler: the loss scaler's state; None where there is none.
         rng: generators, as `capture_rng` returns them.
         micro_batch: sequences in a forward, less than the settings' where memory did not suffice; None: as the settings say.
+        unrecorded: the last step's record, where its line is not yet in metrics.jsonl as it should be; else None.
     """
 
     step: int = 0
@@ -33,6 +34,7 @@ class TrainerState:
     rng: dict[str, Any] = field(default_factory=dict)
     micro_batch: int | None = None
     skipped: int = 0
+    unrecorded: dict[str, Any] | None = None
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> TrainerState:
@@ -42,7 +44,12 @@ class TrainerState:
             CorruptData: a key is missing.
         """
         try:
-            given: dict[str, Any] = {"micro_batch": None, "skipped": 0} | found  # which older checkpoints do not have
+            older: dict[str, Any] = {
+                "micro_batch": None,
+                "skipped": 0,
+                "unrecorded": None,
+            }  # checkpoints do not have these
+            given = older | found
             return cls(**{name: given[name] for name in cls.__dataclass_fields__})
         except KeyError as error:
             raise CorruptData(f"trainer.json has no {error.args[0]!r}: it was written by another version") from None

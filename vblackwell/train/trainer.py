@@ -15,13 +15,13 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from vblackwell.errors import InsufficientMemory, VBError
+from vblackwell.errors import DiskError, InsufficientMemory, VBError
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.dataset import BatchStream, Dataset, evaluation_batches
 from vblackwell.train.levels import Traffic, read_traffic
@@ -93,6 +93,7 @@ class Trainer:
         self.micro_batch = config.batch_size  # sequences in a forward
         self._held: dict[str, int] = {}
         self._skipped_in_a_row = self._skipped = 0
+        self._unrecorded: StepRecord | None = None
         self._progress = progress
         self._stop = stop
         self._hooks = hooks
@@ -110,6 +111,7 @@ class Trainer:
             rng=capture_rng(self.parts.device),
             micro_batch=self.micro_batch,
             skipped=self._skipped,
+            unrecorded=None if self._unrecorded is None else asdict(self._unrecorded),
         )
 
     def restore(self, state: TrainerState) -> None:
@@ -122,6 +124,7 @@ class Trainer:
         if state.micro_batch is not None:
             self._take_micro_batches_of(state.micro_batch)
         restore_rng(state.rng, self.parts.device)
+        self._unrecorded = None if state.unrecorded is None else StepRecord(**state.unrecorded)
 
     @property
     def accumulation_steps(self) -> int:
@@ -142,16 +145,14 @@ class Trainer:
         """
         self._progress.start(self.step, self.total_steps)
         saved_step = self.step
+        if self._unrecorded is not None:
+            self._finish(self._unrecorded)
         while self.step < self.total_steps and not self._stop.wanted:
             with self._hooks.step_context():
                 record = self._one_step()
             if record is None:
                 break
-            if self._due(self.config.eval_every) or self.step in (1, self.total_steps):
-                record = replace(record, val_loss=self.validate())
-            self._hooks.record(record)
-            self._progress.step(record)
-            self._refuse_divergence(record)
+            self._finish(record)
             if self._due(self.config.checkpoint_every):
                 self._hooks.checkpoint(self.state())
                 saved_step = self.step
@@ -162,6 +163,34 @@ class Trainer:
                 f"none of the {self.step} steps had a loss and gradients that are finite: nothing was learnt, and nothing is exported; "
                 "lower --learning-rate, or look at the data"
             )
+
+    def _finish(self, record: StepRecord) -> None:
+        """Validate if that is due, and record the step. Where that is interrupted or fails a resumed run does it.
+
+        Raises:
+            DiskError: the record could not be written; that a checkpoint of the step could be is said.
+            TrainingDiverged: see there.
+        """
+        due = self._due(self.config.eval_every) or self.step in (1, self.total_steps)
+        if due and record.val_loss is None:
+            record = replace(record, val_loss=self.validate())
+        try:
+            self._hooks.record(record)
+        except DiskError as error:
+            raise self._with_checkpoint(record, error) from error
+        self._progress.step(record)
+        interrupted = due and record.val_loss is None and self._stop.wanted
+        self._unrecorded = record if interrupted else None
+        self._refuse_divergence(record)
+
+    def _with_checkpoint(self, record: StepRecord, error: DiskError) -> DiskError:
+        """``error``, after which the run cannot go on, with what became of its last step."""
+        self._unrecorded = record
+        try:
+            self._hooks.checkpoint(self.state())
+        except DiskError as second:
+            return DiskError(f"{error}. No checkpoint of step {self.step} could be written either: {second}")
+        return DiskError(f"{error}. Step {self.step} is in a checkpoint")
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
