@@ -35,6 +35,7 @@ from vblackwell.train.presets import GPT2_VOCAB_SIZE, PRESETS
 from vblackwell.units import MiB, TiB, format_bytes, parse_bytes
 
 LEAST_GPU, MOST_GPU = MiB, 16 * TiB
+FROZEN_BY_PYTHON = 1000  # at least as many objects as 3.12 itself freezes at its start; 3.11 and 3.13 freeze none
 
 
 @contextmanager
@@ -43,7 +44,7 @@ def set_aside() -> Iterator[None]:
 
     Where the caller has frozen objects they stay so: there is no way to unfreeze the others alone.
     """
-    ours = gc.get_freeze_count() == 0
+    ours = gc.get_freeze_count() < FROZEN_BY_PYTHON
     if ours:
         gc.freeze()
     try:
