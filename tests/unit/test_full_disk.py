@@ -14,10 +14,11 @@ from torch import nn
 
 from vblackwell.artifacts.commit import CommitFolder
 from vblackwell.errors import CorruptData, DiskError, InsufficientMemory
-from vblackwell.train import levels, metrics
+from vblackwell.train import checkpoint, levels, metrics
 from vblackwell.train.checkpoint import METADATA_BYTES, bytes_to_come, refuse_full_disk
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.levels import build_stack
+from vblackwell.train.state import TrainerState
 from vblackwell.units import MiB
 
 PARAMETERS = 1000
@@ -154,3 +155,24 @@ def test_metrics_that_no_run_wrote_are_refused(content, said, tmp_path):
         metrics.MetricsLog(tmp_path, 5, tensorboard=False)
     if content is not None:
         assert path.read_bytes() == content
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(monkeypatch, tmp_path):
+    """The new one is committed by then."""
+    monkeypatch.setattr(checkpoint, "_write_model", lambda folder, prepared, with_states: folder.add("weights", b"1"))
+    monkeypatch.setattr(checkpoint, "_trainer_json", lambda prepared, state: {})
+    parts = SimpleNamespace(model=nn.Linear(2, 2))
+    said = []
+    run = SimpleNamespace(parts=parts, config=TrainConfig(keep_checkpoints=1))
+    checkpoints = checkpoint.Checkpoints(tmp_path, run, said.append)
+    checkpoints.write(TrainerState(step=1))
+
+    def fail(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(shutil, "rmtree", fail)
+        checkpoints.write(TrainerState(step=2))
+    assert len(said) == 1 and "could not be removed" in said[0] and "Input/output error" in said[0]
+    checkpoints.write(TrainerState(step=3))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003"] and len(said) == 1

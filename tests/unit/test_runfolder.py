@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 import re
 
 import pytest
 
-from vblackwell.errors import ConfigurationError, CorruptData
+from vblackwell.artifacts.commit import CommitFolder
+from vblackwell.errors import ConfigurationError, CorruptData, DiskError
 from vblackwell.train.runfolder import SETTINGS, RunFolder, read_stored_config, write_settings
 
 
@@ -49,3 +53,51 @@ def test_every_flipped_digit_of_the_settings_is_found(tmp_path):
             read_stored_config(tmp_path)
     path.write_text(json.dumps(stored), encoding="utf-8")  # of an older version: without a hash
     assert read_stored_config(tmp_path) == stored
+
+
+@pytest.mark.parametrize("name", ["final", "adapter", "checkpoints", "tensorboard"])
+def test_a_file_in_the_place_of_a_folder_is_named(name, tmp_path):
+    (tmp_path / name).write_text("")
+    with pytest.raises(ConfigurationError, match=f"{name} is not a folder, .*move it away"):
+        RunFolder(tmp_path, resume=True)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "settings.json", "report.json", "trace.json", ".lock"])
+def test_a_folder_in_the_place_of_a_file_is_named(name, tmp_path):
+    (tmp_path / name).mkdir()
+    with pytest.raises(ConfigurationError, match=f"{name} is not a file, .*move it away"):
+        RunFolder(tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", "1", "null", "{", "\udcff"])
+def test_settings_that_are_no_settings_are_refused(content, tmp_path):
+    (tmp_path / SETTINGS).write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(CorruptData, match="remove it to resume with the flags alone"):
+        read_stored_config(tmp_path)
+
+
+@pytest.mark.parametrize(("call", "number"), [("flock", "ENOLCK"), ("flock", "EIO"), ("pwrite", "ENOSPC")])
+def test_a_lock_that_fails_is_one_line(call, number, monkeypatch, tmp_path):
+    """And nothing is held: the next start may succeed."""
+
+    def fail(*given):
+        raise OSError(getattr(errno, number), os.strerror(getattr(errno, number)))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(fcntl if call == "flock" else os, call, fail)
+        with pytest.raises(DiskError, match=rf"\.lock: {os.strerror(getattr(errno, number))}; .*another --out"):
+            RunFolder(tmp_path, resume=False)
+    RunFolder(tmp_path, resume=False).release()
+
+
+def test_a_work_folder_whose_lock_fails_is_one_line(monkeypatch, tmp_path):
+    def fail(*given):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with (
+        pytest.raises(DiskError, match="locking .*step-1.tmp failed: No locks available"),
+        CommitFolder(tmp_path, "step-1"),
+    ):
+        pass

@@ -71,5 +71,8 @@ def _lock(path: Path) -> int | None:
             return descriptor
     except (BlockingIOError, FileNotFoundError):
         pass
+    except OSError as error:
+        os.close(descriptor)
+        raise disk_error("locking", path, error) from error
     os.close(descriptor)
     return None

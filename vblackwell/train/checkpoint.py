@@ -76,7 +76,10 @@ class Checkpoints:
         with CommitFolder(self.parent, f"step-{state.step:08d}", needed, own_parent=True) as folder:
             _write_model(folder, self._prepared, with_states=True)
             folder.add_json(TRAINER, _trainer_json(self._prepared, state))
-        prune(self.parent, self._prepared.config.keep_checkpoints)
+        try:
+            prune(self.parent, self._prepared.config.keep_checkpoints)
+        except DiskError as error:  # the new one is safe
+            self._say(f"an older checkpoint could not be removed, which takes room on the disk: {error}")
 
     def load_newest(self) -> TrainerState | None:
         """Weights and states of the newest intact checkpoint into the model; None if there is none yet, which is said.

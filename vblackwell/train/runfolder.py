@@ -19,8 +19,8 @@ from typing import Any
 import xxhash
 
 from vblackwell.errors import ConfigurationError, CorruptData, DiskError
-from vblackwell.train.lock import RunLock
-from vblackwell.train.metrics import METRICS_NAME
+from vblackwell.train.lock import LOCK_NAME, RunLock
+from vblackwell.train.metrics import METRICS_NAME, TENSORBOARD
 
 FINAL = "final"
 ADAPTER = "adapter"
@@ -38,7 +38,9 @@ class RunFolder:
         resume: whether the run found there is to be continued.
 
     Raises:
-        ConfigurationError: not a folder, used by another process, or it holds a run and ``resume`` is off.
+        ConfigurationError: not a folder, used by another process, or it holds a run and ``resume`` is off; something in it is a file
+            where a run has a folder, or a folder where it has a file.
+        DiskError: it cannot be locked.
     """
 
     def __init__(self, path: Path, resume: bool) -> None:
@@ -47,6 +49,7 @@ class RunFolder:
         if path.exists() and not path.is_dir():
             raise ConfigurationError(f"--out {path} is a file: choose another --out")
         if path.is_dir():
+            _refuse_misplaced(path)
             self._lock = RunLock(path)
             if not resume and self.has_run:
                 self.release()
@@ -111,6 +114,18 @@ class RunFolder:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+
+def _refuse_misplaced(folder: Path) -> None:
+    for names, is_wrong, kind in (
+        ((FINAL, ADAPTER, CHECKPOINTS, TENSORBOARD), lambda path: path.exists() and not path.is_dir(), "a folder"),
+        ((METRICS_NAME, SETTINGS, REPORT, TRACE, LOCK_NAME), Path.is_dir, "a file"),
+    ):
+        for name in names:
+            if is_wrong(folder / name):
+                raise ConfigurationError(
+                    f"--out {folder}: {folder / name} is not {kind}, as a run has there: move it away, or choose another --out"
+                )
 
 
 def _fresh(path: Path) -> Path:
