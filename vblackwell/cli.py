@@ -152,6 +152,10 @@ def _parse(parser: Any, words: list[str]) -> dict[str, Any]:
         given = parser.parse_args(_joined(words), defaults=False).as_dict()
     except argparse.ArgumentError as error:
         raise ConfigurationError(f"{parser.prog}: {_said_plainly(error)}; see {parser.prog} --help") from error
+    except RecursionError as error:
+        raise ConfigurationError(
+            f"{parser.prog}: a value is nested too deep to be read; see {parser.prog} --help"
+        ) from error
     return {name: value for name, value in given.items() if value is not None}
 
 
