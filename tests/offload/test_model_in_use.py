@@ -468,6 +468,35 @@ def test_autocast_sees_updated_weights(stack: VGPUStack):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("grads", [False, True])
+@pytest.mark.parametrize("kind", ["encoder", "layer", "attention"])
+def test_in_eval_torchs_transformer_runs_the_kernels_of_a_plain_one(kind: str, grads: bool, make_stack: MakeStack):
+    """They choose them by the parameters of modules inside, whose forwards they do not call."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    plain = {
+        "encoder": nn.TransformerEncoder(layer, 3),
+        "layer": nn.Sequential(layer, nn.Linear(32, 32)),
+        "attention": nn.MultiheadAttention(32, 4, batch_first=True),
+    }[kind].eval()
+    model = offloaded(make_stack(114 << 10), copy.deepcopy(plain))
+    x = torch.randn(2, 6, 32)
+    padding = torch.zeros(2, 6, dtype=torch.bool)
+    padding[1, 3:] = True
+    calls = {
+        "encoder": [((x,), {}), ((x,), {"src_key_padding_mask": padding}), ((x, None, padding), {})],
+        "layer": [((x,), {})],
+        "attention": [((x, x, x), {}), ((x, x, x), {"key_padding_mask": padding, "need_weights": False})],
+    }[kind]
+    with torch.set_grad_enabled(grads):
+        for args, kwargs in calls:
+            found, wanted = (module(*args, **kwargs) for module in (model, plain))
+            if kind == "attention":
+                found, wanted = found[0], wanted[0]
+            assert torch.equal(found, wanted)
+
+
 # -- stacks and names ----------------------------------------------------------------------------------------------------
 
 

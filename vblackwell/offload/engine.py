@@ -168,9 +168,9 @@ class Offload:
     # -- modules -----------------------------------------------------------------------------------------------------
 
     def _attach(self, site: Site) -> None:
-        enter = SiteHook(lambda module, args: self._enter(site))
+        enter = SiteHook(lambda module, args, kwargs: self._enter(site) if site.when(args, kwargs) else None)
         leave = SiteHook(lambda module, args, output: self._leave(site))
-        self._handles.append(site.module.register_forward_pre_hook(enter, prepend=True))
+        self._handles.append(site.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
         self._handles.append(site.module.register_forward_hook(leave, always_call=True))
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:

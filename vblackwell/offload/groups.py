@@ -10,8 +10,10 @@ matrix kernels choose the same path for a view as for a tensor of its own, and v
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +24,8 @@ from vblackwell.units import align_up
 
 ALIGNMENT = 512
 MOST_TRAINED = 4  # where frozen parameters are more than so many times the others, they are a group of their own
+# These read the parameters of modules inside them, whose forwards do not run; in eval mode for kernels with other bits, if all are plain.
+READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 TRAINED = "/trained"  # what the name of the others' group then ends with
 
 
@@ -122,11 +126,12 @@ def moment_ranges(groups: Sequence[Group]) -> list[tuple[Group, str]]:
 
 @dataclass(eq=False)
 class Site:
-    """A module at whose forward some groups must be on level 0."""
+    """A module at whose forward some groups must be on level 0; ``when`` that is called with these args and kwargs, where it is given."""
 
     name: str
     module: nn.Module
     groups: list[Group]
+    when: Callable[[Any, Any], bool] = lambda args, kwargs: True
 
 
 def _dense_stride(param: torch.Tensor) -> tuple[int, ...]:
@@ -155,7 +160,7 @@ def find_groups(
         ConfigurationError: a given name is not a module of the model.
         Unsupported: a group that is to be trained cannot be kept so.
     """
-    whole = _given_roots(model, given) if given is not None else _list_children(model)
+    whole = _with_readers(model, _given_roots(model, given) if given is not None else _list_children(model))
     groups: list[Group] = []
     sites: list[Site] = []
     owner: dict[nn.Parameter, Group] = {}
@@ -181,6 +186,10 @@ def find_groups(
             groups.append(group)
         needed = list(dict.fromkeys(owner[param] for _, param in params))
         sites.append(Site(name, module, needed))
+    for name, module in model.named_modules():
+        if isinstance(module, nn.TransformerEncoder) and module not in inside:
+            first = dict.fromkeys(owner[param] for param in module.layers[0].parameters())
+            sites.append(Site(name, module, list(first), partial(_may_nest, module)))
     for group in groups:
         if not supports(formats, (slot.dtype for slot in group.slots)):
             _refuse_formats(group)
@@ -222,6 +231,18 @@ def _list_children(model: nn.Module) -> set[nn.Module]:
             children.update(child for child in module if any(True for _ in child.parameters()))
             nested.update(inner for child in module for inner in child.modules())
     return children
+
+
+def _may_nest(encoder: nn.TransformerEncoder, args: Any, kwargs: Any) -> bool:
+    """Whether ``encoder`` looks at its first layer's parameters, to leave out padding if all are plain and nothing wants a gradient."""
+    padding = kwargs.get("src_key_padding_mask", args[2] if len(args) > 2 else None)
+    return padding is not None and not encoder.layers[0].training
+
+
+def _with_readers(model: nn.Module, roots: set[nn.Module]) -> set[nn.Module]:
+    """``roots`` and the `READERS` that have none of them inside."""
+    readers = {module for module in model.modules() if isinstance(module, READERS)}
+    return roots | {reader for reader in readers if roots.isdisjoint(reader.modules())}
 
 
 def _given_roots(model: nn.Module, given: Iterable[str]) -> set[nn.Module]:
