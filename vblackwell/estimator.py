@@ -27,6 +27,7 @@ from vblackwell.plan.gpus import RUNTIME_BYTES, context_bytes
 from vblackwell.plan.lanes import LaneTimes, simulate
 from vblackwell.plan.level_sizes import StackConfig, stack_config
 from vblackwell.plan.rates import Rates
+from vblackwell.plan.tiles import NUM_SMS
 from vblackwell.plan.trace import Trace, trace_training
 from vblackwell.plan.work import phase_seconds, streaming_work
 from vblackwell.subject import Subject, check_batch, find_subject, of_decoder
@@ -84,7 +85,7 @@ class Run:
 
     Args:
         optimizer: of `vblackwell.plan.estimate.OPTIMIZERS`. precision: of `PRECISIONS`.
-        capability: of the GPU. expandable: segments of the allocator.
+        capability: of the GPU. expandable: segments of the allocator. num_sms: multiprocessors of the GPU.
     """
 
     subject: Subject
@@ -94,6 +95,7 @@ class Run:
     checkpointing: bool = False
     capability: tuple[int, int] = (8, 0)
     expandable: bool = False
+    num_sms: int = NUM_SMS
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -130,7 +132,8 @@ class Run:
         model = self.model()
         with plain_batches():
             return trace_training(
-                model, batch, self.subject.loss, optimizer_named(self.optimizer), autocast=autocast, capability=self.capability
+                model, batch, self.subject.loss, optimizer_named(self.optimizer), autocast=autocast, capability=self.capability,
+                num_sms=self.num_sms,
             )  # fmt: skip
 
     def largest_batch(self, gpu_bytes: int) -> int:

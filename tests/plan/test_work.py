@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-from vblackwell.plan.gpus import find_gpu
+from vblackwell.plan.gpus import GPUS, find_gpu
 from vblackwell.plan.rates import assumed_rates
 from vblackwell.plan.tiles import tiled_share
 from vblackwell.plan.trace import trace_training
@@ -27,6 +28,7 @@ from vblackwell.plan.work import (
     read_work,
     work_of,
 )
+from vblackwell.plan.workspace import reduction_bytes
 
 OPS = torch.ops.aten
 
@@ -123,3 +125,21 @@ def test_adafactor_reads_two_norms_a_parameter_and_adamw_none():
 
     assert len(make(torch.optim.Adafactor)) == 2 * 4
     assert not make(lambda parameters: torch.optim.AdamW(parameters, foreach=False))
+
+
+@pytest.mark.parametrize("num_sms", [28, 132])
+def test_products_and_sums_are_those_of_the_gpu_that_is_meant(num_sms):
+    """A layer's gradients: products in tiles by its multiprocessors, and a bias's sum in parts of as many blocks."""
+    rows, wide = 4096, 1536
+    trace = trace_training(
+        nn.Linear(wide, wide), lambda: torch.zeros(rows, wide, device="cuda"), lambda model, x: model(x).square().mean(), None,
+        num_sms=num_sms, steps=1,
+    )  # fmt: skip
+    shares = {work.share for work in trace.work if work.share}
+    assert shares == {tiled_share(rows, wide, wide, 1, num_sms), tiled_share(wide, wide, rows, 1, num_sms)}
+    assert reduction_bytes(rows, wide, num_sms) in trace.sizes
+    assert reduction_bytes(rows, wide, 28) != reduction_bytes(rows, wide, 132)
+
+
+def test_every_card_says_how_many_multiprocessors_it_has():
+    assert all(20 <= card.num_sms <= 200 for card in GPUS.values()) and find_gpu("RTX 3060").num_sms == 28

@@ -13,7 +13,7 @@ class KnownGPU:
     """A card as its data sheet has it.
 
     Attributes:
-        total_bytes: nominal memory. capability: of CUDA.
+        total_bytes: nominal memory. capability: of CUDA. num_sms: multiprocessors.
         half_flops: dense FLOP/s of its matrix units in bf16 (fp16 where there is none), summed in fp32. fp32_flops: outside them.
         memory_bytes_per_second: of its memory. link_bytes: bytes/s of its PCIe link, each way.
     """
@@ -21,52 +21,53 @@ class KnownGPU:
     name: str
     total_bytes: int
     capability: tuple[int, int]
+    num_sms: int
     half_flops: float
     fp32_flops: float
     memory_bytes_per_second: float
     link_bytes: float
 
 
-# Memory, capability, TFLOP/s in bf16 and fp32, GB/s, PCIe generation (x16; x8 counts as one generation less).
+# Memory, capability, multiprocessors, TFLOP/s in bf16 and fp32, GB/s, PCIe generation (x16; x8 counts as one generation less).
 _TABLE = """
-GTX 1080 Ti      11  6.1   11.3  11.3   484 3
-V100 16GB        16  7.0  112.0  14.0   900 3
-V100 32GB        32  7.0  112.0  14.0   900 3
-T4               16  7.5   65.0   8.1   320 3
-RTX 2080 Ti      11  7.5   53.8  13.4   616 3
-A100 40GB        40  8.0  312.0  19.5  1555 4
-A100 80GB        80  8.0  312.0  19.5  2039 4
-RTX 3060         12  8.6   25.3  12.7   360 4
-RTX 3070          8  8.6   40.6  20.3   448 4
-RTX 3080         10  8.6   59.5  29.8   760 4
-RTX 3090         24  8.6   71.0  35.6   936 4
-A10              24  8.6  125.0  31.2   600 4
-A40              48  8.6  149.7  37.4   696 4
-A6000            48  8.6  154.8  38.7   768 4
-RTX 4060          8  8.9   30.2  15.1   272 3
-RTX 4060 Ti 16GB 16  8.9   44.0  22.1   288 3
-RTX 4070         12  8.9   58.3  29.1   504 4
-RTX 4080         16  8.9   97.5  48.7   717 4
-RTX 4090         24  8.9  165.2  82.6  1008 4
-L4               24  8.9  121.0  30.3   300 4
-L40S             48  8.9  362.0  91.6   864 4
-H100             80  9.0  989.0  67.0  3350 5
-H200            141  9.0  989.0  67.0  4800 5
-B200            180 10.0 2250.0  80.0  8000 5
-RTX 5070         12 12.0   61.7  30.9   672 5
-RTX 5080         16 12.0  112.6  56.3   960 5
-RTX 5090         32 12.0  209.5 104.8  1792 5
+GTX 1080 Ti      11  6.1  28   11.3  11.3   484 3
+V100 16GB        16  7.0  80  112.0  14.0   900 3
+V100 32GB        32  7.0  80  112.0  14.0   900 3
+T4               16  7.5  40   65.0   8.1   320 3
+RTX 2080 Ti      11  7.5  68   53.8  13.4   616 3
+A100 40GB        40  8.0 108  312.0  19.5  1555 4
+A100 80GB        80  8.0 108  312.0  19.5  2039 4
+RTX 3060         12  8.6  28   25.3  12.7   360 4
+RTX 3070          8  8.6  46   40.6  20.3   448 4
+RTX 3080         10  8.6  68   59.5  29.8   760 4
+RTX 3090         24  8.6  82   71.0  35.6   936 4
+A10              24  8.6  72  125.0  31.2   600 4
+A40              48  8.6  84  149.7  37.4   696 4
+A6000            48  8.6  84  154.8  38.7   768 4
+RTX 4060          8  8.9  24   30.2  15.1   272 3
+RTX 4060 Ti 16GB 16  8.9  34   44.0  22.1   288 3
+RTX 4070         12  8.9  46   58.3  29.1   504 4
+RTX 4080         16  8.9  76   97.5  48.7   717 4
+RTX 4090         24  8.9 128  165.2  82.6  1008 4
+L4               24  8.9  58  121.0  30.3   300 4
+L40S             48  8.9 142  362.0  91.6   864 4
+H100             80  9.0 132  989.0  67.0  3350 5
+H200            141  9.0 132  989.0  67.0  4800 5
+B200            180 10.0 148 2250.0  80.0  8000 5
+RTX 5070         12 12.0  48   61.7  30.9   672 5
+RTX 5080         16 12.0  84  112.6  56.3   960 5
+RTX 5090         32 12.0 170  209.5 104.8  1792 5
 """
 _LINK_BYTES = {3: 15.75e9, 4: 31.5e9, 5: 63.0e9}
 
 
 def _read(line: str) -> KnownGPU:
-    name, size, capability, half, fp32, memory, link = line.rsplit(None, 6)
+    name, size, capability, num_sms, half, fp32, memory, link = line.rsplit(None, 7)
     major, minor = capability.split(".")
     # H200 and B200 are sold in units of 10^9 bytes, the others in 2^30.
     unit = 10**9 if int(size) in (141, 180) else GiB
     return KnownGPU(
-        name.strip(), int(size) * unit, (int(major), int(minor)), float(half) * 1e12, float(fp32) * 1e12, float(memory) * 1e9,
+        name.strip(), int(size) * unit, (int(major), int(minor)), int(num_sms), float(half) * 1e12, float(fp32) * 1e12, float(memory) * 1e9,
         _LINK_BYTES[int(link)],
     )  # fmt: skip
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from vblackwell.plan.accumulation import summed_in_place
 from vblackwell.plan.flex_on_meta import is_tuning
 from vblackwell.plan.meta_answers import MetaAnswers
+from vblackwell.plan.tiles import NUM_SMS
 from vblackwell.plan.work import VIEW, Work, host_work, module_issues, read_work, work_of
 from vblackwell.plan.workspace import (
     BEHIND_OUTPUTS,
@@ -41,10 +42,10 @@ class _Facts:
     is_product: bool
 
 
-def _facts(name: str, args: Any) -> _Facts:
+def _facts(name: str, args: Any, num_sms: int) -> _Facts:
     base = name.partition(".")[0]
     return _Facts(
-        workspace_bytes(name, args), behind_each_output(name, args), base in BEHIND_OUTPUTS, name == "native_dropout.default",
+        workspace_bytes(name, args, num_sms), behind_each_output(name, args), base in BEHIND_OUTPUTS, name == "native_dropout.default",
         base in CUBLAS,
     )  # fmt: skip
 
@@ -66,9 +67,10 @@ def _repeats(value: Any) -> bool:
 
 @dataclass
 class Recorder(TorchDispatchMode):
-    """Births, deaths and phases; it keeps no tensor alive."""
+    """Births, deaths and phases; it keeps no tensor alive. ``num_sms``: multiprocessors of the GPU."""
 
     capability: tuple[int, int]
+    num_sms: int = NUM_SMS
     sizes: list[int] = field(default_factory=list)
     born_in: list[str] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
@@ -125,7 +127,7 @@ class Recorder(TorchDispatchMode):
         known = self.answers.known
         found = None if known is None else known.notes.get("facts")
         if found is None:
-            found = _facts(func.__name__, args)
+            found = _facts(func.__name__, args, self.num_sms)
             if known is not None:
                 known.notes["facts"] = found
         return found
@@ -137,7 +139,7 @@ class Recorder(TorchDispatchMode):
         known = self.answers.known
         found = None if known is None else known.notes.get(self.phase)
         if found is None:
-            made = work_of(self.phase, func, args, kwargs, out, is_view, self.capability >= (8, 0))
+            made = work_of(self.phase, func, args, kwargs, out, is_view, self.capability >= (8, 0), self.num_sms)
             found = host_work(self.phase, VIEW) if made is None else made
             if known is not None and not any(map(_repeats, tree_leaves((args, kwargs, out)))):
                 known.notes[self.phase] = found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 
-NUM_SMS = 132  # of an H100 or H200
+NUM_SMS = 132  # multiprocessors of an H100 or H200, where no card is named
 # (rows, columns, of the full rate): a smaller tile reads its operands more often.
 TILES = ((128, 128, 1.0), (128, 64, 0.95), (64, 64, 0.85))
 LEAST_INNER = 256  # of a part, where a product with fewer tiles than multiprocessors is cut along its inner dimension

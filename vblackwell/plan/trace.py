@@ -24,6 +24,7 @@ from vblackwell.plan.flex_on_meta import forget_tuning
 from vblackwell.plan.head import last_module_with_weights
 from vblackwell.plan.meta_answers import Answering
 from vblackwell.plan.recorder import Recorder
+from vblackwell.plan.tiles import NUM_SMS
 from vblackwell.plan.trainable import refuse_frozen
 from vblackwell.plan.work import Work
 
@@ -100,6 +101,7 @@ def trace_training(
     *,
     autocast: torch.dtype | None = None,
     capability: tuple[int, int] = (8, 0),
+    num_sms: int = NUM_SMS,
     steps: int = 2,
 ) -> Trace:
     """Run ``steps`` training steps of ``model`` without bytes, and say what they allocate on the GPU.
@@ -110,14 +112,14 @@ def trace_training(
         loss: (model, batch) to a scalar.
         make_optimizer: parameters to an optimizer; None: forward and backward only.
         autocast: dtype of an autocast region around the loss.
-        capability: of the GPU; decides cuBLAS's workspace.
+        capability: of the GPU; decides cuBLAS's workspace. num_sms: its multiprocessors.
 
     Raises:
         Untraceable: something needs a tensor's values, or an operator has no shape rule; the message carries torch's words.
         ConfigurationError: nothing of the model is to be trained.
     """
     model = on_meta(model)
-    recorder = Recorder(capability)
+    recorder = Recorder(capability, num_sms)
     try:
         with cuda_on_meta(autocast, capability, recorder.called) as masquerade:
             masquerade.item_read = recorder.read

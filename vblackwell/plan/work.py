@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from vblackwell.plan.rates import Rates
-from vblackwell.plan.tiles import tiled_share
+from vblackwell.plan.tiles import NUM_SMS, tiled_share
 
 SMALL_KERNEL_SECONDS = 3e-6
 # Of the rates of a matrix product of 8192 cubed and of a large copy: what a model's own sizes reach.
@@ -83,9 +83,9 @@ def module_issues(module: Any) -> float:
 
 
 def work_of(
-    phase: str, func: Any, args: Any, kwargs: Any, out: Any, is_view: bool, has_tf32: bool = True
+    phase: str, func: Any, args: Any, kwargs: Any, out: Any, is_view: bool, has_tf32: bool = True, num_sms: int = NUM_SMS
 ) -> Work | None:  # fmt: skip
-    """The work of a call; None where it only looks at its input differently. ``has_tf32``: of the GPU."""
+    """The work of a call; None where it only looks at its input differently. ``has_tf32``, ``num_sms``: of the GPU."""
     if is_view:
         return None
     read = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.is_meta]
@@ -104,7 +104,7 @@ def work_of(
     kind = "attention" if name.startswith("_scaled_dot_product") else ""
     if name.startswith("convolution") and width == 4 and has_tf32:
         kind = "tf32"
-    share = _share(name, args, out) if width == 4 else 0.0
+    share = _share(name, args, out, num_sms) if width == 4 else 0.0
     return Work(phase, _flops(func, name, args, kwargs, out), num_bytes, width, kind, _issues(name, args), share)
 
 
@@ -112,12 +112,12 @@ NARROWEST = 64  # rows and columns of the smallest tile
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # by the place of their first factor
 
 
-def _share(name: str, args: Any, out: Any) -> float:
+def _share(name: str, args: Any, out: Any, num_sms: int) -> float:
     """Of the full rate of fp32, for a matrix product; 0 for anything else, and for narrow ones, which have kernels of their own."""
     if name not in _PRODUCTS or not out.numel() or min(out.shape[-2:]) < NARROWEST:
         return 0.0
     inner = args[_PRODUCTS[name]].shape[-1]
-    return tiled_share(out.shape[-2], out.shape[-1], max(1, inner), out.shape[0] if out.dim() == 3 else 1)
+    return tiled_share(out.shape[-2], out.shape[-1], max(1, inner), out.shape[0] if out.dim() == 3 else 1, num_sms)
 
 
 def _issues(name: str, args: Any) -> float:

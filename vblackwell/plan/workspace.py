@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vblackwell.plan.tiles import NUM_SMS
 from vblackwell.units import align_up
 
 CUBLAS = {
@@ -26,9 +27,12 @@ CUBLASLT_BYTES = 1024 * 1024
 """What the first product with a bias takes for cuBLASLt and keeps."""
 
 
-def workspace_bytes(name: str, args: tuple[Any, ...]) -> int:
-    """Bytes that operator ``name`` ('aten_op.overload') takes for the length of its call."""
-    formula = _FORMULAS.get(name.partition(".")[0])
+def workspace_bytes(name: str, args: tuple[Any, ...], num_sms: int = NUM_SMS) -> int:
+    """Bytes that operator ``name`` ('aten_op.overload') takes for the length of its call on a GPU of so many multiprocessors."""
+    base = name.partition(".")[0]
+    if base in ("sum", "mean"):
+        return _sum(num_sms, *args)
+    formula = _FORMULAS.get(base)
     return 0 if formula is None else formula(*args)
 
 
@@ -175,17 +179,14 @@ def _power_below(number: int, most: int) -> int:
     return most if number >= most else 1 << max(0, number.bit_length() - 1)
 
 
-NUM_SMS = 132  # of an H200; smaller GPUs take less
-
-
-def _sum(x: Tensor, dims: Any = None, *rest: Any) -> int:
+def _sum(num_sms: int, x: Tensor, dims: Any = None, *rest: Any) -> int:
     if not dims or x.dim() < 2 or not x.is_contiguous():
         return 0
     outer = sorted(dim % x.dim() for dim in dims)
     if outer != list(range(len(outer))) or len(outer) == x.dim():
         return 0
     reduced = x.shape[: len(outer)].numel()
-    return reduction_bytes(reduced, x.numel() // max(1, reduced), NUM_SMS)
+    return reduction_bytes(reduced, x.numel() // max(1, reduced), num_sms)
 
 
 def _rows(x: Tensor) -> int:
@@ -241,8 +242,6 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     "embedding_dense_backward": _embedding_backward,
     "_softmax_backward_data": _softmax_backward,
     "_safe_softmax": _safe_softmax,
-    "sum": _sum,
-    "mean": _sum,
     "normed_linears": lambda x, *rest: _normed_input(x),
     "normed_linears_backward": lambda dys, x, *rest: _normed_input(x),
     "feed_forward_block": lambda x, norm, eps, gate, up, down, wanted: _feed_forward(x, gate, 2) if wanted else 0,

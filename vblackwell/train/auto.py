@@ -26,6 +26,7 @@ from vblackwell.nn.decoder import Decoder
 from vblackwell.plan.estimate import Batches
 from vblackwell.plan.placement import SHARES, Bounds, Choice, Lacking, Plan, Space
 from vblackwell.plan.rates import Rates
+from vblackwell.plan.tiles import NUM_SMS
 from vblackwell.plan.trace import Trace, Untraceable, on_meta
 from vblackwell.subject import Subject
 from vblackwell.train.config import TrainConfig
@@ -70,8 +71,9 @@ def make_training_plan(
     vocab_size = next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), 2)
     subject = Subject(config.name, _copier(model), vocab_size, _loss)
     capability = torch.cuda.get_device_capability(device) if has_gpu else (8, 0)
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if has_gpu else NUM_SMS
     wide = "fp32" if precision.compute_dtype is None else "bf16"
-    run = Run(subject, config.seq_length, precision=wide, capability=capability, expandable=True)
+    run = Run(subject, config.seq_length, precision=wide, capability=capability, expandable=True, num_sms=num_sms)
     forecast = Forecast(run, machine, config.masters, fused=is_accelerated(model))
     with torch.random.fork_rng(devices=[]):
         space = _space(config, model, forecast, has_gpu)

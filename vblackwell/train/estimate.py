@@ -23,6 +23,7 @@ from vblackwell.estimator import (
 from vblackwell.plan.estimate import estimate_trace
 from vblackwell.plan.gpus import KnownGPU, find_gpu
 from vblackwell.plan.parallel import check_several
+from vblackwell.plan.tiles import NUM_SMS
 from vblackwell.plan.trace import Untraceable
 from vblackwell.train.aside import Aside
 from vblackwell.train.estimate_advice import advice_of, traced_ways
@@ -93,7 +94,7 @@ def estimate_command(
         print(subject.note, file=sys.stderr, flush=True)
     run = Run(
         subject, seq_length, optimizer, precision, gradient_checkpointing,
-        card.capability if card else (8, 0), expandable_segments,
+        card.capability if card else (8, 0), expandable_segments, card.num_sms if card else NUM_SMS,
     )  # fmt: skip
     run.model()  # brings the libraries that it needs
     with set_aside():

@@ -96,7 +96,7 @@ class Forecast:
         batch = language_batch(run.subject.vocab_size, batch_size, run.seq_length)
         model = self.model(checkpointing, fp4)  # brings transformers in, before its questions are answered
         with plain_batches():
-            return trace_training(model, batch, run.subject.loss, None, capability=run.capability)
+            return trace_training(model, batch, run.subject.loss, None, capability=run.capability, num_sms=run.num_sms)
 
     def _seconds(
         self, checkpointing: bool, fp4: bool, batch_size: int, streaming: float, updates: float = 0.0
