@@ -152,6 +152,24 @@ def test_a_folder_without_a_template_and_one_that_refuses_are_named(folder_of):
         open_chat(folder_of("{{ raise_exception('nobody asks') }}")).prompt("Hi")
 
 
+@pytest.mark.parametrize("config", [None, {"model_type": "strange"}])
+def test_code_in_a_folder_is_neither_run_nor_asked_about(config, folder_of, tokenizer, monkeypatch):
+    folder = folder_of("{{ messages }}")
+    asked = []
+    monkeypatch.setattr("builtins.input", asked.append)
+    path = folder / "tokenizer_config.json"
+    stated = json.loads(path.read_text())
+    stated |= {"tokenizer_class": "Strange", "auto_map": {"AutoTokenizer": ["strange.Strange", "strange.Strange"]}}
+    path.write_text(json.dumps(stated))
+    (folder / "strange.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\nclass Strange: pass\n")
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    for opened in (lambda: open_chat(folder), lambda: find_template(tokenizer, folder)):
+        with pytest.raises(ConfigurationError, match="is code in that folder .* never run here"):
+            opened()
+    assert not asked and not (folder / "ran").exists()
+
+
 def test_what_ends_an_answer_ends_the_trained_folders_texts(folder_of, tokenizer):
     folder = folder_of(CHATML)
     number, found = tokenizer.token_to_id("<|im_end|>"), find_template(tokenizer, folder)

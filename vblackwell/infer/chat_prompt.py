@@ -61,22 +61,40 @@ def open_chat(folder: Path, adapter: Path | None = None) -> Chat:
     Raises:
         ConfigurationError: there is none, or transformers cannot open the tokenizer.
     """
-    from transformers import AutoTokenizer
-
+    opened = open_tokenizer(folder)
     try:
-        opened: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         brought = None if adapter is None else adapter / CHAT_TEMPLATE
         if brought is not None and brought.is_file():
             return Chat(adapter or folder, opened, brought.read_text(encoding="utf-8"))
         template = opened.get_chat_template() if opened.chat_template else None
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigurationError(f"--chat: the tokenizer of {folder} cannot be opened ({reason})") from error
+        raise ConfigurationError(f"--chat: the chat template of {folder} cannot be read ({reason})") from error
     if template is None:
         raise ConfigurationError(
             f"--chat: {folder} has no chat template: leave the flag out, or give a model that was trained on conversations"
         )
     return Chat(folder, opened, template)
+
+
+def open_tokenizer(folder: Path) -> Any:
+    """The tokenizer of ``folder`` as transformers opens it, which knows the chat template. No code of the folder's is run.
+
+    Raises:
+        ConfigurationError: it needs code that lies in the folder, or transformers cannot open it.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        if "trust_remote_code" in str(error):
+            raise ConfigurationError(
+                f"the tokenizer of {folder} is code in that folder ('auto_map' in its JSON files), which is never run here: give a "
+                "tokenizer that transformers knows"
+            ) from error
+        reason = " ".join(str(error).split())
+        raise ConfigurationError(f"the tokenizer of {folder} cannot be opened ({reason})") from error
 
 
 def special_behind(tokenizer: Tokenizer, text: str) -> int | None:

@@ -167,7 +167,9 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
 
     check_weights(folder)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", local_files_only=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype or "auto", local_files_only=True, trust_remote_code=False
+        )
     except (ValueError, OSError) as error:
         raise ConfigurationError(f"transformers cannot open {folder} as a causal model: {error}") from error
     return model.to(device).eval()

@@ -34,7 +34,7 @@ def skeleton(config: dict[str, Any]) -> nn.Module:
     register: Any = torch.nn.modules.module.register_module_parameter_registration_hook
     hook = register(_without_memory)
     try:
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **plain))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **plain), trust_remote_code=False)
     except (ValueError, KeyError) as error:
         raise ConfigurationError(f"transformers has no causal model for model_type {kind!r}: {error}") from error
     finally:

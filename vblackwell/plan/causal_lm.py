@@ -65,7 +65,7 @@ def _build(fields: dict[str, Any], source: str, dtype: torch.dtype) -> nn.Module
         config.use_cache = False  # as in training: a cache would keep keys and values beside autograd's
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **moe)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **moe)
     except Exception as error:  # transformers raises all sorts for a field of the wrong kind
         said = error.__cause__ or error  # what its checks of fields wrap says more
         text = " ".join(str(said).split())[:200]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.infer.chat_prompt import CHAT_TEMPLATE, special_behind
+from vblackwell.infer.chat_prompt import CHAT_TEMPLATE, open_tokenizer, special_behind
 from vblackwell.train.chat import ANSWER, Conversation, Message
 from vblackwell.train.tokenizer import end_of_text_id
 
@@ -136,10 +136,8 @@ def find_template(tokenizer: Tokenizer, path: Path) -> ChatTemplate:
         ConfigurationError: transformers cannot open the folder, or it has several templates and none is the default.
     """
     if path.is_dir() and any((path / name).is_file() for name in ("tokenizer_config.json", CHAT_TEMPLATE)):
-        from transformers import AutoTokenizer
-
+        opened = open_tokenizer(path)
         try:
-            opened: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
             found = opened.get_chat_template() if opened.chat_template else None
         except (OSError, ValueError, TypeError, KeyError) as error:
             reason = " ".join(str(error).split())
