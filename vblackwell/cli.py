@@ -188,6 +188,11 @@ def _add_switch(parser: Any, flag: str, text: str, default: bool = False) -> Non
     parser.add_argument(flag, action=ActionYesNo(yes_prefix="", no_prefix="no-"), default=default, help=text)
 
 
+def _note(text: str) -> None:
+    """A line for people, beside what a command prints for others to read."""
+    print(f"vb: {text}", file=sys.stderr)
+
+
 # -- commands ------------------------------------------------------------------------------------------------------------
 
 
@@ -248,7 +253,7 @@ def _generate(words: list[str]) -> int:
     from vblackwell.infer.command import Places, generate_command
     from vblackwell.train.machine import cap_process, choose_device
 
-    device = options["device"] = choose_device(options.pop("device", "auto"), lambda text: None)
+    device = options["device"] = choose_device(options.pop("device", "auto"), _note)
     names = [field.name for field in dataclasses.fields(Places)]
     places = Places(**{name: options.pop(name) for name in names if name in options})
     if device.type == "cuda" and places.fast_memory is not None:
@@ -303,7 +308,7 @@ def _quantize(words: list[str]) -> int:
     from vblackwell.train.quantize import quantize_command
 
     options["model"] = str(resolve_model(find_folder(options["model"])).folder)
-    options["device"] = str(choose_device(options.pop("device", "auto"), lambda text: None))
+    options["device"] = str(choose_device(options.pop("device", "auto"), _note))
     return quantize_command(**options)
 
 
@@ -383,7 +388,7 @@ def _bench(words: list[str]) -> int:
     from vblackwell.train.bench import bench_command
     from vblackwell.train.machine import choose_device
 
-    options["device"] = choose_device(options.pop("device", "auto"), lambda text: None)
+    options["device"] = choose_device(options.pop("device", "auto"), _note)
     options["json_file"] = options.pop("json", None)
     return bench_command(**options)
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.unit.peak_bytes import PeakBytes
+from vblackwell import cli
 from vblackwell.errors import ConfigurationError, CorruptData, InsufficientMemory, Unsupported
 from vblackwell.hardware import DiskFacts, GPUFacts, MemoryFacts
 from vblackwell.nn import attention_backends as dispatcher
@@ -283,7 +284,7 @@ def test_a_gpu_that_torch_cannot_use_stops_the_run(monkeypatch):
         machine, "why_no_cuda", lambda gpus: f"found {gpus[0].name} with driver 470.0: update the driver"
     )
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(Unsupported, match="update the driver; or train on the CPU with --device cpu"):
+    with pytest.raises(Unsupported, match="update the driver; or compute on the CPU with --device cpu"):
         machine.choose_device("auto", print)
     assert machine.choose_device("cpu", print) == CPU
     said = []
@@ -304,7 +305,23 @@ def test_unused_gpus_are_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU number {index}")
     said = []
     assert machine.choose_device("auto", said.append) == torch.device("cuda", 0)
-    assert said == ["GPU 1 (GPU number 1) is not used: this version trains on one GPU"]
+    assert said == ["GPU 1 (GPU number 1) is not used: this version computes on one GPU"]
+
+
+@pytest.mark.parametrize(
+    ("command", "module"), [("generate", "infer.command"), ("quantize", "train.quantize"), ("bench", "train.bench")]
+)
+def test_every_command_says_that_a_gpu_is_hidden(command, module, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(machine, "list_gpus", lambda: [gpu()])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    monkeypatch.setattr(f"vblackwell.{module}.{command}_command", lambda **options: 0)
+    monkeypatch.setattr("vblackwell.artifacts.checked.check_request", lambda *given, **options: None)
+    monkeypatch.setattr("vblackwell.infer.load.resolve_model", lambda path: SimpleNamespace(folder=path))
+    model = [str(tmp_path)] if command == "bench" else ["--model", str(tmp_path)]
+    out = ["--out", str(tmp_path / "out")] if command == "quantize" else []
+    assert cli._dispatch([command, *model, *out]) == 0
+    found = capsys.readouterr()
+    assert found.out == "" and "GPU number 0 is hidden by CUDA_VISIBLE_DEVICES: computing on the CPU" in found.err
 
 
 def test_launchers_are_refused():

@@ -34,6 +34,9 @@ def refuse_distributed(environment: Mapping[str, str] = os.environ) -> None:
 def choose_device(wanted: str, say: Callable[[str], None]) -> torch.device:
     """The device that ``--device wanted`` means on this machine.
 
+    Args:
+        say: told which GPUs are left unused, and why.
+
     Raises:
         Unsupported: a GPU was asked for, or is there, and torch cannot use it; with the reason and the remedy.
     """
@@ -44,13 +47,13 @@ def choose_device(wanted: str, say: Callable[[str], None]) -> torch.device:
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "unset") in HIDDEN
     if wanted == "auto" and (not gpus or hidden):
         if gpus:
-            say(f"{gpus[0].name} is hidden by CUDA_VISIBLE_DEVICES: training on the CPU")
+            say(f"{gpus[0].name} is hidden by CUDA_VISIBLE_DEVICES: computing on the CPU")
         return torch.device("cpu")
     reason = why_no_cuda(gpus)
     if reason is not None:
-        raise Unsupported(f"{reason}; or train on the CPU with --device cpu")
+        raise Unsupported(f"{reason}; or compute on the CPU with --device cpu")
     for index in range(1, torch.cuda.device_count()):
-        say(f"GPU {index} ({torch.cuda.get_device_name(index)}) is not used: this version trains on one GPU")
+        say(f"GPU {index} ({torch.cuda.get_device_name(index)}) is not used: this version computes on one GPU")
     avoid_fragmentation()
     return torch.device("cuda", 0)
 
