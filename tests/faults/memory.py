@@ -16,11 +16,11 @@ MIB = 1 << 20
 ASKED = {
     "--host-memory 2GiB of 512 MiB": (["--host-memory", "2GiB"], 512),
     "--fast-memory 2GiB of 512 MiB": (["--fast-memory", "2GiB"], 512),
-    "small (fp32 masters and moments) of 512 MiB": (
-        ["--config", "small", "--fast-memory", "64MiB", "--host-memory", "128MiB", "--disk-memory", "16GiB"], 512),
     "7b of 2 GiB": (["--config", "7b", "--fast-memory", "256MiB", "--host-memory", "512MiB", "--disk-memory", "200GiB"], 2048),
     "7b of 2 GiB, all in RAM": (["--config", "7b", "--disk-memory", "0"], 2048),
 }  # fmt: skip
+
+SMALL = ["--config", "small", "--fast-memory", "64MiB", "--host-memory", "128MiB", "--disk-memory", "16GiB"]
 
 
 def _asking(place: Place, words: list[str]) -> list[str]:
@@ -66,6 +66,13 @@ def enough(lab: Lab, seed: int) -> Iterator[Try]:
 
     for megabytes in (300, 400, 600, 1000):
         yield Try(f"{megabytes} MiB", partial(within, megabytes=megabytes))
+
+    def streamed(place: Place) -> None:
+        with memory_limit(1 << 30) as group:
+            ended = place.vb(*_asking(place, SMALL), cgroup=group)
+        assert ended.code == 0, ended
+
+    yield Try("1 GiB, with 629 MiB of states that stream through 192 MiB", streamed)
 
 
 def killed(lab: Lab, seed: int) -> Iterator[Try]:
