@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +35,26 @@ def first_difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -
     return None if len(ours) == len(theirs) else f"{len(ours)} lines and {len(theirs)}"
 
 
+def run(out: Path, flags: list[str]) -> list[dict[str, Any]]:
+    """What `vb train` with ``flags`` writes to ``metrics.jsonl`` in ``out``, without times."""
+    command = [sys.executable, "-m", "vblackwell", "train", "--out", str(out), *flags]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return lines_of(out / "metrics.jsonl")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--starts", type=int, default=20, help="how many times the run is started")
+    parser.add_argument("--at-once", type=int, default=1, help="starts that run side by side")
     parser.add_argument("--busy", type=int, default=0, help="busy loops that run beside it")
     parser.add_argument("flags", nargs="*", help="of `vb train`, after --")
     options = parser.parse_args()
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(options.busy)]
     try:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.at_once) as pool:
+            starts = pool.map(lambda number: run(Path(folder, str(number)), options.flags), range(options.starts))
             first, odd = None, 0
-            for number in range(options.starts):
-                out = Path(folder, str(number))
-                command = [sys.executable, "-m", "vblackwell", "train", "--out", str(out), *options.flags]
-                subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-                found = lines_of(out / "metrics.jsonl")
+            for number, found in enumerate(starts):
                 first = found if first is None else first
                 difference = first_difference(first, found)
                 odd += difference is not None
