@@ -107,7 +107,9 @@ def test_sums_of_squares_and_norm_have_the_cpus_bits(files):
 
 
 @pytest.mark.skipif(bool(nvrtc.why_not()), reason="nvidia-cuda-nvrtc is not installed")
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a"])
+@pytest.mark.parametrize(
+    "arch", ["sm_75", "sm_90a", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_80", "sm_86", "sm_89"))]
+)
 def test_compiles_without_spills(arch, tmp_path):
     for kind in KINDS if arch == "sm_90a" else KINDS[::5]:
         for name, usage in resources(nvrtc.compile_cubin(adamw.FILES, adamw.macros(*kind), arch), tmp_path).items():

@@ -62,7 +62,7 @@ def plans(clusters: bool, bulk: bool = True) -> list[MmaPlan]:
 
 
 @one_in_five_or_all
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
+@pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_86", marks=pytest.mark.slow), "sm_89"])
 def test_mma_without_clusters(arch, chosen, tmp_path):
     for plan in plans(False)[chosen]:
         usage = resources(nvrtc.compile_cubin(fp4_mma_plan.MMA_FILES, plan.macros(plan.tokens == 4), arch), tmp_path)[
@@ -150,7 +150,7 @@ def test_wgmma(chosen, tmp_path):
         assert usage["REG"] * plan.threads * plan.min_blocks <= 65536, plan
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
+@pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_86", marks=pytest.mark.slow), "sm_89", "sm_90a"])
 def test_dequantize(arch, tmp_path):
     jobs: list[tuple[tuple[str, ...], str, dict[str, int]]] = [
         (fp4_cuda.DEQUANTIZE_FILES, "fp4_dequantize", {"FP16": 0, "OUT": out}) for out in range(3)
