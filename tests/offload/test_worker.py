@@ -89,6 +89,19 @@ def test_a_failure_is_raised_once_and_the_rest_still_runs():
     held.worker.close(lambda: None)
 
 
+@pytest.mark.parametrize("first", ["future", "drain"])
+def test_a_failure_is_raised_once_whoever_hears_it_first(first: str):
+    held = Held()
+    failing = held.worker.submit([].pop, group=4)
+    with pytest.raises(IndexError):
+        held.go() if first == "drain" else (held._gate.set(), failing.settle())
+    failing.settle()
+    held.worker.drain()
+    with pytest.raises(IndexError):
+        failing.result()  # whose value is wanted
+    held.worker.close(lambda: None)
+
+
 def test_a_transfer_that_raises_when_asked_is_the_tasks_to_hear_of():
     held = Held()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -11,13 +10,14 @@ from vblackwell.memory.level import Transfer
 from vblackwell.memory.stack import Reservation
 from vblackwell.memory.transfer import EventTransfer
 from vblackwell.offload.groups import Group, Slot
+from vblackwell.offload.worker import Outcome
 
 
 @dataclass(eq=False)
 class Leaving:
     """A group's flat gradient buffer on level 0, being filled or on its way.
 
-    ``expected``: how many gradients it was to take when it was opened.
+    ``expected``: how many gradients it was to take when it was opened. ``goes``: nothing more fills it.
     """
 
     group: Group
@@ -25,6 +25,7 @@ class Leaving:
     buffer: torch.Tensor
     expected: int
     slots: dict[Slot, None] = field(default_factory=dict)
+    goes: bool = False
 
     def is_whole(self) -> bool:
         """Whether every parameter that wants a gradient has one in it."""
@@ -51,14 +52,14 @@ class Departure:
     """Bytes of level 0 that are free again when ``end`` is over: a copy, or a task of the worker that reads them in place."""
 
     reservation: Reservation
-    ends: tuple[Transfer | Future[None], ...]
+    ends: tuple[Transfer | Outcome, ...]
 
     def over(self) -> bool:
         return all(end.done() for end in self.ends)
 
     def wait(self) -> None:
         for end in self.ends:
-            end.wait() if isinstance(end, Transfer) else end.result()
+            end.wait() if isinstance(end, Transfer) else end.settle()
 
     def order(self, stream: torch.cuda.Stream | None) -> bool:
         """Let ``stream``, from whose memory the bytes are, wait in place of the host; False if that is not possible."""
@@ -82,7 +83,7 @@ class GroupGradient:
 
     slots: dict[Slot, None] = field(default_factory=dict)
     kind_queued: str = "gradient"  # what ``kind`` will be when the worker has done what is queued
-    task: Future[None] | None = None  # the worker's last one that touches the range at home
+    task: Outcome | None = None  # the worker's last one that touches the range at home
     landed: dict[Slot, None] = field(default_factory=dict)
     kind: str = "gradient"
     norms: dict[Slot, torch.Tensor] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 
@@ -24,7 +24,7 @@ from vblackwell.offload.groups import Group, Slot
 from vblackwell.offload.home import Homes
 from vblackwell.offload.norms import gradient_norm
 from vblackwell.offload.weights import current_stream
-from vblackwell.offload.worker import Worker
+from vblackwell.offload.worker import Outcome, Worker
 from vblackwell.units import format_bytes
 
 # Buffers on their way home beside the one that fills: more would only wait for the link on level 0 instead of at home.
@@ -73,7 +73,7 @@ class GradientCollector:
         self._arrived = arrived
         self._filling: dict[int, Leaving] = {}
         self._departures: deque[Departure] = deque()
-        self._summing: deque[Future[None]] = deque()  # tasks of the worker that give host memory back, oldest first
+        self._summing: deque[Outcome] = deque()  # tasks of the worker that give host memory back, oldest first
         self._state = [GroupGradient() for _ in groups]
         self.home = GradientsAtHome(stack, homes, self._state)
 
@@ -127,8 +127,9 @@ class GradientCollector:
         assert buffer is not None, "level 0 is addressable"
         return Leaving(group, reservation, buffer, len(group.trainable()))
 
-    def _leave(self, leaving: Leaving) -> None:
-        group = leaving.group
+    def _leave(self, leaving: Leaving, *, early: bool = False) -> None:
+        """Send what fills on its way; ``early``: before it is known whether more comes, so that nothing is begun behind it."""
+        group, leaving.goes = leaving.group, True
         state = self._state[group.index]
         adding = bool(state.slots)
         claim = self._departing(leaving, adding)
@@ -165,7 +166,8 @@ class GradientCollector:
                 self._departures.append(Departure(leaving.reservation, (transfer, *claimed)))
         leaving.buffer = torch.empty(0)
         state.slots.update(leaving.slots)
-        self._arrived(group)
+        if not early:
+            self._arrived(group)
 
     def _send_to_sum(self, leaving: Leaving, reader: Transfer | None) -> None:
         """What leaves is added to the sum at home by the worker, after ``reader`` has read that."""
@@ -224,9 +226,9 @@ class GradientCollector:
         if task is not None:
             task.exception()  # an interrupt leaves it to be waited for by the next copy
             state.task = None
-            task.result()
+            task.settle()
 
-    def occupy(self, group: Group, task: Future[None]) -> None:
+    def occupy(self, group: Group, task: Outcome) -> None:
         """``task`` of the worker reads or writes the group's range at home."""
         self._state[group.index].task = task
 
@@ -249,10 +251,16 @@ class GradientCollector:
         return True
 
     def make_room(self) -> bool:
-        """Free the oldest departing bytes for what the current stream queues from now on; False if none are departing.
+        """Free the oldest departing bytes for what the current stream queues from now on; False if there are none.
 
-        On a GPU the stream waits and not the host: a host that does has nothing queued when it wakes, and link and GPU stand still.
+        Where none are departing, the group that has waited longest for the rest of its gradients leaves without it: there may be
+        no rest, as for experts that got no token, and what comes is added. On a GPU the stream waits and not the host: a host
+        that does has nothing queued when it wakes, and link and GPU stand still.
         """
+        if not self._departures:
+            waiting = next((leaving for leaving in self._filling.values() if not leaving.goes), None)
+            if waiting is not None:
+                self._leave(waiting, early=True)
         return self._end_oldest(on_host=False)
 
     def _end_oldest(self, *, on_host: bool) -> bool:

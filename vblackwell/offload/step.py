@@ -13,7 +13,6 @@ the ranges at home (`Updater`). The arithmetic is the same.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,6 +26,7 @@ from vblackwell.offload.groups import Group, Slot
 from vblackwell.offload.level0_updates import Level0Updates, abandoned, same_jobs
 from vblackwell.offload.uninterrupted import uninterrupted
 from vblackwell.offload.update import Hyper, Job, Undo, Updater
+from vblackwell.offload.worker import Outcome
 
 if TYPE_CHECKING:
     from vblackwell.offload.engine import Offload
@@ -72,7 +72,7 @@ class StepControl:
         self._level0 = level0
         self._waits_on_host = engine.device.type != "cuda"
         self._updater = Updater(engine.homes)
-        self._updating: list[Future[None] | None] = [None] * len(engine.groups)
+        self._updating: list[Outcome | None] = [None] * len(engine.groups)
         self._speculated: dict[int, Speculation] = {}
         self._forwards = 0
         self._open_window = False  # gradients have come since the last step
@@ -190,7 +190,7 @@ class StepControl:
         if future is not None:
             future.exception()  # an interrupt leaves it to be waited for by whoever needs the group next
             self._updating[group.index] = None
-            future.result()
+            future.settle()
 
     def is_updating(self, group: Group) -> bool:
         """Whether `settle_loads` would wait, or undo something."""

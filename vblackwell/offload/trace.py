@@ -10,6 +10,9 @@ from __future__ import annotations
 from bisect import bisect_right
 
 NEVER = 1 << 60
+LONGEST_PASS = (
+    1 << 16
+)  # uses; where nobody says that a pass begins, as when a model's parts are called by themselves, one does then
 
 
 class AccessTrace:
@@ -35,6 +38,8 @@ class AccessTrace:
         """Group ``index`` is used now. Repetitions in a row count once."""
         if self._current and self._current[-1] == index:
             return
+        if len(self._current) == LONGEST_PASS:
+            self.begin_pass()
         self._current.append(index)
         if self._cursor is None or self._cursor >= len(self._previous) or self._previous[self._cursor] != index:
             self._cursor = self._find(index, self._cursor or 0)

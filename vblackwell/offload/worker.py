@@ -30,6 +30,28 @@ def set_worker_delay(delay: Callable[[], None] | None) -> None:
     _delay = delay
 
 
+class Outcome(Future[Any]):
+    """Of a task. A failure is raised by whoever waits first, the worker's next call or `settle`, and not again; by `result` each time."""
+
+    raised = False
+
+    def result(self, timeout: float | None = None) -> Any:
+        try:
+            if self.exception(timeout) is not None:
+                self.raised = True
+            return super().result()
+        finally:
+            del self  # a failure holds this frame, and must not hold itself by it
+
+    def settle(self) -> None:
+        """Wait for the end; raise its failure if nobody has."""
+        try:
+            if self.exception() is not None and not self.raised:
+                self.result()
+        finally:
+            del self  # as in `result`
+
+
 @dataclass(eq=False)
 class _Task:
     work: Callable[..., Any]
@@ -37,7 +59,7 @@ class _Task:
     group: int | None
     postponable: bool
     arriving: Transfer | None
-    future: Future[Any]
+    future: Outcome
 
 
 class Worker:
@@ -47,8 +69,8 @@ class Worker:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"vblackwell-{name}")
         self._lock = threading.Lock()
         self._waiting: deque[_Task] = deque()  # at most as many as the pool has calls of `_run_next` to come
-        self._running: Future[Any] | None = None
-        self._failure: BaseException | None = None
+        self._running: Outcome | None = None
+        self._failed: Outcome | None = None
 
     def submit(
         self,
@@ -57,7 +79,7 @@ class Worker:
         group: int | None = None,
         postponable: bool = False,
         arriving: Transfer | None = None,
-    ) -> Future[Any]:
+    ) -> Outcome:
         """Run ``work(*args)``.
 
         Args:
@@ -67,7 +89,7 @@ class Worker:
             arriving: what it waits for; until then tasks that need not wait go first.
         """
         self._raise_failure()
-        task = _Task(work, args, group, postponable, arriving, Future())
+        task = _Task(work, args, group, postponable, arriving, Outcome())
         with self._lock:
             self._pool.submit(self._run_next)  # first: where this raises, or is interrupted, nothing waits in vain
             self._waiting.append(task)
@@ -86,13 +108,13 @@ class Worker:
                 _delay()
             result = task.work(*task.args)
         except BaseException as failure:
-            self._failure = self._failure or failure
+            self._failed = self._failed or task.future
             task.future.set_exception(failure)
         else:
             task.future.set_result(result)
         finally:
             self._running = None
-            del task  # a failure holds this frame, and must not hold itself by it
+            del task  # as in `Outcome.result`
 
     def _choose(self) -> _Task:
         """The oldest task that need not wait; else the postponable one of the first group; else the oldest."""
@@ -118,18 +140,18 @@ class Worker:
         wait(self._unfinished())
         self._raise_failure()
 
-    def _unfinished(self) -> list[Future[Any]]:
+    def _unfinished(self) -> list[Outcome]:
         with self._lock:
             running = [] if self._running is None else [self._running]
             return running + [task.future for task in self._waiting]
 
     def _raise_failure(self) -> None:
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
             try:
-                raise failure
+                failed.settle()
             finally:
-                del failure  # as in `_run_next`
+                del failed  # as in `Outcome.result`
 
     def close(self, then: Callable[[], None]) -> None:
         """Finish what was submitted, then run ``then``. Idempotent.
