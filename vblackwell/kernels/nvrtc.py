@@ -279,9 +279,9 @@ class Kernel:
                 values.append(ctypes.c_void_p(0) if arg is None else ctypes.c_int32(arg))
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         launch = Launch(grid, (threads, 1, 1), shared_bytes, torch.cuda.current_stream(self._device).cuda_stream)
-        if self.overlaps and (not weight or may_overlap(weight)):
-            launch.attributes, launch.count = OVERLAP, 1
         with torch.cuda.device(self._device):
+            if self.overlaps and (not weight or may_overlap(weight)):
+                launch.attributes, launch.count = OVERLAP, 1
             result = in_context(
                 self._device, lambda: driver().cuLaunchKernelEx(ctypes.byref(launch), self.function, pointers, None)
             )

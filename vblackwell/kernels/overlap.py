@@ -19,23 +19,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# By the first tensor's id: the tensors of a weight, and the addresses and versions at which a launch has read them.
-_read: dict[int, tuple[tuple[weakref.ref[Tensor], ...], list[tuple[int, int]]]] = {}
+# By the first tensor's id: the tensors of a weight, each with the address and the version at which a launch has read it.
+_read: dict[int, list[tuple[weakref.ref[Tensor], int, int]]] = {}
 
 
 def may_overlap(weight: Sequence[Tensor]) -> bool:
-    """Whether a launch that loads the tensors of ``weight`` early may overlap the kernel ahead; if not, the next one may.
+    """Whether a launch on the current device that loads the tensors of ``weight`` early may overlap the kernel ahead; the next one may.
 
     Tensors made under ``inference_mode`` do not tell whether they were written: never, for these.
     """
-    if any(tensor.is_inference() for tensor in weight):
-        return False
-    now = [(tensor.data_ptr(), tensor._version) for tensor in weight]
     key = id(weight[0])
     known = _read.get(key)
-    if known is not None and known[1] == now and all(ref() is t for ref, t in zip(known[0], weight, strict=True)):
-        return True
-    if not torch.cuda.is_current_stream_capturing():
+    if known is not None and len(known) == len(weight):
+        for (ref, address, version), tensor in zip(known, weight, strict=True):
+            if ref() is not tensor or tensor.data_ptr() != address or tensor._version != version:
+                break
+        else:
+            return True
+    if not torch.cuda.is_current_stream_capturing() and not any(tensor.is_inference() for tensor in weight):
+        found = [(weakref.ref(tensor), tensor.data_ptr(), tensor._version) for tensor in weight]
         first = weakref.ref(weight[0], lambda _: _read.pop(key, None))  # before another tensor can have its id
-        _read[key] = (first, *map(weakref.ref, weight[1:])), now
+        _read[key] = [(first, *found[0][1:]), *found[1:]]
     return False
