@@ -1,6 +1,7 @@
 """Tokenizer and packed tokens: the same files give the same tokens, from the cache or not, alone or with others."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,8 +13,10 @@ from tokenizers import Tokenizer, models
 
 from vblackwell.artifacts.cache import cache_root, cached_folder
 from vblackwell.errors import ConfigurationError, DiskError
+from vblackwell.train import data
 from vblackwell.train.data import prepare_data
 from vblackwell.train.documents import find_source
+from vblackwell.train.signals import Stopped, StopRequest
 from vblackwell.train.tokenizer import train_tokenizer
 
 LINES = [
@@ -183,3 +186,26 @@ def test_a_cache_that_cannot_be_written_names_the_way_out(tmp_path, monkeypatch)
         cached_folder("things", "key", lambda folder: None)
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert cache_root() == Path.home() / ".cache" / "vblackwell"
+
+
+@pytest.mark.parametrize("phase", ["reading", "training a tokenizer", "packing tokens"])
+def test_a_stop_is_met_while_data_is_read(phase, folder, cache, monkeypatch):
+    """In the phase, not behind it, and nothing is left in the cache. Of 30 batches no second one is begun."""
+    text = "def f(x):\n    return x\n" * 1000
+    for number in range(30):
+        (folder / f"more{number}.py").write_text(text)
+    monkeypatch.setattr(data, "BATCH_BYTES", len(text))
+    encoded, encode = [], data._numbers
+    monkeypatch.setattr(data, "_numbers", lambda *given: encoded.append(1) or encode(*given))
+
+    def report(message, share):
+        if message.startswith(phase):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with StopRequest() as stop, pytest.raises(Stopped), stop.interrupting():
+        prepare_data(folder, vocab_size=300, progress=report)
+    assert stop.exit_code == 143 and len(encoded) == (phase == "packing tokens")
+    kinds = {path.name for path in cache.iterdir()} if cache.exists() else set()
+    assert not [
+        path for kind in kinds for path in (cache / kind).iterdir() if kind == "tokens" or path.suffix == ".tmp"
+    ]

@@ -420,6 +420,18 @@ def test_signals_are_noted_and_handlers_put_back():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.parametrize("first", [[], [signal.SIGTERM]])
+def test_two_sigints_leave_at_once_whatever_came_before(first, monkeypatch):
+    left = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    with StopRequest():
+        for number in (*first, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        assert not left
+        os.kill(os.getpid(), signal.SIGINT)
+        assert left == [130]
+
+
 def test_both_kinds_of_progress_show_the_numbers(monkeypatch, capsys):
     from vblackwell.train.progress import PlainProgress, RichProgress
 
@@ -453,7 +465,7 @@ def test_a_frozen_model_is_refused_before_memory_is_taken(monkeypatch):
     monkeypatch.setattr("vblackwell.train.prepare.find_source", lambda config, cleanup: source)
     monkeypatch.setattr("vblackwell.train.prepare.open_data", lambda *_: SimpleNamespace(corpus=None))
     with pytest.raises(ConfigurationError, match="Decoder has nothing to train: all of its .* frozen"):
-        prepare(TrainConfig(), CPU, PlainProgress(), ExitStack())
+        prepare(TrainConfig(), CPU, PlainProgress(), StopRequest(), ExitStack())
 
 
 @pytest.fixture
@@ -468,7 +480,7 @@ def preset_corpus(monkeypatch):
 def test_a_preset_that_does_not_fit_is_refused_before_it_takes_memory(preset_corpus):
     config = TrainConfig(preset="small", seq_length=32, fast_memory="20MiB", host_memory="40MiB")
     with PeakBytes() as held, ExitStack() as cleanup, pytest.raises(InsufficientMemory, match="MiB") as refusal:
-        prepare(config, CPU, PlainProgress(), cleanup)
+        prepare(config, CPU, PlainProgress(), StopRequest(), cleanup)
     assert refusal.value.needed_bytes > refusal.value.available_bytes
     assert held.peak < 60 * MiB, "weights, which are 101 MiB, were drawn first"
 
@@ -483,7 +495,7 @@ def test_a_preset_begins_with_the_same_bits_wherever_it_lives(level0, options, p
         architecture=shape, seq_length=32, seed=5, max_steps=2, fast_memory=level0, host_memory="8MiB", **options
     )
     with ExitStack() as cleanup:
-        prepared = prepare(config, CPU, PlainProgress(), cleanup)
+        prepared = prepare(config, CPU, PlainProgress(), StopRequest(), cleanup)
         found = dict(export_state(prepared.parts.model, None))
         drawn = Decoder(prepared.parts.model.config, seed=5, device="cpu")
         expected = dict(drawn.named_parameters())

@@ -41,6 +41,7 @@ from vblackwell.train.progress import Progress
 from vblackwell.train.run_data import check_packing, open_data
 from vblackwell.train.scaler import LossScaler
 from vblackwell.train.schedule import Schedule, default_warmup_steps
+from vblackwell.train.signals import StopRequest
 from vblackwell.train.trainer import Parts
 from vblackwell.units import format_bytes
 
@@ -71,16 +72,20 @@ class Prepared:
         return None if self.template is None else self.template.turn_end(self.corpus.tokenizer)
 
 
-def prepare(config: TrainConfig, device: torch.device, progress: Progress, cleanup: ExitStack) -> Prepared:
+def prepare(
+    config: TrainConfig, device: torch.device, progress: Progress, stop: StopRequest, cleanup: ExitStack
+) -> Prepared:  # fmt: skip
     """Data, model, stack and optimizer of a run. What must be closed is left to ``cleanup``.
 
     Raises:
+        Stopped: somebody asked the run to stop while its data was read.
         VBError: whatever of it cannot be had.
     """
     if device.type == "cuda" and config.fast_memory is not None:
         cap_process(device, config.fast_memory)  # first: what probes and tunes keeps to it
     source = find_source(config, cleanup)  # before the data, which may take long to read
-    data = open_data(config, source.tokenizer_path, progress)
+    with stop.interrupting():
+        data = open_data(config, source.tokenizer_path, progress)
     corpus = data.corpus
     torch.manual_seed(config.seed)
     learner = source.build(config, corpus)

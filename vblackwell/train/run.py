@@ -30,7 +30,7 @@ from vblackwell.train.progress import Progress, open_progress
 from vblackwell.train.report import compare, make_report, report_lines
 from vblackwell.train.resume import refuse_changes
 from vblackwell.train.runfolder import REPORT, TRACE, RunFolder, default_out, read_stored_config, write_settings
-from vblackwell.train.signals import StopRequest
+from vblackwell.train.signals import Stopped, StopRequest
 from vblackwell.train.trainer import Hooks, Trainer
 
 
@@ -73,8 +73,11 @@ def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: 
     device = choose_device(config.device, progress.say)
     if config.deterministic:
         make_deterministic(device)
-    prepared = prepare(config, device, progress, cleanup)
-    if stop.wanted:
+    try:
+        prepared = prepare(config, device, progress, stop, cleanup)
+    except Stopped:
+        prepared = None
+    if prepared is None or stop.wanted:
         progress.say("stopped before the first step: nothing was written")
         return stop.exit_code
     if config.resume and finished_step(folder.final) == prepared.config.max_steps:

@@ -1,15 +1,22 @@
 """SIGTERM and SIGINT ask for a checkpoint; a second SIGINT leaves at once.
 
 A handler only notes the request: the loop looks between micro-batches, where the state is whole. Raising out of a handler
-would land in the middle of an optimizer step or of a checkpoint.
+would land in the middle of an optimizer step or of a checkpoint. While data is read and encoded there is no such state, and a handler
+raises: that takes minutes for a large corpus.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+
+class Stopped(BaseException):
+    """A stop request where nothing is lost by leaving; like KeyboardInterrupt no ``Exception``, so that nothing takes it for an error."""
 
 
 class StopRequest:
@@ -18,6 +25,8 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self._before: dict[int, Any] = {}
+        self._interrupts = False
+        self._sigints = 0
 
     @property
     def wanted(self) -> bool:
@@ -38,8 +47,22 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """While this lasts a request raises `Stopped`, between two operations of Python's."""
+        self._interrupts = True
+        try:
+            if self.wanted:
+                raise Stopped
+            yield
+        finally:
+            self._interrupts = False
+
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.signal is signal.SIGINT:
+        self._sigints += number == signal.SIGINT
+        if self._sigints == 2:
             os._exit(128 + number)
         if self.signal is None:
             self.signal = signal.Signals(number)
+            if self._interrupts:
+                raise Stopped
