@@ -38,15 +38,16 @@ def median_us(call: Callable[[], object], repeats: int) -> float:
 
 
 def graph_of(calls: Sequence[Callable[[], object]]) -> Replay:
-    """A CUDA graph of all ``calls``, replayed once to its end; the first and the last call run before.
+    """A CUDA graph of all ``calls``, replayed once to its end; all of them run before, as in a model that is warmed up.
 
-    A call that fails on the GPU therefore raises here, and nothing before it is still under way.
+    A call that fails on the GPU therefore raises here, and nothing before it is still under way. And a captured launch overlaps the kernel
+    ahead of it only where another one has read its weight before (kernels/overlap.py).
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        calls[0]()
-        calls[-1]()
+        for call in calls:
+            call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
