@@ -40,10 +40,10 @@ def on_disk(stack: VGPUStack) -> int:
 
 
 def placed(
-    model: nn.Module, form: Form, make_stack: MakeStack, *, disk: bool, final: bool = False
+    model: nn.Module, form: Form, make_stack: MakeStack, *, disk: bool, final: bool = False, sums: bool = False
 ) -> tuple[nn.Module, VGPUStack]:
     total = sum(param.numel() for param in model.parameters())
-    host = HOST_BYTES[form] - GRADIENT_BYTES[form] * final
+    host = HOST_BYTES[form] - GRADIENT_BYTES[form] * final + sums / 2
     stack = make_stack(2 << 20, int(host * total) if disk else ROOMY_BYTES)
     given = {"placement": "streamed", "update": "level0", **form.given}
     return enable_vgpu_stack_optimization(model, stack, **given), stack
@@ -85,7 +85,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 def test_states_on_a_disk_change_no_bit(form: Form, recipe: str, late: bool, make_stack: MakeStack):
     found = []
     for disk in (True, False):
-        model, stack = placed(Odd(), form, make_stack, disk=disk, final=recipe == "final")
+        model, stack = placed(Odd(), form, make_stack, disk=disk, final=recipe == "final", sums=recipe == "summed")
         engine = offload_of(model)
         assert isinstance(engine, Offload) and engine.level0 is not None
         engine.level0.at_once = not late  # late, as on a GPU: updates are queued when somebody needs them
@@ -322,3 +322,29 @@ def test_no_room_for_states_is_met_before_the_first_step(make: Callable[[int], t
     if disk > 1 << 20:
         train(model, VGPUAdamW(model.parameters(), lr=3e-3), range(2))
         assert on_disk(stack) > 0
+
+
+def test_what_passes_through_ram_is_counted_or_refused_with_both_numbers(make_stack: MakeStack):
+    """A host level that holds neither the ranges nor what they are worked on in: nothing is taken beside its capacity."""
+    model, stack = Odd(), make_stack(2 << 20, 256 << 10)
+    with pytest.raises(InsufficientMemory, match=r"pass through RAM.*raise host_memory") as refused:
+        enable_vgpu_stack_optimization(model, stack, compute_dtype=torch.bfloat16, placement="streamed", update="home")
+        VGPUAdamW(model.parameters())
+    assert refused.value.needed_bytes > refused.value.available_bytes > 0
+
+
+def test_ranges_that_find_no_stage_are_not_reserved(make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch):
+    model, stack = placed(Odd(), EXACT, make_stack, disk=True)
+    before, reserve = [level.used_bytes for level in stack.levels], stack.reserve
+
+    def fragmented(name: str, num_bytes: int, level: int) -> Any:
+        if name.endswith("/staging/exp_avg"):
+            raise InsufficientMemory("not in one piece", needed_bytes=num_bytes, available_bytes=0)
+        return reserve(name, num_bytes, level)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stack, "reserve", fragmented)
+        with pytest.raises(InsufficientMemory, match="one piece"):
+            VGPUAdamW(model.parameters())
+    assert [level.used_bytes for level in stack.levels] == before
+    train(model, VGPUAdamW(model.parameters(), lr=3e-3), range(1))

@@ -24,6 +24,7 @@ from vblackwell.offload.departure import Claim, Leaving
 from vblackwell.offload.formats import of_all
 from vblackwell.offload.frozen import FrozenStreamer
 from vblackwell.offload.gradients import GradientCollector
+from vblackwell.offload.gradients_home import is_fp32
 from vblackwell.offload.groups import Group, Site, Slot, moment_ranges
 from vblackwell.offload.home import Homes
 from vblackwell.offload.home_bytes import overwrite_home, read_home, zero_home
@@ -314,7 +315,8 @@ class Offload:
         refuse_unprepared(self.name, groups, self.homes, () if self.level0 is None else self.level0)
         fresh = [(group, kind) for group, kind in moment_ranges(groups) if (group, kind) not in self.homes]
         at_home = [group for group in groups if not is_final(optimizer) or self._needs_gradient_at_home(group)]
-        self.homes.reserve([(group, "gradient") for group in at_home] + fresh)
+        sums = [(group, "accumulated") for group in at_home if optimizer.accumulation_steps > 1 and not is_fp32(group)]
+        self.homes.reserve([(group, "gradient") for group in at_home] + fresh, sums)
         for group, kind in fresh:
             self.worker.submit(zero_home, self.homes, group, kind)
         self.worker.drain()

@@ -63,6 +63,7 @@ class GradientCollector:
         drop_weights: Callable[[], bool], departing: Callable[[Leaving, bool], Claim], arrived: Callable[[Group], None],
     ) -> None:  # fmt: skip
         self._stack = stack
+        self._groups = groups
         self._homes = homes
         self._worker = worker
         self._drop_weights = drop_weights
@@ -208,17 +209,18 @@ class GradientCollector:
 
     def _reserve_home(self, group: Group, adding: bool) -> None:
         kinds = ["gradient", *(["accumulated"] if adding and not is_fp32(group) else [])]
-        if any(
-            (group, kind) not in self._homes for kind in kinds
-        ):  # once: what is lent for a moment must not push it to a disk for good
-            while self._end_summing():
-                pass
+        if all((group, kind) in self._homes for kind in kinds):
+            return
+        while self._end_summing():  # once: what is lent for a moment must not push it to a disk for good
+            pass
+        # The other sums will follow: where they spill, the host memory that they pass through is taken before they fill it.
+        later = [(each, "accumulated") for each in self._groups if kinds[1:] and each.trainable() and not is_fp32(each)]
         try:
-            self._homes.reserve([(group, kind) for kind in kinds])
+            self._homes.reserve([(group, kind) for kind in kinds], later)
         except InsufficientMemory:
             if not self.free_spare():
                 raise
-            self._homes.reserve([(group, kind) for kind in kinds])
+            self._homes.reserve([(group, kind) for kind in kinds], later)
 
     def wait_idle(self, group: Group) -> None:
         """Return when the worker is done with the group's range at home: a copy into it goes past the worker's order."""

@@ -110,10 +110,11 @@ class Homes:
         order = spread(requests)
         fresh, requests = [fresh[index] for index in order], [requests[index] for index in order]
         coming = [self._request(*pair) for pair in later if not self._lives_on_level0(*pair)]
-        self._reserve_staging(requests, [coming[index] for index in spread(coming)])
-        positions = place([request.num_bytes for request in requests], self._free(), "the model's bytes")
+        staged, set_sizes = set(self._staging), [each.num_bytes for each in self.sets]
         made: list[tuple[int, str]] = []
         try:
+            self._reserve_staging(requests, [coming[index] for index in spread(coming)])
+            positions = place([request.num_bytes for request in requests], self._free(), "the model's bytes")
             for group, kind in (pair for pair in missing if self._lives_on_level0(*pair)):
                 what = f"{self._name}/{group.name}/{kind}"
                 self._ranges[group.index, kind] = self.stack.reserve(what, self.size_of(group, kind), 0)
@@ -122,9 +123,18 @@ class Homes:
                 key = (group.index, kind)
                 self._ranges[key] = self._reserve_from(position, f"{group.name}/{kind}", self.size_of(group, kind))
                 made.append(key)
+                if not self._addressable(self._ranges[key].level):  # unforeseen, where RAM had no room in one piece
+                    self._reserve_stage(kind, align_up(self._largest[kind], PAGE))
         except BaseException:
             for key in made:
                 self.stack.unreserve(self._ranges.pop(key))
+            for kind in self._staging.keys() - staged:
+                self.stack.unreserve(self._staging.pop(kind))
+            if set_sizes != [each.num_bytes for each in self.sets]:
+                self._replace_sets(set_sizes)
+            self._held = Staging(
+                {kind: each.num_bytes for kind, each in self._staging.items()}, len(self.sets), self._set_bytes()
+            )
             raise
 
     def keeps(self, group: Group) -> bool:
@@ -177,15 +187,22 @@ class Homes:
         )
         self._held = planned
         if not self.sets_in_use and (planned.num_sets, planned.set_bytes) != (len(self.sets), self._set_bytes()):
-            while self.sets:
-                self.give(self.sets.pop())
-            for number in range(planned.num_sets):
-                with suppress(InsufficientMemory) if number else nullcontext():  # not in one piece; one is enough
-                    self.sets.append(self.take_host("staging set", planned.set_bytes))
+            self._replace_sets([planned.set_bytes] * planned.num_sets)
         for kind, num_bytes in planned.by_kind.items():
-            if kind not in self._staging:
-                with suppress(InsufficientMemory):  # not in one piece: then it is taken for the moment, each time
-                    self._staging[kind] = self.stack.reserve(f"{self._name}/staging/{kind}", num_bytes, host)
+            self._reserve_stage(kind, num_bytes)
+
+    def _replace_sets(self, sizes: Sequence[int]) -> None:
+        while self.sets:
+            self.give(self.sets.pop())
+        for number, num_bytes in enumerate(sizes):
+            with suppress(InsufficientMemory) if number else nullcontext():  # not in one piece; one is enough
+                self.sets.append(self.take_host("staging set", num_bytes))
+
+    def _reserve_stage(self, kind: str, num_bytes: int) -> None:
+        """Host memory through which ranges of ``kind`` are worked on; a stack without a level in RAM has none to count it to."""
+        if kind not in self._staging and any(self._addressable(level) for level in self._levels):
+            what = f"{self._name}/staging/{kind}"
+            self._staging[kind] = self.stack.reserve(what, num_bytes, self.staging_level)
 
     def _set_bytes(self) -> int:
         return self.sets[0].num_bytes if self.sets else 0
@@ -294,10 +311,11 @@ class Homes:
         self.stack.count_link(source, destination, num_bytes, time.perf_counter() - started)
 
     def _stage(self, kind: str, num_bytes: int) -> torch.Tensor:
-        view = self._staging[kind].view() if kind in self._staging else None
-        if view is not None and view.device.type == "cpu":
-            return view[:num_bytes]
-        return torch.empty(num_bytes, dtype=torch.uint8)  # a stack without a host level: nothing to account it to
+        if kind not in self._staging:
+            return torch.empty(num_bytes, dtype=torch.uint8)  # a stack without a host level: nothing to account it to
+        view = self._staging[kind].view()
+        assert view is not None and view.device.type == "cpu"
+        return view[:num_bytes]
 
     def bytes_by_level(self) -> dict[str, list[int]]:
         """Reserved bytes of each kind, per level of the stack."""
