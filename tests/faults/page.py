@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import shlex
 import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 
@@ -36,10 +38,11 @@ def write_page(outcomes: Sequence[Outcome], seed: int, workers: int, seconds: fl
     tries, held = (sum(getattr(outcome, name) for outcome in outcomes) for name in ("tries", "held"))
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     facts = {
-        "Command": f"`make faults` (`python -m tests.faults --seed {seed} --workers {workers} --write docs/reliability.md`)",
+        "Command": f"`python -m tests.faults {shlex.join(sys.argv[1:])}` (`make faults`)",
         "Date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "Commit": _commit(),
         "Machine": f"{os.cpu_count()} cores, {gpu}, {platform.system()} {platform.release().split('-')[0]}",
+        "Load at the end": f"{os.getloadavg()[0]:.0f}",
         "Versions": f"vblackwell {version('vblackwell')}, Python {platform.python_version()}, torch {torch.__version__}",
         "Seed": str(seed),
         "Time": f"{seconds:.0f} s with {workers} workers",
