@@ -60,7 +60,7 @@ def test_a_tensor_in_the_place_of_one_that_is_gone_is_another():
     assert len(overlap._read) < known, "what is gone is remembered"
 
 
-def test_a_capture_runs_nothing_that_others_could_come_behind(capturing):
+def test_a_captured_launch_has_run_nothing(capturing):
     given = weight()
     capturing[0] = True
     assert not may_overlap(given) and not may_overlap(given)
@@ -160,7 +160,7 @@ def test_every_kernel_that_loads_a_weight_early_minds_who_wrote_it(driver, monke
             assert counts == [1, 0, 1], (name, counts)
 
 
-def test_a_kernel_is_loaded_beside_a_capture_and_by_one_thread(driver, monkeypatch):
+def test_a_kernel_is_loaded_outside_a_capture_and_by_one_thread(driver, monkeypatch):
     device, began = torch.device("cpu"), threading.Barrier(4)
     made = []
 
@@ -178,7 +178,7 @@ def test_a_kernel_is_loaded_beside_a_capture_and_by_one_thread(driver, monkeypat
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(get, range(4)))
     assert len(made) == 1 and all(kernel is found[0] for kernel in found)
-    assert driver.loads == [2] and driver.mode == 0, "relaxed while loading, and as before behind it"
+    assert driver.loads == [2] and driver.mode == 0, "relaxed while loading, and as before after it"
     found[0].launch((1, 1, 1), 32, 100_000, ())
     assert driver.mode == 0
 

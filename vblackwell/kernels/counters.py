@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vblackwell.kernels.nvrtc import beside_capture, check_driver, driver, in_context
+from vblackwell.kernels.nvrtc import check_driver, driver, in_context, outside_capture
 
 LEAST = 4096  # counters of a set
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
@@ -77,7 +77,7 @@ class _Memory:
 
     def __init__(self, words: int, device: torch.device) -> None:
         address, size = ctypes.c_uint64(), ctypes.c_size_t(4 * words)
-        with beside_capture(device, "allocating counters"):
+        with outside_capture(device, "allocating counters"):
             allocate = lambda: driver().cuMemAlloc_v2(ctypes.byref(address), size)  # noqa: E731
             result = in_context(device, allocate)
             if result == _OUT_OF_MEMORY and not torch.cuda.is_current_stream_capturing():

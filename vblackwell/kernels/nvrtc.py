@@ -183,7 +183,7 @@ def in_context(device: torch.device, call: Callable[[], int]) -> int:
 
 
 @contextlib.contextmanager
-def beside_capture(device: torch.device, what: str) -> Iterator[None]:
+def outside_capture(device: torch.device, what: str) -> Iterator[None]:
     """Inside, this thread may allocate and load, which would end the capture of a CUDA graph otherwise: nothing of it is captured.
 
     Args:
@@ -191,7 +191,7 @@ def beside_capture(device: torch.device, what: str) -> Iterator[None]:
     """
     mode = ctypes.c_int(_RELAXED)
     exchange = lambda: driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))  # noqa: E731
-    check_driver(in_context(device, exchange), f"{what} beside a graph's capture")
+    check_driver(in_context(device, exchange), f"{what} outside a graph's capture")
     try:
         yield
     finally:
@@ -240,7 +240,7 @@ class Kernel:
         with torch.cuda.device(device):
             if not torch.cuda.is_current_stream_capturing():
                 torch.empty(1, device=device)  # the context must exist before the driver is asked to load into it
-        with torch.cuda.device(device), beside_capture(device, f"loading {self.name}"):
+        with torch.cuda.device(device), outside_capture(device, f"loading {self.name}"):
             module, function = ctypes.c_void_p(), ctypes.c_void_p()
             check_driver(
                 in_context(device, lambda: driver().cuModuleLoadData(ctypes.byref(module), self._cubin)),
@@ -263,7 +263,7 @@ class Kernel:
             weight: those of ``args`` that the kernel reads before it waits for the one ahead of it.
         """
         if shared_bytes > self._shared_bytes:
-            with beside_capture(self._device, f"setting up {self.name}"):
+            with outside_capture(self._device, f"setting up {self.name}"):
                 result = in_context(
                     self._device, lambda: driver().cuFuncSetAttribute(self.function, _MAX_DYNAMIC_SHARED, shared_bytes)
                 )

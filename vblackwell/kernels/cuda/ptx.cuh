@@ -92,7 +92,7 @@ DEVICE u32 to_e4m3(float a, float b, float c, float d) {
 
 // Programmatic dependent launch: the next kernel of the stream may start now; wait until the previous one has finished and its
 // writes are seen. Before the wait a kernel may touch only what no kernel writes: weights, and the launcher sees to it that the first launch
-// behind a write to one does not overlap (kernels/overlap.py).
+// after a write to one does not overlap (kernels/overlap.py).
 DEVICE void let_next_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
@@ -162,7 +162,7 @@ DEVICE u16 float_to_half(float f) { u16 h; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(
 
 #if SPLITS > 1
 DEVICE u32 cluster_rank() { u32 r; asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
-// Barriers of a cluster in which all lanes of a warp arrive together, also behind a branch that only some of them took.
+// Barriers of a cluster in which all lanes of a warp arrive together, also after a branch that only some of them took.
 DEVICE void cluster_sync() {
     __syncwarp();
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
