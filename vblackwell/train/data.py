@@ -18,7 +18,9 @@ import numpy as np
 import xxhash
 
 from vblackwell.artifacts.cache import cached_folder, drop_entry
+from vblackwell.artifacts.commit import MANIFEST, verify_folder
 from vblackwell.artifacts.folder import read_tokenizer
+from vblackwell.artifacts.hashed_file import hash_file
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.train.dataset import BatchStream, PackedDataset, evaluation_batches
 from vblackwell.train.documents import Source, find_source
@@ -114,14 +116,17 @@ def _trained_tokenizer(source: Source, content: str, vocab_size: int, report: Pr
     def build(folder: Path) -> None:
         report(f"training a tokenizer of {vocab_size} tokens on {source.name}", None)
         text = train_tokenizer(source, vocab_size).to_str(pretty=True)
-        (folder / "tokenizer.json").write_text(text, encoding="utf-8")  # its own save raises a bare Exception
+        path = folder / "tokenizer.json"
+        path.write_text(text, encoding="utf-8")  # its own save raises a bare Exception
+        (folder / MANIFEST).write_text(json.dumps({"files": {path.name: hash_file(path)}}), encoding="utf-8")
 
     key = xxhash.xxh3_128_hexdigest(f"{FORMAT} {content} {vocab_size} {tokenizers.__version__}".encode())
     folder = cached_folder("tokenizers", key, build)
     try:
+        verify_folder(folder)  # a changed digit may be another tokenizer, which can be read
         return read_tokenizer(folder)
-    except ConfigurationError:
-        report(f"the cached tokenizer {folder} is damaged: training it again", None)
+    except (ConfigurationError, CorruptData):
+        report(f"the cached tokenizer {folder} is damaged, or of an older version: training it again", None)
         drop_entry(folder)
         return read_tokenizer(cached_folder("tokenizers", key, build))
 
