@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.offload.test_round_trip_models import CONFIGS, tokens, written  # noqa: F401 (a fixture)
+from vblackwell.artifacts.folder import read_config, tensor_files
 from vblackwell.artifacts.hub import find_folder
 from vblackwell.artifacts.meta_model import build_on_meta
 from vblackwell.artifacts.tensor_file import TensorFile, all_finite
@@ -143,6 +144,11 @@ def test_an_index_that_is_wrong_is_named(written):  # noqa: F811
     edit_json(index, weight_map=places | {name: last if places[name] == first else first})
     with pytest.raises(CorruptData, match=f"index.json puts {name}"):
         open_weights(folder)
+    (folder.parent / "x.safetensors").write_bytes(shards(folder)[0].read_bytes())
+    for outside in ("../x.safetensors", str(folder.parent / "x.safetensors"), "..", ".", "", "a/b.safetensors"):
+        edit_json(index, weight_map=places | {name: outside})
+        with pytest.raises(CorruptData, match="not a file of the folder"):
+            open_weights(folder)
     edit_json(index, weight_map=places | {name: ["list"]})
     with pytest.raises(CorruptData, match="no weight_map of file names"):
         open_weights(folder)
@@ -311,6 +317,21 @@ def test_a_weight_that_is_not_finite_is_named(kind, bad, dtype, written):  # noq
             except ConfigurationError as error:
                 found.append(str(error))
     assert len(found) == 1 and found[0].startswith(f"{path}: {name} has 1 NaN or inf of "), found
+
+
+def test_nested_tables_and_devices_are_refused(written):  # noqa: F811
+    folder, nested = written("llama"), b"[" * 5000
+    shards(folder)[0].write_bytes(len(nested).to_bytes(8, "little") + nested)
+    with pytest.raises(CorruptData, match="its table is not JSON .*recursion"):
+        open_weights(folder)
+    index, config = folder / "model.safetensors.index.json", folder / "config.json"
+    index.write_bytes(nested)
+    with pytest.raises(CorruptData, match="is not JSON .*recursion"):
+        tensor_files(folder)
+    config.unlink()
+    config.symlink_to("/dev/full")
+    with pytest.raises(ConfigurationError, match="config.json is no file"):
+        read_config(folder)
 
 
 def test_large_weights_are_finite_and_masks_may_hold_infinity(written, tmp_path):  # noqa: F811

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -164,6 +165,17 @@ def test_what_is_refused(tmp_path):
     for name in ("new", "bits", "missing"):
         with pytest.raises(ConfigurationError):
             Assignment.load(tmp_path / f"{name}.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "part"), [(None, "/dev/full is no file"), ("[" * 5000, "is no assignment of precisions: .*recursion")]
+)
+def test_a_device_and_nested_lists_are_refused(text, part, tmp_path):
+    path = Path("/dev/full") if text is None else tmp_path / "assignment.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises((ConfigurationError, CorruptData), match=part):
+        Assignment.load(path)
 
 
 def test_vb_train_takes_the_file(tmp_path):

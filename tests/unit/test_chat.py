@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,8 +18,9 @@ from tokenizers import AddedToken, Tokenizer
 
 from tests.offload.test_round_trip_models import CONFIGS
 from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.infer import bounded, chat_prompt
 from vblackwell.infer.chat_prompt import open_chat
-from vblackwell.train.chat import chat_kind, conversations
+from vblackwell.train.chat import Conversation, chat_kind, conversations
 from vblackwell.train.chat_data import LEARNT, ChatDataset, prepare_chat
 from vblackwell.train.chat_template import DEFAULT, find_template
 from vblackwell.train.checkpoint import generation_settings
@@ -246,6 +249,41 @@ def test_templates_that_cannot_be_used_are_named(folder_of, tokenizer, tmp_path)
     path = tmp_path / "alone.json"
     tokenizer.save(str(path))
     assert find_template(tokenizer, path).source == DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("template", "part"),
+    [
+        ("{{ 'x' * 10**10 }}", "more than 256 MiB"), ("{{ messages[0].content.ljust(10**11) }}", "more than 256 MiB"),
+        ("{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "more than "),
+        ("{{ 'x' * 2000 }}", "writes 2000 characters"), ("{{ range(10**9) | list | length }}", "Range too big"),
+        ("{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}", "more than 0.05 s"),
+        ("{{ (messages | length + 1) ** (10 ** 20) }}", "more than 0.05 s"), ("{{ 1 // 0 }}", "by zero"),
+        ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "recursion"), ("{{ " + "[" * 3000 + "]" * 3000 + " }}", "recursion"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    ],
+)  # fmt: skip
+def test_a_template_is_bounded(template, part, folder_of, tokenizer, monkeypatch):
+    """In memory, time and what it writes; to learn from, and to generate."""
+    monkeypatch.setattr(bounded, "MAX_SECONDS", 0.05)
+    monkeypatch.setattr(chat_prompt, "MAX_CHARACTERS", 1000)
+    limits = resource.getrlimit(resource.RLIMIT_DATA), signal.getsignal(signal.SIGPROF)
+    found = find_template(tokenizer, folder_of(template))
+    with pytest.raises(ConfigurationError, match=rf"^line 1: .* refuses it \(.*{part}"):
+        found.render(Conversation(TURNS, "line 1"))
+    with pytest.raises(ConfigurationError, match=rf"refuses a user's message \(.*{part}"):
+        open_chat(folder_of(template)).prompt("hello")
+    assert (resource.getrlimit(resource.RLIMIT_DATA), signal.getsignal(signal.SIGPROF)) == limits
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+
+
+def test_a_line_that_is_nested_too_deep_is_named(folder_of, tmp_path):
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": TURNS}) + '\n{"messages": ' + "[" * 5000 + "]" * 5000 + "}\n")
+    with pytest.raises(ConfigurationError, match="line 2 is nested too deep"):
+        prepare_chat(find_source(path), "messages", folder_of(SPACED), lambda text, share: None)
+    path.write_text("[" * 5000)
+    assert chat_kind(find_source(path)) is None
 
 
 @settings(max_examples=60, deadline=None)

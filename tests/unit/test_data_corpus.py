@@ -92,13 +92,13 @@ def test_a_damaged_cache_is_built_again(folder, cache, name):
 
 def test_no_digit_of_a_cached_tokenizer_changes_unseen(folder, cache):
     """A token with another number is still a tokenizer; a model with it fails, or learns something else."""
-    first = prepare_data(folder, None, 300)
+    first, said = prepare_data(folder, None, 300), []
     (path,) = cache.rglob("tokenizer.json")
     text = path.read_text()
     for old, new in (('": 299', '": 899'), ('": 290', '": 280'), ('": 33,', '": 34,')):
         assert old in text
         path.write_text(text.replace(old, new, 1))
-        said = []
+        said.clear()
         again = prepare_data(folder, None, 300, lambda message, share: said.append(message))
         assert again.fingerprint == first.fingerprint and again.tokenizer.to_str() == first.tokenizer.to_str()
         assert any("training it again" in message for message in said) and path.read_text() == text

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 from contextlib import ExitStack
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -124,12 +125,21 @@ def test_flags_beat_the_file_beat_the_resumed_run_beat_the_recipe(tmp_path):
     assert resumed.fast_memory == MiB
 
 
+# Each list is ten of the one before: printed, it has 10^10 words.
+BOMB = "[&a [x], " + ", ".join(f"&{b} [{', '.join(['*' + a] * 10)}]" for a, b in pairwise("abcdefghijk")) + "]"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("- a\n", "list"), ("a: [\n", "not YAML"), ("node: 2\n", "'node'"), ("resume: 3\n", "true or false"),
         ("out: 3\n", "not text"), ("batch_size: 1.5\n", "whole number"), ("learning_rate: .nan\n", "finite"),
-        ("precision: fp8\n", "fp8"), ("architecture: 3\n", "mapping"),
+        ("precision: fp8\n", "fp8"), ("architecture: 3\n", "mapping"), ("seed: " + "[" * 1000, "not YAML"),
+        ("seed: 2024-13-45\n", "not YAML"), ("out: !!python/object/apply:os.system [ls]\n", "not YAML"),
+        ("seed: !!timestamp x\n", "not YAML"), ("max_steps: [3]\n", "'max_steps' holds a list"), ("? [seed]\n: 3\n", "not YAML"),
+        ("architecture: {num_layers: [3]}\n", "'architecture' holds"), ("seed: [1]\n", "holds a list"),
+        (f"seed: {BOMB}\n", "'seed' holds a list"),
+        (f"architecture: {{a: {BOMB}}}\n", "'architecture' holds"),
     ],
 )  # fmt: skip
 def test_yaml_is_checked_like_flags(tmp_path, text, said):

@@ -140,6 +140,8 @@ def read_json(path: Path) -> dict[str, Any]:
         ConfigurationError: the file is missing.
         CorruptData: it is no JSON object.
     """
+    if path.exists() and not path.is_file():  # a device may never end
+        raise ConfigurationError(f"{path} is no file; give a folder that holds a model")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -174,7 +176,7 @@ def tensor_files(folder: Path, prefix: str = "model") -> list[Path]:
 
     Raises:
         ConfigurationError: there are none.
-        CorruptData: the index names a file that is missing.
+        CorruptData: the index names a file that is missing, or one outside the folder.
     """
     single, index = folder / f"{prefix}.safetensors", folder / f"{prefix}.safetensors.index.json"
     if single.is_file():
@@ -186,6 +188,9 @@ def tensor_files(folder: Path, prefix: str = "model") -> list[Path]:
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise CorruptData(f"{index} has no weight_map of file names; fetch or write the folder again")
+    outside = [name for name in places.values() if name in ("", "..") or Path(name).name != name]
+    if outside:
+        raise CorruptData(f"{index} names {outside[0]!r}, which is not a file of the folder; fetch the folder again")
     files = [folder / name for name in sorted(set(places.values()))]
     missing = [path.name for path in files if not path.is_file()]
     if missing:

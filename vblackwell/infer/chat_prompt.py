@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vblackwell.errors import ConfigurationError
+from vblackwell.infer.bounded import bounded
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 CHAT_TEMPLATE = "chat_template.jinja"
+MAX_CHARACTERS = 16 << 20
 _MARK = chr(0xE000)  # private use: no template has it
 
 
@@ -43,15 +45,16 @@ class Chat:
         return set() if found is None else {found}
 
     def _written(self, messages: list[dict[str, str]], **options: Any) -> str:
-        from jinja2 import TemplateError
-
         try:
-            return self._tokenizer.apply_chat_template(
-                messages, tokenize=False, chat_template=self._template, **options
-            )
-        except (TemplateError, TypeError, ValueError) as error:
+            with bounded():
+                text = self._tokenizer.apply_chat_template(
+                    messages, tokenize=False, chat_template=self._template, **options
+                )
+            check_written(text)
+            return text
+        except Exception as error:  # a template raises what Python does: it may divide by zero, or call itself
             raise ConfigurationError(
-                f"the chat template of {self.folder} refuses a user's message ({' '.join(str(error).split())}): leave --chat out"
+                f"the chat template of {self.folder} refuses a user's message ({reason_of(error)}): leave --chat out"
             ) from error
 
 
@@ -75,6 +78,17 @@ def open_chat(folder: Path, adapter: Path | None = None) -> Chat:
             f"--chat: {folder} has no chat template: leave the flag out, or give a model that was trained on conversations"
         )
     return Chat(folder, opened, template)
+
+
+def check_written(text: str) -> None:
+    """Raises ValueError where a template wrote more than any conversation is."""
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"it writes {len(text)} characters")
+
+
+def reason_of(error: Exception) -> str:
+    """What a template raised, in a line."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def open_tokenizer(folder: Path) -> Any:

@@ -128,11 +128,13 @@ class Assignment:
             ConfigurationError: it cannot be read, or was written by another version.
             CorruptData: it is no assignment.
         """
+        if Path(path).exists() and not Path(path).is_file():  # a device may never end
+            raise ConfigurationError(f"assignment {path} is no file: give the one that vb quantize --budget wrote")
         try:
             raw = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigurationError(f"assignment {path} cannot be read: {error.strerror}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CorruptData(f"{path} is no assignment of precisions: {error}; make it again") from error
         try:
             if raw["version"] != VERSION:

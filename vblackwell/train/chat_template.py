@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.infer.chat_prompt import CHAT_TEMPLATE, open_tokenizer, special_behind
+from vblackwell.infer.bounded import bounded
+from vblackwell.infer.chat_prompt import CHAT_TEMPLATE, check_written, open_tokenizer, reason_of, special_behind
 from vblackwell.train.chat import ANSWER, Conversation, Message
 from vblackwell.train.tokenizer import end_of_text_id
 
@@ -105,17 +106,18 @@ class ChatTemplate:
         return free[0], free[1]
 
     def _rendered(self, messages: list[Message], place: str, spans: bool = False) -> tuple[str, list[Span]]:
-        from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         special: dict[str, Any] = dict(self.special)
         try:
-            (text,), found = render_jinja_template(
-                conversations=[messages], chat_template=self.source, return_assistant_tokens_mask=spans, **special
-            )
-        except (TemplateError, TypeError, ValueError) as error:
+            with bounded():
+                (text,), found = render_jinja_template(
+                    conversations=[messages], chat_template=self.source, return_assistant_tokens_mask=spans, **special
+                )
+            check_written(text)
+        except Exception as error:  # a template raises what Python does: it may divide by zero, or call itself
             raise ConfigurationError(
-                f"{place}: {self.origin} refuses it ({' '.join(str(error).split())}); change the line or the template"
+                f"{place}: {self.origin} refuses it ({reason_of(error)}); change the line or the template"
             ) from error
         return text, [(int(start), int(end)) for start, end in found[0]] if spans else []
 

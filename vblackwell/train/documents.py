@@ -213,7 +213,7 @@ def _read_table(path: Path) -> Iterator[Piece]:
                         )
                     yield Piece(value, ends_document=True)
                     row += 1
-    except pyarrow.ArrowInvalid as error:
+    except pyarrow.ArrowException as error:
         raise ConfigurationError(f"{path} is not a readable parquet file: {error}; write it again") from error
 
 

@@ -157,7 +157,7 @@ def read_stored_config(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptData(f"{path} is damaged ({error}): remove it to resume with the flags alone") from error
     if not isinstance(stored, dict):
         raise CorruptData(f"{path} holds no settings: remove it to resume with the flags alone")

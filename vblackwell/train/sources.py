@@ -84,13 +84,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """
     import yaml
 
+    if path.exists() and not path.is_file():  # a device may never end
+        raise ConfigurationError(f"--config {path} is no file; give a YAML file")
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigurationError(f"--config {path}: {error.strerror}; give an existing YAML file") from error
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"--config {path}: byte {error.start} is not UTF-8; save the file as UTF-8") from error
-    except yaml.YAMLError as error:
+    except Exception as error:  # besides its own, the library raises what Python does at a date or number that is none
         raise ConfigurationError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
     if loaded is None:
         return {}
@@ -101,6 +103,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
     known = [field.name for field in dataclasses.fields(TrainConfig)]
     values = {}
     for key, value in loaded.items():
+        # Not printed before it is known to be plain: a few nested aliases are a text of any length.
+        if not all(map(_is_plain, value.values() if isinstance(value, dict) else (value,))):
+            raise ConfigurationError(
+                f"--config {path}: key {key!r} holds a list, or lists or mappings in one: write one value"
+            )
         name = str(key).replace("-", "_")
         if name not in known:
             raise ConfigurationError(
@@ -108,6 +115,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
             )
         values[name] = value
     return values
+
+
+def _is_plain(value: Any) -> bool:
+    return not isinstance(value, (list, tuple, dict, set))
 
 
 def convert(field: str, value: Any) -> Any:
@@ -141,9 +152,9 @@ def _mapping(field: str, text: str) -> dict[str, Any]:
 
     try:
         loaded = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except Exception:  # as in a file
         loaded = None
-    if not isinstance(loaded, dict):
+    if not isinstance(loaded, dict) or not all(map(_is_plain, (*loaded, *loaded.values()))):
         raise ConfigurationError(f"{flag_of(field)} {text!r} is not a mapping: write e.g. '{{num_layers: 4}}'")
     return loaded
 

@@ -72,7 +72,7 @@ def end_of_text_id(tokenizer: Tokenizer, path: Path | None) -> int | None:
         if config.is_file():
             try:
                 stated = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-            except (ValueError, AttributeError) as error:
+            except (ValueError, RecursionError, AttributeError) as error:
                 raise ConfigurationError(f"{config} is not a JSON object: {error}; repair or remove it") from error
             name = stated.get("content") if isinstance(stated, dict) else stated
             names = [name, *names] if name else names

@@ -1,0 +1,47 @@
+"""Bounds for what a stranger wrote and we evaluate: chat templates come with models, and ``{{ 'x' * 10**10 }}`` is one.
+
+jinja's sandbox, in which transformers renders, keeps a template from files and from code. It does not bound what is repeated, joined or
+raised to a power. So the process' own limits do: memory of a few hundred MiB beyond what it holds, which an allocation meets as
+`MemoryError`, and seconds of CPU time, which load does not stretch. Both are put back afterwards.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import psutil
+
+from vblackwell.units import MiB, format_bytes
+
+MAX_SECONDS = 5.0  # of CPU time; a conversation takes milliseconds
+MAX_BYTES = 256 * MiB
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """While this lasts, the process is bounded; for the main thread, which is the one that signals interrupt.
+
+    Raises:
+        TimeoutError, MemoryError: a bound was met; with it in words.
+    """
+
+    def expire(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"it takes more than {MAX_SECONDS:g} s")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    held = psutil.Process().memory_info().data + MAX_BYTES
+    handler = signal.signal(signal.SIGPROF, expire)
+    resource.setrlimit(resource.RLIMIT_DATA, (held if soft == resource.RLIM_INFINITY else min(soft, held), hard))
+    signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
+    try:
+        yield
+    except MemoryError as error:
+        raise MemoryError(f"it takes more than {format_bytes(MAX_BYTES)}") from error
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        signal.signal(signal.SIGPROF, handler)
