@@ -132,8 +132,30 @@ def test_a_checkpoint_of_one_stack_goes_on_in_another(finished, place):
             path.unlink()
         (place.folder / "run" / name).rmdir()
     output = place.vb("train", "--out", "run", "--resume", "--fast-memory", "4MiB", "--host-memory", "1MiB").stdout
-    assert "resumed from" in output and "after step 12" in output
+    assert "resumed from" in output and "after step 12" in output and "last bits" not in output
     assert (place.folder / "run/final/model.safetensors").read_bytes() == (run / "final/model.safetensors").read_bytes()
+
+
+def test_a_resumed_run_says_what_may_change_its_last_bits(place):
+    common = [
+        "--eval-every",
+        "0",
+        "--eval-sequences",
+        "4",
+        "--sample-tokens",
+        "0",
+        "--checkpoint-every",
+        "1",
+        "--out",
+        "run",
+    ]
+    place.vb(*place.train_words(*common, "--max-steps", "1"))
+    changed = ["--gradient-checkpointing", "--deterministic", "--use-flash-attn"]
+    output = place.vb("train", "--resume", "--out", "run", "--max-steps", "2", *changed).stdout
+    (line,) = (line for line in output.splitlines() if "last bits" in line)
+    for part in ("--gradient-checkpointing: True, before False", "--deterministic: True, before False", "attention: "):
+        assert part in line
+    assert "device" not in line and "CPU threads" not in line
 
 
 def test_bf16_fp16_and_accumulation(place):

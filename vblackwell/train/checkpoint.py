@@ -117,11 +117,14 @@ class Checkpoints:
             only = None if made is None else is_adapter
             import_state(model, self._prepared.parts.optimizer, read.parameter, only=only)
         self._say(f"resumed from {found} after step {state.step}")
-        if stored["num_threads"] != torch.get_num_threads():
-            self._say(
-                f"this run has {torch.get_num_threads()} CPU threads, before it had {stored['num_threads']}: last "
-                "bits may differ"
-            )
+        before = stored.get("arithmetic") or {"CPU threads": stored["num_threads"]}
+        changed = [
+            f"{name}: {now}, before {before[name]}"
+            for name, now in _arithmetic(self._prepared).items()
+            if before.get(name, now) != now
+        ]
+        if changed:
+            self._say(f"last bits of this run may differ from those it would have had ({'; '.join(changed)})")
         if stored["max_steps"] != self._prepared.config.max_steps:
             self._say(
                 f"the run now ends at step {self._prepared.config.max_steps}, before at {stored['max_steps']}: the "
@@ -317,7 +320,19 @@ def _trainer_json(prepared: Prepared, state: TrainerState) -> dict[str, Any]:
         "fingerprint": prepared.corpus.fingerprint,
         "base": None if made is None else made.base,
         "plan": None if engine is None else engine.summary(),
-        "num_threads": torch.get_num_threads(),
+        "arithmetic": _arithmetic(prepared),
+    }
+
+
+def _arithmetic(prepared: Prepared) -> dict[str, Any]:
+    """What a resumed run may change, and what orders or rounds sums otherwise: by the words that say it changed."""
+    config, device = prepared.config, prepared.parts.device
+    return {
+        "CPU threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "attention": prepared.attention,
+        "--gradient-checkpointing": config.gradient_checkpointing,
+        "--deterministic": config.deterministic,
     }
 
 

@@ -56,6 +56,7 @@ class Prepared:
         tokenizer_folder: the folder whose tokenizer's files go with the model; None to write the corpus' tokenizer.
         template: how conversations were written down; None for plain text.
         plan: what ``config`` and the stack follow, where one was asked for.
+        attention: the backend that runs, in words.
     """
 
     config: TrainConfig
@@ -65,6 +66,7 @@ class Prepared:
     tokenizer_folder: Path | None = None
     template: ChatTemplate | None = None
     plan: Plan | None = None
+    attention: str = ""
 
     @property
     def turn_end(self) -> int | None:
@@ -137,7 +139,7 @@ def prepare(
         device=device,
         loss=learner.loss,
     )
-    return Prepared(config, learner.config, corpus, parts, source.tokenizer_folder, data.template, plan)
+    return Prepared(config, learner.config, corpus, parts, source.tokenizer_folder, data.template, plan, attention)
 
 
 def inspect_data(config: TrainConfig, progress: Progress) -> None:
