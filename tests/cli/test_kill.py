@@ -31,8 +31,9 @@ def test_what_a_kill_left_of_a_file_goes_with_the_next_start(tmp_path):
     """Also of a run that has nothing left to do, and writes no report again."""
     for name in (REPORT, SETTINGS):
         (tmp_path / f"{name}.tmp").write_text("{")
+    (tmp_path / "checkpoints/step-00000002.tmp").mkdir(parents=True)
     RunFolder(tmp_path, resume=True).release()
-    assert not list(tmp_path.glob("*.tmp"))
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
 def stop_after_first_step(place, words, number):

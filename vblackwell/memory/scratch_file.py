@@ -216,10 +216,10 @@ def _direct_works(fd: int) -> bool:
     with mmap.mmap(-1, PAGE) as page:
         try:
             works = os.pwritev(fd, [page], 0) == PAGE and os.preadv(fd, [page], 0) == PAGE
+            os.ftruncate(fd, 0)
         except OSError as error:
             if error.errno == errno.EINVAL:
                 return False
             os.close(fd)
             raise DiskError(f"the first write to a scratch file failed: {error.strerror}; check the disk") from error
-    os.ftruncate(fd, 0)
     return works

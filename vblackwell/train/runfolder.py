@@ -18,6 +18,7 @@ from typing import Any
 
 import xxhash
 
+from vblackwell.artifacts.commit import clean_leftovers
 from vblackwell.errors import ConfigurationError, CorruptData, DiskError
 from vblackwell.train.lock import LOCK_NAME, RunLock
 from vblackwell.train.metrics import METRICS_NAME, TENSORBOARD
@@ -58,6 +59,8 @@ class RunFolder:
                 )
             for name in (SETTINGS, REPORT):  # of a process that was killed while it wrote them
                 _fresh(path / name).unlink(missing_ok=True)
+            clean_leftovers(path, FINAL)
+            clean_leftovers(self.checkpoints)
 
     @property
     def has_run(self) -> bool:
