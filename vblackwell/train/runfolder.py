@@ -153,13 +153,16 @@ def read_stored_config(folder: Path) -> dict[str, Any] | None:
     """The settings that the run in ``folder`` was started with; None if it never got that far.
 
     Raises:
-        CorruptData: the file is not JSON, or not what was written: a digit of a learning rate would change what a resumed run computes.
+        DiskError: the file cannot be read.
+        CorruptData: it is not JSON, or not what was written: a digit of a learning rate would change what a resumed run computes.
     """
     path = folder / SETTINGS
     if not path.is_file():
         return None
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DiskError(f"{path} cannot be read: {error.strerror}; check the disk") from error
     except (ValueError, RecursionError) as error:
         raise CorruptData(f"{path} is damaged ({error}): remove it to resume with the flags alone") from error
     if not isinstance(stored, dict):
