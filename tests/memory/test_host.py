@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
 from pathlib import Path
 
 import pytest
@@ -161,3 +163,28 @@ def test_no_room_between_extents_is_said_so():
     with pytest.raises(InsufficientMemory, match="512 KiB of 1.00 MiB are free, but not in one piece"):
         level.allocate(512 * KiB)
     level.close()
+
+
+def test_a_pinned_slab_is_unregistered_before_it_is_unmapped(monkeypatch: pytest.MonkeyPatch):
+    seen: list[tuple[str, bool]] = []
+
+    class Driver:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            self.size = size
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            libc = ctypes.CDLL(None)  # mincore fails where nothing is mapped
+            pages = (ctypes.c_ubyte * (self.size // mmap.PAGESIZE))()
+            seen.append(
+                ("unregistered", libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(self.size), pages) == 0)
+            )
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Driver)
+    slab = map_slab(1 << 20, pin=True)
+    view = slab[4096:8192]
+    del slab
+    assert not seen
+    del view
+    assert seen == [("unregistered", True)]

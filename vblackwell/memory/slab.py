@@ -5,18 +5,20 @@ pages), touched by several threads at once, because the kernel zeroes pages at a
 cores of the GPU's NUMA node while they touch, so first-touch puts the pages there. Then `cudaHostRegister` pins the whole
 range. Why not `pin_memory=True` per tensor: slow, and rounded up to powers of two by torch 2.11.
 
-The mapping lives as long as any tensor that views it: torch holds the buffer, and unregistering hangs on the mapping's own
-end. So closing a level under a live view cannot crash the process.
+The mapping lives as long as any tensor that views it: torch holds the buffer, and the mapping unregisters itself before it is
+unmapped. So closing a level under a live view cannot crash the process.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
+import sys
 import threading
 import warnings
-import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -32,6 +34,18 @@ _FAULT_THREADS = 8
 _FAULT_BYTES = 64 * MiB
 
 
+class _Mapping(mmap.mmap):
+    """Host memory that may be registered with CUDA. A finalizer of `weakref` would run when mmap's own end has unmapped it."""
+
+    unregister: Callable[[], Any] | None = None
+
+    def __del__(self) -> None:
+        if (
+            self.unregister is not None and not sys.is_finalizing()
+        ):  # at exit CUDA may be gone, and the process's memory goes anyway
+            self.unregister()
+
+
 def map_slab(size: int, *, numa_node: int | None = None, pin: bool = False) -> torch.Tensor:
     """``size`` bytes of zeroed, resident host memory as a uint8 tensor, 4 KiB aligned (2 MiB for large ones).
 
@@ -45,7 +59,7 @@ def map_slab(size: int, *, numa_node: int | None = None, pin: bool = False) -> t
     size = align_up(size, mmap.PAGESIZE)
     padding = HUGE_PAGE if size >= HUGE_PAGE else 0
     try:
-        mapping = mmap.mmap(-1, size + padding, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = _Mapping(-1, size + padding, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise InsufficientMemory(
             f"the system gave no {format_bytes(size)} of host memory ({error.strerror}): lower the capacity of the cpu level",
@@ -98,7 +112,7 @@ def _touch(address: int, size: int) -> None:
         ctypes.memset(address, 0, size)  # an older kernel; fresh pages are zero anyway
 
 
-def _register(mapping: mmap.mmap, address: int, size: int) -> None:
+def _register(mapping: _Mapping, address: int, size: int) -> None:
     cudart: Any = torch.cuda.cudart()
     refused = int(cudart.cudaHostRegister(address, size, 1))  # portable: pinned for every device
     if refused:
@@ -113,4 +127,4 @@ def _register(mapping: mmap.mmap, address: int, size: int) -> None:
         ):  # CUDA keeps the error, and torch would report it at the next kernel of somebody else
             torch.zeros(1, device="cuda")
         return
-    weakref.finalize(mapping, cudart.cudaHostUnregister, address).atexit = False
+    mapping.unregister = functools.partial(cudart.cudaHostUnregister, address)
