@@ -6,7 +6,10 @@ import errno
 import os
 import stat
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ import torch
 from tests.memory.conftest import random_bytes
 from vblackwell.errors import ConfigurationError, CorruptData, DiskError, InsufficientMemory
 from vblackwell.hardware import disk_facts
+from vblackwell.memory import disk as disk_module
 from vblackwell.memory.compressed_disk import CompressedDiskLevel
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.scratch_file import DiskFull, SystemCalls
@@ -223,6 +227,7 @@ def test_more_than_the_file_system_has_is_not_allocatable(disk_path: str):
 LIMITED = """
 import resource, sys, torch
 from vblackwell.errors import DiskError
+from vblackwell.memory import disk as disk_module
 from vblackwell.memory.compressed_disk import CompressedDiskLevel
 from vblackwell.memory.disk import DiskLevel
 level = DiskLevel(sys.argv[1], 64 << 20)
@@ -283,3 +288,47 @@ def test_overwriting_the_front_keeps_the_rest_checked(disk: DiskLevel):
         os.fsync(file.fileno())
     with pytest.raises(CorruptData):
         read(disk, extent, 10)
+
+
+def test_a_transfer_waits_for_the_current_stream_and_for_the_one_whose_pool_levels_allocate_from(
+    disk: DiskLevel, monkeypatch: pytest.MonkeyPatch
+):
+    """On a GPU: bytes may have been produced, and memory freed, on either."""
+
+    class OnGpu:
+        is_cuda, nbytes, device = True, PIECE, torch.device("cuda", 0)
+
+        def __getitem__(self, part: slice) -> OnGpu:
+            return self
+
+        def data_ptr(self) -> int:
+            return 0
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+            self.waited: list[str] = []
+
+        def record_event(self, event: Any = None) -> Any:
+            return event or self.name
+
+        def wait_event(self, event: str) -> None:
+            self.waited.append(event)
+
+    class Event:
+        def __init__(self, blocking: bool) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            pass
+
+    copying = Stream("copying")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("current"))
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream("default"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(disk_module, "copy_streams", lambda device: SimpleNamespace(h2d=copying, d2h=copying))
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, source, non_blocking=False: self)
+    extent = disk.allocate(PIECE)
+    disk._start(disk._write_piece, extent, OnGpu()).wait()  # type: ignore[arg-type]
+    assert copying.waited == ["current", "default"]

@@ -128,7 +128,7 @@ class CompressedDiskLevel(DiskLevel):
 
     # -- pieces, in a thread of the pool -------------------------------------------------------------------------------------
 
-    def _write_piece(self, extent: Extent, index: int, box: list[torch.Tensor], ready: Any) -> None:
+    def _write_piece(self, extent: Extent, index: int, box: list[torch.Tensor], ready: list[Any]) -> None:
         src = box.pop()
         offset, old = self._offset(extent, index), extent.handle[index]
         if old is not None and not isinstance(old, _Squeezed) and old[0] > src.nbytes:
@@ -158,7 +158,7 @@ class CompressedDiskLevel(DiskLevel):
         # What compressing takes is also the time for pieces that it could not make smaller.
         self._note(self._savings.packed if tried else self._savings.plain, "write", whole.nbytes, began)
 
-    def _read_piece(self, extent: Extent, index: int, box: list[torch.Tensor], ready: Any) -> None:
+    def _read_piece(self, extent: Extent, index: int, box: list[torch.Tensor], ready: list[Any]) -> None:
         entry, num_bytes, began = extent.handle[index], box[0].nbytes, time.perf_counter()
         if not isinstance(entry, _Squeezed):
             super()._read_piece(extent, index, box, ready)

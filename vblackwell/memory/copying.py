@@ -90,11 +90,14 @@ def _start_device_copy(dst: torch.Tensor, src: torch.Tensor) -> EventTransfer:
 
 
 def _wait_for_queued_work(stream: torch.cuda.Stream, device: torch.device) -> None:
-    """Rule 1 of `level`; and the default stream, whose pool levels allocate from."""
+    for other in working_streams(device):
+        stream.wait_stream(other)
+
+
+def working_streams(device: torch.device) -> list[torch.cuda.Stream]:
+    """Whose queued work a transfer starts after: rule 1 of `level`; and the default stream, whose pool levels allocate from."""
     current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
-    stream.wait_stream(current)
-    if current != default:
-        stream.wait_stream(default)
+    return [current] if current == default else [current, default]
 
 
 def _queue(dst: torch.Tensor, src: torch.Tensor, stream: torch.cuda.Stream) -> EventTransfer:

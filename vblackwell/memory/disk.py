@@ -21,7 +21,7 @@ import xxhash
 
 from vblackwell.errors import CorruptData
 from vblackwell.memory.accounting import AccountedLevel
-from vblackwell.memory.copying import flat_bytes
+from vblackwell.memory.copying import flat_bytes, working_streams
 from vblackwell.memory.level import Extent, Transfer
 from vblackwell.memory.ranges import RangeAllocator
 from vblackwell.memory.scratch_file import PAGE, ScratchFile, SystemCalls, memory_at
@@ -109,13 +109,13 @@ class DiskLevel(AccountedLevel):
 
     def _start(self, run: Any, extent: Extent, tensor: torch.Tensor) -> Transfer:
         assert tensor.nbytes <= extent.num_bytes
-        ready = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+        ready = [stream.record_event() for stream in working_streams(tensor.device)] if tensor.is_cuda else []
         starts = range(0, tensor.nbytes, self._piece_bytes)
         boxes = [[tensor[start : start + self._piece_bytes]] for start in starts]
         futures = [self._pool.submit(run, extent, index, box, ready) for index, box in enumerate(boxes)]
         return FutureTransfer(futures, keep=(tensor,))
 
-    def _read_piece(self, extent: Extent, index: int, box: list[torch.Tensor], ready: Any) -> None:
+    def _read_piece(self, extent: Extent, index: int, box: list[torch.Tensor], ready: list[Any]) -> None:
         out = (
             box.pop()
         )  # the pool holds a job's arguments for a moment after its result: nobody may be seen to use the memory
@@ -133,7 +133,7 @@ class DiskLevel(AccountedLevel):
         self._verify(offset, buffer.data_ptr(), check)
         self._carry(out, buffer[: out.nbytes], ready)
 
-    def _write_piece(self, extent: Extent, index: int, box: list[torch.Tensor], ready: Any) -> None:
+    def _write_piece(self, extent: Extent, index: int, box: list[torch.Tensor], ready: list[Any]) -> None:
         src = box.pop()
         transfer_delay("thread")
         offset = extent.offset + index * self._piece_bytes
@@ -191,18 +191,19 @@ class DiskLevel(AccountedLevel):
         with self._lock:
             self.bytes_written += length
 
-    def _carry(self, dst: torch.Tensor, src: torch.Tensor, ready: Any) -> None:
-        """Copy between a tensor and this thread's buffer, finished on return."""
-        if ready is None:
+    def _carry(self, dst: torch.Tensor, src: torch.Tensor, ready: list[Any]) -> None:
+        """Copy between a tensor and this thread's buffer, finished on return; on a GPU it starts after the events in ``ready``."""
+        if not ready:
             ctypes.memmove(dst.data_ptr(), src.data_ptr(), src.nbytes)
             return
         streams = copy_streams(dst.device if dst.is_cuda else src.device)
         stream = streams.h2d if dst.is_cuda else streams.d2h
         with torch.cuda.stream(stream):
-            stream.wait_event(ready)
+            for event in ready:
+                stream.wait_event(event)
             dst.copy_(src, non_blocking=True)
-            event = stream.record_event(torch.cuda.Event(blocking=True))
-        event.synchronize()
+            end = stream.record_event(torch.cuda.Event(blocking=True))
+        end.synchronize()
 
     def _scratch(self) -> torch.Tensor:
         """This thread's own memory: a piece, and a page for the tail behind it."""
