@@ -142,7 +142,6 @@ def streams(lab: Lab, seed: int) -> Iterator[Try]:
     for words in (
         ("--help",),
         ("--version",),
-        ("train", "--help"),
         ("estimate", "tiny", "--gpu-memory", "8GiB", "--no-advice"),
     ):
         yield Try(" ".join(words[:2]), partial(to_full, words=words))
