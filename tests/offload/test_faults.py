@@ -16,7 +16,8 @@ from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build
 from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported
 from vblackwell.memory.stack import VGPUStack
-from vblackwell.memory.transfer import FutureTransfer
+from vblackwell.memory.transfer import DoneTransfer, FutureTransfer
+from vblackwell.offload import sliced
 from vblackwell.offload.clip import clip_grad_norm_
 from vblackwell.offload.departure import Leaving
 from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
@@ -347,3 +348,97 @@ def test_what_a_closed_level_dropped_stops_nobody_who_gives_everything_back(make
     engine.homes.in_flight.add(FutureTransfer([dropped]))
     release(model)
     assert not engine.homes.in_flight and not any(level["used_bytes"] for level in stack.get_stats()["levels"])
+
+
+class Broken(Exception):
+    pass
+
+
+def breaking(*args: object, **options: object) -> None:
+    raise Broken
+
+
+def failing_after(calls: int, real: Callable[..., object]) -> Callable[..., object]:
+    """``real``, which raises from a call on."""
+    left = iter(range(calls))
+
+    def call(*args: object, **options: object) -> object:
+        if next(left, None) is None:
+            raise Broken
+        return real(*args, **options)
+
+    return call
+
+
+@pytest.mark.parametrize(("where", "sum_already"), [("write", False), ("submit", False), ("submit", True)])
+def test_a_gradient_that_cannot_leave_keeps_nothing(
+    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch, where: str, sum_already: bool
+):
+    model, stack = build(MLP), make_stack(LEVEL0)
+    enable_vgpu_stack_optimization(model, stack, compute_dtype=torch.bfloat16, placement="streamed")
+    engine = engine_of(model)
+    VGPUAdamW(model.parameters())
+    x = torch.randn(4, 48).bfloat16()
+    for _ in range(2):
+        model(x).float().sum().backward()
+    engine.finish()
+    engine.weights.drop_all()
+    before = [level.used_bytes for level in stack.levels]
+    if not sum_already:
+        model.zero_grad()
+        engine.finish()
+    loss = model(x).float().sum()
+    with monkeypatch.context() as patch:
+        patch.setattr(*{"write": (stack, "write"), "submit": (engine.worker, "submit")}[where], breaking)
+        with pytest.raises(Broken):
+            loss.backward()
+    engine.finish()
+    engine.weights.drop_all()
+    assert [level.used_bytes for level in stack.levels] == before
+    model.zero_grad()
+    model(x).float().sum().backward()
+
+
+@pytest.mark.parametrize("where", ["write", "submit"])
+def test_a_gradient_that_a_gpu_cannot_send_to_its_sum_keeps_no_host_memory(
+    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch, where: str
+):
+    model, stack = build(MLP), make_stack(LEVEL0)
+    enable_vgpu_stack_optimization(model, stack, compute_dtype=torch.bfloat16, placement="streamed")
+    engine, group = engine_of(model), engine_of(model).groups[0]
+    reservation = engine.homes.take("leaving", group.num_bytes, 0)
+    on_gpu = SimpleNamespace(device=torch.device("cuda", 0))
+    leaving = Leaving(group, reservation, on_gpu, len(group.slots), dict.fromkeys(group.slots))  # type: ignore[arg-type]
+    before = stack.levels[1].used_bytes
+    monkeypatch.setattr(stack, "write", lambda home, source: DoneTransfer())
+    monkeypatch.setattr(*{"write": (stack, "write"), "submit": (engine.worker, "submit")}[where], breaking)
+    with pytest.raises(Broken):
+        engine.gradients._send_to_sum(leaving, None)
+    assert stack.levels[1].used_bytes == before
+
+
+def test_weights_that_cannot_be_loaded_keep_nothing_of_level_0(make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch):
+    model, stack = build(MLP), make_stack(LEVEL0)
+    enable_vgpu_stack_optimization(model, stack, placement="streamed")
+    with monkeypatch.context() as patch:
+        patch.setattr(stack, "read", breaking)
+        with pytest.raises(Broken):
+            MLP.loss(model, 0)
+    engine_of(model).weights.drop_all()
+    assert stack.levels[0].used_bytes == 0
+    MLP.loss(model, 0).backward()
+
+
+@pytest.mark.parametrize("loads", [0, 1])
+def test_slices_that_cannot_be_loaded_keep_nothing_of_level_0(
+    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch, loads: int
+):
+    model, stack = nn.Sequential(nn.Embedding(4096, 16)), make_stack(64 << 10)
+    enable_vgpu_stack_optimization(model, stack, placement="streamed")
+    assert engine_of(model).summary()["sliced"]
+    with monkeypatch.context() as patch:
+        patch.setattr(sliced, "start_copy", failing_after(loads, sliced.start_copy))
+        with pytest.raises(Broken):
+            model(torch.arange(4096))
+    assert stack.levels[0].used_bytes == 0
+    model(torch.arange(4096)).sum().backward()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
 
 import torch
 
@@ -139,32 +140,29 @@ class GradientCollector:
             del self._filling[group.index]
             self._departures.append(Departure(leaving.reservation, claimed))
         else:
+            transfer: Transfer | None = None
             try:
                 if claim.landing == "gradient":
                     self._reserve_home(group, adding)
-            except InsufficientMemory:
-                del self._filling[group.index]
-                for end in claimed:
-                    end.wait()
-                self._homes.give(leaving.reservation)
+                if adding:
+                    self._send_to_sum(leaving, claim.end)
+                else:
+                    self.wait_idle(group)
+                    transfer = self._stack.write(self._homes.range(group, claim.landing), leaving.buffer)
+                    self._worker.submit(
+                        self.home.land, group, list(leaving.slots), transfer, claim.landing, group=group.index,
+                        arriving=transfer,
+                    )  # fmt: skip
+                    state.kind_queued = claim.landing
+                    self._departures.append(Departure(leaving.reservation, (transfer, *claimed)))
+            except Exception:
+                with ExitStack() as ends:  # whoever reads the buffer first, then the buffer
+                    ends.callback(self._homes.give, leaving.reservation)
+                    for end in (*claimed, *(() if transfer is None else (transfer,))):
+                        ends.callback(end.wait)
                 raise
-            del self._filling[group.index]
-            if adding:
-                self._send_to_sum(leaving, claim.end)
-            else:
-                self.wait_idle(group)
-                transfer = self._stack.write(self._homes.range(group, claim.landing), leaving.buffer)
-                self._worker.submit(
-                    self.home.land,
-                    group,
-                    list(leaving.slots),
-                    transfer,
-                    claim.landing,
-                    group=group.index,
-                    arriving=transfer,
-                )
-                state.kind_queued = claim.landing
-                self._departures.append(Departure(leaving.reservation, (transfer, *claimed)))
+            finally:
+                del self._filling[group.index]
         leaving.buffer = torch.empty(0)
         state.slots.update(leaving.slots)
         if not early:
@@ -175,7 +173,6 @@ class GradientCollector:
         group, slots, reservation = leaving.group, list(leaving.slots), leaving.reservation
         state = self._state[group.index]
         state.level0_norms.clear()
-        state.kind_queued = _sum_kind(group)
         claimed = () if reader is None else (reader,)
         if leaving.buffer.device.type == "cpu":  # the arena: the worker reads it where it is
             self._stack.count_link(0, self._homes.range(group, "gradient").level, leaving.buffer.nbytes)
@@ -185,19 +182,22 @@ class GradientCollector:
             self._departures.append(Departure(reservation, (state.task, *claimed)))
         else:
             incoming = self._reserve_incoming(group.num_bytes)
-            transfer = self._stack.write(incoming, leaving.buffer)
-            state.task = self._worker.submit(
-                self.home.add,
-                group,
-                slots,
-                incoming,
-                (transfer, *claimed),
-                True,
-                group=group.index,
-                arriving=transfer,
-            )
+            transfer: Transfer | None = None
+            try:
+                transfer = self._stack.write(incoming, leaving.buffer)
+                before = (transfer, *claimed)
+                state.task = self._worker.submit(
+                    self.home.add, group, slots, incoming, before, True, group=group.index, arriving=transfer
+                )
+            except Exception:
+                with ExitStack() as ends:
+                    ends.callback(self._homes.give, incoming)
+                    if transfer is not None:
+                        ends.callback(transfer.wait)
+                raise
             self._summing.append(state.task)
-            self._departures.append(Departure(reservation, (transfer, *claimed)))
+            self._departures.append(Departure(reservation, before))
+        state.kind_queued = _sum_kind(group)
 
     def begin_slices(self, slot: Slot) -> SliceLanding:
         """A gradient of ``slot`` is about to arrive in slices of rows (`SlicedLeaf`)."""
@@ -301,28 +301,32 @@ class GradientCollector:
         """Take ``rows`` into the level-0 ``reservation`` and send them home."""
         while len(self._departures) >= MOST_DEPARTURES:
             self.make_room()
-        buffer = reservation.view()
-        assert buffer is not None
-        with torch.no_grad():
-            buffer.view(slot.dtype).view(rows.shape).copy_(rows)
-        self._stack.count_link(0, self._homes.range(slot.group, "gradient").level, rows.nbytes)
-        if buffer.device.type == "cpu":
+        source, transfer = reservation, None
+        try:
+            buffer = reservation.view()
+            assert buffer is not None
+            with torch.no_grad():
+                buffer.view(slot.dtype).view(rows.shape).copy_(rows)
+            self._stack.count_link(0, self._homes.range(slot.group, "gradient").level, rows.nbytes)
+            if buffer.device.type != "cpu":
+                source = self._reserve_incoming(buffer.nbytes)
+                landing = source.view()
+                assert landing is not None
+                transfer = start_copy(landing, buffer, pool)
             task = self._worker.submit(
-                self.home.land_slice, slot, start, len(rows), adding, reservation, None, group=slot.group.index
+                self.home.land_slice, slot, start, len(rows), adding, source, transfer, group=slot.group.index
             )
-            self.occupy(slot.group, task)
-            self._departures.append(Departure(reservation, (task,)))
-        else:
-            incoming = self._reserve_incoming(buffer.nbytes)
-            landing = incoming.view()
-            assert landing is not None
-            transfer = start_copy(landing, buffer, pool)
-            task = self._worker.submit(
-                self.home.land_slice, slot, start, len(rows), adding, incoming, transfer, group=slot.group.index
-            )
-            self.occupy(slot.group, task)
+        except Exception:
+            with ExitStack() as ends:
+                for held in {reservation, source}:
+                    ends.callback(self._homes.give, held)
+                if transfer is not None:
+                    ends.callback(transfer.wait)
+            raise
+        self.occupy(slot.group, task)
+        if transfer is not None:
             self._summing.append(task)
-            self._departures.append(Departure(reservation, (transfer,)))
+        self._departures.append(Departure(reservation, (task if transfer is None else transfer,)))
 
     def measure_on_level0(self, leaving: Leaving) -> None:
         """Take the norms of a gradient that is on level 0, which is CUDA: no pass over it at home."""

@@ -12,7 +12,7 @@ The module's class is switched (as `torch.nn.utils.parametrize` does) to one who
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,10 +90,11 @@ class SlicedLeaf:
                 del rows
                 self.engine.homes.give(loaded.pop(0)[0])
         finally:
-            for reservation, _, transfer in loaded:
-                weights.wait_for(transfer)
-                weights.arrived(transfer)
-                self.engine.homes.give(reservation)
+            with ExitStack() as ends:  # all of them, whichever fails
+                for reservation, _, transfer in loaded:
+                    ends.callback(self.engine.homes.give, reservation)
+                    ends.callback(weights.arrived, transfer)
+                    ends.callback(weights.wait_for, transfer)
 
     def _load(self, start: int) -> tuple[Reservation, torch.Tensor, Transfer]:
         home = self.engine.homes.range(self.group, "weight")
@@ -102,9 +103,13 @@ class SlicedLeaf:
         rows = self.slot.flat(view).view(self.slot.shape)[start : start + self.num_rows]
         with torch.inference_mode(False):
             reservation = self.engine.reserve_level0(f"{self.group.name}/slice", rows.nbytes)
-            buffer = reservation.view()
-            assert buffer is not None
-            transfer = start_copy(buffer, rows.reshape(-1).view(torch.uint8), self.pool)
+            try:
+                buffer = reservation.view()
+                assert buffer is not None
+                transfer = start_copy(buffer, rows.reshape(-1).view(torch.uint8), self.pool)
+            except Exception:
+                self.engine.homes.give(reservation)
+                raise
         self.engine.weights.remember_load(self.group, transfer)
         self.engine.stack.count_link(home.level, 0, rows.nbytes)
         return reservation, buffer.view(self.slot.dtype).view(-1, self.slot.shape[1]), transfer

@@ -158,9 +158,13 @@ class WeightStreamer:
             return self._loaded[group.index]
         with torch.inference_mode(False):
             reservation = self._reserve(group)
-            buffer = reservation.view()
-            assert buffer is not None, "level 0 is addressable"
-            transfer = self._stack.read(self._homes.range(group, "weight"), buffer)
+            try:
+                buffer = reservation.view()
+                assert buffer is not None, "level 0 is addressable"
+                transfer = self._stack.read(self._homes.range(group, "weight"), buffer)
+            except Exception:
+                self._homes.give(reservation)
+                raise
         self.remember_load(group, transfer)
         loaded = Loaded(group, reservation, buffer, transfer, buffer.untyped_storage()._cdata)
         self._loaded[group.index] = loaded
