@@ -1,4 +1,4 @@
-"""Architectures of transformers, small random models of each: the text that we write is transformers' own.
+"""Architectures of transformers, small random models of each: our text is transformers' own, and it runs the folders that we pack.
 
 A selection runs always; all that can be made small have the mark ``slow`` (`make test-all`).
 """
@@ -11,13 +11,16 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.tiny_models import IDS, all_kinds, tiny_model
 from tests.offload.conftest import make_stack  # noqa: F401 - a fixture
-from vblackwell.errors import ConfigurationError
+from vblackwell.artifacts.folder import read_config, stored_dtype
+from vblackwell.errors import ConfigurationError, Unsupported, VBError
 from vblackwell.infer.batch import columns
 from vblackwell.infer.generate import draws, stepper
 from vblackwell.infer.load import load_model
 from vblackwell.infer.own_state import check_one_pass
+from vblackwell.infer.quantized import load_quantized
 from vblackwell.infer.sampling import Sampling
 from vblackwell.infer.streamed import open_streamed
+from vblackwell.train.quantize import quantize_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what architectures say about themselves is theirs
 NEW, GREEDY = 5, Sampling(temperature=0)
@@ -33,6 +36,12 @@ LEFT = {
     "musicgen",
     "musicgen_melody", "phi4_multimodal", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "qwen4_exp_text", "xmod", "zamba",
 }  # fmt: skip
+# Of these nothing is packed to either format, and it is said why.
+NO_LINEARS = {"falcon", "gpt2", "gpt-sw3", "openai-gpt"}  # FalconLinear and Conv1D are others
+READ = {"modernbert-decoder", "recurrent_gemma", "rwkv", "xlstm"}
+NOT_RUN = {"hrm_text", "llama4_text"}
+FP32_ALONE = {"ctrl", "xlnet"}  # and so not to nvfp4
+PACKED = ["mamba", "olmoe", "qwen2"]
 OTHERS = [kind for kind in all_kinds() if kind not in LEFT]
 
 
@@ -72,3 +81,37 @@ def test_a_prompt_that_is_read_in_one_pass_has_no_chunks():
     with pytest.raises(ConfigurationError, match="prefill chunk 4: MambaForCausalLM reads a prompt in one pass"):
         check_one_pass(tiny_model("mamba"), 4)
     check_one_pass(tiny_model("qwen3"), 4)
+
+
+@pytest.mark.parametrize("kind", selected([kind for kind in OTHERS if kind not in NO_LINEARS | READ | NOT_RUN], PACKED))
+def test_a_packed_folder_of_an_fp32_one_runs_in_transformers(kind, tmp_path):
+    """In the type that its config.json says. nvfp4 is decoded to bf16 there, int8 to fp32: as exact as these."""
+    tiny_model(kind).save_pretrained(tmp_path / "model")
+    for form, dtype, off in (("nvfp4", torch.bfloat16, 2**-6), ("int8", torch.float32, 1e-5)):
+        if form == "nvfp4" and kind in FP32_ALONE:
+            continue
+        quantize_folder(tmp_path / "model", tmp_path / form, form)
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / form).eval()
+        assert theirs.dtype == stored_dtype(read_config(tmp_path / form)) == dtype
+        with torch.no_grad():
+            expected, found = theirs(IDS).logits.float(), load_quantized(tmp_path / form)(IDS)
+        found = found.float() if isinstance(found, torch.Tensor) else found.logits.float()
+        assert (found - expected).norm() < off * expected.norm(), form
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "error", "reason"),
+    [
+        ("gpt2", "int8", ConfigurationError, "its weight is stored as"),
+        ("rwkv", "int8", ConfigurationError, "transformers reads its weight when it opens a packed folder"),
+        ("hrm_text", "int8", Unsupported, "packed names of mlp.gate_up_proj.weight, which it cuts up"),
+        ("llama4_text", "int8", Unsupported, "it makes modules of the experts"),
+        ("xlnet", "nvfp4", Unsupported, "in float32 alone, and nvfp4 in torch.bfloat16. Give --format nf4"),
+        *(pytest.param(kind, "int8", VBError, "", marks=pytest.mark.slow) for kind in sorted(NO_LINEARS | READ)),
+    ],
+)
+def test_what_transformers_would_not_run_is_not_written(kind, form, error, reason, tmp_path):
+    tiny_model(kind).save_pretrained(tmp_path / "model")
+    with pytest.raises(error, match=reason):
+        quantize_folder(tmp_path / "model", tmp_path / "out", form)
+    assert not (tmp_path / "out").exists()

@@ -40,7 +40,7 @@ def folder_of(tmp_path_factory):
 
 def opened(folder, stack, rows, **options):
     model = open_streamed(folder, stack, **options)
-    shape = cache_shape(model.config, rows, PROMPT + COUNT, torch.float32)
+    shape = cache_shape(model.config, rows, PROMPT + COUNT, model.dtype)
     assert shape is not None
     cache = StackedCache(stack, shape, shape.layers)
     ids = torch.randint(3, 96, (rows, PROMPT + COUNT), generator=torch.Generator().manual_seed(2))
@@ -113,8 +113,9 @@ def test_without_room_nothing_is_kept(fails, folder_of, make_stack, monkeypatch)
     cache.close()
 
 
-@pytest.mark.parametrize("form", ["int8", "two parts"])
-def test_steps_over_a_packed_folder(form, folder_of, make_stack, tmp_path):  # noqa: F811
+# fp32, and bf16: six layers round some ten times each, as below.
+@pytest.mark.parametrize(("form", "off"), [("int8", 1e-5), ("two parts", 2**-3.3)])
+def test_steps_over_a_packed_folder(form, off, folder_of, make_stack, tmp_path):  # noqa: F811
     if form == "two parts":
         shapes = {"model.layers.2.mlp.up_proj": (48, 32)}
         assignment = Assignment(dict.fromkeys(shapes, "two-part"), shapes)
@@ -125,7 +126,7 @@ def test_steps_over_a_packed_folder(form, folder_of, make_stack, tmp_path):  # n
     step = StreamedStep(model, cache, 2)
     for place in range(PROMPT, PROMPT + COUNT):
         difference = (step.step(ids[:, place : place + 1]) - whole[:, place]).norm()
-        assert difference < 1e-5 * whole[:, place].norm()
+        assert difference < off * whole[:, place].norm()
 
 
 def test_what_is_not_taken(folder_of, make_stack):  # noqa: F811

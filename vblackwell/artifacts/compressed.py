@@ -12,7 +12,8 @@ nf4      none; ``vblackwell``       our own four entries: no other reader knows 
 
 The bytes of codes are ours; only views and names change (int8 codes also their offset). That package divides by the global
 scale where we multiply by the tensor scale: the same bits for a power of two, which ``mse`` always chooses, and up to one
-fp32 rounding apart for ``max``. It wants rows to be a multiple of the block, so other layers stay as they are.
+fp32 rounding apart for ``max``. It wants rows to be a multiple of the block, so other layers stay as they are. It decodes nvfp4 and mxfp4
+to bf16 whatever the model is, so the other tensors of such a folder are bf16 too (`runs_in`): in transformers fp32 ones would meet them.
 
 A linear in two parts (numerics/separation.py) has nvfp4's entries and one more, ``weight_fine``, of the shape of its packed codes: to a
 reader that passes over what it does not know it is an nvfp4 linear.
@@ -41,6 +42,16 @@ _KINDS = {
     "int8": "pack-quantized",
 }
 OWN_METHOD = "vblackwell"
+
+
+def runs_in(form: Format, dtype: torch.dtype) -> torch.dtype:
+    """The type that a folder in ``form``, made of one in ``dtype``, has to be in for transformers to run it."""
+    return torch.bfloat16 if form.name in ("nvfp4", "mxfp4") else dtype
+
+
+def opens_in_transformers(form: Format) -> bool:
+    """Whether transformers opens folders in ``form``, with compressed-tensors installed."""
+    return form.name in _KINDS
 
 
 def not_packable_reasons(form: Format, n: int, k: int) -> list[str]:

@@ -104,6 +104,15 @@ class FolderWeights:
         """The model's tensors that can be filled."""
         return list(self._recipes)
 
+    def name_in_files(self, name: str) -> str:
+        """The files' name for the model's tensor ``name``; its own where it is computed, of several tensors or a part of one."""
+        recipe = self._recipes[name]
+        return name if recipe.converter is not None else next(recipe.tensors()).name
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Of the model's tensor ``name``."""
+        return tuple(self._targets[name].shape)
+
     def dtype_of(self, name: str) -> torch.dtype:
         """The type in which the files hold what the tensor ``name`` is filled from."""
         return next(self._recipes[name].tensors()).dtype

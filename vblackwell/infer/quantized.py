@@ -21,7 +21,7 @@ from vblackwell.artifacts.weights import FolderWeights
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.nn.convert_linears import install_packed, linear_of, replace_module
 from vblackwell.nn.optimize import install_separated
-from vblackwell.nn.skeleton import skeleton
+from vblackwell.nn.skeleton import skeleton, stays_fp32
 from vblackwell.nn.stored_fp4 import StoredFP4Linear, stored_part
 from vblackwell.numerics.formats import Format
 from vblackwell.numerics.packed import PackedTensor
@@ -81,7 +81,7 @@ def load_quantized(folder: Path, device: torch.device | str = "cpu", dtype: torc
     for name, tensor in load_state(folder, names=tables.specs.keys() - elsewhere, device=device):
         linear, _, entry = name.rpartition(".")
         if name not in tables.entries:
-            _assign(model, name, tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor)
+            _assign(model, name, _cast(model, name, tensor, dtype))
             continue
         waiting[linear][entry] = tensor
         if waiting[linear].keys() == tables.kinds_of(linear):
@@ -203,10 +203,17 @@ def _convert(model: nn.Module, folder: Path, names: set[str], dtype: torch.dtype
     with FolderWeights(model, folder, names) as weights:
         targets, tensors = model.state_dict(), {}
         for name in weights.names:
-            tensors[name] = torch.empty(targets[name].shape, dtype=dtype or weights.dtype_of(name))
+            tensors[name] = _cast(model, name, torch.empty(targets[name].shape, dtype=weights.dtype_of(name)), dtype)
             weights(name, tensors[name])
     for name, tensor in tensors.items():
         _assign(model, name, tensor)
+
+
+def _cast(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """``tensor`` in ``dtype``, or fp32 where the model computes with it in that."""
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.float() if stays_fp32(model, name) else tensor if dtype is None else tensor.to(dtype)
 
 
 def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:

@@ -2,7 +2,8 @@
 
 What is left alone, and why: the output head and whatever shares its weight (embeddings), because their error reaches the
 logits directly; a weight that two modules share, because packing one of them would untie it; subclasses of ``nn.Linear``,
-because their owner may read the weight without calling them, as ``nn.MultiheadAttention`` does; an adapter's own matrices, because
+because their owner may read the weight without calling them, as ``nn.MultiheadAttention`` does, and those whose weight transformers'
+code reads (read_weights.py); an adapter's own matrices, because
 they are small and are what is trained. The matrix under an adapter (``base_layer``) is a linear like any other.
 """
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.nn.linear import FusedFP4Linear
+from vblackwell.nn.read_weights import reads_weight
 from vblackwell.numerics.packed import PackedTensor
 
 HEAD = r"(^|\.)(lm_head|embed_out|output_projection|classifier|score|head)$"
@@ -80,6 +82,8 @@ def _own_reason(model: nn.Module, name: str, module: nn.Module) -> str | None:
         return _TRANSPOSED
     if _in_adapter(model, name):
         return "an adapter's own matrix, which is trained as it is"
+    if read := reads_weight(model, name):
+        return read
     if type(module) is not nn.Linear:
         return (
             f"{type(module).__name__} is another class than nn.Linear: its owner may read the weight without calling it"

@@ -2,7 +2,9 @@
 
 Tensors stream: two passes over the weights on disk (the first for tensor scales and bad values, the second packs), and memory
 for one layer. The order of writing is that of the output files, so only the small entries of a layer wait for their turn.
-Embeddings, head and norms are copied as they are. The folder appears complete under its name or not at all.
+Embeddings, head and norms are copied, in the type that transformers runs the format in. Where transformers makes one parameter of several
+tensors (a layer's experts), that parameter is written: of a quantised folder it joins packed tensors alone. The folder appears complete
+under its name or not at all.
 """
 
 from __future__ import annotations
@@ -10,14 +12,12 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from vblackwell.artifacts.checked import check_weights
 from vblackwell.artifacts.commit import MANIFEST, CommitFolder
@@ -27,16 +27,19 @@ from vblackwell.artifacts.compressed import (
     entry_specs,
     fine_spec,
     not_packable_reasons,
+    opens_in_transformers,
     quantization_config,
+    runs_in,
     to_entries,
 )  # fmt: skip
-from vblackwell.artifacts.folder import load_specs, read_config, tensor_files
+from vblackwell.artifacts.folder import load_specs, read_config, stored_dtype
 from vblackwell.artifacts.shards import SafetensorsShards, TensorSpec
-from vblackwell.artifacts.tensor_file import refuse_not_finite
+from vblackwell.artifacts.weights import FolderWeights
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.nn.assignment import Assignment
 from vblackwell.nn.convert_linears import HEAD, find_linears, select_linears
-from vblackwell.nn.skeleton import skeleton
+from vblackwell.nn.read_weights import needed_to_initialize
+from vblackwell.nn.skeleton import skeleton, stays_fp32
 from vblackwell.numerics.formats import Format, check_search, format_named
 from vblackwell.numerics.fp4 import joint_tensor_scale, quantize
 from vblackwell.numerics.packed import PackedTensor
@@ -47,6 +50,7 @@ from vblackwell.units import format_bytes
 # Projections that runtimes fuse into one matrix, and that therefore share a tensor scale.
 _FUSED = (re.compile(r"^(.*\.)?(q|k|v)_proj$"), re.compile(r"^(.*\.)?(gate|up)_proj$"), re.compile(r"^(.*\.)?w[13]$"))
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".safetensors.index.json", ".bin.index.json")
+_FP32_ALONE = ("CTRLLMHeadModel", "XLNetLMHeadModel")
 _COPY_BYTES = 16 << 20
 _WORKSPACE_BYTES = 512 << 20  # nothing else is on the device
 
@@ -78,6 +82,7 @@ class QuantizeReport:
         kept: linears that were not packed, with the reason.
         sqnr_db: over all packed weights together.
         bytes_before, bytes_after: of all tensors on disk.
+        dtype_before, dtype: of the model, in the original folder and now.
     """
 
     layers: tuple[PackedLayer, ...]
@@ -85,6 +90,8 @@ class QuantizeReport:
     sqnr_db: float
     bytes_before: int
     bytes_after: int
+    dtype_before: torch.dtype
+    dtype: torch.dtype
 
 
 def quantize_folder(
@@ -115,7 +122,7 @@ def quantize_folder(
         ConfigurationError: no such model, nothing to pack, weights with inf or NaN, ``out`` is in use, or the assignment is for
             another model or packs what cannot be packed.
         FolderMismatch, CorruptData: its files are not those of its config.json, or damaged.
-        Unsupported: the model is quantised already.
+        Unsupported: the model is quantised already, or transformers cannot open packed folders of its architecture.
         DiskError: the disk is full or failed; nothing is left under ``out`` then.
     """
     source, target = Path(model), Path(out)
@@ -128,21 +135,32 @@ def quantize_folder(
     check_weights(source)
     if assignment is not None:
         _check_assignment(assignment, form)
-    plan = _Plan.of(config, load_specs(source), form, pattern, keep, assignment)
-    with _Reader(source, torch.device(device)) as reader:
+    module = skeleton(config)
+    with FolderWeights(module, source) as weights:
+        plan = _Plan.of(config, module, weights, form, pattern, keep, assignment)
+        reader = _Reader(weights, plan, torch.device(device))
         scales = {} if form.name != "nvfp4" else _tensor_scales(plan, reader, form, scale_search)
         packer = _Packer(plan, reader, form, scale_search, scales, on_layer)
         with CommitFolder(target.resolve().parent, target.resolve().name, plan.bytes_after) as folder:
-            folder.add_json(
-                "config.json", config | {"quantization_config": quantization_config(form, plan.kept, plan.two_parts)}
-            )
+            written = quantization_config(form, plan.kept, plan.two_parts)
+            folder.add_json("config.json", _in_type(config, plan.dtype) | {"quantization_config": written})
             _copy_others(source, folder)
             with SafetensorsShards(folder, "model", plan.specs) as shards:
                 for name, tensor in packer.tensors(shards.names):
                     shards.write(name, tensor)
     return QuantizeReport(
-        tuple(packer.layers), plan.kept, decibels(packer.noise, packer.signal), plan.bytes_before, plan.bytes_after
-    )
+        tuple(packer.layers), plan.kept, decibels(packer.noise, packer.signal), plan.bytes_before, plan.bytes_after,
+        plan.dtype_before, plan.dtype,
+    )  # fmt: skip
+
+
+def _in_type(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """``config`` of a model in ``dtype``, and so of the parts that state theirs."""
+    changed = {key: value for key, value in config.items() if key != "torch_dtype"}
+    for key, value in changed.items():
+        if isinstance(value, dict) and ("dtype" in value or "torch_dtype" in value):
+            changed[key] = _in_type(value, dtype)
+    return changed | {"dtype": str(dtype).removeprefix("torch.")}
 
 
 def quantize_command(
@@ -195,6 +213,9 @@ def quantize_command(
         f"{len(report.layers)} linears in {format}: {report.sqnr_db:.2f} dB, worst {worst.sqnr_db:.2f} ({worst.name})"
     )
     print(f"packed weights {format_bytes(before)} -> {format_bytes(after)}")
+    if report.dtype != report.dtype_before:
+        names = [str(dtype).removeprefix("torch.") for dtype in (report.dtype_before, report.dtype)]
+        print(f"all other tensors {names[0]} -> {names[1]}, in which compressed-tensors decodes {format}")
     print(f"model {format_bytes(report.bytes_before)} -> {format_bytes(report.bytes_after)} in {out}")
     return 0
 
@@ -232,46 +253,91 @@ class _Plan:
     two_parts: set[str]  # of those
     kept: dict[str, str]  # linear -> why
     specs: list[TensorSpec]  # of the output
+    sources: dict[str, str]  # what is copied: its name there -> the model's
     bytes_before: int
-    buffers: frozenset[str]  # of the model; a mask among them may hold -inf
+    dtype_before: torch.dtype
+    dtype: torch.dtype
 
     @classmethod
     def of(
-        cls, config: dict[str, Any], found: dict[str, TensorSpec], form: Format, pattern: str, keep: str,
+        cls, config: dict[str, Any], module: nn.Module, weights: FolderWeights, form: Format, pattern: str, keep: str,
         assignment: Assignment | None = None,
     ) -> _Plan:  # fmt: skip
-        module = skeleton(config)
         select_linears(module, pattern, keep)  # raises where there is none
         why = find_linears(module, pattern, keep)
+        held = set(weights.names)
         if assignment is not None:
-            shapes = {name: found[f"{name}.weight"].shape for name in why if f"{name}.weight" in found}
+            shapes = {name: weights.shape_of(f"{name}.weight") for name in why if f"{name}.weight" in held}
             assignment.check({name: (shape[0], shape[1]) for name, shape in shapes.items()}, "that of the folder")
             why = {name: reason or _assigned_reason(assignment, name) for name, reason in why.items()}
-        packed, kept, specs = {}, {}, []
         two_parts = set() if assignment is None else set(assignment.names("two-part"))
-        for name, reason in why.items():
-            reasons = _reasons(name, reason, found, form)
-            if reasons:
-                kept[name] = "; ".join(reasons)
-            else:
-                packed[name] = found[f"{name}.weight"].shape
+        if opens_in_transformers(form):
+            _refuse_what_transformers_cannot_run(module, form, stored_dtype(config))
+            chosen = [name for name, reason in why.items() if reason is None]
+            reason = "transformers reads its weight when it opens a packed folder"
+            why |= dict.fromkeys(needed_to_initialize(module, chosen), reason)
+        kept = {name: reason for name, reason in why.items() if reason is not None}
+        packed = dict[str, tuple[int, int]]()
+        for name in why.keys() - kept.keys():
+            reasons = _reasons(name, weights, held, form)
+            kept |= {name: "; ".join(reasons)} if reasons else {}
+        for name in why:  # in the model's order
+            if name not in kept:
+                packed[name] = (weights.shape_of(f"{name}.weight")[0], weights.shape_of(f"{name}.weight")[1])
+        kept = {name: kept[name] for name in why if name in kept}
         if not packed:
             first = next(f"{name} ({reason})" for name, reason in kept.items())
             raise ConfigurationError(f"no linear of the model can be packed as {form.name}: {first}, ...")
-        for name, spec in found.items():
-            owner = name.removesuffix(".weight")
+        stated = config.get("dtype") or config.get("torch_dtype")
+        before = stored_dtype(config) if stated else weights.dtype_of(f"{next(iter(packed))}.weight")
+        dtype = runs_in(form, before)
+        specs, sources, size = list[TensorSpec](), dict[str, str](), 0
+        for name in weights.names:
+            own, shape, owner = weights.dtype_of(name), weights.shape_of(name), name.removesuffix(".weight")
+            size += TensorSpec(name, shape, own).size_bytes
             if name.endswith(".weight") and owner in packed:
                 entries = [*entry_specs(form, *packed[owner]).values()]
                 entries += [fine_spec(*packed[owner])] if owner in two_parts else []
                 specs += [replace(entry, name=f"{owner}.{entry.name}") for entry in entries]
-            else:
-                specs.append(spec)
-        before, buffers = sum(spec.size_bytes for spec in found.values()), frozenset(dict(module.named_buffers()))
-        return cls(packed, two_parts & set(packed), kept, specs, before, buffers)
+                continue
+            if own.is_floating_point and dtype != before and not stays_fp32(module, name):
+                own = dtype
+            specs.append(TensorSpec(weights.name_in_files(name), shape, own))
+            sources[specs[-1].name] = name
+        return cls(packed, two_parts & set(packed), kept, specs, sources, size, before, dtype)
 
     @property
     def bytes_after(self) -> int:
         return sum(spec.size_bytes for spec in self.specs)
+
+
+def _refuse_what_transformers_cannot_run(model: Any, form: Format, dtype: torch.dtype) -> None:
+    """Raises Unsupported where transformers (5.23) runs no compressed-tensors folder of the architecture of ``model`` in ``form``."""
+    if not hasattr(model, "base_model_prefix"):
+        return
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    kind, half = type(model).__name__, runs_in(form, dtype) != torch.float32
+    reasons = [
+        f"it wants packed names of {entry.source_patterns[0]}, which it cuts up"
+        for entry in get_model_conversion_mapping(model)
+        if isinstance(entry, WeightConverter)
+        and len(entry.target_patterns) > 1
+        and all(pattern.endswith(".weight") for pattern in entry.source_patterns)
+        and not any(operation.supports_many_to_many for operation in entry.operations)
+    ]
+    if any(type(module).__name__ == "Llama4TextExperts" for module in model.modules()):
+        reasons.append("it makes modules of the experts")
+    if half and kind in _FP32_ALONE:
+        reasons.append(f"it runs the model in float32 alone, and {form.name} in {runs_in(form, dtype)}")
+    if half and form.name in ("int4", "int8") and stays_fp32(model, "weight_scale"):
+        reasons.append(f"it keeps the scales of {form.name}, and so the weights, in float32")
+    if reasons:
+        raise Unsupported(
+            f"transformers runs no folder of {kind} packed to {form.name}: {reasons[0]}. Give --format nf4, which this package alone "
+            "reads, or pack while a model is opened: vb generate --use-fp4"
+        )
 
 
 def _check_assignment(assignment: Assignment, form: Format) -> None:
@@ -284,47 +350,33 @@ def _assigned_reason(assignment: Assignment, name: str) -> str | None:
     return "the assignment keeps it as it is" if given == "bf16" else None
 
 
-def _reasons(name: str, reason: str | None, found: dict[str, TensorSpec], form: Format) -> list[str]:
-    if reason is not None:
-        return [reason]
-    spec = found.get(f"{name}.weight")
-    if spec is None:
+def _reasons(name: str, weights: FolderWeights, held: set[str], form: Format) -> list[str]:
+    if f"{name}.weight" not in held:
         return ["the folder stores it under another name"]
-    return not_packable_reasons(form, *spec.shape)
+    shape = weights.shape_of(f"{name}.weight")
+    return not_packable_reasons(form, shape[0], shape[1])
 
 
 class _Reader:
-    """Tensors of a folder by name; files stay mapped while it is open."""
+    """Tensors of the model out of the folder's, in the types that the plan says."""
 
-    def __init__(self, folder: Path, device: torch.device) -> None:
-        self._folder, self._device, self._stack = folder, device, ExitStack()
-        self._file_of: dict[str, tuple[Path, Any]] = {}
+    def __init__(self, weights: FolderWeights, plan: _Plan, device: torch.device) -> None:
+        self._weights, self._sources, self._device = weights, plan.sources, device
+        self._dtypes = {spec.name: spec.dtype for spec in plan.specs}
 
-    def __enter__(self) -> _Reader:
-        for path in tensor_files(self._folder):
-            file: Any = self._stack.enter_context(safe_open(path, framework="pt"))
-            self._file_of.update(dict.fromkeys(file.keys(), (path, file)))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def read(self, name: str) -> Tensor:
-        return self._file_of[name][1].get_tensor(name)
-
-    def read_finite(self, name: str) -> Tensor:
-        """A weight that is kept as it is.
-
-        Raises:
-            ConfigurationError: it has NaN or inf.
-        """
-        tensor = self.read(name)
-        refuse_not_finite(tensor, name, self._file_of[name][0])
-        return tensor
+    def kept(self, name: str) -> Tensor:
+        """What is written as ``name``."""
+        return self._filled(self._sources[name], self._dtypes[name])
 
     def weight(self, linear: str) -> Tensor:
         """A linear's weight where it will be packed."""
-        return self.read(f"{linear}.weight").to(self._device)
+        name = f"{linear}.weight"
+        return self._filled(name, self._weights.dtype_of(name)).to(self._device)
+
+    def _filled(self, name: str, dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(self._weights.shape_of(name), dtype=dtype)
+        self._weights(name, tensor)
+        return tensor
 
 
 def _tensor_scales(plan: _Plan, reader: _Reader, form: Format, scale_search: str) -> dict[str, Tensor]:
@@ -360,10 +412,7 @@ class _Packer:
         for name in names:
             if name not in self._waiting and name in self._owner:
                 self._pack(self._owner[name])
-            yield name, self._waiting.pop(name) if name in self._waiting else self._kept(name)
-
-    def _kept(self, name: str) -> Tensor:
-        return self._reader.read(name) if name in self._plan.buffers else self._reader.read_finite(name)
+            yield name, self._waiting.pop(name) if name in self._waiting else self._reader.kept(name)
 
     def _pack(self, linear: str) -> None:
         weight = self._reader.weight(linear)
