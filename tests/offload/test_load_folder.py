@@ -23,6 +23,8 @@ from vblackwell.artifacts.tensor_file import TensorFile, all_finite
 from vblackwell.artifacts.weights import FolderWeights
 from vblackwell.errors import ConfigurationError, CorruptData, FolderMismatch, Unsupported
 from vblackwell.infer.causal_lm import load_causal_lm, save_causal_lm
+from vblackwell.infer.load import load_model
+from vblackwell.nn.skeleton import skeleton
 from vblackwell.offload.enable import enable_vgpu_stack_optimization, release
 
 ROOM = 1 << 20
@@ -317,6 +319,30 @@ def test_a_weight_that_is_not_finite_is_named(kind, bad, dtype, written):  # noq
             except ConfigurationError as error:
                 found.append(str(error))
     assert len(found) == 1 and found[0].startswith(f"{path}: {name} has 1 NaN or inf of "), found
+
+
+def test_code_and_pickles_in_a_folder_are_never_run(written, monkeypatch):  # noqa: F811
+    """An architecture that transformers has is its own, whatever the folder brings for it; any other is refused."""
+    folder = written("llama")
+    canary = folder / "canary"
+    code = f"open({str(canary)!r}, 'w')\nfrom transformers import *\nclass M(LlamaForCausalLM): pass\nclass C(LlamaConfig): pass\n"
+    (folder / "strange.py").write_text(code)
+    for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt"):
+        (folder / name).write_bytes(b"cos\nsystem\n(S'touch " + str(canary).encode() + b"'\ntR.")
+    mapped = {"AutoConfig": "strange.C", "AutoModelForCausalLM": "strange.M"}
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked whether to run code"))
+    edit_json(folder / "config.json", auto_map=mapped)
+    expected = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+    opened = load_model(folder)
+    assert all(map(torch.equal, opened.parameters(), expected.parameters()))
+    with open_weights(folder):
+        pass
+    edit_json(folder / "config.json", model_type="strange")
+    (folder / "manifest.json").write_text("{}")  # as if we had written it, and checked its tables
+    for opener in (load_model, open_weights, lambda folder: skeleton(read_config(folder))):
+        with pytest.raises((ConfigurationError, Unsupported)):
+            opener(folder)
+    assert not canary.exists()
 
 
 def test_nested_tables_and_devices_are_refused(written):  # noqa: F811

@@ -31,6 +31,7 @@ from vblackwell.train.config import TrainConfig, field_help
 from vblackwell.train.data import Corpus
 from vblackwell.train.dataset import PackedDataset
 from vblackwell.train.doctor import advice
+from vblackwell.train.levels import build_stack
 from vblackwell.train.metrics import MetricsLog, StepRecord, cut_after, read_metrics
 from vblackwell.train.model import learner_of
 from vblackwell.train.precision import choose_precision
@@ -493,6 +494,25 @@ def test_a_preset_that_does_not_fit_is_refused_before_it_takes_memory(preset_cor
         prepare(config, CPU, PlainProgress(), StopRequest(), cleanup)
     assert refusal.value.needed_bytes > refusal.value.available_bytes
     assert held.peak < 60 * MiB, "weights, which are 101 MiB, were drawn first"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "part"),
+    [
+        ({"fast_memory": "10TiB"}, "--fast-memory 10.0 TiB are RAM"),
+        ({"fast_memory": "7GiB", "host_memory": "8GiB"}, "--fast-memory 7.00 GiB and --host-memory 8.00 GiB"),
+        ({"fast_memory": "2MiB", "host_memory": "8MiB"}, None),
+    ],
+)
+def test_what_is_asked_of_ram_is_within_the_cgroup(sizes, part, monkeypatch):
+    facts = MemoryFacts(16 * GiB, 12 * GiB, "/sys/fs/cgroup/job")
+    monkeypatch.setattr("vblackwell.train.levels.memory_facts", lambda: facts)
+    if part is None:
+        build_stack(TrainConfig(**sizes), CPU).close()
+        return
+    said = f"{part}.*12.0 GiB of 16.0 GiB are available .limited by /sys/fs/cgroup/job"
+    with pytest.raises(InsufficientMemory, match=said):
+        build_stack(TrainConfig(**sizes), CPU)
 
 
 @pytest.mark.parametrize(

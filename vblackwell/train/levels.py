@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory
-from vblackwell.hardware import disk_facts
+from vblackwell.hardware import disk_facts, memory_facts
 from vblackwell.memory.compressed_disk import CompressedDiskLevel
 from vblackwell.memory.config import default_disk_path
 from vblackwell.memory.create import create_vgpu_stack
@@ -35,11 +35,13 @@ def build_stack(
 
     Raises:
         ConfigurationError: a size that the machine does not have, a path that is no directory on a disk, a codec without a disk.
-        InsufficientMemory: the disk has less room than ``--disk-memory``.
+        InsufficientMemory: the disk has less room than ``--disk-memory``, or RAM than the sizes that are RAM.
     """
     disk = has_disk(config)
     if config.disk_memory:
         _refuse_full_disk(config, state_bytes)
+    if device.type == "cpu":
+        _refuse_more_than_ram(config)
     codec = "lossless" if config.disk_codec == "lossless" else None
     given: dict[str, Any] = {"device": device, "disk_codec": codec}
     if plan is not None:
@@ -66,6 +68,21 @@ def has_disk(config: TrainConfig) -> bool:
     if config.disk_codec == "lossless" and not found:
         raise ConfigurationError("--disk-codec is for a disk level: give --disk-memory or --disk-path as well")
     return found
+
+
+def _refuse_more_than_ram(config: TrainConfig) -> None:
+    """Without a GPU level 0 is RAM, as the level below it: a run that fills both would be killed without a word."""
+    asked = {"--fast-memory": config.fast_memory, "--host-memory": config.host_memory}
+    sizes = {flag: size for flag, size in asked.items() if isinstance(size, int) and size}
+    facts, wanted = memory_facts(), sum(sizes.values())
+    if wanted > facts.available_bytes:
+        raise InsufficientMemory(
+            f"{' and '.join(f'{flag} {format_bytes(size)}' for flag, size in sizes.items())} are RAM on a CPU: "
+            f"{format_bytes(facts.available_bytes)} of {format_bytes(facts.total_bytes)} are available (limited by {facts.limited_by}); "
+            "give less",
+            needed_bytes=wanted,
+            available_bytes=facts.available_bytes,
+        )
 
 
 def _refuse_full_disk(config: TrainConfig, state_bytes: int | None) -> None:
