@@ -1,6 +1,6 @@
 """Which architectures of transformers go all the way: a small random model of each into a stack, a step, out again, packed, adapted.
 
-``python benchmarks/bench_architectures.py [NAME ...]`` (a minute on one CPU core) prints a line for each:
+``python benchmarks/bench_architectures.py [NAME ...]`` (some minutes on one CPU core) prints a line for each:
 
 - step: one AdamW step with weights streamed through a level 0 that cannot hold them; the folder that comes out, opened by transformers, has
   the bits of transformers' model and torch's AdamW doing the same in fp32;
@@ -30,47 +30,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import vblackwell as vb
+from benchmarks.tiny_models import IDS, small_kinds, tiny_model
 from vblackwell.errors import VBError
 from vblackwell.infer.batch import columns
 from vblackwell.infer.quantized import load_quantized
 from vblackwell.infer.sampling import Sampling
 from vblackwell.train.quantize import quantize_folder
 
-SIZES = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
-OLD = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "attention_dropout": 0.0, "hidden_dropout": 0.0}
-HEAD = {**SIZES, "head_dim": 16}
-WINDOW = {**HEAD, "sliding_window": 8}
-ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-GROUPS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, **ROUTED}
-LINEAR = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
-LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama": SIZES, "mistral": {**SIZES, "sliding_window": 8}, "mixtral": {**SIZES, "num_local_experts": 4}, "qwen2": SIZES, "qwen3": HEAD,
-    "qwen2_moe": {**SIZES, "num_experts": 4, "shared_expert_intermediate_size": 32, **ROUTED},
-    "qwen3_moe": {**HEAD, "num_experts": 4, **ROUTED},
-    "qwen3_next": {**HEAD, "num_experts": 4, "shared_expert_intermediate_size": 32, **ROUTED, **LINEAR},
-    "gemma": HEAD, "gemma2": WINDOW, "gemma3_text": WINDOW, "phi": SIZES, "phi3": SIZES, "phimoe": {**SIZES, "num_local_experts": 4},
-    "deepseek_v3": {**SIZES, "num_key_value_heads": 4, **GROUPS, **LATENT}, "glm4": HEAD, "glm4_moe": {**HEAD, **GROUPS},
-    "gpt_oss": {**WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}, "olmo2": SIZES, "granite": {**SIZES, "logits_scaling": 2.0},
-    "granitemoe": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}, "smollm3": SIZES, "starcoder2": SIZES, "stablelm": SIZES,
-    "cohere": SIZES, "nemotron": SIZES, "exaone4": HEAD, "ernie4_5": HEAD, "lfm2": {**SIZES, "layer_types": ["conv", "full_attention"] * 2},
-    "gpt2": {**OLD, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64},
-    "gptj": {**OLD, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64, "rotary_dim": 8},
-    "gpt_neox": {**SIZES, "num_key_value_heads": 4}, "bloom": {**OLD, "hidden_size": 64, "n_layer": 4, "n_head": 4},
-    "falcon": {**OLD, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4},
-    "mpt": {"vocab_size": 96, "d_model": 64, "n_layers": 4, "n_heads": 4, "max_seq_len": 64, "eos_token_id": 2},
-    "opt": {**SIZES, "ffn_dim": 96, "word_embed_proj_dim": 64}, "mamba": {**OLD, "hidden_size": 64, "num_hidden_layers": 4},
-}  # fmt: skip
 NEW = 6
-IDS = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(1))
 
 
 def step(model: Any, optimizer: Any) -> Tensor:
@@ -141,8 +108,8 @@ STAGES: dict[str, Callable[[Path, Path], str]] = {
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(SHAPES)}; default all")
-    names = parser.parse_args(words).names or list(SHAPES)
+    parser.add_argument("names", nargs="*", help="of transformers' causal architectures; default all")
+    names = parser.parse_args(words).names or small_kinds()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.simplefilter("ignore")
@@ -152,9 +119,7 @@ def main(words: list[str] | None = None) -> int:
         cells = []
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place) / "model"
-            torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(name, **SHAPES[name]))
-            model.save_pretrained(folder)
+            tiny_model(name).save_pretrained(folder)
             for stage, run in STAGES.items():
                 try:
                     cells.append(run(folder, Path(place) / stage))

@@ -5,11 +5,14 @@ A selection runs always; all that can be made small have the mark ``slow`` (`mak
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.tiny_models import IDS, all_kinds, tiny_model
+from benchmarks.tiny_models import IDS, KINDS, small_kinds, tiny_model
 from tests.offload.conftest import make_stack  # noqa: F401 - a fixture
 from vblackwell.artifacts.folder import read_config, stored_dtype
 from vblackwell.errors import ConfigurationError, Unsupported, VBError
@@ -29,20 +32,12 @@ OWN_STATE = ["mamba", "openai-gpt", "recurrent_gemma", "rwkv", "xlnet", "xlstm"]
 WRITTEN = [*OWN_STATE, "arcee", "bamba", "granitemoehybrid", "marian", "roberta"]
 # transformers' generate gives them positions from 0 on, where their forward, which we call, counts from behind the padding token's number.
 OTHER_POSITIONS = {"camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"}
-# What cannot be made small here by sizes alone, or is no text model: pictures and sound, or a fault of transformers' own.
-LEFT = {
-    "blt", "cohere_compass_text", "dbrx", "dots3_note", "dots3_note_text", "emu3", "fuyu", "gemma3", "gemma3n", "gemma4",
-    "gemma4_assistant", "gemma4_unified", "gemma4_unified_assistant", "git", "got_ocr2", "llama4", "mllama", "moss_transcribe_diarize",
-    "musicgen",
-    "musicgen_melody", "phi4_multimodal", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "qwen4_exp_text", "xmod", "zamba",
-}  # fmt: skip
 # Of these nothing is packed to either format, and it is said why.
 NO_LINEARS = {"falcon", "gpt2", "gpt-sw3", "openai-gpt"}  # FalconLinear and Conv1D are others
 READ = {"modernbert-decoder", "recurrent_gemma", "rwkv", "xlstm"}
 NOT_RUN = {"hrm_text", "llama4_text"}
 FP32_ALONE = {"ctrl", "xlnet"}  # and so not to nvfp4
 PACKED = ["mamba", "olmoe", "qwen2"]
-OTHERS = [kind for kind in all_kinds() if kind not in LEFT]
 
 
 def selected(kinds: list[str], always: list[str]):
@@ -62,7 +57,7 @@ def text_of(model, ids: list[int]) -> list[int]:
     return model.generate(ids_1S, attention_mask=torch.ones_like(ids_1S), **options)[0, len(ids) :].tolist()
 
 
-@pytest.mark.parametrize("kind", selected(OTHERS, WRITTEN))
+@pytest.mark.parametrize("kind", selected(small_kinds(), WRITTEN))
 def test_the_text_is_that_of_transformers(kind, tmp_path, make_stack):  # noqa: F811
     tiny_model(kind).save_pretrained(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -83,7 +78,9 @@ def test_a_prompt_that_is_read_in_one_pass_has_no_chunks():
     check_one_pass(tiny_model("qwen3"), 4)
 
 
-@pytest.mark.parametrize("kind", selected([kind for kind in OTHERS if kind not in NO_LINEARS | READ | NOT_RUN], PACKED))
+@pytest.mark.parametrize(
+    "kind", selected([kind for kind in small_kinds() if kind not in NO_LINEARS | READ | NOT_RUN], PACKED)
+)
 def test_a_packed_folder_of_an_fp32_one_runs_in_transformers(kind, tmp_path):
     """In the type that its config.json says. nvfp4 is decoded to bf16 there, int8 to fp32: as exact as these."""
     tiny_model(kind).save_pretrained(tmp_path / "model")
@@ -115,3 +112,11 @@ def test_what_transformers_would_not_run_is_not_written(kind, form, error, reaso
     with pytest.raises(error, match=reason):
         quantize_folder(tmp_path / "model", tmp_path / "out", form)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_documentation_names_them():
+    text = (Path(__file__).parents[2] / "docs/models.md").read_text(encoding="utf-8")
+    section = text.split("## Architectures")[1].split("\n## ")[0]
+    assert set(re.findall(r"^> (.*)$", section, re.MULTILINE)[0].split()) == set(KINDS.split())
+    for kinds in (NO_LINEARS, READ, NOT_RUN, FP32_ALONE):
+        assert kinds <= set(re.findall(r"`([\w-]+)`", section))

@@ -44,8 +44,7 @@ def open_streamed(
         folder, stack, dtype=stored_dtype(config), trainable=False, adapter=adapter, fp4=fp4, fp4_layers=fp4_layers, keep=keep,
         **placement,
     )  # fmt: skip
-    if stack.level0_device.type == "cuda":  # fewer launches, by which the host must stay ahead of the copies
-        accelerate_causal_lm(model, loss=False)  # as a resident model; on a CPU both round as transformers does
+    accelerate_causal_lm(model, loss=False)  # on a GPU: fewer launches, by which the host must stay ahead of the copies
     return model.eval()
 
 
