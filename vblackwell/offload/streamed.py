@@ -108,7 +108,8 @@ def reserve_streamed(model: nn.Module, stack: LevelPool, name: str, wishes: Wish
     homes.reserve(
         [(group, "weight") for group in ordered]
         + [(group, "remainder" if group in on_level0 else "master") for group in trainable if needs_master(group)],
-        later=moment_ranges(trainable),
+        # With gradients that wait for an update at home: whatever will spill passes through RAM that weights must leave.
+        later=[(group, "gradient") for group in trainable if group not in on_level0] + moment_ranges(trainable),
     )
     _check_slices(slice_rows, homes)
     return Streamed(groups, sites, homes, budget, slice_rows, on_level0, ring)
