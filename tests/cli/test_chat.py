@@ -35,8 +35,8 @@ def test_answers_are_learnt(kind, place, folders, chat):  # noqa: F811
     assert "120 conversations (alpaca), written with the default chat template" in output
     assert "several share a row, positions begin again at 0 with each and none sees another" in output
     sample = output.partition("sample, in answer to a conversation that was held out:\n")[2]
-    assert re.match(r"### User:\ndef 118\?\n\n### Assistant:\n", sample) and sample.endswith(
-        f"the data answers:\n{ANSWERS[1]}\n"
+    assert re.match(r"### User:\ndef 8\?\n\n### Assistant:\n", sample) and sample.endswith(
+        f"the data answers:\n{ANSWERS[8 % 3]}\n"
     )
     packed = metrics(place.folder / "run")
     assert packed[-1]["loss"] < 0.6 * packed[0]["loss"]

@@ -415,3 +415,31 @@ for name in ("owner/name", "owner/other", "cut", "owner/name"):
     assert whole == str(cached / "snapshots" / commit)
     assert "not to be downloaded" in other and "hf download owner/other --local-dir" in other
     assert shards(folder)[0].name in cut and "hf download owner/name --local-dir" in cut
+
+
+def test_of_a_repository_only_the_files_that_are_read_are_fetched(monkeypatch, tmp_path):
+    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.utils import filter_repo_objects
+
+    there = ["config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "tokenizer.json"]
+    there += ["chat_template.jinja", "merges.txt"]
+    others = [
+        "consolidated.safetensors",
+        "consolidated-00001.safetensors",
+        "original/model.safetensors",
+        "onnx/config.json",
+        "a.bin",
+    ]
+    fetched = []
+
+    def download(name, *, local_files_only=False, allow_patterns=None, ignore_patterns=None, **rest):
+        if local_files_only:
+            raise LocalEntryNotFoundError("not cached")
+        files = filter_repo_objects(there + others, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+        fetched.extend(files)
+        for file in fetched:
+            (tmp_path / file).write_text('{"weight_map": {"a": "model-00001-of-00001.safetensors"}}')
+        return tmp_path
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert find_folder("owner/name") == tmp_path and sorted(fetched) == sorted(there)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from vblackwell.artifacts.cache import cache_root, cached_folder
 from vblackwell.errors import ConfigurationError, DiskError
 from vblackwell.train import data
 from vblackwell.train.data import prepare_data
+from vblackwell.train.dataset import PackedDataset
 from vblackwell.train.documents import find_source
 from vblackwell.train.signals import Stopped, StopRequest
 from vblackwell.train.tokenizer import train_tokenizer
@@ -55,7 +57,7 @@ def documents_of(corpus):
 def test_tokens_are_the_documents(folder):
     corpus = prepare_data(folder, None, 300)
     # an empty line of jsonl is an empty document, and has nothing to learn from
-    assert documents_of(corpus) == ["\n".join(LINES * 30), *(line for line in LINES if line)]
+    assert sorted(documents_of(corpus)) == sorted(["\n".join(LINES * 30), *(line for line in LINES if line)])
     assert corpus.vocab_size == corpus.tokenizer.get_vocab_size() == 300
     assert corpus.tokens.dtype == np.uint16 and not corpus.tokens.flags.writeable
 
@@ -75,7 +77,7 @@ def test_changed_text_or_tokenizer_is_another_corpus(folder):
     assert prepare_data(folder, None, 290).fingerprint != first.fingerprint
     (folder / "a.txt").write_text("\n".join(LINES * 30).replace("first", "third"))
     changed = prepare_data(folder, None, 300)
-    assert changed.fingerprint != first.fingerprint and "third" in documents_of(changed)[0]
+    assert changed.fingerprint != first.fingerprint and any("third" in text for text in documents_of(changed))
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "tokens.json", "tokenizer.json"])
@@ -109,6 +111,7 @@ import multiprocessing
 import numpy as np
 from pathlib import Path
 from vblackwell.train.data import prepare_data
+from vblackwell.train.dataset import PackedDataset
 
 def prepare(start):
     start.wait()
@@ -223,3 +226,36 @@ def test_a_stop_is_met_while_data_is_read(phase, folder, cache, monkeypatch):
     assert not [
         path for kind in kinds for path in (cache / kind).iterdir() if kind == "tokens" or path.suffix == ".tmp"
     ]
+
+
+# -- what is held out ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [[7], [3, 3], [1, 0, 500, 2], [5] * 1000, [1000, *[3] * 300, 900], [0, 4, 0]])
+def test_every_token_is_packed_once_and_drawn_documents_last(lengths):
+    ends = np.cumsum(lengths)
+    found = list(data.stretches(ends))
+    assert sorted(token for start, stop in found for token in range(start, stop)) == list(range(ends[-1]))
+    starts = {int(end - length): int(end) for length, end in zip(lengths, ends, strict=True) if length}
+    held = wanted = max(1, int(ends[-1] * 0.02))
+    while held > 0:  # whole documents, from the last token back; the one at the border may be held out in part
+        start, stop = found.pop()
+        assert start == stop or starts[start] == stop
+        held -= stop - start
+    rest = [token for start, stop in found for token in range(start, stop)]
+    assert rest == sorted(rest) and wanted
+
+
+def test_documents_that_are_held_out_are_from_all_of_the_corpus(tmp_path):
+    """And the same ones for every sequence length and seed: validation losses can be compared."""
+    path = tmp_path / "many.jsonl"
+    path.write_text("".join(json.dumps({"text": f"document {number} of these"}) + "\n" for number in range(1000)))
+    corpus = prepare_data(path, None, 300)
+    splits = [PackedDataset(corpus, 16, split, seed=3).tokens for split in ("train", "validation")]
+    trained, held = (
+        set(re.findall(r"document (\d+) of these", corpus.tokenizer.decode(part.tolist()))) for part in splits
+    )
+    numbers = sorted(map(int, held))
+    assert not trained & held and len(trained | held) >= 999 and 15 <= len(held) <= 25
+    assert numbers[0] < 200 and numbers[-1] > 800 and max(np.diff(numbers)) < 300
+    assert np.array_equal(PackedDataset(corpus, 8, "validation", seed=4).tokens, splits[1])

@@ -123,6 +123,17 @@ def test_paths_that_give_nothing_are_refused(tmp_path):
         find_source(tmp_path)
 
 
+def test_a_licence_beside_the_data_is_left_out(tmp_path):
+    for name in ("LICENSE", "sub/COPYING", "a.txt", "sub/LICENSE.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    found = find_source(tmp_path)
+    assert texts(found) == ["a.txt", "sub/LICENSE.txt"]
+    assert [str(path.relative_to(tmp_path)) for path in found.left_out] == ["LICENSE", "sub/COPYING"]
+    with pytest.raises(ConfigurationError, match="name without extension"):
+        find_source(tmp_path / "LICENSE")
+
+
 def test_jsonl_keeps_what_json_says(tmp_path):
     path = tmp_path / "x.jsonl"
     rows = ["a\nb", "tab\t \u2028 é", ""]

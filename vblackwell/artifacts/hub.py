@@ -14,6 +14,7 @@ from vblackwell.artifacts.folder import tensor_files
 from vblackwell.errors import ConfigurationError, CorruptData
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+LEFT_OUT = ["*/*", "consolidated*"]  # the same weights once more in other forms, as large as those that are read
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -45,7 +46,7 @@ def find_folder(model: str | Path, revision: str | None = None) -> Path:
         if _lack(cached) is None:
             return cached
     try:
-        found = Path(snapshot_download(model, revision=revision, allow_patterns=PATTERNS))
+        found = Path(snapshot_download(model, revision=revision, allow_patterns=PATTERNS, ignore_patterns=LEFT_OUT))
         lack = _lack(found)  # without a network, what is in the cache may come back as it is
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise _not_to_be_had(model, (str(error).strip() or type(error).__name__).splitlines()[0]) from error

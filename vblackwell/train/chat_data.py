@@ -37,7 +37,7 @@ from vblackwell.train.tokenizer import end_of_text_id
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-FORMAT = 1  # of the cache; part of every key
+FORMAT = 2  # of the cache, and of which conversations are held out; part of every key
 LEARNT = np.uint32(1 << 31)
 _BATCH = 512  # conversations encoded at a time
 
@@ -166,7 +166,7 @@ class ChatDataset:
     Args:
         corpus: encoded conversations.
         seq_length: inputs in a row. Longer conversations are cut there; those whose answers all lie behind the cut are left out.
-        split: 'train', shuffled, or 'validation': the last 2 % of the conversations (at least one), in order.
+        split: 'train', shuffled, or 'validation': 2 % of the conversations (at least one), drawn, and always the same ones.
         seed: of the order.
         packing: several conversations a row.
 
@@ -187,7 +187,9 @@ class ChatDataset:
             raise ConfigurationError(f"{corpus.name} holds {count} conversations: give at least two, one is held out")
         starts = np.concatenate(([0], np.cumsum(corpus.lengths)))[:-1]
         held_out = max(1, int(count * HELD_OUT_SHARE))
-        part = slice(0, count - held_out) if split == "train" else slice(count - held_out, count)
+        is_held_out = np.zeros(count, dtype=bool)
+        is_held_out[permute(np.arange(held_out), count, seed=0, epoch=0)] = True
+        part = np.flatnonzero(is_held_out != self.shuffled)
         starts, lengths = starts[part], np.minimum(corpus.lengths[part], seq_length + 1)
         kept = np.asarray([self._has_target(*pair) for pair in zip(starts, lengths, strict=True)], dtype=bool)
         self.cut = int((corpus.lengths[part] > seq_length + 1).sum())

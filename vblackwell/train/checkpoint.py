@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from vblackwell.train.prepare import Prepared
 
 TRAINER = "trainer.json"
-FORMAT = 1
+FORMAT = 2  # of trainer.json; 1 was of runs that held out the last documents
 METADATA_BYTES = 16 << 20  # tokenizer, tables and JSON, at most
 
 
@@ -101,6 +101,11 @@ class Checkpoints:
             self._say("no checkpoint yet: starting over")
             return None
         stored = read_json(found / TRAINER)
+        if stored.get("format", 1) < FORMAT:
+            raise CorruptData(
+                f"{found} is of an older version, which held out the last documents of the data for validation, and this one draws them: "
+                "go on with that version, or start a new run with another --out"
+            )
         if stored.get("fingerprint") != self._prepared.corpus.fingerprint:
             raise CorruptData(
                 f"{found} was written with other data or another tokenizer: give the same --data and --tokenizer"

@@ -2,13 +2,15 @@
 
 Tokenizer and tokens are cached by the hash of what they came from, so a second run starts at once and a changed file is never
 met with old tokens. Tokens lie in one flat file, documents in order, an end-of-text token behind each; windows are cut by
-``PackedDataset``. A cached file whose bytes changed since is built again, and the progress says so.
+``PackedDataset``, which holds out the end of the file. So documents that are to be held out, drawn from the whole corpus, lie
+there. A cached file whose bytes changed since is built again, and the progress says so.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ from vblackwell.artifacts.commit import MANIFEST, verify_folder
 from vblackwell.artifacts.folder import read_tokenizer
 from vblackwell.artifacts.hashed_file import hash_file
 from vblackwell.errors import ConfigurationError, CorruptData
-from vblackwell.train.dataset import BatchStream, PackedDataset, evaluation_batches
+from vblackwell.train.dataset import HELD_OUT_SHARE, BatchStream, PackedDataset, evaluation_batches, permute
 from vblackwell.train.documents import Source, find_source
 from vblackwell.train.tokenizer import end_of_text_id, train_tokenizer
 from vblackwell.units import MiB
@@ -33,10 +35,10 @@ if TYPE_CHECKING:
 __all__ = ["BatchStream", "Corpus", "PackedDataset", "Progress", "evaluation_batches", "prepare_data"]
 
 Progress = Callable[[str, "float | None"], None]  # what is being done, and the share done where it is known
-FORMAT = 1  # of the cache; part of every key
-BATCH_BYTES = (
-    MiB // 2 * (os.cpu_count() or 1)
-)  # of text encoded at a time: about half a second, between which a stop is met
+FORMAT = 2  # of the cache; part of every key
+BATCH_BYTES = MiB // 2 * (os.cpu_count() or 1)  # of text encoded at a time: half a second, between which a stop is met
+COPIED_TOKENS = 4 * MiB  # at a time
+DRAWN_AT_ONCE = 4096  # documents
 
 
 @dataclass(frozen=True)
@@ -149,23 +151,58 @@ def _packed_tokens(
 def _pack(source: Source, tokenizer: Tokenizer, end: int | None, folder: Path, report: Progress) -> None:
     """Writes ``tokens.bin`` and ``tokens.json`` into ``folder``."""
     kind = np.dtype(np.uint16 if vocab_size_of(tokenizer) <= 1 << 16 else np.uint32)
-    digest, count, text_bytes = xxhash.xxh3_128(), 0, 0
-    with (folder / "tokens.bin").open("wb") as file:
-        for numbers, read in _encoded(source, tokenizer, end):
-            data = np.asarray(numbers, dtype=kind).tobytes()
-            file.write(data)
-            digest.update(data)
+    ends, count, text_bytes = array("q"), 0, 0
+    read_order = folder / "read_order.bin"
+    with read_order.open("wb") as file:
+        for numbers, ends_here, read in _encoded(source, tokenizer, end):
+            file.write(np.asarray(numbers, dtype=kind).tobytes())
+            ends.extend(count + at for at in ends_here)
             count += len(numbers)
             text_bytes += read
             report(f"packing tokens of {source.name}", min(1.0, text_bytes / max(1, source.size_bytes)))
     if not text_bytes:
         raise ConfigurationError(f"{source.name} holds no text: give files with text in them")
+    tokens, digest = np.memmap(read_order, dtype=kind, mode="r"), xxhash.xxh3_128()
+    with (folder / "tokens.bin").open("wb") as file:
+        for start, stop in stretches(np.asarray(ends, dtype=np.int64)):
+            for at in range(start, stop, COPIED_TOKENS):
+                data = tokens[at : min(at + COPIED_TOKENS, stop)].tobytes()
+                file.write(data)
+                digest.update(data)
+    read_order.unlink()
     facts = {"count": count, "dtype": kind.name, "xxh3": digest.hexdigest()}
     (folder / "tokens.json").write_text(json.dumps(facts))
 
 
-def _encoded(source: Source, tokenizer: Tokenizer, end: int | None) -> Iterator[tuple[list[int], int]]:
-    """For each batch of pieces: its tokens, and the bytes of its text."""
+def stretches(ends: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Every token once, as ranges (from, to): those of documents that are held out come last, all others in order.
+
+    Documents are drawn, the same ones always, until they have the held-out share of the tokens. The first that was drawn is the last,
+    so that of the one which is drawn too much only the end is held out, and of a single document its end.
+
+    Args:
+        ends: where each document ends, in tokens; ascending.
+    """
+    starts, wanted = np.concatenate(([0], ends[:-1])), max(1, int(ends[-1] * HELD_OUT_SHARE))
+    drawn, held = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    while not len(held) or held[-1] < wanted:
+        places = np.arange(len(drawn), min(len(drawn) + DRAWN_AT_ONCE, len(ends)))
+        drawn = np.concatenate((drawn, permute(places, len(ends), seed=0, epoch=0)))
+        held = np.cumsum((ends - starts)[drawn])
+    drawn = drawn[: int(np.searchsorted(held, wanted)) + 1].tolist()
+    at = 0
+    for document in sorted(drawn):
+        yield at, int(starts[document])
+        at = int(ends[document])
+    yield at, int(ends[-1])
+    for document in reversed(drawn):
+        yield int(starts[document]), int(ends[document])
+
+
+def _encoded(
+    source: Source, tokenizer: Tokenizer, end: int | None
+) -> Iterator[tuple[list[int], list[int], int]]:  # fmt: skip
+    """For each batch of pieces: its tokens, where in them documents end, and the bytes of its text."""
     from tokenizers import Tokenizer
 
     plain = Tokenizer.from_str(tokenizer.to_str())
@@ -178,20 +215,23 @@ def _encoded(source: Source, tokenizer: Tokenizer, end: int | None) -> Iterator[
             held += len(piece.text.encode())
         begun &= not piece.ends_document
         if held >= BATCH_BYTES:
-            yield _numbers(plain, batch, end), held
+            yield *_numbers(plain, batch, end), held
             batch, held = [], 0
     if batch:
-        yield _numbers(plain, batch, end), held
+        yield *_numbers(plain, batch, end), held
 
 
-def _numbers(tokenizer: Tokenizer, batch: list[Any], end: int | None) -> list[int]:
+def _numbers(tokenizer: Tokenizer, batch: list[Any], end: int | None) -> tuple[list[int], list[int]]:
     numbers: list[int] = []
+    ends: list[int] = []
     encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
     for piece, encoding in zip(batch, encodings, strict=True):
         numbers += encoding.ids
-        if piece.ends_document and end is not None:
-            numbers.append(end)
-    return numbers
+        if piece.ends_document:
+            if end is not None:
+                numbers.append(end)
+            ends.append(len(numbers))
+    return numbers, ends
 
 
 def _open_tokens(folder: Path) -> np.ndarray:

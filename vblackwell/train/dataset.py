@@ -59,7 +59,8 @@ class PackedDataset:
     Args:
         corpus: packed tokens.
         seq_length: inputs in a window.
-        split: ``'train'``, shuffled, or ``'validation'``: the last 2 % of the tokens (at least one window), in order.
+        split: ``'train'``, shuffled, or ``'validation'``: the last 2 % of the tokens (at least one window), in
+            order, where `prepare_data` puts documents from all of the corpus.
         seed: of the order.
 
     Raises:

@@ -43,6 +43,7 @@ TEXT = frozenset(
 )
 LINES = frozenset((".jsonl", ".ndjson"))
 TABLE = frozenset((".parquet",))
+LEGAL = frozenset(("license", "licence", "copying", "notice", "authors", "patents"))  # without an extension
 LIBRARY_SKIPPED = frozenset(("site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"))
 
 
@@ -61,11 +62,13 @@ class Source:
         root: what the names are relative to.
         files: the files.
         name: what messages call it.
+        left_out: files of ``root`` that say who may use the others, and are no data.
     """
 
     root: Path
     files: tuple[Path, ...]
     name: str
+    left_out: tuple[Path, ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -85,7 +88,7 @@ class Source:
 def find_source(path: Path | None) -> Source:
     """The files that ``--data path`` means: one file, or all in a folder, recursively; ``None``: the standard library's.
 
-    Names in a folder that begin with ``.`` or ``_`` are left out, as parquet's tools do.
+    Names in a folder that begin with ``.`` or ``_`` are left out, as parquet's tools do, and so are LICENSE and its like.
 
     Raises:
         ConfigurationError: no such path, an extension that is not known, or a folder without files.
@@ -101,11 +104,13 @@ def find_source(path: Path | None) -> Source:
         (found for found in path.rglob("*") if found.is_file() and not _hidden(found.relative_to(path))),
         key=lambda found: found.relative_to(path).parts,
     )
+    left_out = tuple(found for found in files if found.name.lower() in LEGAL)
+    files = [found for found in files if found not in left_out]
     for found in files:
         _check_kind(found)
     if not files:
-        raise ConfigurationError(f"{path}: the folder holds no files; give text, jsonl or parquet files")
-    return Source(path, tuple(files), str(path))
+        raise ConfigurationError(f"{path}: the folder holds no files of data; give text, jsonl or parquet files")
+    return Source(path, tuple(files), str(path), left_out)
 
 
 def read_file(path: Path) -> Iterator[Piece]:

@@ -50,6 +50,9 @@ def open_data(config: TrainConfig, tokenizer_path: Path | None, progress: Progre
     """
     path = None if config.data is None else Path(config.data)
     source = find_source(path)
+    if source.left_out:
+        names = ", ".join(str(found.relative_to(source.root)) for found in source.left_out)
+        progress.say(f"data: {source.name}: left out, being no data: {names}")
     kind = chat_kind(source)
     splits = ("train", "validation")
     if kind is None:
