@@ -19,7 +19,7 @@ MINIATURE = [
 # Methods after whose first call a child may signal itself: a step is recorded; a checkpoint is committed.
 RECORDED, COMMITTED = "vblackwell.train.metrics:MetricsLog.write", "vblackwell.train.checkpoint:Checkpoints.write"
 # Training state is 16 bytes a parameter, 430 KiB: far more than level 0, so that the run streams.
-LEVELS = ["--fast-memory", "128KiB", "--host-memory", "256KiB", "--disk-memory", "8MiB"]
+LEVELS = ["--fast-memory", "128KiB", "--host-memory", "512KiB", "--disk-memory", "8MiB"]
 
 
 @dataclass(frozen=True)
