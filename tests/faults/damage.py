@@ -328,14 +328,14 @@ CASES = [
         "settings.json and metrics.jsonl: flipped bits, each digit, cut, other contents; resumed with --out alone",
         "the same weights, or exit 2 and one line",
         beside_checkpoints,
-        0,
+        2,
     ),
     Case(
         "file-in-the-way",
         "a file where final/ and checkpoints/ belong",
         "exit 2 and one line; the file is untouched",
         final_as_file,
-        0,
+        1,
     ),
     Case(
         "damaged-cache",
@@ -363,7 +363,7 @@ CASES = [
         "files of a model that this package wrote, under generate, generate in a stack, train --model, quantize",
         "exit 2 and one line; nothing is written",
         our_folders,
-        0,
+        2,
     ),
     Case(
         "damaged-shard",

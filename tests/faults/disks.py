@@ -227,7 +227,7 @@ CASES = [
         "EIO in a read of spill, corpus, cache, and of the checkpoint that is resumed",
         HOLDS,
         failing_reads,
-        0,
+        1,
     ),
     Case(
         "short-calls", "every read or write of a file does half of what was asked", "exit 0 and the same bits", short, 1
@@ -238,7 +238,7 @@ CASES = [
         "others fill the run's disk after a step, and make room later",
         HOLDS,
         really_full_midway,
-        0,
+        1,
         no_mounts,
     ),
     Case("small-spill-disk", "spill file on an ext4 of 0.5 to 9 MiB", HOLDS, really_full_spill, 1, no_mounts),

@@ -358,7 +358,7 @@ CASES = [
         "templates that escape, read files, recurse, or ask for 10^10 characters, under generate --chat and train",
         "no code runs, nothing hangs or takes the machine's memory; exit 2 and one line",
         templates,
-        0,
+        2,
     ),
     Case(
         "safetensors-tables",
@@ -379,13 +379,13 @@ CASES = [
         "YAML with Python's tags, a billion laughs, nesting, cycles",
         "no code runs; exit 2 and one line",
         yaml_files,
-        0,
+        1,
     ),
     Case(
         "nested-texts",
         "JSON nested 100,000 deep, numbers of a million digits, NUL, in data and in a folder's files",
         "exit 2 and one line",
         texts,
-        0,
+        2,
     ),
 ]

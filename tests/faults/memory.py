@@ -97,14 +97,14 @@ CASES = [
         "--fast-memory, --host-memory, --disk-memory of 10 TiB and more",
         "exit 2 and one line",
         beyond_the_machine,
-        0,
+        1,
     ),
     Case(
         "memory-limit",
         "a cgroup's memory limit below what was asked for: levels, a preset's model, 10 TiB",
         "exit 2 and one line, never killed",
         limits,
-        0,
+        1,
         no_cgroups,
     ),
     Case(

@@ -146,14 +146,14 @@ CASES = [
         "NaN, inf, -inf in one weight of a foreign folder, fp32 and bf16, under train --model and quantize",
         "exit 2 and one line that names the tensor; nothing is written",
         weights,
-        0,
+        1,
     ),
     Case(
         "nan-in-gradients",
         "weights for which every loss or gradient overflows",
         "exit 2 and one line; no model is exported",
         gradients,
-        0,
+        1,
     ),
     Case(
         "nan-in-settings",
