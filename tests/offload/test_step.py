@@ -22,6 +22,8 @@ from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.sparse import select_top_k_gradients
+from vblackwell.offload.streamed import Wishes
+from vblackwell.offload.timing import foresee
 from vblackwell.offload.worker import set_worker_delay
 
 MLP, DECODER, GPT2, T5, VIT = CASES
@@ -356,3 +358,20 @@ def test_gradients_made_zero_right_after_the_step(make_stack: MakeStack, update:
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
     assert equal(model, plain)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_ways_back_take_what_is_foreseen(make_stack: MakeStack, dtype: torch.dtype | None):
+    """All of what an update at home overwrites, the compute weight beside a master, too."""
+    model, stack = build(MLP), make_stack(96 << 10)
+    wishes = Wishes(dtype, update="home")
+    capacities = [level.capacity_bytes for level in stack.levels]
+    seconds = {"forward": 1.0, "backward": 1.0}
+    told = foresee(build(MLP), capacities, wishes, seconds, undo=True).bytes_by_level["undo"]
+    enable_vgpu_stack_optimization(model, stack, placement="streamed", compute_dtype=dtype, update="home")
+    optimizer = VGPUAdamW(model.parameters(), max_grad_norm=1e9, update_in_backward=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
+        MLP.loss(model, 0).backward()
+    optimizer.step()
+    taken = offload_of(model).summary()["undo_bytes"]  # type: ignore[union-attr]
+    assert taken == told[1] > 0 and told[0] == 0

@@ -108,19 +108,9 @@ def _add_rest(
     if undo:
         homes = found.homes
         moving = [group for group in trainable if homes.range(group, "weight").level > 0]
-        wanted = sum(
-            homes.size_of(group, kind)
-            for group in moving
-            for kind in KEPT_KINDS
-            if (group, kind) in homes and (kind != "weight" or _updated_in_place(group, found))
-        )
+        wanted = sum(homes.size_of(group, kind) for group in moving for kind in KEPT_KINDS if (group, kind) in homes)
         free = levels[1].capacity_bytes - levels[1].used_bytes
         table["undo"] = [0, min(wanted, free), *[0] * (count - 2)]
-
-
-def _updated_in_place(group: Group, found: Streamed) -> bool:
-    """Whether an update at home, or on level 0, overwrites the compute weight's own range, not one made from a master."""
-    return group in found.on_level0 or (group, "master") not in found.homes
 
 
 def streamed_times(
