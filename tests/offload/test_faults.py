@@ -22,8 +22,10 @@ from vblackwell.offload.clip import clip_grad_norm_
 from vblackwell.offload.departure import Leaving
 from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.engine import Offload
+from vblackwell.offload.initialize import Source
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.state import export_state
+from vblackwell.offload.used_parameters import UsedParameters
 from vblackwell.offload.worker import set_worker_delay
 
 MLP = CASES[0]
@@ -442,3 +444,21 @@ def test_slices_that_cannot_be_loaded_keep_nothing_of_level_0(
             model(torch.arange(4096))
     assert stack.levels[0].used_bytes == 0
     model(torch.arange(4096)).sum().backward()
+
+
+@pytest.mark.parametrize("part", ["_attach", "unpoint", "take_over"])
+def test_a_model_that_cannot_enter_is_what_it_was(make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch, part: str):
+    model, stack = build(MLP), make_stack(LEVEL0)
+    params = {name: (param, param.detach().clone()) for name, param in model.named_parameters()}
+    owner = {"_attach": Offload, "unpoint": UsedParameters, "take_over": Source}[part]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, part, failing_after(0 if part == "take_over" else 1, getattr(owner, part)))
+        with pytest.raises(Broken):
+            enable_vgpu_stack_optimization(model, stack, placement="streamed", activations="host")
+    assert offload_of(model) is None and not stack._prefetchers
+    assert all(level.used_bytes == 0 for level in stack.levels)
+    for name, param in model.named_parameters():
+        assert param is params[name][0] and type(param) is nn.Parameter and torch.equal(param, params[name][1])
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    enable_vgpu_stack_optimization(model, stack, placement="streamed", activations="host")
+    MLP.loss(model, 0).backward()

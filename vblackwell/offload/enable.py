@@ -175,17 +175,25 @@ def _stream(
     model: nn.Module, stack: VGPUStack, name: str, wishes: Wishes, source: Source, store: ActivationStore | None
 ) -> Offload:  # fmt: skip
     found = reserve_streamed(model, stack, name, wishes)
+    plain: list[tuple[torch.Tensor, torch.Tensor, type]] = []
     try:
         for group in found.groups:
             _bring_home(group, found.homes, source)
         source.take_over(found.groups)
         move_buffers(model, stack.level0_device)
         memory = found.homes.take("update ring", found.ring_bytes, 0) if found.ring_bytes else None
+        params = [slot.param for group in found.groups for slot in group.slots]
+        plain = [(param, param.data, type(param)) for param in params]
         return Offload(
             model, stack, name, found.groups, found.sites, found.homes, found.budget_bytes, found.slice_rows,
             found.on_level0, memory, store,
         )  # fmt: skip
     except BaseException:
+        for param, data, kind in plain:
+            forget_binding(param)
+            param.__class__ = kind
+            with torch.inference_mode(False):
+                param.data = data
         source.give_back()
         found.homes.close()
         raise

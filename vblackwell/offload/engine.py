@@ -99,13 +99,21 @@ class Offload:
         self._backward_ends: set[int] = set()
         self.used = UsedParameters(self)
         self.prefetcher = prefetcher_of(self)
-        stack.add_prefetcher(self.prefetcher)
-        _engines.setdefault(stack, weakref.WeakSet()).add(self)
         self._exported: dict[Slot, torch.Tensor] | None = None
-        for slot in self.slots():
-            self.used.unpoint(slot)
         self._sliced: list[nn.Module] = []
         self._slice_rows = slice_rows or {}
+        try:
+            self._take_modules(sites)
+        except BaseException:
+            self.detach()
+            raise
+        stack.add_prefetcher(self.prefetcher)
+        _engines.setdefault(stack, weakref.WeakSet()).add(self)
+
+    def _take_modules(self, sites: list[Site]) -> None:
+        """Placeholders in place of parameters, and hooks that bring them."""
+        for slot in self.slots():
+            self.used.unpoint(slot)
         leaves = {group: SlicedLeaf(self, group, rows) for group, rows in self._slice_rows.items()}
         for site in sites:
             if site.groups[0] in leaves:
@@ -113,13 +121,12 @@ class Offload:
                 self._sliced.append(site.module)
             else:
                 self._attach(site)
-        self._handles += [
-            model.register_forward_pre_hook(SiteHook(self._begin_forward), prepend=True),
-            model.register_forward_hook(SiteHook(self._end_forward), always_call=True),
-            model.register_state_dict_pre_hook(SiteHook(self._begin_export)),
-            model.register_state_dict_post_hook(SiteHook(self._end_export)),
-            model.register_load_state_dict_pre_hook(SiteHook(self._refuse_assignment)),
-        ]
+        model, handles = self.model, self._handles
+        handles.append(model.register_forward_pre_hook(SiteHook(self._begin_forward), prepend=True))
+        handles.append(model.register_forward_hook(SiteHook(self._end_forward), always_call=True))
+        handles.append(model.register_state_dict_pre_hook(SiteHook(self._begin_export)))
+        handles.append(model.register_state_dict_post_hook(SiteHook(self._end_export)))
+        handles.append(model.register_load_state_dict_pre_hook(SiteHook(self._refuse_assignment)))
 
     # -- room on level 0 ---------------------------------------------------------------------------------------------
 
