@@ -149,7 +149,7 @@ class CompressedDiskLevel(DiskLevel):
         self._file.check_writable()
         extent.handle[index] = LOST
         if packed is None:
-            super()._write_piece(extent, index, [whole], None)
+            super()._write_piece(extent, index, [whole], [])
         else:
             sizes, held = packed
             digest = xxhash.xxh3_64_intdigest(memory_at(held.data_ptr(), held.nbytes))
