@@ -66,7 +66,7 @@ def metrics(run: Path) -> list[dict[str, float]]:
 def test_other_architectures_are_trained(kind, place, folders):
     """Streamed, with the losses of a run on one level; the folder that comes out opens in transformers with another loss."""
     folder = folders(kind)
-    levels = ["--placement", "streamed", "--fast-memory", "1MiB", "--host-memory", "1MiB", "--disk-memory", "16MiB"]
+    levels = ["--placement", "streamed", "--fast-memory", "1MiB", "--host-memory", "1200KiB", "--disk-memory", "16MiB"]
     output = place.vb(*words(place, folder, *RUN, *levels)).stdout
     assert "attention: " in output and "sample:" in output
     streamed = metrics(place.folder / "run")
