@@ -123,8 +123,6 @@ class Homes:
                 key = (group.index, kind)
                 self._ranges[key] = self._reserve_from(position, f"{group.name}/{kind}", self.size_of(group, kind))
                 made.append(key)
-                if not self._addressable(self._ranges[key].level):  # unforeseen, where RAM had no room in one piece
-                    self._reserve_stage(kind, align_up(self._largest[kind], PAGE))
         except BaseException:
             for key in made:
                 self.stack.unreserve(self._ranges.pop(key))
@@ -312,7 +310,9 @@ class Homes:
 
     def _stage(self, kind: str, num_bytes: int) -> torch.Tensor:
         if kind not in self._staging:
-            return torch.empty(num_bytes, dtype=torch.uint8)  # a stack without a host level: nothing to account it to
+            return torch.empty(
+                num_bytes, dtype=torch.uint8
+            )  # a stack without a host level, or one that the plan found too full
         view = self._staging[kind].view()
         assert view is not None and view.device.type == "cpu"
         return view[:num_bytes]
