@@ -140,7 +140,7 @@ def test_training_over_it_is_the_same_training(disk_path):
     """Weights, masters and moments on a disk level; what passes through it comes back bit for bit."""
     results = []
     for codec in (None, "lossless"):
-        sizes = [{"capacity_mb": 2, "device": "arena"}, {"capacity_mb": 1, "device": "cpu"}]
+        sizes = [{"capacity_mb": 2, "device": "arena"}, {"capacity_mb": 1.5, "device": "cpu"}]
         sizes.append({"capacity_mb": 64, "device": "ssd", "path": disk_path, "codec": codec})
         torch.manual_seed(0)
         layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))

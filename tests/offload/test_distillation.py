@@ -61,7 +61,7 @@ def test_distilling_is_what_it_is_in_plain_torch(in_backward, written, make_stac
 
     student = small_student()
     # Level 0 holds neither of them whole; RAM not both with the student's states, so that some of it all is on the disk.
-    stack = make_stack(int(0.75 * weight_bytes(student)), host_bytes=weight_bytes(teacher) + weight_bytes(student))
+    stack = make_stack(int(0.75 * weight_bytes(student)), host_bytes=weight_bytes(teacher) + 2 * weight_bytes(student))
     streamed = load_causal_lm(folder, stack, "teacher", trainable=False, placement="streamed").eval()
     enable_vgpu_stack_optimization(student, stack, "student", placement="streamed")
     options = {"max_grad_norm": MAX_NORM, "update_in_backward": True} if in_backward else {}
