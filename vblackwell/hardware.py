@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -169,17 +170,52 @@ def numa_node_of_pci(pci_bus_id: str, sys: Path = Path("/sys")) -> int | None:
 
 def numa_node_of_cuda(device: torch.device) -> int | None:
     """The NUMA node of a CUDA device that torch uses; None where the system does not tell."""
+    return numa_node_of_pci(_pci_of_cuda(device))
+
+
+def _pci_of_cuda(device: torch.device) -> str:
+    """The place of a CUDA device as /sys has it, e.g. '0000:18:00.0'."""
     properties = torch.cuda.get_device_properties(device)
-    return numa_node_of_pci(
-        f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    )
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
 def list_gpus() -> list[GPUFacts]:
-    """All NVIDIA GPUs that the driver shows, in its order (by PCI bus), whether or not torch can use them."""
-    from vblackwell.nvml import query_gpus
+    """All NVIDIA GPUs that the driver shows, in its order (by PCI bus), whether or not torch can use them.
 
-    return [GPUFacts(**raw, numa_node=numa_node_of_pci(raw["pci_bus_id"])) for raw in query_gpus()]
+    No driver, or one without GPUs, is an empty list. A GPU that the driver shows and cannot describe is left out with a warning.
+    """
+    import pynvml as nvml
+
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return []
+    try:
+        driver, cuda = nvml.nvmlSystemGetDriverVersion(), nvml.nvmlSystemGetCudaDriverVersion_v2()
+        found = []
+        for index in range(nvml.nvmlDeviceGetCount()):
+            try:
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                memory, place = nvml.nvmlDeviceGetMemoryInfo(handle), nvml.nvmlDeviceGetPciInfo(handle).busId
+                major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+                gpu = GPUFacts(
+                    index, nvml.nvmlDeviceGetName(handle), int(memory.total), int(memory.free), (major, minor), place, driver,
+                    (cuda // 1000, cuda % 1000 // 10), numa_node_of_pci(place),
+                )  # fmt: skip
+            except nvml.NVMLError as error:
+                warnings.warn(f"GPU {index} is left out: the NVIDIA driver says {error} of it", stacklevel=2)
+            else:
+                found.append(gpu)
+        return found
+    finally:
+        nvml.nvmlShutdown()
+
+
+def in_cuda_order(gpus: list[GPUFacts]) -> list[GPUFacts]:
+    """``gpus`` with the numbers and in the order that CUDA gives them here; those that CUDA_VISIBLE_DEVICES hides are left out."""
+    at = {gpu.pci_bus_id.lower()[-len("0000:18:00.0") :]: gpu for gpu in gpus}
+    places = [_pci_of_cuda(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    return [replace(at[place], index=index) for index, place in enumerate(places) if place in at]
 
 
 def gpu_bytes_left(device: torch.device) -> int:

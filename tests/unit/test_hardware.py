@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -181,3 +183,53 @@ def test_a_step_has_the_same_bits_whatever_the_first_vector_function_meets(start
     with FirstCallMeetsDetection():
         odd = gradients()
     assert usual and all(map(torch.equal, usual, odd))
+
+
+class Driver:
+    """As much of nvidia-ml-py as `list_gpus` asks: three GPUs, of which the second is lost."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        answers = {
+            "nvmlSystemGetDriverVersion": "580.1", "nvmlSystemGetCudaDriverVersion_v2": 13000, "nvmlDeviceGetCount": 3,
+            "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=8 * GiB, free=7 * GiB), "nvmlDeviceGetCudaComputeCapability": (8, 6),
+        }  # fmt: skip
+        by_handle = {
+            "nvmlDeviceGetHandleByIndex": lambda index: index,
+            "nvmlDeviceGetName": lambda index: self._of(index) or f"GPU number {index}",
+            "nvmlDeviceGetPciInfo": lambda index: SimpleNamespace(busId=f"00000000:0{index + 1}:00.0"),
+        }
+        return by_handle.get(name) or (lambda *args: answers.get(name))
+
+    def _of(self, index: int) -> None:
+        if index == 1:
+            raise self.NVMLError("GPU is lost")
+
+
+def test_a_gpu_that_the_driver_cannot_describe_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", Driver())
+    with pytest.warns(UserWarning, match="GPU 1 is left out: the NVIDIA driver says GPU is lost"):
+        gpus = hardware.list_gpus()
+    assert [(gpu.index, gpu.name, gpu.cuda_version, gpu.free_bytes) for gpu in gpus] == [
+        (0, "GPU number 0", (13, 0), 7 * GiB),
+        (2, "GPU number 2", (13, 0), 7 * GiB),
+    ]
+
+
+def test_without_a_driver_there_is_no_gpu(monkeypatch):
+    refused = SimpleNamespace(NVMLError=Driver.NVMLError, nvmlInit=lambda: Driver()._of(1))
+    monkeypatch.setitem(sys.modules, "pynvml", refused)
+    assert hardware.list_gpus() == []
+
+
+def test_gpus_are_numbered_as_cuda_numbers_them(monkeypatch):
+    """CUDA_VISIBLE_DEVICES=2,0 of three: doctor's GPU 0 is the one that it measures."""
+    driver = [
+        replace(GPU, index=index, name=f"number {index}", pci_bus_id=f"00000000:{index}A:00.0") for index in range(3)
+    ]
+    shown = [SimpleNamespace(pci_domain_id=0, pci_bus_id=16 * index + 10, pci_device_id=0) for index in (2, 0)]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(shown))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: shown[device.index])
+    assert [(gpu.index, gpu.name) for gpu in hardware.in_cuda_order(driver)] == [(0, "number 2"), (1, "number 0")]

@@ -7,7 +7,7 @@ import vblackwell
 
 PACKAGE = Path(vblackwell.__file__).parent
 LAYERS = {
-    "units": 0, "errors": 0, "nvml": 0,
+    "units": 0, "errors": 0,
     "hardware": 1, "numerics": 1,
     "memory": 2, "kernels": 2, "plan": 2, "distributed": 2,
     "nn": 3, "artifacts": 3, "offload": 3.5, "subject": 3.5,

@@ -21,6 +21,7 @@ from vblackwell.hardware import (
     GPUFacts,
     MemoryFacts,
     disk_facts,
+    in_cuda_order,
     is_wsl,
     list_gpus,
     memory_facts,
@@ -52,6 +53,8 @@ def examine(disk_path: str, say: Callable[[str], None]) -> dict[str, Any]:
     """Facts, rates and advice as plain values; takes about ten seconds."""
     memory, disk, gpus = memory_facts(), disk_facts(Path(disk_path)), list_gpus()
     reason = why_no_cuda(gpus)
+    if reason is None:
+        gpus = in_cuda_order(gpus)  # what is measured is CUDA's first
     rates: dict[str, Any] = {}
     measured: list[tuple[str, str, Callable[[], Any]]] = [
         ("RAM", "host_copy_gbps", host_copy_gbps),
