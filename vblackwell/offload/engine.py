@@ -35,6 +35,7 @@ from vblackwell.offload.lane_cuda import make_lane
 from vblackwell.offload.level0_updates import Level0Updates
 from vblackwell.offload.loaded import PackedView, SavedTensor
 from vblackwell.offload.masters import refuse_unprepared
+from vblackwell.offload.parameter import is_transformed, refuse_wrapped_parameters
 from vblackwell.offload.sliced import SlicedLeaf, swap_class
 from vblackwell.offload.step import StepControl, UpdateSource, is_final
 from vblackwell.offload.used_parameters import UsedParameters
@@ -195,6 +196,7 @@ class Offload:
             self._forward_context.close()
 
     def _enter(self, site: Site) -> None:
+        refuse_wrapped_parameters(site.module)
         entered: list[tuple[Site, Any]] = self._entered.__dict__.setdefault("stack", [])
         self.step_control.reached(site.groups[-1])
         context = self.used.using([slot for group in site.groups for slot in group.slots])
@@ -221,6 +223,8 @@ class Offload:
         Hooks that are active already keep everything. Ours among them do what is right; checkpointing's must see the same
         tensors in the first pass and in the recompute, where modules may be called without their hooks.
         """
+        if is_transformed():
+            return nullcontext()  # there torch allows no such hooks: what is saved keeps its buffer
         active = _top_hooks(True)
         if active is None:
             return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)

@@ -24,6 +24,7 @@ from vblackwell.offload.departed_gradient import DepartedGradient, departed_grad
 from vblackwell.offload.groups import Slot
 
 _T: Any = torch.Tensor
+_FUNCTORCH: Any = getattr(torch._C, "_functorch")  # noqa: B009 (untyped)
 _GRAD_GET = _T.grad.__get__
 _GRAD_SET = _T.grad.__set__
 _DATA_GET = _T.data.__get__
@@ -264,6 +265,29 @@ def end_use(param: torch.Tensor, placeholder: torch.Tensor, binding: Binding, sl
 def written_through_data(param: torch.Tensor) -> bool:
     """Whether what ``param.data`` gave during this use was changed in place."""
     return any(alias._version for alias in attributes(param).get("_vb_data", ()))
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func runs."""
+    return _FUNCTORCH.peek_interpreter_stack() is not None
+
+
+def refuse_wrapped_parameters(module: nn.Module) -> None:
+    """
+    Raises:
+        Unsupported: a transform of torch.func has wrapped offloaded parameters, past the interception that would have loaded them.
+    """
+    if not is_transformed():
+        return
+    for name, param in module.named_parameters():
+        inner = param
+        while _FUNCTORCH.is_functorch_wrapped_tensor(inner):
+            inner = _FUNCTORCH.get_unwrapped(inner)
+        if inner is not param and engine_and_slot(inner) is not None:
+            raise Unsupported(
+                f"torch.func cannot transform a function of {name!r} and other offloaded parameters themselves: release(model) first, or "
+                "transform a function of the inputs alone"
+            )
 
 
 def engine_and_slot(param: torch.Tensor) -> tuple[Any, Slot] | None:

@@ -21,6 +21,15 @@ if TYPE_CHECKING:
     from vblackwell.offload.engine import Offload
 
 
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Inside, the caller's modes and transforms see no operators: selective checkpointing counts those of both passes, and loads differ;
+    torch.func would wrap every tensor that is made."""
+    torch_c: Any = torch._C
+    with torch_c._DisableTorchDispatch(), torch_c._DisableFuncTorch():
+        yield
+
+
 class UsedParameters:
     """Which parameters of one model are in use, and by how many."""
 
@@ -38,25 +47,29 @@ class UsedParameters:
         groups: list[Group] = []
         autocast_cache = torch.is_autocast_cache_enabled()
         try:
-            for slot in slots:
-                if not groups or slot.group is not groups[-1]:
-                    self._engine.weights.acquire(slot.group)
-                    groups.append(slot.group)
-                self._pin(slot)
-                taken.append(slot)
+            with _unseen():
+                for slot in slots:
+                    if not groups or slot.group is not groups[-1]:
+                        self._engine.weights.acquire(slot.group)
+                        groups.append(slot.group)
+                    self._pin(slot)
+                    taken.append(slot)
             # The cache is keyed by parameter and would hold the casts of every group until the context ends.
             torch.set_autocast_cache_enabled(False)
             with self._engine.packing():
                 yield
         finally:
             torch.set_autocast_cache_enabled(autocast_cache)
-            try:
-                carry_home(self._engine, [slot for slot in taken if self._pins[slot] == 1 and self._was_written(slot)])
-            finally:
-                for slot in taken:
-                    self._unpin(slot)
-                for group in groups:
-                    self._engine.weights.release(group)
+            with _unseen():
+                try:
+                    carry_home(
+                        self._engine, [slot for slot in taken if self._pins[slot] == 1 and self._was_written(slot)]
+                    )
+                finally:
+                    for slot in taken:
+                        self._unpin(slot)
+                    for group in groups:
+                        self._engine.weights.release(group)
 
     def _pin(self, slot: Slot) -> None:
         pins = self._pins.get(slot, 0)
