@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build
-from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported
+from vblackwell.errors import ConfigurationError, InsufficientMemory, StaleTensor, Unsupported
 from vblackwell.memory.stack import VGPUStack
 from vblackwell.memory.transfer import DoneTransfer, FutureTransfer
 from vblackwell.offload import sliced
@@ -241,6 +241,81 @@ def test_an_interrupted_forward_is_left_behind(make_stack: MakeStack):
         assert step(model, optimizer, seed) == step(plain, reference, seed)
     assert equal(model, plain)
     assert not any(engine_of(model).weights.is_pinned(group) for group in engine_of(model).groups)
+
+
+def test_a_model_can_be_released_after_an_interrupted_forward(make_stack: MakeStack):
+    plain, model = build(MLP), build(MLP)
+    stack = make_stack(LEVEL0)
+    enable_vgpu_stack_optimization(model, stack)
+    optimizer, reference = VGPUAdamW(model.parameters()), torch.optim.AdamW(plain.parameters(), fused=True)
+    assert step(model, optimizer, 0) == step(plain, reference, 0)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.layers[2][1].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        MLP.loss(model, 1)
+    handle.remove()
+    release(model)
+    assert offload_of(model) is None and type(model.head.weight) is nn.Parameter
+    assert not any(level.used_bytes for level in stack.levels)
+    for seed in (1, 2):
+        assert step(model, optimizer, seed) == step(plain, reference, seed)
+    assert equal(model, plain)
+
+
+def test_release_while_another_thread_is_in_a_forward_is_refused(make_stack: MakeStack):
+    plain, model = build(MLP), build(MLP)
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0))
+    inside, go_on, losses = threading.Event(), threading.Event(), list[float]()
+
+    def pause(*_: object) -> None:
+        inside.set()
+        go_on.wait(60)
+
+    handle = model.layers[2][1].register_forward_hook(pause)
+    thread = threading.Thread(target=lambda: losses.append(MLP.loss(model, 1).item()))
+    thread.start()
+    assert inside.wait(60)
+    try:
+        with pytest.raises(ConfigurationError, match=r"layers\.2.*another thread"):
+            release(model)
+    finally:
+        go_on.set()
+        thread.join()
+    handle.remove()
+    assert losses == [MLP.loss(plain, 1).item()]
+    release(model)
+    assert equal(model, plain)
+
+
+def test_a_state_dict_that_raises_leaves_no_stale_read(make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch):
+    plain, model = build(CASES[2]).eval(), build(CASES[2]).eval()  # GPT-2, whose head is tied
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0))
+    optimizer, reference = VGPUAdamW(model.parameters()), torch.optim.AdamW(plain.parameters(), fused=True)
+
+    def fail(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    for module in (model.lm_head, model.transformer.h[1].mlp):
+        handle = module._register_state_dict_hook(fail)
+        for each in (model, plain):
+            each(input_ids=torch.arange(9)[None]).logits.square().mean().backward()
+        with pytest.raises(OSError, match="full"):
+            model.state_dict()
+        handle.remove()
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            read = ours.detach()
+            assert torch.equal(read, theirs)
+            with pytest.raises(StaleTensor):  # a view of level 0, not a copy that would take the write
+                read.zero_()
+        found, wanted = model.state_dict(), plain.state_dict()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert found["lm_head.weight"].data_ptr() == found["transformer.wte.weight"].data_ptr()
 
 
 def test_a_failed_backward_leaves_no_half_gradient(make_stack: MakeStack):

@@ -321,6 +321,44 @@ def test_sparse_gradients_are_refused(stack: VGPUStack):
         model(torch.tensor([1])).sum().backward()
 
 
+@pytest.mark.parametrize("placement", ["streamed", "resident"])
+@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("update_in_backward", [False, True])
+def test_a_second_optimizer_begins_anew_and_the_first_says_so(
+    placement: str, compute_dtype: torch.dtype | None, update_in_backward: bool, make_stack: MakeStack
+):
+    """A notebook's cell that runs again."""
+    level0 = {"streamed": LEVEL0, "resident": 4 << 20}[placement]
+    states = []
+    for again in (True, False):  # a released and enabled model has fresh states for sure
+        model = build(MLP)
+        options = {"placement": placement, "compute_dtype": compute_dtype}
+        enable_vgpu_stack_optimization(model, make_stack(level0), **options)
+        first = VGPUAdamW(model.parameters(), update_in_backward=update_in_backward)
+        with torch.autocast("cpu", torch.bfloat16, enabled=compute_dtype is not None):
+            for seed in range(2):
+                one_step(model, first, seed)
+            MLP.loss(model, 9).backward()  # given up with the first optimizer, or its gradients are
+            model.zero_grad()
+            if not again:
+                release(model)
+                enable_vgpu_stack_optimization(model, make_stack(level0), **options)
+            second = VGPUAdamW([{"params": model.layers.parameters()}, {"params": model.head.parameters()}])
+            for seed in range(3, 5):
+                one_step(model, second, seed)
+        if again:
+            for use in (first.step, first.zero_grad, first.state_dict):
+                with pytest.raises(Unsupported, match="replaced"):
+                    use()
+            with pytest.raises(Unsupported, match="replaced"):
+                first.load_state_dict(second.state_dict())
+        states.append(dict(export_state(model, second)))
+        release(model)
+    for name, state in states[0].items():
+        assert state.keys() == states[1][name].keys() and state["step"] == 2
+        assert all(torch.equal(value, states[1][name][key]) for key, value in state.items())
+
+
 # -- deviations ----------------------------------------------------------------------------------------------------------
 
 
@@ -528,7 +566,7 @@ def test_refusals(stack: VGPUStack):
         enable_vgpu_stack_optimization(build(MLP), stack, "x", placement="fast")
     VGPUAdamW(model.parameters())
     with pytest.raises(Unsupported, match="one VGPUAdamW"):
-        VGPUAdamW(model.parameters())
+        VGPUAdamW(model.head.parameters())
     release(model)
     offloaded(stack, model)  # the name is free again
 

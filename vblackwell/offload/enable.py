@@ -226,13 +226,17 @@ def release(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
     """Take ``model`` out of its stack: a plain module again, on ``device``, with fp32 masters as its weights.
 
     Pending updates are finished first. Gradients, and the optimizer's states, come along, so that training may go on.
-    A model that was never offloaded is returned as it is.
+    A forward that Ctrl-C ended is left behind. A model that was never offloaded is returned as it is.
+
+    Raises:
+        ConfigurationError: a forward runs in another thread; the model stays where it is.
     """
     engine = offload_of(model)
     target = torch.device(device)
     if isinstance(engine, Resident):
         engine.release(target)
     elif engine is not None:
+        engine.end_interrupted()
         engine.finish()
         engine.detach()
         engine.weights.drop_all()

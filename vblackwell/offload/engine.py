@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vblackwell.errors import InsufficientMemory, Unsupported
+from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported
 from vblackwell.memory.stack import Reservation, VGPUStack
 from vblackwell.offload.activations import ActivationStore
 from vblackwell.offload.departure import Claim, Leaving
@@ -100,7 +100,8 @@ class Offload:
         self._backward_ends: set[int] = set()
         self.used = UsedParameters(self)
         self.prefetcher = prefetcher_of(self)
-        self._exported: dict[Slot, torch.Tensor] | None = None
+        self._exported: dict[Slot, tuple[tuple[int, int], torch.Tensor]] = {}
+        self._exporting: set[Slot] = set()
         self._sliced: list[nn.Module] = []
         self._slice_rows = slice_rows or {}
         try:
@@ -128,6 +129,9 @@ class Offload:
         handles.append(model.register_state_dict_pre_hook(SiteHook(self._begin_export)))
         handles.append(model.register_state_dict_post_hook(SiteHook(self._end_export)))
         handles.append(model.register_load_state_dict_pre_hook(SiteHook(self._refuse_assignment)))
+        for owner in (module for module in model.modules() if module._parameters):
+            export = SiteHook(lambda module, prefix, keep_vars: self._export_own(module))
+            handles.append(owner.register_state_dict_pre_hook(export))
 
     # -- room on level 0 ---------------------------------------------------------------------------------------------
 
@@ -185,7 +189,7 @@ class Offload:
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         if torch._C._current_graph_task_id() == -1:  # not a recompute
             self._unwind()
-            self._exported = None
+            self._end_export()
             self.weights.trace.begin_pass()
             self.step_control.begin_forward()
             if self.activations is not None and torch.is_grad_enabled():
@@ -289,17 +293,26 @@ class Offload:
 
     def _begin_export(self, *args: Any) -> None:
         self.finish()
-        self._exported = {}
+        self._exported.clear()
+
+    def _export_own(self, module: nn.Module) -> None:
+        """``module`` is about to save its own parameters, each once: so where it fails, later reads are not taken for that."""
+        own = set(module._parameters.values())
+        self._exporting = {slot for slot in self.slots() if slot.param in own}
 
     def _end_export(self, *args: Any) -> None:
-        self._exported = None
+        self._exported.clear()
+        self._exporting.clear()
 
     def export(self, slot: Slot) -> torch.Tensor | None:
-        if self._exported is None:
+        if slot not in self._exporting:
             return read_home(self, slot) if slot.group in self._slice_rows else None
-        if slot not in self._exported:  # tied names get one tensor, so that savers see the tie
-            self._exported[slot] = read_home(self, slot)
-        return self._exported[slot]
+        self._exporting.discard(slot)
+        stamp = self.weights.stamp(slot.group, 0, slot.group.num_bytes)
+        known = self._exported.get(slot)
+        if known is None or known[0] != stamp:  # tied names get one tensor, so that savers see the tie
+            known = self._exported[slot] = (stamp, read_home(self, slot))
+        return known[1]
 
     def _refuse_assignment(
         self, module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *rest: Any
@@ -318,7 +331,7 @@ class Offload:
             Unsupported: another optimizer has this model already.
             InsufficientMemory: no room for the states; nothing was reserved.
         """
-        if self.step_control.source not in (None, optimizer):
+        if self.step_control.source not in (None, optimizer):  # `VGPUAdamW` has released one that it replaces
             raise Unsupported(
                 f"model {self.name!r} already has an optimizer: put all its parameters into one VGPUAdamW"
             )
@@ -332,6 +345,20 @@ class Offload:
             self.worker.submit(zero_home, self.homes, group, kind)
         self.worker.drain()
         self.step_control.source = optimizer
+
+    def optimizers(self) -> list[Any]:
+        """Those that have this model's parameters."""
+        return [] if self.step_control.source is None else [self.step_control.source]
+
+    def forget_optimizer(self) -> None:
+        """As before the first `adopt_optimizer`, but for the room: moments are zero and no parameter was stepped; gradients stay."""
+        self.finish()
+        for group, kind in moment_ranges(self.groups):
+            if (group, kind) in self.homes:
+                self.worker.submit(zero_home, self.homes, group, kind)
+        self.worker.drain()
+        self.step_control.steps.clear()
+        self.step_control.source = None
 
     def _needs_gradient_at_home(self, group: Group) -> bool:
         """Whether gradients need a range even where every update follows its backward at once."""
@@ -347,6 +374,19 @@ class Offload:
         """Return when every update that was promised has read its gradient."""
         if self.level0 is not None:
             self.level0.drain()
+
+    def end_interrupted(self) -> None:
+        """Leave the forward that an interrupt ended, if one did.
+
+        Raises:
+            ConfigurationError: another thread is in a forward; nothing was changed.
+        """
+        self._unwind()
+        used = next((group for group in self.groups if self.weights.is_pinned(group)), None)
+        if used is not None:
+            raise ConfigurationError(
+                f"{self.name!r} is in use: a forward of {used.name!r} runs in another thread; wait for its end, then release"
+            )
 
     def finish(self) -> None:
         """Wait until every update that was promised is in the home bytes; undo those that were not."""

@@ -58,7 +58,8 @@ class VGPUAdamW(torch.optim.AdamW):
 
     Raises:
         ConfigurationError: a number outside its range, or no parameters.
-        Unsupported: a second optimizer for the same offloaded model.
+        Unsupported: an earlier optimizer has some of the parameters of an offloaded model and others; one that has no others is
+            replaced, and raises when it is used.
     """
 
     def __init__(
@@ -96,9 +97,50 @@ class VGPUAdamW(torch.optim.AdamW):
         self._slots: dict[torch.Tensor, Slot] = {}
         self._engines: list[Offload] = []
         self._updates_here = False
+        self._replaced = False
+        if isinstance(params, list):
+            params = [
+                {**item, "params": list(item["params"])}  # a generator is read once
+                if isinstance(item, dict) and not isinstance(item["params"], torch.Tensor)
+                else item
+                for item in params
+            ]
+            self._replace_earlier(params)
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
 
+    def _replace_earlier(self, params: list[Any]) -> None:
+        """An optimizer all of whose parameters of a model are among ``params`` loses them: states begin anew, as in a notebook's cell that
+        runs again.
+
+        Raises:
+            Unsupported: an earlier optimizer has some of the parameters, and others of the same model.
+        """
+        wanted = set(_tensors_in(params))
+        engines = dict.fromkeys(engine for param in wanted if (engine := _engine_of(param)) is not None)
+        replaced: list[tuple[Offload | Resident, VGPUAdamW]] = []
+        for engine in engines:
+            for earlier in engine.optimizers():
+                held = {param for param in earlier._group_of if _engine_of(param) is engine and not earlier._replaced}
+                if held and held <= wanted:
+                    replaced.append((engine, earlier))
+                elif held & wanted:
+                    raise Unsupported(
+                        f"model {engine.name!r} already has an optimizer, for some of these parameters and others: put all its parameters "
+                        "into one VGPUAdamW"
+                    )
+        for engine, earlier in replaced:
+            engine.forget_optimizer()
+            earlier._replaced = True
+            earlier._engines = [other for other in earlier._engines if other is not engine]
+
+    def _check_current(self) -> None:
+        if self._replaced:
+            raise Unsupported(
+                "this VGPUAdamW was replaced when another was made for its parameters, and has no states any more: use that one"
+            )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self._check_current()
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         fresh: dict[Offload, list[Slot]] = {}
@@ -123,7 +165,7 @@ class VGPUAdamW(torch.optim.AdamW):
                 residents.setdefault(resident, []).append(param)
         self._updates_here |= any(updates_here(param) for param in params)
         for resident, held in residents.items():
-            self.state.update(resident.adopt_optimizer(held))
+            self.state.update(resident.adopt_optimizer(self, held))
 
     # -- what the step control asks ----------------------------------------------------------------------------------
 
@@ -148,6 +190,7 @@ class VGPUAdamW(torch.optim.AdamW):
         Args:
             only: keys from `select_top_k_gradients`, or parameters: update (and measure) just these.
         """
+        self._check_current()
         if only is None and self._is_plain and self.max_grad_norm is None and self.loss_scale == 1.0:
             with torch.no_grad():
                 return _ADAMW_STEP(self, closure)  # nothing of ours to do: torch's cost
@@ -259,6 +302,7 @@ class VGPUAdamW(torch.optim.AdamW):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, and every update that was started for a step that has not come."""
+        self._check_current()
         if not self._engines:
             return super().zero_grad(set_to_none)
         for engine in self._engines:
@@ -280,6 +324,7 @@ class VGPUAdamW(torch.optim.AdamW):
 
     def state_dict(self) -> dict[str, Any]:
         """As `torch.optim.AdamW` would write it; states of offloaded parameters come as CPU tensors."""
+        self._check_current()
         found = super().state_dict()
         index_of = {param: index for index, param in enumerate(self._group_of)}
         for param, state in self.state.items():
@@ -293,6 +338,7 @@ class VGPUAdamW(torch.optim.AdamW):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Accepts what `torch.optim.AdamW` or this class wrote for the same parameters, wherever they lived."""
+        self._check_current()
         slot_of = {index: self._slots[param] for index, param in enumerate(self._group_of) if param in self._slots}
         # States that are updated here stay where they are, in their own types: torch would make moments as narrow as the weights.
         held_of = {
@@ -330,3 +376,17 @@ class VGPUAdamW(torch.optim.AdamW):
     def skipped(self) -> bool:
         """Whether the last `step` changed nothing because a gradient was not finite."""
         return bool(self._skipped)
+
+
+def _engine_of(param: torch.Tensor) -> Offload | Resident | None:
+    found = engine_and_slot(param)
+    return resident_of(param) if found is None else found[0]
+
+
+def _tensors_in(params: Any) -> Iterator[torch.Tensor]:
+    """In what torch takes for parameters: tensors, pairs of names and tensors, lists of these, and groups."""
+    if isinstance(params, torch.Tensor):
+        yield params
+    elif isinstance(params, (list, tuple, dict)):
+        for item in params["params"] if isinstance(params, dict) else params:
+            yield from _tensors_in(item)

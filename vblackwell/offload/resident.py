@@ -47,6 +47,7 @@ class Resident:
         self.name = name
         self.groups, _ = find_groups(model, compute_dtype, formats=formats)
         self._states: dict[Slot, dict[str, torch.Tensor]] = {}
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.homes = Homes(stack, name, [0], self.groups)
         wide = [
             (group, "remainder" if splits(group) else "master")
@@ -91,7 +92,16 @@ class Resident:
         assert view is not None, "level 0 is addressable"
         return view
 
-    def adopt_optimizer(self, params: list[torch.Tensor]) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+    def optimizers(self) -> list[Any]:
+        """As `Offload.optimizers`."""
+        return list(self._optimizers)
+
+    def forget_optimizer(self) -> None:
+        """As `Offload.forget_optimizer`: `adopt_optimizer` begins anew."""
+
+    def adopt_optimizer(
+        self, optimizer: Any, params: list[torch.Tensor]
+    ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         """Fresh AdamW states for ``params`` inside level 0, in the form that `torch.optim.AdamW` keeps them (8-bit ones: codes and scales).
 
         Raises:
@@ -105,6 +115,7 @@ class Resident:
         for slot in slots:  # some may have been frozen when they were moved here
             self._round_gradients(slot)
         self._states |= {slot: self._state(slot) for slot in slots}
+        self._optimizers.add(optimizer)
         return {slot.param: self._states[slot] for slot in slots}
 
     def _state(self, slot: Slot) -> dict[str, torch.Tensor]:

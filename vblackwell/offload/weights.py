@@ -362,7 +362,7 @@ class WeightStreamer:
             return None
         return self._by_storage.get(tensor.untyped_storage()._cdata)
 
-    def _stamp(self, group: Group, start: int, stop: int) -> tuple[int, int]:
+    def stamp(self, group: Group, start: int, stop: int) -> tuple[int, int]:
         """Changes of the home bytes, and in-place writes, as autograd counts them, to the parameters in bytes ``start`` to ``stop``."""
         found, slots = 0, group.slots
         with torch._C.DisableTorchFunctionSubclass():
@@ -381,7 +381,7 @@ class WeightStreamer:
         size, stride = tensor.shape, tensor.stride()
         stop = offset + (1 + sum((n - 1) * by for n, by in zip(size, stride, strict=True))) * tensor.element_size()
         return PackedView(
-            loaded.group, self._stamp(loaded.group, offset, stop), tensor.dtype, offset, stop, size, stride
+            loaded.group, self.stamp(loaded.group, offset, stop), tensor.dtype, offset, stop, size, stride
         )  # fmt: skip
 
     def unpack(self, packed: PackedView) -> torch.Tensor:
@@ -391,7 +391,7 @@ class WeightStreamer:
             StaleTensor: the weights were updated since the forward.
         """
         self._settle(packed.group)
-        if packed.version != self._stamp(packed.group, packed.offset, packed.stop):
+        if packed.version != self.stamp(packed.group, packed.offset, packed.stop):
             raise StaleTensor(
                 f"backward needs the weights of {packed.group.name!r} as they were in the forward, but they have been changed since "
                 "(an optimizer step or an in-place write between forward and backward)"
