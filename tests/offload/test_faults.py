@@ -318,6 +318,46 @@ def test_a_state_dict_that_raises_leaves_no_stale_read(make_stack: MakeStack, mo
         assert found["lm_head.weight"].data_ptr() == found["transformer.wte.weight"].data_ptr()
 
 
+def test_another_thread_may_prefetch_while_the_model_trains(make_stack: MakeStack):
+    plain, model = build(MLP), build(MLP)
+    stack = make_stack(LEVEL0)
+    enable_vgpu_stack_optimization(model, stack)
+    optimizer, reference = VGPUAdamW(model.parameters()), torch.optim.AdamW(plain.parameters(), fused=True)
+    over, raised = threading.Event(), list[BaseException]()
+
+    def prefetch() -> None:
+        try:
+            while not over.is_set():
+                for layer in model.layers:
+                    stack.prefetch([layer[0].weight, "model/head"])
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=prefetch)
+    thread.start()
+    try:
+        losses = [step(model, optimizer, seed) for seed in range(8)]
+    finally:
+        over.set()
+        thread.join()
+    assert not raised
+    assert losses == [step(plain, reference, seed) for seed in range(8)] and equal(model, plain)
+
+
+def test_what_another_thread_prefetched_is_loaded_at_the_next_use(make_stack: MakeStack):
+    model = build(MLP)
+    stack = make_stack(LEVEL0)
+    enable_vgpu_stack_optimization(model, stack, placement="streamed")
+    thread = threading.Thread(target=lambda: stack.prefetch(["model/head"]))
+    thread.start()
+    thread.join()
+    weights = engine_of(model).weights
+    head = next(group for group in engine_of(model).groups if group.name == "head")
+    assert head.index not in weights._loaded and list(weights.asked) == [head]
+    assert model.layers[0][0].bias[0].item() is not None
+    assert head.index in weights._loaded and not weights.asked
+
+
 def test_a_failed_backward_leaves_no_half_gradient(make_stack: MakeStack):
     plain, model = build(MLP), build(MLP)
     enable_vgpu_stack_optimization(model, make_stack(LEVEL0))

@@ -97,6 +97,7 @@ class Offload:
         self._forward_context = ExitStack()
         self._handles: list[Any] = []
         self._entered = threading.local()
+        self._thread = threading.get_ident()
         self._backward_ends: set[int] = set()
         self.used = UsedParameters(self)
         self.prefetcher = prefetcher_of(self)
@@ -188,6 +189,7 @@ class Offload:
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         if torch._C._current_graph_task_id() == -1:  # not a recompute
+            self._thread = threading.get_ident()
             self._unwind()
             self._end_export()
             self.weights.trace.begin_pass()
@@ -218,6 +220,13 @@ class Offload:
         entered = self._entered.__dict__.get("stack", [])
         while entered:
             entered.pop()[1].__exit__(None, None, None)
+
+    def ask(self, group: Group) -> None:
+        """Load ``group`` ahead: now, or, as only the thread that runs the model may, at that one's next use if this is another."""
+        if threading.get_ident() == self._thread:
+            self.weights.prefetch(group)
+        else:
+            self.weights.asked[group] = None
 
     # -- autograd ----------------------------------------------------------------------------------------------------
 

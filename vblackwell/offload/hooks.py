@@ -70,7 +70,7 @@ def prefetcher_of(engine: Offload) -> Callable[[Any], bool]:
         else:
             group = next((group for group in alive.groups if group_key(alive, group) == item), None)
         if group is not None:
-            alive.weights.prefetch(group)
+            alive.ask(group)
         return group is not None
 
     return take

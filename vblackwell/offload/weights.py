@@ -71,6 +71,7 @@ class WeightStreamer:
         self.busy: Callable[[Group], bool] = lambda group: False
         self.sweep: Callable[[], None] = lambda: None  # lets lent groups whose updates are over be `returned`
         self.trace = AccessTrace()
+        self.asked: dict[Group, None] = {}  # groups that other threads want loaded ahead
         self._latest: Group | None = None
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
@@ -81,6 +82,9 @@ class WeightStreamer:
         loaded = self._ensure(group)
         loaded.pins += 1
         try:
+            asked, self.asked = self.asked, {}
+            for wanted in list(asked):
+                self.prefetch(wanted)
             self._prefetch_upcoming()
         except BaseException:
             loaded.pins -= 1
