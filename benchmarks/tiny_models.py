@@ -9,6 +9,7 @@ import inspect
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -89,6 +90,8 @@ KINDS = """
     qwen3_moe qwen3_next recurrent_gemma reformer rembert roberta roberta-prelayernorm roc_bert roformer rwkv seed_oss smollm3
     solar_open stablelm starcoder2 trocr vaultgemma whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet xlstm youtu zamba2 zaya
 """
+# Of these, transformers before 5.23 has other configurations, or faults of its own: doge's `generate` writes other text than its forward.
+SINCE_5_23 = {"deepseek_v4", "doge", "longcat_flash", "zamba2"}
 MAX_PARAMETERS = 3_000_000
 IDS = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(1))
 
@@ -123,5 +126,7 @@ def tiny_model(kind: str, **changes: Any) -> nn.Module:
 
 
 def small_kinds() -> list[str]:
-    """Those of `KINDS` that the installed transformers has."""
-    return [kind for kind in KINDS.split() if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    """Those of `KINDS` that the installed transformers has, as they are checked."""
+    older = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 23)
+    known = [kind for kind in KINDS.split() if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    return [kind for kind in known if not (older and kind in SINCE_5_23)]

@@ -39,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             code = _dispatch(words)
         except SystemExit as leave:  # --help
-            code = leave.code if isinstance(leave.code, int) else 0
+            code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+            if isinstance(leave.code, str):
+                print(leave.code, file=sys.stderr)
         sys.stdout.flush()  # here, where a reader that has gone is no error, and not while Python ends
         return code
     except VBError as error:

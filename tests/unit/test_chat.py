@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -275,6 +276,14 @@ def test_a_template_is_bounded(template, part, folder_of, tokenizer, monkeypatch
         open_chat(folder_of(template)).prompt("hello")
     assert (resource.getrlimit(resource.RLIMIT_DATA), signal.getsignal(signal.SIGPROF)) == limits
     assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+
+
+def test_a_template_is_rendered_in_any_thread(folder_of, tokenizer):
+    """Signals, which bound the time, are the main thread's; memory is bounded in all."""
+    found = find_template(tokenizer, folder_of(SPACED))
+    with ThreadPoolExecutor(1) as pool:
+        there = pool.submit(found.render, Conversation(TURNS, "line 1")).result()
+    assert there == found.render(Conversation(TURNS, "line 1"))
 
 
 def test_a_line_that_is_nested_too_deep_is_named(folder_of, tmp_path):

@@ -7,8 +7,11 @@ raised to a power. So the process' own limits do: memory of a few hundred MiB be
 
 from __future__ import annotations
 
+import functools
+import os
 import resource
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -23,7 +26,7 @@ MAX_BYTES = 256 * MiB
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """While this lasts, the process is bounded; for the main thread, which is the one that signals interrupt.
+    """While this lasts, the process is bounded: in memory, and on the main thread, which is the one that signals interrupt, in time.
 
     Raises:
         TimeoutError, MemoryError: a bound was met; with it in words.
@@ -33,15 +36,24 @@ def bounded() -> Iterator[None]:
         raise TimeoutError(f"it takes more than {MAX_SECONDS:g} s")
 
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    held = psutil.Process().memory_info().data + MAX_BYTES
-    handler = signal.signal(signal.SIGPROF, expire)
+    held = _process(os.getpid()).memory_info().data + MAX_BYTES
+    is_timed = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGPROF, expire) if is_timed else None
     resource.setrlimit(resource.RLIMIT_DATA, (held if soft == resource.RLIM_INFINITY else min(soft, held), hard))
-    signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
+    if is_timed:
+        signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
     try:
         yield
     except MemoryError as error:
         raise MemoryError(f"it takes more than {format_bytes(MAX_BYTES)}") from error
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        if is_timed:
+            signal.setitimer(signal.ITIMER_PROF, 0)
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-        signal.signal(signal.SIGPROF, handler)
+        if is_timed:
+            signal.signal(signal.SIGPROF, handler)
+
+
+@functools.lru_cache(maxsize=1)
+def _process(pid: int) -> psutil.Process:
+    return psutil.Process(pid)

@@ -19,8 +19,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# By the first tensor's id: the tensors of a weight, each with the address and the version at which a launch has read it.
-_read: dict[int, list[tuple[weakref.ref[Tensor], int, int]]] = {}
+# By the first tensor's id and how many there are: the tensors of a weight, each with the address and the version at which a launch has
+# read it.
+_read: dict[tuple[int, int], list[tuple[weakref.ref[Tensor], int, int]]] = {}
 
 
 def may_overlap(weight: Sequence[Tensor]) -> bool:
@@ -28,7 +29,7 @@ def may_overlap(weight: Sequence[Tensor]) -> bool:
 
     Tensors made under ``inference_mode`` do not tell whether they were written: never, for these.
     """
-    key = id(weight[0])
+    key = id(weight[0]), len(weight)  # w4a8 reads one tensor more of the weight that is dequantised as well
     known = _read.get(key)
     if known is not None and len(known) == len(weight):
         for (ref, address, version), tensor in zip(known, weight, strict=True):

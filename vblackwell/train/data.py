@@ -162,6 +162,10 @@ def _pack(source: Source, tokenizer: Tokenizer, end: int | None, folder: Path, r
             report(f"packing tokens of {source.name}", min(1.0, text_bytes / max(1, source.size_bytes)))
     if not text_bytes:
         raise ConfigurationError(f"{source.name} holds no text: give files with text in them")
+    if not count:
+        raise ConfigurationError(
+            f"{source.name} becomes no tokens by this tokenizer: give files with other text, or another --tokenizer"
+        )
     tokens, digest = np.memmap(read_order, dtype=kind, mode="r"), xxhash.xxh3_128()
     with (folder / "tokens.bin").open("wb") as file:
         for start, stop in stretches(np.asarray(ends, dtype=np.int64)):

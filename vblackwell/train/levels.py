@@ -41,7 +41,7 @@ def build_stack(
     if config.disk_memory:
         _refuse_full_disk(config, state_bytes)
     if device.type == "cpu":
-        _refuse_more_than_ram(config)
+        _refuse_more_than_ram(config, state_bytes)
     codec = "lossless" if config.disk_codec == "lossless" else None
     given: dict[str, Any] = {"device": device, "disk_codec": codec}
     if plan is not None:
@@ -70,17 +70,21 @@ def has_disk(config: TrainConfig) -> bool:
     return found
 
 
-def _refuse_more_than_ram(config: TrainConfig) -> None:
-    """Without a GPU level 0 is RAM, as the level below it: a run that fills both would be killed without a word."""
+def _refuse_more_than_ram(config: TrainConfig, state_bytes: int | None) -> None:
+    """Without a GPU level 0 is RAM, as the level below it: a run that fills both would be killed without a word.
+
+    Caps are held against what the machine has; what is free just now need only hold the run's state, if that is less.
+    """
     asked = {"--fast-memory": config.fast_memory, "--host-memory": config.host_memory}
     sizes = {flag: size for flag, size in asked.items() if isinstance(size, int) and size}
     facts, wanted = memory_facts(), sum(sizes.values())
-    if wanted > facts.available_bytes:
+    needed = wanted if state_bytes is None else min(wanted, state_bytes)
+    if wanted > facts.total_bytes or needed > facts.available_bytes:
         raise InsufficientMemory(
             f"{' and '.join(f'{flag} {format_bytes(size)}' for flag, size in sizes.items())} are RAM on a CPU: "
-            f"{format_bytes(facts.available_bytes)} of {format_bytes(facts.total_bytes)} are available (limited by {facts.limited_by}); "
-            "give less",
-            needed_bytes=wanted,
+            f"{format_bytes(facts.available_bytes)} of {format_bytes(facts.total_bytes)} are available (limited by {facts.limited_by}), "
+            f"and up to {format_bytes(needed)} are needed; give less",
+            needed_bytes=needed,
             available_bytes=facts.available_bytes,
         )
 

@@ -84,7 +84,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """
     import yaml
 
-    if path.exists() and not path.is_file():  # a device may never end
+    if path.exists() and not (path.is_file() or path.is_fifo()):  # a device may never end
         raise ConfigurationError(f"--config {path} is no file; give a YAML file")
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
