@@ -577,3 +577,21 @@ def test_a_model_that_cannot_enter_is_what_it_was(make_stack: MakeStack, monkeyp
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     enable_vgpu_stack_optimization(model, stack, placement="streamed", activations="host")
     MLP.loss(model, 0).backward()
+
+
+def test_a_gradient_whose_way_is_interrupted_keeps_nothing(make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch):
+    model, stack = build(MLP), make_stack(LEVEL0)
+    enable_vgpu_stack_optimization(model, stack, placement="streamed")
+    engine = engine_of(model)
+    loss = MLP.loss(model, 0)
+    engine.weights.drop_all()
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(stack, "write", interrupted)
+        loss.backward()
+    engine.finish()
+    engine.weights.drop_all()
+    assert stack.levels[0].used_bytes == 0

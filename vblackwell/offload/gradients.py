@@ -155,8 +155,8 @@ class GradientCollector:
                     )  # fmt: skip
                     state.kind_queued = claim.landing
                     self._departures.append(Departure(leaving.reservation, (transfer, *claimed)))
-            except Exception:
-                with ExitStack() as ends:  # whoever reads the buffer first, then the buffer
+            except BaseException:
+                with ExitStack() as ends:  # the readers of the buffer end first, then it is given back
                     ends.callback(self._homes.give, leaving.reservation)
                     for end in (*claimed, *(() if transfer is None else (transfer,))):
                         ends.callback(end.wait)
