@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from vblackwell.memory.stack import VGPUStack
 from vblackwell.offload.clip import clip_grad_norm_
 from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.engine import Offload
+from vblackwell.offload.groups import Slot
 from vblackwell.offload.linear import VGPUStackLinear
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.state import export_state
@@ -107,6 +108,54 @@ def test_state_dict_round_trip(stack: VGPUStack):
     tied = build(GPT2)
     state = offloaded(stack, tied).state_dict()
     assert state["lm_head.weight"].data_ptr() == state["transformer.wte.weight"].data_ptr()
+
+
+def test_a_submodules_state_dict_shares_nothing(stack: VGPUStack):
+    plain = build(MLP)
+    model = offloaded(stack, copy.deepcopy(plain))
+
+    def fail(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    for part, expected in ((model.layers[0], plain.layers[0]), (model.layers, plain.layers), (model.head, plain.head)):
+        handle = model.head._register_state_dict_hook(fail)
+        with pytest.raises(OSError, match="full"):  # nor is what it had read given out
+            model.state_dict()
+        handle.remove()
+        for value in part.state_dict().values():
+            with pytest.raises(StaleTensor):
+                value.mul_(2)
+        assert all(torch.equal(value, expected.state_dict()[name]) for name, value in part.state_dict().items())
+
+
+def test_a_write_after_a_state_dict_that_keeps_parameters_is_not_lost(stack: VGPUStack):
+    model = offloaded(stack, build(MLP))
+    for part in (model.head, model.layers, model):
+        kept = part.state_dict(keep_vars=True)
+        assert all(any(value is param for param in part.parameters()) for value in kept.values())
+        for param in part.parameters():
+            with torch.no_grad(), pytest.raises(StaleTensor):
+                param.detach().zero_()
+
+
+def test_a_state_dict_looks_at_each_parameter_as_often_in_any_model(stack: VGPUStack, monkeypatch: pytest.MonkeyPatch):
+    looks: list[Slot] = []
+    original = Offload.slots
+
+    def slots(engine: Offload) -> Iterator[Slot]:
+        for slot in original(engine):
+            looks.append(slot)
+            yield slot
+
+    monkeypatch.setattr(Offload, "slots", slots)
+    per_layer = []
+    for num_layers in (4, 12):
+        model = offloaded(stack, nn.Sequential(*(nn.Linear(2, 2) for _ in range(num_layers))))
+        looks.clear()
+        model.state_dict()
+        per_layer.append(len(looks) / num_layers)
+        release(model)
+    assert per_layer[0] == per_layer[1]
 
 
 def test_deepcopy_is_plain_and_independent(stack: VGPUStack):

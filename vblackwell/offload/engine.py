@@ -35,7 +35,7 @@ from vblackwell.offload.lane_cuda import make_lane
 from vblackwell.offload.level0_updates import Level0Updates
 from vblackwell.offload.loaded import PackedView, SavedTensor
 from vblackwell.offload.masters import refuse_unprepared
-from vblackwell.offload.parameter import is_transformed, refuse_wrapped_parameters
+from vblackwell.offload.parameter import engine_and_slot, is_transformed, refuse_wrapped_parameters
 from vblackwell.offload.sliced import SlicedLeaf, swap_class
 from vblackwell.offload.step import StepControl, UpdateSource, is_final
 from vblackwell.offload.used_parameters import UsedParameters
@@ -101,7 +101,7 @@ class Offload:
         self._backward_ends: set[int] = set()
         self.used = UsedParameters(self)
         self.prefetcher = prefetcher_of(self)
-        self._exported: dict[Slot, tuple[tuple[int, int], torch.Tensor]] = {}
+        self._exported: dict[Slot, tuple[tuple[int, int], torch.Tensor]] | None = None
         self._exporting: set[Slot] = set()
         self._sliced: list[nn.Module] = []
         self._slice_rows = slice_rows or {}
@@ -130,9 +130,8 @@ class Offload:
         handles.append(model.register_state_dict_pre_hook(SiteHook(self._begin_export)))
         handles.append(model.register_state_dict_post_hook(SiteHook(self._end_export)))
         handles.append(model.register_load_state_dict_pre_hook(SiteHook(self._refuse_assignment)))
-        for owner in (module for module in model.modules() if module._parameters):
-            export = SiteHook(lambda module, prefix, keep_vars: self._export_own(module))
-            handles.append(owner.register_state_dict_pre_hook(export))
+        for module in model.modules():
+            handles.append(module.register_state_dict_pre_hook(SiteHook(self._export_own)))
 
     # -- room on level 0 ---------------------------------------------------------------------------------------------
 
@@ -302,19 +301,29 @@ class Offload:
 
     def _begin_export(self, *args: Any) -> None:
         self.finish()
-        self._exported.clear()
+        self._exported = {}
 
-    def _export_own(self, module: nn.Module) -> None:
-        """``module`` is about to save its own parameters, each once: so where it fails, later reads are not taken for that."""
-        own = set(module._parameters.values())
-        self._exporting = {slot for slot in self.slots() if slot.param in own}
+    def _export_own(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """``module`` is about to save its own parameters, each once: so where it fails, later reads are not taken for that.
+
+        The state_dict of a module that is not the whole model, which begins without a prefix, reads as any other code does.
+        """
+        if not prefix and module is not self.model:
+            self._end_export()  # of one that raised
+        self._exporting.clear()
+        if self._exported is None or keep_vars:  # what is kept as it is, is not read
+            return
+        for param in module._parameters.values():
+            found = None if param is None else engine_and_slot(param)
+            if found is not None and found[0] is self:
+                self._exporting.add(found[1])
 
     def _end_export(self, *args: Any) -> None:
-        self._exported.clear()
+        self._exported = None
         self._exporting.clear()
 
     def export(self, slot: Slot) -> torch.Tensor | None:
-        if slot not in self._exporting:
+        if self._exported is None or slot not in self._exporting:
             return read_home(self, slot) if slot.group in self._slice_rows else None
         self._exporting.discard(slot)
         stamp = self.weights.stamp(slot.group, 0, slot.group.num_bytes)
