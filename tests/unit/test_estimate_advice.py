@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 from dataclasses import replace
+
+import pytest
 
 from vblackwell.estimator import PLENTY, Run, estimate_offload
 from vblackwell.nn.decoder_config import DecoderConfig
 from vblackwell.plan.estimate import estimate_trace
 from vblackwell.plan.gpus import RUNTIME_BYTES, context_bytes, find_gpu
 from vblackwell.subject import of_config, of_decoder
+from vblackwell.train.estimate import estimate_command
 from vblackwell.train.estimate_advice import advice_of, fused
 from vblackwell.train.estimated import Estimated
 from vblackwell.units import GiB, MiB
@@ -87,3 +93,17 @@ def test_a_fused_step_as_it_is_traced():
     # The peak is in the step: foreach makes a copy of everything there.
     assert estimate_trace(run.trace(1)).allocated - both[0].allocated > 3 * run.trace(1).num_parameters
     assert sum(each.num_bytes for each in ours.work if each.phase == "optimizer") == 28 * ours.trainable
+
+
+def test_an_estimate_with_advice_starts_no_process(monkeypatch, capsys):
+    """torch and its libraries have threads, which a forked child lacks while it has their locks."""
+
+    def refused(*args: object, **kwargs: object) -> int:
+        pytest.fail("vb estimate started a process")
+
+    monkeypatch.setattr(os, "fork", refused)
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    assert not estimate_command(
+        "tiny", "RTX 3090", None, 1, 32, "adamw", "fp32", False, False, None, None, as_json=True
+    )
+    assert json.loads(capsys.readouterr().out)["advice"]

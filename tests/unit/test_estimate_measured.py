@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import time
 from dataclasses import replace
 
 import pytest
@@ -19,7 +17,7 @@ from vblackwell.plan.estimate import estimate_trace, peak_of
 from vblackwell.plan.trace import Untraceable
 from vblackwell.plan.workspace import CUBLAS_BYTES, CUBLASLT_BYTES
 from vblackwell.subject import find_subject
-from vblackwell.train import aside, estimate, estimate_measured
+from vblackwell.train import estimate, estimate_measured
 from vblackwell.train.estimate import estimate_command
 from vblackwell.train.estimate_measured import measure_run
 
@@ -180,23 +178,6 @@ def test_what_the_caller_froze_stays_frozen():
     with estimate.set_aside():
         pass
     assert gc.get_freeze_count() > before // 2  # some of them died meanwhile
-
-
-def test_what_is_computed_beside_ends_with_the_estimate(monkeypatch):
-    begun = []
-
-    class Beside(aside.Aside):
-        def __init__(self, function):
-            super().__init__(lambda: time.sleep(60))
-            begun.append(self)
-
-    monkeypatch.setattr(aside, "can_fork", lambda: hasattr(os, "fork"))
-    monkeypatch.setattr(estimate, "Aside", Beside)
-    with pytest.raises(Untraceable, match="not today"):
-        estimate_command(
-            "reading_models:Failing", "RTX 3090", None, 4, 32, "adamw", "fp32", False, False, None, None, True
-        )
-    assert begun and not begun[0]._child
 
 
 @pytest.mark.gpu

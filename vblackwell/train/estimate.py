@@ -25,13 +25,11 @@ from vblackwell.plan.gpus import KnownGPU, find_gpu
 from vblackwell.plan.parallel import check_several
 from vblackwell.plan.tiles import NUM_SMS
 from vblackwell.plan.trace import Untraceable
-from vblackwell.train.aside import Aside
-from vblackwell.train.estimate_advice import advice_of, traced_ways
+from vblackwell.train.estimate_advice import advice_of
 from vblackwell.train.estimate_measured import measure_run
 from vblackwell.train.estimate_parallel import parallel_plan
 from vblackwell.train.estimate_speed import speed_of
 from vblackwell.train.estimated import Estimated
-from vblackwell.train.measured_rates import rates_of
 from vblackwell.train.presets import GPT2_VOCAB_SIZE, PRESETS
 from vblackwell.units import MiB, TiB, format_bytes, parse_bytes
 
@@ -131,18 +129,10 @@ def _advised(
             f"--gpu-memory {format_bytes(gpu_bytes)} is below the minimum for {model}, about {format_bytes(least)} at any "
             f"batch size: {why}"
         )
-    wanted = advice and gpus is None and (gpu_bytes is not None or card is not None)
-    rates = None if card is None else rates_of(card)
-    ahead = Aside(lambda: traced_ways(run, batch_size, rates, gpu_bytes, (host, disk))) if wanted else None
-    try:
-        estimated = _estimated(model, run, batch_size, card, gpu_bytes, host, disk, asks_for_stack, gpus, topology)
-        if advice and gpus is None and estimated.measured is None and (estimated.fits is False or card is not None):
-            others = None if ahead is None else ahead.result
-            return replace(estimated, advice=advice_of(estimated, others, (host, disk)))
-        return estimated
-    finally:
-        if ahead is not None:
-            ahead.cancel()
+    estimated = _estimated(model, run, batch_size, card, gpu_bytes, host, disk, asks_for_stack, gpus, topology)
+    if advice and gpus is None and estimated.measured is None and (estimated.fits is False or card is not None):
+        return replace(estimated, advice=advice_of(estimated, (host, disk)))
+    return estimated
 
 
 def _estimated(

@@ -30,10 +30,10 @@ FOREACH = ("adamw", "adamw-for-loop")
 FUSED_STACK = "an offload stack, vb.accelerate_causal_lm(model)"
 
 
-def traced_ways(
-    run: Run, batch_size: int, rates: Rates | None, gpu_bytes: int | None = None, below: tuple[int, int] = (PLENTY, 0)
+def _traced_ways(
+    run: Run, batch_size: int, rates: Rates | None, gpu_bytes: int | None, below: tuple[int, int]
 ) -> list[Way]:  # fmt: skip
-    """Those that a trace of the run as it is does not show, and about half of them in time: they may be traced beside the others.
+    """The run on fused operators, and in bf16: a trace of the run as it is shows neither.
 
     Args:
         gpu_bytes: of the GPU whose level 0 an offload stack may have; None: no stack is looked at. below: as for `advice_of`.
@@ -54,13 +54,10 @@ def _smaller_batches(run: Run, batch_size: int, rates: Rates | None) -> Iterator
         yield from _traced(change, run, smaller, rates)
 
 
-def advice_of(
-    estimated: Estimated, others: Callable[[], list[Way]] | None = None, below: tuple[int, int] = (PLENTY, 0)
-) -> tuple[Advice, ...]:
+def advice_of(estimated: Estimated, below: tuple[int, int] = (PLENTY, 0)) -> tuple[Advice, ...]:
     """What would save memory or time, each line with its numbers; memory first where it does not fit.
 
     Args:
-        others: gives `traced_ways`; None: they are traced here.
         below: bytes of RAM and of disk that an offload stack may take.
     """
     run = estimated.run
@@ -72,7 +69,7 @@ def advice_of(
     if recomputing is not None:
         ways.append(_way("--gradient-checkpointing", changed, recomputing, estimated.batch_size, rates))
     smaller = list(_smaller_batches(run, estimated.batch_size, rates))
-    traced = traced_ways(run, estimated.batch_size, rates, estimated.gpu_bytes, below) if others is None else others()
+    traced = _traced_ways(run, estimated.batch_size, rates, estimated.gpu_bytes, below)
     lacks_a_stack = estimated.stack is not None and estimated.stack.refused is not None
     ways += [way for way in traced if lacks_a_stack or not way.change.startswith(FUSED_STACK)]
     ways += smaller
