@@ -274,6 +274,20 @@ def test_what_a_departed_gradient_cannot_do_says_what_to_do(stack: VGPUStack):
             use()
 
 
+def test_a_gradient_that_was_cleared_is_refused(stack: VGPUStack):
+    model = offloaded(stack, build(MLP))
+    optimizer = VGPUAdamW(model.parameters())
+    for clear in (optimizer.zero_grad, lambda: release(model)):
+        MLP.loss(model, 0).backward()
+        grad = model.head.weight.grad
+        assert grad is not None and grad.norm() > 0
+        clear()
+        for use in (grad.norm, grad.cpu, grad.zero_, lambda grad=grad: grad.mul_(2.0)):
+            with pytest.raises(Unsupported, match="'head.weight' was cleared, or its model released"):
+                use()
+        assert grad.shape == (7, 48)
+
+
 @pytest.mark.parametrize("clip", [clip_grad_norm_, torch.nn.utils.clip_grad_norm_])
 def test_our_clip_is_torchs_and_so_is_torchs(clip, stack: VGPUStack):
     plain = build(MLP)
@@ -406,6 +420,38 @@ def test_a_second_optimizer_begins_anew_and_the_first_says_so(
     for name, state in states[0].items():
         assert state.keys() == states[1][name].keys() and state["step"] == 2
         assert all(torch.equal(value, states[1][name][key]) for key, value in state.items())
+
+
+@pytest.mark.parametrize("placement", ["streamed", "resident"])
+@pytest.mark.parametrize("bad", [{"betas": (1.5, 0.9)}, {"eps": -1.0}, {"weight_decay": "x"}, {"lr": -1.0}])
+def test_an_optimizer_that_cannot_be_made_replaces_none(placement: str, bad: dict[str, object], make_stack: MakeStack):
+    model = build(MLP)
+    enable_vgpu_stack_optimization(model, make_stack(4 << 20), placement=placement)
+    first = VGPUAdamW(model.parameters())
+    one_step(model, first)
+    before = dict(export_state(model, first))
+    with pytest.raises((ValueError, TypeError)):
+        VGPUAdamW(model.parameters(), **bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="duplicate|more than one"):
+        VGPUAdamW([{"params": list(model.parameters())}, {"params": list(model.head.parameters())}])
+    after = dict(export_state(model, first))
+    assert all(torch.equal(state["exp_avg"], after[name]["exp_avg"]) for name, state in before.items())
+    one_step(model, first)
+
+
+def test_an_optimizer_of_two_models_is_replaced_whole(make_stack: MakeStack):
+    stack = make_stack(4 << 20)
+    one, other = (offloaded(stack, build(MLP), name) for name in ("one", "other"))
+    both = [*one.parameters(), *other.parameters()]
+    first = VGPUAdamW(both)
+    for part in (one, other):
+        with pytest.raises(Unsupported, match="some of these parameters and others"):
+            VGPUAdamW(part.parameters())
+        one_step(part, first)
+    second = VGPUAdamW(both)
+    with pytest.raises(Unsupported, match="replaced"):
+        first.zero_grad()
+    one_step(one, second)
 
 
 # -- deviations ----------------------------------------------------------------------------------------------------------

@@ -49,6 +49,11 @@ class DepartedGradient(torch.Tensor):
         if isinstance(first, DepartedGradient):
             said = {name: value for name, value in kwargs.items() if value is not None and value is not False}
             engine, slot, rest = first._vb_engine, first._vb_slot, (*args[1:], *said.values())
+            if slot.param.__dict__.get("_vb_binding") is not engine or not engine.gradients.has(slot):
+                raise Unsupported(
+                    f"the gradient of {slot.name!r} was cleared, or its model released, since it was read: read p.grad again after "
+                    "a backward"
+                )
             if func in _ITSELF or (func is _T.requires_grad_ and rest == (False,)):
                 return first
             if func in _NORMS and len(rest) <= 1 and said.keys() <= {"p", "ord"} and (*rest, 2)[0] in _TWO:

@@ -105,28 +105,32 @@ class VGPUAdamW(torch.optim.AdamW):
                 else item
                 for item in params
             ]
+            stand_ins: dict[torch.Tensor, torch.nn.Parameter] = {}
+            # What torch refuses it refuses here, while an earlier optimizer still has its states.
+            torch.optim.AdamW(
+                _stand_in(params, stand_ins), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
+            )
             self._replace_earlier(params)
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
 
     def _replace_earlier(self, params: list[Any]) -> None:
-        """An optimizer all of whose parameters of a model are among ``params`` loses them: states begin anew, as in a notebook's cell that
-        runs again.
+        """An optimizer all of whose parameters are among ``params`` loses them: states begin anew, as in a notebook's cell that runs again.
 
         Raises:
-            Unsupported: an earlier optimizer has some of the parameters, and others of the same model.
+            Unsupported: an earlier optimizer has some of the parameters, and others.
         """
         wanted = set(_tensors_in(params))
         engines = dict.fromkeys(engine for param in wanted if (engine := _engine_of(param)) is not None)
         replaced: list[tuple[Offload | Resident, VGPUAdamW]] = []
         for engine in engines:
             for earlier in engine.optimizers():
-                held = {param for param in earlier._group_of if _engine_of(param) is engine and not earlier._replaced}
+                held = {param for param in earlier._group_of if _engine_of(param) is not None and not earlier._replaced}
                 if held and held <= wanted:
                     replaced.append((engine, earlier))
                 elif held & wanted:
                     raise Unsupported(
                         f"model {engine.name!r} already has an optimizer, for some of these parameters and others: put all its parameters "
-                        "into one VGPUAdamW"
+                        "into one VGPUAdamW, or release(model) and enable it again"
                     )
         for engine, earlier in replaced:
             engine.forget_optimizer()
@@ -381,6 +385,19 @@ class VGPUAdamW(torch.optim.AdamW):
 def _engine_of(param: torch.Tensor) -> Offload | Resident | None:
     found = engine_and_slot(param)
     return resident_of(param) if found is None else found[0]
+
+
+def _stand_in(params: Any, known: dict[torch.Tensor, torch.nn.Parameter]) -> Any:
+    """``params`` as torch takes them, with an empty parameter for each leaf: ``known`` has those that were made."""
+    if isinstance(params, torch.Tensor):
+        if params not in known:
+            known[params] = torch.nn.Parameter(torch.empty(0))
+        return known[params] if params.is_leaf else params
+    if isinstance(params, dict):
+        return {**params, "params": _stand_in(params["params"], known)}
+    if isinstance(params, (list, tuple)):
+        return type(params)(_stand_in(item, known) for item in params)
+    return params
 
 
 def _tensors_in(params: Any) -> Iterator[torch.Tensor]:
