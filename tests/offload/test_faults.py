@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -595,3 +596,72 @@ def test_a_gradient_whose_way_is_interrupted_keeps_nothing(make_stack: MakeStack
     engine.finish()
     engine.weights.drop_all()
     assert stack.levels[0].used_bytes == 0
+
+
+@pytest.mark.parametrize("which", ["land", "add"])
+@pytest.mark.parametrize("update_in_backward", [False, True])
+def test_a_gradient_that_failed_to_arrive_is_not_stepped_with(
+    which: str, update_in_backward: bool, make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch
+):
+    """Whoever catches the failure and goes on: refused until gradients are given up, and right from then on."""
+    plain = build(MLP)
+    model = enable_vgpu_stack_optimization(copy.deepcopy(plain), make_stack(128 << 10), placement="streamed")
+    options: dict[str, Any] = {"update_in_backward": update_in_backward, "accumulation_steps": 2}
+    ours, theirs = VGPUAdamW(model.parameters(), **options), torch.optim.AdamW(plain.parameters(), fused=True)
+    engine = offload_of(model)
+    assert isinstance(engine, Offload)
+    original = getattr(engine.gradients.home, which)
+    failing = [True]
+
+    def fail_once(*args: Any, **kwargs: Any) -> Any:
+        if failing.pop() if failing else False:
+            raise OSError("the disk said no")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(engine.gradients.home, which, fail_once)
+    with pytest.raises(OSError, match="said no"):
+        for seed in range(2):
+            MLP.loss(model, seed).backward()
+        engine.finish()
+    for _ in range(2):
+        with pytest.raises((StaleTensor, OSError), match="incomplete.*zero_grad|said no"):
+            ours.step()
+    while True:  # each failure is raised once, by whoever comes first
+        try:
+            ours.zero_grad()
+            break
+        except OSError:
+            continue
+    for seed in range(2, 4):
+        MLP.loss(model, seed).backward()
+        MLP.loss(plain, seed).backward()
+    ours.step()
+    theirs.step()
+    ours.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_model_of_which_an_update_failed_is_not_trained_or_saved(
+    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch
+):
+    model = enable_vgpu_stack_optimization(build(MLP), make_stack(128 << 10), placement="streamed")
+    optimizer = VGPUAdamW(model.parameters())
+    engine = offload_of(model)
+    assert isinstance(engine, Offload)
+    MLP.loss(model, 0).backward()
+
+    def fail(*args: Any) -> None:
+        raise OSError("the disk said no")
+
+    monkeypatch.setattr(engine.step_control._updater, "update", fail)
+    with pytest.raises(OSError, match="said no"):
+        optimizer.step()
+        engine.finish()
+    monkeypatch.undo()
+    for use in (optimizer.step, model.state_dict, optimizer.state_dict):
+        for _ in range(8):  # other groups' updates failed, too, and are raised once each
+            with pytest.raises((StaleTensor, OSError)) as error:
+                use()
+            if error.type is StaleTensor:
+                break
+        assert error.match("some of its groups are a step behind others: go on from a checkpoint")

@@ -301,6 +301,7 @@ class Offload:
 
     def _begin_export(self, *args: Any) -> None:
         self.finish()
+        self.step_control.check_whole()
         self._exported = {}
 
     def _export_own(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -211,6 +211,8 @@ class VGPUAdamW(torch.optim.AdamW):
             restride(param)
         # A scale is one more reason to multiply, and a limit one more to measure; without either, nothing is read.
         self._skipped = False
+        for engine in self._engines:
+            engine.step_control.check_gradients()
         factor = self._measure(selection) if self.max_grad_norm is not None else self._unscale()
         if self._skipped is True:
             for engine in self._engines:
@@ -321,6 +323,7 @@ class VGPUAdamW(torch.optim.AdamW):
                 else:
                     engine.wait_for_updates()  # they may still read what is about to be zero
                     engine.gradients.zero(held)
+            engine.step_control.forgive()
         with self._without(self._slots.keys()):
             super().zero_grad(set_to_none)
 
@@ -335,6 +338,7 @@ class VGPUAdamW(torch.optim.AdamW):
             found["state"][index_of[param]] = plain_state(param, state)
         for engine in self._engines:
             engine.finish()
+            engine.step_control.check_whole()
             for group in engine.groups:
                 for slot, state in read_slot_states(engine, group):
                     found["state"][index_of[slot.param]] = state

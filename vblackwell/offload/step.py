@@ -12,13 +12,14 @@ the ranges at home (`Updater`). The arithmetic is the same.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from vblackwell.errors import InsufficientMemory
+from vblackwell.errors import InsufficientMemory, StaleTensor
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.stack import Reservation
 from vblackwell.offload.departure import Claim, Leaving
@@ -83,6 +84,8 @@ class StepControl:
         # Clipping comes in runs: after a step that clipped, the next most likely does too, and a speculation would be
         # paid for in vain. Speed only; tests switch it off to force the way back.
         self.follow_clipping = True
+        self._forgiven = Counter[int | None]()  # failures of the worker when all gradients were last given up
+        self._broken = False  # an update of a step that came has failed, while others of it may have been made
         self._clipped = False
 
     # -- signals from the model ------------------------------------------------------------------------------------
@@ -267,6 +270,9 @@ class StepControl:
         assert speculation.undo is not None
         try:
             speculation.undo.put_back(group, self._engine.homes)
+        except BaseException:
+            self._broken = True
+            raise
         finally:
             self._drop(speculation)
 
@@ -275,6 +281,36 @@ class StepControl:
             return
         self._undo_bytes -= speculation.memory.num_bytes
         self._engine.homes.give(speculation.memory)
+
+    # -- failures ----------------------------------------------------------------------------------------------------
+
+    def check_whole(self) -> None:
+        """
+        Raises:
+            StaleTensor: an update failed: some groups are a step ahead of others.
+        """
+        if self._broken:
+            raise StaleTensor(
+                f"an update of model {self._engine.name!r} failed in the background, so some of its groups are a step behind others: go on "
+                "from a checkpoint (release(model) gives the weights as they are)"
+            )
+
+    def check_gradients(self) -> None:
+        """
+        Raises:
+            StaleTensor: as `check_whole`; or a task failed since gradients were last given up: some may not be what backward made.
+        """
+        self.check_whole()
+        if self._engine.worker.failures != self._forgiven:
+            raise StaleTensor(
+                f"a background task of model {self._engine.name!r} failed since the last zero_grad(), so its gradients may be "
+                "incomplete: zero_grad(), and repeat forward and backward"
+            )
+
+    def forgive(self) -> None:
+        """All gradients were given up: what failed until now concerns none that comes."""
+        if self._engine.worker.failures != self._forgiven:
+            self._forgiven = self._engine.worker.failures.copy()
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -347,12 +383,40 @@ class StepControl:
         self._engine.weights.invalidate(group)
         load = self._engine.weights.last_load(group)
         task = self._engine.worker.submit(
-            self._update, group, jobs, factor, undo, load, group=group.index, postponable=True
+            self._update,
+            group,
+            jobs,
+            factor,
+            undo,
+            load,
+            self._forgiven[group.index],
+            group=group.index,
+            postponable=True,
         )
         self._updating[group.index] = task
         self._engine.gradients.occupy(group, task)
 
     def _update(
+        self,
+        group: Group,
+        jobs: list[Job],
+        factor: torch.Tensor | None,
+        undo: Undo | None,
+        load: Transfer | None,
+        forgiven: int,
+    ) -> None:
+        """The worker's part of `_queue`. ``forgiven``: failures of the group's tasks that concern no gradient of this update."""
+        try:
+            if self._engine.worker.failures[group.index] != forgiven:
+                if undo is not None:
+                    return  # its step will be refused, and there is nothing to roll back
+                raise StaleTensor(f"the gradient of {group.name!r} did not arrive: its update was not made")
+            self._update_now(group, jobs, factor, undo, load)
+        except BaseException:
+            self._broken = self._broken or undo is None  # a rollback makes good what a speculation left
+            raise
+
+    def _update_now(
         self, group: Group, jobs: list[Job], factor: torch.Tensor | None, undo: Undo | None, load: Transfer | None
     ) -> None:
         if load is not None:

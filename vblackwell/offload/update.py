@@ -98,7 +98,9 @@ class Undo:
             used += flat.numel()
 
     def put_back(self, group: Group, homes: Homes) -> None:
-        """Make the ranges and step counts what they were."""
+        """Make the ranges and step counts what they were; nothing where the update failed before it kept them."""
+        if not self._steps:
+            return
         for kind, kept in self._ranges.items():
             flat = homes.open(group, kind, load=False)
             flat.copy_(kept)

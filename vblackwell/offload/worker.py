@@ -13,7 +13,7 @@ torch's kernels release the GIL and use all cores inside each task.
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -63,7 +63,11 @@ class _Task:
 
 
 class Worker:
-    """Runs tasks in a thread of its own. The first failure is raised at the next `submit` or `drain`, once."""
+    """Runs tasks in a separate thread. The first failure is raised at the next `submit` or `drain`, once.
+
+    Attributes:
+        failures: how many tasks have failed, raised or not, by their group's number.
+    """
 
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"vblackwell-{name}")
@@ -71,6 +75,7 @@ class Worker:
         self._waiting: deque[_Task] = deque()  # at most as many as the pool has calls of `_run_next` to come
         self._running: Outcome | None = None
         self._failed: Outcome | None = None
+        self.failures = Counter[int | None]()
 
     def submit(
         self,
@@ -109,6 +114,7 @@ class Worker:
             result = task.work(*task.args)
         except BaseException as failure:
             self._failed = self._failed or task.future
+            self.failures[task.group] += 1
             task.future.set_exception(failure)
         else:
             task.future.set_result(result)
