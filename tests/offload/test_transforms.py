@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, functionalize, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.offload.conftest import MakeStack
@@ -71,6 +71,73 @@ def test_a_function_of_offloaded_parameters_is_refused(batched: bool, make_stack
         transformed = vmap(transformed, in_dims=(None, 0))
     with pytest.raises(Unsupported, match=r"torch\.func.*release\(model\)"):
         transformed(dict(model.named_parameters()), torch.ones(3, WIDTH))
+
+
+class Normed(nn.Module):
+    """Autograd saves the weights of its norms themselves, not views of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(6))
+        for layer in self.layers:
+            nn.init.normal_(layer[1].weight)
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x * self.scale * self.layers[0][0].weight.sum(0)  # of a module whose forward does not run now
+
+
+@pytest.mark.parametrize("transform", [grad, jacrev, jacfwd, hessian, lambda f: vmap(grad(f))])
+def test_a_weight_that_is_saved_itself_is_there_in_the_backward_of_a_transform(
+    transform: Callable[[Any], Any], make_stack: MakeStack
+):
+    torch.manual_seed(0)
+    plain = Normed()
+    model = enable_vgpu_stack_optimization(copy.deepcopy(plain), make_stack(24 << 10), placement="streamed")
+    x = torch.randn(3, WIDTH)
+    found, wanted = (transform(lambda x, of=of: of(x).square().sum())(x) for of in (model, plain))
+    assert torch.equal(found, wanted)
+    assert type(model.layers[0][1]._parameters["weight"]) is type(model.scale)
+    for module in (model, plain):  # gradients of parameters pass through what the transform computed
+        grad(lambda x, of=module: of(x).square().sum())(x).sum().backward()
+    found, wanted = ([p.grad.norm() for p in each.parameters() if p.grad is not None] for each in (model, plain))
+    assert len(found) == len(wanted) > 0 and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda f, w: grad(f)(w),
+        lambda f, w: grad(f)({"w": w}),
+        lambda f, w: vjp(f, w),
+        lambda f, w: jacrev(f)(w),
+        lambda f, w: jacfwd(f)(w),
+        lambda f, w: hessian(f)(w),
+        lambda f, w: vmap(f)(w),
+        lambda f, w: vmap(grad(f))(w),
+        lambda f, w: functionalize(f)(w),
+    ],
+    ids=["grad", "grad-dict", "vjp", "jacrev", "jacfwd", "hessian", "vmap", "vmap-grad", "functionalize"],
+)
+def test_a_function_of_an_offloaded_parameter_itself_is_refused(
+    use: Callable[[Any, torch.Tensor], Any], make_stack: MakeStack
+):
+    _, model = both(make_stack)
+    square = lambda w: (w["w"] if isinstance(w, dict) else w).square().sum()  # noqa: E731
+    weight = model.get_parameter("layers.3.weight")
+    with pytest.raises(Unsupported, match=r"torch\.func.*'layers\.3\.weight' itself.*release\(model\)"):
+        use(square, weight)
+    plain = weight.detach().clone()
+    assert torch.equal(torch.as_tensor(grad(square)(plain)), 2 * plain)  # all other tensors are transformed
+
+
+def test_a_forward_derivative_by_an_offloaded_parameter_itself_is_computed(make_stack: MakeStack):
+    plain, model = both(make_stack)
+    tangent = torch.ones(WIDTH, WIDTH)
+    found, wanted = (jvp(torch.square, (each.get_parameter("layers.3.weight"),), (tangent,)) for each in (model, plain))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def policy(context: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:

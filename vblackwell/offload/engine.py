@@ -35,9 +35,10 @@ from vblackwell.offload.lane_cuda import make_lane
 from vblackwell.offload.level0_updates import Level0Updates
 from vblackwell.offload.loaded import PackedView, SavedTensor
 from vblackwell.offload.masters import refuse_unprepared
-from vblackwell.offload.parameter import engine_and_slot, is_transformed, refuse_wrapped_parameters
+from vblackwell.offload.parameter import engine_and_slot, is_transformed
 from vblackwell.offload.sliced import SlicedLeaf, swap_class
 from vblackwell.offload.step import StepControl, UpdateSource, is_final
+from vblackwell.offload.transforms import computing_with_views, refuse_wrapping
 from vblackwell.offload.used_parameters import UsedParameters
 from vblackwell.offload.weights import WeightStreamer
 from vblackwell.offload.worker import Worker
@@ -105,6 +106,7 @@ class Offload:
         self._exporting: set[Slot] = set()
         self._sliced: list[nn.Module] = []
         self._slice_rows = slice_rows or {}
+        refuse_wrapping()
         try:
             self._take_modules(sites)
         except BaseException:
@@ -201,12 +203,14 @@ class Offload:
             self._forward_context.close()
 
     def _enter(self, site: Site) -> None:
-        refuse_wrapped_parameters(site.module)
         entered: list[tuple[Site, Any]] = self._entered.__dict__.setdefault("stack", [])
         self.step_control.reached(site.groups[-1])
-        context = self.used.using([slot for group in site.groups for slot in group.slots])
-        context.__enter__()
-        entered.append((site, context))
+        slots = [slot for group in site.groups for slot in group.slots]
+        with ExitStack() as context:
+            context.enter_context(self.used.using(slots))
+            if is_transformed():
+                context.enter_context(computing_with_views(site.module, slots))
+            entered.append((site, context.pop_all()))
 
     def _leave(self, site: Site) -> None:
         entered = self._entered.__dict__.get("stack", [])

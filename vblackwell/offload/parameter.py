@@ -118,6 +118,16 @@ def _map_aliases(value: Any, binding: Binding, is_alias: Callable[[torch.Tensor]
     return value
 
 
+def _with_views(value: Any, params: list[Any]) -> Any:
+    """``value`` with views in place of ``params``, which are in use."""
+    if isinstance(value, (list, tuple)):
+        mapped = [_with_views(item, params) for item in value]
+        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
+    if isinstance(value, dict):
+        return {key: _with_views(item, params) for key, item in value.items()}
+    return value.view_as(value) if any(value is param for param in params) else value
+
+
 def _sealed(func: Any, result: Any) -> Any:
     """An array that numpy would write through, past everybody who could see it, is read-only."""
     if func in _TO_NUMPY:
@@ -191,6 +201,8 @@ class OffloadedParameter(nn.Parameter):
         with ExitStack() as stack:
             for binding, slots in by_binding.items():
                 stack.enter_context(binding.reading(slots))
+            if is_transformed() and not _is_mutating(func, kwargs):  # which saves what it is given (`transforms`)
+                args, kwargs = _with_views(args, managed), _with_views(kwargs, managed)
             result = func(*args, **kwargs)  # in-place writes show in the version counters, when `reading` ends
             result = _sealed(func, result)
             for binding in by_binding:
@@ -270,24 +282,6 @@ def written_through_data(param: torch.Tensor) -> bool:
 def is_transformed() -> bool:
     """Whether a transform of torch.func runs."""
     return _FUNCTORCH.peek_interpreter_stack() is not None
-
-
-def refuse_wrapped_parameters(module: nn.Module) -> None:
-    """
-    Raises:
-        Unsupported: a transform of torch.func has wrapped offloaded parameters, past the interception that would have loaded them.
-    """
-    if not is_transformed():
-        return
-    for name, param in module.named_parameters():
-        inner = param
-        while _FUNCTORCH.is_functorch_wrapped_tensor(inner):
-            inner = _FUNCTORCH.get_unwrapped(inner)
-        if inner is not param and engine_and_slot(inner) is not None:
-            raise Unsupported(
-                f"torch.func cannot transform a function of {name!r} and other offloaded parameters themselves: release(model) first, or "
-                "transform a function of the inputs alone"
-            )
 
 
 def engine_and_slot(param: torch.Tensor) -> tuple[Any, Slot] | None:
