@@ -5,6 +5,9 @@ from __future__ import annotations
 import shutil
 import signal
 import time
+from pathlib import Path
+
+import pytest
 
 from tests.cli.conftest import LEVELS, RECORDED
 from vblackwell.train.runfolder import REPORT, SETTINGS, RunFolder
@@ -64,6 +67,41 @@ def test_second_sigint_leaves_at_once(place):
     child = place.start(*words_of(place, "twice"), signal_after=(RECORDED, [signal.SIGINT, signal.SIGINT]))
     assert child.wait() == 130
     assert not (place.folder / "twice/checkpoints").exists()
+
+
+HELD = """
+import os, signal
+from vblackwell.cli import main
+from vblackwell.train import tokenizer
+
+start = tokenizer._start_training
+
+def start_and_hold(vocab_size):
+    process = start(vocab_size)
+    os.kill(process.pid, signal.SIGSTOP)
+    print("held", process.pid, flush=True)
+    return process
+
+tokenizer._start_training = start_and_hold
+raise SystemExit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_while_a_tokenizer_is_trained_does_not_wait_for_it(number, place):
+    """Its process is stopped here and never done: whoever waited for it would hang."""
+    path = place.folder / "held.py"
+    path.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[2])!r})\n{HELD}", encoding="utf-8")
+    words = place.train_words("--out", "run")
+    child = place.server.start(
+        [str(path), *words], place.folder, {"XDG_CACHE_HOME": str(place.folder / "cache"), "TMPDIR": str(place.folder)}
+    )
+    wait_until(child, lambda: "held" in child.stdout.read_text())
+    (line,) = [line for line in child.stdout.read_text().splitlines() if line.startswith("held")]
+    child.signal(number)
+    assert child.wait() == 128 + number
+    assert not Path("/proc", line.split()[1]).exists() and child.stderr.read_text() == ""
+    assert not list((place.folder / "cache/vblackwell/tokenizers").iterdir())
 
 
 def test_a_run_folder_in_use_is_refused(place):

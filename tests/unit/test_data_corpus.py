@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +14,8 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from vblackwell.artifacts.cache import cache_root, cached_folder
-from vblackwell.errors import ConfigurationError, DiskError
-from vblackwell.train import data
+from vblackwell.errors import ConfigurationError, DiskError, VBError
+from vblackwell.train import data, tokenizer
 from vblackwell.train.data import prepare_data
 from vblackwell.train.dataset import PackedDataset
 from vblackwell.train.documents import find_source
@@ -151,6 +152,35 @@ def test_a_kill_while_building_leaves_no_entry(cache):
 def test_tokenizer_is_the_same_for_the_same_text(folder):
     source = find_source(folder)
     assert train_tokenizer(source, 320).to_str() == train_tokenizer(source, 320).to_str()
+
+
+def test_a_tokenizer_trained_in_its_own_process_is_the_one_trained_here(folder):
+    source = find_source(folder)
+    assert train_tokenizer(source, 320).to_str() == tokenizer._train(tokenizer._sample(source), 320).to_str()
+
+
+def test_a_tokenizer_s_process_that_fails_is_named(folder, cache, monkeypatch):
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    (folder / "long.txt").write_text("more than a pipe holds " * 100_000)
+    with pytest.raises(VBError, match="trains the tokenizer ended with exit code 1: no message; give --tokenizer"):
+        prepare_data(folder)
+    assert not list((cache / "tokenizers").iterdir())
+
+
+def test_a_tokenizer_s_process_ends_with_its_parent():
+    """Once it has all texts, whatever it computes: the end of its input is the end of its parent."""
+    program = (
+        "import time\nfrom vblackwell.train import tokenizer\n"
+        "print(*tokenizer._texts_from_stdin(), flush=True)\nwhile True: time.sleep(1)"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write('"one"\n"two"\nnull\n')
+        process.stdin.flush()
+        assert process.stdout.readline() == "one two\n" and process.poll() is None
+        process.stdin.close()
+        assert process.wait() == 1
 
 
 def test_given_tokenizer_is_used(folder, tmp_path):
