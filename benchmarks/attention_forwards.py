@@ -25,10 +25,10 @@ from attention_report import WORST
 from graph_timing import Replay, graph_of, turns_us
 from torch import Tensor
 
-from vblackwell.kernels import attention_launch
-from vblackwell.kernels.attention import bounds
-from vblackwell.kernels.attention_plan import SPECIALIZED, AttentionPlan, padded_head, plan_for
-from vblackwell.nn.attention_backends import BACKENDS, Variant
+from vblackwell.kernels.attention import launch as attention_launch
+from vblackwell.kernels.attention.op import bounds
+from vblackwell.kernels.attention.plan import SPECIALIZED, AttentionPlan, padded_head, plan_for
+from vblackwell.nn.attention.backends import BACKENDS, Variant
 
 Fields = tuple[int, ...]
 # In the order of their worth: a run may be cut short.
@@ -94,12 +94,12 @@ class Case:
 
     @functools.cached_property
     def blocks(self) -> Any:
-        from vblackwell.nn.attention_flex import block_mask
+        from vblackwell.nn.attention.flex import block_mask
 
         return block_mask(self.q, self.k, self.variant)
 
     def flex(self) -> Tensor:
-        from vblackwell.nn.attention_flex import flex
+        from vblackwell.nn.attention.flex import flex
 
         return flex(self.q, self.k, self.v, self.variant, self.blocks)
 

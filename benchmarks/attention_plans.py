@@ -19,9 +19,9 @@ import torch
 from graph_timing import graph_us
 from torch import Tensor
 
-from vblackwell.kernels import attention_launch
-from vblackwell.kernels.attention import bounds
-from vblackwell.kernels.attention_plan import AttentionPlan
+from vblackwell.kernels.attention import launch as attention_launch
+from vblackwell.kernels.attention.op import bounds
+from vblackwell.kernels.attention.plan import AttentionPlan
 
 STARTED = time.perf_counter()
 # Said, because inductor else names another folder when it first compiles, and what other processes prepared is not found from then on.

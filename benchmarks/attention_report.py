@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from goal_line import WIDTH, goal_header, goal_line
 
-from vblackwell.nn.attention_backends import BACKENDS
+from vblackwell.nn.attention.backends import BACKENDS
 
 Rows = list[dict[str, Any]]
 TIMES = ("forward_us", "backward_us", "both_us")

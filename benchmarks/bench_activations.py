@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from vblackwell.hardware import list_gpus
-from vblackwell.memory.stack import VGPUStack
-from vblackwell.nn.decoder import Decoder, DecoderConfig
-from vblackwell.offload.activations import ActivationStore
+from vblackwell.machine.facts import list_gpus
+from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.nn.decoder.decoder import Decoder, DecoderConfig
+from vblackwell.offload.movement.activations import ActivationStore
 from vblackwell.units import GiB, MiB, format_bytes
 
 CSV = Path(__file__).parent / "results" / "activations.csv"

@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from vblackwell.kernels.adamw import BLOCK, AdamWStep, adamw_piece, square_sums
-from vblackwell.kernels.adamw8 import SCALE_BLOCK, adamw8_piece
-from vblackwell.kernels.adamw_cpu import torch_order
+from vblackwell.kernels.optimizer.adamw import BLOCK, AdamWStep, adamw_piece, square_sums
+from vblackwell.kernels.optimizer.adamw8 import SCALE_BLOCK, adamw8_piece
+from vblackwell.kernels.optimizer.adamw_cpu import torch_order
 
 NUMBERS = AdamWStep(1e-3, 0.9, 0.95, 1e-8, 0.1, 7)
 

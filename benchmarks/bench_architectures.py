@@ -32,10 +32,10 @@ from transformers import AutoModelForCausalLM
 import vblackwell as vb
 from benchmarks.tiny_models import IDS, small_kinds, tiny_model
 from vblackwell.errors import VBError
-from vblackwell.infer.batch import columns
-from vblackwell.infer.quantized import load_quantized
-from vblackwell.infer.sampling import Sampling
-from vblackwell.train.quantize import quantize_folder
+from vblackwell.generate.batch import columns
+from vblackwell.generate.quantized import load_quantized
+from vblackwell.generate.sampling import Sampling
+from vblackwell.tools.quantize import quantize_folder
 
 NEW = 6
 

@@ -28,11 +28,11 @@ from attention_report import TIMES, Rows, append, goals, has_mask, ratios, runna
 from graph_timing import alternating_us, median_us
 from torch import Tensor
 
-from vblackwell.kernels import attention_plan
-from vblackwell.kernels.autotune import machine, write_entries
-from vblackwell.nn import attention_backends as dispatcher
-from vblackwell.nn import attention_times
-from vblackwell.nn.attention_backends import BACKENDS, Variant
+from vblackwell.kernels.attention import plan as attention_plan
+from vblackwell.kernels.runtime.autotune import machine, write_entries
+from vblackwell.nn.attention import backends as dispatcher
+from vblackwell.nn.attention import times as attention_times
+from vblackwell.nn.attention.backends import BACKENDS, Variant
 
 
 def documents(length: int, count: int) -> Tensor:
@@ -74,7 +74,7 @@ def runner(name: str, leaves: list[Tensor], variant: Variant) -> Callable[[], Te
     if name == "flex+mask":
         name = "flex"
     elif name == "flex":
-        from vblackwell.nn.attention_flex import block_mask, flex
+        from vblackwell.nn.attention.flex import block_mask, flex
 
         blocks = block_mask(leaves[0], leaves[1], variant)
         return lambda: flex(leaves[0], leaves[1], leaves[2], variant, blocks)

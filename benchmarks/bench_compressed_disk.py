@@ -4,7 +4,8 @@
 and weights, remainders of masters and both moments, as training has them) through a plain disk level and through one that compresses
 every piece, in turns, the median of some rounds each. Slower disks are made of the real one: a call holds the disk, as others wait, until
 its bytes have taken their time (``--rates``, GB/s; ``0`` leaves the disk as it is; ``--memory`` has RAM in the slower disks' place). The
-codec's rates are measured as a plan measures them, in RAM, and the disk's are the plain level's: what `vblackwell.plan.compression` makes
+codec's rates are measured as a plan measures them, in RAM, and the disk's are the plain level's: what
+`vblackwell.planner.compression` makes
 of both, and the decision that follows, stand beside what the compressed level took. Last: how many decisions were those of the stopwatch,
 and how far off the forecasts were.
 """
@@ -30,8 +31,8 @@ from torch import Tensor
 from vblackwell.memory.codec_speed import codec_speed
 from vblackwell.memory.disk import PIECE_BYTES, THREADS, DiskLevel
 from vblackwell.memory.slab import map_slab
-from vblackwell.plan.compression import CodecSpeed, mixed, not_hidden, packed_rates
-from vblackwell.plan.lanes import LaneRates
+from vblackwell.offload.layout.lanes import LaneRates
+from vblackwell.planner.compression import CodecSpeed, mixed, not_hidden, packed_rates
 from vblackwell.train.disk_speed import ELEMENTS, bytes_like
 from vblackwell.units import MiB
 

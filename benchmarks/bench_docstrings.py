@@ -35,9 +35,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import vblackwell as vb
 from benchmarks.docstring_chat import standard_library, talks, write
 from vblackwell import cli
-from vblackwell.infer.adapters import adapted
-from vblackwell.train.chat_data import ChatDataset, prepare_chat
-from vblackwell.train.documents import find_source
+from vblackwell.data.chat_data import ChatDataset, prepare_chat
+from vblackwell.data.documents import find_source
+from vblackwell.generate.adapters import adapted
 
 FORMAT = "nvfp4"
 PRETRAIN = ["--fast-memory", "14MiB", "--host-memory", "24MiB", "--disk-memory", "1GiB"]

@@ -58,7 +58,7 @@ from estimate_report import (
     verdict_lines,
 )
 
-from vblackwell.hardware import list_gpus
+from vblackwell.machine.facts import list_gpus
 from vblackwell.units import GiB
 
 RESULTS = Path(__file__).parent / "results" / "estimate.csv"

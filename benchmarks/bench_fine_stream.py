@@ -22,16 +22,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vblackwell.memory.stack import VGPUStack
-from vblackwell.nn.convert_linears import replace_module
-from vblackwell.nn.decoder import Decoder
+from vblackwell.data.corpus import Corpus, prepare_data
+from vblackwell.data.dataset import PackedDataset, evaluation_batches
+from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.nn.convert.linears import replace_module
+from vblackwell.nn.convert.optimize import enable_vb_optimization
+from vblackwell.nn.decoder.decoder import Decoder
+from vblackwell.nn.decoder.presets import find_preset
 from vblackwell.nn.fine_stream import FineStream
-from vblackwell.nn.optimize import enable_vb_optimization
-from vblackwell.nn.optimized_linear import VBOptimizedLinear
+from vblackwell.nn.linear.two_part_linear import VBOptimizedLinear
 from vblackwell.numerics.packed import PackedTensor
-from vblackwell.train.data import Corpus, prepare_data
-from vblackwell.train.dataset import PackedDataset, evaluation_batches
-from vblackwell.train.presets import find_preset
 from vblackwell.units import MiB
 
 

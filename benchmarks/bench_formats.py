@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from training_runs import run_folder, train_all
 
-from vblackwell.train.data import prepare_data
+from vblackwell.data.corpus import prepare_data
 from vblackwell.train.metrics import METRICS_NAME, read_metrics
 from vblackwell.train.runfolder import REPORT
 

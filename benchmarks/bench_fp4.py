@@ -5,7 +5,7 @@ layers whose weights exceed the L2 many times, the same count for every system, 
 ratios are to cuBLAS bf16 in the same run. ``--peers``
 adds other people's 4-bit linears (fp4_peers.py), ``--do-bench`` a second time by ``triton.testing.do_bench``, which launches one layer at
 a time from Python behind an emptied L2. ``--shapes``, ``--rows`` and ``--seconds`` fit a run to the time there is.
-``--tune`` measures the neighbours of every plan and stores the fastest (kernels/autotune.py). ``--prebuild`` compiles for
+``--tune`` measures the neighbours of every plan and stores the fastest (kernels/runtime/autotune.py). ``--prebuild`` compiles for
 sm_90a without a GPU, into the cache folder, what the other options will need.
 """
 
@@ -31,22 +31,17 @@ from fp4_peers import Peer, choose
 from fp4_report import print_table, write_rows
 from graph_timing import Replay, graph_of, graph_us, turns_us
 
-from vblackwell.kernels import (
-    autotune,
-    fp4_cuda,
-    fp4_mma_plan,
-    fp4_norm,
-    fp4_plan,
-    layout,
-    nvrtc,
-    reference,
-    w4a8,
-    w4a8_cuda,
-)
-from vblackwell.kernels.fp4 import fp4_linear, fp4_linear_dx
-from vblackwell.kernels.fp4_mma_plan import MmaPlan
-from vblackwell.kernels.fp4_plan import WgmmaPlan
-from vblackwell.kernels.rms_norm import rms_norm
+from vblackwell.kernels.fp4 import launch as fp4_cuda
+from vblackwell.kernels.fp4 import layout, reference, w4a8
+from vblackwell.kernels.fp4 import mma_plan as fp4_mma_plan
+from vblackwell.kernels.fp4 import norm as fp4_norm
+from vblackwell.kernels.fp4 import plan as fp4_plan
+from vblackwell.kernels.fp4 import w4a8_launch as w4a8_cuda
+from vblackwell.kernels.fp4.linear import fp4_linear, fp4_linear_dx
+from vblackwell.kernels.fp4.mma_plan import MmaPlan
+from vblackwell.kernels.fp4.plan import WgmmaPlan
+from vblackwell.kernels.pointwise.rms_norm import rms_norm
+from vblackwell.kernels.runtime import autotune, nvrtc
 from vblackwell.numerics.formats import FORMATS
 
 SHAPES = ((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192))

@@ -30,12 +30,12 @@ import torch
 from torch import nn
 from training_runs import run_folder, train_all
 
-from vblackwell.infer.load import load_decoder
-from vblackwell.nn.convert import convert_linears
-from vblackwell.nn.linear import FusedFP4Linear
+from vblackwell.data.corpus import prepare_data
+from vblackwell.data.dataset import PackedDataset, evaluation_batches
+from vblackwell.generate.load import load_decoder
+from vblackwell.nn.convert.model import convert_linears
+from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.numerics.sqnr import decibels, noise_and_signal
-from vblackwell.train.data import prepare_data
-from vblackwell.train.dataset import PackedDataset, evaluation_batches
 from vblackwell.train.metrics import METRICS_NAME, read_metrics
 from vblackwell.train.runfolder import FINAL
 from vblackwell.train.sources import resolve

@@ -32,20 +32,20 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vblackwell.memory.compressed import CODECS, CompressedVGPULevel, worth
+from vblackwell.data.corpus import Corpus, prepare_data
+from vblackwell.data.dataset import BatchStream, PackedDataset
+from vblackwell.memory.cache.compressed import CODECS, CompressedVGPULevel, worth
+from vblackwell.memory.cache.duel import LAG, SHARE, Duel
+from vblackwell.memory.cache.entry import Entry, Layout
+from vblackwell.memory.cache.next_use import NextUse
+from vblackwell.memory.cache.policy import LRU
+from vblackwell.memory.cache.replay import POLICIES, replay
+from vblackwell.memory.cache.single import VGPULevel
 from vblackwell.memory.compressed_disk import CompressedDiskLevel
 from vblackwell.memory.disk import DiskLevel
-from vblackwell.memory.duel import LAG, SHARE, Duel
-from vblackwell.memory.entry import Entry, Layout
-from vblackwell.memory.next_use import NextUse
-from vblackwell.memory.policy import LRU
-from vblackwell.memory.replay import POLICIES, replay
-from vblackwell.memory.single import VGPULevel
 from vblackwell.memory.slab import map_slab
-from vblackwell.nn.decoder import Decoder
-from vblackwell.train.data import Corpus, prepare_data
-from vblackwell.train.dataset import BatchStream, PackedDataset
-from vblackwell.train.presets import find_preset
+from vblackwell.nn.decoder.decoder import Decoder
+from vblackwell.nn.decoder.presets import find_preset
 from vblackwell.units import MiB, align_up
 
 ROUNDS = 3

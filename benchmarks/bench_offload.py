@@ -34,7 +34,7 @@ from offload_process import REPO, run_system
 from offload_report import append_csv, largest_lines, ratio_lines, read_csv, row_of, table_lines
 from offload_sweep import Lanes, draw, sweep_lines
 
-from vblackwell.hardware import list_gpus
+from vblackwell.machine.facts import list_gpus
 from vblackwell.units import parse_bytes
 
 RESULTS = Path(__file__).parent / "results"

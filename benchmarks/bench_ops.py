@@ -23,11 +23,11 @@ from goal_line import goal_header, goal_line
 from graph_timing import graph_us, median_us
 from torch.nn import functional
 
-from vblackwell.kernels.cross_entropy import linear_cross_entropy
-from vblackwell.kernels.rms_norm import add_rms_norm, rms_norm
-from vblackwell.kernels.rotary import rotary
-from vblackwell.kernels.swiglu import swiglu
-from vblackwell.nn.causal_lm import accelerate_causal_lm, restore_causal_lm
+from vblackwell.kernels.pointwise.cross_entropy import linear_cross_entropy
+from vblackwell.kernels.pointwise.rms_norm import add_rms_norm, rms_norm
+from vblackwell.kernels.pointwise.rotary import rotary
+from vblackwell.kernels.pointwise.swiglu import swiglu
+from vblackwell.nn.convert.causal_lm import accelerate_causal_lm, restore_causal_lm
 
 BATCH, LENGTH, WIDTH, INNER, HEADS, HEAD = 8, 2048, 2560, 6912, 20, 128
 TOKENS = BATCH * LENGTH
@@ -278,8 +278,8 @@ def decoders(layers: int, vocabulary: int) -> tuple[Any, Any]:
     """Ours and Hugging Face's, bf16, equal weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from vblackwell.nn.decoder import Decoder
-    from vblackwell.nn.decoder_config import DecoderConfig
+    from vblackwell.nn.decoder.config import DecoderConfig
+    from vblackwell.nn.decoder.decoder import Decoder
 
     config = DecoderConfig(vocabulary, WIDTH, INNER, layers, HEADS, max_position=LENGTH)
     ours = Decoder(config, device="cuda", dtype=torch.bfloat16)

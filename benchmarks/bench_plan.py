@@ -45,15 +45,15 @@ from plan_lanes import Lanes, Marks, Sampler, loop_seconds
 from plan_report import Measured, Row, report, why_left_out
 
 from vblackwell import VGPUAdamW, create_vgpu_stack, enable_vgpu_stack_optimization, offload_of
-from vblackwell.estimator import Run
-from vblackwell.hardware import memory_facts
-from vblackwell.nn.decoder import Decoder
-from vblackwell.nn.decoder_config import DecoderConfig
-from vblackwell.plan.placement import Bounds, Choice, Space
-from vblackwell.plan.rates import Rates
-from vblackwell.subject import of_decoder
-from vblackwell.train.forecast import Forecast, Machine, plan_of
-from vblackwell.train.rates import as_rates, cpu_rates, gpu_rates, group_seconds
+from vblackwell.machine.facts import memory_facts
+from vblackwell.machine.rates import Rates
+from vblackwell.nn.decoder.config import DecoderConfig
+from vblackwell.nn.decoder.decoder import Decoder
+from vblackwell.offload.measure import as_rates, cpu_rates, gpu_rates, group_seconds
+from vblackwell.planner.estimator import Run
+from vblackwell.planner.forecast import Forecast, Machine, plan_of
+from vblackwell.planner.model_spec import of_decoder
+from vblackwell.planner.placement import Bounds, Choice, Space
 from vblackwell.units import GiB, parse_bytes
 
 SHAPES = {

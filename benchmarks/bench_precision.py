@@ -31,17 +31,17 @@ import torch
 from managed_model import managed
 from torch import Tensor, nn
 
-from vblackwell.nn.assignment import BITS, assign_precision, weights_in
-from vblackwell.nn.convert_linears import select_linears
-from vblackwell.nn.decoder import Decoder
-from vblackwell.nn.linear_times import LinearTimes
-from vblackwell.nn.optimize import enable_vb_optimization
-from vblackwell.nn.two_part import pack
+from vblackwell.data.corpus import Corpus, prepare_data
+from vblackwell.data.dataset import BatchStream, PackedDataset, evaluation_batches
+from vblackwell.nn.convert.assignment import BITS, assign_precision, weights_in
+from vblackwell.nn.convert.linears import select_linears
+from vblackwell.nn.convert.optimize import enable_vb_optimization
+from vblackwell.nn.decoder.decoder import Decoder
+from vblackwell.nn.decoder.presets import find_preset
+from vblackwell.nn.linear.times import LinearTimes
+from vblackwell.nn.linear.two_part import pack
 from vblackwell.numerics.sqnr import decibels, noise_and_signal
-from vblackwell.offload.enable import release
-from vblackwell.train.data import Corpus, prepare_data
-from vblackwell.train.dataset import BatchStream, PackedDataset, evaluation_batches
-from vblackwell.train.presets import find_preset
+from vblackwell.offload.api import release
 from vblackwell.train.recipes import RECIPES
 from vblackwell.train.schedule import Schedule, default_warmup_steps
 

@@ -23,14 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import nn
 
-from vblackwell.memory.stack import VGPUStack
-from vblackwell.nn.decoder import Decoder
-from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
+from vblackwell.data.corpus import Corpus, prepare_data
+from vblackwell.data.dataset import BatchStream, PackedDataset, evaluation_batches
+from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.nn.decoder.decoder import Decoder
+from vblackwell.nn.decoder.presets import find_preset
+from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.sparse import group_key, select_top_k_gradients
-from vblackwell.train.data import Corpus, prepare_data
-from vblackwell.train.dataset import BatchStream, PackedDataset, evaluation_batches
-from vblackwell.train.presets import find_preset
 from vblackwell.units import MiB, parse_bytes
 
 

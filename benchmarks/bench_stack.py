@@ -31,9 +31,9 @@ import torch
 from torch import nn
 
 from vblackwell import VGPUAdamW, VGPUStack, enable_vgpu_stack_optimization, release
-from vblackwell.hardware import list_gpus
+from vblackwell.machine.facts import list_gpus
 from vblackwell.memory.accounting import NullLevel
-from vblackwell.memory.config import LevelConfig, default_disk_path
+from vblackwell.memory.cache.config import LevelConfig, default_disk_path
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.gpu import DeviceLevel
 from vblackwell.memory.host import HostLevel

@@ -33,16 +33,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 from two_part_overhead import overhead_rows
 
-from vblackwell.kernels import fp4_cuda, fp4_mma_plan, layout, nvrtc, two_part_cuda, two_part_layout
-from vblackwell.kernels.dispatch import use_backend
-from vblackwell.kernels.fp4 import fp4_linear
-from vblackwell.kernels.two_part import OP, two_part_linear
-from vblackwell.nn.decoder import Decoder
-from vblackwell.nn.optimize import VBModelWrapper, enable_vb_optimization
+from vblackwell.kernels.fp4 import launch as fp4_cuda
+from vblackwell.kernels.fp4 import layout, two_part_layout
+from vblackwell.kernels.fp4 import mma_plan as fp4_mma_plan
+from vblackwell.kernels.fp4 import two_part_launch as two_part_cuda
+from vblackwell.kernels.fp4.linear import fp4_linear
+from vblackwell.kernels.fp4.two_part import OP, two_part_linear
+from vblackwell.kernels.runtime import nvrtc
+from vblackwell.kernels.runtime.dispatch import use_backend
+from vblackwell.nn.convert.optimize import VBModelWrapper, enable_vb_optimization
+from vblackwell.nn.decoder.decoder import Decoder
+from vblackwell.nn.decoder.presets import find_preset
 from vblackwell.numerics import separation
 from vblackwell.numerics.fp4 import quantize
 from vblackwell.numerics.sqnr import sqnr
-from vblackwell.train.presets import find_preset
 
 LAYERS = 24
 CHECK_SHAPES = ((40, 136), (200, 1000), (1056, 4096), (512, 14336), (8192, 8192))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vblackwell.train.documents import find_source
+from vblackwell.data.documents import find_source
 
 ANSWER_CHARACTERS = range(20, 201)
 QUESTION_CHARACTERS = range(1, 201)

@@ -61,7 +61,7 @@ class Case:
 
     Attributes:
         number: its place in the draw. family: of `FAMILIES`, with a ``size`` of it.
-        optimizer: of `vblackwell.plan.estimate.OPTIMIZERS`; a stack brings its own.
+        optimizer: of `vblackwell.planner.memory_estimate.OPTIMIZERS`; a stack brings its own.
         precision: 'fp32', 'bf16' (weights) or 'autocast'. attention: as transformers names it.
         batch, seq: sequences and their tokens; pictures: batch alone.
         expandable: segments of the allocator.

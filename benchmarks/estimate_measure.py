@@ -17,8 +17,8 @@ import torch
 from estimate_cases import Case
 from estimate_models import Built, build, materialise
 
-from vblackwell.plan.estimate import optimizer_named
-from vblackwell.train.rates import issue_seconds
+from vblackwell.offload.measure import issue_seconds
+from vblackwell.planner.memory_estimate import optimizer_named
 from vblackwell.units import GiB, MiB
 
 HISTORY = 400_000  # allocations and frees that are kept of a case

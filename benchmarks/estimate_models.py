@@ -77,8 +77,8 @@ def _from_transformers(auto: str, fields: dict[str, Any], dtype: torch.dtype, at
 
 
 def _decoder(case: Any, dtype: torch.dtype) -> Built:
-    from vblackwell.nn.decoder import Decoder
-    from vblackwell.nn.decoder_config import DecoderConfig
+    from vblackwell.nn.decoder.config import DecoderConfig
+    from vblackwell.nn.decoder.decoder import Decoder
 
     hidden, layers, heads = case.size
     wide = -(-hidden * 8 // 3 // 64) * 64

@@ -15,7 +15,7 @@ import torch
 from estimate_cases import Case
 from estimate_models import build
 
-from vblackwell.plan.estimate import optimizer_named
+from vblackwell.planner.memory_estimate import optimizer_named
 
 
 def formulas(parameters: int, case: Case) -> dict[str, int]:

@@ -67,7 +67,7 @@ def rates_here() -> dict[str, Any]:
     """The rates of this GPU and of its host, as ``vb doctor`` measures them."""
     import torch
 
-    from vblackwell.train.rates import as_rates, gpu_rates
+    from vblackwell.offload.measure import as_rates, gpu_rates
 
     return as_rates(gpu_rates(torch.device("cuda", 0))).as_dict()
 

@@ -12,16 +12,16 @@ from estimate_cases import Case
 from estimate_models import build
 from estimate_peers import formulas
 
-from vblackwell.estimator import PLENTY, Run, Subject, estimate_offload
-from vblackwell.plan.allocator import replay
-from vblackwell.plan.causal_lm import plain_batches
-from vblackwell.plan.estimate import P99_BYTES, Batches, estimate_trace, fits, optimizer_named
-from vblackwell.plan.gpus import RUNTIME_BYTES, context_bytes, find_gpu
-from vblackwell.plan.rates import Rates
-from vblackwell.plan.trace import Trace, trace_training
-from vblackwell.plan.work import host_seconds, phase_seconds, reading_seconds
-from vblackwell.train.forecast import STREAMED_P99
-from vblackwell.train.measured_rates import rates_of
+from vblackwell.machine.gpus import RUNTIME_BYTES, context_bytes, find_gpu
+from vblackwell.machine.measured import rates_of
+from vblackwell.machine.rates import Rates
+from vblackwell.planner.estimator import PLENTY, Run, Subject, estimate_offload
+from vblackwell.planner.forecast import STREAMED_P99
+from vblackwell.planner.memory_estimate import P99_BYTES, Batches, estimate_trace, fits, optimizer_named
+from vblackwell.trace.allocator import replay
+from vblackwell.trace.causal_lm import plain_batches
+from vblackwell.trace.trace import Trace, trace_training
+from vblackwell.trace.work import host_seconds, phase_seconds, reading_seconds
 from vblackwell.units import MiB
 
 STEP = 2 * MiB  # to which the smallest cap is searched: what the allocator's segments are rounded to

@@ -10,7 +10,7 @@ from typing import Any
 
 from estimate_cases import Case
 
-from vblackwell.plan.estimate import P99_BYTES, P99_PERCENT
+from vblackwell.planner.memory_estimate import P99_BYTES, P99_PERCENT
 from vblackwell.units import GiB
 
 Row = dict[str, Any]

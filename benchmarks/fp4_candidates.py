@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from vblackwell.kernels import fp4_mma_plan, fp4_plan
-from vblackwell.kernels.fp4_cost import MULTIPROCESSORS
-from vblackwell.kernels.fp4_mma_plan import MmaPlan
-from vblackwell.kernels.fp4_plan import WgmmaPlan, goes_round
+from vblackwell.kernels.fp4 import mma_plan as fp4_mma_plan
+from vblackwell.kernels.fp4 import plan as fp4_plan
+from vblackwell.kernels.fp4.cost import MULTIPROCESSORS
+from vblackwell.kernels.fp4.mma_plan import MmaPlan
+from vblackwell.kernels.fp4.plan import WgmmaPlan, goes_round
 
 Plan = MmaPlan | WgmmaPlan
 SHARED, REGISTERS = 227 * 1024, 65536

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from vblackwell.kernels import fp4_cuda, fp4_mma_plan, fp4_plan, layout
-from vblackwell.kernels.fp4_mma_plan import MmaPlan
-from vblackwell.kernels.fp4_plan import WgmmaPlan
+from vblackwell.kernels.fp4 import launch as fp4_cuda
+from vblackwell.kernels.fp4 import layout
+from vblackwell.kernels.fp4 import mma_plan as fp4_mma_plan
+from vblackwell.kernels.fp4 import plan as fp4_plan
+from vblackwell.kernels.fp4.mma_plan import MmaPlan
+from vblackwell.kernels.fp4.plan import WgmmaPlan
 
 LAYERS = 24  # more than fit an L2
 Tiled = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -1,4 +1,4 @@
-"""Every plausible plan of the fused FP4 kernels for a shape against cuBLAS bf16: where the rules of kernels/fp4_plan.py come from.
+"""Every plausible plan of the fused FP4 kernels for a shape against cuBLAS bf16: where the rules of kernels/fp4/plan.py come from.
 
 ``python benchmarks/fp4_plans.py --cells 16x4096x4096,64x4096x4096 --csv plans.csv`` on a Hopper GPU. A cell is M x N x K. Plans are
 compiled in parallel, checked against float64 (a wrong or unrepeatable one is not timed), then timed as in bench_fp4.py, by CUDA graphs of
@@ -31,11 +31,16 @@ from fp4_layers import LAYERS, Tiled, layers_of, parts_of, random_tiled, run_pla
 from graph_timing import alternating_us, graph_us
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels import autotune, fp4_cuda, fp4_mma_plan, fp4_plan, nvrtc, w4a8, w4a8_cuda
-from vblackwell.kernels.fp4 import fp4_linear
-from vblackwell.kernels.fp4_cost import MULTIPROCESSORS
-from vblackwell.kernels.fp4_mma_plan import MmaPlan
-from vblackwell.kernels.fp4_plan import WgmmaPlan
+from vblackwell.kernels.fp4 import launch as fp4_cuda
+from vblackwell.kernels.fp4 import mma_plan as fp4_mma_plan
+from vblackwell.kernels.fp4 import plan as fp4_plan
+from vblackwell.kernels.fp4 import w4a8
+from vblackwell.kernels.fp4 import w4a8_launch as w4a8_cuda
+from vblackwell.kernels.fp4.cost import MULTIPROCESSORS
+from vblackwell.kernels.fp4.linear import fp4_linear
+from vblackwell.kernels.fp4.mma_plan import MmaPlan
+from vblackwell.kernels.fp4.plan import WgmmaPlan
+from vblackwell.kernels.runtime import autotune, nvrtc
 
 Cell = tuple[int, int, int]
 SHAPES = ("4096x4096", "6144x4096", "14336x4096", "4096x14336", "8192x8192", "28672x8192")
@@ -256,7 +261,8 @@ def brief(plan: Plan) -> str:
 
 
 def tuned_entries(paths: list[Path]) -> dict[str, dict[str, int]]:
-    """Entries of kernels/autotune.py from what ``--csv`` wrote, the latest last: a cell's fastest that adds in the order of today's rule.
+    """Entries of kernels/runtime/autotune.py from what ``--csv`` wrote, the latest last: a cell's fastest that adds in
+    the order of today's rule.
 
     A finalist goes by its time in turns with others, since that is where it matters.
     """

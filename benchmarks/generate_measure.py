@@ -26,11 +26,11 @@ from generate_case import CAPPED, Case, Loading, Point, say
 from warm_process import SERVE, forked, serve
 
 from vblackwell.errors import VBError
-from vblackwell.infer.batch import columns
-from vblackwell.infer.cache_shape import cache_shape
-from vblackwell.infer.generate import stepper
-from vblackwell.infer.room import LEAST_WORKSPACE, room_for, token_bytes, workspace_bytes
-from vblackwell.infer.sampling import Arrival, Sampling, sample
+from vblackwell.generate.batch import columns
+from vblackwell.generate.cache_shape import cache_shape
+from vblackwell.generate.generate import stepper
+from vblackwell.generate.room import LEAST_WORKSPACE, room_for, token_bytes, workspace_bytes
+from vblackwell.generate.sampling import Arrival, Sampling, sample
 
 GREEDY = Sampling(temperature=0)
 FEWEST = 16  # tokens of a text that ends because of its time
@@ -113,8 +113,8 @@ class Ours(System):
     """Streamed under the cap."""
 
     def open(self, rows: int) -> None:
-        from vblackwell.infer.streamed import open_streamed
-        from vblackwell.memory.stack import VGPUStack
+        from vblackwell.generate.streamed import open_streamed
+        from vblackwell.memory.cache.stack import VGPUStack
 
         case = self.case
         levels = [
@@ -128,7 +128,7 @@ class Ours(System):
 
     def texts(self, numbers: list[list[int]], new: int) -> Generator[list[int]]:
         if self.through:
-            from vblackwell.offload.enable import offload_of
+            from vblackwell.offload.api import offload_of
 
             case, engine = self.case, offload_of(self.model)
             dtype = getattr(torch, case.dtype)
@@ -136,7 +136,7 @@ class Ours(System):
             self.passing, cache = None, None
             shape = cache_shape(self.model.config, len(numbers), len(numbers[0]) + new, dtype)
             if self.cuda and shape is not None:
-                from vblackwell.infer.stacked_cache import StackedCache
+                from vblackwell.generate.stacked_cache import StackedCache
 
                 cache = StackedCache(self.stack, shape, shape.layers)
             try:
@@ -150,7 +150,7 @@ class Ours(System):
             yield from columns(self.model, numbers, new, GREEDY, 0, chunk, cache)
 
     def must_bytes(self, rows: int, new: int) -> float:
-        from vblackwell.offload.enable import offload_of
+        from vblackwell.offload.api import offload_of
 
         engine = offload_of(self.model)
         weights = sum(group.num_bytes for group in engine.groups if group.index not in engine.weights.staying)
@@ -208,7 +208,7 @@ class Resident(System):
     """The decoder on the GPU, its step in a graph."""
 
     def open(self, rows: int) -> None:
-        from vblackwell.infer.load import open_resident
+        from vblackwell.generate.load import open_resident
 
         fp4 = "nvfp4" if self.case.system.endswith("fp4") else None
         self.model = open_resident(Path(self.case.folder), self.device, fp4=fp4)
@@ -317,7 +317,7 @@ def main(argument: str) -> None:
         torch.zeros(1, device="cuda")
     import transformers.models.llama.modeling_llama  # noqa: F401 (not counted as memory that a folder takes)
 
-    import vblackwell.infer.streamed  # noqa: F401
+    import vblackwell.generate.streamed  # noqa: F401
 
     if case.system == "accelerate":
         import accelerate  # noqa: F401
@@ -373,8 +373,8 @@ if __name__ == "__main__":
         import accelerate  # noqa: F401
         import transformers.models.llama.modeling_llama  # noqa: F401
 
-        import vblackwell.infer.load
-        import vblackwell.infer.streamed_step  # noqa: F401
+        import vblackwell.generate.load
+        import vblackwell.generate.streamed_step  # noqa: F401
 
         serve(lambda argument: forked(__file__, argument, Case.from_json(argument).device.startswith("cuda"), told))
     else:

@@ -23,7 +23,7 @@ from lora_case import Case, Result
 from offload_case import say
 from warm_process import SERVE, forked, serve
 
-from vblackwell.nn.lora import fill_adapter, is_adapter
+from vblackwell.nn.convert.lora import fill_adapter, is_adapter
 
 SKIPPED = 5
 TOLD = 5  # steps between two looks at the loss, which the host waits for
@@ -33,7 +33,7 @@ Step = Callable[[torch.Tensor, float], torch.Tensor]
 
 def rows_of_text(case: Case) -> torch.Tensor:
     """Tokens (steps, batch, seq) of the default corpus."""
-    from vblackwell.train.documents import find_source
+    from vblackwell.data.documents import find_source
 
     wanted, held = case.steps * case.batch * case.seq, bytearray()
     for path in find_source(None).files:
@@ -49,11 +49,11 @@ def rows_of_text(case: Case) -> torch.Tensor:
 
 
 def ours(case: Case, device: torch.device, result: Result) -> Step:
-    from vblackwell.infer.causal_lm import load_causal_lm
-    from vblackwell.memory.stack import VGPUStack
-    from vblackwell.nn.causal_lm import accelerate_causal_lm
-    from vblackwell.nn.lora_config import Lora
-    from vblackwell.offload.enable import offload_of
+    from vblackwell.generate.causal_lm import load_causal_lm
+    from vblackwell.memory.cache.stack import VGPUStack
+    from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
+    from vblackwell.nn.convert.lora_config import Lora
+    from vblackwell.offload.api import offload_of
     from vblackwell.offload.optimizer import VGPUAdamW
 
     levels = [
@@ -199,10 +199,7 @@ if __name__ == "__main__":
         import accelerate  # noqa: F401
         import transformers.models.llama.modeling_llama  # noqa: F401
 
-        import vblackwell.infer.causal_lm
-        import vblackwell.nn.causal_lm
-        import vblackwell.offload.optimizer
-        import vblackwell.train.documents  # noqa: F401
+        import vblackwell.data.documents  # noqa: F401
 
         serve(lambda argument: forked(__file__, argument, Case.from_json(argument).device == "cuda", told))
     else:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from vblackwell.memory.stack import VGPUStack
-from vblackwell.offload.enable import enable_vgpu_stack_optimization
+from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.offload.api import enable_vgpu_stack_optimization
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.units import MiB
 

@@ -1,7 +1,7 @@
 """The largest model that trains on a machine: how many blocks fit by the engine's own layout, and how they get their first weights.
 
 The blocks are of one fixed shape, Llama 70B's unless another is named; their number is what is looked for. For each number the engine
-places a model without bytes on levels without bytes (`vblackwell.offload.streamed.bytes_by_level`), as it would place the real one:
+places a model without bytes on levels without bytes (`vblackwell.offload.layout.placement.bytes_by_level`), as it would place the real one:
 weights, remainders, moments, staging for what is on the disk, gradients that wait, the ring, loaded weights. What it cannot know is
 estimated here: the blocks' inputs in host memory, and on the GPU what one block computes with.
 
@@ -26,14 +26,14 @@ from offload_data import next_tokens
 from offload_systems import System, adamw_settings, our_stack, ours
 
 from vblackwell.errors import InsufficientMemory
-from vblackwell.hardware import disk_facts, list_gpus, memory_facts
-from vblackwell.memory.config import default_disk_path
-from vblackwell.nn.decoder import Decoder
-from vblackwell.nn.decoder_config import DecoderConfig
-from vblackwell.offload.formats import Formats
-from vblackwell.offload.groups import find_groups
-from vblackwell.offload.streamed import CUDA_GROUPS, MOST_RESIDENT, Wishes, bytes_by_level
-from vblackwell.offload.update_place import RING_SHARE, ring_bytes
+from vblackwell.machine.facts import disk_facts, list_gpus, memory_facts
+from vblackwell.memory.cache.config import default_disk_path
+from vblackwell.nn.decoder.config import DecoderConfig
+from vblackwell.nn.decoder.decoder import Decoder
+from vblackwell.offload.layout.formats import Formats
+from vblackwell.offload.layout.groups import find_groups
+from vblackwell.offload.layout.placement import CUDA_GROUPS, MOST_RESIDENT, Wishes, bytes_by_level
+from vblackwell.offload.layout.update_place import RING_SHARE, ring_bytes
 from vblackwell.units import GiB, format_bytes
 
 STATES = {"exact": "fp32", "8bit": "8bit"}

@@ -19,7 +19,7 @@ import torch
 
 from vblackwell.memory.slab import map_slab
 from vblackwell.memory.streams import copy_streams
-from vblackwell.offload.update_rates import cpu_rate, rates_together
+from vblackwell.offload.layout.update_rates import cpu_rate, rates_together
 from vblackwell.units import GiB, MiB
 
 PIECE = 64 * MiB

@@ -19,8 +19,8 @@ from typing import Any
 
 from offload_case import Recipe, Result, Shape
 
-from vblackwell.offload.update_place import GROUPS_IN_USE
-from vblackwell.offload.update_rates import BESIDE_COPIES, OVERLAP, share_for
+from vblackwell.offload.layout.update_place import GROUPS_IN_USE
+from vblackwell.offload.layout.update_rates import BESIDE_COPIES, OVERLAP, share_for
 from vblackwell.units import parse_bytes
 
 WEIGHT_BYTES, STATE_BYTES, UPDATED_BYTES, GRADIENT_BYTES = 4, 10, 12, 2

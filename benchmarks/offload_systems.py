@@ -168,7 +168,7 @@ def build_resident(case: Case, device: torch.device) -> System:
 
 def build_streamed(case: Case, device: torch.device) -> System:
     """Our decoder, streamed."""
-    from vblackwell.offload.update_rates import rates_together
+    from vblackwell.offload.layout.update_rates import rates_together
 
     recipe = case.recipe
     placing: dict[str, Any] = {} if recipe.update is None else {"update": place_or_share(recipe.update)}
@@ -202,8 +202,8 @@ def _build_decoder(
     case: Case, device: torch.device, placement: str, placing: dict[str, Any], updating: dict[str, Any]
 ) -> System:
     from vblackwell import VGPUAdamW, enable_vgpu_stack_optimization
-    from vblackwell.nn.decoder import Decoder
-    from vblackwell.nn.decoder_config import DecoderConfig
+    from vblackwell.nn.decoder.config import DecoderConfig
+    from vblackwell.nn.decoder.decoder import Decoder
 
     shape, streamed = case.decoder, placement == "streamed"
     stack = our_stack(case, device, streamed=streamed)

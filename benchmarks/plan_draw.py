@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from plan_report import Row
 
-from vblackwell.plan.placement import Choice, Lacking, Plan, Prediction, Space
-from vblackwell.plan.work import phase_seconds
-from vblackwell.train.forecast import Forecast, share_at_home
+from vblackwell.planner.forecast import Forecast, share_at_home
+from vblackwell.planner.placement import Choice, Lacking, Plan, Prediction, Space
+from vblackwell.trace.work import phase_seconds
 
 NEVER = 1e-15
 Sized = tuple[Choice, Prediction]

@@ -1,6 +1,7 @@
 """What the lanes did while a placement was measured: links and waits as the stack counts them, threads as the system does.
 
-`vblackwell.plan.lanes` predicts how long each lane works in a step. Beside that stand here seconds a step of each direction of the link, of
+`vblackwell.offload.layout.lanes` predicts how long each lane works in a step. Beside that stand here seconds a step of
+each direction of the link, of
 the computing stream's waits for weights, and of the CPU time of the thread that runs the model, of autograd's, and of all others. Where the
 model's two threads together take nearly a step, the step waits for the host. The same loop in Python before each (`loop_seconds`) tells
 a machine that became slower from a placement that is.

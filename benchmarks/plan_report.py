@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from plan_lanes import table_head, table_line
 
-from vblackwell.plan.placement import Choice, Prediction
+from vblackwell.planner.placement import Choice, Prediction
 from vblackwell.units import GiB, format_bytes
 
 FLOOR, AIM = 0.08, 0.03

@@ -17,10 +17,10 @@ import torch
 from managed_model import managed
 from torch import Tensor, nn
 
-from vblackwell.nn.decoder import Decoder
-from vblackwell.nn.optimize import enable_vb_optimization
-from vblackwell.nn.two_part import DRIFT_EVERY
-from vblackwell.train.presets import find_preset
+from vblackwell.nn.convert.optimize import enable_vb_optimization
+from vblackwell.nn.decoder.decoder import Decoder
+from vblackwell.nn.decoder.presets import find_preset
+from vblackwell.nn.linear.two_part import DRIFT_EVERY
 
 Row = tuple[str, str, str, bool]
 

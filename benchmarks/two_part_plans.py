@@ -18,9 +18,10 @@ from graph_timing import graph_of, turns_us
 from torch import Tensor
 from torch.nn import functional
 
-from vblackwell.kernels import nvrtc, two_part_cuda
-from vblackwell.kernels.fp4_blocks import ceil_div
-from vblackwell.kernels.two_part_cuda import TwoPartPlan
+from vblackwell.kernels.fp4 import two_part_launch as two_part_cuda
+from vblackwell.kernels.fp4.blocks import ceil_div
+from vblackwell.kernels.fp4.two_part_launch import TwoPartPlan
+from vblackwell.kernels.runtime import nvrtc
 
 MULTIPROCESSORS = 132
 BEST = 4  # plans that are timed again beside cuBLAS

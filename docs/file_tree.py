@@ -1,6 +1,6 @@
 """Writes the README's file tree from the first sentence of each module: `python docs/file_tree.py`.
 
-A tree kept by hand is wrong after a week. tests/unit/test_readme.py fails when this script would change it.
+A tree kept by hand is wrong after a week. tests/docs/test_readme.py fails when this script would change it.
 """
 
 from __future__ import annotations

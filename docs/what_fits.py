@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from vblackwell.plan.gpus import context_bytes, find_gpu
-from vblackwell.plan.placement import Bounds
-from vblackwell.plan.rates import assumed_rates
+from vblackwell.machine.gpus import context_bytes, find_gpu
+from vblackwell.machine.rates import assumed_rates
+from vblackwell.planner.placement import Bounds
+from vblackwell.planner.what_fits import TASKS, Place, WhatFits
+from vblackwell.planner.what_fits_command import assumptions, markdown
 from vblackwell.train.auto import HOST_SHARE
-from vblackwell.train.what_fits import TASKS, Place, WhatFits
-from vblackwell.train.what_fits_command import assumptions, markdown
 from vblackwell.units import GiB
 
 PATH = Path(__file__).with_name("what-fits.md")

@@ -12,7 +12,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import vblackwell as vb
-from vblackwell.infer.generate import generate
+from vblackwell.generate.generate import generate
 
 source, prompt = sys.argv[1:] if len(sys.argv) == 3 else ("tiny-gpt", "Once")
 if len(sys.argv) != 3:

@@ -19,6 +19,9 @@ if not torch.cuda.is_available():
 
         repair()
 
+# One thread a test process: tensors here are small, and threads that wait for each other on a busy machine cost more.
+torch.set_num_threads(1)
+
 # A shell starts what it runs in the background with Ctrl-C ignored, and Python then leaves it so: tests that send it would wait in vain.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -251,9 +251,9 @@ def _generate(words: list[str]) -> int:
     options = _parse(parser, words)
     if "model" not in options:
         raise ConfigurationError("vb generate needs --model: see vb generate --help")
-    from vblackwell.artifacts.checked import check_request
-    from vblackwell.infer.command import Places, generate_command
-    from vblackwell.train.machine import cap_process, choose_device
+    from vblackwell.folders.checked import check_request
+    from vblackwell.generate.command import Places, generate_command
+    from vblackwell.train.device import cap_process, choose_device
 
     device = options["device"] = choose_device(options.pop("device", "auto"), _note)
     names = [field.name for field in dataclasses.fields(Places)]
@@ -273,7 +273,7 @@ def _doctor(words: list[str]) -> int:
     _add_switch(parser, "--json", "Print the findings as JSON.")
     parser.add_argument("--disk-path", type=str, default=".", help="Folder whose disk is measured.")
     options = {"json": False, "disk_path": "."} | _parse(parser, words)
-    from vblackwell.train.doctor import doctor
+    from vblackwell.tools.doctor import doctor
 
     return doctor(as_json=options["json"], disk_path=options["disk_path"])
 
@@ -304,10 +304,10 @@ def _quantize(words: list[str]) -> int:
     for name in ("model", "out"):
         if name not in options:
             raise ConfigurationError(f"vb quantize needs --{name}: see vb quantize --help")
-    from vblackwell.artifacts.hub import find_folder
-    from vblackwell.infer.load import resolve_model
-    from vblackwell.train.machine import choose_device
-    from vblackwell.train.quantize import quantize_command
+    from vblackwell.folders.hub import find_folder
+    from vblackwell.generate.load import resolve_model
+    from vblackwell.tools.quantize import quantize_command
+    from vblackwell.train.device import choose_device
 
     options["model"] = str(resolve_model(find_folder(options["model"])).folder)
     options["device"] = str(choose_device(options.pop("device", "auto"), _note))
@@ -351,7 +351,7 @@ def _estimate(words: list[str]) -> int:
     options |= given
     gc.disable()  # what is imported stays, and looking for garbage among it takes a tenth of the time
     try:
-        from vblackwell.train.estimate import estimate_command
+        from vblackwell.planner.estimate.command import estimate_command
     finally:
         gc.enable()
     # Else the interpreter looks through the libraries once more when it ends, for a second and more.
@@ -365,7 +365,7 @@ def _what_fits(given: dict[str, Any]) -> int:
             raise ConfigurationError(
                 f"--{name.replace('_', '-')} belongs to a MODEL: vb estimate MODEL ..., or without one --gpu, --ram and --disk"
             )
-    from vblackwell.train.what_fits_command import what_fits_command
+    from vblackwell.planner.what_fits_command import what_fits_command
 
     values = (given.get(name) for name in ("gpu", "host_memory", "disk_memory"))
     return what_fits_command(*values, as_json=given.get("json", False))
@@ -387,8 +387,8 @@ def _bench(words: list[str]) -> int:
     options = _parse(parser, words)
     if "model" not in options:
         raise ConfigurationError("vb bench needs a model: vb bench tiny, or see vb bench --help")
-    from vblackwell.train.bench import bench_command
-    from vblackwell.train.machine import choose_device
+    from vblackwell.tools.bench import bench_command
+    from vblackwell.train.device import choose_device
 
     options["device"] = choose_device(options.pop("device", "auto"), _note)
     options["json_file"] = options.pop("json", None)

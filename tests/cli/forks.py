@@ -181,8 +181,8 @@ def _serve() -> None:
     import transformers.conversion_mapping
     import transformers.models.auto.modeling_auto  # noqa: F401
 
-    import vblackwell.infer.command
-    import vblackwell.memory.stack
+    import vblackwell.generate.command
+    import vblackwell.memory.cache.stack
     import vblackwell.train.run  # noqa: F401
 
     for name in sys.argv[1:]:

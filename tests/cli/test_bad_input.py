@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import LEVELS, Workplace
-from vblackwell.artifacts.commit import verify_folder
+from vblackwell.folders.commit import verify_folder
 
 
 def files_of(place: Workplace) -> dict[Path, int]:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.cli.test_bad_input import refused
-from vblackwell.plan.trace import CATEGORIES
+from vblackwell.trace.trace import CATEGORIES
 
 PARTS = (*CATEGORIES, "fragmentation", "context")
 QUICK = ["--batch-size", "2", "--seq-length", "64"]

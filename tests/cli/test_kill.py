@@ -72,7 +72,7 @@ def test_second_sigint_leaves_at_once(place):
 HELD = """
 import os, signal
 from vblackwell.cli import main
-from vblackwell.train import tokenizer
+from vblackwell.data import tokenizer
 
 start = tokenizer._start_training
 

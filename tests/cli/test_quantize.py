@@ -10,26 +10,26 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPTJConfig, GPTJForCausalLM
 
-from vblackwell.artifacts.commit import MANIFEST, CommitFolder, verify_folder
-from vblackwell.artifacts.compressed import format_of_config, from_entries, not_packable_reasons, to_entries
-from vblackwell.artifacts.folder import load_specs, load_state, save_model
-from vblackwell.artifacts.shards import spec_of
 from vblackwell.errors import ConfigurationError, CorruptData, FolderMismatch, Unsupported
-from vblackwell.infer.command import Places, generate_command
-from vblackwell.infer.generate import generate
-from vblackwell.infer.load import load_decoder
-from vblackwell.infer.quantized import load_quantized
-from vblackwell.nn.assignment import Assignment
-from vblackwell.nn.decoder import Decoder
-from vblackwell.nn.decoder_config import DecoderConfig
-from vblackwell.nn.linear import FusedFP4Linear
-from vblackwell.nn.optimized_linear import VBOptimizedLinear
+from vblackwell.folders.commit import MANIFEST, CommitFolder, verify_folder
+from vblackwell.folders.compressed_tensors import format_of_config, from_entries, not_packable_reasons, to_entries
+from vblackwell.folders.folder import load_specs, load_state, save_model
+from vblackwell.folders.shards import spec_of
+from vblackwell.generate.command import Places, generate_command
+from vblackwell.generate.generate import generate
+from vblackwell.generate.load import load_decoder
+from vblackwell.generate.quantized import load_quantized
+from vblackwell.nn.convert.assignment import Assignment
+from vblackwell.nn.decoder.config import DecoderConfig
+from vblackwell.nn.decoder.decoder import Decoder
+from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
+from vblackwell.nn.linear.two_part_linear import VBOptimizedLinear
 from vblackwell.numerics.formats import format_named
 from vblackwell.numerics.fp4 import joint_tensor_scale, quantize
 from vblackwell.numerics.separation import separate
 from vblackwell.numerics.sqnr import sqnr
-from vblackwell.train.calibrate import calibrate
-from vblackwell.train.quantize import quantize_command, quantize_folder
+from vblackwell.tools.calibrate import calibrate
+from vblackwell.tools.quantize import quantize_command, quantize_folder
 
 FORMATS = ["nvfp4", "mxfp4", "nf4", "int4", "int8"]
 CONFIG = DecoderConfig(64, 64, 96, 2, 4, num_kv_heads=2, max_position=64, eos_token_id=0)

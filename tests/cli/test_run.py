@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.cli.conftest import LEVELS
-from vblackwell.artifacts.commit import verify_folder
+from vblackwell.folders.commit import verify_folder
 
 
 def metrics_of(run):
@@ -41,9 +41,9 @@ def test_a_run_learns_and_reports(finished):
 def test_transformers_opens_checkpoint_and_final_with_equal_logits(finished):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from vblackwell.artifacts.folder import load_weights, read_config
-    from vblackwell.nn.decoder import Decoder
-    from vblackwell.nn.decoder_config import DecoderConfig
+    from vblackwell.folders.folder import load_weights, read_config
+    from vblackwell.nn.decoder.config import DecoderConfig
+    from vblackwell.nn.decoder.decoder import Decoder
 
     _, run, _ = finished
     for folder in (run / "final", run / "checkpoints" / "step-00000020"):

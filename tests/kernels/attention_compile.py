@@ -53,9 +53,9 @@ def build(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from vblackwell.kernels.attention_backward import key_gradient, query_gradient
-    from vblackwell.kernels.attention_forward import attend
-    from vblackwell.kernels.attention_plan import padded_head, plan_for
+    from vblackwell.kernels.attention.backward import key_gradient, query_gradient
+    from vblackwell.kernels.attention.forward import attend
+    from vblackwell.kernels.attention.plan import padded_head, plan_for
 
     kernel = {"forward": attend, "dq": query_gradient, "dkv": key_gradient}[kernel_name]
     plan = plan or plan_for(
@@ -123,8 +123,8 @@ def build_specialized(
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from vblackwell.kernels.attention_hopper import MASK_STAGES, NUMBERS, attend_hopper
-    from vblackwell.kernels.attention_plan import SPECIALIZED, padded_head
+    from vblackwell.kernels.attention.hopper import MASK_STAGES, NUMBERS, attend_hopper
+    from vblackwell.kernels.attention.plan import SPECIALIZED, padded_head
 
     width = padded_head(head)
     plan, names = plan or SPECIALIZED[max(64, width)], attend_hopper.arg_names
@@ -211,7 +211,7 @@ def programs_of(registers: int, warps: int, shared: int, capability: int) -> int
 
 def plan_of(sizes: str, capability: int) -> Any:
     """The plan that ``sizes`` means, with the copy engine on Hopper; None for none."""
-    from vblackwell.kernels.attention_plan import AttentionPlan
+    from vblackwell.kernels.attention.plan import AttentionPlan
 
     if not sizes:
         return None

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vblackwell.kernels.attention import bounds
-from vblackwell.kernels.attention_reference import attention_reference
+from vblackwell.kernels.attention.op import bounds
+from vblackwell.kernels.attention.reference import attention_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -21,10 +21,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from vblackwell.kernels import fp4_cuda, fp4_mma_plan, fp4_plan, layout, nvrtc, reference, w4a8_cuda
-from vblackwell.kernels.fp4_mma_plan import MmaPlan
-from vblackwell.kernels.fp4_plan import WgmmaPlan
-from vblackwell.kernels.w4a8_cuda import W4A8Plan
+from vblackwell.kernels.fp4 import launch as fp4_cuda
+from vblackwell.kernels.fp4 import layout, reference
+from vblackwell.kernels.fp4 import mma_plan as fp4_mma_plan
+from vblackwell.kernels.fp4 import plan as fp4_plan
+from vblackwell.kernels.fp4 import w4a8_launch as w4a8_cuda
+from vblackwell.kernels.fp4.mma_plan import MmaPlan
+from vblackwell.kernels.fp4.plan import WgmmaPlan
+from vblackwell.kernels.fp4.w4a8_launch import W4A8Plan
+from vblackwell.kernels.runtime import nvrtc
 from vblackwell.numerics.formats import FORMATS
 
 STALE = 1001  # counters that a launch has to clear
@@ -292,7 +297,7 @@ def run_w4a8_layers(
 ) -> list[Tensor]:
     """Outputs of `run_w4a8` with one weight after the other, each of which is the next one's x (then N is K).
 
-    They share all that a layer needs besides, and the counters as ``kernels/counters.py`` hands them out.
+    They share all that a layer needs besides, and the counters as ``kernels/runtime/counters.py`` hands them out.
     """
     m, k = x_MK.shape
     assert len(layers) == 1 or n == k

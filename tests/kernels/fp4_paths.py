@@ -12,9 +12,12 @@ from dataclasses import replace
 import torch
 
 from tests.kernels.emulation import error_over_bound, random_weight
-from vblackwell.kernels import fp4_cuda, layout, nvrtc, reference, w4a8, w4a8_cuda
-from vblackwell.kernels.fp4_mma_plan import MMA_FILES, MmaPlan
-from vblackwell.kernels.fp4_plan import WGMMA_FILES, WgmmaPlan
+from vblackwell.kernels.fp4 import launch as fp4_cuda
+from vblackwell.kernels.fp4 import layout, reference, w4a8
+from vblackwell.kernels.fp4 import w4a8_launch as w4a8_cuda
+from vblackwell.kernels.fp4.mma_plan import MMA_FILES, MmaPlan
+from vblackwell.kernels.fp4.plan import WGMMA_FILES, WgmmaPlan
+from vblackwell.kernels.runtime import nvrtc
 from vblackwell.numerics.formats import FORMATS
 
 # Rows, features and columns that are no multiples of what a block takes; K of one window, of fewer windows than groups, of many.
@@ -173,7 +176,8 @@ def check_w4a8_product(width: int, m: int, n: int, k: int, dtype: torch.dtype, a
 
 
 def check_w4a8_launches() -> None:
-    """Shapes one after another share counters (kernels/counters.py): in a stream, in others at the same time, in graphs of one pool."""
+    """Shapes one after another share counters (kernels/runtime/counters.py): in a stream, in others at the same time,
+    in graphs of one pool."""
     shapes = [(1024, 4096, 4096), (300, 1008, 96), (2500, 784, 656), (1, 48, 544)]
     inputs = [torch.randn(m, k, device="cuda").bfloat16() for m, _, k in shapes]
 

@@ -23,27 +23,23 @@ from tests.kernels.fused_oracle import DEVICE, normal
 from tests.kernels.test_adamw import PLAIN, random_states
 from tests.kernels.test_adamw8 import States8
 from tests.kernels.test_two_part import random_parts, wide_weight
-from vblackwell.kernels import (
-    attention_launch,
-    attention_plan,
-    direct,
-    fp4_cuda,
-    fp4_mma_plan,
-    nvrtc,
-    two_part_cuda,
-    two_part_layout,
-    two_part_round,
-    two_part_round_cuda,
-    w4a8_cuda,
-)
-from vblackwell.kernels.adamw import BLOCK, AdamWStep, norm_of, square_sums
-from vblackwell.kernels.cross_entropy import linear_cross_entropy
-from vblackwell.kernels.decode_attention import decode_attention, store_rotated
-from vblackwell.kernels.dispatch import use_backend
-from vblackwell.kernels.rms_norm import rms_norm
-from vblackwell.kernels.rotary import rotary
-from vblackwell.kernels.sampling import sample_tokens
-from vblackwell.kernels.swiglu import swiglu, swiglu_linear
+from vblackwell.kernels.attention import launch as attention_launch
+from vblackwell.kernels.attention import plan as attention_plan
+from vblackwell.kernels.attention.decode import decode_attention, store_rotated
+from vblackwell.kernels.fp4 import launch as fp4_cuda
+from vblackwell.kernels.fp4 import mma_plan as fp4_mma_plan
+from vblackwell.kernels.fp4 import two_part_launch as two_part_cuda
+from vblackwell.kernels.fp4 import two_part_layout, two_part_round
+from vblackwell.kernels.fp4 import two_part_round_launch as two_part_round_cuda
+from vblackwell.kernels.fp4 import w4a8_launch as w4a8_cuda
+from vblackwell.kernels.optimizer.adamw import BLOCK, AdamWStep, norm_of, square_sums
+from vblackwell.kernels.pointwise.cross_entropy import linear_cross_entropy
+from vblackwell.kernels.pointwise.rms_norm import rms_norm
+from vblackwell.kernels.pointwise.rotary import rotary
+from vblackwell.kernels.pointwise.sampling import sample_tokens
+from vblackwell.kernels.pointwise.swiglu import swiglu, swiglu_linear
+from vblackwell.kernels.runtime import direct, nvrtc
+from vblackwell.kernels.runtime.dispatch import use_backend
 from vblackwell.numerics.formats import FORMATS
 from vblackwell.numerics.separation import training_scales
 
@@ -224,7 +220,8 @@ def decoding() -> None:
 
 @case("nvfp4_encode_triton._encode", "nvfp4_tile_triton._words", "nvfp4_tile_triton._scales")
 def encoding() -> None:
-    from vblackwell.kernels import nvfp4_encode_triton, nvfp4_tile_triton
+    from vblackwell.kernels.fp4 import encode_triton as nvfp4_encode_triton
+    from vblackwell.kernels.fp4 import tile_triton as nvfp4_tile_triton
 
     codes, scales = nvfp4_encode_triton.encode(normal(7, 80), 0)
     nvfp4_tile_triton.tile(codes, scales, 7, 80)

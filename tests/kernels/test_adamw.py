@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from vblackwell.kernels import adamw, adamw_cpu
-from vblackwell.kernels.adamw import BLOCK, AdamWStep, adamw_piece, norm_of, square_sums
-from vblackwell.kernels.adamw_cpu import join, split, torch_order
+from vblackwell.kernels.optimizer import adamw, adamw_cpu
+from vblackwell.kernels.optimizer.adamw import BLOCK, AdamWStep, adamw_piece, norm_of, square_sums
+from vblackwell.kernels.optimizer.adamw_cpu import join, split, torch_order
 
 PLAIN, EXTREME = "plain", "extreme"
 DTYPES = {0: torch.bfloat16, 1: torch.float32, 2: torch.float16}

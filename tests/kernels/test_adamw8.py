@@ -12,10 +12,11 @@ from tests.kernels import emulation
 from tests.kernels.test_adamw import DTYPES, EXTREME, PLAIN, random_states
 from tests.kernels.test_adamw_source import INTRINSICS
 from tests.kernels.test_compile import resources
-from vblackwell.kernels import adamw, adamw8, adamw8_cpu, nvrtc
-from vblackwell.kernels.adamw import BLOCK, AdamWStep, adamw_piece
-from vblackwell.kernels.adamw8 import SCALE_BLOCK, adamw8_piece
-from vblackwell.kernels.adamw8_cpu import counter_words, decode_moments, encode_moments, random_words
+from vblackwell.kernels.optimizer import adamw, adamw8, adamw8_cpu
+from vblackwell.kernels.optimizer.adamw import BLOCK, AdamWStep, adamw_piece
+from vblackwell.kernels.optimizer.adamw8 import SCALE_BLOCK, adamw8_piece
+from vblackwell.kernels.optimizer.adamw8_cpu import counter_words, decode_moments, encode_moments, random_words
+from vblackwell.kernels.runtime import nvrtc
 
 SPLIT, FP32, STOCHASTIC = 0, 1, 2
 KINDS = [*itertools.product((SPLIT, FP32, STOCHASTIC), (0, 1), (0, 1, 2)), (FP32, 2, 0)]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.kernels.test_adamw import EXTREME, PLAIN, random_states
-from vblackwell.kernels.adamw import BLOCK, AdamWStep, norm_of, square_sums
+from vblackwell.kernels.optimizer.adamw import BLOCK, AdamWStep, norm_of, square_sums
 
 pytestmark = pytest.mark.gpu
 KINDS = [*itertools.product((0, 1), (0, 1, 2), (0, 1, 2))]

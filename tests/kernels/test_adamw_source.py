@@ -10,8 +10,9 @@ import torch
 from tests.kernels import emulation
 from tests.kernels.test_adamw import EXTREME, PLAIN, States, random_states, update_with_torch
 from tests.kernels.test_compile import resources
-from vblackwell.kernels import adamw, adamw_cpu, nvrtc
-from vblackwell.kernels.adamw import BLOCK, AdamWStep
+from vblackwell.kernels.optimizer import adamw, adamw_cpu
+from vblackwell.kernels.optimizer.adamw import BLOCK, AdamWStep
+from vblackwell.kernels.runtime import nvrtc
 
 # The roundings of the kernel's intrinsics; the host's arithmetic is IEEE and g++ fuses nothing for plain x86-64.
 INTRINSICS = """

@@ -8,10 +8,10 @@ import torch
 from tests.kernels.attention_oracle import DEVICE, gradients, inputs, normal, plain, relative
 from tests.kernels.fused_oracle import poisoned
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels import attention as module
-from vblackwell.kernels.attention import flash_attention, flash_attention_varlen, new_seed
-from vblackwell.kernels.attention_plan import AttentionPlan
-from vblackwell.kernels.attention_reference import attention_reference
+from vblackwell.kernels.attention import op as module
+from vblackwell.kernels.attention.op import flash_attention, flash_attention_varlen, new_seed
+from vblackwell.kernels.attention.plan import AttentionPlan
+from vblackwell.kernels.attention.reference import attention_reference
 
 # Relative RMS error. fp32: sums of some hundred terms, each product and exponential of 2^-23. fp16: probabilities, score gradients and
 # the result are rounded to 2^-11 each.
@@ -98,7 +98,7 @@ def test_masks(shape, kind):
 @pytest.mark.parametrize("kind", ["boolean", "additive"])
 def test_scores_a_tile_ahead(kind):
     """Lines with whole tiles, others, both and none."""
-    from vblackwell.kernels.attention_launch import use_plans
+    from vblackwell.kernels.attention.launch import use_plans
 
     mask = boolean(1, 2, 72, 104)
     mask[..., 32:64, :] = False
@@ -115,7 +115,7 @@ def test_scores_a_tile_ahead(kind):
 
 def test_expanded_masks_are_read_once():
     """Kernels are given what is there: of an expanded mask one plane, whatever its shape says."""
-    from vblackwell.kernels.attention_launch import Options, _Call
+    from vblackwell.kernels.attention.launch import Options, _Call
 
     q, k, v = inputs(2, 3, 3, 40, 63, 16)
     for mask, shape in (

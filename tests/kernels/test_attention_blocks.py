@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.attention_oracle import DEVICE, normal
-from vblackwell.kernels.attention_blocks import bits_of, in_fours, list_tiles
+from vblackwell.kernels.attention.blocks import bits_of, in_fours, list_tiles
 
 ROWS, COLUMNS = 100, 200
 

@@ -8,10 +8,10 @@ from torch.nn import functional
 
 from tests.kernels.attention_oracle import gradients, inputs, normal, plain, relative
 from tests.kernels.fused_oracle import poisoned
-from vblackwell.kernels import attention_plan
-from vblackwell.kernels.attention import flash_attention, flash_attention_varlen
-from vblackwell.nn import attention_backends as dispatcher
-from vblackwell.nn.attention_backends import Variant
+from vblackwell.kernels.attention import plan as attention_plan
+from vblackwell.kernels.attention.op import flash_attention, flash_attention_varlen
+from vblackwell.nn.attention import backends as dispatcher
+from vblackwell.nn.attention.backends import Variant
 
 pytestmark = pytest.mark.gpu
 LENGTHS = [1, 17, 63, 129, 1000]
@@ -72,7 +72,7 @@ def test_heads(head, dtype):
 @pytest.mark.parametrize("kernel", attention_plan.KERNELS)
 def test_what_may_be_tuned_leaves_every_bit(kernel, causal):
     """Stages and the copy engine change when tiles come, not what is computed: a difference is a fault of one of them."""
-    from vblackwell.kernels import attention_launch
+    from vblackwell.kernels.attention import launch as attention_launch
 
     properties = torch.cuda.get_device_properties(0)
     plan = attention_plan.plan_for(kernel, 64, 2, properties.shared_memory_per_block_optin)
@@ -134,7 +134,7 @@ def test_boolean_masks_with_bounds(shape, head):
 @pytest.mark.parametrize(("shape", "head"), [((2, 1, 1, 520), 64), ((1, 4, 1000, 520), 128)], ids=str)
 def test_masks_leave_every_bit_whatever_is_tuned(shape, head):
     """The same bits whatever the stages and the copy engine."""
-    from vblackwell.kernels import attention_launch
+    from vblackwell.kernels.attention import launch as attention_launch
 
     mask = mask_of("boolean", *shape)
     q, k, v = inputs(2, 4, 2, 1000, 520, head, torch.bfloat16)
@@ -162,7 +162,7 @@ def test_masks_leave_every_bit_whatever_is_tuned(shape, head):
 
 def test_additive_masks_leave_every_bit_whatever_is_tuned():
     """The forward's, whatever the stages and the copy engine, and for a mask whose rows lie askew."""
-    from vblackwell.kernels import attention_launch
+    from vblackwell.kernels.attention import launch as attention_launch
 
     mask = mask_of("additive", 1000, 520)
     shifted = torch.empty(1000 * 520 + 1, dtype=mask.dtype, device="cuda")[1:].view(1000, 520).copy_(mask)

@@ -12,9 +12,9 @@ from tests.kernels.attention_oracle import inputs, plain, relative
 from tests.kernels.fused_oracle import poisoned
 from tests.kernels.test_attention_gpu import FLOOR, compare, mask_of
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.attention import bounds, flash_attention
-from vblackwell.kernels.attention_plan import SPECIALIZED, SPECIALIZED_BY_DEFAULT, padded_head
-from vblackwell.kernels.attention_reference import visible_ST
+from vblackwell.kernels.attention.op import bounds, flash_attention
+from vblackwell.kernels.attention.plan import SPECIALIZED, SPECIALIZED_BY_DEFAULT, padded_head
+from vblackwell.kernels.attention.reference import visible_ST
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,7 +32,7 @@ def backward_thread() -> None:
 
 def check(shape, dtype=torch.bfloat16, *, mask=None, causal=False, bottom_right=False, window=None) -> None:
     """Output within 1.5 times the error of unfused attention in the same type, log-sum-exps as of float64, bits equal from run to run."""
-    from vblackwell.kernels import attention_launch
+    from vblackwell.kernels.attention import launch as attention_launch
 
     (queries, keys, head), (q, k, v) = shape[3:], inputs(*shape, dtype=dtype)
     left, right = bounds(causal, window)
@@ -102,7 +102,7 @@ def test_lengths(causal, head):
 @pytest.mark.parametrize(("kind", "head"), sorted(SPECIALIZED_BY_DEFAULT))
 def test_gradients_by_default(kind, head):
     """Forward as it is chosen, which is this one, and a backward that takes its log-sum-exps."""
-    from vblackwell.kernels import attention_launch
+    from vblackwell.kernels.attention import launch as attention_launch
 
     shape = (2, 4, 4, 512, 512, head)
     mask = None if kind == "none" else mask_of(kind, 1, 4, 512, 512)
@@ -140,7 +140,7 @@ def test_heads(head, dtype):
 
 
 def test_what_it_does_not_compute_is_refused():
-    from vblackwell.kernels.attention_launch import use_plans
+    from vblackwell.kernels.attention.launch import use_plans
 
     q, k, v = inputs(1, 2, 2, 200, 200, 64, torch.bfloat16)
     refused: list[dict[str, Any]] = [{"softcap": 20.0}, {"mask": torch.zeros(200, 200, device="cuda")}]  # 32 bits

@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vblackwell.kernels import autotune, fp4_mma_plan, fp4_plan
-from vblackwell.kernels.fp4_mma_plan import MmaPlan
-from vblackwell.kernels.fp4_plan import WgmmaPlan
+from vblackwell.kernels.fp4 import mma_plan as fp4_mma_plan
+from vblackwell.kernels.fp4 import plan as fp4_plan
+from vblackwell.kernels.fp4.mma_plan import MmaPlan
+from vblackwell.kernels.fp4.plan import WgmmaPlan
+from vblackwell.kernels.runtime import autotune
 
 MACHINE = {"gpu": "NVIDIA H200", "multiprocessors": "132", "driver": "13000", "torch": "2.11", "triton": "3.6"}
 FIXED = {

@@ -12,10 +12,14 @@ import pytest
 import torch
 import triton
 
-from vblackwell.kernels import autotune, fp4_cuda, fp4_mma_plan, fp4_plan, nvrtc, w4a8_cuda
-from vblackwell.kernels.fp4_mma_plan import MmaPlan
-from vblackwell.kernels.fp4_plan import WgmmaPlan
-from vblackwell.nn.linear import FusedFP4Linear
+from vblackwell.kernels.fp4 import launch as fp4_cuda
+from vblackwell.kernels.fp4 import mma_plan as fp4_mma_plan
+from vblackwell.kernels.fp4 import plan as fp4_plan
+from vblackwell.kernels.fp4 import w4a8_launch as w4a8_cuda
+from vblackwell.kernels.fp4.mma_plan import MmaPlan
+from vblackwell.kernels.fp4.plan import WgmmaPlan
+from vblackwell.kernels.runtime import autotune, nvrtc
+from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 
 SHAPES = ((256, 64), (768, 3072), (4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192))
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_89": 99 * 1024, "sm_90a": 227 * 1024}

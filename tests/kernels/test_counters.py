@@ -1,4 +1,4 @@
-"""kernels/counters.py: whatever the launches, each finds zeros, and nobody else's."""
+"""kernels/runtime/counters.py: whatever the launches, each finds zeros, and nobody else's."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vblackwell.kernels import counters
+from vblackwell.kernels.runtime import counters
 
 CPU = torch.device("cpu")
 

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from tests.kernels import emulation
-from vblackwell.kernels import fp4_cuda, fp4_plan, layout, reference, w4a8
-from vblackwell.kernels.fp4_mma_plan import MmaPlan
-from vblackwell.kernels.fp4_plan import WgmmaPlan
+from vblackwell.kernels.fp4 import launch as fp4_cuda
+from vblackwell.kernels.fp4 import layout, reference, w4a8
+from vblackwell.kernels.fp4 import plan as fp4_plan
+from vblackwell.kernels.fp4.mma_plan import MmaPlan
+from vblackwell.kernels.fp4.plan import WgmmaPlan
 
 pytestmark = emulation.needs_compiler
 HALVES = [torch.bfloat16, torch.float16]

@@ -7,10 +7,10 @@ import torch
 
 from tests.kernels.fused_oracle import DEVICE, normal
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.decode_attention import decode_attention, store_rotated
-from vblackwell.kernels.dispatch import use_backend
-from vblackwell.kernels.rotary import rotary
-from vblackwell.nn.rotary import rotary_tables
+from vblackwell.kernels.attention.decode import decode_attention, store_rotated
+from vblackwell.kernels.pointwise.rotary import rotary
+from vblackwell.kernels.runtime.dispatch import use_backend
+from vblackwell.nn.attention.rotary import rotary_tables
 
 BACKENDS = ("triton", "torch")
 

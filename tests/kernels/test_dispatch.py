@@ -7,24 +7,20 @@ from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.kernels import (
-    autotune,
-    backends,
-    dispatch,
-    fp4_blocks,
-    fp4_cuda,
-    fp4_mma_plan,
-    fp4_plan,
-    fp4_shapes,
-    w4a8,
-    w4a8_cuda,
-)
-from vblackwell.kernels.cross_entropy import linear_cross_entropy
-from vblackwell.kernels.dispatch import Backend, Request, choose, explain, use_backend
-from vblackwell.kernels.fp4_plan import WgmmaPlan
-from vblackwell.kernels.rms_norm import rms_norm
-from vblackwell.kernels.shared_input import shared_input_linears
-from vblackwell.nn.linear import FusedFP4Linear
+from vblackwell.kernels.fp4 import backends, w4a8
+from vblackwell.kernels.fp4 import blocks as fp4_blocks
+from vblackwell.kernels.fp4 import launch as fp4_cuda
+from vblackwell.kernels.fp4 import mma_plan as fp4_mma_plan
+from vblackwell.kernels.fp4 import plan as fp4_plan
+from vblackwell.kernels.fp4 import shapes as fp4_shapes
+from vblackwell.kernels.fp4 import w4a8_launch as w4a8_cuda
+from vblackwell.kernels.fp4.plan import WgmmaPlan
+from vblackwell.kernels.pointwise.cross_entropy import linear_cross_entropy
+from vblackwell.kernels.pointwise.rms_norm import rms_norm
+from vblackwell.kernels.pointwise.shared_input import shared_input_linears
+from vblackwell.kernels.runtime import autotune, dispatch
+from vblackwell.kernels.runtime.dispatch import Backend, Request, choose, explain, use_backend
+from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 
 H200 = torch.device("cuda", 0)
 

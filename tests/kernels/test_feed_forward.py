@@ -6,12 +6,12 @@ from torch.nn import functional
 
 from tests.kernels.fused_oracle import DEVICE, TOLERANCE, errors, normal, poisoned, results
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels import feed_forward as module
-from vblackwell.kernels.dispatch import use_backend
-from vblackwell.kernels.feed_forward import feed_forward_block
-from vblackwell.kernels.rms_norm import add_rms_norm
-from vblackwell.kernels.shared_input import shared_input_linears
-from vblackwell.kernels.swiglu import swiglu_linear
+from vblackwell.kernels.pointwise import feed_forward as module
+from vblackwell.kernels.pointwise.feed_forward import feed_forward_block
+from vblackwell.kernels.pointwise.rms_norm import add_rms_norm
+from vblackwell.kernels.pointwise.shared_input import shared_input_linears
+from vblackwell.kernels.pointwise.swiglu import swiglu_linear
+from vblackwell.kernels.runtime.dispatch import use_backend
 
 EPS = 1e-5
 

@@ -6,10 +6,10 @@ from torch.nn import functional
 
 from tests.kernels.emulation import random_weight
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.kernels import fp4_norm
-from vblackwell.kernels.dispatch import Request, choose, explain, use_backend
-from vblackwell.kernels.fp4 import fp4_linear
-from vblackwell.kernels.fp4_norm import fp4_norm_linear
+from vblackwell.kernels.fp4 import norm as fp4_norm
+from vblackwell.kernels.fp4.linear import fp4_linear
+from vblackwell.kernels.fp4.norm import fp4_norm_linear
+from vblackwell.kernels.runtime.dispatch import Request, choose, explain, use_backend
 
 N, K, EPS = 40, 72, 1e-5
 REST = ("nvfp4-tiled", "silu", N, K)

@@ -8,15 +8,15 @@ import torch
 from torch import nn
 
 from tests.kernels.emulation import random_weight
-from vblackwell.kernels.dispatch import use_backend
-from vblackwell.kernels.fp4_norm import fp4_norm_linear
-from vblackwell.nn import normed_input
-from vblackwell.nn.cache import KVCache
-from vblackwell.nn.convert import convert_linears
-from vblackwell.nn.decoder import Decoder
-from vblackwell.nn.decoder_config import DecoderConfig
-from vblackwell.nn.linear import FusedFP4Linear
-from vblackwell.nn.norm_linear import NormFP4Linear
+from vblackwell.kernels.fp4.norm import fp4_norm_linear
+from vblackwell.kernels.runtime.dispatch import use_backend
+from vblackwell.nn.convert.model import convert_linears
+from vblackwell.nn.decoder.cache import KVCache
+from vblackwell.nn.decoder.config import DecoderConfig
+from vblackwell.nn.decoder.decoder import Decoder
+from vblackwell.nn.decoder.norm_linear import NormFP4Linear
+from vblackwell.nn.linear import normed_input
+from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 
 pytestmark = pytest.mark.gpu
 

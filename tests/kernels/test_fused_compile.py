@@ -16,8 +16,15 @@ import json, pathlib, re, subprocess, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from vblackwell.kernels import cross_entropy_triton, decode_attention_triton, rms_norm_triton, rotary_triton, swiglu_triton
-from vblackwell.kernels import nvfp4_encode_triton, nvfp4_tile_triton, sampling_cut_triton, two_part_triton
+from vblackwell.kernels.pointwise import cross_entropy_triton
+from vblackwell.kernels.attention import decode_triton as decode_attention_triton
+from vblackwell.kernels.pointwise import rms_norm_triton
+from vblackwell.kernels.pointwise import rotary_triton
+from vblackwell.kernels.pointwise import swiglu_triton
+from vblackwell.kernels.fp4 import encode_triton as nvfp4_encode_triton
+from vblackwell.kernels.fp4 import tile_triton as nvfp4_tile_triton
+from vblackwell.kernels.pointwise import sampling_cut_triton
+from vblackwell.kernels.fp4 import two_part_triton
 
 def rms(width, stages):
     rows, block, warps = rms_norm_triton.tile_of(width)

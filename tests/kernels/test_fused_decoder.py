@@ -7,9 +7,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from vblackwell.nn.causal_lm import accelerate_causal_lm
-from vblackwell.nn.decoder import Decoder
-from vblackwell.nn.decoder_config import DecoderConfig
+from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
+from vblackwell.nn.decoder.config import DecoderConfig
+from vblackwell.nn.decoder.decoder import Decoder
 
 pytestmark = pytest.mark.gpu
 CONFIG = DecoderConfig(1000, 256, 704, 3, 4, num_kv_heads=2, max_position=128)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vblackwell.kernels import cross_entropy_triton, rms_norm_triton, rotary_triton, swiglu_triton
+from vblackwell.kernels.pointwise import cross_entropy_triton, rms_norm_triton, rotary_triton, swiglu_triton
 
 
 def rms_norm(*inputs: Tensor) -> list[Tensor]:

@@ -7,9 +7,13 @@ import torch
 
 from tests.kernels.emulation import error_over_bound, random_weight
 from vblackwell.errors import Unsupported
-from vblackwell.kernels import fp4_blocks, fp4_cuda, fp4_mma_plan, fp4_plan, reference
-from vblackwell.kernels.dispatch import use_backend
-from vblackwell.kernels.fp4 import fp4_linear, fp4_linear_dx
+from vblackwell.kernels.fp4 import blocks as fp4_blocks
+from vblackwell.kernels.fp4 import launch as fp4_cuda
+from vblackwell.kernels.fp4 import mma_plan as fp4_mma_plan
+from vblackwell.kernels.fp4 import plan as fp4_plan
+from vblackwell.kernels.fp4 import reference
+from vblackwell.kernels.fp4.linear import fp4_linear, fp4_linear_dx
+from vblackwell.kernels.runtime.dispatch import use_backend
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(40, 136), (200, 1000), (1056, 4096), (33, 77), (9000, 512)]

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.kernels import layout, reference
+from vblackwell.kernels.fp4 import layout, reference
 from vblackwell.numerics.formats import FORMATS
 
 MASK = layout.PAIR_MASK

@@ -6,11 +6,11 @@ from torch.nn import functional
 
 from tests.kernels.fused_oracle import TOLERANCE, errors, normal, poisoned, results
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels import normed_linears as module
-from vblackwell.kernels.dispatch import use_backend
-from vblackwell.kernels.normed_linears import normed_linears
-from vblackwell.kernels.rms_norm import rms_norm
-from vblackwell.kernels.shared_input import shared_input_linears
+from vblackwell.kernels.pointwise import normed_linears as module
+from vblackwell.kernels.pointwise.normed_linears import normed_linears
+from vblackwell.kernels.pointwise.rms_norm import rms_norm
+from vblackwell.kernels.pointwise.shared_input import shared_input_linears
+from vblackwell.kernels.runtime.dispatch import use_backend
 
 EPS = 1e-5
 

@@ -5,8 +5,8 @@ import torch
 
 from tests.kernels.emulation import random_weight
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.kernels import layout, reference, w4a8
-from vblackwell.kernels.fp4 import fp4_dequantize, fp4_linear, fp4_linear_dx
+from vblackwell.kernels.fp4 import layout, reference, w4a8
+from vblackwell.kernels.fp4.linear import fp4_dequantize, fp4_linear, fp4_linear_dx
 from vblackwell.numerics.formats import FORMATS
 
 N, K = 40, 72

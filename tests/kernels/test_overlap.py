@@ -1,4 +1,4 @@
-"""kernels/overlap.py and what launches make of it: the first to read a weight as it is waits for who may have written it."""
+"""kernels/runtime/overlap.py and what launches make of it: the first to read a weight as it is waits for who may have written it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ import torch
 
 from tests.kernels.emulation import random_weight
 from tests.kernels.test_two_part import random_parts
-from vblackwell.kernels import counters, fp4_cuda, nvrtc, overlap, two_part_cuda, two_part_layout, w4a8_cuda
-from vblackwell.kernels.fp4_mma_plan import plan_mma
-from vblackwell.kernels.fp4_plan import plan_wgmma
-from vblackwell.kernels.overlap import may_overlap
+from vblackwell.kernels.fp4 import launch as fp4_cuda
+from vblackwell.kernels.fp4 import two_part_launch as two_part_cuda
+from vblackwell.kernels.fp4 import two_part_layout
+from vblackwell.kernels.fp4 import w4a8_launch as w4a8_cuda
+from vblackwell.kernels.fp4.mma_plan import plan_mma
+from vblackwell.kernels.fp4.plan import plan_wgmma
+from vblackwell.kernels.runtime import counters, nvrtc, overlap
+from vblackwell.kernels.runtime.overlap import may_overlap
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.kernels.fused_oracle import DEVICE, TOLERANCE, errors, normal, poisoned
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.kernels import rms_norm as module
-from vblackwell.kernels.dispatch import use_backend
-from vblackwell.kernels.rms_norm import add_rms_norm, rms_norm
+from vblackwell.kernels.pointwise import rms_norm as module
+from vblackwell.kernels.pointwise.rms_norm import add_rms_norm, rms_norm
+from vblackwell.kernels.runtime.dispatch import use_backend
 
 EPS = 1e-5
 SHAPES = [(1, 3), (3, 7, 37), (5, 128), (2, 4096), (33, 100), (0, 16)]
@@ -46,7 +46,7 @@ def test_sum_against_float64(shape, dtype):
 
 def test_many_rows_meet_in_the_weights_gradient(monkeypatch):
     """More rows than programs, both ways: each sums several tiles, and the last program's are partly beyond the end."""
-    from vblackwell.kernels import rms_norm_triton
+    from vblackwell.kernels.pointwise import rms_norm_triton
 
     monkeypatch.setattr(rms_norm_triton, "BACKWARD_PROGRAMS", 3)
     monkeypatch.setattr(rms_norm_triton, "FORWARD_PROGRAMS", 5)

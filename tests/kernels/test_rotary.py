@@ -5,9 +5,9 @@ import torch
 
 from tests.kernels.fused_oracle import DEVICE, TOLERANCE, errors, normal, poisoned
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels import rotary as module
-from vblackwell.kernels.dispatch import use_backend
-from vblackwell.kernels.rotary import rotary
+from vblackwell.kernels.pointwise import rotary as module
+from vblackwell.kernels.pointwise.rotary import rotary
+from vblackwell.kernels.runtime.dispatch import use_backend
 
 # batch, sequence, query heads, key heads, width
 SHAPES = [(1, 1, 1, 1, 2), (2, 7, 3, 1, 10), (1, 5, 4, 2, 64), (2, 3, 20, 20, 128), (1, 2, 33, 3, 256)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernels import sanitize, sanitized
-from vblackwell.kernels import nvrtc
+from vblackwell.kernels.runtime import nvrtc
 
 PACKAGE = Path(nvrtc.__file__).parents[1]
 TRITON = [name for name, case in sanitized.CASES.items() if all("." in kernel for kernel in case.kernels)]

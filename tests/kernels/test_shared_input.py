@@ -5,9 +5,9 @@ import torch
 
 from tests.kernels.fused_oracle import DEVICE, TOLERANCE, normal, relative, results
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels import shared_input as module
-from vblackwell.kernels.shared_input import shared_input_linears
-from vblackwell.kernels.swiglu import swiglu_linear
+from vblackwell.kernels.pointwise import shared_input as module
+from vblackwell.kernels.pointwise.shared_input import shared_input_linears
+from vblackwell.kernels.pointwise.swiglu import swiglu_linear
 
 
 def case(dtype: torch.dtype) -> list[torch.Tensor]:

@@ -6,9 +6,9 @@ from torch.nn import functional
 
 from tests.kernels.fused_oracle import DEVICE, TOLERANCE, errors, normal, poisoned, relative
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels import swiglu as module
-from vblackwell.kernels.dispatch import use_backend
-from vblackwell.kernels.swiglu import swiglu, swiglu_backward, swiglu_linear
+from vblackwell.kernels.pointwise import swiglu as module
+from vblackwell.kernels.pointwise.swiglu import swiglu, swiglu_backward, swiglu_linear
+from vblackwell.kernels.runtime.dispatch import use_backend
 
 SHAPES = [(1,), (3, 7, 37), (2, 4099), (0, 5)]
 
@@ -27,7 +27,7 @@ def test_halves_of_one_tensor(dtype):
 
 
 def test_more_rows_than_a_grid_takes(monkeypatch):
-    from vblackwell.kernels import swiglu_triton
+    from vblackwell.kernels.pointwise import swiglu_triton
 
     monkeypatch.setattr(swiglu_triton, "MOST_ROWS", 3)
     with poisoned():

@@ -7,11 +7,14 @@ from torch.testing._internal.two_tensor import TwoTensor
 from tests.kernels import emulation
 from tests.kernels.test_compile import resources
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
-from vblackwell.kernels import nvrtc, two_part_cuda, two_part_layout, two_part_round, two_part_round_cuda
-from vblackwell.kernels.dispatch import use_backend
-from vblackwell.kernels.reference import ACTIVATIONS, activate
-from vblackwell.kernels.two_part import OP, two_part_linear
-from vblackwell.kernels.two_part_cuda import TwoPartPlan
+from vblackwell.kernels.fp4 import two_part_launch as two_part_cuda
+from vblackwell.kernels.fp4 import two_part_layout, two_part_round
+from vblackwell.kernels.fp4 import two_part_round_launch as two_part_round_cuda
+from vblackwell.kernels.fp4.reference import ACTIVATIONS, activate
+from vblackwell.kernels.fp4.two_part import OP, two_part_linear
+from vblackwell.kernels.fp4.two_part_launch import TwoPartPlan
+from vblackwell.kernels.runtime import nvrtc
+from vblackwell.kernels.runtime.dispatch import use_backend
 from vblackwell.numerics import separation
 from vblackwell.numerics.separation import separate
 

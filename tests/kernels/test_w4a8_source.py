@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.kernels import emulation
-from vblackwell.kernels import layout, reference, w4a8
-from vblackwell.kernels.w4a8_cuda import FILES, W4A8Plan, of_width
+from vblackwell.kernels.fp4 import layout, reference, w4a8
+from vblackwell.kernels.fp4.w4a8_launch import FILES, W4A8Plan, of_width
 from vblackwell.numerics.formats import FORMATS
 
 pytestmark = emulation.needs_compiler

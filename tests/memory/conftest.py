@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vblackwell.memory.accounting import NullLevel
-from vblackwell.memory.config import default_disk_path
+from vblackwell.memory.cache.config import default_disk_path
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.gpu import DeviceLevel
 from vblackwell.memory.host import HostLevel

@@ -6,7 +6,7 @@ import torch
 import vblackwell as vb
 from vblackwell.errors import ConfigurationError, CorruptData, InsufficientMemory, UnknownKey
 from vblackwell.memory import lossless
-from vblackwell.memory.compressed import CODECS, CompressedVGPULevel, KeyStats, worth
+from vblackwell.memory.cache.compressed import CODECS, CompressedVGPULevel, KeyStats, worth
 from vblackwell.numerics.fp4 import quantize
 from vblackwell.numerics.sqnr import sqnr
 

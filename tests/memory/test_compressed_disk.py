@@ -13,12 +13,12 @@ from tests.memory import test_levels as levels
 from tests.memory.conftest import CAPACITY, random_bytes
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.memory import compressed_disk
+from vblackwell.memory.cache.create import create_vgpu_stack
+from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.compressed_disk import CompressedDiskLevel, Savings, Way
-from vblackwell.memory.create import create_vgpu_stack
 from vblackwell.memory.scratch_file import memory_at
 from vblackwell.memory.slab import map_slab
-from vblackwell.memory.stack import VGPUStack
-from vblackwell.offload.enable import enable_vgpu_stack_optimization, release
+from vblackwell.offload.api import enable_vgpu_stack_optimization, release
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.levels import build_stack

@@ -9,10 +9,10 @@ import torch
 
 from vblackwell import VGPULevel, VGPUStack, create_vgpu_stack, quantize
 from vblackwell.errors import ConfigurationError, InsufficientMemory, UnknownKey
-from vblackwell.hardware import memory_facts
-from vblackwell.memory import config as config_module
-from vblackwell.memory import create
-from vblackwell.memory.config import LevelConfig, default_disk_path, parse_capacity, parse_levels
+from vblackwell.machine.facts import memory_facts
+from vblackwell.memory.cache import config as config_module
+from vblackwell.memory.cache import create
+from vblackwell.memory.cache.config import LevelConfig, default_disk_path, parse_capacity, parse_levels
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.gpu import DeviceLevel
 from vblackwell.memory.host import HostLevel

@@ -16,7 +16,7 @@ import torch
 
 from tests.memory.conftest import random_bytes
 from vblackwell.errors import ConfigurationError, CorruptData, DiskError, InsufficientMemory
-from vblackwell.hardware import disk_facts
+from vblackwell.machine.facts import disk_facts
 from vblackwell.memory import disk as disk_module
 from vblackwell.memory.compressed_disk import CompressedDiskLevel
 from vblackwell.memory.disk import DiskLevel

@@ -7,11 +7,11 @@ from collections import Counter
 
 import pytest
 
-from vblackwell.memory import duel as module
-from vblackwell.memory.duel import LAG, Duel, Followers
-from vblackwell.memory.entry import Entry, Layout
-from vblackwell.memory.next_use import NextUse
-from vblackwell.memory.policy import LRU
+from vblackwell.memory.cache import duel as module
+from vblackwell.memory.cache.duel import LAG, Duel, Followers
+from vblackwell.memory.cache.entry import Entry, Layout
+from vblackwell.memory.cache.next_use import NextUse
+from vblackwell.memory.cache.policy import LRU
 
 pytest.importorskip("hypothesis")
 from hypothesis import settings  # noqa: E402
@@ -117,7 +117,7 @@ def test_the_verdict_turns_with_the_trace():
 
 
 def test_evidence_of_before_a_long_period_is_dropped(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("vblackwell.memory.next_use.MEMORY", 100)
+    monkeypatch.setattr("vblackwell.memory.cache.next_use.MEMORY", 100)
     policy = NextUse()
     decisions(policy, routing(0, 1000), 24)
     assert policy.by_frequency

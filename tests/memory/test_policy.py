@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from vblackwell.memory.entry import Entry, Layout, default_priority
+from vblackwell.memory.cache.entry import Entry, Layout, default_priority
+from vblackwell.memory.cache.next_use import NextUse, Rhythm
+from vblackwell.memory.cache.policy import LRU, Policy
+from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.level import Level
-from vblackwell.memory.next_use import NextUse, Rhythm
-from vblackwell.memory.policy import LRU, Policy
-from vblackwell.memory.stack import VGPUStack
 from vblackwell.units import KiB
 
 EMPTY = Layout((), 0, None, None)

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.memory.predictor import AccessPredictor
-from vblackwell.memory.replay import POLICIES, replay
+from vblackwell.memory.cache.predictor import AccessPredictor
+from vblackwell.memory.cache.replay import POLICIES, replay
 
 SWEEP = [f"layer{i}" for i in range(12)]
 TRAINING = (SWEEP + SWEEP[::-1]) * 12

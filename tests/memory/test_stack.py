@@ -1,4 +1,4 @@
-"""The rules of the stack, one by one (docs: vblackwell/memory/stack.py)."""
+"""The rules of the stack, one by one (docs: vblackwell/memory/cache/stack.py)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import torch
 from tests.memory.conftest import random_bytes
 from vblackwell import quantize
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, StaleTensor, UnknownKey
+from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.level import Level
-from vblackwell.memory.stack import VGPUStack
 from vblackwell.memory.statistics import Statistics
 from vblackwell.memory.transfer import FutureTransfer, set_transfer_delay
 from vblackwell.units import KiB, MiB

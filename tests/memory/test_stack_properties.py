@@ -16,11 +16,11 @@ import torch
 from tests.memory.conftest import random_bytes
 from tests.memory.test_duel import Fickle
 from vblackwell.errors import InsufficientMemory, StaleTensor
-from vblackwell.memory.config import default_disk_path
+from vblackwell.memory.cache.config import default_disk_path
+from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.gpu import DeviceLevel
 from vblackwell.memory.host import HostLevel
-from vblackwell.memory.stack import VGPUStack
 from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.units import KiB
 

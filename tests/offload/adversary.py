@@ -22,8 +22,8 @@ from vblackwell.memory.copying import flat_bytes
 from vblackwell.memory.level import Extent, Transfer
 from vblackwell.memory.ranges import RangeAllocator
 from vblackwell.memory.transfer import EventTransfer
-from vblackwell.offload.lane_queues import Copied, HostQueue, Pairs, Queues
-from vblackwell.offload.stage_behind import Behind
+from vblackwell.offload.movement.lane_queues import Copied, HostQueue, Pairs, Queues
+from vblackwell.offload.storage.stage_writer import Behind
 
 PAGE = 4096
 Actor = Callable[[], Callable[[], Any] | None]

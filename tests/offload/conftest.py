@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vblackwell.memory.stack import VGPUStack
+from vblackwell.memory.cache.stack import VGPUStack
 
 MakeStack = Callable[..., VGPUStack]
 # Half as much again as any test here needs, so that no disk is touched unless it asks for less. Not more: a stack's host level faults

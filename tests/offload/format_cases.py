@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from tests.offload.conftest import ROOMY_BYTES, MakeStack
-from vblackwell.memory.stack import VGPUStack
-from vblackwell.offload.enable import enable_vgpu_stack_optimization
+from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.offload.api import enable_vgpu_stack_optimization
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.state import ParameterState
 

@@ -14,21 +14,21 @@ import torch
 from torch import nn
 
 from tests.offload.adversary import PAGE, Adversary, LateBehind, LateDisk, LateQueues
-from vblackwell.kernels.adamw import AdamWStep
+from vblackwell.kernels.optimizer.adamw import AdamWStep
+from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.gpu import DeviceLevel
 from vblackwell.memory.host import HostLevel
 from vblackwell.memory.level import Transfer
-from vblackwell.memory.stack import VGPUStack
 from vblackwell.memory.transfer import EventTransfer
-from vblackwell.offload.formats import EXACT, Formats
-from vblackwell.offload.groups import Group, moment_ranges
-from vblackwell.offload.home import Homes
-from vblackwell.offload.lane import LaneEnd, LaneJob, smallest_buffer, state_kinds
-from vblackwell.offload.lane_queued import QueuedLane
-from vblackwell.offload.pieces import Piece, num_elements
-from vblackwell.offload.shadow import Ranges, Shadows
-from vblackwell.offload.stage import Stage
-from vblackwell.offload.worker import Worker
+from vblackwell.offload.layout.formats import EXACT, Formats
+from vblackwell.offload.layout.groups import Group, moment_ranges
+from vblackwell.offload.layout.pieces import Piece, num_elements
+from vblackwell.offload.movement.lane import LaneEnd, LaneJob, smallest_buffer, state_kinds
+from vblackwell.offload.movement.lane_queued import QueuedLane
+from vblackwell.offload.movement.worker import Worker
+from vblackwell.offload.storage.ranges import Homes
+from vblackwell.offload.storage.shadow import Ranges, Shadows
+from vblackwell.offload.storage.stage import Stage
 
 GARBAGE = 0x7F
 Bytes = dict[str, torch.Tensor]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from vblackwell.nn.decoder import Decoder, DecoderConfig
+from vblackwell.nn.decoder.decoder import Decoder, DecoderConfig
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from tests.offload.test_round_trip_models import CONFIGS, RATES, same_bits
-from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of
+from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.optimizer import VGPUAdamW
 

@@ -22,11 +22,11 @@ from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, Case, build
 from tests.waiting import wait_until
 from vblackwell.errors import ConfigurationError, InsufficientMemory, StaleTensor
-from vblackwell.memory.stack import VGPUStack
+from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.transfer import set_transfer_delay
-from vblackwell.nn.checkpoint import checkpoint
-from vblackwell.offload.activations import AHEAD, NEWEST, ActivationStore
-from vblackwell.offload.boundary import Ticket
+from vblackwell.nn.decoder.checkpoint import checkpoint
+from vblackwell.offload.movement.activations import AHEAD, NEWEST, ActivationStore
+from vblackwell.offload.movement.boundary import Ticket
 
 CHECKPOINTING = [case for case in CASES if case.name != "mlp"]  # that one calls torch's checkpoint by itself
 WIDTH, DEPTH, TOKENS = 16, 6, 8
@@ -492,8 +492,8 @@ def test_modules_that_checkpoint_as_transformers_do(reentrant: bool, stack: VGPU
 
 @pytest.mark.parametrize("case", CHECKPOINTING, ids=lambda case: case.name)
 def test_with_streamed_weights(case: Case, make_stack: MakeStack):
-    from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
-    from vblackwell.offload.groups import find_groups
+    from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
+    from vblackwell.offload.layout.groups import find_groups
 
     plain = build(case, use_checkpoint=True)
     model = copy.deepcopy(plain)
@@ -527,7 +527,7 @@ def test_with_streamed_weights(case: Case, make_stack: MakeStack):
 
 @pytest.mark.parametrize("case", CHECKPOINTING, ids=lambda case: case.name)
 def test_whole_training_through_the_engine(case: Case, make_stack: MakeStack):
-    from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
+    from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
     from vblackwell.offload.optimizer import VGPUAdamW
 
     initial = build(case, use_checkpoint=True)
@@ -556,7 +556,7 @@ def test_whole_training_through_the_engine(case: Case, make_stack: MakeStack):
 
 
 def test_a_store_keeps_no_model_alive(make_stack: MakeStack):
-    from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of
+    from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
 
     model = build(CHECKPOINTING[0], use_checkpoint=True)
     stack = make_stack(1 << 20)

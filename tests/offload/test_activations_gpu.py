@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from tests.offload.test_activations import moved
-from vblackwell.memory.stack import VGPUStack
+from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.transfer import set_transfer_delay
-from vblackwell.nn.checkpoint import checkpoint
-from vblackwell.offload.activations import NEWEST, ActivationStore
+from vblackwell.nn.decoder.checkpoint import checkpoint
+from vblackwell.offload.movement.activations import NEWEST, ActivationStore
 
 pytestmark = pytest.mark.gpu
 

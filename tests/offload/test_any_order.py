@@ -16,10 +16,10 @@ from torch import nn
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build
 from vblackwell.memory.transfer import set_transfer_delay
-from vblackwell.offload import worker as module
-from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
+from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
+from vblackwell.offload.movement import worker as module
+from vblackwell.offload.movement.worker import Worker, set_worker_delay
 from vblackwell.offload.optimizer import VGPUAdamW
-from vblackwell.offload.worker import Worker, set_worker_delay
 
 MLP = CASES[0]
 STEPS = 4

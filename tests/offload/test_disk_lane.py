@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from tests.offload.adversary import Adversary, LateChain, LateQueues
 from tests.offload.lane_world import Setting, World
 from vblackwell.errors import InsufficientMemory
-from vblackwell.kernels.adamw import adamw_piece
-from vblackwell.offload import lane_cuda
-from vblackwell.offload.formats import EXACT, Formats
-from vblackwell.offload.lane_cuda import CudaLane
-from vblackwell.offload.lane_queued import QueuedLane
-from vblackwell.offload.stage import Ranges, Stage, Staged
-from vblackwell.offload.stage_ledger import Ledger
-from vblackwell.offload.worker import Worker
+from vblackwell.kernels.optimizer.adamw import adamw_piece
+from vblackwell.offload.layout.formats import EXACT, Formats
+from vblackwell.offload.movement import lane_cuda
+from vblackwell.offload.movement.lane_cuda import CudaLane
+from vblackwell.offload.movement.lane_queued import QueuedLane
+from vblackwell.offload.movement.worker import Worker
+from vblackwell.offload.storage.stage import Ranges, Stage, Staged
+from vblackwell.offload.storage.stage_ledger import Ledger
 
 
 @pytest.fixture(scope="module")

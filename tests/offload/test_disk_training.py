@@ -17,10 +17,10 @@ from tests.offload.conftest import ROOMY_BYTES, MakeStack
 from tests.offload.format_cases import BF16, Form, Odd, assert_same_states, loss_of
 from tests.offload.models import CASES, build
 from vblackwell.errors import CorruptData, DiskError, InsufficientMemory, StepAbandoned
+from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.scratch_file import SystemCalls
-from vblackwell.memory.stack import VGPUStack
-from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
+from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.state import ParameterState, export_state, import_state

@@ -9,10 +9,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM
 
 from tests.offload.test_round_trip_models import CONFIGS, same_bits, tokens, written  # noqa: F401 (a fixture)
-from vblackwell.infer.causal_lm import load_causal_lm
-from vblackwell.memory.stack import VGPUStack
+from vblackwell.generate.causal_lm import load_causal_lm
+from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.clip import clip_grad_norm_
-from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.optimizer import VGPUAdamW
 

@@ -14,9 +14,9 @@ from torch import nn
 
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, Case, build
-from vblackwell.offload.enable import bytes_when_resident, enable_vgpu_stack_optimization, offload_of, release
+from vblackwell.offload.api import bytes_when_resident, enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.engine import Offload
-from vblackwell.offload.groups import find_groups
+from vblackwell.offload.layout.groups import find_groups
 from vblackwell.offload.optimizer import VGPUAdamW
 
 # The first pass records the order of the groups, the second is the first that follows it, and an update may lag behind its step: from

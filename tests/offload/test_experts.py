@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.offload.conftest import MakeStack
-from vblackwell.offload.enable import enable_vgpu_stack_optimization
+from vblackwell.offload.api import enable_vgpu_stack_optimization
 from vblackwell.offload.optimizer import VGPUAdamW
 
 EXPERTS, USED, WIDTH = 8, 3, 32

@@ -16,18 +16,18 @@ from torch import nn
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build
 from vblackwell.errors import ConfigurationError, InsufficientMemory, StaleTensor, Unsupported
-from vblackwell.memory.stack import VGPUStack
+from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.transfer import DoneTransfer, FutureTransfer
-from vblackwell.offload import sliced
+from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.clip import clip_grad_norm_
-from vblackwell.offload.departure import Leaving
-from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.engine import Offload
-from vblackwell.offload.initialize import Source
+from vblackwell.offload.movement import sliced
+from vblackwell.offload.movement.departure import Leaving
+from vblackwell.offload.movement.used_parameters import UsedParameters
+from vblackwell.offload.movement.worker import set_worker_delay
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.state import export_state
-from vblackwell.offload.used_parameters import UsedParameters
-from vblackwell.offload.worker import set_worker_delay
+from vblackwell.offload.storage.initialize import Source
 
 MLP = CASES[0]
 LEVEL0 = 128 << 10

@@ -30,15 +30,15 @@ from tests.offload.format_cases import (
     train,
 )
 from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported
-from vblackwell.kernels.adamw import AdamWStep
-from vblackwell.kernels.adamw8 import SCALE_BLOCK, adamw8_piece
-from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
+from vblackwell.kernels.optimizer.adamw import AdamWStep
+from vblackwell.kernels.optimizer.adamw8 import SCALE_BLOCK, adamw8_piece
+from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.engine import Offload
-from vblackwell.offload.formats import PACKED_MOMENTS, Formats
-from vblackwell.offload.masters import round_from_fp32
+from vblackwell.offload.layout.formats import PACKED_MOMENTS, Formats
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.resident import Resident
 from vblackwell.offload.state import ParameterState, export_state
+from vblackwell.offload.storage.masters import round_from_fp32
 
 
 @functools.cache

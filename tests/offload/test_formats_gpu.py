@@ -20,8 +20,8 @@ from tests.offload.format_cases import (
     packed_form,
     train,
 )
-from vblackwell.memory.stack import VGPUStack
-from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
+from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.state import export_state
 

@@ -23,15 +23,15 @@ from tests.offload.format_cases import (
     place,
     train,
 )
-from vblackwell.kernels.adamw8 import SCALE_BLOCK
-from vblackwell.kernels.adamw8_cpu import decode_moments
-from vblackwell.offload.enable import offload_of, release
+from vblackwell.kernels.optimizer.adamw8 import SCALE_BLOCK
+from vblackwell.kernels.optimizer.adamw8_cpu import decode_moments
+from vblackwell.offload.api import offload_of, release
 from vblackwell.offload.engine import Offload
-from vblackwell.offload.formats import PACKED_MOMENTS
-from vblackwell.offload.moments import moment_parts, quantised
+from vblackwell.offload.layout.formats import PACKED_MOMENTS
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.resident import Resident
 from vblackwell.offload.state import export_state, import_state
+from vblackwell.offload.storage.moments import moment_parts, quantised
 
 
 def raw_moments(model: nn.Module, optimizer: VGPUAdamW) -> dict[str, list[torch.Tensor]]:

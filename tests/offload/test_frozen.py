@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of
-from vblackwell.offload.frozen import PLACES, FrozenStreamer, groups_that_stay
-from vblackwell.offload.groups import Group
-from vblackwell.offload.weights import WeightStreamer
+from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
+from vblackwell.offload.layout.groups import Group
+from vblackwell.offload.movement.frozen import PLACES, FrozenStreamer, groups_that_stay
+from vblackwell.offload.movement.weights import WeightStreamer
 
 LAYERS, WIDTH = 12, 32
 LAYER_BYTES = WIDTH * WIDTH * 4

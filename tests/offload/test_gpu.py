@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vblackwell.memory.stack import VGPUStack
+from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.transfer import set_transfer_delay
-from vblackwell.nn.decoder import Decoder, DecoderConfig
+from vblackwell.nn.decoder.decoder import Decoder, DecoderConfig
+from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.clip import clip_grad_norm_
-from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
+from vblackwell.offload.movement.worker import set_worker_delay
 from vblackwell.offload.optimizer import VGPUAdamW
-from vblackwell.offload.worker import set_worker_delay
 
 pytestmark = pytest.mark.gpu
 CONFIG = DecoderConfig(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vblackwell.memory.streams import copy_streams
-from vblackwell.offload.lane_cuda import CudaQueues, lane_streams
+from vblackwell.offload.movement.lane_cuda import CudaQueues, lane_streams
 from vblackwell.units import MiB
 
 pytestmark = pytest.mark.gpu

@@ -14,10 +14,10 @@ from torch import nn
 
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build
-from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
-from vblackwell.offload.lane import LaneEnd, LaneJob
-from vblackwell.offload.masters import join, round_from_fp32, split
+from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
+from vblackwell.offload.movement.lane import LaneEnd, LaneJob
 from vblackwell.offload.optimizer import VGPUAdamW
+from vblackwell.offload.storage.masters import join, round_from_fp32, split
 
 MLP, DECODER, GPT2, T5, VIT = CASES
 LEVEL0 = 128 << 10

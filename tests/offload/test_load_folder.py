@@ -16,16 +16,16 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.offload.test_round_trip_models import CONFIGS, tokens, written  # noqa: F401 (a fixture)
-from vblackwell.artifacts.folder import read_config, tensor_files
-from vblackwell.artifacts.hub import find_folder
-from vblackwell.artifacts.meta_model import build_on_meta
-from vblackwell.artifacts.tensor_file import TensorFile, all_finite
-from vblackwell.artifacts.weights import FolderWeights
 from vblackwell.errors import ConfigurationError, CorruptData, FolderMismatch, Unsupported
-from vblackwell.infer.causal_lm import load_causal_lm, save_causal_lm
-from vblackwell.infer.load import load_model
-from vblackwell.nn.skeleton import skeleton
-from vblackwell.offload.enable import enable_vgpu_stack_optimization, release
+from vblackwell.folders.folder import read_config, tensor_files
+from vblackwell.folders.hub import find_folder
+from vblackwell.folders.meta_model import build_on_meta
+from vblackwell.folders.tensor_file import TensorFile, all_finite
+from vblackwell.folders.weights import FolderWeights
+from vblackwell.generate.causal_lm import load_causal_lm, save_causal_lm
+from vblackwell.generate.load import load_model
+from vblackwell.generate.skeleton import skeleton
+from vblackwell.offload.api import enable_vgpu_stack_optimization, release
 
 ROOM = 1 << 20
 
@@ -212,7 +212,7 @@ def test_a_shard_that_shrinks_while_it_is_read_is_named(written, make_stack):  #
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_tensor_is_read_to_any_type_and_strides(tmp_path, monkeypatch, dtype):
-    monkeypatch.setattr("vblackwell.artifacts.tensor_file.CONVERSION_BYTES", 64)  # several pieces
+    monkeypatch.setattr("vblackwell.folders.tensor_file.CONVERSION_BYTES", 64)  # several pieces
     values = torch.randn(7, 11).to(dtype)
     save_file({"a": values, "scalar": torch.tensor(3.0), "empty": torch.zeros(0, 4)}, tmp_path / "x.safetensors")
     with TensorFile(tmp_path / "x.safetensors") as file:
@@ -399,7 +399,7 @@ def test_a_hub_id_comes_from_the_cache_or_says_what_to_do(written, tmp_path):  #
     shutil.copytree(folder, cached / "snapshots" / commit)
     code = f"""
 import os
-from vblackwell.artifacts.hub import find_folder
+from vblackwell.folders.hub import find_folder
 for name in ("owner/name", "owner/other", "cut", "owner/name"):
     if name == "cut":
         os.unlink({str(cached / "snapshots" / commit / shards(folder)[0].name)!r})

@@ -11,16 +11,16 @@ from torch import nn
 from transformers import AutoModelForCausalLM, FalconConfig, PhimoeConfig, Qwen2MoeConfig
 
 from tests.offload.test_round_trip_models import CONFIGS, RATES, same_bits, step, tokens, written  # noqa: F401 - a fixture
-from vblackwell.artifacts.meta_model import parameters_on_meta
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.infer.adapters import adapted, read_lora, save_adapter
-from vblackwell.infer.causal_lm import load_causal_lm, save_causal_lm
-from vblackwell.infer.fingerprint import check_base, fingerprint
-from vblackwell.nn.lora import adapter_targets, add_adapters, is_adapter
-from vblackwell.nn.lora_config import Lora
-from vblackwell.nn.stored_fp4 import StoredFP4Linear
+from vblackwell.folders.meta_model import parameters_on_meta
+from vblackwell.generate.adapters import adapted, read_lora, save_adapter
+from vblackwell.generate.causal_lm import load_causal_lm, save_causal_lm
+from vblackwell.generate.fingerprint import check_base, fingerprint
+from vblackwell.nn.convert.lora import adapter_targets, add_adapters, is_adapter
+from vblackwell.nn.convert.lora_config import Lora
+from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
 from vblackwell.numerics.fp4 import quantize
-from vblackwell.offload.enable import offload_of
+from vblackwell.offload.api import offload_of
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.state import export_state, import_state

@@ -8,17 +8,17 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from tests.offload.test_lora import trained
-from vblackwell.infer import streamed_step
-from vblackwell.infer.adapters import save_adapter
-from vblackwell.infer.batch import columns
-from vblackwell.infer.causal_lm import load_causal_lm, save_causal_lm
-from vblackwell.infer.room import room_for
-from vblackwell.infer.sampling import Sampling
-from vblackwell.infer.streamed import open_streamed
-from vblackwell.infer.streamed_step import reasons_against
-from vblackwell.memory.stack import VGPUStack
-from vblackwell.nn.lora_config import Lora
-from vblackwell.nn.stored_fp4 import StoredFP4Linear
+from vblackwell.generate import streamed_step
+from vblackwell.generate.adapters import save_adapter
+from vblackwell.generate.batch import columns
+from vblackwell.generate.causal_lm import load_causal_lm, save_causal_lm
+from vblackwell.generate.room import room_for
+from vblackwell.generate.sampling import Sampling
+from vblackwell.generate.streamed import open_streamed
+from vblackwell.generate.streamed_step import reasons_against
+from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.nn.convert.lora_config import Lora
+from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
 from vblackwell.offload.optimizer import VGPUAdamW
 
 pytestmark = [

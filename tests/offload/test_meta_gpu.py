@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.offload.format_cases import BF16, Form, Odd, assert_same_states, optimizer_of, train
-from vblackwell.memory.stack import VGPUStack
-from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
+from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.state import export_state
 
 pytestmark = pytest.mark.gpu

@@ -13,12 +13,12 @@ from torch import nn
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build
 from vblackwell.errors import Unsupported
-from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
-from vblackwell.offload.masters import round_from_fp32
+from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
+from vblackwell.offload.layout.forecast import foresee
+from vblackwell.offload.layout.placement import Wishes
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.state import export_state
-from vblackwell.offload.streamed import Wishes
-from vblackwell.offload.timing import foresee
+from vblackwell.offload.storage.masters import round_from_fp32
 
 MLP, DECODER, GPT2, T5, VIT = CASES
 

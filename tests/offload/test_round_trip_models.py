@@ -7,8 +7,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from vblackwell.infer.causal_lm import load_causal_lm, save_causal_lm
-from vblackwell.offload.enable import offload_of
+from vblackwell.generate.causal_lm import load_causal_lm, save_causal_lm
+from vblackwell.offload.api import offload_of
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.optimizer import VGPUAdamW
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.offload.conftest import MakeStack
-from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of
+from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
 
 
 class Block(nn.Module):

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.offload.conftest import MakeStack
 from vblackwell.errors import InsufficientMemory, StaleTensor
-from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of, release
+from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.state import export_state
 

@@ -12,7 +12,7 @@ from torch import nn
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, Case, build
 from vblackwell.errors import ConfigurationError
-from vblackwell.offload.enable import enable_vgpu_stack_optimization, release
+from vblackwell.offload.api import enable_vgpu_stack_optimization, release
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.state import ParameterState, export_state, import_state
 

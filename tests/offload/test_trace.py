@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vblackwell.offload.trace import LONGEST_PASS, AccessTrace
+from vblackwell.offload.layout.order import LONGEST_PASS, AccessTrace
 
 
 def test_a_pass_that_nobody_begins_does_not_grow_without_bound():

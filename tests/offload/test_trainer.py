@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.offload.test_round_trip_models import CONFIGS, same_bits
 from vblackwell.errors import Unsupported
-from vblackwell.offload.enable import enable_vgpu_stack_optimization, offload_of
+from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.optimizer import VGPUAdamW
 

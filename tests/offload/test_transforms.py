@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tests.offload.conftest import MakeStack
 from vblackwell.errors import Unsupported
-from vblackwell.offload.enable import enable_vgpu_stack_optimization
+from vblackwell.offload.api import enable_vgpu_stack_optimization
 from vblackwell.offload.optimizer import VGPUAdamW
 
 WIDTH = 16

@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vblackwell.kernels import adamw_cpu
-from vblackwell.offload import update_loop
-from vblackwell.offload.masters import join, round_from_fp32
-from vblackwell.offload.masters import split as masters_split
-from vblackwell.offload.sum_loop import SumLoop
-from vblackwell.offload.update_loop import CHUNK, LEAST_PART, MasterLoop
+from vblackwell.kernels.optimizer import adamw_cpu
+from vblackwell.offload.movement import update_loop
+from vblackwell.offload.movement.sum_loop import SumLoop
+from vblackwell.offload.movement.update_loop import CHUNK, LEAST_PART, MasterLoop
+from vblackwell.offload.storage.masters import join, round_from_fp32
+from vblackwell.offload.storage.masters import split as masters_split
 
 NUMBERS = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
@@ -236,7 +236,7 @@ def test_an_interrupt_waits_for_threads_that_are_at_work(monkeypatch: pytest.Mon
 FORKED = """
 import os, signal, torch, warnings
 warnings.simplefilter("ignore", DeprecationWarning)
-from vblackwell.offload.update_rates import cpu_rate
+from vblackwell.offload.layout.update_rates import cpu_rate
 torch.set_num_threads(2)
 cpu_rate()
 child = os.fork()

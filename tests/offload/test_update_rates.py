@@ -8,12 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vblackwell.offload import update_rates
-from vblackwell.offload.groups import Group, find_groups
-from vblackwell.offload.level0_updates import deferred_groups
-from vblackwell.offload.update_loop import LEAST_PART
-from vblackwell.offload.update_place import pass_bytes, share_of_all, state_bytes
-from vblackwell.offload.update_rates import (
+from vblackwell.offload.layout import update_rates
+from vblackwell.offload.layout.groups import Group, find_groups
+from vblackwell.offload.layout.update_place import pass_bytes, share_of_all, state_bytes
+from vblackwell.offload.layout.update_rates import (
     CPU_ELEMENTS,
     LINK_USE,
     OVERLAP,
@@ -30,6 +28,8 @@ from vblackwell.offload.update_rates import (
     share_for,
     update_elements,
 )
+from vblackwell.offload.movement.level0_updates import deferred_groups
+from vblackwell.offload.movement.update_loop import LEAST_PART
 from vblackwell.units import GiB, MiB
 
 RATES = st.floats(1e8, 1e11)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.hardware import memory_facts
+from vblackwell.machine.facts import memory_facts
 from vblackwell.memory.addressable import AddressableLevel
 from vblackwell.memory.copying import copy_pool
 from vblackwell.memory.level import Extent

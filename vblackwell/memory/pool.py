@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from vblackwell.errors import ConfigurationError, KeyClash
-from vblackwell.memory.entry import Entry
+from vblackwell.memory.cache.entry import Entry
+from vblackwell.memory.cache.placement import Placement
+from vblackwell.memory.cache.policy import Policy
 from vblackwell.memory.level import Level, Transfer
-from vblackwell.memory.placement import Placement
-from vblackwell.memory.policy import Policy
 from vblackwell.memory.reservation import Reservation
 from vblackwell.memory.statistics import Place
 from vblackwell.units import format_bytes

@@ -20,7 +20,7 @@ import weakref
 from pathlib import Path
 
 from vblackwell.errors import ConfigurationError, DiskError, InsufficientMemory
-from vblackwell.hardware import disk_facts
+from vblackwell.machine.facts import disk_facts
 from vblackwell.units import MiB, format_bytes
 
 PAGE = 4096

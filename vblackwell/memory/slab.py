@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from vblackwell.errors import InsufficientMemory
-from vblackwell.hardware import numa_node_count, numa_node_cpus
+from vblackwell.machine.facts import numa_node_count, numa_node_cpus
 from vblackwell.units import MiB, align_up, format_bytes
 
 HUGE_PAGE = 2 * MiB

@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.memory.stack import VGPUStack
-from vblackwell.nn.optimized_linear import VBOptimizedLinear
+from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.nn.linear.two_part_linear import VBOptimizedLinear
 from vblackwell.units import align_up
 
 STAYS, PASSES = 6, 4  # priorities: both start on level 1, and who passes never pushes out who stays

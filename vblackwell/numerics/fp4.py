@@ -106,7 +106,7 @@ def quantize(
         tensor_scale: nvfp4's, 0-dimensional fp32, e.g. from ``joint_tensor_scale``; default: the tensor's own.
         workspace_bytes: GPU memory for temporaries; more is faster. Default: what keeps the whole under 0.35 of the tensor.
         name: how errors call the tensor.
-        encoder: of the same bits, asked first (kernels/nvfp4_encode.py).
+        encoder: of the same bits, asked first (kernels/fp4/encode.py).
 
     Raises:
         ConfigurationError: wrong dtype, empty, inf or NaN elements, a tensor scale that does not fit.

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from vblackwell.offload.groups import Group, Slot
-from vblackwell.offload.norms import norm_of_norms
-from vblackwell.offload.parameter import engine_and_slot
+from vblackwell.offload.layout.groups import Group, Slot
+from vblackwell.offload.movement.norms import norm_of_norms
+from vblackwell.offload.parameters import engine_and_slot
 from vblackwell.offload.resident import plain_norm, restride
 
 

@@ -18,30 +18,30 @@ import torch
 from torch import nn
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported
-from vblackwell.memory.stack import Reservation, VGPUStack
-from vblackwell.offload.activations import ActivationStore
-from vblackwell.offload.departure import Claim, Leaving
-from vblackwell.offload.formats import of_all
-from vblackwell.offload.frozen import FrozenStreamer
-from vblackwell.offload.gradients import GradientCollector
-from vblackwell.offload.gradients_home import is_fp32
-from vblackwell.offload.groups import Group, Site, Slot, moment_ranges
-from vblackwell.offload.home import Homes
-from vblackwell.offload.home_bytes import overwrite_home, read_home, zero_home
+from vblackwell.memory.cache.stack import Reservation, VGPUStack
 from vblackwell.offload.hooks import SiteHook, prefetcher_of
 from vblackwell.offload.kept_parameters import handing_on
-from vblackwell.offload.lane import smallest_buffer
-from vblackwell.offload.lane_cuda import make_lane
-from vblackwell.offload.level0_updates import Level0Updates
-from vblackwell.offload.loaded import PackedView, SavedTensor
-from vblackwell.offload.masters import refuse_unprepared
-from vblackwell.offload.parameter import engine_and_slot, is_transformed
-from vblackwell.offload.sliced import SlicedLeaf, swap_class
+from vblackwell.offload.layout.formats import of_all
+from vblackwell.offload.layout.groups import Group, Site, Slot, moment_ranges
+from vblackwell.offload.movement.activations import ActivationStore
+from vblackwell.offload.movement.departure import Claim, Leaving
+from vblackwell.offload.movement.frozen import FrozenStreamer
+from vblackwell.offload.movement.gradients import GradientCollector
+from vblackwell.offload.movement.gradients_home import is_fp32
+from vblackwell.offload.movement.lane import smallest_buffer
+from vblackwell.offload.movement.lane_cuda import make_lane
+from vblackwell.offload.movement.level0_updates import Level0Updates
+from vblackwell.offload.movement.loaded import PackedView, SavedTensor
+from vblackwell.offload.movement.sliced import SlicedLeaf, swap_class
+from vblackwell.offload.movement.used_parameters import UsedParameters
+from vblackwell.offload.movement.weights import WeightStreamer
+from vblackwell.offload.movement.worker import Worker
+from vblackwell.offload.parameters import engine_and_slot, is_transformed
 from vblackwell.offload.step import StepControl, UpdateSource, is_final
+from vblackwell.offload.storage.home_bytes import overwrite_home, read_home, zero_home
+from vblackwell.offload.storage.masters import refuse_unprepared
+from vblackwell.offload.storage.ranges import Homes
 from vblackwell.offload.transforms import computing_with_views, refuse_wrapping
-from vblackwell.offload.used_parameters import UsedParameters
-from vblackwell.offload.weights import WeightStreamer
-from vblackwell.offload.worker import Worker
 
 _top_hooks: Callable[[bool], Any] = getattr(torch._C, "_autograd")._top_saved_tensors_default_hooks  # noqa: B009 (untyped)
 _engines: weakref.WeakKeyDictionary[VGPUStack, weakref.WeakSet[Offload]] = weakref.WeakKeyDictionary()

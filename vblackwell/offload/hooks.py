@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vblackwell.offload.groups import Slot
-from vblackwell.offload.parameter import engine_and_slot
+from vblackwell.offload.layout.groups import Slot
+from vblackwell.offload.parameters import engine_and_slot
 from vblackwell.offload.sparse import group_key
 
 if TYPE_CHECKING:

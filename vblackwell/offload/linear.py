@@ -8,8 +8,8 @@ import weakref
 import torch
 from torch import nn
 
-from vblackwell.memory.stack import VGPUStack
-from vblackwell.offload.enable import enable_vgpu_stack_optimization
+from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.offload.api import enable_vgpu_stack_optimization
 
 _counters: weakref.WeakKeyDictionary[VGPUStack, itertools.count[int]] = weakref.WeakKeyDictionary()
 

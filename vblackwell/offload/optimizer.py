@@ -18,10 +18,11 @@ import torch
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.offload.engine import Offload
-from vblackwell.offload.formats import MOMENTS
-from vblackwell.offload.groups import Slot
-from vblackwell.offload.norms import norm_of_norms
-from vblackwell.offload.parameter import engine_and_slot
+from vblackwell.offload.layout.formats import MOMENTS
+from vblackwell.offload.layout.groups import Slot
+from vblackwell.offload.movement.norms import norm_of_norms
+from vblackwell.offload.movement.update import Hyper
+from vblackwell.offload.parameters import engine_and_slot
 from vblackwell.offload.resident import (
     Resident,
     plain_norm,
@@ -34,7 +35,6 @@ from vblackwell.offload.resident import (
 )  # fmt: skip
 from vblackwell.offload.sparse import Selection
 from vblackwell.offload.state import read_slot_states, write_slot_states
-from vblackwell.offload.update import Hyper
 
 # Without the profiling and grad-mode layers that torch puts around the step of each class: ours has them already.
 _ADAMW_STEP = inspect.unwrap(torch.optim.AdamW.step)

@@ -14,19 +14,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from vblackwell.kernels.adamw import AdamWStep
-from vblackwell.memory.stack import VGPUStack
-from vblackwell.offload.formats import EXACT, MOMENTS, Formats, of_all
-from vblackwell.offload.groups import Group, Slot, find_groups, moment_ranges
-from vblackwell.offload.home import Homes
-from vblackwell.offload.initialize import Source
-from vblackwell.offload.lane import update_part
-from vblackwell.offload.masters import Opened, in_memory_order, needs_master, read_truth, refuse_unprepared, write_truth
-from vblackwell.offload.moments import moment_parts, read_moments, write_moments
-from vblackwell.offload.moving import move_buffers
-from vblackwell.offload.norms import gradient_norm
-from vblackwell.offload.parameter import attributes
-from vblackwell.offload.update import Hyper, update_master
+from vblackwell.kernels.optimizer.adamw import AdamWStep
+from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.offload.layout.formats import EXACT, MOMENTS, Formats, of_all
+from vblackwell.offload.layout.groups import Group, Slot, find_groups, moment_ranges
+from vblackwell.offload.movement.lane import update_part
+from vblackwell.offload.movement.norms import gradient_norm
+from vblackwell.offload.movement.update import Hyper, update_master
+from vblackwell.offload.parameters import attributes
+from vblackwell.offload.storage.initialize import Source
+from vblackwell.offload.storage.masters import (
+    Opened,
+    in_memory_order,
+    needs_master,
+    read_truth,
+    refuse_unprepared,
+    write_truth,
+)
+from vblackwell.offload.storage.moments import moment_parts, read_moments, write_moments
+from vblackwell.offload.storage.moving import move_buffers
+from vblackwell.offload.storage.ranges import Homes
 
 
 def _rounding_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:

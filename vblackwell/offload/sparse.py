@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.offload.groups import Slot, find_groups
-from vblackwell.offload.norms import norm_of_norms
-from vblackwell.offload.parameter import engine_and_slot
+from vblackwell.offload.layout.groups import Slot, find_groups
+from vblackwell.offload.movement.norms import norm_of_norms
+from vblackwell.offload.parameters import engine_and_slot
 
 
 def group_key(engine: Any, group: Any) -> str:

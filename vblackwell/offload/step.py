@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from vblackwell.errors import InsufficientMemory, StaleTensor
+from vblackwell.memory.cache.stack import Reservation
 from vblackwell.memory.level import Transfer
-from vblackwell.memory.stack import Reservation
-from vblackwell.offload.departure import Claim, Leaving
-from vblackwell.offload.groups import Group, Slot
-from vblackwell.offload.level0_updates import Level0Updates, abandoned, same_jobs
+from vblackwell.offload.layout.groups import Group, Slot
+from vblackwell.offload.movement.departure import Claim, Leaving
+from vblackwell.offload.movement.level0_updates import Level0Updates, abandoned, same_jobs
+from vblackwell.offload.movement.update import Hyper, Job, Undo, Updater
+from vblackwell.offload.movement.worker import Outcome
 from vblackwell.offload.uninterrupted import uninterrupted
-from vblackwell.offload.update import Hyper, Job, Undo, Updater
-from vblackwell.offload.worker import Outcome
 
 if TYPE_CHECKING:
     from vblackwell.offload.engine import Offload

@@ -20,8 +20,8 @@ import torch._functorch.vmap as vmap
 from torch import nn
 
 from vblackwell.errors import Unsupported
-from vblackwell.offload.groups import Slot
-from vblackwell.offload.parameter import OffloadedParameter, engine_and_slot
+from vblackwell.offload.layout.groups import Slot
+from vblackwell.offload.parameters import OffloadedParameter, engine_and_slot
 
 # torch imports them by name; torch 2.11 to 2.13 have all three.
 _WRAPPING = (

@@ -1,6 +1,6 @@
 """Which attention backend runs: looked up beforehand for the run's real shapes, told, and narrowed where the run demands it.
 
-With ``--use-flash-attn`` the dispatcher (nn/attention_backends.py) names a fused backend, the decoder runs that one or raises, and where
+With ``--use-flash-attn`` the dispatcher (nn/attention/backends.py) names a fused backend, the decoder runs that one or raises, and where
 there is none the run is refused: it must not end in the slow path unnoticed. Without the flag torch chooses. Deterministic runs leave
 cuDNN and the memory-efficient kernel out: neither has a deterministic backward.
 """
@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vblackwell.errors import Unsupported
-from vblackwell.nn import attention_backends as dispatcher
+from vblackwell.nn.attention import backends as dispatcher
 
 FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 

@@ -15,29 +15,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from vblackwell.artifacts.hub import find_folder
 from vblackwell.errors import InsufficientMemory
-from vblackwell.estimator import Run, threads_bytes
-from vblackwell.hardware import disk_facts, memory_facts
-from vblackwell.memory.config import default_disk_path
-from vblackwell.memory.create import ARENA_SHARE, DISK_SHARE, LARGEST_DISK_BYTES
-from vblackwell.nn.causal_lm import is_accelerated
-from vblackwell.nn.decoder import Decoder
-from vblackwell.plan.estimate import Batches
-from vblackwell.plan.placement import SHARES, Bounds, Choice, Lacking, Plan, Space
-from vblackwell.plan.rates import Rates
-from vblackwell.plan.tiles import NUM_SMS
-from vblackwell.plan.trace import Trace, Untraceable, on_meta
-from vblackwell.subject import Subject
+from vblackwell.folders.hub import find_folder
+from vblackwell.machine.facts import disk_facts, memory_facts
+from vblackwell.machine.measured import keep, kept_rates
+from vblackwell.machine.rates import Rates
+from vblackwell.memory.cache.config import default_disk_path
+from vblackwell.memory.cache.create import ARENA_SHARE, DISK_SHARE, LARGEST_DISK_BYTES
+from vblackwell.nn.convert.causal_lm import is_accelerated
+from vblackwell.nn.decoder.decoder import Decoder
+from vblackwell.offload.measure import as_rates, cpu_rates, gpu_rates, is_measured_in_full
+from vblackwell.planner.estimator import Run, threads_bytes
+from vblackwell.planner.forecast import Forecast, Machine, plan_of
+from vblackwell.planner.memory_estimate import Batches
+from vblackwell.planner.model_spec import Subject
+from vblackwell.planner.placement import SHARES, Bounds, Choice, Lacking, Plan, Space
+from vblackwell.trace.tiles import NUM_SMS
+from vblackwell.trace.trace import Trace, Untraceable, on_meta
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.disk_speed import DiskSpeeds, sample_of
-from vblackwell.train.forecast import Forecast, Machine, plan_of
 from vblackwell.train.levels import has_disk
-from vblackwell.train.measured_rates import keep, kept_rates
 from vblackwell.train.model import learner_of
 from vblackwell.train.precision import Precision
 from vblackwell.train.progress import Progress
-from vblackwell.train.rates import as_rates, cpu_rates, gpu_rates, is_measured_in_full
 from vblackwell.units import MiB
 
 HOST_SHARE = 0.75  # of the RAM that is free; the rest is for the page cache and everybody else

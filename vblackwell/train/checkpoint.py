@@ -24,7 +24,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from vblackwell.artifacts.commit import (
+from vblackwell.errors import CorruptData, DiskError, VBError
+from vblackwell.folders.chat_prompt import CHAT_TEMPLATE
+from vblackwell.folders.commit import (
     CommitFolder,
     clean_leftovers,
     newest_complete,
@@ -33,15 +35,13 @@ from vblackwell.artifacts.commit import (
     step_of,
     verify_folder,
 )
-from vblackwell.artifacts.folder import GENERATION, TOKENS, copy_tokenizer, read_json, save_model, tensor_files
-from vblackwell.artifacts.shards import SafetensorsShards, TensorSpec
-from vblackwell.errors import CorruptData, DiskError, VBError
-from vblackwell.infer.adapters import ADAPTER_FILE, adapted, save_adapter, whole_tensors, write_adapter
-from vblackwell.infer.causal_lm import PublishedTensors
-from vblackwell.infer.chat_prompt import CHAT_TEMPLATE
-from vblackwell.nn.decoder import Decoder
-from vblackwell.nn.lora import file_name, is_adapter
-from vblackwell.offload.enable import offload_of
+from vblackwell.folders.folder import GENERATION, TOKENS, copy_tokenizer, read_json, save_model, tensor_files
+from vblackwell.folders.shards import SafetensorsShards, TensorSpec
+from vblackwell.generate.adapters import ADAPTER_FILE, adapted, save_adapter, whole_tensors, write_adapter
+from vblackwell.generate.causal_lm import PublishedTensors
+from vblackwell.nn.convert.lora import file_name, is_adapter
+from vblackwell.nn.decoder.decoder import Decoder
+from vblackwell.offload.api import offload_of
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.state import MOMENTS, ParameterState, export_state, import_state
 from vblackwell.train.resume import refuse_other_run

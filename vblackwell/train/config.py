@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.nn.lora_config import Lora
+from vblackwell.nn.convert.lora_config import Lora
 from vblackwell.units import parse_bytes
 
 

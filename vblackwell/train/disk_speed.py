@@ -19,19 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vblackwell.artifacts.cache import cache_root
 from vblackwell.errors import Unsupported, VBError
-from vblackwell.hardware import disk_facts
-from vblackwell.kernels.nvrtc import write_atomically
+from vblackwell.kernels.runtime.nvrtc import write_atomically
+from vblackwell.machine.cache import cache_root
+from vblackwell.machine.facts import disk_facts
+from vblackwell.machine.rates import DISK_BYTES_PER_SECOND
 from vblackwell.memory import lossless
+from vblackwell.memory.cache.entry import layout_of
 from vblackwell.memory.codec_speed import codec_speed
 from vblackwell.memory.disk import THREADS
-from vblackwell.memory.entry import layout_of
 from vblackwell.numerics.fp4 import quantize
-from vblackwell.offload.moments import quantised
-from vblackwell.plan.compression import CodecSpeed, DiskSpeed, not_hidden
-from vblackwell.plan.rates import DISK_BYTES_PER_SECOND
-from vblackwell.train.rates import disk_gbps
+from vblackwell.offload.measure import disk_gbps
+from vblackwell.offload.storage.moments import quantised
+from vblackwell.planner.compression import CodecSpeed, DiskSpeed, not_hidden
 
 ELEMENTS = 1 << 21  # 8 MiB of fp32, a piece of a disk level
 ROW = 256
@@ -105,7 +105,8 @@ def _of_tensors(parts: Iterable[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def bytes_like(kinds: Iterable[str], weights: Tensor) -> dict[str, Tensor]:
-    """Values of each kind (`vblackwell.plan.compression.kinds_on`) after a few steps of AdamW without decay from ``weights``, flat fp32."""
+    """Values of each kind (`vblackwell.planner.compression.kinds_on`) after a few steps of AdamW without decay from
+    ``weights``, flat fp32."""
     master, first, second = weights.clone(), torch.zeros_like(weights), torch.zeros_like(weights)
     beta1, beta2 = BETAS
     for step, gradient in enumerate(gradients(len(weights)), start=1):

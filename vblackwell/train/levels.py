@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory
-from vblackwell.hardware import disk_facts, memory_facts
+from vblackwell.machine.facts import disk_facts, memory_facts
+from vblackwell.memory.cache.config import default_disk_path
+from vblackwell.memory.cache.create import create_vgpu_stack
 from vblackwell.memory.compressed_disk import CompressedDiskLevel
-from vblackwell.memory.config import default_disk_path
-from vblackwell.memory.create import create_vgpu_stack
 from vblackwell.train.config import TrainConfig
 from vblackwell.units import format_bytes
 
 if TYPE_CHECKING:
-    from vblackwell.memory.stack import VGPUStack
-    from vblackwell.plan.placement import Plan
+    from vblackwell.memory.cache.stack import VGPUStack
+    from vblackwell.planner.placement import Plan
 
 
 def build_stack(

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vblackwell.artifacts.hashed_file import WholeWrites
 from vblackwell.errors import CorruptData, DiskError
+from vblackwell.folders.hashed_file import WholeWrites
 from vblackwell.units import format_bytes
 
 METRICS_NAME = "metrics.jsonl"

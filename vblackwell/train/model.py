@@ -20,23 +20,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vblackwell.artifacts.checked import check_tokenizer
-from vblackwell.artifacts.commit import MANIFEST, verify_folder
-from vblackwell.artifacts.folder import read_config, read_tokenizer
-from vblackwell.artifacts.hub import find_folder
-from vblackwell.artifacts.meta_model import build_on_meta
-from vblackwell.artifacts.weights import FolderWeights
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported, nearest
-from vblackwell.infer.causal_lm import config_json
-from vblackwell.nn.causal_lm import Acceleration, accelerate_causal_lm, has_fused_loss
-from vblackwell.nn.decoder import IGNORED_TARGET, Decoder
-from vblackwell.nn.decoder_config import DecoderConfig, not_supported_reasons
-from vblackwell.offload.initialize import Initialize
+from vblackwell.folders.checked import check_tokenizer
+from vblackwell.folders.commit import MANIFEST, verify_folder
+from vblackwell.folders.folder import read_config, read_tokenizer
+from vblackwell.folders.hub import find_folder
+from vblackwell.folders.meta_model import build_on_meta
+from vblackwell.folders.weights import FolderWeights
+from vblackwell.generate.causal_lm import config_json
+from vblackwell.nn.convert.causal_lm import Acceleration, accelerate_causal_lm, has_fused_loss
+from vblackwell.nn.decoder.config import DecoderConfig, not_supported_reasons
+from vblackwell.nn.decoder.decoder import IGNORED_TARGET, Decoder
+from vblackwell.nn.decoder.presets import find_preset
+from vblackwell.offload.storage.initialize import Initialize
 from vblackwell.train.config import TrainConfig
-from vblackwell.train.presets import find_preset
 
 if TYPE_CHECKING:
-    from vblackwell.train.data import Corpus
+    from vblackwell.data.corpus import Corpus
 
 
 @dataclass(frozen=True)

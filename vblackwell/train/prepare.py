@@ -14,27 +14,27 @@ from typing import Any
 import torch
 from torch import nn
 
+from vblackwell.data.chat_template import ChatTemplate
+from vblackwell.data.corpus import Corpus
+from vblackwell.data.dataset import BatchStream
+from vblackwell.data.inspect_data import inspect_lines
 from vblackwell.errors import Unsupported
-from vblackwell.infer.adapters import adapt, adapted, packed_linears
-from vblackwell.nn.assignment import BITS, Assignment, apply_assignment
-from vblackwell.nn.attention_interface import use_dispatcher, why_not
-from vblackwell.nn.convert import convert
-from vblackwell.nn.decoder import Decoder
-from vblackwell.nn.lora_config import Lora
-from vblackwell.offload.enable import bytes_when_resident, enable_vgpu_stack_optimization, offload_of
-from vblackwell.offload.formats import Formats, supports
+from vblackwell.generate.adapters import adapt, adapted, packed_linears
+from vblackwell.nn.attention.interface import use_dispatcher, why_not
+from vblackwell.nn.convert.assignment import BITS, Assignment, apply_assignment
+from vblackwell.nn.convert.lora_config import Lora
+from vblackwell.nn.convert.model import convert
+from vblackwell.nn.decoder.decoder import Decoder
+from vblackwell.offload.api import bytes_when_resident, enable_vgpu_stack_optimization, offload_of
+from vblackwell.offload.layout.formats import Formats, supports
 from vblackwell.offload.optimizer import VGPUAdamW
-from vblackwell.plan.placement import Plan
-from vblackwell.plan.trainable import refuse_frozen
+from vblackwell.planner.placement import Plan
+from vblackwell.trace.trainable import refuse_frozen
 from vblackwell.train.attention import attention_backends, chosen_backend, fused_backend
 from vblackwell.train.auto import apply_plan, plan_run, planned_sizes
-from vblackwell.train.chat_template import ChatTemplate
 from vblackwell.train.config import TrainConfig
-from vblackwell.train.data import Corpus
-from vblackwell.train.dataset import BatchStream
-from vblackwell.train.inspect_data import inspect_lines
+from vblackwell.train.device import cap_process
 from vblackwell.train.levels import build_stack, describe_levels
-from vblackwell.train.machine import cap_process
 from vblackwell.train.model import Learner, Source, find_source, fuse
 from vblackwell.train.precision import Precision, choose_precision
 from vblackwell.train.progress import Progress

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from vblackwell.plan.placement import Plan
+from vblackwell.planner.placement import Plan
 from vblackwell.train.levels import level_labels
 from vblackwell.units import format_bytes, format_seconds
 

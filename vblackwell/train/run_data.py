@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from vblackwell.data.chat import chat_kind
+from vblackwell.data.chat_data import ChatCorpus, ChatDataset, prepare_chat
+from vblackwell.data.chat_template import ChatTemplate
+from vblackwell.data.corpus import Corpus, prepare_data
+from vblackwell.data.dataset import Dataset, PackedDataset
+from vblackwell.data.documents import find_source
 from vblackwell.errors import Unsupported
-from vblackwell.train.chat import chat_kind
-from vblackwell.train.chat_data import ChatCorpus, ChatDataset, prepare_chat
-from vblackwell.train.chat_template import ChatTemplate
 from vblackwell.train.config import TrainConfig
-from vblackwell.train.data import Corpus, prepare_data
-from vblackwell.train.dataset import Dataset, PackedDataset
-from vblackwell.train.documents import find_source
 from vblackwell.train.progress import Progress
 
 _PROBE = 8  # tokens of a document

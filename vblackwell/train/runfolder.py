@@ -18,8 +18,8 @@ from typing import Any
 
 import xxhash
 
-from vblackwell.artifacts.commit import clean_leftovers
 from vblackwell.errors import ConfigurationError, CorruptData, DiskError
+from vblackwell.folders.commit import clean_leftovers
 from vblackwell.train.lock import LOCK_NAME, RunLock
 from vblackwell.train.metrics import METRICS_NAME, TENSORBOARD
 

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from vblackwell.data.dataset import BatchStream, Dataset, evaluation_batches
 from vblackwell.errors import DiskError, InsufficientMemory, VBError
 from vblackwell.train.config import TrainConfig
-from vblackwell.train.dataset import BatchStream, Dataset, evaluation_batches
 from vblackwell.train.levels import Traffic, read_traffic
 from vblackwell.train.metrics import StepRecord, finite_or_none
 from vblackwell.train.progress import Progress
@@ -34,7 +34,7 @@ from vblackwell.train.small_copies import LateScalar, Sent
 from vblackwell.train.state import TrainerState, capture_rng, restore_rng
 
 if TYPE_CHECKING:
-    from vblackwell.memory.stack import VGPUStack
+    from vblackwell.memory.cache.stack import VGPUStack
     from vblackwell.offload.optimizer import VGPUAdamW
 
 

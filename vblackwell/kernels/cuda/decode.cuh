@@ -1,4 +1,4 @@
-// E2M1 codes and E5M3 scales of the tiled layout (kernels/layout.py) to pairs of bf16 or fp16.
+// E2M1 codes and E5M3 scales of the tiled layout (kernels/fp4/layout.py) to pairs of bf16 or fp16.
 #define PAIR_MASK 0x81C081C0u
 #define PAIR_3_BITS 0x001B001Bu
 #define PAIR_3_MULTIPLIER 0x1084u

@@ -1,5 +1,5 @@
 // From sums to y: scale, bias, activation, one rounding.
-DEVICE float activate(float z, int activation) {  // by index into ACTIVATIONS of kernels/reference.py
+DEVICE float activate(float z, int activation) {  // by index into ACTIVATIONS of kernels/fp4/reference.py
     if (activation == 1) return z < 0.0f ? 0.0f : z;
     if (activation == 2) return 0.5f * z * (1.0f + erff(z * 0.70710678118654752f));
     if (activation == 3) return z / (1.0f + expf(-z));

@@ -92,7 +92,7 @@ DEVICE u32 to_e4m3(float a, float b, float c, float d) {
 
 // Programmatic dependent launch: the next kernel of the stream may start now; wait until the previous one has finished and its
 // writes are seen. Before the wait a kernel may touch only what no kernel writes: weights, and the launcher sees to it that the first launch
-// after a write to one does not overlap (kernels/overlap.py).
+// after a write to one does not overlap (kernels/runtime/overlap.py).
 DEVICE void let_next_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");

@@ -1,4 +1,4 @@
-// y = act(x W^T + bias) for few rows of x and a weight in two parts (kernels/two_part_layout.py), in one pass over both.
+// y = act(x W^T + bias) for few rows of x and a weight in two parts (kernels/fp4/two_part_layout.py), in one pass over both.
 //
 // The frame is that of fp4_mma.cu: weights are the A operand of mma.m16n8k16, tokens its n = 8; a warp takes one band of 32 weight rows and a
 // share of K; ROW_WARPS stand side by side, K_WARPS take turns at the windows, SPLITS blocks of a cluster split K further; x comes in bulk

@@ -1,0 +1,149 @@
+"""Readers: every kind of file gives its documents in order; everything unreadable is refused with its place."""
+
+import json
+
+import pyarrow
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from vblackwell.data import documents
+from vblackwell.data.documents import Source, find_source, read_file
+from vblackwell.errors import ConfigurationError
+
+
+def texts(source: Source) -> list[str]:
+    """Whole documents, put together from their pieces."""
+    found, held = [], ""
+    for piece in source.pieces():
+        held += piece.text
+        if piece.ends_document:
+            found.append(held)
+            held = ""
+    assert not held
+    return found
+
+
+def write_parquet(path, rows, name="text"):
+    parquet.write_table(pyarrow.table({name: pyarrow.array(rows)}), path)
+
+
+def test_a_folder_is_read_recursively_and_in_order(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "_private").mkdir()
+    (tmp_path / "b" / "z.txt").write_text("last\n")
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": "zwei ä", "more": 1}\n')
+    write_parquet(tmp_path / "b" / "c.parquet", ["three", "", "four"])
+    for name in ("_SUCCESS", ".hidden.txt", "_private/x.bin"):
+        (tmp_path / name).write_text("not read")
+    assert texts(find_source(tmp_path)) == ["one", "zwei ä", "three", "", "four", "last\n"]
+    assert texts(find_source(tmp_path / "b" / "c.parquet")) == ["three", "", "four"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(alphabet="ab\n\r\té日😀", max_size=120), size=st.integers(4, 16))
+def test_pieces_of_a_text_file_are_the_file(tmp_path_factory, text, size):
+    path = tmp_path_factory.mktemp("text") / "t.txt"
+    path.write_bytes(text.encode())
+    before, documents.PIECE_BYTES = documents.PIECE_BYTES, size
+    try:
+        pieces = list(read_file(path))
+    finally:
+        documents.PIECE_BYTES = before
+    assert "".join(piece.text for piece in pieces) == text
+    assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert all(piece.text.endswith("\n") or len(piece.text.encode()) >= 16 * size - 3 for piece in pieces[:-1])
+
+
+def test_a_large_file_is_never_held_whole(tmp_path):
+    path = tmp_path / "large.txt"
+    path.write_text("a line of text\n" * 300_000)
+    sizes = [len(piece.text) for piece in read_file(path)]
+    assert max(sizes) <= documents.PIECE_BYTES and sum(sizes) == path.stat().st_size
+
+
+@pytest.mark.parametrize("offset", [0, 5, 1 << 20, (1 << 20) + 77])
+def test_bad_utf8_is_named_by_file_and_byte(tmp_path, offset):
+    path = tmp_path / "bad.txt"
+    data = bytearray(b"0123456\n" * 200_000)
+    data[offset] = 0xFF
+    path.write_bytes(data)
+    with pytest.raises(ConfigurationError, match=rf"bad\.txt: byte {offset} \(0xff\) is not UTF-8"):
+        texts(find_source(path))
+
+
+def test_a_character_cut_off_at_the_end_is_refused(tmp_path):
+    path = tmp_path / "cut.txt"
+    path.write_bytes("fünf €".encode()[:-1])
+    with pytest.raises(ConfigurationError, match="byte 6 "):
+        texts(find_source(path))
+
+
+@pytest.mark.parametrize(
+    "line, reason",
+    [
+        (b'{"txt": "x"}', "no string under 'text'"), (b'{"text": null}', "no string under 'text'"),
+        (b'["text"]', "no string under"), (b'{"text": ' + b"[" * 5000, "nested too deep"), (b'{"text": "x"', "is not JSON"),
+        (b'{"text": "\xe4"}', r"line 3, byte 25 \(0xe4\) is not UTF-8"),
+    ],
+)  # fmt: skip
+def test_a_bad_line_is_named_by_number(tmp_path, line, reason):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'{"text": "a"}\n\n' + line + b"\n")
+    with pytest.raises(ConfigurationError, match=reason) as caught:
+        texts(find_source(path))
+    assert str(path) in str(caught.value) and "line 3" in str(caught.value)
+
+
+def test_bad_tables_are_refused(tmp_path):
+    write_parquet(tmp_path / "names.parquet", ["x"], name="content")
+    write_parquet(tmp_path / "numbers.parquet", [1, 2])
+    write_parquet(tmp_path / "nulls.parquet", ["a", None])
+    (tmp_path / "no.parquet").write_bytes(b"PAR1 nothing")
+    for name, reason in (
+        ("names", "only content"), ("numbers", "holds int64"), ("nulls", "row 1 has no text"),
+        ("no", "not a readable parquet"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigurationError, match=reason):
+            texts(find_source(tmp_path / f"{name}.parquet"))
+
+
+def test_paths_that_give_nothing_are_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "image.png").write_bytes(b"x")
+    (tmp_path / "plain").write_text("x")
+    for path, reason in (
+        ("gone", "no such file"), ("empty", "holds no files"), ("image.png", "extension '.png'"),
+        ("plain", "without extension"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigurationError, match=reason):
+            find_source(tmp_path / path)
+    with pytest.raises(ConfigurationError, match=r"image\.png"):
+        find_source(tmp_path)
+
+
+def test_a_licence_beside_the_data_is_left_out(tmp_path):
+    for name in ("LICENSE", "sub/COPYING", "a.txt", "sub/LICENSE.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    found = find_source(tmp_path)
+    assert texts(found) == ["a.txt", "sub/LICENSE.txt"]
+    assert [str(path.relative_to(tmp_path)) for path in found.left_out] == ["LICENSE", "sub/COPYING"]
+    with pytest.raises(ConfigurationError, match="name without extension"):
+        find_source(tmp_path / "LICENSE")
+
+
+def test_jsonl_keeps_what_json_says(tmp_path):
+    path = tmp_path / "x.jsonl"
+    rows = ["a\nb", "tab\t \u2028 é", ""]
+    path.write_text("".join(json.dumps({"text": row}) + "\r\n" for row in rows))
+    assert texts(find_source(path)) == rows
+
+
+def test_the_default_corpus_is_the_standard_library():
+    source = find_source(None)
+    names = [path.relative_to(source.root).as_posix() for path in source.files]
+    assert "json/decoder.py" in names and names == sorted(names, key=lambda name: name.split("/"))
+    assert not any("site-packages" in name or name.startswith("encodings/") for name in names)
+    assert source.size_bytes > 5 << 20  # some distributions leave the library's tests out

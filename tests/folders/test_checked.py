@@ -1,0 +1,170 @@
+"""What is wrong with a folder, a tokenizer or a prompt is named before `vb generate` writes: resident and streamed alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import peft
+import pytest
+import transformers
+from huggingface_hub import constants
+
+from tests.generate.test_streamed_generate import folder_of, tokenizer  # noqa: F401 (fixtures)
+from vblackwell.cli import main
+from vblackwell.errors import ConfigurationError
+from vblackwell.folders.checked import check_weights
+from vblackwell.planner.model_spec import find_subject
+
+STREAMED = ["--fast-memory", "128KiB", "--host-memory", "4MiB"]
+
+
+@pytest.fixture
+def refused(capsys):
+    """``refused(words, *parts)``: exit code 2, one line with the parts, and nothing was written."""
+
+    def check(words: list[str], *parts: str) -> None:
+        assert main(["generate", *words, "--max-new-tokens", "2", "--device", "cpu"]) == 2
+        said = capsys.readouterr()
+        errors = [line for line in said.err.splitlines() if line.startswith("vb: error: ")]
+        assert len(errors) == 1 and not said.out
+        for part in parts:
+            assert part in errors[0], errors[0]
+
+    return check
+
+
+@pytest.fixture(params=["llama", "mixtral"])  # the first is also computed by our own decoder
+def folder(request, folder_of, tmp_path) -> Path:  # noqa: F811
+    return Path(shutil.copytree(folder_of(request.param), tmp_path / "model"))
+
+
+def test_a_wrong_folder_never_writes(folder, refused):
+    words = ["--model", str(folder), "--prompt", "ab"]
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    good, whole = config.read_text(), weights.read_bytes()
+
+    def change(**values) -> None:
+        config.write_text(json.dumps(json.loads(good) | values))
+
+    os.truncate(weights, len(whole) - 3)
+    for levels in ([], STREAMED):
+        refused([*words, *levels], str(weights), "3 bytes are missing")
+    weights.unlink()
+    refused(words, str(folder), "safetensors")
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    refused(words, str(folder), "pickled")
+    weights.write_bytes(whole)
+    config.write_text('{\n"model_type": "llama",\n}')
+    refused(words, str(config), "not JSON", "line 3")
+    change(hidden_size="wide")
+    refused(words, str(config), "hidden_size", "wide")
+    change(model_type="lama")
+    refused(words, str(config), "'lama'")
+    change(num_hidden_layers=7, layer_types=None)  # transformers alone would draw the seventh at random, and write
+    refused(words, str(folder), "lacks model.layers.6.", "model.safetensors")
+    change(vocab_size=260)
+    refused(words, "lm_head.weight (259, 32) in model.safetensors", "instead of (260, 32)")
+    config.write_text(good)
+    check_weights(folder)
+
+
+def test_a_tokenizer_that_does_not_belong_is_named(folder, refused):
+    words, file = ["--model", str(folder), "--prompt", "ab"], folder / "tokenizer.json"
+    larger = json.loads(file.read_text())
+    larger["model"]["vocab"]["wider"] = 259
+    file.write_text(json.dumps(larger))
+    refused([*words, *STREAMED], f"{file} has 260 tokens", f"{folder / 'config.json'} a vocab_size of 259")
+    file.write_text("{}")
+    refused(words, str(file), "not one that")
+    file.unlink()
+    refused(words, str(file), "there is no file")
+
+
+def test_a_prompt_that_is_too_long_is_named_with_its_line(folder_of, tmp_path, refused):  # noqa: F811
+    folder, file = folder_of("llama"), tmp_path / "prompts.txt"
+    stated = f"the model's limit is 64 (max_position_embeddings in {folder / 'config.json'})"
+    file.write_text("short\n\n" + "x" * 70 + "\nshort\n")
+    words = ["--model", str(folder), "--batch-size", "1"]
+    refused(
+        [*words, *STREAMED, "--prompts", str(file)], f"{file}: line 3: the prompt has 70 tokens", stated, "at most 63"
+    )
+    refused([*words, "--prompt", "x" * 64], "--prompt: the prompt has 64 tokens", stated)
+    refused([*words, "--prompt", "x" * 63], "with 2 new ones 65", stated, "ask for at most 1")
+
+
+def test_folders_that_somebody_else_checks_are_left_to_them(folder):
+    """Quantised tensors have other names; what we wrote has a manifest of hashes, and both may be opened."""
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigurationError, match="safetensors"):
+        check_weights(folder)
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"format": "nvfp4"}}))
+    check_weights(folder)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
+def test_an_adapter_for_another_base_is_named(folder_of, tmp_path, refused):  # noqa: F811
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder_of("llama"))
+    adapted = peft.get_peft_model(plain, peft.LoraConfig(r=2, target_modules=["down_proj"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    other = Path(shutil.copytree(folder_of("llama"), tmp_path / "other"))
+    config = transformers.AutoConfig.from_pretrained(other)
+    config.intermediate_size = 64
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(other)
+    words = ["--prompt", "ab", "--adapter", str(tmp_path / "adapter"), *STREAMED, "--model"]
+    refused([*words, str(other)], f"{tmp_path / 'adapter'} holds an adapter for another base than {other}", "(2, 48)")
+    refused([*words, str(folder_of("gpt2"))], "down_proj", "GPT2LMHeadModel has no such linear")
+    config_file = tmp_path / "adapter/adapter_config.json"
+    config_file.write_text('{"r": 2,\n')
+    refused([*words, str(folder_of("llama"))], str(config_file), "not JSON", "line 2")
+
+
+def test_hub_ids_come_from_the_cache_or_say_what_to_do(folder_of, tmp_path, monkeypatch, capsys, refused):  # noqa: F811
+    """As without a network: what is in huggingface_hub's cache writes; what is not there, or in part, is refused with a remedy."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    commit = "0" * 40
+    for name in ("whole", "cut"):
+        cached = tmp_path / f"models--owner--{name}"
+        (cached / "refs").mkdir(parents=True)
+        (cached / "refs/main").write_text(commit)
+        shutil.copytree(folder_of("qwen3"), cached / "snapshots" / commit)
+    (cached / "snapshots" / commit / "model.safetensors").unlink()
+    words = [
+        "--model",
+        "owner/whole",
+        "--prompt",
+        "ab",
+        "--max-new-tokens",
+        "2",
+        "--device",
+        "cpu",
+        "--temperature",
+        "0",
+    ]
+    assert main(["generate", *words]) == 0
+    streamed, said = [*words, *STREAMED], capsys.readouterr().out
+    assert main(["generate", *streamed]) == 0 and capsys.readouterr().out == said != ""
+    assert main(["quantize", "--model", "owner/whole", "--out", str(tmp_path / "packed"), "--device", "cpu"]) == 0
+    assert (tmp_path / "packed/config.json").is_file()
+    assert find_subject("owner/whole", {}, 16).vocab_size == find_subject("owner/cut", {}, 16).vocab_size == 259
+    capsys.readouterr()
+    for name, reason in (("cut", "safetensors"), ("nothing", "not to be downloaded")):
+        remedy = f"run `hf download owner/{name} --local-dir DIR`"
+        refused(["--model", f"owner/{name}", "--prompt", "ab"], f"owner/{name}: no such folder", reason, remedy)
+        assert main(["train", "--model", f"owner/{name}", "--out", str(tmp_path / "run")]) == 2
+        assert remedy in capsys.readouterr().err and not (tmp_path / "run").exists()
+        assert main(["bench", f"owner/{name}", "--device", "cpu"]) == 2
+        assert remedy in capsys.readouterr().err
+    assert main(["estimate", "owner/nothing"]) == 2
+    assert "run `hf download owner/nothing --local-dir DIR`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["owner/two--dashes", "owner/model.git"])
+def test_ids_that_no_hub_has_are_refused(name, tmp_path, monkeypatch, refused):
+    monkeypatch.chdir(tmp_path)
+    refused(["--model", name, "--prompt", "ab"], name, "not to be downloaded", "check the id")

@@ -1,0 +1,123 @@
+"""Architectures of transformers, small random models of each: our text is transformers' own, and it runs the folders that we pack.
+
+A selection runs always; all that can be made small have the mark ``slow`` (`make test-all`).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.tiny_models import IDS, KINDS, small_kinds, tiny_model
+from tests.offload.conftest import make_stack  # noqa: F401 - a fixture
+from vblackwell.errors import ConfigurationError, Unsupported, VBError
+from vblackwell.folders.folder import read_config, stored_dtype
+from vblackwell.generate.batch import columns
+from vblackwell.generate.generate import draws, stepper
+from vblackwell.generate.load import load_model
+from vblackwell.generate.own_state import check_one_pass
+from vblackwell.generate.quantized import load_quantized
+from vblackwell.generate.sampling import Sampling
+from vblackwell.generate.streamed import open_streamed
+from vblackwell.tools.quantize import quantize_folder
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what architectures say about themselves is theirs
+NEW, GREEDY = 5, Sampling(temperature=0)
+SHORT = [IDS[0].tolist(), IDS[1, :7].tolist()]
+OWN_STATE = ["mamba", "openai-gpt", "recurrent_gemma", "rwkv", "xlnet", "xlstm"]
+WRITTEN = [*OWN_STATE, "arcee", "bamba", "granitemoehybrid", "marian", "roberta"]
+# transformers' generate gives them positions from 0 on, where their forward, which we call, counts from behind the padding token's number.
+OTHER_POSITIONS = {"camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"}
+# Of these nothing is packed to either format, and it is said why.
+NO_LINEARS = {"falcon", "gpt2", "gpt-sw3", "openai-gpt"}  # FalconLinear and Conv1D are others
+READ = {"modernbert-decoder", "recurrent_gemma", "rwkv", "xlstm"}
+NOT_RUN = {"hrm_text", "llama4_text"}
+FP32_ALONE = {"ctrl", "xlnet"}  # and so not to nvfp4
+PACKED = ["mamba", "olmoe", "qwen2"]
+
+
+def selected(kinds: list[str], always: list[str]):
+    """Those ``always`` run, the others with the mark ``slow``."""
+    return [pytest.param(kind, marks=[] if kind in always else pytest.mark.slow) for kind in kinds]
+
+
+def text_of(model, ids: list[int]) -> list[int]:
+    """What transformers writes behind ``ids``, alone: some of its models mix rows up."""
+    ids_1S = torch.tensor([ids])
+    if model.config.model_type in OTHER_POSITIONS:
+        with torch.no_grad():
+            for _ in range(NEW):
+                ids_1S = torch.cat((ids_1S, model(ids_1S).logits[:, -1:].argmax(-1)), 1)
+        return ids_1S[0, len(ids) :].tolist()
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    return model.generate(ids_1S, attention_mask=torch.ones_like(ids_1S), **options)[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize("kind", selected(small_kinds(), WRITTEN))
+def test_the_text_is_that_of_transformers(kind, tmp_path, make_stack):  # noqa: F811
+    tiny_model(kind).save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    plain.generation_config.eos_token_id = plain.generation_config.forced_eos_token_id = None
+    expected = [text_of(plain, ids) for ids in SHORT]
+    size = sum(4 * parameter.numel() for parameter in plain.parameters())
+    resident = load_model(tmp_path)
+    with torch.no_grad():
+        written = list(draws(stepper(resident, 64), torch.tensor(SHORT[:1]), NEW, GREEDY, 0, ahead=0))
+        assert written == expected[0]
+        streamed = open_streamed(tmp_path, make_stack(size * 9 // 10))
+        assert torch.tensor(list(columns(streamed, SHORT, NEW, GREEDY, 0, None))).T.tolist() == expected
+
+
+def test_a_prompt_that_is_read_in_one_pass_has_no_chunks():
+    with pytest.raises(ConfigurationError, match="prefill chunk 4: MambaForCausalLM reads a prompt in one pass"):
+        check_one_pass(tiny_model("mamba"), 4)
+    check_one_pass(tiny_model("qwen3"), 4)
+
+
+@pytest.mark.parametrize(
+    "kind", selected([kind for kind in small_kinds() if kind not in NO_LINEARS | READ | NOT_RUN], PACKED)
+)
+def test_a_packed_folder_of_an_fp32_one_runs_in_transformers(kind, tmp_path):
+    """In the type that its config.json says. nvfp4 is decoded to bf16 there, int8 to fp32: as exact as these."""
+    pytest.importorskip("compressed_tensors")  # of the extras `dev` and `export`; GPU machines may be without
+    tiny_model(kind).save_pretrained(tmp_path / "model")
+    for form, dtype, off in (("nvfp4", torch.bfloat16, 2**-6), ("int8", torch.float32, 1e-5)):
+        if form == "nvfp4" and kind in FP32_ALONE:
+            continue
+        quantize_folder(tmp_path / "model", tmp_path / form, form)
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / form).eval()
+        assert theirs.dtype == stored_dtype(read_config(tmp_path / form)) == dtype
+        with torch.no_grad():
+            expected, found = theirs(IDS).logits.float(), load_quantized(tmp_path / form)(IDS)
+        found = found.float() if isinstance(found, torch.Tensor) else found.logits.float()
+        assert (found - expected).norm() < off * expected.norm(), form
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "error", "reason"),
+    [
+        ("gpt2", "int8", ConfigurationError, "its weight is stored as"),
+        ("rwkv", "int8", ConfigurationError, "transformers reads its weight when it opens a packed folder"),
+        ("hrm_text", "int8", Unsupported, "packed names of mlp.gate_up_proj.weight, which it cuts up"),
+        ("llama4_text", "int8", Unsupported, "it makes modules of the experts"),
+        ("xlnet", "nvfp4", Unsupported, "in float32 alone, and nvfp4 in torch.bfloat16. Give --format nf4"),
+        *(pytest.param(kind, "int8", VBError, "", marks=pytest.mark.slow) for kind in sorted(NO_LINEARS | READ)),
+    ],
+)
+def test_what_transformers_would_not_run_is_not_written(kind, form, error, reason, tmp_path):
+    tiny_model(kind).save_pretrained(tmp_path / "model")
+    with pytest.raises(error, match=reason):
+        quantize_folder(tmp_path / "model", tmp_path / "out", form)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_documentation_names_them():
+    text = (Path(__file__).parents[2] / "docs/models.md").read_text(encoding="utf-8")
+    section = text.split("## Architectures")[1].split("\n## ")[0]
+    assert set(re.findall(r"^> (.*)$", section, re.MULTILINE)[0].split()) == set(KINDS.split())
+    for kinds in (NO_LINEARS, READ, NOT_RUN, FP32_ALONE):
+        assert kinds <= set(re.findall(r"`([\w-]+)`", section))

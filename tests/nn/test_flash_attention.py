@@ -1,0 +1,284 @@
+"""The FlashAttention module, and the choice among backends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.kernels.attention import plan as attention_plan
+from vblackwell.nn.attention import backends as dispatcher
+from vblackwell.nn.attention import times as attention_times
+from vblackwell.nn.attention.backends import AttentionRequest, attention, attention_backends, choose_attention
+from vblackwell.nn.attention.layer import AttentionCache, FlashAttention, from_multihead_attention
+
+
+def pair(dtype=torch.float64, bias=True, **options):
+    torch.manual_seed(0)
+    theirs = nn.MultiheadAttention(48, 4, bias=bias, batch_first=True, dtype=dtype)
+    if bias:
+        nn.init.normal_(theirs.in_proj_bias)
+        nn.init.normal_(theirs.out_proj.bias)
+    return theirs, from_multihead_attention(theirs, **options)
+
+
+def compare(theirs, ours, call_theirs, mask=None):
+    """Outputs and gradients of the input and every weight."""
+    x = torch.randn(2, 9, 48, dtype=ours.out_proj.weight.dtype)
+    results = []
+    for call, module in ((call_theirs, theirs), (lambda x: ours(x, mask), ours)):
+        leaf = x.clone().requires_grad_()
+        out = call(leaf)
+        gradients = torch.autograd.grad(out.sin().sum(), [leaf, *module.parameters()])
+        by_name = dict(zip([name for name, _ in module.named_parameters()], gradients[1:], strict=True))
+        if module is theirs:
+            by_name = {name.replace("in_proj_", "qkv_proj."): value for name, value in by_name.items()}
+        results.append({"out": out, "x": gradients[0], **by_name})
+    assert results[0].keys() == results[1].keys()
+    for name, value in results[0].items():
+        # float64, sums of some hundred terms in another order
+        torch.testing.assert_close(
+            results[1][name], value, rtol=1e-9, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_converted_module_gives_equal_outputs_and_gradients(bias):
+    theirs, ours = pair(bias=bias)
+    compare(theirs, ours, lambda x: theirs(x, x, x, need_weights=False)[0])
+
+
+def test_a_converted_module_with_masks():
+    theirs, ours = pair()
+    attends = torch.rand(9, 9, generator=torch.Generator().manual_seed(1)) > 0.4
+    attends.fill_diagonal_(True)
+    compare(theirs, ours, lambda x: theirs(x, x, x, attn_mask=~attends, need_weights=False)[0], attends)
+    added = torch.randn(9, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    compare(theirs, ours, lambda x: theirs(x, x, x, attn_mask=added, need_weights=False)[0], added)
+    padding = torch.arange(9)[None] < torch.tensor([[9], [5]])
+    compare(
+        theirs, ours, lambda x: theirs(x, x, x, key_padding_mask=~padding, need_weights=False)[0], padding[:, None, :]
+    )
+
+
+def test_a_converted_causal_module():
+    theirs, ours = pair(causal=True)
+    behind = torch.ones(9, 9, dtype=torch.bool).triu(1)
+    compare(theirs, ours, lambda x: theirs(x, x, x, attn_mask=behind, need_weights=False)[0])
+
+
+@pytest.mark.parametrize("options", [{"kdim": 8}, {"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
+def test_what_cannot_be_converted(options):
+    with pytest.raises(Unsupported, match="MultiheadAttention with"):
+        from_multihead_attention(nn.MultiheadAttention(16, 2, **options))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 3}, {"rotary_theta": 1e4, "n_kv_heads": 1}, {"softcap": 2.0}], ids=str
+)
+def test_decoding_with_a_cache_is_the_whole_at_once(options):
+    torch.manual_seed(0)
+    layer = FlashAttention(32, 2, causal=True, **options).double().eval()
+    x = torch.randn(2, 7, 32, dtype=torch.float64)
+    with torch.no_grad():
+        whole, cache = layer(x), AttentionCache(7)
+        parts = torch.cat([layer(piece, cache=cache) for piece in x.split([3, 1, 2, 1], dim=1)], dim=1)
+        torch.testing.assert_close(parts, whole, rtol=1e-10, atol=1e-12)
+        with pytest.raises(ConfigurationError, match="beyond the cache's 7"):
+            layer(x[:, :1], cache=cache)
+    with pytest.raises(Unsupported, match="no_grad"):
+        layer(x, cache=AttentionCache(7))
+
+
+def test_dropout_only_while_training():
+    torch.manual_seed(0)
+    layer, x = FlashAttention(32, 2, dropout=0.5), torch.randn(1, 6, 32)
+    assert not torch.equal(layer(x), layer(x))
+    layer.eval()
+    assert torch.equal(layer(x), layer(x))
+
+
+def test_backend_tells_which_ran():
+    layer, x = FlashAttention(32, 2), torch.randn(1, 6, 32)
+    assert layer.backend is None
+    layer(x)
+    assert layer.backend == ("flash" if x.device.type == "cpu" else layer.backend)
+    layer = FlashAttention(32, 2, window=3)
+    layer(x)
+    assert layer.backend == "math"
+
+
+def test_state_moves_between_modules():
+    torch.manual_seed(0)
+    a, b = FlashAttention(32, 4, n_kv_heads=2), FlashAttention(32, 4, n_kv_heads=2)
+    b.load_state_dict(a.state_dict())
+    x = torch.randn(1, 5, 32)
+    assert torch.equal(a(x), b(x))
+    assert a.qkv_proj.weight.shape == (64, 32)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [(30, 4, {}), (32, 4, {"n_kv_heads": 3}), (32, 2, {"dropout": 1.0}), (6, 2, {"rotary_theta": 1e4})],
+    ids=str,
+)
+def test_refused_modules(values):
+    with pytest.raises(ConfigurationError):
+        FlashAttention(values[0], values[1], **values[2])
+
+
+def test_refused_inputs():
+    layer = FlashAttention(32, 2)
+    with pytest.raises(ConfigurationError, match="give .B, S, 32"):
+        layer(torch.randn(2, 5, 16))
+    with pytest.raises(ConfigurationError, match="mask of torch.int64"):
+        layer(torch.randn(2, 5, 32), torch.ones(5, 5, dtype=torch.int64))
+    with pytest.raises(ConfigurationError, match="does not broadcast"):
+        layer(torch.randn(2, 5, 32), torch.ones(5, 4, dtype=torch.bool))
+
+
+H200 = AttentionRequest("cuda", (9, 0), torch.bfloat16, 16, 16, 4096, 4096, 128)
+
+
+@pytest.mark.parametrize(
+    ("change", "chosen"),
+    [
+        ({}, "cudnn"),
+        ({"causal": True}, "cudnn"),
+        ({"mask": "boolean"}, "triton"),
+        ({"mask": "additive"}, "triton"),
+        ({"mask": "additive", "mask_gradient": True}, "efficient"),
+        ({"causal": True, "window": 100}, "triton"),
+        ({"gradient": True, "deterministic": True}, "triton"),
+        ({"deterministic": True}, "triton"),
+        ({"capability": (8, 6)}, "flash"),
+        ({"dtype": torch.float32}, "efficient"),
+        ({"head": 512}, "efficient"),
+        ({"queries": 1}, "flash"),
+        ({"dtype": torch.float64}, "math"),
+        ({"device": "cpu", "capability": (0, 0)}, "flash"),
+    ],
+    ids=str,
+)
+def test_the_stated_order(change, chosen, monkeypatch):
+    monkeypatch.setattr(dispatcher, "_measured", lambda request: {})
+    assert choose_attention(H200._replace(**change)) == chosen
+
+
+def test_the_own_kernel_runs_where_all_others_refuse(monkeypatch):
+    monkeypatch.setattr(dispatcher, "_measured", lambda request: {})
+    refused = {name: backend._replace(reasons=lambda request: ["no"]) for name, backend in dispatcher.BACKENDS.items()}
+    monkeypatch.setattr(dispatcher, "BACKENDS", {**refused, "triton": dispatcher.BACKENDS["triton"]})
+    assert choose_attention(H200) == "triton"
+
+
+@pytest.mark.parametrize("shape", [(5,), (5, 1), (2, 5, 5), (1, 5), (3, 1, 5, 1)], ids=str)
+def test_masks_of_any_shape_reach_pytorch(shape):
+    torch.manual_seed(0)
+    q = torch.randn(3, 2, 5, 16)
+    for mask in (torch.rand(shape) > 0.3, torch.randn(shape)):
+        got, name = attention(q, q, q, mask=mask, backend="flash")
+        expected, _ = attention(q, q, q, mask=mask, backend="math")
+        torch.testing.assert_close(got, expected)
+
+
+def test_measured_times_decide_among_those_that_accept(monkeypatch):
+    monkeypatch.setattr(dispatcher, "_measured", lambda request: {"flash": 10, "triton": 20, "cudnn": 30})
+    assert choose_attention(H200) == "flash"
+    assert choose_attention(H200._replace(mask="boolean")) == "triton"
+
+
+def test_the_times_of_the_gpu_that_holds_the_tensors_count(monkeypatch):
+    asked = []
+    monkeypatch.setattr(dispatcher.attention_plan, "entries", lambda device: asked.append(device) or {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    choose_attention(H200._replace(gpu=1))
+    assert asked == [torch.device("cuda", 1)]
+
+
+def test_flex_attention_runs_unasked_for_measured_shapes_alone():
+    """Others of its bucket would be compiled one by one, until there are too many."""
+    measured = H200._replace(mask="boolean", mask_planes=1, batch=2, queries=4000, keys=4000)
+    times = {"flex": 1, "triton": 2, "efficient": 3}
+    entries = attention_times.table_of(measured, times)
+    assert attention_times.known(measured, entries) == times
+    for change in ({"batch": 3}, {"queries": 3999}, {"keys": 3000}, {"mask_planes": 2}, {"window": 5}, {"kv_heads": 4}):
+        other = measured._replace(**change)
+        assert attention_times.shape_name(other) not in entries and "flex" not in attention_times.known(other, entries)
+    neighbour = measured._replace(queries=3999, keys=2500)
+    assert attention_times.known(neighbour, entries) == {"triton": 2, "efficient": 3}
+    older = {attention_times.entry_name(measured): times}  # as tables were written before
+    assert attention_times.known(measured, older) == {"triton": 2, "efficient": 3}
+
+
+def test_what_a_grid_cannot_count_is_refused(monkeypatch):
+    monkeypatch.setattr(dispatcher, "_measured", lambda request: {})
+    assert choose_attention(H200._replace(batch=70_000, window=5)) == "math"
+    for words, change in (("70000 sequences", {"batch": 70_000}), ("planes of a mask", {"mask_planes": 1 << 16})):
+        with pytest.raises(Unsupported, match=f"{words}.*it takes 65535"):
+            choose_attention(H200._replace(**change), "triton")
+    q = torch.randn(3, 2, 5, 16)
+    request = dispatcher.request_of(q, q, q, dispatcher.Variant(mask=torch.ones(3, 1, 5, 5, dtype=torch.bool)))
+    assert (request.batch, request.mask_planes) == (3, 3)
+
+
+def test_every_reason_is_told(monkeypatch):
+    monkeypatch.setattr(dispatcher, "_measured", lambda request: {})
+    request = H200._replace(mask="boolean", window=5, head=300)
+    reasons = attention_backends(request)
+    assert set(reasons) == set(dispatcher.BACKENDS) and not reasons["math"]
+    with pytest.raises(Unsupported) as caught:
+        choose_attention(request, "flash")
+    message = str(caught.value)
+    assert all(f"{name}: " in message for name in dispatcher.BACKENDS)
+    for words in ("a sliding window", "a head of 300: it takes 256", "a mask", "math: accepts"):
+        assert words in message
+
+
+def test_names_and_mixtures():
+    q = torch.randn(1, 2, 5, 16)
+    with pytest.raises(ConfigurationError, match="did you mean 'flash'"):
+        attention(q, q, q, backend="flahs")
+    with pytest.raises(Unsupported, match="a sliding window"):
+        attention(q, q, q, window=2, backend="flash")
+    out, name = attention(q, q, q, window=2)
+    assert name == "math" and out.shape == q.shape
+
+
+@pytest.mark.parametrize("name", ["flash", "math"])
+def test_rows_that_see_nothing_are_zero(name):
+    q = torch.randn(1, 2, 5, 16, requires_grad=True)
+    mask = torch.ones(5, 5, dtype=torch.bool)
+    mask[2] = False
+    out, _ = attention(q, q, q, mask=mask, backend=name)
+    (gradient,) = torch.autograd.grad(out.sum(), q)
+    assert not out[:, :, 2].any() and gradient.isfinite().all()
+
+
+def test_a_request_may_be_compiled():
+    layer = FlashAttention(32, 2, causal=True)
+    x = torch.randn(1, 6, 32)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), layer(x))
+
+
+def test_sizes_may_be_symbols():
+    q = torch.randn(1, 2, 6, 16)
+    compiled = torch.compile(
+        lambda x: attention(x, x, x, causal=True)[0], fullgraph=True, dynamic=True, backend="eager"
+    )
+    torch.testing.assert_close(compiled(q), attention(q, q, q, causal=True)[0])
+
+
+@pytest.mark.parametrize("kind", ["none", "boolean", "additive"])
+def test_hoppers_own_forward_runs_on_hopper_alone(kind):
+    for head, width in ((32, 32), (33, 64), (64, 64), (80, 128), (128, 128)):
+        wanted = (kind, width) in attention_plan.SPECIALIZED_BY_DEFAULT
+        expected = attention_plan.SPECIALIZED[width] if wanted else None
+        assert attention_plan.specialized_plan(head, 2, (9, 0), kind) == expected
+        for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
+            assert attention_plan.specialized_plan(head, 2, capability, kind) is None
+    assert attention_plan.specialized_plan(128, 4, (9, 0), kind) is None
+    assert attention_plan.specialized_plan(256, 2, (9, 0), kind) is None  # not timed
+    assert attention_plan.specialized_plan(128, 2, (9, 0), "scored") is None

@@ -1,0 +1,93 @@
+"""Replacing linears in models: what is taken, what is kept, and that training goes on."""
+
+import pytest
+import torch
+from torch import nn
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.nn.convert.model import convert_linears, install_packed, select_linears
+from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
+from vblackwell.numerics.fp4 import quantize
+
+
+class Tiny(nn.Module):
+    """An embedding tied to the head, an attention that never calls its projection, a shared module, a shared weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(20, 16)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.again = self.up
+        self.left, self.right = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+        self.right.weight = self.left.weight
+        self.output = nn.Linear(16, 20, bias=False)
+        self.output.weight = self.embed.weight
+        self.lm_head = nn.Linear(16, 20, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        x = x + self.attention(x, x, x)[0] + self.left(x) + self.right(x)
+        x = self.down(torch.relu(self.up(x) + self.again(x)))
+        return self.output(x) + self.lm_head(x)
+
+
+def test_heads_tied_weights_and_uncalled_projections_are_kept():
+    torch.manual_seed(0)
+    model, tokens = Tiny(), torch.arange(12).view(2, 6)
+    reference = model(tokens)
+    parameters = {name: id(parameter) for name, parameter in model.named_parameters()}
+    assert convert_linears(model, use_fp4=False) == ["up", "down"]
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == parameters
+    assert model.again is model.up and isinstance(model.up, FusedFP4Linear)
+    assert torch.equal(model(tokens), reference)
+    model.up.quantize()
+    assert model.again.is_quantized
+
+
+def test_patterns():
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(4, 4))
+    assert list(select_linears(model, "large")) == ["0"]
+    assert list(select_linears(model, "^1$")) == ["1"]
+    assert list(select_linears(model, keep="0")) == ["1"]
+    with pytest.raises(ConfigurationError, match="selects no linear.*: 0 and 1 more .its name does not match 'mlp'"):
+        select_linears(model, "mlp")
+    with pytest.raises(ConfigurationError, match="regular expression"):
+        select_linears(model, "(")
+    with pytest.raises(ConfigurationError, match="Conv2d: it has none"):
+        select_linears(nn.Conv2d(1, 1, 1))
+
+
+def test_an_optimizer_made_before_still_trains_the_model():
+    torch.manual_seed(0)
+    model = Tiny()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
+    convert_linears(model, format="mxfp4")
+    tokens = torch.randint(20, (8, 6))
+    losses = []
+    for _ in range(15):
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+
+
+def test_a_packed_weight_is_installed_on_meta():
+    torch.manual_seed(0)
+    source = nn.Sequential(nn.Linear(32, 8, bias=False), nn.ReLU()).eval()
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(32, 8, bias=False), nn.ReLU()).eval()
+    packed = quantize(source[0].weight, "nvfp4")
+    layer = install_packed(model, "0", packed)
+    x = torch.randn(2, 32)
+    assert model[0] is layer and not layer.training
+    expected = torch.relu(x @ packed.dequantize().t())
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)  # another order of 32 additions
+    with pytest.raises(ConfigurationError, match="no module 'nope'"):
+        install_packed(model, "nope", packed)
+    with pytest.raises(ConfigurationError, match="shape"):
+        install_packed(source, "0", quantize(torch.randn(4, 32), "nvfp4"))
+    with pytest.raises(ConfigurationError, match="ReLU"):
+        install_packed(model, "1", packed)

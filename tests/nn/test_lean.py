@@ -1,0 +1,101 @@
+"""Lean halves of the decoder's blocks: on a GPU only, so here in Triton's interpreter, as if linears on the CPU might be fused."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.nn.test_kept import Counting
+from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.nn.decoder import lean
+from vblackwell.nn.decoder.config import DecoderConfig
+from vblackwell.nn.decoder.decoder import Decoder
+from vblackwell.nn.linear.plain import is_plain
+from vblackwell.offload.api import enable_vgpu_stack_optimization, release
+from vblackwell.offload.optimizer import VGPUAdamW
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="tests/kernels/test_fused_decoder.py does it for real"
+)
+CONFIG = DecoderConfig(64, 32, 48, 2, 2, num_kv_heads=1, max_position=16)
+HALVES = ("vblackwell::feed_forward_block", "vblackwell::normed_linears")
+
+
+@pytest.fixture(autouse=True)
+def fusing(monkeypatch):
+    monkeypatch.setattr(lean, "may_fuse", lambda x, *linears: all(is_plain(linear) for linear in linears))
+
+
+def tokens(seed: int = 0) -> torch.Tensor:
+    return torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(seed))
+
+
+def trained(model: Decoder) -> tuple[list[torch.Tensor], dict[str, int]]:
+    """Loss and gradients of one pass, and the operations that made them."""
+    with Counting() as counting:
+        loss = model(tokens(), tokens(1))
+        loss.backward()
+    return [loss.detach(), *(param.grad for param in model.parameters())], counting.counts
+
+
+@pytest.mark.parametrize(
+    ("kept", "halves"),
+    [((), (4, 4)), (("projections",), (4, 0)), (("gates",), (0, 4)), (("gates", "projections"), (0, 0))],
+)
+def test_what_is_not_kept_is_lean(kept, halves):
+    plain = Decoder(CONFIG, seed=3)
+    model = copy.deepcopy(plain)
+    model.gradient_checkpointing, model.kept_activations = True, kept
+    found, counts = trained(model)
+    # two blocks, twice each
+    assert tuple(counts.get(name, 0) for name in HALVES) == halves
+    expected, counts = trained(plain)
+    assert not any(name in counts for name in HALVES), "without a checkpoint nothing is computed twice"
+    for got, right in zip(found, expected, strict=True):
+        # fp32 sums in another order
+        torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["mlp", "post_attention_layernorm", "mlp.up_proj", "input_layernorm"])
+def test_modules_with_hooks_are_called(name):
+    model = Decoder(CONFIG, seed=3)
+    model.gradient_checkpointing = True
+    calls = []
+    model.layers[1].get_submodule(name).register_forward_pre_hook(lambda *_: calls.append(name))
+    _, counts = trained(model)
+    assert len(calls) == 2 and sum(counts.get(half, 0) for half in HALVES) == 8 - 2
+
+
+def test_a_hook_on_attention_sees_a_tensor():
+    model = Decoder(CONFIG, seed=3)
+    model.gradient_checkpointing = True
+    seen = []
+    model.layers[1].self_attn.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    _, counts = trained(model)
+    assert [type(each) for each in seen] == [torch.Tensor] * 2
+    assert tuple(counts.get(name, 0) for name in HALVES) == (4, 2)
+
+
+def test_streamed_as_resident():
+    """Weights that come and go under the lean halves: the bits of a model that stays."""
+    initial = Decoder(CONFIG, seed=3)
+    initial.gradient_checkpointing = True
+    runs = []
+    for placement, fast_mb in (("resident", 8), ("streamed", 0.07)):
+        stack = VGPUStack(
+            {"levels": [{"capacity_mb": fast_mb, "device": "arena"}, {"capacity_mb": 8, "device": "cpu"}]}
+        )
+        with stack:
+            model = enable_vgpu_stack_optimization(copy.deepcopy(initial), stack, placement=placement)
+            optimizer, losses = VGPUAdamW(model.parameters(), lr=1e-2), []
+            for step in range(3):
+                loss = model(tokens(step), tokens(step + 1))
+                loss.backward()
+                losses.append(loss.item())
+                optimizer.step()
+                optimizer.zero_grad()
+            release(model)
+            runs.append((losses, [param.detach().clone() for param in model.parameters()]))
+    (losses, weights), (streamed_losses, streamed_weights) = runs
+    assert losses == streamed_losses
+    assert all(torch.equal(a, b) for a, b in zip(weights, streamed_weights, strict=True))

@@ -1,0 +1,195 @@
+"""Numbers that are known otherwise: published parameter counts, state per parameter, sums that must add up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.machine.gpus import find_gpu
+from vblackwell.planner.known_models import KNOWN_MODELS
+from vblackwell.planner.memory_estimate import (
+    OPTIMIZERS,
+    P99_BYTES,
+    P99_PERCENT,
+    Batches,
+    estimate_trace,
+    fits,
+    optimizer_named,
+    peak_of,
+    room,
+)
+from vblackwell.trace.allocator import replay
+from vblackwell.trace.causal_lm import build_causal_lm, language_batch, language_loss, plain_batches
+from vblackwell.trace.trace import CATEGORIES, Trace, trace_training
+from vblackwell.units import GiB, MiB
+
+PARTS = (*CATEGORIES, "fragmentation", "context")
+SMALL = {
+    "llama": {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4},
+    "gpt2": {"vocab_size": 500, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64},
+    "mixtral": {
+        "vocab_size": 500, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+    },
+}  # fmt: skip
+
+
+def trace_of(kind: str, batch: int = 2, optimizer: str = "adamw", autocast: torch.dtype | None = None) -> Trace:
+    model = build_causal_lm({"model_type": kind} | SMALL[kind], kind)
+    with plain_batches():
+        return trace_training(
+            model, language_batch(500, batch, 32), language_loss, optimizer_named(optimizer), autocast=autocast
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("gpt2", 124_439_808), ("gpt2-medium", 354_823_168), ("gpt2-large", 774_030_080), ("gpt2-xl", 1_557_611_200),
+        ("llama-7b", 6_738_415_616), ("llama-3-8b", 8_030_261_248), ("llama-3-70b", 70_553_706_496), ("qwen2.5-7b", 7_615_616_512),
+        ("mixtral-8x7b", 46_702_792_704), ("tinyllama-1.1b", 1_100_048_384), ("mistral-7b", 7_241_732_096),
+        ("llama-3.1-405b", 405_853_388_800), ("llama-3.2-1b", 1_235_814_400), ("llama-3.2-3b", 3_212_749_824),
+        ("qwen2.5-1.5b", 1_543_714_304), ("qwen2.5-3b", 3_085_938_688), ("qwen2.5-14b", 14_770_033_664),
+        ("qwen2.5-32b", 32_763_876_352), ("qwen2.5-72b", 72_706_203_648),
+    ],
+)  # fmt: skip
+def test_published_parameter_counts(name, parameters):
+    model = build_causal_lm(KNOWN_MODELS[name], name)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+def test_llama_7b_has_107_8_gb_of_state():
+    model = build_causal_lm(KNOWN_MODELS["llama-7b"], "llama-7b")
+    with plain_batches():
+        trace = trace_training(model, language_batch(32000, 1, 128), language_loss, optimizer_named("adamw-for-loop"))
+    estimate = estimate_trace(trace)
+    assert estimate.parameters == 6_738_415_616
+    buffers = 2 * 64 * 4  # transformers keeps the rotary frequencies twice
+    assert estimate.state_bytes == 16 * 6_738_415_616 + buffers
+    assert round(estimate.state_bytes / 1e9, 1) == 107.8
+
+
+@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_categories_add_up(kind, autocast):
+    estimate = estimate_trace(trace_of(kind, autocast=autocast), (9, 0))
+    values = estimate.as_dict()
+    assert sum(values[name] for name in PARTS) == estimate.peak_p50 < estimate.peak_p99
+    assert estimate.reserved >= estimate.allocated > 16 * estimate.parameters
+    assert all(value >= 0 for value in values.values())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_each"), [("adamw-for-loop", 8), ("adamw", 8), ("sgd", 0), ("sgd-momentum", 4)]
+)
+def test_states_of_optimizers(optimizer, bytes_each):
+    trace = trace_of("llama", optimizer=optimizer)
+    assert trace.total("optimizer") == bytes_each * trace.num_parameters
+
+
+def test_every_optimizer_traces():
+    sizes = {name: estimate_trace(trace_of("gpt2", optimizer=name)).state_bytes for name in OPTIMIZERS}
+    assert sizes["adafactor"] < sizes["sgd-momentum"] < sizes["adamw"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_any_batch_follows_from_two(kind):
+    asked: list[int] = []
+    family = Batches(lambda batch: asked.append(batch) or trace_of(kind, batch))
+    for batch in (4, 7):
+        expected, real = family.at(batch), trace_of(kind, batch)
+        assert expected.events == real.events and expected.categories == real.categories
+        for size, wanted, of in zip(expected.sizes, real.sizes, real.categories, strict=True):
+            assert size == wanted or of == "workspace"  # those go with the kernels' configurations
+    assert asked == [2, 3]
+
+
+def test_the_largest_batch_is_the_boundary():
+    family = Batches(lambda batch: trace_of("llama", batch))
+    cap = 400 << 20
+    batch = family.largest(lambda trace: replay(trace, cap).fits)
+    assert batch > 4 and replay(family.at(batch), cap).fits and not replay(family.at(batch + 1), cap).fits
+    assert family.largest(lambda trace: False) == 0
+    assert family.largest(lambda trace: True, most=100) == 100
+
+
+def test_a_size_that_stops_growing_does_not_mislead():
+    """Expected from two and three sequences the size would go on growing: real traces have the last word."""
+
+    def trace_at(batch: int) -> Trace:
+        return Trace((1000 * min(batch, 5) + 10 * batch,), ("activations",), (0,), (), 1, 1)
+
+    family = Batches(trace_at)
+    assert family.at(9).sizes == (1010 * 9,) and trace_at(9).sizes == (5090,)
+    assert family.largest(lambda trace: trace.sizes[0] <= 5500) == 50
+    assert family.largest(lambda trace: trace.sizes[0] <= 5059) == 5
+
+
+def test_fits_keeps_the_margin():
+    trace = trace_of("llama")
+    estimate = estimate_trace(trace)
+    assert fits(trace, estimate.peak_p99, (8, 0)) and fits(trace, 8 * GiB, (8, 0))
+    assert not fits(trace, estimate.allocated + estimate.context, (8, 0))
+
+
+def test_an_optimizers_temporaries_can_be_left_out():
+    foreach, loop = trace_of("llama", 1, "adamw"), trace_of("llama", 1, "adamw-for-loop")
+    most = [peak_of(trace, ("workspace", "activations")) for trace in (foreach, loop)]
+    step = [peak_of(trace, ("workspace", "activations"), outside="optimizer") for trace in (foreach, loop)]
+    assert step[0] == step[1] <= most[1] <= most[0]
+
+
+def test_bad_configurations_say_what_is_wrong():
+    with pytest.raises(ConfigurationError, match="lacks the field 'model_type'"):
+        build_causal_lm({}, "config.json")
+    with pytest.raises(ConfigurationError, match="'lama' is unknown to transformers; did you mean 'llama'"):
+        build_causal_lm({"model_type": "lama"}, "config.json")
+    for missing in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        fields = {"model_type": "llama"} | {k: v for k, v in SMALL["llama"].items() if k != missing}
+        with pytest.raises(ConfigurationError, match=f"lacks the field '{missing}'"):
+            build_causal_lm(fields, "config.json")
+    for value in (-64, 0, 1 << 40):
+        with pytest.raises(ConfigurationError, match=f"hidden_size is {value}"):
+            build_causal_lm({"model_type": "llama"} | SMALL["llama"] | {"hidden_size": value}, "config.json")
+    with pytest.raises(ConfigurationError, match="does not describe a causal model"):
+        build_causal_lm({"model_type": "llama"} | SMALL["llama"] | {"num_attention_heads": "four"}, "config.json")
+    with pytest.raises(ConfigurationError, match="'adamv' is none of .* did you mean 'adamw'"):
+        optimizer_named("adamv")
+
+
+def test_gpus_by_name():
+    with pytest.raises(ConfigurationError, match="did you mean 'RTX 4090'"):
+        find_gpu("4090ti")
+    assert find_gpu("NVIDIA GeForce RTX 3090").total_bytes == find_gpu("rtx-3090").total_bytes == 24 * GiB
+    assert find_gpu("h200").total_bytes == 141 * 10**9 and find_gpu("RTX 5090").capability == (12, 0)
+    with pytest.raises(ConfigurationError, match="did you mean 'RTX 3090'"):
+        find_gpu("RTX 3091")
+
+
+def test_a_plain_module_needs_no_transformers():
+    trace = trace_training(
+        nn.Linear(256, 256), lambda: torch.zeros(8, 256, device="cuda"), lambda m, b: m(b).sum(), optimizer_named("sgd")
+    )
+    assert estimate_trace(trace).weights == 4 * (256 * 256 + 256)
+
+
+def test_later_runs_are_estimated_and_p99_holds_for_the_first_too():
+    """Without an autotuner's free segment, what stays is cut out of a large hole, which a later allocation of its size then lacks."""
+    tuned = 0
+    sizes = (60 * MiB, 300 * MiB, 32 * MiB, 300 * MiB)
+    events = (tuned, ~tuned, 1, ~1, 2, 3, ~3)
+    trace = Trace(sizes, ("workspace",) * 4, events, ((0, 0, "forward"),), 0, 0, optional=(tuned,))
+    found = estimate_trace(trace)
+    assert found.reserved == 600 * MiB  # of the first run 360: 32 of the 60 MiB, and 300 twice in one place
+    assert found.peak_p99 - found.context == -(-600 * MiB * (100 + P99_PERCENT) // 100) + P99_BYTES
+    first_alone = found.context + P99_BYTES + 380 * MiB
+    assert replay(trace, room(first_alone, found.context)).fits
+    assert not fits(trace, first_alone, (8, 0))
+    assert fits(trace, found.peak_p99 + MiB, (8, 0))
+    wide = replace(trace, sizes=(900 * MiB, *sizes[1:]))  # the tuner's buffer is the largest of all
+    found = estimate_trace(wide)
+    assert found.reserved == 600 * MiB and found.peak_p99 - found.context > 900 * MiB

@@ -1,0 +1,109 @@
+"""What `vb estimate` advises for a small decoder: numbers of real traces, costs beside them, memory first where it is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import replace
+
+import pytest
+
+from vblackwell.machine.gpus import RUNTIME_BYTES, context_bytes, find_gpu
+from vblackwell.nn.decoder.config import DecoderConfig
+from vblackwell.planner.estimate.advice import advice_of, fused
+from vblackwell.planner.estimate.command import estimate_command
+from vblackwell.planner.estimate.result import Estimated
+from vblackwell.planner.estimator import PLENTY, Run, estimate_offload
+from vblackwell.planner.memory_estimate import estimate_trace
+from vblackwell.planner.model_spec import of_config, of_decoder
+from vblackwell.units import GiB, MiB
+
+
+def test_every_line_is_a_difference_between_two_traces():
+    run = Run(of_decoder("decoder", DecoderConfig(512, 256, 704, 4, 4, max_position=256)), 256, capability=(8, 6))
+    trace = run.trace(16)
+    memory = estimate_trace(trace, run.capability)
+    estimated = Estimated("decoder", run, 16, trace, memory, find_gpu("RTX 3070"), GiB, False)
+    found = {each.change: each for each in advice_of(estimated)}
+    checkpointed = estimate_trace(replace(run, checkpointing=True).trace(16), run.capability)
+    advice = found["--gradient-checkpointing"]
+    assert advice.saved_bytes == memory.peak_p50 - checkpointed.peak_p50 > 0
+    assert advice.saved_time is not None and advice.saved_time < 0 and "more time" in advice.cost
+    assert found["--precision bf16"].saved_bytes > 0 and "fp32 masters" in found["--precision bf16"].cost
+    assert "batches of 8, gradients of 2 added up" in found
+    saved = [each.saved_bytes for each in advice_of(estimated)]
+    assert saved == sorted(saved, reverse=True)
+
+
+def test_a_stack_that_needs_checkpointing_is_advised_with_it():
+    run = Run(of_decoder("decoder", DecoderConfig(512, 256, 704, 4, 4, max_position=256)), 256, capability=(8, 6))
+    trace = run.trace(16)
+    roomy = estimate_offload(run, trace, GiB << 4, PLENTY, 0)
+    tight = context_bytes(run.capability) + RUNTIME_BYTES + roomy.step + MiB  # a megabyte beside activations
+    stack = estimate_offload(run, trace, tight, PLENTY, 0)
+    assert stack.refused is not None and "level 0 (GPU)" in stack.refused
+    estimated = Estimated(
+        "decoder", run, 16, trace, estimate_trace(trace, run.capability), None, tight, False, stack=stack
+    )
+    advice = next(each for each in advice_of(estimated) if "offload stack" in each.change)
+    assert "--gradient-checkpointing" in advice.change and advice.saved_bytes > 0
+    assert "more operations" in advice.cost and "of RAM" in advice.cost
+    assert not any("offload stack" in each.change for each in advice_of(estimated, below=(MiB, 0)))
+
+
+def test_a_stack_that_needs_fused_operators_is_advised_with_them():
+    """A vocabulary of 32,000 words over a small model: whole logits fill the card, and vb train never makes them."""
+    fields = {
+        "model_type": "qwen2", "vocab_size": 32000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False,
+    }  # fmt: skip
+    run = Run(of_config(fields, "small", 512), 512, precision="bf16", capability=(8, 6))
+    trace = run.trace(8)
+    memory = estimate_trace(trace, run.capability)
+    half = memory.peak_p50 // 2
+    stack = estimate_offload(run, trace, half, PLENTY, 0)
+    assert stack.refused is not None
+    estimated = Estimated("small", run, 8, trace, memory, None, half, False, stack=stack)
+    found = {each.change: each for each in advice_of(estimated)}
+    assert (
+        found["vb.accelerate_causal_lm(model)"].saved_bytes > 8 * 512 * 32000 * 4
+    )  # one copy of them in fp32, and more
+    streamed = found["an offload stack, vb.accelerate_causal_lm(model) (vb train --vgpu-auto)"]
+    assert memory.peak_p50 - streamed.saved_bytes <= half and "of RAM" in streamed.cost
+    fits = replace(estimated, stack=estimate_offload(run, trace, GiB << 4, PLENTY, 0))
+    assert not any(each.change.startswith("an offload stack, ") for each in advice_of(fits))  # it needs nothing else
+
+
+def test_what_is_done_already_is_not_advised():
+    subject = of_decoder("decoder", DecoderConfig(512, 64, 128, 2, 2, max_position=64))
+    run = Run(subject, 64, "adamw-fused", "bf16", checkpointing=True, expandable=True)
+    trace = run.trace(1)
+    assert advice_of(Estimated("decoder", run, 1, trace, estimate_trace(trace), None, GiB, False)) == ()
+
+
+def test_a_fused_step_as_it_is_traced():
+    run = Run(of_decoder("decoder", DecoderConfig(512, 512, 1408, 4, 8, max_position=64)), 64)
+    ours, theirs = fused(run.trace(1)), replace(run, optimizer="adamw-fused").trace(1)
+    both = [estimate_trace(trace) for trace in (ours, theirs)]
+    counts = len(
+        list(run.model().parameters())
+    )  # of steps, which a fused AdamW keeps on the GPU, in blocks of 512 bytes
+    assert both[1].allocated - both[0].allocated == 512 * counts and both[0].reserved == both[1].reserved
+    # The peak is in the step: foreach makes a copy of everything there.
+    assert estimate_trace(run.trace(1)).allocated - both[0].allocated > 3 * run.trace(1).num_parameters
+    assert sum(each.num_bytes for each in ours.work if each.phase == "optimizer") == 28 * ours.trainable
+
+
+def test_an_estimate_with_advice_starts_no_process(monkeypatch, capsys):
+    """torch and its libraries have threads, which a forked child lacks while it has their locks."""
+
+    def refused(*args: object, **kwargs: object) -> int:
+        pytest.fail("vb estimate started a process")
+
+    monkeypatch.setattr(os, "fork", refused)
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    assert not estimate_command(
+        "tiny", "RTX 3090", None, 1, 32, "adamw", "fp32", False, False, None, None, as_json=True
+    )
+    assert json.loads(capsys.readouterr().out)["advice"]

@@ -1,0 +1,155 @@
+"""The estimator by its public names."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+import vblackwell as vb
+from vblackwell.memory.cache.config import parse_levels
+from vblackwell.planner.estimator import Run as TrainingRun
+from vblackwell.planner.estimator import estimate_offload, minimum_gpu_bytes, streams_on, threads_bytes
+from vblackwell.planner.memory_estimate import P99_BYTES, P99_PERCENT
+from vblackwell.planner.model_spec import of_decoder
+from vblackwell.units import MiB
+
+SHAPE = {"vocab_size": 1000, "hidden_size": 64, "num_layers": 3, "num_heads": 4, "seq_length": 64}
+
+
+def test_shape_in_bytes_out():
+    config = vb.ModelConfig(**SHAPE, batch_size=4)
+    estimate = vb.VGPUResourceEstimator().estimate_transformer(config)
+    assert isinstance(estimate, vb.MemoryEstimate)
+    assert estimate.state_bytes == 16 * estimate.parameters
+    wider = vb.VGPUResourceEstimator().estimate_transformer(vb.ModelConfig(**SHAPE, batch_size=8))
+    assert wider.activations > estimate.activations and wider.parameters == estimate.parameters
+
+
+def test_the_recommended_batch_fits_and_the_next_does_not():
+    estimator, config = vb.VGPUResourceEstimator(), vb.ModelConfig(**SHAPE)
+    gpu_mb = 900
+    batch = estimator.recommend_batch_size(config, gpu_memory_mb=gpu_mb)
+    assert batch > 1
+    run = TrainingRun(of_decoder("decoder", config.decoder()), config.seq_length)
+    assert run.fits(run.trace(batch), gpu_mb << 20) and not run.fits(run.trace(batch + 1), gpu_mb << 20)
+    assert estimator.recommend_batch_size(config, gpu_memory_mb=100) == 0
+
+
+def test_below_the_minimum_nothing_streams():
+    run = TrainingRun(of_decoder("decoder", vb.ModelConfig(**SHAPE).decoder()), 64)
+    least, why = minimum_gpu_bytes(run)
+    # The context that is assumed of capability 8.0 and what the runtime adds to it, 620 and 70 MiB, and little else.
+    assert 690 << 20 < least < 720 << 20 and "CUDA context" in why
+    assert streams_on(run, least) and not streams_on(run, 690 << 20)
+    assert estimate_offload(run, run.trace(1), 690 << 20, 1 << 40, 0).refused  # the two agree
+
+
+def test_refusals():
+    with pytest.raises(vb.ConfigurationError, match="did you mean 'gpt2-medium'"):
+        vb.quick_estimate("gpt2-mediun")
+    with pytest.raises(vb.ConfigurationError, match="hidden_size is -1"):
+        vb.ModelConfig(hidden_size=-1)
+    with pytest.raises(vb.ConfigurationError, match="gpu_memory_mb is -5"):
+        vb.VGPUResourceEstimator().recommend_batch_size(vb.ModelConfig(**SHAPE), gpu_memory_mb=-5)
+
+
+@functools.cache
+def small_run() -> tuple[vb.MemoryEstimate, vb.VGPUResourceEstimator]:
+    estimator = vb.VGPUResourceEstimator()
+    return estimator.estimate_transformer(vb.ModelConfig(**SHAPE, batch_size=1)), estimator
+
+
+def test_levels_for_a_stack():
+    estimate, estimator = small_run()
+    step = estimate.activations + estimate.logits_and_loss + estimate.workspace
+
+    def gpu_with(free_mb: float) -> float:
+        """MiB of a GPU that has so much beside context, step and P99's margin."""
+        return (estimate.context + P99_BYTES + (step + free_mb * MiB) * (1 + P99_PERCENT / 100)) / MiB + 0.01
+
+    whole = estimator.generate_vgpu_config(estimate, gpus=[8 * 1024])
+    assert [level["device"] for level in whole["levels"]] == ["cuda:0"] and whole.hit_rate == 1.0
+    assert whole["levels"][0]["capacity_mb"] * MiB == pytest.approx(estimate.state_bytes, abs=1)
+    # A little more than the step: less than all states, and with a share of the weights.
+    part = estimator.generate_vgpu_config(estimate, gpus=[gpu_with(1.5)], target_hit_rate=0.5, host_memory_mb=2)
+    assert [level["device"] for level in part["levels"]] == ["cuda:0", "cpu", "ssd"]
+    assert part.hit_rate >= 0.5 and part["levels"][1]["capacity_mb"] == 2
+    assert sum(level["capacity_mb"] for level in part["levels"]) * MiB >= estimate.state_bytes
+    more = estimator.generate_vgpu_config(estimate, gpus=[gpu_with(2), 8 * 1024])
+    assert [level["device"] for level in more["levels"]] == ["cuda:0", "cuda:1"]
+
+
+def test_the_rule_of_thumb_stands_beside_the_plan():
+    estimate, estimator = small_run()
+    config = estimator.generate_vgpu_config(estimate, gpus=[8 * 1024])
+    sizes = [level["capacity_mb"] * MiB for level in config.rule_of_thumb["levels"]]
+    assert sizes == pytest.approx([1.5 * estimate.weights, 6 * estimate.weights, 24 * estimate.weights], abs=1)
+    assert any("rule of thumb" in line for line in config.lines)
+
+
+def test_a_stack_takes_the_levels(tmp_path):
+    estimate, estimator = small_run()
+    config = estimator.generate_vgpu_config(estimate, gpus=[8 * 1024])
+    assert parse_levels(config) and parse_levels(config.rule_of_thumb)
+    here = {"levels": [level | {"device": "arena"} for level in config["levels"]]}
+    with vb.VGPUStack(here) as stack:
+        stack.register("weight", torch.ones(1000))
+        assert torch.equal(stack.access("weight"), torch.ones(1000))
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"gpus": []}, "gpus is empty"), ({"gpus": [-1]}, "-1 MiB"), ({"gpus": [8192], "target_hit_rate": 0}, "target_hit_rate is 0"),
+        ({"gpus": [8192], "target_hit_rate": 1.5}, "target_hit_rate is 1.5"), ({"gpus": [8192], "host_memory_mb": 0}, "0 MiB"),
+    ],
+)  # fmt: skip
+def test_levels_that_cannot_be(more, words):
+    estimate, estimator = small_run()
+    with pytest.raises(vb.ConfigurationError, match=words):
+        estimator.generate_vgpu_config(estimate, **more)
+    with pytest.raises(vb.InsufficientMemory, match="no room for a level beside the CUDA context"):
+        estimator.generate_vgpu_config(estimate, gpus=[600])
+
+
+def test_a_known_model_by_name():
+    estimate = vb.quick_estimate("gpt2", batch_size=1, seq_length=64, optimizer="sgd-momentum")
+    assert estimate.parameters == 124_439_808
+    assert 0 <= estimate.state_bytes - 12 * estimate.parameters < MiB  # weights, gradients, momentum; a few buffers
+    with pytest.raises(vb.ConfigurationError, match="batch size 0"):
+        vb.quick_estimate("gpt2", batch_size=0)
+
+
+def test_what_a_stack_s_segments_hold_beyond_its_bytes():
+    """Blocks of 14 MiB of weights in segments rounded to 2 MiB, and a step whose tensors share segments of 20 MiB."""
+    config = vb.ModelConfig(
+        vocab_size=512,
+        hidden_size=768,
+        num_layers=4,
+        num_heads=12,
+        seq_length=256,
+        batch_size=4,
+        intermediate_size=2100,
+    )
+    run = TrainingRun(of_decoder("decoder", config.decoder()), 256, precision="bf16", capability=(9, 0))
+    trace = run.trace(4)
+    default = estimate_offload(run, trace, 2 << 30, 1 << 40, 0)
+    expandable = estimate_offload(replace(run, expandable=True), trace, 2 << 30, 1 << 40, 0)
+    assert (default.level0, default.step, default.host) == (expandable.level0, expandable.step, expandable.host)
+    assert 0 <= expandable.fragmentation < default.fragmentation < (default.level0 + default.step) / 4
+
+
+def test_a_disk_level_s_threads_take_ram_beside_the_levels():
+    config = vb.ModelConfig(vocab_size=512, hidden_size=512, num_layers=4, num_heads=8, seq_length=32)
+    run = TrainingRun(of_decoder("decoder", config.decoder()), 32)
+    trace = run.trace(1)
+    without = estimate_offload(run, trace, 2 << 30, 1 << 40, 0)
+    full = without.host - 16 * MiB  # not all of it goes into RAM
+    spilled = estimate_offload(run, trace, 2 << 30, full + threads_bytes(packed=False), 1 << 30)
+    placed = spilled.disk + spilled.host - threads_bytes(packed=False)
+    assert spilled.disk > 0 and without.host <= placed < without.host + 48 * MiB  # and what is staged
+    unused = estimate_offload(run, trace, 2 << 30, 1 << 40, 1 << 30)
+    assert unused.disk == 0 and unused.host == without.host

@@ -1,0 +1,369 @@
+"""What each way of training is predicted to take: a small decoder on paper, with an H200's measured rates."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from vblackwell import VGPUAdamW, create_vgpu_stack, enable_vgpu_stack_optimization, offload_of
+from vblackwell.errors import ConfigurationError, InsufficientMemory
+from vblackwell.machine.rates import Rates
+from vblackwell.nn.decoder.config import DecoderConfig
+from vblackwell.nn.decoder.decoder import Decoder
+from vblackwell.offload.layout.forecast import foresee, lane_rates
+from vblackwell.offload.layout.formats import EXACT
+from vblackwell.offload.layout.lanes import simulate
+from vblackwell.offload.layout.placement import Wishes
+from vblackwell.planner.compression import CodecSpeed, DiskSpeed
+from vblackwell.planner.estimator import Run, threads_bytes
+from vblackwell.planner.forecast import Forecast, Machine, plan_of
+from vblackwell.planner.model_spec import of_decoder
+from vblackwell.planner.placement import Bounds, Choice, Lacking, Space
+from vblackwell.train import auto
+from vblackwell.train.config import TrainConfig
+from vblackwell.train.levels import build_stack
+from vblackwell.train.precision import Precision
+from vblackwell.train.report import compare
+from vblackwell.units import GiB, MiB
+
+SHAPE = DecoderConfig(4096, 512, 1408, 8, 8, max_position=512)
+H200 = Rates(779e12, 50e12, 4.27e12, 55e9, 55e9, 49.6e9, 49.6e9, 1.9e9)
+SEQ = 512
+
+
+@pytest.fixture(scope="module")
+def small() -> Forecast:
+    """A GPU of 192 MiB, in whose RAM there is plenty of room."""
+    run = Run(of_decoder("decoder", SHAPE), SEQ, precision="bf16", capability=(9, 0))
+    return Forecast(run, Machine(Bounds(320 * MiB, 8 * GiB), H200, undo=False, may_clip=False))
+
+
+def on(forecast: Forecast, **changes) -> Forecast:
+    """The same model on another machine; its traces are kept."""
+    other = copy.copy(forecast)
+    other.machine = replace(forecast.machine, **changes)
+    return other
+
+
+def choice(**changes) -> Choice:
+    return replace(Choice("streamed", 4, 1, True, activations="host"), **changes)
+
+
+def test_resident_takes_sixteen_bytes_a_parameter_and_what_a_step_needs(small):
+    count = sum(p.numel() for p in small.model(False, False).parameters())
+    found = on(small, bounds=Bounds(GiB, GiB)).predict(choice(placement="resident", activations="level0"))
+    assert not isinstance(found, Lacking)
+    sized, prediction = found
+    # bf16 weight, remainder, two moments, and at the end of backward fp32 gradients, when the activations are gone.
+    assert 16 * count < prediction.gpu < 16 * count + 128 * MiB and prediction.gpu_p99 > prediction.gpu
+    assert sized.level0_bytes >= 18 * count and prediction.host == prediction.disk == 0
+    lacking = small.predict(choice(placement="resident", activations="level0"))
+    assert isinstance(lacking, Lacking) and lacking.num_bytes > 0
+
+
+def test_checkpointing_and_checkpoints_in_ram_take_less_of_the_gpu(small):
+    def step(which: Choice) -> int:
+        return small._step_bytes(which, small._trace_of(which))
+
+    without, with_it, in_ram = (
+        step(choice(checkpointing=False, activations="level0")), step(choice(activations="level0")), step(choice()),
+    )  # fmt: skip
+    assert without > with_it > in_ram
+    inputs = 4 * SEQ * 512 * 2  # of a block: tokens, hidden size, bf16
+    assert with_it - in_ram == (8 - 5) * inputs  # of eight blocks five stay
+    space = Space(((4, 1),), checkpointing=(True,), updates=("level0",), activations=("host",))
+    plan = plan_of(small.run, space, small.machine, small)
+    assert auto.planned_sizes(plan)["activation_bytes"] == plan.prediction.waiting == 8 * inputs  # set aside in RAM
+
+
+def test_streaming_fits_where_residing_does_not_and_never_beyond_its_bounds(small):
+    for update in ("level0", 0.3, "home"):
+        found = small.predict(choice(update=update))
+        assert not isinstance(found, Lacking)
+        sized, prediction = found
+        assert prediction.gpu_p99 <= 320 * MiB and sized.level0_bytes <= 320 * MiB
+        assert sized.weight_bytes > 0 and prediction.host > 12 * 25e6  # weights, remainders, moments
+        assert prediction.step_seconds > 0 and prediction.disk == 0
+    tiny = on(small, bounds=Bounds(48 * MiB, 8 * GiB)).predict(choice())
+    assert isinstance(tiny, Lacking)
+
+
+def test_a_way_back_takes_ram_and_the_links_time(small):
+    without = small.predict(choice())
+    undo = on(small, undo=True, may_clip=True).predict(choice(), in_full=True)
+    assert not isinstance(without, Lacking) and not isinstance(undo, Lacking)
+    assert undo[1].host > 1.8 * without[1].host
+    assert (
+        undo[1].clipped_seconds is not None
+        and undo[1].clipped_seconds > undo[1].step_seconds >= without[1].step_seconds
+    )
+
+
+@pytest.mark.parametrize("host", [8 * GiB, 420 * MiB, 300 * MiB])
+def test_ways_back_leave_ram_to_the_inputs_of_checkpoints(small, host):
+    """They take what is free, all of it where RAM is short: with the inputs, which come and go, never more than there is."""
+    found = on(small, bounds=Bounds(320 * MiB, host, 8 * GiB), undo=True).predict(choice())
+    assert not isinstance(found, Lacking)
+    assert found[1].host == host if host < GiB else found[1].host < host
+
+
+def test_states_that_ram_cannot_hold_go_to_the_disk(small):
+    bounds = Bounds(320 * MiB, 300 * MiB, 8 * GiB)
+    found = on(small, bounds=bounds).predict(choice(), in_full=True)
+    assert not isinstance(found, Lacking)
+    assert found[1].disk > 0 and found[1].disk_written > 0 and found[1].bottleneck == "disk"
+    assert found[1].disk_hidden_from is None or found[1].disk_hidden_from > found[1].tokens
+    without = on(small, bounds=Bounds(320 * MiB, 300 * MiB)).predict(choice())
+    assert isinstance(without, Lacking) and "raise host_memory or disk_memory" in str(without)
+
+
+@pytest.mark.parametrize(("precision", "micro_batches", "host"), [("fp32", 2, 8.0), ("bf16", 4, 9.0)])
+def test_a_disk_is_told_the_bytes_that_a_real_run_moves(tmp_path, precision, micro_batches, host):
+    """Where RAM, of so many bytes a parameter, is too short for gradients too: norms, sums of several and updates at home need them."""
+    shape = DecoderConfig(512, 64, 192, 4, 4, max_position=16)
+    model = Decoder(shape, seed=0, device="cpu").train()
+    count = sum(p.numel() for p in model.parameters())
+    capacities = [12 * count, int(host * count), 60 * count]
+    run = Run(of_decoder("decoder", shape), 16, precision=precision)
+    dtype = torch.bfloat16 if precision == "bf16" else None
+    forecast = Forecast(run, Machine(Bounds(*capacities), H200, has_gpu=False))
+    found = forecast.predict(Choice("streamed", 2, micro_batches, False, level0_bytes=capacities[0], update="home"))
+    assert not isinstance(found, Lacking)
+    lanes = forecast._foreseen(found[0], EXACT, forecast.trace(False, False, 2), {})
+    assert not isinstance(lanes, Lacking)
+    told = [sum(getattr(group, way) for group in lanes[1].lanes.groups) for way in ("disk_read", "disk_write")]
+
+    with create_vgpu_stack(*capacities, device="cpu", disk_path=str(tmp_path)) as stack:
+        enable_vgpu_stack_optimization(model, stack, placement="streamed", update="home", compute_dtype=dtype)
+        optimizer = VGPUAdamW(
+            model.parameters(), update_in_backward=True, max_grad_norm=1e9, accumulation_steps=micro_batches
+        )  # fmt: skip
+        tokens = torch.zeros(2, 16, dtype=torch.int64)
+
+        def moved() -> list[int]:
+            for _ in range(micro_batches):
+                (model(tokens, tokens) / micro_batches).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            engine = offload_of(model)
+            assert engine is not None
+            engine.finish()
+            links = stack.get_stats()["links"]
+            return [
+                sum(link["bytes"] for link in links if link[end].startswith("ssd")) for end in ("source", "destination")
+            ]
+
+        before = moved()  # with the states' first bytes
+        real = [now - then for now, then in zip(moved(), before, strict=True)]
+        assert offload_of(model).homes.bytes_by_level()["gradient"][2] > 0  # pyright: ignore[reportOptionalMemberAccess]
+    assert told == pytest.approx(real, rel=2e-3)  # a group's share is rounded, its ranges begin at multiples of 512
+    assert found[1].disk_written == told[1]
+
+
+def test_updates_on_the_cpu_slow_a_step_that_waits_for_the_host(small):
+    def seconds(update: str, **rates) -> float:
+        other = Forecast(small.run, replace(small.machine, rates=replace(H200, issue_seconds=1e-3, **rates)))
+        other.trace = small.trace
+        found = other.predict(choice(update=update))
+        assert not isinstance(found, Lacking)
+        return found[1].step_seconds
+
+    assert seconds("level0", busy_issues=2.0) == seconds("level0")
+    # The CPU updates all 33 M parameters in 66 ms at the rate below: for half of that the host stands still.
+    slow = {"cpu_adamw": 5e8}
+    parameters = sum(p.numel() for p in small.model(True, False).parameters())
+    more = seconds("home", busy_issues=2.0, **slow) - seconds("home", **slow)
+    assert more == pytest.approx(0.5 * parameters / 5e8, rel=0.1)
+
+
+def test_eight_bit_states_take_a_quarter(small):
+    exact, packed = small.predict(choice()), small.predict(choice(states="8bit"))
+    assert not isinstance(exact, Lacking) and not isinstance(packed, Lacking)
+    assert packed[1].host < 0.6 * exact[1].host and packed[1].step_seconds <= exact[1].step_seconds
+
+
+def test_fp4_weights_are_planned_for_where_they_are_allowed(small):
+    space = Space(((4, 1),), checkpointing=(True,), updates=("level0",), activations=("host",), fp4=(False, True))
+    plan = plan_of(small.run, space, small.machine, small)
+    found = small.predict(choice(fp4=True))
+    assert not isinstance(found, Lacking)
+    plain = small.predict(choice())
+    assert not isinstance(plain, Lacking)
+    # Rounding weights in the forward takes time, and changes nothing of what is kept: the plan is made without it.
+    assert found[1].step_seconds >= plain[1].step_seconds and not plan.choice.fp4
+
+
+def test_the_plan_is_the_fastest_of_what_is_predicted(small):
+    space = Space(((4, 1),), updates=("level0", 0.2, "home"))
+    plan = plan_of(small.run, space, small.machine, small)
+    every = [found for each in space.choices() if not isinstance(found := small.predict(each), Lacking)]
+    assert plan.prediction.step_seconds <= 1.006 * min(prediction.step_seconds for _, prediction in every)
+    assert plan.prediction.gpu_p99 <= small.machine.bounds.gpu
+    large = on(small, bounds=Bounds(4 * GiB, 8 * GiB))
+    assert plan_of(large.run, space, large.machine, large).choice.placement == "resident"
+    with pytest.raises(InsufficientMemory, match="no plan fits"):
+        none = on(small, bounds=Bounds(16 * MiB, 8 * GiB))
+        plan_of(none.run, space, none.machine, none)
+
+
+def test_batch_size_auto_keeps_the_sequences_of_a_step(small):
+    config = TrainConfig(batch_size=3, accumulation_steps=4, seq_length=SEQ, auto_batch_size=True)
+    space = Space(((3, 4),), checkpointing=(True,), updates=("level0",), activations=("host",))
+    assert auto.batches_of(config, space, small) == ((12, 1), (6, 2), (4, 3), (3, 4), (2, 6), (1, 12))
+    one = replace(config, accumulation_steps=1)
+    sizes = [size for size, _ in auto.batches_of(one, space, small)]
+    assert sizes[1:] == [
+        size for size in sorted({sizes[0] // 2, sizes[0] // 4}, reverse=True) if size and size != sizes[0]
+    ]
+    largest = choice(batch_size=sizes[0])
+    assert not isinstance(small.predict(largest), Lacking)
+    assert isinstance(small.predict(replace(largest, batch_size=sizes[0] + 1)), Lacking)
+    little = on(small, bounds=Bounds(16 * MiB, 8 * GiB))
+    each = [
+        little.predict(found) for found in replace(space, batches=((1, 1),), activations=("host", "level0")).choices()
+    ]
+    least = min(lacking.num_bytes for lacking in each if isinstance(lacking, Lacking) and lacking.num_bytes)
+    with pytest.raises(InsufficientMemory, match="not one sequence of 512 tokens fits") as caught:
+        auto.batches_of(one, replace(space, activations=("host", "level0")), little)
+    assert caught.value.needed_bytes == least
+
+
+def test_a_run_without_a_gpu_is_planned_and_compared(monkeypatch):
+    """The plan's settings are the run's; the model and the generator of the run are left as they were."""
+    shape = DecoderConfig(64, 32, 64, 3, 2, max_position=16)
+    model = Decoder(shape, seed=0, device="cpu")
+    monkeypatch.setattr(auto, "cpu_rates", lambda: replace(H200, matmul_fp32=1e11, memory=1e10, up=5e9, down=5e9))
+    config = TrainConfig(vgpu_auto=True, seq_length=16, batch_size=2, fast_memory=256 << 10, host_memory=16 * MiB)
+    before, weights = torch.get_rng_state(), [p.detach().clone() for p in model.parameters()]
+    said: list[str] = []
+    plan = auto.make_training_plan(config, model, Precision(None, False), torch.device("cpu"), said.append)
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True))
+    applied = auto.apply_plan(config, plan)
+    assert (applied.placement, applied.batch_size, applied.activations) == ("streamed", 2, "level0")
+    assert plan.bounds.gpu == 256 << 10 and auto.planned_sizes(plan)["weight_bytes"] > 0
+    levels = [
+        {"level": "arena", "peak_bytes": 60_000},
+        {"level": "cpu", "peak_bytes": 400_000},
+        {"level": "ssd", "peak_bytes": 7},
+    ]
+    found = compare(plan, {"gpu_peak_bytes": None, "levels": levels}, [1.0, 2.0, 50.0, 70.0, 60.0])
+    assert found["gpu_bytes"]["measured"] == 60_000 and found["host_bytes"]["measured"] == 400_000
+    assert found["tokens_per_second"]["measured"] == 60.0
+
+
+def test_a_plan_has_a_disk_where_the_run_will_have_one(tmp_path):
+    """A batch alone asks for none: it wears an SSD out."""
+    here = torch.device("cpu")
+    batch = TrainConfig(auto_batch_size=True, fast_memory=MiB, host_memory=MiB)
+    assert auto.bounds_of(batch, here) == Bounds(MiB, MiB, 0)
+    asked = ({"vgpu_auto": True}, {"disk_memory": 3 * MiB}, {"disk_path": str(tmp_path)})
+    for config in (replace(batch, **each) for each in asked):
+        bounds = auto.bounds_of(config, here)
+        with build_stack(config, here) as stack:
+            assert bounds.disk > 0 and len(stack.levels) == 3
+        assert bounds.disk == (config.disk_memory or bounds.disk)
+    with pytest.raises(ConfigurationError, match="--disk-codec is for a disk level"):
+        auto.bounds_of(replace(batch, disk_codec="lossless"), here)
+
+
+def test_the_turn_comes_before_more_weights(small):
+    """Without a way back the first groups get their states onto level 0 before other weights stay, and steps are shorter for it."""
+    roomier = on(small, bounds=Bounds(340 * MiB, 8 * GiB))
+    sized, kept = roomier.predict(choice(update=0.3))
+    assert 0 < sized.resident_bytes < sized.level0_bytes
+    assert sized.weight_bytes >= 6 * small._groups(sized)[1].num_bytes
+    loaded = replace(sized, resident_bytes=0, weight_bytes=sized.weight_bytes + sized.resident_bytes)
+    assert kept.step_seconds < roomier.predict(loaded)[1].step_seconds
+    sized, _ = on(roomier, undo=True).predict(choice(update=0.3))
+    assert sized.resident_bytes == 0
+
+
+@pytest.mark.slow
+def test_the_2_70b_shape_as_an_h200_ran_it():
+    """docs/log-offload.md, 2026-11-22, 16,384 tokens a step, AdamW on the CPU at 2.02 G/s alone: bytes within 4 %, speed 5 to 8."""
+    run = Run(
+        of_decoder("decoder", DecoderConfig(32000, 2560, 6912, 32, 20, max_position=2048)),
+        2048,
+        precision="bf16",
+        capability=(9, 0),
+    )
+    rates = replace(H200, up=55.2e9, up_both=50.4e9, down_both=50.4e9, cpu_adamw=0.7 * 2.02e9)
+    forecast = Forecast(run, Machine(Bounds(8 * GiB, 110 * GiB), rates, undo=False, may_clip=False))
+    streamed = Choice(
+        "streamed", 8, 1, True, update=0.29, activations="host", level0_bytes=8 * GiB, weight_bytes=int(3.1 * GiB)
+    )
+    found = forecast.predict(streamed)
+    assert not isinstance(found, Lacking)
+    assert found[1].gpu == pytest.approx(6.99e9, rel=0.04) and found[1].host == pytest.approx(39.1e9, rel=0.04)
+    assert found[1].tokens_per_second == pytest.approx(22_325, rel=0.05)
+    kept = replace(streamed, weight_bytes=int(0.9 * GiB), resident_bytes=int(2.8 * GiB), update=0.36)
+    found = forecast.predict(kept)  # the share is what its 22.5 GB down say; the CPU alone at 2.1 G/s
+    assert not isinstance(found, Lacking)
+    assert found[1].gpu == pytest.approx(7.79e9, rel=0.04) and found[1].host == pytest.approx(35.7e9, rel=0.04)
+    assert found[1].tokens_per_second == pytest.approx(23_232, rel=0.05)
+    clipping = on(forecast, undo=True, may_clip=True).predict(
+        replace(streamed, weight_bytes=int(2.6 * GiB), update=0.3), in_full=True
+    )
+    assert not isinstance(clipping, Lacking) and clipping[1].clipped_seconds is not None
+    assert clipping[1].tokens / clipping[1].clipped_seconds == pytest.approx(16_137, rel=0.05)
+    resident = on(forecast, bounds=Bounds(80 * GiB, GiB)).predict(Choice("resident", 8, 1, True))
+    assert not isinstance(resident, Lacking) and resident[1].gpu == pytest.approx(43.9e9, rel=0.02)
+    assert resident[1].tokens_per_second == pytest.approx(25_679, rel=0.08)
+
+
+def test_the_disk_of_the_largest_model_as_it_was_measured(monkeypatch):
+    """docs/log-offload.md: 22 blocks of the 70B shape, 108 GiB of RAM, 52 GB of disk: 50 GB read and 48 GB written a step."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    import offload_largest
+    from offload_case import SHAPES
+
+    shape = replace(SHAPES["70B"], num_layers=22)
+    machine = offload_largest.Machine(int(offload_largest.LEVEL0_SHARE * 143_771 * MiB), 108 * GiB, int(52e9), True)
+    planned = offload_largest.plan_of(shape, machine, EXACT, 2, 2048)
+    wishes = Wishes(
+        compute_dtype=torch.bfloat16, update="level0", resident_bytes=planned.resident_bytes, activation_bytes=planned.activation_bytes,
+        weight_bytes=12 * shape.block_parameters,
+    )  # fmt: skip
+    capacities = [machine.level0_bytes, machine.host_bytes, machine.disk_bytes]
+    lanes = foresee(
+        offload_largest.make_decoder(shape, 2048), capacities, wishes, {"forward": 0.3, "backward": 0.9}
+    ).lanes
+    assert sum(group.disk_read for group in lanes.groups) == pytest.approx(50e9, rel=0.06)
+    assert sum(group.disk_write for group in lanes.groups) == pytest.approx(48e9, rel=0.03)
+    times = simulate(lanes, lane_rates(replace(H200, disk_read=1.75e9, disk_write=1.8e9)))
+    # Steps of 68 and 90 s, while another run used the same disk, which alone reads and writes at these rates.
+    assert times.bottleneck == "disk" and 50 < times.step_seconds < 68
+
+
+def test_states_on_a_disk_are_compressed_where_a_step_is_shorter(small):
+    """A GPU whose RAM is short: by the disk's rate alone the same choice is compressed or not, and what is written follows."""
+    asked: list[set[str]] = []
+
+    def predicted(gbps: float, wanted: str | None = None):
+        def speed(kinds) -> DiskSpeed:
+            asked.append(set(kinds))
+            codec = {kind: CodecSpeed(1.25, 4e9, 8e9) for kind in kinds}
+            return DiskSpeed(gbps * 1e9, gbps * 1e9, "here", {} if wanted == "none" else codec, "these", wanted)
+
+        short = on(small, bounds=Bounds(320 * MiB, 224 * MiB, 8 * GiB), disk=speed)
+        found = short.predict(choice(update="level0"), in_full=True)
+        assert not isinstance(found, Lacking), found
+        return found
+
+    slow, fast, plain = predicted(0.2), predicted(20.0), predicted(0.2, "none")
+    assert all("bfloat16 weights" in kinds or "first moments" in kinds for kinds in asked)
+    assert (slow[0].disk_codec, fast[0].disk_codec, plain[0].disk_codec) == ("lossless", "none", "none")
+    verdict = slow[1].compression
+    assert verdict is not None and verdict.ratio == pytest.approx(1.25) and slow[1].bottleneck == "disk"
+    assert slow[1].step_seconds == verdict.packed_seconds < verdict.plain_seconds == plain[1].step_seconds
+    # A disk that is all there is to a step is passed nearly 1.25 times as fast, and worn by so much less; fewer tokens hide it.
+    assert 1.19 < plain[1].step_seconds / slow[1].step_seconds < 1.25
+    assert slow[1].disk_written == pytest.approx(plain[1].disk_written / 1.25, rel=1e-6)
+    assert slow[1].threads == threads_bytes(True) > fast[1].threads == threads_bytes(False) > 0
+    assert plain[1].disk_hidden_from > slow[1].disk_hidden_from > 0
+    assert fast[1].disk_written == plain[1].disk_written and slow[1].disk == plain[1].disk

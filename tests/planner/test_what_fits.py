@@ -1,0 +1,99 @@
+"""What a machine trains, adapts and runs, on models that are small enough to try all of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.machine.gpus import find_gpu
+from vblackwell.machine.rates import Rates, assumed_rates
+from vblackwell.planner import what_fits, what_fits_command
+from vblackwell.planner.known_models import KNOWN_MODELS
+from vblackwell.planner.placement import Bounds
+from vblackwell.planner.what_fits import LEAST_SPEED, Place, WhatFits, row_of
+from vblackwell.units import GiB, MiB
+
+NAMES = (
+    "tiny-a",
+    "tiny-b",
+    "tiny-c",
+)  # widths 64, 128 and 256 of two blocks: half, one and a half, and four and a half M parameters
+
+
+@pytest.fixture(autouse=True)
+def small_models(monkeypatch):
+    for name, width in zip(NAMES, (64, 128, 256), strict=True):
+        fields = {
+            "model_type": "llama", "vocab_size": 4096, "hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "tie_word_embeddings": False, "max_position_embeddings": 2048,
+        }  # fmt: skip
+        monkeypatch.setitem(KNOWN_MODELS, name, fields)
+    monkeypatch.setattr(what_fits, "SEQ_LENGTH", 64)
+    monkeypatch.setattr(what_fits, "BATCHES", ((2, 1), (1, 2)))
+
+
+def rates(**more: float) -> Rates:
+    return replace(assumed_rates(find_gpu("RTX 3060")), **more)
+
+
+def place(gpu: float, host: float = 8 * GiB, disk: float = 0, **more: float) -> Place:
+    return Place(Bounds(int(gpu), int(host), int(disk)), rates(**more), (8, 6))
+
+
+def test_the_largest_and_the_largest_that_stays():
+    answers = WhatFits(NAMES)
+    roomy = answers.largest("train", place(8 * GiB))
+    assert [(fit.model, fit.resident) for fit in roomy] == [("tiny-c", True)]
+    # The activations of two short sequences are some 10 MiB; states are 18 bytes of half a million parameters and of four and a half.
+    tight = answers.largest("train", place(160 * MiB))
+    assert [fit.model for fit in tight][0] == "tiny-c" and tight[-1].resident
+    assert answers.largest("train", place(8 * GiB, matmul_half=1.0)) == []  # slower than it is worth
+
+
+def test_running_is_bound_by_what_must_be_read():
+    answers, wide = WhatFits(NAMES), place(8 * GiB, issue_seconds=1e-12)
+    slow = replace(wide, rates=replace(wide.rates, memory=wide.rates.memory / 1e3))
+    fast_fit, slow_fit = (answers.fit("run", "tiny-c", each) for each in (wide, slow))
+    assert fast_fit and slow_fit and fast_fit.resident and fast_fit.disk == 0
+    packed = fast_fit.host  # all weights, whose home is there
+    assert 0.5 * 3.4e6 < packed < 2 * 4.6e6  # blocks packed, embedding and head in bf16
+    read = packed - 2 * 4096 * 256  # of the embedding one row
+    assert slow_fit.tokens_per_second < slow.rates.memory / read
+    streamed = answers.fit("run", "tiny-c", place(518 * MiB))
+    assert streamed and not streamed.resident and "over the link" in streamed.how
+    assert streamed.tokens_per_second < fast_fit.tokens_per_second
+    assert answers.fit("run", "tiny-c", place(8 * GiB, host=2 * MiB)) is None
+    disk = answers.fit("run", "tiny-c", place(518 * MiB, host=2 * MiB, disk=1 * GiB, disk_read=1e6))
+    assert disk and disk.disk and disk.tokens_per_second < streamed.tokens_per_second
+
+
+def test_adapters_need_less_than_training():
+    answers = WhatFits(("tiny-c",))
+    full, adapters = (answers.fit(task, "tiny-c", place(8 * GiB), only_resident=True) for task in ("train", "adapters"))
+    assert full and adapters and adapters.gpu < full.gpu - 10 * 3 * 10**6
+    assert row_of(adapters)[0] == "train adapters over FP4" and row_of(adapters)[6] == "-"
+
+
+def test_the_answer_for_a_card(monkeypatch, capsys):
+    def few(**more: Any) -> WhatFits:
+        return WhatFits(NAMES[:1], **more)
+
+    monkeypatch.setattr(what_fits_command, "WhatFits", few)
+    assert what_fits_command.what_fits_command("rtx 3060", "16GiB", "100GiB", as_json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["machine"] == "RTX 3060" and {fit["task"] for fit in found["fits"]} == set(LEAST_SPEED)
+    assert found["bounds"]["host"] == 12 * GiB and found["bounds"]["disk"] == 100 * GiB
+    assert what_fits_command.what_fits_command(None, "16GiB", "100GiB", as_json=False) == 0
+    out = capsys.readouterr()
+    assert "tiny-a" in out.out and "tokens/s" in out.out and "trying to run in FP4: tiny-a" in out.err
+
+
+def test_refusals():
+    with pytest.raises(ConfigurationError, match="did you mean 'RTX 3090'"):
+        what_fits_command.place_of("RTX 3091", None, None)
+    with pytest.raises(ConfigurationError, match="--ram 'plenty'"):
+        what_fits_command.place_of("RTX 3090", "plenty", None)

@@ -1,0 +1,49 @@
+"""docs/what-fits.md says what docs/what_fits.py would write: its head, its cards, and a card's quickest rows worked out again."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vblackwell.planner.what_fits import WORDS, WhatFits
+from vblackwell.planner.what_fits_command import markdown
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "what-fits.md").read_text(encoding="utf-8")
+
+
+def load() -> Any:
+    spec = importlib.util.spec_from_file_location("what_fits_page", ROOT / "docs" / "what_fits.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SCRIPT = load()
+
+
+def section(card: str) -> str:
+    return next(text for text in PAGE.split("\n## ")[1:] if SCRIPT.card_of("## " + text) == card)
+
+
+def test_the_page_has_every_card_and_task():
+    assert PAGE.startswith(SCRIPT.head())
+    assert [SCRIPT.card_of("## " + text) for text in PAGE.split("\n## ")[1:]] == [
+        card for card, _, _ in SCRIPT.MACHINES
+    ]
+    for card, ram, disk in SCRIPT.MACHINES:
+        assert f'`vb estimate --gpu "{card}" --ram {ram}GiB --disk {disk}GiB`' in section(card)
+        assert all(f"| {words} | " in section(card) for words in WORDS.values())
+
+
+@pytest.mark.parametrize("task", ["run", "train"])
+def test_a_row_is_what_the_code_says(task):
+    """Of the smallest card, the largest that stays on it."""
+    rows = re.findall(rf"^\| {WORDS[task]} \| (\S+) .*$", section("RTX 3070"), re.MULTILINE)
+    fit = WhatFits(SCRIPT.MODELS).fit(task, rows[-1], SCRIPT.place(*SCRIPT.MACHINES[0]), only_resident=True)
+    assert fit is not None and markdown([fit])[0] in section("RTX 3070").splitlines()

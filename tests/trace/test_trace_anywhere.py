@@ -1,0 +1,145 @@
+"""A trace says the same bytes whether or not torch has a GPU: the disguise decides, not the machine."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.planner.test_estimate import trace_of
+from vblackwell.planner.estimator import ModelConfig, Run
+from vblackwell.planner.memory_estimate import OPTIMIZERS, optimizer_named
+from vblackwell.planner.model_spec import of_decoder
+from vblackwell.trace.cuda_on_meta import cuda_on_meta
+from vblackwell.trace.trace import Trace, trace_training
+
+CASES = (("llama", None), ("gpt2", torch.bfloat16), ("mixtral", None))
+SHAPE = ModelConfig(vocab_size=1000, hidden_size=64, num_layers=3, num_heads=4, seq_length=64)
+
+
+def digest(trace: Trace) -> str:
+    return hashlib.sha256(repr((trace.sizes, trace.categories, trace.events, trace.marks)).encode()).hexdigest()
+
+
+def of_our_decoder() -> Trace:
+    """Whose fused operators run only where the model believes in a GPU."""
+    return Run(
+        of_decoder("decoder", SHAPE.decoder()), 64, precision="bf16", checkpointing=True, capability=(9, 0)
+    ).trace(2)
+
+
+def digests(cases: int = len(CASES)) -> list[str]:
+    return [digest(of_our_decoder()), *(digest(trace_of(kind, autocast=autocast)) for kind, autocast in CASES[:cases])]
+
+
+def test_it_does_not_ask_whether_there_is_a_gpu(monkeypatch):
+    here = digests(1)
+    for name, answer in (("is_available", not torch.cuda.is_available()), ("device_count", 3), ("current_device", 2)):
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    assert digests(1) == here
+
+
+ASKS_THE_DRIVER = (
+    "_lazy_init", "current_device", "current_stream", "device", "get_device_name", "get_device_properties", "get_rng_state",
+    "is_current_stream_capturing", "manual_seed", "mem_get_info", "set_rng_state", "synchronize",
+)  # fmt: skip
+
+
+def gpu_in_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on torch is in a fork of a process that has used its GPU: it says that there is one, and all that needs it raises."""
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    for name in ASKS_THE_DRIVER:
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    for name in ("get_rng_state", "set_rng_state", "_lazy_init"):
+        monkeypatch.setattr(torch.cuda.random, name, refuse)
+    monkeypatch.setattr(torch.cuda, "_initialized", True)
+    for owner, name, answer in (
+        (torch.cuda, "is_available", True), (torch.cuda, "device_count", 1), (torch.backends.cuda, "is_built", True),
+        (torch.accelerator, "current_accelerator", torch.device("cuda", 0)),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, lambda *args, answer=answer, **kwargs: answer)
+    monkeypatch.setattr(torch.accelerator, "current_stream", refuse)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+
+def of_a_stack(optimizer: str, checkpointing: bool, autocast: bool) -> Trace:
+    """Two layers of torch's own, which checkpointing repeats."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 8)).to("meta")
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return (checkpoint(model, batch, use_reentrant=False) if checkpointing else model(batch)).float().sum()
+
+    return trace_training(
+        model, lambda: torch.zeros(4, 8, device="cuda"), loss, optimizer_named(optimizer), autocast=torch.bfloat16 if autocast else None
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_it_leaves_a_gpu_alone_that_would_not_start(monkeypatch, checkpointing, autocast):
+    kinds = [(optimizer, checkpointing, autocast) for optimizer in OPTIMIZERS]
+    here = [digest(of_a_stack(*kind)) for kind in kinds]
+    gpu_in_a_fork(monkeypatch)
+    with pytest.raises(RuntimeError, match="re-initialize"):
+        torch.optim.AdamW([nn.Parameter(torch.zeros(1))]).step()
+    assert [digest(of_a_stack(*kind)) for kind in kinds] == here
+
+
+def test_our_decoder_leaves_it_alone_too(monkeypatch):
+    here = digests(0)
+    gpu_in_a_fork(monkeypatch)
+    assert digests(0) == here
+
+
+def test_of_two_threads_neither_leaves_its_answers_behind():
+    def asked() -> list[Any]:
+        return [
+            torch.cuda.current_device,
+            torch.cuda.get_device_capability,
+            nn.Module.__call__,
+            torch.is_autocast_enabled,
+        ]
+
+    before, inside, met, left = asked(), threading.Event(), threading.Event(), threading.Event()
+
+    def first() -> None:
+        with cuda_on_meta():
+            inside.set()
+            met.wait(0.1)
+        left.set()
+
+    def second() -> None:
+        inside.wait()
+        with cuda_on_meta():
+            met.set()
+            left.wait()
+
+    threads = [threading.Thread(target=work, daemon=True) for work in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert asked() == before
+
+
+@pytest.mark.gpu
+def test_the_same_bytes_with_a_gpu_and_without():
+    """This process has used its GPU; another is shown none, as on a laptop."""
+    assert torch.zeros(2, device="cuda").sum().item() == 0
+    code = "import torch; from tests.trace.test_trace_anywhere import digests; print(torch.cuda.is_available(), *digests())"
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    available, *elsewhere = found.stdout.split()
+    assert available == "False" and elsewhere == digests()

@@ -1,0 +1,103 @@
+"""A run's folder: who may use it, and settings that are what was written."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+
+import pytest
+
+from vblackwell.errors import ConfigurationError, CorruptData, DiskError
+from vblackwell.folders.commit import CommitFolder
+from vblackwell.train.runfolder import SETTINGS, RunFolder, read_stored_config, write_settings
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_of_two_runs_on_one_new_folder_one_is_refused(resume, tmp_path):
+    """Both find no folder. The second begins when the first has finished: it must not write over what is there."""
+    first, second = (RunFolder(tmp_path / "run", resume) for _ in range(2))
+    first.create()
+    with pytest.raises(ConfigurationError, match="in use by process"):
+        second.create()
+    write_settings(first, {"seed": 1})
+    first.release()
+    with pytest.raises(ConfigurationError, match="has come to hold a run"):
+        second.create()
+    second.release()
+    assert read_stored_config(tmp_path / "run") == {"seed": 1}
+    RunFolder(tmp_path / "run", resume=True).release()
+
+
+def test_every_flipped_digit_of_the_settings_is_found(tmp_path):
+    folder = RunFolder(tmp_path, resume=False)
+    stored = {
+        "learning_rate": 0.01,
+        "seed": 7,
+        "weight_decay": 0.1,
+        "beta2": 0.95,
+        "max_steps": 200,
+        "data": "naïve.txt",
+    }
+    write_settings(folder, stored)
+    folder.release()
+    path = tmp_path / SETTINGS
+    text = path.read_text(encoding="utf-8")
+    assert read_stored_config(tmp_path) == stored
+    for digit in re.finditer(r"(?<!xxh)\d", text):
+        changed = "1" if digit[0] == "0" else "0"
+        path.write_text(text[: digit.start()] + changed + text[digit.end() :], encoding="utf-8")
+        with pytest.raises(CorruptData, match=r"settings\.json is "):
+            read_stored_config(tmp_path)
+    path.write_text(json.dumps(stored), encoding="utf-8")  # of an older version: without a hash
+    assert read_stored_config(tmp_path) == stored
+
+
+@pytest.mark.parametrize("name", ["final", "adapter", "checkpoints", "tensorboard"])
+def test_a_file_in_the_place_of_a_folder_is_named(name, tmp_path):
+    (tmp_path / name).write_text("")
+    with pytest.raises(ConfigurationError, match=f"{name} is not a folder, .*move it away"):
+        RunFolder(tmp_path, resume=True)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "settings.json", "report.json", "trace.json", ".lock"])
+def test_a_folder_in_the_place_of_a_file_is_named(name, tmp_path):
+    (tmp_path / name).mkdir()
+    with pytest.raises(ConfigurationError, match=f"{name} is not a file, .*move it away"):
+        RunFolder(tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", "1", "null", "{", "\udcff"])
+def test_settings_that_are_no_settings_are_refused(content, tmp_path):
+    (tmp_path / SETTINGS).write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(CorruptData, match="remove it to resume with the flags alone"):
+        read_stored_config(tmp_path)
+
+
+@pytest.mark.parametrize(("call", "number"), [("flock", "ENOLCK"), ("flock", "EIO"), ("pwrite", "ENOSPC")])
+def test_a_lock_that_fails_is_one_line(call, number, monkeypatch, tmp_path):
+    """And nothing is held: the next start may succeed."""
+
+    def fail(*given):
+        raise OSError(getattr(errno, number), os.strerror(getattr(errno, number)))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(fcntl if call == "flock" else os, call, fail)
+        with pytest.raises(DiskError, match=rf"\.lock: {os.strerror(getattr(errno, number))}; .*another --out"):
+            RunFolder(tmp_path, resume=False)
+    RunFolder(tmp_path, resume=False).release()
+
+
+def test_a_work_folder_whose_lock_fails_is_one_line(monkeypatch, tmp_path):
+    def fail(*given):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with (
+        pytest.raises(DiskError, match="locking .*step-1.tmp failed: No locks available"),
+        CommitFolder(tmp_path, "step-1"),
+    ):
+        pass

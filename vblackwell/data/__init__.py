@@ -1,0 +1,1 @@
+"""From files to rows of tokens: text, conversations, tokenizers, and the order of what is read."""

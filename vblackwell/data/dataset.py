@@ -1,0 +1,151 @@
+"""Windows of packed tokens in an order that is a pure function, so that a position is one integer.
+
+A window is ``seq_length`` inputs and, shifted by one, as many targets; windows overlap by that one token only. The training
+order of an epoch is a Feistel permutation of (seed, epoch): position i is computed, not looked up, so a resumed run needs no
+list of indices, no replay, and no promise that a library's shuffle stays the same between versions.
+
+Legend: B batch, S sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vblackwell.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from vblackwell.data.corpus import Corpus
+
+HELD_OUT_SHARE = 0.02
+ROUNDS = 4
+
+
+def _mix(value: np.ndarray) -> np.ndarray:
+    """splitmix64's finaliser (Steele et al., 2014): a bijection of 64-bit words that leaves no pattern."""
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+def permute(index: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
+    """Where position ``index`` of ``epoch`` points: a permutation of ``0 .. count - 1``, the same everywhere and always.
+
+    A Feistel network over the next power of four, applied again while the result is out of range (cycle walking).
+    """
+    half = np.uint64(max(1, (max(1, count - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    base = _mix(np.asarray([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64) ^ np.uint64(0x9E3779B97F4A7C15))
+    base = _mix(base ^ np.uint64(epoch))
+    keys = [_mix(base ^ np.uint64(step + 1)) for step in range(ROUNDS)]
+    value = np.asarray(index, dtype=np.uint64).copy()
+    pending = np.ones(value.shape, dtype=bool)
+    while pending.any():
+        left, right = value[pending] >> half, value[pending] & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right ^ key) & mask)
+        value[pending] = (left << half) | right
+        pending = value >= np.uint64(count)
+    return value.astype(np.int64)
+
+
+class PackedDataset:
+    """The training or held-out windows of a corpus.
+
+    Args:
+        corpus: packed tokens.
+        seq_length: inputs in a window.
+        split: ``'train'``, shuffled, or ``'validation'``: the last 2 % of the tokens (at least one window), in
+            order, where `prepare_data` puts documents from all of the corpus.
+        seed: of the order.
+
+    Raises:
+        ConfigurationError: too few tokens for one window of each split, or an unknown split.
+    """
+
+    def __init__(self, corpus: Corpus, seq_length: int, split: str = "train", seed: int = 0) -> None:
+        if seq_length < 1:
+            raise ConfigurationError(f"sequence length {seq_length}: give at least 1")
+        if split not in ("train", "validation"):
+            raise ConfigurationError(f"split {split!r} is not known: 'train' or 'validation'")
+        total, window = len(corpus.tokens), seq_length + 1
+        held_out = max(window, int(total * HELD_OUT_SHARE))
+        if total - held_out < window:
+            raise ConfigurationError(
+                f"{corpus.name} has {total} tokens: sequences of {seq_length} need at least {2 * window}, one to train on "
+                "and one held out; give more text or a shorter --seq-length"
+            )
+        self.tokens = corpus.tokens[: total - held_out] if split == "train" else corpus.tokens[total - held_out :]
+        self.seq_length, self.seed, self.shuffled = seq_length, seed, split == "train"
+
+    def __len__(self) -> int:
+        """Windows in an epoch."""
+        return (len(self.tokens) - 1) // self.seq_length
+
+    def windows(self, positions: np.ndarray) -> Tensor:
+        """The windows (B, S + 1), int64, at ``positions``: position p is index p % len(self) of epoch p // len(self)."""
+        rows = np.empty((len(positions), self.seq_length + 1), dtype=np.int64)
+        epochs, indices = np.divmod(positions, len(self))
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            starts = permute(indices[here], len(self), self.seed, int(epoch)) if self.shuffled else indices[here]
+            rows[here] = self.tokens[starts[:, None] * self.seq_length + np.arange(self.seq_length + 1)]
+        return torch.from_numpy(rows)
+
+    def batch(self, positions: np.ndarray) -> tuple[Tensor, ...]:
+        """Inputs and targets, (B, S) int64 each, of the windows at ``positions``."""
+        rows = self.windows(positions)
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+class Dataset(Protocol):
+    """What a run trains on: windows at positions that are counted through all epochs."""
+
+    def __len__(self) -> int:
+        """Windows in an epoch."""
+        ...
+
+    def batch(self, positions: np.ndarray) -> tuple[Tensor, ...]:
+        """What the loss is called with: inputs, targets and maybe positions, (B, S) int64 each."""
+        ...
+
+
+class BatchStream:
+    """Batches without end, epoch after epoch.
+
+    Args:
+        dataset: where the windows come from.
+        batch_size: windows a batch; the last batch of an epoch is filled from the next.
+        state: windows consumed before; what ``state`` returned, also under another batch size.
+    """
+
+    def __init__(self, dataset: Dataset, batch_size: int, state: int = 0) -> None:
+        if batch_size < 1:
+            raise ConfigurationError(f"batch size {batch_size}: give at least 1")
+        if state < 0:
+            raise ConfigurationError(f"data position {state}: it counts windows and cannot be negative")
+        self.dataset, self.batch_size, self.state = dataset, batch_size, state
+
+    @property
+    def epoch(self) -> int:
+        """Epochs completed: the one that the next batch begins in."""
+        return self.state // len(self.dataset)
+
+    def next(self) -> tuple[Tensor, ...]:
+        """The next inputs and targets, and what else the data set gives, (B, S) int64 each."""
+        found = self.dataset.batch(np.arange(self.state, self.state + self.batch_size))
+        self.state += self.batch_size
+        return found
+
+
+def evaluation_batches(
+    dataset: Dataset, batch_size: int, max_batches: int | None = None
+) -> Iterator[tuple[Tensor, ...]]:
+    """Every window of ``dataset`` once, or those of the first ``max_batches``; the last batch may be smaller."""
+    count = len(dataset) if max_batches is None else min(len(dataset), max_batches * batch_size)
+    for start in range(0, count, batch_size):
+        yield dataset.batch(np.arange(start, min(start + batch_size, count)))

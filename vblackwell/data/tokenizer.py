@@ -1,0 +1,144 @@
+"""Byte-level byte-pair tokenizers: trained on the data, or read from a file.
+
+Byte-level (GPT-2's alphabet and splitting) because every text can be written with it: no unknown token, no normalisation,
+and decoding gives the text back byte for byte. Training reads at most ``SAMPLE_BYTES`` of text, whole pieces spread evenly
+over the corpus: more hardly changes the merges of a small vocabulary, but costs time and memory.
+
+It runs in a process of its own, this module as a script. Merging is one call of Rust, which takes seconds (40 for 13 MiB of random
+words) and during which no signal is answered; a process can be killed. A thread could be left behind, but one that
+comes back from Rust while the interpreter ends aborts the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vblackwell.data.documents import Source
+from vblackwell.errors import ConfigurationError, VBError
+from vblackwell.units import MiB
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+END_OF_TEXT = "<|endoftext|>"
+KNOWN_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
+MIN_VOCAB_SIZE = 257  # 256 bytes and the end of a document
+SAMPLE_BYTES = 64 * MiB
+
+
+def train_tokenizer(source: Source, vocab_size: int) -> Tokenizer:
+    """A tokenizer of at most ``vocab_size`` tokens (fewer where the text has no more pairs); the same for the same text.
+
+    An exception that a signal's handler raises meanwhile passes through at once.
+
+    Raises:
+        ConfigurationError: ``vocab_size`` below 257, which byte-level text needs; text that cannot be read.
+        VBError: the process that trains has ended without a tokenizer.
+    """
+    from tokenizers import Tokenizer
+
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ConfigurationError(
+            f"vocabulary size {vocab_size} is too small: give at least {MIN_VOCAB_SIZE}, for 256 bytes and the end of text"
+        )
+    process = _start_training(vocab_size)
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    try:
+        with suppress(BrokenPipeError):  # it has ended, and its exit code and last words say why
+            for text in _sample(source):
+                process.stdin.write(json.dumps(text, ensure_ascii=False).encode() + b"\n")
+            process.stdin.write(b"null\n")
+            process.stdin.flush()
+        trained, complaint = process.stdout.read(), process.stderr.read()
+        code = process.wait()
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            with suppress(BrokenPipeError):  # text that is not sent any more
+                pipe.close()
+    if code:
+        last_words = (complaint.decode(errors="replace").splitlines() or ["no message"])[-1]
+        raise VBError(
+            f"the process that trains the tokenizer ended with exit code {code}: {last_words}; give --tokenizer, or less text or more RAM"
+        )
+    return Tokenizer.from_str(trained.decode())
+
+
+def _start_training(vocab_size: int) -> subprocess.Popen[bytes]:
+    """This module as a process that imports what this one can. What stops a run is for this process alone, which ends the other."""
+    held_back = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))  # the new process inherits it
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", __name__, str(vocab_size)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held_back)
+
+
+def _train(texts: Iterator[str], vocab_size: int) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _texts_from_stdin() -> Iterator[str]:
+    """A line of JSON each, up to a null. From then on this process ends as soon as its parent has gone and its input is closed."""
+    while (text := json.loads(sys.stdin.buffer.readline())) is not None:
+        yield text
+    threading.Thread(target=lambda: os.read(0, 1) or os._exit(1), daemon=True).start()
+
+
+def _sample(source: Source) -> Iterator[str]:
+    """All pieces, or of a large corpus as many as keep step with an even spread of ``SAMPLE_BYTES``."""
+    share = min(1.0, SAMPLE_BYTES / max(1, source.size_bytes))
+    seen = taken = 0
+    for piece in source.pieces():
+        seen += len(piece.text)
+        if taken <= share * seen:
+            taken += len(piece.text)
+            yield piece.text
+
+
+def end_of_text_id(tokenizer: Tokenizer, path: Path | None) -> int | None:
+    """The token that ends a document: ``eos_token`` of the ``tokenizer_config.json`` beside ``path``, or a well-known name.
+
+    ``None`` where the tokenizer has none; documents then follow each other without a mark.
+    """
+    names = list(KNOWN_ENDS)
+    if path is not None:
+        config = (path if path.is_dir() else path.parent) / "tokenizer_config.json"
+        if config.is_file():
+            try:
+                stated = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+            except (ValueError, RecursionError, AttributeError) as error:
+                raise ConfigurationError(f"{config} is not a JSON object: {error}; repair or remove it") from error
+            name = stated.get("content") if isinstance(stated, dict) else stated
+            names = [name, *names] if name else names
+    found = (tokenizer.token_to_id(name) for name in names)
+    return next((number for number in found if number is not None), None)
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(_train(_texts_from_stdin(), int(sys.argv[1])).to_str().encode())

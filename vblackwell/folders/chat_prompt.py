@@ -1,0 +1,118 @@
+"""A user's message as a chat model wants it written, and the token that ends its answer.
+
+The text is what the chat template of the model's folder makes of one message, rendered by transformers' code. Where an answer ends is
+asked of the same template: the special token that it writes behind one. A base model that was fine-tuned on conversations often names
+another token in its configuration, and would talk on behind its own answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.folders.bounded import bounded
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+CHAT_TEMPLATE = "chat_template.jinja"
+MAX_CHARACTERS = 16 << 20
+_MARK = chr(0xE000)  # private use: no template has it
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How a folder's model is talked to; see `open_chat`."""
+
+    folder: Path
+    _tokenizer: Any  # of transformers
+    _template: str
+
+    def prompt(self, message: str) -> str:
+        """The text behind which the model answers ``message``, its special tokens included.
+
+        Raises:
+            ConfigurationError: the template refuses it.
+        """
+        return self._written([{"role": "user", "content": message}], add_generation_prompt=True)
+
+    def ends(self, tokenizer: Tokenizer) -> set[int]:
+        """The special token that the template writes behind an answer, if it writes one."""
+        text = self._written([{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}])
+        found = special_behind(tokenizer, text.rpartition(_MARK)[2])
+        return set() if found is None else {found}
+
+    def _written(self, messages: list[dict[str, str]], **options: Any) -> str:
+        try:
+            with bounded():
+                text = self._tokenizer.apply_chat_template(
+                    messages, tokenize=False, chat_template=self._template, **options
+                )
+            check_written(text)
+            return text
+        except Exception as error:  # a template raises what Python does: it may divide by zero, or call itself
+            raise ConfigurationError(
+                f"the chat template of {self.folder} refuses a user's message ({reason_of(error)}): leave --chat out"
+            ) from error
+
+
+def open_chat(folder: Path, adapter: Path | None = None) -> Chat:
+    """The chat template of ``folder``; of ``adapter``'s where that brings the one it was trained with.
+
+    Raises:
+        ConfigurationError: there is none, or transformers cannot open the tokenizer.
+    """
+    opened = open_tokenizer(folder)
+    try:
+        brought = None if adapter is None else adapter / CHAT_TEMPLATE
+        if brought is not None and brought.is_file():
+            return Chat(adapter or folder, opened, brought.read_text(encoding="utf-8"))
+        template = opened.get_chat_template() if opened.chat_template else None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigurationError(f"--chat: the chat template of {folder} cannot be read ({reason})") from error
+    if template is None:
+        raise ConfigurationError(
+            f"--chat: {folder} has no chat template: leave the flag out, or give a model that was trained on conversations"
+        )
+    return Chat(folder, opened, template)
+
+
+def check_written(text: str) -> None:
+    """Raises ValueError where a template wrote more than any conversation is."""
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"it writes {len(text)} characters")
+
+
+def reason_of(error: Exception) -> str:
+    """What a template raised, in a line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def open_tokenizer(folder: Path) -> Any:
+    """The tokenizer of ``folder`` as transformers opens it, which knows the chat template. No code of the folder's is run.
+
+    Raises:
+        ConfigurationError: it needs code that lies in the folder, or transformers cannot open it.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        if "trust_remote_code" in str(error):
+            raise ConfigurationError(
+                f"the tokenizer of {folder} is code in that folder ('auto_map' in its JSON files), which is never run here: give a "
+                "tokenizer that transformers knows"
+            ) from error
+        reason = " ".join(str(error).split())
+        raise ConfigurationError(f"the tokenizer of {folder} cannot be opened ({reason})") from error
+
+
+def special_behind(tokenizer: Tokenizer, text: str) -> int | None:
+    """The special token that ``text`` begins with, white space aside; None if it begins with another."""
+    numbers = tokenizer.encode(text.lstrip(), add_special_tokens=False).ids[:1]
+    known = tokenizer.get_added_tokens_decoder()
+    return next((number for number in numbers if number in known and known[number].special), None)

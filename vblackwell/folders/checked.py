@@ -1,0 +1,135 @@
+"""What is wrong with a model's folder, its tokenizer or the prompts for it, said before anything large is opened.
+
+Whoever opens a folder with ``transformers`` alone may get random numbers for tensors that no file has, an exception of any kind for a value
+in config.json, and a pickled file unpickled. Here tables of files and a model without bytes are enough to know.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.folders.commit import MANIFEST
+from vblackwell.folders.folder import read_config, read_json, read_tokenizer
+from vblackwell.folders.hub import find_folder, is_hub_id
+from vblackwell.folders.meta_model import build_on_meta
+from vblackwell.folders.weights import FolderWeights
+from vblackwell.units import format_bytes
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+MAX_PROMPTS_BYTES = 256 << 20
+LIMITS = ("max_position_embeddings", "n_positions")
+
+
+def check_request(
+    model: str, prompt: str | None = None, prompts: str | None = None, max_new_tokens: int = 0, *, weights: bool = True
+) -> None:
+    """Look at what ``vb generate`` was asked for.
+
+    Args:
+        model: as the command takes it.
+        prompt, prompts: the text, or the file with one a line; anything but one of them is for the command to refuse.
+        max_new_tokens: to be added to each.
+        weights: look at the tables of the folder's files too; False where whoever opens it does.
+
+    Raises:
+        ConfigurationError: a prompt, alone or with what is to be added, is longer than the model's limit, with file and line; the
+            tokenizer is missing, unreadable or larger than the model's vocabulary; a wrong config.json; pickled files.
+        FolderMismatch, CorruptData, Unsupported: as `FolderWeights`.
+    """
+    folder = Path(model)
+    if not folder.exists() and is_hub_id(model):
+        folder = find_folder(model)
+    if not (folder / "config.json").is_file() or "model_type" not in read_json(folder / "config.json"):
+        return  # a run: the command looks for its newest whole checkpoint
+    if weights:
+        check_weights(folder)
+    tokenizer = read_tokenizer(folder)
+    check_tokenizer(folder, tokenizer)
+    if (prompt is None) != (prompts is None):
+        placed = [("--prompt", prompt)] if prompt is not None else prompt_lines(Path(prompts or ""))
+        for place, text in placed:
+            check_length(folder, len(tokenizer.encode(text).ids), max_new_tokens, place)
+
+
+def check_weights(folder: Path) -> None:
+    """Whether the files of ``folder`` hold the tensors of its config.json. What we wrote has hashes that are checked elsewhere, and what is
+    quantised has tensors of its own: neither is looked at.
+
+    Raises:
+        ConfigurationError, FolderMismatch, CorruptData, Unsupported: as `build_on_meta` and `FolderWeights`.
+    """
+    if not (folder / MANIFEST).is_file() and not read_config(folder).get("quantization_config"):
+        FolderWeights(build_on_meta(folder, torch.float32), folder).__exit__(None, None, None)
+
+
+def check_tokenizer(folder: Path, tokenizer: Tokenizer, source: Path | None = None, *, remedy: str = "") -> None:
+    """Whether every token has a row in the model's embedding.
+
+    Args:
+        folder: the model's, whose config.json says how many rows there are.
+        source: file or folder that ``tokenizer`` is from, if not ``folder``.
+        remedy: how another is given, for the error's last words.
+
+    Raises:
+        ConfigurationError: the tokenizer has more.
+    """
+    path = source or folder
+    file = path / "tokenizer.json" if path.is_dir() else path
+    size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
+    rows = read_config(folder).get("vocab_size")
+    if isinstance(rows, int) and size > rows:
+        raise ConfigurationError(
+            f"{file} has {size} tokens, {folder / 'config.json'} a vocab_size of {rows}: give the tokenizer that the model was trained "
+            f"with{remedy}"
+        )
+
+
+def check_length(folder: Path, length: int, new_tokens: int, place: str) -> None:
+    """Whether a prompt of ``length`` tokens and ``new_tokens`` more are within what config.json allows, if it states a limit.
+
+    Raises:
+        ConfigurationError: they are not; with ``place``.
+    """
+    config = read_config(folder)
+    found: list[Any] = [(name, config[name]) for name in LIMITS if isinstance(config.get(name), int)]
+    for name, limit in found[:1]:
+        stated = f"the model's limit is {limit} ({name} in {folder / 'config.json'})"
+        if length >= limit:
+            raise ConfigurationError(
+                f"{place}: the prompt has {length} tokens, {stated}: shorten it to at most {limit - 1}"
+            )
+        if length + new_tokens > limit:
+            raise ConfigurationError(
+                f"{place}: the prompt has {length} tokens, with {new_tokens} new ones {length + new_tokens}, {stated}: "
+                f"ask for at most {limit - length}"
+            )
+
+
+def prompt_lines(path: Path) -> list[tuple[str, str]]:
+    """(file and line, text) of each prompt in a file that has one a line.
+
+    Raises:
+        ConfigurationError: it cannot be read, is larger than any file of prompts, or holds none.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_PROMPTS_BYTES + 1)  # a device may have no end
+        lines = data.decode("utf-8").splitlines() if len(data) <= MAX_PROMPTS_BYTES else None
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"--prompts {path} cannot be read ({error}): give a text file with a prompt a line"
+        ) from error
+    if lines is None:
+        raise ConfigurationError(
+            f"--prompts {path} has more than {format_bytes(MAX_PROMPTS_BYTES)}: give a text file with a prompt a line"
+        )
+    found = [(f"{path}: line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise ConfigurationError(f"--prompts {path} holds no prompt: write one a line")
+    return found

@@ -1,0 +1,206 @@
+"""Packed weights in the compressed-tensors layout, which vLLM and ``transformers`` read, out and in.
+
+=======  =========================  ==================================================================================
+format   its name there             entries of a linear ``NAME``
+=======  =========================  ==================================================================================
+nvfp4    nvfp4-pack-quantized       weight_packed uint8, weight_scale E4M3, weight_global_scale fp32 (1,): 1 / tensor scale
+mxfp4    mxfp4-pack-quantized       weight_packed uint8, weight_scale uint8 (E8M0)
+int4     pack-quantized             weight_packed int32 (8 codes a word), weight_scale bf16, weight_shape int64
+int8     pack-quantized             weight_packed int32 (4 codes a word, excess 128), weight_scale fp32, weight_shape int64
+nf4      none; ``vblackwell``       our own four entries: no other reader knows blocks of nf4 in safetensors
+=======  =========================  ==================================================================================
+
+The bytes of codes are ours; only views and names change (int8 codes also their offset). That package divides by the global
+scale where we multiply by the tensor scale: the same bits for a power of two, which ``mse`` always chooses, and up to one
+fp32 rounding apart for ``max``. It wants rows to be a multiple of the block, so other layers stay as they are. It decodes nvfp4 and mxfp4
+to bf16 whatever the model is, so the other tensors of such a folder are bf16 too (`runs_in`): in transformers fp32 ones would meet them.
+
+A linear in two parts (numerics/separation.py) has nvfp4's entries and one more, ``weight_fine``, of the shape of its packed codes: to a
+reader that passes over what it does not know it is an nvfp4 linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vblackwell.errors import CorruptData, Unsupported
+from vblackwell.folders.shards import TensorSpec
+from vblackwell.numerics.formats import FORMATS, Format, format_named
+from vblackwell.numerics.packed import PackedTensor
+
+PACKED, SCALE, GLOBAL, SHAPE = "weight_packed", "weight_scale", "weight_global_scale", "weight_shape"
+FINE = "weight_fine"
+TWO_PARTS = "two_parts"  # in config.json's quantization_config: names of the linears that have the entry
+_KINDS = {
+    "nvfp4": "nvfp4-pack-quantized",
+    "mxfp4": "mxfp4-pack-quantized",
+    "int4": "pack-quantized",
+    "int8": "pack-quantized",
+}
+OWN_METHOD = "vblackwell"
+
+
+def runs_in(form: Format, dtype: torch.dtype) -> torch.dtype:
+    """The type that a folder in ``form``, made of one in ``dtype``, has to be in for transformers to run it."""
+    return torch.bfloat16 if form.name in ("nvfp4", "mxfp4") else dtype
+
+
+def opens_in_transformers(form: Format) -> bool:
+    """Whether transformers opens folders in ``form``, with compressed-tensors installed."""
+    return form.name in _KINDS
+
+
+def not_packable_reasons(form: Format, n: int, k: int) -> list[str]:
+    """Why a weight (n, k) cannot be stored in ``form``; empty if it can."""
+    reasons = []
+    if form.name in _KINDS and form.block_size is not None and k % form.block_size:
+        reasons.append(f"its rows of {k} are no multiple of the block of {form.block_size}")
+    return reasons
+
+
+def entry_specs(form: Format, n: int, k: int) -> dict[str, TensorSpec]:
+    """What ``to_entries`` will return for a weight (n, k), by local name."""
+    blocks, codes, scales = form.block_of(k), form.codes_shape(n, k), form.scales_shape(n, k)
+    assert blocks
+    if form.name not in _KINDS:
+        table = {PACKED: (codes, torch.uint8), SCALE: (scales, form.scale_dtype), SHAPE: ((2,), torch.int64)}
+    elif form.name == "nvfp4":
+        table = {GLOBAL: ((1,), torch.float32), PACKED: (codes, torch.uint8), SCALE: (scales, torch.float8_e4m3fn)}
+    elif form.name == "mxfp4":
+        table = {PACKED: (codes, torch.uint8), SCALE: (scales, torch.uint8)}
+    else:
+        words = -(-k * form.bits // 32)
+        table = {SHAPE: ((2,), torch.int64), PACKED: ((n, words), torch.int32), SCALE: (scales, form.scale_dtype)}
+    return {name: TensorSpec(name, tuple(shape), dtype) for name, (shape, dtype) in table.items()}
+
+
+def fine_spec(n: int, k: int) -> TensorSpec:
+    """The entry of a linear in two parts beside nvfp4's."""
+    return TensorSpec(FINE, FORMATS["nvfp4"].codes_shape(n, k), torch.uint8)
+
+
+def to_entries(packed: PackedTensor) -> dict[str, Tensor]:
+    """The tensors that stand for a packed matrix, by local name."""
+    shape = torch.tensor([packed.n, packed.k])
+    if packed.format == "nvfp4":
+        return {
+            GLOBAL: packed.tensor_scale.reciprocal().reshape(1),
+            PACKED: packed.codes,
+            SCALE: packed.block_scales.view(torch.float8_e4m3fn),
+        }
+    if packed.format == "mxfp4":
+        return {PACKED: packed.codes, SCALE: packed.block_scales}
+    if packed.format == "nf4":
+        return {PACKED: packed.codes, SCALE: packed.block_scales, SHAPE: shape}
+    if packed.format == "int4":
+        return {PACKED: packed.codes.view(torch.int32), SCALE: packed.block_scales, SHAPE: shape}
+    codes = packed.codes.view(torch.uint8) ^ 0x80  # q + 128
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 4))
+    return {PACKED: codes.contiguous().view(torch.int32), SCALE: packed.block_scales, SHAPE: shape}
+
+
+def from_entries(entries: Mapping[str, Tensor], form: Format, dtype: torch.dtype, name: str) -> PackedTensor:
+    """The packed matrix that ``to_entries`` described; also of files that other tools wrote.
+
+    Raises:
+        CorruptData: entries are missing or do not fit each other.
+    """
+    wanted = _check_entries(entries, form, name)
+    codes, scales = entries[PACKED], entries[SCALE]
+    n, k = codes.shape[0], codes.shape[1] * 8 // form.bits
+    if SHAPE in wanted:
+        n, k = (int(size) for size in entries[SHAPE].flatten())
+    one = torch.ones((), dtype=torch.float32, device=codes.device)
+    if GLOBAL in wanted:
+        one = entries[GLOBAL].to(torch.float32).reciprocal().reshape(())
+    if form.name == "int4":
+        codes = codes.view(torch.uint8)
+    elif form.name == "int8":
+        codes = (codes.view(torch.uint8) ^ 0x80).view(torch.int8)[:, : form.codes_shape(n, k)[1]]
+    scales = scales.view(torch.uint8) if form.name == "nvfp4" else scales.to(form.scale_dtype)
+    packed = PackedTensor(form, (n, k), dtype, codes.contiguous(), scales, one)
+    packed.check()
+    return packed
+
+
+def _check_entries(entries: Mapping[str, Tensor], form: Format, name: str) -> set[str]:
+    """The entries that a linear in ``form`` has; raises CorruptData where one is missing, or cannot be read as what it is."""
+    words = form.name in ("int4", "int8")
+    wanted = {PACKED, SCALE} | ({GLOBAL} if form.name == "nvfp4" else set())
+    wanted |= {SHAPE} if words or form.name not in _KINDS else set()
+    if lacking := sorted(wanted - set(entries)):
+        raise CorruptData(f"{name} lacks its entry {lacking[0]!r}: the folder is incomplete")
+    kind, sizes = torch.int32 if words else torch.uint8, {GLOBAL: 1, SHAPE: 2}
+    for entry in sorted(wanted):
+        found, numbers = entries[entry], sizes.get(entry)
+        if (entry == PACKED and (found.dim() != 2 or found.dtype != kind)) or numbers not in (None, found.numel()):
+            stated = f"a matrix of {kind}" if numbers is None else f"{numbers} numbers"
+            raise CorruptData(f"{name}.{entry} is {tuple(found.shape)} {found.dtype} instead of {stated}")
+    return wanted
+
+
+def quantization_config(form: Format, ignore: Iterable[str], two_parts: Iterable[str] = ()) -> dict[str, Any]:
+    """What ``config.json`` says about linears in ``form``; ``ignore`` names the others, ``two_parts`` those with a fine part."""
+    more = {TWO_PARTS: sorted(two_parts)} if two_parts else {}
+    if form.name not in _KINDS:
+        return {"quant_method": OWN_METHOD, "format": form.name, "ignore": sorted(ignore)}
+    weights: dict[str, Any] = {
+        "num_bits": form.bits,
+        "type": "float" if form.name in ("nvfp4", "mxfp4") else "int",
+        "symmetric": True,
+        "dynamic": False,
+        "strategy": {"nvfp4": "tensor_group"}.get(form.name, "group" if form.block_size else "channel"),
+        "group_size": form.block_size,
+    }
+    if form.name in ("nvfp4", "mxfp4"):
+        weights["scale_dtype"] = "torch.float8_e4m3fn" if form.name == "nvfp4" else "torch.uint8"
+        weights["zp_dtype"] = weights["scale_dtype"]
+    group = {"targets": ["Linear"], "weights": weights, "format": _KINDS[form.name]}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": _KINDS[form.name],
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": sorted(ignore),
+        **more,
+    }
+
+
+def format_of_config(config: Mapping[str, Any]) -> Format:
+    """The format that a ``quantization_config`` names.
+
+    Raises:
+        Unsupported: another method, several groups, activations quantised too, or a format that is not ours.
+    """
+    method, kind = config.get("quant_method"), config.get("format")
+    if method == OWN_METHOD and kind in FORMATS:
+        return format_named(str(kind))
+    if method != "compressed-tensors":
+        raise Unsupported(f"quant_method {method!r} is not read here: open the folder with the tool that wrote it")
+    groups: Sequence[Mapping[str, Any]] = list((config.get("config_groups") or {}).values())
+    if len(groups) != 1 or groups[0].get("input_activations") or groups[0].get("output_activations"):
+        raise Unsupported("only one group of weight-only quantised linears is read here: open the folder with vLLM")
+    weights = groups[0].get("weights") or {}
+    key = (
+        kind,
+        weights.get("num_bits"),
+        weights.get("strategy"),
+        weights.get("group_size"),
+        weights.get("symmetric", True),
+    )
+    known = {
+        ("nvfp4-pack-quantized", 4, "tensor_group", 16, True): ("nvfp4", 16),
+        ("mxfp4-pack-quantized", 4, "group", 32, True): ("mxfp4", 32),
+        ("pack-quantized", 4, "group", 32, True): ("int4", 32),
+        ("pack-quantized", 4, "group", 128, True): ("int4", 128),
+        ("pack-quantized", 8, "channel", None, True): ("int8", None),
+    }
+    if key in known:
+        return format_named(*known[key])
+    if kind == "pack-quantized" and weights.get("num_bits") == 8 and weights.get("strategy") == "group":
+        return format_named("int8", weights.get("group_size"))
+    raise Unsupported(f"compressed-tensors {kind} with {dict(weights)} is not read here: open the folder with vLLM")

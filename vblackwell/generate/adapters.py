@@ -1,0 +1,314 @@
+"""Models with low-rank adapters in a stack: their first bytes, and what is written of them.
+
+Three things come out of such a model. The adapter: a few tensors under peft's names, with peft's configuration. The merged model: every
+linear with its adapter added, as if it had been trained so; over a packed base the packed numbers are what is added to, because those are
+what the adapter was trained with. And checkpoints, which hold the adapter alone: nothing else changes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.folders.chat_prompt import CHAT_TEMPLATE
+from vblackwell.folders.commit import MANIFEST, CommitFolder
+from vblackwell.folders.folder import load_state, read_json, some_names
+from vblackwell.folders.shards import SafetensorsShards, TensorSpec
+from vblackwell.generate.fingerprint import ADAPTER_CONFIG, ADAPTER_FILE, BASE, check_base, fingerprint
+from vblackwell.nn.convert.lora import adapter_targets, add_adapters, base_name, file_name, fill_adapter, is_adapter
+from vblackwell.nn.convert.lora_config import Lora
+from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear, store_linears, stored_part
+from vblackwell.offload.api import offload_of
+from vblackwell.offload.engine import Offload
+from vblackwell.offload.state import export_state
+from vblackwell.offload.storage.initialize import Initialize
+
+# Of peft's settings: what makes an adapter compute something else than x A^T B^T, or train more than A and B.
+_MORE = (
+    "use_dora", "use_rslora", "use_qalora", "use_bdlora", "rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters", "bias",
+    "lora_bias", "alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config", "layer_replication",
+)  # fmt: skip
+_PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")  # others begin by changing the base
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """What was done to a model.
+
+    Attributes:
+        lora: its adapters.
+        config: peft's adapter_config.json.
+        packed: linears of the base that are kept in FP4, and why the others are not; empty for a base in full precision.
+        base: fingerprint of the base's weights.
+        around: linears that an adapter may go around, and why the others have none.
+    """
+
+    lora: Lora
+    config: dict[str, Any]
+    packed: dict[str, str | None]
+    base: str
+    around: dict[str, str | None]
+
+
+_adapted: weakref.WeakKeyDictionary[nn.Module, Adapted] = weakref.WeakKeyDictionary()
+
+
+def adapted(model: nn.Module) -> Adapted | None:
+    """What `adapt` did to ``model``; None if it did nothing."""
+    return _adapted.get(model)
+
+
+def adapt(
+    model: nn.Module, weights: Initialize, folder: Path, lora: Lora, *, name: str | None = None, fp4: str | None = None,
+    fp4_layers: str = "all", keep: str | None = None, tiled: bool = False, seed: int = 0, values: Path | None = None,
+    device: torch.device | str = "cpu",
+) -> Initialize:  # fmt: skip
+    """Freeze ``model``, which is on the meta device, and put adapters around its linears, in place.
+
+    Args:
+        weights: fills the model's own parameters, by the names that they have now.
+        folder: where those come from.
+        lora: the adapters.
+        name: path or hub id of the base, for whoever finds the adapter.
+        fp4: format that the base's linears are packed to; None keeps them as they are.
+        fp4_layers, keep: which, as for `store_linears`.
+        tiled: packed in the layout of the fused kernels: where level 0 is a GPU.
+        seed: of the adapters' first values.
+        values: an adapter's folder that has them instead.
+        device: where linears are packed, one at a time; it changes no bit.
+
+    Returns:
+        What fills the adapted model.
+
+    Raises:
+        ConfigurationError: targets or layers that the model does not have; the adapter was made for another base.
+        Unsupported: peft is not installed.
+    """
+    model.requires_grad_(False)
+    around = adapter_targets(model)
+    config = add_adapters(model, lora, name or str(folder))
+    packed = {} if fp4 is None else store_linears(model, fp4_layers, keep, fp4, tiled=tiled)
+    _adapted[model] = Adapted(lora, config, packed, fingerprint(folder), around)
+    if values is None:
+        return _Filling(model, weights, seed, device)
+    fitting = _fitting(model, values, folder)  # what has other shapes is told by those
+    check_base(values, folder, name or str(folder))
+    return _Filling(model, weights, seed, device, fitting)
+
+
+def read_lora(folder: Path) -> Lora:
+    """What the adapter in ``folder``, peft's or ours, is.
+
+    Raises:
+        ConfigurationError: there is none.
+        CorruptData: its adapter_config.json is no JSON.
+        Unsupported: it is more than low-rank matrices around linears.
+    """
+    file = folder / ADAPTER_CONFIG
+    found = read_json(file)
+    other = [name for name in _MORE if found.get(name) not in (None, False, {}, [], "none")]
+    begun = found.get("init_lora_weights")
+    other += [] if begun in _PLAIN_BEGINNINGS else [f"init_lora_weights {begun!r}, which changes the base"]
+    targets = found.get("target_modules")
+    if found.get("peft_type") != "LORA" or other or not isinstance(targets, list):
+        what = f"{', '.join(other)}" if other else f"peft_type {found.get('peft_type')!r}, target_modules {targets!r}"
+        raise Unsupported(f"{file}: {what}: only plain LoRA with a list of targets is read; merge it with peft first")
+    try:
+        return Lora(int(found["r"]), float(found["lora_alpha"]), float(found.get("lora_dropout") or 0), tuple(targets))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigurationError(f"{file}: {error}; write the adapter again") from error
+
+
+def _fitting(model: nn.Module, folder: Path, base: Path) -> dict[str, Tensor]:
+    """The adapter's tensors in ``folder``, by parameter name.
+
+    Raises:
+        ConfigurationError: they are not those that ``model`` wants.
+    """
+    wanted = {file_name(name): (name, param.shape) for name, param in model.named_parameters() if is_adapter(name)}
+    held = dict(load_state(folder, ADAPTER_FILE))
+    lacks = [name for name in wanted if name not in held]
+    extra = [name for name in held if name not in wanted]
+    shapes = [
+        f"{name} {tuple(held[name].shape)} instead of {tuple(shape)}"
+        for name, (_, shape) in wanted.items()
+        if name in held and held[name].shape != shape
+    ]
+    reasons = [
+        f"{verb} {some_names(names)}"
+        for verb, names in (("lacks", lacks), ("has in excess", extra), ("has", shapes))
+        if names
+    ]
+    if reasons:
+        raise ConfigurationError(f"{folder} holds an adapter for another base than {base}: it {'; it '.join(reasons)}")
+    return {wanted[name][0]: value for name, value in held.items()}
+
+
+def pack_frozen(
+    model: nn.Module, weights: Initialize, format: str, fp4_layers: str = "all", keep: str | None = None, *, tiled: bool = False,
+    device: torch.device | str = "cpu",
+) -> Initialize:  # fmt: skip
+    """Freeze ``model``, which is on the meta device, and pack its linears, without adapters; arguments as for `adapt`.
+
+    Raises:
+        ConfigurationError: nothing is selected.
+    """
+    model.requires_grad_(False)
+    store_linears(model, fp4_layers, keep, format, tiled=tiled)
+    return _Filling(model, weights, 0, device)
+
+
+class _Filling:
+    """Fills adapters with their first values, packed linears with what their weights become, all else from the folder."""
+
+    def __init__(
+        self, model: nn.Module, weights: Initialize, seed: int, device: torch.device | str,
+        values: dict[str, Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        self._model, self._values = weakref.ref(model), values
+        self._weights, self._seed, self._device = weights, seed, torch.device(device)
+        self._ready: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, out: Tensor) -> None:
+        model = self._model()
+        assert model is not None
+        if self._values is not None and is_adapter(name):
+            out.copy_(self._values[name])
+            return
+        if is_adapter(name):
+            fill_adapter(name, out, self._seed)
+            return
+        stored = stored_part(model, name)
+        if stored is None:
+            self._weights(base_name(name), out)
+            return
+        linear, owner, _ = stored
+        if name not in self._ready:  # the first of three parts
+            weight_name = base_name(f"{owner}.weight")
+            shape, pinned = (linear.out_features, linear.in_features), self._device.type == "cuda"
+            weight_NK = torch.empty(shape, dtype=linear.dtype, pin_memory=pinned)
+            self._weights(weight_name, weight_NK)
+            parts = linear.bytes_of(weight_NK.to(self._device), weight_name)
+            self._ready |= {f"{owner}.{part}": tensor for part, tensor in parts.items()}
+        out.copy_(self._ready.pop(name))
+
+
+# -- out -----------------------------------------------------------------------------------------------------------------
+
+
+def whole_tensors(model: nn.Module) -> tuple[list[tuple[str, Tensor]], Callable[[], Iterator[tuple[str, Tensor]]]]:
+    """The parameters of ``model`` without its adapters' modules, merged, in the order in which they can be had.
+
+    Returns:
+        Names with tensors of their shapes and types; and what yields names and values, one parameter at a time.
+    """
+    engine = offload_of(model)
+    named = [(slot.name, slot.param) for slot in engine.slots()] if isinstance(engine, Offload) else None
+    entries: list[tuple[str, Tensor]] = list(model.named_parameters()) if named is None else list(named)
+    if adapted(model) is None:
+        return entries, lambda: ((name, state["weight"]) for name, state in export_state(model))
+    shown = []
+    for name, param in entries:
+        stored = stored_part(model, name)
+        if stored is not None and stored[2] == stored[0].parts[-1]:
+            linear, owner, _ = stored
+            shape = (linear.out_features, linear.in_features)
+            shown.append((base_name(f"{owner}.weight"), torch.empty(shape, device="meta")))
+        elif stored is None and not is_adapter(name):
+            shown.append((base_name(name), torch.empty(param.shape, dtype=torch.float32, device="meta")))
+    return shown, lambda: _merged(model)
+
+
+def _merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    made = adapted(model)
+    assert made is not None
+    small = {name: state["weight"].float() for name, state in export_state(model, only=is_adapter)}
+    parts: dict[str, Tensor] = {}
+    for name, state in export_state(model, only=lambda name: not is_adapter(name)):
+        stored = stored_part(model, name)
+        if stored is None:
+            yield base_name(name), _added(state["weight"].float(), name, small, made)
+            continue
+        linear, owner, part = stored
+        parts[part] = state["weight"]
+        if part == linear.parts[-1]:
+            weight_name = f"{owner}.weight"
+            yield base_name(weight_name), _added(linear.weight_of(parts), weight_name, small, made)
+            parts = {}
+
+
+def _added(weight: Tensor, name: str, small: dict[str, Tensor], made: Adapted) -> Tensor:
+    """``weight`` with its adapter, if it has one."""
+    owner, _, leaf = name.rpartition(".base_layer.")
+    a_RK, b_NR = (small.get(f"{owner}.{matrix}.default.weight") for matrix in ("lora_A", "lora_B"))
+    if leaf != "weight" or a_RK is None or b_NR is None:
+        return weight
+    delta_NK = (b_NR @ a_RK) * made.lora.scale
+    return weight + (delta_NK.t() if made.config.get("fan_in_fan_out") else delta_NK)
+
+
+def adapter_specs(model: nn.Module, dtype: torch.dtype = torch.float32) -> list[TensorSpec]:
+    """What an adapter's file holds, in the order of `export_state`.
+
+    Raises:
+        ConfigurationError: the model has no adapters.
+    """
+    if adapted(model) is None:
+        raise ConfigurationError(f"{type(model).__name__} has no adapters: load it with lora=Lora(rank)")
+    engine = offload_of(model)
+    slots = [(slot.name, slot.param) for slot in engine.slots()] if isinstance(engine, Offload) else None
+    named = list(model.named_parameters()) if slots is None else slots
+    return [TensorSpec(file_name(name), tuple(param.shape), dtype) for name, param in named if is_adapter(name)]
+
+
+def write_adapter(
+    folder: CommitFolder, model: nn.Module, states: Iterator[tuple[str, dict[str, Tensor]]] | None = None
+) -> None:
+    """Write adapter_config.json and adapter_model.safetensors, in fp32, into ``folder``.
+
+    Args:
+        states: `export_state` of the adapters, where its reader wants to see them too.
+    """
+    made = adapted(model)
+    specs = adapter_specs(model)
+    assert made is not None
+    folder.add_json(ADAPTER_CONFIG, made.config)
+    values = export_state(model, only=is_adapter) if states is None else states
+    with SafetensorsShards(folder, ADAPTER_FILE, specs, metadata={BASE: made.base}) as shards:
+        for name, state in values:
+            shards.write(file_name(name), state["weight"].float())
+
+
+def save_adapter(model: nn.Module, folder: str | Path, *, chat_template: str | None = None) -> Path:
+    """Write the adapters of ``model`` as a folder that ``peft.PeftModel.from_pretrained`` opens, whole or not at all.
+
+    An adapter's folder that has the name is replaced.
+
+    Args:
+        chat_template: of the conversations that they were trained on, for whoever talks to the model.
+
+    Raises:
+        ConfigurationError: the model has none, or what has the name holds something else.
+        DiskError: no room, or the disk failed; a folder that was there is as before.
+    """
+    path = Path(folder).absolute()
+    needed = sum(spec.size_bytes for spec in adapter_specs(model)) + (1 << 20)
+    if (path / MANIFEST).is_file() and not (path / ADAPTER_CONFIG).is_file():
+        raise ConfigurationError(f"{path} holds something else than an adapter: choose another folder")
+    with CommitFolder(path.parent, path.name, needed) as commit:
+        write_adapter(commit, model)
+        if chat_template is not None:
+            commit.add(CHAT_TEMPLATE, chat_template.encode())
+    return path
+
+
+def packed_linears(model: nn.Module) -> int:
+    """How many linears of the base are kept in FP4."""
+    return sum(isinstance(module, StoredFP4Linear) for module in model.modules())

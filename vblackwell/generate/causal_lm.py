@@ -1,0 +1,227 @@
+"""Causal models of transformers, from a folder or hub id into a stack, and out again as a folder.
+
+Nothing is held twice: the model is built without bytes, every tensor of the folder is read to where it will live, and saving writes one
+parameter after the other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.folders.commit import CommitFolder
+from vblackwell.folders.folder import GENERATION, copy_tokenizer, read_config, save_model
+from vblackwell.folders.hub import find_folder
+from vblackwell.folders.meta_model import build_on_meta
+from vblackwell.folders.shards import TensorSpec, spec_of
+from vblackwell.folders.weights import FolderWeights
+from vblackwell.generate.adapters import adapt, adapted, pack_frozen, read_lora, whole_tensors
+from vblackwell.generate.quantized import PackedWeights
+from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.nn.convert.lora_config import Lora
+from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
+from vblackwell.offload.storage.initialize import Initialize
+from vblackwell.units import GiB
+
+
+def load_causal_lm(
+    model: str | Path,
+    stack: VGPUStack,
+    name: str = "model",
+    *,
+    dtype: torch.dtype = torch.float32,
+    trainable: bool = True,
+    attention: str | None = None,
+    lora: Lora | None = None,
+    adapter: str | Path | None = None,
+    fp4: str | None = None,
+    fp4_layers: str = "all",
+    keep: str | None = None,
+    seed: int = 0,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    **placement: Any,
+) -> nn.Module:
+    """The causal model in a Hugging Face folder, read straight into ``stack``'s levels, in training mode.
+
+    Everything that does not fit is found before the first weight is read. No pickled file is opened.
+
+    Args:
+        model: a folder with config.json and safetensors (one file, or shards with their index); or a hub id ``owner/name``.
+        dtype: of the parameters; the files' values are cast to it. Trainable ones keep fp32 masters whatever it is.
+        trainable: False freezes all parameters: no masters, gradients or states are kept for them. So may a folder be one of packed
+            linears (`vb quantize`, compressed-tensors), which stay packed.
+        attention: transformers' ``attn_implementation``; by default what it chooses.
+        lora: train these adapters over the frozen model. `save_adapter` writes them, `save_causal_lm` the model with them merged.
+        adapter: folder of an adapter, peft's or ours, to go on from instead, or to use if not ``trainable``.
+        fp4: the format that frozen linears are packed to ('nvfp4'), in the stack like any weight; with ``lora`` or not ``trainable``.
+        fp4_layers, keep: which linears, as for `convert`.
+        seed: of the adapters' first values.
+        revision: branch, tag or commit of a hub id.
+        trust_remote_code: run code that lies in the folder, where the architecture is not one of transformers'.
+        placement: the keywords of `enable_vgpu_stack_optimization`: ``compute_dtype``, ``placement``, ``states`` and so on.
+
+    Raises:
+        ConfigurationError: no such folder, or the id cannot be had; the config.json describes no causal model; fp4 without lora;
+            an adapter for another base.
+        FolderMismatch: tensors are missing, too many, or of another shape, all named.
+        CorruptData: a file is missing or cut short, or its table is none, by name.
+        Unsupported: an architecture that transformers does not know; quantised weights, trainable or of another kind than we read.
+        InsufficientMemory: the levels cannot hold the model.
+    """
+    if adapter is not None:
+        if lora is not None:
+            raise ConfigurationError("lora= begins adapters, adapter= brings them: give one")
+        lora = read_lora(Path(adapter))
+    if fp4 is not None and lora is None and trainable:
+        raise ConfigurationError(
+            "fp4= packs what is frozen: give lora=Lora(rank) or trainable=False, or convert(model)"
+        )
+    folder = find_folder(model, revision)
+    packed = not trainable and bool(read_config(folder).get("quantization_config"))
+    if packed and (lora is not None or fp4 is not None):
+        dropped = "adapters" if lora is not None else "--use-fp4 (fp4=)"
+        raise Unsupported(f"{folder} is quantised already: drop {dropped}, or give the folder that it was made of")
+    made = build_on_meta(folder, dtype, attention=attention, trust_remote_code=trust_remote_code, quantized=packed)
+    made.requires_grad_(trainable)
+    if packed:
+        with PackedWeights(made, folder, stack.level0_device) as weights:
+            weights.load_buffers()
+            return enable_vgpu_stack_optimization(made, stack, name, initialize=weights, **placement)
+    with FolderWeights(made, folder) as weights:
+        weights.load_buffers()
+        initialize: Initialize = weights
+        device = stack.level0_device
+        tiled = device.type == "cuda" and fp4 in ("nvfp4", "mxfp4")
+        if lora is None and fp4 is not None:
+            initialize = pack_frozen(made, weights, fp4, fp4_layers, keep, tiled=tiled, device=device)
+        elif lora is not None:
+            initialize = adapt(
+                made, weights, folder, lora, name=str(model), fp4=fp4, fp4_layers=fp4_layers, keep=keep, tiled=tiled, seed=seed,
+                values=None if adapter is None else Path(adapter), device=device,
+            )  # fmt: skip
+            if not trainable:
+                made.requires_grad_(False)
+        return enable_vgpu_stack_optimization(made, stack, name, initialize=initialize, **placement)
+
+
+def save_causal_lm(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * GiB,
+) -> Path:
+    """Write a causal model of transformers, in a stack or not, as a folder that ``from_pretrained`` opens. One parameter at a time.
+    Adapters are merged.
+
+    Tensors get the names and shapes that the architecture's published folders have. The folder appears whole or not at all; one of ours
+    that has the name is replaced.
+
+    Args:
+        folder: its name is the new folder's, its parent must be writable.
+        tokenizer: folder, or hub id, whose tokenizer's files are copied.
+        dtype: of what is written; by default the masters' (fp32), else the parameters'.
+
+    Raises:
+        ConfigurationError: none of transformers' models, or a folder without a tokenizer; or what has the name is not ours.
+        DiskError: no room, or the disk failed; a folder that was there is as before.
+        Unsupported: the architecture's published tensors cannot be made from one parameter at a time.
+    """
+    made: Any = model
+    if not hasattr(made, "config") or not hasattr(made, "base_model_prefix"):
+        raise ConfigurationError(
+            f"{type(model).__name__} is none of transformers' models: export_state gives its tensors"
+        )
+    path, source = Path(folder).absolute(), None if tokenizer is None else find_folder(tokenizer)
+    plan = PublishedTensors(made, dtype)
+    needed = sum(spec.size_bytes for spec in plan.specs) + (64 << 20)
+    generation = getattr(made, "generation_config", None)
+    with CommitFolder(path.parent, path.name, needed) as commit:
+        if generation is not None:
+            commit.add_json(GENERATION, json.loads(generation.to_json_string()))
+        if source is not None:
+            copy_tokenizer(commit, source)
+        save_model(
+            commit, config_json(model), plan.specs, plan.tensors(), None, max_shard_bytes, generation=generation is None
+        )
+    return path
+
+
+def config_json(model: nn.Module) -> dict[str, Any]:
+    """The config.json of a model of transformers."""
+    made: Any = model
+    return json.loads(made.config.to_json_string()) | {"architectures": [type(model).__name__]}
+
+
+class PublishedTensors:
+    """A model's tensors as its architecture's folders have them.
+
+    Args:
+        model: one of transformers', in a stack or not.
+        dtype: of what is written; by default the masters' (fp32), else the parameters'.
+
+    Attributes:
+        specs: in the order in which `tensors` gives them.
+    """
+
+    def __init__(self, model: Any, dtype: torch.dtype | None = None) -> None:
+        self._model, self._dtype = model, dtype
+        params, self._values = whole_tensors(model)
+        self._buffers = [(name, buffer) for name, buffer in _persistent_buffers(model) if buffer.numel()]
+        shapes = [
+            (name, torch.empty(tensor.shape, dtype=self._type_of(tensor), device="meta"))
+            for name, tensor in [*params, *self._buffers]
+        ]
+        parts = [part for name, shape in shapes for part in self._cut(name, shape).items()]
+        whole = _revert(model, dict(shapes))
+        if {name: tensor.shape for name, tensor in whole.items()} != {name: tensor.shape for name, tensor in parts}:
+            raise Unsupported(
+                f"{type(model).__name__}: its published tensors join several parameters, which cannot be written one at a time; "
+                "release(model) and use its save_pretrained"
+            )
+        ordered = sorted(parts, key=lambda part: -part[1].dtype.itemsize)
+        if [name for name, _ in ordered] != [name for name, _ in parts]:
+            raise Unsupported(f"{type(model).__name__} mixes types in what is saved: give dtype=")
+        self.specs: list[TensorSpec] = [spec_of(name, tensor) for name, tensor in parts]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and values, a parameter's at a time."""
+        for name, value in self._values():
+            yield from self._cut(name, self._cast(value)).items()
+        for name, buffer in self._buffers:
+            yield from self._cut(name, self._cast(buffer.detach().cpu())).items()
+
+    def _cut(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        return _revert(self._model, {name: tensor})
+
+    def _type_of(self, tensor: Tensor) -> torch.dtype:
+        if not tensor.is_floating_point():
+            return tensor.dtype
+        if adapted(self._model) is not None:
+            return self._dtype or torch.float32
+        trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad and offload_of(self._model) is not None
+        return self._dtype or (torch.float32 if trained else tensor.dtype)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._dtype) if self._dtype is not None and tensor.is_floating_point() else tensor
+
+
+def _revert(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, tensors)
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{key}" if prefix else key, buffer

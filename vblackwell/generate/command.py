@@ -1,0 +1,199 @@
+"""``vb generate``: opens what the path means and writes the text to standard output as it comes.
+
+Of many prompts, from a file, each gets a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.folders.chat_prompt import open_chat
+from vblackwell.folders.checked import prompt_lines
+from vblackwell.folders.folder import GENERATION, read_config, read_json, read_tokenizer, tensor_files
+from vblackwell.folders.hub import find_folder, is_hub_id
+from vblackwell.generate.batch import generate_batch
+from vblackwell.generate.generate import check_chunk, generate
+from vblackwell.generate.load import open_resident, resolve_model
+from vblackwell.generate.pace import Pace
+from vblackwell.generate.sampling import Sampling
+from vblackwell.generate.streamed import open_streamed
+from vblackwell.memory.cache.create import GPU_SHARE, create_vgpu_stack
+from vblackwell.nn.convert.assignment import Assignment
+from vblackwell.nn.decoder.config import not_supported_reasons
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the weights may be; nothing said: all of them on the device.
+
+    Attributes:
+        fast_memory, host_memory, disk_memory: sizes of levels, e.g. '8GiB'.
+        disk_path: folder of the disk level.
+        use_fp4: pack linears to nvfp4 while loading; fp4_layers, keep: which.
+        adapter: folder of an adapter for the model.
+        assignment: file with the precision of each linear, for a model all of which is on the device.
+    """
+
+    fast_memory: str | None = None
+    host_memory: str | None = None
+    disk_memory: str | None = None
+    disk_path: str | None = None
+    use_fp4: bool = False
+    fp4_layers: str = "all"
+    keep: str | None = None
+    adapter: str | None = None
+    assignment: str | None = None
+
+    @property
+    def streams(self) -> bool:
+        """Whether a stack is asked for."""
+        sizes = (self.fast_memory, self.host_memory, self.disk_memory, self.disk_path, self.adapter)
+        return self.use_fp4 or any(size is not None for size in sizes)
+
+    def stay_on(self, folder: Path, device: torch.device | str) -> bool:
+        """Whether FP4 alone is asked for, of a model that a ``Decoder`` computes and that fits the GPU before it is packed."""
+        if replace(self, use_fp4=False).streams or torch.device(device).type != "cuda":
+            return False
+        config, size = read_config(folder), sum(path.stat().st_size for path in tensor_files(folder))
+        fits = size < torch.cuda.mem_get_info(device)[0] * GPU_SHARE
+        return fits and not config.get("quantization_config") and not not_supported_reasons(config)
+
+    def open(self, folder: Path, device: torch.device | str, rows: int, tokens: int, cleanup: ExitStack) -> nn.Module:
+        """The model in ``folder`` in a stack of these sizes, which lasts until ``cleanup``."""
+        wants_disk = self.disk_memory is not None or self.disk_path is not None
+        stack = create_vgpu_stack(
+            self.fast_memory, self.host_memory, self.disk_memory if wants_disk else 0, self.disk_path, device=device
+        )
+        cleanup.callback(stack.close)
+        options = {"fp4": "nvfp4" if self.use_fp4 else None, "fp4_layers": self.fp4_layers, "keep": self.keep}
+        adapter = None if self.adapter is None else Path(self.adapter)
+        model = open_streamed(folder, stack, rows=rows, tokens=tokens, adapter=adapter, **options)
+        cleanup.callback(_close, model)
+        return model
+
+
+def _close(model: nn.Module) -> None:
+    from vblackwell.offload.api import offload_of
+
+    engine = offload_of(model)
+    if engine is not None:
+        engine.close()
+
+
+def generate_command(
+    model: str,
+    prompt: str | None = None,
+    max_new_tokens: int | None = 128,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    top_p: float = 1.0,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    min_p: float = 0.0,
+    *,
+    prompts: str | None = None,
+    batch_size: int = 8,
+    prefill_chunk: int | None = None,
+    chat: bool = False,
+    places: Places | None = None,
+) -> int:
+    """Prints the prompt and what follows it, of a chat the answer alone; checkpoints that were passed over are named on standard error.
+
+    Args:
+        model: a run folder of ``vb train``, one of its checkpoints, a Hugging Face folder, or a hub id.
+        prompt: text to continue.
+        prompts: a file with one a line instead, for each of which a line of JSON is printed, ``batch_size`` at a time.
+        device: where to compute; the others as in ``generate``.
+        chat: a prompt is a user's message, written as the folder's chat template says.
+        places: where the weights may be.
+
+    Raises:
+        VBError: no model there, a damaged one, or options out of range.
+    """
+    if (prompt is None) == (prompts is None):
+        raise ConfigurationError("vb generate needs --prompt TEXT or --prompts FILE, and not both")
+    if batch_size < 1:
+        raise ConfigurationError(f"--batch-size {batch_size}: give at least 1")
+    check_chunk(prefill_chunk)
+    places = places or Places()
+    if not places.use_fp4 and (places.fp4_layers != "all" or places.keep is not None):
+        raise ConfigurationError("--fp4-layers and --keep say what --use-fp4 is for: add it, or drop them")
+    if places.assignment is not None and (places.streams or prompts is not None):
+        raise ConfigurationError(
+            "--assignment packs a model that is all on the device, for one --prompt: drop it, or --prompts, --use-fp4, --adapter and the "
+            "memory flags"
+        )
+    sampling = Sampling(temperature, top_k, top_p, min_p)
+    given = [prompt] if prompt is not None else [line for _, line in prompt_lines(Path(prompts or ""))]
+    path = Path(model)
+    resolved = resolve_model(find_folder(model) if not path.exists() and is_hub_id(model) else path)
+    for problem in resolved.problems:
+        print(f"passed over: {problem}", file=sys.stderr)
+    tokenizer = read_tokenizer(resolved.folder)
+    texts, ends = given, _stated_ends(resolved.folder)
+    if chat:
+        talk = open_chat(resolved.folder, None if places.adapter is None else Path(places.adapter))
+        texts, ends = [talk.prompt(text) for text in given], ends | talk.ends(tokenizer)
+    pace = Pace()
+    writing: dict[str, Any] = {"ends": ends, "special_tokens": not chat, "pace": pace}
+    assignment = None if places.assignment is None else Assignment.load(places.assignment)
+    with ExitStack() as cleanup:
+        alone = prompts is None  # rows of several lengths are read by transformers' models alone
+        if alone and places.use_fp4 and places.stay_on(resolved.folder, device):
+            options = {"fp4": "nvfp4", "fp4_layers": places.fp4_layers, "keep": places.keep}
+            opened = open_resident(resolved.folder, device, **options)
+        elif places.streams or not alone:
+            rows = 1 if prompts is None else min(batch_size, len(texts))
+            longest = max(len(tokenizer.encode(text).ids) for text in texts) + (max_new_tokens or 0)
+            opened = places.open(resolved.folder, device, rows, longest, cleanup)
+        else:
+            opened = open_resident(resolved.folder, device, assignment=assignment)
+        if prompts is not None:
+            for start in range(0, len(texts), batch_size):
+                part = slice(start, start + batch_size)
+                new = generate_batch(
+                    opened, tokenizer, texts[part], max_new_tokens or 128, sampling, seed, prefill_chunk, **writing
+                )
+                for text, written in zip(given[part], new, strict=True):
+                    print(json.dumps({"prompt": text, "text": written}, ensure_ascii=False), flush=True)
+            _tell(pace, opened)
+            return 0
+        pieces = [] if chat else [texts[0]]
+
+        def show(text: str) -> None:
+            print("".join(pieces) + text, end="", flush=True)
+            pieces.clear()  # the prompt comes with the first text: an error before it leaves standard output empty
+
+        generate(
+            opened, tokenizer, texts[0], max_new_tokens, temperature, top_k, top_p, seed, on_token=show, min_p=min_p,
+            prefill_chunk=prefill_chunk, **writing,
+        )  # fmt: skip
+        print("".join(pieces))
+        _tell(pace, opened)
+    return 0
+
+
+def _tell(pace: Pace, model: nn.Module) -> None:
+    """How fast it was, to whoever sits at a terminal."""
+    from vblackwell.offload.api import offload_of
+
+    if sys.stderr.isatty():
+        engine = offload_of(model)
+        peak = None if engine is None else engine.stack.levels[0].peak_bytes
+        print(pace.line(peak), file=sys.stderr)
+
+
+def _stated_ends(folder: Path) -> set[int]:
+    """The tokens behind which a text is over, by the folder's generation_config.json."""
+    file = folder / GENERATION
+    stated = read_json(file).get("eos_token_id") if file.is_file() else None
+    return {number for number in (stated if isinstance(stated, list) else [stated]) if isinstance(number, int)}

@@ -1,0 +1,309 @@
+"""Text from a model, token by token, with a KV cache; for our ``Decoder`` and for any causal model of ``transformers``.
+
+The model is only called, never taken apart, so one whose weights stream through a stack works the same. It runs under
+``no_grad``, not ``inference_mode``: what a model allocates at its first call may be needed by a later backward.
+
+Tokens go from draw to embedding on the device. On CUDA the host reads each one while the next is being computed, so the device never
+waits for it; the price is one token computed in vain where a text ends early.
+
+Legend: B batch (1), S sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.generate.decode_graph import FEWEST_STEPS, DecodeGraph, may_capture
+from vblackwell.generate.own_state import OwnState, check_one_pass, keeps_own_state
+from vblackwell.generate.pace import Pace
+from vblackwell.generate.room import read_in_chunks, room_for, step_behind
+from vblackwell.generate.sampling import Arrival, Sampling, check_seed, sample
+from vblackwell.nn.decoder.cache import KVCache
+from vblackwell.nn.decoder.decoder import Decoder
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+CONTEXT = 32  # tokens by which a decoder tells how the next ones are written
+
+
+def generate(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    prompt: str,
+    max_new_tokens: int | None = None,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    on_token: Callable[[str], None] | None = None,
+    min_p: float = 0.0,
+    prefill_chunk: int | None = None,
+    *,
+    ends: Collection[int] = (),
+    special_tokens: bool = True,
+    pace: Pace | None = None,
+) -> str:
+    """What the model writes behind ``prompt``, until its end-of-text token or ``max_new_tokens``.
+
+    Args:
+        model: a ``Decoder`` or a causal model of ``transformers``.
+        tokenizer: the one it was trained with.
+        prompt: text to continue; empty: a document begins.
+        max_new_tokens: most tokens to add; ``None``: as many as the model's limit leaves.
+        temperature, top_k, top_p, min_p: see ``Sampling``.
+        seed: of the draws; the same seed, prompt and logits give the same text.
+        on_token: called with each new stretch of whole characters as it is decided.
+        prefill_chunk: tokens of the prompt that are read in one pass over the weights; by default all of them.
+        ends: tokens behind which the text is over, besides the model's own.
+        special_tokens: let the tokenizer add those that begin a text; False where ``prompt`` has them.
+        pace: counts the tokens.
+
+    Raises:
+        ConfigurationError: the prompt, or prompt and new tokens, exceed the model's limit; or a value out of range.
+    """
+    sampling = Sampling(temperature, top_k, top_p, min_p)
+    check_seed(seed)
+    check_chunk(prefill_chunk)
+    check_one_pass(model, prefill_chunk)
+    pace = pace or Pace()
+    pace.begin()
+    numbers = encode(model, tokenizer, prompt, special_tokens)
+    count = room(model, len(numbers), max_new_tokens)
+    over, stream = end_tokens(model) | set(ends), _Text(tokenizer, numbers, on_token)
+    with writing(model), room_for(model, 1, len(numbers) + count) as (cache, chunk):
+        step = stepper(model, len(numbers) + count, prefill_chunk or chunk, cache)
+        prompt_BS = torch.tensor([numbers], device=next(model.parameters()).device)
+        for token in draws(step, prompt_BS, count, sampling, seed, ahead=int(prompt_BS.is_cuda)):
+            if token in over:
+                break
+            pace.tick()
+            stream.add(token)
+    return stream.finish()
+
+
+@contextmanager
+def writing(model: nn.Module) -> Iterator[None]:
+    """Inside, all of the model is in eval mode; each module gets its own mode back, which need not be the model's."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def check_chunk(prefill_chunk: int | None) -> None:
+    """Raises ConfigurationError for a chunk that reads nothing."""
+    if prefill_chunk is not None and prefill_chunk < 1:
+        raise ConfigurationError(f"prefill chunk {prefill_chunk}: give at least 1 token, better thousands")
+
+
+def attending(input_ids_BS: Tensor) -> AbstractContextManager[object]:
+    """Inside, a pass on CUDA does without cuDNN's attention, which plans anew, for about a second, for every length that it meets.
+
+    Prompts have all lengths, and a prompt in pieces has several: the first token would wait for each. Of what a prompt's pass computes
+    attention is a small part up to some ten thousand positions, less than a plan costs beyond.
+    """
+    if not input_ids_BS.is_cuda:
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
+def draws(
+    step: Callable[[Tensor], Tensor], prompt_BS: Tensor, count: int, sampling: Sampling, seed: int, ahead: int
+) -> Iterator[int]:
+    """``count`` tokens behind the prompt (1, S), one by one.
+
+    Args:
+        step: maps tokens (1, S) that follow what it has seen to the logits (1, V) behind the last.
+        ahead: so many steps behind a token are begun before it is handed out.
+
+    Raises:
+        CorruptData: logits are not finite.
+    """
+    arriving, tokens_BS = deque[Arrival](), prompt_BS
+    for position in range(count):
+        token_B = sample(step(tokens_BS), sampling, seed, position)
+        tokens_BS = token_B.clamp(min=0)[:, None]  # the host learns of a -1 later, and no embedding must meet it before
+        arriving.append(Arrival(token_B))
+        if len(arriving) > ahead:
+            yield arriving.popleft().numbers()[0]
+    for arrival in arriving:
+        yield arrival.numbers()[0]
+
+
+def encode(model: nn.Module, tokenizer: Tokenizer, prompt: str, special_tokens: bool = True) -> list[int]:
+    """The prompt's tokens, with those that the tokenizer adds unless told not to; of an empty one the token that begins a document.
+
+    Raises:
+        ConfigurationError: the model has no such token.
+    """
+    numbers = tokenizer.encode(prompt, add_special_tokens=special_tokens).ids
+    if numbers:
+        return numbers
+    config: Any = model.config
+    start = config.bos_token_id if config.bos_token_id is not None else config.eos_token_id
+    if not isinstance(start, int):
+        raise ConfigurationError("an empty prompt: this model has no token that begins a document; give some text")
+    return [start]
+
+
+def room(model: nn.Module, prompt_length: int, max_new_tokens: int | None) -> int:
+    """How many tokens may be added.
+
+    Raises:
+        ConfigurationError: none, or fewer than were asked for; or the model states no limit and none was given.
+    """
+    limit = position_limit(model)
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise ConfigurationError(f"{max_new_tokens} new tokens: give at least 1")
+    if limit is None:
+        if max_new_tokens is None:
+            raise ConfigurationError("this model states no limit of its own: say how many new tokens to write")
+        return max_new_tokens
+    if prompt_length >= limit:
+        raise ConfigurationError(
+            f"the prompt has {prompt_length} tokens, the model's limit is {limit}: shorten it to at most {limit - 1}"
+        )
+    if max_new_tokens is not None and prompt_length + max_new_tokens > limit:
+        raise ConfigurationError(
+            f"a prompt of {prompt_length} tokens and {max_new_tokens} new ones exceed the model's limit of {limit}: "
+            f"ask for at most {limit - prompt_length}"
+        )
+    return limit - prompt_length if max_new_tokens is None else max_new_tokens
+
+
+def position_limit(model: nn.Module) -> int | None:
+    """The longest sequence that the model's config allows; None if it names none."""
+    config: Any = model.config
+    names = ("max_position", "max_position_embeddings", "n_positions")
+    return next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+
+
+def end_tokens(model: nn.Module) -> set[int]:
+    """Tokens behind which a text is over."""
+    source: Any = getattr(model, "generation_config", None) or model.config
+    ends = source.eos_token_id
+    return set() if ends is None else set(ends) if isinstance(ends, list) else {ends}
+
+
+def stepper(
+    model: nn.Module, max_length: int, chunk: int | None = None, cache: Any = None
+) -> Callable[[Tensor], Tensor]:
+    """A function that reads more tokens (B, S), up to ``max_length`` in all, and returns the logits (B, V) behind the last.
+
+    Args:
+        chunk: tokens a row that are read in one pass; by default all that are given.
+        cache: of transformers, empty, for its models; by default what they make themselves.
+    """
+    check_kind(model)
+    if keeps_own_state(model):
+        return OwnState(model)
+    known: Any = KVCache(model.config, max_length) if isinstance(model, Decoder) else cache
+    graph: DecodeGraph | None = None
+    streamed: Callable[[Tensor], Tensor] | None = None
+    looked = False
+
+    @torch.no_grad()
+    def step(input_ids_BS: Tensor) -> Tensor:
+        nonlocal graph, streamed, looked
+        rows, length = input_ids_BS.shape
+        assert graph is None or length == 1, "the host's count of positions ends where the graph begins"
+        if isinstance(model, Decoder) and length == 1 and known.length:
+            if graph is None and known.max_length - known.length >= FEWEST_STEPS and may_capture(model):
+                graph = DecodeGraph(model, known, rows)
+            if graph is not None:
+                return graph.step(input_ids_BS)
+        if (
+            length == 1
+            and not looked
+            and not isinstance(model, Decoder)
+            and cache is not None
+            and cache.get_seq_length()
+        ):
+            looked, streamed = True, step_behind(model, cache, rows, max_length - cache.get_seq_length())
+        if streamed is not None:
+            return streamed(input_ids_BS)
+        return read_in_chunks(lambda begin, end: read(input_ids_BS[:, begin:end]), length, chunk or length, cache)
+
+    def read(input_ids_BS: Tensor) -> Tensor:
+        nonlocal known
+        with attending(input_ids_BS):
+            if isinstance(model, Decoder):
+                hidden_BSD = model.hidden(input_ids_BS, known)
+                return model.lm_head(hidden_BSD[:, -1])  # a prompt's other logits would only cost memory
+            output = model(input_ids_BS, past_key_values=known, use_cache=True, logits_to_keep=1)
+        known = cache_of(output, model)
+        return output.logits[:, -1]
+
+    return step
+
+
+def check_kind(model: nn.Module) -> None:
+    """Raises Unsupported for a model that does not write on what it is given."""
+    config: Any = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise Unsupported(f"{type(model).__name__} is an encoder-decoder: generate works with causal models")
+
+
+def cache_of(output: Any, model: nn.Module) -> Any:
+    """What a model of transformers keeps of what it read.
+
+    Raises:
+        Unsupported: nothing: it is an encoder.
+    """
+    if getattr(output, "past_key_values", None) is None:
+        raise Unsupported(
+            f"{type(model).__name__} gives no past_key_values, as encoders do: generate works with causal models (is_decoder in its "
+            "config.json says whether it is one)"
+        )
+    return output.past_key_values
+
+
+class _Text:
+    """New tokens as text; a character that is not complete yet is held back.
+
+    Decoding looks at `CONTEXT` tokens before what is new, because a decoder of words drops the space before the first token that it is
+    given; not at all of them, or a token would take the longer the more came before.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int], on_token: Callable[[str], None] | None) -> None:
+        self._tokenizer, self._on_token = tokenizer, on_token
+        self._numbers, self._prompt_length, self._told = list(prompt), len(prompt), 0
+        self._look_from(len(prompt))
+
+    def _look_from(self, place: int) -> None:
+        """What is before the token at ``place`` is over."""
+        self._place, self._begin, self._shown = place, max(0, place - CONTEXT), 0
+        self._before = len(self._tokenizer.decode(self._numbers[self._begin : place]))
+
+    def add(self, token: int) -> None:
+        self._numbers.append(token)
+        if self._on_token is not None:
+            text = self._tokenizer.decode(self._numbers[self._begin :])[self._before :]
+            whole = text.rstrip("\ufffd")
+            self._show(whole[self._shown :])
+            self._shown = max(self._shown, len(whole))
+            if whole == text and len(self._numbers) - self._place >= CONTEXT:
+                self._look_from(len(self._numbers))
+
+    def finish(self) -> str:
+        before = len(self._tokenizer.decode(self._numbers[: self._prompt_length]))
+        text = self._tokenizer.decode(self._numbers)[before:]
+        self._show(text[self._told :])
+        return text
+
+    def _show(self, text: str) -> None:
+        if self._on_token is not None and text:
+            self._on_token(text)
+            self._told += len(text)

@@ -1,0 +1,175 @@
+"""Finding a model on disk and opening it: a run folder of ``vb train``, one of its checkpoints, or a Hugging Face folder.
+
+A folder that was committed by us is verified first; of a run's checkpoints the newest that is intact is taken, and what was
+wrong with newer ones is handed back for the caller to say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vblackwell.errors import ConfigurationError, CorruptData
+from vblackwell.folders.checked import check_weights
+from vblackwell.folders.commit import MANIFEST, newest_complete, verify_folder
+from vblackwell.folders.folder import check_names, load_specs, load_state, load_weights, read_config, read_json
+from vblackwell.generate.decode_graph import lay_out_for_decoding
+from vblackwell.generate.quantized import load_quantized
+from vblackwell.kernels.fp4.encode import nvfp4_encoder
+from vblackwell.nn.convert.assignment import Assignment, apply_assignment
+from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
+from vblackwell.nn.convert.linears import HEAD, find_linears, install_packed
+from vblackwell.nn.decoder.config import DecoderConfig, not_supported_reasons
+from vblackwell.nn.decoder.decoder import Decoder
+from vblackwell.nn.linear.stored_fp4 import PACKING_BYTES
+from vblackwell.nn.linear.two_part_linear import VBOptimizedLinear
+from vblackwell.numerics.fp4 import quantize
+
+FINAL = "final"
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    """A model folder, and what was wrong with the newer ones that were passed over."""
+
+    folder: Path
+    problems: tuple[CorruptData, ...] = ()
+
+
+def resolve_model(path: Path) -> ResolvedModel:
+    """The model folder that ``path`` means: itself, or the newest intact one of a run.
+
+    Raises:
+        ConfigurationError: there is nothing to open.
+        CorruptData: everything that could be opened is damaged.
+    """
+    if not path.is_dir():
+        raise ConfigurationError(
+            f"--model {path}: no such folder; give a run folder of vb train or a Hugging Face folder"
+        )
+    if _is_model(path):
+        if (path / MANIFEST).is_file():
+            verify_folder(path)
+        return ResolvedModel(path)
+    candidates = newest_complete(path) + newest_complete(path / CHECKPOINTS)
+    if (path / FINAL / MANIFEST).is_file():
+        candidates.append(path / FINAL)
+    if not candidates:
+        raise ConfigurationError(
+            f"--model {path} holds neither a model's config.json nor a complete checkpoint of a run"
+        )
+    candidates.sort(key=lambda folder: (folder / MANIFEST).stat().st_mtime_ns, reverse=True)
+    problems = []
+    for folder in candidates:
+        try:
+            verify_folder(folder)
+            return ResolvedModel(folder, tuple(problems))
+        except CorruptData as error:
+            problems.append(error)
+    raise CorruptData(f"every checkpoint of {path} is damaged: {'; '.join(map(str, problems))}")
+
+
+def _is_model(path: Path) -> bool:
+    """Whether ``config.json`` is a model's; a run's own settings lie under the same name."""
+    return (path / "config.json").is_file() and "model_type" in read_json(path / "config.json")
+
+
+def load_decoder(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Decoder:
+    """The ``Decoder`` in a Hugging Face folder; nothing is drawn, tensors are read one at a time.
+
+    Args:
+        folder: with ``config.json`` and safetensors.
+        device: where the weights go.
+        dtype: of the weights; ``None``: as they are stored.
+
+    Raises:
+        Unsupported: the folder holds another architecture.
+        ConfigurationError: tensors are missing, too many or of another shape.
+        CorruptData: a file cannot be read.
+    """
+    config = DecoderConfig.from_hf(read_config(folder))
+    if dtype is None:
+        head = load_specs(folder).get("lm_head.weight")
+        dtype = head.dtype if head else torch.float32
+    model = Decoder(config, device="meta", dtype=dtype).to_empty(device=device)
+    load_weights(model, folder)
+    return model
+
+
+def open_resident(
+    folder: Path, device: torch.device | str = "cpu", *, fp4: str | None = None, fp4_layers: str = "all", keep: str | None = None,
+    assignment: Assignment | None = None,
+) -> nn.Module:  # fmt: skip
+    """A model for writing alone, all of it on ``device``, in eval mode. On a GPU a ``Decoder`` computes projections of one input as one
+    product, and other architectures run on fused operators where these compute the same.
+
+    Args:
+        fp4: the format that linears are packed to, one at a time, on the device; for architectures that a ``Decoder`` computes.
+        fp4_layers, keep: which, as for `convert`.
+        assignment: the precision of each linear instead; they are packed one after the other.
+
+    Raises:
+        ConfigurationError, CorruptData: as `load_decoder`; nothing is selected; or the assignment is for another model.
+        Unsupported: fp4 for another architecture.
+    """
+    model = load_model(folder, device) if fp4 is None else _load_packed(folder, device, fp4, fp4_layers, keep)
+    if assignment is not None:
+        for name in apply_assignment(model, assignment, "inference"):
+            layer = model.get_submodule(name)
+            assert isinstance(layer, VBOptimizedLinear)
+            layer.quantize()
+    if torch.device(device).type == "cuda":
+        if isinstance(model, Decoder):
+            lay_out_for_decoding(model.requires_grad_(False))
+        else:
+            accelerate_causal_lm(model, loss=False)  # a token of one text takes as long as its launches
+    return model.eval()
+
+
+def _load_packed(
+    folder: Path, device: torch.device | str, fp4: str, fp4_layers: str, keep: str | None
+) -> Decoder:  # fmt: skip
+    model = Decoder(DecoderConfig.from_hf(read_config(folder)), device="meta")
+    linears = find_linears(model, fp4_layers, HEAD if keep is None else f"(?:{HEAD})|(?:{keep})")
+    chosen = {name for name, reason in linears.items() if reason is None}
+    if not chosen:
+        raise ConfigurationError(f"{fp4_layers!r} selects no linear of {folder}")
+    found = {name: spec for name, spec in load_specs(folder).items() if not name.endswith("rotary_emb.inv_freq")}
+    check_names({name: tuple(param.shape) for name, param in model.named_parameters()}, found, folder)
+    for name, tensor in load_state(folder, names=found, device=device):
+        owner, _, leaf = name.rpartition(".")
+        if owner in chosen:
+            packed = quantize(tensor, fp4, workspace_bytes=PACKING_BYTES, name=name, encoder=nvfp4_encoder)
+            install_packed(model, owner, packed)
+        else:
+            model.get_submodule(owner)._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+    return model
+
+
+def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
+    """The model in a Hugging Face folder: a ``Decoder`` where that computes it, else what ``transformers`` makes of it.
+
+    Raises:
+        ConfigurationError, CorruptData: as ``load_decoder``; or ``transformers`` cannot open it.
+        FolderMismatch, Unsupported: what no file has, ``transformers`` would draw at random; or as `check_weights`.
+    """
+    config = read_config(folder)
+    if config.get("quantization_config"):
+        return load_quantized(folder, device, dtype)
+    if not not_supported_reasons(config):
+        return load_decoder(folder, device, dtype)
+    from transformers import AutoModelForCausalLM
+
+    check_weights(folder)
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype or "auto", local_files_only=True, trust_remote_code=False
+        )
+    except (ValueError, OSError) as error:
+        raise ConfigurationError(f"transformers cannot open {folder} as a causal model: {error}") from error
+    return model.to(device).eval()

@@ -1,0 +1,241 @@
+"""Opens a folder with packed linears: ours, or a weight-only compressed-tensors one that another tool wrote.
+
+The packed bytes go straight into layers that compute from them, and nothing is decompressed. `load_quantized` makes a model that is all on
+one device: `FusedFP4Linear` layers, and `VBOptimizedLinear` for linears in two parts. `PackedWeights` fills a model that streams through a
+stack, whose packed bytes are parameters (nn/linear/stored_fp4.py).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vblackwell.errors import ConfigurationError, CorruptData
+from vblackwell.folders.compressed_tensors import FINE, PACKED, TWO_PARTS, entry_specs, format_of_config, from_entries
+from vblackwell.folders.folder import load_specs, load_state, read_config, stored_dtype
+from vblackwell.folders.weights import FolderWeights
+from vblackwell.generate.skeleton import skeleton, stays_fp32
+from vblackwell.nn.convert.linears import install_packed, linear_of, replace_module
+from vblackwell.nn.convert.optimize import install_separated
+from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear, stored_part
+from vblackwell.numerics.formats import Format
+from vblackwell.numerics.packed import PackedTensor
+from vblackwell.numerics.separation import SeparatedTensor
+
+
+class PackedTables:
+    """What a quantised folder holds, from its config.json and the tables of its files.
+
+    Attributes:
+        config: of config.json.
+        form: of the packed linears.
+        specs: of all tensors, by name.
+        linears: names of the packed linears.
+        fine: those of them that have a fine part.
+        entries: names of the tensors that stand for packed linears.
+
+    Raises:
+        Unsupported: a quantisation that is not read here.
+        CorruptData: a file cannot be read, or lacks a fine part that config.json names.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.config = folder, read_config(folder)
+        stated = self.config.get("quantization_config") or {}
+        self.form: Format = format_of_config(stated)
+        self.specs = load_specs(folder)
+        self.linears = {name.removesuffix(f".{PACKED}") for name in self.specs if name.endswith(f".{PACKED}")}
+        self.fine = set(stated.get(TWO_PARTS) or ())
+        self._kinds = set(entry_specs(self.form, 1, 1))
+        if lost := {f"{name}.{FINE}" for name in self.fine} - self.specs.keys():
+            raise CorruptData(f"{folder} lacks {len(lost)} fine parts that its config.json names, e.g. {min(lost)}")
+        self.entries = {f"{name}.{kind}" for name in self.linears for kind in self.kinds_of(name)} & self.specs.keys()
+
+    def kinds_of(self, linear: str) -> set[str]:
+        """Local names of the entries of a packed linear."""
+        return self._kinds | ({FINE} if linear in self.fine else set())
+
+
+def load_quantized(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
+    """The model in a quantised Hugging Face folder, in eval mode.
+
+    Args:
+        folder: with ``config.json``, its ``quantization_config``, and safetensors.
+        device: where the model goes.
+        dtype: of the weights that are not packed; ``None``: as they are stored.
+
+    Raises:
+        Unsupported: a quantisation that is not read here.
+        ConfigurationError: tensors are missing, too many, or of another shape.
+        CorruptData: a file cannot be read, entries are missing, or do not fit each other.
+    """
+    tables = PackedTables(folder)
+    stored = dtype or stored_dtype(tables.config)
+    model, waiting = skeleton(tables.config), defaultdict[str, dict[str, Tensor]](dict)
+    elsewhere = _named_otherwise(model, tables.specs.keys() - tables.entries)
+    for name, tensor in load_state(folder, names=tables.specs.keys() - elsewhere, device=device):
+        linear, _, entry = name.rpartition(".")
+        if name not in tables.entries:
+            _assign(model, name, _cast(model, name, tensor, dtype))
+            continue
+        waiting[linear][entry] = tensor
+        if waiting[linear].keys() == tables.kinds_of(linear):
+            _install(model, linear, _packed_of(waiting.pop(linear), tables.form, stored, linear))
+    for linear, entries in waiting.items():
+        from_entries(entries, tables.form, stored, linear)  # raises: an entry is missing
+    if elsewhere:
+        _convert(model, folder, elsewhere, dtype)
+    _tie(model)
+    missing = [name for name, tensor in model.named_parameters() if tensor.is_meta]
+    if missing:
+        raise ConfigurationError(f"{folder} does not fit the model: it lacks {', '.join(missing[:5])}")
+    return model.to(device).eval()
+
+
+class PackedWeights(FolderWeights):
+    """As `FolderWeights`, of a folder whose linears are packed: ``model`` gets a `StoredFP4Linear` in the place of each, in its own type.
+
+    Args:
+        model: one of transformers', its parameters on the meta device.
+        folder: with safetensors and a ``quantization_config``.
+        device: level 0's: where a GPU reads packed bytes they are laid out for its kernels, a linear at a time.
+
+    Raises:
+        FolderMismatch, ConfigurationError, CorruptData: as `FolderWeights`, of the tensors that are not packed; or as `load_quantized`.
+        Unsupported: a quantisation that is not read here.
+    """
+
+    def __init__(self, model: nn.Module, folder: Path, device: torch.device | str = "cpu") -> None:
+        self._packed, self._device = PackedTables(folder), torch.device(device)
+        tiled = self._device.type == "cuda" and self._packed.form.name in ("nvfp4", "mxfp4")
+        for name in sorted(self._packed.linears):
+            self._store(model, name, tiled)
+        super().__init__(model, folder, self._packed.specs.keys() - self._packed.entries)
+
+    def _store(self, model: nn.Module, name: str, tiled: bool) -> None:
+        form = self._packed.form
+        linear: Any = linear_of(model, name)
+        wanted = entry_specs(form, linear.out_features, linear.in_features)
+        lost = sorted(kind for kind in self._packed.kinds_of(name) if f"{name}.{kind}" not in self._packed.specs)
+        if lost:
+            raise CorruptData(f"{name} lacks its entry {lost[0]!r}: the folder is incomplete")
+        found = self._packed.specs[f"{name}.{PACKED}"].shape
+        if found != wanted[PACKED].shape:
+            raise ConfigurationError(
+                f"{name} is {linear}, its packed weight {found} instead of {wanted[PACKED].shape}: the file belongs to another model"
+            )
+        stored = StoredFP4Linear(
+            linear.in_features,
+            linear.out_features,
+            linear.bias,
+            form,
+            tiled=tiled,
+            fine=name in self._packed.fine,
+            dtype=linear.weight.dtype,
+        )
+        replace_module(model, name, linear, stored.train(linear.training))
+
+    def __call__(self, name: str, out: Tensor) -> None:
+        """As `FolderWeights`; a part of a packed linear gets its bytes.
+
+        Raises:
+            CorruptData: a linear's entries do not fit each other.
+            Unsupported: values that the layout of the GPU's kernels cannot hold.
+        """
+        stored = stored_part(self._model, name)
+        if stored is None:
+            super().__call__(name, out)
+            return
+        linear, owner, _ = stored
+        if name not in self._ready:  # the first of its parts
+            entries = {kind: self.load(f"{owner}.{kind}").to(self._device) for kind in self._packed.kinds_of(owner)}
+            packed = _packed_of(entries, self._packed.form, linear.dtype, owner)
+            if packed.shape != (linear.out_features, linear.in_features):
+                raise CorruptData(f"{owner} is packed with shape {packed.shape}, {linear} wants another")
+            self._ready |= {f"{owner}.{part}": value for part, value in linear.bytes_of_packed(packed).items()}
+        out.copy_(self._ready.pop(name))
+
+    def _wants(self, name: str) -> bool:
+        return stored_part(self._model, name) is None
+
+
+def _packed_of(
+    entries: Mapping[str, Tensor], form: Format, dtype: torch.dtype, linear: str
+) -> PackedTensor | SeparatedTensor:
+    """The packed weight that a linear's entries stand for."""
+    packed, fine = from_entries(entries, form, dtype, linear), entries.get(FINE)
+    if fine is None:
+        return packed
+    separated = SeparatedTensor(packed, fine)
+    try:
+        separated.check()
+    except CorruptData as error:
+        raise CorruptData(f"{linear}.{FINE}: {error}") from error
+    return separated
+
+
+def _install(model: nn.Module, linear: str, packed: PackedTensor | SeparatedTensor) -> None:
+    if isinstance(packed, PackedTensor):
+        install_packed(model, linear, packed)
+        return
+    try:
+        install_separated(model, linear, packed)
+    except CorruptData as error:
+        raise CorruptData(f"{linear}.{FINE}: {error}") from error
+
+
+def _named_otherwise(model: nn.Module, names: set[str]) -> set[str]:
+    """Those of ``names`` that a model of transformers has under others: experts that it stacks, for example."""
+    return names - model.state_dict().keys() if hasattr(model, "base_model_prefix") else set()
+
+
+def _convert(model: nn.Module, folder: Path, names: set[str], dtype: torch.dtype | None) -> None:
+    """Fills what transformers makes of the tensors ``names``, in RAM.
+
+    Raises:
+        FolderMismatch: they are not those of the model.
+    """
+    with FolderWeights(model, folder, names) as weights:
+        targets, tensors = model.state_dict(), {}
+        for name in weights.names:
+            tensors[name] = _cast(model, name, torch.empty(targets[name].shape, dtype=weights.dtype_of(name)), dtype)
+            weights(name, tensors[name])
+    for name, tensor in tensors.items():
+        _assign(model, name, tensor)
+
+
+def _cast(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """``tensor`` in ``dtype``, or fp32 where the model computes with it in that."""
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.float() if stays_fp32(model, name) else tensor if dtype is None else tensor.to(dtype)
+
+
+def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Puts ``tensor`` where the parameter or buffer ``name`` is, without a copy."""
+    path, _, leaf = name.rpartition(".")
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        module = None
+    known = None if module is None else {**module._parameters, **module._buffers}.get(leaf)
+    if module is None or known is None:
+        raise ConfigurationError(f"the folder has {name}, the model that its config.json describes does not")
+    if known.shape != tensor.shape:
+        raise ConfigurationError(f"{name} has shape {tuple(tensor.shape)}, the model wants {tuple(known.shape)}")
+    if leaf in module._parameters:
+        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+    else:
+        module._buffers[leaf] = tensor
+
+
+def _tie(model: nn.Module) -> None:
+    """Lets a model of ``transformers`` share the weights that its configuration ties."""
+    tie: Any = getattr(model, "tie_weights", None)
+    if tie is not None:
+        tie()

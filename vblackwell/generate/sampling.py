@@ -1,0 +1,99 @@
+"""How the next token is chosen, and reading it without holding the device up.
+
+The draw is kernels/pointwise/sampling.py's: it stays on the logits' device, and the seed, the number of the draw and
+the logits alone decide it. So a
+request writes the same text in any batch, and on every device whose logits agree (but for two tokens within the last bits of a logarithm).
+
+Legend: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vblackwell.errors import ConfigurationError, CorruptData
+from vblackwell.kernels.pointwise.sampling import sample_tokens
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. What may be drawn is cut by top_k, then top_p, then min_p, each on what the one before left.
+
+    Args:
+        temperature: logits are divided by it; 0 takes the likeliest token, of equals the first.
+        top_k: draw from this many of the likeliest tokens; 0: from all.
+        top_p: draw from the fewest likeliest tokens that together have this probability; 1: from all.
+        min_p: draw from tokens with at least this share of the likeliest's probability; 0: from all.
+
+    Raises:
+        ConfigurationError: a value outside its range.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigurationError(f"temperature {self.temperature}: give 0 for the likeliest token, or e.g. 0.8")
+        if self.top_k < 0:
+            raise ConfigurationError(f"top_k {self.top_k}: give a number of tokens, or 0 for all")
+        if not 0 < self.top_p <= 1:
+            raise ConfigurationError(f"top_p {self.top_p}: give a probability above 0 and up to 1")
+        if not 0 <= self.min_p <= 1:
+            raise ConfigurationError(
+                f"min_p {self.min_p}: give a share of the likeliest token's probability from 0 to 1"
+            )
+
+
+def check_seed(seed: int) -> None:
+    """Raises ConfigurationError for a seed that is no 64-bit number, which is what the draws are keyed by."""
+    if not -(1 << 63) <= seed < 1 << 63:
+        raise ConfigurationError(f"seed {seed}: give a number from {-(1 << 63)} to {(1 << 63) - 1}")
+
+
+def sample(logits_BV: Tensor, sampling: Sampling, seeds_B: Tensor | int, positions_B: Tensor | int) -> Tensor:
+    """The next tokens (B,) int64 on the logits' device, which is not waited for; -1 for a row without a token to draw.
+
+    Args:
+        logits_BV: -inf for tokens that must not be drawn; fp64 is rounded to fp32.
+        seeds_B: of each request.
+        positions_B: how many tokens each request has drawn before.
+    """
+    logits_BV = logits_BV.float() if logits_BV.dtype == torch.float64 else logits_BV
+    return sample_tokens(
+        logits_BV, seeds_B, positions_B, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
+        min_p=sampling.min_p,
+    )  # fmt: skip
+
+
+class Arrival:
+    """Tokens on their way to the host. What the device is given after this is not waited for by ``numbers``."""
+
+    def __init__(self, tokens_B: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._tokens_B = tokens_B
+        if tokens_B.is_cuda:
+            self._tokens_B = torch.empty(tokens_B.shape, dtype=tokens_B.dtype, pin_memory=True)
+            self._tokens_B.copy_(tokens_B, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(tokens_B.device))
+
+    def numbers(self) -> list[int]:
+        """The tokens, once they are here.
+
+        Raises:
+            CorruptData: a row's logits were not finite.
+        """
+        if self._event is not None:
+            self._event.synchronize()
+        numbers = self._tokens_B.tolist()
+        if min(numbers, default=0) < 0:
+            raise CorruptData(
+                "the model's logits are not finite: its weights are damaged or overflow in this type; try fp32"
+            )
+        return numbers

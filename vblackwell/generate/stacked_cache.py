@@ -1,0 +1,247 @@
+"""Keys and values in levels: those of some layers live on level 0, those of the others in RAM, and come up ahead of their layer.
+
+A layer's cache is one range, position after position, (T, 2, B, K, H): what has been read so far is a prefix of it, so it crosses the link
+as one copy, and new positions are appended with another. Two places on level 0 take turns: while one layer attends, the next one's cache
+arrives. Layers that live on level 0 have the same layout, so that attention gets the same strides and writes the same bits wherever the
+cache is.
+
+It is a ``Cache`` of transformers, made for one batch and a greatest length, for models whose every layer attends to all positions.
+
+Legend: B rows, K key-value heads, S new positions, T positions, H head width.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.generate.cache_shape import PLACES, CacheShape
+from vblackwell.memory.pool import LevelPool
+from vblackwell.memory.reservation import Reservation
+from vblackwell.memory.streams import copy_streams
+
+_serial = itertools.count()
+
+
+class StackedCache(Cache):
+    """A cache of ``shape`` in ``stack``; call `close` when the text is written.
+
+    Args:
+        on_level0: so many layers live on level 0, spread evenly; the others in the first level that is RAM.
+
+    Raises:
+        InsufficientMemory: a level has no room; nothing is kept.
+    """
+
+    def __init__(self, stack: LevelPool, shape: CacheShape, on_level0: int) -> None:
+        self.shape, self._stack = shape, stack
+        self._held: list[Reservation] = []
+        self._last: list[Callable[[], None]] = []
+        self._finalizer = weakref.finalize(self, _give_back, weakref.ref(stack), self._held)
+        self._finalizer.atexit = False
+        streamed = _streamed_layers(shape.layers, on_level0)
+        try:
+            made: list[Any] = []
+            for index in range(shape.layers):
+                level = self._ram() if index in streamed else 0
+                made.append(self._reserve(f"layer {index}", level))
+            places = [self._reserve(f"place {number}", 0) for number in range(min(PLACES, len(streamed)))]
+        except BaseException:
+            self.close()
+            raise
+        self._passing = _Passing(stack, self._ram() if streamed else 0, places, [made[index] for index in streamed])
+        layers: list[Any] = [_Layer(shape, room) for room in made]
+        for order, index in enumerate(streamed):
+            layers[index] = _PassingLayer(shape, made[index], self._passing, order)
+        super().__init__(layers=layers)
+
+    def close(self) -> None:
+        """Give all ranges back; the cache is not to be used any more. Idempotent."""
+        if self._finalizer.alive and self._stack.level0_device.type == "cuda":
+            torch.cuda.synchronize(self._stack.level0_device)  # copies under way end before their ranges do
+        try:
+            while self._last:
+                self._last.pop()()
+        finally:
+            self._finalizer()
+
+    def at_close(self, call: Callable[[], None]) -> None:
+        """Let ``call`` be called by `close`, when the device has nothing to do for the cache any more."""
+        self._last.append(call)
+
+    def rewind(self, length: int) -> None:
+        """Forget what was read behind the first ``length`` positions, by those layers that have read it."""
+        made: list[Any] = self.layers
+        for layer in made:
+            layer._length = min(layer._length, length)
+
+    def room(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer that lives on level 0, all positions, (B, K, T, H) each."""
+        made: Any = self.layers[layer]
+        assert type(made) is _Layer, "it passes through"
+        room_2BKTH = made._room.permute(1, 2, 3, 0, 4)
+        return room_2BKTH[0], room_2BKTH[1]
+
+    @property
+    def passes(self) -> bool:
+        """Whether some layers live in RAM."""
+        return any(type(layer) is not _Layer for layer in self.layers)
+
+    def _ram(self) -> int:
+        for number, level in enumerate(self._stack.levels):
+            if number and level.device is not None and level.device.type == "cpu":
+                return number
+        raise ConfigurationError(
+            "keys and values outgrow level 0, and the stack has no level in RAM: add one (host_memory)"
+        )
+
+    def _reserve(self, what: str, level: int) -> Tensor:
+        reservation = self._stack.reserve(f"keys and values#{next(_serial)} {what}", self.shape.layer_bytes, level)
+        self._held.append(reservation)
+        view = reservation.view()
+        assert view is not None, "level 0 and RAM are addressable"
+        return _shaped(view, self.shape)
+
+
+def _give_back(stack: weakref.ref[LevelPool], held: list[Reservation]) -> None:
+    alive = stack()
+    if alive is not None:
+        for reservation in held:
+            alive.unreserve(reservation)
+    held.clear()
+
+
+def _shaped(room: Tensor, shape: CacheShape) -> Tensor:
+    return room.view(shape.dtype).view(shape.positions, 2, shape.rows, shape.heads, shape.width)
+
+
+def _streamed_layers(layers: int, on_level0: int) -> list[int]:
+    """The layers that are not on level 0, evenly spread."""
+    count = layers - on_level0
+    return [(2 * place + 1) * layers // (2 * count) for place in range(count)]
+
+
+class _Layer(DynamicLayer):
+    """The cache of a layer that lives where it is read."""
+
+    def __init__(self, shape: CacheShape, room_TPBKH: Tensor) -> None:
+        super().__init__()
+        self._shape, self._room, self._length = shape, room_TPBKH, 0
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """New keys and values (B, K, S, H); all so far, (B, K, T, H) each."""
+        end = self._length + key_states.shape[2]
+        if end > self._shape.positions:
+            raise ConfigurationError(f"position {end} is beyond the cache's {self._shape.positions}")
+        room = self._enter()
+        for part, new in enumerate((key_states, value_states)):
+            room[self._length : end, part].copy_(new.permute(2, 0, 1, 3))
+        self._append(room, self._length, end)
+        self._length = end
+        seen = room[:end].permute(1, 2, 3, 0, 4)
+        return seen[0], seen[1]
+
+    def _enter(self) -> Tensor:
+        """Room on level 0 that holds what the layer has seen."""
+        return self._room
+
+    def _append(self, room: Tensor, begin: int, end: int) -> None:
+        """Positions ``begin`` to ``end`` of what `_enter` gave were written."""
+
+    def get_seq_length(self) -> int:
+        return self._length
+
+    def reset(self) -> None:
+        self._length = 0
+
+
+class _PassingLayer(_Layer):
+    """The cache of a layer that lives in RAM and passes through places of level 0."""
+
+    def __init__(self, shape: CacheShape, home_TPBKH: Tensor, passing: _Passing, order: int) -> None:
+        super().__init__(shape, home_TPBKH)
+        self._passing, self._order = passing, order
+        passing.lengths.append(self.get_seq_length)
+
+    def _enter(self) -> Tensor:
+        return self._passing.enter(self._order)
+
+    def _append(self, room: Tensor, begin: int, end: int) -> None:
+        self._passing.append(self._order, room, begin, end)
+
+
+class _Passing:
+    """Brings the caches of ``homes`` to ``places`` in turn, always in the same order.
+
+    On CUDA everything is queued: copies up on the stream of all loads, copies down on that of all stores, ordered by events. A place is
+    free when what was queued on the computing stream until the next layer asks for its own has run, and its new positions are at home.
+    """
+
+    def __init__(self, stack: LevelPool, level: int, places: list[Tensor], homes: list[Tensor]) -> None:
+        self._stack, self._level, self._places, self._homes = stack, level, places, homes
+        self.lengths: list[Callable[[], int]] = []
+        self._held: dict[
+            int, int
+        ] = {}  # layer: the place where its cache is, or to which it is on its way; the latest used last
+        self._arrived: dict[int, Any] = {}
+        self._left: dict[int, Any] = {}  # place: when its new positions are at home
+        self._at_home: dict[int, Any] = {}  # the same by layer
+        self._device = stack.level0_device
+        self._cuda = self._device.type == "cuda"
+
+    def enter(self, order: int) -> Tensor:
+        """The place with the cache of layer ``order``; the next one's sets out."""
+        self._bring(order)
+        place = self._held[order]
+        if self._cuda:
+            torch.cuda.current_stream(self._device).wait_event(self._arrived[place])
+        if len(self._places) > 1:
+            self._bring((order + 1) % len(self._homes))
+        return self._places[place]
+
+    def _bring(self, order: int) -> None:
+        """Let the layer's cache be the latest of those that are on level 0 or on their way."""
+        place = self._held.pop(order, None)
+        if place is None:
+            free = [number for number in range(len(self._places)) if number not in self._held.values()]
+            place = free[0] if free else self._held.pop(next(iter(self._held)))
+            self._load(order, place)
+        self._held[order] = place
+
+    def _load(self, order: int, place: int) -> None:
+        length = self.lengths[order]()
+        source, target = self._homes[order][:length], self._places[place][:length]
+        self._stack.count_link(self._level, 0, source.nbytes, None if self._cuda else 0.0)
+        if not self._cuda:
+            target.copy_(source)
+            return
+        stream = copy_streams(self._device).h2d
+        stream.wait_stream(torch.cuda.current_stream(self._device))  # whoever used the place before
+        for stored in (self._left.get(place), self._at_home.get(order)):
+            if stored is not None:
+                stream.wait_event(stored)
+        with torch.cuda.stream(stream):
+            if length:
+                target.copy_(source, non_blocking=True)
+            self._arrived[place] = stream.record_event()
+
+    def append(self, order: int, room: Tensor, begin: int, end: int) -> None:
+        """Carry new positions home."""
+        source, target = room[begin:end], self._homes[order][begin:end]
+        self._stack.count_link(0, self._level, source.nbytes, None if self._cuda else 0.0)
+        if not self._cuda:
+            target.copy_(source)
+            return
+        stream = copy_streams(self._device).d2h
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            self._at_home[order] = self._left[self._held[order]] = stream.record_event()

@@ -1,0 +1,300 @@
+"""The step of a streamed model as CUDA graphs: a launch for each stretch of layers that stay, and for each layer that passes.
+
+Called layer by layer through its hooks, a packed 6.7B took 80 ms of the host a token on an H200, whatever of it was on the GPU. Here the
+layers are those of a `Decoder` over the very bytes that the stack holds: groups that stay keep their place while the text is written, and
+the others take turns in a few places at fixed addresses, so that what is captured once holds for every token. A token then costs the host
+a launch and a copy a layer that passes, and one launch for everything where all stay.
+
+A place is loaded again when what reads it has been queued; the copy waits for that on the device. Keys and values are a `StackedCache`'s.
+
+Legend: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vblackwell.errors import ConfigurationError, InsufficientMemory, VBError
+from vblackwell.generate.decode_graph import FEWEST_STEPS, ONE_CAPTURES, capturing
+from vblackwell.generate.stacked_cache import StackedCache
+from vblackwell.memory.level import Transfer
+from vblackwell.memory.reservation import Reservation
+from vblackwell.nn.decoder.cache import SteadyCache
+from vblackwell.nn.decoder.config import DecoderConfig, not_supported_reasons
+from vblackwell.nn.decoder.decoder import Decoder
+from vblackwell.nn.linear.stored_fp4 import stored_part
+from vblackwell.offload.api import offload_of
+from vblackwell.offload.engine import Offload
+from vblackwell.offload.layout.groups import Group
+from vblackwell.offload.movement.frozen import PLACES, FrozenStreamer
+
+LAYER = "model.layers."
+
+
+def reasons_against(model: Any, cache: Any) -> list[str]:
+    """Why the steps behind ``cache`` run module by module; empty if `StreamedStep` takes them."""
+    engine = offload_of(model)
+    if not isinstance(engine, Offload) or not isinstance(engine.weights, FrozenStreamer):
+        return ["the model's weights do not stream frozen"]
+    reasons = not_supported_reasons(model.config.to_dict())
+    if not isinstance(cache, StackedCache) or cache.passes:
+        reasons.append("keys and values are not on level 0")
+    if any(engine.is_sliced(group) for group in engine.groups):
+        reasons.append("a group is never on level 0 as a whole")
+    if reasons:
+        return reasons
+    twin = Decoder(DecoderConfig.from_hf(model.config.to_dict()), device="meta")
+    names = {slot.name for slot in engine.slots()}
+    packed = {name for name in names if stored_part(model, name) is not None}
+    whole = (names - packed) | {name.rpartition(".")[0] + ".weight" for name in packed}
+    known = {name for name, _ in twin.named_parameters()}
+    return [] if whole == known else ["its parameters are not those of a decoder alone"]
+
+
+def streamed_step(model: nn.Module, cache: Any, rows: int, steps: int) -> Callable[[Tensor], Tensor] | None:
+    """What computes the logits (B, V) behind one more token a row (B, 1); None where the model has to be called.
+
+    That is so too where there is no room for the places or the graphs, with a warning: the model's own passes do with less.
+
+    Args:
+        cache: what the model has read; it is given back with the places when that is closed.
+        steps: how many there will be, at most.
+    """
+    if not isinstance(cache, StackedCache) or steps < FEWEST_STEPS:
+        return None
+    if next(model.parameters()).device.type != "cuda" or reasons_against(model, cache):
+        return None
+    try:
+        return StreamedStep(model, cache, rows).step
+    except (InsufficientMemory, torch.OutOfMemoryError) as error:
+        warnings.warn(
+            f"no room for a step in CUDA graphs, so that each token goes through the model's modules, which is slower: {error}"[
+                :400
+            ],
+            stacklevel=2,
+        )
+        return None
+
+
+@dataclass(eq=False)
+class _Stretch:
+    """What runs in one launch: functions from the last one's output to the next; groups that must have arrived."""
+
+    calls: list[Callable[[Any], Any]] = field(default_factory=list)
+    passing: list[Group] = field(default_factory=list)
+    graph: Any = None
+
+
+class _Rooms:
+    """What `SteadyCache` wants of a cache."""
+
+    def __init__(self, cache: StackedCache) -> None:
+        self.length, self.max_length, self.room = cache.get_seq_length(), cache.shape.positions, cache.room
+
+
+class StreamedStep:
+    """Steps behind what ``cache`` holds; see `reasons_against`.
+
+    Args:
+        rows: B.
+
+    Raises:
+        InsufficientMemory, OutOfMemoryError: level 0 has no room for the places, or the GPU for the graphs; nothing is kept.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: Any, cache: StackedCache, rows: int) -> None:
+        engine = offload_of(model)
+        assert isinstance(engine, Offload) and isinstance(engine.weights, FrozenStreamer)
+        self._engine, self._device = engine, engine.device
+        self._cuda = self._device.type == "cuda"
+        self._weights, self._taken = engine.weights, list[Reservation]()
+        self._busy: set[int] = set()
+        self._under_way: deque[tuple[Group, Transfer]] = deque()
+        self._next = 0
+        self._stretches: list[_Stretch] = []
+        self._held = engine.weights.hold()
+        try:
+            self._prepare(model, engine, cache, rows)
+        except BaseException:
+            if self._cuda:
+                torch.cuda.synchronize(self._device)  # what was tried may still read the places
+            self._close()
+            raise
+        cache.at_close(self._close)
+
+    def _prepare(self, model: Any, engine: Offload, cache: StackedCache, rows: int) -> None:
+        config, held = DecoderConfig.from_hf(model.config.to_dict()), self._held
+        self._cycle = _in_order([group for group in engine.groups if group not in held])
+        self._slot_of = _places(self._cycle)
+        largest = max((group.num_bytes for group in self._cycle), default=0)
+        for number in range(min(PLACES, len(self._cycle))):
+            self._taken.append(engine.homes.take(f"place {number}", largest, 0))
+        self._places = [reservation.view() for reservation in self._taken]
+        twin = Decoder(config, device="meta")
+        for group in engine.groups:
+            _fill(twin, model, group, self._weights.buffer(group) if group in held else self._place_of(group))
+        rooms: Any = _Rooms(cache)
+        self._left, self._max_length = rooms.max_length - rooms.length, rooms.max_length
+        self._steady = SteadyCache(rooms, config)
+        self._ids_B1 = torch.zeros((rows, 1), dtype=torch.int64, device=self._device)
+        self._value: Any = self._ids_B1
+        self._stretches = self._cut(twin)
+        self._bring()
+        if self._cuda:
+            self._capture()
+
+    # -- what is computed --------------------------------------------------------------------------------------------
+
+    def _cut(self, twin: Decoder) -> list[_Stretch]:
+        """The model's stages, in one stretch as far as nothing passes."""
+        trunk, steady = twin.model, self._steady
+        stages: list[tuple[str, Callable[[Any], Any]]] = [
+            ("model.embed_tokens", lambda ids_B1: (None, trunk.embed_tokens(ids_B1)))
+        ]
+        layers: Any = twin.layers
+        for number, layer in enumerate(layers):
+            stages.append((f"{LAYER}{number}", lambda pair, layer=layer: layer.step(*pair, steady)))
+        stages.append(("model.norm lm_head", lambda pair: twin.last_logits(pair[0], pair[1], steady)))
+        cut = [_Stretch()]
+        for names, call in stages:
+            passing = [group for group in self._cycle if _owner(group) in names.split()]
+            if (passing or cut[-1].passing) and cut[-1].calls:
+                cut.append(_Stretch())
+            cut[-1].calls.append(call)
+            cut[-1].passing += passing
+        return cut
+
+    def _run(self, stretch: _Stretch) -> None:
+        for call in stretch.calls:
+            self._value = call(self._value)
+
+    def _capture(self) -> None:
+        pool = torch.cuda.graph_pool_handle()
+        beside = capturing(torch.cuda.current_device() if self._device.index is None else self._device.index)
+        with ONE_CAPTURES:
+            beside.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(beside):  # kernels are compiled and chosen; what this stores is overwritten
+                for stretch in self._stretches:
+                    self._run(stretch)
+                self._steady.restart()
+                beside.synchronize()
+                self._value = self._ids_B1
+                for stretch in self._stretches:
+                    # Not `torch.cuda.graph`, which waits for the device and empties torch's cache each time.
+                    stretch.graph = torch.cuda.CUDAGraph()
+                    stretch.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                    try:
+                        self._run(stretch)
+                    finally:
+                        stretch.graph.capture_end()
+            torch.cuda.current_stream(self._device).wait_stream(beside)
+
+    @torch.no_grad()
+    def step(self, input_ids_B1: Tensor) -> Tensor:
+        """Logits (B, V) behind one more token a row; on CUDA they are overwritten by the next call.
+
+        Raises:
+            ConfigurationError: the cache is full.
+        """
+        if not self._left:
+            raise ConfigurationError(f"the cache's {self._max_length} positions are taken: ask for fewer tokens")
+        self._left -= 1
+        self._ids_B1.copy_(input_ids_B1)
+        stream = torch.cuda.current_stream(self._device) if self._cuda else None
+        if not self._cuda:
+            self._value = self._ids_B1
+        for stretch in self._stretches:
+            for group in stretch.passing:
+                arrived, transfer = self._under_way[0]
+                assert arrived is group, "groups are loaded in the order of use"
+                transfer.wait_on(stream)
+                self._under_way.popleft()  # not before: whoever interrupts the wait closes, and that waits for all
+                transfer.let_go()  # the places are ours, and are loaded again behind what reads them
+            if stretch.graph is None:
+                self._run(stretch)
+            else:
+                stretch.graph.replay()
+            self._busy -= {self._slot_of[group.index] for group in stretch.passing}
+            self._bring()
+        return self._value
+
+    # -- what passes -------------------------------------------------------------------------------------------------
+
+    def _place_of(self, group: Group) -> Tensor:
+        place = self._places[self._slot_of[group.index]]
+        assert place is not None, "level 0 is addressable"
+        return place[: group.num_bytes]
+
+    def _bring(self) -> None:
+        """Begin the copies whose places nobody will read any more."""
+        while self._cycle and self._slot_of[self._cycle[self._next].index] not in self._busy:
+            group = self._cycle[self._next]
+            home = self._engine.homes.range(group, "weight")
+            self._under_way.append((group, self._engine.stack.read(home, self._place_of(group))))
+            self._busy.add(self._slot_of[group.index])
+            self._next = (self._next + 1) % len(self._cycle)
+
+    def _close(self) -> None:
+        """Give back what was held and taken, when the device has nothing to do for it any more."""
+        try:
+            while self._under_way:
+                with suppress(VBError, OSError):  # who needed it was told
+                    self._under_way.popleft()[1].wait()
+        finally:
+            self._stretches.clear()
+            self._weights.let_go(self._held)
+            for reservation in self._taken:
+                self._engine.homes.give(reservation)
+
+
+def _owner(group: Group) -> str:
+    """The stage that needs the group: a layer's name, or that of the module whose parameter is its first."""
+    name = group.slots[0].name
+    if name.startswith(LAYER):
+        return LAYER + name.removeprefix(LAYER).partition(".")[0]
+    return name.rpartition(".")[0]
+
+
+def _in_order(groups: list[Group]) -> list[Group]:
+    """Groups in the order in which a step needs them."""
+    ends = {"model.embed_tokens": -1, "model.norm": 1 << 40, "lm_head": 1 << 41}
+
+    def place(group: Group) -> int:
+        owner = _owner(group)
+        return int(owner.removeprefix(LAYER)) if owner.startswith(LAYER) else ends[owner]
+
+    return sorted(groups, key=place)
+
+
+def _places(cycle: list[Group]) -> dict[int, int]:
+    """The place of each group, by index: taken in turn, so that neighbours, the last and the first among them, have different ones."""
+    slots = {group.index: number % PLACES for number, group in enumerate(cycle)}
+    if len(cycle) > PLACES and len(cycle) % PLACES == 1:
+        slots[cycle[-1].index] = 1
+    return slots
+
+
+def _fill(twin: Decoder, model: nn.Module, group: Group, buffer: Tensor) -> None:
+    """Let the twin's parameters of ``group`` be views of ``buffer``."""
+    parts: dict[str, Tensor] = {}
+    for slot in group.slots:
+        stored = stored_part(model, slot.name)
+        if stored is None:
+            owner, _, leaf = slot.name.rpartition(".")
+            twin.get_submodule(owner)._parameters[leaf] = nn.Parameter(slot.view(buffer), requires_grad=False)
+            continue
+        linear, owner, part = stored
+        parts[part] = slot.view(buffer)
+        if len(parts) == len(linear.parts):
+            parent, _, leaf = owner.rpartition(".")
+            setattr(twin.get_submodule(parent), leaf, linear.over(parts))
+            parts = {}

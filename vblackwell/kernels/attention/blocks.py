@@ -1,0 +1,306 @@
+"""Which tiles of a mask are worth visiting, and a boolean mask in bits: made on the GPU before the kernels that read the mask.
+
+``pack_bits`` reads a boolean mask once and writes it as words of 64 keys a query and, for the gradients of keys, of 64 queries
+a key, so that a thread loads one word for what were 64 bytes; every later step reads the words. ``judge_bits`` (``judge_values`` of an
+additive mask) calls a tile empty (nobody sees anybody), whole (all see all; an additive mask is zero there) or partial, with causality,
+window and the end of the keys counted in. ``collect_tiles`` turns each line of that into a run of whole tiles, which is walked by
+counting, and a list of the others, and ``order_lines`` sorts the lines, the longest first, so that none starts when the others are
+done. Broadcast dimensions are never expanded.
+"""
+# What @triton.jit makes of a function has no type.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vblackwell.kernels.attention.device import load_mask, load_words, visible
+
+EMPTY, PARTIAL, WHOLE = 0, 1, 2
+WORD = 64
+# Words lie side by side by query (or key), in blocks of this many, so that a tile's loads need no check of their own.
+PADDING = 256
+CHUNK = 64
+
+
+class MaskBits(NamedTuple):
+    """A boolean mask in bits.
+
+    Attributes:
+        by_query: (1 or B, 1 or N, words of 64 keys, queries) int64; words or queries are 1 where the mask is broadcast along them. Bits
+            beyond the last key are zero unless the mask is broadcast along the keys.
+        by_key: (1 or B, 1 or N, words of 64 queries, keys) int64, or None where it was not asked for.
+    """
+
+    by_query: Tensor
+    by_key: Tensor | None
+
+
+class TileLists(NamedTuple):
+    """Lists of tiles, one a line (batch x head x tile of the walking kernel).
+
+    Attributes:
+        items: (lines, tiles + 1) int32 tile numbers: first the longest run of whole ones, one after the other, then the others, ascending,
+            which may be whole too; the last entry is spare.
+        counts: (lines, 2) int32, how many are in that run and how many behind it.
+        order: (lines,) int32: of each batch and head, its lines from the longest to the shortest.
+        list_batch, list_head: line of (batch, head, tile) is (batch * list_batch + head * list_head) * tiles of the kernel + tile.
+    """
+
+    items: Tensor
+    counts: Tensor
+    order: Tensor
+    list_batch: int
+    list_head: int
+
+
+@triton.jit
+def pack_bits(
+    mask_ptr, by_query_ptr, by_key_ptr, stride_mb, stride_mn, stride_row, stride_col, heads, rows, cols,
+    query_step, query_word, query_plane, key_step, key_word, key_plane, WITH_KEYS: tl.constexpr,
+):  # fmt: skip
+    """A tile of 64 x 64. ``rows`` and ``cols`` are the mask's own sizes; of a dimension of 1, with steps of 0, all 64 are the same."""
+    which = tl.program_id(2).to(tl.int64)
+    row0, col0 = tl.program_id(1) * 64, tl.program_id(0) * 64
+    row, col = tl.arange(0, 64), tl.arange(0, 64)
+    corner = mask_ptr + which // heads * stride_mb + which % heads * stride_mn
+    corner += row0.to(tl.int64) * stride_row + col0.to(tl.int64) * stride_col
+    inside = ((row0 + row < rows) | (rows == 1))[:, None] & ((col0 + col < cols) | (cols == 1))[None, :]
+    values = tl.load(corner + row[:, None] * stride_row + col[None, :] * stride_col, inside, other=0)
+    bit = (values != 0).to(tl.int32)
+    half = tl.arange(0, 2)
+    # Halves of words: 32 bits that add up without carries. Of a broadcast dimension every program writes the same there.
+    words = tl.sum((bit << (col[None, :] & 31)).reshape(64, 2, 32), 2).to(tl.int32)
+    at = which * query_plane + tl.program_id(0).to(tl.int64) * query_word + (row0 + row) * query_step
+    tl.store(
+        by_query_ptr + at[:, None] * 2 + half[None, :],
+        words,
+        (row[:, None] + half[None, :] * 0 == 0) | (query_step > 0),
+    )
+    if WITH_KEYS:
+        words = tl.sum((bit << (row[:, None] & 31)).reshape(2, 32, 64), 1).to(tl.int32)
+        at = which * key_plane + tl.program_id(1).to(tl.int64) * key_word + (col0 + col) * key_step
+        tl.store(
+            by_key_ptr + at[None, :] * 2 + half[:, None],
+            words,
+            (col[None, :] + half[:, None] * 0 == 0) | (key_step > 0),
+        )
+
+
+@triton.jit
+def pack_quads(
+    mask_ptr, by_query_ptr, by_key_ptr, stride_mb, stride_mn, stride_row, heads, rows, cols,
+    query_step, query_word, query_plane, key_step, key_word, key_plane, WITH_KEYS: tl.constexpr,
+):  # fmt: skip
+    """``pack_bits`` of a mask whose keys lie side by side, four of them as one number of 32 bits; strides and ``cols`` count fours."""
+    which = tl.program_id(2).to(tl.int64)
+    row0, quad0 = tl.program_id(1) * 64, tl.program_id(0) * 16
+    row, quad = tl.arange(0, 64), tl.arange(0, 16)
+    corner = mask_ptr + which // heads * stride_mb + which % heads * stride_mn
+    corner += row0.to(tl.int64) * stride_row + quad0
+    inside = ((row0 + row < rows) | (rows == 1))[:, None] & (quad0 + quad < cols)[None, :]
+    four = tl.load(corner + row[:, None] * stride_row + quad[None, :], inside, other=0).to(tl.uint32, bitcast=True)
+    # A bit at the bottom of each byte that is not zero; then one product puts the four side by side at the top.
+    four = ((((four & 0x7F7F7F7F) + 0x7F7F7F7F) | four) & 0x80808080) >> 7
+    nibble = (four * 0x10204080) >> 28
+    half = tl.arange(0, 2)
+    words = tl.sum((nibble << ((quad[None, :] & 7) * 4).to(tl.uint32)).reshape(64, 2, 8), 2).to(tl.uint32)
+    at = which * query_plane + tl.program_id(0).to(tl.int64) * query_word + (row0 + row) * query_step
+    tl.store(
+        by_query_ptr + at[:, None] * 2 + half[None, :],
+        words.to(tl.int32, bitcast=True),
+        (row[:, None] + half[None, :] * 0 == 0) | (query_step > 0),
+    )
+    if WITH_KEYS:
+        # Eight queries make a byte of each of the four keys, and eight such bytes a word of a key.
+        eight = tl.sum((four << (row[:, None] & 7).to(tl.uint32)).reshape(8, 8, 16), 1).to(tl.uint32)
+        byte, member = tl.arange(0, 8)[:, None, None], tl.arange(0, 4)[None, None, :]
+        bits = (eight[:, :, None] >> (8 * member).to(tl.uint32)).to(tl.uint8)
+        key = (tl.program_id(0) * 64 + quad[None, :, None] * 4 + member) * key_step
+        at = which * key_plane + tl.program_id(1).to(tl.int64) * key_word + key
+        tl.store(by_key_ptr.to(tl.pointer_type(tl.uint8)) + at * 8 + byte, bits)
+
+
+@triton.jit
+def judge_bits(
+    bits_ptr, state_ptr, stride_mb, stride_mn, stride_word, stride_row, heads, q_len, k_len, offset, left, right,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Bounds are compared for the tile as one: where they cut it, it is partial if the mask has anything in it."""
+    k_tile, q_tile, which = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    bits = bits_ptr + which // heads * stride_mb + which % heads * stride_mn
+    row0, col0 = q_tile * ROWS, k_tile * COLUMNS
+    first, second = load_words(bits, row0, col0, stride_row, stride_word, ROWS, COLUMNS)
+    FULL: tl.constexpr = -1 if COLUMNS >= 64 else (1 << COLUMNS) - 1
+    first &= FULL
+    second &= FULL
+    outside = row0 + tl.arange(0, ROWS) >= q_len  # such rows are nobody's concern
+    some = ((first | second) != 0) & (outside == 0)
+    full = ((first == FULL) & (second == FULL)) | outside
+    row_last, col_last = tl.minimum(row0 + ROWS, q_len) - 1, col0 + COLUMNS - 1
+    whole = (tl.min(full.to(tl.int32), 0) == 1) & (col_last < k_len)
+    seen = tl.max(some.to(tl.int32), 0) == 1
+    if HAS_RIGHT:
+        whole = whole & (col_last <= row0 + offset + right)
+        seen = seen & (col0 <= row_last + offset + right)
+    if HAS_LEFT:
+        whole = whole & (col0 >= row_last + offset - left)
+        seen = seen & (col_last >= row0 + offset - left)
+    state = tl.where(seen, tl.where(whole, 2, 1), 0)
+    at = (which * tl.num_programs(1) + q_tile) * tl.num_programs(0) + k_tile
+    tl.store(state_ptr + at, state.to(tl.int8))
+
+
+@triton.jit
+def judge_values(
+    mask_ptr, state_ptr, stride_mb, stride_mn, stride_row, stride_col, heads, q_len, k_len, offset, left, right,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    k_tile, q_tile, which = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    mask = mask_ptr + which // heads * stride_mb + which % heads * stride_mn
+    row = (q_tile * ROWS + tl.arange(0, ROWS))[:, None]
+    col = (k_tile * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    row0, col0 = q_tile * ROWS, k_tile * COLUMNS
+    values = load_mask(mask, row0, col0, row - row0, col - col0, stride_row, stride_col, q_len, k_len)
+    inside = visible(row, col, k_len, offset, left, right, HAS_LEFT, HAS_RIGHT)
+    some = inside & (values != float("-inf")) & (row < q_len)
+    plain = (inside & (values == 0)) | (row >= q_len)
+    any_some = tl.max(tl.max(some.to(tl.int32), 1), 0)
+    all_plain = tl.min(tl.min(plain.to(tl.int32), 1), 0)
+    state = tl.where(all_plain == 1, 2, any_some)
+    at = (which * tl.num_programs(1) + q_tile) * tl.num_programs(0) + k_tile
+    tl.store(state_ptr + at, state.to(tl.int8))
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def collect_tiles(state_ptr, items_ptr, counts_ptr, stride_which, stride_line, stride_tile, tiles, BLOCK: tl.constexpr):
+    """The longest run of whole tiles first (of equals the first), then the partial ones, and with them what is whole elsewhere."""
+    line, which = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tile = tl.arange(0, BLOCK)
+    state = tl.load(state_ptr + which * stride_which + line * stride_line + tile * stride_tile, tile < tiles, other=0)
+    gap = tl.associative_scan(tl.where(state == 2, -1, tile), 0, _larger)  # the last tile up to here that is not whole
+    length = tile - gap
+    num_whole = tl.max(length, 0)
+    last = tl.min(tl.where(length == num_whole, tile, BLOCK), 0)
+    run = (tile <= last) & (tile > last - num_whole)
+    listed = (state > 0) & (run == 0)
+    place = tl.where(run, tile - (last - num_whole + 1), num_whole + tl.cumsum(listed.to(tl.int32), 0) - 1)
+    at = which * tl.num_programs(0) + line
+    items = items_ptr + at * (tiles + 1)
+    tl.store(items + place, tile, state > 0)
+    num_listed = num_whole + tl.sum(listed.to(tl.int32), 0)
+    tl.store(items + tile, tile * 0, (tile >= num_listed) & (tile <= tiles))
+    tl.store(counts_ptr + at * 2, num_whole)
+    tl.store(counts_ptr + at * 2 + 1, num_listed - num_whole)
+
+
+@triton.jit
+def order_lines(counts_ptr, order_ptr, lines, CHUNK: tl.constexpr):
+    """Each line's rank by length, longest first and of equals the first first: a count of those before it."""
+    base = tl.program_id(1).to(tl.int64) * lines
+    line = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    counts = counts_ptr + base * 2
+    length = tl.load(counts + line * 2, line < lines, other=0) + tl.load(counts + line * 2 + 1, line < lines, other=0)
+    rank = tl.zeros([CHUNK], tl.int32)
+    for start in range(0, lines, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        theirs = tl.load(counts + other * 2, other < lines, other=0)
+        theirs += tl.load(counts + other * 2 + 1, other < lines, other=0)
+        before = (theirs[None, :] > length[:, None]) | (
+            (theirs[None, :] == length[:, None]) & (other[None, :] < line[:, None])
+        )
+        rank += tl.sum((before & (other < lines)[None, :]).to(tl.int32), 1)
+    tl.store(order_ptr + base + rank, line, line < lines)
+
+
+def bits_of(mask: Tensor, with_keys: bool) -> MaskBits:
+    """``mask``, (1 or B, 1 or N, S or 1, T or 1) uint8 of any strides, in bits."""
+    batch, heads, rows, cols = mask.shape
+    # Tiles of 128 read two words, so their number is even; rows and keys behind the last are read but count for nobody.
+    q_words, k_words = (1 if size == 1 else -(-size // (2 * WORD)) * 2 for size in (rows, cols))
+    padded_rows, padded_cols = (1 if size == 1 else -(-size // PADDING) * PADDING for size in (rows, cols))
+    by_query = torch.empty((batch, heads, k_words, padded_rows), dtype=torch.int64, device=mask.device)
+    by_key = (
+        torch.empty((batch, heads, q_words, padded_cols), dtype=torch.int64, device=mask.device) if with_keys else None
+    )
+    steps = [
+        (int(outer > 1), outer if words > 1 else 0, words * outer)
+        for words, outer in ((k_words, padded_rows), (q_words, padded_cols))
+    ]
+    strides = mask_strides(mask)
+    targets = (by_query.view(torch.int32), (by_query if by_key is None else by_key).view(torch.int32))
+    grid, fours = (k_words, q_words, batch * heads), in_fours(mask)
+    if fours is None:
+        pack_bits[grid](
+            mask, *targets, *strides, heads, rows, cols, *steps[0], *steps[1], WITH_KEYS=with_keys, num_warps=4
+        )
+    else:
+        strides = tuple(stride // 4 for stride in strides[:3])
+        pack_quads[grid](
+            fours, *targets, *strides, heads, rows, cols // 4, *steps[0], *steps[1], WITH_KEYS=with_keys, num_warps=4
+        )
+    return MaskBits(by_query, by_key)
+
+
+def in_fours(mask: Tensor) -> Tensor | None:
+    """``mask`` (uint8) as int32 from its first element on, for ``pack_quads``; None where its keys do not lie that way."""
+    *strides, step = mask_strides(mask)
+    if step != 1 or mask.shape[3] % 4 or mask.data_ptr() % 4 or any(stride % 4 for stride in strides):
+        return None
+    return mask.as_strided((mask.numel() and 4,), (1,)).view(torch.int32)
+
+
+def list_tiles(
+    mask: Tensor, bits: MaskBits | None, lengths: tuple[int, int], tile: tuple[int, int], offset: int, left: int | None,
+    right: int | None, by_column: bool,
+) -> TileLists:  # fmt: skip
+    """Lists of key tiles for each query tile, or, ``by_column``, of query tiles for each key tile.
+
+    Args:
+        mask: (1 or B, 1 or N, S or 1, T or 1) of any strides; read if it is additive.
+        bits: of a boolean mask.
+        lengths: S and T.
+        tile: queries and keys of a tile, at most 128 keys.
+        offset, left, right: as in attention_device.py.
+    """
+    q_tiles, k_tiles = triton.cdiv(lengths[0], tile[0]), triton.cdiv(lengths[1], tile[1])
+    batch, heads = mask.shape[:2]
+    state = torch.empty((batch * heads, q_tiles, k_tiles), dtype=torch.int8, device=mask.device)
+    bounds = {"HAS_LEFT": left is not None, "HAS_RIGHT": right is not None, "ROWS": tile[0], "COLUMNS": tile[1]}
+    numbers = (heads, *lengths, offset, left or 0, right or 0)
+    if bits is None:
+        judge_values[(k_tiles, q_tiles, batch * heads)](
+            mask, state, *mask_strides(mask), *numbers, **bounds, num_warps=4
+        )
+    else:
+        words = bits.by_query
+        judge_bits[(k_tiles, q_tiles, batch * heads)](
+            words, state, *mask_strides(words), *numbers, **bounds, num_warps=1
+        )
+    lines, tiles = (k_tiles, q_tiles) if by_column else (q_tiles, k_tiles)
+    items = torch.empty((batch * heads * lines, tiles + 1), dtype=torch.int32, device=mask.device)
+    counts = torch.empty((batch * heads * lines, 2), dtype=torch.int32, device=mask.device)
+    order = torch.empty(batch * heads * lines, dtype=torch.int32, device=mask.device)
+    step = (1, k_tiles) if by_column else (k_tiles, 1)
+    collect_tiles[(lines, batch * heads)](
+        state, items, counts, q_tiles * k_tiles, *step, tiles, BLOCK=triton.next_power_of_2(tiles + 1), num_warps=4
+    )
+    order_lines[(triton.cdiv(lines, CHUNK), batch * heads)](counts, order, lines, CHUNK=CHUNK, num_warps=4)
+    return TileLists(items, counts, order, 0 if batch == 1 else heads, 0 if heads == 1 else 1)
+
+
+def mask_strides(mask: Tensor) -> tuple[int, ...]:
+    """Strides that read ``mask`` as if it were expanded."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))

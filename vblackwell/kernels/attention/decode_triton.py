@@ -1,0 +1,159 @@
+"""Triton kernels of decode_attention.py: one that fills the cache, one that attends to a part of it, one that joins the parts.
+
+Keys and values of a few dozen positions go through tensor cores against the queries that share them, padded to 16 rows: the products
+are free beside the bytes. How many parts there are depends on sizes alone, never on the position, so a graph holds for every length;
+parts beyond the position read nothing.
+"""
+# What @triton.jit makes of a function has no type.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vblackwell.kernels.runtime.fused import on_device
+
+_PROGRAMS = 528  # four for each multiprocessor of the largest GPU that this was made for
+_MOST_PARTS = 32
+_LOG2_E = math.log2(math.e)
+
+
+@triton.jit
+def _store(
+    q_ptr, k_ptr, v_ptr, out_ptr, keys_ptr, values_ptr, cos_ptr, sin_ptr, position_ptr, q_b, q_n, k_b, k_n, v_b, v_n,
+    cache_b, cache_k, cache_t, N: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One head of one row: a query, a key or a value."""
+    b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position = tl.load(position_ptr)
+    h = tl.arange(0, BLOCK)
+    inside = h < HALF
+    if head >= N + K:
+        at = v_ptr + b * v_b + (head - N - K) * v_n + h
+        to = values_ptr + b * cache_b + (head - N - K) * cache_k + position * cache_t + h
+        tl.store(to, tl.load(at, inside), inside)
+        tl.store(to + HALF, tl.load(at + HALF, inside), inside)
+    else:
+        table = position * (2 * HALF) + h
+        cos1 = tl.load(cos_ptr + table, inside, other=0.0)
+        cos2 = tl.load(cos_ptr + table + HALF, inside, other=0.0)
+        sin1 = tl.load(sin_ptr + table, inside, other=0.0)
+        sin2 = tl.load(sin_ptr + table + HALF, inside, other=0.0)
+        if head < N:
+            at = q_ptr + b * q_b + head * q_n + h
+            to = out_ptr + (b * N + head) * (2 * HALF) + h
+        else:
+            at = k_ptr + b * k_b + (head - N) * k_n + h
+            to = keys_ptr + b * cache_b + (head - N) * cache_k + position * cache_t + h
+        left = tl.load(at, inside, other=0.0).to(tl.float32)
+        right = tl.load(at + HALF, inside, other=0.0).to(tl.float32)
+        tl.store(to, (left * cos1 - right * sin1).to(out_ptr.dtype.element_ty), inside)
+        tl.store(to + HALF, (right * cos2 + left * sin2).to(out_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def _attend(
+    q_ptr, keys_ptr, values_ptr, position_ptr, sum_ptr, top_ptr, mass_ptr, scale, cache_b, cache_k, cache_t,
+    K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """One part of the positions for the queries of one key head: their weighted sum of values, greatest score and sum of weights."""
+    b, k, part = tl.program_id(0).to(tl.int64) // K, tl.program_id(0) % K, tl.program_id(1)
+    length = tl.load(position_ptr).to(tl.int32) + 1
+    blocks = tl.cdiv(tl.cdiv(length, KEYS), PARTS)
+    begin = part * blocks * KEYS
+    end = tl.minimum(length, begin + blocks * KEYS)
+    g, h, t = tl.arange(0, 16), tl.arange(0, WIDE), tl.arange(0, KEYS)
+    row = (b * K + k) * G + g
+    q = tl.load(q_ptr + row[:, None] * H + h[None, :], (g < G)[:, None] & (h < H)[None, :], other=0.0)
+    top = tl.full((16,), float("-inf"), tl.float32)
+    mass = tl.zeros((16,), tl.float32)
+    total = tl.zeros((16, WIDE), tl.float32)
+    cache = b * cache_b + k * cache_k
+    for start in range(begin, end, KEYS):
+        at = start + t
+        inside = (at < end)[:, None] & (h < H)[None, :]
+        places = cache + at.to(tl.int64)[:, None] * cache_t + h[None, :]
+        keys = tl.load(keys_ptr + places, inside, other=0.0)
+        values = tl.load(values_ptr + places, inside, other=0.0)
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+        scores = tl.where((at < end)[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        kept = tl.exp2(top - higher)
+        mass = mass * kept + tl.sum(weights, 1)
+        total = total * kept[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        top = higher
+    place = row * PARTS + part
+    tl.store(top_ptr + place, top, g < G)
+    tl.store(mass_ptr + place, mass, g < G)
+    tl.store(sum_ptr + place[:, None] * H + h[None, :], total, (g < G)[:, None] & (h < H)[None, :])
+
+
+@triton.jit
+def _join(
+    sum_ptr, top_ptr, mass_ptr, out_ptr, H: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr, MANY: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    p, h = tl.arange(0, MANY), tl.arange(0, WIDE)
+    top = tl.load(top_ptr + row * PARTS + p, p < PARTS, other=float("-inf"))
+    mass = tl.load(mass_ptr + row * PARTS + p, p < PARTS, other=0.0)
+    weight = tl.exp2(top - tl.max(top, 0))
+    inside = (p < PARTS)[:, None] & (h < H)[None, :]
+    sums = tl.load(sum_ptr + (row * PARTS + p)[:, None] * H + h[None, :], inside, other=0.0)
+    y = tl.sum(sums * weight[:, None], 0) / tl.sum(mass * weight, 0)
+    tl.store(out_ptr + row * H + h, y.to(out_ptr.dtype.element_ty), h < H)
+
+
+def keys_at_once(itemsize: int) -> int:
+    """Positions that a program holds in registers: what compiles without spills up to heads of 256."""
+    return 32 if itemsize == 2 else 16
+
+
+def parts_of(rows: int, kv_heads: int, positions: int, keys: int) -> int:
+    """Into how many parts the positions of a cache are cut."""
+    return max(1, min(_MOST_PARTS, -(-_PROGRAMS // (rows * kv_heads)), -(-positions // keys)))
+
+
+def store(
+    q_BNH: Tensor, k_BKH: Tensor, v_BKH: Tensor, keys_BKTH: Tensor, values_BKTH: Tensor, cos_TH: Tensor, sin_TH: Tensor,
+    position_1: Tensor,
+) -> Tensor:  # fmt: skip
+    """As `store_rotated`."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BNH, k_BKH, v_BKH))
+    assert keys_BKTH.stride() == values_BKTH.stride() and keys_BKTH.stride(-1) == 1
+    batch, heads, width = q.shape
+    out = torch.empty((batch, heads, width), dtype=q.dtype, device=q.device)
+    with on_device(q):
+        _store[(batch, heads + 2 * k.shape[1])](
+            q, k, v, out, keys_BKTH, values_BKTH, cos_TH.contiguous(), sin_TH.contiguous(), position_1,
+            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *keys_BKTH.stride()[:3],
+            N=heads, K=k.shape[1], HALF=width // 2, BLOCK=triton.next_power_of_2(width // 2), num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+def attend(q_BNH: Tensor, keys_BKTH: Tensor, values_BKTH: Tensor, position_1: Tensor) -> Tensor:
+    """As `decode_attention`."""
+    q = q_BNH.contiguous()
+    (batch, heads, width), (kv_heads, positions) = q.shape, keys_BKTH.shape[1:3]
+    assert keys_BKTH.stride() == values_BKTH.stride() and keys_BKTH.stride(-1) == 1
+    keys, wide = keys_at_once(q.dtype.itemsize), max(16, triton.next_power_of_2(width))
+    parts = parts_of(batch, kv_heads, positions, keys)
+    sums = torch.empty((batch * heads, parts, width), dtype=torch.float32, device=q.device)
+    tops, masses = torch.empty((2, batch * heads, parts), dtype=torch.float32, device=q.device)
+    out = torch.empty_like(q)
+    with on_device(q):
+        _attend[(batch * kv_heads, parts)](
+            q, keys_BKTH, values_BKTH, position_1, sums, tops, masses, _LOG2_E / math.sqrt(width), *keys_BKTH.stride()[:3],
+            K=kv_heads, G=heads // kv_heads, H=width, WIDE=wide, PARTS=parts, KEYS=keys, num_warps=4,
+        )  # fmt: skip
+        _join[(batch * heads,)](
+            sums, tops, masses, out, H=width, WIDE=wide, PARTS=parts, MANY=triton.next_power_of_2(parts), num_warps=2
+        )  # fmt: skip
+    return out

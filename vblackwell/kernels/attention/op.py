@@ -1,0 +1,252 @@
+"""Flash Attention (Dao, arXiv:2307.08691) in Triton, forward and backward, with memory in proportion to the sequence.
+
+fp32 sums and online softmax; masks of any broadcastable shape are read as they are, never expanded, and tiles in which a mask lets
+nobody see anybody are skipped. Rows that see nothing give zeros, in the output and in every gradient. The forward and the
+backward give equal bits in every run: there are no atomic additions, so no other, faster mode exists beside the deterministic one.
+Dropout is drawn by position from a seed and drawn again in backward. Results keep the strides of what came in.
+
+Causal attention over unequal lengths is aligned top left as in PyTorch's SDPA (query i sees keys up to i) unless ``bottom_right`` (the last
+query sees the last key), which decoding with a cache wants.
+
+Legend: B batch, N query heads, K key heads, S queries, T keys, H head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.kernels.pointwise.rotary import empty_of
+from vblackwell.kernels.runtime.dispatch import refuse_forward_mode
+from vblackwell.kernels.runtime.fused import on_device
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WIDEST_HEAD = 256
+LARGEST_GRID = 65535  # CUDA's, of a launch's second and third dimension
+
+
+def new_seed(device: torch.device) -> Tensor:
+    """Seed and offset of a dropout mask (2,) int64, drawn from torch's generator of ``device`` without waiting for it."""
+    return torch.randint(0, 1 << 31, (2,), dtype=torch.int64, device=device)
+
+
+def bounds(causal: bool, window: int | None) -> tuple[int | None, int | None]:
+    """How many keys a query sees to its left and right beside its own place; None: all.
+
+    Args:
+        window: keys seen with the own one; without ``causal`` on either side.
+    """
+    if window is not None and window < 1:
+        raise ConfigurationError(f"a window of {window} keys: give at least 1, or None for all")
+    side = None if window is None else window - 1
+    return side, 0 if causal else side
+
+
+def flash_attention(
+    q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, mask: Tensor | None = None, causal: bool = False,
+    bottom_right: bool = False, window: int | None = None, scale: float | None = None, softcap: float | None = None,
+    alibi_slopes_N: Tensor | None = None, dropout: float = 0.0, seed: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """softmax(q k^T scale + mask) v of every head; differentiable in queries, keys and values.
+
+    Args:
+        q_BNSH: queries, H up to 256. Any strides; the last dimension is best contiguous.
+        k_BKTH, v_BKTH: keys and values; N is a multiple of K.
+        mask: broadcastable to (B, N, S, T): boolean (True attends) or floating point (added to the scores; gets no gradient; numbers
+            near the least of fp32 hide as -inf does).
+        causal: no key behind the query's place is seen. Together with a mask both hold.
+        bottom_right: the last query stands at the last key, instead of the first at the first.
+        window: keys seen including the query's own place: the last ``window`` with ``causal``, otherwise as many to each side.
+        scale: of the scores, positive; default 1 / sqrt(H).
+        softcap: scores s become softcap * tanh(s / softcap) before masks (Gemma 2, arXiv:2408.00118).
+        alibi_slopes_N: fp32; slope * distance is subtracted from the scores (Press et al., arXiv:2108.12409). No gradient.
+        dropout: probability to drop a probability; the others are divided by 1 - dropout.
+        seed: of the dropout, from ``new_seed``; default: a new one.
+
+    Raises:
+        ConfigurationError: shapes, types or values that do not belong together.
+        Unsupported: on a GPU, as `grid_reasons` says.
+    """
+    check_dense(q_BNSH, k_BKTH, v_BKTH, mask)
+    check_options(q_BNSH, scale, softcap, alibi_slopes_N, dropout)
+    if q_BNSH.is_cuda:
+        _check_grid(q_BNSH.shape[0], 0 if mask is None else mask.shape[:-2].numel())
+    left, right = bounds(causal, window)
+    if mask is not None:
+        mask = mask.detach()[(None,) * (4 - mask.dim())]
+    if dropout and seed is None:
+        seed = new_seed(q_BNSH.device)
+    out, _ = _attention(
+        q_BNSH, k_BKTH, v_BKTH, mask, alibi_slopes_N, seed if dropout else None, None, None, q_BNSH.shape[2],
+        k_BKTH.shape[2], q_BNSH.shape[-1] ** -0.5 if scale is None else scale, left, right, bottom_right, softcap or 0.0, dropout,
+    )  # fmt: skip
+    return out
+
+
+def flash_attention_varlen(
+    q_SNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, q_starts: Tensor, k_starts: Tensor, max_q: int, max_k: int, *,
+    causal: bool = False, bottom_right: bool = False, window: int | None = None, scale: float | None = None,
+    softcap: float | None = None, alibi_slopes_N: Tensor | None = None, dropout: float = 0.0, seed: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """``flash_attention`` of sequences packed one after the other; returns (S, N, H).
+
+    Args:
+        q_SNH, k_TKH, v_TKH: all sequences' rows.
+        q_starts, k_starts: (B + 1,) int32 on the device, ascending: where each begins; the last is the number of rows.
+        max_q, max_k: the longest sequence, or more.
+
+    Raises:
+        ConfigurationError, Unsupported: as ``flash_attention``; what ``starts`` hold is not looked at.
+    """
+    if not (q_SNH.dim() == k_TKH.dim() == 3 and k_TKH.shape == v_TKH.shape and q_SNH.shape[-1] == k_TKH.shape[-1]):
+        raise ConfigurationError(
+            f"packed attention of {tuple(q_SNH.shape)}, {tuple(k_TKH.shape)}, {tuple(v_TKH.shape)}: give (S, N, H), (T, K, H) twice"
+        )
+    if not (
+        q_starts.dtype == k_starts.dtype == torch.int32 and q_starts.shape == k_starts.shape and q_starts.dim() == 1
+    ):
+        raise ConfigurationError("packed attention: q_starts and k_starts are (B + 1,) int32")
+    check_heads(q_SNH, k_TKH, v_TKH, 1)
+    check_options(q_SNH, scale, softcap, alibi_slopes_N, dropout)
+    if q_SNH.is_cuda:
+        _check_grid(q_starts.shape[0] - 1, 0)
+    left, right = bounds(causal, window)
+    if dropout and seed is None:
+        seed = new_seed(q_SNH.device)
+    out, _ = _attention(
+        q_SNH, k_TKH, v_TKH, None, alibi_slopes_N, seed if dropout else None, q_starts, k_starts, max_q, max_k,
+        q_SNH.shape[-1] ** -0.5 if scale is None else scale, left, right, bottom_right, softcap or 0.0, dropout,
+    )  # fmt: skip
+    return out
+
+
+def grid_reasons(batch: int, mask_planes: int) -> list[str]:
+    """What a launch has against so many sequences, and (S, T) planes of a mask."""
+    found = ((batch, "sequences"), (mask_planes, "planes of a mask, along batch and heads"))
+    return [f"{count} {what}: it takes {LARGEST_GRID}" for count, what in found if count > LARGEST_GRID]
+
+
+def _check_grid(batch: int, mask_planes: int) -> None:
+    if reasons := grid_reasons(batch, mask_planes):
+        raise Unsupported(f"flash_attention of {'; '.join(reasons)}: cut the batch")
+
+
+def check_heads(q: Tensor, k: Tensor, v: Tensor, head_dim: int) -> None:
+    """Raises ConfigurationError where types, devices or numbers of heads do not belong together."""
+    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
+        raise ConfigurationError(
+            f"attention of {q.dtype} on {q.device}, {k.dtype} on {k.device}, {v.dtype} on {v.device}: they must match"
+        )
+    if k.shape[head_dim] == 0 or q.shape[head_dim] % k.shape[head_dim]:
+        raise ConfigurationError(
+            f"{q.shape[head_dim]} query heads over {k.shape[head_dim]} key heads: give a multiple of the key heads"
+        )
+
+
+def check_dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+    """Raises ConfigurationError where shapes or types of dense attention do not belong together."""
+    if not (q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]):
+        raise ConfigurationError(
+            f"attention of queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)}: "
+            "give (B, N, S, H), (B, K, T, H) and (B, K, T, H)"
+        )
+    check_heads(q, k, v, 1)
+    if mask is None:
+        return
+    if mask.dtype not in (torch.bool, torch.float32, q.dtype):
+        raise ConfigurationError(
+            f"an attention mask of {mask.dtype}: give torch.bool (True attends), or torch.float32 or {q.dtype} to be added"
+        )
+    whole = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    fits = mask.dim() <= 4 and all(
+        size in (1, full) for size, full in zip(reversed(mask.shape), reversed(whole), strict=False)
+    )
+    if not fits or mask.device != q.device:
+        raise ConfigurationError(
+            f"an attention mask of {tuple(mask.shape)} on {mask.device} does not broadcast to {whole} on {q.device}"
+        )
+
+
+def check_options(
+    q: Tensor, scale: float | None, softcap: float | None, slopes_N: Tensor | None, dropout: float
+) -> None:
+    """Raises ConfigurationError for values out of range."""
+    if scale is not None and not scale > 0:
+        raise ConfigurationError(
+            f"an attention scale of {scale}: give a positive one; negate the queries for a negative one"
+        )
+    if softcap is not None and not softcap > 0:
+        raise ConfigurationError(f"a soft cap of {softcap}: give a positive one, or None")
+    if not 0 <= dropout < 1:
+        raise ConfigurationError(f"a dropout of {dropout}: give at least 0 and less than 1")
+    if q.shape[-1] < 1:
+        raise ConfigurationError("attention of heads without width")
+    if slopes_N is not None and (slopes_N.shape != (q.shape[1],) or slopes_N.dtype != torch.float32):
+        raise ConfigurationError(
+            f"ALiBi slopes of {tuple(slopes_N.shape)} {slopes_N.dtype}: give ({q.shape[1]},) torch.float32"
+        )
+
+
+@torch.library.custom_op("vblackwell::attention", mutates_args=())
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes_N: Tensor | None, seed: Tensor | None,
+    q_starts: Tensor | None, k_starts: Tensor | None, max_q: int, max_k: int, scale: float, left: int | None,
+    right: int | None, bottom_right: bool, softcap: float, dropout: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    from vblackwell.kernels.attention import launch as attention_launch
+
+    refuse_forward_mode("attention")
+    options = attention_launch.Options(
+        mask, slopes_N, seed, q_starts, k_starts, max_q, max_k, scale, left, right, bottom_right, softcap, dropout
+    )
+    with on_device(q):
+        return attention_launch.forward(q, k, v, options)
+
+
+def _lse_of(q: Tensor) -> Tensor:
+    shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else q.shape[:3]
+    return q.new_empty(shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+@_attention.register_fake
+def _(
+    q, k, v, mask, slopes_N, seed, q_starts, k_starts, max_q, max_k, scale, left, right, bottom_right, softcap, dropout
+):  # type: ignore[no-untyped-def]
+    return empty_of(q), _lse_of(q)
+
+
+@torch.library.custom_op("vblackwell::attention_backward", mutates_args=())
+def _attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
+    slopes_N: Tensor | None, seed: Tensor | None, q_starts: Tensor | None, k_starts: Tensor | None, max_q: int,
+    max_k: int, scale: float, left: int | None, right: int | None, bottom_right: bool, softcap: float, dropout: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from vblackwell.kernels.attention import launch as attention_launch
+
+    options = attention_launch.Options(
+        mask, slopes_N, seed, q_starts, k_starts, max_q, max_k, scale, left, right, bottom_right, softcap, dropout
+    )
+    with on_device(q):
+        return attention_launch.backward(dout, q, k, v, out, lse, options)
+
+
+@_attention_backward.register_fake
+def _(dout, q, k, v, *others):  # type: ignore[no-untyped-def]
+    return empty_of(q), empty_of(k), empty_of(v)
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    q, k, v, mask, slopes_N, seed, q_starts, k_starts, *ctx.numbers = inputs
+    ctx.save_for_backward(q, k, v, *output, mask, slopes_N, seed, q_starts, k_starts)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dout: Tensor | None, dlse: None):  # type: ignore[no-untyped-def]
+    nothing = (None,) * 13
+    if dout is None:
+        return None, None, None, *nothing
+    return *_attention_backward(dout, *ctx.saved_tensors, *ctx.numbers), *nothing
+
+
+_attention.register_autograd(_backward, setup_context=_save)

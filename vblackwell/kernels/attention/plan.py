@@ -1,0 +1,210 @@
+"""Tiles, warps and pipeline stages of the attention kernels for a GPU, a type and a head width.
+
+The tile sizes decide the order of additions: they are a function of the shape, of the class of GPU (by its shared memory) and, on
+Hopper, of whether strides let the copy engine bring tiles (attention_hopper.py), never of a measurement. What may be tuned, since it
+leaves every bit alone, is how many tiles are in flight and whether they come through Hopper's copy engine (TMA): measured by ``tune``
+when asked, kept per machine as autotune.py does, and shipped in ``tuned/``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from vblackwell.kernels.runtime import autotune
+from vblackwell.kernels.runtime.nvrtc import cache_folder
+
+KERNELS = ("forward", "dq", "dkv")
+# Shared memory that a block of threads may take, by class of GPU: Hopper, A100, and the others from Ampere on.
+LARGE, MEDIUM, SMALL = 227 << 10, 163 << 10, 99 << 10
+WIDEST_HEAD = 256
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """How one kernel runs.
+
+    Attributes:
+        rows: queries of a tile.
+        columns: keys of a tile.
+        warps: of a program.
+        stages: tiles on their way or in use at a time.
+        tma: tiles come by tensor descriptors; only where strides and lengths allow it, and on Hopper.
+        registers: most that a thread may hold, so that two programs share a multiprocessor; 0: the compiler's choice.
+        specialized: attention_hopper.py's kernel, ``stages`` being those of its rings; always by descriptors.
+        together: of a mask, how many lines of a head run side by side and share its keys and values before other heads have their turn.
+        ahead: of a mask, the forward computes the next tile's scores under the exponentials of this one.
+    """
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    tma: bool = False
+    registers: int = 0
+    specialized: bool = False
+    together: int = 16
+    ahead: bool = False
+
+
+def class_of(shared_bytes: int) -> int:
+    """The class of a GPU whose blocks may take ``shared_bytes``."""
+    return next((size for size in (LARGE, MEDIUM) if shared_bytes >= size), SMALL)
+
+
+def padded_head(head: int) -> int:
+    """Width of a head in registers: a power of two, at least 16."""
+    return max(16, 1 << (head - 1).bit_length())
+
+
+# (class, padded head up to) -> plans of forward, dq and dkv, 16-bit types
+_HALF = {
+    (LARGE, 64): (AttentionPlan(128, 128, 8, 3, True), AttentionPlan(128, 64, 8, 3, True), AttentionPlan(64, 128, 8, 3, True)),
+    (LARGE, 128): (AttentionPlan(128, 128, 8, 2, True), AttentionPlan(128, 64, 8, 3, True), AttentionPlan(64, 128, 8, 3, True)),
+    (LARGE, 256): (AttentionPlan(128, 64, 8, 2, True), AttentionPlan(64, 32, 4, 2, True), AttentionPlan(32, 64, 8, 2, True)),
+    (MEDIUM, 64): (AttentionPlan(128, 64, 4, 3), AttentionPlan(128, 64, 8, 2), AttentionPlan(64, 128, 8, 2)),
+    (MEDIUM, 128): (AttentionPlan(128, 64, 8, 2), AttentionPlan(128, 32, 8, 2), AttentionPlan(32, 128, 8, 2)),
+    (MEDIUM, 256): (AttentionPlan(64, 32, 8, 2), AttentionPlan(32, 32, 8, 2), AttentionPlan(32, 32, 8, 2)),
+    (SMALL, 64): (AttentionPlan(128, 64, 8, 2), AttentionPlan(64, 64, 4, 2), AttentionPlan(64, 64, 4, 2)),
+    (SMALL, 128): (AttentionPlan(64, 32, 4, 2), AttentionPlan(64, 32, 8, 2), AttentionPlan(32, 64, 8, 2)),
+    (SMALL, 256): (AttentionPlan(32, 32, 8, 2), AttentionPlan(32, 32, 8, 1), AttentionPlan(32, 32, 8, 1)),
+}  # fmt: skip
+# A boolean mask: two programs of the forward share a multiprocessor, one at its exponentials while the other's products run; of four
+# warps, because eight, held to 128 registers, have ptxas wait after each product. The backward's registers allow one program; its
+# tiles, too, are asked for two ahead.
+_HALF_BOOLEAN = {
+    (LARGE, 128): (
+        AttentionPlan(128, 64, 4, 2, True),
+        AttentionPlan(128, 64, 8, 3, True), AttentionPlan(64, 128, 8, 3, True),
+    ),
+}  # fmt: skip
+# Where scores are changed (soft cap, ALiBi, dropout): that takes registers too.
+_HALF_SCORED = {
+    (LARGE, 64): (AttentionPlan(128, 64, 8, 3, True), AttentionPlan(128, 64, 8, 3, True), AttentionPlan(64, 128, 8, 3, True)),
+    (LARGE, 128): (AttentionPlan(128, 64, 8, 3, True), AttentionPlan(128, 64, 8, 2, True), AttentionPlan(64, 64, 8, 2, True)),
+    (LARGE, 256): (AttentionPlan(128, 32, 8, 2, True), AttentionPlan(64, 32, 8, 2, True), AttentionPlan(32, 64, 8, 2, True)),
+    (MEDIUM, 64): (AttentionPlan(64, 64, 4, 2), AttentionPlan(64, 32, 8, 2), AttentionPlan(32, 64, 8, 2)),
+    (MEDIUM, 128): (AttentionPlan(64, 64, 8, 2), AttentionPlan(64, 32, 8, 2), AttentionPlan(32, 64, 8, 2)),
+    (SMALL, 64): (AttentionPlan(64, 64, 8, 2), AttentionPlan(64, 32, 8, 2), AttentionPlan(32, 64, 8, 2)),
+}  # fmt: skip
+# And where a mask is added: two programs of four warps share a multiprocessor in dkv, one waiting for its mask while the other computes.
+_HALF_ADDED = {
+    **_HALF_SCORED,
+    (LARGE, 128): (
+        AttentionPlan(128, 64, 8, 3, True),
+        AttentionPlan(128, 64, 8, 3, True), AttentionPlan(64, 64, 4, 2, True),
+    ),
+}  # fmt: skip
+_BY_KIND = {"boolean": _HALF_BOOLEAN, "scored": _HALF_SCORED, "additive": _HALF_ADDED}
+# attention_hopper.py's forward, by padded head: two groups of 64 queries.
+SPECIALIZED = {
+    64: AttentionPlan(128, 128, 4, 3, True, 168, True),
+    128: AttentionPlan(128, 128, 4, 2, True, 168, True),
+    256: AttentionPlan(128, 64, 4, 2, True, 168, True),
+}
+# (Kind of mask, padded head) for which it runs, a line each, to be taken out where another forward is faster. All kinds
+# were compared with float64 on an H200 at heads 32 to 256; those listed were timed there too (docs/log-attention.md).
+SPECIALIZED_BY_DEFAULT: frozenset[tuple[str, int]] = frozenset({
+    ("none", 64),
+    ("none", 128),
+    ("boolean", 128),
+    ("additive", 128),
+})  # fmt: skip
+# Releases of Triton that it was run with: Gluon is experimental and changes from one to the next. By name it runs with any.
+SPECIALIZED_TRITON = ("3.6.",)
+# fp32: products run on the ordinary units in full precision, so small tiles that stay in registers
+_SINGLE = {
+    64: (AttentionPlan(32, 32, 4, 1), AttentionPlan(32, 32, 8, 1), AttentionPlan(32, 32, 8, 1)),
+    128: (AttentionPlan(32, 16, 8, 1), AttentionPlan(32, 16, 8, 1), AttentionPlan(16, 32, 8, 1)),
+    256: (AttentionPlan(16, 16, 8, 1), AttentionPlan(16, 16, 8, 1), AttentionPlan(16, 16, 8, 1)),
+}
+
+
+def plan_for(kernel: str, head: int, itemsize: int, shared_bytes: int, kind: str = "none") -> AttentionPlan:
+    """The plan of ``kernel`` ('forward', 'dq' or 'dkv') before tuning; ``kind``: 'none', 'boolean', 'additive' or 'scored'."""
+    width = next(size for size in (64, 128, 256) if padded_head(head) <= size)
+    key = (class_of(shared_bytes), width)
+    plans = _SINGLE[width] if itemsize != 2 else _BY_KIND.get(kind, _HALF).get(key, _HALF[key])
+    return plans[KERNELS.index(kernel)]
+
+
+def specialized_plan(head: int, itemsize: int, capability: tuple[int, int], kind: str = "none") -> AttentionPlan | None:
+    """The plan of attention_hopper.py's forward for a kind of mask; None where it does not run."""
+    width = padded_head(head)  # narrower heads than 64 it would pad further than the Triton forward does
+    if (kind, width) not in SPECIALIZED_BY_DEFAULT or capability != (9, 0) or itemsize != 2:
+        return None
+    return SPECIALIZED[width]
+
+
+def variants(plan: AttentionPlan, hopper: bool) -> list[AttentionPlan]:
+    """``plan`` and others that give the same bits."""
+    choices = [(stages, tma) for tma in ((True, False) if hopper else (False,)) for stages in (2, 3, 4)]
+    others = [dataclasses.replace(plan, stages=stages, tma=tma) for stages, tma in choices]
+    return [plan, *(other for other in others if other != plan)]
+
+
+def entry_name(kernel: str, head: int, dtype: torch.dtype, length: int, mask: str, plan: AttentionPlan) -> str:
+    """The key of a bucket: lengths count up to the next power of two, and the fixed fields are part of it."""
+    bucket = 1 << max(0, length - 1).bit_length()
+    return (
+        f"{kernel}|{str(dtype).removeprefix('torch.')}|{head}|{bucket}|{mask}|{plan.rows}x{plan.columns}x{plan.warps}"
+    )
+
+
+def cache_path(parts: dict[str, str]) -> Path:
+    """The file of the machine described by ``parts``."""
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_folder() / "autotune" / f"attention-{digest}.json"
+
+
+def shipped_path(gpu: str) -> Path:
+    """The table that comes with the package for GPUs of this name; it may not exist."""
+    return autotune.SHIPPED / f"attention-{gpu.lower().replace(' ', '-')}.json"
+
+
+@functools.lru_cache
+def entries(device: torch.device) -> dict[str, dict[str, int]]:
+    """What is known of ``device``: shipped, and measured here. ``entries.cache_clear()`` after writing."""
+    if device.type != "cuda":
+        return {}
+    parts = autotune.machine(device)
+    return {**autotune.read_entries(shipped_path(parts["gpu"])), **autotune.read_entries(cache_path(parts))}
+
+
+def store(device: torch.device, found: dict[str, dict[str, int]]) -> None:
+    """Keep measurements of this machine."""
+    parts = autotune.machine(device)
+    autotune.write_entries(cache_path(parts), parts, found)
+    entries.cache_clear()
+
+
+def tuned(kernel: str, head: int, dtype: torch.dtype, length: int, mask: str, device: torch.device) -> AttentionPlan:
+    """The plan for a launch on ``device``."""
+    if device.type != "cuda":  # the interpreter: tiles small enough that odd lengths have several
+        return AttentionPlan(32, 32, 4, 1)
+    properties = torch.cuda.get_device_properties(device)
+    plan = plan_for(kernel, head, dtype.itemsize, properties.shared_memory_per_block_optin, mask)
+    found = entries(device).get(entry_name(kernel, head, dtype, length, mask, plan), {})
+    return dataclasses.replace(
+        plan, **{name: type(getattr(plan, name))(found[name]) for name in ("stages", "tma") if name in found}
+    )
+
+
+def tune(
+    kernel: str, head: int, dtype: torch.dtype, length: int, mask: str, device: torch.device,
+    measure_us: Callable[[AttentionPlan], float],
+) -> AttentionPlan:  # fmt: skip
+    """Measure ``variants`` of a kernel's plan, store the fastest and return it. ``measure_us`` gives inf for one that does not fit."""
+    properties = torch.cuda.get_device_properties(device)
+    plan = plan_for(kernel, head, dtype.itemsize, properties.shared_memory_per_block_optin, mask)
+    best = min(variants(plan, properties.major == 9), key=measure_us)
+    name = entry_name(kernel, head, dtype, length, mask, plan)
+    store(device, {name: {"stages": best.stages, "tma": int(best.tma)}})
+    return best

@@ -1,0 +1,216 @@
+"""Plans of ``fp4_mma``, for few rows: how the kernel covers a shape, as pure functions of it (see fp4_plan.py for more rows).
+
+The kernel is ``cuda/fp4_mma.cu``; ``fp4_cuda.py`` launches it. ``M`` rows, ``N`` out features, ``K`` in features. A window is 64 columns.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass, replace
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.kernels.fp4 import shapes as fp4_shapes
+from vblackwell.kernels.fp4.blocks import SHARED_BYTES, ceil_div
+from vblackwell.kernels.fp4.cost import MULTIPROCESSORS
+
+MMA_FILES = (
+    "ptx.cuh",
+    "decode.cuh",
+    "barrier.cuh",
+    "epilogue.cuh",
+    "staged_x.cuh",
+    "mma_block.cuh",
+    "norm_rows.cuh",
+    "fp4_mma.cu",
+)
+STATISTICS_BYTES = 1024  # of shared memory, for the statistics of rows that are normalised on the way
+_X_BYTES = 128 * 1024  # of x that a block stages at a time
+
+
+@dataclass(frozen=True)
+class MmaPlan:
+    """How ``fp4_mma`` covers a shape.
+
+    Attributes:
+        tokens: rows of x a block takes, a power of two.
+        row_warps: warps side by side, 32 weight rows each.
+        k_warps: warps that split K inside a block.
+        splits: blocks of a cluster that split K (1 where there are no clusters).
+        prefetch: windows a warp has in flight.
+        min_blocks: blocks the compiler must fit on a multiprocessor.
+        x_bytes: of x that a block may hold; more than one chunk takes half of it each.
+        chunk: windows of x a bulk copy brings (sm_90, K a multiple of 64), a multiple of ``k_warps * prefetch``; 0: x comes by smaller
+            copies.
+        x_stages: chunks of x in shared memory, with ``chunk``.
+    """
+
+    tokens: int
+    row_warps: int
+    k_warps: int
+    splits: int
+    prefetch: int
+    min_blocks: int = 1
+    x_bytes: int = _X_BYTES
+    chunk: int = 0
+    x_stages: int = 2
+
+    def __post_init__(self) -> None:
+        """Raises ConfigurationError where a chunk of x would begin between the slots of the warps' rings.
+
+        Also where the blocks of a cluster would not share the outputs evenly, or more than once.
+        """
+        if self.chunk % (self.k_warps * self.prefetch):
+            raise ConfigurationError(
+                f"chunks of {self.chunk} windows, {self.k_warps} K warps with {self.prefetch} windows in flight each: take a multiple of "
+                f"{self.k_warps * self.prefetch} windows"
+            )
+        if self.splits > 1 and (self.tokens > 16 or 8 * self.row_warps % self.splits):
+            raise ConfigurationError(
+                f"tokens {self.tokens}, row warps {self.row_warps}, splits {self.splits}: take at most 16 tokens, and splits that divide "
+                f"{8 * self.row_warps}, a token's outputs by fours"
+            )
+
+    def macros(self, fp16: bool, out32: bool = False, norm: int = 0) -> dict[str, int]:
+        macros = {
+            "FP16": int(fp16), "TOKENS": self.tokens, "ROW_WARPS": self.row_warps, "K_WARPS": self.k_warps,
+            "SPLITS": self.splits, "PREFETCH": self.prefetch, "PASS_TOKENS": min(self.tokens, 16),
+            "MIN_BLOCKS": self.min_blocks, "OUT32": int(out32),
+        }  # fmt: skip
+        if self.chunk:
+            macros |= {"BULK": 1, "CHUNK": self.chunk, "X_STAGES": self.x_stages}
+        return macros | {"NORM": norm} if norm else macros
+
+    def without_bulk(self) -> MmaPlan:
+        """The same, with x staged by the block's threads, for a K that is no multiple of 64."""
+        return replace(self, chunk=0, x_stages=2)
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.row_warps * self.k_warps
+
+    def chunks(self, k: int) -> tuple[int, int]:
+        """(windows a chunk of x, chunks a block): equal chunks that fit the staging memory. Bulk copies take ``chunk`` instead."""
+        share = ceil_div(ceil_div(k, 64), self.splits)
+        most = max(1, self.x_bytes // (self.tokens * 128))
+        if ceil_div(share, self.k_warps) * self.k_warps <= most:
+            return ceil_div(share, self.k_warps) * self.k_warps, 1
+        unit = self.k_warps * self.prefetch
+        windows = max(1, most // 2 // unit) * unit
+        count = ceil_div(share, windows)
+        return ceil_div(ceil_div(share, count), unit) * unit, count
+
+    def shared_bytes(self, k: int, norm: int = 0) -> int:
+        windows, count = self.chunks(k)
+        x_bytes = windows * self.tokens * 128 * min(2, count)
+        if self.chunk:
+            rows = self.tokens + (1 if norm else 0)  # its gain is one more
+            x_bytes = (
+                self.x_stages * (rows * (self.chunk * 128 + 16) + 16) + 16
+            )  # two barriers a stage, one of the first round
+        staged = x_bytes + self.threads * self.prefetch * 36
+        tokens = min(self.tokens, 16)
+        sums = self.k_warps * tokens * (32 * self.row_warps + 4) * 4
+        share = tokens * 8 * self.row_warps // self.splits  # groups of four outputs
+        mail = ceil_div(16 + (self.splits - 1) * share * 16, 128) * 128 if self.splits > 1 else 0
+        return max(staged, sums) + mail + (STATISTICS_BYTES * (2 if self.chunk else 1) if norm else 0)
+
+
+def fits_with_norm(plan: MmaPlan, k: int) -> bool:
+    """Whether a block of Hopper has the shared memory that ``plan`` needs for K, also with RMSNorm on the way."""
+    return plan.shared_bytes(k, norm=1) <= SHARED_BYTES
+
+
+def takes_bulk(k: int) -> bool:
+    """Whether rows of K features may come by bulk copies: whole windows, and not just a few. (No plan is made here: compilers trace it.)"""
+    return k % 64 == 0 and k >= 1024
+
+
+def _row_warps(n: int) -> int:
+    """Row warps that cover N in about one block a multiprocessor, at most 8."""
+    row_warps = 1
+    while row_warps < 8 and ceil_div(n, 32 * row_warps) > MULTIPROCESSORS:
+        row_warps *= 2
+    return row_warps
+
+
+def _bulk_shape(tokens: int, n: int, k: int) -> tuple[int, int]:
+    """(row warps, splits) of blocks that take x in bulk copies: one wave in which a multiprocessor has least to do.
+
+    Of equals those that split K, which halves what a block stages of x; not for one row, where that is little.
+    """
+    choices = [
+        (row_warps, splits)
+        for row_warps, splits in itertools.product((1, 2, 3, 4, 5, 6, 8), (1, 2))
+        if ceil_div(n, 32 * row_warps) * splits <= MULTIPROCESSORS
+    ]
+    preferred = 2 if tokens > 1 else 1
+
+    def rank(shape: tuple[int, int]) -> tuple[int, bool, int]:
+        row_warps, splits = shape
+        return row_warps * ceil_div(ceil_div(k, 64), splits), splits != preferred, row_warps
+
+    return min(choices, key=rank, default=(8, 1))
+
+
+def _with_x(plan: MmaPlan, k: int) -> MmaPlan:
+    """``plan`` with all of a block's x staged at once where it fits, else 24 windows, or a round of the rings, at a time."""
+    turn = plan.k_warps * plan.prefetch
+    whole = replace(plan, chunk=ceil_div(ceil_div(ceil_div(k, 64), plan.splits), turn) * turn, x_stages=1)
+    parts = [replace(plan, chunk=max(1, 24 // turn) * turn, x_stages=stages) for stages in (3, 2, 1)]
+    return next(fitting for fitting in (whole, *parts) if fits_with_norm(fitting, k))
+
+
+def _plan_bulk(tokens: int, n: int, k: int) -> MmaPlan:
+    """x in bulk copies, for up to 16 rows: a block of up to 16 warps, of which each has eight windows or more where there are so many.
+
+    Within 2.1 % of the fastest plan of an H200 in 18 cells with what fp4_shapes.py keeps, up to 9.5 % behind without (docs/log-fp4.md).
+    """
+    row_warps, splits = _bulk_shape(tokens, n, k)
+    share = ceil_div(k, 64) // splits
+    # A round of more K warps takes the room that the next chunk of x needs.
+    most = 8 if tokens > 8 and share > 64 else 16
+    k_warps = min(max(8 // row_warps, min(16 // row_warps, share // 8)), most)
+    return _with_x(MmaPlan(tokens, row_warps, k_warps, splits, 4), k)
+
+
+@functools.lru_cache(4096)
+def plan_mma(m: int, n: int, k: int, clusters: bool, bulk: bool = True) -> MmaPlan:
+    """The plan of ``fp4_mma`` for a shape, with or without clusters of blocks (sm_90).
+
+    ``bulk``: whether x may come by bulk copies, which a LayerNorm on the way does not allow. It does where `takes_bulk`.
+
+    Without them one block of 12 to 16 warps a multiprocessor, and as many K ways as that leaves: measured on an H200 over six shapes. From
+    three rows on x costs more to stage than a cluster to join, so blocks get taller and split K. Without clusters blocks are smaller,
+    to fit 99 KB of shared memory.
+    """
+    tokens = 1
+    while tokens < min(m, 16 if clusters else 32):
+        tokens *= 2
+    windows = ceil_div(k, 64)
+    if clusters and bulk and takes_bulk(k):
+        if blocks := fp4_shapes.MMA.get((tokens, n, k)):
+            return _with_x(MmaPlan(tokens, *blocks, 4), k)
+        return _plan_bulk(tokens, n, k)
+    if not clusters:
+        row_warps = {1: 1, 2: 1, 4: 2, 8: 4, 16: 4, 32: 4}[tokens]
+        plan = MmaPlan(tokens, row_warps, 8 // row_warps, 1, 4 if tokens < 32 else 2, 1, 32 * 1024)
+    elif tokens <= 2:
+        plan = MmaPlan(tokens, _row_warps(n), 16 // _row_warps(n), 1, 4)
+    elif tokens <= 8:
+        row_warps = min(8, 2 * _row_warps(n))
+        plan = MmaPlan(tokens, row_warps, 16 // row_warps, row_warps // _row_warps(n), 4)
+    else:
+        plan = MmaPlan(tokens, 8, 2, 4, 4)
+    while plan.k_warps > 1 and plan.k_warps * plan.splits > windows:
+        plan = replace(plan, k_warps=plan.k_warps // 2)
+    while plan.splits > 1 and plan.splits > windows:
+        plan = replace(plan, splits=plan.splits // 2)
+    return plan
+
+
+def most_mma_rows(capability: tuple[int, int], n: int, k: int) -> int:
+    """Rows up to which ``fp4_mma`` is the faster fused kernel; without bulk copies of x fewer, for large N."""
+    if capability[0] != 9:
+        return 32
+    return 8 if n >= 8192 and k % 64 else 16

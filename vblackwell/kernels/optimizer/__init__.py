@@ -1,0 +1,1 @@
+"""AdamW with the same bits on the CPU and the GPU."""

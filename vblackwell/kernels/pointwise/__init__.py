@@ -1,0 +1,1 @@
+"""Row-wise operators: norms, gating, rotary positions, the loss, sampling."""

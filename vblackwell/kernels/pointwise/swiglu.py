@@ -1,0 +1,121 @@
+"""``silu(gate) * up``, the gating of SwiGLU feed-forwards (Shazeer, arXiv:2002.05202), forward and backward in one pass each.
+
+16k x 6912 in bf16 on an H200: 162 us forward, 265 backward (PyTorch's expression 277 and 472), about what HBM needs for these bytes.
+
+Computed in fp32 and rounded once; PyTorch's two operations round ``silu(gate)`` as well. ``gate`` and ``up`` may be halves of one tensor
+(rows at equal distances, elements adjacent): nothing is copied. Only ``gate`` and ``up`` are saved. `swiglu_linear` multiplies by the
+next weight too: its backward gets the product again in the same pass as the gradients, for one more write, so that it is not kept.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.kernels.runtime.dispatch import refuse_forward_mode
+from vblackwell.kernels.runtime.fused import runs_triton
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up``, all (..., I) of one floating-point type. Differentiable in both.
+
+    Raises:
+        ConfigurationError: shapes or types differ.
+    """
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ConfigurationError(
+            f"swiglu of {tuple(gate.shape)} {gate.dtype} and {tuple(up.shape)} {up.dtype}: they must match"
+        )
+    if runs_triton("swiglu", gate, 0):
+        return _swiglu(gate, up)
+    return functional.silu(gate) * up
+
+
+@torch.library.custom_op("vblackwell::swiglu", mutates_args=())
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    from vblackwell.kernels.pointwise import swiglu_triton
+
+    return swiglu_triton.forward(gate, up)
+
+
+@_swiglu.register_fake
+def _(gate, up):  # type: ignore[no-untyped-def]
+    return gate.new_empty(gate.shape)
+
+
+@torch.library.custom_op("vblackwell::swiglu_backward", mutates_args=())
+def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, with_product: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """``(dgate, dup, silu(gate) * up)`` from ``dy``, all (..., I); the product is empty unless asked for. Triton only."""
+    from vblackwell.kernels.pointwise import swiglu_triton
+
+    return swiglu_triton.backward(dy, gate, up, with_product)
+
+
+@swiglu_backward.register_fake
+def _(dy, gate, up, with_product):  # type: ignore[no-untyped-def]
+    return gate.new_empty(gate.shape), gate.new_empty(gate.shape), gate.new_empty(gate.shape if with_product else (0,))
+
+
+def swiglu_linear(gate: Tensor, up: Tensor, weight_DI: Tensor, wanted: bool = True) -> Tensor:
+    """``(silu(gate) * up) @ weight.T``, (..., I) to (..., D), which keeps ``gate``, ``up`` and the weight alone. Triton only.
+
+    Args:
+        wanted: False leaves the result unwritten, for the second pass of a checkpoint, which needs what backward reads and nothing else.
+
+    Raises:
+        ConfigurationError: shapes or types differ.
+    """
+    if gate.shape != up.shape or gate.dtype != up.dtype or gate.dtype != weight_DI.dtype:
+        raise ConfigurationError(
+            f"swiglu of {tuple(gate.shape)} {gate.dtype} and {tuple(up.shape)} {up.dtype} for a {weight_DI.dtype} weight: they must match"
+        )
+    if weight_DI.dim() != 2 or weight_DI.shape[1] != gate.shape[-1]:
+        raise ConfigurationError(f"a weight of {tuple(weight_DI.shape)} for {gate.shape[-1]} features: they do not fit")
+    return _swiglu_linear(gate, up, weight_DI, wanted)
+
+
+@torch.library.custom_op("vblackwell::swiglu_linear", mutates_args=())
+def _swiglu_linear(gate: Tensor, up: Tensor, weight_DI: Tensor, wanted: bool) -> Tensor:
+    from vblackwell.kernels.pointwise import swiglu_triton
+
+    refuse_forward_mode("swiglu_linear")
+    if not wanted:
+        return gate.new_empty(*gate.shape[:-1], weight_DI.shape[0])
+    product = swiglu_triton.forward(gate, up)
+    return torch.mm(product.view(-1, product.shape[-1]), weight_DI.t()).view(*gate.shape[:-1], weight_DI.shape[0])
+
+
+@_swiglu_linear.register_fake
+def _(gate, up, weight_DI, wanted):  # type: ignore[no-untyped-def]
+    return gate.new_empty(*gate.shape[:-1], weight_DI.shape[0])
+
+
+def _save_linear(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs[:3])
+
+
+def _backward_linear(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
+    gate, up, weight_DI = ctx.saved_tensors
+    dy_MD = dy.reshape(-1, dy.shape[-1])
+    dproduct = torch.mm(dy_MD, weight_DI).view(gate.shape)
+    dgate, dup, product = swiglu_backward(dproduct, gate, up, ctx.needs_input_grad[2])
+    del dproduct
+    dweight_DI = torch.mm(dy_MD.t(), product.view(-1, product.shape[-1])) if ctx.needs_input_grad[2] else None
+    return dgate, dup, dweight_DI, None
+
+
+_swiglu_linear.register_autograd(_backward_linear, setup_context=_save_linear)
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
+    dgate, dup, _ = swiglu_backward(dy, *ctx.saved_tensors, False)
+    return dgate, dup
+
+
+_swiglu.register_autograd(_backward, setup_context=_save)

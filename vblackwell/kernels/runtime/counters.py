@@ -1,0 +1,94 @@
+"""Counters in global memory that are zero when a kernel begins, without a launch that clears them.
+
+A stream has two sets, used in turn: what counts in one clears the other, once the launch before, which has counted there, has ended.
+
+A captured CUDA graph has sets of its own, since graphs may run beside each other, and clears them first whenever it is replayed.
+
+The memory is the driver's, and lives as long as the process: PyTorch may be about to capture, or be capturing, in a pool in which its
+compiler allows no memory but that of tensors which it knows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vblackwell.kernels.runtime.nvrtc import check_driver, driver, in_context, outside_capture
+
+LEAST = 4096  # counters of a set
+_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+
+
+@dataclass
+class _Pair:
+    """Attributes: sets (2, counters); the capture that they belong to; which the next launch counts in; what the last one used."""
+
+    sets: Tensor
+    capture: int
+    turn: int = 0
+    used: int = 0
+
+
+_pairs: dict[tuple[torch.device, int, bool], _Pair] = {}
+_lock = threading.Lock()
+
+
+@contextmanager
+def zeroed(count: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """(At least ``count`` counters that are zero, those that the launch has to clear, how many these are) on the current stream.
+
+    Kernels may touch them once what was in the stream has ended. They belong within the context, so that launches of threads that share a
+    stream come in the order of their sets; if one fails, these counters are not used again.
+    """
+    stream, capture = _place(device)
+    key = (device, stream, capture != 0)
+    with _lock:
+        pair = _pairs.pop(key, None)
+        if pair is None or pair.capture != capture or pair.sets.shape[1] < count:
+            length = max(LEAST, 1 << (count - 1).bit_length())
+            pair = _Pair(_zeros(length, device), capture)
+        yield pair.sets[pair.turn], pair.sets[1 - pair.turn], pair.used
+        pair.turn, pair.used = 1 - pair.turn, count
+        _pairs[key] = pair
+
+
+def _place(device: torch.device) -> tuple[int, int]:
+    """The current stream, and the number of the capture that it belongs to, which no other has in this process; 0: of none."""
+    stream = torch.cuda.current_stream(device).cuda_stream
+    with torch.cuda.device(device):
+        if not torch.cuda.is_current_stream_capturing():
+            return stream, 0
+    status, number = ctypes.c_int(), ctypes.c_ulonglong()
+    result = driver().cuStreamGetCaptureInfo_v2(
+        ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
+    )
+    check_driver(result, "asking for a graph's capture")
+    return stream, number.value
+
+
+class _Memory:
+    """Memory of the driver's, which is never freed, as PyTorch takes it."""
+
+    def __init__(self, words: int, device: torch.device) -> None:
+        address, size = ctypes.c_uint64(), ctypes.c_size_t(4 * words)
+        with outside_capture(device, "allocating counters"):
+            allocate = lambda: driver().cuMemAlloc_v2(ctypes.byref(address), size)  # noqa: E731
+            result = in_context(device, allocate)
+            if result == _OUT_OF_MEMORY and not torch.cuda.is_current_stream_capturing():
+                torch.cuda.empty_cache()  # which may hold what the driver lacks
+                result = in_context(device, allocate)
+        check_driver(result, f"{4 * words} bytes of counters")
+        self.__cuda_array_interface__ = {
+            "shape": (words,), "typestr": "<i4", "data": (address.value, False), "version": 3,
+        }  # fmt: skip
+
+
+def _zeros(length: int, device: torch.device) -> Tensor:
+    with torch.cuda.device(device):
+        return torch.as_tensor(_Memory(2 * length, device), device=device).view(2, length).zero_()

@@ -1,0 +1,78 @@
+"""Things that can be computed again, kept under ``~/.cache/vblackwell`` by the hash of what they were computed from.
+
+An entry is a folder: built under a temporary name, synced, and renamed, so that it is there complete or not at all. Two
+processes that build the same entry both work and the first to finish wins: nobody waits for a process that may hang.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from vblackwell.errors import DiskError
+from vblackwell.machine.lock import SUFFIX, disk_error, make_work_folder, remove_if_abandoned
+
+
+def cache_root() -> Path:
+    """``$XDG_CACHE_HOME/vblackwell``; relative values are ignored, as the XDG specification asks."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "vblackwell"
+
+
+def cached_folder(kind: str, key: str, build: Callable[[Path], None]) -> Path:
+    """The folder of entry ``key``; where there is none, ``build`` is called with an empty folder to fill.
+
+    Raises:
+        DiskError: the cache cannot be written; the message names ``XDG_CACHE_HOME`` as the way out.
+    """
+    parent = cache_root() / kind
+    final = parent / key
+    if final.is_dir():
+        return final
+    work = parent / f"{key}.{secrets.token_hex(4)}{SUFFIX}"
+    try:
+        descriptor = make_work_folder(work)
+        for leftover in parent.glob(f"*{SUFFIX}"):
+            if leftover != work:
+                remove_if_abandoned(leftover)
+    except DiskError as error:
+        raise DiskError(f"{error}; or set XDG_CACHE_HOME to a folder with room") from error
+    try:
+        build(work)
+        _sync(work)
+        try:
+            os.rename(work, final)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+    except OSError as error:
+        raise DiskError(
+            f"{disk_error('writing the cache', work, error)}; or set XDG_CACHE_HOME to a folder with room"
+        ) from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+        os.close(descriptor)
+    return final
+
+
+def drop_entry(path: Path) -> None:
+    """Removes an entry that turned out to be damaged; readers that have it open keep their bytes."""
+    gone = path.with_name(f"{path.name}.{secrets.token_hex(4)}{SUFFIX}")
+    try:
+        os.rename(path, gone)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(gone)
+
+
+def _sync(folder: Path) -> None:
+    for path in (*folder.iterdir(), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

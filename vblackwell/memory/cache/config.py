@@ -1,0 +1,228 @@
+"""From what users write to levels: ``{'levels': [{'capacity_mb': 2000, 'device': 'cuda:0', 'speed_gbps': 2000}, ...]}``.
+
+``device`` is ``cuda:N``, ``cpu``, ``ssd``, ``arena`` or ``null``; ``cpu`` as the first level is the arena, because level 0
+hands out tensors and so allocates them one by one. Keys that are not supported are refused, never ignored. ``speed_gbps``
+is a statement about the level: levels have to be listed fastest first, and planners go by it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from vblackwell.errors import ConfigurationError, nearest
+from vblackwell.machine.facts import disk_facts, numa_node_of_cuda, why_no_cuda
+from vblackwell.memory.accounting import NullLevel
+from vblackwell.memory.cache.next_use import NextUse
+from vblackwell.memory.cache.policy import LRU, Policy
+from vblackwell.memory.compressed_disk import CompressedDiskLevel
+from vblackwell.memory.disk import DiskLevel
+from vblackwell.memory.gpu import DeviceLevel
+from vblackwell.memory.host import HostLevel
+from vblackwell.memory.level import Level
+from vblackwell.units import MiB, format_bytes, parse_bytes
+
+POLICIES: dict[str, type[Policy]] = {"lru": LRU, "next_use": NextUse}
+DISK_PATH_VARIABLE = "VBLACKWELL_DISK_PATH"
+_KEYS = ("capacity_mb", "device", "speed_gbps", "path", "codec")
+
+
+@dataclass(frozen=True)
+class LevelConfig:
+    """One level as asked for.
+
+    Attributes:
+        device: ``'cuda:0'``, ``'cpu'``, ``'ssd'``, ``'arena'`` (RAM as level 0) or ``'null'`` (accounts, holds nothing).
+        capacity_bytes: its cap.
+        speed_gbps: what it moves, GB/s, as far as the user knows; None where nobody said.
+        path: a directory for ``'ssd'``, by default `default_disk_path`.
+        codec: ``'lossless'`` for an ``'ssd'`` whose bytes are compressed on the way where that saves time (`CompressedDiskLevel`).
+    """
+
+    device: str
+    capacity_bytes: int
+    speed_gbps: float | None = None
+    path: str | None = None
+    codec: str | None = None
+
+    def __post_init__(self) -> None:
+        kind = self.device.split(":")[0]
+        if kind not in ("cuda", "cpu", "ssd", "arena", "null"):
+            known = ("cuda:0", "cpu", "ssd", "arena", "null")
+            raise ConfigurationError(
+                f"level device {self.device!r} must be one of {', '.join(known)}{nearest(self.device, known)}"
+            )
+        if self.capacity_bytes < 4096:
+            raise ConfigurationError(
+                f"level {self.device} of {self.capacity_bytes} bytes is too small: give it 4 KiB or more"
+            )
+        if self.speed_gbps is not None and not (math.isfinite(self.speed_gbps) and self.speed_gbps > 0):
+            raise ConfigurationError(f"speed_gbps {self.speed_gbps} of level {self.device} must be a number > 0")
+        if self.path is not None and kind != "ssd":
+            raise ConfigurationError(f"only an ssd level has a path, not {self.device} (path {self.path!r})")
+        if self.codec is not None and (kind != "ssd" or self.codec != "lossless"):
+            raise ConfigurationError(
+                f"codec {self.codec!r} of level {self.device}: it is 'lossless', and for ssd levels alone"
+            )
+
+
+def parse_capacity(value: Any) -> int:
+    """Bytes of a ``capacity_mb``: a number of MiB, fractions allowed, or a string with a unit such as ``'8GiB'``."""
+    if isinstance(value, str) and not value.strip().replace(".", "", 1).isdigit():
+        return parse_bytes(value, "capacity_mb")
+    try:
+        mebibytes = float(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"capacity_mb {value!r} must be a number of MiB or a size such as '8GiB'") from error
+    if not math.isfinite(mebibytes) or mebibytes <= 0:
+        raise ConfigurationError(f"capacity_mb {value!r} must be a number of MiB > 0, or a size such as '8GiB'")
+    return round(mebibytes * MiB)
+
+
+def parse_levels(config: Mapping[str, Any]) -> list[LevelConfig]:
+    """The levels of a dict.
+
+    Raises:
+        ConfigurationError: unknown or missing keys (with the nearest name), wrong values, levels not fastest first.
+    """
+    _refuse_unknown(config, ("levels",), "stack config")
+    levels = config.get("levels")
+    if not isinstance(levels, (list, tuple)) or not levels:
+        raise ConfigurationError("a stack needs a list of 'levels', e.g. [{'device': 'cuda:0', 'capacity_mb': 2000}]")
+    parsed = []
+    for number, raw in enumerate(levels):
+        if not isinstance(raw, Mapping):
+            raise ConfigurationError(f"level {number} must be a dict with {', '.join(_KEYS)}, not {raw!r}")
+        _refuse_unknown(raw, _KEYS, f"level {number}")
+        for key in ("capacity_mb", "device"):
+            if key not in raw:
+                raise ConfigurationError(f"level {number} lacks {key!r}")
+        speed = raw.get("speed_gbps")
+        parsed.append(
+            LevelConfig(
+                str(raw["device"]),
+                parse_capacity(raw["capacity_mb"]),
+                None if speed is None else float(speed),
+                None if raw.get("path") is None else os.fspath(raw["path"]),
+                raw.get("codec"),
+            )
+        )
+    return parsed
+
+
+def _refuse_unknown(raw: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    for key in raw:
+        if key not in known:
+            raise ConfigurationError(
+                f"{where} has the key {key!r}, which is not supported (known: {', '.join(known)}){nearest(str(key), known)}"
+            )
+
+
+def check_order(levels: Iterable[LevelConfig]) -> None:
+    """Refuse levels that are not listed fastest first, as far as speeds are stated."""
+    stated = [level for level in levels if level.speed_gbps is not None]
+    for faster, slower in zip(stated, stated[1:], strict=False):
+        if (slower.speed_gbps or 0) > (faster.speed_gbps or 0):
+            raise ConfigurationError(
+                f"levels go from the fastest to the slowest, but {slower.device} ({slower.speed_gbps} GB/s) is listed below "
+                f"{faster.device} ({faster.speed_gbps} GB/s): change their order or their speed_gbps"
+            )
+
+
+def build_policy(name: str) -> Policy:
+    """The policy of that name, with nothing learnt yet."""
+    if name not in POLICIES:
+        raise ConfigurationError(f"policy {name!r} must be one of {', '.join(POLICIES)}{nearest(name, POLICIES)}")
+    return POLICIES[name]()
+
+
+def build_level(config: LevelConfig, number: int = 0, *, numa_node: int | None = None) -> Level:
+    """Make one level. ``number`` is its place in the stack: ``cpu`` at 0 is the arena."""
+    kind = config.device.split(":")[0]
+    if kind == "cuda":
+        return DeviceLevel(_usable_gpu(config), config.capacity_bytes)
+    if kind == "arena" or (kind == "cpu" and number == 0):
+        return DeviceLevel("cpu", config.capacity_bytes)
+    if kind == "cpu":
+        return HostLevel(config.capacity_bytes, numa_node=numa_node)
+    if kind == "ssd":
+        kind_of_disk = DiskLevel if config.codec is None else CompressedDiskLevel
+        return kind_of_disk(config.path or default_disk_path(), config.capacity_bytes)
+    return NullLevel(config.capacity_bytes)
+
+
+def build_levels(config: Mapping[str, Any] | Iterable[LevelConfig] | Iterable[Level]) -> list[Level]:
+    """Make the levels of a stack; if one is refused, those made before it are closed."""
+    items: list[LevelConfig | Level]
+    items = [*parse_levels(cast("Mapping[str, Any]", config))] if isinstance(config, Mapping) else [*config]
+    if not items:
+        raise ConfigurationError("a stack needs at least one level")
+    check_order(item for item in items if isinstance(item, LevelConfig))
+    levels: list[Level] = []
+    try:
+        for number, item in enumerate(items):
+            levels.append(item if isinstance(item, Level) else build_level(item, number, numa_node=_numa_node(levels)))
+        if levels[0].device is None:
+            raise ConfigurationError(
+                f"level 0 cannot be {levels[0].name}: tensors are handed out there; list a cuda device, cpu or arena first"
+            )
+    except BaseException:
+        for level in levels:
+            level.close()
+        raise
+    return levels
+
+
+def _numa_node(levels: list[Level]) -> int | None:
+    """The NUMA node of the first GPU above."""
+    gpus = [level.device for level in levels if level.device is not None and level.device.type == "cuda"]
+    return numa_node_of_cuda(gpus[0]) if gpus else None
+
+
+def _usable_gpu(config: LevelConfig) -> torch.device:
+    reason = why_no_cuda()
+    if reason is not None:
+        raise ConfigurationError(f"level {config.device} is not possible: {reason}; or use 'cpu' as level 0")
+    try:
+        device = torch.device(config.device)
+    except RuntimeError as error:
+        raise ConfigurationError(f"level device {config.device!r} is not a device: write e.g. 'cuda:0'") from error
+    index = device.index or 0
+    if index >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"level {config.device} is not possible: torch sees {torch.cuda.device_count()} GPU(s)"
+        )
+    total = torch.cuda.get_device_properties(index).total_memory
+    if config.capacity_bytes > total:
+        raise ConfigurationError(
+            f"a level of {format_bytes(config.capacity_bytes)} does not fit on {config.device} with {format_bytes(total)}"
+        )
+    return torch.device("cuda", index)
+
+
+def default_disk_path() -> str:
+    """Where disk levels go when nobody says: ``$VBLACKWELL_DISK_PATH``, else the first of the temporary directory,
+    the cache directory and the current directory that is on a disk.
+
+    Raises:
+        ConfigurationError: none is.
+    """
+    given = os.environ.get(DISK_PATH_VARIABLE)
+    if given:
+        return given
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    candidates = [Path(tempfile.gettempdir()), cache, Path.cwd()]
+    for path in candidates:
+        if path.is_dir() and os.access(path, os.W_OK) and not disk_facts(path).ram_backed:
+            return str(path)
+    raise ConfigurationError(
+        f"none of {', '.join(map(str, candidates))} is a writable directory on a disk: give the ssd level a 'path', or set "
+        f"{DISK_PATH_VARIABLE}"
+    )

@@ -1,0 +1,111 @@
+"""One level by itself, with keys: for code that wants a place for tensors rather than a hierarchy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vblackwell.errors import UnknownKey, nearest
+from vblackwell.memory.cache.carry import settled
+from vblackwell.memory.cache.config import LevelConfig, build_level, parse_capacity
+from vblackwell.memory.cache.entry import Layout, layout_of, packed_bytes
+from vblackwell.memory.level import Extent
+
+
+class VGPULevel:
+    """A capped place for tensors by name.
+
+    Args:
+        level: its number; 0 in RAM is an arena, more is host slabs.
+        capacity_mb: MiB, or a string with a unit.
+        device: ``'cuda:0'``, ``'cpu'``, ``'ssd'``. path: for ``'ssd'``.
+        transfer_speed_gbps: what its link moves, GB/s, as stated; `expected_seconds` uses it.
+
+    Raises:
+        ConfigurationError: as `VGPUStack`.
+    """
+
+    def __init__(
+        self,
+        level: int = 0,
+        capacity_mb: float | str = 1024,
+        device: str = "cpu",
+        transfer_speed_gbps: float | None = None,
+        path: str | None = None,
+    ) -> None:
+        config = LevelConfig(device, parse_capacity(capacity_mb), transfer_speed_gbps, path)
+        self.level = level
+        self.transfer_speed_gbps = transfer_speed_gbps
+        self._place = build_level(config, level)
+        self._entries: dict[str, tuple[Layout, Extent | None]] = {}
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The cap."""
+        return self._place.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes held."""
+        return self._place.used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was held."""
+        return self._place.peak_bytes
+
+    def put(self, key: str, tensor: Any) -> None:
+        """Copy a tensor, or a packed tensor, in; one that is there already is replaced.
+
+        Raises:
+            InsufficientMemory: no room; what was under ``key`` still is.
+        """
+        layout, tensors = layout_of(tensor)
+        extent = self._place.allocate(layout.num_bytes) if layout.num_bytes else None
+        if extent is not None:
+            try:
+                settled(self._place.write(extent, packed_bytes(layout, tensors)))
+            except BaseException:
+                self._place.free(extent)
+                raise
+        if key in self._entries:
+            self.remove(key)
+        self._entries[key] = (layout, extent)
+
+    def get(self, key: str) -> Any:
+        """A copy on the level's device (in RAM, for a disk).
+
+        Raises:
+            UnknownKey: nothing is there under ``key``.
+        """
+        layout, extent = self._lookup(key)
+        device = self._place.device or torch.device("cpu")
+        buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
+        if extent is not None:
+            settled(self._place.read(extent, buffer))
+        return layout.value(layout.tensors_over(buffer))
+
+    def remove(self, key: str) -> None:
+        """Forget ``key`` and free its bytes."""
+        _, extent = self._lookup(key)
+        del self._entries[key]
+        if extent is not None:
+            self._place.free(extent)
+
+    def expected_seconds(self, num_bytes: int) -> float | None:
+        """How long moving that many bytes takes at the stated speed; None where none was stated."""
+        return num_bytes / (self.transfer_speed_gbps * 1e9) if self.transfer_speed_gbps else None
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def _lookup(self, key: str) -> tuple[Layout, Extent | None]:
+        if key not in self._entries:
+            raise UnknownKey(f"{key!r} is not on this level{nearest(key, self._entries)}; put it there first")
+        return self._entries[key]
+
+    def close(self) -> None:
+        """Release everything. Idempotent."""
+        self._entries.clear()
+        self._place.close()

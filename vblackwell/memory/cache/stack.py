@@ -1,0 +1,341 @@
+"""The stack: levels together, keys on them, hot ones up, cold ones down.
+
+A key's bytes live on exactly one level. `register` copies them in, `access` gives them back on level 0's device, promotions
+and evictions move them in between. Other parts of the package place bytes by hand in the same levels (`pool`).
+
+What `access` returned stays valid while it is held: the entry is no victim while its storage has other users, and `update`
+or `remove` then leave the old bytes to their holder. It is to be read; writing goes through `update`. Accessing a resident
+key takes one short lock and no transfer; anything else takes its turn (`turn`), one cascade at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, UnknownKey, nearest
+from vblackwell.machine.facts import settle_cpu_kernels
+from vblackwell.memory.cache.config import LevelConfig, build_levels, build_policy
+from vblackwell.memory.cache.entry import Entry, Layout, default_priority, layout_of, packed_bytes
+from vblackwell.memory.level import Level
+from vblackwell.memory.pool import LevelPool
+from vblackwell.memory.reservation import Reservation
+
+__all__ = ["Reservation", "VGPUStack"]
+
+PROMOTIONS = ("direct", "gradual")
+
+
+class VGPUStack(LevelPool):
+    """Several levels of memory as one.
+
+    Args:
+        config: ``{'levels': [{'capacity_mb', 'device', 'speed_gbps', 'path'}, ...]}``, fastest first (`config`), or a
+            sequence of `LevelConfig`, or of ready-made `Level` objects, which the stack then owns.
+        policy: ``'lru'`` or ``'next_use'``: who is evicted first among equal priorities.
+        promotion: ``'direct'`` brings an accessed key to level 0, ``'gradual'`` one level up an access.
+
+    Attributes:
+        levels: the `Level` objects, fastest first. level0_device: where `access` returns tensors.
+        policy, promotion: as given.
+
+    Raises:
+        ConfigurationError: unknown keys or values, a GPU that is not there, capacities beyond the machine's.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | Iterable[LevelConfig] | Iterable[Level],
+        policy: str = "lru",
+        promotion: str = "direct",
+    ) -> None:
+        if promotion not in PROMOTIONS:
+            raise ConfigurationError(f"promotion {promotion!r} must be one of {', '.join(PROMOTIONS)}")
+        settle_cpu_kernels()
+        chosen = build_policy(policy)
+        super().__init__(build_levels(config), chosen)
+        self.policy = policy
+        self.promotion = promotion
+        self._policy = chosen
+        self._prefetchers: list[Callable[[Any], bool]] = []
+        self._mover = ThreadPoolExecutor(1, thread_name_prefix="vblackwell-prefetch")
+        self._cuda_index = self.level0_device.index if self.level0_device.type == "cuda" else None
+
+    def register(
+        self, key: str, tensor: Any, priority: int | None = None, *, owner: str | None = None, take: bool = False
+    ) -> None:
+        """Put a tensor, or a packed tensor, under ``key``; one that is there already is replaced.
+
+        Args:
+            priority: 0 to 10; from 7 it starts on level 0, from 4 on level 1, below that above the last level, or further
+                down where full. By default by what the name says (`default_priority`).
+            owner: who registers, such as a model's name. Only the same owner may replace the key.
+            take: let the stack use the tensor's own memory where it can; the caller gives the tensor up.
+
+        Raises:
+            InsufficientMemory: the stack is full; nothing moved, and what was under ``key`` still is.
+            KeyClash: another owner has the key, or it is a reservation's name.
+        """
+        priority = default_priority(key) if priority is None else priority
+        if not isinstance(priority, int) or not 0 <= priority <= 10:
+            raise ConfigurationError(f"priority {priority!r} of {key!r} must be a whole number from 0 to 10")
+        layout, tensors = layout_of(tensor)
+        self._check_fits(key, layout)
+        with self._placement.turn.take():
+            old = self._owned(key, owner)
+            entry = Entry(key, owner, priority, layout)
+            self._admit(entry, tensors, old, take=take)
+
+    def _admit(self, entry: Entry, tensors: tuple[torch.Tensor, ...], old: Entry | None, *, take: bool = False) -> None:
+        """Place a new entry and put it in the table, in place of ``old``; in a turn."""
+        if not entry.num_bytes:
+            self._placement.admit_empty(entry)
+        else:
+            self._admit_bytes(entry, packed_bytes(entry.layout, tensors), old, take=take)
+        with self._lock:
+            self._entries[entry.key] = entry
+        if old is not None:
+            self._placement.drop(old)
+
+    def _admit_bytes(self, entry: Entry, buffer: torch.Tensor, old: Entry | None, *, take: bool) -> None:
+        source = self._place_of(buffer)
+        try:
+            self._placement.admit(entry, buffer, source, adopt=take)
+        except InsufficientMemory:
+            if old is None or not self._placement.vacate(old):
+                raise
+            try:
+                self._placement.admit(entry, buffer, source, adopt=take)
+            except BaseException:
+                self._placement.put_back(old)
+                raise
+
+    def _check_fits(self, key: str, layout: Layout) -> None:
+        largest = max(level.capacity_bytes for level in self.levels)
+        if layout.num_bytes > largest:
+            raise self._placement.no_room(f"for {key!r}", layout.num_bytes)
+
+    def _owned(self, key: str, owner: str | None) -> Entry | None:
+        self._check_open()
+        with self._lock:
+            entry = self._entries.get(key)
+            clash = entry.owner if entry is not None else None
+            if (entry is None or clash == owner) and key not in self._reservations:
+                return entry
+        holder = f"{clash!r}" if entry is not None else "a reservation"
+        raise KeyClash(
+            f"key {key!r} is taken by {holder}, and {owner!r} wants it too: give the models different names (name='...')"
+        )
+
+    def access(self, key: str) -> Any:
+        """The value under ``key`` on level 0's device; valid while held, not to be written to.
+
+        Raises:
+            UnknownKey: nothing is registered under it.
+            DiskError, CorruptData: its bytes, or those of a key that had to make room, could not be moved.
+        """
+        return self._find(key, 0)[0]
+
+    def _find(self, key: str, pins: int) -> tuple[Any, Entry]:
+        with self._lock:
+            entry = self._entries.get(key)
+            tensors = entry.resident if entry is not None else None
+            if entry is not None and tensors is not None and entry.error is None:
+                self._policy.touch(entry)
+                self._statistics.hits[0] += 1
+                entry.expected = False
+                entry.pins += pins
+                return self._hand_out(entry, tensors), entry
+        return self._find_elsewhere(key, pins)
+
+    def _hand_out(self, entry: Entry, tensors: tuple[torch.Tensor, ...]) -> Any:
+        if self._cuda_index is not None and entry.num_bytes:
+            stream = torch.cuda.current_stream(self._cuda_index)
+            if stream.cuda_stream:  # not the default stream: nobody may reuse or change the bytes under its kernels
+                tensors[0].record_stream(stream)
+                entry.side_streams.add(stream)
+        return entry.layout.value(tensors)
+
+    def _find_elsewhere(self, key: str, pins: int) -> tuple[Any, Entry]:
+        """`access` for a key that is not on level 0, or on its way somewhere."""
+        start = time.perf_counter()
+        with self._placement.turn.take():
+            with self._lock:
+                entry = self._lookup(key)
+                error, entry.error = entry.error, None
+                if error is not None:
+                    raise error
+                self._policy.touch(entry)
+                self._statistics.found(entry.level)
+                entry.expected = False
+            if entry.resident is None:
+                self._placement.promote(entry, 0 if self.promotion == "direct" else max(0, entry.level - 1))
+            with self._lock:
+                entry.pins += pins
+                value = None if entry.resident is None else self._hand_out(entry, entry.resident)
+            if value is None:
+                value = self._serve_in_place(entry)
+        with self._lock:
+            self._statistics.stall_seconds += time.perf_counter() - start
+        return value, entry
+
+    def _serve_in_place(self, entry: Entry) -> Any:
+        """A transient copy on level 0's device; the key stays where it is."""
+        with torch.inference_mode(False):
+            buffer = torch.empty(entry.num_bytes, dtype=torch.uint8, device=self.level0_device)
+            self._placement.read(entry, buffer)
+            return entry.layout.value(entry.layout.tensors_over(buffer))
+
+    @contextmanager
+    def borrow(self, key: str) -> Iterator[Any]:
+        """`access` for the length of a ``with`` block, in which the key is not evicted."""
+        value, entry = self._find(key, 1)
+        try:
+            yield value
+        finally:
+            with self._lock:
+                entry.pins -= 1
+
+    def prefetch(self, keys: Iterable[Any]) -> None:
+        """Bring keys up in the background, in this order; returns at once. Full levels make it a hint.
+
+        Args:
+            keys: registered keys, or keys and parameters that an offloaded model on this stack knows.
+
+        Raises:
+            UnknownKey: neither. What fails later is raised by the next `access` of that key.
+        """
+        self._check_open()
+        keys = [keys] if isinstance(keys, (str, torch.Tensor)) else list(keys)
+        for key in keys:
+            entry = self._entries.get(key) if isinstance(key, str) else None
+            if entry is not None:
+                if entry.resident is None:
+                    self._mover.submit(self._bring_up, key)
+            elif not any(prefetcher(key) for prefetcher in self._prefetchers):
+                raise self._unknown(key)
+
+    def _bring_up(self, key: str) -> None:
+        with self._placement.turn.take(background=True):
+            with self._lock:
+                entry = self._entries.get(key)
+                if entry is None or entry.resident is not None or self._closed:
+                    return
+                self._policy.touch(entry, accessed=False)
+            target = 0 if self.promotion == "direct" else max(0, entry.level - 1)
+            try:
+                entry.expected = self._placement.promote(entry, target, background=True) and target == 0
+            except Exception as error:  # kept, not swallowed: there is nobody in this thread to hear of it
+                entry.error = error
+
+    def add_prefetcher(self, prefetcher: Callable[[Any], bool]) -> None:
+        """Offer keys and parameters that are not registered here to ``prefetcher``; it returns whether it took them."""
+        self._prefetchers.append(prefetcher)
+
+    def remove_prefetcher(self, prefetcher: Callable[[Any], bool]) -> None:
+        """The opposite of `add_prefetcher`."""
+        self._prefetchers.remove(prefetcher)
+
+    def update(self, key: str, tensor: Any) -> None:
+        """Replace the bytes of ``key`` by those of a value of the same shape and dtype.
+
+        Raises:
+            UnknownKey: nothing is registered under it.
+            ConfigurationError: another shape or dtype (register it instead).
+            InsufficientMemory: the old bytes are held by somebody, and there is no room for the new ones beside them.
+        """
+        layout, tensors = layout_of(tensor)
+        with self._placement.turn.take():
+            with self._lock:
+                old = self._lookup(key)
+            if (layout.parts, layout.kind) != (old.layout.parts, old.layout.kind):
+                raise ConfigurationError(
+                    f"update of {key!r} has another shape or dtype: register it again to replace it"
+                )
+            if not old.num_bytes:
+                return
+            buffer = packed_bytes(layout, tensors)
+            if self._placement.overwrite(old, buffer, self._place_of(buffer)):
+                old.layout, old.error = layout, None
+            else:
+                self._admit(Entry(key, old.owner, old.priority, layout), tensors, old)
+
+    def remove(self, key: str) -> None:
+        """Forget ``key`` and free its bytes (those still held, when they are let go)."""
+        with self._placement.turn.take():
+            with self._lock:
+                entry = self._lookup(key)
+                del self._entries[key]
+            self._placement.drop(entry)
+
+    def move(self, key: str, level: int) -> None:
+        """Promote or demote ``key`` by hand.
+
+        Raises:
+            InsufficientMemory: nobody there can make room; nothing moved.
+            StaleTensor: it would leave level 0 while somebody holds its tensor.
+        """
+        self._check_level(level)
+        with self._placement.turn.take():
+            with self._lock:
+                entry = self._lookup(key)
+            if level != entry.level and entry.num_bytes:
+                self._placement.shift(entry, level)
+
+    def keys(self) -> list[str]:
+        """All registered keys."""
+        with self._lock:
+            return list(self._entries)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def level_of(self, key: str) -> int:
+        """The level on which ``key`` is now."""
+        with self._lock:
+            return self._lookup(key).level
+
+    def priority_of(self, key: str) -> int:
+        """The priority of ``key``."""
+        with self._lock:
+            return self._lookup(key).priority
+
+    def _lookup(self, key: str) -> Entry:
+        self._check_open()
+        entry = self._entries.get(key)
+        if entry is None:
+            raise self._unknown(key)
+        return entry
+
+    def _unknown(self, key: Any) -> UnknownKey:
+        what = f"{key!r}" if isinstance(key, str) else f"a tensor of shape {tuple(getattr(key, 'shape', ()))}"
+        return UnknownKey(f"{what} is not in the stack{nearest(str(key), self._entries)}; register it first")
+
+    def close(self) -> None:
+        """Drop all keys and release memory, file and threads. Idempotent. Tensors that are held stay valid."""
+        if self._closed:
+            return
+        self._closed = True
+        self._mover.shutdown(cancel_futures=True)
+        with self._placement.turn.take(), self._lock:
+            for entry in self._entries.values():
+                entry.unsettle()
+            self._entries.clear()
+        self._close_levels()
+
+    def __enter__(self) -> VGPUStack:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

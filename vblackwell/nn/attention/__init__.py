@@ -1,0 +1,1 @@
+"""Attention layers and the choice of the backend that runs them."""

@@ -1,0 +1,394 @@
+"""Which attention runs: the own kernel, PyTorch's or FlexAttention; each says why not, the fastest known of the others runs.
+
+``triton`` (kernels/attention/op.py), ``cudnn``, ``flash`` and ``efficient`` (PyTorch's SDPA), ``flex`` (compiled
+FlexAttention) and ``math``
+(kernels/attention/reference.py: scores of S x T in memory, everything else, any device). Among those that accept a request the one with
+the least measured time runs: ``tune_attention`` measures on this machine and keeps the times; where nothing was measured the order
+is that of ``preference``. Under ``torch.compile`` the order alone decides, because the tables cannot be read while tracing.
+
+Legend: B batch, N query heads, K key heads, S queries, T keys, H head width.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from vblackwell.errors import ConfigurationError, Unsupported, nearest
+from vblackwell.kernels.attention import plan as attention_plan
+from vblackwell.kernels.attention.op import (
+    WIDEST_HEAD,
+    bounds,
+    check_dense,
+    check_options,
+    flash_attention,
+    grid_reasons,
+)
+from vblackwell.kernels.attention.reference import attention_reference
+from vblackwell.kernels.runtime.fused import interpreting
+from vblackwell.nn.attention import times as attention_times
+
+HALF = (torch.bfloat16, torch.float16)
+AHEAD_CYCLES = 20_000_000  # of the GPU's clock, some 10 ms: longer than a host takes to launch a forward and a backward
+
+
+class Variant(NamedTuple):
+    """What is attended, beside queries, keys and values; as in ``flash_attention``."""
+
+    mask: Tensor | None = None
+    causal: bool = False
+    bottom_right: bool = False
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    alibi_slopes_N: Tensor | None = None
+    dropout: float = 0.0
+
+
+class AttentionRequest(NamedTuple):
+    """What a backend may look at before it agrees. ``mask`` is 'none', 'boolean' or 'additive', of ``mask_planes`` (S, T).
+
+    ``gpu`` is the index of the CUDA device whose measured times count; None: the current one.
+    """
+
+    device: str
+    capability: tuple[int, int]
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    head: int
+    mask: str = "none"
+    causal: bool = False
+    bottom_right: bool = False
+    window: int | None = None
+    softcap: bool = False
+    alibi: bool = False
+    dropout: bool = False
+    gradient: bool = False
+    mask_gradient: bool = False
+    deterministic: bool = False
+    batch: int = 1
+    mask_planes: int = 0
+    gpu: int | None = None
+
+    @property
+    def kind(self) -> str:
+        """What timings are kept by, beside type, head width and length."""
+        parts = [self.mask] + [
+            name for name in ("causal", "softcap", "alibi", "dropout", "gradient") if getattr(self, name)
+        ]
+        return "+".join(parts + ["window"] * (self.window is not None) + ["grouped"] * (self.heads != self.kv_heads))
+
+
+def request_of(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, variant: Variant) -> AttentionRequest:
+    """The request that these tensors make."""
+    mask, device = variant.mask, q_BNSH.device.type
+    return AttentionRequest(
+        device, torch.cuda.get_device_capability(q_BNSH.device) if device == "cuda" else (0, 0), q_BNSH.dtype,
+        q_BNSH.shape[1], k_BKTH.shape[1], q_BNSH.shape[2], k_BKTH.shape[2], q_BNSH.shape[3],
+        "none" if mask is None else "boolean" if mask.dtype == torch.bool else "additive",
+        variant.causal, variant.bottom_right, variant.window, variant.softcap is not None,
+        variant.alibi_slopes_N is not None, variant.dropout > 0,
+        torch.is_grad_enabled() and (q_BNSH.requires_grad or k_BKTH.requires_grad or v_BKTH.requires_grad),
+        torch.is_grad_enabled() and mask is not None and mask.requires_grad,
+        torch.are_deterministic_algorithms_enabled(), q_BNSH.shape[0], 0 if mask is None else mask.shape[:-2].numel(),
+        q_BNSH.device.index,
+    )  # fmt: skip
+
+
+def _triton_reasons(r: AttentionRequest) -> list[str]:
+    reasons = []
+    if r.device != "cuda" and not (r.device == "cpu" and interpreting()):
+        reasons.append(f"the tensors are on {r.device}: it needs a CUDA GPU, or TRITON_INTERPRET=1")
+    if r.device == "cuda" and r.capability < (8, 0):
+        reasons.append(f"compute capability {r.capability[0]}.{r.capability[1]} is below 8.0")
+    if importlib.util.find_spec("triton") is None:
+        reasons.append("triton is not installed")
+    accepted = (*HALF, torch.float32) if r.device == "cuda" else (torch.float16, torch.float32, torch.float64)
+    if r.dtype not in accepted:
+        reasons.append(f"{r.dtype}: it takes {', '.join(str(dtype).removeprefix('torch.') for dtype in accepted)}")
+    if r.head > WIDEST_HEAD:
+        reasons.append(f"a head of {r.head}: it takes {WIDEST_HEAD}")
+    if r.mask_gradient:
+        reasons.append("the mask wants a gradient")
+    return reasons + (grid_reasons(r.batch, r.mask_planes) if r.device == "cuda" else [])
+
+
+def _torch_reasons(r: AttentionRequest, dtypes: tuple[torch.dtype, ...], widest: int) -> list[str]:
+    """What all of SDPA's fused backends refuse."""
+    reasons = []
+    if r.dtype not in dtypes:
+        reasons.append(f"{r.dtype}: it takes {', '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)}")
+    if r.head > widest:
+        reasons.append(f"a head of {r.head}: it takes {widest}")
+    if min(r.queries, r.keys) == 0:
+        reasons.append("an empty sequence")
+    if r.window is not None:
+        reasons.append("a sliding window")
+    if r.softcap:
+        reasons.append("a soft cap")
+    if r.alibi:
+        reasons.append("ALiBi")
+    if r.causal and r.mask != "none":
+        reasons.append("causal together with a mask")
+    if r.causal and r.bottom_right and r.queries != r.keys:
+        reasons.append(f"causal from the bottom right over {r.queries} x {r.keys}")
+    return reasons
+
+
+def _cudnn_reasons(r: AttentionRequest) -> list[str]:
+    reasons = _torch_reasons(r, HALF, 128)
+    if r.device != "cuda" or r.capability < (8, 0):
+        reasons.append("it needs a CUDA GPU of compute capability 8.0")
+    if r.head % 8:
+        reasons.append(f"a head of {r.head} is no multiple of 8")
+    if r.mask != "none":
+        reasons.append("a mask")
+    if r.causal and r.queries != r.keys:
+        reasons.append(f"causal over {r.queries} x {r.keys}")
+    if r.queries == 1 or r.keys == 1:
+        reasons.append("a sequence of one")
+    if r.deterministic:  # PyTorch refuses it then even where no gradient is wanted
+        reasons.append("its backward is not deterministic")
+    return reasons
+
+
+def _flash_reasons(r: AttentionRequest) -> list[str]:
+    on_cpu = r.device == "cpu"
+    reasons = _torch_reasons(r, (*HALF, torch.float32, torch.float64) if on_cpu else HALF, WIDEST_HEAD)
+    if not on_cpu and (r.device != "cuda" or r.capability < (8, 0)):
+        reasons.append("it needs a CUDA GPU of compute capability 8.0, or the CPU")
+    if r.mask != "none" and not on_cpu:
+        reasons.append("a mask")
+    if r.causal and r.queries != r.keys:
+        reasons.append(f"causal over {r.queries} x {r.keys}")
+    if r.dropout and on_cpu:
+        reasons.append("dropout on the CPU")
+    if r.mask_gradient:
+        reasons.append("the mask wants a gradient")
+    return reasons
+
+
+def _efficient_reasons(r: AttentionRequest) -> list[str]:
+    reasons = _torch_reasons(r, (*HALF, torch.float32), 1 << 16)
+    if r.device != "cuda":
+        reasons.append("it needs a CUDA GPU")
+    if r.heads != r.kv_heads:
+        reasons.append(f"{r.heads} query heads over {r.kv_heads} key heads")
+    if r.head % 8:
+        reasons.append(f"a head of {r.head} is no multiple of 8")
+    if r.deterministic and r.gradient:
+        reasons.append("its backward is not deterministic")
+    return reasons
+
+
+def _flex_reasons(r: AttentionRequest) -> list[str]:
+    reasons = []
+    if r.device != "cuda" or r.capability < (8, 0):
+        reasons.append("it needs a CUDA GPU of compute capability 8.0")
+    if r.dtype not in (*HALF, torch.float32):
+        reasons.append(f"{r.dtype}: it takes bfloat16, float16, float32")
+    if not 16 <= r.head <= WIDEST_HEAD:
+        reasons.append(f"a head of {r.head}: it takes 16 to {WIDEST_HEAD}")
+    if min(r.queries, r.keys) == 0:
+        reasons.append("an empty sequence")
+    if r.dropout:
+        reasons.append("dropout")
+    if r.mask_gradient:
+        reasons.append("the mask wants a gradient")
+    if torch.compiler.is_compiling():
+        reasons.append("inside torch.compile")
+    return reasons
+
+
+def _nothing(r: AttentionRequest) -> list[str]:
+    return []
+
+
+def _run_triton(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
+    return flash_attention(q, k, v, **variant._asdict())
+
+
+def _run_math(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
+    left, right = bounds(variant.causal, variant.window)
+    return attention_reference(
+        q, k, v, mask=variant.mask, left=left, right=right, bottom_right=variant.bottom_right, scale=variant.scale,
+        softcap=variant.softcap or 0.0, slopes_N=variant.alibi_slopes_N, dropout=variant.dropout,
+    )  # fmt: skip
+
+
+def _sdpa(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor, Variant], Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
+        mask = variant.mask
+        if mask is not None:
+            mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
+            mask = mask[(None,) * (4 - mask.dim())]  # the CPU's flash takes two or four dimensions
+            if (
+                mask.shape[-1] != k.shape[2]
+            ):  # 'efficient' reads keys side by side: a stride of zero is not one of its cases
+                mask = mask.expand(*mask.shape[:-1], k.shape[2]).contiguous()
+        # A branch, because sizes may be symbols under torch.compile.
+        grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+        with sdpa_kernel(backend):
+            return functional.scaled_dot_product_attention(
+                q, k, v, mask, variant.dropout, variant.causal, scale=variant.scale, **grouped
+            )
+
+    return run
+
+
+def _run_flex(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
+    from vblackwell.nn.attention.flex import flex
+
+    return flex(q, k, v, variant)
+
+
+class AttentionBackend(NamedTuple):
+    """One way to attend: its name, what it has against a request (nothing: it runs), and itself."""
+
+    name: str
+    reasons: Callable[[AttentionRequest], list[str]]
+    run: Callable[[Tensor, Tensor, Tensor, Variant], Tensor]
+
+
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        AttentionBackend("triton", _triton_reasons, _run_triton),
+        AttentionBackend("cudnn", _cudnn_reasons, _sdpa(SDPBackend.CUDNN_ATTENTION)),
+        AttentionBackend("flash", _flash_reasons, _sdpa(SDPBackend.FLASH_ATTENTION)),
+        AttentionBackend("efficient", _efficient_reasons, _sdpa(SDPBackend.EFFICIENT_ATTENTION)),
+        AttentionBackend("flex", _flex_reasons, _run_flex),
+        AttentionBackend("math", _nothing, _run_math),
+    )
+}
+
+
+def preference(r: AttentionRequest) -> tuple[str, ...]:
+    """Backends in the order in which they are taken where nothing was measured.
+
+    cuDNN leads on Hopper, flash before it (docs/attention.md); the CPU takes flash, the interpreter being for tests. FlexAttention
+    compiles for seconds, so only a measurement of the shape or its name brings it. In fp32 the own kernel does not use tensor cores.
+    """
+    if r.device == "cpu":
+        return ("flash", "math", "triton")
+    if r.dtype == torch.float32:
+        return ("efficient", "triton", "math", "flex")
+    if r.queries <= 16:  # decoding: flash splits the keys over programs
+        return ("flash", "triton", "cudnn", "efficient", "math", "flex")
+    if r.capability >= (9, 0):
+        return ("cudnn", "triton", "flash", "efficient", "math", "flex")
+    return ("flash", "triton", "cudnn", "efficient", "math", "flex")
+
+
+def attention_backends(request: AttentionRequest) -> dict[str, list[str]]:
+    """Each backend's reasons against ``request``, in the order in which they would be taken; those without any can run."""
+    return {name: BACKENDS[name].reasons(request) for name in _ranking(request)} | {
+        name: backend.reasons(request) for name, backend in BACKENDS.items() if name not in preference(request)
+    }
+
+
+def choose_attention(request: AttentionRequest, backend: str = "auto") -> str:
+    """The backend that runs ``request``.
+
+    Raises:
+        ConfigurationError: ``backend`` is no backend.
+        Unsupported: it refuses, or all do; the message has every backend's reasons.
+    """
+    if backend == "auto":
+        for name in _ranking(request):
+            if not BACKENDS[name].reasons(request):
+                return name
+    elif backend not in BACKENDS:
+        known = ("auto", *BACKENDS)
+        raise ConfigurationError(
+            f"no attention backend {backend!r}: choose one of {', '.join(known)}{nearest(backend, known)}"
+        )
+    elif not BACKENDS[backend].reasons(request):
+        return backend
+    said = " | ".join(f"{name}: {'; '.join(why) or 'accepts'}" for name, why in attention_backends(request).items())
+    raise Unsupported(f"attention backend {backend!r} refuses. {said}")
+
+
+def attention(
+    q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, mask: Tensor | None = None, causal: bool = False,
+    bottom_right: bool = False, window: int | None = None, scale: float | None = None, softcap: float | None = None,
+    alibi_slopes_N: Tensor | None = None, dropout: float = 0.0, backend: str = "auto",
+) -> tuple[Tensor, str]:  # fmt: skip
+    """Attention (B, N, S, H), and the name of the backend that ran; arguments as in ``flash_attention``.
+
+    Raises:
+        ConfigurationError: shapes, types or values that do not belong together, or an unknown backend.
+        Unsupported: the backend asked for refuses; the message has every backend's reasons.
+    """
+    check_dense(q_BNSH, k_BKTH, v_BKTH, mask)
+    check_options(q_BNSH, scale, softcap, alibi_slopes_N, dropout)
+    if causal and bottom_right and q_BNSH.shape[2] == 1 and window is None:
+        causal = False  # a single query at the end sees everything: decoding
+    variant = Variant(mask, causal, bottom_right, window, scale, softcap, alibi_slopes_N, dropout)
+    name = choose_attention(request_of(q_BNSH, k_BKTH, v_BKTH, variant), backend)
+    return BACKENDS[name].run(q_BNSH, k_BKTH, v_BKTH, variant), name
+
+
+def _measured(r: AttentionRequest) -> dict[str, int]:
+    """Times by backend, where some are known."""
+    if r.device != "cuda" or torch.compiler.is_compiling():
+        return {}
+    gpu = torch.cuda.current_device() if r.gpu is None else r.gpu
+    return attention_times.known(r, attention_plan.entries(torch.device("cuda", gpu)))
+
+
+def _ranking(r: AttentionRequest) -> tuple[str, ...]:
+    """Backends, measured ones first, by time."""
+    order, times = preference(r), _measured(r)
+    first = sorted((name for name in order if name in times), key=times.__getitem__) if times else []
+    return (*first, *(name for name in order if name not in times))
+
+
+def tune_attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, **variant: Any) -> dict[str, int]:
+    """Times (ns) of every backend that accepts, with backward if gradients are wanted; kept as `attention_times.table_of` says.
+
+    What a backend makes of a mask at every call (tile lists, FlexAttention's block mask) is part of its time.
+
+    Raises:
+        Unsupported: the tensors are not on a CUDA GPU.
+    """
+    chosen = Variant(**variant)
+    request = request_of(q_BNSH, k_BKTH, v_BKTH, chosen)
+    if request.device != "cuda":
+        raise Unsupported("tune_attention: the tensors are not on a CUDA GPU")
+    times, tensors = {}, (q_BNSH, k_BKTH, v_BKTH)
+    with torch.cuda.device(q_BNSH.device):  # whose streams are timed
+        for name in preference(request):
+            if name != "math" and not BACKENDS[name].reasons(request):
+                times[name] = int(_measure_ns(BACKENDS[name], tensors, chosen, request.gradient))
+    attention_plan.store(q_BNSH.device, attention_times.table_of(request, times))
+    return times
+
+
+def _measure_ns(
+    backend: AttentionBackend, tensors: tuple[Tensor, Tensor, Tensor], variant: Variant, gradient: bool
+) -> float:
+    wanted = [x for x in tensors if x.requires_grad]
+    times = []
+    for _ in range(8):
+        # A step keeps the GPU supplied; here its kernels would wait for the host, and who launches fewest would look fastest.
+        torch.cuda._sleep(AHEAD_CYCLES)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        out = backend.run(*tensors, variant)
+        if gradient:
+            torch.autograd.grad(out, wanted, torch.ones_like(out))
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e6)
+    return statistics.median(times[3:])

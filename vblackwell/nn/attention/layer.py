@@ -1,0 +1,188 @@
+"""``FlashAttention``: self-attention with one projection for queries, keys and values, on the fastest backend that accepts it.
+
+Legend: B batch, S new positions, T all positions, D model width, N query heads, K key-value heads, H head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.kernels.pointwise.rotary import rotary
+from vblackwell.nn.attention.backends import attention
+from vblackwell.nn.attention.rotary import rotary_tables
+from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
+
+
+class AttentionCache:
+    """Keys and values that one ``FlashAttention`` has seen, allocated once at the first, in their type.
+
+    Args:
+        max_length: positions there is room for.
+    """
+
+    def __init__(self, max_length: int) -> None:
+        if max_length < 1:
+            raise ConfigurationError(f"a cache of {max_length} positions: give at least 1")
+        self.max_length = max_length
+        self.length = 0  # positions seen so far
+        self._room: tuple[Tensor, Tensor] | None = None
+
+    def extend(self, k_BKSH: Tensor, v_BKSH: Tensor) -> tuple[Tensor, Tensor]:
+        """Keeps the new keys and values behind the old; returns all so far, (B, K, T, H) each.
+
+        Raises:
+            ConfigurationError: no room for them, or another batch.
+        """
+        end = self.length + k_BKSH.shape[2]
+        if end > self.max_length:
+            raise ConfigurationError(
+                f"position {end} is beyond the cache's {self.max_length}: make a longer AttentionCache"
+            )
+        if self._room is None:
+            shape = (*k_BKSH.shape[:2], self.max_length, k_BKSH.shape[3])
+            self._room = (k_BKSH.new_empty(shape), v_BKSH.new_empty(shape))
+        if self._room[0].shape[0] != k_BKSH.shape[0]:
+            raise ConfigurationError(
+                f"a batch of {k_BKSH.shape[0]} for a cache of {self._room[0].shape[0]}: make a new AttentionCache"
+            )
+        for room, new in zip(self._room, (k_BKSH, v_BKSH), strict=True):
+            room[:, :, self.length : end] = new
+        self.length = end
+        return self._room[0][:, :, :end], self._room[1][:, :, :end]
+
+
+class FlashAttention(nn.Module):
+    """Multi-head self-attention, batch first.
+
+    Args:
+        d_model: D, the width of inputs and outputs.
+        n_heads: query heads; each is D / n_heads wide.
+        dropout: probability to drop an attention probability while training.
+        n_kv_heads: key-value heads, a divisor of ``n_heads`` (Ainslie et al., arXiv:2305.13245); default: as many.
+        causal: no position sees those behind it.
+        window: positions seen including the own one: the last ones with ``causal``, otherwise as many to each side.
+        rotary_theta: base of the rotary embedding (arXiv:2104.09864) of queries and keys; None: none.
+        softcap: of the scores; see ``flash_attention``.
+        bias: of the projections.
+        backend: 'auto', or the name of the only one that may run.
+        use_fp4: both projections train straight through nvfp4, and ``quantize()`` packs them.
+
+    Attributes:
+        backend: which backend ran last; None before the first forward.
+
+    Raises:
+        ConfigurationError: heads that do not divide the width or one another, or other values out of range.
+    """
+
+    def __init__(
+        self, d_model: int, n_heads: int, dropout: float = 0.0, *, n_kv_heads: int | None = None, causal: bool = False,
+        window: int | None = None, rotary_theta: float | None = None, softcap: float | None = None, bias: bool = True,
+        backend: str = "auto", use_fp4: bool = False, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        if min(d_model, n_heads, n_kv_heads) < 1 or d_model % n_heads or n_heads % n_kv_heads:
+            raise ConfigurationError(
+                f"attention of width {d_model} with {n_heads} heads over {n_kv_heads} key heads: the heads must divide the width, "
+                "the key heads the heads"
+            )
+        if not 0 <= dropout < 1:
+            raise ConfigurationError(f"a dropout of {dropout}: give at least 0 and less than 1")
+        if rotary_theta is not None and d_model // n_heads % 2:
+            raise ConfigurationError(f"rotary heads of {d_model // n_heads}: give an even width")
+        self.d_model, self.n_heads, self.n_kv_heads, self.head_dim = d_model, n_heads, n_kv_heads, d_model // n_heads
+        self.dropout, self.causal, self.window, self.softcap = dropout, causal, window, softcap
+        self.rotary_theta, self.wanted_backend = rotary_theta, backend
+        self.backend: str | None = None
+        outputs = (n_heads + 2 * n_kv_heads) * self.head_dim
+        self.qkv_proj: nn.Linear | FusedFP4Linear
+        self.out_proj: nn.Linear | FusedFP4Linear
+        if use_fp4:
+            self.qkv_proj = FusedFP4Linear(d_model, outputs, bias, use_fp4=True, device=device, dtype=dtype)
+            self.out_proj = FusedFP4Linear(d_model, d_model, bias, use_fp4=True, device=device, dtype=dtype)
+        else:
+            self.qkv_proj = nn.Linear(d_model, outputs, bias=bias, device=device, dtype=dtype)
+            self.out_proj = nn.Linear(d_model, d_model, bias=bias, device=device, dtype=dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.d_model}, heads={self.n_heads}/{self.n_kv_heads}, causal={self.causal}, backend={self.wanted_backend!r}"
+
+    def quantize(self) -> FlashAttention:
+        """Packs the projections made with ``use_fp4``; packed ones stay as they are, and so do others. Returns the module.
+
+        Raises:
+            ConfigurationError: a weight has inf or NaN.
+        """
+        for projection in (self.qkv_proj, self.out_proj):
+            if isinstance(projection, FusedFP4Linear):
+                projection.quantize()
+        return self
+
+    def forward(self, x_BSD: Tensor, mask: Tensor | None = None, cache: AttentionCache | None = None) -> Tensor:
+        """What each position gathers, (B, S, D).
+
+        Args:
+            x_BSD: inputs; with a cache, the positions that follow what it holds.
+            mask: (S, T), (B, S, T) or (B, N, S, T), each dimension may be 1: boolean (True attends) or added to the scores.
+            cache: earlier positions; extended by this call. Not for training.
+
+        Raises:
+            ConfigurationError: an input or mask of another shape or type, or a full cache.
+            Unsupported: no backend (or not the one asked for) takes this; the message has every backend's reasons.
+        """
+        if x_BSD.dim() != 3 or x_BSD.shape[-1] != self.d_model:
+            raise ConfigurationError(f"attention of an input of {tuple(x_BSD.shape)}: give (B, S, {self.d_model})")
+        if mask is not None and mask.dim() == 3:
+            mask = mask[:, None]
+        heads = (self.n_heads, self.n_kv_heads, self.n_kv_heads)
+        parts = self.qkv_proj(x_BSD).split([count * self.head_dim for count in heads], dim=-1)
+        # Views of one tensor: the kernels read heads by their strides.
+        q, k, v = (
+            part.unflatten(-1, (count, self.head_dim)).transpose(1, 2) for part, count in zip(parts, heads, strict=True)
+        )
+        start = 0 if cache is None else cache.length
+        if self.rotary_theta is not None:
+            q, k = rotary(q, k, *rotary_tables(start, x_BSD.shape[1], self.head_dim, self.rotary_theta, x_BSD.device))
+        if cache is not None:
+            if torch.is_grad_enabled() and k.requires_grad:
+                raise Unsupported("attention with a cache keeps no gradients: call it under torch.no_grad()")
+            k, v = cache.extend(k, v)
+        y_BNSH, self.backend = attention(
+            q, k, v, mask=mask, causal=self.causal, bottom_right=True, window=self.window, softcap=self.softcap,
+            dropout=self.dropout if self.training else 0.0, backend=self.wanted_backend,
+        )  # fmt: skip
+        return self.out_proj(y_BNSH.transpose(1, 2).flatten(2))
+
+
+def from_multihead_attention(
+    module: nn.MultiheadAttention, *, causal: bool = False, backend: str = "auto"
+) -> FlashAttention:
+    """A ``FlashAttention`` with copies of the weights of ``module``, as self-attention, batch first.
+
+    PyTorch's module masks where a boolean mask is True; this one attends there.
+
+    Raises:
+        Unsupported: ``module`` attends over other widths than its own, or to additional keys.
+    """
+    if module.in_proj_weight is None:
+        raise Unsupported(
+            f"a MultiheadAttention with keys of width {module.kdim} and values of {module.vdim} over queries of "
+            f"{module.embed_dim}: only self-attention of one width becomes a FlashAttention"
+        )
+    if module.bias_k is not None or module.add_zero_attn:
+        raise Unsupported(
+            "a MultiheadAttention with add_bias_kv or add_zero_attn: FlashAttention has no additional keys"
+        )
+    weight, bias = module.in_proj_weight, module.in_proj_bias
+    made = FlashAttention(
+        module.embed_dim, module.num_heads, module.dropout, causal=causal, bias=bias is not None,
+        backend=backend, device=weight.device, dtype=weight.dtype,
+    )  # fmt: skip
+    given = {"qkv_proj.weight": weight, "out_proj.weight": module.out_proj.weight}
+    if bias is not None:
+        given |= {"qkv_proj.bias": bias, "out_proj.bias": module.out_proj.bias}
+    made.load_state_dict(given)
+    return made.train(module.training)

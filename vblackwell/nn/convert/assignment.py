@@ -1,0 +1,369 @@
+"""Precision per layer: each linear in bf16, in two parts (8.5 bits) or in nvfp4 (4.5), as few bytes as a loss budget allows.
+
+**Sensitivity is measured**, never guessed from a layer's place or its numbers: one linear at a time takes the precision, the calibration
+batches run, and the Kullback-Leibler divergence of the changed from the unchanged predictions is taken. For a model that predicts well it
+is the expected rise of the loss, and unlike the difference of two losses it is never negative and hardly noisy. Divergences of single
+layers are added up; what the sum leaves out is measured in the end: with all choices in place the calibration loss is taken again, and
+while it rises by more than the budget the choice is made once more, for less.
+
+**Choice.** All linears begin in what costs the least: nvfp4 where bytes count, whatever is fastest where time does. Whoever saves the most
+divergence for a byte (or for whatever ``cost_of`` says) steps up, along the lower convex hull of its own choices, until the sum is within
+the budget: the greedy solution of the multiple-choice knapsack, at most one step off the best.
+
+**File.** JSON: precision and shape of each linear, and what was measured. It fits every model with the same linears, and is refused by any
+other before anything is changed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vblackwell.errors import ConfigurationError, CorruptData, DiskError
+from vblackwell.nn.convert.linears import HEAD, find_linears, select_linears
+from vblackwell.nn.convert.optimize import put_in_place
+from vblackwell.nn.linear.two_part import Settings, pack
+from vblackwell.nn.linear.two_part_linear import VBOptimizedLinear
+
+BITS = {"nvfp4": 4.5, "two-part": 8.5, "bf16": 16.0}  # cheapest first
+VERSION = 1
+DEFAULT_BUDGET = 0.004
+_ROUNDS = 6
+Batches = Sequence[tuple[Tensor, Tensor]]
+Cost = Callable[[str, tuple[int, int]], float]
+
+
+def bytes_of(precision: str, shape: tuple[int, int]) -> float:
+    """What a linear of this shape holds: the cost that is saved unless another is given."""
+    return BITS[precision] * shape[0] * shape[1] / 8
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What was measured.
+
+    Attributes:
+        loss: mean cross entropy of the calibration targets, unchanged.
+        shapes: (N, K) by linear.
+        divergence: by linear and precision, nats a token.
+    """
+
+    loss: float
+    shapes: dict[str, tuple[int, int]]
+    divergence: dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A precision for each linear.
+
+    Attributes:
+        precisions: 'bf16', 'two-part' or 'nvfp4', by linear.
+        shapes: (N, K), by linear.
+        measured: 'loss', 'loss_after' and 'budget' of the calibration it was made for.
+    """
+
+    precisions: dict[str, str]
+    shapes: dict[str, tuple[int, int]]
+    measured: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.precisions.values()) - set(BITS))
+        if unknown or set(self.precisions) != set(self.shapes) or not self.precisions:
+            what = (
+                f"precision {unknown[0]!r}"
+                if unknown
+                else "no linears"
+                if not self.precisions
+                else "a linear without a shape"
+            )
+            raise ConfigurationError(f"an assignment with {what}: each linear has a shape and one of {', '.join(BITS)}")
+
+    @property
+    def bits(self) -> float:
+        """Bits a weight over all its linears."""
+        weights = sum(n * k for n, k in self.shapes.values())
+        return 8 * sum(bytes_of(self.precisions[name], shape) for name, shape in self.shapes.items()) / weights
+
+    def names(self, precision: str) -> list[str]:
+        """The linears in ``precision``."""
+        return [name for name, given in self.precisions.items() if given == precision]
+
+    def save(self, path: Path | str) -> None:
+        """Write the file, whole or not at all; its folder is made if missing.
+
+        Raises:
+            DiskError: the disk refused.
+        """
+        linears = {name: {"precision": p, "shape": list(self.shapes[name])} for name, p in self.precisions.items()}
+        text = json.dumps({"version": VERSION, "measured": self.measured, "linears": linears}, indent=1)
+        path = Path(path)
+        part = path.with_name(f"{path.name}.part")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(text + "\n", encoding="utf-8")
+            os.replace(part, path)
+        except OSError as error:
+            with suppress(OSError):
+                part.unlink()
+            raise DiskError(
+                f"writing {path} failed: {error.strerror}; check that it is writable and has room"
+            ) from error
+
+    @classmethod
+    def load(cls, path: Path | str) -> Assignment:
+        """Read the file.
+
+        Raises:
+            ConfigurationError: it cannot be read, or was written by another version.
+            CorruptData: it is no assignment.
+        """
+        if Path(path).exists() and not Path(path).is_file():  # a device may never end
+            raise ConfigurationError(f"assignment {path} is no file: give the one that vb quantize --budget wrote")
+        try:
+            raw = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigurationError(f"assignment {path} cannot be read: {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
+            raise CorruptData(f"{path} is no assignment of precisions: {error}; make it again") from error
+        try:
+            if raw["version"] != VERSION:
+                raise ConfigurationError(
+                    f"{path} is of version {raw['version']!r}, this release reads {VERSION}: make it again"
+                )
+            linears: dict[str, Any] = raw["linears"]
+            shapes = {name: (int(row["shape"][0]), int(row["shape"][1])) for name, row in linears.items()}
+            measured = {name: float(value) for name, value in raw["measured"].items()}
+            return cls({name: str(row["precision"]) for name, row in linears.items()}, shapes, measured)
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+            if isinstance(error, ConfigurationError):
+                raise
+            raise CorruptData(f"{path} is no assignment of precisions ({error!r}); make it again") from error
+
+    def check(self, shapes: Mapping[str, tuple[int, int]], what: str) -> None:
+        """Raises ConfigurationError where its linears are not among those of ``what``, by name and shape."""
+        wrong = [
+            f"{name} {'x'.join(map(str, shape))} ({'x'.join(map(str, shapes[name])) if name in shapes else 'not there'})"
+            for name, shape in self.shapes.items()
+            if shapes.get(name) != shape
+        ]
+        if wrong:
+            raise ConfigurationError(
+                f"the assignment is for another model than {what}: {len(wrong)} of its {len(self.shapes)} linears do not fit, "
+                f"e.g. {', '.join(wrong[:2])}; make one of this model with vb quantize --budget, or give the model it was made of"
+            )
+
+
+def apply_assignment(model: nn.Module, assignment: Assignment, mode: str = "auto") -> list[str]:
+    """Replace the linears that are not bf16, in place, on their own parameters; their names.
+
+    Args:
+        mode: 'training', 'inference' or 'auto', as for `enable_vb_optimization`.
+
+    Raises:
+        ConfigurationError: the assignment is for another model, one of its linears cannot be replaced, or an unknown mode; nothing changed.
+    """
+    found = find_linears(model)
+    linears: dict[str, Any] = {name: model.get_submodule(name) for name in found}
+    assignment.check({name: _shape(module) for name, module in linears.items()}, type(model).__name__)
+    layers = {}
+    for name, precision in assignment.precisions.items():
+        if precision == "bf16":
+            continue
+        if type(linears[name]) is not nn.Linear:
+            raise ConfigurationError(f"{name} cannot be {precision}: {found[name]}")
+        layers[name] = VBOptimizedLinear.from_linear(linears[name], Settings(mode, precision))
+    put_in_place(model, {id(linears[name]): layer for name, layer in layers.items()})
+    return list(layers)
+
+
+def assign_precision(
+    model: nn.Module, batches: Batches, budget: float = DEFAULT_BUDGET, *, max_bits: float | None = None,
+    precisions: Sequence[str] = tuple(BITS), pattern: str = "all", keep: str = HEAD, cost_of: Cost = bytes_of,
+    on_layer: Callable[[str, int, int], None] | None = None,
+) -> Assignment:  # fmt: skip
+    """The cheapest precisions by which the calibration loss rises by at most ``budget``.
+
+    Args:
+        model: called with inputs; returns logits (B, S, V), or a value with ``logits``. Its weights are changed while it is
+            measured and are themselves again afterwards, whatever happens.
+        batches: (inputs, targets (B, S) int64, -100 where there is none), on the model's device. All logits are kept: 4 bytes a
+            token and word of the vocabulary.
+        budget: relative rise of the loss, e.g. 0.004.
+        max_bits: at most this many bits a weight, by as small a rise as that allows; ``budget`` is not looked at then.
+        precisions: those that may be chosen, of 'nvfp4', 'two-part' and 'bf16'; the last is always one.
+        pattern, keep: which linears, as for `select_linears`.
+        cost_of: of a precision and a shape; by default bytes. `LinearTimes` (nn/linear/times.py) makes it the fastest instead.
+        on_layer: called with each linear's name, its number and their count.
+
+    Raises:
+        ConfigurationError: no calibration data, a budget or bits out of range, nothing selected, or a loss that is not finite.
+    """
+    if max_bits is not None and not BITS["nvfp4"] <= max_bits <= BITS["bf16"]:
+        raise ConfigurationError(f"max_bits {max_bits!r}: between {BITS['nvfp4']} and {BITS['bf16']}")
+    if not 0 <= budget < math.inf:
+        raise ConfigurationError(
+            f"budget {budget!r} is the relative rise of the loss that is allowed: 0 or more, e.g. 0.004"
+        )
+    if unknown := set(precisions) - set(BITS):
+        raise ConfigurationError(f"precisions {sorted(unknown)} are not known: choose among {', '.join(BITS)}")
+    options = {"precisions": precisions, "pattern": pattern, "keep": keep, "on_layer": on_layer}
+    measured = measure_sensitivity(model, batches, **options)
+    if max_bits is not None:
+        chosen = choose(measured, math.inf, max_bits=max_bits, cost_of=cost_of)
+        return _with_loss(model, batches, chosen, measured, budget)
+    allowed = budget * measured.loss
+    for _ in range(_ROUNDS):
+        found = _with_loss(model, batches, choose(measured, allowed, cost_of=cost_of), measured, budget)
+        rise = found.measured["loss_after"] - measured.loss
+        if rise <= budget * measured.loss:
+            return found
+        allowed *= 0.8 * budget * measured.loss / rise
+    return _with_loss(model, batches, dict.fromkeys(measured.shapes, "bf16"), measured, budget)
+
+
+@torch.no_grad()
+def measure_sensitivity(
+    model: nn.Module, batches: Batches, *, precisions: Sequence[str] = tuple(BITS), pattern: str = "all", keep: str = HEAD,
+    on_layer: Callable[[str, int, int], None] | None = None,
+) -> Sensitivity:  # fmt: skip
+    """What each linear at each precision does to the predictions; arguments, and what is refused, as for `assign_precision`."""
+    if not batches or not any(bool((targets != -100).any()) for _, targets in batches):
+        raise ConfigurationError("the calibration data is empty: give at least one batch of inputs and targets")
+    linears = select_linears(model, pattern, keep)
+    with _evaluating(model):
+        return _measured(model, batches, linears, precisions, on_layer)
+
+
+def _measured(
+    model: nn.Module, batches: Batches, linears: dict[str, nn.Linear], precisions: Sequence[str],
+    on_layer: Callable[[str, int, int], None] | None,
+) -> Sensitivity:  # fmt: skip
+    before = [_log_probabilities(model, inputs) for inputs, _ in batches]
+    loss = _mean_loss(before, batches)
+    if not math.isfinite(loss):
+        raise ConfigurationError(f"the calibration loss is {loss}: the model or the data is broken, or too long for it")
+    divergence: dict[str, dict[str, float]] = {}
+    for number, name in enumerate(linears, 1):
+        divergence[name] = {}
+        for precision in (each for each in BITS if each in precisions and each != "bf16"):
+            with weights_in(linears, {name: precision}):
+                divergence[name][precision] = max(0.0, _divergence(model, before, batches))
+        divergence[name]["bf16"] = 0.0
+        if on_layer is not None:
+            on_layer(name, number, len(linears))
+    return Sensitivity(loss, {name: _shape(linear) for name, linear in linears.items()}, divergence)
+
+
+def choose(
+    measured: Sensitivity, allowed: float, *, max_bits: float | None = None, cost_of: Cost = bytes_of
+) -> dict[str, str]:
+    """Precisions whose summed divergence is at most ``allowed`` nats, or that fill ``max_bits``."""
+    if max_bits is None:
+        chosen = {name: _cheapest(of, measured.shapes[name], cost_of) for name, of in measured.divergence.items()}
+    else:
+        chosen = {name: next(p for p in BITS if p in of) for name, of in measured.divergence.items()}
+    total = sum(measured.divergence[name][now] for name, now in chosen.items())
+    weights = sum(n * k for n, k in measured.shapes.values())
+    held = sum(bytes_of(now, measured.shapes[name]) for name, now in chosen.items())
+    room = math.inf if max_bits is None else max_bits * weights / 8
+    while total > allowed or max_bits is not None:
+        steps = []
+        for name, now in chosen.items():
+            shape, of = measured.shapes[name], measured.divergence[name]
+            for precision in list(of)[list(of).index(now) + 1 :]:
+                more = bytes_of(precision, shape) - bytes_of(now, shape)
+                saved, cost = of[now] - of[precision], cost_of(precision, shape) - cost_of(now, shape)
+                if saved > 0 and held + more <= room:
+                    steps.append((saved / max(cost, 1e-12), name, precision, saved, more))
+        if not steps:
+            break
+        _, name, precision, saved, more = max(steps)
+        chosen[name], total, held = precision, total - saved, held + more
+    return chosen
+
+
+def _cheapest(precisions: Iterable[str], shape: tuple[int, int], cost_of: Cost) -> str:
+    """Of several that cost the same, the one of the fewest bytes."""
+    return min(precisions, key=lambda precision: (cost_of(precision, shape), BITS[precision]))
+
+
+@torch.no_grad()
+def _with_loss(
+    model: nn.Module, batches: Batches, chosen: dict[str, str], measured: Sensitivity, budget: float
+) -> Assignment:  # fmt: skip
+    linears: dict[str, Any] = {name: model.get_submodule(name) for name in chosen}
+    with weights_in(linears, chosen), _evaluating(model):
+        after = _mean_loss([_log_probabilities(model, inputs) for inputs, _ in batches], batches)
+    return Assignment(chosen, measured.shapes, {"loss": measured.loss, "loss_after": after, "budget": budget})
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, nothing is dropped: a divergence would be that of two draws. Every module is in its own mode again afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class weights_in:
+    """Inside, linears compute with weights of other precisions; afterwards with their own memory again."""
+
+    def __init__(self, linears: Mapping[str, nn.Linear], precisions: Mapping[str, str]) -> None:
+        self._linears = {name: linears[name] for name, precision in precisions.items() if precision != "bf16"}
+        self._precisions, self._own = precisions, {name: linear.weight.data for name, linear in self._linears.items()}
+
+    def __enter__(self) -> None:
+        try:
+            for name, linear in self._linears.items():
+                linear.weight.data = pack(self._own[name], self._precisions[name], f"{name}.weight").dequantize()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        for name, linear in self._linears.items():
+            linear.weight.data = self._own[name]
+
+
+def _shape(linear: Any) -> tuple[int, int]:
+    weight = linear._parameters.get("weight")
+    return (0, 0) if weight is None or weight.dim() != 2 else (weight.shape[0], weight.shape[1])
+
+
+def _log_probabilities(model: nn.Module, inputs: Tensor) -> Tensor:
+    out: Any = model(inputs)
+    return functional.log_softmax(getattr(out, "logits", out).float(), -1)
+
+
+def _mean_loss(log_probabilities: Sequence[Tensor], batches: Batches) -> float:
+    """Mean over targets that are there."""
+    total, count = 0.0, 0
+    for log_p, (_, targets) in zip(log_probabilities, batches, strict=True):
+        total += float(functional.nll_loss(log_p.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"))
+        count += int((targets != -100).sum())
+    return total / count
+
+
+def _divergence(model: nn.Module, before: Sequence[Tensor], batches: Batches) -> float:
+    """Mean of KL(before || now) over targets that are there, nats."""
+    total, count = 0.0, 0
+    for log_p, (inputs, targets) in zip(before, batches, strict=True):
+        each = (log_p.exp() * (log_p - _log_probabilities(model, inputs))).sum(-1)
+        there = targets != -100
+        total, count = total + float(each[there].double().sum()), count + int(there.sum())
+    return total / count

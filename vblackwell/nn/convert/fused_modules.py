@@ -1,0 +1,264 @@
+"""Which modules of a foreign model compute what our fused ops compute, and their classes with the fused forward in place.
+
+Looks tell what a module might be (its class's name, its children's), a probe decides: the module's own forward runs on small random
+weights and inputs in fp32, and must give what the fused op stands for. So a norm that scales by ``1 + weight``, a feed-forward with
+another activation or a rotation of neighbouring elements is left alone, whatever it is called.
+
+A module that qualifies gets a subclass of its class as its class, as `torch.nn.utils.parametrize` does: names, parameters, hooks and
+``isinstance`` stay as they are. Copies and pickles of it are plain.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vblackwell.kernels.pointwise.rms_norm import rms_norm
+from vblackwell.kernels.pointwise.rotary import rotary
+from vblackwell.kernels.pointwise.swiglu import swiglu
+from vblackwell.nn.linear.plain import linears_of_one_input
+
+ROTARY_NAME = "apply_rotary_pos_emb"
+# fp32 sums of a few dozen terms in another order; a different formula is off by 1e-2 and more.
+PROBE_TOLERANCE = 1e-4
+Overrides = dict[str, Callable[..., Any]]
+
+
+def reason_of(error: Exception) -> str:
+    """One line about a probe that could not run."""
+    return f"its forward could not be probed: {type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+# -- classes -------------------------------------------------------------------------------------------------------------
+
+
+def _new(plain: type, *arguments: Any) -> Any:
+    return plain.__new__(plain, *arguments)
+
+
+@functools.cache
+def _fused_class(original: type, overrides: tuple[tuple[str, Callable[..., Any]], ...]) -> type:
+    def plain_copy(self: nn.Module, protocol: Any) -> Any:
+        # copyreg.__newobj__ and (class,), then state; pickle insists that __newobj__ makes the very class it was asked about.
+        _, (_, *arguments), *rest = object.__reduce_ex__(self, 2)
+        return _new, (original, *arguments), *rest
+
+    contents = {
+        **dict(overrides),
+        "__reduce_ex__": plain_copy,
+        "__module__": original.__module__,
+        "_vb_original": original,
+    }
+    return type(f"Fused{original.__name__}", (original,), contents)
+
+
+def swap(module: nn.Module, overrides: Overrides) -> None:
+    """Make ``module``'s class one with these methods; a second swap adds to the first."""
+    original = plain_class(module)
+    before = {name: type(module).__dict__[name] for name in _swapped_names(module)}
+    fused = _fused_class(original, tuple(sorted({**before, **overrides}.items(), key=lambda item: item[0])))
+    object.__setattr__(module, "__class__", fused)
+
+
+def _swapped_names(module: nn.Module) -> list[str]:
+    if plain_class(module) is type(module):
+        return []
+    ours = {"__reduce_ex__", "__module__", "_vb_original", "__doc__"}
+    held = type(module).__dict__.items()
+    return [name for name, value in held if name not in ours and (callable(value) or isinstance(value, property))]
+
+
+def plain_class(module: nn.Module) -> type:
+    """The module's class before `swap`."""
+    return type(module).__dict__.get("_vb_original", type(module))
+
+
+def unswap(module: nn.Module) -> None:
+    """Give the module its own class back."""
+    object.__setattr__(module, "__class__", plain_class(module))
+
+
+def twin_of(module: nn.Module, **replaced: dict[str, Any]) -> Any:
+    """A module that shares everything with ``module`` but these dictionaries of its ``__dict__`` (``_parameters``, ``_modules``)."""
+    twin = copy.copy(module)
+    twin.__dict__.update(replaced)
+    return twin
+
+
+def _close(got: Tensor, expected: Tensor) -> bool:
+    return got.shape == expected.shape and torch.allclose(got, expected, rtol=PROBE_TOLERANCE, atol=PROBE_TOLERANCE)
+
+
+def _beside_input(module: nn.Module) -> str | None:
+    """Why a forward of one argument is not the module's: it takes more."""
+    more = list(inspect.signature(plain_class(module).forward).parameters)[2:]
+    return f"its forward takes {more[0]} beside its input" if more else None
+
+
+def _random(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(len(shape) + sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
+# -- RMSNorm -------------------------------------------------------------------------------------------------------------
+
+
+def fused_norm(module: nn.Module) -> Overrides | str | None:
+    """Methods that make ``module`` a fused RMSNorm; why not; or None if it does not look like one."""
+    if "RMSNorm" not in type(module).__name__ and not isinstance(module, nn.RMSNorm):
+        return None
+    weight = module._parameters.get("weight")
+    eps_name = next(
+        (name for name in ("variance_epsilon", "eps", "epsilon") if isinstance(getattr(module, name, None), float)),
+        None,
+    )
+    if len(module._parameters) != 1 or weight is None or weight.dim() != 1:
+        return "it has no weight of one dimension, or other parameters beside it"
+    if eps_name is None:
+        return "no attribute holds its epsilon"
+    if more := _beside_input(module):
+        return more
+    width, eps = weight.shape[0], getattr(module, eps_name)
+    probe = nn.Parameter(_random(width) + 0.5)
+    x = _random(3, width) * 2
+    try:
+        with torch.no_grad(), torch.device("cpu"):
+            got = type(module).forward(twin_of(module, _parameters={"weight": probe}), x)
+            expected = functional.rms_norm(x, (width,), probe, eps)
+    except Exception as error:  # whatever a foreign forward raises is a reason to leave it alone
+        return reason_of(error)
+    if not _close(got, expected):
+        return "it computes something else than weight * x / rms(x)"
+    return {"forward": _norm_forward(eps_name)}
+
+
+@functools.cache
+def _norm_forward(eps_name: str) -> Callable[..., Tensor]:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        return rms_norm(hidden_states, self.weight, getattr(self, eps_name))
+
+    return forward
+
+
+# -- SwiGLU --------------------------------------------------------------------------------------------------------------
+
+
+def _separate_forward(self: Any, x: Tensor) -> Tensor:
+    # Not `gated_product`: under transformers' own checkpointing the second pass ends at the last tensor that backward needs, before the
+    # product of a plain linear, but behind that of an operation of ours.
+    return self.down_proj(swiglu(*linears_of_one_input(x, self.gate_proj, self.up_proj)))
+
+
+def _joined_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    return self.down_proj(swiglu(*self.gate_up_proj(hidden_states).chunk(2, dim=-1)))
+
+
+def fused_feed_forward(module: nn.Module) -> Overrides | str | None:
+    """As `fused_norm`, for ``down(silu(gate(x)) * up(x))`` from linears of those names, gate and up separate or joined."""
+    names = set(module._modules)
+    forward = _separate_forward if {"gate_proj", "up_proj", "down_proj"} <= names else None
+    forward = _joined_forward if {"gate_up_proj", "down_proj"} <= names else forward
+    if forward is None or "Experts" in type(module).__name__:
+        return None
+    if module._parameters:
+        return "it has parameters beside its linears"
+    if more := _beside_input(module):
+        return more
+    width, inner = 8, 6
+    small = {
+        "gate_proj": nn.Linear(width, inner), "up_proj": nn.Linear(width, inner), "down_proj": nn.Linear(inner, width),
+        "gate_up_proj": nn.Linear(width, 2 * inner),
+    }  # fmt: skip
+    twin = twin_of(module, _modules={name: small.get(name, child) for name, child in module._modules.items()})
+    x = _random(2, 3, width) * 2
+    try:
+        with torch.no_grad():
+            got, expected = type(module).forward(twin, x), forward(twin, x)
+    except Exception as error:  # as above
+        return reason_of(error)
+    return (
+        {"forward": forward} if _close(got, expected) else "it computes something else than down(silu(gate(x)) * up(x))"
+    )
+
+
+def _gate(self: Any, gate_up_out: Tensor) -> Tensor:
+    return swiglu(*gate_up_out.chunk(2, dim=-1))
+
+
+def fused_experts(module: nn.Module) -> Overrides | str | None:
+    """As `fused_norm`, for transformers' experts: the gating between their grouped products."""
+    gate: Any = getattr(type(module), "_apply_gate", None)
+    if gate is None:
+        return None
+    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    if implementation in (None, "eager"):
+        return f"experts_implementation is {implementation!r}, which gates inside its loop; 'grouped_mm' gates in one place"
+    x = _random(5, 12) * 2
+    try:
+        with torch.no_grad():
+            got = gate(module, x)
+    except Exception as error:  # as above
+        return reason_of(error)
+    return {"_apply_gate": _gate} if _close(got, _gate(module, x)) else "it gates otherwise than silu(gate) * up"
+
+
+# -- rotary positions ----------------------------------------------------------------------------------------------------
+
+
+def fused_rotation(module: nn.Module) -> Overrides | str | None:
+    """As `fused_norm`, for a forward that calls ``apply_rotary_pos_emb``: the same code, with the fused op under that name."""
+    forward: Any = plain_class(module).forward
+    if ROTARY_NAME not in getattr(getattr(forward, "__code__", None), "co_names", ()):
+        wrapped = getattr(getattr(forward, "__wrapped__", None), "__code__", None)
+        return (
+            None if wrapped is None or ROTARY_NAME not in wrapped.co_names else "its forward is wrapped by a decorator"
+        )
+    theirs = forward.__globals__.get(ROTARY_NAME)
+    reason = _why_not_rotation(theirs)
+    return reason if reason is not None else {"forward": _with_rotation(forward, theirs)}
+
+
+@functools.cache
+def _why_not_rotation(theirs: Callable[..., Any]) -> str | None:
+    q, k, cos, sin = _random(2, 3, 5, 8), _random(2, 1, 5, 8), _random(2, 5, 8), _random(2, 5, 8)
+    try:
+        with torch.no_grad():
+            got = theirs(q, k, cos, sin)
+        same = all(_close(a, b) for a, b in zip(got, rotary(q, k, cos, sin), strict=True))
+    except Exception as error:  # as above
+        return reason_of(error)
+    return None if same else "it rotates otherwise than by halves of the head"
+
+
+@functools.cache
+def _with_rotation(forward: types.FunctionType, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any) -> Any:
+        if rest or options or q.dim() != 4 or k.dim() != 4 or cos.shape[-1] != q.shape[-1] or q.dtype != k.dtype:
+            return theirs(q, k, cos, sin, *rest, **options)  # a layout that the op does not have, asked for by name
+        return rotary(q, k, cos, sin)
+
+    renamed = types.FunctionType(
+        forward.__code__,
+        {**forward.__globals__, ROTARY_NAME: rotate},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    renamed.__kwdefaults__ = forward.__kwdefaults__
+    return functools.update_wrapper(renamed, forward)
+
+
+KINDS: dict[str, Callable[[nn.Module], Overrides | str | None]] = {
+    "norm": fused_norm,
+    "feed_forward": fused_feed_forward,
+    "experts": fused_experts,
+    "rotary": fused_rotation,
+}

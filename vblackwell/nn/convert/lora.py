@@ -1,0 +1,145 @@
+"""Low-rank adapters (Hu et al., arXiv:2106.09685) by peft, put around the linears of any model.
+
+Only what peft has no word for is here: which linears by default, and models whose parameters are on the meta device. The modules are
+peft's own, under peft's names, so what is trained is what peft loads.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vblackwell.errors import ConfigurationError, Unsupported, nearest
+from vblackwell.nn.convert.linears import HEAD, find_linears
+from vblackwell.nn.convert.lora_config import Lora
+
+ADAPTER = "default"  # peft's name of the one adapter
+# Names of experts' linears from before transformers stacked them; peft looks for a stacked parameter where it meets one.
+_OF_EXPERTS = ("w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")
+PREFIX = "base_model.model."  # of parameters in peft's files
+
+
+def require_peft() -> Any:
+    """The package peft.
+
+    Raises:
+        Unsupported: it is not installed.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise Unsupported("adapters need the package peft: pip install 'vblackwell[lora]'") from error
+    return peft
+
+
+def add_adapters(model: nn.Module, lora: Lora, base: str | None = None) -> dict[str, Any]:
+    """Wrap the targets in peft's layers, adapters on the meta device, and freeze everything else.
+
+    Args:
+        base: path or id of the model, for whoever finds the adapter.
+
+    Returns:
+        peft's adapter_config.json.
+
+    Raises:
+        ConfigurationError: a target that no linear has.
+        Unsupported: peft is not installed, or refuses the model; or a target that it takes for experts'.
+    """
+    peft = require_peft()
+    left = adapter_targets(model)
+    found = {name: model.get_submodule(name) for name, why in left.items() if why is None}
+    names = sorted({name.rpartition(".")[2] for name in found})
+    if any(param.dim() == 3 and ".experts." in name for name, param in model.named_parameters()):
+        taken = [name for name in names if name in _OF_EXPERTS]
+        if lora.targets is not None and (asked := [name for name in lora.targets if name in taken]):
+            raise Unsupported(
+                f"--lora targets={asked[0]}: where experts are stacked peft takes this name for theirs, which get no adapters here: "
+                f"choose from {', '.join(name for name in names if name not in taken)}"
+            )
+        names = [name for name in names if name not in taken]
+    wanted = names if lora.targets is None else list(lora.targets)
+    for target in wanted:
+        if target not in names:
+            refused = next(
+                (f" ({name}: {why})" for name, why in left.items() if why and name.endswith(f".{target}")), ""
+            )
+            raise ConfigurationError(
+                f"--lora targets={target}: {type(model).__name__} has no such linear{refused}, only "
+                f"{', '.join(names)}{nearest(target, names)}"
+            )
+    chosen = [module for name, module in found.items() if name.rpartition(".")[2] in wanted]
+    config = peft.LoraConfig(
+        r=lora.rank, lora_alpha=lora.scale * lora.rank, lora_dropout=lora.dropout, target_modules=wanted, bias="none",
+        task_type="CAUSAL_LM", base_model_name_or_path=base,
+        fan_in_fan_out=all(type(module).__name__ == "Conv1D" for module in chosen),
+    )  # fmt: skip
+    try:
+        peft.inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise Unsupported(
+            f"peft puts no adapters into {type(model).__name__}: {' '.join(str(error).split())}"
+        ) from error
+    stated = config.to_dict() | {"inference_mode": True}
+    return json.loads(json.dumps(stated, default=_plain))
+
+
+def adapter_targets(model: nn.Module) -> dict[str, str | None]:
+    """Every linear of ``model``: why no adapter goes around it, or None if one may."""
+    getter: Any = getattr(model, "get_output_embeddings", None)
+    head = getter() if getter is not None else None
+    found: dict[str, str | None] = {}
+    for name in find_linears(model):
+        linear = model.get_submodule(name)
+        is_head = linear is head or re.search(HEAD, name)
+        found[name] = "the output head" if is_head else _why_no_product(linear)
+    return found
+
+
+def _why_no_product(linear: Any) -> str | None:
+    """Why calling ``linear`` does not give its outputs alone: a mixture's router may be a linear by class that answers with choices."""
+    if type(linear) is nn.Linear or not isinstance(linear, nn.Linear):
+        return None
+    weight, kind = linear.weight, type(linear).__name__
+    try:
+        output = linear(torch.empty((2, linear.in_features), dtype=weight.dtype, device=weight.device))
+    except Exception as error:  # whatever a foreign forward raises, it is no plain product
+        return f"{kind} given two rows failed: {' '.join(f'{type(error).__name__} {error}'.split())[:200]}"
+    if isinstance(output, Tensor) and output.shape == (2, linear.out_features):
+        return None
+    return f"{kind} answers with something else than a product"
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set) else str(value)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether the parameter ``name`` is an adapter's."""
+    return f".lora_A.{ADAPTER}." in name or f".lora_B.{ADAPTER}." in name
+
+
+def file_name(name: str) -> str:
+    """What peft's files call the adapter's parameter ``name``."""
+    return PREFIX + name.replace(f".{ADAPTER}.", ".")
+
+
+def base_name(name: str) -> str:
+    """The name that a base's parameter had before its module was wrapped."""
+    return name.replace(".base_layer.", ".")
+
+
+@torch.no_grad()
+def fill_adapter(name: str, out: Tensor, seed: int) -> None:
+    """First values: A uniform as an ``nn.Linear``'s, B zero, so that the model begins as its base. The same whatever the placement."""
+    if f".lora_B.{ADAPTER}." in name:
+        out.zero_()
+        return
+    generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+    bound = 1 / math.sqrt(out.shape[1])
+    out.copy_(torch.empty(out.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator))

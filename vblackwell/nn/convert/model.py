@@ -1,0 +1,309 @@
+"""Any model on this package's operators: linears in FP4, attention by the dispatcher, norms and gated feed-forwards fused; and back.
+
+``convert(model)`` knows no architecture. It walks the modules, replaces what provably computes the same (or, for FP4, what was asked
+for), and its `Conversion` tells for every candidate what became of it, or why not, and undoes it all. Parameters keep names and
+identity, but for those that are packed.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.nn.attention import interface as attention_interface
+from vblackwell.nn.convert import experts as convert_experts
+from vblackwell.nn.convert.causal_lm import accelerate_causal_lm, restore_causal_lm
+from vblackwell.nn.convert.linears import (
+    HEAD,
+    convert_linears,
+    find_linears,
+    install_packed,
+    replace_module,
+    select_linears,
+)
+from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
+
+__all__ = ["HEAD", "Conversion", "Row", "convert", "convert_linears", "install_packed", "select_linears"]
+
+_ACTIVATIONS: dict[type, str] = {nn.ReLU: "relu", nn.SiLU: "silu", nn.GELU: "gelu"}
+_TOLD = {"experts": "gate"}  # what is fused there; the experts' weights have rows of their own
+_ELSEWHERE = "not right behind a replaced linear of an nn.Sequential, so nothing proves whose output it takes"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one module.
+
+    Attributes:
+        kind: 'linear', 'experts', 'attention', 'activation', 'norm', 'feed_forward', 'gate' (of experts), 'rotary' or 'loss'.
+        name: of the module; '' for the model.
+        became: what computes it now; None if it was left.
+        reason: why it was left.
+    """
+
+    kind: str
+    name: str
+    became: str | None = None
+    reason: str = ""
+
+
+@dataclass(eq=False)
+class Conversion:
+    """What `convert` did to a model, a row for each candidate, and the way back.
+
+    Attributes:
+        rows: in the order in which things were looked at.
+    """
+
+    model: nn.Module
+    rows: list[Row] = field(default_factory=list)
+    _undo: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def replaced(self) -> dict[str, list[str]]:
+        """Names of what was replaced, by kind."""
+        return {kind: [row.name for row in self._of(kind) if row.became] for kind in self._kinds(replaced=True)}
+
+    @property
+    def left(self) -> dict[str, str]:
+        """Reasons by name."""
+        return {row.name: row.reason for row in self.rows if row.became is None}
+
+    def undo(self) -> nn.Module:
+        """The model as it was; it is returned. A packed weight comes back rounded, everything else bit for bit. Idempotent.
+
+        What was trained meanwhile stays trained: the parameters are the same. That holds in a stack too, but not for packed weights.
+
+        Raises:
+            ConfigurationError: weights are packed and the model is in a stack, which would not know those that come back.
+        """
+        made: list[Any] = (
+            [self.model.get_submodule(name) for name in self.replaced.get("linear", [])] if self._undo else []
+        )
+        if any(layer.is_quantized for layer in made) and _in_stack(self.model):
+            raise ConfigurationError(
+                f"{type(self.model).__name__} is in a stack: release(model) before its weights unpack"
+            )
+        while self._undo:
+            self._undo.pop()()
+        return self.model
+
+    def __str__(self) -> str:
+        """A table: layers that differ in their number alone are one line."""
+        lines = Counter(
+            (row.kind, re.sub(r"\d+", "*", row.name) or "the model", row.became, row.reason) for row in self.rows
+        )
+        cells = [
+            (kind, f"{name} x{count}" if count > 1 else name, became or f"left: {reason}")
+            for (kind, name, became, reason), count in lines.items()
+        ]
+        widths = [max((len(cell[column]) for cell in cells), default=0) for column in (0, 1)]
+        return "\n".join(f"{kind:<{widths[0]}}  {name:<{widths[1]}}  {text}" for kind, name, text in cells)
+
+    def _of(self, kind: str) -> list[Row]:
+        return [row for row in self.rows if row.kind == kind]
+
+    def _kinds(self, replaced: bool) -> list[str]:
+        return list(dict.fromkeys(row.kind for row in self.rows if (row.became is not None) == replaced))
+
+
+def convert(
+    model: nn.Module,
+    *,
+    fp4_layers: str | None = "all",
+    keep: str | None = None,
+    format: str = "nvfp4",
+    scale_search: str | None = None,
+    pack: bool = False,
+    attention: str | None = "auto",
+    fused: bool = True,
+    loss: bool = False,
+) -> Conversion:
+    """Replace what can be replaced, in place.
+
+    Args:
+        model: any module that is in no stack yet.
+        fp4_layers: which linears become `FusedFP4Linear`: 'all', 'large' (2^20 elements and more), a regular expression searched for in
+            names, or None for none. The output head and tied weights never do. Experts of transformers' mixtures follow the same names.
+        keep: regular expression for names that stay besides.
+        format, scale_search: of FP4, as for `FusedFP4Linear`.
+        pack: pack the linears at once and freeze them, the base of adapters; otherwise they train straight through the format. Experts
+            cannot be packed.
+        attention: backend of the dispatcher for transformers' models, 'auto' for its choice, None to leave attention alone.
+        fused: norms, gated feed-forwards, experts' gates and rotary positions on the fused operators, and activations behind linears in
+            the linears' epilogues.
+        loss: the causal loss in chunks of tokens, too (`accelerate_causal_lm`): outputs then have no logits where labels are given.
+
+    Raises:
+        ConfigurationError: an invalid expression, an unknown format or backend, weights that cannot be packed, nothing that FP4 was asked
+            for is there, or the model is in a stack or accelerated already. The model is as it was.
+    """
+    if _in_stack(model):
+        raise ConfigurationError(f"{type(model).__name__} is in a stack: convert it first, or release(model)")
+    done = Conversion(model)
+    try:
+        if fused or loss:
+            _fuse(done, fused, loss)
+        if fp4_layers is not None:
+            _linears(
+                done,
+                fp4_layers,
+                keep,
+                {"format": format, "scale_search": scale_search, "use_fp4": not pack},
+                pack,
+                fused,
+            )
+            _experts(done, fp4_layers, keep, format, pack)
+            _refuse_nothing(done, fp4_layers)
+        if attention is not None:
+            _attention(done, attention)
+    except BaseException:
+        done.undo()
+        raise
+    return done
+
+
+def _in_stack(model: nn.Module) -> bool:
+    return any("_vb_binding" in param.__dict__ or "_vb_resident" in param.__dict__ for param in model.parameters())
+
+
+def _fuse(done: Conversion, modules: bool, loss: bool) -> None:
+    report = accelerate_causal_lm(done.model, modules=modules, loss=loss)
+    done._undo.append(lambda: _void(restore_causal_lm(done.model)))
+    for kind, names in report.replaced.items():
+        told = _TOLD.get(kind, kind)
+        done.rows += [Row(told, name, "fused") for name in names]
+    for name, reason in report.left.items():
+        kind = "loss" if name == "loss" else reason.partition(" ")[0]
+        done.rows.append(Row(_TOLD.get(kind, kind), "" if name == "loss" else name, None, reason))
+    known = {row.name for row in done.rows}
+    for name, module in done.model.named_modules():
+        if isinstance(module, (nn.LayerNorm, nn.GroupNorm)) and name not in known and modules:
+            done.rows.append(Row("norm", name, None, f"{type(module).__name__}: torch's own is one kernel already"))
+
+
+def _void(_: object) -> None:
+    """Nothing: for an undo step whose result nobody wants."""
+
+
+# -- linears -------------------------------------------------------------------------------------------------------------
+
+
+def _linears(
+    done: Conversion, pattern: str, keep: str | None, options: dict[str, Any], pack: bool, epilogues: bool
+) -> None:  # fmt: skip
+    model = done.model
+    found = find_linears(model, pattern, HEAD if keep is None else f"(?:{HEAD})|(?:{keep})")
+    behind = _activations_behind(model) if epilogues else {}
+    seen = {name: reason for name, reason in found.items() if reason is None}
+    for name in found:
+        if found[name] is not None:
+            done.rows.append(Row("linear", name, None, found[name] or ""))
+            continue
+        linear: Any = model.get_submodule(name)
+        place, activation = behind.get(name, ("", None))
+        kind = _ACTIVATIONS[type(activation)] if activation is not None else "none"
+        trained = [parameter is not None and parameter.requires_grad for parameter in (linear.weight, linear.bias)]
+        layer = FusedFP4Linear.from_linear(linear, kind, **options)
+        if pack:
+            layer.freeze()
+        replace_module(model, name, linear, layer)
+        linear._parameters.update(weight=None, bias=None)  # or a packed layer's original would live on in here
+        done._undo.append(functools.partial(_give_back, model, name, linear, layer, *trained))
+        state = "packed" if pack else "straight through"
+        done.rows.append(Row("linear", name, f"FusedFP4Linear, {options['format']}, {state}"))
+        if activation is not None:
+            identity = nn.Identity()
+            replace_module(model, place, activation, identity)
+            done._undo.append(lambda place=place, old=activation, new=identity: replace_module(model, place, new, old))
+            done.rows.append(Row("activation", place, f"in the epilogue of {name}"))
+    if epilogues and seen:
+        fused = {row.name for row in done.rows if row.kind == "feed_forward" and row.became}
+        for name, module in model.named_modules():
+            if type(module) in _ACTIVATIONS and name.rpartition(".")[0] not in fused:
+                done.rows.append(Row("activation", name, None, _ELSEWHERE))
+
+
+def _activations_behind(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
+    """For linears in an ``nn.Sequential``: name and module of the activation right behind, where it is the epilogue's formula."""
+    counts = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    found: dict[str, tuple[str, nn.Module]] = {}
+    for prefix, sequence in model.named_modules():
+        if type(sequence) is not nn.Sequential:
+            continue
+        children = [(f"{prefix}.{key}" if prefix else key, child) for key, child in sequence._modules.items()]
+        for (first, linear), (second, activation) in zip(children, children[1:], strict=False):
+            plain = type(activation) in _ACTIVATIONS and getattr(activation, "approximate", "none") == "none"
+            hooked = activation is not None and (activation._forward_hooks or activation._forward_pre_hooks)
+            once = counts[id(linear)] == 1 == counts[id(activation)]
+            if plain and once and not hooked and activation is not None and not getattr(activation, "inplace", False):
+                found[first] = (second, activation)
+    return found
+
+
+@torch.no_grad()
+def _give_back(
+    model: nn.Module, name: str, linear: nn.Linear, layer: FusedFP4Linear, trained: bool, bias_trained: bool
+) -> None:  # fmt: skip
+    packed, weight, bias = layer.packed, layer.weight, layer.bias
+    if weight is None:
+        assert packed is not None
+        weight = nn.Parameter(packed.dequantize(), requires_grad=trained)
+        if bias is not None:
+            bias.requires_grad_(bias_trained)
+    linear._parameters.update(weight=weight, bias=bias)
+    linear.train(layer.training)
+    replace_module(model, name, layer, linear)
+
+
+# -- experts and attention -----------------------------------------------------------------------------------------------
+
+
+def _experts(done: Conversion, pattern: str, keep: str | None, format: str, pack: bool) -> None:
+    for name, module in done.model.named_modules():
+        if not convert_experts.is_experts(module):
+            continue
+        elements = max(parameter.numel() for parameter in module._parameters.values() if parameter is not None)
+        wanted = pattern == "all" or (elements >= 1 << 20 if pattern == "large" else re.search(pattern, name))
+        reason = convert_experts.why_not(module)
+        if keep is not None and re.search(keep, name):
+            reason = "its name is among those to keep"
+        elif not wanted:
+            reason = f"its name does not match {pattern!r}"
+        elif pack:
+            reason = "experts are stacked in one parameter, which has no packed form"
+        if reason is not None:
+            done.rows.append(Row("experts", name, None, reason))
+            continue
+        before = convert_experts.round_experts(module, format)
+        done._undo.append(lambda module=module, kind=before: object.__setattr__(module, "__class__", kind))
+        done.rows.append(Row("experts", name, f"rounded to {format} where they are read, straight through"))
+
+
+def _refuse_nothing(done: Conversion, pattern: str) -> None:
+    if not any(row.became for row in done.rows if row.kind in ("linear", "experts")):
+        left = [f"{row.name} ({row.reason})" for row in done.rows if row.kind in ("linear", "experts")][:2]
+        raise ConfigurationError(
+            f"fp4_layers {pattern!r} selects no linear of {type(done.model).__name__}: {'; '.join(left) or 'it has none'}"
+        )
+
+
+def _attention(done: Conversion, backend: str) -> None:
+    reason = attention_interface.why_not(done.model)
+    if reason is None:
+        done._undo.append(attention_interface.use_dispatcher(done.model, backend))
+        done.rows.append(Row("attention", "", f"the dispatcher ({backend})"))
+    else:
+        done.rows.append(Row("attention", "", None, reason))
+    for name, module in done.model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            why = "its calls return weights and take other masks: from_multihead_attention makes a FlashAttention of it"
+            done.rows.append(Row("attention", name, None, why))

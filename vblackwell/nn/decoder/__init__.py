@@ -1,0 +1,1 @@
+"""The package's own decoder: its configuration, blocks, caches, checkpointing and loss."""

@@ -1,0 +1,227 @@
+"""A Llama-style decoder that trains offloaded and is read by ``transformers`` without conversion.
+
+Names of weights and the mathematics are Hugging Face's ``LlamaForCausalLM``: in fp32 on the CPU the logits are the same bits
+(tests/nn/test_decoder_equality.py). Initial weights are drawn on the CPU whatever the device, one parameter after the
+other from one generator, so that a model that trains offloaded begins with the bits of the resident one.
+
+With ``gradient_checkpointing`` each block keeps only its input, and head and loss run over ``loss_chunk_tokens`` tokens at a
+time: at 50,000 words the logits of a batch, not the blocks, would otherwise set the peak. On CUDA head and loss are one operation
+(kernels/pointwise/cross_entropy.py), always in chunks, whose logits are computed once.
+
+Legend: B batch, S sequence, T tokens (B * S), D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.kernels.pointwise.rms_norm import add_rms_norm
+from vblackwell.nn.attention.rotary import rotary_tables, rotary_tables_at
+from vblackwell.nn.decoder.attention import SelfAttention, within_documents
+from vblackwell.nn.decoder.block import DecoderLayer, RMSNorm
+from vblackwell.nn.decoder.cache import KVCache, SteadyCache
+from vblackwell.nn.decoder.checkpoint import checkpoint
+from vblackwell.nn.decoder.config import DecoderConfig
+from vblackwell.nn.decoder.head_loss import HiddenWithTargets, takes_targets
+from vblackwell.nn.decoder.kept import Keeping, check_names
+from vblackwell.nn.linear.plain import hooked
+
+IGNORED_TARGET = -100
+
+
+class DecoderTrunk(nn.Module):
+    """Embedding, blocks and final norm: everything but the head. It exists for the names of the weights."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+
+
+class Decoder(nn.Module):
+    """Token numbers in, logits or a loss out.
+
+    Args:
+        config: the shape.
+        seed: of the initial weights.
+        device: where the weights are; default: torch's default device. On ``'meta'`` nothing is drawn.
+        dtype: of the weights; default: torch's default dtype.
+
+    Attributes:
+        gradient_checkpointing: compute blocks again in backward instead of keeping their activations.
+        kept_activations: what checkpointing keeps nevertheless, of 'attention', 'projections', 'gates'
+        (nn/decoder/kept.py has their costs).
+        loss_chunk_tokens: tokens whose logits exist at a time on CUDA, elsewhere while ``gradient_checkpointing`` is on.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.gradient_checkpointing = False
+        self.kept_activations: tuple[str, ...] = ()
+        self.loss_chunk_tokens = 2048
+        device = torch.get_default_device() if device is None else torch.device(device)
+        with torch.device("meta"):  # so that no layer draws weights which would be drawn again
+            self.model = DecoderTrunk(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._allocate(device, dtype)
+        if device.type != "meta":
+            self.draw_weights(seed)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The blocks, first to last."""
+        return self.model.layers
+
+    def use_attention(self, backend: str | None) -> None:
+        """Passes without a cache attend on this backend of attention_backends.py, or raise; None: on what PyTorch chooses."""
+        for module in self.modules():
+            if isinstance(module, SelfAttention):
+                module.backend = backend
+
+    def _allocate(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        """Gives every parameter memory; ``to_empty`` would do but for fake tensors, whose storage it cannot swap."""
+        for module in self.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                empty = torch.empty(parameter.shape, dtype=dtype or parameter.dtype, device=device)
+                setattr(module, name, nn.Parameter(empty))
+
+    def draw_weights(self, seed: int) -> None:
+        """Give every parameter its initial value."""
+        fill = self.initial_weights(seed)
+        for name, parameter in self.named_parameters():
+            fill(name, parameter)
+
+    def initial_weights(self, seed: int) -> Callable[[str, Tensor], None]:
+        """A function that fills a tensor with the initial value of a parameter, also of a decoder on the meta device.
+
+        It is to be called with every parameter once, in the order of ``named_parameters()``: all are drawn from one generator. Values are
+        normal, in projections into the residual stream divided by sqrt(2 * layers) (GPT-2); norms are 1.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        spread, num_layers = self.config.initializer_range, self.config.num_layers
+        coming = iter([name for name, _ in self.named_parameters()])
+
+        @torch.no_grad()
+        def fill(name: str, out: Tensor) -> None:
+            expected = next(coming)
+            assert name == expected, f"{name} is drawn where {expected} would be"
+            if out.dim() == 1:
+                out.fill_(1.0)
+                return
+            into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            scale = spread / (2 * num_layers) ** 0.5 if into_residual else spread
+            if out.device.type == "cpu" and out.dtype == torch.float32 and out.is_contiguous():
+                out.normal_(0.0, scale, generator=generator)
+            else:
+                drawn = torch.empty(out.shape, dtype=torch.float32, device="cpu")
+                out.copy_(drawn.normal_(0.0, scale, generator=generator))
+
+        return fill
+
+    def forward(
+        self,
+        input_ids_BS: Tensor,
+        targets_BS: Tensor | None = None,
+        positions_BS: Tensor | None = None,
+        *,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Logits (B, S, V); or, with targets, the mean cross entropy in fp32 over those that are not -100.
+
+        Args:
+            input_ids_BS: token numbers; with a cache, those that follow what it holds.
+            targets_BS: for each position the token that follows.
+            positions_BS: of rows that hold several documents: counted from 0 in each. No token attends to another document.
+            cache: keys and values of earlier positions; extended by this call.
+
+        Raises:
+            ConfigurationError: more positions than ``config.max_position``, or positions together with a cache.
+            Unsupported: positions, and attention was fixed to one backend by `use_attention`.
+        """
+        hidden_BSD = self.hidden(input_ids_BS, cache, positions_BS)
+        if targets_BS is None:
+            return self.lm_head(hidden_BSD)
+        return self._loss(hidden_BSD.flatten(0, 1), targets_BS.flatten())
+
+    def hidden(self, input_ids_BS: Tensor, cache: KVCache | None = None, positions_BS: Tensor | None = None) -> Tensor:
+        """The final norm's output (B, S, D), which the head turns into logits."""
+        start, length = (0 if cache is None else cache.length), input_ids_BS.shape[1]
+        if start + length > self.config.max_position:
+            raise ConfigurationError(
+                f"a sequence of {start + length} tokens: this model's limit is {self.config.max_position}; shorten it"
+            )
+        x_BSD = self.model.embed_tokens(input_ids_BS)
+        mask_BSS, shape = None, (self.config.head_size, self.config.rope_theta)
+        if positions_BS is None:
+            tables = rotary_tables(start, length, *shape, x_BSD.device)
+        elif cache is not None:
+            raise ConfigurationError("positions of packed documents, and a cache: give one document at a time")
+        else:
+            tables, mask_BSS = rotary_tables_at(positions_BS, *shape), within_documents(positions_BS)
+        recompute = self.gradient_checkpointing and torch.is_grad_enabled() and cache is None
+        kept = check_names(self.kept_activations)
+        held = {"attention": "projections", "feed_forward": "gates"}
+        lean = tuple(half for half, name in held.items() if name not in kept)
+        for layer in self.layers:
+            if recompute:
+                once = partial(layer, lean=lean, mask_BSS=mask_BSS)
+                block = Keeping(once, kept, again=partial(once, wanted=False))
+                x_BSD = checkpoint(block, x_BSD, *tables, modules=(layer,))
+            else:
+                x_BSD = layer(x_BSD, *tables, cache, mask_BSS=mask_BSS)
+        if cache is not None:
+            cache.advance(length)
+        return self.model.norm(x_BSD)
+
+    def next_logits(self, input_ids_B1: Tensor, cache: SteadyCache) -> Tensor:
+        """Logits (B, V) behind one more token a row, which is stored at the cache's position.
+
+        Nothing of it asks the device, so that it may be captured in a graph and replayed.
+        """
+        added_BSD, x_BSD = None, self.model.embed_tokens(input_ids_B1)
+        for layer in self.layers:
+            added_BSD, x_BSD = layer.step(added_BSD, x_BSD, cache)  # type: ignore[operator]
+        assert added_BSD is not None, "there is a layer"
+        return self.last_logits(added_BSD, x_BSD, cache)
+
+    def last_logits(self, added_B1D: Tensor, x_B1D: Tensor, cache: SteadyCache) -> Tensor:
+        """Logits (B, V) of what the last layer's `DecoderLayer.step` gave."""
+        cache.advance()
+        norm = self.model.norm
+        if hooked(norm):
+            normed_B1D = norm(x_B1D + added_B1D)
+        else:
+            normed_B1D, _ = add_rms_norm(added_B1D, x_B1D, norm.weight, norm.epsilon)
+        return self.lm_head(normed_B1D[:, -1])
+
+    def _loss(self, hidden_TD: Tensor, targets_T: Tensor) -> Tensor:
+        if hidden_TD.is_cuda and takes_targets(self.lm_head):
+            options = {"ignore_index": IGNORED_TARGET, "chunk_tokens": self.loss_chunk_tokens}
+            return self.lm_head(HiddenWithTargets(hidden_TD, targets_T, **options))
+        counted = (targets_T != IGNORED_TARGET).sum()
+        if not (self.gradient_checkpointing and torch.is_grad_enabled()):
+            return self._loss_sum(hidden_TD, targets_T) / counted
+        pieces = zip(hidden_TD.split(self.loss_chunk_tokens), targets_T.split(self.loss_chunk_tokens), strict=True)
+        return (
+            torch.stack([checkpoint(self._loss_sum, *piece, modules=(self.lm_head,)) for piece in pieces]).sum()
+            / counted
+        )
+
+    def _loss_sum(self, hidden_TD: Tensor, targets_T: Tensor) -> Tensor:
+        logits_TV = self.lm_head(hidden_TD).float()
+        return functional.cross_entropy(logits_TV, targets_T, ignore_index=IGNORED_TARGET, reduction="sum")

@@ -1,0 +1,111 @@
+"""Products with weights that were rounded, whose gradients are the weights': one node for autograd, however many have one input.
+
+As an op that rounds, an op that multiplies and a hook that counts, a layer costs the host three times what ``nn.Linear`` does, and a step
+of a model that a GPU computes quickly is the host's time. The gradient passes the rounding unchanged (Bengio et al. 2013). Gradients of
+one input add up inside the matrix kernels, as in kernels/pointwise/shared_input.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from vblackwell.kernels.pointwise.shared_input import linears_dx
+
+
+class Rounded(NamedTuple):
+    """A weight for one forward. A tuple, because a step makes hundreds.
+
+    Attributes:
+        weight: (N, K), which gets the gradient. value: what is multiplied by, in the type of the input; kept for backward.
+        reached: called when a backward pass has come to the weight.
+    """
+
+    weight: Tensor
+    value: Tensor
+    reached: Callable[[], None]
+
+
+class _RoundedLinears(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, rounded: Sequence[Rounded], bias_N: Tensor | None, *weights_NK: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *(each.value for each in rounded))
+        ctx.set_materialize_grads(False)
+        ctx.reached = [each.reached for each in rounded]
+        ctx.types = [None if bias_N is None else bias_N.dtype, *(weight.dtype for weight in weights_NK)]
+        return tuple(functional.linear(x, each.value, bias_N) for each in rounded)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, *values = ctx.saved_tensors
+        wanted, dx, dbias_N = ctx.needs_input_grad, None, None
+        x_MK = x.reshape(-1, x.shape[-1])
+        rows = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in dys]
+        given = [(dy_MN, value) for dy_MN, value in zip(rows, values, strict=True) if dy_MN is not None]
+        if wanted[0] and given:
+            dx = linears_dx([dy_MN for dy_MN, _ in given], [value for _, value in given]).view(x.shape)
+        dweights: list[Tensor | None] = []
+        for dy_MN, reached, dtype, needed in zip(rows, ctx.reached, ctx.types[1:], wanted[3:], strict=True):
+            if dy_MN is None or not needed:
+                dweights.append(None)
+                continue
+            reached()
+            dweight_NK = torch.mm(dy_MN.t(), x_MK)
+            dweights.append(dweight_NK if dweight_NK.dtype == dtype else dweight_NK.to(dtype))
+        if wanted[2] and rows[0] is not None:
+            dbias_N = rows[0].sum(0).to(ctx.types[0])
+        return (dx, None, dbias_N, *dweights)
+
+
+class _RoundedSwiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, rounded: Rounded, wanted: bool, weight_DI: Tensor) -> Tensor:
+        from vblackwell.kernels.pointwise import swiglu_triton
+
+        product = swiglu_triton.forward(gate, up)
+        ctx.save_for_backward(gate, up, product, rounded.value)
+        ctx.reached, ctx.type = rounded.reached, weight_DI.dtype
+        if not wanted:
+            return gate.new_empty(*gate.shape[:-1], weight_DI.shape[0])
+        return functional.linear(product, rounded.value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        from vblackwell.kernels.pointwise import swiglu_triton
+
+        gate, up, product, value = ctx.saved_tensors
+        dy_MD, dgate, dup, dweight_DI = dy.reshape(-1, dy.shape[-1]), None, None, None
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            dgate, dup, _ = swiglu_triton.backward(torch.mm(dy_MD, value).view(gate.shape), gate, up, False)
+        if ctx.needs_input_grad[4]:
+            ctx.reached()
+            dweight_DI = torch.mm(dy_MD.t(), product.view(-1, product.shape[-1])).to(ctx.type)
+        return dgate, dup, None, None, dweight_DI
+
+
+def rounded_linear(x: Tensor, rounded: Rounded, bias_N: Tensor | None) -> Tensor:
+    """``x value^T + bias``, (..., K) to (..., N), with gradients for ``x``, the bias and the weight, but no second ones."""
+    return _RoundedLinears.apply(x, (rounded,), bias_N, rounded.weight)[0]  # type: ignore[index]
+
+
+def rounded_linears(x: Tensor, rounded: Sequence[Rounded]) -> list[Tensor]:
+    """The products of ``x`` with several; as `rounded_linear`, without biases."""
+    return list(_RoundedLinears.apply(x, rounded, None, *(each.weight for each in rounded)))  # type: ignore[arg-type]
+
+
+def rounded_swiglu_linear(gate: Tensor, up: Tensor, rounded: Rounded, wanted: bool = True) -> Tensor:
+    """``(silu(gate) * up) value^T``, (..., I) to (..., D), one node where gating and product would be two. Triton only.
+
+    Args:
+        wanted: as for `vblackwell.kernels.pointwise.swiglu.swiglu_linear`.
+    """
+    return _RoundedSwiglu.apply(gate, up, rounded, wanted, rounded.weight)  # type: ignore[return-value]

@@ -1,0 +1,399 @@
+"""What stands between a weight and a product with it rounded: kept scales while it trains, packed parts when it does not.
+
+A `VirtualBlackwellAdapter` keeps that for weights by name, at most ``max_weights`` of them, the least recently used going first. Per
+weight it holds either scales (half a bit a weight, while training) or packed parts (8.5 bits, for inference), detached, and never both;
+statistics are a few numbers a weight.
+
+Training rounds the weight at each forward, on scales that are renewed every ``refresh_every`` steps, or when the weight has drifted; a
+step is a backward pass that reached the weight, because nothing else is the same for plain, accumulated, checkpointed and streamed
+training. Codes are never stale. Its gradient is that of the rounded weight, unchanged. Inference packs once, and again when the weight
+has changed: in place, by an optimizer, or (each time) because it streams. Whoever writes through ``.data`` calls `forget`.
+
+Three precisions, by the two switches: coarse + fine at 8.5 bits (both), nvfp4 at 4.5 (``enable_fp4`` alone), int8 by rows
+(``enable_quantization`` alone).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from vblackwell.errors import ConfigurationError, UnknownKey, nearest
+from vblackwell.kernels.fp4 import layout, two_part_layout
+from vblackwell.kernels.fp4.linear import fp4_linear
+from vblackwell.kernels.fp4.reference import activate
+from vblackwell.kernels.fp4.two_part import two_part_linear
+from vblackwell.kernels.fp4.two_part_round import Rounder, renewed_scales, rounded_again, two_part_round_trip
+from vblackwell.kernels.runtime.dispatch import computes_at_once
+from vblackwell.nn.linear.fp4_state import Placed, place, unplace
+from vblackwell.nn.linear.rounded import Rounded, rounded_linear
+from vblackwell.nn.linear.straight_through import fp4_round_trip
+from vblackwell.numerics.formats import Format
+from vblackwell.numerics.fp4 import quantize
+from vblackwell.numerics.packed import PackedTensor
+from vblackwell.numerics.separation import Scales, SeparatedTensor, separate
+from vblackwell.units import MiB
+
+MODES = ("auto", "training", "inference")
+PRECISIONS = {(True, True): "two-part", (True, False): "nvfp4", (False, True): "int8"}
+BITS = {"two-part": 8.5, "nvfp4": 4.5, "int8": 8.0}
+PACKING_BYTES = 256 * MiB  # of a GPU, while a weight is packed there
+DRIFT_EVERY = 10  # steps between two looks at the drift: a pass over the weight each
+REFRESH_EVERY, DRIFT_THRESHOLD, MAX_WEIGHTS = 100, 0.05, 4096
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What layers and adapters have in common.
+
+    Attributes:
+        mode: 'training' rounds and lets gradients through; 'inference' computes from packed parts; 'auto' trains where gradients are on and
+            the weight wants one.
+        precision: 'two-part', 'nvfp4' or 'int8'.
+        refresh_every: steps between renewals of the kept scales.
+        drift_threshold: above 0, up to 1: change of the blocks' largest magnitudes that renews them sooner (numerics/separation.py).
+
+    Raises:
+        ConfigurationError: a value that is none of these.
+    """
+
+    mode: str = "auto"
+    precision: str = "two-part"
+    refresh_every: int = REFRESH_EVERY
+    drift_threshold: float = DRIFT_THRESHOLD
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigurationError(f"mode {self.mode!r} is not known: choose one of {', '.join(MODES)}")
+        if self.precision not in BITS:
+            raise ConfigurationError(f"precision {self.precision!r} is not known: choose one of {', '.join(BITS)}")
+        # True is an int to Python; numpy's floats are floats.
+        if isinstance(self.refresh_every, bool) or not isinstance(self.refresh_every, int) or self.refresh_every < 1:
+            raise ConfigurationError(f"refresh_every {self.refresh_every!r} must be a whole number of steps from 1 on")
+        drift: object = self.drift_threshold
+        if isinstance(drift, bool) or not isinstance(drift, (int, float)) or not 0 < drift <= 1:
+            raise ConfigurationError(
+                f"drift_threshold {self.drift_threshold!r} is out of range: above 0 (always renew) and up to 1, e.g. {DRIFT_THRESHOLD}"
+            )
+
+
+def precision_of(enable_quantization: bool, enable_fp4: bool) -> str:
+    """The precision that two switches mean.
+
+    Raises:
+        ConfigurationError: both are off, so there is nothing to do.
+    """
+    precision = PRECISIONS.get((bool(enable_fp4), bool(enable_quantization)))
+    if precision is None:
+        raise ConfigurationError(
+            "enable_quantization=False with enable_fp4=False leaves weights as they are: switch one of them on, or use the model as it is"
+        )
+    return precision
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedParts:
+    """Packed parts as their device computes with them.
+
+    Attributes:
+        layout: 'nvfp4', 'nvfp4-tiled' or 'int8'.
+        codes, scales, tensor_scale: the coarse part, or the only one.
+        fine: None where there is none, or it is elsewhere.
+    """
+
+    layout: str
+    codes: Tensor
+    scales: Tensor
+    tensor_scale: Tensor
+    fine: Tensor | None
+
+    def tensors(self) -> list[Tensor]:
+        """All that is held."""
+        return [tensor for tensor in (self.codes, self.scales, self.tensor_scale, self.fine) if tensor is not None]
+
+    def linear(self, x: Tensor, bias: Tensor | None, activation: str, n: int, k: int) -> Tensor:
+        """``activation(x W^T + bias)``, with the fine part where it is there."""
+        if self.fine is None:
+            return fp4_linear(x, self.codes, self.scales, self.tensor_scale, bias, self.layout, activation, n, k)
+        parts = (self.codes, self.fine, self.scales, self.tensor_scale)
+        return two_part_linear(x, *parts, bias, self.layout, activation, n, k)
+
+
+def pack(weight: Tensor, precision: str, name: str) -> SeparatedTensor | PackedTensor:
+    """``weight`` packed; raises as `quantize`.
+
+    On a GPU with room to search many blocks at once: without, a layer of a few MiB is some seventy tiles of hundreds of launches each.
+    """
+    if precision == "two-part":
+        return separate(weight, workspace_bytes=PACKING_BYTES, name=name)
+    return quantize(weight, precision, workspace_bytes=PACKING_BYTES, name=name)
+
+
+def place_parts(packed: SeparatedTensor | PackedTensor, tiles: bool = False) -> PlacedParts:
+    """The layout for the device that ``packed`` is on: tiles on CUDA; with ``tiles`` wherever it is."""
+    if isinstance(packed, PackedTensor):
+        placed = place(packed, tiles)
+        return PlacedParts(placed.name, placed.codes, placed.scales, placed.tensor_scale, None)
+    coarse, fine = packed.coarse, packed.fine
+    if packed.device.type != "cuda" and not tiles:
+        return PlacedParts(coarse.format, coarse.codes, coarse.block_scales, coarse.tensor_scale, fine)
+    parts = (coarse.codes, fine, coarse.block_scales, coarse.tensor_scale)
+    codes, fine, scales, tensor_scale = two_part_layout.to_tiled(*parts, coarse.n, coarse.k)
+    return PlacedParts(two_part_layout.TILED, codes, scales, tensor_scale, fine)
+
+
+class _OptimizerSteps:
+    """Steps that any optimizer has taken, counted from the first question on.
+
+    A tensor's version says that it was changed in place, but not by torch's fused optimizers, nor by kernels of ours.
+    """
+
+    def __init__(self) -> None:
+        self._count: int | None = None
+
+    def taken(self) -> int:
+        if self._count is None:
+            self._count = 0
+            register_optimizer_step_post_hook(self._add)
+        return self._count
+
+    def _add(self, *_: Any) -> None:
+        self._count = (self._count or 0) + 1
+
+
+_STEPS = _OptimizerSteps()
+
+
+@dataclass(eq=False)
+class _Held:
+    """What is kept of one weight."""
+
+    shape: tuple[int, ...]
+    scales: Scales | None = None
+    parts: PlacedParts | None = None
+    source: tuple[Any, ...] = ()
+    owner: weakref.ref[Tensor] | None = field(default=None, repr=False)
+    steps: int = 0
+    looked_at: int = 0
+    renewed_at: int = 0
+    renewals: int | Tensor = 0
+    packings: int = 0
+    drift: Tensor | None = field(default=None, repr=False)
+    again: Rounder | None = field(default=None, repr=False)  # of addresses, it keeps nothing alive
+
+    def count_step(self) -> None:
+        self.steps += 1
+
+    def __getstate__(self) -> dict[str, Any]:  # of copies and files, for which addresses and references are nothing
+        return self.__dict__ | {"owner": None, "again": None}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the caches."""
+        scales = 0 if self.scales is None else self.scales.nbytes
+        return scales + sum(tensor.nbytes for tensor in (self.parts.tensors() if self.parts else ()))
+
+
+class VirtualBlackwellAdapter:
+    """Products with weights in two parts, by name.
+
+    Args:
+        settings: mode, precision, and when scales are renewed.
+        max_weights: how many weights' caches are kept.
+
+    Raises:
+        ConfigurationError: ``max_weights`` below 1.
+    """
+
+    def __init__(self, settings: Settings | None = None, *, max_weights: int = MAX_WEIGHTS) -> None:
+        self.settings = settings or Settings()
+        if max_weights < 1:
+            raise ConfigurationError(f"max_weights {max_weights!r} must be at least 1")
+        self.max_weights = max_weights
+        self._held: OrderedDict[str, _Held] = OrderedDict()
+
+    def register_weight(self, name: str, weight: Tensor) -> None:
+        """Announce a weight (N, K) under ``name``; one that is there already is replaced. Nothing is computed before the first use.
+
+        Raises:
+            ConfigurationError: no matrix of floating-point numbers.
+        """
+        if weight.dim() != 2 or not weight.is_floating_point():
+            raise ConfigurationError(
+                f"{name!r} is {weight.dtype} {tuple(weight.shape)}: a weight is an (N, K) matrix of floating-point numbers"
+            )
+        self._held[name] = _Held(tuple(weight.shape))
+        self._held.move_to_end(name)
+        while len(self._held) > self.max_weights:
+            self._held.popitem(last=False)
+
+    def compress(
+        self, weight: Tensor, x: Tensor, name: str, bias: Tensor | None = None, activation: str = "none"
+    ) -> Tensor:
+        """``activation(x W^T + bias)`` with ``weight`` (N, K) rounded to the settings' precision.
+
+        Args:
+            weight: what is registered under ``name``, or its present value. Inference packs again when it is another tensor, or changed.
+            x: (..., K).
+
+        Returns:
+            (..., N) in the type of ``x``, or of autocast.
+
+        Raises:
+            ConfigurationError: another shape than was registered, or inf or NaN when packing.
+        """
+        held = self._held_as(name, weight)
+        if self.trains(weight):
+            if torch.is_autocast_enabled(x.device.type):
+                x = x.to(torch.get_autocast_dtype(x.device.type))
+            if not computes_at_once():
+                rounded = self._rounded(held, weight, x.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+                return activate(functional.linear(x, rounded, bias), activation)
+            found = self._rounding(held, weight, x.dtype)
+            if not torch.is_grad_enabled():
+                return activate(functional.linear(x, found.value, bias), activation)
+            return activate(rounded_linear(x, found, bias), activation)
+        parts: PlacedParts = self._packed(held, weight, name)  # pyright: ignore[reportAttributeAccessIssue]
+        return parts.linear(x, bias, activation, *held.shape)
+
+    def trains(self, weight: Tensor) -> bool:
+        """Whether a product with ``weight`` now would be one of training."""
+        mode = self.settings.mode
+        return mode == "training" or (mode == "auto" and torch.is_grad_enabled() and weight.requires_grad)
+
+    def _held_as(self, name: str, weight: Tensor) -> _Held:
+        if name not in self._held:  # never announced, or crowded out
+            self.register_weight(name, weight)
+        held = self._held[name]
+        self._held.move_to_end(name)
+        if held.shape != tuple(weight.shape):
+            raise ConfigurationError(
+                f"{name!r} was registered with shape {held.shape}, not {tuple(weight.shape)}: register it again under its new shape"
+            )
+        return held
+
+    @torch.compiler.disable
+    def _rounded(self, held: _Held, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        held.parts = held.owner = None
+        if self.settings.precision != "two-part":
+            rounded = fp4_round_trip(weight, self.settings.precision, dtype)
+        else:
+            scales = self._scales(held, weight)
+            rounded = two_part_round_trip(weight, scales.block, scales.tensor, dtype)
+        if rounded.requires_grad:
+            rounded.register_hook(lambda _: held.count_step())
+        return rounded
+
+    def rounding(self, weight: Tensor, name: str, dtype: torch.dtype) -> Rounded:
+        """``weight`` rounded for a forward in training, for whoever multiplies by it; as in `compress`, which does."""
+        return self._rounding(self._held_as(name, weight), weight, dtype)
+
+    def _rounding(self, held: _Held, weight: Tensor, dtype: torch.dtype) -> Rounded:
+        held.parts = held.owner = None
+        if self.settings.precision != "two-part":
+            with torch.no_grad():
+                value = fp4_round_trip(weight, self.settings.precision, dtype)
+            return Rounded(weight, value, held.count_step)
+        kept = self._scales(held, weight)
+        held.again, value = rounded_again(held.again, weight, kept.block, kept.tensor, dtype)
+        return Rounded(weight, value, held.count_step)
+
+    def _scales(self, held: _Held, weight: Tensor) -> Scales:
+        kept = held.scales
+        due = held.steps - held.looked_at >= DRIFT_EVERY or held.steps - held.renewed_at >= self.settings.refresh_every
+        return self._renewed(held, weight) if kept is None or due or kept.block.device != weight.device else kept
+
+    @torch.no_grad()
+    def _renewed(self, held: _Held, weight: Tensor) -> Scales:
+        settings, kept = self.settings, held.scales
+        if kept is None or kept.block.device != weight.device or held.steps - held.renewed_at >= settings.refresh_every:
+            kept, _ = renewed_scales(weight, None, 0.0)
+            held.renewals = held.renewals + 1
+            held.renewed_at = held.looked_at = held.steps
+        else:
+            kept, held.drift = renewed_scales(weight, kept, settings.drift_threshold)
+            held.renewals = held.renewals + (held.drift > settings.drift_threshold).to(torch.int32)
+            held.looked_at = held.steps
+        held.scales = kept
+        return kept
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def _packed(self, held: _Held, weight: Tensor, name: str) -> PlacedParts:
+        version = None if weight.is_inference() else weight._version
+        source = (weight.data_ptr(), weight.device, version, _STEPS.taken() if weight.requires_grad else 0)
+        streams = "_vb_binding" in weight.__dict__  # its memory comes and goes, and may come back with other numbers
+        if held.parts is None or held.owner is None or held.owner() is not weight or held.source != source or streams:
+            with torch.inference_mode(False):
+                held.parts, held.scales = place_parts(pack(weight, self.settings.precision, name)), None
+            held.source, held.owner = source, weakref.ref(weight)
+            held.packings += 1
+        return held.parts
+
+    def forget(self, name: str | None = None) -> None:
+        """Drop the caches of one weight, or of all.
+
+        Raises:
+            UnknownKey: nothing is registered under ``name``.
+        """
+        if name is None:
+            self._held.clear()
+        elif self._held.pop(name, None) is None:
+            raise UnknownKey(f"{name!r} is not registered{nearest(name, self._held)}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all caches."""
+        return sum(held.nbytes for held in self._held.values())
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """By name: ``shape``, ``steps``, ``renewals``, ``packings``, ``drift`` at the last look (None before), ``cached_bytes``. Waits
+        for the device."""
+        return {
+            name: {
+                "shape": held.shape,
+                "steps": held.steps,
+                "renewals": int(held.renewals),
+                "packings": held.packings,
+                "drift": None if held.drift is None else float(held.drift),
+                "cached_bytes": held.nbytes,
+            }
+            for name, held in self._held.items()
+        }
+
+
+def create_virtual_blackwell(
+    mode: str = "auto",
+    enable_quantization: bool = True,
+    enable_fp4: bool = True,
+    *,
+    refresh_every: int = REFRESH_EVERY,
+    drift_threshold: float = DRIFT_THRESHOLD,
+    max_weights: int = MAX_WEIGHTS,
+) -> VirtualBlackwellAdapter:
+    """An adapter for weights by name; arguments as of `Settings`, the switches as of `precision_of`.
+
+    Raises:
+        ConfigurationError: a value out of range, or both switches off.
+    """
+    settings = Settings(mode, precision_of(enable_quantization, enable_fp4), refresh_every, drift_threshold)
+    return VirtualBlackwellAdapter(settings, max_weights=max_weights)
+
+
+def unplace_parts(
+    parts: PlacedParts, form: Format, shape: tuple[int, int], dtype: torch.dtype
+) -> SeparatedTensor | PackedTensor:
+    """The canonical parts again, without the fine one where it is elsewhere."""
+    if parts.fine is None or not layout.is_tiled(parts.layout):
+        placed = Placed(parts.layout, parts.codes, parts.scales, parts.tensor_scale)
+        coarse = unplace(placed, form, shape, dtype)
+        return coarse if parts.fine is None else SeparatedTensor(coarse, parts.fine)
+    tensors = two_part_layout.from_tiled(parts.codes, parts.fine, parts.scales, parts.tensor_scale, *shape)
+    return SeparatedTensor(PackedTensor(form, shape, dtype, tensors[0], tensors[2], tensors[3]), tensors[1])

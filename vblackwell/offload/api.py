@@ -1,0 +1,263 @@
+"""`enable_vgpu_stack_optimization`, `release`, `offload_of`: a model goes into a stack and comes out again.
+
+Two placements. *resident*: weights, gradients and states all fit level 0, and the model stays a plain module whose
+parameters merely live in level 0's extents: no hooks, no cost. *streamed*: the lower levels hold the model, and level 0
+what is in use. The choice is arithmetic (`bytes_when_resident`) and can be forced.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash
+from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.offload.engine import Offload, drop_idle_weights
+from vblackwell.offload.layout.formats import EXACT, Formats, range_bytes
+from vblackwell.offload.layout.groups import Group, Slot, compute_dtype_of
+from vblackwell.offload.layout.placement import CUDA_ACTIVATION_SHARE, Wishes, reserve_streamed
+from vblackwell.offload.layout.update_place import check_update
+from vblackwell.offload.movement.activations import ActivationStore
+from vblackwell.offload.movement.worker import Worker
+from vblackwell.offload.parameters import engine_and_slot, forget_binding
+from vblackwell.offload.resident import Resident, resident_of
+from vblackwell.offload.storage.initialize import Initialize, Source
+from vblackwell.offload.storage.masters import close_weights, open_weights, read_truth, refuse_untrainable
+from vblackwell.offload.storage.moving import move_buffers
+from vblackwell.offload.storage.ranges import Homes
+from vblackwell.offload.storage.shared_memory import refuse_shared_memory
+from vblackwell.units import format_bytes, parse_bytes
+
+PLACEMENTS = ("auto", "resident", "streamed")
+
+_names: weakref.WeakKeyDictionary[VGPUStack, set[str]] = weakref.WeakKeyDictionary()
+
+
+def enable_vgpu_stack_optimization(
+    model: nn.Module, stack: VGPUStack, name: str = "model", *, placement: str = "auto",
+    compute_dtype: torch.dtype | None = None, groups: Iterable[str] | None = None, update: str | float = "auto",
+    activations: str = "level0", resident_bytes: int | str = 0, weight_bytes: int | str | None = None,
+    states: str = "fp32", masters: str = "exact", rounding_seed: int = 0, activation_bytes: int | str = 0,
+    initialize: Initialize | None = None,
+) -> nn.Module:  # fmt: skip
+    """Put ``model`` into ``stack`` and return it, ready to run on level 0's device.
+
+    Args:
+        model: any module, its parameters on the CPU, on level 0's device, or (with ``initialize``) on the meta device. Train it with
+            `VGPUAdamW`, made afterwards.
+        name: tells models in one stack apart.
+        placement: 'auto' (resident if weights, gradients and AdamW states fit level 0), 'resident' or 'streamed'.
+        compute_dtype: type of the weights that kernels read, e.g. torch.bfloat16; trainable parameters then keep fp32 masters.
+        groups: names of modules that stream as one each; by default the children of outermost ModuleLists.
+        update: where AdamW runs for a streamed model: 'level0' (states come up to the weights), 'home' (on the CPU), the share of the
+            parameters that is updated at home, 0 to 1, or 'auto': that share by measured rates, 1 without a GPU. It changes no bit.
+        resident_bytes: level-0 bytes (number or "2GiB") for groups that live there with their states, from the model's first on (the first
+            of forward are the last of backward: nothing hides their journeys).
+        weight_bytes: what loaded weights may take of level 0. More than the few groups in use saves journeys: a group that stays over the
+            turn from forward to backward, or from backward to forward, is not loaded again. Default: a few groups.
+        activations: where the inputs of checkpointed layers wait for backward, 'level0' or 'host' (`ActivationStore`).
+        states: of AdamW's moments: 'fp32', or '8bit' for 2.03 bytes a parameter instead of 8 (bf16 or fp32 weights; updated on level 0,
+            with or without a GPU). A stated choice: docs/numerics.md says what it changes.
+        masters: 'exact' (fp32), or 'stochastic': bf16 weights are all there is, rounded at random; with 8-bit states alone.
+        rounding_seed: of what is rounded at random. The bits depend on it, the parameter's name, its step and the element.
+        activation_bytes: host bytes (number or "2GiB") that weights and states leave to activations='host': layers * tokens * hidden size *
+            bytes an element. Needed where states spill to a disk, because they fill RAM first.
+        initialize: fills what is on the meta device, so that the host never holds the model twice: called once for each parameter and
+            buffer there with its name and a CPU tensor of its shape and type, to be filled in place during the call, e.g.
+            ``lambda name, tensor: tensor.copy_(checkpoint.get_tensor(name))``. Groups go in order; tied parameters come once. Training
+            then gives the bits of a model that was built with these values.
+
+    What concerns streaming (``groups`` to ``activations``, ``activation_bytes``) has no meaning for, and is not looked at by, a model
+    that is resident.
+
+    Raises:
+        ConfigurationError: unknown placement or format, formats that exclude each other, no parameters, or the model is in a stack already;
+            a model on the meta device without ``initialize``, or a tensor that ``initialize`` left unfilled; parameters that share memory
+            with themselves, each other or a tensor that a module keeps.
+        Unsupported: a parameter that is to be trained is neither fp32, bf16 nor fp16, or its group cannot be kept in the formats asked
+            for (fp16, mixed types).
+        KeyClash: the stack has a model of this name.
+        InsufficientMemory: level 0 cannot hold the largest group, or the lower levels the model; nothing was changed.
+    """
+    if placement not in PLACEMENTS:
+        raise ConfigurationError(f"placement {placement!r} is none of {', '.join(PLACEMENTS)}")
+    formats = Formats(states, masters, rounding_seed)
+    check_update(update, formats)
+    if activations not in ("level0", "host"):
+        raise ConfigurationError(f"activations {activations!r} is neither 'level0' nor 'host'")
+    if not any(True for _ in model.parameters()):
+        raise ConfigurationError(f"{type(model).__name__} has no parameters to place")
+    if offload_of(model) is not None:
+        raise ConfigurationError(f"{type(model).__name__} is in a stack already: release(model) first")
+    if any(param.grad is not None for param in model.parameters()):
+        raise ConfigurationError(
+            f"{type(model).__name__} has gradients: step with them, or zero_grad(set_to_none=True), before"
+        )
+    refuse_shared_memory(model)
+    for param_name, param in model.named_parameters():
+        if param.requires_grad:
+            refuse_untrainable(param_name, compute_dtype_of(param, compute_dtype))
+    taken = _names.setdefault(stack, set())
+    if name in taken:
+        raise KeyClash(f"the stack already holds a model named {name!r}: give this one another name=")
+    source = Source(model, initialize)
+    source.fill_buffers()
+    drop_idle_weights(stack)
+    needed = bytes_when_resident(model, compute_dtype, formats)
+    level = stack.levels[0]
+    free = level.capacity_bytes - level.used_bytes
+    room = free * (1 - CUDA_ACTIVATION_SHARE) if stack.level0_device.type == "cuda" else free
+    if placement == "resident" and needed > free:
+        raise InsufficientMemory(
+            f"{name!r} needs {format_bytes(needed)} resident (weights, gradients, AdamW states), level 0 ({level.name}) has "
+            f"{format_bytes(free)} free: raise fast_memory (the capacity of level 0) or use placement='streamed'",
+            needed_bytes=needed,
+            available_bytes=free,
+        )
+    if placement == "resident" or (placement == "auto" and needed <= room):
+        engine: Any = Resident(model, stack, name, compute_dtype, formats, source)
+        parts: tuple[Any, ...] = (engine.homes,)
+    else:
+        store = ActivationStore(stack, f"{name}/activations") if activations == "host" else None
+        wishes = Wishes(
+            compute_dtype, None if groups is None else tuple(groups), update, parse_bytes(resident_bytes),
+            None if weight_bytes is None else parse_bytes(weight_bytes), parse_bytes(activation_bytes), formats,
+        )  # fmt: skip
+        engine = _stream(model, stack, name, wishes, source, store)
+        if store is not None:
+            store.is_weight = engine.aliases
+        parts = (engine.homes, engine.worker, engine.prefetcher, store)
+    taken.add(name)
+    engine.finalizer = weakref.finalize(model, _close_parts, weakref.ref(stack), name, *parts)
+    engine.finalizer.atexit = False  # at exit the stack closes itself
+    return model
+
+
+def bytes_when_resident(model: nn.Module, compute_dtype: torch.dtype | None, formats: Formats = EXACT) -> int:
+    """Level-0 bytes of weights, and for trainable ones fp32 gradients, both AdamW moments, and fp32 masters where narrower."""
+    total = 0
+    for param in model.parameters():
+        itemsize = compute_dtype_of(param, compute_dtype).itemsize
+        total += param.numel() * itemsize
+        if param.requires_grad:
+            master = 4 if itemsize < 4 and not formats.stochastic else 0
+            total += param.numel() * (4 + master)
+            total += sum(range_bytes(kind, param.numel(), itemsize) for kind in formats.moments)
+    return total
+
+
+def _close_parts(
+    stack: weakref.ref[VGPUStack], name: str, homes: Homes, worker: Worker | None = None,
+    prefetcher: Callable[[Any], bool] | None = None, store: ActivationStore | None = None,
+) -> None:  # fmt: skip
+    """Called by `close`, or when the model is collected: must not refer to it."""
+    if store is not None:
+        store.close()
+    if worker is None:
+        homes.close()
+    else:
+        worker.close(homes.close)
+    alive = stack()
+    if alive is not None:
+        if prefetcher is not None:
+            alive.remove_prefetcher(prefetcher)
+        _names.get(alive, set()).discard(name)
+
+
+# -- streamed ----------------------------------------------------------------------------------------------------------
+
+
+def _stream(
+    model: nn.Module, stack: VGPUStack, name: str, wishes: Wishes, source: Source, store: ActivationStore | None
+) -> Offload:  # fmt: skip
+    found = reserve_streamed(model, stack, name, wishes)
+    plain: list[tuple[torch.Tensor, torch.Tensor, type]] = []
+    try:
+        for group in found.groups:
+            _bring_home(group, found.homes, source)
+        source.take_over(found.groups)
+        move_buffers(model, stack.level0_device)
+        memory = found.homes.take("update ring", found.ring_bytes, 0) if found.ring_bytes else None
+        params = [slot.param for group in found.groups for slot in group.slots]
+        plain = [(param, param.data, type(param)) for param in params]
+        return Offload(
+            model, stack, name, found.groups, found.sites, found.homes, found.budget_bytes, found.slice_rows,
+            found.on_level0, memory, store,
+        )  # fmt: skip
+    except BaseException:
+        for param, data, kind in plain:
+            forget_binding(param)
+            param.__class__ = kind
+            with torch.inference_mode(False):
+                param.data = data
+        source.give_back()
+        found.homes.close()
+        raise
+
+
+def _bring_home(group: Group, homes: Homes, source: Source) -> None:
+    """Write the group's parameters to where they will live."""
+    opened = open_weights(homes, group, load=False)
+    for slot in group.slots:
+        source.write(slot, opened)
+    close_weights(homes, group, opened, store=True)
+
+
+# -- back ----------------------------------------------------------------------------------------------------------------
+
+
+def offload_of(model: nn.Module) -> Offload | Resident | None:
+    """The engine that holds ``model``'s parameters; None for a plain module."""
+    for param in model.parameters():
+        found = engine_and_slot(param)
+        if found is not None:
+            return found[0]
+        resident = resident_of(param)
+        if resident is not None:
+            return resident
+    return None
+
+
+def release(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
+    """Take ``model`` out of its stack: a plain module again, on ``device``, with fp32 masters as its weights.
+
+    Pending updates are finished first. Gradients, and the optimizer's states, come along, so that training may go on.
+    A forward that Ctrl-C ended is left behind. A model that was never offloaded is returned as it is.
+
+    Raises:
+        ConfigurationError: a forward runs in another thread; the model stays where it is.
+    """
+    engine = offload_of(model)
+    target = torch.device(device)
+    if isinstance(engine, Resident):
+        engine.release(target)
+    elif engine is not None:
+        engine.end_interrupted()
+        engine.finish()
+        engine.detach()
+        engine.weights.drop_all()
+        if engine.step_control.source is not None:
+            engine.step_control.source.let_go(engine, target)
+        for slot in engine.slots():
+            _make_plain(engine, slot, target)
+    if engine is not None:
+        move_buffers(model, target)
+        engine.close()
+    return model
+
+
+@torch.no_grad()
+def _make_plain(engine: Offload, slot: Slot, device: torch.device) -> None:
+    homes, group, param = engine.homes, slot.group, slot.param
+    opened = open_weights(homes, group)
+    values = read_truth(slot, opened).to(device, copy=True)
+    close_weights(homes, group, opened, store=False)
+    gradient = engine.gradients.home.read(slot).to(device, values.dtype) if engine.gradients.has(slot) else None
+    param.__class__ = slot.plain_class
+    param.data = values
+    param.grad = gradient
+    forget_binding(param)

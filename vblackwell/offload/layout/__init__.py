@@ -1,0 +1,1 @@
+"""Arithmetic on sizes: groups, formats, pieces, order, placement, forecast. Touches no tensor."""

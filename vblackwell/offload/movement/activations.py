@@ -1,0 +1,342 @@
+"""Boundary activations in host memory: what a checkpointed layer keeps for backward leaves level 0 and is back in time.
+
+With checkpointing each layer keeps its input, so n layers keep n boundaries on level 0 for most of a step. Here a
+boundary's bytes leave as soon as its layer has it, and return while the layers behind it run backward::
+
+    store = ActivationStore(stack, "activations")
+    with store.forward_of(model):
+        loss = model(...)
+    loss.backward()
+
+*How it sees them.* Around each checkpoint `saved_tensors_hooks` catch the inputs (`nn.checkpoint`). Hooks that were active
+before are asked first and keep what they want. A recompute is left alone.
+
+*Leaving.* The newest `NEWEST` boundaries, and as many more as ``keep_bytes`` allows, stay on level 0; the others are let go
+after the computing stream was made to wait for their copies. So the memory is reused in stream order, and its peak does not
+depend on how far the host runs ahead, as it would if the host polled for the end of each copy. What the last forward
+let turn around without leaving is not copied at all in the next one.
+
+*Coming back.* Autograd asks in the reverse order. Each answer starts the loads of the boundaries before it into
+fresh buffers from the computing stream's pool; a load begins after what that stream has queued.
+
+*Ownership.* Autograd holds the only strong reference to what it will ask for: a graph that dies, after backward or because
+the forward was interrupted, gives its buffers back by reference counts. With ``retain_graph`` they are read again.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+
+from vblackwell.errors import ConfigurationError, StaleTensor
+from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.memory.level import Transfer
+from vblackwell.memory.streams import copy_streams
+from vblackwell.nn.decoder.checkpoint import inputs_saved_under
+from vblackwell.offload.movement.boundary import Boundary, Departed, Load, Ticket, span_bytes
+from vblackwell.offload.movement.host_buffer import HostBuffers
+from vblackwell.offload.movement.loaded import SavedTensor
+from vblackwell.offload.movement.stall import Stalls
+from vblackwell.units import MiB
+
+NEWEST = 2  # boundaries that stay in any case: one is read by its layer, one is on its way
+AHEAD = 3  # checkpoints whose inputs are loaded before backward asks for them
+SHARED_CALLS = 3  # what so many checkpoints keep (rotary tables, an encoder's output) is alive anyway
+SMALLEST_BYTES = 4 * MiB  # the link needs so much at a time to come near its rate
+HOLES = 2  # a strided tensor may span so many times its bytes
+
+_top_hooks: Callable[[bool], Any] = getattr(torch._C, "_autograd")._top_saved_tensors_default_hooks  # noqa: B009 (untyped)
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """What hooks outside ours made of a tensor."""
+
+    packed: Any
+    unpack: Callable[[Any], torch.Tensor]
+
+
+@dataclass
+class Pass:
+    """One forward: what was saved so far, and the sizes of what the one before it saved."""
+
+    sizes_before: list[int]
+    keep_bytes: int
+    tape: list[weakref.ref[Ticket]] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+
+    def enter(self, num_bytes: int) -> bool:
+        """The next boundary; whether it will still be on level 0 when the forward ends, if it goes as the one before."""
+        rest = self.sizes_before[len(self.sizes) :]
+        self.sizes.append(num_bytes)
+        return 0 < len(rest) <= NEWEST or 0 < sum(rest) <= self.keep_bytes
+
+
+class ActivationStore:
+    """The boundary activations of whatever runs forward inside `forward_of`.
+
+    Args:
+        stack: its level 0 is where the model computes; the bytes go to its first level in RAM below.
+        name: of its reservations in the stack.
+        keep_bytes: what may stay on level 0 because backward needs it first.
+        smallest_bytes: smaller tensors stay.
+        is_weight: whether a tensor is an offloaded model's own (`Offload.aliases`); such tensors stay. A method is held weakly:
+            what closes a store when its model has died must not keep the model alive.
+        ahead: of how many checkpoints the inputs are loaded before backward asks for them.
+
+    Raises:
+        ConfigurationError: the stack has no level in RAM below level 0.
+        InsufficientMemory: that level is full.
+    """
+
+    def __init__(
+        self, stack: VGPUStack, name: str = "activations", *, keep_bytes: int = 0, smallest_bytes: int = SMALLEST_BYTES,
+        is_weight: Callable[[torch.Tensor], bool] | None = None, ahead: int = AHEAD,
+    ) -> None:  # fmt: skip
+        self.keep_bytes = keep_bytes
+        self._stack = stack
+        self._device = stack.level0_device
+        self._smallest_bytes = smallest_bytes
+        self.is_weight = is_weight
+        self._ahead = ahead
+        self._buffers = HostBuffers(stack, name)
+        self._stalls = Stalls(stack)
+        self._lock = threading.RLock()  # whoever collects garbage may close the store inside it
+        self._pass = Pass([], keep_bytes)
+        self._call = 0
+        self._known: weakref.WeakValueDictionary[tuple[Any, ...], Boundary] = weakref.WeakValueDictionary()
+        self._window: list[weakref.ref[Boundary]] = []  # on level 0, to leave when newer ones come; oldest first
+        self._coming: list[weakref.ref[Boundary]] = []  # on their way back; oldest first
+        self._departed: Departed = deque()
+        self._retired: list[Transfer] = []  # copies of which nobody wants anything but their end
+        self._closed = False
+
+    @contextmanager
+    def forward_of(self, model: torch.nn.Module | None = None) -> Iterator[None]:
+        """Around one forward: what its checkpoints keep is kept here.
+
+        Args:
+            model: needed for transformers' models, whose modules checkpoint themselves.
+
+        Raises:
+            ConfigurationError: the store is closed.
+            InsufficientMemory: (inside) the host level has no room for what has to leave.
+        """
+        if self._closed:
+            raise ConfigurationError("the activation store is closed: make a new one")
+        before, self._pass = self._pass, Pass(self._pass.sizes or self._pass.sizes_before, self.keep_bytes)
+        try:
+            with inputs_saved_under(self.hooks, model):
+                yield
+        except BaseException:
+            self._pass = before
+            raise
+
+    @property
+    def is_weight(self) -> Callable[[torch.Tensor], bool] | None:
+        """Which tensors are weights; None if nobody says so, or the one who did has died."""
+        return self._is_weight()
+
+    @is_weight.setter
+    def is_weight(self, asked: Callable[[torch.Tensor], bool] | None) -> None:
+        self._is_weight = weakref.WeakMethod(asked) if isinstance(asked, MethodType) else lambda: asked
+
+    def hooks(self) -> AbstractContextManager[Any]:
+        """Around one checkpoint: saved-tensor hooks for what it keeps. Hooks that are active already come first."""
+        if torch._C._current_graph_task_id() != -1:
+            return nullcontext()  # a checkpoint inside a recompute: the outer one's hooks have to see everything
+        self._call += 1
+        outer = _top_hooks(True)
+        if outer is None:
+            return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        outer_pack, outer_unpack = outer
+
+        def pack(tensor: torch.Tensor) -> Any:
+            packed = outer_pack(tensor)
+            if packed is tensor or isinstance(
+                packed, SavedTensor
+            ):  # it stays where it is, as far as the outer hooks are concerned
+                ours = self.pack(tensor)
+                if ours is not tensor:
+                    return ours
+            return Elsewhere(packed, outer_unpack)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, self.unpack)
+
+    def summary(self) -> dict[str, int]:
+        """For reports: bytes reserved in host memory, and what may stay on level 0."""
+        with self._lock:
+            return {"host_bytes": self._buffers.num_bytes, "level": self._buffers.level, "keep_bytes": self.keep_bytes}
+
+    def close(self) -> None:
+        """Give all host memory back to the stack. Idempotent. A graph that still needs something of it gets an error."""
+        with self._lock:
+            self._closed = True
+            self._buffers.close()
+            self._retired.clear()
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Ticket:
+        """What autograd holds instead of ``tensor``: a ticket, or the tensor itself where it stays."""
+        if self._closed or not self._may_leave(tensor):
+            return tensor
+        with self._lock, torch.no_grad(), torch.inference_mode(False):
+            self._collect()
+            boundary = self._boundary_of(tensor)
+            boundary.saves += 1
+            if boundary.last_call != self._call:
+                boundary.calls, boundary.last_call = boundary.calls + 1, self._call
+            if boundary.calls >= SHARED_CALLS and boundary.resident is None:
+                boundary.resident = tensor.detach()
+            return Ticket(boundary, self._call, self._pass.tape)
+
+    def _may_leave(self, tensor: torch.Tensor) -> bool:
+        if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.device != self._device:
+            return False
+        if tensor.is_conj() or tensor.is_neg() or (tensor.is_leaf and tensor.requires_grad):
+            return False  # a leaf that wants a gradient is a parameter: whoever made it holds it
+        if not self._smallest_bytes <= span_bytes(tensor) <= HOLES * tensor.nbytes:
+            return False
+        is_weight = self.is_weight
+        return is_weight is None or not is_weight(tensor)
+
+    def _boundary_of(self, tensor: torch.Tensor) -> Boundary:
+        storage = tensor.untyped_storage()._cdata
+        key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        boundary = self._known.get(key)
+        if boundary is None:
+            boundary = Boundary(tensor, self._departed)
+            if not self._pass.enter(boundary.span_bytes):
+                self._send(boundary)
+            self._known[key] = boundary
+            self._let_oldest_go(boundary)
+        return boundary
+
+    def _send(self, boundary: Boundary) -> None:
+        """Start the copy to host memory."""
+        buffer = self._buffers.take(boundary.span_bytes)
+        try:
+            boundary.sent = self._stack.write(buffer.reservation, boundary.flat())
+        except BaseException:
+            self._buffers.give(buffer)
+            raise
+        boundary.buffer = buffer
+        buffer.pending = [boundary.sent]
+
+    def _let_oldest_go(self, newest: Boundary) -> None:
+        window = [*_alive(self._window), newest]
+        window = [boundary for boundary in window if boundary.calls < SHARED_CALLS]
+        total = sum(boundary.span_bytes for boundary in window)
+        while len(window) > NEWEST and total > self.keep_bytes:
+            oldest = window.pop(0)
+            total -= oldest.span_bytes
+            self._let_go(oldest)
+        self._window = [weakref.ref(boundary) for boundary in window]
+
+    def _let_go(self, boundary: Boundary) -> None:
+        if boundary.sent is None:
+            self._send(boundary)
+        assert boundary.sent is not None and boundary.resident is not None
+        self._stalls.wait_for(boundary.sent)  # the stream that may reuse the memory waits, the host does not
+        boundary.sent.let_go()
+        boundary.spoiled = boundary.resident._version != boundary.version
+        boundary.resident = None
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """The tensor that `pack` was given, on level 0; those saved before it start to come back.
+
+        Raises:
+            StaleTensor: it was written to while it was leaving, or the store was closed.
+        """
+        if isinstance(packed, Elsewhere):
+            return packed.unpack(packed.packed)
+        if not isinstance(packed, Ticket):
+            return packed
+        with self._lock, torch.no_grad(), torch.inference_mode(False):
+            self._collect()
+            tensor = self._bring(packed.boundary)
+            self._prefetch(packed)
+            return tensor
+
+    def _bring(self, boundary: Boundary) -> torch.Tensor:
+        resident = boundary.resident
+        if boundary.spoiled or (resident is not None and resident._version != boundary.version):
+            raise StaleTensor(
+                f"the input of a checkpointed layer, shape {tuple(boundary.shape)}, was written to in place after the layer had "
+                "read it, and backward needs it as it was: write into a copy of it"
+            )
+        if resident is not None:
+            if boundary.sent is not None:  # its end would otherwise hold the memory
+                self._stalls.wait_for(boundary.sent)
+                boundary.sent.let_go()
+            return resident
+        if self._closed:
+            raise StaleTensor(
+                "backward needs an activation of a store that is closed: close it after the last backward"
+            )
+        load = boundary.load
+        if load is None or load.stream != self._stalls.stream():  # another stream's memory is not for this one
+            self._cancel(boundary)
+            load = self._load(boundary)
+        self._stalls.wait_for(load.transfer)
+        load.transfer.let_go()
+        boundary.load = None
+        tensor = boundary.view(load.flat)
+        if boundary.saves > 1:  # it will be asked for again soon
+            boundary.resident, boundary.version = tensor, tensor._version
+        return tensor
+
+    def _prefetch(self, asked: Ticket) -> None:
+        """Start to load what the checkpoints before this one saved."""
+        wanted = asked.before(self._ahead)
+        coming = []
+        for boundary in _alive(self._coming):
+            if wanted and wanted[-1].call <= boundary.last_call <= asked.call:
+                coming.append(boundary)
+            else:
+                self._cancel(boundary)  # backward took another way
+        for boundary in (ticket.boundary for ticket in wanted):
+            if boundary.resident is None and boundary.load is None and not boundary.spoiled and not self._closed:
+                boundary.load = self._load(boundary)
+                coming.append(boundary)
+        self._coming = [weakref.ref(boundary) for boundary in coming if boundary.load is not None]
+
+    def _load(self, boundary: Boundary) -> Load:
+        assert boundary.buffer is not None and boundary.sent is not None
+        flat = torch.empty(boundary.lead_bytes + boundary.span_bytes, dtype=torch.uint8, device=self._device)
+        boundary.sent.wait_on(copy_streams(self._device).h2d if self._device.type == "cuda" else None)
+        transfer = self._stack.read(boundary.buffer.reservation, flat[boundary.lead_bytes :])
+        boundary.buffer.pending = [boundary.sent, transfer]
+        return Load(transfer, flat, self._stalls.stream())
+
+    def _cancel(self, boundary: Boundary) -> None:
+        """Forget a load that is under way; its memory is free when the copy is over."""
+        if boundary.load is not None:
+            self._retired.append(boundary.load.transfer)
+            boundary.load = None
+
+    def _collect(self) -> None:
+        """Take back what graphs that have died left behind."""
+        while self._departed:
+            buffer, load = self._departed.popleft()
+            self._buffers.give(buffer)
+            self._retired += buffer.pending if load is None else [*buffer.pending, load.transfer]
+        under_way = []
+        for transfer in self._retired:
+            transfer.let_go() if transfer.done() else under_way.append(transfer)
+        self._retired = under_way
+
+
+def _alive(refs: list[weakref.ref[Boundary]]) -> list[Boundary]:
+    return [boundary for ref in refs if (boundary := ref()) is not None]

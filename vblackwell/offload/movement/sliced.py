@@ -1,0 +1,255 @@
+"""Embeddings and heads that are larger than level 0: computed in slices of rows, never whole.
+
+The weight (rows, columns) stays at home in one range, so norms, updates and checkpoints do not know of slices. Only what level 0
+sees is cut: forward and backward load a few rows at a time, the next ones while these are used, and the gradient of
+each slice leaves as soon as it exists. An embedding gives the same bits as the whole. A linear layer's input gradient
+becomes a sum over slices, in order: the same mathematics, other last bits; so a leaf is sliced only if it must be.
+
+The module's class is switched (as `torch.nn.utils.parametrize` does) to one whose forward is sliced; it stays an
+`nn.Embedding` or `nn.Linear` with the same parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from vblackwell.errors import StaleTensor
+from vblackwell.memory.cache.stack import Reservation
+from vblackwell.memory.copying import copy_pool, start_copy
+from vblackwell.memory.level import Transfer
+from vblackwell.offload.layout.groups import Group, Site
+
+if TYPE_CHECKING:
+    from vblackwell.offload.engine import Offload
+
+# Rows come in multiples of this, so that every slice starts as aligned as the whole does.
+ROW_MULTIPLE = 16
+SLICES_AT_ONCE = 4  # two of weights, of which one loads ahead, and two of gradients
+
+
+def sliceable(group: Group, sites: list[Site]) -> bool:
+    """Whether every module that needs ``group`` is a plain embedding, or a linear layer without bias, over it alone."""
+    users = [site for site in sites if group in site.groups]
+    return len(group.slots) == 1 and all(
+        site.groups == [group]
+        and (
+            (type(site.module) is nn.Linear and site.module.bias is None)
+            or (
+                type(site.module) is nn.Embedding
+                and site.module.max_norm is None
+                and not (site.module.scale_grad_by_freq or site.module.sparse)
+            )
+        )
+        for site in users
+    )
+
+
+def rows_per_slice(group: Group, room_bytes: int) -> int:
+    """Rows of which `SLICES_AT_ONCE` fit ``room_bytes``; 0 if not even the smallest slice does."""
+    slot = group.slots[0]
+    row_bytes = slot.shape[1] * slot.dtype.itemsize
+    return min(slot.shape[0], room_bytes // SLICES_AT_ONCE // row_bytes // ROW_MULTIPLE * ROW_MULTIPLE)
+
+
+class SlicedLeaf:
+    """One weight that is computed with in slices."""
+
+    def __init__(self, engine: Offload, group: Group, num_rows: int) -> None:
+        self.engine = engine
+        self.group = group
+        self.slot = group.slots[0]
+        self.num_rows = num_rows
+        self.pool = copy_pool(f"slices-{group.name}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # a copied module computes whole, with its own weight
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+    def slices(self) -> Generator[tuple[int, int, torch.Tensor], None, None]:
+        """``(first row, row after the last, weight rows on level 0)``; the tensor is valid until the next iteration."""
+        weights = self.engine.weights
+        self.engine.step_control.settle(self.group)
+        self.engine.stack.count_miss(self.engine.homes.range(self.group, "weight").level)
+        starts = range(0, self.slot.shape[0], self.num_rows)
+        loaded = [self._load(starts[0])]
+        try:
+            for index, start in enumerate(starts):
+                if index + 1 < len(starts):
+                    loaded.append(self._load(starts[index + 1]))
+                _, rows, transfer = loaded[0]
+                weights.wait_for(transfer)
+                weights.arrived(transfer)
+                yield start, start + len(rows), rows
+                del rows
+                self.engine.homes.give(loaded.pop(0)[0])
+        finally:
+            with ExitStack() as ends:  # all of them, whichever fails
+                for reservation, _, transfer in loaded:
+                    ends.callback(self.engine.homes.give, reservation)
+                    ends.callback(weights.arrived, transfer)
+                    ends.callback(weights.wait_for, transfer)
+
+    def _load(self, start: int) -> tuple[Reservation, torch.Tensor, Transfer]:
+        home = self.engine.homes.range(self.group, "weight")
+        view = home.view()
+        assert view is not None, "sliced leaves are placed on addressable levels"
+        rows = self.slot.flat(view).view(self.slot.shape)[start : start + self.num_rows]
+        with torch.inference_mode(False):
+            reservation = self.engine.reserve_level0(f"{self.group.name}/slice", rows.nbytes)
+            try:
+                buffer = reservation.view()
+                assert buffer is not None
+                transfer = start_copy(buffer, rows.reshape(-1).view(torch.uint8), self.pool)
+            except Exception:
+                self.engine.homes.give(reservation)
+                raise
+        self.engine.weights.remember_load(self.group, transfer)
+        self.engine.stack.count_link(home.level, 0, rows.nbytes)
+        return reservation, buffer.view(self.slot.dtype).view(-1, self.slot.shape[1]), transfer
+
+    def version(self) -> int:
+        return self.engine.weights.version(self.group)
+
+    def check_version(self, seen: int) -> None:
+        """Raise unless the weight is what the forward saw."""
+        self.engine.step_control.settle(self.group)
+        if seen != self.version():
+            raise StaleTensor(
+                f"backward needs the weights of {self.group.name!r} as they were in the forward, but they have been changed since "
+                "(an optimizer step or an in-place write between forward and backward)"
+            )
+
+    def give_gradients(self, parts: Iterator[tuple[int, torch.Tensor]]) -> None:
+        """Send ``(first row, gradient rows)`` home, all of them, in order."""
+        engine = self.engine
+        engine.step_control.before_gradient(self.group)
+        landing = engine.gradients.begin_slices(self.slot)
+        for start, rows in parts:
+            num_bytes = rows.numel() * self.slot.dtype.itemsize  # under autocast the rows are narrower than the weight
+            reservation = engine.reserve_level0(f"{self.group.name}/slice-gradient", num_bytes)
+            landing.take(start, rows, reservation, self.pool)
+        landing.finish()
+
+
+class SlicedLinear(nn.Linear):
+    """See the module's text; never constructed."""
+
+    _vb_leaf: SlicedLeaf | None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self._vb_leaf is None:
+            return super().forward(input)
+        return _Linear.apply(input, _anchor(self.weight, input), self._vb_leaf)  # type: ignore[return-value]
+
+
+class SlicedEmbedding(nn.Embedding):
+    """See the module's text; never constructed."""
+
+    _vb_leaf: SlicedLeaf | None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self._vb_leaf is None:
+            return super().forward(input)
+        padding = -1 if self.padding_idx is None else self.padding_idx
+        return _Embedding.apply(input, _anchor(self.weight, input), self._vb_leaf, padding)  # type: ignore[return-value]
+
+
+def swap_class(module: nn.Module, leaf: SlicedLeaf | None) -> None:
+    """Make ``module`` sliced by ``leaf``, or plain again with None."""
+    if leaf is not None:
+        object.__setattr__(module, "__class__", SlicedLinear if isinstance(module, nn.Linear) else SlicedEmbedding)
+        object.__setattr__(module, "_vb_leaf", leaf)
+    elif isinstance(module, (SlicedLinear, SlicedEmbedding)):
+        del module._vb_leaf
+        object.__setattr__(module, "__class__", nn.Linear if isinstance(module, nn.Linear) else nn.Embedding)
+
+
+def _anchor(weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    """autograd does not see the weight; this scalar makes the function part of the graph when the weight wants a gradient."""
+    return torch.zeros((), device=input.device, requires_grad=weight.requires_grad)
+
+
+class _Linear(torch.autograd.Function):
+    """y_MN = x_MK W_NK^T, rows of W at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, leaf: SlicedLeaf) -> torch.Tensor:
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        x_MK = x.reshape(-1, x.shape[-1]).to(dtype)
+        y_MN = x_MK.new_empty(x_MK.shape[0], leaf.slot.shape[0])
+        with closing(leaf.slices()) as slices:  # a traceback would keep an abandoned generator, and its bytes, alive
+            for start, stop, w_nK in slices:
+                y_MN[:, start:stop] = x_MK @ w_nK.to(dtype).t()
+        ctx.save_for_backward(x_MK)
+        ctx.leaf, ctx.version, ctx.shape, ctx.dtype = leaf, leaf.version(), x.shape, x.dtype
+        return y_MN.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
+        (x_MK,) = ctx.saved_tensors
+        leaf: SlicedLeaf = ctx.leaf
+        leaf.check_version(ctx.version)
+        dy_MN = gradients[0].reshape(-1, leaf.slot.shape[0])
+        dx_MK: torch.Tensor | None = None
+
+        def parts() -> Generator[tuple[int, torch.Tensor], None, None]:
+            nonlocal dx_MK
+            with closing(leaf.slices()) as slices:
+                for start, stop, w_nK in slices:
+                    dy_Mn = dy_MN[:, start:stop]
+                    if ctx.needs_input_grad[0]:
+                        share = dy_Mn @ w_nK.to(dy_Mn.dtype)
+                        dx_MK = share if dx_MK is None else dx_MK.add_(share)
+                    yield start, (dy_Mn.t() @ x_MK if ctx.needs_input_grad[1] else w_nK)
+
+        with closing(parts()) as found:
+            if ctx.needs_input_grad[1]:
+                leaf.give_gradients(found)
+            else:
+                for _ in found:
+                    pass
+        return (None if dx_MK is None else dx_MK.view(ctx.shape).to(ctx.dtype)), None, None
+
+
+class _Embedding(torch.autograd.Function):
+    """Rows of W by index, slice by slice: every token finds its row in exactly one."""
+
+    @staticmethod
+    def forward(ctx: Any, indices: torch.Tensor, anchor: torch.Tensor, leaf: SlicedLeaf, padding: int) -> torch.Tensor:
+        out: torch.Tensor | None = None
+        with closing(leaf.slices()) as slices:
+            for start, stop, rows in slices:
+                local = indices - start
+                found = rows[local.clamp(0, stop - start - 1)]
+                inside = ((local >= 0) & (local < stop - start))[..., None]
+                out = found if out is None else torch.where(inside, found, out)
+        assert out is not None
+        ctx.save_for_backward(indices)
+        ctx.leaf, ctx.padding = leaf, padding
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None, None]:
+        (indices,) = ctx.saved_tensors
+        leaf: SlicedLeaf = ctx.leaf
+        total = leaf.slot.shape[0]
+        dense: Callable[..., torch.Tensor] = torch.ops.aten.embedding_dense_backward
+
+        def parts() -> Iterator[tuple[int, torch.Tensor]]:
+            for start in range(0, total, leaf.num_rows):
+                count = min(leaf.num_rows, total - start)
+                local = indices - start
+                # Tokens of other slices, and padding, go to a row of their own, which is named as padding and skipped.
+                elsewhere = (local < 0) | (local >= count) | (indices == ctx.padding)
+                yield start, dense(gradients[0], local.masked_fill(elsewhere, count), count + 1, count, False)[:count]
+
+        leaf.give_gradients(parts())
+        return None, None, None, None

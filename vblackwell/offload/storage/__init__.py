@@ -1,0 +1,1 @@
+"""Where a group's bytes live below level 0."""

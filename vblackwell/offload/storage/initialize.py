@@ -1,0 +1,147 @@
+"""Where a model's first bytes come from: its own tensors, or, for what is on the meta device, a function that fills them.
+
+A model that no machine can hold twice is built on the meta device, where tensors have shapes and no bytes. `Source` lets the caller fill
+each parameter where it will live: straight in its home range where that is in RAM and holds the parameter's own type, otherwise in
+memory for one parameter (and, on a disk, for one range) at a time. So the host never holds more than the ranges and one group.
+
+A parameter cannot be given bytes of another device and stay the object that it is (`torch.Tensor.set_data` refuses), and it must: users
+tie and list parameters. So its content is exchanged (`torch.utils.swap_tensors`) with that of a stand-in without memory, to which
+the engines then give data as to any other. `Source.give_back` exchanges once more, should anything fail.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.offload.layout.groups import Group, Slot
+from vblackwell.offload.parameters import attributes
+from vblackwell.offload.storage.masters import Opened, round_from_fp32, write_truth
+
+Initialize = Callable[[str, torch.Tensor], None]
+
+_CHECKED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Source:
+    """The first values of one model's parameters and buffers.
+
+    Args:
+        initialize: called once for each parameter and each buffer on the meta device, with the first of its names as in
+            ``named_parameters()`` and a CPU tensor of its shape, strides and type, to be filled in place during the call. Floating-point
+            tensors come filled with NaN, so that what is forgotten is loud; integers come as zeros.
+
+    Raises:
+        ConfigurationError: something is on the meta device and nobody fills it, or the reverse; or a parameter there has hooks or weak
+            references, which would be lost.
+    """
+
+    def __init__(self, model: nn.Module, initialize: Initialize | None) -> None:
+        params = [(name, param) for name, param in model.named_parameters() if param.is_meta]
+        buffers = [(name, buffer) for name, buffer in model.named_buffers() if buffer.is_meta]
+        if (params or buffers) and initialize is None:
+            raise ConfigurationError(
+                f"{(params or buffers)[0][0]!r} of {type(model).__name__} is on the meta device and has no bytes: give "
+                "initialize=function, which is called with each name and a tensor to fill in place (e.g. from a checkpoint), or build the "
+                "model on the CPU"
+            )
+        if initialize is not None and not (params or buffers):
+            raise ConfigurationError(
+                f"initialize= fills what is on the meta device, and nothing of {type(model).__name__} is: build it under "
+                "torch.device('meta'), or leave initialize out"
+            )
+        for name, param in params:
+            _refuse_followers(name, param)
+        self._model = model
+        self._initialize = initialize
+        self._meta_buffers = buffers
+        self._filled: dict[torch.Tensor, torch.Tensor] = {}
+        self._places: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self._swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def fill_buffers(self) -> None:
+        """Let the caller fill the buffers; they take their places in `take_over`."""
+        for name, buffer in self._meta_buffers:
+            self._filled[buffer] = real = torch.empty_like(buffer, device="cpu", requires_grad=False)
+            self._fill(name, real)
+
+    @torch.no_grad()
+    def write(self, slot: Slot, opened: Opened) -> None:
+        """Make the parameter's first value its truth, in all forms that ``opened`` has (`masters.open_weights`)."""
+        if not slot.param.is_meta:
+            write_truth(slot, slot.param.detach(), opened)
+            return
+        dtype, floating = slot.param.dtype, slot.dtype.is_floating_point
+        in_ram = opened["weight"].device.type == "cpu"
+        if in_ram and dtype == torch.float32 and floating and "master" in opened:
+            self._fill(slot.name, slot.view_fp32(opened["master"]))
+            round_from_fp32(slot.flat_fp32(opened["master"]), slot.flat(opened["weight"]))
+        elif in_ram and dtype == slot.dtype and "master" not in opened:
+            self._fill(slot.name, slot.view(opened["weight"]))
+            if "remainder" in opened:
+                slot.flat(opened["remainder"], torch.int16).zero_()
+        else:
+            value = torch.empty_strided(slot.shape, slot.stride, dtype=dtype, device="cpu")
+            self._fill(slot.name, value)
+            write_truth(slot, value, opened)
+
+    def _fill(self, name: str, tensor: torch.Tensor) -> None:
+        assert self._initialize is not None
+        checked = tensor.dtype in _CHECKED and tensor.numel() > 0
+        with torch.no_grad(), torch.inference_mode(False):
+            tensor.fill_(float("nan")) if checked else tensor.zero_()
+            self._initialize(name, tensor)
+        if checked and any(bool(end.isnan()) for end in (tensor.flatten()[0], tensor.flatten()[-1])):
+            raise ConfigurationError(
+                f"initialize left {name!r} of shape {tuple(tensor.shape)} unfilled (its first or last element is NaN): fill the tensor in "
+                "place, e.g. tensor.copy_(value) or torch.nn.init.normal_(tensor)"
+            )
+
+    # -- the model gets them ---------------------------------------------------------------------------------------------
+
+    def take_over(self, groups: Iterable[Group]) -> None:
+        """Exchange the contents of meta parameters with stand-ins on the CPU, and put the filled buffers in their places."""
+        for slot in (slot for group in groups for slot in group.slots if slot.param.is_meta):
+            with torch.inference_mode(False):
+                empty = torch.zeros((), dtype=slot.param.dtype, device="cpu").expand(slot.shape)
+                stand_in = nn.Parameter(empty, requires_grad=slot.param.requires_grad)
+            _swap_content(slot.param, stand_in)
+            self._swapped.append((slot.param, stand_in))
+        for module in self._model.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer in self._filled:
+                    self._places.append((module, key, buffer))
+                    module._buffers[key] = self._filled[buffer]
+
+    def give_back(self) -> None:
+        """Undo `take_over`, as far as it came."""
+        for param, stand_in in self._swapped:
+            _swap_content(param, stand_in)
+        for module, key, buffer in self._places:
+            module._buffers[key] = buffer
+        self._swapped.clear()
+        self._places.clear()
+
+
+def _refuse_followers(name: str, param: torch.Tensor) -> None:
+    """What hangs on a tensor's content, and not on the object, would stay with the content."""
+    hooked = param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None)
+    if hooked or weakref.getweakrefs(param):
+        raise ConfigurationError(
+            f"{name!r} is on the meta device and has {'hooks' if hooked else 'weak references'}: register them after the model was put "
+            "into its stack"
+        )
+
+
+def _swap_content(param: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchange the tensors' memory and requires_grad; classes and attributes stay where they are."""
+    classes, held = (param.__class__, other.__class__), (attributes(param), attributes(other))
+    param.__class__ = other.__class__ = nn.Parameter
+    torch.utils.swap_tensors(param, other)
+    for tensor, kind, values in zip((param, other), classes, held, strict=True):
+        setattr(tensor, "__dict__", values)  # noqa: B010 (typed as read-only)
+        tensor.__class__ = kind

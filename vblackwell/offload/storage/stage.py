@@ -1,0 +1,308 @@
+"""Ranges on a disk on their way to updates and back: read ahead into host memory, written behind from there.
+
+A group that is updated on level 0 comes up from host memory, where most groups are at home. The ranges of the others are on a disk, and
+pass through a few *sets* of host memory: while one group is at work, the next is read and the last is written. The order of the groups is
+learned from the last step. Reads begin when a set falls free, in whatever thread that happens, so the disk does not wait for the model.
+
+Rules. A range is read only when its last write is over, and ahead only if what it holds is the group's truth (not what a step that has
+not come yet may replace). What was read ahead is used only if the range has not changed since. A set is filled again only when everything
+that uses it is over: copies to level 0, copies back, the write to the disk. When all sets are busy the caller waits for the oldest write;
+when all hold groups that it did not ask for, it takes one of them: so something can always go on.
+
+A read that fails raises where its bytes are asked for. A write that fails raises at the next update of any group, at every wait for the
+group's own, and whenever its range is read (`Ledger`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from vblackwell.errors import VBError
+from vblackwell.memory.cache.stack import Reservation
+from vblackwell.memory.level import Transfer
+from vblackwell.memory.slab import map_slab
+from vblackwell.offload.layout.groups import Group
+from vblackwell.offload.layout.stage_plan import MOST_SETS, layout
+from vblackwell.offload.movement.lane import state_kinds
+from vblackwell.offload.storage.ranges import Homes
+from vblackwell.offload.storage.stage_ledger import Stamp
+from vblackwell.offload.storage.stage_writer import Behind, failure_of
+
+Ranges = Mapping[str, Reservation]
+MOST_SKIPPED = 4 * MOST_SETS  # updates of other groups, after which what was read ahead is given up
+
+
+def on_disk(ranges: Ranges) -> dict[str, Reservation]:
+    """Those that copies to and from level 0 cannot reach."""
+    return {kind: reservation for kind, reservation in ranges.items() if not reservation.is_addressable}
+
+
+@dataclass(eq=False)
+class Staged:
+    """One group's ranges in host memory, by kind.
+
+    Attributes:
+        own: a set; otherwise memory that was taken for the moment.
+        stamps: of the ranges that were read, or are being read by ``reads``.
+        skipped: updates of other groups since it was read ahead.
+    """
+
+    group: Group
+    memory: torch.Tensor
+    own: bool
+    views: dict[str, torch.Tensor]
+    stamps: dict[str, Stamp] = field(default_factory=dict)
+    reads: list[Transfer] = field(default_factory=list)
+    skipped: int = 0
+
+
+class Stage:
+    """The sets of one model.
+
+    Args:
+        behind: what writes behind; tests have one that is late in every possible way.
+    """
+
+    def __init__(self, homes: Homes, behind: Behind | None = None) -> None:
+        self._homes = homes
+        self._behind = behind or Behind(MOST_SETS)
+        self._lock = threading.RLock()
+        self._set_bytes: int | None = None  # None: sets have not been needed yet
+        self._free: list[torch.Tensor] = []
+        self._ahead: dict[int, Staged] = {}  # in the order in which they will be needed
+        self._writing: dict[object, Transfer | None] = {}  # oldest first
+        self._busy: set[int] = set()  # groups between `take` and the end of their write
+        self._written: dict[int, Ranges] = {}  # by group, what its last update wrote
+        self._next: dict[int, Group] = {}
+        self._last: Group | None = None
+        self._caller_waits = False
+        self._failure: BaseException | None = None
+
+    # -- updates, in one thread --------------------------------------------------------------------------------------
+
+    def take(self, group: Group, reads: Ranges, writes: Ranges) -> Staged | None:
+        """Host memory for an update of ``group``, with what ``reads`` hold; None if neither they nor ``writes`` are on a disk.
+
+        Blocks until the bytes are there. The memory is the caller's until `store` or `drop`.
+
+        Raises:
+            DiskError, CorruptData: they cannot be read, or an earlier write failed; nothing was taken.
+        """
+        self._raise_failure()
+        reads, writes = on_disk(reads), on_disk(writes)
+        if not reads and not writes:
+            return None
+        staged = self._claim(group, reads)
+        try:
+            staged = staged or self._room(group)
+            for reservation in writes.values():
+                self._homes.ledger.settle(reservation)
+            fresh = {kind: reservation for kind, reservation in reads.items() if kind not in staged.stamps}
+            for reservation in fresh.values():
+                self._homes.ledger.settle_to_read(reservation)
+            self._read(staged, fresh)
+            for read in staged.reads:
+                read.wait()
+                self._homes.in_flight.discard(read)
+        except BaseException:
+            self._end(group, staged)
+            raise
+        return staged
+
+    def ready(self, group: Group, reads: Ranges) -> Staged | None:
+        """What was read ahead for ``group``, if it is there and true. Never blocks."""
+        with self._lock:
+            staged = self._ahead.get(group.index)
+            if staged is None or not self._is_true(staged, on_disk(reads)):
+                return None
+        if not all(read.done() for read in staged.reads) or any(failure_of(read) for read in staged.reads):
+            return None  # a failure is `take`'s to raise
+        return staged
+
+    def store(self, staged: Staged, writes: Ranges, copied: Transfer) -> Transfer:
+        """Write what will be in ``staged`` after ``copied`` to its ranges, in the background; the transfer of all of that. Ends `take`."""
+        homes, writes, token = self._homes, on_disk(writes), object()
+        started: list[Transfer] = []
+
+        def start() -> list[Transfer]:
+            for kind, reservation in writes.items():
+                transfer = homes.start_write(reservation, staged.views[kind])
+                started.extend([] if transfer is None else [transfer])
+            return started
+
+        def finish(error: BaseException | None) -> None:
+            homes.in_flight.difference_update(started)
+            for reservation in writes.values():
+                homes.ledger.end(reservation, error)
+            with self._lock:
+                self._failure = self._failure or error
+                del self._writing[token]
+                self._busy.discard(staged.group.index)
+                self._release(staged)
+            self.read_ahead()
+
+        with self._lock:
+            self._written[staged.group.index] = writes
+            self._writing[token] = None
+        transfer = self._behind.chain(copied, start, finish)
+        for reservation in writes.values():
+            homes.ledger.begin(reservation, transfer)
+        with self._lock:
+            if token in self._writing:
+                self._writing[token] = transfer
+        self.read_ahead()
+        return transfer
+
+    def drop(self, staged: Staged) -> None:
+        """End of `take` without a write; nothing that was queued uses the memory. Waits for what fills it."""
+        self._end(staged.group, staged)
+
+    def _end(self, group: Group, staged: Staged | None) -> None:
+        if staged is not None:
+            self._give_up(staged)
+        with self._lock:
+            self._busy.discard(group.index)
+
+    def drain(self) -> None:
+        """Return when all writes are over. Those that failed raise elsewhere (module's text)."""
+        with self._lock:
+            writing = [transfer for transfer in self._writing.values() if transfer is not None]
+        for transfer in writing:
+            failure_of(transfer)
+
+    def _raise_failure(self) -> None:
+        with self._lock:
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _claim(self, group: Group, reads: Ranges) -> Staged | None:
+        """What was read ahead for ``group``, now the caller's, if it is still true. What nobody asks for is given up."""
+        with self._lock:
+            if self._states_on_disk(group):
+                if self._last is not None:
+                    self._next[self._last.index] = group
+                self._last = group
+            self._busy.add(group.index)
+            found = self._ahead.pop(group.index, None)
+            for other in self._ahead.values():
+                other.skipped += 1
+            useless = [other for other in self._ahead.values() if other.skipped > MOST_SKIPPED]
+            for other in useless:
+                del self._ahead[other.group.index]
+            if found is not None and not self._is_true(found, reads):
+                useless.append(found)
+                found = None
+        for other in useless:
+            self._give_up(other)
+        return found
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def _room(self, group: Group) -> Staged:
+        """Memory for ``group``: a set, if need be one that was read ahead for another."""
+        parts = self._parts(group)
+        needed = max(part.stop for part in parts.values())
+        with self._lock:
+            if self._set_bytes is None:
+                self._adopt_sets()
+            fits = needed <= (self._set_bytes or 0)
+        # Larger than when sets were planned (a second optimizer's states), or a stack without RAM below level 0: memory for the moment.
+        memory = self._wait_for_set() if fits else map_slab(needed, pin=torch.cuda.is_available())
+        return Staged(group, memory, fits, {kind: memory[part] for kind, part in parts.items()})
+
+    def _parts(self, group: Group) -> dict[str, slice]:
+        """Where the group's ranges lie in its memory."""
+        return layout({kind: reservation.num_bytes for kind, reservation in on_disk(self._ranges(group)).items()})
+
+    def _ranges(self, group: Group) -> Ranges:
+        homes = self._homes
+        return {kind: homes.range(group, kind) for kind in ("weight", *state_kinds(group, homes))}
+
+    def _adopt_sets(self) -> None:
+        self._homes.sets_in_use = True
+        for reservation in self._homes.sets:
+            view = reservation.view()
+            assert view is not None, "sets are in RAM"
+            self._free.append(view)
+        self._set_bytes = self._free[0].numel() if self._free else 0
+
+    def _wait_for_set(self) -> torch.Tensor:
+        while True:
+            with self._lock:
+                self._caller_waits = not self._free  # what falls free now is the caller's
+                if self._free:
+                    return self._free.pop()
+                farthest = self._ahead.pop(next(reversed(self._ahead))) if self._ahead else None
+                oldest = next(iter(self._writing.values()), None)
+            if farthest is not None:
+                self._give_up(farthest)
+            else:
+                assert oldest is not None, "a set is free, ahead, or on its way to the disk"
+                failure_of(oldest)
+
+    def _give_up(self, staged: Staged) -> None:
+        """Nobody needs what is in ``staged``. Waits for what fills the memory.
+
+        Pieces that are being copied up from it belong to a prediction that has just failed: the lane drops them.
+        """
+        for read in staged.reads:
+            failure_of(read)
+            self._homes.in_flight.discard(read)
+        with self._lock:
+            self._release(staged)
+
+    def _release(self, staged: Staged) -> None:
+        if staged.own:
+            self._free.append(staged.memory)
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def read_ahead(self) -> None:
+        """Begin to read what comes next, as far as sets are free. Never blocks; any thread."""
+        with self._lock:
+            before = next(reversed(self._ahead.values())).group if self._ahead else self._last
+            while self._free and not self._caller_waits and before is not None:
+                group = self._next.get(before.index)
+                if group is None or not self._may_read(group):
+                    return
+                parts, memory = self._parts(group), self._free.pop()
+                staged = Staged(group, memory, True, {kind: memory[part] for kind, part in parts.items()})
+                try:
+                    self._read(staged, self._states_on_disk(group))
+                except (VBError, OSError):  # `take` will meet it too
+                    self._free.append(memory)
+                    return
+                self._ahead[group.index] = staged
+                before = group
+
+    def _may_read(self, group: Group) -> bool:
+        """Whether the group's states on the disk are what its next update will find, and fit a set."""
+        if group.index in self._ahead or group.index in self._busy:
+            return False
+        states, written = self._states_on_disk(group), self._written.get(group.index)
+        if not states or not all(self._homes.ledger.is_written(reservation) for reservation in states.values()):
+            return False
+        if written is not None and any(written.get(kind) is not reservation for kind, reservation in states.items()):
+            return False
+        return max(part.stop for part in self._parts(group).values()) <= (self._set_bytes or 0)
+
+    def _states_on_disk(self, group: Group) -> dict[str, Reservation]:
+        return {kind: reservation for kind, reservation in on_disk(self._ranges(group)).items() if kind != "weight"}
+
+    def _read(self, staged: Staged, reads: Ranges) -> None:
+        for kind, reservation in reads.items():
+            stamp = self._homes.ledger.stamp(reservation)
+            read = self._homes.start_read(reservation, staged.views[kind])
+            if read is not None:
+                staged.stamps[kind] = stamp
+                staged.reads.append(read)
+
+    def _is_true(self, staged: Staged, reads: Ranges) -> bool:
+        """Whether all that was read is what ``reads`` hold now."""
+        ledger = self._homes.ledger
+        return all(kind in reads and ledger.stamp(reads[kind]) == stamp for kind, stamp in staged.stamps.items())

@@ -1,1 +1,0 @@
-"""What a run will take, by arithmetic: nothing here needs or touches a GPU."""

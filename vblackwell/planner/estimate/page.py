@@ -1,0 +1,246 @@
+"""``vb estimate --html``: one page of an estimate, that needs nothing from anywhere: memory over the step, the peak in its parts, the plan.
+
+The drawings stretch with the window, and their words are text beside them, so that a phone shows them as large as a desktop. Light or dark
+as the reader's system is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from importlib import metadata
+
+from vblackwell.planner.estimate.result import SHOWN, Estimated
+from vblackwell.planner.parallel.strategies import Strategy
+from vblackwell.trace.timeline import Timeline, timeline
+from vblackwell.units import GiB, KiB, MiB, format_bytes
+
+ORDER = ("context", "weights", "gradients", "optimizer", "activations", "logits_and_loss", "workspace", "fragmentation")
+NAMES = dict(SHOWN)
+# Light and dark: told apart by hue and by lightness, also where red and green look alike.
+COLOURS = {
+    "context": ("#8a8f98", "#767c87"), "weights": ("#2f6fde", "#4c8df6"), "gradients": ("#e8872b", "#f29d4b"),
+    "optimizer": ("#7a4fc9", "#9b78e6"), "activations": ("#1c9e77", "#33b78e"), "logits_and_loss": ("#d3467f", "#e56699"),
+    "workspace": ("#b59a16", "#ccb33a"), "fragmentation": ("#dde0e5", "#363b43"),
+}  # fmt: skip
+WIDTH, HEIGHT = 1000, 300  # of drawings, in their own units
+MOST_TICKS = 5
+
+
+def page_of(estimated: Estimated) -> str:
+    """The page's HTML."""
+    found = timeline(estimated.trace, expandable=estimated.run.expandable)
+    title = f"vb estimate: {estimated.model}"
+    sections = [
+        _answer(estimated),
+        _section("Memory over one training step", _timeline(estimated, found)),
+        _section("At the peak", _peak(estimated)),
+        _section("Plan", _plan(estimated)),
+        _section("What this assumes", _list(estimated.assumptions())),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
+        f"<title>{escape(title)}</title><style>{_style()}</style></head>\n<body><main>\n<h1>{escape(estimated.model)}</h1>"
+        f'<p class="sub">{escape(estimated.title().partition(": ")[2])}</p>\n'
+        + "\n".join(sections)
+        + f"\n<footer>vblackwell {escape(metadata.version('vblackwell'))}</footer></main></body></html>\n"
+    )
+
+
+def _section(title: str, body: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{body}</section>"
+
+
+def _answer(estimated: Estimated) -> str:
+    memory, cards = estimated.memory, []
+    cards.append(("expected peak", format_bytes(memory.peak_p50), ""))
+    cards.append(("plan for (P99)", format_bytes(memory.peak_p99), ""))
+    if estimated.gpu_bytes is not None:
+        name = estimated.card.name if estimated.card else "this GPU"
+        mark = "good" if estimated.fits else "bad"
+        cards.append(
+            (f"{name}, {format_bytes(estimated.gpu_bytes)}", "fits" if estimated.fits else "does not fit", mark)
+        )
+    speed = estimated.speed
+    if speed is not None:
+        shown = speed.resident if estimated.fits else speed.streamed
+        if shown is not None:
+            cards.append(("tokens/s" if estimated.fits else "tokens/s, streamed", f"{shown:,.0f}", ""))
+    inner = "".join(
+        f'<div class="card {mark}"><span>{escape(label)}</span><b>{escape(value)}</b></div>'
+        for label, value, mark in cards
+    )
+    return f'<div class="cards">{inner}</div>'
+
+
+# -- drawings ------------------------------------------------------------------------------------------------------------
+
+
+def _timeline(estimated: Estimated, found: Timeline) -> str:
+    """Stacked areas, with the context below and what the allocator holds beyond above; the card's size as a line."""
+    count, context = len(found.reserved), estimated.memory.context
+    layers: dict[str, Sequence[int]] = {"context": [context] * count, **found.bytes_by_category}
+    layers["fragmentation"] = [max(0, found.reserved[i] - found.allocated(i)) for i in range(count)]
+    top = max(sum(layers[name][i] for name in ORDER) for i in range(count))
+    limit = estimated.gpu_bytes
+    scale = max(top * 1.05, limit * 1.02 if limit is not None and limit <= 2 * top else 0)
+    below = [0.0] * count
+    shapes = []
+    for name in ORDER:
+        above = [low + value for low, value in zip(below, layers[name], strict=True)]
+        if any(layers[name]):
+            there, back = _steps(above, scale), _steps(below, scale)
+            points = " ".join(there + back[::-1])
+            shapes.append(f'<polygon class="c-{name}" points="{points}"><title>{escape(NAMES[name])}</title></polygon>')
+        below = above
+    lines = [
+        f'<line class="phase" x1="{start * WIDTH:.1f}" x2="{start * WIDTH:.1f}" y1="0" y2="{HEIGHT}"/>'
+        for _, start, _ in found.phases[1:]
+    ]
+    marks = _ticks(scale)
+    lines += [
+        f'<line class="grid" x1="0" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        for y in (_y(tick, scale) for tick in marks)
+    ]
+    notes = [f'<span style="top:{100 * _y(tick, scale) / HEIGHT:.2f}%">{_short(tick)}</span>' for tick in marks]
+    if limit is not None and limit <= scale:
+        y = _y(limit, scale)
+        lines.append(f'<line class="limit" x1="0" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        notes.append(f'<em style="top:{100 * y / HEIGHT:.2f}%">{_short(limit)} GPU</em>')
+    drawing = (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
+        f'aria-label="Bytes on the GPU over one step, by kind">{"".join(shapes)}{"".join(lines)}</svg>'
+    )
+    phases = "".join(
+        f'<span style="left:{100 * start:.2f}%;width:{100 * (stop - start):.2f}%" title="{escape(name)}">'
+        f"{escape(name) if stop - start > 0.09 else ''}</span>"
+        for name, start, stop in found.phases
+    )
+    words = "From left to right the step's allocations in order, not seconds. The grey on top is held by the allocator and not in use."
+    return f'<div class="plot">{drawing}{"".join(notes)}</div><div class="phases">{phases}</div>{_legend()}<p class="note">{words}</p>'
+
+
+def _steps(values: Sequence[float], scale: float) -> list[str]:
+    """The outline of a row of columns, left to right."""
+    width = WIDTH / len(values)
+    return [f"{x:.1f},{_y(value, scale):.1f}" for i, value in enumerate(values) for x in (i * width, (i + 1) * width)]
+
+
+def _y(value: float, scale: float) -> float:
+    return HEIGHT * (1 - value / scale)
+
+
+def _ticks(scale: float) -> list[float]:
+    """Round numbers of a binary unit, at most `MOST_TICKS` of them."""
+    unit = next((unit for unit in (GiB, MiB, KiB) if scale >= 2 * unit), 1)
+    step = next(
+        s for power in range(6) for s in (10**power, 2 * 10**power, 5 * 10**power) if scale / (s * unit) <= MOST_TICKS
+    )
+    return [step * unit * number for number in range(1, int(scale / (step * unit)) + 1)]
+
+
+def _short(num_bytes: float) -> str:
+    for unit, name in ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.3g} {name}"
+    return f"{num_bytes:.0f} B"
+
+
+def _legend() -> str:
+    return (
+        '<div class="legend">'
+        + "".join(f'<span><i class="c-{name}"></i>{escape(NAMES[name])}</span>' for name in ORDER)
+        + "</div>"
+    )
+
+
+def _peak(estimated: Estimated) -> str:
+    values, peak = estimated.memory.as_dict(), estimated.memory.peak_p50
+    whole = max(peak, estimated.gpu_bytes or 0) if (estimated.gpu_bytes or 0) <= 2 * peak else peak
+    parts = "".join(
+        f'<div class="c-{name}" style="width:{100 * values[name] / whole:.3f}%" title="{escape(NAMES[name])}: '
+        f'{format_bytes(values[name])}"></div>'
+        for name in ORDER
+        if values[name]
+    )
+    rows = "".join(
+        f'<tr><td><i class="c-{name}"></i>{escape(NAMES[name])}</td><td>{format_bytes(values[name])}</td>'
+        f"<td>{values[name] / peak:.1%}</td></tr>"
+        for name in ORDER
+    )
+    rows += f'<tr class="sum"><td>peak (P50)</td><td>{format_bytes(peak)}</td><td></td></tr>'
+    rows += f"<tr><td>plan for (P99)</td><td>{format_bytes(estimated.memory.peak_p99)}</td><td></td></tr>"
+    state = estimated.memory.state_bytes
+    note = f"Weights, gradients and optimizer states in full: {format_bytes(state)} ({state / 1e9:.1f} GB); not all are alive at the peak."
+    return (
+        f'<div class="bar">{parts}</div><div class="scroll"><table><tr><th></th><th>bytes</th><th>share</th></tr>{rows}</table></div>'
+        f'<p class="note">{escape(note)}</p>'
+    )
+
+
+def _plan(estimated: Estimated) -> str:
+    lines = estimated.plan_lines()
+    if not lines:
+        lines = ["no GPU was named: --gpu or --gpu-memory says whether it fits, and what an offload stack would hold"]
+    body = _list(lines)
+    if estimated.advice:
+        body += "<h3>What would help</h3>" + _list([str(each) for each in estimated.advice])
+    parallel = estimated.parallel
+    if parallel is not None:
+        rows = "".join(_strategy(each, parallel.fits(each)) for each in parallel.strategies)
+        body += (
+            f"<h3>On {parallel.num_gpus} such GPUs</h3><p class='note'>{escape(parallel.topology)}; {escape(parallel.link)}</p>"
+            '<div class="scroll"><table><tr><th></th><th>tokens/s</th><th>efficiency</th><th>waiting</th><th>sent a GPU</th>'
+            f"<th>one holds</th><th></th></tr>{rows}</table></div>"
+        )
+    return body
+
+
+def _list(lines: Sequence[str]) -> str:
+    return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
+
+
+def _strategy(each: Strategy, fits: bool) -> str:
+    if each.refused:
+        return f'<tr><td>{escape(each.name)}</td><td class="why" colspan="6">{escape(each.refused)}</td></tr>'
+    cells = (
+        f"{each.tokens / each.step_seconds:,.0f}", f"{each.efficiency:.0%}", f"{each.exposed_seconds / each.step_seconds:.0%}",
+        format_bytes(int(each.sent_bytes)), format_bytes(each.gpu_bytes), "fits" if fits else "does not fit",
+    )  # fmt: skip
+    return f"<tr><td>{escape(each.name)}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+
+
+def _style() -> str:
+    def colours(number: int) -> str:
+        return "".join(f"--{name}:{pair[number]};" for name, pair in COLOURS.items())
+
+    classes = "".join(f".c-{name}{{fill:var(--{name});background:var(--{name})}}" for name in COLOURS)
+    return (
+        f":root{{--ink:#1b1f24;--soft:#5b636e;--paper:#fff;--panel:#f5f6f8;--rule:#d9dde2;--good:#137a4b;--bad:#b3261e;{colours(0)}}}"
+        f"@media(prefers-color-scheme:dark){{:root{{--ink:#e8eaed;--soft:#a3abb6;--paper:#14171b;--panel:#1e2228;--rule:#363c45;"
+        f"--good:#5fce98;--bad:#ff8a80;{colours(1)}}}}}"
+        "*{box-sizing:border-box}body{margin:0;background:var(--paper);color:var(--ink);"
+        "font:16px/1.5 system-ui,-apple-system,'Segoe UI',Roboto,sans-serif}"
+        "main{max-width:60rem;margin:0 auto;padding:1.25rem 1rem 2rem}h1{font-size:1.6rem;margin:0}h2{font-size:1.15rem;margin:0 0 .6rem}"
+        "h3{font-size:1rem;margin:1rem 0 0}.sub,.note,footer{color:var(--soft);margin:.3rem 0 0}.note,footer{font-size:.875rem}"
+        "section{margin-top:1.9rem}ul{margin:.2rem 0;padding-left:1.1rem}li{overflow-wrap:anywhere}"
+        ".cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(9.5rem,1fr));gap:.6rem;margin-top:1.1rem}"
+        ".card{background:var(--panel);border-radius:.5rem;padding:.6rem .8rem}.card span{display:block;color:var(--soft);font-size:.85rem}"
+        ".card b{font-size:1.3rem}.good b{color:var(--good)}.bad b{color:var(--bad)}"
+        ".plot{position:relative;height:min(22rem,60vw);min-height:13rem;margin-left:4.2rem;border-bottom:1px solid var(--soft)}"
+        ".plot svg{position:absolute;inset:0;width:100%;height:100%;display:block}"
+        ".plot span{position:absolute;right:100%;transform:translateY(-50%);padding-right:.4rem;font-size:.8rem;color:var(--soft);"
+        "white-space:nowrap}.plot em{position:absolute;right:.3rem;transform:translateY(-105%);font:600 .8rem system-ui;color:var(--bad)}"
+        "line{vector-effect:non-scaling-stroke}.grid{stroke:var(--rule);stroke-opacity:.7}.phase{stroke:var(--ink);stroke-opacity:.35;"
+        "stroke-dasharray:2 4}.limit{stroke:var(--bad);stroke-width:2;stroke-dasharray:6 4}"
+        ".phases{position:relative;height:1.5rem;margin-left:4.2rem}.phases span{position:absolute;text-align:center;font-size:.8rem;"
+        "color:var(--soft);overflow:hidden;white-space:nowrap}"
+        ".legend{display:flex;flex-wrap:wrap;gap:.3rem 1rem;margin-top:.5rem;font-size:.875rem}"
+        "i{display:inline-block;width:.8em;height:.8em;border-radius:.15em;margin-right:.45em;vertical-align:-.05em}"
+        ".bar{display:flex;height:2.2rem;border-radius:.4rem;overflow:hidden;background:var(--panel);margin-bottom:.8rem}"
+        ".scroll{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums;min-width:18rem}"
+        "td,th{padding:.25rem .8rem .25rem 0;text-align:right;white-space:nowrap;border-bottom:1px solid var(--rule)}"
+        "th{font-weight:500;color:var(--soft);font-size:.85rem}td:first-child,.why{text-align:left}.why{white-space:normal}"
+        f".sum td{{font-weight:600}}footer{{margin-top:2.5rem}}{classes}"
+    )

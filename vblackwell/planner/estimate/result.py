@@ -1,0 +1,161 @@
+"""What ``vb estimate`` found out about one run, as a table for people and as JSON values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vblackwell.machine.gpus import KnownGPU
+from vblackwell.planner.advice import Advice
+from vblackwell.planner.estimate.measured import Measured
+from vblackwell.planner.estimate.parallel import ParallelPlan
+from vblackwell.planner.estimate.speed import STREAMED_ERROR, Speed
+from vblackwell.planner.estimator import OffloadEstimate, Run
+from vblackwell.planner.memory_estimate import P99_BYTES, P99_PERCENT, MemoryEstimate
+from vblackwell.trace.trace import Trace
+from vblackwell.units import format_bytes
+
+SHOWN = (
+    ("weights", "weights"), ("gradients", "gradients"), ("optimizer", "optimizer states"), ("activations", "activations"),
+    ("logits_and_loss", "logits and loss"), ("workspace", "workspace"), ("fragmentation", "fragmentation"), ("context", "CUDA context"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Estimated:
+    """A run and what it takes.
+
+    Attributes:
+        trace: of its two steps. memory: the peak. card, gpu_bytes: that were asked about. fits, largest: whether it does, and the largest
+            batch that does; None where no size was given.
+        stack: an offload stack's bytes. speed: by a known card. parallel: on several. advice: what would save memory or time.
+        measured: the steps that were run, where the model could not be traced.
+    """
+
+    model: str
+    run: Run
+    batch_size: int
+    trace: Trace
+    memory: MemoryEstimate
+    card: KnownGPU | None = None
+    gpu_bytes: int | None = None
+    fits: bool | None = None
+    largest: int | None = None
+    stack: OffloadEstimate | None = None
+    speed: Speed | None = None
+    parallel: ParallelPlan | None = None
+    advice: tuple[Advice, ...] = ()
+    measured: Measured | None = None
+
+    def title(self) -> str:
+        """The run in a line."""
+        run = self.run
+        return (
+            f"{self.model}: {self.memory.parameters:,} parameters, batch {self.batch_size} x {run.seq_length} tokens, {run.precision}, "
+            f"{run.optimizer}{', gradient checkpointing' if run.checkpointing else ''}"
+        )
+
+    def assumptions(self) -> list[str]:
+        """What the numbers rest on, a line each."""
+        run = self.run
+        where = self.card.name if self.card else "a GPU"
+        context = "measured on an H200" if run.capability[0] == 9 else "assumed from the architecture, not measured"
+        found = [
+            f"two training steps of {self.batch_size} x {run.seq_length} tokens, {run.precision}, torch's {run.optimizer}, gradients set "
+            "to None",
+            f"{where} of compute capability {run.capability[0]}.{run.capability[1]}; its CUDA context is {context}",
+            f"P99 adds {P99_PERCENT} % of what is reserved and {format_bytes(P99_BYTES)} for what is not modelled",
+        ]
+        if self.measured is not None:
+            found.insert(
+                0,
+                f"the model cannot be traced: two steps were run on {self.measured.where}, the second in "
+                f"{self.measured.step_seconds:.3g} s, and their allocations replayed; other batches are not known",
+            )
+        if run.subject.note is not None:
+            found.insert(0, run.subject.note)
+        if self.speed is not None:
+            found.append(f"speeds by {self.speed.rates}; {STREAMED_ERROR}")
+        if self.parallel is not None:
+            heads = any(size.is_heads for size in self.parallel.sizes)
+            found.append(
+                "several GPUs by formulas alone, never measured here: every message 10 us, tensor parallelism without overlap, its "
+                "activations and operators other than products whole on every GPU"
+                + ("" if heads else "; attention heads, which are not known here, that divide")
+            )
+        return found
+
+    def report(self) -> dict[str, Any]:
+        """JSON values."""
+        values = self.memory.as_dict()
+        parameters = values.pop("parameters")
+        plan: dict[str, Any] = {"largest_batch_size": self.largest}
+        if self.stack is not None:
+            plan["offload"] = {"refused": self.stack.refused} if self.stack.refused else levels_of(self.stack)
+        if self.speed is not None:
+            plan["speed"] = self.speed.as_dict()
+        if self.parallel is not None:
+            plan["parallel"] = self.parallel.as_dict()
+        speed = self.speed
+        tokens_per_second = None if speed is None else speed.resident if self.fits else speed.streamed
+        return {
+            "model": self.model, "parameters": parameters, "bytes": values, "gpu_bytes": self.gpu_bytes, "fits": self.fits,
+            "tokens_per_second": tokens_per_second, "plan": plan, "advice": [each.as_dict() for each in self.advice],
+            "method": "traced" if self.measured is None else f"measured on {self.measured.where}",
+            "assumptions": self.assumptions(),
+        }  # fmt: skip
+
+    def plan_lines(self) -> list[str]:
+        """What to do with it, a line each."""
+        lines = []
+        if self.gpu_bytes is not None:
+            lines.append(
+                f"{'fits' if self.fits else 'does not fit'} {format_bytes(self.gpu_bytes)}; largest batch that does: "
+                f"{'not known' if self.measured else self.largest or 'none'}"
+            )
+        stack, speed = self.stack, self.speed
+        if stack is not None and stack.refused:
+            lines.append(f"with an offload stack it does not fit either: {stack.refused}")
+        elif stack is not None:
+            disk = f", {format_bytes(stack.disk)} of disk" if stack.disk else ""
+            lines.append(
+                f"with an offload stack: {format_bytes(stack.level0)} of level 0 and {format_bytes(stack.step)} of activations and "
+                f"workspace on the GPU, about {format_bytes(stack.fragmentation)} lost between them, {format_bytes(stack.host)} of "
+                f"RAM{disk}"
+            )
+        if speed is not None and self.fits:
+            lines.append(f"about {speed.resident:,.0f} tokens/s")
+        if speed is not None and speed.streamed is not None:
+            lines.append(f"about {speed.streamed:,.0f} tokens/s streamed; busiest: {speed.bottleneck}")
+            lines += [str(speed.disk)] if speed.disk is not None else []
+        return lines
+
+    def table(self) -> str:
+        """For people."""
+        memory, values = self.memory, self.memory.as_dict()
+        lines = [
+            self.title(),
+            "",
+            "  of the peak:",
+            *(f"  {text:<18}{format_bytes(values[name]):>12}" for name, text in SHOWN),
+        ]
+        lines += [
+            f"  {'peak (P50)':<18}{format_bytes(memory.peak_p50):>12}",
+            f"  {'plan for (P99)':<18}{format_bytes(memory.peak_p99):>12}",
+            "",
+            f"  weights, gradients and optimizer states in full: {format_bytes(memory.state_bytes)} ({memory.state_bytes / 1e9:.1f} GB)",
+            *(f"  {line}" for line in self.plan_lines()),
+        ]
+        if self.parallel is not None:
+            lines += ["", *self.parallel.lines()]
+        if self.advice:
+            lines += ["", "  what would help:", *(f"    {each}" for each in self.advice)]
+        return "\n".join([*lines, "", *(f"  assumes {text}" for text in self.assumptions())])
+
+
+def levels_of(stack: OffloadEstimate) -> dict[str, int]:
+    """Bytes by place."""
+    return {
+        "level0": stack.level0, "host": stack.host, "disk": stack.disk, "activations_and_workspace": stack.step,
+        "fragmentation": stack.fragmentation,
+    }  # fmt: skip

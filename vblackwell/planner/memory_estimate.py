@@ -1,0 +1,226 @@
+"""From a trace to numbers a user can act on: peak bytes by category, whether they fit, and the largest batch that does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from vblackwell.errors import ConfigurationError, nearest
+from vblackwell.machine.gpus import context_bytes
+from vblackwell.trace.allocator import Replay, replay
+from vblackwell.trace.trace import CATEGORIES, Trace
+from vblackwell.units import MiB
+
+P99_PERCENT = 3
+P99_BYTES = 64 * MiB
+"""What P99 adds to the reserved bytes for what is not modelled: kernels' own workspaces, other orders of frees (docs/log-estimate.md)."""
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters),
+    "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "adamw-for-loop": lambda parameters: torch.optim.AdamW(parameters, foreach=False),
+    "sgd": lambda parameters: torch.optim.SGD(parameters),
+    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters),
+}
+
+
+def optimizer_named(name: str) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+    """A maker of torch's optimizer of that name.
+
+    Raises:
+        ConfigurationError: no such optimizer.
+    """
+    if name not in OPTIMIZERS:
+        raise ConfigurationError(f"optimizer {name!r} is none of {', '.join(OPTIMIZERS)}{nearest(name, OPTIMIZERS)}")
+    return OPTIMIZERS[name]
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Peak bytes of one training step on a GPU; the categories, fragmentation and context add up to ``peak_p50``.
+
+    Attributes:
+        parameters: elements of the model's weights.
+        weights, gradients, optimizer, activations, logits_and_loss, workspace: bytes alive when most are allocated.
+        fragmentation: reserved at its peak beyond those: rounding, holes, segments kept free.
+        context: CUDA context and kernels, outside the allocator.
+        peak_p50, peak_p99: bytes of the device that the process takes: expected, and what to plan for.
+        allocated, reserved: peaks as torch counts them.
+        state_bytes: weights, gradients and optimizer states in full, whether or not they are all alive at the peak.
+    """
+
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits_and_loss: int
+    workspace: int
+    fragmentation: int
+    context: int
+    peak_p50: int
+    peak_p99: int
+    allocated: int
+    reserved: int
+    state_bytes: int
+
+    def as_dict(self) -> dict[str, int]:
+        """The fields by name."""
+        return asdict(self)
+
+
+def room(gpu_bytes: int, context: int) -> int:
+    """Bytes that the allocator may reserve on a GPU of ``gpu_bytes`` so that a run still fits at P99."""
+    return max(0, (gpu_bytes - context - P99_BYTES) * 100 // (100 + P99_PERCENT))
+
+
+def fits(trace: Trace, gpu_bytes: int, capability: tuple[int, int], expandable: bool = False) -> bool:
+    """Whether a replay succeeds on a GPU of ``gpu_bytes``, with the margin of P99: free segments are given back where that helps."""
+    cap = room(gpu_bytes, context_bytes(capability))
+    return all(replay(each, cap, expandable).fits for each in _runs(trace))
+
+
+def _runs(trace: Trace) -> list[Trace]:
+    """The first run on a machine, and later ones where they differ: an autotuner's buffer may keep holes from being cut up."""
+    return [trace, trace.later_run()] if trace.optional else [trace]
+
+
+def estimate_trace(trace: Trace, capability: tuple[int, int] = (8, 0), expandable: bool = False) -> MemoryEstimate:
+    """The peaks of ``trace`` on a GPU without a limit: of every run but a machine's first, which P99 holds for too."""
+    runs = _runs(trace)
+    replays = [replay(each, None, expandable) for each in runs]
+    found, most = replays[-1], max(each.peak_reserved for each in replays)
+    split = _split_at(runs[-1], found)
+    context = context_bytes(capability)
+    peak = found.peak_reserved + context
+    state = trace.total("weights") + _in_full(trace, "gradients") + _in_full(trace, "optimizer")
+    return MemoryEstimate(
+        parameters=trace.num_parameters,
+        weights=split["weights"],
+        gradients=split["gradients"],
+        optimizer=split["optimizer"],
+        activations=split["activations"],
+        logits_and_loss=split["logits_and_loss"],
+        workspace=split["workspace"],
+        fragmentation=found.peak_reserved - sum(split.values()),
+        context=context,
+        peak_p50=peak,
+        peak_p99=-(-most * (100 + P99_PERCENT) // 100) + P99_BYTES + context,
+        allocated=found.peak_allocated,
+        reserved=found.peak_reserved,
+        state_bytes=state,
+    )
+
+
+def _split_at(trace: Trace, found: Replay) -> dict[str, int]:
+    alive: set[int] = set()
+    for event in trace.events[: found.peak_event + 1]:
+        if event >= 0:
+            alive.add(event)
+        else:
+            alive.discard(~event)
+    split: dict[str, int] = {category: 0 for category in CATEGORIES}
+    for index in alive:
+        split[trace.categories[index]] += trace.sizes[index]
+    return split
+
+
+def _in_full(trace: Trace, category: str) -> int:
+    """Most bytes of one category at one time."""
+    return peak_of(trace, (category,))
+
+
+def part_of(trace: Trace, categories: Iterable[str], outside: str | None = None) -> Trace:
+    """``trace`` with nothing but storages of ``categories``; what phase ``outside`` allocates left out."""
+    wanted, left_out = set(categories), set[int]()
+    if outside is not None:
+        ends = [index for index, _, _ in trace.marks[1:]] + [len(trace.events)]
+        for (start, _, phase), end in zip(trace.marks, ends, strict=True):
+            if phase == outside:
+                left_out.update(event for event in trace.events[start:end] if event >= 0)
+    kept = {index for index, of in enumerate(trace.categories) if of in wanted} - left_out
+    events = tuple(event for event in trace.events if (event if event >= 0 else ~event) in kept)
+    return replace(trace, events=events, marks=(), work=())
+
+
+def peak_of(trace: Trace, categories: Iterable[str], outside: str | None = None) -> int:
+    """Most bytes of these categories together at one time, before the allocator's rounding; arguments as `part_of`."""
+    live = most = 0
+    for event in part_of(trace, categories, outside).events:
+        live += trace.sizes[event] if event >= 0 else -trace.sizes[~event]
+        most = max(most, live)
+    return most
+
+
+class Batches:
+    """Traces of one model at any batch size, from as few real traces as possible.
+
+    Where the traces of two neighbouring batches are the same events, every size is taken to be affine in the batch, and others follow
+    without running the model again. That is a guess, because some sizes stop growing (chunks) and some operators change with the size, so
+    what `largest` finds is traced for real.
+
+    Args:
+        trace_at: traces the model at a batch size.
+        one: its trace of one sequence, if it is there already.
+    """
+
+    def __init__(self, trace_at: Callable[[int], Trace], one: Trace | None = None) -> None:
+        self.trace_at = trace_at
+        self._real: dict[int, Trace] = {} if one is None else {1: one}
+        self._base = 2
+
+    def real(self, batch_size: int) -> Trace:
+        """The trace of ``batch_size`` sequences."""
+        if batch_size not in self._real:
+            self._real[batch_size] = self.trace_at(batch_size)
+        return self._real[batch_size]
+
+    def at(self, batch_size: int) -> Trace:
+        """The trace of ``batch_size`` sequences, as two neighbouring ones let expect it."""
+        below, above = self.real(self._base), self.real(self._base + 1)
+        if batch_size in self._real or batch_size == 1 or below.events != above.events:
+            return self.real(batch_size)
+        sizes = tuple(
+            max(0, one + (other - one) * (batch_size - self._base))
+            for one, other in zip(below.sizes, above.sizes, strict=True)
+        )
+        return replace(below, sizes=sizes, work=())
+
+    def largest(self, is_ok: Callable[[Trace], bool], most: int = 1 << 16) -> int:
+        """The largest batch of at most ``most`` sequences whose trace ``is_ok``; 0 where one sequence is too many. It is monotone here."""
+        if not is_ok(self.real(1)):
+            return 0
+        low, high = 1, most + 1  # known to be right, known or taken to be wrong
+        while high - low > 1:
+            guess = self._guess(is_ok, low, high)
+            if not is_ok(self.real(guess)):
+                high = guess
+            elif guess + 1 < high and is_ok(self.real(guess + 1)):
+                low = guess + 1
+            else:
+                return guess
+            self._base = max(2, guess)
+        return low
+
+    def _guess(self, is_ok: Callable[[Trace], bool], low: int, high: int) -> int:
+        """Strictly between the two, by expected traces."""
+        start = low
+        step = 1
+        while low + step < high and is_ok(self.at(low + step)):
+            low, step = low + step, step * 2
+        high = min(high, low + step)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if is_ok(self.at(middle)) else (low, middle)
+        return max(low, start + 1)
+
+
+def as_report(estimate: MemoryEstimate, names: Iterable[str] | None = None) -> dict[str, Any]:
+    """``bytes`` of ``vb estimate --json``."""
+    values = estimate.as_dict()
+    return {name: values[name] for name in (names or values) if name != "parameters"}

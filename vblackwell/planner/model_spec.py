@@ -1,0 +1,206 @@
+"""What MODEL of ``vb estimate`` means: how to build it without bytes, its vocabulary, and how its loss is had."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vblackwell.errors import ConfigurationError, VBError, nearest
+from vblackwell.folders.folder import read_json
+from vblackwell.folders.hub import find_config, is_hub_id
+from vblackwell.machine.facts import memory_facts
+from vblackwell.nn.decoder.config import DecoderConfig
+from vblackwell.nn.decoder.decoder import Decoder
+from vblackwell.planner.known_models import KNOWN_MODELS
+from vblackwell.trace.causal_lm import build_causal_lm, language_loss
+from vblackwell.trace.storages import Storages
+from vblackwell.trace.trace import Untraceable, on_meta
+from vblackwell.units import format_bytes
+
+MOST_TOKENS = 1 << 28
+
+
+def check_batch(batch_size: int, seq_length: int) -> None:
+    """Raises ConfigurationError where a batch is empty or beyond any GPU."""
+    for name, value in (("batch size", batch_size), ("sequence length", seq_length)):
+        if value < 1:
+            raise ConfigurationError(f"{name} {value} is not possible: give at least 1")
+    if batch_size * seq_length > MOST_TOKENS:
+        raise ConfigurationError(
+            f"{batch_size} sequences of {seq_length} tokens are {batch_size * seq_length:.3g} tokens in one forward: "
+            f"give at most {MOST_TOKENS}"
+        )
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to be estimated.
+
+    Attributes:
+        build: makes it on meta. vocab_size: of its tokens. loss: of a model and a batch.
+        make: makes it with its bytes; None: nobody knows how.
+        note: why ``build`` is not what one would expect; None where it is.
+    """
+
+    name: str
+    build: Callable[[torch.dtype], nn.Module]
+    vocab_size: int
+    loss: Callable[[nn.Module, Any], Tensor]
+    make: Callable[[], nn.Module] | None = None
+    note: str | None = None
+
+
+def find_subject(text: str, decoders: dict[str, DecoderConfig], seq_length: int) -> Subject:
+    """What MODEL of ``vb estimate`` means: a preset of ``decoders``, a known name, a folder, a config.json, a hub id, or
+    ``package.module:factory``.
+
+    Raises:
+        CorruptData: a file that is no JSON object.
+        ConfigurationError: nothing of the sort; a factory that is missing, raises or gives no module.
+        InsufficientMemory: a factory that can only be built for real, where there is no room for it.
+    """
+    if text in decoders:
+        return of_decoder(text, decoders[text])
+    if text in KNOWN_MODELS:
+        return of_config(KNOWN_MODELS[text], text, seq_length)
+    path = Path(text)
+    if path.is_dir() or path.suffix == ".json":
+        return of_config(read_json(path / "config.json" if path.is_dir() else path), text, seq_length)
+    if ":" in text:
+        return _of_factory(text)
+    if is_hub_id(text):
+        return of_config(read_json(find_config(text)), text, seq_length)
+    names = [*decoders, *KNOWN_MODELS]
+    raise ConfigurationError(
+        f"model {text!r} is unknown{nearest(text, names)}; give one of {', '.join(names)}, a Hugging Face folder or hub id, a config.json, "
+        "or package.module:factory"
+    )
+
+
+def of_decoder(name: str, config: DecoderConfig) -> Subject:
+    """Our decoder of that shape."""
+
+    def build(dtype: torch.dtype) -> nn.Module:
+        return Decoder(config, device="meta", dtype=dtype).train()
+
+    return Subject(name, build, config.vocab_size, lambda model, batch: model(batch["input_ids"], batch["labels"]))
+
+
+def of_config(fields: dict[str, Any], source: str, seq_length: int) -> Subject:
+    """The causal model that a config.json's ``fields`` describe; ``source`` is its name in errors.
+
+    Raises:
+        ConfigurationError: no vocabulary, or learned positions that end before ``seq_length``; what `build_causal_lm` refuses, when built.
+    """
+    limit = fields.get("n_positions")
+    if isinstance(limit, int) and seq_length > limit:
+        raise ConfigurationError(f"{source} learns positions up to {limit}: --seq-length {seq_length} is beyond them")
+    for name in ("model_type", "vocab_size"):
+        if name not in fields:
+            why = (
+                "without it the size of the model is not known"
+                if name == "vocab_size"
+                else "it is no configuration of transformers"
+            )
+            raise ConfigurationError(f"{source} lacks the field {name!r}: {why}")
+    vocab = fields["vocab_size"]
+    if not isinstance(vocab, int) or not 1 <= vocab < 1 << 31:
+        raise ConfigurationError(f"{source}: vocab_size is {vocab!r}: the field must be a number of at least 1")
+    return Subject(source, partial(build_causal_lm, fields, source), vocab, language_loss)
+
+
+def _of_factory(text: str) -> Subject:
+    """``package.module:factory``, called without arguments; the module's forward takes token numbers and gives logits or a loss."""
+    module_name, _, factory_name = text.partition(":")
+    try:
+        with _working_folder_on_path():
+            factory = getattr(importlib.import_module(module_name), factory_name)
+    except VBError:
+        raise
+    except Exception as error:  # a stranger's code may raise anything
+        raise ConfigurationError(
+            f"{text} cannot be imported: {_brief(error)} (modules are looked for in the working folder, then where Python finds them)"
+        ) from error
+    if isinstance(factory, nn.Module) or not callable(factory):
+        raise ConfigurationError(
+            f"{text} is {type(factory).__name__}: give a function or class that makes a torch.nn.Module"
+        )
+    make: Callable[[], Any] = factory
+    model, note = _built(text, make)
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"{text} gives {type(model).__name__}, not a torch.nn.Module")
+    sizes = [each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)]
+    if not sizes:
+        raise ConfigurationError(
+            f"{text} has no nn.Embedding, so what it takes is not known: use vblackwell.trace.trace.trace_training from Python"
+        )
+    model.train()
+    return Subject(text, lambda dtype: model.to(dtype), max(sizes), _any_loss, make, note)
+
+
+def _built(text: str, factory: Callable[[], Any]) -> tuple[Any, str | None]:
+    """What ``factory`` gives, on meta; and if it had to be built for real before, why.
+
+    A module that can neither be built nor copied there is the real one: it cannot be traced, and can be measured.
+
+    Raises:
+        InsufficientMemory: it has to be built for real, and there is no room.
+        ConfigurationError: it cannot be built at all.
+    """
+    try:
+        with torch.device("meta"):
+            found = factory()
+        return (on_meta(found) if isinstance(found, nn.Module) else found), None
+    except Exception as error:  # as above: reading a tensor's values, loading a file, or a mistake
+        on_meta_error = _brief(error)
+    free = memory_facts().available_bytes
+    refusal = (
+        f"{text} cannot be built on device 'meta' ({on_meta_error}), and for real it takes more than the {format_bytes(free)} of RAM that "
+        "were free: leave out of the factory what needs values, such as .item() and files that are loaded"
+    )
+    try:
+        with Storages(free, refusal):
+            found = factory()
+    except VBError:
+        raise
+    except Exception as error:
+        again = _brief(error)
+        alike = "" if again == on_meta_error else f"; on device 'meta': {on_meta_error}"
+        raise ConfigurationError(f"{text} cannot be built: {again}{alike}") from error
+    note = f"{text} cannot be built on device 'meta' ({on_meta_error}): it was built for real in this machine's RAM"
+    try:
+        return (on_meta(found) if isinstance(found, nn.Module) else found), note
+    except Untraceable:
+        return found, note
+
+
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+@contextmanager
+def _working_folder_on_path() -> Iterator[None]:
+    """Imports look into the working folder first, as under `python -m`; behind it ``sys.path`` is the list that it was."""
+    before = sys.path
+    sys.path = [str(Path.cwd()), *before]
+    try:
+        yield
+    finally:
+        sys.path = before
+
+
+def _any_loss(model: nn.Module, batch: Any) -> Tensor:
+    out = model(batch["input_ids"])
+    found = getattr(out, "logits", out[0] if isinstance(out, (tuple, list)) else out)
+    if found.dim() == 0:
+        return found
+    return nn.functional.cross_entropy(found.flatten(0, -2), batch["labels"].flatten())

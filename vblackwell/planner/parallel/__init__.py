@@ -1,0 +1,1 @@
+"""One model on several GPUs, by arithmetic: what each strategy costs in a step."""

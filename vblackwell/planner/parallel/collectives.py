@@ -1,0 +1,122 @@
+"""What collectives cost by the alpha-beta model: a message takes a latency and its bytes over the rate of a GPU's port.
+
+One port a GPU, both ways at once, shared by all that it sends at a time; a step of a collective lasts as long as its busiest port. The
+algorithms are the usual ones: rings of Patarasuk and Yuan (Bandwidth optimal all-reduce, 2009), rings along rows and then columns of a
+mesh after Chan, Heimlich, Purkayastha and van de Geijn (Collective communication: theory, practice, and experience, 2007, "bucket"
+algorithms), and direct exchange where every GPU reaches every other (the same, and Thakur, Rabenseifner and Gropp, Optimization of
+collective communication operations in MPICH, 2005). ``tests/planner/test_collectives.py`` moves real pieces through
+the same steps and counts.
+
+Legend: p GPUs, n bytes of the whole tensor (all-reduce: on every GPU; all-gather: gathered; reduce-scatter: before; all-to-all: one GPU's).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vblackwell.errors import ConfigurationError, nearest
+
+TOPOLOGIES = ("ring", "mesh", "all_to_all")
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+@dataclass(frozen=True)
+class Link:
+    """A GPU's port to its peers.
+
+    Attributes:
+        latency_seconds: of a message. The default is that of copies over an H200's link: 64 KiB took 19 us and 1 MiB 28 us, where the
+            bytes alone take 1.2 and 19.
+        bytes_per_second: each way. The default is PCIe 4.0 x16 at the share of its nominal rate that an H200's link reaches (0.87).
+    """
+
+    latency_seconds: float = 10e-6
+    bytes_per_second: float = 0.87 * 31.5e9
+
+    def __post_init__(self) -> None:
+        if not self.latency_seconds >= 0 or not self.bytes_per_second > 0:
+            raise ConfigurationError(
+                f"a link of {self.latency_seconds} s and {self.bytes_per_second} bytes/s: give a latency of at least 0, a rate above 0"
+            )
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Steps in a row, and the bytes that a port sends in all of them."""
+
+    steps: int = 0
+    num_bytes: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.steps + other.steps, self.num_bytes + other.num_bytes)
+
+    def seconds(self, link: Link) -> float:
+        """On that link."""
+        return self.steps * link.latency_seconds + self.num_bytes / link.bytes_per_second
+
+
+def grid_of(num_gpus: int) -> tuple[int, int]:
+    """(rows, columns) of the squarest mesh of ``num_gpus``; a prime number is one row."""
+    rows = next(each for each in range(int(num_gpus**0.5), 0, -1) if num_gpus % each == 0)
+    return rows, num_gpus // rows
+
+
+def cost_of(operation: str, num_bytes: float, num_gpus: int, topology: str = "ring") -> Cost:
+    """Steps and bytes of one collective.
+
+    With n bytes on p GPUs, a mesh of r rows and c columns:
+
+    ============== ============================= ======================================= ==============================
+    steps, bytes   ring                          mesh                                    all_to_all
+    ============== ============================= ======================================= ==============================
+    all_gather     p - 1, n (p - 1) / p          r + c - 2, n (p - 1) / p                1, n (p - 1) / p
+    reduce_scatter the same                      the same                                the same
+    all_reduce     the two above, one behind the other
+    all_to_all     p - 1, n (p - 1) / 2          r + c - 2, n (r + c - 2) / 2            1, n (p - 1) / p
+    ============== ============================= ======================================= ==============================
+
+    An all-to-all on a ring passes the pieces on: in its step k every GPU still has p - k of them to send.
+
+    Raises:
+        ConfigurationError: an unknown operation or topology, fewer than one GPU, negative bytes.
+    """
+    if operation not in OPERATIONS:
+        raise ConfigurationError(
+            f"operation {operation!r} is none of {', '.join(OPERATIONS)}{nearest(operation, OPERATIONS)}"
+        )
+    if topology not in TOPOLOGIES:
+        raise ConfigurationError(
+            f"topology {topology!r} is none of {', '.join(TOPOLOGIES)}{nearest(topology, TOPOLOGIES)}"
+        )
+    if isinstance(num_gpus, bool) or not isinstance(num_gpus, int) or num_gpus < 1:
+        raise ConfigurationError(f"num_gpus is {num_gpus!r}: give a whole number of at least 1")
+    if not num_bytes >= 0:
+        raise ConfigurationError(f"num_bytes is {num_bytes}: give at least 0")
+    if num_gpus == 1:
+        return Cost()
+    if operation == "all_reduce":
+        return cost_of("reduce_scatter", num_bytes, num_gpus, topology) + cost_of(
+            "all_gather", num_bytes, num_gpus, topology
+        )
+    rows, columns = grid_of(num_gpus) if topology == "mesh" else (1, num_gpus)
+    steps = 1 if topology == "all_to_all" else rows + columns - 2
+    if operation == "all_to_all" and topology != "all_to_all":
+        return Cost(steps, num_bytes * (rows + columns - 2) / 2)
+    return Cost(steps, num_bytes * (num_gpus - 1) / num_gpus)
+
+
+def communication_cost(
+    num_bytes: float, num_gpus: int, topology: str = "ring", operation: str = "all_reduce", link: Link | None = None
+) -> float:
+    """Seconds of a collective of ``num_bytes`` among ``num_gpus``; `cost_of` has the formulas.
+
+    Args:
+        num_bytes: of the whole tensor.
+        topology: 'ring', 'mesh' (rings along rows, then along columns) or 'all_to_all' (every GPU reaches every other at once).
+        operation: 'all_reduce', 'all_gather', 'reduce_scatter' or 'all_to_all'.
+        link: of each GPU; None: `Link`'s defaults.
+
+    Raises:
+        ConfigurationError: as `cost_of`.
+    """
+    return cost_of(operation, num_bytes, num_gpus, topology).seconds(link or Link())

@@ -1,0 +1,372 @@
+"""One model on several GPUs: tensor parallelism layer by layer, fully sharded data parallelism, a pipeline; what each costs in a step.
+
+Times are compute on one GPU, divided as the strategy divides it, and collectives by the alpha-beta model of
+`vblackwell.planner.parallel.collectives`.
+
+*Tensor* (Shoeybi et al., Megatron-LM, 2019; the 2-D form after Xu et al., An Efficient 2D Method, 2021). X (M, K) times W (K, N),
+elements of b bytes, p GPUs. What is not divided between layers is whole on every GPU (R), else divided by features (S):
+
+========  =======  ==========================================  ==========================================
+layer     from/to  forward                                     backward
+========  =======  ==========================================  ==========================================
+column    R to S   nothing                                     all-reduce of M K b (from S: gather before,
+                                                               reduce-scatter here)
+row       S to R   all-reduce of M N b                         nothing (from R: all-gather of M K b)
+hybrid    R to R   all-reduce of M (N / c) b among r GPUs,     all-reduce of M (K / r) b among c GPUs,
+                   all-gather of M N b among c                 all-gather of M K b among r
+========  =======  ==========================================  ==========================================
+
+An S that must become an R is gathered. So a layer on its own is cheapest by columns where its output is large (N > K: the whole way
+costs n(N) + 2 n(K)), by rows where it is small (2 n(N) + n(K)), and as a grid of r rows and c columns where both are alike and GPUs
+are many; and two joined layers are cheapest as column and row. The cheapest chain of choices is found exactly, by dynamic programming.
+Where heads do not divide, queries, keys and values that are divided are gathered before attention
+(`vblackwell.planner.parallel.divisible`), and the
+largest part of the GPUs that divides everything is tried as well, the others being replicas with batches of their own.
+
+*FSDP* (Rajbhandari et al., ZeRO, 2020; Zhao et al., PyTorch FSDP, 2023): every GPU has its own batch; a unit's weights are gathered before
+its forward and, but for the last, before its backward, one unit ahead, and its gradients reduced and scattered behind it; on one port.
+
+*Pipeline* (Huang et al., GPipe, 2019; Narayanan et al., 2021): stages of consecutive units, m micro-batches; the forwards of all and
+then the backwards pass the stages and the links between them as a flow shop of equal jobs: the sum of all, and m - 1 times the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.planner.parallel.collectives import Cost, Link, cost_of, grid_of
+from vblackwell.planner.parallel.divisible import Size, legal_degree
+from vblackwell.planner.parallel.linear_layers import Layer
+
+KINDS = ("column", "row", "hybrid")
+MICRO_BATCHES_A_STAGE = 4
+SMALL_SHARE = 0.01  # of the largest layer's elements: a router, a classifier; left whole on every GPU
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is gathered, or put on a stage, as one: bytes of weights, seconds of its compute on one GPU."""
+
+    weight_bytes: int
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training step on one GPU that holds everything.
+
+    Attributes:
+        layers, units: in the order of the forward. parameters: elements of all weights.
+        tokens: in a step. width: bytes of an element of an activation.
+        products: seconds of matrix products and attention; attention: of that alone. others: of all other operators but the optimizer's.
+        optimizer: of those.
+        state_bytes: weights, gradients and the optimizer's. activation_bytes: activations, logits, workspace at their most.
+        boundary_bytes: of the activation between two blocks. recompute: blocks run their forward twice.
+        sizes: what the GPUs of a tensor-parallel group should divide.
+    """
+
+    layers: tuple[Layer, ...]
+    units: tuple[Unit, ...]
+    parameters: int
+    tokens: int
+    width: int
+    products: float
+    others: float
+    optimizer: float
+    state_bytes: int
+    activation_bytes: int
+    boundary_bytes: int
+    recompute: bool = False
+    sizes: tuple[Size, ...] = ()
+    attention: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of the step on one GPU."""
+        return self.products + self.others + self.optimizer
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A step on several GPUs.
+
+    Attributes:
+        name: 'tensor', 'column', 'row', 'hybrid', 'fsdp', 'pipeline', or 'tensor x4': groups of four, each with a batch.
+        step_seconds, tokens: of one step of all GPUs together.
+        communication_seconds: in which a GPU's port works; exposed_seconds: of these, in which its compute waits.
+        sent_bytes: by each GPU in a step.
+        efficiency: tokens a second over those of as many GPUs that hold everything and send nothing. Each of those runs the whole
+            optimizer, so that sharded data, whose GPUs run a part of it, can pass 1.
+        gpu_bytes: most that one GPU holds; activations of a tensor-parallel step are counted whole, which is their bound.
+        layers: (name, kind) of each layer, where layers are divided.
+        refused: why it is not possible, instead of numbers.
+    """
+
+    name: str
+    step_seconds: float = 0.0
+    tokens: int = 0
+    communication_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    sent_bytes: float = 0.0
+    efficiency: float = 0.0
+    gpu_bytes: int = 0
+    layers: tuple[tuple[str, str], ...] = ()
+    refused: str | None = None
+
+
+def strategies(work: Workload, num_gpus: int, topology: str = "ring", link: Link | None = None) -> list[Strategy]:
+    """All of them, the fastest first, those that are not possible last.
+
+    Raises:
+        ConfigurationError: fewer than two GPUs, an unknown topology.
+    """
+    check_several(num_gpus, topology)
+    net = _Net(num_gpus, topology, link or Link())
+    found = [tensor(work, net, KINDS, "tensor")]
+    found += [tensor(work, net, (kind,), kind) for kind in KINDS]
+    degree = legal_degree(work.sizes, num_gpus)
+    if work.layers and 1 < degree < num_gpus:
+        found.append(replicated(work, net, degree))
+    found += [fsdp(work, net), pipeline(work, net, MICRO_BATCHES_A_STAGE * num_gpus)]
+    return sorted(found, key=lambda each: (each.refused is not None, -each.efficiency))
+
+
+def check_several(num_gpus: int, topology: str) -> None:
+    """Raises ConfigurationError for fewer than two GPUs, or an unknown topology."""
+    if isinstance(num_gpus, bool) or not isinstance(num_gpus, int) or not 2 <= num_gpus <= 1 << 16:
+        raise ConfigurationError(f"{num_gpus} GPUs: a plan for several needs 2 to 65536")
+    cost_of("all_reduce", 1, num_gpus, topology)
+
+
+@dataclass(frozen=True)
+class _Net:
+    num_gpus: int
+    topology: str
+    link: Link
+
+    def cost(self, operation: str, num_bytes: float, num_gpus: int) -> Cost:
+        return cost_of(operation, num_bytes, num_gpus, self.topology)
+
+
+# -- tensor parallelism ----------------------------------------------------------------------------------------------------
+
+
+def layer_cost(
+    layer: Layer, kind: str, divided: bool, width: int, num_gpus: int, topology: str = "ring"
+) -> tuple[Cost, Cost]:
+    """(forward, backward) of one layer; ``divided``: whether its input arrives as S. Its output leaves as the table above says."""
+    net = _Net(num_gpus, topology, Link())
+    made, taken = layer.rows * layer.out_features * width, layer.rows * layer.in_features * width
+    nothing = Cost()
+    gathered = net.cost("all_gather", taken, num_gpus) if divided else nothing
+    if kind == "column":
+        back = net.cost("reduce_scatter" if divided else "all_reduce", taken, num_gpus)
+        return gathered, back
+    if kind == "row":
+        return net.cost("all_reduce", made, num_gpus), nothing if divided else net.cost("all_gather", taken, num_gpus)
+    if kind == "hybrid":
+        rows, columns = grid_of(num_gpus)
+        forward = net.cost("all_reduce", made / columns, rows) + net.cost("all_gather", made, columns)
+        back = net.cost("all_reduce", taken / rows, columns) + net.cost("all_gather", taken, rows)
+        return gathered + forward, back
+    return gathered, nothing
+
+
+def _possible(layer: Layer, kind: str, num_gpus: int) -> bool:
+    rows, columns = grid_of(num_gpus)
+    cut_in, cut_out = {"column": (1, num_gpus), "row": (num_gpus, 1), "hybrid": (rows, columns)}[kind]
+    return layer.in_features % cut_in == 0 and all(part % cut_out == 0 for part in layer.parts)
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """The best way to a layout: seconds, costs of both directions, kinds so far."""
+
+    seconds: float
+    forward: Cost
+    backward: Cost
+    kinds: tuple[str, ...]
+
+
+def cheapest(work: Workload, net: _Net, kinds: Sequence[str]) -> _Chain | str:
+    """The chain of choices with the least communication; or in words the layer that none of ``kinds`` can divide."""
+    largest = max((layer.elements for layer in work.layers), default=0)
+    repeats = 2 if work.recompute else 1
+    best: dict[bool, _Chain] = {False: _Chain(0.0, Cost(), Cost(), ())}  # by whether the output is divided
+    for index, layer in enumerate(work.layers):
+        allowed = [kind for kind in kinds if _possible(layer, kind, net.num_gpus)]
+        if layer.elements <= SMALL_SHARE * largest:
+            allowed = ["whole"]
+        if not allowed:
+            made = " + ".join(f"{part:,}" for part in layer.parts)
+            return f"{layer.name}, {layer.in_features:,} to {made} features,"
+        following: dict[bool, _Chain] = {}
+        for divided, chain in best.items():
+            before = work.layers[index - 1]
+            loose = divided and not (layer.joined and all(count % net.num_gpus == 0 for count in before.heads))
+            if loose:  # made whole for what lies between
+                whole = net.cost("all_gather", before.rows * before.out_features * work.width, net.num_gpus)
+                chain = _add(chain, whole, Cost(), net.link, repeats)
+            for kind in allowed:
+                costs = layer_cost(layer, kind, divided and not loose, work.width, net.num_gpus, net.topology)
+                grown = _add(chain, *costs, net.link, repeats)
+                grown = replace(grown, kinds=(*grown.kinds, kind))
+                layout = kind == "column"
+                if layout not in following or grown.seconds < following[layout].seconds:
+                    following[layout] = grown
+        best = following
+    if True in best and work.layers:
+        last = work.layers[-1]
+        whole = net.cost("all_gather", last.rows * last.out_features * work.width, net.num_gpus)
+        best[True] = _add(best[True], whole, Cost(), net.link, 1)
+    return min(best.values(), key=lambda chain: chain.seconds)
+
+
+def _add(chain: _Chain, forward: Cost, backward: Cost, link: Link, repeats: int) -> _Chain:
+    for _ in range(repeats - 1):
+        backward = backward + forward  # recomputed, and communicated again
+    seconds = chain.seconds + (forward + backward).seconds(link)
+    return replace(chain, seconds=seconds, forward=chain.forward + forward, backward=chain.backward + backward)
+
+
+def tensor(work: Workload, net: _Net, kinds: Sequence[str], name: str) -> Strategy:
+    """Every layer divided by the cheapest of ``kinds``. Products and the optimizer are divided, other operators counted whole.
+
+    Attention is divided where queries, keys and values arrive so, by heads; of a model whose heads are not known it is taken to be.
+    """
+    if not work.layers:
+        return Strategy(name, refused="no linear layers were found")
+    chain = cheapest(work, net, kinds)
+    if isinstance(chain, str):
+        return Strategy(name, refused=f"{chain} does not divide by {net.num_gpus} GPUs")
+    total = chain.forward + chain.backward
+    inside = [
+        kind == "column" and all(count % net.num_gpus == 0 for count in layer.heads)
+        for layer, kind in zip(work.layers, chain.kinds, strict=True)
+        if layer.heads
+    ]
+    whole = work.attention * inside.count(False) / max(1, len(inside))
+    compute = (work.products - whole + work.optimizer) / net.num_gpus + whole + work.others
+    cut = sum(layer.elements for layer, kind in zip(work.layers, chain.kinds, strict=True) if kind != "whole")
+    share = min(1.0, cut / work.parameters)
+    state = work.state_bytes * (1 - share + share / net.num_gpus)
+    return _strategy(
+        work, net, name, compute + chain.seconds, work.tokens, chain.seconds, chain.seconds, total.num_bytes,
+        state + work.activation_bytes, tuple((layer.name, kind) for layer, kind in zip(work.layers, chain.kinds, strict=True)),
+    )  # fmt: skip
+
+
+def replicated(work: Workload, net: _Net, degree: int) -> Strategy:
+    """Tensor parallelism among ``degree`` GPUs, as many groups with a batch each; gradients are added up behind the backward."""
+    groups = net.num_gpus // degree
+    one = tensor(work, replace(net, num_gpus=degree), KINDS, f"tensor x{degree}")
+    if one.refused:
+        return one
+    whole = sum(layer.elements for layer, (_, kind) in zip(work.layers, one.layers, strict=True) if kind == "whole")
+    cut = min(work.parameters, sum(layer.elements for layer in work.layers) - whole)
+    summed = net.cost("all_reduce", (work.parameters - cut + cut / degree) * work.width, groups)
+    seconds = summed.seconds(net.link)
+    return _strategy(
+        work, net, one.name, one.step_seconds + seconds, groups * work.tokens, one.communication_seconds + seconds,
+        one.exposed_seconds + seconds, one.sent_bytes + summed.num_bytes, one.gpu_bytes, one.layers,
+    )  # fmt: skip
+
+
+def _strategy(
+    work: Workload, net: _Net, name: str, seconds: float, tokens: int, busy: float, exposed: float, sent: float, held: float,
+    layers: tuple[tuple[str, str], ...] = (),
+) -> Strategy:  # fmt: skip
+    alone = net.num_gpus * work.tokens / work.seconds
+    return Strategy(name, seconds, tokens, busy, max(0.0, exposed), sent, tokens / seconds / alone, int(held), layers)
+
+
+# -- sharded data parallelism ------------------------------------------------------------------------------------------------
+
+
+def fsdp(work: Workload, net: _Net) -> Strategy:
+    """Every GPU a batch of ``work.tokens``; all states divided; weights gathered and gradients scattered unit by unit."""
+    if not work.units:
+        return Strategy("fsdp", refused="no layer groups were found")
+    p, last = net.num_gpus, len(work.units) - 1
+    gather = [net.cost("all_gather", unit.weight_bytes, p) for unit in work.units]
+    scatter = [net.cost("reduce_scatter", unit.weight_bytes, p) for unit in work.units]
+    port = compute = begun = 0.0  # when each is free; when the compute before began
+    for unit, cost in zip(work.units, gather, strict=True):
+        port = max(port, begun) + cost.seconds(net.link)
+        begun = max(compute, port)
+        compute = begun + unit.forward
+    ready = compute  # the last unit's weights are there
+    ended: float | None = None
+    for index in reversed(range(len(work.units))):
+        if index != last:
+            port = max(port, begun) + gather[index].seconds(net.link)
+            ready = port
+        if ended is not None:  # the gradient before goes behind the gather that was asked for first
+            port = max(port, ended) + scatter[index + 1].seconds(net.link)
+        begun = max(compute, ready)
+        compute = ended = begun + work.units[index].backward
+    port = max(port, compute) + scatter[0].seconds(net.link)
+    seconds = port + work.optimizer / p
+    total = sum([*gather, *gather[:-1], *scatter], start=Cost())
+    ideal = sum(unit.forward + unit.backward for unit in work.units)
+    held = work.state_bytes / p + 3 * max(unit.weight_bytes for unit in work.units) + work.activation_bytes
+    return _strategy(
+        work, net, "fsdp", seconds, p * work.tokens, total.seconds(net.link), port - ideal, total.num_bytes, held
+    )
+
+
+# -- pipeline ------------------------------------------------------------------------------------------------------------------
+
+
+def stages_of(units: Sequence[Unit], count: int) -> list[list[Unit]]:
+    """``units`` cut into ``count`` runs so that the slowest takes least, by halving the time that is allowed."""
+    times = [unit.forward + unit.backward for unit in units]
+
+    def cut(most: float) -> list[list[Unit]]:
+        runs: list[list[Unit]] = [[]]
+        taken = 0.0
+        for index, (unit, time) in enumerate(zip(units, times, strict=True)):
+            must_end = len(units) - index <= count - len(runs)  # every stage needs one
+            if runs[-1] and (taken + time > most or must_end):
+                runs.append([])
+                taken = 0.0
+            runs[-1].append(unit)
+            taken += time
+        return runs
+
+    low, high = max(times), sum(times)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if len(cut(middle)) <= count else (middle, high)
+    return cut(high)
+
+
+def flow_seconds(stages: Sequence[float], link_seconds: float, jobs: int) -> float:
+    """Equal jobs through stages and the links between them, each doing one at a time: the sum, and the longest once a further job."""
+    through = [*stages, *[link_seconds] * (len(stages) - 1)]
+    return sum(through) + (jobs - 1) * max(through)
+
+
+def pipeline(work: Workload, net: _Net, micro_batches: int) -> Strategy:
+    """Stages of consecutive units; ``work.tokens`` in each of ``micro_batches``."""
+    p = net.num_gpus
+    if len(work.units) < p:
+        return Strategy("pipeline", refused=f"{len(work.units)} layer groups do not make {p} stages")
+    stages = stages_of(work.units, p)
+    one = Cost(1, work.boundary_bytes)
+    passing = one.seconds(net.link)
+    seconds = sum(
+        flow_seconds(times, passing, micro_batches)
+        for times in ([sum(u.forward for u in s) for s in stages], [sum(u.backward for u in s) for s in stages])
+    )
+    weights = [sum(unit.weight_bytes for unit in stage) for stage in stages]
+    share = max(weights) / max(1, sum(weights))
+    ideal = micro_batches * sum(unit.forward + unit.backward for unit in work.units) / p
+    busy = 2 * micro_batches * passing
+    return _strategy(
+        work, net, "pipeline", seconds + work.optimizer * share, micro_batches * work.tokens, busy, seconds - ideal,
+        2 * micro_batches * one.num_bytes, work.state_bytes * share + work.activation_bytes,
+    )  # fmt: skip

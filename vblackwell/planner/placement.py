@@ -1,0 +1,326 @@
+"""Which way of training fits a machine and is the fastest: enumerated, pruned by arithmetic, predicted, and the best is a frozen plan.
+
+What is predicted, and how, is the caller's (`vblackwell.planner.forecast`): this module knows choices, bounds and order alone. Where bytes
+live changes no bit of a run; recomputing may round otherwise where it uses other kernels. What does change numbers (8-bit states, FP4, a
+micro-batch other than the user's) is tried only where the `Space` allows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from vblackwell.errors import InsufficientMemory
+from vblackwell.planner.compression import Compression
+from vblackwell.units import format_bytes, format_seconds
+
+SHARES: tuple[str | float, ...] = ("level0", 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, "home")
+ALIKE = 1.005  # predictions this close are told apart by what they take, not by their speed
+MOST_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bytes that a run may take: of the GPU by its allocator (without the CUDA context), of RAM, and of a disk."""
+
+    gpu: int
+    host: int
+    disk: int = 0
+
+    def __str__(self) -> str:
+        disk = f", disk {format_bytes(self.disk)}" if self.disk else ""
+        return f"level 0 {format_bytes(self.gpu)}, RAM {format_bytes(self.host)}{disk}"
+
+
+@dataclass(frozen=True)
+class Space:
+    """What may be chosen.
+
+    Attributes:
+        batches: (sequences in a forward, forwards in a step) that the user's words allow.
+        checkpointing, placements, updates, activations: as in `Choice`.
+        states: formats of AdamW's moments that the user allows. fp4: whether linears may compute with weights rounded to FP4.
+    """
+
+    batches: tuple[tuple[int, int], ...]
+    checkpointing: tuple[bool, ...] = (False, True)
+    placements: tuple[str, ...] = ("resident", "streamed")
+    updates: tuple[str | float, ...] = SHARES
+    activations: tuple[str, ...] = ("level0", "host")
+    states: tuple[str, ...] = ("fp32",)
+    fp4: tuple[bool, ...] = (False,)
+
+    def choices(self) -> Iterator[Choice]:
+        """Every combination that means something."""
+        for batch, count in self.batches:
+            for checkpointing in self.checkpointing:
+                for states in self.states:
+                    for fp4 in self.fp4:
+                        one = Choice("resident", batch, count, checkpointing, states=states, fp4=fp4)
+                        yield from self._placed(one)
+
+    def _placed(self, one: Choice) -> Iterator[Choice]:
+        if "resident" in self.placements:
+            yield one
+        if "streamed" not in self.placements:
+            return
+        for activations in self.activations:
+            if activations == "host" and not one.checkpointing:
+                continue
+            for update in self.updates:
+                if one.states == "fp32" or update in ("level0", "auto"):
+                    yield replace(one, placement="streamed", activations=activations, update=update)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to train.
+
+    Attributes:
+        placement: 'resident' or 'streamed'.
+        batch_size, accumulation_steps: sequences in a forward, forwards in a step.
+        checkpointing: blocks are computed again in backward.
+        update: where AdamW runs when streaming: 'level0', 'home', or the share of the parameters at home.
+        activations: where checkpoints' inputs wait: 'level0' or 'host'.
+        states: format of AdamW's moments. fp4: linears compute with weights rounded to FP4.
+        level0_bytes, weight_bytes, resident_bytes: capacity of level 0, and what loaded weights and groups that live there may take of it;
+            decided when the choice is predicted.
+        disk_codec: 'lossless' or 'none' where a disk level is used and this was decided, then too.
+    """
+
+    placement: str
+    batch_size: int
+    accumulation_steps: int
+    checkpointing: bool
+    update: str | float = "level0"
+    activations: str = "level0"
+    states: str = "fp32"
+    fp4: bool = False
+    level0_bytes: int = 0
+    weight_bytes: int = 0
+    resident_bytes: int = 0
+    disk_codec: str | None = None
+
+    def __str__(self) -> str:
+        forwards = "" if self.accumulation_steps == 1 else f" x {self.accumulation_steps}"
+        words = [self.placement, f"{self.batch_size}{forwards} sequences"]
+        words += ["checkpointing"] if self.checkpointing else []
+        words += [f"{self.states} states"] if self.states != "fp32" else []
+        words += ["FP4 weights"] if self.fp4 else []
+        if self.placement == "streamed":
+            home = {"level0": "AdamW on level 0", "home": "AdamW on the CPU"}
+            words.append(home.get(str(self.update), f"{self.update} of AdamW on the CPU"))
+            words += ["checkpoints in RAM"] if self.activations == "host" else []
+            words += [f"{format_bytes(self.resident_bytes)} kept there"] if self.resident_bytes else []
+            words += ["disk compressed"] if self.disk_codec == "lossless" else []
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a choice is expected to take.
+
+    Attributes:
+        gpu, gpu_p99: bytes that the GPU's allocator reserves: expected, and to plan for. Without a GPU: of the arena.
+        host, disk: bytes. waiting: of checkpoints' inputs in RAM, part of ``host``. disk_written: bytes a step.
+        step_seconds: of one optimizer step of ``tokens``. clipped_seconds: of one that clips, where that is another.
+        busy: share of the step in which each lane works. disk_hidden_from: tokens a step from which the disk costs nothing.
+        compression: what was decided for the disk level, where one is used and was measured.
+        threads: bytes of RAM that the disk level's threads hold, beside ``host``, which is the RAM level's.
+    """
+
+    gpu: int
+    gpu_p99: int
+    host: int
+    disk: int
+    step_seconds: float
+    tokens: int
+    busy: dict[str, float] = field(default_factory=dict)
+    clipped_seconds: float | None = None
+    disk_written: int = 0
+    disk_hidden_from: int | None = 0
+    waiting: int = 0
+    compression: Compression | None = None
+    threads: int = 0
+
+    @property
+    def token_seconds(self) -> float:
+        return self.step_seconds / self.tokens
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.step_seconds
+
+    @property
+    def bottleneck(self) -> str:
+        """The lane that works most."""
+        return max(self.busy, key=lambda lane: self.busy[lane], default="gpu")
+
+
+@dataclass(frozen=True)
+class Lacking:
+    """Why a choice does not fit: ``what`` is missing, and how many bytes of it (0: not a matter of bytes); ``words`` that say it better."""
+
+    what: str
+    num_bytes: int = 0
+    words: str = ""
+
+    def __str__(self) -> str:
+        if self.words:
+            return self.words
+        return f"lacks {format_bytes(self.num_bytes)} of {self.what}" if self.num_bytes else self.what
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The choice that was made, and why.
+
+    Attributes:
+        choice, prediction: of the fastest that fits.
+        others: other choices that fit, fastest first. rejected: what did not, with what it lacked.
+        pruned: choices that could not have been the fastest, by arithmetic alone.
+        bounds: what there is. rates: where the machine's rates are from.
+    """
+
+    choice: Choice
+    prediction: Prediction
+    others: tuple[tuple[Choice, Prediction], ...]
+    rejected: tuple[tuple[Choice, Lacking], ...]
+    pruned: int
+    bounds: Bounds
+    rates: str = ""
+
+    def lines(self) -> list[str]:
+        """For people."""
+        found = [
+            f"plan: {self.choice}",
+            f"  {_numbers(self.prediction)}",
+            f"  within {self.bounds}; rates: {self.rates}",
+        ]
+        found += [f"  {text}" for text in _remarks(self.prediction)]
+        for choice, prediction in _different(self.others, self.choice)[:MOST_SHOWN]:
+            longer = prediction.token_seconds / self.prediction.token_seconds
+            found.append(f"  instead, {longer:.2f} times as long: {choice}: {_numbers(prediction)}")
+        for choice, lacking in _nearest(self.rejected)[:MOST_SHOWN]:
+            found.append(f"  not {choice}: {lacking}")
+        if self.pruned:
+            found.append(f"  {self.pruned} more were left out, which arithmetic alone shows to be slower")
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "choice": asdict(self.choice), "predicted": asdict(self.prediction), "bounds": asdict(self.bounds), "rates": self.rates,
+            "others": [{"choice": asdict(choice), "predicted": asdict(each)} for choice, each in self.others],
+            "rejected": [{"choice": asdict(choice), "lacked": asdict(each)} for choice, each in self.rejected],
+            "pruned": self.pruned,
+        }  # fmt: skip
+
+
+Predict = Callable[[Choice], "tuple[Choice, Prediction] | Lacking"]
+
+
+def make_plan(
+    choices: Iterable[Choice], least_seconds: Callable[[Choice], float], predict: Predict, bounds: Bounds, rates: str = ""
+) -> Plan:  # fmt: skip
+    """Predict ``choices``, those first that could be the fastest by the token, and leave out those that cannot be.
+
+    Args:
+        least_seconds: a token, by arithmetic: no prediction may be below it.
+        predict: a choice with its sizes filled in, or what it lacks.
+
+    Raises:
+        InsufficientMemory: none fits; with what the nearest lacks.
+    """
+    found: list[tuple[Choice, Prediction]] = []
+    rejected: list[tuple[Choice, Lacking]] = []
+    pruned, best = 0, float("inf")
+    for least, _, choice in sorted((least_seconds(each), number, each) for number, each in enumerate(choices)):
+        if least > best * ALIKE:
+            pruned += 1
+            continue
+        result = predict(choice)
+        if isinstance(result, Lacking):
+            rejected.append((choice, result))
+        else:
+            found.append(result)
+            best = min(best, result[1].token_seconds)
+    if not found:
+        raise _nothing_fits(rejected, bounds)
+    found.sort(key=lambda each: each[1].token_seconds)
+    alike = [each for each in found if each[1].token_seconds <= best * ALIKE]
+    chosen = min(alike, key=_modesty)
+    others = tuple(each for each in found if each is not chosen)
+    return Plan(*chosen, others, tuple(rejected), pruned, bounds, rates)
+
+
+def _modesty(each: tuple[Choice, Prediction]) -> tuple[Any, ...]:
+    choice, prediction = each
+    return choice.placement != "resident", choice.checkpointing, prediction.disk, prediction.host, prediction.gpu
+
+
+def _nothing_fits(rejected: list[tuple[Choice, Lacking]], bounds: Bounds) -> InsufficientMemory:
+    near = _nearest(rejected)[:1]
+    text = f"the nearest is {near[0][0]}, which {near[0][1]}" if near else "there is nothing to choose from"
+    missing = near[0][1].num_bytes if near else 0
+    return InsufficientMemory(
+        f"no plan fits {bounds}: {text}; give fewer or shorter sequences, or more memory (--fast-memory, --host-memory, --disk-memory)",
+        needed_bytes=missing,
+        available_bytes=0,
+    )
+
+
+def _nearest(rejected: Iterable[tuple[Choice, Lacking]]) -> list[tuple[Choice, Lacking]]:
+    """One of each kind of choice, what lacks least first."""
+    ordered = sorted(rejected, key=lambda each: each[1].num_bytes or float("inf"))
+    seen, kept = set[Any](), []
+    for choice, lacking in ordered:
+        kind = (choice.placement, choice.batch_size, choice.checkpointing, choice.states)
+        if kind not in seen:
+            seen.add(kind)
+            kept.append((choice, lacking))
+    return kept
+
+
+def _different(others: Iterable[tuple[Choice, Prediction]], chosen: Choice) -> list[tuple[Choice, Prediction]]:
+    """The best of each kind that ``chosen`` is not of: neighbouring shares say nothing new."""
+    seen, kept = {_kind(chosen)}, []
+    for choice, prediction in others:
+        if _kind(choice) not in seen:
+            seen.add(_kind(choice))
+            kept.append((choice, prediction))
+    return kept
+
+
+def _kind(choice: Choice) -> tuple[Any, ...]:
+    names = ("placement", "batch_size", "checkpointing", "activations", "states", "fp4")
+    return (*(getattr(choice, name) for name in names), choice.update if isinstance(choice.update, str) else "both")
+
+
+def _numbers(prediction: Prediction) -> str:
+    disk = f", disk {format_bytes(prediction.disk)}" if prediction.disk else ""
+    if prediction.threads:
+        disk += f" and {format_bytes(prediction.threads)} of RAM for its threads"
+    busy = prediction.busy.get(prediction.bottleneck, 0.0)
+    return (
+        f"{prediction.tokens_per_second:,.0f} tokens/s ({format_seconds(prediction.step_seconds)} a step, {prediction.bottleneck} busy "
+        f"{busy:.0%}), level 0 {format_bytes(prediction.gpu)} (P99 {format_bytes(prediction.gpu_p99)}), RAM "
+        f"{format_bytes(prediction.host)}{disk}"
+    )
+
+
+def _remarks(prediction: Prediction) -> list[str]:
+    found = []
+    if prediction.clipped_seconds is not None:
+        found.append(f"while steps clip: {prediction.tokens / prediction.clipped_seconds:,.0f} tokens/s")
+    if prediction.disk_written:
+        found.append(f"written to the SSD: {format_bytes(1000 * prediction.disk_written)} in 1,000 steps")
+        hidden = prediction.disk_hidden_from
+        if hidden != 0:
+            found.append(
+                "the disk costs nothing from " + ("no" if hidden is None else f"{hidden:,}") + " tokens a step on"
+            )
+    if prediction.compression is not None:
+        found.append(str(prediction.compression))
+    return found

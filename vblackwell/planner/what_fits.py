@@ -1,0 +1,290 @@
+"""``vb estimate`` without a model: the largest known model that a machine trains, adapts and runs, each with its tokens a second.
+
+Nothing is looked up: every candidate is built without bytes, traced, placed by the offload runtime's own code and timed by the simulation
+of its lanes, from the largest that its states do not already rule out down to the first that fits.
+
+- *train*: all weights, AdamW, bf16 with fp32 masters, checkpointing; 16 sequences of 1,024 tokens a step, in as few forwards as fit.
+- *adapters*: LoRA of rank 16 on every linear over a frozen base packed to nvfp4; the same batch.
+- *run*: one text of at most 2,048 tokens, linears packed to nvfp4. A token reads all weights and its keys and values once; what does not
+  stay on the GPU crosses the link, or comes from the disk, meanwhile.
+
+What is slower than `LEAST_SPEED` is left out: with a disk, nearly everything fits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from vblackwell.errors import InsufficientMemory, VBError
+from vblackwell.generate.cache_shape import CacheShape, cache_shape
+from vblackwell.generate.room import divide, token_bytes, workspace_bytes
+from vblackwell.machine.rates import Rates
+from vblackwell.nn.convert.lora import add_adapters
+from vblackwell.nn.convert.lora_config import Lora
+from vblackwell.nn.linear.stored_fp4 import store_linears
+from vblackwell.offload.layout.formats import EXACT
+from vblackwell.offload.layout.groups import find_groups
+from vblackwell.planner.estimator import Run
+from vblackwell.planner.forecast import Forecast, Machine
+from vblackwell.planner.known_models import KNOWN_MODELS
+from vblackwell.planner.model_spec import of_config
+from vblackwell.planner.placement import Bounds, Plan, Space, make_plan
+from vblackwell.trace.causal_lm import build_causal_lm, language_batch, plain_batches
+from vblackwell.trace.trace import Trace, trace_forward, trace_training
+from vblackwell.trace.work import MATMUL_SHARE, MEMORY_SHARE, phase_seconds
+from vblackwell.units import format_bytes
+
+TASKS = ("train", "adapters", "run")
+WORDS = {"train": "train all weights", "adapters": "train adapters over FP4", "run": "run in FP4"}
+SEQ_LENGTH, SEQUENCES, POSITIONS, RANK = 1024, 16, 2048, 16
+BATCHES = ((16, 1), (4, 4), (1, 16))  # sequences in a forward, forwards in a step
+UPDATES: tuple[str | float, ...] = ("level0", 0.35)
+LEAST_SPEED = {
+    "train": 50.0,
+    "adapters": 50.0,
+    "run": 1.0,
+}  # tokens a second: 1.8 million in ten hours of training, a slow reader
+# Bytes a parameter, at the least: weight, remainder of the master and moments; gradients as well; of a packed weight.
+LEAST_STATE, LEAST_RESIDENT, LEAST_PACKED = 12.0, 18.0, 0.5
+ACTIVATIONS = ("level0", "host")  # where checkpoints wait: in RAM only if the GPU has no room
+FORMAT = "nvfp4"
+TRACED = (9, 0)  # of all capabilities alike: cuBLAS's workspace is its largest, 32 MiB
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A model that a machine has room for.
+
+    Attributes:
+        task: of `TASKS`. how: where things are, in words. resident: nothing passes over the link for lack of room.
+        gpu, host, disk: bytes, the CUDA context not counted.
+    """
+
+    task: str
+    model: str
+    parameters: int
+    tokens_per_second: float
+    gpu: int
+    host: int
+    disk: int
+    resident: bool
+    how: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """A machine that is asked about: what a run may take of it, how fast it is, and its CUDA capability."""
+
+    bounds: Bounds
+    rates: Rates
+    capability: tuple[int, int]
+    has_gpu: bool = True
+
+
+class WhatFits:
+    """Answers for any number of machines; what does not depend on the machine is worked out once.
+
+    Args:
+        models: names of `KNOWN_MODELS` to choose from.
+        say: told what is being tried.
+    """
+
+    def __init__(
+        self, models: Sequence[str] = tuple(KNOWN_MODELS), say: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self._say = say
+        self._names = models
+        self._traces: dict[Any, Trace] = {}
+        self.parameters = functools.cache(
+            lambda name: sum(p.numel() for p in _causal_lm(name, torch.bfloat16).parameters())
+        )
+        self._packed = functools.cache(_packed_bytes)
+        self._decoding = functools.cache(self._decode)
+
+    def largest(self, task: str, place: Place) -> list[Fit]:
+        """The largest model for ``task``, and the largest that stays on the GPU if that is another; [] where none fits."""
+        found: list[Fit] = []
+        for name in sorted(self._names, key=self.parameters, reverse=True):
+            fit = self.fit(task, name, place, only_resident=bool(found))
+            if fit is not None and fit.tokens_per_second >= LEAST_SPEED[task]:
+                found.append(fit)
+                if fit.resident:
+                    break
+        return found
+
+    def fit(self, task: str, name: str, place: Place, only_resident: bool = False) -> Fit | None:
+        """How ``name`` fits ``place``; None where it does not, or could not be fast enough."""
+        bounds = place.bounds
+        room = bounds.gpu if only_resident else bounds.gpu + bounds.host + bounds.disk
+        if self._least(task, name, only_resident) > room or self._most_speed(task, name, place) < LEAST_SPEED[task]:
+            return None
+        self._say(f"{WORDS[task]}: {name}")
+        if task == "run":
+            fit = self._run(name, place)
+            return None if fit is None or (only_resident and not fit.resident) else fit
+        return self._train(task, name, place, ("resident",) if only_resident else ("resident", "streamed"))
+
+    def _least(self, task: str, name: str, only_resident: bool) -> float:
+        """Bytes below which ``name`` is no candidate."""
+        if task == "train":
+            return self.parameters(name) * (LEAST_RESIDENT if only_resident else LEAST_STATE)
+        rough = self.parameters(name) * LEAST_PACKED
+        return self._packed(name) if only_resident else rough
+
+    def _most_speed(self, task: str, name: str, place: Place) -> float:
+        """Tokens a second that ``name`` cannot pass: products of a step, and what must cross the link or be on the disk and come back."""
+        parameters, rates, bounds = self.parameters(name), place.rates, place.bounds
+        if task == "run":
+            passing = parameters * LEAST_PACKED - bounds.gpu
+            return rates.up / passing if passing > 0 else float("inf")
+        state = LEAST_STATE if task == "train" else LEAST_PACKED
+        on_disk = parameters * state - bounds.gpu - bounds.host
+        ways = 1 / rates.disk_read + (1 / rates.disk_write if task == "train" else 0.0)
+        by_disk = SEQUENCES * SEQ_LENGTH / (on_disk * ways) if on_disk > 0 else float("inf")
+        return min(by_disk, MATMUL_SHARE * rates.matmul_half / (6 * _active(name, parameters)))
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def _train(self, task: str, name: str, place: Place, placements: tuple[str, ...]) -> Fit | None:
+        subject = replace(of_config(KNOWN_MODELS[name], name, SEQ_LENGTH), name=f"{name} {task}")
+        if task == "adapters":
+            subject = replace(subject, build=functools.partial(_adapted, name, place.has_gpu))
+        run = Run(subject, SEQ_LENGTH, precision="bf16", capability=place.capability, expandable=True)
+        forecast = _Shared(run, Machine(place.bounds, place.rates, place.has_gpu), self._traces)
+        for batch in BATCHES:
+            for activations in ACTIVATIONS:
+                space = Space(
+                    (batch,), checkpointing=(True,), placements=placements, updates=UPDATES, activations=(activations,)
+                )
+                try:
+                    plan = make_plan(space.choices(), forecast.least_seconds, forecast.predict, place.bounds)
+                except InsufficientMemory:
+                    continue
+                return _fit_of(task, name, self.parameters(name), plan)
+        return None
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def _run(self, name: str, place: Place) -> Fit | None:
+        shape, sizes, per_token, work = self._decoding(name, place.capability, place.has_gpu)
+        bounds, rates = place.bounds, place.rates
+        workspace = workspace_bytes(bounds.gpu)
+        free, whole = bounds.gpu - workspace, sum(sizes)
+        if whole > bounds.host + bounds.disk or free < 2 * max(sizes):
+            return None
+        try:
+            room = divide(free, list(sizes), shape, per_token, workspace)
+        except InsufficientMemory:
+            return None
+        kept = min(whole, room.weight_bytes)
+        cached = shape.num_bytes * room.cached_layers // shape.layers
+        passing = whole - kept + shape.num_bytes - cached
+        on_disk = max(0, whole - bounds.host)
+        compute = sum(phase_seconds(work, rates).values()) + shape.num_bytes / (MEMORY_SHARE * rates.memory)
+        lanes = {"GPU": compute, "link": passing / rates.up, "disk": min(on_disk, passing) / rates.disk_read}
+        slowest = max(lanes, key=lambda lane: lanes[lane])
+        resident = passing == 0
+        how = "resident" if resident else f"{format_bytes(passing)} a token over the link"
+        how += f", {format_bytes(min(on_disk, passing))} of it from the disk" if on_disk and passing else ""
+        return Fit(
+            "run", name, self.parameters(name), 1 / lanes[slowest], kept + cached + workspace, min(whole, bounds.host), on_disk,
+            resident, how,
+        )  # fmt: skip
+
+    def _decode(
+        self, name: str, capability: tuple[int, int], tiled: bool
+    ) -> tuple[CacheShape, tuple[int, ...], int, Any]:
+        """Sizes of the cache and of the groups, workspace of a token, and the work of one."""
+        model: Any = _causal_lm(name, torch.bfloat16)
+        model.requires_grad_(False)
+        _pack(model, tiled)
+        shape = cache_shape(model.config, 1, POSITIONS, torch.bfloat16)
+        assert shape is not None, "known models attend plainly"
+        sizes = tuple(group.num_bytes for group in find_groups(model, None, None, EXACT)[0])
+        with plain_batches():
+            work = trace_forward(
+                model.eval(),
+                language_batch(model.config.vocab_size, 1, 1),
+                lambda m, batch: m(input_ids=batch["input_ids"]).logits,
+                capability,
+            )
+        return shape, sizes, token_bytes(model.config, 2), work
+
+
+class _Shared(Forecast):
+    """A forecast whose traces outlive it: they do not depend on the machine's sizes and speeds."""
+
+    def __init__(self, run: Run, machine: Machine, traces: dict[Any, Trace]) -> None:
+        super().__init__(run, machine)
+
+        def trace(checkpointing: bool, fp4: bool, batch_size: int) -> Trace:
+            key = run.subject.name, checkpointing, fp4, batch_size
+            if key not in traces:
+                model = self.model(checkpointing, fp4)  # transformers is there before it is asked about batches
+                batch = language_batch(run.subject.vocab_size, batch_size, run.seq_length)
+                with plain_batches():
+                    traces[key] = trace_training(model, batch, run.subject.loss, None, capability=TRACED, steps=1)
+            return traces[key]
+
+        self.trace = trace  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _active(name: str, parameters: int) -> float:
+    """Parameters that a token meets, at least: of experts the chosen ones."""
+    fields = KNOWN_MODELS[name]
+    return parameters * fields.get("num_experts_per_tok", 1) / fields.get("num_local_experts", 1)
+
+
+def _causal_lm(name: str, dtype: torch.dtype) -> nn.Module:
+    return build_causal_lm(KNOWN_MODELS[name], name, dtype)
+
+
+def _adapted(name: str, tiled: bool, dtype: torch.dtype) -> nn.Module:
+    """As ``vb train --lora 16 --use-fp4`` makes it."""
+    model = _causal_lm(name, dtype)
+    model.requires_grad_(False)
+    add_adapters(model, Lora(RANK))
+    _pack(model, tiled)
+    return model.to(dtype).train()
+
+
+def _packed_bytes(name: str) -> int:
+    model = _causal_lm(name, torch.bfloat16)
+    _pack(model, tiled=True)
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def _pack(model: nn.Module, tiled: bool) -> None:
+    try:
+        store_linears(model, "all", None, FORMAT, tiled=tiled)
+    except VBError:  # no linear that may be packed: GPT-2's are transposed
+        return
+
+
+def _fit_of(task: str, name: str, parameters: int, plan: Plan) -> Fit:
+    found = plan.prediction
+    resident = plan.choice.placement == "resident"
+    how = "resident" if resident else f"streamed, {found.bottleneck} busiest"
+    if plan.choice.accumulation_steps > 1:
+        how += f", {plan.choice.accumulation_steps} forwards a step"
+    return Fit(
+        task, name, parameters, found.tokens_per_second, found.gpu, found.host, found.disk, resident, how,
+    )  # fmt: skip
+
+
+def row_of(fit: Fit) -> tuple[str, ...]:
+    """What tables show: task, model, parameters, tokens a second, GPU, RAM, disk, how."""
+    speed = fit.tokens_per_second
+    return (
+        WORDS[fit.task], fit.model, f"{fit.parameters / 1e9:.1f}B", f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}",
+        format_bytes(fit.gpu), format_bytes(fit.host), format_bytes(fit.disk) if fit.disk else "-", fit.how,
+    )  # fmt: skip
+
+
+HEADS = ("", "model", "parameters", "tokens/s", "GPU", "RAM", "disk", "")

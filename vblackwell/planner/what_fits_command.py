@@ -1,0 +1,128 @@
+"""``vb estimate`` without a model: the machine that is meant, and the table of what it trains, adapts and runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+
+import torch
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.machine.facts import disk_facts, memory_facts
+from vblackwell.machine.gpus import context_bytes, find_gpu, known_as
+from vblackwell.machine.measured import kept_rates, rates_of
+from vblackwell.machine.rates import assumed_rates
+from vblackwell.memory.cache.config import default_disk_path
+from vblackwell.memory.cache.create import ARENA_SHARE, DISK_SHARE, LARGEST_DISK_BYTES
+from vblackwell.offload.measure import cpu_rates
+from vblackwell.planner.estimate.command import some_bytes
+from vblackwell.planner.estimate.speed import STREAMED_ERROR
+from vblackwell.planner.placement import Bounds
+from vblackwell.planner.what_fits import (
+    HEADS,
+    LEAST_SPEED,
+    POSITIONS,
+    SEQ_LENGTH,
+    SEQUENCES,
+    TASKS,
+    Fit,
+    Place,
+    WhatFits,
+    row_of,
+)
+from vblackwell.train.auto import HOST_SHARE, LATER_BYTES
+from vblackwell.units import format_bytes, parse_bytes
+
+
+def what_fits_command(gpu: str | None, host_memory: str | None, disk_memory: str | None, as_json: bool) -> int:
+    """Print the largest models for a machine; 0. Progress goes to standard error.
+
+    Args:
+        gpu: a known card; None: this machine's, or none.
+        host_memory, disk_memory: RAM of the machine and what of its disk may be used; None: this machine's.
+
+    Raises:
+        ConfigurationError: an unknown card, or a GPU here whose speed is not known.
+    """
+    name, place = place_of(gpu, host_memory, disk_memory)
+    answers = WhatFits(say=lambda text: print(f"trying to {text}", file=sys.stderr, flush=True))
+    found = [fit for task in TASKS for fit in answers.largest(task, place)]
+    if as_json:
+        values = {
+            "machine": name,
+            "bounds": asdict(place.bounds),
+            "rates": place.rates.source,
+            "fits": [asdict(fit) for fit in found],
+        }
+        print(json.dumps(values | {"assumptions": assumptions(place)}, indent=2))
+    else:
+        print("\n".join(lines(name, place, found)))
+    return 0
+
+
+def place_of(gpu: str | None, host_memory: str | None, disk_memory: str | None) -> tuple[str, Place]:
+    """The machine in words, and what a run may take of it: of its RAM the share that ``--vgpu-auto`` takes."""
+    ram = memory_facts().available_bytes if host_memory is None else some_bytes(host_memory, "--ram")
+    host = int(ram * HOST_SHARE)
+    if disk_memory is None:
+        disk = min(int(disk_facts(default_disk_path()).free_bytes * DISK_SHARE), LARGEST_DISK_BYTES)
+    else:
+        disk = parse_bytes(disk_memory, "--disk")
+    if gpu is not None:
+        card = find_gpu(gpu)
+        room = card.total_bytes - context_bytes(card.capability)
+        return card.name, Place(Bounds(room, host, disk), rates_of(card), card.capability)
+    if not torch.cuda.is_available():
+        return "this machine, without a GPU", Place(
+            Bounds(int(ram * ARENA_SHARE), host, disk), cpu_rates(), (8, 0), has_gpu=False
+        )
+    name = torch.cuda.get_device_name(0)
+    rates, known = kept_rates(name), known_as(name)
+    if rates is None and known is None:
+        raise ConfigurationError(f"the speed of {name} is not known yet: run vb doctor first")
+    room = torch.cuda.mem_get_info(0)[0] - LATER_BYTES
+    place = Place(Bounds(room, host, disk), rates or assumed_rates(known), torch.cuda.get_device_capability(0))  # type: ignore[arg-type]
+    return name, place
+
+
+def lines(name: str, place: Place, found: Sequence[Fit]) -> list[str]:
+    """For people."""
+    bounds = place.bounds
+    rows = [HEADS, *map(row_of, found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADS))]
+    table = [
+        "  ".join(_cell(text, width, column) for column, (text, width) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    ]
+    left_out = [task for task in TASKS if not any(fit.task == task for fit in found)]
+    return [
+        f"{name}: {format_bytes(bounds.gpu)} of level 0, {format_bytes(bounds.host)} of RAM, {format_bytes(bounds.disk)} of disk for a run",
+        "",
+        *(f"  {line.rstrip()}" for line in table),
+        *(f"  no known model for: {task}" for task in left_out),
+        "",
+        *(f"  assumes {text}" for text in assumptions(place)),
+    ]
+
+
+def _cell(text: str, width: int, column: int) -> str:
+    return text.rjust(width) if 2 <= column <= 6 else text.ljust(width)
+
+
+def assumptions(place: Place) -> list[str]:
+    """What the table rests on."""
+    least = ", ".join(f"{task} {speed:g}" for task, speed in LEAST_SPEED.items())
+    return [
+        f"training: {SEQUENCES} sequences of {SEQ_LENGTH} tokens a step, bf16 with fp32 masters, checkpointing; running: one text of at "
+        f"most {POSITIONS} tokens",
+        f"speeds by {place.rates.source}: {STREAMED_ERROR}",
+        f"models by name of vb estimate, of those that reach these tokens/s: {least}",
+        f"{HOST_SHARE:.0%} of the RAM is for the run; in the second row of a task the largest that stays on the GPU",
+    ]
+
+
+def markdown(found: Iterable[Fit]) -> list[str]:
+    """The rows of a Markdown table."""
+    return [f"| {' | '.join(row_of(fit))} |" for fit in found]

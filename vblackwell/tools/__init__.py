@@ -1,0 +1,1 @@
+"""Commands next to training and writing: doctor, bench, quantize, calibrate, compare."""

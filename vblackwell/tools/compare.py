@@ -1,0 +1,156 @@
+"""How far two models are apart on one input, and what each takes for it: for a model before and after quantisation, say.
+
+Layer by layer means: outputs of the modules that have the same name in both, each model running on its own activations. So a
+layer's figure holds what went wrong in the layers before it, too; the first that falls is the one to look at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.numerics.sqnr import decibels, noise_and_signal
+from vblackwell.tools.cost import measure, weight_bytes
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Differences of ``b`` from ``a``.
+
+    Attributes:
+        absolute: largest |a - b|.
+        relative: |a - b| over |a|, in the Euclidean norm.
+        sqnr_db: the same in decibels; inf where nothing differs.
+        layers: by module name in order of execution, where asked for.
+        rms: root of the mean of (a - b)^2.
+        a, b: what each model took; of layers, and where no repeats were asked for, None.
+    """
+
+    absolute: float
+    relative: float
+    sqnr_db: float
+    layers: dict[str, Comparison] = field(default_factory=dict)
+    rms: float = 0.0
+    a: ModelCost | None = None
+    b: ModelCost | None = None
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """What a model took for an input.
+
+    Attributes:
+        milliseconds: of one pass, median.
+        weight_bytes: of parameters and buffers, packed ones as packed.
+        peak_bytes: most that a pass allocated beside them at a time.
+    """
+
+    milliseconds: float
+    weight_bytes: int
+    peak_bytes: int
+
+
+def compare(model_a: nn.Module, model_b: nn.Module, x: Any, per_layer: bool = False, repeats: int = 5) -> Comparison:
+    """Runs both on ``x`` (eval mode, no gradients) and compares what comes out and what it took.
+
+    Args:
+        model_a: the reference.
+        model_b: the other.
+        x: a tensor, a tuple of positional or a mapping of keyword arguments.
+        per_layer: compare the outputs of equally named modules, too.
+        repeats: passes that are timed, beside three that are not; 0: times and bytes are not measured.
+
+    Raises:
+        ConfigurationError: outputs that are no tensors or of different shapes, or no layer of the same name.
+    """
+    apart, devices = _apart(model_a, model_b, x, per_layer)
+    if not repeats:
+        return apart
+    costs = [_cost(model, x, device, repeats) for model, device in zip((model_a, model_b), devices, strict=True)]
+    return dataclasses.replace(apart, a=costs[0], b=costs[1])
+
+
+def _apart(model_a: nn.Module, model_b: nn.Module, x: Any, per_layer: bool) -> tuple[Comparison, list[torch.device]]:
+    """How far apart they are, and where each one's output was. Holds no output on return."""
+    outputs: list[dict[str, Tensor]] = []
+    for model in (model_a, model_b):
+        with _recorded(model, per_layer) as seen:
+            result = _first_tensor(_call(model, x))
+        if result is None:
+            raise ConfigurationError(f"{type(model).__name__} returned no tensor to compare")
+        outputs.append(seen | {"": result})
+    a, b = outputs
+    layers = {name: difference(a[name], b[name]) for name in a if name and name in b and a[name].shape == b[name].shape}
+    if per_layer and not layers:
+        raise ConfigurationError("the two models have no layer of the same name and output shape to compare")
+    whole = dataclasses.replace(difference(a[""], b[""]), layers=layers)
+    return whole, [a[""].device, b[""].device]
+
+
+def difference(a: Tensor, b: Tensor) -> Comparison:
+    """How far ``b`` is from ``a``, which has its shape.
+
+    Raises:
+        ConfigurationError: the shapes differ.
+    """
+    noise, signal = noise_and_signal(a, b)
+    absolute = float((a.double() - b.to(a.device).double()).abs().max()) if a.numel() else 0.0
+    relative = (noise / signal) ** 0.5 if signal else (0.0 if noise == 0 else float("inf"))
+    return Comparison(absolute, relative, decibels(noise, signal), rms=(noise / max(a.numel(), 1)) ** 0.5)
+
+
+def _cost(model: nn.Module, x: Any, device: torch.device, repeats: int) -> ModelCost:
+    with _recorded(model, per_layer=False):
+        cost = measure(lambda: _call(model, x), device, repeats).cost
+    return ModelCost(cost.milliseconds, weight_bytes(model), cost.peak_bytes)
+
+
+def _call(model: nn.Module, x: Any) -> Any:
+    with torch.no_grad():
+        if isinstance(x, Mapping):
+            return model(**x)
+        return model(*x) if isinstance(x, tuple) else model(x)
+
+
+@contextmanager
+def _recorded(model: nn.Module, per_layer: bool) -> Iterator[dict[str, Tensor]]:
+    """Outputs by module name while inside; the model is in eval mode there."""
+    seen: dict[str, Tensor] = {}
+    modes = {module: module.training for module in model.modules()}
+    with ExitStack() as stack:
+        for name, module in model.named_modules() if per_layer else ():
+            if name:
+                stack.callback(module.register_forward_hook(_recorder(name, seen)).remove)
+        try:
+            model.eval()
+            yield seen
+        finally:
+            for module, training in modes.items():
+                module.training = training
+
+
+def _recorder(name: str, seen: dict[str, Tensor]) -> Any:
+    def record(module: nn.Module, inputs: Any, output: Any) -> None:
+        tensor = _first_tensor(output)
+        if tensor is not None:
+            seen[name] = tensor.detach().clone()
+
+    return record
+
+
+def _first_tensor(output: Any) -> Tensor | None:
+    """The tensor of an output, of a tuple's first element, or of the logits of a ``transformers`` output."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    if isinstance(output, Sequence):
+        return next((item for item in output if isinstance(item, Tensor)), None)
+    return None

@@ -1,0 +1,189 @@
+"""``vb doctor``: what this machine has, how fast it is, and what is missing for what."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vblackwell.errors import Unsupported
+from vblackwell.machine.facts import (
+    DiskFacts,
+    GPUFacts,
+    MemoryFacts,
+    disk_facts,
+    in_cuda_order,
+    is_wsl,
+    list_gpus,
+    memory_facts,
+    why_no_cuda,
+)
+from vblackwell.machine.measured import keep
+from vblackwell.offload.measure import adamw_gparams, as_rates, cpu_matmul_gflops, disk_gbps, gpu_rates, host_copy_gbps
+from vblackwell.train.disk_speed import keep_codec, keep_disk, sample_of
+from vblackwell.train.precision import has_bf16
+from vblackwell.units import GiB, format_bytes
+
+SLOW_FILE_SYSTEMS = ("9p", "nfs", "cifs", "fuse")
+CODEC_KINDS = ("bfloat16 weights", "float32 weights", "remainders", "first moments", "second moments")
+WINDOWS_MOUNT = "/mnt/"
+
+
+def doctor(as_json: bool, disk_path: str) -> int:
+    """Run ``vb doctor``; progress goes to standard error, the result to standard output.
+
+    Raises:
+        ConfigurationError: ``disk_path`` does not exist.
+    """
+    found = examine(disk_path, lambda text: print(text, file=sys.stderr, flush=True))
+    print(json.dumps(found, indent=2) if as_json else "\n".join(lines_of(found)))
+    return 0
+
+
+def examine(disk_path: str, say: Callable[[str], None]) -> dict[str, Any]:
+    """Facts, rates and advice as plain values; takes about ten seconds."""
+    memory, disk, gpus = memory_facts(), disk_facts(Path(disk_path)), list_gpus()
+    reason = why_no_cuda(gpus)
+    if reason is None:
+        gpus = in_cuda_order(gpus)  # what is measured is CUDA's first
+    rates: dict[str, Any] = {}
+    measured: list[tuple[str, str, Callable[[], Any]]] = [
+        ("RAM", "host_copy_gbps", host_copy_gbps),
+        ("matrix product on the CPU", "cpu_matmul_gflops", cpu_matmul_gflops),
+        ("AdamW on the CPU", "cpu_adamw_gparams", lambda: adamw_gparams(torch.device("cpu"))),
+        (f"disk at {disk_path}", "disk_gbps", lambda: disk_gbps(disk_path)),
+        ("lossless compression", "lossless", _codec_rates),
+    ]
+    if reason is None:
+        measured.append(("GPU and its links", "gpu", lambda: gpu_rates(torch.device("cuda", 0))))
+    for number, (what, key, measure) in enumerate(measured, 1):
+        say(f"measuring {number}/{len(measured)}: {what}")
+        rates[key] = measure()
+    keep_disk(disk_path, rates["disk_gbps"])  # plans go by it, and by the codec
+    if "gpu" in rates:
+        keep(torch.cuda.get_device_name(0), as_rates(rates["gpu"], rates["disk_gbps"]))  # vb estimate goes by them
+    return {
+        "software": {
+            "python": platform.python_version(), "torch": torch.__version__, "torch_cuda": torch.version.cuda,
+            "system": platform.platform(), "wsl": is_wsl(),
+        },
+        "cpu": {"cores": len(os.sched_getaffinity(0)), "torch_threads": torch.get_num_threads()},
+        "memory": asdict(memory),
+        "disk": {"path": str(disk.path.resolve()), "free_bytes": disk.free_bytes, "file_system": disk.file_system},
+        "gpus": [asdict(gpu) for gpu in gpus],
+        "gpu_refused": reason,
+        "rates": rates,
+        "advice": advice(memory, disk, gpus, reason, wsl=is_wsl()),
+    }  # fmt: skip
+
+
+def _codec_rates() -> dict[str, Any]:
+    """By kind of bytes; or why there is none."""
+    try:
+        found = keep_codec(sample_of(None, None), CODEC_KINDS)
+    except Unsupported as error:
+        return {"refused": str(error)}
+    return {
+        kind: {"ratio": speed.ratio, "in_gbps": speed.compress / 1e9, "out_gbps": speed.decompress / 1e9}
+        for kind, speed in found.items()
+    }
+
+
+def advice(
+    memory: MemoryFacts, disk: DiskFacts, gpus: list[GPUFacts], gpu_refused: str | None, *, wsl: bool
+) -> list[str]:
+    """What is missing for what, a sentence each; empty where nothing is."""
+    found = []
+    if gpu_refused is not None:
+        found.append(f"GPU: {gpu_refused}. Training runs on the CPU" + (" only with --device cpu." if gpus else "."))
+    found += [f"GPU {gpu.index} ({gpu.name}) is not used: this version trains on one GPU." for gpu in gpus[1:]]
+    if gpu_refused is None:
+        if not has_bf16(torch.device("cuda", 0)):
+            found.append("bf16: this GPU lacks it; --mixed-precision computes in fp16 with a loss scaler.")
+        if importlib.util.find_spec("triton") is None:
+            found.append("kernels: the triton package is missing; FP4 layers use plain torch.")
+        elif not any(shutil.which(name) for name in ("gcc", "cc", "clang")):
+            found.append("kernels: no C compiler was found, which Triton needs at its first use: install gcc.")
+    if memory.limited_by != "machine":
+        found.append(
+            f"RAM: the cgroup {memory.limited_by} limits it to {format_bytes(memory.total_bytes)}, "
+            f"{format_bytes(memory.available_bytes)} of it free."
+        )
+    if disk.ram_backed:
+        found.append(
+            f"disk level: {disk.path} is {disk.file_system}, which is RAM: give --disk-path a folder on a disk."
+        )
+    elif disk.file_system in SLOW_FILE_SYSTEMS:
+        found.append(f"disk level: {disk.path} is {disk.file_system}, which is slow: give --disk-path a local disk.")
+    if disk.free_bytes < GiB:
+        found.append(
+            f"disk: {format_bytes(disk.free_bytes)} are free at {disk.path}; checkpoints need 12 bytes a parameter."
+        )
+    if wsl:
+        found += _wsl_advice(disk.path)
+    return found
+
+
+def _wsl_advice(path: Path) -> list[str]:
+    found = [
+        "WSL2: Windows gives it half of the RAM unless .wslconfig says otherwise ([wsl2] memory=...); more RAM means "
+        "a larger cpu level.",
+        "WSL2: pinned memory is limited; where CUDA refuses it, copies are slower, and a warning says so.",
+    ]
+    if str(path.resolve()).startswith(WINDOWS_MOUNT):
+        found.append(
+            f"WSL2: {path} is on a Windows drive, which is slow from Linux: keep data and runs under your home."
+        )
+    return found
+
+
+def lines_of(found: dict[str, Any]) -> list[str]:
+    """The findings for people."""
+    software, cpu, memory, disk, rates = (found[key] for key in ("software", "cpu", "memory", "disk", "rates"))
+    torch_build = f"CUDA {software['torch_cuda']}" if software["torch_cuda"] else "CPU build"
+    lines = [
+        f"system   {software['system']}{' (WSL)' if software['wsl'] else ''}, Python {software['python']}",
+        f"torch    {software['torch']}, {torch_build}",
+        f"CPU      {cpu['cores']} cores; matrix product {rates['cpu_matmul_gflops']:.0f} GFLOP/s in fp32, AdamW "
+        f"{rates['cpu_adamw_gparams']:.2f} G parameters/s",
+        f"RAM      {format_bytes(memory['available_bytes'])} free of {format_bytes(memory['total_bytes'])}; copy "
+        f"{rates['host_copy_gbps']:.1f} GB/s",
+        f"disk     {format_bytes(disk['free_bytes'])} free at {disk['path']} ({disk['file_system']}); "
+        f"{_disk_rate(rates['disk_gbps'])}",
+        f"lossless {_codec_rate(rates['lossless'])}",
+    ]
+    for gpu in found["gpus"]:
+        lines.append(
+            f"GPU {gpu['index']}    {gpu['name']}, {format_bytes(gpu['free_bytes'])} free of "
+            f"{format_bytes(gpu['total_bytes'])}, "
+            f"driver {gpu['driver_version']}"
+        )
+    if "gpu" in rates:
+        lines += [f"         {name.replace('_', ' ')}: {value:.1f}" for name, value in rates["gpu"].items()]
+    if not found["gpus"]:
+        lines.append("GPU      none")
+    return [*lines, "", *(found["advice"] or ["Nothing is missing."])]
+
+
+def _codec_rate(rates: dict[str, Any]) -> str:
+    if "refused" in rates:
+        return f"compression of a disk level: {rates['refused']}"
+    kinds = (
+        f"{kind} {each['ratio']:.2f}, {each['in_gbps']:.2f}, {each['out_gbps']:.2f}" for kind, each in rates.items()
+    )
+    return f"compression of a disk level, ratio, GB/s in and out: {'; '.join(kinds)}"
+
+
+def _disk_rate(rate: dict[str, Any]) -> str:
+    if "refused" in rate:
+        return f"not usable as a disk level: {rate['refused']}"
+    return f"O_DIRECT where possible: write {rate['write']:.2f} GB/s, read {rate['read']:.2f} GB/s"

@@ -1,0 +1,464 @@
+"""``vb quantize``: a Hugging Face folder in, the same folder with packed linears out.
+
+Tensors stream: two passes over the weights on disk (the first for tensor scales and bad values, the second packs), and memory
+for one layer. The order of writing is that of the output files, so only the small entries of a layer wait for their turn.
+Embeddings, head and norms are copied, in the type that transformers runs the format in. Where transformers makes one parameter of several
+tensors (a layer's experts), that parameter is written: of a quantised folder it joins packed tensors alone. The folder appears complete
+under its name or not at all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.folders.checked import check_weights
+from vblackwell.folders.commit import MANIFEST, CommitFolder
+from vblackwell.folders.compressed_tensors import (
+    FINE,
+    GLOBAL,
+    entry_specs,
+    fine_spec,
+    not_packable_reasons,
+    opens_in_transformers,
+    quantization_config,
+    runs_in,
+    to_entries,
+)  # fmt: skip
+from vblackwell.folders.folder import load_specs, read_config, stored_dtype
+from vblackwell.folders.shards import SafetensorsShards, TensorSpec
+from vblackwell.folders.weights import FolderWeights
+from vblackwell.generate.skeleton import skeleton, stays_fp32
+from vblackwell.nn.convert.assignment import Assignment
+from vblackwell.nn.convert.linears import HEAD, find_linears, select_linears
+from vblackwell.nn.convert.read_weights import needed_to_initialize
+from vblackwell.numerics.formats import Format, check_search, format_named
+from vblackwell.numerics.fp4 import joint_tensor_scale, quantize
+from vblackwell.numerics.packed import PackedTensor
+from vblackwell.numerics.separation import SeparatedTensor, fine_part
+from vblackwell.numerics.sqnr import decibels, noise_and_signal
+from vblackwell.units import format_bytes
+
+# Projections that runtimes fuse into one matrix, and that therefore share a tensor scale.
+_FUSED = (re.compile(r"^(.*\.)?(q|k|v)_proj$"), re.compile(r"^(.*\.)?(gate|up)_proj$"), re.compile(r"^(.*\.)?w[13]$"))
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".safetensors.index.json", ".bin.index.json")
+_FP32_ALONE = ("CTRLLMHeadModel", "XLNetLMHeadModel")
+_COPY_BYTES = 16 << 20
+_WORKSPACE_BYTES = 512 << 20  # nothing else is on the device
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """A linear that was packed.
+
+    Attributes:
+        name: of the module.
+        shape: (N, K).
+        sqnr_db: signal over quantisation noise.
+        bytes_before, bytes_after: of its weight on disk.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    sqnr_db: float
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass(frozen=True)
+class QuantizeReport:
+    """What ``quantize_folder`` did.
+
+    Attributes:
+        layers: the packed linears.
+        kept: linears that were not packed, with the reason.
+        sqnr_db: over all packed weights together.
+        bytes_before, bytes_after: of all tensors on disk.
+        dtype_before, dtype: of the model, in the original folder and now.
+    """
+
+    layers: tuple[PackedLayer, ...]
+    kept: dict[str, str]
+    sqnr_db: float
+    bytes_before: int
+    bytes_after: int
+    dtype_before: torch.dtype
+    dtype: torch.dtype
+
+
+def quantize_folder(
+    model: Path | str,
+    out: Path | str,
+    format: str = "nvfp4",
+    scale_search: str = "mse",
+    *,
+    block_size: int | None = None,
+    pattern: str = "all",
+    keep: str = HEAD,
+    device: torch.device | str = "cpu",
+    assignment: Assignment | None = None,
+    on_layer: Callable[[PackedLayer, int, int], None] | None = None,
+) -> QuantizeReport:
+    """Packs the linears of a Hugging Face folder into ``out``.
+
+    Args:
+        model: folder with ``config.json`` and safetensors.
+        out: folder to make; replaced if it is one that this wrote.
+        format, scale_search, block_size: as for ``numerics.fp4.quantize``.
+        pattern, keep: which linears, as for ``nn.convert.select_linears``.
+        device: where weights are packed, a layer at a time.
+        assignment: which linears are packed: those that it puts in nvfp4 or in two parts; the others stay as they are.
+        on_layer: called with each packed layer, its number and their count.
+
+    Raises:
+        ConfigurationError: no such model, nothing to pack, weights with inf or NaN, ``out`` is in use, or the assignment is for
+            another model or packs what cannot be packed.
+        FolderMismatch, CorruptData: its files are not those of its config.json, or damaged.
+        Unsupported: the model is quantised already, or transformers cannot open packed folders of its architecture.
+        DiskError: the disk is full or failed; nothing is left under ``out`` then.
+    """
+    source, target = Path(model), Path(out)
+    form = format_named(format, block_size)
+    check_search(scale_search)
+    config = read_config(source)
+    if config.get("quantization_config"):
+        raise Unsupported(f"{source} is quantised already: give the folder with the original weights")
+    _check_target(source, target)
+    check_weights(source)
+    if assignment is not None:
+        _check_assignment(assignment, form)
+    module = skeleton(config)
+    with FolderWeights(module, source) as weights:
+        plan = _Plan.of(config, module, weights, form, pattern, keep, assignment)
+        reader = _Reader(weights, plan, torch.device(device))
+        scales = {} if form.name != "nvfp4" else _tensor_scales(plan, reader, form, scale_search)
+        packer = _Packer(plan, reader, form, scale_search, scales, on_layer)
+        with CommitFolder(target.resolve().parent, target.resolve().name, plan.bytes_after) as folder:
+            written = quantization_config(form, plan.kept, plan.two_parts)
+            folder.add_json("config.json", _in_type(config, plan.dtype) | {"quantization_config": written})
+            _copy_others(source, folder)
+            with SafetensorsShards(folder, "model", plan.specs) as shards:
+                for name, tensor in packer.tensors(shards.names):
+                    shards.write(name, tensor)
+    return QuantizeReport(
+        tuple(packer.layers), plan.kept, decibels(packer.noise, packer.signal), plan.bytes_before, plan.bytes_after,
+        plan.dtype_before, plan.dtype,
+    )  # fmt: skip
+
+
+def _in_type(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """``config`` of a model in ``dtype``, and so of the parts that state theirs."""
+    changed = {key: value for key, value in config.items() if key != "torch_dtype"}
+    for key, value in changed.items():
+        if isinstance(value, dict) and ("dtype" in value or "torch_dtype" in value):
+            changed[key] = _in_type(value, dtype)
+    return changed | {"dtype": str(dtype).removeprefix("torch.")}
+
+
+def quantize_command(
+    model: str,
+    out: str,
+    format: str = "nvfp4",
+    scale_search: str = "mse",
+    block_size: int | None = None,
+    pattern: str = "all",
+    keep: str | None = None,
+    device: str = "cpu",
+    assignment: str | None = None,
+    budget: float | None = None,
+    max_bits: float | None = None,
+    calibration: str | None = None,
+) -> int:
+    """Run ``vb quantize``: a line a layer while it works, then sizes before and after.
+
+    With ``budget`` or ``max_bits`` it first measures which linears bear nvfp4 (calibrate.py), and keeps that as ``OUT.assignment.json``.
+
+    Raises:
+        VBError: as ``quantize_folder``.
+    """
+
+    def say(layer: PackedLayer, number: int, count: int) -> None:
+        shape = "x".join(map(str, layer.shape))
+        print(f"[{number:>{len(str(count))}}/{count}] {layer.name:<48} {shape:>13} {layer.sqnr_db:6.2f} dB", flush=True)
+
+    kept = HEAD if keep is None else f"(?:{HEAD})|(?:{keep})"
+    chosen = None if assignment is None else Assignment.load(assignment)
+    if budget is not None or max_bits is not None:
+        if chosen is not None:
+            raise ConfigurationError("--assignment is the choice that --budget and --max-bits would make: give one")
+        chosen = _calibrated(model, out, format, budget, max_bits, calibration, pattern, kept, device)
+    elif calibration is not None:
+        raise ConfigurationError("--calibration is the text for --budget or --max-bits: give one of them")
+    report = quantize_folder(
+        model, out, format, scale_search, block_size=block_size, pattern=pattern, device=device, on_layer=say, keep=kept,
+        assignment=chosen,
+    )  # fmt: skip
+    for name, reason in report.kept.items():
+        print(f"kept {name}: {reason}")
+    experts = [spec.size_bytes for name, spec in load_specs(Path(model)).items() if ".experts." in name]
+    if experts and not any(".experts." in layer.name for layer in report.layers):
+        print(f"kept {len(experts)} tensors of experts, {format_bytes(sum(experts))}: they are no linears of the model")
+    worst = min(report.layers, key=lambda layer: layer.sqnr_db)
+    before = sum(layer.bytes_before for layer in report.layers)
+    after = sum(layer.bytes_after for layer in report.layers)
+    print(
+        f"{len(report.layers)} linears in {format}: {report.sqnr_db:.2f} dB, worst {worst.sqnr_db:.2f} ({worst.name})"
+    )
+    print(f"packed weights {format_bytes(before)} -> {format_bytes(after)}")
+    if report.dtype != report.dtype_before:
+        names = [str(dtype).removeprefix("torch.") for dtype in (report.dtype_before, report.dtype)]
+        print(f"all other tensors {names[0]} -> {names[1]}, in which compressed-tensors decodes {format}")
+    print(f"model {format_bytes(report.bytes_before)} -> {format_bytes(report.bytes_after)} in {out}")
+    return 0
+
+
+def _calibrated(
+    model: str, out: str, format: str, budget: float | None, max_bits: float | None, calibration: str | None, pattern: str,
+    keep: str, device: str,
+) -> Assignment:  # fmt: skip
+    """What ``--budget`` or ``--max-bits`` chooses, said and kept beside the folder; refuses first what packing would refuse."""
+    from vblackwell.tools.calibrate import calibrate
+
+    if format != "nvfp4":
+        raise ConfigurationError(f"--budget and --max-bits choose between nvfp4 and no packing: drop --format {format}")
+    _check_target(Path(model), Path(out))
+    text = None if calibration is None else Path(calibration)
+    chosen = calibrate(Path(model), text, budget, max_bits, pattern=pattern, keep=keep, device=device)
+    rise = 100 * (chosen.measured["loss_after"] / chosen.measured["loss"] - 1)
+    path = f"{out.rstrip('/')}.assignment.json"
+    coarse, both = len(chosen.names("nvfp4")), len(chosen.names("two-part"))
+    if not coarse and not both:
+        raise ConfigurationError("no linear may be packed within the budget: allow more, or give other --calibration")
+    print(
+        f"{coarse} of {len(chosen.shapes)} linears in nvfp4, {both} in two parts, {chosen.bits:.2f} bits a weight: "
+        f"calibration loss {chosen.measured['loss']:.4f}, {rise:+.3f} % with them; kept as {path}"
+    )
+    chosen.save(path)
+    return chosen
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What becomes of each tensor, from tables alone."""
+
+    packed: dict[str, tuple[int, int]]  # linear -> (N, K)
+    two_parts: set[str]  # of those
+    kept: dict[str, str]  # linear -> why
+    specs: list[TensorSpec]  # of the output
+    sources: dict[str, str]  # what is copied: its name there -> the model's
+    bytes_before: int
+    dtype_before: torch.dtype
+    dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls, config: dict[str, Any], module: nn.Module, weights: FolderWeights, form: Format, pattern: str, keep: str,
+        assignment: Assignment | None = None,
+    ) -> _Plan:  # fmt: skip
+        select_linears(module, pattern, keep)  # raises where there is none
+        why = find_linears(module, pattern, keep)
+        held = set(weights.names)
+        if assignment is not None:
+            shapes = {name: weights.shape_of(f"{name}.weight") for name in why if f"{name}.weight" in held}
+            assignment.check({name: (shape[0], shape[1]) for name, shape in shapes.items()}, "that of the folder")
+            why = {name: reason or _assigned_reason(assignment, name) for name, reason in why.items()}
+        two_parts = set() if assignment is None else set(assignment.names("two-part"))
+        if opens_in_transformers(form):
+            _refuse_what_transformers_cannot_run(module, form, stored_dtype(config))
+            chosen = [name for name, reason in why.items() if reason is None]
+            reason = "transformers reads its weight when it opens a packed folder"
+            why |= dict.fromkeys(needed_to_initialize(module, chosen), reason)
+        kept = {name: reason for name, reason in why.items() if reason is not None}
+        packed = dict[str, tuple[int, int]]()
+        for name in why.keys() - kept.keys():
+            reasons = _reasons(name, weights, held, form)
+            kept |= {name: "; ".join(reasons)} if reasons else {}
+        for name in why:  # in the model's order
+            if name not in kept:
+                packed[name] = (weights.shape_of(f"{name}.weight")[0], weights.shape_of(f"{name}.weight")[1])
+        kept = {name: kept[name] for name in why if name in kept}
+        if not packed:
+            first = next(f"{name} ({reason})" for name, reason in kept.items())
+            raise ConfigurationError(f"no linear of the model can be packed as {form.name}: {first}, ...")
+        stated = config.get("dtype") or config.get("torch_dtype")
+        before = stored_dtype(config) if stated else weights.dtype_of(f"{next(iter(packed))}.weight")
+        dtype = runs_in(form, before)
+        specs, sources, size = list[TensorSpec](), dict[str, str](), 0
+        for name in weights.names:
+            own, shape, owner = weights.dtype_of(name), weights.shape_of(name), name.removesuffix(".weight")
+            size += TensorSpec(name, shape, own).size_bytes
+            if name.endswith(".weight") and owner in packed:
+                entries = [*entry_specs(form, *packed[owner]).values()]
+                entries += [fine_spec(*packed[owner])] if owner in two_parts else []
+                specs += [replace(entry, name=f"{owner}.{entry.name}") for entry in entries]
+                continue
+            if own.is_floating_point and dtype != before and not stays_fp32(module, name):
+                own = dtype
+            specs.append(TensorSpec(weights.name_in_files(name), shape, own))
+            sources[specs[-1].name] = name
+        return cls(packed, two_parts & set(packed), kept, specs, sources, size, before, dtype)
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(spec.size_bytes for spec in self.specs)
+
+
+def _refuse_what_transformers_cannot_run(model: Any, form: Format, dtype: torch.dtype) -> None:
+    """Raises Unsupported where transformers (5.23) runs no compressed-tensors folder of the architecture of ``model`` in ``form``."""
+    if not hasattr(model, "base_model_prefix"):
+        return
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    kind, half = type(model).__name__, runs_in(form, dtype) != torch.float32
+    reasons = [
+        f"it wants packed names of {entry.source_patterns[0]}, which it cuts up"
+        for entry in get_model_conversion_mapping(model)
+        if isinstance(entry, WeightConverter)
+        and len(entry.target_patterns) > 1
+        and all(pattern.endswith(".weight") for pattern in entry.source_patterns)
+        and not any(operation.supports_many_to_many for operation in entry.operations)
+    ]
+    if any(type(module).__name__ == "Llama4TextExperts" for module in model.modules()):
+        reasons.append("it makes modules of the experts")
+    if half and kind in _FP32_ALONE:
+        reasons.append(f"it runs the model in float32 alone, and {form.name} in {runs_in(form, dtype)}")
+    if half and form.name in ("int4", "int8") and stays_fp32(model, "weight_scale"):
+        reasons.append(f"it keeps the scales of {form.name}, and so the weights, in float32")
+    if reasons:
+        raise Unsupported(
+            f"transformers runs no folder of {kind} packed to {form.name}: {reasons[0]}. Give --format nf4, which this package alone "
+            "reads, or pack while a model is opened: vb generate --use-fp4"
+        )
+
+
+def _check_assignment(assignment: Assignment, form: Format) -> None:
+    if form.name != "nvfp4":
+        raise ConfigurationError(f"an assignment packs to nvfp4, not {form.name}: drop --format, or the assignment")
+
+
+def _assigned_reason(assignment: Assignment, name: str) -> str | None:
+    given = assignment.precisions.get(name, "bf16")
+    return "the assignment keeps it as it is" if given == "bf16" else None
+
+
+def _reasons(name: str, weights: FolderWeights, held: set[str], form: Format) -> list[str]:
+    if f"{name}.weight" not in held:
+        return ["the folder stores it under another name"]
+    shape = weights.shape_of(f"{name}.weight")
+    return not_packable_reasons(form, shape[0], shape[1])
+
+
+class _Reader:
+    """Tensors of the model out of the folder's, in the types that the plan says."""
+
+    def __init__(self, weights: FolderWeights, plan: _Plan, device: torch.device) -> None:
+        self._weights, self._sources, self._device = weights, plan.sources, device
+        self._dtypes = {spec.name: spec.dtype for spec in plan.specs}
+
+    def kept(self, name: str) -> Tensor:
+        """What is written as ``name``."""
+        return self._filled(self._sources[name], self._dtypes[name])
+
+    def weight(self, linear: str) -> Tensor:
+        """A linear's weight where it will be packed."""
+        name = f"{linear}.weight"
+        return self._filled(name, self._weights.dtype_of(name)).to(self._device)
+
+    def _filled(self, name: str, dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(self._weights.shape_of(name), dtype=dtype)
+        self._weights(name, tensor)
+        return tensor
+
+
+def _tensor_scales(plan: _Plan, reader: _Reader, form: Format, scale_search: str) -> dict[str, Tensor]:
+    """nvfp4's tensor scale of each linear, one for each set that runtimes fuse."""
+    groups: dict[tuple[int, str], list[str]] = defaultdict(list)
+    for number, name in enumerate(plan.packed):
+        matches = [(i, match[1] or "") for i, pattern in enumerate(_FUSED) if (match := pattern.match(name))]
+        groups[matches[0] if matches else (-1 - number, name)].append(name)
+    scales = {}
+    for names in groups.values():
+        own = [joint_tensor_scale([reader.weight(name)], form.name, scale_search, names=[name]) for name in names]
+        scales.update(dict.fromkeys(names, torch.stack(own).amax()))  # the rule is monotone in the largest element
+    return scales
+
+
+class _Packer:
+    """Produces the output's tensors in whatever order they are wanted, packing a linear when its first entry is."""
+
+    def __init__(
+        self, plan: _Plan, reader: _Reader, form: Format, scale_search: str, scales: dict[str, Tensor],
+        on_layer: Callable[[PackedLayer, int, int], None] | None,
+    ) -> None:  # fmt: skip
+        self._plan, self._reader, self._form, self._search = plan, reader, form, scale_search
+        self._scales, self._on_layer = scales, on_layer
+        self._waiting = {f"{name}.{GLOBAL}": scale.reciprocal().reshape(1) for name, scale in scales.items()}
+        self._owner = {
+            f"{name}.{entry}": name for name, shape in plan.packed.items() for entry in entry_specs(form, *shape)
+        } | {f"{name}.{FINE}": name for name in plan.two_parts}
+        self.layers: list[PackedLayer] = []
+        self.noise = self.signal = 0.0
+
+    def tensors(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            if name not in self._waiting and name in self._owner:
+                self._pack(self._owner[name])
+            yield name, self._waiting.pop(name) if name in self._waiting else self._reader.kept(name)
+
+    def _pack(self, linear: str) -> None:
+        weight = self._reader.weight(linear)
+        packed = quantize(
+            weight,
+            self._form.name,
+            self._search,
+            tensor_scale=self._scales.get(linear),
+            block_size=self._form.block_size,
+            workspace_bytes=_WORKSPACE_BYTES,
+            name=f"{linear}.weight",
+        )
+        entries = {f"{linear}.{entry}": tensor for entry, tensor in to_entries(packed).items()}
+        whole: PackedTensor | SeparatedTensor = packed
+        if linear in self._plan.two_parts:
+            whole = SeparatedTensor(packed, fine_part(weight, packed))
+            entries[f"{linear}.{FINE}"] = whole.fine
+        self._record(linear, weight, whole, sum(tensor.nbytes for tensor in entries.values()))
+        entries.pop(f"{linear}.{GLOBAL}", None)  # written already, from the first pass
+        self._waiting.update(entries)
+
+    def _record(self, linear: str, weight: Tensor, packed: PackedTensor | SeparatedTensor, after: int) -> None:
+        noise, signal = noise_and_signal(weight, packed.dequantize(torch.float32))
+        self.noise, self.signal = self.noise + noise, self.signal + signal
+        layer = PackedLayer(linear, self._plan.packed[linear], decibels(noise, signal), weight.nbytes, after)
+        self.layers.append(layer)
+        if self._on_layer is not None:
+            self._on_layer(layer, len(self.layers), len(self._plan.packed))
+
+
+def _check_target(source: Path, target: Path) -> None:
+    if source.resolve() == target.resolve():
+        raise ConfigurationError(f"--out {target} is the model itself: choose another folder")
+    if target.resolve() in source.resolve().parents:
+        raise ConfigurationError(f"--out {target} holds the model, and would be replaced: choose another folder")
+    committed = all((target / name).is_file() for name in (MANIFEST, "config.json"))
+    ours = committed and read_config(target).get("quantization_config")  # else it may be the model of a run
+    if target.exists() and not ours and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigurationError(f"--out {target} exists and was not written by this command: choose another folder")
+
+
+def _copy_others(source: Path, folder: CommitFolder) -> None:
+    """Tokenizer, generation settings and whatever else lies beside the weights."""
+    for path in sorted(source.iterdir()):
+        if not path.is_file() or path.name in ("config.json", MANIFEST) or path.name.endswith(_WEIGHT_FILES):
+            continue
+        with path.open("rb") as file, folder.open(path.name) as copy:
+            while piece := file.read(_COPY_BYTES):
+                copy.write(piece)

@@ -1,0 +1,175 @@
+"""transformers' causal language models from a configuration, without weights, and what they ask about a batch answered for a plain one.
+
+Two questions of transformers need values of tensors: whether positions restart inside a row (packed sequences), and which experts get which
+tokens. An ordinary batch is not packed, and grouped products take the same bytes however the tokens are spread.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from vblackwell.errors import ConfigurationError, nearest
+from vblackwell.trace.flex_on_meta import flex_patches
+
+
+def build_causal_lm(fields: dict[str, Any], source: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The model that ``fields`` (a config.json) describe, in training mode, on meta.
+
+    Raises:
+        ConfigurationError: a field is missing or impossible, or transformers has no such causal model.
+    """
+    with _without_collector():
+        return _build(fields, source, dtype)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """transformers is some ten thousand objects that stay; looking for garbage among them takes a tenth of the import."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _build(fields: dict[str, Any], source: str, dtype: torch.dtype) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = fields.get("model_type")
+    if kind is None:
+        raise ConfigurationError(f"{source} lacks the field 'model_type': it is no configuration of transformers")
+    if kind not in CONFIG_MAPPING:
+        raise ConfigurationError(
+            f"{source}: model_type {kind!r} is unknown to transformers{nearest(str(kind), CONFIG_MAPPING)}"
+        )
+    rest = {
+        name: value
+        for name, value in fields.items()
+        if name not in ("model_type", "dtype", "torch_dtype", "architectures")
+    }
+    _check_sizes(rest, source)
+    moe = {"experts_implementation": "grouped_mm"} if any("expert" in name for name in rest) else {}
+    try:
+        config = CONFIG_MAPPING[kind](**rest)
+        config.use_cache = False  # as in training: a cache would keep keys and values beside autograd's
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **moe)
+    except Exception as error:  # transformers raises all sorts for a field of the wrong kind
+        said = error.__cause__ or error  # what its checks of fields wrap says more
+        text = " ".join(str(said).split())[:200]
+        raise ConfigurationError(f"{source} does not describe a causal model: {type(said).__name__}: {text}") from error
+    model.loss_type = "ForCausalLM"  # it does not recognise GPT-2's class by name, and says so on every run
+    return model.train()
+
+
+_SIZES = ("size", "layers", "layer", "heads", "embd", "head", "positions", "embeddings", "experts", "dim", "model")
+_REQUIRED = {
+    "llama-style": (("vocab_size",), ("hidden_size", "n_embd", "d_model"), ("num_hidden_layers", "n_layer", "num_layers"),
+                    ("num_attention_heads", "n_head", "num_heads")),
+}  # fmt: skip
+MOST = 1 << 31
+
+
+def _check_sizes(fields: dict[str, Any], source: str) -> None:
+    for names in _REQUIRED["llama-style"]:
+        if not any(name in fields for name in names):
+            raise ConfigurationError(
+                f"{source} lacks the field {names[0]!r}: without it the size of the model is not known"
+            )
+    for name, value in fields.items():
+        if (
+            name.rsplit("_", 1)[-1] in _SIZES
+            and isinstance(value, (int, float))
+            and not isinstance(value, bool)
+            and not 0 < value < MOST
+        ):
+            raise ConfigurationError(f"{source}: {name} is {value}: give a number between 1 and {MOST - 1}")
+
+
+class GroupedOnMeta(torch.autograd.Function):
+    """The bytes of a grouped product of (S, K) rows and (E, K, N) weights in fp32.
+
+    torch's shape rule takes bf16 alone, and the way round it in transformers reads how many rows each expert has, in
+    older releases also in backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """(S, N)."""
+        ctx.save_for_backward(rows, weights)
+        return rows.new_empty(rows.shape[0], weights.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those of the rows and of the weights."""
+        rows, weights = ctx.saved_tensors
+        return torch.empty_like(rows), torch.empty_like(weights)
+
+
+def _grouped(experts: Any) -> Any:
+    plain = experts._grouped_mm
+
+    def grouped(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        if input.dtype == torch.bfloat16:
+            return plain(input, weight, offs)
+        rows = input.to(weight.dtype)
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # checkpointing compares devices of what is saved: meta, as within operators
+            found: Any = GroupedOnMeta.apply(rows, weight)
+        return found
+
+    return grouped
+
+
+@contextmanager
+def plain_batches() -> Iterator[None]:
+    """Answer what transformers asks about values, where transformers is in use at all."""
+    import sys
+
+    patches: list[Any] = flex_patches()
+    masks, experts = (sys.modules.get(f"transformers.{name}") for name in ("masking_utils", "integrations.moe"))
+    if masks is not None and hasattr(masks, "find_packed_sequence_indices"):
+        patches.append(mock.patch.object(masks, "find_packed_sequence_indices", lambda position_ids: None))
+    if experts is not None and hasattr(experts, "_grouped_mm"):
+        patches.append(mock.patch.object(experts, "_grouped_mm", _grouped(experts)))
+    for patch in patches:
+        patch.start()
+    try:
+        yield
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+def language_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The loss that the model computes itself from ``input_ids`` and ``labels``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+
+
+def language_batch(vocab_size: int, batch_size: int, seq_length: int) -> Callable[[], dict[str, torch.Tensor]]:
+    """Makes token numbers (B, S) on 'cuda' that are their own targets."""
+    if min(vocab_size, batch_size, seq_length) < 1:
+        raise ValueError(
+            f"vocab_size={vocab_size}, batch_size={batch_size}, seq_length={seq_length}: all must be at least 1"
+        )
+
+    def make() -> dict[str, torch.Tensor]:
+        tokens = torch.zeros((batch_size, seq_length), dtype=torch.int64, device="cuda")
+        return {"input_ids": tokens, "labels": tokens}
+
+    return make

@@ -1,0 +1,389 @@
+"""Meta tensors that answer as if they were on a GPU, so that models take their CUDA path where there is none.
+
+Fake CUDA tensors need a build of torch with CUDA as soon as autograd meets them. Meta tensors do not: their autograd is the same C++
+on every build. What differs is decided by the device: which attention runs, whether dropout keeps a byte or a float an
+element, what autocast casts, what `x.is_cuda` says. `CudaOnMeta` answers these as CUDA does, above autograd, so the graph and what
+it saves are those of the GPU. One path for all machines: a laptop and a GPU server give the same bytes.
+
+Not seen from here: calls that C++ makes by itself to attention or dropout (`torch.nn.LSTM`), autocast regions that a model opens itself.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.autograd import graph
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
+
+from vblackwell.trace.untouched_gpu import untouched_gpu
+
+CUDA = torch.device("cuda", 0)
+META = torch.device("meta")
+FLASH_MOST_HEAD = 256
+_SDPA = functional.scaled_dot_product_attention
+_SOFTMAX = {functional.softmax: False, torch.softmax: False, Tensor.softmax: False,
+            functional.log_softmax: True, torch.log_softmax: True, Tensor.log_softmax: True}  # fmt: skip
+_PLAIN = (Tensor, torch.nn.Parameter)
+_DROPOUT = (functional.dropout, torch.dropout)
+# What is patched is every thread's: of two that left in another order than they came, one would leave its answers behind for good.
+_ONE_AT_A_TIME = threading.RLock()
+
+# torch's documented lists of what autocast computes in the lower precision and what in fp32 (amp.html, "CUDA Op-Specific Behavior").
+_LOWER = {
+    getattr(owner, name)
+    for owner, names in (
+        (torch, "matmul bmm mm addmm addbmm baddbmm addmv mv conv1d conv2d conv3d conv_transpose1d conv_transpose2d prelu einsum"),
+        (Tensor, "matmul __matmul__ __rmatmul__ bmm mm addmm addbmm baddbmm addmv mv prelu"),
+        (functional, "linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d bilinear"),
+    )
+    for name in names.split()
+    if hasattr(owner, name)
+}  # fmt: skip
+_FP32 = {
+    getattr(owner, name)
+    for owner, names in (
+        (torch, "exp expm1 log log10 log2 log1p pow reciprocal rsqrt acos asin cosh sinh tan erfinv cumsum cumprod prod sum norm "
+                "softmax log_softmax dist cdist renorm logsumexp"),
+        (Tensor, "exp expm1 log log10 log2 log1p pow __pow__ __rpow__ reciprocal rsqrt cumsum cumprod prod sum norm softmax "
+                 "log_softmax logsumexp"),
+        (functional, "softmax log_softmax layer_norm group_norm cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss kl_div "
+                     "cosine_similarity softplus normalize"),
+    )
+    for name in names.split()
+    if hasattr(owner, name)
+}  # fmt: skip
+
+
+class CudaOnMeta(TorchFunctionMode):
+    """While entered, tensors on meta say that they are on ``cuda:0``, and what is made on CUDA is made on meta.
+
+    Args:
+        autocast: dtype of an autocast region around forward and loss; None: no autocast.
+    """
+
+    def __init__(self, autocast: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.autocast = autocast
+        self.cache_casts = False
+        self.items_are_one = False
+        self.item_read: Callable[[], None] = lambda: None  # called where such an item is asked for
+        self._casts: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def drop_casts(self) -> None:
+        """Forget the weights that autocast has cast: what leaving its region does."""
+        self._casts.clear()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ANSWERS:
+            return _ANSWERS[func](args[0], func)
+        if func is Tensor.item and self.items_are_one and args[0].is_meta:
+            self.item_read()
+            return 1.0
+        kwargs = kwargs or {}
+        if func in _SOFTMAX and (wide := wide_softmax(_SOFTMAX[func], args, kwargs)) is not None:
+            return wide
+        if func is functional.cross_entropy and self.autocast is not None and _is_half(args[0]):
+            return cross_entropy(*args, **kwargs)
+        if self.autocast is not None:
+            args, kwargs = self._cast(func, args, kwargs)
+        if func is _SDPA:
+            return attention(*args, **kwargs)
+        if func in _DROPOUT:
+            return dropout(*args, **kwargs)
+        if func is Tensor.cuda:
+            return args[0].to(META)
+        if func is Tensor.pin_memory:
+            return args[0]
+        if func is torch.device:  # a name makes nothing yet; checkpointing looks for the module of that name
+            return func(*args, **kwargs)
+        if any(map(_names_cuda, args)) or any(map(_names_cuda, kwargs.values())):
+            args = tuple(META if _names_cuda(value) else value for value in args)
+            kwargs = {name: META if _names_cuda(value) else value for name, value in kwargs.items()}
+        for kind in types:
+            if kind not in _PLAIN:  # a subclass's own rule, which may look at devices again
+                with self:
+                    return kind.__torch_function__(func, types, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _cast(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if func is _SDPA or func in _LOWER:
+            wanted = self.autocast
+        elif func in _FP32 and kwargs.get("dtype") is None:
+            wanted = torch.float32
+        else:
+            return args, kwargs
+        # The last argument first, as the compiler of torch's C++ evaluates them.
+        named = {name: self._as(kwargs[name], wanted) for name in reversed(kwargs)}
+        return tuple(self._as(value, wanted) for value in reversed(args))[::-1], named
+
+    def _as(self, value: Any, wanted: torch.dtype | None) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._as(each, wanted) for each in value)
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype in (wanted, torch.float64):
+            return value
+        if not (value.is_leaf and value.requires_grad and self.cache_casts) or wanted == torch.float32:
+            return value.to(wanted)
+        if id(value) not in self._casts:
+            self._casts[id(value)] = (value, value.to(wanted))
+        return self._casts[id(value)][1]
+
+
+def _names_cuda(value: Any) -> bool:
+    if isinstance(value, torch.device):
+        return value.type == "cuda"
+    return isinstance(value, str) and (value == "cuda" or value.startswith("cuda:"))
+
+
+def _device(tensor: Tensor, getter: Callable[[Tensor], torch.device]) -> torch.device:
+    found = getter(tensor)
+    return CUDA if found.type == "meta" else found
+
+
+_ANSWERS: dict[Any, Callable[[Tensor, Any], Any]] = {
+    Tensor.device.__get__: _device,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.is_cuda.__get__: lambda tensor, getter: Tensor.device.__get__(tensor).type == "meta",  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.is_meta.__get__: lambda tensor, getter: False,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.get_device: lambda tensor, getter: 0 if Tensor.device.__get__(tensor).type == "meta" else -1,  # pyright: ignore[reportAttributeAccessIssue]
+}
+
+
+def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """`torch.nn.functional.dropout` as CUDA computes it: one fused operator that keeps a byte an element."""
+    if not training or p == 0 or p == 1 or input.numel() == 0:
+        return _DROPOUT[0](input, p, training, inplace)
+    if inplace:
+        return _DROPOUT[0](input, p, training, inplace=True)
+    return torch.native_dropout(input, p, True)[0]
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+
+
+class WideSoftmax(torch.autograd.Function):
+    """The bytes of a softmax of half-precision values in fp32: it keeps its result, and its gradient is narrow again."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, log: bool) -> Tensor:
+        """fp32, as large as ``values``."""
+        out = torch.empty_like(values, dtype=torch.float32)
+        ctx.save_for_backward(out)
+        ctx.log, ctx.dtype = log, values.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+        """That of ``values``."""
+        (out,) = ctx.saved_tensors
+        product = None if ctx.log else torch.empty_like(out)
+        found = torch.empty_like(out, dtype=ctx.dtype)
+        del product
+        return found, None
+
+
+def _wide(values: Tensor, log: bool) -> Tensor:
+    with torch._C.DisableTorchFunction():  # checkpointing compares devices of what is saved: meta, as within operators
+        found: Any = WideSoftmax.apply(values, log)
+    return found
+
+
+def wide_softmax(log: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """A softmax in fp32 of half-precision values, as CUDA computes it: from the values as they are, with no wide copy of them.
+
+    Asked for with ``dtype``. None for any other softmax: autocast's own makes the copy.
+    """
+    values: Any = args[0] if args else kwargs.get("input")
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    dtype = kwargs.get("dtype", next((each for each in args[2:] if isinstance(each, torch.dtype)), None))
+    if not _is_half(values) or not isinstance(dim, int):
+        return None
+    if dtype != torch.float32:
+        return None
+    return _wide(values, log)
+
+
+def cross_entropy(
+    input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None, ignore_index: int = -100,
+    reduce: bool | None = None, reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """`functional.cross_entropy` of half-precision logits under autocast, which reaches only the second of its two parts.
+
+    The log-softmax keeps the logits' type, which C++ asks for by name; its result is cast for the loss.
+    """
+    if target.is_floating_point() or label_smoothing:
+        return functional.cross_entropy(
+            input.float(), target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+        )
+    with torch._C.DisableTorchFunction():  # as in `_wide`
+        narrow = torch.ops.aten._log_softmax(input, 0 if input.dim() == 1 else 1, False)
+        wide = narrow.float()
+        return functional.nll_loss(wide, target, weight, size_average, ignore_index, reduce, reduction)
+
+
+def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to scores: 0 where ``mask`` is True."""
+    return torch.where(mask, 0.0, torch.full((), float("-inf"), dtype=dtype, device=mask.device))
+
+
+def unfused_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    """Attention written out, as torch's C++ does (`_scaled_dot_product_attention_math`), where dropout is CUDA's fused one.
+
+    Half precision is computed in fp32; autocast does not reach inside.
+    """
+    with torch._C.DisableTorchFunction():
+        narrow = query.dtype
+        wide = [each.float() if _is_half(each) else each for each in (query, key, value)]
+        query, key, value = wide
+        root = abs(query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
+        query = query * root
+        if is_causal:
+            attn_mask = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = _as_bias(attn_mask, query.dtype)
+        if enable_gqa:
+            groups = query.shape[-3] // key.shape[-3]
+            key, value = (each.repeat_interleave(groups, -3) for each in (key, value))
+        scores = torch.matmul(query, key.transpose(-2, -1) * root)
+        if attn_mask is not None:
+            scores.add_(attn_mask)
+        shares = torch.ops.aten._safe_softmax(scores, -1)
+        del scores
+        shares = dropout(shares, dropout_p) if dropout_p else shares
+        narrow_shares = shares.to(narrow)  # C++ returns them too; its compiler evaluates the last argument first
+        out = torch.matmul(shares, value)
+        out = out.to(narrow)
+        # What leaves C++'s scope, in its order: the last that was declared goes first.
+        del shares, value, key, attn_mask, query
+        while wide:
+            wide.pop()
+        del narrow_shares
+        return out
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """`scaled_dot_product_attention` as CUDA dispatches it.
+
+    Half precision without a mask: flash (which keeps output and a log-sum-exp a row; cuDNN's keeps the same bytes). With a mask, or in
+    fp32: memory-efficient, which pads a mask's rows to 16 bytes. Grouped queries in fp32, heads over 256 or of odd widths, a mask whose
+    rows are not dense: the unfused one.
+    """
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    head = query.shape[-1]
+    saves = any(each.requires_grad for each in (query, key, value)) and torch.is_grad_enabled()
+    if query.dim() != 4 or head > FLASH_MOST_HEAD or value.shape[-1] != head or head % 4:
+        return unfused_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if half and attn_mask is None:
+        pad = -head % 8
+        if pad:
+            query, key, value = (functional.pad(each, (0, pad)) for each in (query, key, value))
+        scale = head**-0.5 if scale is None else scale
+        out = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )
+        return out[0][..., :head]
+    if query.shape[1] != key.shape[1] or (attn_mask is not None and attn_mask.stride(-1) != 1):
+        return unfused_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    bias = attn_mask
+    if bias is not None:
+        if bias.dtype == torch.bool:
+            bias = _as_bias(bias, query.dtype)
+        length = bias.shape[-1]
+        if length % 8:
+            bias = functional.pad(bias, (0, -length % 8))[..., :length]
+        bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    out = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, saves, dropout_p, is_causal, scale=scale
+    )
+    return out[0]
+
+
+def _saved(tensor: Tensor) -> dict[str, Any]:
+    """What checkpointing compares of a saved tensor; where it lies too, so that it must not depend on who asks, C++ or Python."""
+    with torch._C.DisableTorchFunction():
+        return checkpoint._default_meta_extractor(tensor)
+
+
+@contextmanager
+def _forgetting_capability() -> Iterator[None]:
+    """Our kernels' dispatcher asks once for a device's capability and remembers it: not across the borders of a trace."""
+    dispatch = sys.modules.get("vblackwell.kernels.runtime.dispatch")
+    forget: Callable[[], Any] = getattr(getattr(dispatch, "capability", None), "cache_clear", lambda: None)
+    forget()
+    try:
+        yield
+    finally:
+        forget()
+
+
+@contextmanager
+def cuda_on_meta(
+    autocast: torch.dtype | None = None, capability: tuple[int, int] = (8, 0),
+    on_call: Callable[[torch.nn.Module], None] = lambda module: None,
+) -> Iterator[CudaOnMeta]:  # fmt: skip
+    """Enter `CudaOnMeta`, on a GPU of that compute capability; attention inside torch's own Python functions is caught too.
+
+    One thread at a time; others get these answers as well, so let none use a GPU meanwhile.
+
+    Args:
+        on_call: told of every module that is called.
+    """
+    with _ONE_AT_A_TIME, _patched(CudaOnMeta(autocast), capability, on_call) as mode:
+        yield mode
+
+
+@contextmanager
+def _patched(
+    mode: CudaOnMeta, capability: tuple[int, int], on_call: Callable[[torch.nn.Module], None]
+) -> Iterator[CudaOnMeta]:
+    autocast = mode.autocast
+    call, run_backward = torch.nn.Module.__call__, graph._engine_run_backward
+
+    def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        on_call(module)
+        return call(module, *args, **kwargs)
+
+    def run_engine(*args: Any, **kwargs: Any) -> Any:
+        # torch takes a mode off the stack before it hands `backward` to it. What the engine calls, functions' own backwards and the
+        # forwards that checkpointing repeats, has to see what the forward saw.
+        with mode:
+            return run_backward(*args, **kwargs)
+
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        if autocast is not None:  # a call by this name never reaches the mode, which casts what it sees
+            args, kwargs = mode._cast(_SDPA, args, kwargs)
+        return attention(*args, **kwargs)
+
+    with (
+        mode,
+        warnings.catch_warnings(),
+        mock.patch.object(torch.nn.Module, "__call__", called),
+        mock.patch.object(torch.autograd, "_engine_run_backward", run_engine),
+        mock.patch.dict(checkpoint._allowed_determinism_checks_to_fns, default=_saved),
+        mock.patch.object(functional, "scaled_dot_product_attention", attend),
+        untouched_gpu(capability),
+        mock.patch.object(torch.version, "cuda", torch.version.cuda or "13.0"),
+        _forgetting_capability(),
+        mock.patch.object(
+            torch, "is_autocast_enabled", lambda device_type="cuda": device_type == "cuda" and autocast is not None
+        ),
+        mock.patch.object(torch, "get_autocast_dtype", lambda device_type: autocast or torch.float32),
+    ):
+        # Checkpointing restores autocast around its second forward, and says so where torch has no CUDA.
+        warnings.filterwarnings("ignore", message=".*Disabling autocast")
+        yield mode

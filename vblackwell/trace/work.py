@@ -1,0 +1,285 @@
+"""What operators ask of a GPU and of the host that issues them, and from these the seconds of a step.
+
+On the GPU an operator takes the longer of its operations over the rate of the matrix units and its bytes over that of the memory, and no
+less than a small kernel. On the host it takes time in Python, in torch's dispatcher and to launch, and so do views and calls of modules.
+Neither waits for the other in training, so a step takes the longer of the two sums: small models wait for the host. Unless the host reads
+numbers that the GPU makes, as Adafactor does with two norms a parameter: it then waits for all that it has issued, and the GPU for what
+comes next (`reading_seconds`). Operations by
+`torch.utils.flop_counter`'s formulas, attention's by our own; causal attention counts half. Our own operators are known by name, as in
+`workspace`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from vblackwell.machine.rates import Rates
+from vblackwell.trace.tiles import NUM_SMS, tiled_share
+
+SMALL_KERNEL_SECONDS = 3e-6
+# Of the rates of a matrix product of 8192 cubed and of a large copy: what a model's own sizes reach.
+MATMUL_SHARE, ATTENTION_SHARE, MEMORY_SHARE = 0.82, 0.5, 0.85
+CONVOLUTION_SHARE = 0.5
+# The host's time, in what `vb doctor` calls the issue of an operator: a sixth of a small linear layer with its ReLU, forward and backward.
+# From transformers' models with 2 and 8 layers of width 64 on one CPU core, where nothing else takes time.
+KERNEL, VIEW, OWN_KERNEL = 0.6, 0.3, 5.0  # our own go through torch.library and Triton's launcher, in Python
+MANY, ONE_OF_MANY = 1.0, 0.06  # a foreach or fused operator, and each of its tensors
+ON_HOST = 0.3  # an operator on a tensor in host memory: a counter of an optimizer
+LOOP = 9 * KERNEL + ON_HOST  # of AdamW's loop, a parameter
+STREAMED_FORWARD = (
+    0.25  # of what the offload runtime does for a group: loads alone; gradients and updates come with the backward
+)
+# A call of a module of torch.nn, of anyone's, of a whole model of transformers.
+TORCH_MODULE, MODULE, MODEL = 0.4, 3.0, 40.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """One operator, or what else the host does.
+
+    Attributes:
+        flops: operations of matrix products. num_bytes: read and written. width: bytes an element of what it multiplies.
+        kind: '', 'attention', 'tf32' (a convolution of fp32, which cuDNN computes so), 'host', which the GPU does not see, or 'read',
+            for which the host waits for the GPU.
+        issues: the host's time for it, in operators as `vb doctor` measures them.
+        share: of the rate of a large product, where the shape says it; 0: the usual one.
+    """
+
+    phase: str
+    flops: float
+    num_bytes: int
+    width: int
+    kind: str = ""
+    issues: float = KERNEL
+    share: float = 0.0
+
+
+def host_work(phase: str, issues: float) -> Work:
+    """What the host does besides: views, calls of modules."""
+    return Work(phase, 0.0, 0, 0, "host", issues)
+
+
+def read_work(phase: str) -> Work:
+    """The host asks for a number that the GPU makes (`Tensor.item`), in units of `Rates.read_issues`."""
+    return Work(phase, 0.0, 0, 0, "read", 1.0)
+
+
+def streaming_work(issues: float) -> tuple[Work, ...]:
+    """What the host does for layer groups that come and go (`Rates.streaming_issues`), beside the operators of a resident step."""
+    return host_work("forward", STREAMED_FORWARD * issues), host_work("backward", (1 - STREAMED_FORWARD) * issues)
+
+
+def module_issues(module: Any) -> float:
+    """The host's time for a call of ``module``, beside those of its operators and of the modules that it calls."""
+    if type(module).__module__.startswith("torch.nn."):
+        return TORCH_MODULE
+    return MODEL if any(each.__name__ == "PreTrainedModel" for each in type(module).__mro__) else MODULE
+
+
+def work_of(
+    phase: str, func: Any, args: Any, kwargs: Any, out: Any, is_view: bool, has_tf32: bool = True, num_sms: int = NUM_SMS
+) -> Work | None:  # fmt: skip
+    """The work of a call; None where it only looks at its input differently. ``has_tf32``, ``num_sms``: of the GPU."""
+    if is_view:
+        return None
+    read = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.is_meta]
+    made = [each for each in tree_leaves(out) if isinstance(each, Tensor) and each.is_meta]
+    name = func.__name__.partition(".")[0]
+    if not read and not made:
+        return host_work(phase, ON_HOST)
+    if name in _LOOK_UP:
+        return Work(phase, 0.0, 2 * sum(map(_size, made)), 0)
+    written = [each for index in _written(func) if index < len(args) for each in tree_leaves(args[index])]
+    inside = {id(each) for each in written}
+    num_bytes = sum(map(_size, read)) + sum(_size(each) for each in made if id(each) not in inside)
+    num_bytes += sum(_size(each) for each in written if isinstance(each, Tensor))
+    # The first operand's: attention's backward reads sums in fp32 beside what it multiplies.
+    width = next((each.element_size() for each in read if each.is_floating_point()), 4)
+    kind = "attention" if name.startswith("_scaled_dot_product") else ""
+    if name.startswith("convolution") and width == 4 and has_tf32:
+        kind = "tf32"
+    share = _share(name, args, out, num_sms) if width == 4 else 0.0
+    return Work(phase, _flops(func, name, args, kwargs, out), num_bytes, width, kind, _issues(name, args), share)
+
+
+NARROWEST = 64  # rows and columns of the smallest tile
+_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # by the place of their first factor
+
+
+def _share(name: str, args: Any, out: Any, num_sms: int) -> float:
+    """Of the full rate of fp32, for a matrix product; 0 for anything else, and for narrow ones, which have kernels of their own."""
+    if name not in _PRODUCTS or not out.numel() or min(out.shape[-2:]) < NARROWEST:
+        return 0.0
+    inner = args[_PRODUCTS[name]].shape[-1]
+    return tiled_share(out.shape[-2], out.shape[-1], max(1, inner), out.shape[0] if out.dim() == 3 else 1, num_sms)
+
+
+def _issues(name: str, args: Any) -> float:
+    if name.startswith(("_foreach", "_fused")) and isinstance(
+        args[0], (list, tuple)
+    ):  # some fused ones are of one tensor
+        return MANY + ONE_OF_MANY * len(args[0])
+    return OWN_KERNEL if name in _OWN else KERNEL
+
+
+_LOOK_UP = {"embedding", "index_select", "gather", "index"}  # a few rows of a table
+
+
+def _size(tensor: Tensor) -> int:
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+@functools.lru_cache(maxsize=4096)
+def _written(func: Any) -> tuple[int, ...]:
+    schema = getattr(func, "_schema", None)
+    arguments = () if schema is None else schema.arguments
+    return tuple(i for i, each in enumerate(arguments) if each.alias_info is not None and each.alias_info.is_write)
+
+
+def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
+    if name in _OWN:
+        return float(_OWN[name](*args))
+    if name == "_grouped_mm":
+        return _grouped(args[0], args[1], out)
+    if name.startswith("_scaled_dot_product"):
+        return _attention(name, args)
+    from torch.utils.flop_counter import flop_registry
+
+    formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+    if formula is None:
+        return 0.0
+    return float(formula(*args, **(kwargs or {}), out_val=out))
+
+
+def _attention(name: str, args: Any) -> float:
+    """Two products forward; five backward, which computes the scores again. Keys may have fewer heads (torch's formulas refuse those)."""
+    backward = name.endswith("_backward")
+    query, key, value = args[1:4] if backward else args[:3]
+    scores = 2.0 * query.numel() // query.shape[-1] * key.shape[-2]
+    found = scores * ((3 if backward else 1) * query.shape[-1] + (2 if backward else 1) * value.shape[-1])
+    causal = _CAUSAL.get(name)
+    return found / 2 if causal is not None and causal < len(args) and args[causal] is True else found
+
+
+_CAUSAL = {
+    "_scaled_dot_product_flash_attention": 4, "_scaled_dot_product_flash_attention_backward": 11,
+    "_scaled_dot_product_efficient_attention": 6, "_scaled_dot_product_efficient_attention_backward": 11,
+}  # fmt: skip
+
+
+def _grouped(left: Tensor, right: Tensor, out: Tensor) -> float:
+    inner = left.shape[-1]
+    return (
+        2.0 * out.numel() * inner
+        if right.dim() == 3 or left.dim() == 3
+        else 2.0 * left.shape[0] * inner * right.shape[-1]
+    )
+
+
+def _rows(x: Tensor) -> int:
+    return x.numel() // max(1, x.shape[-1])
+
+
+def _products(x: Tensor, weights: Iterable[Tensor]) -> float:
+    return 2.0 * _rows(x) * sum(each.numel() for each in weights)
+
+
+_OWN: dict[str, Callable[..., float]] = {
+    "fp4_linear": lambda x, codes, scales, tensor_scale, bias, layout, activation, n, k: 2.0 * _rows(x) * n * k,
+    "fp4_linear_dx": lambda dy, codes, scales, tensor_scale, layout, n, k: 2.0 * _rows(dy) * n * k,
+    "shared_input_linears": lambda x, weights: _products(x, weights),
+    "shared_input_linears_dx": lambda dys, weights: _products(dys[0], weights),
+    "swiglu_linear": lambda gate, up, weight, wanted: _products(gate, [weight]) if wanted else 0.0,
+    "normed_linears": lambda x, norm, eps, weights: _products(x, weights),
+    "normed_linears_backward": lambda dys, x, norm, eps, weights, needed: 2 * _products(x, weights),
+    "feed_forward_block": lambda x, norm, eps, gate, up, down, wanted: (
+        _products(x, [gate, up, down]) if wanted else 0.0
+    ),
+    "feed_forward_block_backward": lambda dy, x, norm, eps, gate, *rest: 8 * _products(x, [gate]),
+    "linear_cross_entropy": lambda hidden, weight, *rest: (1 + rest[-3] + rest[-2]) * _products(hidden, [weight]),
+}
+
+
+def phase_seconds(work: Iterable[Work], rates: Rates, waits: bool = False, updates: float = 0.0) -> dict[str, float]:
+    """Seconds of each phase: the GPU's, or the host's where all of these together are longer.
+
+    Args:
+        waits: the host computes itself, so that both add up, and no product is cut into a GPU's tiles.
+        updates: seconds in which the CPU updates meanwhile (`beside_updates`); of no account where the host computes itself.
+    """
+    on_gpu: dict[str, float] = {}
+    on_host: dict[str, float] = {}
+    work = list(work)
+    for each in work:
+        on_gpu[each.phase] = on_gpu.get(each.phase, 0.0) + _gpu_seconds(each, rates, tiled=not waits)
+        on_host[each.phase] = on_host.get(each.phase, 0.0) + host_seconds(each, rates)
+    if waits:
+        return {phase: seconds + on_host[phase] for phase, seconds in on_gpu.items()}
+    slower = beside_updates(sum(on_host.values()), updates, rates.busy_issues)
+    on_host = {phase: seconds * slower for phase, seconds in on_host.items()}
+    found = on_gpu if sum(on_gpu.values()) >= sum(on_host.values()) else on_host
+    reading = [each.phase for each in work if each.kind == "read"]
+    if reading:
+        found[reading[-1]] += reading_seconds(work, rates, slower)
+    return found
+
+
+def reading_seconds(work: Sequence[Work], rates: Rates, slower: float = 1.0) -> float:
+    """How much longer a step takes than GPU and host alone, because the host reads what the GPU makes; 0 where it reads nothing.
+
+    Both begin a step with nothing to do, as it is behind the last read of the one before. An operator runs when it has been issued and
+    those before it are over; a read ends when all of these are.
+
+    Args:
+        work: of a step, in its order. slower: how many times as long the host takes (`beside_updates`).
+    """
+    if not any(each.kind == "read" for each in work):
+        return 0.0
+    host = gpu = on_host = on_gpu = 0.0
+    for each in work:
+        issued, runs = slower * host_seconds(each, rates), _gpu_seconds(each, rates)
+        on_host, on_gpu = on_host + issued, on_gpu + runs
+        host += issued
+        if each.kind == "read":
+            host = max(host, gpu + issued)  # the number's own way begins when it is made
+        elif runs:
+            gpu = max(gpu, host) + runs
+    return max(0.0, max(host, gpu) - max(on_host, on_gpu))
+
+
+def host_seconds(each: Work, rates: Rates) -> float:
+    """What the host takes for ``each``. An optimizer's loop over its parameters has neither autograd nor modules around its operators."""
+    if each.kind == "read":
+        return each.issues * rates.read_issues * rates.issue_seconds
+    in_loop = each.phase == "optimizer" and each.issues <= KERNEL
+    return each.issues * rates.issue_seconds * (rates.loop_issues if in_loop else 1.0)
+
+
+def beside_updates(host: float, updates: float, slower: float) -> float:
+    """How many times as long the host takes in a step, if the CPU updates for ``updates`` seconds of it.
+
+    While it does, the host gets on at ``1 / slower`` of its speed: a step T has T - updates + updates / slower = host.
+
+    Args:
+        host: seconds of a step, alone. updates: seconds of the CPU's updates. slower: `Rates.busy_issues`.
+    """
+    if host <= 0 or slower <= 1:
+        return 1.0
+    return min(slower, 1 + updates * (1 - 1 / slower) / host)
+
+
+def _gpu_seconds(each: Work, rates: Rates, tiled: bool = True) -> float:
+    if each.kind in ("host", "read"):
+        return 0.0
+    if each.kind == "tf32":
+        matmul = each.flops / (CONVOLUTION_SHARE * max(rates.matmul_half / 2, rates.matmul_fp32))
+    else:
+        share = ATTENTION_SHARE if each.kind == "attention" else (tiled and each.share) or MATMUL_SHARE
+        matmul = each.flops / (share * (rates.matmul_half if each.width <= 2 else rates.matmul_fp32))
+    return max(matmul, each.num_bytes / (MEMORY_SHARE * rates.memory), SMALL_KERNEL_SECONDS)

@@ -1,0 +1,251 @@
+"""Memory that CUDA kernels take and give back inside one call; no operator's output shows it.
+
+Formulas from the shapes: of torch's operators after its sources (ATen/native/cuda and native/transformers/cuda), of this package's after
+their own code (vblackwell/kernels; plan/ may not import it, so the operators are known here by name); operators that are not here are
+taken to need none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vblackwell.trace.tiles import NUM_SMS
+from vblackwell.units import align_up
+
+CUBLAS = {
+    "mm", "addmm", "bmm", "baddbmm", "linear", "_addmm_activation", "shared_input_linears", "shared_input_linears_dx", "swiglu_linear",
+    "normed_linears", "normed_linears_backward", "feed_forward_block", "feed_forward_block_backward", "linear_cross_entropy",
+}  # fmt: skip
+"""Operators that call cuBLAS, whose workspace is allocated at the first one."""
+CUBLAS_BYTES = {False: 2 * 4096 * 1024 + 8 * 16 * 1024, True: 32 * 1024 * 1024}
+"""torch's default cuBLAS workspace (`CUBLAS_WORKSPACE_CONFIG`): ':4096:2:16:8', from capability 9 on ':4096:8'."""
+CUBLASLT_BYTES = 1024 * 1024
+"""What the first product with a bias takes for cuBLASLt and keeps."""
+
+
+def workspace_bytes(name: str, args: tuple[Any, ...], num_sms: int = NUM_SMS) -> int:
+    """Bytes that operator ``name`` ('aten_op.overload') takes for the length of its call on a GPU of so many multiprocessors."""
+    base = name.partition(".")[0]
+    if base in ("sum", "mean"):
+        return _sum(num_sms, *args)
+    formula = _FORMULAS.get(base)
+    return 0 if formula is None else formula(*args)
+
+
+def _flash_backward(dy: Tensor, query: Tensor, key: Tensor, *rest: Any) -> int:
+    """dQ accumulated in fp32, one dot product a row, a header; gradients a query's head of keys and values that heads share."""
+    b, n, s, h = query.shape
+    rows, width = -(-s // 128) * 128, -(-h // 32) * 32
+    shared = 0 if key.shape[1] == n else 2 * b * n * key.shape[2] * h * key.element_size()
+    return 4 * b * n * rows * (width + 1) + shared + 256
+
+
+def _efficient_backward(dy: Tensor, query: Tensor, *rest: Any) -> int:
+    b, n, s, h = query.shape
+    accumulate = 4 * b * n * s * h if query.element_size() < 4 else 0
+    return 4 * b * n * s + accumulate
+
+
+def _embedding_backward(dy: Tensor, indices: Tensor, *rest: Any) -> int:
+    return 5 * 8 * indices.numel() if indices.numel() > 3072 else 0
+
+
+def _softmax_backward(dy: Tensor, *rest: Any) -> int:
+    return dy.numel() * dy.element_size()  # dy * y, before it is summed
+
+
+def _safe_softmax(scores: Tensor, *rest: Any) -> int:
+    """Where the scores are -inf."""
+    return scores.numel()
+
+
+BEHIND_OUTPUTS = {
+    "_safe_softmax", "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_flash_attention_backward"
+}  # fmt: skip  # what is taken after the outputs, others before
+
+
+def behind_each_output(name: str, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Bytes that operator ``name`` takes and gives back behind each tensor that it returns, in their order."""
+    formula = _BEHIND_EACH.get(name.partition(".")[0])
+    return () if formula is None else formula(*args)
+
+
+def _convolution(
+    x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, outer: Any, groups: int
+) -> tuple[int, ...]:  # fmt: skip
+    """cuDNN's kernels want channels last: it copies what is not, channels of half precision padded to 8, and weights that cover an area.
+
+    All sizes but parts of sums, a few MiB, as two ResNets on an H200 showed them (cuDNN 9.19). Grouped and transposed ones: not known.
+    """
+    if not _copies(x, weight, transposed, groups):
+        return ()
+    if _is_plain_product(weight, stride, padding) and x.shape[2:].numel() % 4 == 0:
+        return ()
+    sizes = [
+        (size + 2 * pad - spread * (window - 1) - 1) // step + 1
+        for size, pad, spread, window, step in zip(
+            x.shape[2:], _each(padding, x), _each(dilation, x), weight.shape[2:], _each(stride, x), strict=True
+        )
+    ]
+    area = 1
+    for size in sizes:
+        area *= size
+    return (_channels_last(x, weight, x.shape[0] * weight.shape[0] * area),)
+
+
+def _convolution_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, outer: Any,
+    groups: int, wanted: Any,
+) -> tuple[int, ...]:  # fmt: skip
+    """Those of the input's gradient and of the weight's; a plain product's parts of the latter are one an image."""
+    if not _copies(x, weight, transposed, groups):
+        return ()
+    copied = _channels_last(x, weight, dy.numel())
+    area, plain = x.shape[2:].numel(), _is_plain_product(weight, stride, padding)
+    of_input = 0 if plain and area % 4 == 0 else copied
+    aligned = area * x.element_size() % 16 == 0
+    parts = 0 if plain else _parts(weight.numel())
+    of_weight = 4 * x.shape[0] * weight.numel() if plain and aligned else copied + parts
+    return tuple(each for each, is_wanted in zip((of_input, of_weight), wanted, strict=False) if is_wanted)
+
+
+def _parts(num_weights: int) -> int:
+    """Sums of parts in fp32 where a small gradient is split among blocks: 1 to 7 MB were seen, here as many as make 2^20 values."""
+    return 4 * num_weights * (PARTS // max(1, num_weights))
+
+
+PARTS = 1 << 20
+
+
+def _copies(x: Tensor, weight: Tensor, transposed: bool, groups: int) -> bool:
+    return x.dim() >= 4 and not transposed and groups == 1 and x.is_contiguous() and weight.is_contiguous()
+
+
+def _each(values: Any, x: Tensor) -> list[int]:
+    found = list(values)
+    return found if len(found) == x.dim() - 2 else found * (x.dim() - 2)
+
+
+def _is_plain_product(weight: Tensor, stride: Any, padding: Any) -> bool:
+    return weight.shape[2:].numel() == 1 and set(stride) == {1} and set(padding) == {0}
+
+
+def _channels_last(x: Tensor, weight: Tensor, num_out: int) -> int:
+    width = x.element_size()
+    step = 8 if width == 2 else 1
+    channels = align_up(x.shape[1], step)
+    of_input = x.numel() // max(1, x.shape[1]) * channels
+    of_weight = 0 if weight.shape[2:].numel() == 1 else weight.numel() // max(1, x.shape[1]) * channels
+    return (of_input + num_out + of_weight) * width
+
+
+_BEHIND_EACH: dict[str, Callable[..., tuple[int, ...]]] = {
+    "convolution": _convolution, "convolution_backward": _convolution_backward,
+}  # fmt: skip
+
+
+THREADS, VECTOR, WARP, THREADS_OF_SM = 512, 4, 32, 2048
+
+
+def reduction_bytes(reduced: int, kept: int, num_sms: int) -> int:
+    """What a sum over the outer dimensions takes to add up blocks' parts, of (reduced, kept) elements; a bias's gradient is one.
+
+    `gpu_reduce_kernel`'s configuration (ATen/native/cuda/Reduce.cuh): threads of a block cover ``kept`` in vectors of four and split
+    ``reduced`` among them; if each still has 256 values, blocks split it too, until the GPU is full or a thread has 16. The buffer holds
+    fp32 sums of the columns for every such block, times the columns that a block covers.
+    """
+    if not reduced or not kept:
+        return 0
+    vector = next(width for width in (VECTOR, 2, 1) if kept % width == 0)
+    threads = THREADS // vector
+    columns, depth = _power_below(kept // vector, threads), _power_below(reduced, threads)
+    width = min(columns, WARP)
+    height = min(depth, threads // width)
+    width = min(columns, threads // height)
+    values = -(-reduced // height) if reduced >= height * 16 or reduced >= 256 else reduced
+    grid = -(-kept // (vector * width))
+    target = num_sms * (THREADS_OF_SM // (width * height))
+    if values < 256 or grid > target or values == reduced:
+        return 0
+    blocks = max(min(-(-target // grid), -(-values // 16)), -(-values // 256))
+    return 4 * kept * blocks * width * vector if blocks > 1 else 0
+
+
+def _power_below(number: int, most: int) -> int:
+    return most if number >= most else 1 << max(0, number.bit_length() - 1)
+
+
+def _sum(num_sms: int, x: Tensor, dims: Any = None, *rest: Any) -> int:
+    if not dims or x.dim() < 2 or not x.is_contiguous():
+        return 0
+    outer = sorted(dim % x.dim() for dim in dims)
+    if outer != list(range(len(outer))) or len(outer) == x.dim():
+        return 0
+    reduced = x.shape[: len(outer)].numel()
+    return reduction_bytes(reduced, x.numel() // max(1, reduced), num_sms)
+
+
+def _rows(x: Tensor) -> int:
+    return x.numel() // max(1, x.shape[-1])
+
+
+def _normed_input(x: Tensor) -> int:
+    return x.numel() * x.element_size() + 4 * _rows(x)  # and the norm's scale of each row, or a gradient of that size
+
+
+CHUNK_BYTES, ROW_STEP = 128 << 20, 256  # of kernels/pointwise/feed_forward.py
+
+
+def _feed_forward(x: Tensor, gate: Tensor, inner: int) -> int:
+    """A chunk's normed input and ``inner`` products of the inner width."""
+    rows = _rows(x)
+    count = max(1, -(-rows * len(gate) * x.element_size() // CHUNK_BYTES))
+    chunk = min(rows, align_up(-(-rows // count), ROW_STEP))
+    return chunk * ((x.shape[-1] + inner * len(gate)) * x.element_size() + 4)
+
+
+def _head_and_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Any,
+    targets: Any,
+    ignore: int,
+    z_loss: float,
+    chunk: int,
+    wide: bool,
+    *wanted: bool,
+) -> int:
+    """Logits of a chunk, rows padded to 64 words; a loss a token; the weight's gradient in fp32 where that is wider than the output."""
+    logits = min(chunk, hidden.shape[0]) * -(-weight.shape[0] // 64) * 64 * hidden.element_size()
+    total = 4 * weight.numel() if wide and weight.dtype == torch.bfloat16 else 0
+    return logits + 4 * hidden.shape[0] + total
+
+
+FUSED_FP4_ROWS = 128  # beyond them a packed weight may be written out once for cuBLAS, as it is for every gradient
+
+
+def _written_out(rows: int, n: int, k: int, x: Tensor) -> int:
+    return n * k * x.element_size() if rows > FUSED_FP4_ROWS else 0
+
+
+_FORMULAS: dict[str, Callable[..., int]] = {
+    "fp4_linear": lambda x, codes, scales, tensor_scale, bias, layout, activation, n, k: _written_out(
+        _rows(x), n, k, x
+    ),
+    "fp4_linear_dx": lambda dy, codes, scales, tensor_scale, layout, n, k: n * k * dy.element_size(),
+    "_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "embedding_dense_backward": _embedding_backward,
+    "_softmax_backward_data": _softmax_backward,
+    "_safe_softmax": _safe_softmax,
+    "normed_linears": lambda x, *rest: _normed_input(x),
+    "normed_linears_backward": lambda dys, x, *rest: _normed_input(x),
+    "feed_forward_block": lambda x, norm, eps, gate, up, down, wanted: _feed_forward(x, gate, 2) if wanted else 0,
+    "feed_forward_block_backward": lambda dy, x, norm, eps, gate, *rest: _feed_forward(x, gate, 3),
+    "swiglu_linear": lambda gate, up, weight, wanted: gate.numel() * gate.element_size() if wanted else 0,
+    "linear_cross_entropy": _head_and_loss,
+}

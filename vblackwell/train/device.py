@@ -1,0 +1,93 @@
+"""Which device a run computes on, and what stops it before it begins.
+
+A GPU that is there but cannot be used stops the run: training a day on the CPU because of an old driver is a
+surprise nobody wants. What is not used is named.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+
+import torch
+
+from vblackwell.errors import Unsupported
+from vblackwell.machine.facts import list_gpus, settle_cpu_kernels, why_no_cuda
+
+HIDDEN = ("", "-1")
+
+
+def refuse_distributed(environment: Mapping[str, str] = os.environ) -> None:
+    """One process per run in this version.
+
+    Raises:
+        Unsupported: a launcher started several.
+    """
+    size = environment.get("WORLD_SIZE", "1")
+    if size.strip() not in ("", "1"):
+        raise Unsupported(
+            f"WORLD_SIZE is {size}: this version trains in one process on one GPU; start `vb train` without a "
+            "launcher, or unset it"
+        )
+
+
+def choose_device(wanted: str, say: Callable[[str], None]) -> torch.device:
+    """The device that ``--device wanted`` means on this machine.
+
+    Args:
+        say: told which GPUs are left unused, and why.
+
+    Raises:
+        Unsupported: a GPU was asked for, or is there, and torch cannot use it; with the reason and the remedy.
+    """
+    settle_cpu_kernels()
+    if wanted == "cpu":
+        return torch.device("cpu")
+    gpus = list_gpus()
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "unset") in HIDDEN
+    if wanted == "auto" and (
+        hidden or not (gpus or torch.cuda.is_available())
+    ):  # torch may know one that NVML does not describe
+        if gpus:
+            say(f"{gpus[0].name} is hidden by CUDA_VISIBLE_DEVICES: computing on the CPU")
+        return torch.device("cpu")
+    reason = why_no_cuda(gpus)
+    if reason is not None:
+        raise Unsupported(f"{reason}; or compute on the CPU with --device cpu")
+    for index in range(1, torch.cuda.device_count()):
+        say(f"GPU {index} ({torch.cuda.get_device_name(index)}) is not used: this version computes on one GPU")
+    avoid_fragmentation()
+    return torch.device("cuda", 0)
+
+
+def avoid_fragmentation() -> None:
+    """Let torch's allocator grow its segments, unless the user chose otherwise; before the first allocation.
+
+    Buffers of many sizes come and go in a streamed step: with fixed segments a sixth of what the process reserves lies idle.
+    """
+    if "PYTORCH_ALLOC_CONF" not in os.environ and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def make_deterministic(device: torch.device) -> None:
+    """Ask torch for algorithms that give the same bits each time; before the first kernel runs."""
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+def cap_process(device: torch.device, fast_memory: int | str) -> None:
+    """Make torch refuse to hold more than ``fast_memory`` bytes of the GPU (the CUDA context is outside its count)."""
+    assert isinstance(fast_memory, int), "TrainConfig has parsed it"
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, fast_memory / total), device)
+
+
+def peak_gpu_bytes(device: torch.device) -> dict[str, int] | None:
+    """The most that torch allocated, and reserved from the driver; None on the CPU, where torch does not count."""
+    if device.type != "cuda":
+        return None
+    return {
+        "allocated": torch.cuda.max_memory_allocated(device),
+        "reserved": torch.cuda.max_memory_reserved(device),
+    }
