@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build
@@ -601,6 +602,58 @@ def test_autocast_sees_updated_weights(stack: VGPUStack):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
+class UsedAgain(nn.Module):
+    """Layers that are called three times, and a weight of two modules, as ALBERT and tied projections have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.up, self.down = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+        self.down.weight = self.up.weight
+
+    def forward(self, x: torch.Tensor, recompute: bool) -> torch.Tensor:
+        for layer in [*self.layers] * 3:
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=False) if recompute else layer(x))
+        return self.down(torch.tanh(self.up(x))).float().square().mean()
+
+
+@pytest.mark.parametrize("within", ["forward", "step", "model"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_weight_used_again_under_autocast_is_the_same_resident_and_streamed(
+    recompute: bool, within: str, make_stack: MakeStack
+):
+    """Each use is cast anew, as plain PyTorch does without its cache, whatever the autocast context holds."""
+    torch.manual_seed(0)
+    plain, losses = UsedAgain(), {}
+    for kind in ("plain", "resident", "streamed"):
+        model = copy.deepcopy(plain)
+        if kind == "plain":
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        else:
+            stack = make_stack(1 << 20 if kind == "resident" else 13 << 10)
+            enable_vgpu_stack_optimization(model, stack, placement=kind)
+            optimizer = VGPUAdamW(model.parameters(), lr=1e-2)
+        if within == "model":
+            model.register_forward_pre_hook(lambda module, args: torch.set_autocast_enabled("cpu", True))
+            model.register_forward_hook(lambda module, args, out: torch.set_autocast_enabled("cpu", False))
+        cache = torch.is_autocast_cache_enabled() and kind != "plain"
+        losses[kind] = []
+        with torch.autocast("cpu", torch.bfloat16, enabled=within == "step", cache_enabled=cache):
+            for step in range(4):
+                x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
+                with torch.autocast("cpu", torch.bfloat16, enabled=within != "model", cache_enabled=cache):
+                    loss = model(x, recompute)
+                assert torch.is_autocast_cache_enabled() == cache
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses[kind].append(loss.item())
+        if kind != "plain":
+            release(model)
+            assert len(model._forward_pre_hooks) == int(within == "model")
+    assert losses["streamed"] == losses["resident"] == losses["plain"]
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("grads", [False, True])
 @pytest.mark.parametrize("kind", ["encoder", "layer", "attention"])
@@ -690,7 +743,9 @@ def test_all_fits_means_plain(make_stack: MakeStack):
     model = enable_vgpu_stack_optimization(copy.deepcopy(plain), stack)
     assert offload_of(model).placement == "resident"
     assert all(type(param) is nn.Parameter for param in model.parameters())
-    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    inside = [module for module in model.modules() if module is not model]
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in inside)
+    assert len(model._forward_pre_hooks) == len(model._forward_hooks) == 1  # autocast's cache is off (`cast_cache`)
     ours, theirs = VGPUAdamW(model.parameters()), torch.optim.AdamW(plain.parameters(), fused=True)
     for step in range(3):
         for module, optimizer in ((model, ours), (plain, theirs)):

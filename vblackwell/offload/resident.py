@@ -16,6 +16,7 @@ from torch import nn
 
 from vblackwell.kernels.optimizer.adamw import AdamWStep
 from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.offload.cast_cache import UncachedForward
 from vblackwell.offload.layout.formats import EXACT, MOMENTS, Formats, of_all
 from vblackwell.offload.layout.groups import Group, Slot, find_groups, moment_ranges
 from vblackwell.offload.movement.lane import update_part
@@ -76,6 +77,9 @@ class Resident:
         for group in self.groups:
             self._move_in(group)
         move_buffers(model, stack.level0_device)
+        # Autocast caches the casts of fp32 parameters alone.
+        cached = any(slot.dtype == torch.float32 for group in self.groups for slot in group.slots)
+        self._uncached = UncachedForward(model) if cached else None
 
     def _opened(self, group: Group) -> Opened:
         kinds = ("weight", "master", "remainder")
@@ -154,6 +158,8 @@ class Resident:
         """Give every parameter memory of its own on ``device``: the fp32 master where there is one. 8-bit states become plain ones."""
         for hook in self._hooks.values():
             hook.remove()
+        if self._uncached is not None:
+            self._uncached.remove()
         for group in self.groups:
             for slot in group.slots:
                 param = slot.param
