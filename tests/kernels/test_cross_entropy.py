@@ -135,6 +135,53 @@ def test_small_gradients_of_fp16_survive_under_a_loss_scale():
         assert relative(a, b) <= 2 * TOLERANCE[torch.float16]
 
 
+@pytest.mark.parametrize("scale", [1.0, 2.0**11, 2.0**16])
+@pytest.mark.parametrize("magnitude", [1e-3, 1.0, 29.85, 200.0])
+@pytest.mark.parametrize("tokens", [7, 4096])
+def test_fp16_gradients_are_finite_wherever_those_of_pytorch_are(tokens, magnitude, scale):
+    """4096 hidden states of 29.85 are the known case: dW sums to more than fp16 has, and its mean is about 20."""
+    hidden, weight, targets, bias = case(tokens, 8, 3, torch.float16, bias=True)
+    inputs = [(magnitude * (1 + hidden / 16)).half(), weight / 500, targets.zero_(), bias * 0]
+    with use_backend("cross_entropy", "torch"):
+        got = results(lambda *args: linear_cross_entropy(*args, chunk_tokens=512) * scale, inputs)
+    theirs = results(lambda *args: plain(*args) * scale, inputs)
+    exact = results(lambda *args: plain(*args) * scale, inputs, torch.float64)
+    for a, b, right in zip(got, theirs, exact, strict=True):
+        assert a[b.isfinite()].isfinite().all()
+        if b.isfinite().all():
+            assert relative(a, right) <= 1.5 * relative(b, right) + 2 * TOLERANCE[torch.float16]
+    if (tokens, magnitude, scale) == (4096, 29.85, 1.0):
+        assert (exact[2] * tokens).abs().max() > torch.finfo(torch.float16).max
+
+
+def test_pytorchs_grad_scaler_takes_the_steps_that_it_takes_without_us():
+    """fp32 parameters under autocast; at a scale of 65,536 dW is infinite for PyTorch, too: 19.9 * 2048 is the first that fits."""
+    hidden, weight, targets = case(4096, 8, 3, torch.float32)
+    hidden, targets = 29.85 * (1 + hidden / 64), targets.zero_()
+
+    def train(loss_of):
+        parameter = torch.nn.Parameter(torch.zeros_like(weight))
+        optimizer, scaler = torch.optim.SGD([parameter], 1e-3), torch.amp.GradScaler(DEVICE, init_scale=2.0**16)
+        scales, losses = [], []
+        for _ in range(9):
+            with torch.autocast(DEVICE, torch.float16):
+                loss = loss_of(hidden, parameter, targets)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+            losses.append(loss.item())
+        return scales, losses, parameter.detach()
+
+    with use_backend("cross_entropy", "torch"):
+        scales, losses, found = train(linear_cross_entropy)
+    their_scales, their_losses, expected = train(plain)
+    assert scales == their_scales == [2.0**15, 2.0**14, 2.0**13, 2.0**12, *[2.0**11] * 5]
+    assert losses == pytest.approx(their_losses, rel=1e-3) and losses[-1] < losses[0] / 2
+    assert relative(found, expected) <= 4 * TOLERANCE[torch.float16]
+
+
 def test_the_incoming_gradient_is_not_rounded():
     """A factor that bf16 does not have: the gradient is scaled by it and rounded once."""
     hidden, weight, targets = case(9, 8, 13, torch.bfloat16)
