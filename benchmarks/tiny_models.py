@@ -106,8 +106,8 @@ def tiny_config(kind: str) -> PreTrainedConfig:
     return AutoConfig.for_model(kind, **{**sizes, **MORE.get(kind, {})})
 
 
-def tiny_model(kind: str, **changes: Any) -> nn.Module:
-    """A small random model of it, in eval mode, that does not end a text; ``changes`` are made to its configuration.
+def tiny_model(kind: str, seed: int = 0, **changes: Any) -> nn.Module:
+    """A small random model of it from ``seed``, in eval mode, that does not end a text; ``changes`` are made to its configuration.
 
     Raises:
         ValueError: it is not small.
@@ -119,7 +119,7 @@ def tiny_model(kind: str, **changes: Any) -> nn.Module:
         count = sum(param.numel() for param in AutoModelForCausalLM.from_config(config).parameters())
     if count > MAX_PARAMETERS:
         raise ValueError(f"{kind} has {count:,} parameters")
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval()
     model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
     return model

@@ -171,7 +171,7 @@ def test_a_tokenizer_s_process_that_fails_is_named(folder, cache, monkeypatch):
 def test_a_tokenizer_s_process_ends_with_its_parent():
     """Once it has all texts, whatever it computes: the end of its input is the end of its parent."""
     program = (
-        "import time\nfrom vblackwell.train import tokenizer\n"
+        "import time\nfrom vblackwell.data import tokenizer\n"
         "print(*tokenizer._texts_from_stdin(), flush=True)\nwhile True: time.sleep(1)"
     )
     command = [sys.executable, "-c", program]
