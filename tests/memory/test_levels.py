@@ -213,7 +213,7 @@ def test_a_transfer_is_asynchronous(level: Level, no_delay_left: None):
     gate = threading.Event()
     extent, source = level.allocate(5000), random_bytes(5000)
     level.write(extent, torch.zeros(5000, dtype=torch.uint8)).wait()
-    set_transfer_delay(lambda kind: None if gate.wait(20) else pytest.fail("the gate stayed shut"))
+    set_transfer_delay(lambda kind: None if gate.wait(240) else pytest.fail("the gate stayed shut"))
     transfer = level.write(extent, source)
     assert not transfer.done()
     gate.set()

@@ -441,7 +441,7 @@ def test_prefetch_brings_keys_up_in_the_background(make_stack, no_delay_left):
     for key in "abc":
         stack.register(key, page(ord(key)), priority=5)
         stack.move(key, 2)
-    set_transfer_delay(lambda kind: None if gate.wait(20) else pytest.fail("the gate stayed shut"))
+    set_transfer_delay(lambda kind: None if gate.wait(240) else pytest.fail("the gate stayed shut"))
     stack.prefetch(["a", "b", "c"])  # returns although no byte can move
     assert set(levels(stack).values()) == {2}
     gate.set()

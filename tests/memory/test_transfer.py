@@ -24,7 +24,7 @@ def pool():
 
 
 def fail(gate: threading.Event) -> None:
-    gate.wait(20)
+    gate.wait(240)
     raise DiskError("it broke")
 
 
@@ -39,7 +39,7 @@ def test_an_error_waits_for_all_parts_and_is_raised_every_time(pool: ThreadPoolE
     gate, finished = threading.Event(), []
     broken = pool.submit(fail, threading.Event() if gate.set() else gate)
     slow = threading.Event()
-    good = pool.submit(lambda: (slow.wait(20), finished.append(1)))
+    good = pool.submit(lambda: (slow.wait(240), finished.append(1)))
     transfer = FutureTransfer([broken, good])
     assert not transfer.done() and transfer.clock.seconds() is None
     threading.Timer(0.05, slow.set).start()
@@ -52,7 +52,7 @@ def test_an_error_waits_for_all_parts_and_is_raised_every_time(pool: ThreadPoolE
 
 def test_a_chain_starts_its_second_part_after_the_first(pool: ThreadPoolExecutor):
     gate, order = threading.Event(), []
-    first = FutureTransfer([pool.submit(lambda: (gate.wait(20), order.append("first")))])
+    first = FutureTransfer([pool.submit(lambda: (gate.wait(240), order.append("first")))])
 
     def second() -> DoneTransfer:
         order.append("second")
@@ -87,7 +87,7 @@ def test_waiting_ends_for_what_a_closed_pool_never_began():
     waiter = threading.Thread(target=wait, daemon=True)  # one that waits forever must not keep the process
     waiter.start()
     gate.set()
-    waiter.join(20)
+    waiter.join(240)
     assert heard == [CancelledError] and transfer.done()
 
 
@@ -102,7 +102,7 @@ def test_large_copies_are_cut_and_complete():
 
 def test_tensors_live_until_the_copy_is_done_and_not_longer(no_delay_left: None):
     gate, pool = threading.Event(), copy_pool("test")
-    set_transfer_delay(lambda kind: None if gate.wait(20) else pytest.fail("the gate stayed shut"))
+    set_transfer_delay(lambda kind: None if gate.wait(240) else pytest.fail("the gate stayed shut"))
     source, out = torch.ones(1000, dtype=torch.uint8), torch.zeros(1000, dtype=torch.uint8)
     alive = weakref.ref(source)
     transfer = start_copy(out, source, pool)

@@ -240,7 +240,7 @@ def test_threads_that_meet_an_unpacked_layer(monkeypatch):
             super().__setattr__(name, value)
 
     layer, x = Watched(64, 48, mode="inference"), torch.randn(2, 64)
-    both, packing = threading.Barrier(2, timeout=20), optimized_linear.pack
+    both, packing = threading.Barrier(2), optimized_linear.pack
 
     def slowly(weight, precision, name):
         both.wait()

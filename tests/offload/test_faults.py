@@ -273,12 +273,12 @@ def test_release_while_another_thread_is_in_a_forward_is_refused(make_stack: Mak
 
     def pause(*_: object) -> None:
         inside.set()
-        go_on.wait(60)
+        go_on.wait(240)
 
     handle = model.layers[2][1].register_forward_hook(pause)
     thread = threading.Thread(target=lambda: losses.append(MLP.loss(model, 1).item()))
     thread.start()
-    assert inside.wait(60)
+    assert inside.wait(240)
     try:
         with pytest.raises(ConfigurationError, match=r"layers\.2.*another thread"):
             release(model)

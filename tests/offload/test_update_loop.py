@@ -156,7 +156,7 @@ def test_updating_threads_compute_alone_and_others_do_not():
     at_once = threading.Barrier(count)
 
     def ask() -> int:
-        at_once.wait(10)
+        at_once.wait()
         return torch.get_num_threads()
 
     assert [task.result() for task in [pool.submit(ask) for _ in range(count)]] == [1] * count
@@ -195,7 +195,7 @@ def test_threads_that_start_together_leave_the_number_of_threads_as_it_was(monke
     try:
         monkeypatch.setattr(torch, "set_num_threads", change_slowly)
         with ThreadPoolExecutor(count, initializer=update_loop._compute_alone) as pool:
-            for task in [pool.submit(at_once.wait, 10) for _ in range(count)]:
+            for task in [pool.submit(at_once.wait) for _ in range(count)]:
                 task.result()
         with ThreadPoolExecutor(1) as fresh:
             assert fresh.submit(torch.get_num_threads).result() == 3
@@ -217,7 +217,7 @@ def test_an_interrupt_waits_for_threads_that_are_at_work(monkeypatch: pytest.Mon
             if begun.is_set():
                 raise KeyboardInterrupt
             future = pool.submit(task)
-            assert begun.wait(10)
+            assert begun.wait()
             return future
 
     length, loop = 8 * LEAST_PART, MasterLoop()

@@ -22,7 +22,7 @@ class Arriving(Transfer):
         self.event = threading.Event()
 
     def wait(self) -> None:
-        self.event.wait(10)
+        self.event.wait()
 
     def wait_on(self, stream: Any) -> None:
         raise NotImplementedError
