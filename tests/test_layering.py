@@ -131,8 +131,6 @@ KNOWN_IMPORTS: set[tuple[str, str]] = {
     ("vblackwell/offload/storage/home_bytes.py", "vblackwell/offload/engine.py"),
     ("vblackwell/offload/storage/initialize.py", "vblackwell/offload/parameters.py"),
     ("vblackwell/offload/storage/stage.py", "vblackwell/offload/movement/lane.py"),
-    ("vblackwell/planner/estimate/speed.py", "vblackwell/memory/cache/config.py"),
-    ("vblackwell/planner/estimate/speed.py", "vblackwell/train/disk_speed.py"),
     ("vblackwell/planner/estimator.py", "vblackwell/memory/disk.py"),
     ("vblackwell/planner/estimator.py", "vblackwell/offload/movement/level0_updates.py"),
     ("vblackwell/planner/forecast.py", "vblackwell/offload/movement/activations.py"),
@@ -147,7 +145,6 @@ KNOWN_IMPORTS: set[tuple[str, str]] = {
     ("vblackwell/tools/bench_ladder.py", "vblackwell/train/attention.py"),
     ("vblackwell/tools/bench_ladder.py", "vblackwell/train/model.py"),
     ("vblackwell/tools/bench_ladder.py", "vblackwell/train/precision.py"),
-    ("vblackwell/tools/doctor.py", "vblackwell/train/disk_speed.py"),
     ("vblackwell/tools/doctor.py", "vblackwell/train/precision.py"),
 }
 # Files in folders of more than 20.

@@ -58,7 +58,6 @@ _WHERE = {
     "VGPUStack": "vblackwell.memory.cache.stack",
     "VGPULevel": "vblackwell.memory.cache.single",
     "CompressedVGPULevel": "vblackwell.memory.cache.compressed",
-    "AccessPredictor": "vblackwell.memory.cache.predictor",
     "create_vgpu_stack": "vblackwell.memory.cache.create",
     "HardwareDetector": "vblackwell.machine.facts",
     "communication_cost": "vblackwell.planner.parallel.collectives",
@@ -90,7 +89,6 @@ if TYPE_CHECKING:
     from vblackwell.machine.facts import HardwareDetector
     from vblackwell.memory.cache.compressed import CompressedVGPULevel
     from vblackwell.memory.cache.create import create_vgpu_stack
-    from vblackwell.memory.cache.predictor import AccessPredictor
     from vblackwell.memory.cache.single import VGPULevel
     from vblackwell.memory.cache.stack import VGPUStack
     from vblackwell.nn.attention.layer import FlashAttention, from_multihead_attention

@@ -58,7 +58,6 @@ def test_mistyped_words(place):
         (["--lora", "x"], ["--lora 'x' cannot be read", "--lora 16"]),
         (["--update", "1.5"], ["--update '1.5'", "share between 0 and 1"]),
         (["--activations", "ram"], ["--activations 'ram'", "host"]),
-        (["--disk-codec", "lossless", "--disk-memory", "0"], ["--disk-memory 0", "drop --disk-codec"]),
         (["--optimizer-states", "4bit"], ["--optimizer-states '4bit'", "fp32, 8bit"]),
         (["--masters", "stochastic"], ["--masters stochastic", "--optimizer-states 8bit"]),
         (["--config", "gone.yaml"], ["gone.yaml", "No such file"]),

@@ -207,6 +207,4 @@ def test_doctor_speaks_json(place):
     result = place.vb("doctor", "--json", "--disk-path", str(place.folder))
     found = json.loads(result.stdout)
     assert found["memory"]["available_bytes"] > 0 and found["rates"]["host_copy_gbps"] > 0
-    lossless = found["rates"]["lossless"]
-    assert "refused" in lossless or lossless["bfloat16 weights"]["ratio"] > lossless["remainders"]["ratio"] == 1.0
     assert "measuring" in result.stderr

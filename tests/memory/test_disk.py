@@ -18,7 +18,6 @@ from tests.memory.conftest import random_bytes
 from vblackwell.errors import ConfigurationError, CorruptData, DiskError, InsufficientMemory
 from vblackwell.machine.facts import disk_facts
 from vblackwell.memory import disk as disk_module
-from vblackwell.memory.compressed_disk import CompressedDiskLevel
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.scratch_file import DiskFull, SystemCalls
 from vblackwell.units import GiB, KiB, MiB
@@ -178,13 +177,9 @@ def test_a_write_error_poisons_the_file(disk: DiskLevel, calls: Calls):
     assert torch.equal(read(disk, good), source)  # what was there is still good
 
 
-@pytest.mark.parametrize("codec", [None, "lossless"])
-def test_a_piece_whose_writing_failed_cannot_be_read(disk_path: str, calls: Calls, codec: str | None):
+def test_a_piece_whose_writing_failed_cannot_be_read(disk_path: str, calls: Calls):
     """Half of it may be on the disk: neither what was there nor what was to come."""
-    if codec is not None:
-        pytest.importorskip("zstandard", reason="the extra 'compressed' is not installed")
-    kind = DiskLevel if codec is None else CompressedDiskLevel
-    level = kind(disk_path, MiB, piece_bytes=PIECE, threads=2, calls=calls)
+    level = DiskLevel(disk_path, MiB, piece_bytes=PIECE, threads=2, calls=calls)
     good, source = stored(level, PIECE)
     extent, _ = stored(level, 2 * PIECE)
     calls.write_error = errno.EIO
@@ -228,7 +223,6 @@ LIMITED = """
 import resource, sys, torch
 from vblackwell.errors import DiskError
 from vblackwell.memory import disk as disk_module
-from vblackwell.memory.compressed_disk import CompressedDiskLevel
 from vblackwell.memory.disk import DiskLevel
 level = DiskLevel(sys.argv[1], 64 << 20)
 kept = level.allocate(1 << 20)

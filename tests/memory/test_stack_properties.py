@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from tests.memory.conftest import random_bytes
-from tests.memory.test_duel import Fickle
 from vblackwell.errors import InsufficientMemory, StaleTensor
 from vblackwell.memory.cache.config import default_disk_path
 from vblackwell.memory.cache.stack import VGPUStack
@@ -175,10 +174,6 @@ class StackMachine(RuleBasedStateMachine):
 class NextUseMachine(StackMachine):
     policy = "next_use"
     promotion = "gradual"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stack._policy._duel = Fickle()  # both rules without a period, in turns
 
 
 _SETTINGS = settings(

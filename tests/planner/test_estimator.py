@@ -148,8 +148,8 @@ def test_a_disk_level_s_threads_take_ram_beside_the_levels():
     trace = run.trace(1)
     without = estimate_offload(run, trace, 2 << 30, 1 << 40, 0)
     full = without.host - 16 * MiB  # not all of it goes into RAM
-    spilled = estimate_offload(run, trace, 2 << 30, full + threads_bytes(packed=False), 1 << 30)
-    placed = spilled.disk + spilled.host - threads_bytes(packed=False)
+    spilled = estimate_offload(run, trace, 2 << 30, full + threads_bytes(), 1 << 30)
+    placed = spilled.disk + spilled.host - threads_bytes()
     assert spilled.disk > 0 and without.host <= placed < without.host + 48 * MiB  # and what is staged
     unused = estimate_offload(run, trace, 2 << 30, 1 << 40, 1 << 30)
     assert unused.disk == 0 and unused.host == without.host

@@ -266,18 +266,6 @@ def test_report_says_what_was_counted():
         "written to the SSD: 5.00 MiB",
     ):
         assert part in text
-    stats["links"][0]["destination"] = "ssd+zstd"
-    packed = make_report(stats, summary, run={"seconds": 4.0}, gpu_peak_bytes=None, process_peak_bytes=GiB)
-    assert packed["ssd_written_bytes"] == 5 * MiB
-    packed["disk_codec"] = {
-        "ratio": 1.25,
-        "pays": True,
-        "compressed_bytes": 5 * MiB,
-        "written_bytes": 4 * MiB,
-        "read_bytes": 0,
-    }
-    said = "written to the SSD: 5.00 MiB, in 4.00 MiB there: compressed pieces have 80% of their bytes, and compressing saves time"
-    assert said in "\n".join(report_lines(packed))
     report["gpu_peak_bytes"] = {"allocated": GiB, "reserved": 2 * GiB}
     assert "1.00 GiB allocated, 2.00 GiB reserved" in "\n".join(report_lines(report))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,6 @@ from vblackwell.offload.layout.lanes import LaneTimes, simulate
 from vblackwell.offload.layout.pieces import num_elements
 from vblackwell.offload.layout.placement import CUDA_ACTIVATION_SHARE, CUDA_GROUPS, Wishes, bytes_by_level
 from vblackwell.offload.movement.level0_updates import deferred_groups
-from vblackwell.planner.compression import Compression, DiskSpeed, decide, kinds_on, uses_disk
 from vblackwell.planner.level_sizes import StackConfig, stack_config
 from vblackwell.planner.memory_estimate import (
     Batches,
@@ -44,9 +43,6 @@ from vblackwell.units import MiB, format_bytes
 PRECISIONS = ("fp32", "bf16", "autocast")
 PLENTY = 1 << 50
 NOT_STATE = ("activations", "logits_and_loss", "workspace")
-# Pieces in RAM for each of a disk level's threads: what passes; where it is compressed also its planes, and these compressed. Eight threads
-# on 256 MiB of fp32 numbers were seen to take 70 and 190 MiB.
-PLAIN_PIECES, PACKED_PIECES = 1, 3
 
 
 @dataclass(frozen=True)
@@ -164,9 +160,9 @@ def _checkpoint(model: Any) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def threads_bytes(packed: bool) -> int:
-    """RAM that the threads of a disk level take beside the levels."""
-    return THREADS * PIECE_BYTES * (PACKED_PIECES if packed else PLAIN_PIECES)
+def threads_bytes() -> int:
+    """RAM that the threads of a disk level take in addition to the levels: a piece each. Eight were seen to take 70 MiB."""
+    return THREADS * PIECE_BYTES
 
 
 @dataclass(frozen=True)
@@ -197,7 +193,7 @@ def estimate_offload(run: Run, trace: Trace, gpu_bytes: int, host_bytes: int, di
         return OffloadEstimate(
             0, 0, 0, step, refused=f"activations, logits and workspace of this batch take {format_bytes(step)} alone"
         )
-    threads = threads_bytes(packed=False) if disk_bytes else 0
+    threads = threads_bytes() if disk_bytes else 0
     capacities = [left, max(host_bytes // 2, host_bytes - threads)] + ([disk_bytes] if disk_bytes else [])
     try:
         table, late = _streamed(run.model(), capacities)
@@ -244,13 +240,8 @@ def _streamed(model: nn.Module, capacities: list[int]) -> tuple[dict[str, list[i
     return table, late
 
 
-def streamed_seconds(
-    run: Run, trace: Trace, capacities: list[int], rates: Rates, disk: Callable[[Iterable[str]], DiskSpeed] | None = None
-) -> tuple[LaneTimes, Compression | None]:  # fmt: skip
+def streamed_seconds(run: Run, trace: Trace, capacities: list[int], rates: Rates) -> LaneTimes:
     """One step of ``run`` streaming through levels of ``capacities`` bytes, level 0 first; AdamW where `rates` make it fastest.
-
-    Args:
-        disk: what was measured of a disk level and of a codec on kinds of bytes; without either the disk is plain and of ``rates``.
 
     Raises:
         InsufficientMemory: a level is too small.
@@ -263,14 +254,7 @@ def streamed_seconds(
     streaming = streaming_work(rates.streaming_issues(len(groups), share))
     seconds = phase_seconds((*trace.work, *streaming), rates, updates=updates)
     wishes = replace(wishes, update=share)
-    found, lanes_of = foresee(model, capacities, wishes, seconds), lane_rates(rates)
-    if disk is not None and uses_disk(found.lanes):
-        held = kinds_on(2, found.bytes_by_level, "bfloat16" if run.precision == "bf16" else "float32")
-        speed = disk(held)
-        if speed.codec:
-            verdict, lanes_of = decide(found.lanes, lanes_of, held, speed, lambda each: simulate(found.lanes, each))
-            return simulate(found.lanes, lanes_of), verdict
-    return simulate(found.lanes, lanes_of), None
+    return simulate(foresee(model, capacities, wishes, seconds).lanes, lane_rates(rates))
 
 
 def streams_on(run: Run, gpu_bytes: int) -> bool:

@@ -7,7 +7,7 @@ is an arena of a stated size, activations lie outside it, and all lanes are the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -25,7 +25,6 @@ from vblackwell.offload.layout.placement import CUDA_GROUPS, MOST_RESIDENT, Wish
 from vblackwell.offload.layout.update_place import RING_GROUPS, RING_SHARE, groups_kept, passing_bytes, state_bytes
 from vblackwell.offload.movement.activations import AHEAD, NEWEST
 from vblackwell.offload.movement.level0_updates import MOST_LENT
-from vblackwell.planner.compression import DiskSpeed, decide, kinds_on, uses_disk
 from vblackwell.planner.estimator import Run, threads_bytes
 from vblackwell.planner.memory_estimate import P99_BYTES
 from vblackwell.planner.placement import Bounds, Choice, Lacking, Plan, Prediction, Space, make_plan
@@ -51,7 +50,7 @@ class Machine:
 
     Attributes:
         has_gpu: level 0 is a GPU. undo: updates keep a way back, as the trainer's do. may_clip: steps may clip.
-        disk: rates of the disk level by the kinds of bytes that are there, asked where a choice uses it; None: those of ``rates``, plain.
+        disk: bytes/s that the disk level reads and writes, asked where a choice uses one; None: those of ``rates``.
     """
 
     bounds: Bounds
@@ -59,7 +58,7 @@ class Machine:
     has_gpu: bool = True
     undo: bool = True
     may_clip: bool = True
-    disk: Callable[[Iterable[str]], DiskSpeed] | None = None
+    disk: Callable[[], tuple[float, float]] | None = None
 
 
 class Forecast:
@@ -216,8 +215,6 @@ class Forecast:
         host -= min(ways_back, max(0, host - self.machine.bounds.host))
         # What level 0 lets in ends at its capacity.
         timed = self._timed(sized, foreseen, min(gpu, most), min(p99, most), host, in_full)
-        if timed.compression is not None:
-            sized = replace(sized, disk_codec="lossless" if timed.compression.used else "none")
         return sized, replace(timed, waiting=waiting)
 
     def _foreseen(
@@ -254,24 +251,20 @@ class Forecast:
 
     def _timed(self, choice: Choice, found: Foreseen, gpu: int, p99: int, host: int, in_full: bool) -> Prediction:
         machine, tokens = self.machine, self._tokens(choice)
-        rates, verdict = lane_rates(machine.rates), None
-        if machine.disk is not None and uses_disk(found.lanes):
-            held = kinds_on(2, found.bytes_by_level, self._weight_type(choice))
-            verdict, rates = decide(
-                found.lanes, rates, held, machine.disk(held), lambda each: self._times(found, each), spare_cores=machine.has_gpu
-            )  # fmt: skip
+        rates = lane_rates(machine.rates)
+        uses_disk = any(group.disk_read or group.disk_write or group.weights_on_disk for group in found.lanes.groups)
+        if machine.disk is not None and uses_disk:
+            disk_read, disk_write = machine.disk()
+            rates = replace(rates, disk_read=disk_read, disk_write=disk_write)
         times = self._times(found, rates)
         clipped = None
         if in_full and machine.may_clip and machine.has_gpu:
             clipped = simulate(replace(found.lanes, clips=True), rates).step_seconds
         written = sum(group.disk_write for group in found.lanes.groups)
         hidden = disk_hidden_from(found.lanes, rates, tokens) if in_full and written and machine.has_gpu else 0
-        is_packed = verdict is not None and verdict.used
-        packed = verdict.ratio if verdict is not None and verdict.used else 1.0
         return Prediction(
             gpu, p99, host, found.bytes_of(2), times.step_seconds, tokens, {lane: share for lane, share in times.busy.items() if share},
-            clipped, int(written / packed), hidden, compression=verdict,
-            threads=threads_bytes(is_packed) if uses_disk(found.lanes) else 0,
+            clipped, written, hidden, threads=threads_bytes() if uses_disk else 0,
         )  # fmt: skip
 
     def _times(self, found: Foreseen, rates: LaneRates) -> LaneTimes:

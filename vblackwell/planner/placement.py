@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from vblackwell.errors import InsufficientMemory
-from vblackwell.planner.compression import Compression
 from vblackwell.units import format_bytes, format_seconds
 
 SHARES: tuple[str | float, ...] = ("level0", 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, "home")
@@ -86,7 +85,6 @@ class Choice:
         states: format of AdamW's moments. fp4: linears compute with weights rounded to FP4.
         level0_bytes, weight_bytes, resident_bytes: capacity of level 0, and what loaded weights and groups that live there may take of it;
             decided when the choice is predicted.
-        disk_codec: 'lossless' or 'none' where a disk level is used and this was decided, then too.
     """
 
     placement: str
@@ -100,7 +98,6 @@ class Choice:
     level0_bytes: int = 0
     weight_bytes: int = 0
     resident_bytes: int = 0
-    disk_codec: str | None = None
 
     def __str__(self) -> str:
         forwards = "" if self.accumulation_steps == 1 else f" x {self.accumulation_steps}"
@@ -113,7 +110,6 @@ class Choice:
             words.append(home.get(str(self.update), f"{self.update} of AdamW on the CPU"))
             words += ["checkpoints in RAM"] if self.activations == "host" else []
             words += [f"{format_bytes(self.resident_bytes)} kept there"] if self.resident_bytes else []
-            words += ["disk compressed"] if self.disk_codec == "lossless" else []
         return ", ".join(words)
 
 
@@ -126,7 +122,6 @@ class Prediction:
         host, disk: bytes. waiting: of checkpoints' inputs in RAM, part of ``host``. disk_written: bytes a step.
         step_seconds: of one optimizer step of ``tokens``. clipped_seconds: of one that clips, where that is another.
         busy: share of the step in which each lane works. disk_hidden_from: tokens a step from which the disk costs nothing.
-        compression: what was decided for the disk level, where one is used and was measured.
         threads: bytes of RAM that the disk level's threads hold, beside ``host``, which is the RAM level's.
     """
 
@@ -141,7 +136,6 @@ class Prediction:
     disk_written: int = 0
     disk_hidden_from: int | None = 0
     waiting: int = 0
-    compression: Compression | None = None
     threads: int = 0
 
     @property
@@ -321,6 +315,4 @@ def _remarks(prediction: Prediction) -> list[str]:
             found.append(
                 "the disk costs nothing from " + ("no" if hidden is None else f"{hidden:,}") + " tokens a step on"
             )
-    if prediction.compression is not None:
-        found.append(str(prediction.compression))
     return found

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from vblackwell.errors import Unsupported
 from vblackwell.machine.facts import (
     DiskFacts,
     GPUFacts,
@@ -27,14 +26,12 @@ from vblackwell.machine.facts import (
     memory_facts,
     why_no_cuda,
 )
-from vblackwell.machine.measured import keep
+from vblackwell.machine.measured import keep, keep_disk
 from vblackwell.offload.measure import adamw_gparams, as_rates, cpu_matmul_gflops, disk_gbps, gpu_rates, host_copy_gbps
-from vblackwell.train.disk_speed import keep_codec, keep_disk, sample_of
 from vblackwell.train.precision import has_bf16
 from vblackwell.units import GiB, format_bytes
 
 SLOW_FILE_SYSTEMS = ("9p", "nfs", "cifs", "fuse")
-CODEC_KINDS = ("bfloat16 weights", "float32 weights", "remainders", "first moments", "second moments")
 WINDOWS_MOUNT = "/mnt/"
 
 
@@ -61,14 +58,13 @@ def examine(disk_path: str, say: Callable[[str], None]) -> dict[str, Any]:
         ("matrix product on the CPU", "cpu_matmul_gflops", cpu_matmul_gflops),
         ("AdamW on the CPU", "cpu_adamw_gparams", lambda: adamw_gparams(torch.device("cpu"))),
         (f"disk at {disk_path}", "disk_gbps", lambda: disk_gbps(disk_path)),
-        ("lossless compression", "lossless", _codec_rates),
     ]
     if reason is None:
         measured.append(("GPU and its links", "gpu", lambda: gpu_rates(torch.device("cuda", 0))))
     for number, (what, key, measure) in enumerate(measured, 1):
         say(f"measuring {number}/{len(measured)}: {what}")
         rates[key] = measure()
-    keep_disk(disk_path, rates["disk_gbps"])  # plans go by it, and by the codec
+    keep_disk(disk_path, rates["disk_gbps"])  # plans go by it
     if "gpu" in rates:
         keep(torch.cuda.get_device_name(0), as_rates(rates["gpu"], rates["disk_gbps"]))  # vb estimate goes by them
     return {
@@ -84,18 +80,6 @@ def examine(disk_path: str, say: Callable[[str], None]) -> dict[str, Any]:
         "rates": rates,
         "advice": advice(memory, disk, gpus, reason, wsl=is_wsl()),
     }  # fmt: skip
-
-
-def _codec_rates() -> dict[str, Any]:
-    """By kind of bytes; or why there is none."""
-    try:
-        found = keep_codec(sample_of(None, None), CODEC_KINDS)
-    except Unsupported as error:
-        return {"refused": str(error)}
-    return {
-        kind: {"ratio": speed.ratio, "in_gbps": speed.compress / 1e9, "out_gbps": speed.decompress / 1e9}
-        for kind, speed in found.items()
-    }
 
 
 def advice(
@@ -159,7 +143,6 @@ def lines_of(found: dict[str, Any]) -> list[str]:
         f"{rates['host_copy_gbps']:.1f} GB/s",
         f"disk     {format_bytes(disk['free_bytes'])} free at {disk['path']} ({disk['file_system']}); "
         f"{_disk_rate(rates['disk_gbps'])}",
-        f"lossless {_codec_rate(rates['lossless'])}",
     ]
     for gpu in found["gpus"]:
         lines.append(
@@ -172,15 +155,6 @@ def lines_of(found: dict[str, Any]) -> list[str]:
     if not found["gpus"]:
         lines.append("GPU      none")
     return [*lines, "", *(found["advice"] or ["Nothing is missing."])]
-
-
-def _codec_rate(rates: dict[str, Any]) -> str:
-    if "refused" in rates:
-        return f"compression of a disk level: {rates['refused']}"
-    kinds = (
-        f"{kind} {each['ratio']:.2f}, {each['in_gbps']:.2f}, {each['out_gbps']:.2f}" for kind, each in rates.items()
-    )
-    return f"compression of a disk level, ratio, GB/s in and out: {'; '.join(kinds)}"
 
 
 def _disk_rate(rate: dict[str, Any]) -> str:

@@ -1,13 +1,14 @@
 """``--vgpu-auto`` and ``--batch-size auto``: a plan for a run on this machine, and the settings that follow from it.
 
-The model that is about to be trained is copied to the meta device and traced there; the machine is asked what it has free; its rates are
-those that ``vb doctor`` kept, or are measured now, and those of a disk and of compressing what goes there, where a choice uses one. What
+The model that is about to be trained is copied to the meta device and traced there; the machine is asked what it has
+free; its rates are those that ``vb doctor`` kept, or are measured now, and those of a disk where a choice uses one. What
 the user said explicitly is not chosen again: it bounds the plan.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,15 +17,14 @@ import torch
 from torch import nn
 
 from vblackwell.errors import InsufficientMemory
-from vblackwell.folders.hub import find_folder
 from vblackwell.machine.facts import disk_facts, memory_facts
-from vblackwell.machine.measured import keep, kept_rates
+from vblackwell.machine.measured import keep, keep_disk, kept_disk, kept_rates
 from vblackwell.machine.rates import Rates
 from vblackwell.memory.cache.config import default_disk_path
 from vblackwell.memory.cache.create import ARENA_SHARE, DISK_SHARE, LARGEST_DISK_BYTES
 from vblackwell.nn.convert.causal_lm import is_accelerated
 from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.offload.measure import as_rates, cpu_rates, gpu_rates, is_measured_in_full
+from vblackwell.offload.measure import as_rates, cpu_rates, disk_gbps, gpu_rates, is_measured_in_full
 from vblackwell.planner.estimator import Run, threads_bytes
 from vblackwell.planner.forecast import Forecast, Machine, plan_of
 from vblackwell.planner.memory_estimate import Batches
@@ -33,7 +33,6 @@ from vblackwell.planner.placement import SHARES, Bounds, Choice, Lacking, Plan, 
 from vblackwell.trace.tiles import NUM_SMS
 from vblackwell.trace.trace import Trace, Untraceable, on_meta
 from vblackwell.train.config import TrainConfig
-from vblackwell.train.disk_speed import DiskSpeeds, sample_of
 from vblackwell.train.levels import has_disk
 from vblackwell.train.model import learner_of
 from vblackwell.train.precision import Precision
@@ -54,19 +53,16 @@ def make_training_plan(
         model: as it will be put into a stack, on the CPU or on meta; it is not changed.
 
     Raises:
-        ConfigurationError: ``--disk-codec lossless`` without a disk level.
         InsufficientMemory: none fits.
-        Unsupported: ``--disk-codec lossless`` without the package zstandard.
         Untraceable: the model cannot be traced without its bytes.
     """
     has_gpu = device.type == "cuda"
     rates = _rates_of(device, say)
     # A scaled loss means a factor at the step: nothing is updated before it, so nothing needs a way back.
     undo = not precision.needs_scaler
-    folder = None if config.model is None else find_folder(config.model)
     bounds, disk = bounds_of(config, device), None
     if bounds.disk:
-        disk = DiskSpeeds(config.disk_path or default_disk_path(), sample_of(model, folder), config.disk_codec, say)
+        disk = functools.cache(lambda: _disk_rates(config.disk_path or default_disk_path(), rates, say))
     machine = Machine(bounds, rates, has_gpu, undo, config.max_grad_norm > 0, disk)
     vocab_size = next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), 2)
     subject = Subject(config.name, _copier(model), vocab_size, _loss)
@@ -131,19 +127,14 @@ def apply_plan(config: TrainConfig, plan: Plan) -> TrainConfig:
     return replace(
         config, batch_size=choice.batch_size, accumulation_steps=choice.accumulation_steps, gradient_checkpointing=choice.checkpointing,
         placement=choice.placement, update=str(choice.update), activations=choice.activations, optimizer_states=choice.states,
-        disk_codec=choice.disk_codec or config.disk_codec,
     )  # fmt: skip
 
 
 def bounds_of(config: TrainConfig, device: torch.device) -> Bounds:
-    """What the machine has free, cut to what the settings allow.
-
-    Raises:
-        ConfigurationError: a codec is asked for, and no disk.
-    """
+    """What the machine has free, cut to what the settings allow."""
     available, wants_disk = memory_facts().available_bytes, has_disk(config)
-    if wants_disk:  # whatever its level will be
-        available = max(available // 2, available - threads_bytes(packed=True))
+    if wants_disk:
+        available = max(available // 2, available - threads_bytes())
     if device.type == "cuda":
         gpu = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - LATER_BYTES
     else:
@@ -179,6 +170,14 @@ def _rates_of(device: torch.device, say: Callable[[str], None]) -> Rates:
             keep(name, found)
         torch.cuda.empty_cache()
     return found
+
+
+def _disk_rates(path: str, rates: Rates, say: Callable[[str], None]) -> tuple[float, float]:
+    """Bytes/s that the disk at ``path`` reads and writes: kept, or measured now; those of ``rates`` where it refuses."""
+    if kept_disk(path) is None:
+        say(f"measuring the disk at {path}, once (vb doctor does it again)")
+        keep_disk(path, disk_gbps(path))
+    return kept_disk(path) or (rates.disk_read, rates.disk_write)
 
 
 # -- what may be chosen ----------------------------------------------------------------------------------------------------

@@ -162,10 +162,6 @@ class TrainConfig:
     disk_path: str | None = None
     """Folder for the disk level's unnamed file, on a disk (not a tmpfs)."""
 
-    disk_codec: Literal["lossless", "none"] | None = None
-    """'lossless': compress what goes to the disk level, as long as that measurably saves time (docs/precision.md); 'none': do not. Without
-    it --vgpu-auto decides by measured rates, and other runs do not compress. No bit depends on it."""
-
     placement: Literal["auto", "resident", "streamed"] = "auto"
     """Keep all on level 0, stream through it, or decide by what fits."""
 
@@ -214,7 +210,6 @@ class TrainConfig:
             if value is not None:
                 object.__setattr__(self, name, parse_bytes(value, flag_of(name)))
         self._check_update()
-        self._check_codec()
         if self.max_steps is not None and self.epochs is not None:
             raise ConfigurationError("--max-steps and --epochs are both given: choose one")
         if self.mixed_precision and self.precision == "fp32":
@@ -243,15 +238,6 @@ class TrainConfig:
             known = self.update in ("auto", "level0", "home")
         if not known:
             raise ConfigurationError(f"--update {self.update!r}: give auto, level0, home, or a share between 0 and 1")
-
-    def _check_codec(self) -> None:
-        if self.disk_codec not in (None, "lossless", "none"):
-            raise ConfigurationError(f"--disk-codec {self.disk_codec!r} is none of lossless, none: choose one")
-        if self.disk_codec == "lossless" and self.disk_memory == 0:
-            raise ConfigurationError(
-                "--disk-codec lossless compresses a disk level, and --disk-memory 0 leaves that out: give --disk-memory a size, e.g. "
-                "64GiB, or drop --disk-codec"
-            )
 
     def _check_counts(self) -> None:
         for name, least in _COUNTS.items():

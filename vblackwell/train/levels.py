@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vblackwell.errors import ConfigurationError, InsufficientMemory
+from vblackwell.errors import InsufficientMemory
 from vblackwell.machine.facts import disk_facts, memory_facts
 from vblackwell.memory.cache.config import default_disk_path
 from vblackwell.memory.cache.create import create_vgpu_stack
-from vblackwell.memory.compressed_disk import CompressedDiskLevel
 from vblackwell.train.config import TrainConfig
 from vblackwell.units import format_bytes
 
@@ -34,7 +33,7 @@ def build_stack(
         state_bytes: the most that will come to a disk level; by default all that it may hold.
 
     Raises:
-        ConfigurationError: a size that the machine does not have, a path that is no directory on a disk, a codec without a disk.
+        ConfigurationError: a size that the machine does not have, a path that is no directory on a disk.
         InsufficientMemory: the disk has less room than ``--disk-memory``, or RAM than the sizes that are RAM.
     """
     disk = has_disk(config)
@@ -42,32 +41,23 @@ def build_stack(
         _refuse_full_disk(config, state_bytes)
     if device.type == "cpu":
         _refuse_more_than_ram(config, state_bytes)
-    codec = "lossless" if config.disk_codec == "lossless" else None
-    given: dict[str, Any] = {"device": device, "disk_codec": codec}
     if plan is not None:
         bounds = plan.bounds
         level0 = plan.choice.level0_bytes if device.type == "cuda" else bounds.gpu
-        return create_vgpu_stack(level0, bounds.host, bounds.disk, config.disk_path, **given)
+        return create_vgpu_stack(level0, bounds.host, bounds.disk, config.disk_path, device=device)
     return create_vgpu_stack(
         config.fast_memory,
         config.host_memory,
         config.disk_memory if disk else 0,
         config.disk_path,
-        **given,
+        device=device,
     )
 
 
 def has_disk(config: TrainConfig) -> bool:
-    """Whether a run's stack has a disk level: where the settings ask for one, or leave everything to the plan.
-
-    Raises:
-        ConfigurationError: a codec is asked for, and no disk.
-    """
+    """Whether a run's stack has a disk level: where the settings ask for one, or leave everything to the plan."""
     asked = config.vgpu_auto or config.disk_memory is not None or config.disk_path is not None
-    found = asked and config.disk_memory != 0
-    if config.disk_codec == "lossless" and not found:
-        raise ConfigurationError("--disk-codec is for a disk level: give --disk-memory or --disk-path as well")
-    return found
+    return asked and config.disk_memory != 0
 
 
 def _refuse_more_than_ram(config: TrainConfig, state_bytes: int | None) -> None:
@@ -108,18 +98,6 @@ def _refuse_full_disk(config: TrainConfig, state_bytes: int | None) -> None:
 def describe_levels(stack: VGPUStack) -> str:
     """One line for the user."""
     return " over ".join(f"{level.name} {format_bytes(level.capacity_bytes)}" for level in stack.levels)
-
-
-def disk_savings(stack: VGPUStack) -> dict[str, Any] | None:
-    """What compressing has saved on the disk level so far, by the level's own books; None where it does not compress."""
-    for level in stack.levels:
-        if isinstance(level, CompressedDiskLevel):
-            savings = level.savings
-            return {
-                "ratio": savings.ratio, "pays": savings.pays, "compressed_bytes": int(savings.packed_bytes),
-                "written_bytes": level.bytes_written, "read_bytes": level.bytes_read,
-            }  # fmt: skip
-    return None
 
 
 # -- what moved ------------------------------------------------------------------------------------------------------------

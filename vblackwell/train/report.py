@@ -78,7 +78,6 @@ def compare(plan: Plan, report: dict[str, Any], speeds: list[float]) -> dict[str
             "measured": statistics.median(settled) if settled else None,
         },
         "clipped_tokens_per_second": None if said.clipped_seconds is None else said.tokens / said.clipped_seconds,
-        "disk_level": None if said.compression is None else str(said.compression),
     }
 
 
@@ -128,12 +127,6 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     lines += [f"AdamW: {formats['states']} states, {formats['masters']} masters"]
     lines += [f"time stalled: {format_seconds(report['stall_seconds'])}, {report['stalled_share']:.1%} of the run"]
     lines += [f"written to the SSD: {format_bytes(report['ssd_written_bytes'])}"]
-    savings = report.get("disk_codec")
-    if savings is not None and savings["compressed_bytes"]:
-        lines[-1] += (
-            f", in {format_bytes(savings['written_bytes'])} there: compressed pieces have {1 / savings['ratio']:.0%} of their bytes, and "
-            f"compressing {'saves' if savings['pays'] else 'costs'} time by the level's own measurement"
-        )
     peak = report["gpu_peak_bytes"]
     if peak is not None:
         lines += [

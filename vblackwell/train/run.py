@@ -22,7 +22,6 @@ from vblackwell.offload.api import offload_of
 from vblackwell.train.checkpoint import Checkpoints, export_adapter, export_final, finished_step, refuse_full_disk
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.device import choose_device, make_deterministic, peak_gpu_bytes, refuse_distributed
-from vblackwell.train.levels import disk_savings
 from vblackwell.train.metrics import MetricsLog, StepRecord
 from vblackwell.train.prepare import Prepared, inspect_data, prepare
 from vblackwell.train.profile import tracing
@@ -217,9 +216,6 @@ class _Run:
             gpu_peak_bytes=peak_gpu_bytes(parts.device),
             process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )
-        savings = disk_savings(parts.stack)
-        if savings is not None:
-            report["disk_codec"] = savings
         if self.prepared.plan is not None:
             report["plan"] = compare(self.prepared.plan, report, self.speeds)
         self.folder.write_json(REPORT, report)

@@ -22,7 +22,6 @@ from vblackwell.machine.facts import disk_facts, numa_node_of_cuda, why_no_cuda
 from vblackwell.memory.accounting import NullLevel
 from vblackwell.memory.cache.next_use import NextUse
 from vblackwell.memory.cache.policy import LRU, Policy
-from vblackwell.memory.compressed_disk import CompressedDiskLevel
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.gpu import DeviceLevel
 from vblackwell.memory.host import HostLevel
@@ -31,7 +30,7 @@ from vblackwell.units import MiB, format_bytes, parse_bytes
 
 POLICIES: dict[str, type[Policy]] = {"lru": LRU, "next_use": NextUse}
 DISK_PATH_VARIABLE = "VBLACKWELL_DISK_PATH"
-_KEYS = ("capacity_mb", "device", "speed_gbps", "path", "codec")
+_KEYS = ("capacity_mb", "device", "speed_gbps", "path")
 
 
 @dataclass(frozen=True)
@@ -43,14 +42,12 @@ class LevelConfig:
         capacity_bytes: its cap.
         speed_gbps: what it moves, GB/s, as far as the user knows; None where nobody said.
         path: a directory for ``'ssd'``, by default `default_disk_path`.
-        codec: ``'lossless'`` for an ``'ssd'`` whose bytes are compressed on the way where that saves time (`CompressedDiskLevel`).
     """
 
     device: str
     capacity_bytes: int
     speed_gbps: float | None = None
     path: str | None = None
-    codec: str | None = None
 
     def __post_init__(self) -> None:
         kind = self.device.split(":")[0]
@@ -67,10 +64,6 @@ class LevelConfig:
             raise ConfigurationError(f"speed_gbps {self.speed_gbps} of level {self.device} must be a number > 0")
         if self.path is not None and kind != "ssd":
             raise ConfigurationError(f"only an ssd level has a path, not {self.device} (path {self.path!r})")
-        if self.codec is not None and (kind != "ssd" or self.codec != "lossless"):
-            raise ConfigurationError(
-                f"codec {self.codec!r} of level {self.device}: it is 'lossless', and for ssd levels alone"
-            )
 
 
 def parse_capacity(value: Any) -> int:
@@ -111,7 +104,6 @@ def parse_levels(config: Mapping[str, Any]) -> list[LevelConfig]:
                 parse_capacity(raw["capacity_mb"]),
                 None if speed is None else float(speed),
                 None if raw.get("path") is None else os.fspath(raw["path"]),
-                raw.get("codec"),
             )
         )
     return parsed
@@ -153,8 +145,7 @@ def build_level(config: LevelConfig, number: int = 0, *, numa_node: int | None =
     if kind == "cpu":
         return HostLevel(config.capacity_bytes, numa_node=numa_node)
     if kind == "ssd":
-        kind_of_disk = DiskLevel if config.codec is None else CompressedDiskLevel
-        return kind_of_disk(config.path or default_disk_path(), config.capacity_bytes)
+        return DiskLevel(config.path or default_disk_path(), config.capacity_bytes)
     return NullLevel(config.capacity_bytes)
 
 

@@ -30,7 +30,6 @@ def create_vgpu_stack(
     disk_memory: Size = None,
     disk_path: str | None = None,
     *,
-    disk_codec: str | None = None,
     device: torch.device | str | None = None,
     policy: str = "lru",
     promotion: str = "direct",
@@ -41,18 +40,12 @@ def create_vgpu_stack(
         fast_memory: cap of level 0, bytes or ``'8GiB'``. host_memory, disk_memory: the same below; 0 leaves the level out.
         disk_path: directory for the disk level. By default ``$VBLACKWELL_DISK_PATH``, else the temporary directory, the
             cache directory or the current one, the first of them that is on a disk.
-        disk_codec: 'lossless' compresses what goes to the disk level where that saves time; see `LevelConfig`.
         device: level 0's; by default the first GPU where torch can use one. ``'cpu'`` makes level 0 an arena in RAM.
         policy, promotion: as `VGPUStack`.
 
     Raises:
-        ConfigurationError: a size that the machine does not have, no directory on a disk, or a codec for a disk level that is left out.
+        ConfigurationError: a size that the machine does not have, or no directory on a disk.
     """
-    wants_disk = disk_memory is None or parse_bytes(disk_memory) > 0
-    if disk_codec is not None and not wants_disk:
-        raise ConfigurationError(
-            f"disk_codec {disk_codec!r} is for a disk level, and disk_memory 0 leaves it out: give disk_memory a size, or drop disk_codec"
-        )
     available = memory_facts().available_bytes
     chosen = torch.device(("cuda:0" if torch.cuda.is_available() else "cpu") if device is None else device)
     if chosen.type == "cuda":
@@ -61,18 +54,16 @@ def create_vgpu_stack(
     else:
         levels = [_level("arena", fast_memory, int(available * ARENA_SHARE))]
     levels.append(_level("cpu", host_memory, int(available * HOST_SHARE)))
-    if wants_disk:
+    if disk_memory is None or parse_bytes(disk_memory) > 0:
         path = disk_path or default_disk_path()
         room = min(int(disk_facts(path).free_bytes * DISK_SHARE), LARGEST_DISK_BYTES)
-        levels.append(_level("ssd", disk_memory, room, path, disk_codec))
+        levels.append(_level("ssd", disk_memory, room, path))
     kept = [level for level in levels if level is not None]
     if not kept or levels[0] is None:
         raise ConfigurationError("fast_memory 0 leaves no level 0: give it at least 4 KiB")
     return VGPUStack(kept, policy=policy, promotion=promotion)
 
 
-def _level(
-    device: str, asked: Size, default: int, path: str | None = None, codec: str | None = None
-) -> LevelConfig | None:
+def _level(device: str, asked: Size, default: int, path: str | None = None) -> LevelConfig | None:
     capacity = default if asked is None else parse_bytes(asked)
-    return LevelConfig(device, capacity, path=path, codec=codec) if capacity else None
+    return LevelConfig(device, capacity, path=path) if capacity else None

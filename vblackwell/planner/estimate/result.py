@@ -127,7 +127,6 @@ class Estimated:
             lines.append(f"about {speed.resident:,.0f} tokens/s")
         if speed is not None and speed.streamed is not None:
             lines.append(f"about {speed.streamed:,.0f} tokens/s streamed; busiest: {speed.bottleneck}")
-            lines += [str(speed.disk)] if speed.disk is not None else []
         return lines
 
     def table(self) -> str:
