@@ -83,7 +83,7 @@ FALSE_REPORTS = (
     FalseReport(
         "attention_hopper",
         "Error: Race reported",
-        {"attention_hopper.py": r"^def attend_hopper\(|^\s+gl\.warp_specialize\("},
+        {"hopper.py": r"^def attend_hopper\(|^\s+gl\.warp_specialize\("},
         "handed_over_beside_part",
         "handed_over_by_whole",
     ),

@@ -209,7 +209,7 @@ def samples() -> None:
         sample_tokens(normal(3, 1500), seeds, seeds, top_k=20, top_p=0.9, min_p=0.01)
 
 
-@case("decode_attention_triton._store", "decode_attention_triton._attend", "decode_attention_triton._join")
+@case("decode_triton._store", "decode_triton._attend", "decode_triton._join")
 def decoding() -> None:
     q, k, v = normal(2, 4, 24), normal(2, 2, 24), normal(2, 2, 24)
     keys, values, at = normal(2, 2, 200, 24), normal(2, 2, 200, 24), here(torch.tensor([150]))
@@ -218,7 +218,7 @@ def decoding() -> None:
         decode_attention(q, keys, values, at)
 
 
-@case("nvfp4_encode_triton._encode", "nvfp4_tile_triton._words", "nvfp4_tile_triton._scales")
+@case("encode_triton._encode", "tile_triton._words", "tile_triton._scales")
 def encoding() -> None:
     from vblackwell.kernels.fp4 import encode_triton as nvfp4_encode_triton
     from vblackwell.kernels.fp4 import tile_triton as nvfp4_tile_triton
@@ -248,9 +248,9 @@ def masks(queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @case(
-    "attention_forward.attend", "attention_backward.query_gradient", "attention_backward.key_gradient",
-    "attention_blocks.pack_bits", "attention_blocks.pack_quads", "attention_blocks.judge_bits", "attention_blocks.judge_values",
-    "attention_blocks.collect_tiles", "attention_blocks.order_lines",
+    "forward.attend", "backward.query_gradient", "backward.key_gradient",
+    "blocks.pack_bits", "blocks.pack_quads", "blocks.judge_bits", "blocks.judge_values",
+    "blocks.collect_tiles", "blocks.order_lines",
 )  # fmt: skip
 def attention() -> None:
     length = 261 if DEVICE == "cuda" else 21
@@ -262,7 +262,7 @@ def attention() -> None:
             )()  # fmt: skip
 
 
-@case("attention_hopper.attend_hopper", hopper=True)
+@case("hopper.attend_hopper", hopper=True)
 def attention_hopper() -> None:
     for head in (64, 128):
         plan = attention_plan.SPECIALIZED[head]

@@ -52,7 +52,7 @@ def inputs(device: str) -> list[Tensor]:
 def test_every_launch_is_on_its_tensors_device(
     op: Callable[..., list[Tensor]], launches: int, monkeypatch: pytest.MonkeyPatch
 ):
-    module = importlib.import_module(f"vblackwell.kernels.{op.__name__}_triton")
+    module = importlib.import_module(f"vblackwell.kernels.pointwise.{op.__name__}_triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     asked = []
 

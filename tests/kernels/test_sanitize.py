@@ -9,7 +9,7 @@ import pytest
 from tests.kernels import sanitize, sanitized
 from vblackwell.kernels.runtime import nvrtc
 
-PACKAGE = Path(nvrtc.__file__).parents[1]
+PACKAGE = Path(nvrtc.__file__).parents[2]
 TRITON = [name for name, case in sanitized.CASES.items() if all("." in kernel for kernel in case.kernels)]
 HOPPER = "attention_hopper"
 
@@ -17,7 +17,7 @@ HOPPER = "attention_hopper"
 def shipped() -> set[str]:
     """CUDA kernels by name, and Triton's that are launched by module and name."""
     found = set()
-    for path in (PACKAGE / "kernels/cuda").iterdir():
+    for path in (PACKAGE / "kernels").rglob("*.cu*"):
         text = re.sub(r"//.*|^#.*", "", path.read_text(), flags=re.MULTILINE)
         names = re.findall(r"__global__\s+(?:void|__\w+__\([^)]*\)|\s)*(\w+)\(", text)
         assert text.count("__global__") == len(names), path
@@ -47,8 +47,8 @@ def test_cases_launch_what_they_say(name):
 
 
 RACE = """========= COMPUTE-SANITIZER
-========= Error: Race reported between Read access at attend_hopper+0x120 in attention_hopper.py:{}
-=========     and Write access at attend_hopper+0xa5e0 in attention_hopper.py:{} [12 hazards]
+========= Error: Race reported between Read access at attend_hopper+0x120 in hopper.py:{}
+=========     and Write access at attend_hopper+0xa5e0 in hopper.py:{} [12 hazards]
 =========
 case attention_hopper took 3.5 s
 ========= Error: Race reported between Read access at handed_over_in_a_race+0x90 in false_reports.cu:58
@@ -74,7 +74,7 @@ def judged(lines, also):
 
 def test_reports_are_false_only_where_their_barriers_are_reported_alone():
     """On Triton's own lines, and while the same barriers are reported where there is no race."""
-    first, parting = sorted(HOPPER_RULE.numbers("attention_hopper.py"))
+    first, parting = sorted(HOPPER_RULE.numbers("hopper.py"))
     kept, said = judged((parting, first), "handed_over_beside_part")
     assert kept == [] and "1 reports are false" in said[0]
     assert judged((parting, first), "handed_over_by_whole") == (["attend_hopper"], [])

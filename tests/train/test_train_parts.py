@@ -316,7 +316,7 @@ def test_unused_gpus_are_named(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("command", "module"), [("generate", "infer.command"), ("quantize", "train.quantize"), ("bench", "train.bench")]
+    ("command", "module"), [("generate", "generate.command"), ("quantize", "tools.quantize"), ("bench", "tools.bench")]
 )
 def test_every_command_says_that_a_gpu_is_hidden(command, module, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(machine, "list_gpus", lambda: [gpu()])
