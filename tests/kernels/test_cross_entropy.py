@@ -138,12 +138,19 @@ def test_small_gradients_of_fp16_survive_under_a_loss_scale():
 @pytest.mark.parametrize("scale", [1.0, 2.0**11, 2.0**16])
 @pytest.mark.parametrize("magnitude", [1e-3, 1.0, 29.85, 200.0])
 @pytest.mark.parametrize("tokens", [7, 4096])
-def test_fp16_gradients_are_finite_wherever_those_of_pytorch_are(tokens, magnitude, scale):
-    """4096 hidden states of 29.85 are the known case: dW sums to more than fp16 has, and its mean is about 20."""
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_fp16_gradients_are_finite_wherever_those_of_pytorch_are(reduction, tokens, magnitude, scale):
+    """The mean, and as transformers' losses have it the sum by a number of tokens that the caller gives.
+
+    4096 hidden states of 29.85 are the known case: dW sums to more than fp16 has, and its mean is 20.
+    """
     hidden, weight, targets, bias = case(tokens, 8, 3, torch.float16, bias=True)
-    inputs = [(magnitude * (1 + hidden / 16)).half(), weight / 500, targets.zero_(), bias * 0]
+    inputs = [(magnitude * (1 + hidden / 16)).half(), weight / 5000, targets.zero_(), bias * 0]
+    count = tokens if reduction == "sum" else 1
     with use_backend("cross_entropy", "torch"):
-        got = results(lambda *args: linear_cross_entropy(*args, chunk_tokens=512) * scale, inputs)
+        got = results(
+            lambda *args: linear_cross_entropy(*args, chunk_tokens=512, reduction=reduction) / count * scale, inputs
+        )
     theirs = results(lambda *args: plain(*args) * scale, inputs)
     exact = results(lambda *args: plain(*args) * scale, inputs, torch.float64)
     for a, b, right in zip(got, theirs, exact, strict=True):
