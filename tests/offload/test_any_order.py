@@ -7,7 +7,9 @@ with plain PyTorch, bf16 with a run whose tasks keep the order in which they cam
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from tests.offload.models import CASES, build
 from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.movement import worker as module
+from vblackwell.offload.movement.weights import WeightStreamer
 from vblackwell.offload.movement.worker import Worker, set_worker_delay
 from vblackwell.offload.optimizer import VGPUAdamW
 
@@ -154,3 +157,81 @@ def test_any_order_gives_one_result_in_bf16(accumulation: int, choose: Callable[
     for losses, weights in found[1:]:
         assert losses == found[0][0]
         assert all(torch.equal(a, b) for a, b in zip(weights, found[0][1], strict=True))
+
+
+# -- threads that run models on one stack ------------------------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def losses_of(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> list[float]:
+    found = []
+    for step in range(6):
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(100 * seed + step))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.fixture
+def late_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads meet in the middle of whatever changes what is loaded."""
+    draw = random.Random(0)
+
+    def late(change: Callable[..., object]) -> Callable[..., object]:
+        def run(*args: object, **given: object) -> object:
+            time.sleep(draw.random() * 4e-4)
+            found = change(*args, **given)
+            time.sleep(draw.random() * 4e-4)
+            return found
+
+        return run
+
+    for name in ("_drop", "_reserve", "_load", "_forget", "acquire", "_arrive", "unpack", "invalidate"):
+        monkeypatch.setattr(WeightStreamer, name, late(getattr(WeightStreamer, name)))
+
+
+@pytest.mark.parametrize("update_in_backward", [False, True])
+def test_threads_train_models_that_take_room_from_each_other(
+    update_in_backward: bool, make_stack: MakeStack, late_weights: None
+):
+    wanted = []
+    for seed in range(3):
+        plain = Layers(seed)
+        wanted.append(losses_of(plain, torch.optim.AdamW(plain.parameters(), fused=True), seed))
+    stack = make_stack(30 << 10)  # of 25 KiB a model
+    models = [
+        enable_vgpu_stack_optimization(Layers(seed), stack, f"model {seed}", placement="streamed") for seed in range(3)
+    ]
+    optimizers = [VGPUAdamW(model.parameters(), update_in_backward=update_in_backward) for model in models]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(losses_of, models, optimizers, range(3))) == wanted
+    assert stack.levels[0].peak_bytes <= stack.levels[0].capacity_bytes
+    for model in models:
+        release(model)
+    assert stack.levels[0].used_bytes == 0
+
+
+@pytest.mark.parametrize("activations", ["level0", "host"])
+def test_threads_run_the_forwards_of_one_model(activations: str, make_stack: MakeStack, late_weights: None):
+    plain = Layers(0)
+    inputs = [torch.full((4, 32), float(number)) for number in range(4)]
+    wanted = [plain(x) for x in inputs] * 3
+    model = enable_vgpu_stack_optimization(
+        Layers(0), make_stack(24 << 10), placement="streamed", activations=activations
+    )
+    with ThreadPoolExecutor(3) as pool:
+        assert all(torch.equal(a, b) for a, b in zip(pool.map(model, inputs * 3), wanted, strict=True))

@@ -239,7 +239,8 @@ def release(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
         engine.end_interrupted()
         engine.finish()
         engine.detach()
-        engine.weights.drop_all()
+        with engine.lock:
+            engine.weights.drop_all()
         if engine.step_control.source is not None:
             engine.step_control.source.let_go(engine, target)
         for slot in engine.slots():

@@ -45,13 +45,32 @@ from vblackwell.offload.transforms import computing_with_views, refuse_wrapping
 
 _top_hooks: Callable[[bool], Any] = getattr(torch._C, "_autograd")._top_saved_tensors_default_hooks  # noqa: B009 (untyped)
 _engines: weakref.WeakKeyDictionary[VGPUStack, weakref.WeakSet[Offload]] = weakref.WeakKeyDictionary()
+_locks: weakref.WeakKeyDictionary[VGPUStack, threading.RLock] = weakref.WeakKeyDictionary()
+
+
+def lock_of(stack: VGPUStack) -> threading.RLock:
+    """Held while a thread changes what level 0 holds of the stack's models: each may take room from the others.
+
+    Threads that run models meet here, and those of autograd. No background thread takes it, so its holder may wait for
+    them; nobody may call a model's code, or backward, while holding it.
+    """
+    return _locks.setdefault(stack, threading.RLock())
+
+
+def locked(engines: Iterable[Offload]) -> ExitStack:
+    """The locks of the stacks of ``engines``, to be left; always taken in one order."""
+    with ExitStack() as held:
+        for lock in sorted({engine.lock for engine in engines}, key=id):
+            held.enter_context(lock)
+        return held.pop_all()
 
 
 def drop_idle_weights(stack: VGPUStack) -> None:
     """Let the models that stream through ``stack`` give up what they keep on level 0 for later."""
-    for engine in _engines.get(stack, ()):
-        while engine.return_weights() or engine.weights.drop_one():
-            pass
+    with lock_of(stack):
+        for engine in _engines.get(stack, ()):
+            while engine.return_weights() or engine.weights.drop_one():
+                pass
 
 
 class Offload:
@@ -75,6 +94,7 @@ class Offload:
     ) -> None:  # fmt: skip
         self.model = model
         self.stack = stack
+        self.lock = lock_of(stack)
         self.name = name
         self.groups = groups
         self.homes = homes
@@ -95,7 +115,6 @@ class Offload:
         self.step_control = StepControl(self, self.level0)
         self.weights.busy = self.step_control.is_updating
         self.activations = activations
-        self._forward_context = ExitStack()
         self._handles: list[Any] = []
         self._entered = threading.local()
         self._thread = threading.get_ident()
@@ -158,12 +177,13 @@ class Offload:
         Raises:
             InsufficientMemory: everything on level 0 is in use.
         """
-        while True:
-            try:
-                return self.homes.take(what, num_bytes, 0)
-            except InsufficientMemory:
-                if not (self.weights.drop_one() or self._make_room()):
-                    raise
+        with self.lock:
+            while True:
+                try:
+                    return self.homes.take(what, num_bytes, 0)
+                except InsufficientMemory:
+                    if not (self.weights.drop_one() or self._make_room()):
+                        raise
 
     def _drop_weights(self) -> bool:
         return any(engine.weights.drop_one() or engine.return_weights() for engine in (self, *self._neighbours()))
@@ -192,19 +212,25 @@ class Offload:
         if torch._C._current_graph_task_id() == -1:  # not a recompute
             self._thread = threading.get_ident()
             self._unwind()
-            self._end_export()
-            self.weights.trace.begin_pass()
-            self.step_control.begin_forward()
+            with self.lock:
+                self._end_export()
+                self.weights.trace.begin_pass()
+                self.step_control.begin_forward()
             if self.activations is not None and torch.is_grad_enabled():
-                self._forward_context.enter_context(self.activations.forward_of(self.model))
+                self._forward_context().enter_context(self.activations.forward_of(self.model))
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch._C._current_graph_task_id() == -1:
-            self._forward_context.close()
+            self._forward_context().close()
+
+    def _forward_context(self) -> ExitStack:
+        """What this thread's forward of the whole model has entered."""
+        return self._entered.__dict__.setdefault("forward", ExitStack())
 
     def _enter(self, site: Site) -> None:
         entered: list[tuple[Site, Any]] = self._entered.__dict__.setdefault("stack", [])
-        self.step_control.reached(site.groups[-1])
+        with self.lock:
+            self.step_control.reached(site.groups[-1])
         slots = [slot for group in site.groups for slot in group.slots]
         with ExitStack() as context:
             context.enter_context(self.used.using(slots))
@@ -219,7 +245,7 @@ class Offload:
 
     def _unwind(self) -> None:
         """Leave what an interrupted forward entered: torch calls no hook after a KeyboardInterrupt."""
-        self._forward_context.close()
+        self._forward_context().close()
         entered = self._entered.__dict__.get("stack", [])
         while entered:
             entered.pop()[1].__exit__(None, None, None)
@@ -227,7 +253,8 @@ class Offload:
     def ask(self, group: Group) -> None:
         """Load ``group`` ahead: now, or, as only the thread that runs the model may, at that one's next use if this is another."""
         if threading.get_ident() == self._thread:
-            self.weights.prefetch(group)
+            with self.lock:
+                self.weights.prefetch(group)
         else:
             self.weights.asked[group] = None
 
@@ -252,19 +279,24 @@ class Offload:
         return self.weights.pack(tensor) or SavedTensor.of(tensor)
 
     def _unpack(self, packed: SavedTensor | PackedView) -> torch.Tensor:
-        return self.weights.unpack(packed) if isinstance(packed, PackedView) else packed.unchanged()
+        if isinstance(packed, SavedTensor):
+            return packed.unchanged()
+        with self.lock:
+            return self.weights.unpack(packed)
 
     def take_gradient(self, slot: Slot) -> None:
         task = torch._C._current_graph_task_id()
         if task not in self._backward_ends:
             self._backward_ends.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
-        self.step_control.before_gradient(slot.group)
-        self.gradients.take(slot)
+        with self.lock:
+            self.step_control.before_gradient(slot.group)
+            self.gradients.take(slot)
 
     def _end_backward(self, task: int) -> None:
         self._backward_ends.discard(task)
-        self.gradients.finish_backward()
+        with self.lock:
+            self.gradients.finish_backward()
 
     def _gradient_arrived(self, group: Group) -> None:
         self.step_control.gradient_arrived(group)
@@ -289,16 +321,18 @@ class Offload:
         return self.gradients.has(slot)
 
     def clear_gradient(self, slot: Slot) -> None:
-        self.step_control.rollback()
-        self.gradients.finish_backward()
-        self.gradients.clear([slot])
+        with self.lock:
+            self.step_control.rollback()
+            self.gradients.finish_backward()
+            self.gradients.clear([slot])
 
     def overwrite(self, slot: Slot, source: torch.Tensor) -> bool:
         if slot.group not in self._slice_rows:
             return False
-        self.step_control.settle(slot.group)
-        self.weights.touched(slot.group)
-        self.worker.submit(overwrite_home, self, slot, source.detach().to("cpu")).result()
+        with self.lock:
+            self.step_control.settle(slot.group)
+            self.weights.touched(slot.group)
+            self.worker.submit(overwrite_home, self, slot, source.detach().to("cpu")).result()
         return True
 
     # -- state_dict --------------------------------------------------------------------------------------------------
@@ -413,12 +447,13 @@ class Offload:
 
     def finish(self) -> None:
         """Wait until every update that was promised is in the home bytes; undo those that were not."""
-        self.gradients.finish_backward()
-        self.step_control.rollback()
-        self.worker.drain()
-        if self.level0 is not None:
-            self.level0.drain()
-        self.gradients.sweep()
+        with self.lock:
+            self.gradients.finish_backward()
+            self.step_control.rollback()
+            self.worker.drain()
+            if self.level0 is not None:
+                self.level0.drain()
+            self.gradients.sweep()
 
     def summary(self) -> dict[str, Any]:
         """Where the model's bytes are, for reports: kinds by level, groups, and level 0's budget for weights."""
@@ -451,6 +486,7 @@ class Offload:
     def close(self) -> None:
         """Give everything back to the stack. Idempotent. Parameters that were not released stay unreadable."""
         self.detach()
-        self.wait_for_updates()
-        self.weights.drop_all()
-        self.finalizer()
+        with self.lock:
+            self.wait_for_updates()
+            self.weights.drop_all()
+            self.finalizer()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.offload.engine import Offload
+from vblackwell.offload.engine import Offload, locked
 from vblackwell.offload.layout.formats import MOMENTS
 from vblackwell.offload.layout.groups import Slot
 from vblackwell.offload.movement.norms import norm_of_norms
@@ -202,7 +202,7 @@ class VGPUAdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
+        with torch.no_grad(), locked(self._engines):
             self._step(Selection(self._engines, only))
         return loss
 
@@ -311,6 +311,13 @@ class VGPUAdamW(torch.optim.AdamW):
         self._check_current()
         if not self._engines:
             return super().zero_grad(set_to_none)
+        with locked(self._engines):
+            self._forget_gradients(set_to_none)
+        with self._without(self._slots.keys()):
+            super().zero_grad(set_to_none)
+
+    def _forget_gradients(self, set_to_none: bool) -> None:
+        """`zero_grad` of offloaded parameters."""
         for engine in self._engines:
             engine.step_control.rollback()
             engine.step_control.begin_window()
@@ -324,8 +331,6 @@ class VGPUAdamW(torch.optim.AdamW):
                     engine.wait_for_updates()  # they may still read what is about to be zero
                     engine.gradients.zero(held)
             engine.step_control.forgive()
-        with self._without(self._slots.keys()):
-            super().zero_grad(set_to_none)
 
     # -- states ------------------------------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ class UsedParameters:
         groups: list[Group] = []
         autocast_cache = torch.is_autocast_cache_enabled()
         try:
-            with _unseen():
+            with self._engine.lock, _unseen():
                 for slot in slots:
                     if not groups or slot.group is not groups[-1]:
                         self._engine.weights.acquire(slot.group)
@@ -60,7 +60,7 @@ class UsedParameters:
                 yield
         finally:
             torch.set_autocast_cache_enabled(autocast_cache)
-            with _unseen():
+            with self._engine.lock, _unseen():
                 try:
                     carry_home(
                         self._engine, [slot for slot in taken if self._pins[slot] == 1 and self._was_written(slot)]
