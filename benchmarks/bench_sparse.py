@@ -29,8 +29,8 @@ from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.nn.decoder.presets import find_preset
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
+from vblackwell.offload.gradient_norms import group_key, select_top_k_gradients
 from vblackwell.offload.optimizer import VGPUAdamW
-from vblackwell.offload.sparse import group_key, select_top_k_gradients
 from vblackwell.units import MiB, parse_bytes
 
 

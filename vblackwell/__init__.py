@@ -16,9 +16,9 @@ _WHERE = {
     "release": "vblackwell.offload.api",
     "offload_of": "vblackwell.offload.api",
     "VGPUAdamW": "vblackwell.offload.optimizer",
-    "VGPUStackLinear": "vblackwell.offload.linear",
-    "clip_grad_norm_": "vblackwell.offload.clip",
-    "select_top_k_gradients": "vblackwell.offload.sparse",
+    "VGPUStackLinear": "vblackwell.offload.api",
+    "clip_grad_norm_": "vblackwell.offload.gradient_norms",
+    "select_top_k_gradients": "vblackwell.offload.gradient_norms",
     "export_state": "vblackwell.offload.state",
     "load_causal_lm": "vblackwell.generate.causal_lm",
     "save_causal_lm": "vblackwell.generate.causal_lm",
@@ -104,11 +104,9 @@ if TYPE_CHECKING:
     from vblackwell.numerics.fp4 import FP4Codec, quantize
     from vblackwell.numerics.packed import PackedTensor
     from vblackwell.numerics.separation import SeparatedTensor, separate
-    from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
-    from vblackwell.offload.clip import clip_grad_norm_
-    from vblackwell.offload.linear import VGPUStackLinear
+    from vblackwell.offload.api import VGPUStackLinear, enable_vgpu_stack_optimization, offload_of, release
+    from vblackwell.offload.gradient_norms import clip_grad_norm_, select_top_k_gradients
     from vblackwell.offload.optimizer import VGPUAdamW
-    from vblackwell.offload.sparse import select_top_k_gradients
     from vblackwell.offload.state import export_state, import_state
     from vblackwell.planner.estimator import ModelConfig, VGPUResourceEstimator, quick_estimate
     from vblackwell.planner.memory_estimate import MemoryEstimate

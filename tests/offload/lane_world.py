@@ -23,10 +23,9 @@ from vblackwell.memory.transfer import EventTransfer
 from vblackwell.offload.layout.formats import EXACT, Formats
 from vblackwell.offload.layout.groups import Group, moment_ranges
 from vblackwell.offload.layout.pieces import Piece, num_elements
-from vblackwell.offload.movement.lane import LaneEnd, LaneJob, smallest_buffer, state_kinds
-from vblackwell.offload.movement.lane_queued import QueuedLane
+from vblackwell.offload.movement.lane import LaneEnd, LaneJob, QueuedLane, smallest_buffer
 from vblackwell.offload.movement.worker import Worker
-from vblackwell.offload.storage.ranges import Homes
+from vblackwell.offload.storage.ranges import Homes, state_kinds
 from vblackwell.offload.storage.shadow import Ranges, Shadows
 from vblackwell.offload.storage.stage import Stage
 

@@ -25,8 +25,7 @@ from vblackwell.errors import ConfigurationError, InsufficientMemory, StaleTenso
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.nn.decoder.checkpoint import checkpoint
-from vblackwell.offload.movement.activations import AHEAD, NEWEST, ActivationStore
-from vblackwell.offload.movement.boundary import Ticket
+from vblackwell.offload.movement.activations import AHEAD, NEWEST, ActivationStore, Ticket
 
 CHECKPOINTING = [case for case in CASES if case.name != "mlp"]  # that one calls torch's checkpoint by itself
 WIDTH, DEPTH, TOKENS = 16, 6, 8

@@ -18,8 +18,8 @@ from vblackwell.errors import InsufficientMemory
 from vblackwell.kernels.optimizer.adamw import adamw_piece
 from vblackwell.offload.layout.formats import EXACT, Formats
 from vblackwell.offload.movement import lane_cuda
+from vblackwell.offload.movement.lane import QueuedLane
 from vblackwell.offload.movement.lane_cuda import CudaLane
-from vblackwell.offload.movement.lane_queued import QueuedLane
 from vblackwell.offload.movement.worker import Worker
 from vblackwell.offload.storage.stage import Ranges, Stage, Staged
 from vblackwell.offload.storage.stage_ledger import Ledger

@@ -12,8 +12,8 @@ from tests.offload.test_round_trip_models import CONFIGS, same_bits, tokens, wri
 from vblackwell.generate.causal_lm import load_causal_lm
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
-from vblackwell.offload.clip import clip_grad_norm_
 from vblackwell.offload.engine import Offload
+from vblackwell.offload.gradient_norms import clip_grad_norm_
 from vblackwell.offload.optimizer import VGPUAdamW
 
 STEPS, TEMPERATURE, MAX_NORM = 4, 2.0, 1.0

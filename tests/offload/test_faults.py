@@ -19,8 +19,8 @@ from vblackwell.errors import ConfigurationError, InsufficientMemory, StaleTenso
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.transfer import DoneTransfer, FutureTransfer
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
-from vblackwell.offload.clip import clip_grad_norm_
 from vblackwell.offload.engine import Offload
+from vblackwell.offload.gradient_norms import clip_grad_norm_
 from vblackwell.offload.movement import sliced
 from vblackwell.offload.movement.departure import Leaving
 from vblackwell.offload.movement.used_parameters import UsedParameters

@@ -16,11 +16,10 @@ from tests.offload.models import CASES, build
 from tests.waiting import wait_until
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, StaleTensor, StepAbandoned, Unsupported
 from vblackwell.memory.cache.stack import VGPUStack
-from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
-from vblackwell.offload.clip import clip_grad_norm_
+from vblackwell.offload.api import VGPUStackLinear, enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.engine import Offload
+from vblackwell.offload.gradient_norms import clip_grad_norm_
 from vblackwell.offload.layout.groups import Slot
-from vblackwell.offload.linear import VGPUStackLinear
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.state import export_state
 

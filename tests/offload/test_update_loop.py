@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from vblackwell.kernels.optimizer import adamw_cpu
 from vblackwell.offload.movement import update_loop
-from vblackwell.offload.movement.sum_loop import SumLoop
-from vblackwell.offload.movement.update_loop import CHUNK, LEAST_PART, MasterLoop
+from vblackwell.offload.movement.update_loop import CHUNK, LEAST_PART, MasterLoop, SumLoop
 from vblackwell.offload.storage.masters import join, round_from_fp32
 from vblackwell.offload.storage.masters import split as masters_split
 

@@ -19,15 +19,14 @@ from torch import nn
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported
 from vblackwell.memory.cache.stack import Reservation, VGPUStack
-from vblackwell.offload.hooks import SiteHook, prefetcher_of
-from vblackwell.offload.kept_parameters import handing_on
+from vblackwell.offload.hooks import SiteHook, handing_on, prefetcher_of
 from vblackwell.offload.layout.formats import of_all
 from vblackwell.offload.layout.groups import Group, Site, Slot, moment_ranges
 from vblackwell.offload.movement.activations import ActivationStore
 from vblackwell.offload.movement.departure import Claim, Leaving
 from vblackwell.offload.movement.frozen import FrozenStreamer
 from vblackwell.offload.movement.gradients import GradientCollector
-from vblackwell.offload.movement.gradients_home import is_fp32
+from vblackwell.offload.movement.host_gradients import is_fp32
 from vblackwell.offload.movement.lane import smallest_buffer
 from vblackwell.offload.movement.lane_cuda import make_lane
 from vblackwell.offload.movement.level0_updates import Level0Updates

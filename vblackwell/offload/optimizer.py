@@ -18,9 +18,10 @@ import torch
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.offload.engine import Offload, locked
+from vblackwell.offload.gradient_norms import Selection
 from vblackwell.offload.layout.formats import MOMENTS
 from vblackwell.offload.layout.groups import Slot
-from vblackwell.offload.movement.norms import norm_of_norms
+from vblackwell.offload.movement.host_gradients import norm_of_norms
 from vblackwell.offload.movement.update import Hyper
 from vblackwell.offload.parameters import engine_and_slot
 from vblackwell.offload.resident import (
@@ -33,7 +34,6 @@ from vblackwell.offload.resident import (
     updates_here,
     write_state,
 )  # fmt: skip
-from vblackwell.offload.sparse import Selection
 from vblackwell.offload.state import read_slot_states, write_slot_states
 
 # Without the profiling and grad-mode layers that torch puts around the step of each class: ours has them already.

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from vblackwell.errors import StaleTensor, Unsupported
+from vblackwell.offload.gradient_proxy import DepartedGradient, departed_gradient
 from vblackwell.offload.layout.groups import Slot
-from vblackwell.offload.movement.departed_gradient import DepartedGradient, departed_gradient
 
 _T: Any = torch.Tensor
 _FUNCTORCH: Any = getattr(torch._C, "_functorch")  # noqa: B009 (untyped)

@@ -16,11 +16,11 @@ from torch import nn
 
 from vblackwell.kernels.optimizer.adamw import AdamWStep
 from vblackwell.memory.cache.stack import VGPUStack
-from vblackwell.offload.cast_cache import UncachedForward
+from vblackwell.offload.hooks import UncachedForward
 from vblackwell.offload.layout.formats import EXACT, MOMENTS, Formats, of_all
 from vblackwell.offload.layout.groups import Group, Slot, find_groups, moment_ranges
+from vblackwell.offload.movement.host_gradients import gradient_norm
 from vblackwell.offload.movement.lane import update_part
-from vblackwell.offload.movement.norms import gradient_norm
 from vblackwell.offload.movement.update import Hyper, update_master
 from vblackwell.offload.parameters import attributes
 from vblackwell.offload.storage.initialize import Source

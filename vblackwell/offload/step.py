@@ -26,8 +26,7 @@ from vblackwell.offload.layout.groups import Group, Slot
 from vblackwell.offload.movement.departure import Claim, Leaving
 from vblackwell.offload.movement.level0_updates import Level0Updates, abandoned, same_jobs
 from vblackwell.offload.movement.update import Hyper, Job, Undo, Updater
-from vblackwell.offload.movement.worker import Outcome
-from vblackwell.offload.uninterrupted import uninterrupted
+from vblackwell.offload.movement.worker import Outcome, uninterrupted
 
 if TYPE_CHECKING:
     from vblackwell.offload.engine import Offload

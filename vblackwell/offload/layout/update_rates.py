@@ -23,8 +23,7 @@ import torch
 
 from vblackwell.machine.facts import gpu_bytes_left, memory_facts
 from vblackwell.memory.slab import map_slab
-from vblackwell.offload.movement.sum_loop import SumLoop
-from vblackwell.offload.movement.update_loop import LEAST_PART, MasterLoop, update_threads
+from vblackwell.offload.movement.update_loop import LEAST_PART, MasterLoop, SumLoop, update_threads
 from vblackwell.units import MiB
 
 STATE_BYTES, PASS_BYTES = 10, 4  # split bf16 masters, every weight loaded twice

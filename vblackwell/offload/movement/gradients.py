@@ -21,8 +21,7 @@ from vblackwell.memory.copying import start_copy
 from vblackwell.memory.level import Transfer
 from vblackwell.offload.layout.groups import Group, Slot
 from vblackwell.offload.movement.departure import Claim, Departure, GroupGradient, Leaving
-from vblackwell.offload.movement.gradients_home import GradientsAtHome, is_fp32
-from vblackwell.offload.movement.norms import gradient_norm
+from vblackwell.offload.movement.host_gradients import GradientsAtHome, gradient_norm, is_fp32
 from vblackwell.offload.movement.weights import current_stream
 from vblackwell.offload.movement.worker import Outcome, Worker
 from vblackwell.offload.storage.ranges import Homes

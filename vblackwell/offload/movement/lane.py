@@ -13,8 +13,11 @@ marks (`QueuedLane`, `lane_queues`); the host waits for nothing but a disk.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -24,15 +27,19 @@ from vblackwell.memory.cache.stack import Reservation, VGPUStack
 from vblackwell.memory.level import Transfer
 from vblackwell.offload.layout.formats import CUT, MOMENTS, PACKED_MOMENTS, SCALES, element_type, range_bytes
 from vblackwell.offload.layout.groups import Group, Slot
-from vblackwell.offload.layout.pieces import Piece, first_element, parts_of
-from vblackwell.offload.storage.ranges import Homes
+from vblackwell.offload.layout.pieces import Piece, first_element, num_elements, parts_of, pieces_of
+from vblackwell.offload.layout.stage_plan import GRADIENTS
+from vblackwell.offload.movement.lane_queues import Copied, Mark, Queues
+from vblackwell.offload.movement.worker import Worker
+from vblackwell.offload.storage.ranges import Homes, state_kinds
+from vblackwell.offload.storage.stage import Ranges, Stage, Staged, on_disk
+from vblackwell.offload.storage.stage_ledger import Stamp
 
 ALIGNMENT = 512
 WIDEST_ELEMENT = 16  # bytes of one element in a buffer at most: weight, remainder, moments, fp32 gradient
 WIDEST_PACKED_ELEMENT = 11  # with moments of 8 bits
 MOST_KINDS = 8
 SMALLEST_BUFFER = 3 * CUT * WIDEST_ELEMENT
-STATE_KINDS = ("remainder", *MOMENTS, *PACKED_MOMENTS)
 
 
 @dataclass(eq=False)
@@ -81,11 +88,6 @@ class Buffer:
     def views(self) -> dict[str, torch.Tensor]:
         """What is in it, by kind."""
         return {kind: self.memory[place] for kind, place in self.places.items()}
-
-
-def state_kinds(group: Group, homes: Homes) -> list[str]:
-    """What AdamW keeps at home beside the compute weight."""
-    return [kind for kind in STATE_KINDS if (group, kind) in homes]
 
 
 def smallest_buffer(group: Group) -> int:
@@ -226,3 +228,306 @@ class Lane(ABC):
                 factor=job.factor, offset=start - first_element(slot),
             )  # fmt: skip
         return found
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A piece that comes up, and the kinds of it."""
+
+    group: Group
+    piece: Piece
+    kinds: tuple[str, ...]
+    places: dict[str, slice] = field(compare=False, repr=False)  # in a buffer
+
+
+@dataclass(eq=False)
+class Filled:
+    """A buffer that is being filled from ranges as ``stamps`` tell; ``arrived`` is behind the copies."""
+
+    wanted: Wanted
+    buffer: Buffer
+    stamps: tuple[Stamp, ...]
+    arrived: Mark
+
+
+@dataclass(eq=False)
+class QueuedEnd(LaneEnd):
+    """``weights``: the compute weights are at home, which loads of them wait for. States may be on their way to a disk for long."""
+
+    weights: Transfer
+
+
+class _Idle(Transfer):
+    """Everything that queues have been given, whenever it is asked about."""
+
+    def __init__(self, queues: Queues) -> None:
+        self._queues = queues
+
+    def wait(self) -> None:
+        for queue in self._queues.all:
+            with suppress(Exception):  # of what was queued: its owner has heard of it
+                queue.synchronize()
+
+    def wait_on(self, stream: Any) -> None:
+        self.wait()
+
+    def done(self) -> bool:
+        return False
+
+
+class QueuedLane(Lane):
+    """See the module's text."""
+
+    def __init__(
+        self, stack: VGPUStack, homes: Homes, memory: torch.Tensor, num_buffers: int, queues: Queues, stage: Stage,
+        worker: Worker,
+    ) -> None:  # fmt: skip
+        super().__init__(stack, homes, memory, num_buffers)
+        self._queues = queues
+        self._stage = stage
+        self._worker = worker
+        self._free: deque[tuple[Buffer, Mark | None]] = deque((buffer, None) for buffer in self._ring)
+        self._ahead: deque[Filled] = deque()
+        self._expected: deque[Wanted] = deque()
+        self._stored: dict[int, Mark] = {}
+        self._cut: dict[tuple[int, tuple[str, ...]], list[Wanted]] = {}
+        # The factors that jobs read: nobody may get their memory before the device is done with it.
+        self._in_use: deque[tuple[Mark, Any]] = deque()
+        # A model that dies between two steps leaves copies into the ring under way, of pieces that nobody takes.
+        homes.in_flight.add(_Idle(queues))
+        memory.zero_()
+        for queue in queues.all:
+            queues.follow(queue, queues.computing())
+
+    def expect(self, groups: Iterable[Group]) -> None:
+        self._drop_ahead()
+        self._expected.clear()
+        for group in groups:
+            self._expected.extend(self._pieces(group, tuple(self.states_of(group))))
+
+    def states_of(self, group: Group) -> list[str]:
+        return [] if self._is_here(group) else state_kinds(group, self._homes)
+
+    def _is_here(self, group: Group) -> bool:
+        return self._homes.range(group, "weight").level == 0
+
+    def _pieces(self, group: Group, kinds: tuple[str, ...]) -> list[Wanted]:
+        found = self._cut.get((group.index, kinds))
+        if found is None:
+            pieces = pieces_of(group, self.most_elements(group, kinds)) if kinds else []
+            found = [Wanted(group, piece, kinds, self.layout(group, kinds, piece)) for piece in pieces]
+            self._cut[group.index, kinds] = found
+        return found
+
+    def pump(self) -> None:
+        while self._free and self._expected:
+            wanted = self._expected[0]
+            sources = {kind: self._homes.range(wanted.group, kind) for kind in wanted.kinds}
+            far = on_disk(sources)
+            staged = self._stage.ready(wanted.group, sources) if far else None
+            if staged is None and far:
+                return
+            self._expected.popleft()
+            self._ahead.append(self._bring(wanted, sources, {} if staged is None else staged.views))
+
+    def submit(self, job: LaneJob) -> LaneEnd:
+        self._sweep()
+        sources = {kind: job.sources[kind] for kind in self.loads_of(job)}
+        staged = self._stage.take(
+            job.group, {kind: source for kind, source in sources.items() if kind not in GRADIENTS}, job.targets
+        )
+        try:
+            return self._submit(job, sources, staged)
+        except BaseException:
+            self._start_over()
+            if staged is not None:
+                self._stage.drop(staged)
+            raise
+
+    def _submit(self, job: LaneJob, sources: Ranges, staged: Staged | None) -> QueuedEnd:
+        group, queues = job.group, self._queues
+        memory = self._far_memory(sources, staged)
+        pieces = self._pieces(group, tuple(sources))
+        own = state_kinds(group, self._homes) if self._is_here(group) else []  # changed where they are
+        targets = {kind: target for kind, target in job.targets.items() if kind not in own}
+        far = self._far_memory(targets, staged)
+        queues.follow(queues.update, queues.computing())  # weights, gradient and factor
+        if job.gradient_kind is not None:
+            queues.follow(queues.states_in, queues.leaving())  # it is on its way home there
+        if job.last_load is not None:
+            job.last_load.wait_on(queues.states_out)
+            job.last_load.wait_on(queues.update)  # it may be what brings ``job.weight``
+        if not pieces:  # everything is on level 0: one piece, nothing moves but the weights, home
+            everything = Piece(0, num_elements(group))
+            self._send(
+                group, everything, targets, far, *self._compute(job, everything, self._views_here(job, everything))
+            )
+        for wanted in pieces:
+            filled = self._take(wanted, sources, memory)
+            queues.update.wait_event(filled.arrived)
+            self._free.append((filled.buffer, self._pass(job, filled, targets, far)))
+            self.pump()
+        if on_disk({kind: source for kind, source in sources.items() if kind in GRADIENTS}):
+            queues.states_in.synchronize()  # the worker's staging memory, which it gets back now
+        return self._end(job, staged)
+
+    def _end(self, job: LaneJob, staged: Staged | None) -> QueuedEnd:
+        """All of ``job`` is queued."""
+        queues = self._queues
+        for target in job.targets.values():
+            self._homes.ledger.changed(target)
+        copied = queues.mark(queues.states_out)
+        self._stored[job.group.index] = copied
+        self._in_use.append((copied, job.factor))
+        computed, weights = queues.transfer(queues.mark(queues.update)), queues.transfer(copied)
+        if staged is None:
+            return QueuedEnd(computed, weights, weights)
+        stored = self._stage.store(staged, job.targets, queues.transfer(queues.waiting_mark(queues.states_out)))
+        return QueuedEnd(computed, stored, stored if "weight" in on_disk(job.targets) else weights)
+
+    def _far_memory(self, ranges: Ranges, staged: Staged | None) -> dict[str, torch.Tensor]:
+        """The host memory of those ``ranges`` that copies cannot reach."""
+        found = {}
+        for kind, reservation in on_disk(ranges).items():
+            if kind in GRADIENTS:  # only where not even gradients have room in RAM
+                self._worker.drain()  # it lands them, and has the memory for them
+                found[kind] = self._homes.open_at(reservation, kind)
+            else:
+                assert staged is not None
+                found[kind] = staged.views[kind]
+        return found
+
+    @staticmethod
+    def _part(
+        reservation: Reservation, far: Mapping[str, torch.Tensor], group: Group, kind: str, piece: Piece
+    ) -> torch.Tensor:
+        """The bytes of ``piece`` in a range, or in the ``far`` memory that stands for it."""
+        start, stop = bytes_of(group, kind, piece.start), bytes_of(group, kind, piece.stop)
+        return far[kind][start:stop] if kind in far else reservation.part(start, stop)
+
+    def _compute(
+        self, job: LaneJob, piece: Piece, arrived: dict[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], Mark]:
+        """Queue the arithmetic on one piece; what it gives when it has run, and the mark behind it."""
+        queues = self._queues
+        found: dict[str, torch.Tensor] = {}
+        queues.run(queues.update, lambda: found.update(self.arithmetic(job, piece, arrived)))
+        return found, queues.mark(queues.update)
+
+    def _views_here(self, job: LaneJob, piece: Piece) -> dict[str, torch.Tensor]:
+        """The states of a group that lives on level 0, where they are."""
+        return {
+            kind: self._part(job.sources[kind], {}, job.group, kind, piece)
+            for kind in state_kinds(job.group, self._homes)
+        }
+
+    def _sweep(self) -> None:
+        while self._in_use and self._in_use[0][0].query():
+            self._in_use.popleft()
+
+    def _take(self, wanted: Wanted, sources: Ranges, memory: dict[str, torch.Tensor]) -> Filled:
+        """``wanted`` in a buffer: the one that was filled ahead, if that is still right."""
+        if self._ahead:
+            filled = self._ahead.popleft()
+            if filled.wanted == wanted and filled.stamps == self._stamps(wanted, sources):
+                return filled
+            self._free.append((filled.buffer, filled.arrived))
+            self.expect(())  # the prediction was wrong
+        elif self._expected and self._expected.popleft() != wanted:
+            self.expect(())
+        return self._bring(wanted, sources, memory)
+
+    def _stamps(self, wanted: Wanted, sources: Ranges) -> tuple[Stamp, ...]:
+        return tuple(self._homes.ledger.stamp(sources[kind]) for kind in wanted.kinds)
+
+    def _pass(self, job: LaneJob, filled: Filled, targets: Ranges, far: Mapping[str, torch.Tensor]) -> Mark:
+        """Queue the update of what a buffer was filled with, and its way home; the mark behind that."""
+        piece = filled.wanted.piece
+        arrived = filled.buffer.views
+        if self._is_here(job.group):
+            arrived |= self._views_here(job, piece)
+        return self._send(job.group, piece, targets, far, *self._compute(job, piece, arrived))
+
+    def _bring(self, wanted: Wanted, sources: Ranges, far: Mapping[str, torch.Tensor]) -> Filled:
+        """Start copying ``wanted`` up into the next buffer of the ring; ``far`` is the memory of sources on a disk."""
+        stamps = self._stamps(wanted, sources)
+        buffer, emptied = self._free.popleft()
+        buffer.places = wanted.places
+        queue = self._queues.states_in
+        if emptied is not None:
+            queue.wait_event(emptied)
+        if (last := self._stored.get(wanted.group.index)) is not None:
+            queue.wait_event(last)
+        try:
+            copied = self._fill(wanted, buffer, sources, far)
+        except BaseException:
+            self._start_over()
+            raise
+        self._count(
+            copied,
+            [(self._level_of(sources[kind]), 0, place.stop - place.start) for kind, place in wanted.places.items()],
+        )
+        return Filled(wanted, buffer, stamps, copied.end)
+
+    def _fill(self, wanted: Wanted, buffer: Buffer, sources: Ranges, far: Mapping[str, torch.Tensor]) -> Copied:
+        """The copies of `_bring`."""
+        views, group, piece = buffer.views, wanted.group, wanted.piece
+        pairs = [(views[kind], self._part(sources[kind], far, group, kind, piece)) for kind in wanted.kinds]
+        return self._queues.copy(self._queues.states_in, lambda: pairs)
+
+    def _send(
+        self, group: Group, piece: Piece, targets: Ranges, far: Mapping[str, torch.Tensor],
+        found: Mapping[str, torch.Tensor], computed: Mark,
+    ) -> Mark:  # fmt: skip
+        """Start copying what was computed home; the mark behind the copies. ``far`` is the memory of targets on a disk."""
+        queue = self._queues.states_out
+        queue.wait_event(computed)
+        parts = {kind: self._part(target, far, group, kind, piece) for kind, target in targets.items()}
+        copied = self._queues.copy(queue, lambda: [(part, found[kind]) for kind, part in parts.items()])
+        self._count(copied, [(0, self._level_of(targets[kind]), part.numel()) for kind, part in parts.items()])
+        return copied.end
+
+    def _level_of(self, reservation: Reservation) -> int:
+        """Where the bytes of a range are copied from and to."""
+        return reservation.level if reservation.is_addressable else self._homes.staging_level
+
+    def _count(self, copied: Copied, moved: list[tuple[int, int, int]]) -> None:
+        """Count copies of ``(from level, to level, bytes)`` on their links; the first link carries the time of all."""
+        links: dict[tuple[int, int], int] = {}
+        for from_level, to_level, num_bytes in moved:
+            links[from_level, to_level] = links.get((from_level, to_level), 0) + num_bytes
+        for index, (link, num_bytes) in enumerate(links.items()):
+            if index == 0:
+                self._stack.count_transfer(*link, num_bytes, copied.transfer)
+            else:
+                self._stack.count_link(*link, num_bytes)
+
+    def _start_over(self) -> None:
+        """Something could not be queued: let the rest of it end, whose memory callers are about to give away, and empty the ring."""
+        self._ahead.clear()
+        self._expected.clear()
+        try:
+            self.synchronize()
+        finally:
+            self._free = deque((buffer, None) for buffer in self._ring)
+
+    def _drop_ahead(self) -> None:
+        for ahead in self._ahead:
+            self._free.append((ahead.buffer, ahead.arrived))
+        self._ahead.clear()
+
+    def order_loads(self, end: LaneEnd) -> None:
+        assert isinstance(end, QueuedEnd)
+        for queue in self._queues.loading():
+            end.weights.wait_on(queue)
+        self._stage.read_ahead()  # forward has begun: what waited for its step is confirmed now
+
+    def synchronize(self) -> None:
+        """Return when the queues are empty."""
+        for queue in self._queues.all:
+            queue.synchronize()
+
+    def drain(self) -> None:
+        self.synchronize()
+        self._stage.drain()
+        self._sweep()

@@ -17,8 +17,7 @@ from vblackwell.memory.transfer import EventTransfer, delayed, transfer_delay
 from vblackwell.offload.layout.formats import element_type
 from vblackwell.offload.layout.pieces import parts_of
 from vblackwell.offload.layout.update_place import num_buffers
-from vblackwell.offload.movement.lane import Buffer, Lane, LaneEnd, LaneJob, bytes_of
-from vblackwell.offload.movement.lane_queued import Filled, QueuedLane, Wanted
+from vblackwell.offload.movement.lane import Buffer, Filled, Lane, LaneEnd, LaneJob, QueuedLane, Wanted, bytes_of
 from vblackwell.offload.movement.lane_queues import Copied, Mark, Pairs, Queues, WorkerQueues
 from vblackwell.offload.movement.worker import Worker
 from vblackwell.offload.storage.ranges import Homes

@@ -20,11 +20,12 @@ from vblackwell.kernels.optimizer.adamw import AdamWStep
 from vblackwell.memory.transfer import EventTransfer
 from vblackwell.offload.layout.groups import Group
 from vblackwell.offload.layout.pieces import num_elements
-from vblackwell.offload.movement.lane import Lane, LaneEnd, LaneJob, state_kinds
+from vblackwell.offload.movement.lane import Lane, LaneEnd, LaneJob
 from vblackwell.offload.movement.update import Job
 from vblackwell.offload.movement.weights import current_stream
+from vblackwell.offload.movement.worker import uninterrupted
+from vblackwell.offload.storage.ranges import state_kinds
 from vblackwell.offload.storage.shadow import Ranges, Shadows
-from vblackwell.offload.uninterrupted import uninterrupted
 
 # Backward needs the link for weights and states, forward for weights alone: so much of the updates waits for the next forward. Its groups
 # are the first of backward, whose weights are needed last. Their gradients go home and come back, 4 bytes a parameter more.

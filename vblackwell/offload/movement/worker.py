@@ -12,11 +12,14 @@ torch's kernels release the GIL and use all cores inside each task.
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from vblackwell.memory.level import Transfer
@@ -178,3 +181,20 @@ def _has_arrived(task: _Task) -> bool:
         return task.arriving is None or task.arriving.done()
     except Exception:
         return True
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Inside, an interrupt from the keyboard waits for the end. Nothing is held back in other threads than the main one: they get none."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            before(*came[-1])

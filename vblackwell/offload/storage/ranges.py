@@ -338,3 +338,8 @@ class Homes:
         self._staging.clear()
         self._taken.clear()
         self.sets.clear()
+
+
+def state_kinds(group: Group, homes: Homes) -> list[str]:
+    """What AdamW of ``group`` keeps next to the compute weight, where its update runs on level 0."""
+    return [kind for kind in ("remainder", *MOMENTS, *PACKED_MOMENTS) if (group, kind) in homes]

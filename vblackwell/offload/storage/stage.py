@@ -27,8 +27,7 @@ from vblackwell.memory.level import Transfer
 from vblackwell.memory.slab import map_slab
 from vblackwell.offload.layout.groups import Group
 from vblackwell.offload.layout.stage_plan import MOST_SETS, layout
-from vblackwell.offload.movement.lane import state_kinds
-from vblackwell.offload.storage.ranges import Homes
+from vblackwell.offload.storage.ranges import Homes, state_kinds
 from vblackwell.offload.storage.stage_ledger import Stamp
 from vblackwell.offload.storage.stage_writer import Behind, failure_of
 

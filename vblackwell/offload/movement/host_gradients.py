@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
+from vblackwell.kernels.optimizer.adamw import BLOCK, norm_of, square_sums
 from vblackwell.memory.cache.stack import Reservation, VGPUStack
 from vblackwell.memory.level import Transfer
 from vblackwell.offload.layout.groups import Group, Slot
 from vblackwell.offload.movement.departure import GroupGradient
-from vblackwell.offload.movement.norms import gradient_norm
-from vblackwell.offload.movement.sum_loop import SumLoop
+from vblackwell.offload.movement.update_loop import SumLoop
 from vblackwell.offload.storage.ranges import Homes
 
 LONGEST_WIDENED = 1 << 24  # elements: 64 MiB
@@ -180,3 +180,17 @@ class GradientsAtHome:
 
 def is_fp32(group: Group) -> bool:
     return all(slot.dtype == torch.float32 for slot in group.slots if slot.dtype.is_floating_point)
+
+
+def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
+    """The norm of a flat bf16, fp16 or fp32 ``gradient``, an fp32 scalar where it is; no synchronisation."""
+    sums = torch.empty(-(-gradient.numel() // BLOCK), dtype=torch.float32, device=gradient.device)
+    square_sums(gradient, sums)
+    return norm_of([sums])
+
+
+def norm_of_norms(norms: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The 2-norm of scalar ``norms`` in their order, summed on ``device``: CPU and GPU add in different orders."""
+    return torch.linalg.vector_norm(
+        torch.stack([norm.to(device, non_blocking=device.type == "cuda") for norm in norms])
+    )

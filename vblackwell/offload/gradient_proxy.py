@@ -7,15 +7,12 @@ by the factor that clips; ``zero_grad(set_to_none=False)`` makes it zero. All of
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from vblackwell.errors import Unsupported
 from vblackwell.offload.layout.groups import Slot
-
-if TYPE_CHECKING:
-    from vblackwell.offload.engine import Offload
 
 _T: Any = torch.Tensor
 _METADATA = frozenset(
@@ -36,7 +33,7 @@ _TWO = (2, "fro", None)  # how callers name the 2-norm
 class DepartedGradient(torch.Tensor):
     """Shape, type and device of a gradient; its values are at home. Made by `departed_gradient`."""
 
-    _vb_engine: Offload
+    _vb_engine: Any
     _vb_slot: Slot
 
     @classmethod
@@ -95,14 +92,14 @@ def _name(*found: Any) -> str:
 _UNNAMED = "an offloaded parameter"
 
 
-def departed_gradient(engine: Offload, slot: Slot, seen: torch.Tensor) -> DepartedGradient:
+def departed_gradient(engine: Any, slot: Slot, seen: torch.Tensor) -> DepartedGradient:
     """The gradient of ``slot``, which shows shape, type and device of ``seen``, a tensor without bytes of its own."""
     view = torch.Tensor._make_subclass(DepartedGradient, seen)
     view._vb_engine, view._vb_slot = engine, slot
     return view
 
 
-def _arrive(engine: Offload, slot: Slot) -> None:
+def _arrive(engine: Any, slot: Slot) -> None:
     """Let the gradient be at home, or on its way. What was updated behind the backward stays so: to look is not to clip.
 
     Raises:
@@ -114,7 +111,7 @@ def _arrive(engine: Offload, slot: Slot) -> None:
     engine.gradients.finish_backward()
 
 
-def _norm(engine: Offload, slot: Slot) -> torch.Tensor:
+def _norm(engine: Any, slot: Slot) -> torch.Tensor:
     """The 2-norm of the gradient, an fp32 scalar."""
     _arrive(engine, slot)
     if not engine.gradients.is_measured(slot.group):
@@ -123,13 +120,13 @@ def _norm(engine: Offload, slot: Slot) -> torch.Tensor:
     return engine.gradients.norm(slot)
 
 
-def _read(engine: Offload, slot: Slot) -> torch.Tensor:
+def _read(engine: Any, slot: Slot) -> torch.Tensor:
     """A copy of the gradient on the CPU."""
     _arrive(engine, slot)
     return engine.worker.submit(engine.gradients.home.read, slot, group=slot.group.index).result()
 
 
-def _scale(engine: Offload, slot: Slot, factor: torch.Tensor) -> None:
+def _scale(engine: Any, slot: Slot, factor: torch.Tensor) -> None:
     """Multiply the gradient by a scalar; an update that was made with the gradient as it was is taken back."""
     if factor == 1:
         return
@@ -137,7 +134,7 @@ def _scale(engine: Offload, slot: Slot, factor: torch.Tensor) -> None:
     engine.gradients.scale_later(slot.group, [slot], factor.cpu())
 
 
-def _zero(engine: Offload, slot: Slot) -> None:
+def _zero(engine: Any, slot: Slot) -> None:
     engine.step_control.rollback()
     engine.gradients.finish_backward()
     engine.wait_for_updates()  # they may still read what is about to be zero
