@@ -32,12 +32,11 @@ from torch import nn
 
 from vblackwell import VGPUAdamW, VGPUStack, enable_vgpu_stack_optimization, release
 from vblackwell.machine.facts import list_gpus
-from vblackwell.memory.accounting import NullLevel
 from vblackwell.memory.cache.config import LevelConfig, default_disk_path
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.gpu import DeviceLevel
 from vblackwell.memory.host import HostLevel
-from vblackwell.memory.level import Level, Transfer
+from vblackwell.memory.level import Level, NullLevel, Transfer
 from vblackwell.memory.scratch_file import ScratchFile, memory_at
 from vblackwell.memory.slab import map_slab
 from vblackwell.units import GiB, KiB, MiB, format_bytes

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from vblackwell.memory.copying import copy_streams
 from vblackwell.memory.slab import map_slab
-from vblackwell.memory.streams import copy_streams
 from vblackwell.offload.layout.update_rates import cpu_rate, rates_together
 from vblackwell.units import GiB, MiB
 

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from vblackwell.memory.accounting import NullLevel
 from vblackwell.memory.cache.config import default_disk_path
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.gpu import DeviceLevel
 from vblackwell.memory.host import HostLevel
-from vblackwell.memory.level import Level
+from vblackwell.memory.level import Level, NullLevel
 from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.units import MiB
 

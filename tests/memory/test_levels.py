@@ -11,8 +11,7 @@ import torch
 
 from tests.memory.conftest import CAPACITY, random_bytes
 from vblackwell.errors import ConfigurationError, InsufficientMemory
-from vblackwell.memory.accounting import NullLevel
-from vblackwell.memory.level import Extent, Level
+from vblackwell.memory.level import Extent, Level, NullLevel
 from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.units import KiB, MiB, align_up
 

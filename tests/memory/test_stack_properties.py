@@ -160,7 +160,7 @@ class StackMachine(RuleBasedStateMachine):
         assert sorted(self.stack.keys()) == sorted(self.model)
         for number, level in enumerate(self.stack.levels):
             entries = [entry for entry in self.stack._entries.values() if entry.level == number]
-            kept = [entry.extent for entry in (*entries, *self.stack._placement._limbo) if entry.extent is not None]
+            kept = [entry.extent for entry in (*entries, *self.stack._placement.dropped) if entry.extent is not None]
             live = set(kept) | {r.extent for r in self.stack._reservations.values()}
             assert {extent for extent in live if extent in level._live} == level._live  # nothing leaked
             assert level.used_bytes == sum(extent.held_bytes for extent in level._live)

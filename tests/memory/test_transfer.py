@@ -1,4 +1,4 @@
-"""Transfers: waiting, errors on every wait, chains, and who keeps what alive."""
+"""Transfers: waiting, errors on every wait, and who keeps what alive."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from vblackwell.errors import DiskError, Unsupported
-from vblackwell.memory.copying import copy_pool, start_copy
-from vblackwell.memory.streams import copy_streams
-from vblackwell.memory.transfer import DoneTransfer, FutureTransfer, chain, set_transfer_delay
+from vblackwell.memory.copying import copy_pool, copy_streams, start_copy
+from vblackwell.memory.transfer import DoneTransfer, FutureTransfer, set_transfer_delay
 from vblackwell.units import MiB
 
 
@@ -48,29 +47,6 @@ def test_an_error_waits_for_all_parts_and_is_raised_every_time(pool: ThreadPoolE
             wait()
         assert finished == [1]
     assert transfer.done() and transfer.clock.seconds() is not None
-
-
-def test_a_chain_starts_its_second_part_after_the_first(pool: ThreadPoolExecutor):
-    gate, order = threading.Event(), []
-    first = FutureTransfer([pool.submit(lambda: (gate.wait(240), order.append("first")))])
-
-    def second() -> DoneTransfer:
-        order.append("second")
-        return DoneTransfer()
-
-    transfer = chain(pool, first, second)
-    assert not transfer.done() and order == []
-    gate.set()
-    transfer.wait()
-    assert order == ["first", "second"]
-
-
-def test_a_chain_stops_at_its_first_error(pool: ThreadPoolExecutor):
-    gate = threading.Event()
-    gate.set()
-    transfer = chain(pool, FutureTransfer([pool.submit(fail, gate)]), lambda: pytest.fail("must not start"))
-    with pytest.raises(DiskError):
-        transfer.wait()
 
 
 def test_waiting_ends_for_what_a_closed_pool_never_began():

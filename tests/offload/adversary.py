@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 
-from vblackwell.memory.accounting import AccountedLevel
 from vblackwell.memory.copying import flat_bytes
-from vblackwell.memory.level import Extent, Transfer
+from vblackwell.memory.level import Extent, Level
 from vblackwell.memory.ranges import RangeAllocator
-from vblackwell.memory.transfer import EventTransfer
+from vblackwell.memory.transfer import EventTransfer, Transfer
 from vblackwell.offload.movement.lane_queues import Copied, HostQueue, Pairs, Queues
 from vblackwell.offload.storage.stage_writer import Behind
 
@@ -227,14 +226,14 @@ class LateTransfer(Transfer):
         return not self._parts
 
 
-class LateDisk(AccountedLevel):
+class LateDisk(Level):
     """A disk in RAM that reads and writes page by page, late. ``failing(extent, 'read' or 'write')`` may raise."""
 
     def __init__(self, adversary: Adversary, capacity_bytes: int) -> None:
         super().__init__("ssd", None, capacity_bytes, PAGE)
         self._adversary = adversary
         self._ranges = RangeAllocator(self.capacity_bytes)
-        self._bytes = torch.zeros(self.capacity_bytes, dtype=torch.uint8)
+        self._memory = torch.zeros(self.capacity_bytes, dtype=torch.uint8)
         self.failing: Callable[[Extent, str], None] = lambda extent, doing: None
         self.moved = {"read": 0, "write": 0}
 
@@ -259,7 +258,7 @@ class LateDisk(AccountedLevel):
             def move() -> None:
                 self.failing(extent, doing)
                 near = memory[start : start + PAGE]
-                far = self._bytes[extent.offset + start : extent.offset + start + near.numel()]
+                far = self._memory[extent.offset + start : extent.offset + start + near.numel()]
                 (near if doing == "read" else far).copy_(far if doing == "read" else near)
                 self.moved[doing] += near.numel()
 

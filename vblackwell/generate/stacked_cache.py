@@ -23,9 +23,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.generate.cache_shape import PLACES, CacheShape
-from vblackwell.memory.pool import LevelPool
-from vblackwell.memory.reservation import Reservation
-from vblackwell.memory.streams import copy_streams
+from vblackwell.memory.copying import copy_streams
+from vblackwell.memory.pool import LevelPool, Reservation
 
 _serial = itertools.count()
 

@@ -26,7 +26,7 @@ from vblackwell.errors import ConfigurationError, InsufficientMemory, VBError
 from vblackwell.generate.decode_graph import FEWEST_STEPS, ONE_CAPTURES, capturing
 from vblackwell.generate.stacked_cache import StackedCache
 from vblackwell.memory.level import Transfer
-from vblackwell.memory.reservation import Reservation
+from vblackwell.memory.pool import Reservation
 from vblackwell.nn.decoder.cache import SteadyCache
 from vblackwell.nn.decoder.config import DecoderConfig, not_supported_reasons
 from vblackwell.nn.decoder.decoder import Decoder

@@ -4,6 +4,10 @@ RAM to RAM is `memmove` without the GIL, in pieces over a few threads; tiny ones
 them over costs more than the copy. Why not `Tensor.copy_` there: it brings an OpenMP team per thread, which then fights
 with the compute threads for the cores.
 
+A device has one copy stream per direction, made once, so that copies run at the same time as compute, each direction in its
+own order. Why not a stream per transfer, or per stack: torch's allocator keeps a memory pool for every stream that it has
+seen, so fresh streams leak pools.
+
 A copy between two GPUs runs on a stream of the source device. Where the driver has no peer access it goes through the
 host, which torch and the driver do by themselves; we say so once per pair.
 """
@@ -11,17 +15,17 @@ host, which torch and the driver do by themselves; we say so once per pair.
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
-from vblackwell.errors import ConfigurationError
-from vblackwell.memory.level import Transfer
-from vblackwell.memory.streams import copy_streams
-from vblackwell.memory.transfer import DoneTransfer, EventTransfer, FutureTransfer, delayed, transfer_delay
+from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.memory.transfer import DoneTransfer, EventTransfer, FutureTransfer, Transfer, delayed, transfer_delay
 from vblackwell.units import KiB, MiB
 
 INLINE_BYTES = 256 * KiB
@@ -29,9 +33,37 @@ PIECE_BYTES = 8 * MiB
 COPY_THREADS = 2
 
 
-def copy_pool(name: str) -> ThreadPoolExecutor:
-    """Threads for RAM-to-RAM copies; they start with the first large copy and belong to one level."""
-    return ThreadPoolExecutor(COPY_THREADS, thread_name_prefix=f"vblackwell-copy-{name}")
+class CopyStreams(NamedTuple):
+    """The three copy streams of one device."""
+
+    h2d: torch.cuda.Stream
+    d2h: torch.cuda.Stream
+    d2d: torch.cuda.Stream
+
+
+_lock = threading.Lock()
+_streams: dict[int, CopyStreams] = {}
+
+
+def copy_streams(device: torch.device | str) -> CopyStreams:
+    """The copy streams of the CUDA ``device``, the same ones on every call.
+
+    Raises:
+        Unsupported: ``device`` is not a CUDA device.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        raise Unsupported(f"copy streams belong to CUDA devices, not to {device}")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with _lock:
+        if index not in _streams:
+            _streams[index] = CopyStreams(*(torch.cuda.Stream(index) for _ in range(3)))
+        return _streams[index]
+
+
+def copy_pool(name: str, num_threads: int = COPY_THREADS) -> ThreadPoolExecutor:
+    """Threads that copy; they start with the first large copy and belong to one level."""
+    return ThreadPoolExecutor(num_threads, thread_name_prefix=f"vblackwell-copy-{name}")
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -66,10 +98,7 @@ def start_copy(dst: torch.Tensor, src: torch.Tensor, pool: ThreadPoolExecutor) -
 
 
 def _move(pair: list[torch.Tensor]) -> None:
-    src, dst = (
-        pair.pop(),
-        pair.pop(),
-    )  # the pool holds a job's arguments for a moment after its result; so they are none
+    src, dst = pair.pop(), pair.pop()  # the pool holds a job's arguments for a moment after its result: they are none
     transfer_delay("thread")
     ctypes.memmove(dst.data_ptr(), src.data_ptr(), src.nbytes)
 

@@ -13,21 +13,18 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 import xxhash
 
 from vblackwell.errors import CorruptData
-from vblackwell.memory.accounting import AccountedLevel
-from vblackwell.memory.copying import flat_bytes, working_streams
-from vblackwell.memory.level import Extent, Transfer
+from vblackwell.memory.copying import copy_streams, flat_bytes, working_streams
+from vblackwell.memory.level import Extent, Level
 from vblackwell.memory.ranges import RangeAllocator
 from vblackwell.memory.scratch_file import PAGE, ScratchFile, SystemCalls, memory_at
 from vblackwell.memory.slab import map_slab
-from vblackwell.memory.streams import copy_streams
-from vblackwell.memory.transfer import FutureTransfer, transfer_delay
+from vblackwell.memory.transfer import FutureTransfer, Transfer, transfer_delay
 from vblackwell.units import MiB, align_up, format_bytes
 
 PIECE_BYTES = 8 * MiB
@@ -38,7 +35,7 @@ Check = tuple[int, int | None]  # how many bytes of the piece were written, and 
 LOST: Check = (0, None)
 
 
-class DiskLevel(AccountedLevel):
+class DiskLevel(Level):
     """A level in an unlinked file in the directory ``path``.
 
     Attributes:
@@ -57,12 +54,11 @@ class DiskLevel(AccountedLevel):
         threads: int = THREADS,
         calls: SystemCalls | None = None,
     ) -> None:
-        super().__init__("ssd", None, capacity_bytes, PAGE)
+        super().__init__("ssd", None, capacity_bytes, PAGE, threads)
         assert piece_bytes % PAGE == 0
         self._file = ScratchFile(path, self.capacity_bytes, calls)
         self._ranges = RangeAllocator(self.capacity_bytes)
         self._piece_bytes = piece_bytes
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="vblackwell-disk")
         self._local = threading.local()
         self._pin = torch.cuda.is_available()
         self.bytes_read = 0
@@ -73,7 +69,7 @@ class DiskLevel(AccountedLevel):
         """The directory that the scratch file is in."""
         return str(self._file.path)
 
-    # Placing: the range, and the file system's promise for it.
+    # -- placing: the range, and the file system's reservation of it ------------------------------------------------------
 
     def _fits(self, held_bytes: int) -> bool:
         fit = self._ranges.best_fit(held_bytes)
@@ -96,7 +92,7 @@ class DiskLevel(AccountedLevel):
     def _retake(self, extent: Extent) -> None:
         self._ranges.take(extent.offset, extent.held_bytes)
 
-    # Moving.
+    # -- moving ----------------------------------------------------------------------------------------------------------
 
     def view(self, extent: Extent) -> None:
         return None
@@ -112,13 +108,13 @@ class DiskLevel(AccountedLevel):
         ready = [stream.record_event() for stream in working_streams(tensor.device)] if tensor.is_cuda else []
         starts = range(0, tensor.nbytes, self._piece_bytes)
         boxes = [[tensor[start : start + self._piece_bytes]] for start in starts]
-        futures = [self._pool.submit(run, extent, index, box, ready) for index, box in enumerate(boxes)]
+        futures = [self._threads.submit(run, extent, index, box, ready) for index, box in enumerate(boxes)]
         return FutureTransfer(futures, keep=(tensor,))
 
     def _read_piece(self, extent: Extent, index: int, box: list[torch.Tensor], ready: list[Any]) -> None:
         out = (
             box.pop()
-        )  # the pool holds a job's arguments for a moment after its result: nobody may be seen to use the memory
+        )  # the pool holds a job's arguments for a moment after its result: they are not to hold the memory
         transfer_delay("thread")
         offset = extent.offset + index * self._piece_bytes
         check = extent.handle[index]
@@ -206,7 +202,7 @@ class DiskLevel(AccountedLevel):
         end.synchronize()
 
     def _scratch(self) -> torch.Tensor:
-        """This thread's own memory: a piece, and a page for the tail behind it."""
+        """This thread's own memory: a piece, and a page for the tail after it."""
         if not hasattr(self._local, "memory"):
             self._local.memory = map_slab(align_up(self._piece_bytes, PAGE) + PAGE, pin=self._pin)
         return self._local.memory
@@ -218,8 +214,6 @@ class DiskLevel(AccountedLevel):
         return self._scratch().data_ptr() + self._piece_bytes
 
     def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        self._threads.shutdown(cancel_futures=True)
         self._file.close()
-        with self._lock:
-            self._live.clear()
-            self._used = 0
+        super().close()

@@ -14,16 +14,15 @@ from __future__ import annotations
 import torch
 
 from vblackwell.errors import InsufficientMemory
-from vblackwell.memory.addressable import AddressableLevel
-from vblackwell.memory.copying import copy_pool, flat_bytes
-from vblackwell.memory.level import Extent
+from vblackwell.memory.copying import flat_bytes
+from vblackwell.memory.level import Extent, Level
 from vblackwell.units import align_up, format_bytes
 
 ALIGNMENT = 512
 
 
 class _Block:
-    """The allocation behind an extent; None until it is materialised and after it was released."""
+    """The allocation of an extent; None until it is materialised and after it was released."""
 
     __slots__ = ("tensor",)
 
@@ -31,7 +30,7 @@ class _Block:
         self.tensor: torch.Tensor | None = None
 
 
-class DeviceLevel(AddressableLevel):
+class DeviceLevel(Level):
     """A level in the memory of ``device``, capped at ``capacity_bytes``; ``cpu`` makes it the arena."""
 
     device: torch.device
@@ -41,7 +40,6 @@ class DeviceLevel(AddressableLevel):
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         super().__init__(name or ("arena" if device.type == "cpu" else str(device)), device, capacity_bytes, ALIGNMENT)
-        self._pool = copy_pool(self.name)
 
     def _take(self, held_bytes: int) -> tuple[int, _Block]:
         return 0, _Block()
@@ -98,9 +96,7 @@ class DeviceLevel(AddressableLevel):
         return extent.handle.tensor[: extent.num_bytes].detach()
 
     def close(self) -> None:
-        self._pool.shutdown()
-        with self._lock:
-            for extent in self._live:
-                extent.handle.tensor = None
-            self._live.clear()
-            self._used = 0
+        live = tuple(self._live)
+        super().close()
+        for extent in live:
+            extent.handle.tensor = None

@@ -16,9 +16,7 @@ import torch
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.machine.facts import memory_facts
-from vblackwell.memory.addressable import AddressableLevel
-from vblackwell.memory.copying import copy_pool
-from vblackwell.memory.level import Extent
+from vblackwell.memory.level import Extent, Level
 from vblackwell.memory.ranges import RangeAllocator
 from vblackwell.memory.slab import map_slab
 from vblackwell.units import GiB, KiB, MiB, format_bytes
@@ -38,7 +36,7 @@ class _Slab:
         self.bytes: torch.Tensor | None = None
 
 
-class HostLevel(AddressableLevel):
+class HostLevel(Level):
     """A level in RAM.
 
     Args:
@@ -65,7 +63,6 @@ class HostLevel(AddressableLevel):
         self._slabs: list[_Slab] = []
         self._slab_bytes = 0
         self._next_slab_bytes = FIRST_SLAB_BYTES
-        self._pool = copy_pool(self.name)
 
     def _fits(self, held_bytes: int) -> bool:
         if any(slab.ranges.largest >= held_bytes for slab in self._slabs):
@@ -135,10 +132,8 @@ class HostLevel(AddressableLevel):
         return extent.handle.bytes[extent.offset : extent.offset + extent.num_bytes]
 
     def close(self) -> None:
-        self._pool.shutdown()
-        with self._lock:
-            for slab in self._slabs:
-                slab.bytes = None
-            self._slabs.clear()
-            self._live.clear()
-            self._slab_bytes = self._used = 0
+        super().close()
+        for slab in self._slabs:
+            slab.bytes = None
+        self._slabs.clear()
+        self._slab_bytes = 0

@@ -1,67 +1,194 @@
 """Levels as one pool that is counted: ranges for owners who place bytes by hand, and the statistics of everything.
 
-An offload engine knows when it needs which bytes, so it reserves ranges on the levels it wants and moves them itself. They
-are in the same levels as the stack's keys: a reservation makes keys give way, is counted with them, and is never evicted.
+An offload engine knows when it needs which bytes, so it reserves ranges on the levels it wants and moves them itself. The
+keyed stack is built on top of this pool: a reservation is in the same levels as the stack's keys, makes them give way, is
+counted with them, and is never evicted.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from vblackwell.errors import ConfigurationError, KeyClash
-from vblackwell.memory.cache.entry import Entry
-from vblackwell.memory.cache.placement import Placement
-from vblackwell.memory.cache.policy import Policy
-from vblackwell.memory.level import Level, Transfer
-from vblackwell.memory.reservation import Reservation
-from vblackwell.memory.statistics import Place
+from vblackwell.errors import ConfigurationError, DiskError, InsufficientMemory, KeyClash, StaleTensor
+from vblackwell.memory.level import Extent, Level
+from vblackwell.memory.statistics import Place, Statistics
+from vblackwell.memory.transfer import Transfer
 from vblackwell.units import format_bytes
 
 
-class LevelPool:
-    """What `VGPUStack` is besides keys.
+def does_not_fit(
+    levels: Sequence[Level], where: str, num_bytes: int, refusal: Exception | None = None
+) -> InsufficientMemory:
+    """The error for bytes that found no place; ``refusal`` is the last thing that a level said."""
+    free = ", ".join(f"{level.name} {format_bytes(level.free_bytes)}" for level in levels)
+    said = f" ({refusal})" if isinstance(refusal, DiskError) else ""
+    return InsufficientMemory(
+        f"the stack has no room {where}: {format_bytes(num_bytes)} in one piece are needed, free are {free}, and "
+        f"what could give way is held, borrowed, reserved or has nowhere to go{said}; remove or release keys, or "
+        f"raise a level's capacity",
+        needed_bytes=num_bytes,
+        available_bytes=max(level.free_bytes for level in levels),
+    )
+
+
+class Reservation:
+    """A range on one level that its owner fills and empties by hand: the pool counts it and never moves it.
+
+    Made by `LevelPool.reserve`, ended by `LevelPool.unreserve`. Compared by identity.
 
     Attributes:
-        levels: the `Level` objects, fastest first; level 0 is addressable. level0_device: its device.
+        name: unique in its pool. level: number of its level. num_bytes: its size.
     """
 
-    def __init__(self, levels: list[Level], policy: Policy) -> None:
+    __slots__ = ("name", "level", "num_bytes", "_extent", "_place", "_parts", "_address")
+
+    def __init__(self, name: str, level: int, extent: Extent, place: Level) -> None:
+        self.name = name
+        self.level = level
+        self.num_bytes = extent.num_bytes
+        self._extent: Extent | None = extent
+        self._place = place
+        self._parts: dict[tuple[int, int], torch.Tensor] = {}
+        self._address: int | None = None
+
+    @property
+    def is_addressable(self) -> bool:
+        """Whether `view` gives a tensor: everywhere but on a disk."""
+        return self._place.device is not None
+
+    @property
+    def extent(self) -> Extent:
+        """The extent on its level.
+
+        Raises:
+            StaleTensor: the reservation has ended.
+        """
+        if self._extent is None:
+            raise StaleTensor(f"reservation {self.name!r} has been given back; reserve it again before use")
+        return self._extent
+
+    def view(self) -> torch.Tensor | None:
+        """The bytes as a uint8 tensor that aliases them; None on a disk. Not to be used after `unreserve`."""
+        return self._place.view(self.extent)
+
+    @property
+    def address(self) -> int:
+        """Of the first byte, of a range that has a view; for a driver."""
+        if self._address is None:
+            view = self.view()
+            assert view is not None, f"{self.name} is on a disk"
+            self._address = view.data_ptr()
+        return self._address
+
+    def part(self, start: int, stop: int) -> torch.Tensor:
+        """Bytes ``start`` to ``stop`` of `view`, of a range that has one.
+
+        Kept: a range that moves in pieces is asked for the same ones at every step, and views are most of what that
+        costs the host.
+        """
+        found = self._parts.get((start, stop))
+        if found is None:
+            view = self.view()
+            assert view is not None, f"{self.name} is on a disk"
+            found = self._parts[start, stop] = view[start:stop]
+        return found
+
+    def end(self) -> Extent:
+        """Mark it as given back; its extent, for the pool to free."""
+        self._parts.clear()
+        self._address = None
+        extent, self._extent = self.extent, None
+        return extent
+
+    def __repr__(self) -> str:
+        return f"Reservation({self.name!r}, level={self.level}, num_bytes={self.num_bytes})"
+
+
+class Turn:
+    """Who may decide and move next: one thread at a time, background work only while nothing else waits.
+
+    A cascade of moves may take seconds (a disk), so it does not run under the lock that guards the tables. A thread may
+    not take the turn twice.
+    """
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._owner: int | None = None
+        self._foreground = 0
+
+    @contextmanager
+    def take(self, *, background: bool = False) -> Iterator[None]:
+        """Hold the turn; ``background`` waits until no foreground thread wants it."""
+        me = threading.get_ident()
+        with self._condition:
+            assert self._owner != me, "a turn inside a turn"
+            if background:
+                self._condition.wait_for(lambda: self._owner is None and not self._foreground)
+            else:
+                self._foreground += 1
+                try:
+                    self._condition.wait_for(lambda: self._owner is None)
+                finally:
+                    self._foreground -= 1
+            self._owner = me
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._owner = None
+                self._condition.notify_all()
+
+
+class LevelPool:
+    """Levels, fastest first, and the ranges reserved on them.
+
+    Tables are read and written under ``_lock``; what is placed where changes in a turn (``_turn``).
+
+    Attributes:
+        levels: the `Level` objects; level 0 is on a device. level0_device: that device.
+    """
+
+    def __init__(self, levels: list[Level]) -> None:
         assert levels[0].device is not None, "build_levels sees to it"
         self.levels = levels
         self.level0_device: torch.device = levels[0].device
-        self._placement = Placement(levels, policy)
-        self._lock = self._placement.lock
-        self._statistics = self._placement.statistics
-        self._entries: dict[str, Entry] = {}
+        self._statistics = Statistics(levels)
+        self._lock = threading.Lock()
+        self._turn = Turn()
         self._reservations: dict[str, Reservation] = {}
         self._closed = False
 
+    # -- ranges ----------------------------------------------------------------------------------------------------------
+
     def reserve(self, name: str, num_bytes: int, level: int) -> Reservation:
-        """``num_bytes`` on exactly this level, counted as used and never evicted; cached keys there make room.
+        """``num_bytes`` on exactly this level, counted as used and never evicted; a stack's keys there make room.
 
         Raises:
             KeyClash: the name is a key or a reservation already.
-            InsufficientMemory: the keys there cannot make room; nothing moved.
+            InsufficientMemory: it does not fit; nothing moved.
         """
         self._check_level(level)
         if num_bytes <= 0:
             raise ConfigurationError(f"reservation {name!r} of {num_bytes} bytes: it must hold at least one byte")
-        with self._placement.turn.take():
+        with self._turn.take():
             self._check_open()
-            if name in self._entries or name in self._reservations:
+            if self._is_taken(name):
                 raise KeyClash(
                     f"the name {name!r} is taken in this stack: give the models different names (name='...')"
                 )
-            extent = self._placement.reserve(f"reservation {name!r}", num_bytes, level)
+            extent = self._allocate(f"reservation {name!r}", num_bytes, level)
             reservation = Reservation(name, level, extent, self.levels[level])
             with self._lock:
                 self._reservations[name] = reservation
         return reservation
 
     def unreserve(self, reservation: Reservation) -> None:
-        """Give a reservation back. Its transfers must be done. A closed stack has taken all of them back already."""
+        """Give a reservation back. Its transfers must be done. A closed pool has taken all of them back already."""
         with self._lock:
             if self._closed:
                 return
@@ -72,19 +199,29 @@ class LevelPool:
     def read(self, reservation: Reservation, out: torch.Tensor) -> Transfer:
         """Start copying the first ``out.nbytes`` bytes of a reservation into the contiguous ``out``; counted on the link."""
         transfer = self.levels[reservation.level].read(reservation.extent, out)
-        with self._lock:
-            self._statistics.link_started(reservation.level, self._place_of(out), out.nbytes, transfer)
+        self.count_transfer(reservation.level, self._place_of(out), out.nbytes, transfer)
         return transfer
 
     def write(self, reservation: Reservation, src: torch.Tensor) -> Transfer:
         """Start copying the contiguous ``src`` to the start of a reservation; counted on the link."""
         transfer = self.levels[reservation.level].write(reservation.extent, src)
-        with self._lock:
-            self._statistics.link_started(self._place_of(src), reservation.level, src.nbytes, transfer)
+        self.count_transfer(self._place_of(src), reservation.level, src.nbytes, transfer)
         return transfer
 
+    def _is_taken(self, name: str) -> bool:
+        return name in self._reservations
+
+    def _allocate(self, what: str, num_bytes: int, level: int) -> Extent:
+        """An extent on ``level``; in a turn. Raises InsufficientMemory."""
+        try:
+            return self.levels[level].allocate(num_bytes)
+        except InsufficientMemory as error:
+            raise does_not_fit(self.levels, f"on {self.levels[level].name} for {what}", num_bytes, error) from error
+
+    # -- counting --------------------------------------------------------------------------------------------------------
+
     def count_hit(self, level: int = 0) -> None:
-        """Something was found on ``level`` by whoever manages a reservation there."""
+        """Something was found on ``level`` by the owner of a reservation there."""
         with self._lock:
             self._statistics.hits[level] += 1
 
@@ -98,8 +235,8 @@ class LevelPool:
         with self._lock:
             self._statistics.link(source, destination, num_bytes, seconds)
 
-    def count_transfer(self, source: int, destination: int, num_bytes: int, transfer: Transfer) -> None:
-        """Bytes that somebody else is moving between two levels; the time is taken from ``transfer`` when it is done."""
+    def count_transfer(self, source: Place, destination: Place, num_bytes: int, transfer: Transfer) -> None:
+        """Bytes that are moving between two levels; the time is taken from ``transfer`` when it is done."""
         with self._lock:
             self._statistics.link_started(source, destination, num_bytes, transfer)
 
@@ -119,7 +256,6 @@ class LevelPool:
             copy count once it is done.
         """
         with self._lock:
-            self._placement.sweep()
             return self._statistics.report()
 
     def _place_of(self, tensor: torch.Tensor) -> Place:
@@ -129,6 +265,20 @@ class LevelPool:
                 return number
         return str(tensor.device)
 
+    # -- life ------------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Release memory, file and threads. Idempotent. Tensors that are held stay valid."""
+        with self._turn.take():
+            self._closed = True
+            self._drop_all()
+
+    def _drop_all(self) -> None:
+        """Forget everything; in a turn."""
+        self._reservations.clear()
+        for level in self.levels:
+            level.close()
+
     def _check_level(self, level: int) -> None:
         if not isinstance(level, int) or not 0 <= level < len(self.levels):
             raise ConfigurationError(f"level {level!r} must be from 0 to {len(self.levels) - 1}")
@@ -137,11 +287,6 @@ class LevelPool:
         if self._closed:
             raise ConfigurationError("the stack is closed: make a new one")
 
-    def _close_levels(self) -> None:
-        self._reservations.clear()
-        for level in self.levels:
-            level.close()
-
     def __repr__(self) -> str:
-        rooms = ", ".join(f"{level.name} {format_bytes(level.capacity_bytes)}" for level in self.levels)
-        return f"{type(self).__name__}({rooms})"
+        capacities = ", ".join(f"{level.name} {format_bytes(level.capacity_bytes)}" for level in self.levels)
+        return f"{type(self).__name__}({capacities})"

@@ -40,9 +40,8 @@ class _Mapping(mmap.mmap):
     unregister: Callable[[], Any] | None = None
 
     def __del__(self) -> None:
-        if (
-            self.unregister is not None and not sys.is_finalizing()
-        ):  # at exit CUDA may be gone, and the process's memory goes anyway
+        # At exit CUDA may be gone, and the process's memory goes anyway.
+        if self.unregister is not None and not sys.is_finalizing():
             self.unregister()
 
 
@@ -122,9 +121,8 @@ def _register(mapping: _Mapping, address: int, size: int) -> None:
             RuntimeWarning,
             stacklevel=2,
         )
-        with suppress(
-            RuntimeError
-        ):  # CUDA keeps the error, and torch would report it at the next kernel of somebody else
+        # CUDA keeps the error, and torch would report it at the next kernel of somebody else.
+        with suppress(RuntimeError):
             torch.zeros(1, device="cuda")
         return
     mapping.unregister = functools.partial(cudart.cudaHostUnregister, address)

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from vblackwell.memory.level import Level, Transfer
-from vblackwell.memory.transfer import Clock
+from vblackwell.memory.level import Level
+from vblackwell.memory.transfer import Clock, Transfer
 
 Place = int | str  # a level's number, or the name of a device that belongs to no level
 
@@ -58,9 +58,8 @@ class Statistics:
         """Bytes are going over a link; the time is collected when ``transfer`` is done."""
         self.link(source, target, num_bytes, None)
         self._collect()
-        clock: Clock | None = getattr(transfer, "clock", None)  # a foreign level's transfer may have none
-        if clock is not None:
-            self._under_way.append((source, target, clock))
+        if transfer.clock is not None:
+            self._under_way.append((source, target, transfer.clock))
 
     def _collect(self) -> None:
         while self._under_way and (seconds := self._under_way[0][2].seconds()) is not None:

@@ -1,4 +1,4 @@
-"""The ways in which a copy can be under way: done already, in a thread pool, on a CUDA stream, or one after another.
+"""What a transfer is, and the ways in which a copy can be under way: done already, in a thread pool, on a CUDA stream.
 
 A transfer keeps the tensors that it copies alive until somebody has waited for it on the host, so keep it that long. It
 raises its error on every wait, not only on the first: two waiters must both hear of it. A transfer of several parts waits
@@ -13,13 +13,11 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Any
 
 import torch
-
-from vblackwell.memory.level import Transfer
 
 _delay: Callable[[str], None] | None = None
 
@@ -53,19 +51,53 @@ class Clock(ABC):
         """None while the transfer is under way."""
 
     def span(self) -> tuple[float, float] | None:
-        """Begin and end by `time.perf_counter` of a transfer that is over and may have run beside others of its link; None of others."""
+        """Begin and end by `time.perf_counter` of a done transfer that may have overlapped others of its link; None of others."""
         return None
 
 
+class Transfer(ABC):
+    """An asynchronous copy that has been started.
+
+    Attributes:
+        clock: how long it took; None where nobody measures it.
+    """
+
+    clock: Clock | None = None
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block the calling thread until the bytes have arrived. Raises what the transfer raised, every time."""
+
+    @abstractmethod
+    def wait_on(self, stream: Any) -> None:
+        """Make work queued on ``stream`` (a `torch.cuda.Stream`, or None for the host) from now on see the bytes.
+
+        Waiting on a CUDA event that was not recorded yet is a no-op, so this first blocks until it has been.
+        """
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether the bytes have arrived (or the transfer failed)."""
+
+    def let_go(self) -> None:  # noqa: B027 (a transfer that keeps nothing has nothing to do)
+        """Stop keeping source and destination alive: the caller does, or has ordered their reuse after this transfer."""
+
+    def finish(self) -> None:
+        """`wait`; however this ends, nothing is being copied any more: Ctrl-C must not leave a copy running."""
+        try:
+            self.wait()
+        except BaseException:
+            while not self.done():
+                time.sleep(1e-4)
+            raise
+
+
 class DoneTransfer(Transfer, Clock):
-    """A copy that was over before it was asked about."""
+    """A copy that was done before it was asked about."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self._seconds = seconds
-
-    @property
-    def clock(self) -> Clock:
-        return self
+        self.clock = self
 
     def seconds(self) -> float:
         return self._seconds
@@ -108,16 +140,15 @@ class FutureTransfer(Transfer):
     def __init__(self, futures: Sequence[Future[Any]], keep: Sequence[Any] = ()) -> None:
         self._futures = tuple(futures)
         self._keep: Sequence[Any] = keep
-        self.clock: Clock = FutureClock(self._futures)
+        self.clock = FutureClock(self._futures)
 
     def let_go(self) -> None:
         self._keep = ()
 
     def _events(self) -> list[torch.cuda.Event]:
         for future in self._futures:
-            with suppress(
-                CancelledError
-            ):  # by a pool that was closed; concurrent.futures.wait would wait for it forever
+            # Cancelled by a pool that was closed; concurrent.futures.wait would wait for it forever.
+            with suppress(CancelledError):
                 future.exception()
         return [result for future in self._futures if isinstance(result := future.result(), torch.cuda.Event)]
 
@@ -152,12 +183,12 @@ class EventClock(Clock):
 
 
 class EventTransfer(Transfer):
-    """A copy queued on a CUDA stream; ``end`` was recorded behind it by whoever made this object."""
+    """A copy queued on a CUDA stream, after which ``end`` was recorded there by the caller."""
 
     def __init__(self, start: torch.cuda.Event, end: torch.cuda.Event, keep: Sequence[Any]) -> None:
         self._end = end
         self._keep: Sequence[Any] = keep
-        self.clock: Clock = EventClock(start, end)
+        self.clock = EventClock(start, end)
 
     @classmethod
     def at(cls, end: torch.cuda.Event) -> EventTransfer:
@@ -179,13 +210,3 @@ class EventTransfer(Transfer):
 
     def done(self) -> bool:
         return self._end.query()
-
-
-def chain(pool: ThreadPoolExecutor, first: Transfer, start_next: Callable[[], Transfer]) -> FutureTransfer:
-    """A transfer that is over when ``first`` is done and then what ``start_next`` starts; a thread of ``pool`` waits."""
-
-    def run() -> None:
-        first.wait()
-        start_next().wait()
-
-    return FutureTransfer([pool.submit(run)])

@@ -16,7 +16,6 @@ import xxhash
 
 from vblackwell.errors import ConfigurationError, CorruptData, UnknownKey, nearest
 from vblackwell.memory import lossless
-from vblackwell.memory.cache.carry import settled
 from vblackwell.memory.cache.entry import Layout, layout_of
 from vblackwell.memory.cache.single import VGPULevel
 from vblackwell.memory.copying import flat_bytes
@@ -134,7 +133,7 @@ class CompressedVGPULevel(VGPULevel):
         extent = self._place.allocate(buffer.numel()) if buffer.numel() else None
         if extent is not None:
             try:
-                settled(self._place.write(extent, buffer))
+                self._place.write(extent, buffer).finish()
             except BaseException:
                 self._place.free(extent)
                 raise
@@ -155,7 +154,7 @@ class CompressedVGPULevel(VGPULevel):
         held, began = self._find(key), time.perf_counter()
         buffer = torch.empty(sum(held.sizes), dtype=torch.uint8)
         if held.extent is not None:
-            settled(self._place.read(held.extent, buffer))
+            self._place.read(held.extent, buffer).finish()
         if xxhash.xxh3_64_intdigest(lossless.memory_of(buffer)) != held.digest:
             raise CorruptData(
                 f"{key!r}: {buffer.numel()} compressed bytes on level {self.level} differ from what was written: "

@@ -19,13 +19,12 @@ import torch
 
 from vblackwell.errors import ConfigurationError, nearest
 from vblackwell.machine.facts import disk_facts, numa_node_of_cuda, why_no_cuda
-from vblackwell.memory.accounting import NullLevel
 from vblackwell.memory.cache.next_use import NextUse
 from vblackwell.memory.cache.policy import LRU, Policy
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.gpu import DeviceLevel
 from vblackwell.memory.host import HostLevel
-from vblackwell.memory.level import Level
+from vblackwell.memory.level import Level, NullLevel
 from vblackwell.units import MiB, format_bytes, parse_bytes
 
 POLICIES: dict[str, type[Policy]] = {"lru": LRU, "next_use": NextUse}

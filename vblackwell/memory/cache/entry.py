@@ -26,7 +26,7 @@ PART_ALIGNMENT = 64
 
 @runtime_checkable
 class Packed(Protocol):
-    """A value made of several tensors, such as a `PackedTensor`: what a stack can hold besides a tensor."""
+    """A value made of several tensors, such as a `PackedTensor`: what a stack can hold apart from a tensor."""
 
     def tensors(self) -> dict[str, torch.Tensor]: ...
 
@@ -155,19 +155,19 @@ class Entry:
     def num_bytes(self) -> int:
         return self.layout.num_bytes
 
-    def settle(self, buffer: torch.Tensor) -> None:
+    def show(self, buffer: torch.Tensor) -> None:
         """Make the tensors over ``buffer``, the extent on level 0 (or nothing but shapes where there are no bytes)."""
         with torch.inference_mode(False):
             self.resident = self.layout.tensors_over(buffer)
         self._storage = buffer.untyped_storage()._cdata
         self._own_count = _count_unshared() + len(self.resident)  # the level's own tensor, and ours
 
-    def unsettle(self) -> None:
-        """Drop the ready-made tensors: the extent is about to be left."""
+    def hide(self) -> None:
+        """Drop the ready-made tensors: the extent is about to be left or written."""
         self.resident = None
 
     def held(self) -> bool:
-        """Whether somebody besides the stack holds bytes of the extent on level 0."""
+        """Whether somebody other than the stack holds bytes of the extent on level 0."""
         if self.pins:
             return True
         if self.resident is None or not self.num_bytes:

@@ -1,9 +1,10 @@
 """A cascade of moves that is known to fit before the first byte moves.
 
 To place bytes on a full level its victims sink: each to the first level below that has room, or where colder and no more
-important entries can sink in turn. The planner does this with the levels' own arithmetic (`place`, `displace`), so the
-offsets are decided and fragmentation is exact; what cannot be completed is taken back. The moves come out bottom-up: every
-range is left before it is written again, so carrying them out one after another never needs room that is not there.
+important entries can sink in turn. The cascade is greedy: the first place that works is taken, and none is tried again. It
+uses the levels' own arithmetic (`place`, `displace`), so the offsets are decided and fragmentation is exact; what cannot be
+completed is taken back. The moves come out bottom-up: every range is left before it is written again, so carrying them
+out one after another never needs room that is not there.
 
 `take_back` also serves a plan that was half carried out when a disk failed: moves that happened stay, the others are
 undone from the last to the first.
@@ -19,14 +20,14 @@ from vblackwell.memory.cache.entry import Entry
 from vblackwell.memory.cache.policy import Policy
 from vblackwell.memory.level import Extent, Level
 
-LOOK_AT = 256  # victims that are tried for an access before it is served in place
+MAX_REFUSALS = 256  # victims that are tried in vain for an access before it is served in place
 
 
 @dataclass(frozen=True, eq=False)
 class Move:
-    """``entry`` goes from its extent (None: from its stray bytes) to ``extent`` on level ``target``."""
+    """``entry`` goes from its extent (None: from its stray bytes) to ``target_extent``; without an entry others fill that."""
 
-    entry: Entry
+    entry: Entry | None
     source: int
     source_extent: Extent | None
     target: int
@@ -38,24 +39,25 @@ class Plan:
     """Moves in the order in which they are to be carried out. Made and changed under the stack's lock.
 
     Args:
+        by_order: somebody asked for it, so that it must not fail while there is room: every victim is tried, of any
+            priority, and one that cannot sink may rise into free room.
         spare_expected: leave alone what a prefetch brought up and nobody has used yet.
-        exhaustive: try every victim, of any priority, and let them rise where they cannot sink, rather than give up early.
     """
 
     def __init__(
-        self, levels: Sequence[Level], policy: Policy, *, spare_expected: bool = False, exhaustive: bool = False
+        self, levels: Sequence[Level], policy: Policy, *, by_order: bool = False, spare_expected: bool = False
     ) -> None:
         self.moves: list[Move] = []
         self.refusal: Exception | None = None  # the last thing a level said
-        self.goal: tuple[int, Extent] | None = None  # (level, extent) that the moves make room for, if no move fills it
         self._levels = levels
         self._policy = policy
+        self._by_order = by_order
         self._spare_expected = spare_expected
-        self._exhaustive = exhaustive
         self._moved: set[Entry] = set()
-        self._leaving: list[int] = []  # levels with a victim that was displaced and whose move is not decided yet
 
-    def room(self, level: int, num_bytes: int, *, max_priority: int, than: Entry | None) -> Extent | None:
+    def room(
+        self, level: int, num_bytes: int, max_priority: int = 10, than: Entry | None = None, *, may_rise: bool = True
+    ) -> Extent | None:
         """Place ``num_bytes`` on ``level``, letting victims up to a priority, and colder ``than`` an entry, sink.
 
         None where that is impossible; the plan is then as before.
@@ -63,21 +65,19 @@ class Plan:
         extent = self.place(level, num_bytes)
         if extent is not None or num_bytes > self._levels[level].capacity_bytes:
             return extent
-        mark = len(self.moves)
-        hopeless = None  # victims of this size and more find no place below
-        looked_at = 0
+        mark, refusals = len(self.moves), 0
+        hopeless = None  # victims of this size and more find no place
         for victim in self._policy.victims(level, max_priority, than):
-            looked_at += 1
-            if looked_at > LOOK_AT and not self._exhaustive:
-                break
-            if not self._may_go(victim) or (hopeless is not None and victim.num_bytes >= hopeless):
-                continue
-            if not self._sink(victim):
+            if self._may_go(victim) and (hopeless is None or victim.num_bytes < hopeless):
+                if self._make_go(victim, may_rise=may_rise and self._by_order):
+                    extent = self.place(level, num_bytes)
+                    if extent is not None:
+                        return extent
+                    continue
                 hopeless = victim.num_bytes
-                continue
-            extent = self.place(level, num_bytes)
-            if extent is not None:
-                return extent
+            refusals += 1
+            if refusals == MAX_REFUSALS and not self._by_order:
+                break
         self.take_back(mark)
         return None
 
@@ -90,63 +90,51 @@ class Plan:
                 self.refusal = error.with_traceback(None)  # whose frames would keep alive what callers hand out
             return None
 
-    def move(
-        self, entry: Entry, target: int, extent: Extent, *, evicted: bool = False, displaced: bool = False
-    ) -> None:
-        """Add the move of ``entry`` to an extent that was placed for it. ``displaced``: its old one has been already."""
-        if entry.extent is not None and not displaced:
-            self._levels[entry.level].displace(entry.extent)
-        self.moves.append(Move(entry, entry.level, entry.extent, target, extent, evicted))
+    def move(self, entry: Entry, target: int, extent: Extent, *, evicted: bool = False, from_ram: bool = False) -> None:
+        """Add the move of ``entry``, whose old extent was displaced, to an extent that was placed for it.
+
+        ``from_ram``: its bytes will be lifted out before the first move; taking the plan back does not restore its place.
+        """
+        self.moves.append(Move(entry, entry.level, None if from_ram else entry.extent, target, extent, evicted))
         self._moved.add(entry)
+
+    def fill(self, target: int, extent: Extent) -> None:
+        """Note what the moves make room for, and others fill: taking the plan back frees it."""
+        self.moves.append(Move(None, target, None, target, extent, False))
 
     def exclude(self, entry: Entry) -> None:
         """Never make ``entry`` a victim: the plan is for it."""
         self._moved.add(entry)
 
     def take_back(self, mark: int = 0) -> None:
-        """Undo the goal, and the moves from number ``mark`` on, the last one first."""
-        if self.goal is not None:
-            self._levels[self.goal[0]].free(self.goal[1])
-            self.goal = None
+        """Undo the moves from number ``mark`` on, the last one first."""
         while len(self.moves) > mark:
             move = self.moves.pop()
-            self._levels[move.target].displace(move.target_extent)
-            self._levels[move.target].release(move.target_extent)
+            self._levels[move.target].free(move.target_extent)
             if move.source_extent is not None:
                 self._levels[move.source].restore(move.source_extent)
-            self._moved.discard(move.entry)
+            if move.entry is not None:
+                self._moved.discard(move.entry)
 
     def _may_go(self, entry: Entry) -> bool:
         if entry.extent is None or entry in self._moved or (self._spare_expected and entry.expected):
             return False
         return not entry.held()
 
-    def _sink(self, victim: Entry) -> bool:
+    def _make_go(self, victim: Entry, *, may_rise: bool) -> bool:
+        """Plan the victim's move to the first level below, or where it ``may_rise`` above, that takes it."""
         assert victim.extent is not None
         source = self._levels[victim.level]
         source.displace(victim.extent)
-        self._leaving.append(victim.level)
-        sunk = self._go_below(victim, victim.priority, victim) or (self._exhaustive and self._go_anywhere(victim))
-        self._leaving.pop()
-        if not sunk:
-            source.restore(victim.extent)
-        return sunk
-
-    def _go_below(self, victim: Entry, max_priority: int, than: Entry | None) -> bool:
         for level in range(victim.level + 1, len(self._levels)):
-            extent = self.room(level, victim.num_bytes, max_priority=max_priority, than=than)
+            extent = self.room(level, victim.num_bytes, victim.priority, victim, may_rise=False)
             if extent is not None:
-                self.move(victim, level, extent, evicted=True, displaced=True)
+                self.move(victim, level, extent, evicted=True)
                 return True
-        return False
-
-    def _go_anywhere(self, victim: Entry) -> bool:
-        """Below at the cost of more important ones, or up into free room; but not where somebody has yet to leave."""
-        if self._go_below(victim, 10, None):
-            return True
-        for level in reversed(range(victim.level)):
-            extent = self.place(level, victim.num_bytes) if level not in self._leaving else None
+        for level in reversed(range(victim.level)) if may_rise else ():
+            extent = self.place(level, victim.num_bytes)
             if extent is not None:
-                self.move(victim, level, extent, displaced=True)
+                self.move(victim, level, extent)
                 return True
+        source.restore(victim.extent)
         return False

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from vblackwell.errors import UnknownKey, nearest
-from vblackwell.memory.cache.carry import settled
 from vblackwell.memory.cache.config import LevelConfig, build_level, parse_capacity
 from vblackwell.memory.cache.entry import Layout, layout_of, packed_bytes
 from vblackwell.memory.level import Extent
@@ -65,7 +64,7 @@ class VGPULevel:
         extent = self._place.allocate(layout.num_bytes) if layout.num_bytes else None
         if extent is not None:
             try:
-                settled(self._place.write(extent, packed_bytes(layout, tensors)))
+                self._place.write(extent, packed_bytes(layout, tensors)).finish()
             except BaseException:
                 self._place.free(extent)
                 raise
@@ -83,7 +82,7 @@ class VGPULevel:
         device = self._place.device or torch.device("cpu")
         buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
         if extent is not None:
-            settled(self._place.read(extent, buffer))
+            self._place.read(extent, buffer).finish()
         return layout.value(layout.tensors_over(buffer))
 
     def remove(self, key: str) -> None:

@@ -1,11 +1,11 @@
 """The stack: levels together, keys on them, hot ones up, cold ones down.
 
 A key's bytes live on exactly one level. `register` copies them in, `access` gives them back on level 0's device, promotions
-and evictions move them in between. Other parts of the package place bytes by hand in the same levels (`pool`).
+and evictions move them in between (`placement`). Other parts of the package place bytes by hand in the same levels (`pool`).
 
 What `access` returned stays valid while it is held: the entry is no victim while its storage has other users, and `update`
 or `remove` then leave the old bytes to their holder. It is to be read; writing goes through `update`. Accessing a resident
-key takes one short lock and no transfer; anything else takes its turn (`turn`), one cascade at a time.
+key takes one short lock and no transfer; anything else takes its turn (`pool.Turn`), one cascade at a time.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, 
 from vblackwell.machine.facts import settle_cpu_kernels
 from vblackwell.memory.cache.config import LevelConfig, build_levels, build_policy
 from vblackwell.memory.cache.entry import Entry, Layout, default_priority, layout_of, packed_bytes
-from vblackwell.memory.level import Level
-from vblackwell.memory.pool import LevelPool
-from vblackwell.memory.reservation import Reservation
+from vblackwell.memory.cache.placement import Placement
+from vblackwell.memory.level import Extent, Level
+from vblackwell.memory.pool import LevelPool, Reservation, does_not_fit
 
 __all__ = ["Reservation", "VGPUStack"]
 
@@ -57,11 +57,12 @@ class VGPUStack(LevelPool):
         if promotion not in PROMOTIONS:
             raise ConfigurationError(f"promotion {promotion!r} must be one of {', '.join(PROMOTIONS)}")
         settle_cpu_kernels()
-        chosen = build_policy(policy)
-        super().__init__(build_levels(config), chosen)
+        self._policy = build_policy(policy)
+        super().__init__(build_levels(config))
         self.policy = policy
         self.promotion = promotion
-        self._policy = chosen
+        self._placement = Placement(self.levels, self._policy, self._statistics, self._lock)
+        self._entries: dict[str, Entry] = {}
         self._prefetchers: list[Callable[[Any], bool]] = []
         self._mover = ThreadPoolExecutor(1, thread_name_prefix="vblackwell-prefetch")
         self._cuda_index = self.level0_device.index if self.level0_device.type == "cuda" else None
@@ -86,7 +87,7 @@ class VGPUStack(LevelPool):
             raise ConfigurationError(f"priority {priority!r} of {key!r} must be a whole number from 0 to 10")
         layout, tensors = layout_of(tensor)
         self._check_fits(key, layout)
-        with self._placement.turn.take():
+        with self._turn.take():
             old = self._owned(key, owner)
             entry = Entry(key, owner, priority, layout)
             self._admit(entry, tensors, old, take=take)
@@ -118,7 +119,7 @@ class VGPUStack(LevelPool):
     def _check_fits(self, key: str, layout: Layout) -> None:
         largest = max(level.capacity_bytes for level in self.levels)
         if layout.num_bytes > largest:
-            raise self._placement.no_room(f"for {key!r}", layout.num_bytes)
+            raise does_not_fit(self.levels, f"for {key!r}", layout.num_bytes)
 
     def _owned(self, key: str, owner: str | None) -> Entry | None:
         self._check_open()
@@ -164,7 +165,7 @@ class VGPUStack(LevelPool):
     def _find_elsewhere(self, key: str, pins: int) -> tuple[Any, Entry]:
         """`access` for a key that is not on level 0, or on its way somewhere."""
         start = time.perf_counter()
-        with self._placement.turn.take():
+        with self._turn.take():
             with self._lock:
                 entry = self._lookup(key)
                 error, entry.error = entry.error, None
@@ -221,7 +222,7 @@ class VGPUStack(LevelPool):
                 raise self._unknown(key)
 
     def _bring_up(self, key: str) -> None:
-        with self._placement.turn.take(background=True):
+        with self._turn.take(background=True):
             with self._lock:
                 entry = self._entries.get(key)
                 if entry is None or entry.resident is not None or self._closed:
@@ -250,7 +251,7 @@ class VGPUStack(LevelPool):
             InsufficientMemory: the old bytes are held by somebody, and there is no room for the new ones beside them.
         """
         layout, tensors = layout_of(tensor)
-        with self._placement.turn.take():
+        with self._turn.take():
             with self._lock:
                 old = self._lookup(key)
             if (layout.parts, layout.kind) != (old.layout.parts, old.layout.kind):
@@ -267,7 +268,7 @@ class VGPUStack(LevelPool):
 
     def remove(self, key: str) -> None:
         """Forget ``key`` and free its bytes (those still held, when they are let go)."""
-        with self._placement.turn.take():
+        with self._turn.take():
             with self._lock:
                 entry = self._lookup(key)
                 del self._entries[key]
@@ -281,11 +282,11 @@ class VGPUStack(LevelPool):
             StaleTensor: it would leave level 0 while somebody holds its tensor.
         """
         self._check_level(level)
-        with self._placement.turn.take():
+        with self._turn.take():
             with self._lock:
                 entry = self._lookup(key)
             if level != entry.level and entry.num_bytes:
-                self._placement.shift(entry, level)
+                self._placement.move(entry, level)
 
     def keys(self) -> list[str]:
         """All registered keys."""
@@ -322,17 +323,30 @@ class VGPUStack(LevelPool):
         what = f"{key!r}" if isinstance(key, str) else f"a tensor of shape {tuple(getattr(key, 'shape', ()))}"
         return UnknownKey(f"{what} is not in the stack{nearest(str(key), self._entries)}; register it first")
 
+    def _is_taken(self, name: str) -> bool:
+        return name in self._entries or super()._is_taken(name)
+
+    def _allocate(self, what: str, num_bytes: int, level: int) -> Extent:
+        return self._placement.reserve(what, num_bytes, level)
+
+    def get_stats(self) -> dict[str, Any]:
+        with self._lock:
+            self._placement.sweep()
+        return super().get_stats()
+
     def close(self) -> None:
         """Drop all keys and release memory, file and threads. Idempotent. Tensors that are held stay valid."""
-        if self._closed:
-            return
-        self._closed = True
-        self._mover.shutdown(cancel_futures=True)
-        with self._placement.turn.take(), self._lock:
+        if not self._closed:
+            self._closed = True
+            self._mover.shutdown(cancel_futures=True)
+            super().close()
+
+    def _drop_all(self) -> None:
+        with self._lock:
             for entry in self._entries.values():
-                entry.unsettle()
+                entry.hide()
             self._entries.clear()
-        self._close_levels()
+        super()._drop_all()
 
     def __enter__(self) -> VGPUStack:
         return self

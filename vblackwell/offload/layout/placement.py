@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory
-from vblackwell.memory.accounting import NullLevel
-from vblackwell.memory.cache.policy import LRU
+from vblackwell.memory.level import NullLevel
 from vblackwell.memory.pool import LevelPool
 from vblackwell.offload.layout.formats import EXACT, Formats
 from vblackwell.offload.layout.groups import Group, Site, find_groups, moment_ranges
@@ -169,22 +168,13 @@ def _weights_budget(groups: list[Group], free: int, device: torch.device, level_
 # -- beforehand ----------------------------------------------------------------------------------------------------------
 
 
-class _Paper(NullLevel):
-    """A level that holds nothing and says that it is on ``device``."""
-
-    def __init__(self, capacity_bytes: int, name: str, device: torch.device | None, alignment: int) -> None:
-        super().__init__(capacity_bytes, name)
-        self.device, self.alignment = device, alignment
-        self.capacity_bytes = capacity_bytes // alignment * alignment
-
-
 def paper_pool(capacities: Sequence[int], device: torch.device | str, name: str | None = None) -> LevelPool:
     """Levels that hold nothing, of ``capacities`` bytes: the first on ``device`` and called ``name`` in errors, then RAM, then a disk."""
     level0 = torch.device(device)
     names = (name or str(level0), "cpu", "ssd")
     places = (level0, torch.device("cpu"), None)
-    sizes = (512, PAGE, PAGE)
-    return LevelPool([_Paper(*each) for each in zip(capacities, names, places, sizes, strict=False)], LRU())
+    alignments = (512, PAGE, PAGE)
+    return LevelPool([NullLevel(*each) for each in zip(capacities, names, places, alignments, strict=False)])
 
 
 def bytes_by_level(

@@ -39,8 +39,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from vblackwell.errors import ConfigurationError, StaleTensor
 from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.memory.copying import copy_streams
 from vblackwell.memory.level import Transfer
-from vblackwell.memory.streams import copy_streams
 from vblackwell.nn.decoder.checkpoint import inputs_saved_under
 from vblackwell.offload.movement.host_buffer import HostBuffer, HostBuffers
 from vblackwell.offload.movement.loaded import SavedTensor

@@ -14,8 +14,8 @@ from typing import Any
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.memory.cache.stack import Reservation, VGPUStack
+from vblackwell.memory.copying import copy_streams
 from vblackwell.memory.level import Transfer
-from vblackwell.memory.streams import copy_streams
 from vblackwell.units import KiB, align_up, format_bytes
 
 
