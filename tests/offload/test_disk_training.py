@@ -20,10 +20,13 @@ from vblackwell.errors import CorruptData, DiskError, InsufficientMemory, StepAb
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.scratch_file import SystemCalls
+from vblackwell.nn.decoder.config import DecoderConfig
+from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.state import ParameterState, export_state, import_state
+from vblackwell.offload.storage.ranges import Homes
 
 DECODER, GPT2 = CASES[1], CASES[2]
 State = dict[str, ParameterState]
@@ -322,6 +325,35 @@ def test_no_room_for_states_is_met_before_the_first_step(make: Callable[[int], t
     if disk > 1 << 20:
         train(model, VGPUAdamW(model.parameters(), lr=3e-3), range(2))
         assert on_disk(stack) > 0
+
+
+def test_what_passes_through_ram_is_counted_or_refused_with_both_numbers(make_stack: MakeStack):
+    """A host level that holds neither the ranges nor what they are worked on in: nothing is taken outside its cap."""
+    model, stack = Odd(), make_stack(2 << 20, 256 << 10)
+    with pytest.raises(InsufficientMemory, match=r"pass through RAM.*raise host_memory") as refused:
+        enable_vgpu_stack_optimization(model, stack, compute_dtype=torch.bfloat16, placement="streamed", update="home")
+        VGPUAdamW(model.parameters())
+    assert refused.value.needed_bytes > refused.value.available_bytes > 0
+
+
+def test_weights_leave_the_ram_that_an_update_at_home_works_in(make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch):
+    """Wherever the end of RAM is among the ranges: gradients spill, too, and no update works outside the cap."""
+    stage = Homes._stage
+
+    def counted(homes: Homes, kind: str, num_bytes: int) -> torch.Tensor:
+        assert kind in homes._staging, f"{num_bytes} bytes of {kind} would be outside the cap"
+        return stage(homes, kind, num_bytes)
+
+    monkeypatch.setattr(Homes, "_stage", counted)
+    for host_kib in range(192, 420, 32):
+        model = Decoder(DecoderConfig(300, 32, 64, 3, 2, max_position=64), device="cpu")
+        stack = make_stack(128 << 10, host_kib << 10)
+        enable_vgpu_stack_optimization(model, stack, placement="streamed", update="home")
+        optimizer = VGPUAdamW(model.parameters())
+        assert on_disk(stack) > 0
+        model(torch.arange(24).view(2, 12)).sum().backward()
+        optimizer.step()
+        release(model)
 
 
 def test_ranges_that_find_no_stage_are_not_reserved(make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch):

@@ -117,7 +117,7 @@ def test_stated_formats(form: Form, where: str, make_stack: MakeStack):
         if not found:
             model, given = model.to("meta"), {"initialize": initialize}
         stack = make_stack(
-            8 << 20 if where == "resident" else 1500 << 10, 1250 << 10 if where == "disk" else ROOMY_BYTES
+            8 << 20 if where == "resident" else 1500 << 10, 1450 << 10 if where == "disk" else ROOMY_BYTES
         )
         if where == "disk" and form.dtype is None:
             stack = make_stack(3 << 20, 1500 << 10)

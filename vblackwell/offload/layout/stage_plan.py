@@ -125,12 +125,11 @@ def plan_staging(
         return held
 
     for placed in (wanted, requests):
-        for most_sets in range(MOST_SETS, -1, -1):
-            kinds = largest if most_sets else {}  # last, the worker takes for the moment what it needs
-            found = _settled(placed, free, in_ram, held, staged_already, kinds, max(1, most_sets))
+        for most_sets in range(MOST_SETS, 0, -1):
+            found = _settled(placed, free, in_ram, held, staged_already, largest, most_sets)
             if found is not None and (most_sets < 2 or found.num_sets * found.set_bytes * SETS_SHARE <= host_bytes):
                 return found
-    needed = _needed(requests, [len(free) - 1] * len(requests), in_ram, held, staged_already, {}, 1)
+    needed = _needed(requests, [len(free) - 1] * len(requests), in_ram, held, staged_already, largest, 1)
     room, more = free[in_ram.index(True)], needed.num_bytes - held.num_bytes
     raise InsufficientMemory(
         f"states on a disk pass through RAM, which takes {format_bytes(more)} of it for this model, and "

@@ -27,7 +27,7 @@ from vblackwell.offload.layout.formats import MOMENTS, NARROW_KINDS, PACKED_MOME
 from vblackwell.offload.layout.groups import Group
 from vblackwell.offload.layout.stage_plan import PAGE, Request, Staging, place, plan_staging, spread
 from vblackwell.offload.storage.stage_ledger import Ledger
-from vblackwell.units import align_up
+from vblackwell.units import align_up, format_bytes
 
 KEPT_KINDS = ("weight", "master", "remainder", *MOMENTS, *PACKED_MOMENTS)
 KINDS = (*KEPT_KINDS, "gradient", "accumulated")
@@ -123,6 +123,8 @@ class Homes:
                 key = (group.index, kind)
                 self._ranges[key] = self._reserve_from(position, f"{group.name}/{kind}", self.size_of(group, kind))
                 made.append(key)
+                if not self._addressable(self._ranges[key].level):  # unforeseen, where RAM had no room in one piece
+                    self._reserve_stage(kind, align_up(self._largest[kind], PAGE))
         except BaseException:
             for key in made:
                 self.stack.unreserve(self._ranges.pop(key))
@@ -198,9 +200,23 @@ class Homes:
 
     def _reserve_stage(self, kind: str, num_bytes: int) -> None:
         """Host memory through which ranges of ``kind`` are worked on; a stack without a level in RAM has none to count it to."""
-        if kind not in self._staging and any(self._addressable(level) for level in self._levels):
-            what = f"{self._name}/staging/{kind}"
+        if kind in self._staging or not self.has_host_level:
+            return
+        what = f"{self._name}/staging/{kind}"
+        try:
             self._staging[kind] = self.stack.reserve(what, num_bytes, self.staging_level)
+        except InsufficientMemory as error:
+            raise InsufficientMemory(
+                f"states on a disk pass through RAM, which takes {format_bytes(num_bytes)} of it in one piece for {kind}, and "
+                f"{format_bytes(error.available_bytes)} are free: raise host_memory (the capacity of the 'cpu' level)",
+                needed_bytes=error.needed_bytes,
+                available_bytes=error.available_bytes,
+            ) from error
+
+    @property
+    def has_host_level(self) -> bool:
+        """Whether a level below the first is in RAM."""
+        return any(self._addressable(level) for level in self._levels)
 
     def _set_bytes(self) -> int:
         return self.sets[0].num_bytes if self.sets else 0
@@ -310,9 +326,7 @@ class Homes:
 
     def _stage(self, kind: str, num_bytes: int) -> torch.Tensor:
         if kind not in self._staging:
-            return torch.empty(
-                num_bytes, dtype=torch.uint8
-            )  # a stack without a host level, or one that the plan found too full
+            return torch.empty(num_bytes, dtype=torch.uint8)  # a stack without a host level: nothing to account it to
         view = self._staging[kind].view()
         assert view is not None and view.device.type == "cpu"
         return view[:num_bytes]

@@ -45,7 +45,7 @@ class Staged:
     """One group's ranges in host memory, by kind.
 
     Attributes:
-        own: a set; otherwise memory that was taken for the moment.
+        own: a set; otherwise memory that was taken for this update alone: ``taken`` of the level in RAM, if there is one.
         stamps: of the ranges that were read, or are being read by ``reads``.
         skipped: updates of other groups since it was read ahead.
     """
@@ -54,6 +54,7 @@ class Staged:
     memory: torch.Tensor
     own: bool
     views: dict[str, torch.Tensor]
+    taken: Reservation | None = None
     stamps: dict[str, Stamp] = field(default_factory=dict)
     reads: list[Transfer] = field(default_factory=list)
     skipped: int = 0
@@ -210,9 +211,15 @@ class Stage:
             if self._set_bytes is None:
                 self._adopt_sets()
             fits = needed <= (self._set_bytes or 0)
-        # Larger than when sets were planned (a second optimizer's states), or a stack without RAM below level 0: memory for the moment.
-        memory = self._wait_for_set() if fits else map_slab(needed, pin=torch.cuda.is_available())
-        return Staged(group, memory, fits, {kind: memory[part] for kind, part in parts.items()})
+        if fits:
+            memory, taken = self._wait_for_set(), None
+        elif self._homes.has_host_level:  # larger than when sets were planned: a second optimizer's states
+            taken = self._homes.take_host(f"staging/{group.name}", needed)
+            memory = taken.view()
+            assert memory is not None, "the level is in RAM"
+        else:
+            memory, taken = map_slab(needed, pin=torch.cuda.is_available()), None
+        return Staged(group, memory, fits, {kind: memory[part] for kind, part in parts.items()}, taken)
 
     def _parts(self, group: Group) -> dict[str, slice]:
         """Where the group's ranges lie in its memory."""
@@ -258,6 +265,8 @@ class Stage:
     def _release(self, staged: Staged) -> None:
         if staged.own:
             self._free.append(staged.memory)
+        elif staged.taken is not None:
+            self._homes.give(staged.taken)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
