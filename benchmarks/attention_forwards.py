@@ -94,12 +94,12 @@ class Case:
 
     @functools.cached_property
     def blocks(self) -> Any:
-        from vblackwell.nn.attention.flex import block_mask
+        from flex_peer import block_mask
 
         return block_mask(self.q, self.k, self.variant)
 
     def flex(self) -> Tensor:
-        from vblackwell.nn.attention.flex import flex
+        from flex_peer import flex
 
         return flex(self.q, self.k, self.v, self.variant, self.blocks)
 

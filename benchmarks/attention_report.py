@@ -32,12 +32,8 @@ def has_mask(name: str) -> bool:
 
 
 def runnable(systems: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """A case's rows of what the dispatcher could run: FlexAttention with its block mask made anew where there is a mask."""
-    found = {name: row for name, row in systems.items() if name in BACKENDS}
-    if any(has_mask(row["case"]) for row in systems.values()):
-        found.pop("flex", None)
-        found |= {"flex": systems["flex+mask"]} if "flex+mask" in systems else {}
-    return found
+    """A case's rows of what the dispatcher could run."""
+    return {name: row for name, row in systems.items() if name in BACKENDS}
 
 
 def by_case(rows: Rows) -> dict[str, dict[str, dict[str, Any]]]:

@@ -3,7 +3,7 @@
 ``python benchmarks/bench_attention.py`` on a CUDA GPU. First the error of every backend against float64 at a small size, then times
 (medians of CUDA-graph replays, bf16, forward and backward apart), ratios in the same run with their floors and aims, and peak memory.
 What the own kernel makes of a mask (bits, tile lists) is counted. Of a mask FlexAttention has two rows: ``flex``, its block mask made
-beforehand and not counted, and ``flex+mask``, made at every call, which is all that the dispatcher can run. ``--sweep`` times plans of
+beforehand and not counted, and ``flex+mask``, made at every call, as a mask that is given needs. ``--sweep`` times plans of
 the own kernels, ``--forwards`` those of the forward (attention_forwards.py), ``--tune`` keeps the times on this machine, for the
 dispatcher to choose by. Compiling first: ``--prepare --quick``, then ``--quick --prepared``, which takes 90 s at most.
 """
@@ -24,14 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch._dynamo
 from attention_plans import PROCESSES, STARTED, leaves_of, say, sweep, time_us
-from attention_report import TIMES, Rows, append, goals, has_mask, ratios, runnable
+from attention_report import TIMES, Rows, append, goals, ratios, runnable
 from graph_timing import alternating_us, median_us
 from torch import Tensor
 
 from vblackwell.kernels.attention import plan as attention_plan
 from vblackwell.kernels.runtime.autotune import machine, write_entries
 from vblackwell.nn.attention import backends as dispatcher
-from vblackwell.nn.attention import times as attention_times
 from vblackwell.nn.attention.backends import BACKENDS, Variant
 
 
@@ -71,16 +70,17 @@ def variant_of(case: dict[str, Any]) -> Variant:
 
 
 def runner(name: str, leaves: list[Tensor], variant: Variant) -> Callable[[], Tensor]:
-    if name == "flex+mask":
-        name = "flex"
-    elif name == "flex":
-        from vblackwell.nn.attention.flex import block_mask, flex
+    q, k, v = leaves
+    if name.startswith("flex"):
+        from flex_peer import block_mask, flex
 
-        blocks = block_mask(leaves[0], leaves[1], variant)
-        return lambda: flex(leaves[0], leaves[1], leaves[2], variant, blocks)
+        if name == "flex+mask":
+            return lambda: flex(q, k, v, variant, block_mask(q, k, variant))
+        blocks = block_mask(q, k, variant)
+        return lambda: flex(q, k, v, variant, blocks)
     if name == "dispatcher":
         return lambda: dispatcher.attention(*leaves, **variant._asdict())[0]
-    return lambda: BACKENDS[name].run(leaves[0], leaves[1], leaves[2], variant)
+    return lambda: BACKENDS[name].run(q, k, v, variant)
 
 
 def time_both(
@@ -135,11 +135,9 @@ def prepare(name: str, quick: bool, systems: tuple[str, ...]) -> None:
 def systems_of(case: dict[str, Any], leaves: list[Tensor], variant: Variant, quick: bool) -> list[str]:
     """Ours, the others that accept, and last the dispatcher, which may be told what was measured of them."""
     reasons = dispatcher.attention_backends(dispatcher.request_of(leaves[0], leaves[1], leaves[2], variant))
-    systems = ["triton", *(n for n in ("cudnn", "flash", "efficient", "flex") if not reasons[n])]
-    if quick and variant.mask is None and variant.window is None:
-        systems.remove("flex")
-    if "flex" in systems and variant.mask is not None:
-        systems.append("flex+mask")
+    systems = ["triton", *(n for n in ("cudnn", "flash", "efficient") if not reasons[n])]
+    if not quick or variant.mask is not None or variant.window is not None:
+        systems += ["flex"] if variant.mask is None else ["flex", "flex+mask"]
     if case["shape"][3] <= 4096 and not quick:
         systems.append("math")
     return [*systems, "dispatcher"]
@@ -236,11 +234,7 @@ def bench_case(name: str, case: dict[str, Any], quick: bool, path: Path | None, 
     chosen, known = rows[-1], runnable({row["system"]: row for row in rows})
     for key in TIMES:
         best = min(known, key=lambda other, key=key, known=known: known[other][key])
-        # A block mask cannot be made inside a graph: then the times from before have to do.
-        over = known[best][key] / chosen[key]
-        if not (best == "flex" and has_mask(name)):
-            over = dispatcher_over(best, key, leaves, variant)
-        chosen["over_" + key.removesuffix("_us")] = over
+        chosen["over_" + key.removesuffix("_us")] = dispatcher_over(best, key, leaves, variant)
     return rows
 
 
@@ -251,7 +245,8 @@ def keep_times(
     device = torch.device("cuda", torch.cuda.current_device())
     for gradient in (True, False):
         times = {name: int(row["both_us" if gradient else "forward_us"] * 1000) for name, row in known.items()}
-        table = attention_times.table_of(request._replace(gradient=gradient), times)
+        asked = request._replace(gradient=gradient)
+        table = {dispatcher.shape_key(asked): times, dispatcher.neighbours_key(asked): times}
         if path is not None:
             write_entries(path, machine(device), table)
         if keep:
@@ -314,7 +309,7 @@ def check() -> None:
     for words, variant in (("causal", Variant(causal=True)), ("boolean with an empty row", Variant(mask=mask))):
         leaves = leaves_of(1, 4, 4, 1000, 128)
         reasons = dispatcher.attention_backends(dispatcher.request_of(leaves[0], leaves[1], leaves[2], variant))
-        for system in ("triton", *(n for n in ("cudnn", "flash", "efficient", "flex", "math") if not reasons[n])):
+        for system in ("triton", *(n for n in ("cudnn", "flash", "efficient", "math") if not reasons[n])):
             try:
                 say(words, system, "errors of out, dq, dk, dv:", *(f"{e:.2e}" for e in errors(system, leaves, variant)))
             except Exception as error:

@@ -103,8 +103,6 @@ KNOWN_IMPORTS: set[tuple[str, str]] = {
     ("vblackwell/kernels/runtime/autotune.py", "vblackwell/kernels/fp4/mma_plan.py"),
     ("vblackwell/kernels/runtime/autotune.py", "vblackwell/kernels/fp4/plan.py"),
     ("vblackwell/machine/measured.py", "vblackwell/kernels/runtime/nvrtc.py"),
-    ("vblackwell/nn/attention/flex.py", "vblackwell/nn/attention/backends.py"),
-    ("vblackwell/nn/attention/times.py", "vblackwell/nn/attention/backends.py"),
     ("vblackwell/nn/linear/adapted.py", "vblackwell/nn/convert/fused_modules.py"),
     ("vblackwell/nn/linear/stored_fp4.py", "vblackwell/nn/convert/linears.py"),
     ("vblackwell/offload/layout/forecast.py", "vblackwell/offload/movement/level0_updates.py"),

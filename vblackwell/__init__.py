@@ -41,7 +41,6 @@ _WHERE = {
     "FusedFP4Linear": "vblackwell.nn.linear.fused_fp4",
     "SeparatedTensor": "vblackwell.numerics.separation",
     "separate": "vblackwell.numerics.separation",
-    "FineStream": "vblackwell.nn.fine_stream",
     "VBOptimizedLinear": "vblackwell.nn.linear.two_part_linear",
     "VBModelWrapper": "vblackwell.nn.convert.optimize",
     "enable_vb_optimization": "vblackwell.nn.convert.optimize",
@@ -97,7 +96,6 @@ if TYPE_CHECKING:
     from vblackwell.nn.convert.model import Conversion, convert
     from vblackwell.nn.convert.optimize import VBModelWrapper, enable_vb_optimization
     from vblackwell.nn.decoder.transformer_block import OptimizedTransformerBlock
-    from vblackwell.nn.fine_stream import FineStream
     from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
     from vblackwell.nn.linear.two_part import VirtualBlackwellAdapter, create_virtual_blackwell
     from vblackwell.nn.linear.two_part_linear import VBOptimizedLinear

@@ -9,7 +9,6 @@ from torch import nn
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.attention import plan as attention_plan
 from vblackwell.nn.attention import backends as dispatcher
-from vblackwell.nn.attention import times as attention_times
 from vblackwell.nn.attention.backends import AttentionRequest, attention, attention_backends, choose_attention
 from vblackwell.nn.attention.layer import AttentionCache, FlashAttention, from_multihead_attention
 
@@ -197,19 +196,18 @@ def test_the_times_of_the_gpu_that_holds_the_tensors_count(monkeypatch):
     assert asked == [torch.device("cuda", 1)]
 
 
-def test_flex_attention_runs_unasked_for_measured_shapes_alone():
-    """Others of its bucket would be compiled one by one, until there are too many."""
+def test_times_of_a_shape_stand_for_its_neighbours_too(monkeypatch):
     measured = H200._replace(mask="boolean", mask_planes=1, batch=2, queries=4000, keys=4000)
-    times = {"flex": 1, "triton": 2, "efficient": 3}
-    entries = attention_times.table_of(measured, times)
-    assert attention_times.known(measured, entries) == times
-    for change in ({"batch": 3}, {"queries": 3999}, {"keys": 3000}, {"mask_planes": 2}, {"window": 5}, {"kv_heads": 4}):
-        other = measured._replace(**change)
-        assert attention_times.shape_name(other) not in entries and "flex" not in attention_times.known(other, entries)
-    neighbour = measured._replace(queries=3999, keys=2500)
-    assert attention_times.known(neighbour, entries) == {"triton": 2, "efficient": 3}
-    older = {attention_times.entry_name(measured): times}  # as tables were written before
-    assert attention_times.known(measured, older) == {"triton": 2, "efficient": 3}
+    entries = {
+        dispatcher.shape_key(measured): {"efficient": 1, "triton": 2},
+        dispatcher.neighbours_key(measured): {"efficient": 2, "triton": 1},
+    }
+    monkeypatch.setattr(dispatcher.attention_plan, "entries", lambda device: entries)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert choose_attention(measured) == "efficient"
+    for change in ({"batch": 3}, {"queries": 3999}, {"keys": 3000}, {"mask_planes": 2}):
+        assert choose_attention(measured._replace(**change)) == "triton"
+    assert dispatcher.neighbours_key(measured._replace(queries=5000)) not in entries
 
 
 def test_what_a_grid_cannot_count_is_refused(monkeypatch):

@@ -1,10 +1,9 @@
-"""Which attention runs: the own kernel, PyTorch's or FlexAttention; each says why not, the fastest known of the others runs.
+"""Which attention runs: the own kernel or one of PyTorch's; each says why not, the fastest known of the others runs.
 
-``triton`` (kernels/attention/op.py), ``cudnn``, ``flash`` and ``efficient`` (PyTorch's SDPA), ``flex`` (compiled
-FlexAttention) and ``math``
-(kernels/attention/reference.py: scores of S x T in memory, everything else, any device). Among those that accept a request the one with
-the least measured time runs: ``tune_attention`` measures on this machine and keeps the times; where nothing was measured the order
-is that of ``preference``. Under ``torch.compile`` the order alone decides, because the tables cannot be read while tracing.
+``triton`` (kernels/attention/op.py), ``cudnn``, ``flash`` and ``efficient`` (PyTorch's SDPA), and ``math``
+(kernels/attention/reference.py: scores of S x T in memory, everything else, any device). Among those that accept a request the
+one with the least measured time runs: ``tune_attention`` measures on this machine and keeps the times; where nothing was measured
+the order is that of ``preference``. Under ``torch.compile`` the order alone decides, because the tables cannot be read while tracing.
 
 Legend: B batch, N query heads, K key heads, S queries, T keys, H head width.
 """
@@ -33,14 +32,13 @@ from vblackwell.kernels.attention.op import (
 )
 from vblackwell.kernels.attention.reference import attention_reference
 from vblackwell.kernels.runtime.fused import interpreting
-from vblackwell.nn.attention import times as attention_times
 
 HALF = (torch.bfloat16, torch.float16)
-AHEAD_CYCLES = 20_000_000  # of the GPU's clock, some 10 ms: longer than a host takes to launch a forward and a backward
+SLEEP_CYCLES = 20_000_000  # of the GPU's clock, some 10 ms: longer than a host takes to launch a forward and a backward
 
 
 class Variant(NamedTuple):
-    """What is attended, beside queries, keys and values; as in ``flash_attention``."""
+    """What is attended, in addition to queries, keys and values; as in ``flash_attention``."""
 
     mask: Tensor | None = None
     causal: bool = False
@@ -82,7 +80,7 @@ class AttentionRequest(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What timings are kept by, beside type, head width and length."""
+        """What timings are kept by, in addition to type, head width and length."""
         parts = [self.mask] + [
             name for name in ("causal", "softcap", "alibi", "dropout", "gradient") if getattr(self, name)
         ]
@@ -105,31 +103,33 @@ def request_of(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, variant: Variant)
     )  # fmt: skip
 
 
-def _triton_reasons(r: AttentionRequest) -> list[str]:
-    reasons = []
-    if r.device != "cuda" and not (r.device == "cpu" and interpreting()):
-        reasons.append(f"the tensors are on {r.device}: it needs a CUDA GPU, or TRITON_INTERPRET=1")
-    if r.device == "cuda" and r.capability < (8, 0):
-        reasons.append(f"compute capability {r.capability[0]}.{r.capability[1]} is below 8.0")
-    if importlib.util.find_spec("triton") is None:
-        reasons.append("triton is not installed")
-    accepted = (*HALF, torch.float32) if r.device == "cuda" else (torch.float16, torch.float32, torch.float64)
-    if r.dtype not in accepted:
-        reasons.append(f"{r.dtype}: it takes {', '.join(str(dtype).removeprefix('torch.') for dtype in accepted)}")
-    if r.head > WIDEST_HEAD:
-        reasons.append(f"a head of {r.head}: it takes {WIDEST_HEAD}")
-    if r.mask_gradient:
-        reasons.append("the mask wants a gradient")
-    return reasons + (grid_reasons(r.batch, r.mask_planes) if r.device == "cuda" else [])
-
-
-def _torch_reasons(r: AttentionRequest, dtypes: tuple[torch.dtype, ...], widest: int) -> list[str]:
-    """What all of SDPA's fused backends refuse."""
+def _type_reasons(r: AttentionRequest, dtypes: tuple[torch.dtype, ...], widest: int) -> list[str]:
     reasons = []
     if r.dtype not in dtypes:
         reasons.append(f"{r.dtype}: it takes {', '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)}")
     if r.head > widest:
         reasons.append(f"a head of {r.head}: it takes {widest}")
+    return reasons
+
+
+def _triton_reasons(r: AttentionRequest) -> list[str]:
+    on_cuda, reasons = r.device == "cuda", []
+    if not on_cuda and not (r.device == "cpu" and interpreting()):
+        reasons.append(f"the tensors are on {r.device}: it needs a CUDA GPU, or TRITON_INTERPRET=1")
+    if on_cuda and r.capability < (8, 0):
+        reasons.append(f"compute capability {r.capability[0]}.{r.capability[1]} is below 8.0")
+    if importlib.util.find_spec("triton") is None:
+        reasons.append("triton is not installed")
+    dtypes = (*HALF, torch.float32) if on_cuda else (torch.float16, torch.float32, torch.float64)
+    reasons += _type_reasons(r, dtypes, WIDEST_HEAD)
+    if r.mask_gradient:
+        reasons.append("the mask wants a gradient")
+    return reasons + (grid_reasons(r.batch, r.mask_planes) if on_cuda else [])
+
+
+def _torch_reasons(r: AttentionRequest, dtypes: tuple[torch.dtype, ...], widest: int) -> list[str]:
+    """What all of SDPA's fused backends refuse."""
+    reasons = _type_reasons(r, dtypes, widest)
     if min(r.queries, r.keys) == 0:
         reasons.append("an empty sequence")
     if r.window is not None:
@@ -191,29 +191,6 @@ def _efficient_reasons(r: AttentionRequest) -> list[str]:
     return reasons
 
 
-def _flex_reasons(r: AttentionRequest) -> list[str]:
-    reasons = []
-    if r.device != "cuda" or r.capability < (8, 0):
-        reasons.append("it needs a CUDA GPU of compute capability 8.0")
-    if r.dtype not in (*HALF, torch.float32):
-        reasons.append(f"{r.dtype}: it takes bfloat16, float16, float32")
-    if not 16 <= r.head <= WIDEST_HEAD:
-        reasons.append(f"a head of {r.head}: it takes 16 to {WIDEST_HEAD}")
-    if min(r.queries, r.keys) == 0:
-        reasons.append("an empty sequence")
-    if r.dropout:
-        reasons.append("dropout")
-    if r.mask_gradient:
-        reasons.append("the mask wants a gradient")
-    if torch.compiler.is_compiling():
-        reasons.append("inside torch.compile")
-    return reasons
-
-
-def _nothing(r: AttentionRequest) -> list[str]:
-    return []
-
-
 def _run_triton(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
     return flash_attention(q, k, v, **variant._asdict())
 
@@ -232,9 +209,7 @@ def _sdpa(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor, Variant], Te
         if mask is not None:
             mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
             mask = mask[(None,) * (4 - mask.dim())]  # the CPU's flash takes two or four dimensions
-            if (
-                mask.shape[-1] != k.shape[2]
-            ):  # 'efficient' reads keys side by side: a stride of zero is not one of its cases
+            if mask.shape[-1] != k.shape[2]:  # 'efficient' reads consecutive keys: it takes no stride of zero
                 mask = mask.expand(*mask.shape[:-1], k.shape[2]).contiguous()
         # A branch, because sizes may be symbols under torch.compile.
         grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
@@ -244,12 +219,6 @@ def _sdpa(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor, Variant], Te
             )
 
     return run
-
-
-def _run_flex(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
-    from vblackwell.nn.attention.flex import flex
-
-    return flex(q, k, v, variant)
 
 
 class AttentionBackend(NamedTuple):
@@ -267,8 +236,7 @@ BACKENDS = {
         AttentionBackend("cudnn", _cudnn_reasons, _sdpa(SDPBackend.CUDNN_ATTENTION)),
         AttentionBackend("flash", _flash_reasons, _sdpa(SDPBackend.FLASH_ATTENTION)),
         AttentionBackend("efficient", _efficient_reasons, _sdpa(SDPBackend.EFFICIENT_ATTENTION)),
-        AttentionBackend("flex", _flex_reasons, _run_flex),
-        AttentionBackend("math", _nothing, _run_math),
+        AttentionBackend("math", lambda r: [], _run_math),
     )
 }
 
@@ -276,18 +244,18 @@ BACKENDS = {
 def preference(r: AttentionRequest) -> tuple[str, ...]:
     """Backends in the order in which they are taken where nothing was measured.
 
-    cuDNN leads on Hopper, flash before it (docs/attention.md); the CPU takes flash, the interpreter being for tests. FlexAttention
-    compiles for seconds, so only a measurement of the shape or its name brings it. In fp32 the own kernel does not use tensor cores.
+    cuDNN leads on Hopper, flash on older GPUs (docs/attention.md); the CPU takes flash, the interpreter being for tests. In fp32 the
+    own kernel does not use tensor cores.
     """
     if r.device == "cpu":
         return ("flash", "math", "triton")
     if r.dtype == torch.float32:
-        return ("efficient", "triton", "math", "flex")
+        return ("efficient", "triton", "math")
     if r.queries <= 16:  # decoding: flash splits the keys over programs
-        return ("flash", "triton", "cudnn", "efficient", "math", "flex")
+        return ("flash", "triton", "cudnn", "efficient", "math")
     if r.capability >= (9, 0):
-        return ("cudnn", "triton", "flash", "efficient", "math", "flex")
-    return ("flash", "triton", "cudnn", "efficient", "math", "flex")
+        return ("cudnn", "triton", "flash", "efficient", "math")
+    return ("flash", "triton", "cudnn", "efficient", "math")
 
 
 def attention_backends(request: AttentionRequest) -> dict[str, list[str]]:
@@ -339,12 +307,29 @@ def attention(
     return BACKENDS[name].run(q_BNSH, k_BKTH, v_BKTH, variant), name
 
 
+# -- measured times ------------------------------------------------------------------------------------------------------
+
+
+def neighbours_key(r: AttentionRequest) -> str:
+    """The key of times of a shape and its neighbours: type, head width, length up to the next power of two, and kind."""
+    bucket = 1 << max(0, max(r.queries, r.keys) - 1).bit_length()
+    return f"backend|{str(r.dtype).removeprefix('torch.')}|{r.head}|{bucket}|{r.kind}"
+
+
+def shape_key(r: AttentionRequest) -> str:
+    """The key of times of this very shape."""
+    shape = "x".join(str(size) for size in (r.batch, r.heads, r.kv_heads, r.queries, r.keys, r.head, r.mask_planes))
+    bounds = f"{r.window}{'+bottom_right' * r.bottom_right}"
+    return f"shape|{str(r.dtype).removeprefix('torch.')}|{shape}|{bounds}|{r.kind}"
+
+
 def _measured(r: AttentionRequest) -> dict[str, int]:
-    """Times by backend, where some are known."""
+    """Times (ns) by backend, of the very shape or else of its neighbours, where some are known."""
     if r.device != "cuda" or torch.compiler.is_compiling():
         return {}
     gpu = torch.cuda.current_device() if r.gpu is None else r.gpu
-    return attention_times.known(r, attention_plan.entries(torch.device("cuda", gpu)))
+    entries = attention_plan.entries(torch.device("cuda", gpu))
+    return entries.get(shape_key(r)) or entries.get(neighbours_key(r), {})
 
 
 def _ranking(r: AttentionRequest) -> tuple[str, ...]:
@@ -355,9 +340,9 @@ def _ranking(r: AttentionRequest) -> tuple[str, ...]:
 
 
 def tune_attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, **variant: Any) -> dict[str, int]:
-    """Times (ns) of every backend that accepts, with backward if gradients are wanted; kept as `attention_times.table_of` says.
+    """Times (ns) of every backend that accepts, with backward if gradients are wanted; kept for the shape and its neighbours.
 
-    What a backend makes of a mask at every call (tile lists, FlexAttention's block mask) is part of its time.
+    What a backend makes of a mask at every call, such as tile lists, is part of its time.
 
     Raises:
         Unsupported: the tensors are not on a CUDA GPU.
@@ -371,7 +356,7 @@ def tune_attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, **variant: An
         for name in preference(request):
             if name != "math" and not BACKENDS[name].reasons(request):
                 times[name] = int(_measure_ns(BACKENDS[name], tensors, chosen, request.gradient))
-    attention_plan.store(q_BNSH.device, attention_times.table_of(request, times))
+    attention_plan.store(q_BNSH.device, {shape_key(request): times, neighbours_key(request): times})
     return times
 
 
@@ -381,8 +366,8 @@ def _measure_ns(
     wanted = [x for x in tensors if x.requires_grad]
     times = []
     for _ in range(8):
-        # A step keeps the GPU supplied; here its kernels would wait for the host, and who launches fewest would look fastest.
-        torch.cuda._sleep(AHEAD_CYCLES)
+        # A step keeps the GPU supplied; here its kernels would wait for the host, and the one with the fewest launches would look fastest.
+        torch.cuda._sleep(SLEEP_CYCLES)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         out = backend.run(*tensors, variant)
