@@ -129,7 +129,6 @@ KNOWN_IMPORTS: set[tuple[str, str]] = {
     ("vblackwell/planner/what_fits.py", "vblackwell/generate/cache_shape.py"),
     ("vblackwell/planner/what_fits.py", "vblackwell/generate/room.py"),
     ("vblackwell/planner/what_fits_command.py", "vblackwell/memory/cache/config.py"),
-    ("vblackwell/planner/what_fits_command.py", "vblackwell/memory/cache/create.py"),
     ("vblackwell/planner/what_fits_command.py", "vblackwell/offload/measure.py"),
     ("vblackwell/planner/what_fits_command.py", "vblackwell/train/auto.py"),
     ("vblackwell/tools/bench_ladder.py", "vblackwell/train/attention.py"),

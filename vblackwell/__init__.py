@@ -57,7 +57,7 @@ _WHERE = {
     "VGPUStack": "vblackwell.memory.cache.stack",
     "VGPULevel": "vblackwell.memory.cache.single",
     "CompressedVGPULevel": "vblackwell.memory.cache.compressed",
-    "create_vgpu_stack": "vblackwell.memory.cache.create",
+    "create_vgpu_stack": "vblackwell.memory.cache.stack",
     "HardwareDetector": "vblackwell.machine.facts",
     "communication_cost": "vblackwell.planner.parallel.collectives",
     "UnknownKey": "vblackwell.errors",
@@ -87,9 +87,8 @@ if TYPE_CHECKING:
     from vblackwell.generate.causal_lm import load_causal_lm, save_causal_lm
     from vblackwell.machine.facts import HardwareDetector
     from vblackwell.memory.cache.compressed import CompressedVGPULevel
-    from vblackwell.memory.cache.create import create_vgpu_stack
     from vblackwell.memory.cache.single import VGPULevel
-    from vblackwell.memory.cache.stack import VGPUStack
+    from vblackwell.memory.cache.stack import VGPUStack, create_vgpu_stack
     from vblackwell.nn.attention.layer import FlashAttention, from_multihead_attention
     from vblackwell.nn.convert.causal_lm import accelerate_causal_lm, restore_causal_lm
     from vblackwell.nn.convert.lora_config import Lora

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from vblackwell.memory.cache.entry import Entry, Layout, default_priority
-from vblackwell.memory.cache.next_use import NextUse, Rhythm
-from vblackwell.memory.cache.policy import LRU, Policy
+from vblackwell.memory.cache.policy import LRU, NextUse, Policy, Rhythm
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.level import Level
 from vblackwell.units import KiB

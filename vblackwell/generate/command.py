@@ -26,7 +26,8 @@ from vblackwell.generate.load import open_resident, resolve_model
 from vblackwell.generate.pace import Pace
 from vblackwell.generate.sampling import Sampling
 from vblackwell.generate.streamed import open_streamed
-from vblackwell.memory.cache.create import GPU_SHARE, create_vgpu_stack
+from vblackwell.memory.cache.config import GPU_SHARE
+from vblackwell.memory.cache.stack import create_vgpu_stack
 from vblackwell.nn.convert.assignment import Assignment
 from vblackwell.nn.decoder.config import not_supported_reasons
 

@@ -21,7 +21,7 @@ import torch
 
 from vblackwell.errors import ConfigurationError, DiskError
 from vblackwell.machine.rates import ADDS_PER_UPDATE, GROUP_ISSUES, Rates
-from vblackwell.memory.cache.create import create_vgpu_stack
+from vblackwell.memory.cache.stack import create_vgpu_stack
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.host_rates import LOOP_PARAMETERS, looping_optimizer, updating
 from vblackwell.offload.layout.update_rates import (

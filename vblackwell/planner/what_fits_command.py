@@ -14,8 +14,7 @@ from vblackwell.machine.facts import disk_facts, memory_facts
 from vblackwell.machine.gpus import context_bytes, find_gpu, known_as
 from vblackwell.machine.measured import kept_rates, rates_of
 from vblackwell.machine.rates import assumed_rates
-from vblackwell.memory.cache.config import default_disk_path
-from vblackwell.memory.cache.create import ARENA_SHARE, DISK_SHARE, LARGEST_DISK_BYTES
+from vblackwell.memory.cache.config import ARENA_SHARE, DISK_SHARE, LARGEST_DISK_BYTES, default_disk_path
 from vblackwell.offload.measure import cpu_rates
 from vblackwell.planner.estimate.command import some_bytes
 from vblackwell.planner.estimate.speed import STREAMED_ERROR

@@ -20,8 +20,7 @@ from vblackwell.errors import InsufficientMemory
 from vblackwell.machine.facts import disk_facts, memory_facts
 from vblackwell.machine.measured import keep, keep_disk, kept_disk, kept_rates
 from vblackwell.machine.rates import Rates
-from vblackwell.memory.cache.config import default_disk_path
-from vblackwell.memory.cache.create import ARENA_SHARE, DISK_SHARE, LARGEST_DISK_BYTES
+from vblackwell.memory.cache.config import ARENA_SHARE, DISK_SHARE, LARGEST_DISK_BYTES, default_disk_path
 from vblackwell.nn.convert.causal_lm import is_accelerated
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.measure import as_rates, cpu_rates, disk_gbps, gpu_rates, is_measured_in_full

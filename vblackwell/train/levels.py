@@ -15,7 +15,7 @@ import torch
 from vblackwell.errors import InsufficientMemory
 from vblackwell.machine.facts import disk_facts, memory_facts
 from vblackwell.memory.cache.config import default_disk_path
-from vblackwell.memory.cache.create import create_vgpu_stack
+from vblackwell.memory.cache.stack import create_vgpu_stack
 from vblackwell.train.config import TrainConfig
 from vblackwell.units import format_bytes
 

@@ -1,8 +1,13 @@
-"""From what users write to levels: ``{'levels': [{'capacity_mb': 2000, 'device': 'cuda:0', 'speed_gbps': 2000}, ...]}``.
+"""From what users write, or the machine has, to levels.
 
-``device`` is ``cuda:N``, ``cpu``, ``ssd``, ``arena`` or ``null``; ``cpu`` as the first level is the arena, because level 0
-hands out tensors and so allocates them one by one. Keys that are not supported are refused, never ignored. ``speed_gbps``
-is a statement about the level: levels have to be listed fastest first, and planners go by it.
+``{'levels': [{'capacity_mb': 2000, 'device': 'cuda:0', 'speed_gbps': 2000}, ...]}``: ``device`` is ``cuda:N``, ``cpu``,
+``ssd``, ``arena`` or ``null``; ``cpu`` as the first level is the arena, because level 0 hands out tensors and so allocates
+them one by one. Keys that are not supported are refused, never ignored. ``speed_gbps`` is a statement about the level: levels
+have to be listed fastest first, and planners go by it.
+
+Where nobody says how large levels should be, a GPU keeps a fifth of its free memory for activations and for what else runs
+there, RAM keeps half for the page cache, the data loader and everybody else, and a disk half of what is free. Host slabs
+and the disk file grow as they are used, so large caps cost nothing.
 """
 
 from __future__ import annotations
@@ -18,17 +23,19 @@ from typing import Any, cast
 import torch
 
 from vblackwell.errors import ConfigurationError, nearest
-from vblackwell.machine.facts import disk_facts, numa_node_of_cuda, why_no_cuda
-from vblackwell.memory.cache.next_use import NextUse
-from vblackwell.memory.cache.policy import LRU, Policy
+from vblackwell.machine.facts import disk_facts, memory_facts, numa_node_of_cuda, why_no_cuda
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.gpu import DeviceLevel
 from vblackwell.memory.host import HostLevel
 from vblackwell.memory.level import Level, NullLevel
-from vblackwell.units import MiB, format_bytes, parse_bytes
+from vblackwell.units import GiB, MiB, format_bytes, parse_bytes
 
-POLICIES: dict[str, type[Policy]] = {"lru": LRU, "next_use": NextUse}
 DISK_PATH_VARIABLE = "VBLACKWELL_DISK_PATH"
+GPU_SHARE = 0.8
+ARENA_SHARE = 0.125
+HOST_SHARE = 0.5
+DISK_SHARE = 0.5
+LARGEST_DISK_BYTES = 1024 * GiB
 _KEYS = ("capacity_mb", "device", "speed_gbps", "path")
 
 
@@ -63,6 +70,33 @@ class LevelConfig:
             raise ConfigurationError(f"speed_gbps {self.speed_gbps} of level {self.device} must be a number > 0")
         if self.path is not None and kind != "ssd":
             raise ConfigurationError(f"only an ssd level has a path, not {self.device} (path {self.path!r})")
+
+
+Size = str | int | None  # bytes, or '8GiB'; None: a share of what the machine has free
+
+
+def machine_levels(
+    fast_memory: Size, host_memory: Size, disk_memory: Size, disk_path: str | None, device: torch.device | str | None
+) -> list[LevelConfig]:
+    """GPU, RAM, disk; or a capped arena over RAM and disk. As `create_vgpu_stack`."""
+    available = memory_facts().available_bytes
+    chosen = torch.device(("cuda:0" if torch.cuda.is_available() else "cpu") if device is None else device)
+    if chosen.type == "cuda":
+        level0, free = str(chosen), int(torch.cuda.mem_get_info(chosen)[0] * GPU_SHARE)
+    else:
+        level0, free = "arena", int(available * ARENA_SHARE)
+    sizes: list[tuple[str, Size, int, str | None]] = [
+        (level0, fast_memory, free, None),
+        ("cpu", host_memory, int(available * HOST_SHARE), None),
+    ]
+    if disk_memory is None or parse_bytes(disk_memory) > 0:
+        path = disk_path or default_disk_path()
+        free = min(int(disk_facts(path).free_bytes * DISK_SHARE), LARGEST_DISK_BYTES)
+        sizes.append(("ssd", disk_memory, free, path))
+    asked = [(name, free if size is None else parse_bytes(size), path) for name, size, free, path in sizes]
+    if not asked[0][1]:
+        raise ConfigurationError("fast_memory 0 leaves no level 0: give it at least 4 KiB")
+    return [LevelConfig(name, capacity, path=path) for name, capacity, path in asked if capacity]
 
 
 def parse_capacity(value: Any) -> int:
@@ -125,13 +159,6 @@ def check_order(levels: Iterable[LevelConfig]) -> None:
                 f"levels go from the fastest to the slowest, but {slower.device} ({slower.speed_gbps} GB/s) is listed below "
                 f"{faster.device} ({faster.speed_gbps} GB/s): change their order or their speed_gbps"
             )
-
-
-def build_policy(name: str) -> Policy:
-    """The policy of that name, with nothing learnt yet."""
-    if name not in POLICIES:
-        raise ConfigurationError(f"policy {name!r} must be one of {', '.join(POLICIES)}{nearest(name, POLICIES)}")
-    return POLICIES[name]()
 
 
 def build_level(config: LevelConfig, number: int = 0, *, numa_node: int | None = None) -> Level:

@@ -1,16 +1,31 @@
-"""Who is evicted first. `lru` here, `next_use` in its own file.
+"""The order of victims: least recently used, or, on a trace that repeats, needed furthest in the future.
 
 Entries sit in lists by (level, priority), each sorted from least to most recently used. Using an entry moves it to the end:
 O(1). An entry that sinks to another level is older than some that are there, and walks in from the recent end to its
 place, a few steps; so the order stays exact where entries came from different levels.
+
+`next_use` is Belady's policy on a trace that repeats, as the accesses of training do. It records the keys that are accessed
+and looks for the shortest period with the prefix function of Knuth, Morris and Pratt, which costs O(1) amortised an access:
+a recorded trace of ``n`` keys with longest border ``b`` has period ``n - b``, and is taken to repeat once it holds two whole
+periods. From then on every access tells when the same key comes next. With three whole periods recording stops, and a
+pointer walks round the cycle. The first access that is not the expected one ends the forecast: victims are the least recent
+again, and recording goes on. It starts over where no period shows within 16 times the number of different keys, so an
+irregular start (loading, warm-up) does not hide the rhythm that follows. Why not the last distance between two accesses of
+a key as the forecast: training goes forward and backward through the layers, and there every key has two alternating
+distances. Victims come from a heap per (level, priority) with lazy deletion: O(log n).
 """
 
 from __future__ import annotations
 
+import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
+from vblackwell.errors import ConfigurationError, nearest
 from vblackwell.memory.cache.entry import Entry
+
+NEVER = float("inf")
+_HeapItem = tuple[float, int, str, Entry]  # (-next_use, last_use, key, entry)
 
 
 class Policy(ABC):
@@ -109,3 +124,161 @@ class LRU(Policy):
 
     def colder(self, a: Entry, b: Entry) -> bool:
         return a.last_use < b.last_use
+
+
+class Rhythm:
+    """Finds the period of a sequence of keys, one key at a time."""
+
+    def __init__(self) -> None:
+        self._keys: list[str] = []
+        self._border: list[int] = []
+        self._distinct: set[str] = set()
+        self._steady = False
+        self.cycle: list[str] | None = None
+        self.position = 0  # in the cycle, of the key that is expected next
+
+    def hear(self, key: str) -> None:
+        """Take the next key; afterwards `cycle` is the repeating sequence, or None."""
+        if self._steady:
+            assert self.cycle is not None
+            if key == self.cycle[self.position]:
+                self.position = (self.position + 1) % len(self.cycle)
+                return
+            self.__init__()
+        self._record(key)
+        length = len(self._keys)
+        period = length - self._border[-1]
+        if length < 2 * period:
+            self.cycle = None
+            if length > 16 * len(self._distinct) + 64:
+                self.__init__()
+            return
+        if self.cycle is None or len(self.cycle) != period:
+            self.cycle = self._keys[:period]
+        self.position = length % period
+        if length >= 3 * period:
+            self._steady = True
+            self._keys, self._border = [], []
+
+    def _record(self, key: str) -> None:
+        border = self._border[-1] if self._border else 0
+        if self._keys:
+            while border and self._keys[border] != key:
+                border = self._border[border - 1]
+            if self._keys[border] == key:
+                border += 1
+        self._keys.append(key)
+        self._border.append(border)
+        self._distinct.add(key)
+
+
+class NextUse(LRU):
+    """Furthest next use first, within the lowest priority; least recent first while no period is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rhythm = Rhythm()
+        self._cycle: list[str] | None = None
+        self._gaps: list[int] = []  # from each position of the cycle to the next one of the same key
+        self._first: dict[str, list[int]] = {}
+        self._now = 0
+        self._members: dict[str, Entry] = {}
+        self._heaps: dict[tuple[int, int], list[_HeapItem]] = {}
+
+    @property
+    def periodic(self) -> bool:
+        """Whether the trace repeats, so that the future is known."""
+        return self._cycle is not None
+
+    def add(self, entry: Entry) -> None:
+        super().add(entry)
+        self._members[entry.key] = entry
+        if self._cycle is not None:
+            entry.next_use = self._forecast(entry.key, self._cycle)
+            self._push(entry)
+
+    def discard(self, entry: Entry) -> None:
+        super().discard(entry)
+        if self._members.get(entry.key) is entry:  # not what has replaced it already
+            del self._members[entry.key]
+
+    def touch(self, entry: Entry, *, accessed: bool = True) -> None:
+        super().touch(entry, accessed=accessed)
+        if accessed:
+            self._now += 1
+            self._rhythm.hear(entry.key)
+            if self._rhythm.cycle is not self._cycle:
+                self._learn(self._rhythm.cycle)
+                return
+            if self._cycle is not None:
+                entry.next_use = self._now + self._gaps[self._rhythm.position - 1]
+        if self._cycle is not None and entry.seat is not None:
+            self._push(entry)
+
+    def _learn(self, cycle: list[str] | None) -> None:
+        self._cycle, self._heaps = cycle, {}
+        if cycle is None:
+            return
+        self._first = {}
+        for position, key in enumerate(cycle):
+            self._first.setdefault(key, []).append(position)
+        following = {key: positions[0] + len(cycle) for key, positions in self._first.items()}
+        self._gaps = [0] * len(cycle)
+        for position in reversed(range(len(cycle))):
+            self._gaps[position] = following[cycle[position]] - position
+            following[cycle[position]] = position
+        for entry in self._members.values():
+            entry.next_use = self._forecast(entry.key, cycle)
+            self._push(entry)
+
+    def _forecast(self, key: str, cycle: list[str]) -> float:
+        """When ``key`` is accessed next, on the clock of accesses."""
+        positions = self._first.get(key)
+        if not positions:
+            return NEVER
+        at, length = self._rhythm.position, len(cycle)
+        return self._now + 1 + min((position - at) % length for position in positions)
+
+    def _push(self, entry: Entry) -> None:
+        assert entry.seat is not None
+        heap = self._heaps.setdefault(entry.seat, [])
+        heapq.heappush(heap, (-entry.next_use, entry.last_use, entry.key, entry))
+        if len(heap) > 2 * len(self._members) + 64:
+            live = {item[2]: item for item in heap if self._current(item, entry.seat)}
+            heap[:] = sorted(live.values(), key=lambda item: item[:3])
+
+    @staticmethod
+    def _current(item: _HeapItem, seat: tuple[int, int]) -> bool:
+        entry = item[3]
+        return entry.seat == seat and -item[0] == entry.next_use and item[1] == entry.last_use
+
+    def _in_order(self, level: int, priority: int) -> Iterator[Entry]:
+        if self._cycle is None:
+            yield from super()._in_order(level, priority)
+            return
+        seat = (level, priority)
+        heap, seen = self._heaps.get(seat, []), {}
+        try:
+            while heap:
+                item = heapq.heappop(heap)
+                if self._current(item, seat) and item[2] not in seen:
+                    seen[item[2]] = item
+                    yield item[3]
+        finally:
+            for item in seen.values():
+                heapq.heappush(heap, item)
+
+    def colder(self, a: Entry, b: Entry) -> bool:
+        if self._cycle is None:
+            return super().colder(a, b)
+        return (a.next_use, -a.last_use) > (b.next_use, -b.last_use)
+
+
+POLICIES: dict[str, type[Policy]] = {"lru": LRU, "next_use": NextUse}
+
+
+def build_policy(name: str) -> Policy:
+    """The policy of that name, with nothing learnt yet."""
+    if name not in POLICIES:
+        raise ConfigurationError(f"policy {name!r} must be one of {', '.join(POLICIES)}{nearest(name, POLICIES)}")
+    return POLICIES[name]()

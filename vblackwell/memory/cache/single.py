@@ -8,7 +8,7 @@ import torch
 
 from vblackwell.errors import UnknownKey, nearest
 from vblackwell.memory.cache.config import LevelConfig, build_level, parse_capacity
-from vblackwell.memory.cache.entry import Layout, layout_of, packed_bytes
+from vblackwell.memory.cache.entry import layout_of, packed_bytes
 from vblackwell.memory.level import Extent
 
 
@@ -37,7 +37,8 @@ class VGPULevel:
         self.level = level
         self.transfer_speed_gbps = transfer_speed_gbps
         self._place = build_level(config, level)
-        self._entries: dict[str, tuple[Layout, Extent | None]] = {}
+        self._device = self._place.device or torch.device("cpu")  # of what `get` returns
+        self._entries: dict[str, tuple[Any, Extent | None]] = {}  # what tells how to read the bytes, and where they are
 
     @property
     def capacity_bytes(self) -> int:
@@ -61,16 +62,20 @@ class VGPULevel:
             InsufficientMemory: no room; what was under ``key`` still is.
         """
         layout, tensors = layout_of(tensor)
-        extent = self._place.allocate(layout.num_bytes) if layout.num_bytes else None
+        self._store(key, layout, packed_bytes(layout, tensors))
+
+    def _store(self, key: str, reading: Any, buffer: torch.Tensor) -> None:
+        """Write ``buffer`` (flat uint8), then let it take the place of what was under ``key``."""
+        extent = self._place.allocate(buffer.nbytes) if buffer.nbytes else None
         if extent is not None:
             try:
-                self._place.write(extent, packed_bytes(layout, tensors)).finish()
+                self._place.write(extent, buffer).finish()
             except BaseException:
                 self._place.free(extent)
                 raise
         if key in self._entries:
             self.remove(key)
-        self._entries[key] = (layout, extent)
+        self._entries[key] = (reading, extent)
 
     def get(self, key: str) -> Any:
         """A copy on the level's device (in RAM, for a disk).
@@ -78,16 +83,15 @@ class VGPULevel:
         Raises:
             UnknownKey: nothing is there under ``key``.
         """
-        layout, extent = self._lookup(key)
-        device = self._place.device or torch.device("cpu")
-        buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
+        layout, extent = self._find(key)
+        buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self._device)
         if extent is not None:
             self._place.read(extent, buffer).finish()
         return layout.value(layout.tensors_over(buffer))
 
     def remove(self, key: str) -> None:
         """Forget ``key`` and free its bytes."""
-        _, extent = self._lookup(key)
+        extent = self._find(key)[1]
         del self._entries[key]
         if extent is not None:
             self._place.free(extent)
@@ -99,7 +103,7 @@ class VGPULevel:
     def __contains__(self, key: object) -> bool:
         return key in self._entries
 
-    def _lookup(self, key: str) -> tuple[Layout, Extent | None]:
+    def _find(self, key: str) -> tuple[Any, Extent | None]:
         if key not in self._entries:
             raise UnknownKey(f"{key!r} is not on this level{nearest(key, self._entries)}; put it there first")
         return self._entries[key]

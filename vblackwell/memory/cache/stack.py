@@ -20,9 +20,10 @@ import torch
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, UnknownKey, nearest
 from vblackwell.machine.facts import settle_cpu_kernels
-from vblackwell.memory.cache.config import LevelConfig, build_levels, build_policy
+from vblackwell.memory.cache.config import LevelConfig, Size, build_levels, machine_levels
 from vblackwell.memory.cache.entry import Entry, Layout, default_priority, layout_of, packed_bytes
 from vblackwell.memory.cache.placement import Placement
+from vblackwell.memory.cache.policy import build_policy
 from vblackwell.memory.level import Extent, Level
 from vblackwell.memory.pool import LevelPool, Reservation, does_not_fit
 
@@ -353,3 +354,29 @@ class VGPUStack(LevelPool):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def create_vgpu_stack(
+    fast_memory: Size = None,
+    host_memory: Size = None,
+    disk_memory: Size = None,
+    disk_path: str | None = None,
+    *,
+    device: torch.device | str | None = None,
+    policy: str = "lru",
+    promotion: str = "direct",
+) -> VGPUStack:
+    """Probe the machine and make a stack: GPU, RAM, disk; a capped arena over RAM and disk where torch can use no GPU.
+
+    Args:
+        fast_memory: cap of level 0, bytes or ``'8GiB'``. host_memory, disk_memory: the same below; 0 leaves the level out.
+        disk_path: directory for the disk level. By default ``$VBLACKWELL_DISK_PATH``, else the temporary directory, the
+            cache directory or the current one, the first of them that is on a disk.
+        device: level 0's; by default the first GPU where torch can use one. ``'cpu'`` makes level 0 an arena in RAM.
+        policy, promotion: as `VGPUStack`.
+
+    Raises:
+        ConfigurationError: a size that the machine does not have, or no directory on a disk.
+    """
+    levels = machine_levels(fast_memory, host_memory, disk_memory, disk_path, device)
+    return VGPUStack(levels, policy=policy, promotion=promotion)
