@@ -50,10 +50,10 @@ def tensors_of(path: Path) -> dict[str, torch.Tensor]:
 
 
 def numbers_in(value: Any) -> Any:
-    """``value`` without its texts and times: what a change of words may not touch."""
+    """``value`` without texts, nulls and speeds of this machine: what a change of words may not touch."""
     if isinstance(value, dict):
-        timed = ("tokens_per_second", "saved_time", "seconds")
-        return {key: numbers_in(item) for key, item in value.items() if key not in timed and not isinstance(item, str)}
+        kept = {key: item for key, item in value.items() if key not in ("tokens_per_second", "saved_time")}
+        return {key: numbers_in(item) for key, item in kept.items() if item is not None and not isinstance(item, str)}
     if isinstance(value, list | tuple):
         return [numbers_in(item) for item in value if not isinstance(item, str)]
     return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -176,13 +177,13 @@ ESTIMATES = {
     "gpt2-offload": "gpt2 --gpu-memory 3GiB --batch-size 1 --seq-length 512 --host-memory 16GiB --disk-memory 64GiB",
     "medium-autocast": "gpt2 --gpu-memory 24GiB --batch-size 4 --seq-length 256 "
     "--precision autocast --optimizer adamw-fused",
-    "gpt2-gpus": "gpt2 --gpu-memory 16GiB --batch-size 4 --seq-length 512 --gpus 4 --topology ring",
+    "gpt2-gpus": "gpt2 --gpu 'A100 40GB' --batch-size 4 --seq-length 512 --gpus 4 --topology ring",
 }
 
 
 def estimate_case(words: str) -> Case:
     def estimated(folder: Path) -> Results:
-        found = json.loads(vb_command(folder, "estimate", *words.split(), "--json"))
+        found = json.loads(vb_command(folder, "estimate", *shlex.split(words), "--json"))
         yield "numbers", numbers_in(found)
 
     return estimated
