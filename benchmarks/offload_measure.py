@@ -90,7 +90,7 @@ class Run:
         self.cuda = self.device.type == "cuda"
         self.gpu_used = 0
         if case.deterministic:
-            from vblackwell.train.device import make_deterministic
+            from vblackwell.machine.device import make_deterministic
 
             make_deterministic(self.device)
         if self.cuda:

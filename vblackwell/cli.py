@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import dataclasses
 import gc
 import os
 import re
 import select
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any
 
@@ -116,25 +116,53 @@ def _dispatch(words: list[str]) -> int:
         raise ConfigurationError(
             f"{words[0]!r} is no command: choose one of {', '.join(COMMANDS)}{nearest(words[0], COMMANDS)}"
         )
-    run, _ = COMMANDS[words[0]]
-    return run(words[1:])
+    name, command = words[0], COMMANDS[words[0]]
+    parser = make_parser(name)
+    given = _parse(parser, words[1:])
+    for flag in command.required:
+        if flag.lstrip("-") not in given:
+            raise ConfigurationError(f"vb {name} needs {flag}: see vb {name} --help")
+    return command.run(given)
 
 
 def _overview() -> str:
-    lines = [f"  {name:<9} {text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {name:<9} {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(["usage: vb COMMAND [--debug] ...", "", *lines, "", "vb COMMAND --help lists a command's flags."])
 
 
 # -- parsing -------------------------------------------------------------------------------------------------------------
 
 
-def _parser(command: str) -> Any:
+@dataclass(frozen=True)
+class Command:
+    """A command of ``vb``.
+
+    Attributes:
+        summary: what it does, in a sentence.
+        add_flags: declares its flags.
+        run: called with what was given, by field name; returns the exit code.
+        required: flags without which it cannot run.
+    """
+
+    summary: str
+    add_flags: Callable[[Any], None]
+    run: Callable[[dict[str, Any]], int]
+    required: tuple[str, ...] = ()
+
+
+def make_parser(name: str) -> Any:
+    """The parser of command ``name``."""
     from jsonargparse import ArgumentParser
 
-    return ArgumentParser(
-        prog=f"vb {command}", description=COMMANDS[command][1], exit_on_error=False, allow_abbrev=False,
+    parser = ArgumentParser(
+        prog=f"vb {name}",
+        description=COMMANDS[name].summary,
+        exit_on_error=False,
+        allow_abbrev=False,
         formatter_class=argparse.HelpFormatter,
-    )  # fmt: skip
+    )
+    COMMANDS[name].add_flags(parser)
+    return parser
 
 
 def _parse(parser: Any, words: list[str]) -> dict[str, Any]:
@@ -191,164 +219,151 @@ def _add_switch(parser: Any, flag: str, text: str, default: bool = False) -> Non
 
 
 def _note(text: str) -> None:
-    """A line for people, beside what a command prints for others to read."""
+    """A line for people; stdout is for what other programs read."""
     print(f"vb: {text}", file=sys.stderr)
 
 
 # -- commands ------------------------------------------------------------------------------------------------------------
 
+MODEL = "Run folder of vb train, Hugging Face folder, or hub id."
+DEVICE = "auto, cpu or cuda."
 
-def _train(words: list[str]) -> int:
+
+def _train_flags(parser: Any) -> None:
     from vblackwell.train.config import TrainConfig, field_help, flag_of
+
+    help_texts = field_help()
+    presets = "Preset (tiny, small, medium, large, xl, 7b) or a YAML file of settings."
+    for field in fields(TrainConfig):
+        flag, text = flag_of(field.name), help_texts[field.name]
+        if field.name == "preset":
+            parser.add_argument(flag, type=str, help=presets)
+        elif isinstance(field.default, bool):
+            _add_switch(parser, flag, text, field.default)
+        else:
+            parser.add_argument(flag, type=str, default=field.default, metavar="VALUE", help=text)
+
+
+def _train(given: dict[str, Any]) -> int:
     from vblackwell.train.sources import resolve
 
-    parser = _parser("train")
-    help_texts = field_help()
-    for field in dataclasses.fields(TrainConfig):
-        text = help_texts[field.name]
-        if field.name == "preset":
-            parser.add_argument(
-                "--config", type=str, help="Preset (tiny, small, medium, large, xl, 7b) or a YAML file of settings."
-            )
-        elif isinstance(field.default, bool):
-            _add_switch(parser, flag_of(field.name), text, field.default)
-        else:
-            parser.add_argument(flag_of(field.name), type=str, default=field.default, metavar="VALUE", help=text)
-    config = resolve(_parse(parser, words))
-    from vblackwell.train.run import train
+    config = resolve(given)
+    from vblackwell.train.run import train  # and torch, where the settings are good
 
     return train(config)
 
 
-def _generate(words: list[str]) -> int:
-    parser = _parser("generate")
-    parser.add_argument(
-        "--model", type=str, required=True, help="Run folder of vb train, Hugging Face folder, or hub id."
-    )
-    parser.add_argument("--prompt", type=str, help="Text to continue.")
-    parser.add_argument("--prompts", type=str, help="File with a prompt a line; each gets a line of JSON.")
-    parser.add_argument("--batch-size", type=int, default=8, help="Prompts of --prompts that are written on at once.")
-    parser.add_argument("--prefill-chunk", type=int, help="Tokens of a prompt read in one pass; default: all.")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="Tokens to add.")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token each time.")
-    parser.add_argument("--top-k", type=int, default=50, help="Draw from this many of the likeliest tokens; 0 for all.")
-    parser.add_argument("--top-p", type=float, default=1.0, help="Draw from the fewest tokens of this probability.")
-    parser.add_argument(
-        "--min-p", type=float, default=0.0, help="Draw from tokens with this share of the likeliest's probability."
-    )
-    parser.add_argument("--seed", type=int, default=0, help="Seed of the draws.")
-    parser.add_argument("--device", type=str, default="auto", help="auto, cpu or cuda.")
-    parser.add_argument("--fast-memory", type=str, help="What level 0 may hold, e.g. 8GiB: weights stream through it.")
-    parser.add_argument("--host-memory", type=str, help="What the CPU RAM level may hold.")
-    parser.add_argument("--disk-memory", type=str, help="What a disk level may hold.")
-    parser.add_argument("--disk-path", type=str, help="Folder of the disk level.")
-    parser.add_argument("--adapter", type=str, help="Folder of a LoRA adapter for the model, of vb train or of peft.")
+def _generate_flags(parser: Any) -> None:
+    add = parser.add_argument
+    add("--model", type=str, required=True, help=MODEL)
+    add("--prompt", type=str, help="Text to continue.")
+    add("--prompts", type=str, help="File with a prompt a line; each gets a line of JSON.")
+    add("--batch-size", type=int, default=8, help="Prompts of --prompts that are written on at once.")
+    add("--prefill-chunk", type=int, help="Tokens of a prompt read in one pass; default: all.")
+    add("--max-new-tokens", type=int, default=128, help="Tokens to add.")
+    add("--temperature", type=float, default=0.8, help="0 takes the likeliest token each time.")
+    add("--top-k", type=int, default=50, help="Draw from this many of the likeliest tokens; 0 for all.")
+    add("--top-p", type=float, default=1.0, help="Draw from the fewest tokens of this probability.")
+    add("--min-p", type=float, default=0.0, help="Draw from tokens with this share of the likeliest's probability.")
+    add("--seed", type=int, default=0, help="Seed of the draws.")
+    add("--device", type=str, default="auto", help=DEVICE)
+    add("--fast-memory", type=str, help="What level 0 may hold, e.g. 8GiB: weights stream through it.")
+    add("--host-memory", type=str, help="What the CPU RAM level may hold.")
+    add("--disk-memory", type=str, help="What a disk level may hold.")
+    add("--disk-path", type=str, help="Folder of the disk level.")
+    add("--adapter", type=str, help="Folder of a LoRA adapter for the model, of vb train or of peft.")
     _add_switch(parser, "--use-fp4", "Pack linears to nvfp4 while loading.")
-    parser.add_argument("--fp4-layers", type=str, default="all", help="all, large, or a regular expression of names.")
-    parser.add_argument("--keep", type=str, help="Regular expression for names that --use-fp4 leaves alone besides.")
-    parser.add_argument("--assignment", type=str, help="File with a precision for each linear, as of vb quantize.")
+    add("--fp4-layers", type=str, default="all", help="all, large, or a regular expression of names.")
+    add("--keep", type=str, help="Regular expression for names that --use-fp4 leaves alone in addition.")
+    add("--assignment", type=str, help="File with a precision for each linear, as of vb quantize.")
     _add_switch(parser, "--chat", "A prompt is a user's message: the folder's chat template, and the answer alone.")
-    options = _parse(parser, words)
-    if "model" not in options:
-        raise ConfigurationError("vb generate needs --model: see vb generate --help")
+
+
+def _generate(given: dict[str, Any]) -> int:
     from vblackwell.folders.checked import check_request
     from vblackwell.generate.command import Places, generate_command
-    from vblackwell.train.device import cap_process, choose_device
+    from vblackwell.machine.device import cap_process, choose_device
 
-    device = options["device"] = choose_device(options.pop("device", "auto"), _note)
-    names = [field.name for field in dataclasses.fields(Places)]
-    places = Places(**{name: options.pop(name) for name in names if name in options})
+    device = given["device"] = choose_device(given.pop("device", "auto"), _note)
+    names = [field.name for field in fields(Places)]
+    places = Places(**{name: given.pop(name) for name in names if name in given})
     if device.type == "cuda" and places.fast_memory is not None:
         cap_process(device, parse_bytes(places.fast_memory, "--fast-memory"))
-    asked = {name: options.get(name) for name in ("prompt", "prompts")}
-    # Into a stack a folder is read by ourselves, who look before.
-    check_request(
-        options["model"], **asked, max_new_tokens=options.get("max_new_tokens", 128), weights=not places.streams
-    )
-    return generate_command(**options, places=places)
+    asked = {name: given.get(name) for name in ("prompt", "prompts")}
+    # What streams through a stack is checked while it is read.
+    check_request(given["model"], **asked, max_new_tokens=given.get("max_new_tokens", 128), weights=not places.streams)
+    return generate_command(**given, places=places)
 
 
-def _doctor(words: list[str]) -> int:
-    parser = _parser("doctor")
+def _doctor_flags(parser: Any) -> None:
     _add_switch(parser, "--json", "Print the findings as JSON.")
     parser.add_argument("--disk-path", type=str, default=".", help="Folder whose disk is measured.")
-    options = {"json": False, "disk_path": "."} | _parse(parser, words)
+
+
+def _doctor(given: dict[str, Any]) -> int:
     from vblackwell.tools.doctor import doctor
 
-    return doctor(as_json=options["json"], disk_path=options["disk_path"])
+    return doctor(as_json=given.get("json", False), disk_path=given.get("disk_path", "."))
 
 
-def _quantize(words: list[str]) -> int:
-    parser = _parser("quantize")
-    parser.add_argument(
-        "--model", type=str, required=True, help="Run folder of vb train, Hugging Face folder, or hub id."
-    )
-    parser.add_argument("--out", type=str, required=True, help="Folder to make.")
-    parser.add_argument("--format", type=str, default="nvfp4", help="nvfp4, mxfp4, nf4, int4 or int8.")
-    parser.add_argument("--scale-search", type=str, default="mse", help="mse (least error) or max (plain scale).")
-    parser.add_argument("--block-size", type=int, help="Elements a scale: 32 or 128 for int4; even for int8.")
-    parser.add_argument("--pattern", type=str, default="all", help="all, large, or a regular expression of names.")
-    parser.add_argument("--keep", type=str, help="Regular expression for names that are left alone, besides the head.")
-    parser.add_argument("--device", type=str, default="auto", help="Where weights are packed: auto, cpu or cuda.")
-    parser.add_argument("--assignment", type=str, help="File of an assignment: packs what is not bf16 there.")
-    parser.add_argument(
-        "--budget",
-        type=float,
-        help="Measure which linears bear nvfp4 or two parts: the loss may rise by this, e.g. 0.004.",
-    )
-    parser.add_argument(
-        "--max-bits", type=float, help="The same for at most this many bits a weight, between 4.5 and 16."
-    )
-    parser.add_argument("--calibration", type=str, help="Text to measure on; default: the standard library's sources.")
-    options = _parse(parser, words)
-    for name in ("model", "out"):
-        if name not in options:
-            raise ConfigurationError(f"vb quantize needs --{name}: see vb quantize --help")
+def _quantize_flags(parser: Any) -> None:
+    add = parser.add_argument
+    add("--model", type=str, required=True, help=MODEL)
+    add("--out", type=str, required=True, help="Folder to make.")
+    add("--format", type=str, default="nvfp4", help="nvfp4, mxfp4, nf4, int4 or int8.")
+    add("--scale-search", type=str, default="mse", help="mse (least error) or max (plain scale).")
+    add("--block-size", type=int, help="Elements a scale: 32 or 128 for int4; even for int8.")
+    add("--pattern", type=str, default="all", help="all, large, or a regular expression of names.")
+    add("--keep", type=str, help="Regular expression for names that are left alone, in addition to the head.")
+    add("--device", type=str, default="auto", help="Where weights are packed: auto, cpu or cuda.")
+    add("--assignment", type=str, help="File of an assignment: packs what is not bf16 there.")
+    budget = "Measure which linears bear nvfp4 or two parts: the loss may rise by this, e.g. 0.004."
+    add("--budget", type=float, help=budget)
+    add("--max-bits", type=float, help="The same for at most this many bits a weight, between 4.5 and 16.")
+    add("--calibration", type=str, help="Text to measure on; default: the standard library's sources.")
+
+
+def _quantize(given: dict[str, Any]) -> int:
     from vblackwell.folders.hub import find_folder
     from vblackwell.generate.load import resolve_model
+    from vblackwell.machine.device import choose_device
     from vblackwell.tools.quantize import quantize_command
-    from vblackwell.train.device import choose_device
 
-    options["model"] = str(resolve_model(find_folder(options["model"])).folder)
-    options["device"] = str(choose_device(options.pop("device", "auto"), _note))
-    return quantize_command(**options)
+    given["model"] = str(resolve_model(find_folder(given["model"])).folder)
+    given["device"] = str(choose_device(given.pop("device", "auto"), _note))
+    return quantize_command(**given)
 
 
-def _estimate(words: list[str]) -> int:
-    parser = _parser("estimate")
+def _estimate_flags(parser: Any) -> None:
+    add = parser.add_argument
     kinds = "Preset, known name, Hugging Face folder, hub id, config.json, or package.module:factory."
-    parser.add_argument("model", type=str, nargs="?", help=f"{kinds} Without one: the largest models for this machine.")
-    parser.add_argument("--gpu-memory", type=str, help="Memory of the GPU, e.g. 8GiB.")
-    parser.add_argument("--gpu", type=str, help="Name of a GPU, e.g. 'RTX 3090'; brings its memory.")
-    parser.add_argument("--batch-size", type=int, default=8, help="Sequences in one forward.")
-    parser.add_argument("--seq-length", type=int, default=1024, help="Tokens in one sequence.")
-    parser.add_argument(
-        "--optimizer",
-        type=str,
-        default="adamw",
-        help="adamw, adamw-fused, adamw-for-loop, sgd, sgd-momentum, adafactor.",
-    )
-    parser.add_argument("--precision", type=str, default="fp32", help="fp32, bf16 (weights too) or autocast (to bf16).")
+    add("model", type=str, nargs="?", help=f"{kinds} Without one: the largest models for this machine.")
+    add("--gpu-memory", type=str, help="Memory of the GPU, e.g. 8GiB.")
+    add("--gpu", type=str, help="Name of a GPU, e.g. 'RTX 3090'; brings its memory.")
+    add("--batch-size", type=int, default=8, help="Sequences in one forward.")
+    add("--seq-length", type=int, default=1024, help="Tokens in one sequence.")
+    optimizers = "adamw, adamw-fused, adamw-for-loop, sgd, sgd-momentum, adafactor."
+    add("--optimizer", type=str, default="adamw", help=optimizers)
+    add("--precision", type=str, default="fp32", help="fp32, bf16 (weights too) or autocast (to bf16).")
     ram = "RAM for an offload stack, e.g. 32GiB; without a model, of the machine."
-    parser.add_argument("--host-memory", "--ram", type=str, help=ram)
-    parser.add_argument("--disk-memory", "--disk", type=str, help="Disk for an offload stack.")
-    parser.add_argument("--gpus", type=int, help="Number of such GPUs: plans tensor parallelism, FSDP and a pipeline.")
-    parser.add_argument("--topology", type=str, default="ring", help="How they are joined: ring, mesh or all_to_all.")
-    parser.add_argument("--html", type=str, metavar="FILE", help="Write the estimate as a page as well.")
-    for flag, text in (
-        ("--gradient-checkpointing", "Recompute blocks in backward."),
-        ("--expandable-segments", "As with PYTORCH_ALLOC_CONF=expandable_segments:True."),
-        ("--json", "Print the estimate as JSON."),
-    ):
-        _add_switch(parser, flag, text)
+    add("--host-memory", "--ram", type=str, help=ram)
+    add("--disk-memory", "--disk", type=str, help="Disk for an offload stack.")
+    add("--gpus", type=int, help="Number of such GPUs: plans tensor parallelism, FSDP and a pipeline.")
+    add("--topology", type=str, default="ring", help="How they are joined: ring, mesh or all_to_all.")
+    add("--html", type=str, metavar="FILE", help="Write the estimate as a page as well.")
+    _add_switch(parser, "--gradient-checkpointing", "Recompute blocks in backward.")
+    _add_switch(parser, "--expandable-segments", "As with PYTORCH_ALLOC_CONF=expandable_segments:True.")
+    _add_switch(parser, "--json", "Print the estimate as JSON.")
     _add_switch(parser, "--advice", "Say what would save memory or time; each line costs a trace of the model.", True)
-    options: dict[str, Any] = dict.fromkeys(("gpu", "gpu_memory", "host_memory", "disk_memory", "gpus", "html"))
-    options |= {"batch_size": 8, "seq_length": 1024, "optimizer": "adamw", "precision": "fp32", "topology": "ring"}
-    options |= {"gradient_checkpointing": False, "expandable_segments": False, "json": False}
-    given = _parse(parser, words)
+
+
+def _estimate(given: dict[str, Any]) -> int:
     if "model" not in given:
         return _what_fits(given)
-    options |= given
+    options: dict[str, Any] = dict.fromkeys(("gpu", "gpu_memory", "host_memory", "disk_memory", "gpus", "html"))
+    options |= {"batch_size": 8, "seq_length": 1024, "optimizer": "adamw", "precision": "fp32", "topology": "ring"}
+    options |= {"gradient_checkpointing": False, "expandable_segments": False} | given
+    as_json = options.pop("json", False)
     gc.disable()  # what is imported stays, and looking for garbage among it takes a tenth of the time
     try:
         from vblackwell.planner.estimate.command import estimate_command
@@ -356,7 +371,7 @@ def _estimate(words: list[str]) -> int:
         gc.enable()
     # Else the interpreter looks through the libraries once more when it ends, for a second and more.
     atexit.register(gc.freeze)
-    return estimate_command(as_json=options.pop("json"), **options)
+    return estimate_command(as_json=as_json, **options)
 
 
 def _what_fits(given: dict[str, Any]) -> int:
@@ -371,35 +386,45 @@ def _what_fits(given: dict[str, Any]) -> int:
     return what_fits_command(*values, as_json=given.get("json", False))
 
 
-def _bench(words: list[str]) -> int:
-    parser = _parser("bench")
-    parser.add_argument("model", type=str, help="Preset, Hugging Face folder, hub id, or run folder of vb train.")
-    parser.add_argument("--batch-size", type=int, default=4, help="Sequences in a training step, and in a pass.")
-    parser.add_argument("--seq-length", type=int, help="Tokens in a sequence; by default 512, or the model's limit.")
-    parser.add_argument("--steps", type=int, default=7, help="Training steps a rung; the first two are not timed.")
-    parser.add_argument("--rungs", type=str, default="all", help="all, or some of fp32,bf16,fp4,flash,checkpointing.")
-    parser.add_argument("--phases", type=str, default="all", help="all, training or inference.")
-    parser.add_argument("--vocab-size", type=int, default=50257, help="Tokens that a preset knows.")
-    parser.add_argument("--learning-rate", type=float, default=3e-4, help="Of the training steps.")
-    parser.add_argument("--seed", type=int, default=0, help="Of a preset's weights, and of the tokens.")
-    parser.add_argument("--device", type=str, default="auto", help="auto, cpu or cuda.")
-    parser.add_argument("--json", type=str, metavar="FILE", help="Write the numbers there as well; - prints only them.")
-    options = _parse(parser, words)
-    if "model" not in options:
+def _bench_flags(parser: Any) -> None:
+    add = parser.add_argument
+    add("model", type=str, help="Preset, Hugging Face folder, hub id, or run folder of vb train.")
+    add("--batch-size", type=int, default=4, help="Sequences in a training step, and in a pass.")
+    add("--seq-length", type=int, help="Tokens in a sequence; by default 512, or the model's limit.")
+    add("--steps", type=int, default=7, help="Training steps a rung; the first two are not timed.")
+    add("--rungs", type=str, default="all", help="all, or some of fp32,bf16,fp4,flash,checkpointing.")
+    add("--phases", type=str, default="all", help="all, training or inference.")
+    add("--vocab-size", type=int, default=50257, help="Tokens that a preset knows.")
+    add("--learning-rate", type=float, default=3e-4, help="Of the training steps.")
+    add("--seed", type=int, default=0, help="Of a preset's weights, and of the tokens.")
+    add("--device", type=str, default="auto", help=DEVICE)
+    add("--json", type=str, metavar="FILE", help="Write the numbers there as well; - prints only them.")
+
+
+def _bench(given: dict[str, Any]) -> int:
+    if "model" not in given:
         raise ConfigurationError("vb bench needs a model: vb bench tiny, or see vb bench --help")
+    from vblackwell.machine.device import choose_device
     from vblackwell.tools.bench import bench_command
-    from vblackwell.train.device import choose_device
 
-    options["device"] = choose_device(options.pop("device", "auto"), _note)
-    options["json_file"] = options.pop("json", None)
-    return bench_command(**options)
+    given["device"] = choose_device(given.pop("device", "auto"), _note)
+    json_file = given.pop("json", None)
+    return bench_command(**given, json_file=json_file)
 
 
-COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
-    "train": (_train, "Train a model that may be larger than its fast memory."),
-    "generate": (_generate, "Continue a prompt with a trained model."),
-    "doctor": (_doctor, "Look at this machine: what it has, how fast it is, what is missing for what."),
-    "estimate": (_estimate, "Predict the GPU memory that training a model takes, before a run."),
-    "quantize": (_quantize, "Pack the linears of a Hugging Face folder into FP4 or int8."),
-    "bench": (_bench, "Measure what bf16, FP4, fused attention and checkpointing bring a model on this machine."),
+COMMANDS = {
+    "train": Command("Train a model that may be larger than its fast memory.", _train_flags, _train),
+    "generate": Command("Continue a prompt with a trained model.", _generate_flags, _generate, ("--model",)),
+    "doctor": Command(
+        "Look at this machine: what it has, how fast it is, what is missing for what.", _doctor_flags, _doctor
+    ),
+    "estimate": Command(
+        "Predict the GPU memory that training a model takes, before a run.", _estimate_flags, _estimate
+    ),
+    "quantize": Command(
+        "Pack the linears of a Hugging Face folder into FP4 or int8.", _quantize_flags, _quantize, ("--model", "--out")
+    ),
+    "bench": Command(
+        "Measure what bf16, FP4, fused attention and checkpointing bring a model on this machine.", _bench_flags, _bench
+    ),
 }

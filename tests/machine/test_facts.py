@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vblackwell import HardwareDetector, VGPUStack
 from vblackwell.errors import ConfigurationError
 from vblackwell.machine import facts as hardware
+from vblackwell.machine.device import choose_device
 from vblackwell.machine.facts import GPUFacts
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.train.device import choose_device
 from vblackwell.units import GiB, MiB
 
 GPU = GPUFacts(0, "NVIDIA H200", 141 * GiB, 140 * GiB, (9, 0), "00000000:18:00.0", "570.10", (12, 8), 0)

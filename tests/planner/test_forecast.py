@@ -11,6 +11,7 @@ import torch
 
 from vblackwell import VGPUAdamW, create_vgpu_stack, enable_vgpu_stack_optimization, offload_of
 from vblackwell.errors import InsufficientMemory
+from vblackwell.machine.device import Precision
 from vblackwell.machine.rates import Rates
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
@@ -25,7 +26,6 @@ from vblackwell.planner.placement import Bounds, Choice, Lacking, Space
 from vblackwell.train import auto
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.levels import build_stack
-from vblackwell.train.precision import Precision
 from vblackwell.train.report import compare
 from vblackwell.units import GiB, MiB
 

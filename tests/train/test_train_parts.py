@@ -22,6 +22,8 @@ from vblackwell import cli
 from vblackwell.data.corpus import Corpus
 from vblackwell.data.dataset import PackedDataset
 from vblackwell.errors import ConfigurationError, CorruptData, InsufficientMemory, Unsupported
+from vblackwell.machine import device as machine
+from vblackwell.machine.device import choose_precision
 from vblackwell.machine.facts import DiskFacts, GPUFacts, MemoryFacts
 from vblackwell.nn.attention import backends as dispatcher
 from vblackwell.nn.decoder.config import DecoderConfig
@@ -29,13 +31,11 @@ from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.nn.decoder.presets import PRESETS
 from vblackwell.offload.state import export_state
 from vblackwell.tools.doctor import advice
-from vblackwell.train import device as machine
 from vblackwell.train.attention import attention_backends, chosen_backend, fused_backend
 from vblackwell.train.config import TrainConfig, field_help
 from vblackwell.train.levels import build_stack
 from vblackwell.train.metrics import MetricsLog, StepRecord, cut_after, read_metrics
 from vblackwell.train.model import learner_of
-from vblackwell.train.precision import choose_precision
 from vblackwell.train.prepare import decide_steps, prepare
 from vblackwell.train.progress import PlainProgress
 from vblackwell.train.recipes import RECIPES

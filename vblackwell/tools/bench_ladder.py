@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from vblackwell.errors import Unsupported, VBError
 from vblackwell.generate.generate import stepper
+from vblackwell.machine.device import has_bf16
 from vblackwell.memory.cache.config import LevelConfig
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.attention.interface import use_dispatcher
@@ -33,7 +34,6 @@ from vblackwell.tools.compare import Comparison, difference
 from vblackwell.tools.cost import Bottleneck, Measured, measure, time_of, weight_bytes
 from vblackwell.train.attention import chosen_backend, fused_backend
 from vblackwell.train.model import learner_of
-from vblackwell.train.precision import has_bf16
 from vblackwell.units import MiB
 
 NEW_TOKENS = 8  # decoded one by one; their median counts

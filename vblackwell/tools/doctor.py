@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from vblackwell.machine.device import has_bf16
 from vblackwell.machine.facts import (
     DiskFacts,
     GPUFacts,
@@ -28,7 +29,6 @@ from vblackwell.machine.facts import (
 )
 from vblackwell.machine.measured import keep, keep_disk
 from vblackwell.offload.measure import adamw_gparams, as_rates, cpu_matmul_gflops, disk_gbps, gpu_rates, host_copy_gbps
-from vblackwell.train.precision import has_bf16
 from vblackwell.units import GiB, format_bytes
 
 SLOW_FILE_SYSTEMS = ("9p", "nfs", "cifs", "fuse")

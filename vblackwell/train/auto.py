@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from vblackwell.errors import InsufficientMemory
+from vblackwell.machine.device import Precision
 from vblackwell.machine.facts import disk_facts, memory_facts
 from vblackwell.machine.measured import keep, keep_disk, kept_disk, kept_rates
 from vblackwell.machine.rates import Rates
@@ -34,7 +35,6 @@ from vblackwell.trace.trace import Trace, Untraceable, on_meta
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.levels import has_disk
 from vblackwell.train.model import learner_of
-from vblackwell.train.precision import Precision
 from vblackwell.train.progress import Progress
 from vblackwell.units import MiB
 

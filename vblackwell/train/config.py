@@ -133,7 +133,7 @@ class TrainConfig:
     output head and tied weights."""
 
     keep: str | None = None
-    """Regular expression for names of linears that --use-fp4 leaves alone besides."""
+    """Regular expression for names of linears that --use-fp4 leaves alone in addition."""
 
     assignment: str | None = None
     """File of an assignment of precisions (docs/precision.md): its linears train straight through nvfp4, or through two parts; for the same
@@ -197,7 +197,7 @@ class TrainConfig:
     """Tokens of the sample at the end; 0 for none."""
 
     tensorboard: bool = True
-    """Write TensorBoard events beside metrics.jsonl."""
+    """Write TensorBoard events next to metrics.jsonl."""
 
     profile: bool = False
     """Write a trace of a few steps (trace.json; open it in Perfetto or chrome://tracing)."""

@@ -20,6 +20,7 @@ from vblackwell.data.dataset import BatchStream
 from vblackwell.data.inspect_data import inspect_lines
 from vblackwell.errors import Unsupported
 from vblackwell.generate.adapters import adapt, adapted, packed_linears
+from vblackwell.machine.device import Precision, cap_process, choose_precision
 from vblackwell.nn.attention.interface import use_dispatcher, why_not
 from vblackwell.nn.convert.assignment import BITS, Assignment, apply_assignment
 from vblackwell.nn.convert.lora_config import Lora
@@ -33,10 +34,8 @@ from vblackwell.trace.trainable import refuse_frozen
 from vblackwell.train.attention import attention_backends, chosen_backend, fused_backend
 from vblackwell.train.auto import apply_plan, plan_run, planned_sizes
 from vblackwell.train.config import TrainConfig
-from vblackwell.train.device import cap_process
 from vblackwell.train.levels import build_stack, describe_levels
 from vblackwell.train.model import Learner, Source, find_source, fuse
-from vblackwell.train.precision import Precision, choose_precision
 from vblackwell.train.progress import Progress
 from vblackwell.train.run_data import check_packing, open_data
 from vblackwell.train.scaler import LossScaler
@@ -83,7 +82,7 @@ def prepare(
         Stopped: somebody asked the run to stop while its data was read.
         VBError: whatever of it cannot be had.
     """
-    if device.type == "cuda" and config.fast_memory is not None:
+    if device.type == "cuda" and isinstance(config.fast_memory, int):
         cap_process(device, config.fast_memory)  # first: what probes and tunes keeps to it
     source = find_source(config, cleanup)  # before the data, which may take long to read
     with stop.interrupting():

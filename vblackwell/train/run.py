@@ -18,10 +18,10 @@ import torch
 from vblackwell.data.chat_data import ChatDataset
 from vblackwell.errors import ConfigurationError, DiskError, InsufficientMemory
 from vblackwell.generate.generate import generate, position_limit
+from vblackwell.machine.device import choose_device, make_deterministic, peak_gpu_bytes, refuse_distributed
 from vblackwell.offload.api import offload_of
 from vblackwell.train.checkpoint import Checkpoints, export_adapter, export_final, finished_step, refuse_full_disk
 from vblackwell.train.config import TrainConfig
-from vblackwell.train.device import choose_device, make_deterministic, peak_gpu_bytes, refuse_distributed
 from vblackwell.train.metrics import MetricsLog, StepRecord
 from vblackwell.train.prepare import Prepared, inspect_data, prepare
 from vblackwell.train.profile import tracing

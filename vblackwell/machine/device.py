@@ -1,13 +1,15 @@
-"""Which device a run computes on, and what stops it before it begins.
+"""Which device a command computes on, in which type, and what stops it before it begins.
 
-A GPU that is there but cannot be used stops the run: training a day on the CPU because of an old driver is a
-surprise nobody wants. What is not used is named.
+A GPU that is there but cannot be used stops the command: training a day on the CPU because of an old driver is a
+surprise nobody wants. What is not used is named. bf16 has fp32's range and needs no loss scaling, so it is taken wherever
+the device multiplies in it; fp16 with a scaler is for GPUs before Ampere.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -76,9 +78,8 @@ def make_deterministic(device: torch.device) -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def cap_process(device: torch.device, fast_memory: int | str) -> None:
+def cap_process(device: torch.device, fast_memory: int) -> None:
     """Make torch refuse to hold more than ``fast_memory`` bytes of the GPU (the CUDA context is outside its count)."""
-    assert isinstance(fast_memory, int), "TrainConfig has parsed it"
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, fast_memory / total), device)
 
@@ -91,3 +92,36 @@ def peak_gpu_bytes(device: torch.device) -> dict[str, int] | None:
         "allocated": torch.cuda.max_memory_allocated(device),
         "reserved": torch.cuda.max_memory_reserved(device),
     }
+
+
+# -- the type that is computed in -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The compute type and what follows from it.
+
+    Attributes:
+        compute_dtype: None for the weights' own fp32.
+        needs_scaler: whether small gradients would vanish without loss scaling.
+    """
+
+    compute_dtype: torch.dtype | None
+    needs_scaler: bool
+
+    @property
+    def name(self) -> str:
+        return str(self.compute_dtype or torch.float32).removeprefix("torch.")
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether ``device`` computes in bf16 itself (compute capability 8.0; every CPU torch runs on)."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def choose_precision(precision: str, mixed_precision: bool, device: torch.device) -> Precision:
+    """What ``--precision`` and ``--mixed-precision`` mean on ``device``."""
+    if precision == "auto":
+        precision = ("bf16" if has_bf16(device) else "fp16") if mixed_precision else "fp32"
+    dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    return Precision(dtype, needs_scaler=dtype is torch.float16)
