@@ -116,13 +116,7 @@ def _dispatch(words: list[str]) -> int:
         raise ConfigurationError(
             f"{words[0]!r} is no command: choose one of {', '.join(COMMANDS)}{nearest(words[0], COMMANDS)}"
         )
-    name, command = words[0], COMMANDS[words[0]]
-    parser = make_parser(name)
-    given = _parse(parser, words[1:])
-    for flag in command.required:
-        if flag.lstrip("-") not in given:
-            raise ConfigurationError(f"vb {name} needs {flag}: see vb {name} --help")
-    return command.run(given)
+    return COMMANDS[words[0]].run(_parse(make_parser(words[0]), words[1:]))
 
 
 def _overview() -> str:
@@ -141,13 +135,11 @@ class Command:
         summary: what it does, in a sentence.
         add_flags: declares its flags.
         run: called with what was given, by field name; returns the exit code.
-        required: flags without which it cannot run.
     """
 
     summary: str
     add_flags: Callable[[Any], None]
     run: Callable[[dict[str, Any]], int]
-    required: tuple[str, ...] = ()
 
 
 def make_parser(name: str) -> Any:
@@ -402,8 +394,6 @@ def _bench_flags(parser: Any) -> None:
 
 
 def _bench(given: dict[str, Any]) -> int:
-    if "model" not in given:
-        raise ConfigurationError("vb bench needs a model: vb bench tiny, or see vb bench --help")
     from vblackwell.machine.device import choose_device
     from vblackwell.tools.bench import bench_command
 
@@ -414,16 +404,14 @@ def _bench(given: dict[str, Any]) -> int:
 
 COMMANDS = {
     "train": Command("Train a model that may be larger than its fast memory.", _train_flags, _train),
-    "generate": Command("Continue a prompt with a trained model.", _generate_flags, _generate, ("--model",)),
+    "generate": Command("Continue a prompt with a trained model.", _generate_flags, _generate),
     "doctor": Command(
         "Look at this machine: what it has, how fast it is, what is missing for what.", _doctor_flags, _doctor
     ),
     "estimate": Command(
         "Predict the GPU memory that training a model takes, before a run.", _estimate_flags, _estimate
     ),
-    "quantize": Command(
-        "Pack the linears of a Hugging Face folder into FP4 or int8.", _quantize_flags, _quantize, ("--model", "--out")
-    ),
+    "quantize": Command("Pack the linears of a Hugging Face folder into FP4 or int8.", _quantize_flags, _quantize),
     "bench": Command(
         "Measure what bf16, FP4, fused attention and checkpointing bring a model on this machine.", _bench_flags, _bench
     ),
