@@ -13,7 +13,6 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from vblackwell.machine.gpus import GPUS, find_gpu
 from vblackwell.machine.rates import assumed_rates
-from vblackwell.trace.tiles import tiled_share
 from vblackwell.trace.trace import trace_training
 from vblackwell.trace.work import (
     KERNEL,
@@ -21,11 +20,12 @@ from vblackwell.trace.work import (
     MEMORY_SHARE,
     ONE_OF_MANY,
     Work,
-    beside_updates,
     host_seconds,
     host_work,
     phase_seconds,
     read_work,
+    slowed_by_updates,
+    tiled_share,
     work_of,
 )
 from vblackwell.trace.workspace import reduction_bytes
@@ -42,23 +42,21 @@ def test_attention_counts_the_products_of_its_queries_heads(sizes, heads_of_keys
     value = torch.empty(batch, heads_of_keys, keys, value_width, device="meta")
     out = torch.empty(batch, 8, queries, value_width, device="meta")
     as_many = [(batch, 8, *each.shape[2:]) for each in (key, value)]
-    forward = work_of(
-        "forward", OPS._scaled_dot_product_flash_attention.default, (query, key, value), {}, (out,), False
-    )
+    forward = work_of("forward", OPS._scaled_dot_product_flash_attention.default, (query, key, value), {}, (out,))
     backward = OPS._scaled_dot_product_flash_attention_backward.default
-    behind = work_of("backward", backward, (out, query, key, value), {}, (query, key, value), False)
+    behind = work_of("backward", backward, (out, query, key, value), {}, (query, key, value))
     assert forward is not None and forward.flops == sdpa_flop_count(query.shape, *as_many)
     assert behind is not None and behind.flops == sdpa_backward_flop_count(out.shape, query.shape, *as_many)
     causal = work_of(
-        "forward", OPS._scaled_dot_product_flash_attention.default, (query, key, value, 0.0, True), {}, (out,), False
+        "forward", OPS._scaled_dot_product_flash_attention.default, (query, key, value, 0.0, True), {}, (out,)
     )
     assert causal is not None and causal.flops == forward.flops / 2
 
 
 def test_a_fused_operator_of_one_tensor_is_issued_as_one():
     x, gain = torch.empty(4096, 64, device="meta"), torch.empty(64, device="meta")
-    normed = work_of("forward", OPS._fused_rms_norm.default, (x, [64], gain, 1e-6), {}, (x,), False)
-    several = work_of("forward", OPS._foreach_sqrt.default, ([x, gain],), {}, [x, gain], False)
+    normed = work_of("forward", OPS._fused_rms_norm.default, (x, [64], gain, 1e-6), {}, (x,))
+    several = work_of("forward", OPS._foreach_sqrt.default, ([x, gain],), {}, [x, gain])
     assert normed is not None and normed.issues == KERNEL
     assert several is not None and several.issues == MANY + 2 * ONE_OF_MANY
 
@@ -77,8 +75,8 @@ def test_a_product_loses_what_its_tiles_do_not_fill():
 
 def test_products_of_fp32_go_by_their_tiles():
     x, w = (torch.empty(size, device="meta") for size in ((128 * 132, 256), (256, 128)))
-    product = work_of("forward", OPS.mm.default, (x, w), {}, x @ w, False)
-    narrow = work_of("forward", OPS.mm.default, (x.bfloat16(), w.bfloat16()), {}, (x @ w).bfloat16(), False)
+    product = work_of("forward", OPS.mm.default, (x, w), {}, x @ w)
+    narrow = work_of("forward", OPS.mm.default, (x.bfloat16(), w.bfloat16()), {}, (x @ w).bfloat16())
     assert product is not None and narrow is not None and (product.share, narrow.share) == (1.0, 0.0)
     rates = replace(assumed_rates(find_gpu("H200")), matmul_fp32=1e12)  # slow enough for nothing else to count
     half, whole = (phase_seconds([replace(product, share=share)], rates)["forward"] for share in (0.5, 1.0))
@@ -88,10 +86,12 @@ def test_products_of_fp32_go_by_their_tiles():
 
 
 def test_the_host_is_slower_for_the_part_of_a_step_in_which_the_cpu_updates():
-    assert beside_updates(1.0, 0.0, 2.0) == beside_updates(1.0, 9.0, 1.0) == beside_updates(0.0, 1.0, 2.0) == 1.0
-    assert beside_updates(1.0, 9.0, 2.0) == 2.0  # all the time
+    assert (
+        slowed_by_updates(1.0, 0.0, 2.0) == slowed_by_updates(1.0, 9.0, 1.0) == slowed_by_updates(0.0, 1.0, 2.0) == 1.0
+    )
+    assert slowed_by_updates(1.0, 9.0, 2.0) == 2.0  # all the time
     # Half a second of updates leaves a quarter of a second's work undone.
-    assert beside_updates(1.0, 0.5, 2.0) == pytest.approx(1.25)
+    assert slowed_by_updates(1.0, 0.5, 2.0) == pytest.approx(1.25)
 
 
 def test_an_optimizers_loop_has_a_rate_of_its_own():

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from vblackwell.errors import ConfigurationError, nearest
 from vblackwell.units import GiB, MiB
 
+NUM_SMS = 132  # multiprocessors of an H100 or H200, where no card is named
+
 
 @dataclass(frozen=True)
 class KnownGPU:

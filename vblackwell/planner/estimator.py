@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory, nearest
-from vblackwell.machine.gpus import RUNTIME_BYTES, context_bytes
+from vblackwell.machine.gpus import NUM_SMS, RUNTIME_BYTES, context_bytes
 from vblackwell.machine.rates import Rates
 from vblackwell.memory.disk import PIECE_BYTES, THREADS
 from vblackwell.nn.decoder.config import DecoderConfig
@@ -35,7 +35,6 @@ from vblackwell.planner.memory_estimate import (
 from vblackwell.planner.model_spec import Subject, check_batch, find_subject, of_decoder
 from vblackwell.trace.allocator import MIN_LARGE, replay, round_size, segment_size
 from vblackwell.trace.causal_lm import language_batch, plain_batches
-from vblackwell.trace.tiles import NUM_SMS
 from vblackwell.trace.trace import Trace, trace_training
 from vblackwell.trace.work import phase_seconds, streaming_work
 from vblackwell.units import MiB, format_bytes

@@ -22,7 +22,7 @@ from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.planner.known_models import KNOWN_MODELS
 from vblackwell.trace.causal_lm import build_causal_lm, language_loss
-from vblackwell.trace.storages import Storages
+from vblackwell.trace.storage_log import StoragesWithBytes
 from vblackwell.trace.trace import Untraceable, on_meta
 from vblackwell.units import format_bytes
 
@@ -168,7 +168,7 @@ def _built(text: str, factory: Callable[[], Any]) -> tuple[Any, str | None]:
         "were free: leave out of the factory what needs values, such as .item() and files that are loaded"
     )
     try:
-        with Storages(free, refusal):
+        with StoragesWithBytes(free, refusal):
             found = factory()
     except VBError:
         raise

@@ -14,7 +14,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -25,11 +25,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from vblackwell.trace.untouched_gpu import untouched_gpu
+from vblackwell.errors import Unsupported
 
 CUDA = torch.device("cuda", 0)
 META = torch.device("meta")
-FLASH_MOST_HEAD = 256
+MAX_FLASH_HEAD = 256
 _SDPA = functional.scaled_dot_product_attention
 _SOFTMAX = {functional.softmax: False, torch.softmax: False, Tensor.softmax: False,
             functional.log_softmax: True, torch.log_softmax: True, Tensor.log_softmax: True}  # fmt: skip
@@ -191,12 +191,6 @@ class WideSoftmax(torch.autograd.Function):
         return found, None
 
 
-def _wide(values: Tensor, log: bool) -> Tensor:
-    with torch._C.DisableTorchFunction():  # checkpointing compares devices of what is saved: meta, as within operators
-        found: Any = WideSoftmax.apply(values, log)
-    return found
-
-
 def wide_softmax(log: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """A softmax in fp32 of half-precision values, as CUDA computes it: from the values as they are, with no wide copy of them.
 
@@ -205,11 +199,11 @@ def wide_softmax(log: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
     values: Any = args[0] if args else kwargs.get("input")
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     dtype = kwargs.get("dtype", next((each for each in args[2:] if isinstance(each, torch.dtype)), None))
-    if not _is_half(values) or not isinstance(dim, int):
+    if not _is_half(values) or not isinstance(dim, int) or dtype != torch.float32:
         return None
-    if dtype != torch.float32:
-        return None
-    return _wide(values, log)
+    with torch._C.DisableTorchFunction():  # checkpointing compares devices of what is saved: meta, as within operators
+        found: Any = WideSoftmax.apply(values, log)
+    return found
 
 
 def cross_entropy(
@@ -224,7 +218,7 @@ def cross_entropy(
         return functional.cross_entropy(
             input.float(), target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )
-    with torch._C.DisableTorchFunction():  # as in `_wide`
+    with torch._C.DisableTorchFunction():  # as in `wide_softmax`
         narrow = torch.ops.aten._log_softmax(input, 0 if input.dim() == 1 else 1, False)
         wide = narrow.float()
         return functional.nll_loss(wide, target, weight, size_average, ignore_index, reduce, reduction)
@@ -286,7 +280,7 @@ def attention(
     half = query.dtype in (torch.bfloat16, torch.float16)
     head = query.shape[-1]
     saves = any(each.requires_grad for each in (query, key, value)) and torch.is_grad_enabled()
-    if query.dim() != 4 or head > FLASH_MOST_HEAD or value.shape[-1] != head or head % 4:
+    if query.dim() != 4 or head > MAX_FLASH_HEAD or value.shape[-1] != head or head % 4:
         return unfused_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if half and attn_mask is None:
         pad = -head % 8
@@ -331,6 +325,52 @@ def _forgetting_capability() -> Iterator[None]:
         forget()
 
 
+# Private names of torch that a trace stands on; there and with the same meaning in the versions that were tried.
+TRIED_VERSIONS = "2.11 to 2.13"
+PRIVATE_NAMES = (
+    (torch._C, "DisableTorchFunction"), (torch._C, "_storage_Use_Count"), (Tensor, "_use_count"), (graph, "_engine_run_backward"),
+    (torch.UntypedStorage, "_cdata"), (checkpoint, "_allowed_determinism_checks_to_fns"), (checkpoint, "_default_meta_extractor"),
+    (checkpoint, "get_device_states"),
+)  # fmt: skip
+
+
+def check_torch() -> None:
+    """Raises Unsupported where this torch lacks something that a trace needs, instead of bytes that are wrong."""
+    missing = [name for owner, name in PRIVATE_NAMES if not hasattr(owner, name)]
+    if missing:
+        raise Unsupported(
+            f"traces need {', '.join(missing)} of torch, which {torch.__version__} lacks: they were tried with torch {TRIED_VERSIONS}"
+        )
+
+
+# Two names of one method of Optimizer: torch 2.11 has the first, 2.13 both.
+_CAPTURE_CHECKS = ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check")
+
+
+@contextmanager
+def _untouched_gpu(capability: tuple[int, int]) -> Iterator[None]:
+    """Answer for ``capability`` what torch asks of a GPU by itself.
+
+    Optimizers look whether a CUDA graph is being captured, checkpointing keeps the states of the devices' random numbers, autocast asks
+    whether bf16 is supported. Where a GPU is there, asking it starts CUDA: half a second, and memory of the GPU.
+    """
+    answers: dict[str, Any] = {
+        "get_device_capability": lambda device=None: capability,
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or capability >= (8, 0),
+        "is_current_stream_capturing": lambda: False,
+        "current_device": lambda: 0,
+    }
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+        for name in _CAPTURE_CHECKS:
+            if hasattr(torch.optim.Optimizer, name):
+                stack.enter_context(mock.patch.object(torch.optim.Optimizer, name, lambda self: None))
+        # Tensors without bytes draw no random numbers, so there is no state to come back to.
+        stack.enter_context(mock.patch.object(checkpoint, "get_device_states", lambda *args: ([], [])))
+        yield
+
+
 @contextmanager
 def cuda_on_meta(
     autocast: torch.dtype | None = None, capability: tuple[int, int] = (8, 0),
@@ -343,6 +383,7 @@ def cuda_on_meta(
     Args:
         on_call: told of every module that is called.
     """
+    check_torch()
     with _ONE_AT_A_TIME, _patched(CudaOnMeta(autocast), capability, on_call) as mode:
         yield mode
 
@@ -376,7 +417,7 @@ def _patched(
         mock.patch.object(torch.autograd, "_engine_run_backward", run_engine),
         mock.patch.dict(checkpoint._allowed_determinism_checks_to_fns, default=_saved),
         mock.patch.object(functional, "scaled_dot_product_attention", attend),
-        untouched_gpu(capability),
+        _untouched_gpu(capability),
         mock.patch.object(torch.version, "cuda", torch.version.cuda or "13.0"),
         _forgetting_capability(),
         mock.patch.object(

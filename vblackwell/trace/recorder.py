@@ -1,14 +1,13 @@
-"""What operators on tensors without bytes would allocate on a GPU, and when: births and deaths of storages, seen below autograd.
+"""What operators on tensors without bytes would allocate on a GPU, and when, seen below autograd.
 
-A storage begins with the first tensor on it and ends when the last reference to it goes, whoever held it. Workspaces, which no output
-shows, are added by `vblackwell.trace.workspace`, and what the operators ask of a GPU is noted by `vblackwell.trace.work`. What follows from
-an operator and its arguments' shapes is computed once for all calls that have the same.
+Workspaces, which no output shows, are added by `vblackwell.trace.workspace`, and what the operators ask of a GPU is noted by
+`vblackwell.trace.work`. What follows from an operator and its arguments' shapes is computed once for all equal calls.
 """
 
 from __future__ import annotations
 
-import weakref
-from dataclasses import dataclass, field
+import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,28 +15,32 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vblackwell.trace.accumulation import summed_in_place
+from vblackwell.machine.gpus import NUM_SMS
 from vblackwell.trace.flex_on_meta import is_tuning
 from vblackwell.trace.meta_answers import MetaAnswers
-from vblackwell.trace.tiles import NUM_SMS
+from vblackwell.trace.storage_log import StorageLog
 from vblackwell.trace.work import VIEW, Work, host_work, module_issues, read_work, work_of
 from vblackwell.trace.workspace import (
-    BEHIND_OUTPUTS,
     CUBLAS,
     CUBLAS_BYTES,
     CUBLASLT_BYTES,
-    behind_each_output,
+    TAKEN_AFTER_OUTPUTS,
+    bytes_after_each_output,
     workspace_bytes,
 )
+
+KEPT = ("weights", "gradients", "optimizer")  # categories that a storage keeps once it has one
+ENGINE_ALONE = (2, 4)
+"""References to a storage and to a tensor that only autograd's engine holds, while it calls a dispatch mode with it."""
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """Of a call of an operator: bytes of its workspace and behind each output, and what kind it is."""
+    """Of a call of an operator: bytes of its workspace and after each output, and what kind it is."""
 
     workspace: int
-    behind: tuple[int, ...]
-    late: bool
+    after_outputs: tuple[int, ...]
+    is_late: bool
     is_dropout: bool
     is_product: bool
 
@@ -45,102 +48,86 @@ class _Facts:
 def _facts(name: str, args: Any, num_sms: int) -> _Facts:
     base = name.partition(".")[0]
     return _Facts(
-        workspace_bytes(name, args, num_sms), behind_each_output(name, args), base in BEHIND_OUTPUTS, name == "native_dropout.default",
-        base in CUBLAS,
-    )  # fmt: skip
-
-
-def _on_meta_among(out: Any) -> list[Tensor]:
-    if type(out) is Tensor:
-        return [out] if out.is_meta else []
-    return [] if out is None else [each for each in tree_leaves(out) if isinstance(each, Tensor) and each.is_meta]
-
-
-def _repeats(value: Any) -> bool:
-    """Whether ``value`` is a tensor with more elements than its part of a storage."""
-    if not isinstance(value, Tensor) or not value.numel():
-        return False
-    return value.numel() > 1 + sum(
-        (size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)
+        workspace=workspace_bytes(name, args, num_sms),
+        after_outputs=bytes_after_each_output(name, args),
+        is_late=base in TAKEN_AFTER_OUTPUTS,
+        is_dropout=name == "native_dropout.default",
+        is_product=base in CUBLAS,
     )
 
 
-@dataclass
 class Recorder(TorchDispatchMode):
-    """Births, deaths and phases; it keeps no tensor alive. ``num_sms``: multiprocessors of the GPU."""
+    """Births, deaths, phases and work.
 
-    capability: tuple[int, int]
-    num_sms: int = NUM_SMS
-    sizes: list[int] = field(default_factory=list)
-    born_in: list[str] = field(default_factory=list)
-    events: list[int] = field(default_factory=list)
-    marks: list[tuple[int, int, str]] = field(default_factory=list)
-    category: dict[int, str] = field(default_factory=dict)
-    work: list[Work] = field(default_factory=list)
-    optional: list[int] = field(default_factory=list)
-    counts_work: bool = False
-    step: int = 0
-    phase: str = "setup"
+    Args:
+        capability, num_sms: of the GPU that is meant.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(self, capability: tuple[int, int], num_sms: int = NUM_SMS, counts_work: bool = False) -> None:
         super().__init__()
-        self._alive: dict[int, tuple[int, Any]] = {}
-        self._cublas: set[str] = set()
+        self.capability, self.num_sms, self.counts_work = capability, num_sms, counts_work
+        self.log = StorageLog()
+        self.born_in: list[str] = []
+        self.category: dict[int, str] = {}
+        self.marks: list[tuple[int, int, str]] = []
+        self.work: list[Work] = []
+        self.optional: list[int] = []
+        self.step = 0
+        self.phase = "setup"
         self.answers = MetaAnswers()
+        self._cublas: set[str] = set()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch's question whether calls are to be kept from its compiler, which nothing here starts: an eighth of a trace's time."""
+        """Answers torch's question for its compiler, which nothing here starts: an eighth of a trace's time."""
         return False
 
     def enter_phase(self, phase: str) -> None:
+        """What follows belongs to ``phase``."""
         self.phase = phase
-        self.marks.append((len(self.events), self.step, phase))
+        self.marks.append((len(self.log.events), self.step, phase))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
             out = self.answers.call(func, args, kwargs or {})
             found = _on_meta_among(out)
-            of = self._facts_of(func, args) if found else None
-            taken = self._workspace(of) if of is not None and not of.late else None
+            facts = self._facts_of(func, args) if found else None
+            taken = self._workspace(facts) if facts is not None and not facts.is_late else None
             if self.counts_work:
-                is_view = (
-                    bool(found) and not func.__name__.partition(".")[0].endswith("_") and all(map(self._knows, found))
-                )
+                in_place = func.__name__.partition(".")[0].endswith("_")
+                is_view = bool(found) and not in_place and all(map(self.log.knows, found))
                 self.work.append(self._work_of(func, args, kwargs, out, is_view))
             if func.__name__ == "add.Tensor" and (old := summed_in_place(args)) is not None:
-                self._take_over(found[0], old)
-            if of is None:
+                self.log.hand_over(old, found[0])
+            if facts is None:
                 return out
-            for number, tensor in enumerate(found[::-1] if of.is_dropout else found):  # its mask first
+            for number, tensor in enumerate(found[::-1] if facts.is_dropout else found):  # its mask first
                 self.see(tensor)
-                if number < len(of.behind) and of.behind[number]:
-                    self.events.append(~self._birth(of.behind[number], "workspace"))
-            if of.is_product:
+                if number < len(facts.after_outputs) and facts.after_outputs[number]:
+                    self.log.free(self._birth(facts.after_outputs[number], "workspace"))
+            if facts.is_product:
                 self._cublas_workspace(func.__name__)
-            taken = self._workspace(of) if of.late else taken
-            if taken is not None:  # a kernel takes it beside its outputs
-                self.events.append(~taken)
+            taken = self._workspace(facts) if facts.is_late else taken
+            if taken is not None:  # a kernel holds it at the same time as its outputs
+                self.log.free(taken)
             return out
 
     def _facts_of(self, func: Any, args: Any) -> _Facts:
         known = self.answers.known
-        found = None if known is None else known.notes.get("facts")
-        if found is None:
-            found = _facts(func.__name__, args, self.num_sms)
-            if known is not None:
-                known.notes["facts"] = found
-        return found
+        if known is None:
+            return _facts(func.__name__, args, self.num_sms)
+        if "facts" not in known.notes:
+            known.notes["facts"] = _facts(func.__name__, args, self.num_sms)
+        return known.notes["facts"]
 
     def _work_of(self, func: Any, args: Any, kwargs: Any, out: Any, is_view: bool) -> Work:
-        """The same call is the same work: it follows from sizes, but for storages of which a tensor repeats parts."""
+        """The same call is the same work: it follows from sizes, but for tensors that repeat parts of a storage."""
         if is_view:
             return host_work(self.phase, VIEW)
         known = self.answers.known
         found = None if known is None else known.notes.get(self.phase)
         if found is None:
-            made = work_of(self.phase, func, args, kwargs, out, is_view, self.capability >= (8, 0), self.num_sms)
-            found = host_work(self.phase, VIEW) if made is None else made
+            found = work_of(self.phase, func, args, kwargs, out, self.capability >= (8, 0), self.num_sms)
             if known is not None and not any(map(_repeats, tree_leaves((args, kwargs, out)))):
                 known.notes[self.phase] = found
         return found
@@ -155,14 +142,30 @@ class Recorder(TorchDispatchMode):
         if self.counts_work:
             self.work.append(read_work(self.phase))
 
-    def _knows(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._alive
+    def see(self, tensor: Tensor, category: str | None = None) -> None:
+        """Note the storage of ``tensor``, if it is new, and what it is for, if that is known."""
+        index = self.log.see(tensor)
+        self._note_birth(index)
+        if category and self.category.get(index) not in KEPT:
+            self.category[index] = category
 
-    def _workspace(self, of: _Facts) -> int | None:
-        return self._birth(of.workspace, "workspace") if of.workspace else None
+    def _birth(self, num_bytes: int, category: str) -> int:
+        index = self.log.add(num_bytes)
+        self._note_birth(index)
+        self.category[index] = category
+        return index
+
+    def _note_birth(self, index: int) -> None:
+        if index == len(self.born_in):
+            self.born_in.append(self.phase)
+            if is_tuning():
+                self.optional.append(index)
+
+    def _workspace(self, facts: _Facts) -> int | None:
+        return self._birth(facts.workspace, "workspace") if facts.workspace else None
 
     def _cublas_workspace(self, name: str) -> None:
-        """What cuBLAS keeps from the first product on: one handle a thread, and autograd's backward has its own."""
+        """What cuBLAS keeps from the first product on: one handle a thread, and autograd's backward has a separate one."""
         thread = "backward" if "backward" in self.phase else "forward"
         if thread not in self._cublas:
             self._cublas.add(thread)
@@ -171,40 +174,34 @@ class Recorder(TorchDispatchMode):
             self._cublas.add("lt")
             self._birth(CUBLASLT_BYTES, "workspace")
 
-    def _birth(self, num_bytes: int, category: str | None) -> int:
-        index = len(self.sizes)
-        self.sizes.append(num_bytes)
-        self.born_in.append(self.phase)
-        self.events.append(index)
-        if category:
-            self.category[index] = category
-        if is_tuning():
-            self.optional.append(index)
-        return index
 
-    def see(self, tensor: Tensor, category: str | None = None) -> None:
-        """Note the storage of ``tensor``, if it is new, and what it is for, if that is known."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._alive:
-            index = self._alive[key][0]
-        else:
-            index = self._birth(storage.nbytes(), None)
-            self._alive[key] = (index, weakref.ref(storage, lambda _: self._death(key, index)))
-        if category and self.category.get(index) not in ("weights", "gradients", "optimizer"):
-            self.category[index] = category
+def summed_in_place(args: Any) -> Tensor | None:
+    """The gradient to which autograd's engine adds another in place on CUDA, where a value was used more than once.
 
-    def _take_over(self, tensor: Tensor, old: Tensor) -> None:
-        """Let ``tensor`` have the memory of ``old``, which nobody reads any more."""
-        former, storage = old.untyped_storage()._cdata, tensor.untyped_storage()
-        if former in self._alive:
-            key, index = storage._cdata, self._alive.pop(former)[0]
-            self._alive[key] = (index, weakref.ref(storage, lambda _: self._death(key, index)))
+    The engine adds into the first gradient if nobody else holds it. Under a dispatch mode, or on meta, it makes a third tensor
+    instead (`InputBuffer::accumulate`, `can_accumulate_inplace`); seen from here that is an addition which no Python code asked for.
+    """
+    frame, depth = sys._getframe(2), 0
+    while frame is not None and frame.f_code.co_name in ("_fn", "inner") and depth < 4:
+        frame, depth = frame.f_back, depth + 1
+    if frame is None or frame.f_code.co_name != "_engine_run_backward":
+        return None
+    if len(args) != 2 or args[0].shape != args[1].shape:
+        return None
+    old = args[0]  # of C++'s sum `old_var + var`
+    held = torch._C._storage_Use_Count(old.untyped_storage()._cdata), old._use_count()
+    dense = old.untyped_storage().nbytes() == old.numel() * old.element_size()
+    return old if held <= ENGINE_ALONE and dense and not old._is_view() else None
 
-    def _death(self, key: int, index: int) -> None:
-        if self._alive.get(key, (None,))[0] == index:
-            del self._alive[key]
-            self.events.append(~index)
 
-    def alive(self) -> set[int]:
-        return {index for index, _ in self._alive.values()}
+def _on_meta_among(out: Any) -> list[Tensor]:
+    if type(out) is Tensor:
+        return [out] if out.is_meta else []
+    return [] if out is None else [each for each in tree_leaves(out) if isinstance(each, Tensor) and each.is_meta]
+
+
+def _repeats(value: Any) -> bool:
+    """Whether ``value`` is a tensor with more elements than its part of a storage."""
+    if not isinstance(value, Tensor) or not value.numel():
+        return False
+    return value.numel() > 1 + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))

@@ -1,8 +1,7 @@
 """Which bytes a training step allocates, and when: the real module, loss and optimizer, run for two steps on tensors without bytes.
 
-Every operator's outputs are seen below autograd; a storage begins with the first tensor on it and ends when the last reference to it goes,
-whoever held it: the model, autograd's saved tensors, the optimizer. So checkpointing, tied weights, frozen weights and views cost
-what they cost. Two steps, because optimizers allocate states in the first and autograd keeps gradients of the first alive into the second.
+Every operator's outputs are seen below autograd, so checkpointing, tied weights, frozen weights and views cost what they cost. Two steps,
+because optimizers allocate states in the first and autograd keeps gradients of the first alive into the second.
 
 What no operator's output shows, memory that a CUDA kernel takes and gives back inside one call, is added by `vblackwell.trace.workspace`.
 """
@@ -10,7 +9,9 @@ What no operator's output shows, memory that a CUDA kernel takes and gives back 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,18 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from vblackwell.errors import Unsupported, VBError
-from vblackwell.trace.cuda_on_meta import META, cuda_on_meta
+from vblackwell.errors import ConfigurationError, Unsupported, VBError
+from vblackwell.machine.gpus import NUM_SMS
+from vblackwell.trace.cuda_on_meta import META, CudaOnMeta, cuda_on_meta
 from vblackwell.trace.flex_on_meta import forget_tuning
-from vblackwell.trace.head import last_module_with_weights
 from vblackwell.trace.meta_answers import Answering
 from vblackwell.trace.recorder import Recorder
-from vblackwell.trace.tiles import NUM_SMS
-from vblackwell.trace.trainable import refuse_frozen
 from vblackwell.trace.work import Work
 
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "logits_and_loss", "workspace")
 PHASES = ("setup", "forward", "loss", "loss_backward", "backward", "optimizer")
+MAX_KNOWN_HEADS = 64
 
 Loss = Callable[[nn.Module, Any], Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -66,10 +66,25 @@ class Trace:
         """Bytes of all storages of ``category``, whether or not they lived at the same time."""
         return sum(size for size, of in zip(self.sizes, self.categories, strict=True) if of == category)
 
+    def born_in(self, phase: str) -> set[int]:
+        """Numbers of the storages that are allocated in ``phase`` of any step."""
+        ends = [index for index, _, _ in self.marks[1:]] + [len(self.events)]
+        return {
+            event
+            for (start, _, of), end in zip(self.marks, ends, strict=True)
+            if of == phase
+            for event in self.events[start:end]
+            if event >= 0
+        }
+
+    def without(self, storages: Iterable[int]) -> Trace:
+        """The trace without these storages, and without phases and work, which it would no longer say."""
+        gone = {event for index in storages for event in (index, ~index)}
+        return replace(self, events=tuple(each for each in self.events if each not in gone), marks=(), work=())
+
     def later_run(self) -> Trace:
         """Without what only a first run takes."""
-        left_out = {event for index in self.optional for event in (index, ~index)}
-        return replace(self, events=tuple(each for each in self.events if each not in left_out), marks=(), optional=())
+        return replace(self.without(self.optional), work=self.work, optional=())
 
 
 def on_meta(model: nn.Module) -> nn.Module:
@@ -88,9 +103,24 @@ def on_meta(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:  # a module's own __deepcopy__ may raise anything
-        raise Untraceable(
-            f"{type(model).__name__} cannot be copied ({_brief(error)}): build it on device='meta'"
-        ) from error
+        said = f"{type(model).__name__} cannot be copied ({_brief(error)}): build it on device='meta'"
+        raise Untraceable(said) from error
+
+
+def refuse_frozen(model: nn.Module) -> None:
+    """Check that there is something to train, before autograd complains in its words.
+
+    Raises:
+        ConfigurationError: no parameter has ``requires_grad``; with what to do.
+    """
+    parameters = list(model.parameters())
+    if any(param.requires_grad for param in parameters):
+        return
+    frozen = f"all of its {len(parameters)} parameters are frozen (requires_grad is False)"
+    raise ConfigurationError(
+        f"{type(model).__name__} has nothing to train: {frozen if parameters else 'it has no parameters'}; call requires_grad_(True) on "
+        "what is to learn, or train adapters over a frozen base (vb train --model FOLDER --lora 16)"
+    )
 
 
 def trace_training(
@@ -123,20 +153,21 @@ def trace_training(
     try:
         with cuda_on_meta(autocast, capability, recorder.called) as masquerade:
             masquerade.item_read = recorder.read
-            _record(recorder, masquerade, model, make_batch, loss, make_optimizer, steps)
+            _see_weights(recorder, model)
+            _Training(recorder, masquerade, model, make_batch, loss).run(steps, make_optimizer)
     except VBError:
         raise
     except Exception as error:  # anything may come out of a stranger's model; all of it means the same here
         refuse_frozen(model)  # whose loss needs no gradient, unless the batch asks for one
+        where = f"in phase {recorder.phase!r} of step {recorder.step + 1}"
         raise Untraceable(
-            f"{type(model).__name__} cannot be traced on tensors without bytes, in phase {recorder.phase!r} of step {recorder.step + 1}: "
-            f"{_brief(error)}"
+            f"{type(model).__name__} cannot be traced on tensors without bytes, {where}: {_brief(error)}"
         ) from error
     parameters = list(model.parameters())
     return Trace(
-        sizes=tuple(recorder.sizes),
-        categories=tuple(recorder.category.get(i, "workspace") for i in range(len(recorder.sizes))),
-        events=tuple(recorder.events),
+        sizes=tuple(recorder.log.sizes),
+        categories=tuple(recorder.category.get(i, "workspace") for i in range(len(recorder.log.sizes))),
+        events=tuple(recorder.log.events),
         marks=tuple(recorder.marks),
         num_parameters=sum(p.numel() for p in parameters),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
@@ -170,98 +201,140 @@ def _brief(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def _record(
-    recorder: Recorder,
-    masquerade: Any,
-    model: nn.Module,
-    make_batch: Any,
-    loss: Loss,
-    make_optimizer: MakeOptimizer | None,
-    steps: int,
-) -> None:
-    _see_weights(recorder, model)
-    optimizer = make_optimizer(model.parameters()) if make_optimizer else None
-    with Answering(recorder.answers):
-        head = last_module_with_weights(model, make_batch, loss)
-    handle = (
-        head.register_forward_pre_hook(lambda module, inputs: _enter_loss(recorder, inputs))
-        if head is not None
-        else None
-    )
-    model.zero_grad(set_to_none=True)
-    forget_tuning()
-    for recorder.step in range(steps):
-        recorder.counts_work = recorder.step == steps - 1
-        with recorder:
-            _one_step(recorder, masquerade, model, make_batch, loss, optimizer)
-    recorder.enter_phase("setup")
-    model.zero_grad(set_to_none=True)
-    if handle is not None:
-        handle.remove()
-
-
 def _see_weights(recorder: Recorder, model: nn.Module) -> None:
     recorder.enter_phase("setup")
-    with torch._C.DisableTorchFunction():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            recorder.see(tensor, "weights")
+    _see(recorder, [*model.parameters(), *model.buffers()], "weights")
 
 
-def _one_step(
-    recorder: Recorder, masquerade: Any, model: nn.Module, make_batch: Any, loss: Loss, optimizer: Any
-) -> None:
-    recorder.enter_phase("forward")
-    batch = make_batch()
-    masquerade.cache_casts = True
-    value = loss(model, batch)
-    masquerade.drop_casts()
-    masquerade.cache_casts = False
-    for index in recorder.alive():
-        kind = {"forward": "activations", "loss": "logits_and_loss"}.get(recorder.born_in[index])
-        if kind:
-            recorder.category.setdefault(index, kind)
-    recorder.enter_phase("loss_backward")
-    born = len(recorder.sizes)
-    value.backward()
+def _see(recorder: Recorder, tensors: Iterable[Any], category: str) -> None:
     with torch._C.DisableTorchFunction():
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                recorder.see(parameter.grad, "gradients")
-    for index in range(born, len(recorder.sizes)):
-        if recorder.born_in[index] == "loss_backward":
-            recorder.category.setdefault(index, "logits_and_loss")
-    del value
-    recorder.enter_phase("optimizer")
-    if optimizer is not None:
-        masquerade.items_are_one = (
-            True  # what an optimizer reads (Adafactor: a norm) scales its step, and decides no size
-        )
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                recorder.see(tensor, category)
+
+
+@dataclass(frozen=True)
+class _Training:
+    """What a training step is made of, and who watches."""
+
+    recorder: Recorder
+    masquerade: CudaOnMeta
+    model: nn.Module
+    make_batch: Callable[[], Any]
+    loss: Loss
+
+    def run(self, steps: int, make_optimizer: MakeOptimizer | None) -> None:
+        recorder, model = self.recorder, self.model
+        optimizer = make_optimizer(model.parameters()) if make_optimizer else None
+        with Answering(recorder.answers):
+            head = last_module_with_weights(model, self.make_batch, self.loss)
+        with _watching(head, recorder):
+            model.zero_grad(set_to_none=True)
+            forget_tuning()
+            for recorder.step in range(steps):
+                recorder.counts_work = recorder.step == steps - 1
+                with recorder:
+                    self._run_step(optimizer)
+            recorder.enter_phase("setup")
+            model.zero_grad(set_to_none=True)
+
+    def _run_step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        recorder, masquerade = self.recorder, self.masquerade
+        recorder.enter_phase("forward")
+        batch = self.make_batch()
+        masquerade.cache_casts = True
+        value = self.loss(self.model, batch)
+        masquerade.drop_casts()
+        masquerade.cache_casts = False
+        for index in recorder.log.alive():
+            kind = {"forward": "activations", "loss": "logits_and_loss"}.get(recorder.born_in[index])
+            if kind:
+                recorder.category.setdefault(index, kind)
+        recorder.enter_phase("loss_backward")
+        born = len(recorder.born_in)
+        value.backward()
+        _see(recorder, (parameter.grad for parameter in self.model.parameters()), "gradients")
+        for index in range(born, len(recorder.born_in)):
+            if recorder.born_in[index] == "loss_backward":
+                recorder.category.setdefault(index, "logits_and_loss")
+        del value
+        recorder.enter_phase("optimizer")
+        if optimizer is None:
+            self.model.zero_grad(set_to_none=True)
+            return
+        # What an optimizer reads (Adafactor: a norm) scales its step, and decides no size.
+        masquerade.items_are_one = True
         optimizer.step()
         masquerade.items_are_one = False
-        with torch._C.DisableTorchFunction():
-            for tensor in tree_leaves([state for state in optimizer.state.values()]):
-                if isinstance(tensor, Tensor) and tensor.is_meta:
-                    recorder.see(tensor, "optimizer")
+        _see(recorder, tree_leaves(list(optimizer.state.values())), "optimizer")
         optimizer.zero_grad(set_to_none=True)
-    else:
-        model.zero_grad(set_to_none=True)
 
 
-def _enter_loss(recorder: Recorder, inputs: Sequence[Any]) -> None:
-    """Called before the head: from here on what the forward makes is logits and loss, until backward has passed the head again."""
-    if recorder.phase != "forward":
-        return
-    recorder.enter_phase("loss")
-    held = [
-        vars(each).values() if hasattr(each, "__dict__") and not isinstance(each, Tensor) else [each]
-        for each in tree_leaves(inputs)
-    ]
-    for tensor in (each for values in held for each in values):
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
+# -- the head ------------------------------------------------------------------------------------------------------------
 
-            def past(gradient: Tensor) -> None:
-                if recorder.phase == "loss_backward":
-                    recorder.enter_phase("backward")
 
-            tensor.register_hook(past)
+@contextmanager
+def _watching(head: nn.Module | None, recorder: Recorder) -> Iterator[None]:
+    """From the call of ``head`` on, the forward makes logits and loss, until backward has passed it again."""
+
+    def reached(module: nn.Module, inputs: Sequence[Any]) -> None:
+        if recorder.phase != "forward":
             return
+        recorder.enter_phase("loss")
+        held = [
+            vars(each).values() if hasattr(each, "__dict__") and not isinstance(each, Tensor) else [each]
+            for each in tree_leaves(inputs)
+        ]
+        for tensor in (each for values in held for each in values):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(passed)
+                return
+
+    def passed(gradient: Tensor) -> None:
+        if recorder.phase == "loss_backward":
+            recorder.enter_phase("backward")
+
+    handle = head.register_forward_pre_hook(reached) if head is not None else None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+_known_heads: dict[Any, str] = {}  # by class, loss and names of modules: it takes a forward to know
+
+
+def last_module_with_weights(
+    model: nn.Module, make_batch: Callable[[], Any], loss: Callable[[nn.Module, Any], Any]
+) -> nn.Module | None:
+    """The module of parameters of its own that the forward calls last, the head; None where the model has none.
+
+    Models of one class whose modules have the same names and classes are asked once.
+    """
+    modules = dict(model.named_modules())
+    remembered = getattr(loss, "__closure__", loss) is None  # what a closure holds would be kept with it
+    key = type(model), loss, tuple((name, type(module)) for name, module in modules.items())
+    if remembered and key in _known_heads:
+        return modules[_known_heads[key]]
+    called: list[str] = []
+    handles = [
+        module.register_forward_pre_hook(lambda module, inputs, name=name: called.append(name))
+        for name, module in modules.items()
+        if any(True for _ in module.parameters(recurse=False))
+    ]
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            # Reentrant checkpointing says it; no gradient is wanted here.
+            warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
+            loss(model, make_batch())
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not called:
+        return None
+    while len(_known_heads) >= MAX_KNOWN_HEADS:
+        del _known_heads[next(iter(_known_heads))]
+    if remembered:
+        _known_heads[key] = called[-1]
+    return modules[called[-1]]

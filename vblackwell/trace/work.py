@@ -19,8 +19,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from vblackwell.machine.gpus import NUM_SMS
 from vblackwell.machine.rates import Rates
-from vblackwell.trace.tiles import NUM_SMS, tiled_share
 
 SMALL_KERNEL_SECONDS = 3e-6
 # Of the rates of a matrix product of 8192 cubed and of a large copy: what a model's own sizes reach.
@@ -83,11 +83,9 @@ def module_issues(module: Any) -> float:
 
 
 def work_of(
-    phase: str, func: Any, args: Any, kwargs: Any, out: Any, is_view: bool, has_tf32: bool = True, num_sms: int = NUM_SMS
-) -> Work | None:  # fmt: skip
-    """The work of a call; None where it only looks at its input differently. ``has_tf32``, ``num_sms``: of the GPU."""
-    if is_view:
-        return None
+    phase: str, func: Any, args: Any, kwargs: Any, out: Any, has_tf32: bool = True, num_sms: int = NUM_SMS
+) -> Work:
+    """The work of a call that is no view. ``has_tf32``, ``num_sms``: of the GPU."""
     read = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.is_meta]
     made = [each for each in tree_leaves(out) if isinstance(each, Tensor) and each.is_meta]
     name = func.__name__.partition(".")[0]
@@ -106,6 +104,38 @@ def work_of(
         kind = "tf32"
     share = _share(name, args, out, num_sms) if width == 4 else 0.0
     return Work(phase, _flops(func, name, args, kwargs, out), num_bytes, width, kind, _issues(name, args), share)
+
+
+# (rows, columns, of the full rate): a smaller tile reads its operands more often.
+TILES = ((128, 128, 1.0), (128, 64, 0.95), (64, 64, 0.85))
+MIN_INNER = 256  # of a part, where a product with fewer tiles than multiprocessors is cut along its inner dimension
+
+
+@functools.lru_cache(maxsize=4096)
+def tiled_share(rows: int, columns: int, inner: int, count: int = 1, num_sms: int = NUM_SMS) -> float:
+    """Of the full rate, for ``count`` products (rows, inner) x (inner, columns): of the best tile, one a multiprocessor at a time.
+
+    A product in fp32 on CUDA cores reaches the full rate where its tiles fill all multiprocessors evenly. What is lost is the part of the
+    last tiles that lies outside, and the multiprocessors that idle in the last round. Tensor cores lose by other things as well
+    (`MATMUL_SHARE`).
+
+    Raises:
+        ValueError: a size below 1.
+    """
+    if min(rows, columns, inner, count) < 1:
+        raise ValueError(f"{count} products of {rows} x {inner} x {columns}: sizes from 1 on are needed")
+    return max(_tile_share(rows, columns, inner, count, num_sms, *tile) for tile in TILES)
+
+
+def _tile_share(
+    rows: int, columns: int, inner: int, count: int, num_sms: int, high: int, wide: int, of_full: float
+) -> float:  # fmt: skip
+    down, across = -(-rows // high), -(-columns // wide)
+    inside = rows * columns / (down * high * across * wide)
+    tiles = count * down * across
+    most = max(1, inner // MIN_INNER) if tiles < num_sms else 1
+    rounds = max(tiles * parts / (-(-tiles * parts // num_sms) * num_sms) for parts in range(1, min(most, 16) + 1))
+    return of_full * inside * rounds
 
 
 NARROWEST = 64  # rows and columns of the smallest tile
@@ -206,12 +236,15 @@ _OWN: dict[str, Callable[..., float]] = {
 }
 
 
+# -- seconds -----------------------------------------------------------------------------------------------------------
+
+
 def phase_seconds(work: Iterable[Work], rates: Rates, waits: bool = False, updates: float = 0.0) -> dict[str, float]:
     """Seconds of each phase: the GPU's, or the host's where all of these together are longer.
 
     Args:
         waits: the host computes itself, so that both add up, and no product is cut into a GPU's tiles.
-        updates: seconds in which the CPU updates meanwhile (`beside_updates`); of no account where the host computes itself.
+        updates: seconds in which the CPU updates meanwhile (`slowed_by_updates`); of no account where the host computes itself.
     """
     on_gpu: dict[str, float] = {}
     on_host: dict[str, float] = {}
@@ -221,7 +254,7 @@ def phase_seconds(work: Iterable[Work], rates: Rates, waits: bool = False, updat
         on_host[each.phase] = on_host.get(each.phase, 0.0) + host_seconds(each, rates)
     if waits:
         return {phase: seconds + on_host[phase] for phase, seconds in on_gpu.items()}
-    slower = beside_updates(sum(on_host.values()), updates, rates.busy_issues)
+    slower = slowed_by_updates(sum(on_host.values()), updates, rates.busy_issues)
     on_host = {phase: seconds * slower for phase, seconds in on_host.items()}
     found = on_gpu if sum(on_gpu.values()) >= sum(on_host.values()) else on_host
     reading = [each.phase for each in work if each.kind == "read"]
@@ -237,7 +270,7 @@ def reading_seconds(work: Sequence[Work], rates: Rates, slower: float = 1.0) -> 
     those before it are over; a read ends when all of these are.
 
     Args:
-        work: of a step, in its order. slower: how many times as long the host takes (`beside_updates`).
+        work: of a step, in its order. slower: how many times as long the host takes (`slowed_by_updates`).
     """
     if not any(each.kind == "read" for each in work):
         return 0.0
@@ -261,7 +294,7 @@ def host_seconds(each: Work, rates: Rates) -> float:
     return each.issues * rates.issue_seconds * (rates.loop_issues if in_loop else 1.0)
 
 
-def beside_updates(host: float, updates: float, slower: float) -> float:
+def slowed_by_updates(host: float, updates: float, slower: float) -> float:
     """How many times as long the host takes in a step, if the CPU updates for ``updates`` seconds of it.
 
     While it does, the host gets on at ``1 / slower`` of its speed: a step T has T - updates + updates / slower = host.

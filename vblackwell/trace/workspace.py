@@ -1,7 +1,7 @@
 """Memory that CUDA kernels take and give back inside one call; no operator's output shows it.
 
 Formulas from the shapes: of torch's operators after its sources (ATen/native/cuda and native/transformers/cuda), of this package's after
-their own code (vblackwell/kernels; plan/ may not import it, so the operators are known here by name); operators that are not here are
+their own code in vblackwell/kernels, known here by name; operators that are not here are
 taken to need none.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vblackwell.trace.tiles import NUM_SMS
+from vblackwell.machine.gpus import NUM_SMS
 from vblackwell.units import align_up
 
 CUBLAS = {
@@ -63,14 +63,14 @@ def _safe_softmax(scores: Tensor, *rest: Any) -> int:
     return scores.numel()
 
 
-BEHIND_OUTPUTS = {
+TAKEN_AFTER_OUTPUTS = {
     "_safe_softmax", "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_flash_attention_backward"
 }  # fmt: skip  # what is taken after the outputs, others before
 
 
-def behind_each_output(name: str, args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Bytes that operator ``name`` takes and gives back behind each tensor that it returns, in their order."""
-    formula = _BEHIND_EACH.get(name.partition(".")[0])
+def bytes_after_each_output(name: str, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Bytes that operator ``name`` takes and gives back after each tensor that it returns, in their order."""
+    formula = _AFTER_EACH.get(name.partition(".")[0])
     return () if formula is None else formula(*args)
 
 
@@ -143,7 +143,7 @@ def _channels_last(x: Tensor, weight: Tensor, num_out: int) -> int:
     return (of_input + num_out + of_weight) * width
 
 
-_BEHIND_EACH: dict[str, Callable[..., tuple[int, ...]]] = {
+_AFTER_EACH: dict[str, Callable[..., tuple[int, ...]]] = {
     "convolution": _convolution, "convolution_backward": _convolution_backward,
 }  # fmt: skip
 

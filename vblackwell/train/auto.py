@@ -19,6 +19,7 @@ from torch import nn
 from vblackwell.errors import InsufficientMemory
 from vblackwell.machine.device import Precision
 from vblackwell.machine.facts import disk_facts, memory_facts
+from vblackwell.machine.gpus import NUM_SMS
 from vblackwell.machine.measured import keep, keep_disk, kept_disk, kept_rates
 from vblackwell.machine.rates import Rates
 from vblackwell.memory.cache.config import ARENA_SHARE, DISK_SHARE, LARGEST_DISK_BYTES, default_disk_path
@@ -30,7 +31,6 @@ from vblackwell.planner.forecast import Forecast, Machine, plan_of
 from vblackwell.planner.memory_estimate import Batches
 from vblackwell.planner.model_spec import Subject
 from vblackwell.planner.placement import SHARES, Bounds, Choice, Lacking, Plan, Space
-from vblackwell.trace.tiles import NUM_SMS
 from vblackwell.trace.trace import Trace, Untraceable, on_meta
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.levels import has_disk

@@ -30,7 +30,7 @@ from vblackwell.offload.api import bytes_when_resident, enable_vgpu_stack_optimi
 from vblackwell.offload.layout.formats import Formats, supports
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.planner.placement import Plan
-from vblackwell.trace.trainable import refuse_frozen
+from vblackwell.trace.trace import refuse_frozen
 from vblackwell.train.attention import attention_backends, chosen_backend, fused_backend
 from vblackwell.train.auto import apply_plan, plan_run, planned_sizes
 from vblackwell.train.config import TrainConfig

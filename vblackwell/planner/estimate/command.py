@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.machine.gpus import KnownGPU, find_gpu
+from vblackwell.machine.gpus import NUM_SMS, KnownGPU, find_gpu
 from vblackwell.nn.decoder.presets import GPT2_VOCAB_SIZE, PRESETS
 from vblackwell.planner.estimate.advice import advice_of
 from vblackwell.planner.estimate.measured import measure_run
@@ -29,7 +29,6 @@ from vblackwell.planner.estimator import (
 )
 from vblackwell.planner.memory_estimate import estimate_trace
 from vblackwell.planner.parallel.strategies import check_several
-from vblackwell.trace.tiles import NUM_SMS
 from vblackwell.trace.trace import Untraceable
 from vblackwell.units import MiB, TiB, format_bytes, parse_bytes
 

@@ -20,7 +20,7 @@ from vblackwell.errors import InsufficientMemory, VBError
 from vblackwell.machine.facts import list_gpus, memory_facts, why_no_cuda
 from vblackwell.planner.estimator import Run
 from vblackwell.planner.memory_estimate import optimizer_named
-from vblackwell.trace.storages import Storages
+from vblackwell.trace.storage_log import StoragesWithBytes
 from vblackwell.trace.trace import Trace, Untraceable
 from vblackwell.units import format_bytes
 
@@ -163,11 +163,11 @@ class _Seen(_Record):
             f"the model cannot be traced, and two steps of it take more than the {format_bytes(free)} of RAM that were free: give a "
             "smaller --batch-size"
         )
-        self.storages = Storages(free, refusal)
-        super().__init__(self.storages.sizes, self.storages.events)
+        self.storages = StoragesWithBytes(free, refusal)
+        super().__init__(self.storages.log.sizes, self.storages.log.events)
 
     def see_weights(self, model: nn.Module) -> None:
-        self.storages.settle()  # on a GPU's way a model is made, and brought to its type, in RAM
+        self.storages.forget_past()  # on a GPU's way a model is made, and brought to its type, in RAM
         for tensor in [*model.parameters(), *model.buffers()]:
             self.storages.see(tensor)
 
