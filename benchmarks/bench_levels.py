@@ -1,10 +1,11 @@
 """Compressed levels on trained tensors.
 
-``python benchmarks/bench_levels.py`` trains a preset for some steps with torch's AdamW (from the weights of ``--load FILE``,
-which ``bench_precision.py --save FILE`` kept), then holds its weights as bf16, its fp32 weights and both moments in
-`CompressedVGPULevel` by every codec: ratio, GB/s in and out, and whether that beats moving the bytes at 1.75 GB/s (the disk
-of docs/precision.md; ``--link`` for another). With ``--checkpoint FOLDER``, of a run of `vb train`, it holds those of that
-run and the checkpoint's bytes as a whole. ``--disk DIR`` holds them in a level in that folder and measures the plain one.
+``python benchmarks/bench_levels.py`` trains a preset for some steps with torch's AdamW (from the weights of ``--load
+FILE``, which ``bench_precision.py --save FILE`` kept), then holds its weights as bf16, its fp32 weights and both
+moments in `CompressedVGPULevel` by every codec: ratio, GB/s in and out, and whether that beats moving the bytes at 1.75
+GB/s (the disk of docs/precision.md; ``--link`` for another). With ``--checkpoint FOLDER``, of a run of `vb train`, it
+holds those of that run and the checkpoint's bytes as a whole. ``--disk DIR`` holds them in a level in that folder and
+measures the plain one.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def train(corpus: Corpus, args: argparse.Namespace) -> dict[str, list[Tensor]]:
 
 
 def read_checkpoint(folder: Path) -> dict[str, list[Tensor]]:
-    """A run's tensors by kind, and all of them together, whose plain bytes are those of the files but for names and shapes."""
+    """A run's tensors by kind, and all of them together: the bytes of the files but for names and shapes."""
     weights = load_file(folder / "model.safetensors")
     states = load_file(folder / "optimizer.safetensors")
     kinds = {"bf16 weights": [w.bfloat16() for w in weights.values()], "fp32 weights": list(weights.values())}
@@ -77,7 +78,8 @@ def compression(kinds: dict[str, list[Tensor]], args: argparse.Namespace) -> Non
     device, where = ("ssd", args.disk) if args.disk else ("cpu", None)
     print(f"\nheld in {where or 'RAM'}; {sum(t.nbytes for t in kinds['fp32 weights']) / MiB:.1f} MiB of fp32 weights")
     print(
-        f"{'what':<15} {'codec':<9} {'ratio':>6} {'in GB/s':>8} {'out GB/s':>9}  worth it at {args.link:g} GB/s, or as measured"
+        f"{'what':<15} {'codec':<9} {'ratio':>6} {'in GB/s':>8} {'out GB/s':>9}  "
+        f"worth it at {args.link:g} GB/s, or as measured"
     )
     for kind, tensors in kinds.items():
         size = sum(tensor.nbytes for tensor in tensors)

@@ -146,7 +146,6 @@ KNOWN_FOLDERS: dict[str, int] = {
 }
 # Files of more than 600 lines.
 KNOWN_LONG_FILES: set[str] = {
-    "tests/memory/test_stack.py",
     "tests/offload/test_activations.py",
     "tests/offload/test_faults.py",
     "tests/offload/test_model_in_use.py",

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from vblackwell.memory.cache.config import default_disk_path
+from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.gpu import DeviceLevel
 from vblackwell.memory.host import HostLevel
 from vblackwell.memory.level import Level, NullLevel
 from vblackwell.memory.transfer import set_transfer_delay
-from vblackwell.units import MiB
+from vblackwell.units import KiB, MiB
 
 KINDS = [
     "arena",
@@ -26,6 +27,7 @@ KINDS = [
     pytest.param("cuda:1", marks=pytest.mark.multi_gpu),
 ]
 CAPACITY = 4 * MiB
+PAGE = 4 * KiB
 
 
 @pytest.fixture(autouse=True)
@@ -83,3 +85,30 @@ def random_bytes(num_bytes: int, seed: int = 0, device: str = "cpu") -> torch.Te
     """``num_bytes`` random bytes, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator).to(device)
+
+
+@pytest.fixture
+def make_stack(make_level: Callable[..., Level]):
+    """``make_stack(2, 4, 8)``: arena, host and disk of that many pages of 4 KiB."""
+    made: list[VGPUStack] = []
+
+    def make(*pages: int, kinds: tuple[str, ...] = ("arena", "host", "disk"), **settings) -> VGPUStack:
+        stack = VGPUStack([make_level(kind, n * PAGE) for kind, n in zip(kinds, pages, strict=False)], **settings)
+        made.append(stack)
+        return stack
+
+    yield make
+    for stack in made:
+        stack.close()
+
+
+def page(value: float, pages: int = 1) -> torch.Tensor:
+    return torch.full((pages * KiB,), float(value))
+
+
+def levels(stack: VGPUStack) -> dict[str, int]:
+    return {key: stack.level_of(key) for key in stack}
+
+
+def counts(stack: VGPUStack, what: str) -> list[int]:
+    return [level[what] for level in stack.get_stats()["levels"]]

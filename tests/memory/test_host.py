@@ -21,7 +21,7 @@ from vblackwell.units import KiB, MiB
 @pytest.fixture(autouse=True)
 def small_slabs(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host_module, "FIRST_SLAB_BYTES", MiB)
-    monkeypatch.setattr(host_module, "LARGEST_SLAB_BYTES", 4 * MiB)
+    monkeypatch.setattr(host_module, "MAX_SLAB_BYTES", 4 * MiB)
 
 
 def slab_sizes(level: HostLevel) -> list[int]:

@@ -1,4 +1,4 @@
-"""Rates of this machine as ``vb doctor`` measured them, kept for ``vb estimate`` and plans: a file for each GPU and disk in the cache."""
+"""Rates of this machine, kept in the cache for ``vb estimate`` and plans: a file for each GPU and disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def keep(gpu_name: str, rates: Rates) -> None:
 
 
 def rates_of(card: KnownGPU) -> Rates:
-    """Measured on this machine, if it has such a card and ``vb doctor`` has run; else what its data sheet lets expect."""
+    """Measured on this machine, if it has such a card and ``vb doctor`` has run; else by its data sheet."""
     folder = _folder()
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         found = _read(path)
@@ -49,7 +49,7 @@ def keep_disk(path: str, gbps: dict[str, Any]) -> None:
 
 
 def kept_disk(path: str) -> tuple[float, float] | None:
-    """What `keep_disk` remembers of the disk at ``path``, in bytes/s read and written; None if it was never measured here."""
+    """What `keep_disk` remembers of the disk at ``path``, bytes/s read and written; None if it was never measured."""
     file, disk = _disk_of(path)
     try:
         values = json.loads(file.read_text(encoding="utf-8"))

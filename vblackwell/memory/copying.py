@@ -1,12 +1,12 @@
 """Copies between addressable bytes: RAM to RAM in threads, everything that touches a GPU on its copy streams.
 
-RAM to RAM is `memmove` without the GIL, in pieces over a few threads; tiny ones run at once in the caller, because handing
-them over costs more than the copy. Why not `Tensor.copy_` there: it brings an OpenMP team per thread, which then fights
-with the compute threads for the cores.
+RAM to RAM is `memmove` without the GIL, in pieces over a few threads; tiny ones run at once in the caller, because
+handing them over costs more than the copy. Why not `Tensor.copy_` there: it brings an OpenMP team per thread, which
+then fights with the compute threads for the cores.
 
-A device has one copy stream per direction, made once, so that copies run at the same time as compute, each direction in its
-own order. Why not a stream per transfer, or per stack: torch's allocator keeps a memory pool for every stream that it has
-seen, so fresh streams leak pools.
+A device has one copy stream per direction, made once, so that copies run at the same time as compute, each direction in
+its own order. Why not a stream per transfer, or per stack: torch's allocator keeps a memory pool for every stream that
+it has seen, so fresh streams leak pools.
 
 A copy between two GPUs runs on a stream of the source device. Where the driver has no peer access it goes through the
 host, which torch and the driver do by themselves; we say so once per pair.
@@ -124,7 +124,7 @@ def _wait_for_queued_work(stream: torch.cuda.Stream, device: torch.device) -> No
 
 
 def working_streams(device: torch.device) -> list[torch.cuda.Stream]:
-    """Whose queued work a transfer starts after: rule 1 of `level`; and the default stream, whose pool levels allocate from."""
+    """The current stream (rule 1 of `level`) and the default one, whose pool levels use."""
     current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
     return [current] if current == default else [current, default]
 

@@ -1,8 +1,8 @@
 """Bytes on an SSD: one scratch file, a pool of threads, and a checksum for everything that is written.
 
 An extent is cut into pieces of 8 MiB that the threads read and write independently, straight from and into the caller's
-memory where that is 4 KiB aligned (host slabs and scratch buffers are), through a buffer of the thread's own otherwise. CUDA
-tensors pass through pinned buffers of the threads, on the copy streams.
+memory where that is 4 KiB aligned (host slabs and scratch buffers are), through a buffer of the thread's own otherwise.
+CUDA tensors pass through pinned buffers of the threads, on the copy streams.
 
 Each piece has its XXH3 checksum from the moment it is written, kept in memory, and every read checks every piece it
 touches. So partial reads are checked too: a piece that is wanted in part is read whole. Why not one checksum for the
@@ -69,7 +69,7 @@ class DiskLevel(Level):
         """The directory that the scratch file is in."""
         return str(self._file.path)
 
-    # -- placing: the range, and the file system's reservation of it ------------------------------------------------------
+    # -- placing: the range, and the file system's reservation of it ---------------------------------------------------
 
     def _fits(self, held_bytes: int) -> bool:
         fit = self._ranges.best_fit(held_bytes)
@@ -92,7 +92,7 @@ class DiskLevel(Level):
     def _retake(self, extent: Extent) -> None:
         self._ranges.take(extent.offset, extent.held_bytes)
 
-    # -- moving ----------------------------------------------------------------------------------------------------------
+    # -- moving --------------------------------------------------------------------------------------------------------
 
     def view(self, extent: Extent) -> None:
         return None
@@ -154,15 +154,16 @@ class DiskLevel(Level):
             return
         if check is LOST:
             raise CorruptData(
-                f"the piece at offset {offset} of the scratch file in {self.path} was being written when the disk failed, and holds "
-                "neither the old bytes nor the new ones: go back to a checkpoint and give the ssd level another path"
+                f"the piece at offset {offset} of the scratch file in {self.path} was being written when the disk "
+                "failed, and holds neither the old bytes nor the new ones: go back to a checkpoint and give the ssd "
+                "level another path"
             )
         found = xxhash.xxh3_64_intdigest(memory_at(address, check[0]))
         if found != check[1]:
             raise CorruptData(
                 f"{format_bytes(check[0])} at offset {offset} of the scratch file in {self.path} came back changed: "
-                f"XXH3 {found:016x} instead of {check[1]:016x}; the disk or its cable is failing: go back to a checkpoint "
-                f"and give the ssd level another path"
+                f"XXH3 {found:016x} instead of {check[1]:016x}; the disk or its cable is failing: go back to a "
+                f"checkpoint and give the ssd level another path"
             )
 
     def _fetch(self, offset: int, address: int, length: int) -> None:
@@ -188,7 +189,7 @@ class DiskLevel(Level):
             self.bytes_written += length
 
     def _carry(self, dst: torch.Tensor, src: torch.Tensor, ready: list[Any]) -> None:
-        """Copy between a tensor and this thread's buffer, finished on return; on a GPU it starts after the events in ``ready``."""
+        """Copy between a tensor and this thread's buffer, done on return; on a GPU it starts after ``ready``."""
         if not ready:
             ctypes.memmove(dst.data_ptr(), src.data_ptr(), src.nbytes)
             return

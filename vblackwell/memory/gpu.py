@@ -1,12 +1,13 @@
 """Bytes on a device: a CUDA GPU, a neighbouring GPU, or, on machines without one, a capped arena in RAM.
 
-Each extent is one uint8 allocation from torch's allocator, accounted in its 512-byte blocks. So every extent has a storage
-of its own: who still holds a tensor of it is a question torch can answer (the storage's use count), and freeing it gives
-the memory back to whatever else runs in the process. Why not one big buffer cut by ourselves: the stack would take its
-whole cap from the model's activations from the first second on.
+Each extent is one uint8 allocation from torch's allocator, accounted in its 512-byte blocks. So every extent has a
+storage that nothing else shares: whether a tensor of it is still held is a question torch can answer (the storage's use
+count), and freeing it gives the memory back to whatever else runs in the process. Why not one big buffer cut by
+ourselves: the stack would take its whole cap from the model's activations from the first second on.
 
 The memory is taken when the extent is materialised, from the pool of the device's default stream whatever stream is
-current, so that it does not matter which thread does it. Copies start after what is queued there and on the current stream.
+current, so that it does not matter which thread does it. Copies start after what is queued there and on the current
+stream.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Bytes in host memory, cut from a few large slabs.
 
-Slabs are mapped as they are needed, each larger than the last (64 MiB up to 1 GiB), so that a small job does not pay for
-a large cap; an extent of more than a quarter of the next slab gets a slab of exactly its own size, or layer groups of
-600 MiB would leave 40 % of every slab unused. Inside a slab free ranges are best fit. An
+Slabs are mapped as they are needed, each larger than the last (64 MiB up to 1 GiB), so that a small job does not pay
+for a large cap; an extent of more than a quarter of the next slab gets a slab of exactly its own size, or layer groups
+of 600 MiB would leave 40 % of every slab unused. Inside a slab free ranges are best fit. An
 extent never spans two slabs: CUDA copies refuse ranges that cross two registrations. Extents are 4 KiB aligned, which
 lets `O_DIRECT` read and write straight into them.
 
@@ -23,7 +23,7 @@ from vblackwell.units import GiB, KiB, MiB, format_bytes
 
 ALIGNMENT = 4 * KiB
 FIRST_SLAB_BYTES = 64 * MiB
-LARGEST_SLAB_BYTES = 1 * GiB
+MAX_SLAB_BYTES = 1 * GiB
 SHARE = 4  # a slab is shared by extents of at most a quarter of it
 
 
@@ -56,7 +56,7 @@ class HostLevel(Level):
         if capacity_bytes > facts.available_bytes:
             raise ConfigurationError(
                 f"a cpu level of {format_bytes(capacity_bytes)} does not fit: {format_bytes(facts.available_bytes)} of "
-                f"{format_bytes(facts.total_bytes)} RAM are available (limited by {facts.limited_by}); lower its capacity"
+                f"{format_bytes(facts.total_bytes)} RAM are available (limited by {facts.limited_by}): lower it"
             )
         self._pin = torch.cuda.is_available() if pin is None else pin
         self._numa_node = numa_node
@@ -93,7 +93,7 @@ class HostLevel(Level):
         self._slabs.append(slab)
         self._slab_bytes += slab.size
         if shared:
-            self._next_slab_bytes = min(2 * self._next_slab_bytes, LARGEST_SLAB_BYTES)
+            self._next_slab_bytes = min(2 * self._next_slab_bytes, MAX_SLAB_BYTES)
         return slab
 
     def _drop(self, slab: _Slab) -> None:

@@ -6,11 +6,12 @@ return a `Transfer` at once. Everything else (which key lives where, what is evi
 Two rules make asynchrony safe:
 
 1. A transfer starts after everything that was queued, at the time of the call, on the *current* CUDA stream of every
-   CUDA device that takes part. So memory that the caller just allocated, or just finished computing on, may be passed in.
-2. Nobody may touch the source (write) or the destination (read or write) until the transfer is done: `wait()` for
+   CUDA device that takes part. So memory that the caller just allocated, or just finished computing on, may be passed
+   in.
+2. Nothing may touch the source (write) or the destination (read or write) until the transfer is done: `wait()` for
    the host, `wait_on(stream)` for work that is queued on a CUDA stream afterwards.
 
-Who starts two transfers on one extent orders them.
+The caller orders two transfers on one extent.
 
 Allocation has two halves, `place` (arithmetic, can be taken back) and `materialise` (memory), and so has freeing,
 `displace` and `release`: the stack plans a whole cascade of moves with the arithmetic halves, so that it knows before
@@ -41,7 +42,7 @@ class Extent:
         offset: start in the level's own address space, bytes.
         num_bytes: what was asked for.
         held_bytes: what the level accounts for it (``num_bytes`` rounded up to the level's alignment).
-        handle: the level's own bookkeeping (a slab, a tensor); nobody else looks at it.
+        handle: the level's own bookkeeping (a slab, a tensor); for nobody else.
     """
 
     offset: int
@@ -97,7 +98,7 @@ class Level(ABC):
         """What the cap leaves, in one piece or several."""
         return self.capacity_bytes - self._used
 
-    # -- allocating and freeing ------------------------------------------------------------------------------------------
+    # -- allocating and freeing ----------------------------------------------------------------------------------------
 
     def can_allocate(self, num_bytes: int) -> bool:
         """Whether `allocate` would succeed now. Exact: fragmentation counts."""
@@ -145,7 +146,7 @@ class Level(ABC):
         """
 
     def displace(self, extent: Extent) -> None:
-        """The first half of `free`: the range may be placed again; the bytes stay readable until somebody writes there.
+        """The first half of `free`: the range may be placed again; its bytes stay readable until others are written.
 
         Raises:
             KeyError: it was freed already, or is another level's.
@@ -195,14 +196,14 @@ class Level(ABC):
     def _retake(self, extent: Extent) -> None:  # noqa: B027
         """Take back the very range that `_give` gave."""
 
-    # -- moving ----------------------------------------------------------------------------------------------------------
+    # -- moving --------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def view(self, extent: Extent) -> torch.Tensor | None:
         """The extent's bytes as a uint8 tensor of ``num_bytes`` that aliases them; None where not addressable."""
 
     def read(self, extent: Extent, out: torch.Tensor) -> Transfer:
-        """Start copying the extent's first ``out.nbytes`` bytes into the contiguous tensor ``out``, any dtype and device."""
+        """Start copying the extent's first ``out.nbytes`` bytes into the contiguous tensor ``out``, of any device."""
         out = flat_bytes(out)
         return start_copy(out, self._front(extent, out.nbytes), self._threads)
 

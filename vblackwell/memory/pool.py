@@ -1,8 +1,8 @@
-"""Levels as one pool that is counted: ranges for owners who place bytes by hand, and the statistics of everything.
+"""Levels as one pool that is counted: ranges for owners that place bytes by hand, and the statistics of everything.
 
-An offload engine knows when it needs which bytes, so it reserves ranges on the levels it wants and moves them itself. The
-keyed stack is built on top of this pool: a reservation is in the same levels as the stack's keys, makes them give way, is
-counted with them, and is never evicted.
+An offload engine knows when it needs which bytes, so it reserves ranges on the levels it wants and moves them itself.
+The keyed stack is built on top of this pool: a reservation is in the same levels as the stack's keys, makes them give
+way, is counted with them, and is never evicted.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Reservation:
 
 
 class Turn:
-    """Who may decide and move next: one thread at a time, background work only while nothing else waits.
+    """The right to decide and move: one thread at a time, background work only while nothing else waits.
 
     A cascade of moves may take seconds (a disk), so it does not run under the lock that guards the tables. A thread may
     not take the turn twice.
@@ -163,7 +163,7 @@ class LevelPool:
         self._reservations: dict[str, Reservation] = {}
         self._closed = False
 
-    # -- ranges ----------------------------------------------------------------------------------------------------------
+    # -- ranges --------------------------------------------------------------------------------------------------------
 
     def reserve(self, name: str, num_bytes: int, level: int) -> Reservation:
         """``num_bytes`` on exactly this level, counted as used and never evicted; a stack's keys there make room.
@@ -197,7 +197,7 @@ class LevelPool:
         self.levels[reservation.level].free(extent)
 
     def read(self, reservation: Reservation, out: torch.Tensor) -> Transfer:
-        """Start copying the first ``out.nbytes`` bytes of a reservation into the contiguous ``out``; counted on the link."""
+        """Start copying a reservation's first ``out.nbytes`` bytes into the contiguous ``out``; counted on the link."""
         transfer = self.levels[reservation.level].read(reservation.extent, out)
         self.count_transfer(reservation.level, self._place_of(out), out.nbytes, transfer)
         return transfer
@@ -218,7 +218,7 @@ class LevelPool:
         except InsufficientMemory as error:
             raise does_not_fit(self.levels, f"on {self.levels[level].name} for {what}", num_bytes, error) from error
 
-    # -- counting --------------------------------------------------------------------------------------------------------
+    # -- counting ------------------------------------------------------------------------------------------------------
 
     def count_hit(self, level: int = 0) -> None:
         """Something was found on ``level`` by the owner of a reservation there."""
@@ -231,7 +231,7 @@ class LevelPool:
             self._statistics.found(level)
 
     def count_link(self, source: int, destination: int, num_bytes: int, seconds: float | None = None) -> None:
-        """Bytes that somebody else moved between two levels."""
+        """Bytes that the caller moved between two levels."""
         with self._lock:
             self._statistics.link(source, destination, num_bytes, seconds)
 
@@ -265,7 +265,7 @@ class LevelPool:
                 return number
         return str(tensor.device)
 
-    # -- life ------------------------------------------------------------------------------------------------------------
+    # -- life ----------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Release memory, file and threads. Idempotent. Tensors that are held stay valid."""

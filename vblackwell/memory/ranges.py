@@ -1,8 +1,8 @@
 """Where free bytes are inside one address range: best fit, coalescing, exact undo.
 
-Best fit by (size, offset) wastes least on the mixed sizes of weights, and the lowest offset among equals keeps files and
-slabs compact and the outcome deterministic. Searches are bisections of a sorted list; inserting into it moves pointers by
-`memmove`, which for any number of free ranges that occurs here is cheaper than a tree of Python objects.
+Best fit by (size, offset) wastes least on the mixed sizes of weights, and the lowest offset among equals keeps files
+and slabs compact and the outcome deterministic. Searches are bisections of a sorted list; inserting into it moves
+pointers by `memmove`, which for any number of free ranges that occurs here is cheaper than a tree of Python objects.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The file behind a disk level: unlinked, private, reserved before it is used, and honest about its errors.
+"""The file of a disk level: unlinked, private, reserved before it is used, and honest about its errors.
 
-`O_TMPFILE` where the file system has it, an ordinary file that is unlinked at once elsewhere: after a crash nothing is left
-behind. `O_DIRECT` where a probe shows that it works: the page cache would hold a second copy of what is on disk because
-RAM was short. RAM-backed file systems are refused, they are no disk.
+`O_TMPFILE` where the file system has it, an ordinary file that is unlinked at once elsewhere: a crash leaves nothing.
+`O_DIRECT` where a probe shows that it works: the page cache would hold a second copy of what is on disk because RAM was
+short. RAM-backed file systems are refused, they are no disk.
 
-A write that failed poisons the file: what it left behind is unknown, so nothing is written to it any more; bytes that are
-there already can still be read, and their checksums say whether they are good. Nothing is synced: the file dies with the
-process.
+A write that failed poisons the file: what is there now is unknown, so nothing is written to it any more; bytes that
+were there before can still be read, and their checksums say whether they are good. Nothing is synced: the file dies
+with the process.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ScratchFile:
             raise ConfigurationError(f"disk path {facts.path} is a file: give an existing directory on a disk")
         if facts.ram_backed:
             raise ConfigurationError(
-                f"disk path {facts.path} is on {facts.file_system}, which is RAM and no disk: give a directory on a disk"
+                f"disk path {facts.path} is on {facts.file_system}, which is RAM: give a directory on a disk"
             )
         self.path = facts.path
         self.capacity_bytes = capacity_bytes
@@ -89,7 +89,7 @@ class ScratchFile:
         return self.poison is None and (grow <= 0 or grow <= disk_facts(self.path).free_bytes)
 
     def reserve(self, end: int) -> None:
-        """Make the file system promise room for ``[0, end)``.
+        """Make the file system reserve ``[0, end)``.
 
         Raises:
             DiskFull: it has none.
@@ -118,14 +118,14 @@ class ScratchFile:
         free = disk_facts(self.path).free_bytes
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskFull(
-                f"the disk at {self.path} is full: {format_bytes(needed)} more are needed and {format_bytes(free)} are free "
-                f"({error.strerror}); free some space, or give the ssd level another path",
+                f"the disk at {self.path} is full: {format_bytes(needed)} more are needed and {format_bytes(free)} are "
+                f"free ({error.strerror}); free some space, or give the ssd level another path",
                 needed_bytes=needed,
                 available_bytes=free,
             ) from error
         raise DiskError(
-            f"could not reserve {format_bytes(needed)} at offset {self.reserved_bytes} of the scratch file in {self.path}: "
-            f"{error.strerror}; check the disk, or give the ssd level another path"
+            f"could not reserve {format_bytes(needed)} at offset {self.reserved_bytes} of the scratch file in "
+            f"{self.path}: {error.strerror}; check the disk, or give the ssd level another path"
         ) from error
 
     def read(self, offset: int, buffer: memoryview) -> None:

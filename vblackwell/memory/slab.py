@@ -1,12 +1,12 @@
 """A slab: one large host allocation in huge pages, pre-faulted in parallel, near the GPU, registered with CUDA.
 
 Private anonymous memory with `MADV_HUGEPAGE` (Python's default for anonymous maps is shared memory, which gets 4 KiB
-pages), touched by several threads at once, because the kernel zeroes pages at a few GB/s a thread. The threads sit on the
-cores of the GPU's NUMA node while they touch, so first-touch puts the pages there. Then `cudaHostRegister` pins the whole
-range. Why not `pin_memory=True` per tensor: slow, and rounded up to powers of two by torch 2.11.
+pages), touched by several threads at once, because the kernel zeroes pages at a few GB/s a thread. The threads sit on
+the cores of the GPU's NUMA node while they touch, so first-touch puts the pages there. Then `cudaHostRegister` pins the
+whole range. Why not `pin_memory=True` per tensor: slow, and rounded up to powers of two by torch 2.11.
 
-The mapping lives as long as any tensor that views it: torch holds the buffer, and the mapping unregisters itself before it is
-unmapped. So closing a level under a live view cannot crash the process.
+The mapping lives as long as any tensor that views it: torch holds the buffer, and the mapping unregisters itself before
+it is unmapped. So closing a level under a live view cannot crash the process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FAULT_BYTES = 64 * MiB
 
 
 class _Mapping(mmap.mmap):
-    """Host memory that may be registered with CUDA. A finalizer of `weakref` would run when mmap's own end has unmapped it."""
+    """Host memory that may be registered with CUDA. A `weakref` finalizer would run after mmap has unmapped it."""
 
     unregister: Callable[[], Any] | None = None
 
@@ -61,7 +61,7 @@ def map_slab(size: int, *, numa_node: int | None = None, pin: bool = False) -> t
         mapping = _Mapping(-1, size + padding, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise InsufficientMemory(
-            f"the system gave no {format_bytes(size)} of host memory ({error.strerror}): lower the capacity of the cpu level",
+            f"the system gave no {format_bytes(size)} of host memory ({error.strerror}): lower the cpu level's cap",
             needed_bytes=size,
             available_bytes=0,
         ) from error

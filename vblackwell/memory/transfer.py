@@ -1,8 +1,8 @@
 """What a transfer is, and the ways in which a copy can be under way: done already, in a thread pool, on a CUDA stream.
 
-A transfer keeps the tensors that it copies alive until somebody has waited for it on the host, so keep it that long. It
-raises its error on every wait, not only on the first: two waiters must both hear of it. A transfer of several parts waits
-for all of them before it raises, because the caller will touch the memory once `wait` has returned or raised.
+A transfer keeps the tensors that it copies alive until it has been waited for on the host, so keep it that long. It
+raises its error on every wait, not only on the first: two waiters must both hear of it. A transfer of several parts
+waits for all of them before it raises, because the caller will touch the memory once `wait` has returned or raised.
 
 `set_transfer_delay` lets a stress test hold every copy back at the place where races show.
 """
@@ -51,7 +51,7 @@ class Clock(ABC):
         """None while the transfer is under way."""
 
     def span(self) -> tuple[float, float] | None:
-        """Begin and end by `time.perf_counter` of a done transfer that may have overlapped others of its link; None of others."""
+        """Begin and end by `time.perf_counter` of a transfer that is done; None where those of a link never overlap."""
         return None
 
 
@@ -59,10 +59,11 @@ class Transfer(ABC):
     """An asynchronous copy that has been started.
 
     Attributes:
-        clock: how long it took; None where nobody measures it.
+        clock: how long it took; None where that is not measured.
     """
 
     clock: Clock | None = None
+    _keep: Sequence[Any] = ()  # what is copied
 
     @abstractmethod
     def wait(self) -> None:
@@ -79,8 +80,9 @@ class Transfer(ABC):
     def done(self) -> bool:
         """Whether the bytes have arrived (or the transfer failed)."""
 
-    def let_go(self) -> None:  # noqa: B027 (a transfer that keeps nothing has nothing to do)
-        """Stop keeping source and destination alive: the caller does, or has ordered their reuse after this transfer."""
+    def let_go(self) -> None:
+        """Stop keeping source and destination alive: the caller does, or orders their reuse after this transfer."""
+        self._keep = ()
 
     def finish(self) -> None:
         """`wait`; however this ends, nothing is being copied any more: Ctrl-C must not leave a copy running."""
@@ -139,11 +141,8 @@ class FutureTransfer(Transfer):
 
     def __init__(self, futures: Sequence[Future[Any]], keep: Sequence[Any] = ()) -> None:
         self._futures = tuple(futures)
-        self._keep: Sequence[Any] = keep
+        self._keep = keep
         self.clock = FutureClock(self._futures)
-
-    def let_go(self) -> None:
-        self._keep = ()
 
     def _events(self) -> list[torch.cuda.Event]:
         for future in self._futures:
@@ -155,7 +154,7 @@ class FutureTransfer(Transfer):
     def wait(self) -> None:
         for event in self._events():
             event.synchronize()
-        self._keep = ()
+        self.let_go()
 
     def wait_on(self, stream: Any) -> None:
         if stream is None:
@@ -187,26 +186,23 @@ class EventTransfer(Transfer):
 
     def __init__(self, start: torch.cuda.Event, end: torch.cuda.Event, keep: Sequence[Any]) -> None:
         self._end = end
-        self._keep: Sequence[Any] = keep
+        self._keep = keep
         self.clock = EventClock(start, end)
 
     @classmethod
     def at(cls, end: torch.cuda.Event) -> EventTransfer:
-        """Everything before ``end``, an event that was recorded; it keeps nothing, and nobody asks how long it took."""
+        """Everything before ``end``, an event that was recorded; it keeps nothing, and its time means nothing."""
         return cls(end, end, ())
 
     def wait(self) -> None:
         self._end.synchronize()
-        self._keep = ()
+        self.let_go()
 
     def wait_on(self, stream: Any) -> None:
         if stream is None:
             self.wait()
         else:
             stream.wait_event(self._end)
-
-    def let_go(self) -> None:
-        self._keep = ()
 
     def done(self) -> bool:
         return self._end.query()

@@ -14,7 +14,7 @@ from vblackwell.machine.facts import disk_facts, memory_facts
 from vblackwell.machine.gpus import context_bytes, find_gpu, known_as
 from vblackwell.machine.measured import kept_rates, rates_of
 from vblackwell.machine.rates import assumed_rates
-from vblackwell.memory.cache.config import ARENA_SHARE, DISK_SHARE, LARGEST_DISK_BYTES, default_disk_path
+from vblackwell.memory.cache.config import ARENA_SHARE, DISK_SHARE, MAX_DISK_BYTES, default_disk_path
 from vblackwell.offload.measure import cpu_rates
 from vblackwell.planner.estimate.command import some_bytes
 from vblackwell.planner.estimate.speed import STREAMED_ERROR
@@ -66,7 +66,7 @@ def place_of(gpu: str | None, host_memory: str | None, disk_memory: str | None) 
     ram = memory_facts().available_bytes if host_memory is None else some_bytes(host_memory, "--ram")
     host = int(ram * HOST_SHARE)
     if disk_memory is None:
-        disk = min(int(disk_facts(default_disk_path()).free_bytes * DISK_SHARE), LARGEST_DISK_BYTES)
+        disk = min(int(disk_facts(default_disk_path()).free_bytes * DISK_SHARE), MAX_DISK_BYTES)
     else:
         disk = parse_bytes(disk_memory, "--disk")
     if gpu is not None:

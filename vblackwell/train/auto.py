@@ -22,7 +22,7 @@ from vblackwell.machine.facts import disk_facts, memory_facts
 from vblackwell.machine.gpus import NUM_SMS
 from vblackwell.machine.measured import keep, keep_disk, kept_disk, kept_rates
 from vblackwell.machine.rates import Rates
-from vblackwell.memory.cache.config import ARENA_SHARE, DISK_SHARE, LARGEST_DISK_BYTES, default_disk_path
+from vblackwell.memory.cache.config import ARENA_SHARE, DISK_SHARE, MAX_DISK_BYTES, default_disk_path
 from vblackwell.nn.convert.causal_lm import is_accelerated
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.measure import as_rates, cpu_rates, disk_gbps, gpu_rates, is_measured_in_full
@@ -140,7 +140,7 @@ def bounds_of(config: TrainConfig, device: torch.device) -> Bounds:
         gpu = int(available * ARENA_SHARE)
     disk = 0
     if wants_disk:
-        disk = min(int(disk_facts(config.disk_path or default_disk_path()).free_bytes * DISK_SHARE), LARGEST_DISK_BYTES)
+        disk = min(int(disk_facts(config.disk_path or default_disk_path()).free_bytes * DISK_SHARE), MAX_DISK_BYTES)
     given = (config.fast_memory, config.host_memory, config.disk_memory)
     gpu, host, disk = (
         room if asked is None else _asked(asked, room, index == 0 and device.type == "cuda")

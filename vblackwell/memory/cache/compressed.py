@@ -1,10 +1,10 @@
 """A level that holds keys in fewer bytes: without loss, or in a block format where the caller says that it may lose.
 
 ``lossless`` is for anything. Trained numbers hardly repeat as elements, but their bytes do: signs and exponents of
-neighbouring weights are much alike, and lie in the high bytes. So the bytes of a piece are laid out by their place in the
-element (a *plane*) and each plane is compressed by zstd; one that would not shrink by a sixteenth, as low mantissa bytes,
-is kept as it is. ``fp4`` (nvfp4) and ``int8`` (by rows) are for weights that the caller marks, and ``fp4+zstd`` compresses
-what nvfp4 left.
+neighbouring weights are much alike, and lie in the high bytes. So the bytes of a piece are laid out by their place in
+the element (a *plane*) and each plane is compressed by zstd; one that would not shrink by a sixteenth, as low mantissa
+bytes, is kept as it is. ``fp4`` (nvfp4) and ``int8`` (by rows) are for weights that the caller marks, and ``fp4+zstd``
+compresses what nvfp4 left.
 
 Every key says what it saved and what that took; `worth` says whether that pays. An XXH3 of the held bytes is checked
 before they are turned back, so a flipped bit is an error and never a wrong number.
@@ -71,7 +71,7 @@ class _Held:
 
 
 def worth(stats: KeyStats, link_bytes_per_second: float, *, reads_per_write: float = 1.0) -> bool:
-    """Whether moving the held bytes and turning them back is faster than moving the value, by what was measured of the key.
+    """Whether moving the held bytes and turning them back is faster than moving the value, as measured of the key.
 
     Args:
         link_bytes_per_second: of the slower place, e.g. 1.75e9 for a disk.
@@ -121,7 +121,7 @@ class CompressedVGPULevel(VGPULevel):
 
         Raises:
             InsufficientMemory: no room; what was under ``key`` still is.
-            ConfigurationError: an unknown codec; a value that its format does not take (integers, inf or NaN, packed tensors).
+            ConfigurationError: an unknown codec; a value that its format does not take (integer, inf, NaN, packed).
             Unsupported: zstd is wanted and the package zstandard is not installed.
         """
         codec = _checked(codec or self.codec)
@@ -154,7 +154,7 @@ class CompressedVGPULevel(VGPULevel):
         held.stats = replace(stats, put_seconds=time.perf_counter() - began)
 
     def get(self, key: str) -> Any:
-        """The value on the level's device (in RAM, for a disk): the same bits with 'lossless', rounded to the format otherwise.
+        """The value on the level's device (in RAM, for a disk): the same bits with 'lossless', else rounded.
 
         Raises:
             UnknownKey: nothing is there under ``key``.
@@ -198,7 +198,7 @@ def _checked(codec: str) -> str:
     return codec
 
 
-# -- planes ----------------------------------------------------------------------------------------------------------------
+# -- planes ------------------------------------------------------------------------------------------------------------
 
 
 def _planes(piece: torch.Tensor, itemsize: int, zstd_level: int | None) -> list[Any]:
@@ -214,7 +214,7 @@ def _planes(piece: torch.Tensor, itemsize: int, zstd_level: int | None) -> list[
 
 
 def _restore(piece: torch.Tensor, data: memoryview, sizes: tuple[int, ...]) -> None:
-    """Fill ``piece`` with the bytes whose planes, of these sizes, are in ``data``; a plane as long as the piece is not compressed."""
+    """Fill ``piece`` with the bytes whose planes, of these sizes, are in ``data``; a full one is not compressed."""
     planes, at = piece.numpy().reshape(-1, len(sizes)), 0
     for number, size in enumerate(sizes):
         part = data[at : at + size]

@@ -1,13 +1,13 @@
 """From what users write, or the machine has, to levels.
 
 ``{'levels': [{'capacity_mb': 2000, 'device': 'cuda:0', 'speed_gbps': 2000}, ...]}``: ``device`` is ``cuda:N``, ``cpu``,
-``ssd``, ``arena`` or ``null``; ``cpu`` as the first level is the arena, because level 0 hands out tensors and so allocates
-them one by one. Keys that are not supported are refused, never ignored. ``speed_gbps`` is a statement about the level: levels
-have to be listed fastest first, and planners go by it.
+``ssd``, ``arena`` or ``null``; ``cpu`` as the first level is the arena, because level 0 hands out tensors and so
+allocates them one by one. Keys that are not supported are refused, never ignored. ``speed_gbps`` is a statement about
+the level: levels have to be listed fastest first, and planners go by it.
 
-Where nobody says how large levels should be, a GPU keeps a fifth of its free memory for activations and for what else runs
-there, RAM keeps half for the page cache, the data loader and everybody else, and a disk half of what is free. Host slabs
-and the disk file grow as they are used, so large caps cost nothing.
+Where sizes are not given, a GPU keeps a fifth of its free memory for activations and for what else runs
+there, RAM keeps half for the page cache, the data loader and other programs, and a disk half of what is free. Host
+slabs and the disk file grow as they are used, so large caps cost nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GPU_SHARE = 0.8
 ARENA_SHARE = 0.125
 HOST_SHARE = 0.5
 DISK_SHARE = 0.5
-LARGEST_DISK_BYTES = 1024 * GiB
+MAX_DISK_BYTES = 1024 * GiB
 _KEYS = ("capacity_mb", "device", "speed_gbps", "path")
 
 
@@ -44,9 +44,9 @@ class LevelConfig:
     """One level as asked for.
 
     Attributes:
-        device: ``'cuda:0'``, ``'cpu'``, ``'ssd'``, ``'arena'`` (RAM as level 0) or ``'null'`` (accounts, holds nothing).
+        device: ``'cuda:0'``, ``'cpu'``, ``'ssd'``, ``'arena'`` (RAM as level 0) or ``'null'`` (only accounts).
         capacity_bytes: its cap.
-        speed_gbps: what it moves, GB/s, as far as the user knows; None where nobody said.
+        speed_gbps: what it moves, GB/s, as far as the user knows; None where that is not said.
         path: a directory for ``'ssd'``, by default `default_disk_path`.
     """
 
@@ -91,7 +91,7 @@ def machine_levels(
     ]
     if disk_memory is None or parse_bytes(disk_memory) > 0:
         path = disk_path or default_disk_path()
-        free = min(int(disk_facts(path).free_bytes * DISK_SHARE), LARGEST_DISK_BYTES)
+        free = min(int(disk_facts(path).free_bytes * DISK_SHARE), MAX_DISK_BYTES)
         sizes.append(("ssd", disk_memory, free, path))
     asked = [(name, free if size is None else parse_bytes(size), path) for name, size, free, path in sizes]
     if not asked[0][1]:
@@ -146,7 +146,8 @@ def _refuse_unknown(raw: Mapping[str, Any], known: tuple[str, ...], where: str) 
     for key in raw:
         if key not in known:
             raise ConfigurationError(
-                f"{where} has the key {key!r}, which is not supported (known: {', '.join(known)}){nearest(str(key), known)}"
+                f"{where} has the key {key!r}, which is not supported (known: {', '.join(known)})"
+                f"{nearest(str(key), known)}"
             )
 
 
@@ -156,8 +157,8 @@ def check_order(levels: Iterable[LevelConfig]) -> None:
     for faster, slower in zip(stated, stated[1:], strict=False):
         if (slower.speed_gbps or 0) > (faster.speed_gbps or 0):
             raise ConfigurationError(
-                f"levels go from the fastest to the slowest, but {slower.device} ({slower.speed_gbps} GB/s) is listed below "
-                f"{faster.device} ({faster.speed_gbps} GB/s): change their order or their speed_gbps"
+                f"levels go from the fastest to the slowest, but {slower.device} ({slower.speed_gbps} GB/s) is listed "
+                f"below {faster.device} ({faster.speed_gbps} GB/s): change their order or their speed_gbps"
             )
 
 
@@ -188,7 +189,8 @@ def build_levels(config: Mapping[str, Any] | Iterable[LevelConfig] | Iterable[Le
             levels.append(item if isinstance(item, Level) else build_level(item, number, numa_node=_numa_node(levels)))
         if levels[0].device is None:
             raise ConfigurationError(
-                f"level 0 cannot be {levels[0].name}: tensors are handed out there; list a cuda device, cpu or arena first"
+                f"level 0 cannot be {levels[0].name}: tensors are handed out there; list a cuda device, cpu or arena "
+                f"first"
             )
     except BaseException:
         for level in levels:
@@ -219,13 +221,14 @@ def _usable_gpu(config: LevelConfig) -> torch.device:
     total = torch.cuda.get_device_properties(index).total_memory
     if config.capacity_bytes > total:
         raise ConfigurationError(
-            f"a level of {format_bytes(config.capacity_bytes)} does not fit on {config.device} with {format_bytes(total)}"
+            f"a level of {format_bytes(config.capacity_bytes)} does not fit on {config.device} with "
+            f"{format_bytes(total)}"
         )
     return torch.device("cuda", index)
 
 
 def default_disk_path() -> str:
-    """Where disk levels go when nobody says: ``$VBLACKWELL_DISK_PATH``, else the first of the temporary directory,
+    """Where disk levels go by default: ``$VBLACKWELL_DISK_PATH``, else the first of the temporary directory,
     the cache directory and the current directory that is on a disk.
 
     Raises:
@@ -240,6 +243,6 @@ def default_disk_path() -> str:
         if path.is_dir() and os.access(path, os.W_OK) and not disk_facts(path).ram_backed:
             return str(path)
     raise ConfigurationError(
-        f"none of {', '.join(map(str, candidates))} is a writable directory on a disk: give the ssd level a 'path', or set "
-        f"{DISK_PATH_VARIABLE}"
+        f"none of {', '.join(map(str, candidates))} is a writable directory on a disk: give the ssd level a 'path', or "
+        f"set {DISK_PATH_VARIABLE}"
     )

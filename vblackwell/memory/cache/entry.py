@@ -1,10 +1,10 @@
 """What the stack knows of one key: its layout, where its bytes are, and the tensors that its users may hold.
 
-The bytes of a key are one extent, whatever it is: a tensor is one part, a packed tensor one part per component, each at a
-multiple of 64 bytes. A part remembers shape and dtype; the extent holds row-major bytes.
+The bytes of a key are one extent, whatever it is: a tensor is one part, a packed tensor one part per component, each at
+a multiple of 64 bytes. A part remembers shape and dtype; the extent holds row-major bytes.
 
-While a key lives on level 0 its entry keeps ready-made tensors over the extent. `access` hands out aliases of them, and the
-storage's use count tells whether any are still held: by a variable, a view, or a graph that autograd saved them in.
+While a key lives on level 0 its entry keeps ready-made tensors over the extent. `access` hands out aliases of them, and
+the storage's use count tells whether any are still held: by a variable, a view, or a graph that autograd saved them in.
 """
 
 from __future__ import annotations
@@ -119,10 +119,10 @@ class Entry:
         stray: the bytes themselves, in RAM outside all levels, after a failing disk left them no other place.
         resident: tensors over the extent while the key is on level 0 and is not being moved or written.
         pins: how many `borrow` blocks hold it.
-        expected: a prefetch brought it up and nobody has accessed it since.
+        expected: a prefetch brought it up and it has not been accessed since.
         error: what its last prefetch ran into; raised by the next access.
-        side_streams: CUDA streams other than the default one that were given its tensors since its bytes were last written.
-        last_use: the stack's clock when it was last used. next_use: the policy's forecast. seat, before, after: the policy's.
+        side_streams: CUDA streams but the default one that were given its tensors since its bytes were written.
+        last_use: the policy's clock when it was last used. next_use, seat, before, after: the policy's.
     """
 
     __slots__ = (

@@ -1,14 +1,14 @@
-"""Entries on levels: admit, promote, move, replace, drop, and ranges that others fill; each of them whole or not at all.
+"""Entries on levels: admit, promote, move, replace, drop, and ranges that others fill; each done whole or not at all.
 
 Every operation is called in a turn (`pool.Turn`), plans under the lock (`plan`), carries the moves out without it, and
-commits them one by one under it. Moves run in the plan's order and each is finished before the next starts, because it may
-write where the one before it read. While an entry moves it is hidden: not resident, no victim. Tables are only read or
-written under the lock, and the place of an entry only changes in a turn; so in a turn an entry's bytes are read without
-the lock.
+commits them one by one under it. Moves run in the plan's order and each is finished before the next starts, because it
+may write where the one before it read. While an entry moves it is hidden: not resident, no victim. Tables are only read
+or written under the lock, and the place of an entry only changes in a turn; so in a turn an entry's bytes are read
+without the lock.
 
 An entry whose own place is needed for the victims that make room for it (a stack that is full to the last byte) passes
-through RAM: it is lifted out first, and its bytes are `stray` until they are written again. A disk that fails in between
-leaves them stray: outside all levels, but not lost.
+through RAM: it is lifted out first, and its bytes are `stray` until they are written again. A disk that fails in
+between leaves them stray: outside all levels, but not lost.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Placement:
         self._statistics = statistics
         self._lock = lock
 
-    # -- new bytes -------------------------------------------------------------------------------------------------------
+    # -- new bytes -----------------------------------------------------------------------------------------------------
 
     def admit(self, entry: Entry, bytes_in: torch.Tensor, source: Place, *, adopt: bool) -> None:
-        """Find a level for a new entry, by priority, and copy ``bytes_in`` (flat uint8) there, or ``adopt`` their memory.
+        """Find a level for a new entry, by priority; copy ``bytes_in`` (flat uint8) there, or ``adopt`` their memory.
 
         Raises:
             InsufficientMemory: no cascade makes room; nothing moved.
@@ -76,7 +76,7 @@ class Placement:
         downwards, upwards = range(start, last + 1), tuple(reversed(range(start)))
         plan = Plan(self._levels, self._policy)
         for level in downwards:
-            extent = plan.room(level, size, entry.priority - 1)
+            extent = plan.make_room(level, size, entry.priority - 1)
             if extent is not None:
                 return plan, level, extent
         for level in upwards:
@@ -85,7 +85,7 @@ class Placement:
                 return plan, level, extent
         plan = Plan(self._levels, self._policy, by_order=True)
         for level in (*downwards, *upwards):
-            extent = plan.room(level, size)
+            extent = plan.make_room(level, size)
             if extent is not None:
                 return plan, level, extent
         raise does_not_fit(self._levels, f"for {entry.key!r}", size, plan.refusal)
@@ -110,7 +110,7 @@ class Placement:
         with self._lock:
             self.sweep()
             plan = Plan(self._levels, self._policy, by_order=True)
-            extent = plan.room(level, num_bytes)
+            extent = plan.make_room(level, num_bytes)
             if extent is None:
                 raise does_not_fit(self._levels, f"on {self._levels[level].name} for {what}", num_bytes, plan.refusal)
             plan.fill(level, extent)
@@ -119,10 +119,10 @@ class Placement:
             self._levels[level].materialise(extent)
         return extent
 
-    # -- another level ---------------------------------------------------------------------------------------------------
+    # -- another level -------------------------------------------------------------------------------------------------
 
     def promote(self, entry: Entry, target: int, *, background: bool = False) -> bool:
-        """Raise ``entry`` to ``target`` if it fits, or if something colder and no more important can sink; whether it did."""
+        """Raise ``entry`` to ``target`` if it fits, or colder and no more important ones can sink; whether it did."""
         plan = Plan(self._levels, self._policy, spare_expected=background)
         try:
             self._bring(entry, target, plan, entry.priority, entry)
@@ -150,12 +150,12 @@ class Placement:
                 )
             source, old = self._levels[entry.level], entry.extent
             plan.exclude(entry)
-            extent = plan.room(target, entry.num_bytes, max_priority, than)
+            extent = plan.make_room(target, entry.num_bytes, max_priority, than)
             passes_ram = extent is None and old is not None
             if old is not None:
                 source.displace(old)
             if passes_ram:
-                extent = plan.room(target, entry.num_bytes, max_priority, than)
+                extent = plan.make_room(target, entry.num_bytes, max_priority, than)
             if extent is None:
                 if old is not None:
                     source.restore(old)
@@ -173,22 +173,25 @@ class Placement:
                 self.put_back(entry)
             raise
 
-    def _lift(self, entry: Entry, plan: Plan) -> None:
-        """Take the bytes of ``entry``, whose extent was displaced, out into RAM before the moves of ``plan`` write there."""
+    def _lift(self, entry: Entry, plan: Plan | None = None) -> None:
+        """Take the bytes of ``entry``, whose extent was displaced, into RAM before ``plan`` writes there."""
         level, old = self._levels[entry.level], entry.extent
         assert old is not None
+        stray = torch.empty(entry.num_bytes, dtype=torch.uint8, device="cpu")
         try:
-            stray = self._read_to_ram(entry)
+            level.read(old, stray).finish()
         except BaseException:
             with self._lock:
-                self._undo(plan)
+                if plan is not None:
+                    self._undo(plan)
                 level.restore(old)
+                self._show(entry)
             raise
         with self._lock:
             level.release(old)
             entry.stray, entry.extent = stray, None
 
-    # -- replacing and dropping ------------------------------------------------------------------------------------------
+    # -- replacing and dropping ----------------------------------------------------------------------------------------
 
     def overwrite(self, entry: Entry, bytes_in: torch.Tensor, source: Place) -> bool:
         """Replace the bytes of ``entry`` on its level, unless somebody holds the old ones; whether it did.
@@ -232,19 +235,12 @@ class Placement:
             if entry.extent is None or entry.held():
                 return False
             entry.hide()
-        try:
-            stray = self._read_to_ram(entry)
-        except BaseException:
-            with self._lock:
-                self._show(entry)
-            raise
-        with self._lock:
-            self._levels[entry.level].free(entry.extent)
-            entry.stray, entry.extent = stray, None
+            self._levels[entry.level].displace(entry.extent)
+        self._lift(entry)
         return True
 
     def put_back(self, entry: Entry) -> None:
-        """Give stray bytes their level back, as far as it still works; the error that brought us here goes on to the user."""
+        """Give stray bytes their level back, as far as it still works; the error goes on to the user."""
         level, extent = self._levels[entry.level], None
         try:
             extent = level.place(entry.num_bytes)
@@ -274,7 +270,7 @@ class Placement:
                 self._levels[entry.level].free(entry.extent)
             entry.extent = entry.stray = None
 
-    # -- carrying plans out ----------------------------------------------------------------------------------------------
+    # -- carrying plans out --------------------------------------------------------------------------------------------
 
     def _begin(self, plan: Plan) -> None:
         """Hide what the plan moves. Under the lock, with the planning."""
@@ -355,25 +351,17 @@ class Placement:
             assert buffer is not None, "level 0 is addressable"
             entry.show(buffer)
 
-    # -- bytes -----------------------------------------------------------------------------------------------------------
+    # -- bytes ---------------------------------------------------------------------------------------------------------
 
     def read(self, entry: Entry, out: torch.Tensor) -> None:
         """Fill ``out`` (flat uint8) with the entry's bytes, and count them as moved to level 0."""
         start = time.perf_counter()
-        self._read(entry, out)
-        self._count(entry.level, 0, entry.num_bytes, time.perf_counter() - start)
-
-    def _read(self, entry: Entry, out: torch.Tensor) -> None:
         if entry.extent is None:
             assert entry.stray is not None
             out.copy_(entry.stray)
         else:
             self._levels[entry.level].read(entry.extent, out).finish()
-
-    def _read_to_ram(self, entry: Entry) -> torch.Tensor:
-        out = torch.empty(entry.num_bytes, dtype=torch.uint8, device="cpu")
-        self._read(entry, out)
-        return out
+        self._count(entry.level, 0, entry.num_bytes, time.perf_counter() - start)
 
     def _fill(self, level: int, extent: Extent, bytes_in: torch.Tensor, source: Place) -> None:
         """Copy bytes from outside into an extent, and count them."""

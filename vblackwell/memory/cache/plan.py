@@ -1,10 +1,10 @@
 """A cascade of moves that is known to fit before the first byte moves.
 
-To place bytes on a full level its victims sink: each to the first level below that has room, or where colder and no more
-important entries can sink in turn. The cascade is greedy: the first place that works is taken, and none is tried again. It
-uses the levels' own arithmetic (`place`, `displace`), so the offsets are decided and fragmentation is exact; what cannot be
-completed is taken back. The moves come out bottom-up: every range is left before it is written again, so carrying them
-out one after another never needs room that is not there.
+To place bytes on a full level its victims sink: each to the first level below that has room, or where colder and no
+more important entries can sink in turn. The cascade is greedy: the first place that works is taken, and none is tried
+again. It uses the levels' own arithmetic (`place`, `displace`), so the offsets are decided and fragmentation is exact;
+what cannot be completed is taken back. The moves come out bottom-up: every range is left before it is written again, so
+carrying them out one after another never needs room that is not there.
 
 `take_back` also serves a plan that was half carried out when a disk failed: moves that happened stay, the others are
 undone from the last to the first.
@@ -25,7 +25,7 @@ MAX_REFUSALS = 256  # victims that are tried in vain for an access before it is 
 
 @dataclass(frozen=True, eq=False)
 class Move:
-    """``entry`` goes from its extent (None: from its stray bytes) to ``target_extent``; without an entry others fill that."""
+    """``entry`` goes from its extent (None: from RAM) to ``target_extent``; without an entry, the caller fills that."""
 
     entry: Entry | None
     source: int
@@ -39,9 +39,9 @@ class Plan:
     """Moves in the order in which they are to be carried out. Made and changed under the stack's lock.
 
     Args:
-        by_order: somebody asked for it, so that it must not fail while there is room: every victim is tried, of any
+        by_order: asked for by the caller, not an access, so that it should not fail: every victim is tried, of any
             priority, and one that cannot sink may rise into free room.
-        spare_expected: leave alone what a prefetch brought up and nobody has used yet.
+        spare_expected: leave alone what a prefetch brought up and was not used yet.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Plan:
         self._spare_expected = spare_expected
         self._moved: set[Entry] = set()
 
-    def room(
+    def make_room(
         self, level: int, num_bytes: int, max_priority: int = 10, than: Entry | None = None, *, may_rise: bool = True
     ) -> Extent | None:
         """Place ``num_bytes`` on ``level``, letting victims up to a priority, and colder ``than`` an entry, sink.
@@ -93,13 +93,13 @@ class Plan:
     def move(self, entry: Entry, target: int, extent: Extent, *, evicted: bool = False, from_ram: bool = False) -> None:
         """Add the move of ``entry``, whose old extent was displaced, to an extent that was placed for it.
 
-        ``from_ram``: its bytes will be lifted out before the first move; taking the plan back does not restore its place.
+        ``from_ram``: its bytes are lifted out before the first move; taking the plan back does not restore its place.
         """
         self.moves.append(Move(entry, entry.level, None if from_ram else entry.extent, target, extent, evicted))
         self._moved.add(entry)
 
     def fill(self, target: int, extent: Extent) -> None:
-        """Note what the moves make room for, and others fill: taking the plan back frees it."""
+        """Note the extent that the moves make room for and the caller fills: taking the plan back frees it."""
         self.moves.append(Move(None, target, None, target, extent, False))
 
     def exclude(self, entry: Entry) -> None:
@@ -127,7 +127,7 @@ class Plan:
         source = self._levels[victim.level]
         source.displace(victim.extent)
         for level in range(victim.level + 1, len(self._levels)):
-            extent = self.room(level, victim.num_bytes, victim.priority, victim, may_rise=False)
+            extent = self.make_room(level, victim.num_bytes, victim.priority, victim, may_rise=False)
             if extent is not None:
                 self.move(victim, level, extent, evicted=True)
                 return True

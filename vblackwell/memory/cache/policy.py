@@ -1,18 +1,19 @@
 """The order of victims: least recently used, or, on a trace that repeats, needed furthest in the future.
 
-Entries sit in lists by (level, priority), each sorted from least to most recently used. Using an entry moves it to the end:
-O(1). An entry that sinks to another level is older than some that are there, and walks in from the recent end to its
-place, a few steps; so the order stays exact where entries came from different levels.
+Entries sit in lists by (level, priority), each sorted from least to most recently used. Using an entry moves it to the
+end: O(1). An entry that sinks to another level is older than some that are there, and walks in from the recent end to
+its place, a few steps; so the order stays exact where entries came from different levels.
 
-`next_use` is Belady's policy on a trace that repeats, as the accesses of training do. It records the keys that are accessed
-and looks for the shortest period with the prefix function of Knuth, Morris and Pratt, which costs O(1) amortised an access:
-a recorded trace of ``n`` keys with longest border ``b`` has period ``n - b``, and is taken to repeat once it holds two whole
-periods. From then on every access tells when the same key comes next. With three whole periods recording stops, and a
-pointer walks round the cycle. The first access that is not the expected one ends the forecast: victims are the least recent
-again, and recording goes on. It starts over where no period shows within 16 times the number of different keys, so an
-irregular start (loading, warm-up) does not hide the rhythm that follows. Why not the last distance between two accesses of
-a key as the forecast: training goes forward and backward through the layers, and there every key has two alternating
-distances. Victims come from a heap per (level, priority) with lazy deletion: O(log n).
+`next_use` is Belady's policy on a trace that repeats, as the accesses of training do. It records the keys that are
+accessed and finds the shortest period with the prefix function of Knuth, Morris and Pratt, which costs O(1) amortised
+an access: a recorded trace of ``n`` keys with longest border ``b`` has period ``n - b``, and is taken to repeat once it
+holds two whole periods. From then on every access tells when the same key comes next. With three whole periods
+recording stops, and a pointer walks round the cycle. The first access that is not the expected one ends the forecast:
+victims are the least recent again, and recording goes on. It starts over where no period shows within 16 times the
+number of different keys, so an irregular start (loading, warm-up) does not hide the rhythm that follows. Why not the
+last distance between two accesses of a key as the forecast: training goes forward and backward through the layers, and
+there every key has two alternating distances. Victims come from a heap per (level, priority) with lazy
+deletion: O(log n).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Policy(ABC):
         """Whether ``a`` may make room for ``b``, priorities aside."""
 
     def victims(self, level: int, max_priority: int = 10, than: Entry | None = None) -> Iterator[Entry]:
-        """Who may go from a level, first to go first: lower priority, then colder; only colder ones ``than`` that entry."""
+        """What may leave a level, in that order: lower priority, then colder; only colder ones ``than`` that entry."""
         for priority in range(max_priority + 1):
             for entry in self._in_order(level, priority):
                 if than is not None and not self.colder(entry, than):

@@ -1,11 +1,13 @@
 """The stack: levels together, keys on them, hot ones up, cold ones down.
 
-A key's bytes live on exactly one level. `register` copies them in, `access` gives them back on level 0's device, promotions
-and evictions move them in between (`placement`). Other parts of the package place bytes by hand in the same levels (`pool`).
+A key's bytes live on exactly one level. `register` copies them in, `access` gives them back on level 0's device,
+promotions and evictions move them in between (`placement`). Other parts of the package place bytes by hand in the same
+levels (`pool`).
 
-What `access` returned stays valid while it is held: the entry is no victim while its storage has other users, and `update`
-or `remove` then leave the old bytes to their holder. It is to be read; writing goes through `update`. Accessing a resident
-key takes one short lock and no transfer; anything else takes its turn (`pool.Turn`), one cascade at a time.
+What `access` returned stays valid while it is held: the entry is no victim while its storage has other users, and
+`update` or `remove` then leave the old bytes to their holder. It is to be read; writing goes through `update`.
+Accessing a resident key takes one short lock and no transfer; anything else takes its turn (`pool.Turn`), one
+cascade at a time.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class VGPUStack(LevelPool):
     Args:
         config: ``{'levels': [{'capacity_mb', 'device', 'speed_gbps', 'path'}, ...]}``, fastest first (`config`), or a
             sequence of `LevelConfig`, or of ready-made `Level` objects, which the stack then owns.
-        policy: ``'lru'`` or ``'next_use'``: who is evicted first among equal priorities.
+        policy: ``'lru'`` or ``'next_use'``: what is evicted first among equal priorities.
         promotion: ``'direct'`` brings an accessed key to level 0, ``'gradual'`` one level up an access.
 
     Attributes:
@@ -74,9 +76,9 @@ class VGPUStack(LevelPool):
         """Put a tensor, or a packed tensor, under ``key``; one that is there already is replaced.
 
         Args:
-            priority: 0 to 10; from 7 it starts on level 0, from 4 on level 1, below that above the last level, or further
-                down where full. By default by what the name says (`default_priority`).
-            owner: who registers, such as a model's name. Only the same owner may replace the key.
+            priority: 0 to 10; from 7 it starts on level 0, from 4 on level 1, below that above the last level, or
+                further down where full. By default by what the name says (`default_priority`).
+            owner: of the key, such as a model's name. Only the same owner may replace the key.
             take: let the stack use the tensor's own memory where it can; the caller gives the tensor up.
 
         Raises:
@@ -131,7 +133,8 @@ class VGPUStack(LevelPool):
                 return entry
         holder = f"{clash!r}" if entry is not None else "a reservation"
         raise KeyClash(
-            f"key {key!r} is taken by {holder}, and {owner!r} wants it too: give the models different names (name='...')"
+            f"key {key!r} is taken by {holder}, and {owner!r} wants it too: give the models different names "
+            f"(name='...')"
         )
 
     def access(self, key: str) -> Any:
@@ -158,7 +161,7 @@ class VGPUStack(LevelPool):
     def _hand_out(self, entry: Entry, tensors: tuple[torch.Tensor, ...]) -> Any:
         if self._cuda_index is not None and entry.num_bytes:
             stream = torch.cuda.current_stream(self._cuda_index)
-            if stream.cuda_stream:  # not the default stream: nobody may reuse or change the bytes under its kernels
+            if stream.cuda_stream:  # not the default stream: the bytes may not be reused or changed under its kernels
                 tensors[0].record_stream(stream)
                 entry.side_streams.add(stream)
         return entry.layout.value(tensors)
@@ -232,7 +235,7 @@ class VGPUStack(LevelPool):
             target = 0 if self.promotion == "direct" else max(0, entry.level - 1)
             try:
                 entry.expected = self._placement.promote(entry, target, background=True) and target == 0
-            except Exception as error:  # kept, not swallowed: there is nobody in this thread to hear of it
+            except Exception as error:  # kept for the next access, not swallowed
                 entry.error = error
 
     def add_prefetcher(self, prefetcher: Callable[[Any], bool]) -> None:
@@ -249,7 +252,7 @@ class VGPUStack(LevelPool):
         Raises:
             UnknownKey: nothing is registered under it.
             ConfigurationError: another shape or dtype (register it instead).
-            InsufficientMemory: the old bytes are held by somebody, and there is no room for the new ones beside them.
+            InsufficientMemory: the old bytes are still held, and there is no room for the new ones next to them.
         """
         layout, tensors = layout_of(tensor)
         with self._turn.take():
@@ -279,7 +282,7 @@ class VGPUStack(LevelPool):
         """Promote or demote ``key`` by hand.
 
         Raises:
-            InsufficientMemory: nobody there can make room; nothing moved.
+            InsufficientMemory: nothing there can make room; nothing moved.
             StaleTensor: it would leave level 0 while somebody holds its tensor.
         """
         self._check_level(level)
@@ -369,7 +372,7 @@ def create_vgpu_stack(
     """Probe the machine and make a stack: GPU, RAM, disk; a capped arena over RAM and disk where torch can use no GPU.
 
     Args:
-        fast_memory: cap of level 0, bytes or ``'8GiB'``. host_memory, disk_memory: the same below; 0 leaves the level out.
+        fast_memory: cap of level 0, bytes or ``'8GiB'``. host_memory, disk_memory: of those below; 0 leaves one out.
         disk_path: directory for the disk level. By default ``$VBLACKWELL_DISK_PATH``, else the temporary directory, the
             cache directory or the current one, the first of them that is on a disk.
         device: level 0's; by default the first GPU where torch can use one. ``'cpu'`` makes level 0 an arena in RAM.

@@ -7,50 +7,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
 
 import pytest
 import torch
 
-from tests.memory.conftest import random_bytes
+from tests.memory.conftest import PAGE, counts, levels, page, random_bytes
 from vblackwell import quantize
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, StaleTensor, UnknownKey
 from vblackwell.memory.cache.stack import VGPUStack
-from vblackwell.memory.level import Level
-from vblackwell.memory.statistics import Statistics
-from vblackwell.memory.transfer import FutureTransfer, set_transfer_delay
+from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.units import KiB, MiB
-
-PAGE = 4 * KiB
-
-
-@pytest.fixture
-def make_stack(make_level: Callable[..., Level]):
-    """``make_stack(2, 4, 8)``: arena, host and disk of that many pages of 4 KiB."""
-    made: list[VGPUStack] = []
-
-    def make(*pages: int, kinds: tuple[str, ...] = ("arena", "host", "disk"), **settings) -> VGPUStack:
-        stack = VGPUStack([make_level(kind, n * PAGE) for kind, n in zip(kinds, pages, strict=False)], **settings)
-        made.append(stack)
-        return stack
-
-    yield make
-    for stack in made:
-        stack.close()
-
-
-def page(value: float, pages: int = 1) -> torch.Tensor:
-    return torch.full((pages * KiB,), float(value))
-
-
-def levels(stack: VGPUStack) -> dict[str, int]:
-    return {key: stack.level_of(key) for key in stack}
-
-
-def counts(stack: VGPUStack, what: str) -> list[int]:
-    return [level[what] for level in stack.get_stats()["levels"]]
-
 
 # Owning the bytes.
 
@@ -486,86 +452,6 @@ def test_prefetch_serves_parameters_through_who_knows_them(make_stack):
         stack.prefetch(["model/layers.0"])
 
 
-# Ranges by hand.
-
-
-def test_reservations_make_keys_sink_and_are_never_evicted(make_stack):
-    stack = make_stack(4, 4, 8)
-    for i in range(4):
-        stack.register(f"k{i}", page(i), priority=10)
-    ring = stack.reserve("ring", 3 * PAGE, 0)
-    assert ring.level == 0 and ring.num_bytes == 3 * PAGE and ring.name == "ring"
-    assert [stack.level_of(f"k{i}") for i in range(4)] == [1, 1, 1, 0]
-    view = ring.view()
-    assert view is not None and view.data_ptr() % 64 == 0 and view.shape == (3 * PAGE,)
-    for i in range(4):
-        assert torch.equal(stack.access(f"k{i}"), page(i))
-    assert counts(stack, "used_bytes")[0] == 4 * PAGE
-    with pytest.raises(InsufficientMemory, match="for reservation 'more'"):
-        stack.reserve("more", 2 * PAGE, 0)
-    stack.unreserve(ring)
-    with pytest.raises(StaleTensor, match="'ring' has been given back"):
-        ring.view()
-    stack.unreserve(stack.reserve("more", 2 * PAGE, 0))
-    with pytest.raises(ConfigurationError, match="at least one byte"):
-        stack.reserve("none", 0, 0)
-
-
-@pytest.mark.parametrize("level", [0, 1, 2])
-def test_reading_and_writing_reservations_is_counted(make_stack, level: int):
-    stack = make_stack(8, 8, 8)
-    range_ = stack.reserve("r", 2 * PAGE, level)
-    assert (range_.view() is None) == (level == 2)
-    stack.write(range_, page(3, 2)).wait()
-    out = torch.zeros(KiB)
-    stack.read(range_, out).wait()
-    assert torch.equal(out, page(3))
-    names = ["arena", "cpu", "ssd"]
-    links = {(link["source"], link["destination"]): link for link in stack.get_stats()["links"]}
-    assert links["arena", names[level]]["bytes"] == 2 * PAGE + (PAGE if level == 0 else 0)
-    assert links[names[level], "arena"]["bytes"] == PAGE + (2 * PAGE if level == 0 else 0)
-    assert all(link["seconds"] > 0 for link in links.values())
-
-
-def test_a_reservation_at_the_last_level_lets_keys_rise(make_stack):
-    stack = make_stack(2, 4)
-    for i in range(4):
-        stack.register(f"k{i}", page(i), priority=5)
-    stack.reserve("all but two", 2 * PAGE, 1)
-    assert levels(stack) == {"k0": 0, "k1": 0, "k2": 1, "k3": 1}
-    with pytest.raises(InsufficientMemory):
-        stack.reserve("one more", PAGE, 1)
-    for i in range(4):
-        assert torch.equal(stack.access(f"k{i}"), page(i))
-
-
-# Counting.
-
-
-def test_statistics_add_up(make_stack):
-    stack = make_stack(2, 2, 4)
-    for i in range(6):
-        stack.register(f"k{i}", page(i), priority=7)
-    for key in ("k0", "k0", "k2", "k4"):
-        stack.access(key)
-    stack.count_hit()
-    stack.count_miss(2)
-    stack.count_link(1, 0, 1000, 0.5)
-    stack.add_stall(2.0)
-    stats = stack.get_stats()
-    assert set(stats) == {"levels", "links", "stall_seconds"} and stats["stall_seconds"] > 2
-    assert set(stats["levels"][0]) == {
-        "device", "capacity_bytes", "used_bytes", "peak_bytes", "hits", "misses", "evictions", "promotions", "demotions",
-    }  # fmt: skip
-    assert [level["device"] for level in stats["levels"]] == ["arena", "cpu", "ssd"]
-    assert counts(stack, "hits") == [3, 1, 2] and counts(stack, "misses") == [3, 2, 0]
-    assert counts(stack, "promotions") == [2, 0, 0]
-    assert counts(stack, "evictions") == counts(stack, "demotions") == [2, 0, 0]
-    assert set(stats["links"][0]) == {"source", "destination", "bytes", "seconds"}
-    stack.move("k4", 2)
-    assert counts(stack, "demotions") == [3, 0, 0] and counts(stack, "evictions") == [2, 0, 0]
-
-
 def test_a_resident_access_is_quick(make_stack):
     """The promise is 10 us; the bench measures it, this only notices when something slow gets into the path."""
     import timeit
@@ -646,24 +532,3 @@ def test_closing_leaves_no_thread_and_no_file(make_stack, disk_path: str):
     stack.prefetch(stack.keys())
     stack.close()
     assert not threads_and_files() - before
-
-
-def test_a_link_is_busy_once_however_many_use_it():
-    statistics = Statistics([])
-    futures: list[Future[None]] = [Future() for _ in range(4)]
-    began = time.perf_counter()
-    for future in futures[:3]:
-        statistics.link_started("a", "b", 1, FutureTransfer([future]))
-    time.sleep(0.05)
-    for future in futures[:3]:
-        future.set_result(None)
-    time.sleep(0.05)
-    statistics.link_started("a", "b", 1, FutureTransfer([futures[3]]))
-    time.sleep(0.02)
-    futures[3].set_result(None)
-    (link,) = statistics.report()["links"]
-    pause = 0.05
-    assert link["bytes"] == 4
-    assert 0.05 + 0.02 <= link["seconds"] <= time.perf_counter() - began - pause, (
-        "three at once count once, the pause does not"
-    )
