@@ -101,7 +101,7 @@ def llama_cases(folder: Path) -> Iterator[tuple[str, Callable[[], dict[str, Any]
     yield "ram-clip-always", run(optimizer={"max_grad_norm": BITES})
     yield "disk-unclipped", run(host=500, optimizer={"max_grad_norm": None})
     yield "disk-clip-sometimes", run(host=500, optimizer={"max_grad_norm": SOMETIMES})
-    yield "disk-in-backward-accumulated", run(host=700, optimizer=BEHIND)
+    yield "disk-in-backward-accumulated", run(host=800, optimizer=BEHIND)
     yield "ram-in-backward-accumulated", run(optimizer=BEHIND)
     yield "in-backward-clip-always", run(optimizer={"update_in_backward": True, "max_grad_norm": BITES})
     yield "in-backward-without-undo", run(optimizer={"update_in_backward": True, "undo": False, "max_grad_norm": None})
