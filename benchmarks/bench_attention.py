@@ -29,7 +29,7 @@ from graph_timing import alternating_us, median_us
 from torch import Tensor
 
 from vblackwell.kernels.attention import plan as attention_plan
-from vblackwell.kernels.runtime.autotune import machine, write_entries
+from vblackwell.kernels.runtime import tuning
 from vblackwell.nn.attention import backends as dispatcher
 from vblackwell.nn.attention.backends import BACKENDS, Variant
 
@@ -248,9 +248,9 @@ def keep_times(
         asked = request._replace(gradient=gradient)
         table = {dispatcher.shape_key(asked): times, dispatcher.neighbours_key(asked): times}
         if path is not None:
-            write_entries(path, machine(device), table)
+            tuning.write_entries(path, tuning.machine(device), table)
         if keep:
-            attention_plan.store(device, table)
+            tuning.store(attention_plan.KIND, device, table)
 
 
 def print_row(row: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ layers whose weights exceed the L2 many times, the same count for every system, 
 ratios are to cuBLAS bf16 in the same run. ``--peers``
 adds other people's 4-bit linears (fp4_peers.py), ``--do-bench`` a second time by ``triton.testing.do_bench``, which launches one layer at
 a time from Python behind an emptied L2. ``--shapes``, ``--rows`` and ``--seconds`` fit a run to the time there is.
-``--tune`` measures the neighbours of every plan and stores the fastest (kernels/runtime/autotune.py). ``--prebuild`` compiles for
+``--tune`` measures the neighbours of every plan and stores the fastest (kernels/runtime/tuning.py). ``--prebuild`` compiles for
 sm_90a without a GPU, into the cache folder, what the other options will need.
 """
 
@@ -31,17 +31,15 @@ from fp4_peers import Peer, choose
 from fp4_report import print_table, write_rows
 from graph_timing import Replay, graph_of, graph_us, turns_us
 
-from vblackwell.kernels.fp4 import launch as fp4_cuda
-from vblackwell.kernels.fp4 import layout, reference, w4a8
-from vblackwell.kernels.fp4 import mma_plan as fp4_mma_plan
+from vblackwell.kernels.fp4 import launch as fp4_launch
+from vblackwell.kernels.fp4 import layout, mma_plan, reference, tuning, w4a8, wgmma_plan
 from vblackwell.kernels.fp4 import norm as fp4_norm
-from vblackwell.kernels.fp4 import plan as fp4_plan
-from vblackwell.kernels.fp4 import w4a8_launch as w4a8_cuda
 from vblackwell.kernels.fp4.linear import fp4_linear, fp4_linear_dx
 from vblackwell.kernels.fp4.mma_plan import MmaPlan
-from vblackwell.kernels.fp4.plan import WgmmaPlan
+from vblackwell.kernels.fp4.wgmma_plan import WgmmaPlan
 from vblackwell.kernels.pointwise.rms_norm import rms_norm
-from vblackwell.kernels.runtime import autotune, nvrtc
+from vblackwell.kernels.runtime import nvrtc
+from vblackwell.kernels.runtime import tuning as cache
 from vblackwell.numerics.formats import FORMATS
 
 SHAPES = ((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192))
@@ -54,18 +52,18 @@ Call = Callable[[torch.Tensor], torch.Tensor]
 
 def prebuild(args: argparse.Namespace) -> None:
     """Compile for sm_90a, in parallel, into the cache, what ``args`` will run."""
-    files = {MmaPlan: fp4_mma_plan.MMA_FILES, WgmmaPlan: fp4_plan.WGMMA_FILES}
-    jobs = [(fp4_cuda.DEQUANTIZE_FILES, {"FP16": 0, "OUT": out}) for out in range(3)]
-    jobs += [(fp4_cuda.E4M3_FILES, fp4_cuda.prepare_macros(False, k)) for _, k in args.shapes]
+    files = {MmaPlan: mma_plan.MMA_FILES, WgmmaPlan: wgmma_plan.WGMMA_FILES}
+    jobs = [(fp4_launch.DEQUANTIZE_FILES, {"FP16": 0, "OUT": out}) for out in range(3)]
+    jobs += [(w4a8.E4M3_FILES, w4a8.prepare_macros(False, k)) for _, k in args.shapes]
     for (n, k), m in itertools.product(args.shapes, args.rows):
         if m >= w4a8.LEAST_ROWS:
-            jobs.append((w4a8_cuda.FILES, w4a8_cuda.plan_w4a8(m, n, k, PROCESSORS).macros(False, k)))
+            jobs.append((w4a8.FILES, w4a8.plan_w4a8(m, n, k, PROCESSORS).macros(False, k)))
         for plan in plans_of(m, n, k):
-            each = autotune.variants(plan) if args.tune else [plan]
+            each = tuning.variants(plan) if args.tune else [plan]
             jobs += [(files[type(plan)], part.macros(False)) for one in each for part in parts_of(one, m, n)]
-        if m <= fp4_norm.most_rows((9, 0), n, k):
-            fused = fp4_mma_plan.plan_mma(m, n, k, True)
-            jobs.append((fp4_mma_plan.MMA_FILES, fused.macros(False, norm=1)))
+        if m <= fp4_norm.max_rows((9, 0), n, k):
+            fused = mma_plan.plan_mma(m, n, k, True)
+            jobs.append((mma_plan.MMA_FILES, fused.macros(False, norm=1)))
     for (n, k), m, fp16 in itertools.product(CHECK_SHAPES, CHECK_ROWS, (False, True) if args.check else ()):
         parts = (part for plan in plans_of(m, n, k) for part in parts_of(plan, m, n))
         jobs += [(files[type(part)], part.macros(fp16, True)) for part in parts]
@@ -96,7 +94,7 @@ def check() -> None:
         w = reference.dequantize(codes, scales, scale, format, n, k)
         tiled = layout.to_tiled(codes, scales, scale, format, n, k)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            same = torch.equal(fp4_cuda.run_dequantize(*tiled, n, k, dtype), w.to(dtype))
+            same = torch.equal(fp4_launch.run_dequantize(*tiled, n, k, dtype), w.to(dtype))
             worst["dequantize"] = max(worst["dequantize"], 0.0 if same else float("inf"))
         dtype = torch.bfloat16 if format == "nvfp4" else torch.float16
         for m in CHECK_ROWS:
@@ -140,7 +138,7 @@ def systems(
     yield "cublas bf16", "", [functools.partial(torch.nn.functional.linear, x, w) for w in dense]
     linear = functools.partial(fp4_linear, format="nvfp4-tiled", activation="none", n=n, k=k)
     yield "fp4_linear nvfp4", "cublas bf16", [functools.partial(linear, x, *w, None) for w in packed]
-    if m <= fp4_norm.MOST_ROWS:
+    if m <= fp4_norm.MAX_ROWS:
         gain = torch.randn(k, device="cuda", dtype=torch.bfloat16)
         yield (
             "rms_norm, cublas bf16",
@@ -227,7 +225,7 @@ def do_bench_us(call: Callable[[], object]) -> float:
 
 def bench(args: argparse.Namespace) -> None:
     rows: list[dict[str, object]] = []
-    machine = autotune.machine(torch.device("cuda", 0))
+    machine = cache.machine(torch.device("cuda", 0))
     left_out = dict(word.split("=", 1) for word in args.without)
     peers, began = tuple(peer for peer in choose(args.peers) if peer.name not in left_out), time.monotonic()
     for n, k in args.shapes:
@@ -306,17 +304,15 @@ def tune() -> None:
         packed, _ = layers_of(n, k)
         for m in (row for row in ROWS if row <= 256):
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-            plan = (
-                plans_of(m, n, k)[0] if m <= fp4_mma_plan.most_mma_rows((9, 0), n, k) else fp4_plan.plan_wgmma(m, n, k)
-            )
+            plan = plans_of(m, n, k)[0] if m <= mma_plan.max_mma_rows((9, 0), n, k) else wgmma_plan.plan_wgmma(m, n, k)
 
             def measure(
                 variant: MmaPlan | WgmmaPlan, x: torch.Tensor = x, n: int = n, packed: list[Tiled] = packed
             ) -> float:
                 return graph_us([functools.partial(run_plan, variant, x, w, n) for w in packed], 5)
 
-            autotune.tune(plan, x, n, k, measure)
-    print("tuned:", autotune.cache_path(autotune.machine(torch.device("cuda", 0))))
+            tuning.tune(plan, x.device, x.dtype, len(x), n, k, measure)
+    print("tuned:", cache.cache_path(tuning.KIND, cache.machine(torch.device("cuda", 0))))
 
 
 def parse_shapes(text: str) -> list[tuple[int, int]]:
@@ -348,7 +344,7 @@ def main() -> None:
     if args.prebuild:
         prebuild(args)
         return
-    print(autotune.machine(torch.device("cuda", 0)))
+    print(cache.machine(torch.device("cuda", 0)))
     if args.check:
         check()
     if args.tune:

@@ -17,7 +17,7 @@ from bench_ops import time_us
 from graph_timing import median_us
 
 from vblackwell.kernels.pointwise.sampling import sample_tokens
-from vblackwell.kernels.runtime.dispatch import use_backend
+from vblackwell.kernels.runtime.registry import use_backend
 
 ROWS, VOCABULARY = 256, 128_000
 FLOOR, AIM = 2.5, 4.0

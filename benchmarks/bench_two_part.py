@@ -33,14 +33,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from two_part_overhead import overhead_rows
 
-from vblackwell.kernels.fp4 import launch as fp4_cuda
-from vblackwell.kernels.fp4 import layout, two_part_layout
-from vblackwell.kernels.fp4 import mma_plan as fp4_mma_plan
-from vblackwell.kernels.fp4 import two_part_launch as two_part_cuda
+from vblackwell.kernels.fp4 import launch as fp4_launch
+from vblackwell.kernels.fp4 import layout, mma_plan, two_part
 from vblackwell.kernels.fp4.linear import fp4_linear
 from vblackwell.kernels.fp4.two_part import OP, two_part_linear
 from vblackwell.kernels.runtime import nvrtc
-from vblackwell.kernels.runtime.dispatch import use_backend
+from vblackwell.kernels.runtime.registry import use_backend
 from vblackwell.nn.convert.optimize import VBModelWrapper, enable_vb_optimization
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.nn.decoder.presets import find_preset
@@ -153,10 +151,10 @@ def constant_rows(rows: Rows, device: str, steps: int) -> None:
 def instruction_rows(rows: Rows) -> None:
     """Instructions a weight in the inner loops for sm_90, both parts beside the coarse one alone; compiled here, without a GPU."""
     for m in (1, 8, 16):
-        ours = two_part_cuda.plan(m, 8192, 8192, True)
-        theirs = fp4_mma_plan.plan_mma(m, 8192, 8192, True, bulk=False)
-        both = per_weight(two_part_cuda.FILES, ours.macros(), ours.tokens)
-        coarse = per_weight(fp4_cuda.MMA_FILES, theirs.macros(False), theirs.tokens)
+        ours = two_part.plan_two_part(m, 8192, 8192, True)
+        theirs = mma_plan.plan_mma(m, 8192, 8192, True, bulk=False)
+        both = per_weight(two_part.FILES, ours.macros(), ours.tokens)
+        coarse = per_weight(fp4_launch.MMA_FILES, theirs.macros(False), theirs.tokens)
         rows.append((f"instructions a weight, M={m}", f"{both:.2f}, coarse alone {coarse:.2f}", "5", both <= 5))
 
 
@@ -183,7 +181,7 @@ def per_weight(files: tuple[str, ...], macros: dict[str, int], tokens: int) -> f
 
 def random_parts(n: int, k: int, device: str = "cuda") -> tuple[Tensor, ...]:
     """Random parts in tiles: any coarse codes, fine ones that fit them."""
-    codes_shape, fine_shape, scales_shape = two_part_layout.shapes(two_part_layout.TILED, n, k)
+    codes_shape, fine_shape, scales_shape = layout.parts_shapes(layout.TILED_PARTS, n, k)
     codes = torch.randint(0, 256, codes_shape, dtype=torch.uint8, device=device)
     fine = torch.randint(0, 256, fine_shape, dtype=torch.uint8, device=device) | 0x22  # speed does not depend on values
     scales = torch.randint(96, 144, scales_shape, dtype=torch.uint8, device=device)
@@ -195,28 +193,28 @@ def check_rows(rows: Rows) -> None:
     worst, repeats, written_right = 0.0, True, True
     hopper = torch.cuda.get_device_capability()[0] == 9
     covers = list(itertools.product(CHECK_ROWS, (True, False) if hopper else (False,)))
-    plans = {two_part_cuda.plan(m, n, k, clusters) for n, k in CHECK_SHAPES for m, clusters in covers}
+    plans = {two_part.plan_two_part(m, n, k, clusters) for n, k in CHECK_SHAPES for m, clusters in covers}
     device = torch.device("cuda", torch.cuda.current_device())
-    macros = {tuple(plan.macros(True).items()) for plan in plans}
-    entry = (two_part_cuda.FILES, "two_part_mma")
+    macros = {tuple(plan.macros(out32=True).items()) for plan in plans}
+    entry = (two_part.FILES, "two_part_mma")
     compiled([functools.partial(nvrtc.kernel, *entry, dict(each), device) for each in macros])
     for n, k in CHECK_SHAPES:
         w_NK = torch.randn(n, k, device="cuda") * torch.logspace(-2, 1, n, device="cuda")[:, None]
         separated = separation.separate(w_NK)
         coarse = separated.coarse
         canonical = (coarse.codes, separated.fine, coarse.block_scales, coarse.tensor_scale)
-        tiled = two_part_layout.to_tiled(*canonical, n, k)
+        tiled = layout.parts_to_tiled(*canonical, n, k)
         exact_w = separated.dequantize(torch.float32)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            written_right &= torch.equal(two_part_cuda.run_dequantize(*tiled, n, k, dtype), exact_w.to(dtype))
+            written_right &= torch.equal(two_part.run_dequantize(*tiled, n, k, dtype), exact_w.to(dtype))
         one = torch.ones((), device="cuda")
         rounded = (
             separation.dequantize(*canonical[:3], one, n, k, torch.bfloat16).double() * coarse.tensor_scale.double()
         )
         for m, clusters in covers:
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-            plan = two_part_cuda.plan(m, n, k, clusters)
-            y, again = (two_part_cuda.run_mma(plan, x, *tiled, None, "none", n, torch.float32) for _ in range(2))
+            plan = two_part.plan_two_part(m, n, k, clusters)
+            y, again = (two_part.run_mma(plan, x, *tiled, None, "none", n, torch.float32) for _ in range(2))
             repeats &= torch.equal(y, again)
             exact = x.double() @ rounded.t()
             bound = 4 * 2**-24 * k**0.5 * (x.double().abs() @ rounded.abs().t()) + 1e-30
@@ -236,7 +234,7 @@ def check_rows(rows: Rows) -> None:
 def linear_rows(rows: Rows, n: int, k: int, counts: list[int], tuned: list[int]) -> None:
     parts = [random_parts(n, k) for _ in range(LAYERS)]
     dense = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(LAYERS)]
-    ours_of = functools.partial(two_part_linear, format=two_part_layout.TILED, activation="none", n=n, k=k)
+    ours_of = functools.partial(two_part_linear, format=layout.TILED_PARTS, activation="none", n=n, k=k)
     coarse_of = functools.partial(fp4_linear, format=layout.tiled_name("nvfp4"), activation="none", n=n, k=k)
     first = [torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for m in counts]
     compiled([functools.partial(ours_of, x, *parts[0], None) for x in first])
@@ -262,7 +260,7 @@ def linear_rows(rows: Rows, n: int, k: int, counts: list[int], tuned: list[int])
 
 def call_parts(x: Tensor, parts: tuple[Tensor, ...], n: int, k: int) -> Tensor:
     codes, fine, scales, scale = parts
-    return two_part_linear(x, codes, fine, scales, scale, None, two_part_layout.TILED, "none", n, k)
+    return two_part_linear(x, codes, fine, scales, scale, None, layout.TILED_PARTS, "none", n, k)
 
 
 def numbers(text: str) -> list[int]:

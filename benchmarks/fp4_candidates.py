@@ -6,11 +6,9 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from vblackwell.kernels.fp4 import mma_plan as fp4_mma_plan
-from vblackwell.kernels.fp4 import plan as fp4_plan
-from vblackwell.kernels.fp4.cost import MULTIPROCESSORS
-from vblackwell.kernels.fp4.mma_plan import MmaPlan
-from vblackwell.kernels.fp4.plan import WgmmaPlan, goes_round
+from vblackwell.kernels.fp4 import mma_plan, wgmma_plan
+from vblackwell.kernels.fp4.mma_plan import MULTIPROCESSORS, MmaPlan
+from vblackwell.kernels.fp4.wgmma_plan import WgmmaPlan, goes_round
 
 Plan = MmaPlan | WgmmaPlan
 SHARED, REGISTERS = 227 * 1024, 65536
@@ -43,7 +41,7 @@ def mma_plans(m: int, n: int, k: int) -> Iterator[MmaPlan]:
         whole = -(-(-(-k // 64) // splits) // turn) * turn
         for chunk, stages in ((whole, 1), (turn, 3), (2 * turn, 2), (2 * turn, 3)):
             plan = MmaPlan(tokens, row_warps, k_warps, splits, 4, chunk=chunk, x_stages=stages)
-            if (stages == 1 or chunk < whole) and fp4_mma_plan.fits_with_norm(plan, k):
+            if (stages == 1 or chunk < whole) and mma_plan.fits_with_norm(plan, k):
                 yield plan
 
 
@@ -60,35 +58,24 @@ def wgmma_plans(m: int, n: int, k: int) -> Iterator[WgmmaPlan]:
         if tokens > max(m, 16) or tokens < min(m, 64) or columns > 2 or consumers > 4:
             continue
         blocks = -(-n // (64 * groups)) * splits * columns
-        alone, helped = _fills(blocks, 1) or _fills(blocks, most), _fills(blocks * (k_groups + 1) // k_groups, 1)
+        if not (_fills(blocks, 1) or _fills(blocks, most)):
+            continue
         plan = WgmmaPlan(tokens, groups, splits, 12, 4, most, k_groups)
         for stages in (8, 6, 5, 4) if k_groups == 4 else (6, 5, 4):
             if goes_round(stages, k_groups) and replace(plan, stages=stages).fits():
                 plan = replace(plan, stages=stages)
-                yield from [plan] if alone else []
-                pairs = replace(plan, stages=max(8, 4 * k_groups), together=2)
-                yield from [pairs] if alone and tokens <= 128 and pairs.fits() else []
-                yield from helped_plans(plan, blocks, n, k) if helped else []
+                yield plan
+                pairs = replace(plan, stages=max(8, 4 * k_groups), windows_per_step=2)
+                yield from [pairs] if tokens <= 128 and pairs.fits() else []
                 break
-
-
-def helped_plans(plan: WgmmaPlan, blocks: int, n: int, k: int) -> Iterator[WgmmaPlan]:
-    """``plan`` with helpers, where they have room beside its ``blocks``, and as much to do as the others or a little less."""
-    if (plan.groups, plan.splits, plan.min_blocks) != (1, 1, 1) or plan.k_groups == 1:
-        return
-    even = -(-k // 64) // (plan.k_groups + 1)
-    for windows in (even, even - 1, even - 2, even - 3, even - 4, even - 6):
-        helped = replace(plan, helped=max(1, windows))
-        if blocks * (1 + helped.helpers(n) / -(-n // 64)) <= 132:
-            yield helped
 
 
 def plans(m: int, n: int, k: int) -> list[Plan]:
     """What the rules choose today, then what could be."""
     found: list[Plan] = list(mma_plans(m, n, k)) if m <= 16 else []
     if 16 <= m <= 256:
-        found += sorted(wgmma_plans(m, n, k), key=lambda plan: fp4_plan.predicted_us(plan, m, n, k))
+        found += sorted(wgmma_plans(m, n, k), key=lambda plan: wgmma_plan.predicted_us(plan, m, n, k))
     if m > 256:
         found += [WgmmaPlan(256, 2, 1, 4), WgmmaPlan(256, 1, 1, 6, k_groups=2), WgmmaPlan(128, 3, 1, 6)]
-    today: list[Plan] = [fp4_mma_plan.plan_mma(m, n, k, True)] if m <= 16 else []
-    return list(dict.fromkeys([*today, fp4_plan.plan_wgmma(m, n, k), *found]))
+    today: list[Plan] = [mma_plan.plan_mma(m, n, k, True)] if m <= 16 else []
+    return list(dict.fromkeys([*today, wgmma_plan.plan_wgmma(m, n, k), *found]))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from vblackwell.kernels.fp4 import launch as fp4_cuda
-from vblackwell.kernels.fp4 import layout
-from vblackwell.kernels.fp4 import mma_plan as fp4_mma_plan
-from vblackwell.kernels.fp4 import plan as fp4_plan
+from vblackwell.kernels.fp4 import launch as fp4_launch
+from vblackwell.kernels.fp4 import layout, mma_plan, wgmma_plan
 from vblackwell.kernels.fp4.mma_plan import MmaPlan
-from vblackwell.kernels.fp4.plan import WgmmaPlan
+from vblackwell.kernels.fp4.wgmma_plan import WgmmaPlan
 
 LAYERS = 24  # more than fit an L2
 Tiled = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -27,25 +25,25 @@ def plans_of(m: int, n: int, k: int) -> list[MmaPlan | WgmmaPlan]:
     """Every plan that the dispatcher, or somebody who asks for a backend, may run for a shape on Hopper."""
     plans: list[MmaPlan | WgmmaPlan] = []
     if m <= 16:
-        plans.append(fp4_mma_plan.plan_mma(m, n, k, True))
+        plans.append(mma_plan.plan_mma(m, n, k, True))
     if m <= 32:
-        plans.append(fp4_mma_plan.plan_mma(m, n, k, False))
-    if m <= 1024 or fp4_plan.wgmma_beats_dequantize(m, n, k):
-        plans.append(fp4_plan.plan_wgmma(m, n, k))
+        plans.append(mma_plan.plan_mma(m, n, k, False))
+    if m <= 1024 or wgmma_plan.wgmma_beats_dequantize(m, n, k):
+        plans.append(wgmma_plan.plan_wgmma(m, n, k))
     return plans
 
 
 def parts_of(plan: MmaPlan | WgmmaPlan, m: int, n: int) -> list[MmaPlan | WgmmaPlan]:
     """What the launches of a plan are compiled for."""
-    return [rows.plan for rows in fp4_plan.launches(plan, m, n)] if isinstance(plan, WgmmaPlan) else [plan]
+    return [rows.plan for rows in wgmma_plan.launches(plan, m, n)] if isinstance(plan, WgmmaPlan) else [plan]
 
 
 def run_plan(
     plan: MmaPlan | WgmmaPlan, x: torch.Tensor, w: Tiled, n: int, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     if isinstance(plan, MmaPlan):
-        return fp4_cuda.run_mma(plan, x, *w, None, "none", n, dtype)
-    return fp4_cuda.run_wgmma(plan, x, *w, None, "none", n, dtype)
+        return fp4_launch.run_mma(plan, x, *w, None, "none", n, dtype)
+    return fp4_launch.run_wgmma(plan, x, *w, None, "none", n, dtype)
 
 
 def layers_of(n: int, k: int) -> tuple[list[Tiled], list[torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Every plausible plan of the fused FP4 kernels for a shape against cuBLAS bf16: where the rules of kernels/fp4/plan.py come from.
+"""Every plausible plan of the fused FP4 kernels for a shape against cuBLAS bf16: where the rules of kernels/fp4/wgmma_plan.py come from.
 
 ``python benchmarks/fp4_plans.py --cells 16x4096x4096,64x4096x4096 --csv plans.csv`` on a Hopper GPU. A cell is M x N x K. Plans are
 compiled in parallel, checked against float64 (a wrong or unrepeatable one is not timed), then timed as in bench_fp4.py, by CUDA graphs of
@@ -31,16 +31,13 @@ from fp4_layers import LAYERS, Tiled, layers_of, parts_of, random_tiled, run_pla
 from graph_timing import alternating_us, graph_us
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fp4 import launch as fp4_cuda
-from vblackwell.kernels.fp4 import mma_plan as fp4_mma_plan
-from vblackwell.kernels.fp4 import plan as fp4_plan
-from vblackwell.kernels.fp4 import w4a8
-from vblackwell.kernels.fp4 import w4a8_launch as w4a8_cuda
-from vblackwell.kernels.fp4.cost import MULTIPROCESSORS
+from vblackwell.kernels.fp4 import launch as fp4_launch
+from vblackwell.kernels.fp4 import mma_plan, tuning, w4a8, wgmma_plan
 from vblackwell.kernels.fp4.linear import fp4_linear
-from vblackwell.kernels.fp4.mma_plan import MmaPlan
-from vblackwell.kernels.fp4.plan import WgmmaPlan
-from vblackwell.kernels.runtime import autotune, nvrtc
+from vblackwell.kernels.fp4.mma_plan import MULTIPROCESSORS, MmaPlan
+from vblackwell.kernels.fp4.wgmma_plan import WgmmaPlan
+from vblackwell.kernels.runtime import nvrtc
+from vblackwell.kernels.runtime import tuning as cache
 
 Cell = tuple[int, int, int]
 SHAPES = ("4096x4096", "6144x4096", "14336x4096", "4096x14336", "8192x8192", "28672x8192")
@@ -73,28 +70,28 @@ def parts(m: int, n: int, k: int, x: torch.Tensor, packed: list[Tiled]) -> dict[
     each = list(zip(packed, tops, strict=True))
     op = functools.partial(w4a8.fp4_linear_w4a8, activation="none", n=n, k=k)
     found["w4a8"] = [functools.partial(op, x, *w, top, None) for w, top in each]
-    for width in w4a8_cuda.STEP_CYCLES:
-        run = functools.partial(w4a8_cuda.run_w4a8, _w4a8(width, m, n, k), x, bias=None, activation="none", n=n, k=k)
+    for width in w4a8.STEP_CYCLES:
+        run = functools.partial(w4a8.run_w4a8, _w4a8(width, m, n, k), x, bias=None, activation="none", n=n, k=k)
         found[f"w4a8: tiles of {width}"] = [functools.partial(run, *w, row_top=top) for w, top in each]
     whole = functools.partial(w4a8.multiply_whole, x, bias=None, activation="none", n=n, k=k)
     found["w4a8: operands, then matmul"] = [functools.partial(whole, *w, row_top=top) for w, top in each]
-    prepare = functools.partial(fp4_cuda.run_prepare_e4m3, x, n=n, k=k)
+    prepare = functools.partial(w4a8.run_prepare_e4m3, x, n=n, k=k)
     found["w4a8: operands"] = [functools.partial(prepare, *w, row_top=top) for w, top in each]
-    one_row = functools.partial(fp4_cuda.run_prepare_e4m3, x[:1], n=n, k=k)
+    one_row = functools.partial(w4a8.run_prepare_e4m3, x[:1], n=n, k=k)
     found["w4a8: weight"] = [functools.partial(one_row, *w, row_top=top) for w, top in each]
     narrow = random_tiled(32, k)
     top = w4a8.row_tops_for_w4a8(narrow[1], 32, k)
-    rows: Callable[[], object] = functools.partial(fp4_cuda.run_prepare_e4m3, x, *narrow, row_top=top, n=32, k=k)
+    rows: Callable[[], object] = functools.partial(w4a8.run_prepare_e4m3, x, *narrow, row_top=top, n=32, k=k)
     found["w4a8: rows"] = [rows] * LAYERS
     ready = [prepare(*w, row_top=top) for w, top in each]
     found["w4a8: matmul"] = [functools.partial(w4a8.multiply_rows, *operands) for operands in ready]
     return found
 
 
-def _w4a8(width: int, m: int, n: int, k: int) -> w4a8_cuda.W4A8Plan:
+def _w4a8(width: int, m: int, n: int, k: int) -> w4a8.W4A8Plan:
     """Tiles of this width, with the head that the op's own plan has."""
-    chosen = w4a8_cuda.plan_w4a8(m, n, k, MULTIPROCESSORS)
-    return replace(w4a8_cuda.of_width(width), head_rows=chosen.head_rows)
+    chosen = w4a8.plan_w4a8(m, n, k, MULTIPROCESSORS)
+    return replace(w4a8.of_width(width), head_rows=chosen.head_rows)
 
 
 Source = tuple[tuple[str, ...], tuple[tuple[str, int], ...]]  # files, macros
@@ -103,12 +100,12 @@ Source = tuple[tuple[str, ...], tuple[tuple[str, int], ...]]  # files, macros
 def sources(m: int, n: int, k: int) -> list[Source]:
     """What a cell runs, but for what other tools have compiled."""
     found = [
-        (fp4_mma_plan.MMA_FILES if isinstance(part, MmaPlan) else fp4_plan.WGMMA_FILES, part.macros(False))
+        (mma_plan.MMA_FILES if isinstance(part, MmaPlan) else wgmma_plan.WGMMA_FILES, part.macros(False))
         for plan in plans(m, n, k)
         for part in parts_of(plan, m, n)
     ]
     if m >= 1024:
-        found += [(w4a8_cuda.FILES, _w4a8(width, m, n, k).macros(False, k)) for width in w4a8_cuda.STEP_CYCLES]
+        found += [(w4a8.FILES, _w4a8(width, m, n, k).macros(False, k)) for width in w4a8.STEP_CYCLES]
     return [(files, tuple(macros.items())) for files, macros in found]
 
 
@@ -125,8 +122,7 @@ def family(plan: Plan) -> str:
     words = ["K groups"] if plan.k_groups > 1 else []
     words += ["split"] if plan.splits > 1 else []
     words += ["of 16"] if plan.tokens == 16 else []
-    words += ["helped"] if plan.helped else []
-    words += ["pairs"] if plan.together > 1 else []
+    words += ["pairs"] if plan.windows_per_step > 1 else []
     return " ".join(["wgmma", *words])
 
 
@@ -141,7 +137,7 @@ def measure(cell: Cell, skip: set[str], rounds: int, say: Callable[[str, int | N
     m, n, k = cell
     say("layers", None)
     packed, dense = kept_layers(n, k)
-    w = fp4_cuda.run_dequantize(*packed[0], n, k, torch.bfloat16)
+    w = fp4_launch.run_dequantize(*packed[0], n, k, torch.bfloat16)
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     exact = x.double() @ w.double().t()
     theirs = float((torch.nn.functional.linear(x, w).double() - exact).norm())
@@ -256,12 +252,12 @@ def brief(plan: Plan) -> str:
         )
     return (
         f"wgmma t{plan.tokens} g{plan.groups} kg{plan.k_groups} s{plan.splits} st{plan.stages} pf{plan.prefetch}"
-        f" mb{plan.min_blocks} h{plan.helped} tg{plan.together}"
+        f" mb{plan.min_blocks} w{plan.windows_per_step}"
     )
 
 
 def tuned_entries(paths: list[Path]) -> dict[str, dict[str, int]]:
-    """Entries of kernels/runtime/autotune.py from what ``--csv`` wrote, the latest last: a cell's fastest that adds in
+    """Entries of kernels/runtime/tuning.py from what ``--csv`` wrote, the latest last: a cell's fastest that adds in
     the order of today's rule.
 
     A finalist goes by its time in turns with others, since that is where it matters.
@@ -278,14 +274,14 @@ def tuned_entries(paths: list[Path]) -> dict[str, dict[str, int]]:
         times |= newer
     entries = {}
     for (m, n, k), found in times.items():
-        rule = fp4_mma_plan.plan_mma(m, n, k, True) if m <= 16 else fp4_plan.plan_wgmma(m, n, k)
-        name = autotune.entry_name(rule, torch.bfloat16, m, n, k)
-        names = {p: autotune.entry_name(p, torch.bfloat16, m, n, k) for p in found if not _has_idle_stage(p, k)}
+        rule = mma_plan.plan_mma(m, n, k, True) if m <= 16 else wgmma_plan.plan_wgmma(m, n, k)
+        name = tuning.entry_name(rule, torch.bfloat16, m, n, k)
+        names = {p: tuning.entry_name(p, torch.bfloat16, m, n, k) for p in found if not _has_idle_stage(p, k)}
         same = {p: found[p] for p, its in names.items() if its == name}
         if len(same) > 1 and rule in same:
             stage = "turns" if sum("turns" in t for t in same.values()) > 1 and "turns" in same[rule] else "once"
             best = min((p for p in same if stage in same[p]), key=lambda p: (same[p][stage], p != rule))
-            entries[name] = {field: getattr(best, field) for field in autotune.TUNABLE[type(best)]}
+            entries[name] = {field: getattr(best, field) for field in tuning.TUNABLE[type(best)]}
     return entries
 
 
@@ -296,12 +292,15 @@ def _has_idle_stage(plan: Plan, k: int) -> bool:
 
 def plan_of(text: str) -> Plan | None:
     """The plan of a row; none where the kernel that was timed is gone: by turns at the tensor cores, with x as it is, of before
-    2026-11-22, evening, or in parts of less than 8 tokens.
+    2026-11-22, evening, in parts of less than 8 tokens, or with helpers.
     """
-    if not text.startswith(("MmaPlan(", "WgmmaPlan(")) or re.search("direct=|clusters=|image=|raw=True", text):
+    if not text.startswith(("MmaPlan(", "WgmmaPlan(")) or re.search(
+        "direct=|clusters=|image=|raw=True|helped=[1-9]", text
+    ):
         return None
     try:
-        plan = eval(re.sub(r", (ordered=\d|raw=False)", "", text), {"MmaPlan": MmaPlan, "WgmmaPlan": WgmmaPlan})  # noqa: S307 - a repr that we wrote
+        today = re.sub(r", (ordered=\d|raw=False|helped=0)", "", text).replace("together=", "windows_per_step=")
+        plan = eval(today, {"MmaPlan": MmaPlan, "WgmmaPlan": WgmmaPlan})  # noqa: S307 - a repr that we wrote
     except ConfigurationError:
         return None
     in_turns = isinstance(plan, WgmmaPlan) and plan.consumers > 1 and re.search("ordered=[12]", text)
@@ -332,9 +331,9 @@ def main() -> None:
         work(args.rounds)
         return
     if args.table:
-        shipped = autotune.shipped_path("NVIDIA H200")
+        shipped = cache.shipped_path(tuning.KIND, "NVIDIA H200")
         shipped.unlink(missing_ok=True)
-        autotune.write_entries(shipped, {"gpu": "NVIDIA H200"}, tuned_entries(args.table))
+        cache.write_entries(shipped, {"gpu": "NVIDIA H200"}, tuned_entries(args.table))
         return
     if args.list:
         for cell in args.cells:

@@ -41,7 +41,7 @@ def graph_of(calls: Sequence[Callable[[], object]]) -> Replay:
     """A CUDA graph of all ``calls``, replayed once to its end; all of them run before, as in a model that is warmed up.
 
     A call that fails on the GPU therefore raises here, and nothing before it is still under way. And a captured launch overlaps the kernel
-    ahead of it only where another one has read its weight before (kernels/runtime/overlap.py).
+    ahead of it only where another one has read its weight before (kernels/runtime/launch.py).
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -1,7 +1,8 @@
 """Every sensible plan of the two-part kernel for a shape, timed in turns: what ``bench_two_part.py --linear --tune`` prints.
 
 Plans are compiled several at a time before the first is timed; then each is a CUDA graph over all layers, replayed in turns with the
-others, and the fastest again with cuBLAS bf16. Nothing is stored: the rule is `two_part_cuda.plan`, which may depend on the shape alone.
+others, and the fastest again with cuBLAS bf16. Nothing is stored: the rule is `two_part.plan_two_part`,
+which may depend on the shape alone.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from graph_timing import graph_of, turns_us
 from torch import Tensor
 from torch.nn import functional
 
-from vblackwell.kernels.fp4 import two_part_launch as two_part_cuda
-from vblackwell.kernels.fp4.blocks import ceil_div
-from vblackwell.kernels.fp4.two_part_launch import TwoPartPlan
+from vblackwell.kernels.fp4 import two_part
+from vblackwell.kernels.fp4.mma_plan import ceil_div
+from vblackwell.kernels.fp4.two_part import TwoPartPlan
 from vblackwell.kernels.runtime import nvrtc
 
 MULTIPROCESSORS = 132
@@ -41,7 +42,7 @@ def plans_of(m: int, n: int, k: int) -> list[TwoPartPlan]:
     tokens = 1
     while tokens < m:
         tokens *= 2
-    rule = two_part_cuda.plan(m, n, k, True)
+    rule = two_part.plan_two_part(m, n, k, True)
     found = [rule, replace(rule, push=False)]
     for row_warps, splits, each, warps in itertools.product((1, 2, 4, 8), (1, 2, 4), (1, 2), PREFETCH):
         blocks, k_warps = ceil_div(n, 32 * row_warps) * splits, warps // (row_warps * each)
@@ -72,7 +73,7 @@ def line_of(plan: TwoPartPlan) -> str:
 
 
 def run_plan(plan: TwoPartPlan, x_MK: Tensor, parts: tuple[Tensor, ...], n: int) -> Tensor:
-    return two_part_cuda.run_mma(plan, x_MK, *parts, None, "none", n)  # type: ignore[arg-type]
+    return two_part.run_mma(plan, x_MK, *parts, None, "none", n)  # type: ignore[arg-type]
 
 
 def tune(
@@ -84,12 +85,12 @@ def tune(
     macros = {tuple(plan.macros().items()) for each in plans.values() for plan in each}
     began = time.perf_counter()
     with ThreadPoolExecutor(15) as pool:
-        entry = (two_part_cuda.FILES, "two_part_mma")
+        entry = (two_part.FILES, "two_part_mma")
         list(pool.map(lambda each: nvrtc.kernel(*entry, dict(each), device), macros))
     print(f"{len(macros)} plans compiled in {time.perf_counter() - began:.1f} s", flush=True)
     for m in counts:
         x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-        exact = two_part_cuda.run_mma(plans[m][0], x, *parts[0], None, "none", n, torch.float32)  # type: ignore[arg-type]
+        exact = two_part.run_mma(plans[m][0], x, *parts[0], None, "none", n, torch.float32)  # type: ignore[arg-type]
         graphs = []
         for plan in list(plans[m]):
             try:

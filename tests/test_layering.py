@@ -97,12 +97,8 @@ KNOWN_IMPORTS: set[tuple[str, str]] = {
     ("vblackwell/kernels/attention/decode.py", "vblackwell/kernels/pointwise/rotary.py"),
     ("vblackwell/kernels/attention/launch.py", "vblackwell/kernels/pointwise/rotary.py"),
     ("vblackwell/kernels/attention/op.py", "vblackwell/kernels/pointwise/rotary.py"),
-    ("vblackwell/kernels/fp4/norm.py", "vblackwell/kernels/pointwise/rms_norm.py"),
     ("vblackwell/kernels/pointwise/rotary_triton.py", "vblackwell/kernels/pointwise/rotary.py"),
     ("vblackwell/kernels/pointwise/sampling_triton.py", "vblackwell/kernels/pointwise/sampling.py"),
-    ("vblackwell/kernels/runtime/autotune.py", "vblackwell/kernels/fp4/mma_plan.py"),
-    ("vblackwell/kernels/runtime/autotune.py", "vblackwell/kernels/fp4/plan.py"),
-    ("vblackwell/machine/measured.py", "vblackwell/kernels/runtime/nvrtc.py"),
     ("vblackwell/nn/linear/adapted.py", "vblackwell/nn/convert/fused_modules.py"),
     ("vblackwell/nn/linear/stored_fp4.py", "vblackwell/nn/convert/linears.py"),
     ("vblackwell/offload/layout/forecast.py", "vblackwell/offload/movement/level0_updates.py"),
@@ -140,8 +136,6 @@ KNOWN_FOLDERS: dict[str, int] = {
     "tests/kernels": 46,
     "tests/nn": 26,
     "tests/offload": 45,
-    "vblackwell/kernels/cuda": 22,
-    "vblackwell/kernels/fp4": 22,
     "vblackwell/train": 26,
 }
 # Files of more than 600 lines.

@@ -21,14 +21,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from vblackwell.kernels.fp4 import launch as fp4_cuda
-from vblackwell.kernels.fp4 import layout, reference
-from vblackwell.kernels.fp4 import mma_plan as fp4_mma_plan
-from vblackwell.kernels.fp4 import plan as fp4_plan
-from vblackwell.kernels.fp4 import w4a8_launch as w4a8_cuda
+from vblackwell.kernels.fp4 import launch as fp4_launch
+from vblackwell.kernels.fp4 import layout, mma_plan, reference, w4a8, wgmma_plan
 from vblackwell.kernels.fp4.mma_plan import MmaPlan
-from vblackwell.kernels.fp4.plan import WgmmaPlan
-from vblackwell.kernels.fp4.w4a8_launch import W4A8Plan
+from vblackwell.kernels.fp4.w4a8 import W4A8Plan
+from vblackwell.kernels.fp4.wgmma_plan import WgmmaPlan
 from vblackwell.kernels.runtime import nvrtc
 from vblackwell.numerics.formats import FORMATS
 
@@ -57,19 +54,10 @@ extern "C" void run(const u16* x, const u8* codes, const u8* scales, const float
            [=] { fp4_mma(x, codes, scales, ts, bias, y, M, N, K, act, windows, chunks, gain, sums, eps); });
 }"""
 _WGMMA_MAIN = """
-extern "C" void run(const u16* x, u8* image, const u8* codes, const u8* scales, const float* ts, const u16* bias, void* y,
+extern "C" void run(const u16* x, u8* x_swizzled, const u8* codes, const u8* scales, const float* ts, const u16* bias, void* y,
                     int M, int N, int K, int act, int first, int ax, int gx, int gz, int shared) {
-    launch(ax, gz, 1, ARRANGE_THREADS, 16, [=] { arrange(x, image, M, K); });
-    launch(gx, SPLITS, gz, THREADS, shared, [=] { fp4_wgmma(image, codes, scales, ts, bias, y, M, N, K, act, first); });
-}"""
-_HELPED_MAIN = """
-extern "C" void run(const u16* x, u8* image, const u8* codes, const u8* scales, const float* ts, const u16* bias, void* y,
-                    int M, int N, int K, int act, int first, float4* passed, u32* counters, int ax, int gx, int gz, int shared) {
-    launch(ax, gz, 1, ARRANGE_THREADS, 16, [=] { arrange(x, image, M, K, counters, (N + 63) / 64); });
-    in_order = true;
-    launch(gx, SPLITS, gz, THREADS, shared,
-           [=] { fp4_wgmma(image, codes, scales, ts, bias, y, M, N, K, act, first, passed, counters); });
-    in_order = false;
+    launch(ax, gz, 1, SWIZZLE_THREADS, 16, [=] { swizzle_x(x, x_swizzled, M, K); });
+    launch(gx, SPLITS, gz, THREADS, shared, [=] { fp4_wgmma(x_swizzled, codes, scales, ts, bias, y, M, N, K, act, first); });
 }"""
 _DEQUANTIZE_MAIN = """
 extern "C" void run(const u8* codes, const u8* scales, const float* ts, u8* w, int N, int K, int gx, int gy, int shared) {
@@ -99,7 +87,7 @@ extern "C" void run(const u16* x, u8* image, float* x_scale, const u8* codes, co
         w4a8(x, image, x_scale, codes, scales, ts, top, bias, y, w, counters, M, N, K, act, clusters, chunk);
     });
 }"""
-_REAL = ("ptx.cuh", "wgmma.cuh", "wgmma_e4m3.cuh", "barrier.cuh")  # what emulator.h stands in for
+_REAL = ("ptx.cuh", "fp4/wgmma.cuh", "fp4/wgmma_e4m3.cuh", "barrier.cuh")  # what emulator.h stands in for
 
 
 @functools.cache
@@ -176,13 +164,13 @@ def linear(
     bias: Tensor | None,
     activation: str,
     n: int,
-    norm: fp4_cuda.Norm | None = None,
+    norm: fp4_launch.Norm | None = None,
     rounded: bool = False,
-    processors: int = fp4_plan.MULTIPROCESSORS,
+    processors: int = wgmma_plan.MULTIPROCESSORS,
     lagging: range = range(0),
 ) -> Tensor:
     """Output of the kernel of ``plan``, an mma plan with ``norm``: fp32, or ``rounded`` to the type of x; starts as NaN."""
-    x_MK, k = fp4_cuda.aligned(x_MK)
+    x_MK, k = fp4_launch.aligned(x_MK)
     m = x_MK.shape[0]
     if isinstance(plan, MmaPlan) and k % 64:
         plan = plan.without_bulk()
@@ -193,14 +181,14 @@ def linear(
         assert isinstance(plan, MmaPlan)
         grid = (-(-n // (32 * plan.row_warps)), -(-m // plan.tokens), plan.shared_bytes(k, norm.kind))
         args = [x_MK, *args, *plan.chunks(k), norm.gain, norm.gain_sums, norm.eps, *grid]
-        _call(fp4_mma_plan.MMA_FILES, plan.macros(fp16, True, norm.kind), _NORM_MAIN, args)
+        _call(mma_plan.MMA_FILES, plan.macros(fp16, True, norm.kind), _NORM_MAIN, args)
     elif isinstance(plan, MmaPlan):
-        _call(fp4_mma_plan.MMA_FILES, plan.macros(fp16, not rounded), _MMA_MAIN, _mma_call(plan, x_MK, args))
+        _call(mma_plan.MMA_FILES, plan.macros(fp16, not rounded), _MMA_MAIN, _mma_call(plan, x_MK, args))
     else:
-        scratch = _scratch(plan, m, n, k)
-        for rows in fp4_plan.launches(plan, m, n, processors):
-            main, macros = _HELPED_MAIN if plan.helped else _WGMMA_MAIN, rows.plan.macros(fp16, not rounded)
-            _call(fp4_plan.WGMMA_FILES, macros, main, _wgmma_call(rows, x_MK, args, scratch), lagging)
+        x_swizzled = _swizzled(plan, m, k)
+        for rows in wgmma_plan.launches(plan, m, n, processors):
+            macros = rows.plan.macros(fp16, not rounded)
+            _call(wgmma_plan.WGMMA_FILES, macros, _WGMMA_MAIN, _wgmma_call(rows, x_MK, args, x_swizzled), lagging)
     return y_MN
 
 
@@ -217,12 +205,11 @@ def linear_layers(
     macros = plan.macros(x_MK.dtype == torch.float16)
     if isinstance(plan, MmaPlan):
         calls = [_mma_call(plan, x, [*tiled, None, y, m, k, k, 0]) for x, tiled, y in each]
-        _call_all(fp4_mma_plan.MMA_FILES, macros, _MMA_MAIN, calls, lagging)
+        _call_all(mma_plan.MMA_FILES, macros, _MMA_MAIN, calls, lagging)
     else:
-        (rows,), scratch = fp4_plan.launches(plan, m, k), _scratch(plan, m, k, k)
-        calls = [_wgmma_call(rows, x, [*tiled, None, y, m, k, k, 0], scratch) for x, tiled, y in each]
-        main = _HELPED_MAIN if plan.helped else _WGMMA_MAIN
-        _call_all(fp4_plan.WGMMA_FILES, macros, main, calls, lagging)
+        (rows,), x_swizzled = wgmma_plan.launches(plan, m, k), _swizzled(plan, m, k)
+        calls = [_wgmma_call(rows, x, [*tiled, None, y, m, k, k, 0], x_swizzled) for x, tiled, y in each]
+        _call_all(wgmma_plan.WGMMA_FILES, macros, _WGMMA_MAIN, calls, lagging)
     return written
 
 
@@ -231,20 +218,15 @@ def _mma_call(plan: MmaPlan, x_MK: Tensor, args: Args) -> Args:
     return [x_MK, *args, *plan.chunks(k), -(-n // (32 * plan.row_warps)), -(-m // plan.tokens), plan.shared_bytes(k)]
 
 
-def _wgmma_call(rows: fp4_plan.Rows, x_MK: Tensor, args: Args, scratch: list[Tensor]) -> Args:
-    (m, k), n, plan = x_MK.shape, args[-3], rows.plan
-    image, *passed = scratch
-    grid = (-(-k // 64 * plan.tokens * 8 // 256), plan.helpers(n) + rows.blocks, -(-m // plan.tokens))
-    return [x_MK, image, *args, rows.first, *passed, *grid, plan.shared_bytes()]
+def _wgmma_call(rows: wgmma_plan.Rows, x_MK: Tensor, args: Args, x_swizzled: Tensor) -> Args:
+    (m, k), plan = x_MK.shape, rows.plan
+    grid = (-(-k // 64 * plan.tokens * 8 // 256), rows.blocks, -(-m // plan.tokens))
+    return [x_MK, x_swizzled, *args, rows.first, *grid, plan.shared_bytes()]
 
 
-def _scratch(plan: WgmmaPlan, m: int, n: int, k: int) -> list[Tensor]:
-    """The image of x, and what helpers pass on, of NaN."""
-    image = torch.empty(-(-m // plan.tokens) * -(-k // 64) * plan.tokens * 128, dtype=torch.uint8)
-    buffers = [image, *(buffer for buffer in fp4_cuda.passed_sums(plan, m, n, image.device) if buffer is not None)]
-    for buffer in buffers:
-        buffer.view(torch.uint8).fill_(0xFF)
-    return buffers
+def _swizzled(plan: WgmmaPlan, m: int, k: int) -> Tensor:
+    """Room for x as ``swizzle_x`` writes it, of NaN."""
+    return torch.full((-(-m // plan.tokens) * -(-k // 64) * plan.tokens * 128,), 0xFF, dtype=torch.uint8)
 
 
 def dequantize(tiled: tuple[Tensor, Tensor, Tensor], n: int, k: int, dtype: torch.dtype) -> Tensor:
@@ -253,21 +235,21 @@ def dequantize(tiled: tuple[Tensor, Tensor, Tensor], n: int, k: int, dtype: torc
     macros = {"FP16": 0, "OUT": {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}[dtype]}
     warps = 4 if dtype == torch.float32 else 8
     grid = ((k + 64 * warps - 1) // (64 * warps), -(-n // 32), warps * 32 * 64 * w_NK.element_size())
-    _call(fp4_cuda.DEQUANTIZE_FILES, macros, _DEQUANTIZE_MAIN, [*tiled, w_NK, n, k, *grid])
+    _call(fp4_launch.DEQUANTIZE_FILES, macros, _DEQUANTIZE_MAIN, [*tiled, w_NK, n, k, *grid])
     return w_NK
 
 
 def prepare_e4m3(
     x_MK: Tensor, tiled: tuple[Tensor, Tensor, Tensor], row_top: Tensor, n: int, k: int, row_blocks: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As ``fp4_cuda.run_prepare_e4m3``, with so many blocks under each other for the rows of x."""
+    """As ``w4a8.run_prepare_e4m3``, with so many blocks under each other for the rows of x."""
     m, fp8, nan = x_MK.shape[0], torch.float8_e4m3fn, torch.nan
     q_MK, w_NK = torch.full((m, k), nan).to(fp8), torch.full((n, k), nan).to(fp8)
     scale_M1, scale_1N = torch.full((m, 1), nan), torch.full((1, n), nan)
-    macros = fp4_cuda.prepare_macros(x_MK.dtype == torch.float16, k)
+    macros = w4a8.prepare_macros(x_MK.dtype == torch.float16, k)
     args = [*tiled, row_top, w_NK, n, k, scale_1N, x_MK, q_MK, scale_M1, m, row_blocks]
-    grid = (-(-k // 512), -(-n // 32) + row_blocks, fp4_cuda.PREPARE_SHARED_BYTES)
-    _call(fp4_cuda.E4M3_FILES, macros, _PREPARE_MAIN, [*args, *grid])
+    grid = (-(-k // 512), -(-n // 32) + row_blocks, w4a8.PREPARE_SHARED_BYTES)
+    _call(w4a8.E4M3_FILES, macros, _PREPARE_MAIN, [*args, *grid])
     return q_MK, scale_M1, w_NK, scale_1N
 
 
@@ -281,7 +263,7 @@ def run_w4a8(
     clusters: int,
     lagging: range = range(0),
 ) -> Tensor:
-    """As ``w4a8_cuda.run_w4a8`` on so many clusters; all that the kernels write starts as NaN, and nothing else is written."""
+    """As ``w4a8.run_w4a8`` on so many clusters; all that the kernels write starts as NaN, and nothing else is written."""
     return run_w4a8_layers(plan, x_MK, [tiled], bias, activation, n, clusters, lagging)[0]
 
 
@@ -301,8 +283,8 @@ def run_w4a8_layers(
     """
     m, k = x_MK.shape
     assert len(layers) == 1 or n == k
-    sizes = w4a8_cuda.cut(plan, m, n, k, clusters)
-    tokens = sizes.pairs * w4a8_cuda.CLUSTER * 128
+    sizes = w4a8.cut(plan, m, n, k, clusters)
+    tokens = sizes.pairs * w4a8.CLUSTER * 128
     lengths = [tokens * sizes.steps * 128, sizes.columns * sizes.steps * plan.features * 128, 4 * m]
     lengths += [4 * STALE] * 2 + [2 * m * n] * len(layers)
     assert sizes.counters <= STALE
@@ -312,11 +294,11 @@ def run_w4a8_layers(
     calls, used = [], STALE
     for turn, (x, tiled, y) in enumerate(zip([x_MK, *outputs[:-1]], layers, outputs, strict=True)):
         now, stale = counters[turn % 2], counters[1 - turn % 2]
-        args = [x, image, scale_M, *tiled, fp4_cuda.row_tops(tiled[1], n, k), bias, y, weight, now, stale, used]
+        args = [x, image, scale_M, *tiled, w4a8.row_tops(tiled[1], n, k), bias, y, weight, now, stale, used]
         shape = [m, n, k, reference.ACTIVATIONS.index(activation)]
         calls.append([*args, *shape, clusters, sizes.chunk, sizes.head_blocks, plan.shared_bytes()])
         used = sizes.counters
-    _call_all(w4a8_cuda.FILES, plan.macros(x_MK.dtype == torch.float16, k), _W4A8_MAIN, calls, lagging)
+    _call_all(w4a8.FILES, plan.macros(x_MK.dtype == torch.float16, k), _W4A8_MAIN, calls, lagging)
     for length, buffer in zip(lengths, written, strict=True):
         assert (buffer[length:] == 0xFF).all(), "written behind its end"
     assert not counters[len(layers) % 2][: 4 * STALE].any(), "counters of the launch before are left"

@@ -12,11 +12,10 @@ from dataclasses import replace
 import torch
 
 from tests.kernels.emulation import error_over_bound, random_weight
-from vblackwell.kernels.fp4 import launch as fp4_cuda
+from vblackwell.kernels.fp4 import launch as fp4_launch
 from vblackwell.kernels.fp4 import layout, reference, w4a8
-from vblackwell.kernels.fp4 import w4a8_launch as w4a8_cuda
 from vblackwell.kernels.fp4.mma_plan import MMA_FILES, MmaPlan
-from vblackwell.kernels.fp4.plan import WGMMA_FILES, WgmmaPlan
+from vblackwell.kernels.fp4.wgmma_plan import WGMMA_FILES, WgmmaPlan
 from vblackwell.kernels.runtime import nvrtc
 from vblackwell.numerics.formats import FORMATS
 
@@ -56,22 +55,21 @@ WGMMA = [  # K groups, clusters, both, one and two blocks a multiprocessor, one 
     (WgmmaPlan(128, 1, 1, 8, k_groups=4), [(128, 6144, 4096), (250, 130, 520)]),
     (WgmmaPlan(128, 3, 2, 6), [(128, 4096, 4096), (250, 130, 200)]),
     # helpers: for each four or three tiles of rows, and fewer; more windows than there are
-    (WgmmaPlan(128, 1, 1, 8, k_groups=4, helped=12), [(128, 6144, 4096), (250, 330, 1032), (64, 70, 520)]),
-    (WgmmaPlan(128, 1, 1, 6, k_groups=3, helped=13), [(128, 6144, 4096), (250, 330, 1032)]),
-    (WgmmaPlan(64, 1, 1, 6, k_groups=3, helped=12), [(64, 6144, 4096), (130, 330, 2000), (64, 70, 520)]),
     # windows in pairs, the last one perhaps a half; one and two blocks a multiprocessor, helpers
-    (WgmmaPlan(64, 1, 2, 8, min_blocks=2, k_groups=2, together=2), [(64, 4096, 4096), (61, 130, 520), (64, 70, 64)]),
-    (WgmmaPlan(64, 1, 1, 12, k_groups=3, together=2), [(64, 8192, 8192), (130, 130, 1864)]),
-    (WgmmaPlan(32, 2, 2, 8, k_groups=2, together=2), [(32, 6144, 4096), (20, 300, 712)]),
-    (WgmmaPlan(32, 4, 1, 8, together=2), [(32, 28672, 8192), (20, 300, 712)]),
-    (WgmmaPlan(64, 1, 1, 12, k_groups=3, helped=12, together=2), [(64, 6144, 4096), (64, 70, 520)]),
+    (
+        WgmmaPlan(64, 1, 2, 8, min_blocks=2, k_groups=2, windows_per_step=2),
+        [(64, 4096, 4096), (61, 130, 520), (64, 70, 64)],
+    ),
+    (WgmmaPlan(64, 1, 1, 12, k_groups=3, windows_per_step=2), [(64, 8192, 8192), (130, 130, 1864)]),
+    (WgmmaPlan(32, 2, 2, 8, k_groups=2, windows_per_step=2), [(32, 6144, 4096), (20, 300, 712)]),
+    (WgmmaPlan(32, 4, 1, 8, windows_per_step=2), [(32, 28672, 8192), (20, 300, 712)]),
     (WgmmaPlan(256, 1, 1, 6, k_groups=2), [(256, 4096, 4096), (250, 130, 200)]),
     (
         WgmmaPlan(256, 2, 1, 4),
         [(1000, 14336, 512), (1024, 6144, 4096), (250, 130, 200)],
     ),  # the first two in two launches
 ]
-W4A8 = [*itertools.product(w4a8_cuda.STEP_CYCLES, (torch.bfloat16,)), (256, torch.float16)]
+W4A8 = [*itertools.product(w4a8.STEP_CYCLES, (torch.bfloat16,)), (256, torch.float16)]
 REPEATS = 20  # launches back to back, which overlap
 
 
@@ -93,9 +91,9 @@ def compile_all() -> None:
         jobs.append((MMA_FILES if isinstance(plan, MmaPlan) else WGMMA_FILES, plan.macros(fp16, True)))
         if not fp16 and in_tiles(plan, torch.bfloat16):
             jobs.append((WGMMA_FILES, plan.macros(False)))
-    jobs += [(fp4_cuda.E4M3_FILES, fp4_cuda.prepare_macros(fp16, k)) for fp16 in (False, True) for k in (64, 4096)]
+    jobs += [(w4a8.E4M3_FILES, w4a8.prepare_macros(fp16, k)) for fp16 in (False, True) for k in (64, 4096)]
     jobs += [
-        (w4a8_cuda.FILES, w4a8_cuda.of_width(width).macros(dtype == torch.float16, k))
+        (w4a8.FILES, w4a8.of_width(width).macros(dtype == torch.float16, k))
         for width, dtype in W4A8
         for k in (96, 544, 4096)
     ]
@@ -106,7 +104,7 @@ def compile_all() -> None:
 def check(plan: MmaPlan | WgmmaPlan, m: int, n: int, k: int, dtype: torch.dtype) -> None:
     w_NK, tiled = weight("nvfp4" if dtype == torch.bfloat16 else "mxfp4", n, k)
     x_MK = torch.randn(m, k, device="cuda").to(dtype)
-    run = fp4_cuda.run_mma if isinstance(plan, MmaPlan) else fp4_cuda.run_wgmma
+    run = fp4_launch.run_mma if isinstance(plan, MmaPlan) else fp4_launch.run_wgmma
     launch = lambda: run(plan, x_MK, *tiled, None, "none", n, torch.float32)  # noqa: E731
     torch.full((m, n), torch.nan, device="cuda")  # what the next allocation of this size is likely to hold
     y_MN = launch()
@@ -134,7 +132,7 @@ def w4a8_weight(n: int, k: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...],
     codes = torch.randint(0, 256, form.codes_shape(n, k), dtype=torch.uint8)
     scales = torch.randint(112, 127, form.scales_shape(n, k)).to(torch.uint8)
     tiled = tuple(tensor.cuda() for tensor in layout.to_tiled(codes, scales, torch.tensor(1.0), "mxfp4", n, k))
-    return reference.dequantize(*tiled, "mxfp4-tiled", n, k), tiled, fp4_cuda.row_tops(tiled[1], n, k)
+    return reference.dequantize(*tiled, "mxfp4-tiled", n, k), tiled, w4a8.row_tops(tiled[1], n, k)
 
 
 def check_w4a8(m: int, n: int, k: int, dtype: torch.dtype) -> None:
@@ -144,7 +142,7 @@ def check_w4a8(m: int, n: int, k: int, dtype: torch.dtype) -> None:
     x_MK[m // 2] = 0
     wanted, wanted_scale = w4a8.quantize_rows(x_MK)
     for _ in range(REPEATS):
-        q_MK, scale_M1, w8_NK, scale_1N = fp4_cuda.run_prepare_e4m3(x_MK, *tiled, top, n, k)
+        q_MK, scale_M1, w8_NK, scale_1N = w4a8.run_prepare_e4m3(x_MK, *tiled, top, n, k)
         assert torch.equal(w8_NK.float() * scale_1N.t(), w_NK), "the weight"
         assert torch.equal(scale_M1, wanted_scale) and torch.equal(q_MK.float(), wanted.float()), "the rows"
 
@@ -156,8 +154,8 @@ def check_w4a8_product(width: int, m: int, n: int, k: int, dtype: torch.dtype, a
     q_MK, scale_M1 = w4a8.quantize_rows(x_MK)
     codes, scales, tensor_scale = tiled
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    plan = replace(w4a8_cuda.of_width(width), head_rows=w4a8_cuda.plan_w4a8(m, n, k, processors).head_rows)
-    launch = lambda: w4a8_cuda.run_w4a8(plan, x_MK, codes, scales, tensor_scale, top, bias_N, activation, n, k)  # noqa: E731
+    plan = replace(w4a8.of_width(width), head_rows=w4a8.plan_w4a8(m, n, k, processors).head_rows)
+    launch = lambda: w4a8.run_w4a8(plan, x_MK, codes, scales, tensor_scale, top, bias_N, activation, n, k)  # noqa: E731
     y_MN = launch()
     rows_MK = q_MK.double() * scale_M1.double()
     exact_MN = reference.activate(rows_MK @ w_NK.double().t() + bias_N.double(), activation)
@@ -184,7 +182,7 @@ def check_w4a8_launches() -> None:
     def run(at: int) -> torch.Tensor:
         _, n, k = shapes[at]
         _, tiled, top = w4a8_weight(n, k)
-        return w4a8_cuda.run_w4a8(w4a8_cuda.of_width(256), inputs[at], *tiled, top, None, "none", n, k)
+        return w4a8.run_w4a8(w4a8.of_width(256), inputs[at], *tiled, top, None, "none", n, k)
 
     wanted = [run(at) for at in range(len(shapes))]
     order = [0, 1, 2, 2, 0, 3, 1, 0, 0] * 3

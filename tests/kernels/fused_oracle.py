@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vblackwell.kernels.runtime.dispatch import use_backend
+from vblackwell.kernels.runtime.registry import use_backend
 
 # On a GPU the kernels are compiled; without one they run in Triton's interpreter (tests/conftest.py).
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -88,7 +88,7 @@ FALSE_REPORTS = (
         "handed_over_by_whole",
     ),
     FalseReport(
-        "w4a8",
+        "many_rows",
         "Error: Race reported",
         {"w4a8.cu": r"units\[c\] = |tokens\[m\] = |upper = tokens\[g\]|unit = units\["},
         "counted_by_one_lane",

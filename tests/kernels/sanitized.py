@@ -26,20 +26,16 @@ from tests.kernels.test_two_part import random_parts, wide_weight
 from vblackwell.kernels.attention import launch as attention_launch
 from vblackwell.kernels.attention import plan as attention_plan
 from vblackwell.kernels.attention.decode import decode_attention, store_rotated
-from vblackwell.kernels.fp4 import launch as fp4_cuda
-from vblackwell.kernels.fp4 import mma_plan as fp4_mma_plan
-from vblackwell.kernels.fp4 import two_part_launch as two_part_cuda
-from vblackwell.kernels.fp4 import two_part_layout, two_part_round
-from vblackwell.kernels.fp4 import two_part_round_launch as two_part_round_cuda
-from vblackwell.kernels.fp4 import w4a8_launch as w4a8_cuda
+from vblackwell.kernels.fp4 import launch as fp4_launch
+from vblackwell.kernels.fp4 import layout, mma_plan, two_part, two_part_round, w4a8
 from vblackwell.kernels.optimizer.adamw import BLOCK, AdamWStep, norm_of, square_sums
 from vblackwell.kernels.pointwise.cross_entropy import linear_cross_entropy
 from vblackwell.kernels.pointwise.rms_norm import rms_norm
 from vblackwell.kernels.pointwise.rotary import rotary
 from vblackwell.kernels.pointwise.sampling import sample_tokens
 from vblackwell.kernels.pointwise.swiglu import swiglu, swiglu_linear
-from vblackwell.kernels.runtime import direct, nvrtc
-from vblackwell.kernels.runtime.dispatch import use_backend
+from vblackwell.kernels.runtime import launch
+from vblackwell.kernels.runtime.registry import use_backend
 from vblackwell.numerics.formats import FORMATS
 from vblackwell.numerics.separation import training_scales
 
@@ -108,69 +104,61 @@ def fp4_mma() -> None:
     for plan, shapes in fp4_paths.MMA if clusters() else ():
         m, n, k = shapes[-1]
         _, tiled = random_weight("nvfp4", n, k)
-        fp4_cuda.run_mma(plan, here(normal(m, k).bfloat16()), *map(here, tiled), None, "none", n)
+        fp4_launch.run_mma(plan, here(normal(m, k).bfloat16()), *map(here, tiled), None, "none", n)
     tiled, bias = [*map(here, random_weight("nvfp4", N, K)[1])], here(normal(N).bfloat16())
     for m in (1, 3, 16):
-        plan = fp4_mma_plan.plan_mma(m, N, K, clusters())
-        fp4_cuda.run_mma(plan, here(normal(m, K).bfloat16()), *tiled, bias, "silu", N)
-        plan = fp4_mma_plan.plan_mma(m, N, K, clusters(), False)
+        plan = mma_plan.plan_mma(m, N, K, clusters())
+        fp4_launch.run_mma(plan, here(normal(m, K).bfloat16()), *tiled, bias, "silu", N)
+        plan = mma_plan.plan_mma(m, N, K, clusters(), False)
         gain, sums = here(normal(K).bfloat16()), here(normal(N))
-        for norm in (fp4_cuda.Norm(gain, 1e-5), fp4_cuda.Norm(gain, 1e-5, sums)):
-            fp4_cuda.run_mma(plan, here(normal(m, K).bfloat16()), *tiled, bias, "none", N, norm=norm)
+        for norm in (fp4_launch.Norm(gain, 1e-5), fp4_launch.Norm(gain, 1e-5, sums)):
+            fp4_launch.run_mma(plan, here(normal(m, K).bfloat16()), *tiled, bias, "none", N, norm=norm)
 
 
-@case("fp4_wgmma", "arrange", hopper=True)
+@case("fp4_wgmma", "swizzle_x", hopper=True)
 def fp4_wgmma() -> None:
-    chosen = [plan for plan, _ in fp4_paths.WGMMA if plan.helped or plan.together > 1 or plan.splits != 2]
-    for plan in {(p.tokens, p.splits, bool(p.helped), p.together): p for p in chosen}.values():
+    chosen = [plan for plan, _ in fp4_paths.WGMMA if plan.windows_per_step > 1 or plan.splits != 2]
+    for plan in {(p.tokens, p.splits, p.windows_per_step): p for p in chosen}.values():
         _, tiled = random_weight("nvfp4", 130, 520)
-        fp4_cuda.run_wgmma(plan, here(normal(70, 520).bfloat16()), *map(here, tiled), None, "none", 130)
+        fp4_launch.run_wgmma(plan, here(normal(70, 520).bfloat16()), *map(here, tiled), None, "none", 130)
 
 
 @case("fp4_dequantize")
 def fp4_dequantize() -> None:
     for dtype in (torch.bfloat16, torch.float32):
-        fp4_cuda.run_dequantize(*map(here, random_weight("nvfp4", 70, 200)[1]), 70, 200, dtype)
+        fp4_launch.run_dequantize(*map(here, random_weight("nvfp4", 70, 200)[1]), 70, 200, dtype)
 
 
 @case("prepare_e4m3", "w4a8", "w4a8_head", hopper=True)
-def w4a8() -> None:
+def many_rows() -> None:
     n, k = 272, 544
     form = FORMATS["mxfp4"]
     codes = torch.randint(0, 256, form.codes_shape(n, k), dtype=torch.uint8)
     scales = torch.randint(112, 127, form.scales_shape(n, k)).to(torch.uint8)
     tiled = [*map(here, fp4_paths.layout.to_tiled(codes, scales, torch.tensor(1.0), "mxfp4", n, k))]
-    top, x = fp4_cuda.row_tops(tiled[1], n, k), here(normal(300, k).bfloat16())
-    fp4_cuda.run_prepare_e4m3(x, *tiled, top, n, k)
-    for width in w4a8_cuda.STEP_CYCLES:
-        w4a8_cuda.run_w4a8(w4a8_cuda.of_width(width), x, *tiled, top, None, "none", n, k)
+    top, x = w4a8.row_tops(tiled[1], n, k), here(normal(300, k).bfloat16())
+    w4a8.run_prepare_e4m3(x, *tiled, top, n, k)
+    for width in w4a8.STEP_CYCLES:
+        w4a8.run_w4a8(w4a8.of_width(width), x, *tiled, top, None, "none", n, k)
 
 
-@case("two_part_mma", "two_part_dequantize", "two_part_round", "two_part_look", "two_part_renew")
-def two_part() -> None:
-    tiled = [*map(here, two_part_layout.to_tiled(*random_parts(N, K)[1], N, K))]
+@case("two_part_mma", "two_part_dequantize", "two_part_round", "two_part_measure", "two_part_renew")
+def two_parts() -> None:
+    tiled = [*map(here, layout.parts_to_tiled(*random_parts(N, K)[1], N, K))]
     for m, split in itertools.product((1, 5, 16), {clusters(), False}):
-        plan = two_part_cuda.plan(m, N, K, split)
-        two_part_cuda.run_mma(plan, here(normal(m, K).bfloat16()), *tiled, None, "none", N)
-    two_part_cuda.run_dequantize(*tiled, N, K, torch.bfloat16)
+        plan = two_part.plan_two_part(m, N, K, split)
+        two_part.run_mma(plan, here(normal(m, K).bfloat16()), *tiled, None, "none", N)
+    two_part.run_dequantize(*tiled, N, K, torch.bfloat16)
     for k in (96, 77):
         w_NK = wide_weight(70, k, torch.bfloat16)
         scales = training_scales(w_NK)
         scales = type(scales)(here(scales.block), here(scales.tensor))
-        two_part_round_cuda.round_to_parts(here(w_NK), scales.block, scales.tensor, torch.bfloat16)
+        two_part_round.round_to_parts(here(w_NK), scales.block, scales.tensor, torch.bfloat16)
         for kept in (None, scales):
-            two_part_round_cuda.renewed_scales(here(w_NK), kept, 0.05)
+            two_part_round.run_renewed_scales(here(w_NK), kept, 0.05)
 
 
 # -- Triton -------------------------------------------------------------------------------------------------------------
-
-
-@case("two_part_triton._round")
-def two_part_round_triton() -> None:
-    w_NK = wide_weight(7, 77, torch.bfloat16)
-    scales = training_scales(w_NK)
-    with use_backend(two_part_round.OP, "triton"):
-        two_part_round.rounded(here(w_NK), here(scales.block), here(scales.tensor), torch.bfloat16)
 
 
 @case("rms_norm_triton._forward", "rms_norm_triton._backward", "rms_norm_triton._sum")
@@ -218,13 +206,12 @@ def decoding() -> None:
         decode_attention(q, keys, values, at)
 
 
-@case("encode_triton._encode", "tile_triton._words", "tile_triton._scales")
+@case("encode_triton._encode", "encode_triton._words", "encode_triton._scales")
 def encoding() -> None:
-    from vblackwell.kernels.fp4 import encode_triton as nvfp4_encode_triton
-    from vblackwell.kernels.fp4 import tile_triton as nvfp4_tile_triton
+    from vblackwell.kernels.fp4 import encode_triton
 
-    codes, scales = nvfp4_encode_triton.encode(normal(7, 80), 0)
-    nvfp4_tile_triton.tile(codes, scales, 7, 80)
+    codes, scales = encode_triton.encode(normal(7, 80), 0)
+    encode_triton.tile(codes, scales, 7, 80)
 
 
 def attend(plan: Any, head: int, mask: torch.Tensor | None, queries: int, keys: int, right: int | None) -> Any:
@@ -278,7 +265,7 @@ def reduced() -> None:
     blocks = 8  # the more, the surer a report that depends on the order in which warps run
     out = here(torch.zeros(blocks * 384, dtype=torch.int32))
     for name, threads in REDUCED_KERNELS.items():
-        nvrtc.kernel((str(REDUCED),), name, {}, out.device).launch((blocks, 1, 1), threads, 0, (out,))
+        launch.kernel((str(REDUCED),), name, {}, out.device).launch((blocks, 1, 1), threads, 0, (out,))
 
 
 # -- running ------------------------------------------------------------------------------------------------------------
@@ -308,8 +295,7 @@ def launches() -> Iterator[set[str]]:
 
     note(triton.runtime.JITFunction, "run", triton_name)
     note(interpreter.GridExecutor, "__call__", triton_name)
-    note(nvrtc.Kernel, "launch", lambda kernel: kernel.name.split()[0])
-    note(direct.Launcher, "__call__", lambda launcher: launcher._kernel.name.split()[0])
+    note(launch.Launcher, "__call__", lambda launcher: launcher.kernel.entry)
     try:
         yield found
     finally:

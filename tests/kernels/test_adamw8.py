@@ -129,7 +129,7 @@ def files():
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "intrinsics.h"
         path.write_text(INTRINSICS + MAIN)
-        yield (str(path), "gradient.cuh", "adamw8.cu")
+        yield (str(path), "optimizer/gradient.cuh", "optimizer/adamw8.cu")
 
 
 @emulation.needs_compiler

@@ -47,7 +47,7 @@ def files():
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "intrinsics.h"
         path.write_text(INTRINSICS)
-        yield (str(path), "gradient.cuh", "adamw.cu")
+        yield (str(path), "optimizer/gradient.cuh", "optimizer/adamw.cu")
 
 
 def run_source(files: tuple[str, ...], states: States, numbers: AdamWStep, aligned: int) -> torch.Tensor:

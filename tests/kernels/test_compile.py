@@ -12,13 +12,11 @@ import pytest
 import torch
 import triton
 
-from vblackwell.kernels.fp4 import launch as fp4_cuda
-from vblackwell.kernels.fp4 import mma_plan as fp4_mma_plan
-from vblackwell.kernels.fp4 import plan as fp4_plan
-from vblackwell.kernels.fp4 import w4a8_launch as w4a8_cuda
+from vblackwell.kernels.fp4 import launch as fp4_launch
+from vblackwell.kernels.fp4 import mma_plan, tuning, w4a8, wgmma_plan
 from vblackwell.kernels.fp4.mma_plan import MmaPlan
-from vblackwell.kernels.fp4.plan import WgmmaPlan
-from vblackwell.kernels.runtime import autotune, nvrtc
+from vblackwell.kernels.fp4.wgmma_plan import WgmmaPlan
+from vblackwell.kernels.runtime import launch, nvrtc
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 
 SHAPES = ((256, 64), (768, 3072), (4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192))
@@ -29,9 +27,8 @@ UNUSED = [  # shapes of blocks that no rule takes: fewest and most K groups
     WgmmaPlan(64, 1, 2, 6, k_groups=3),
     WgmmaPlan(128, 2, 2, 6, k_groups=2),
     WgmmaPlan(64, 2, 4, 8, k_groups=2),
-    WgmmaPlan(128, 1, 1, 8, k_groups=4, helped=12),
-    WgmmaPlan(64, 1, 2, 16, k_groups=4, together=2),
-    WgmmaPlan(128, 2, 1, 8, together=2),
+    WgmmaPlan(64, 1, 2, 16, k_groups=4, windows_per_step=2),
+    WgmmaPlan(128, 2, 1, 8, windows_per_step=2),
 ]
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -62,14 +59,14 @@ def sass(folder: Path) -> list[str]:
 @functools.cache
 def plans(clusters: bool, bulk: bool = True) -> list[MmaPlan]:
     rows = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32)
-    return list(dict.fromkeys(fp4_mma_plan.plan_mma(m, n, k, clusters, bulk) for n, k in SHAPES for m in rows))
+    return list(dict.fromkeys(mma_plan.plan_mma(m, n, k, clusters, bulk) for n, k in SHAPES for m in rows))
 
 
 @one_in_five_or_all
 @pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_86", marks=pytest.mark.slow), "sm_89"])
 def test_mma_without_clusters(arch, chosen, tmp_path):
     for plan in plans(False)[chosen]:
-        usage = resources(nvrtc.compile_cubin(fp4_mma_plan.MMA_FILES, plan.macros(plan.tokens == 4), arch), tmp_path)[
+        usage = resources(nvrtc.compile_cubin(mma_plan.MMA_FILES, plan.macros(plan.tokens == 4), arch), tmp_path)[
             "fp4_mma"
         ]
         assert usage["STACK"] == usage["LOCAL"] == 0, (plan, usage)
@@ -82,15 +79,13 @@ def test_mma_without_clusters(arch, chosen, tmp_path):
 @one_in_five_or_all
 def test_mma_with_clusters(chosen, tmp_path):
     for plan in plans(True)[chosen]:
-        usage = resources(nvrtc.compile_cubin(fp4_mma_plan.MMA_FILES, plan.macros(False), "sm_90a"), tmp_path)[
-            "fp4_mma"
-        ]
+        usage = resources(nvrtc.compile_cubin(mma_plan.MMA_FILES, plan.macros(False), "sm_90a"), tmp_path)["fp4_mma"]
         assert usage["STACK"] == usage["LOCAL"] == 0, (plan, usage)
         assert usage["REG"] * plan.threads * plan.min_blocks <= 65536, plan
     assert all(plan.splits <= 8 for plan in plans(True))
     for n, k in SHAPES:
         for m in (1, 3, 8, 16):
-            assert fp4_mma_plan.plan_mma(m, n, k, True).shared_bytes(k) <= SHARED_BYTES["sm_90a"]
+            assert mma_plan.plan_mma(m, n, k, True).shared_bytes(k) <= SHARED_BYTES["sm_90a"]
 
 
 @one_in_five_or_all
@@ -100,12 +95,12 @@ def test_norm_on_the_way(arch, chosen, tmp_path):
     clusters = arch == "sm_90a"
     for place, plan in enumerate([plan for plan in plans(clusters, False) if plan.tokens <= 16][chosen]):
         for kind in (1 + place % 2,) if chosen.step else (1, 2):
-            cubin = nvrtc.compile_cubin(fp4_mma_plan.MMA_FILES, plan.macros(False, norm=kind), arch)
+            cubin = nvrtc.compile_cubin(mma_plan.MMA_FILES, plan.macros(False, norm=kind), arch)
             usage = resources(cubin, tmp_path)["fp4_mma"]
             assert usage["STACK"] == usage["LOCAL"] == 0, (plan, usage)
             assert usage["REG"] * plan.threads * plan.min_blocks <= 65536, (plan, usage)
     for plan in [plan for plan in plans(True) if clusters and plan.chunk][chosen]:  # x in bulk copies: RMSNorm alone
-        usage = resources(nvrtc.compile_cubin(fp4_mma_plan.MMA_FILES, plan.macros(False, norm=1), arch), tmp_path)[
+        usage = resources(nvrtc.compile_cubin(mma_plan.MMA_FILES, plan.macros(False, norm=1), arch), tmp_path)[
             "fp4_mma"
         ]
         assert usage["STACK"] == usage["LOCAL"] == 0 and usage["REG"] * plan.threads <= 65536, (plan, usage)
@@ -113,17 +108,17 @@ def test_norm_on_the_way(arch, chosen, tmp_path):
     for architecture in ("sm_90a",) if clusters else ("sm_80", "sm_86", "sm_89"):
         for n, k in SHAPES:
             for m in (1, 3, 8, 16):
-                used = fp4_mma_plan.plan_mma(m, n, k, clusters, bulk=False).shared_bytes(k, norm=2)
+                used = mma_plan.plan_mma(m, n, k, clusters, bulk=False).shared_bytes(k, norm=2)
                 assert used <= SHARED_BYTES[architecture], (architecture, m, n, k, used)
 
 
-@pytest.mark.parametrize("width", w4a8_cuda.STEP_CYCLES)
+@pytest.mark.parametrize("width", w4a8.STEP_CYCLES)
 def test_w4a8(width, tmp_path):
     """Words of local memory: one or two of a warp that decodes, once an item, and one at most, once a step, of one that multiplies."""
-    plan, k = w4a8_cuda.of_width(width), {256: 4096, 224: 14336, 192: 1024}[width]
+    plan, k = w4a8.of_width(width), {256: 4096, 224: 14336, 192: 1024}[width]
     assert plan.shared_bytes() <= SHARED_BYTES["sm_90a"]
-    usage = resources(nvrtc.compile_cubin(w4a8_cuda.FILES, plan.macros(width == 224, k), "sm_90a"), tmp_path)
-    assert usage["w4a8"]["REG"] * w4a8_cuda.THREADS <= 65536
+    usage = resources(nvrtc.compile_cubin(w4a8.FILES, plan.macros(width == 224, k), "sm_90a"), tmp_path)
+    assert usage["w4a8"]["REG"] * w4a8.THREADS <= 65536
     assert all(each["STACK"] <= 16 and each["LOCAL"] == 0 for each in usage.values()), usage
     lines = sass(tmp_path)
     at = [number for number, line in enumerate(lines) if "QGMMA" in line]
@@ -138,16 +133,16 @@ def test_w4a8(width, tmp_path):
 @one_in_five_or_all
 def test_wgmma(chosen, tmp_path):
     shapes = [(m, n, k) for n, k in SHAPES for m in (9, 17, 33, 65, 129, 512, 1024)]
-    every = {rows.plan for m, n, k in shapes for rows in fp4_plan.launches(fp4_plan.plan_wgmma(m, n, k), m, n)}
-    for variant in (variant for plan in every for variant in autotune.variants(plan)):
+    every = {rows.plan for m, n, k in shapes for rows in wgmma_plan.launches(wgmma_plan.plan_wgmma(m, n, k), m, n)}
+    for variant in (variant for plan in every for variant in tuning.variants(plan)):
         assert variant.shared_bytes() <= SHARED_BYTES["sm_90a"], variant
     for plan in [*sorted(every, key=str)[chosen], *UNUSED[chosen]]:
         assert plan.shared_bytes() <= SHARED_BYTES["sm_90a"] // plan.min_blocks - 1024, plan
-        cubin = nvrtc.compile_cubin(fp4_plan.WGMMA_FILES, plan.macros(True), "sm_90a")
+        cubin = nvrtc.compile_cubin(wgmma_plan.WGMMA_FILES, plan.macros(True), "sm_90a")
         usage = resources(cubin, tmp_path)["fp4_wgmma"]
         assert usage["STACK"] == usage["LOCAL"] == 0, (plan, usage)
         # what consumers take and the copying warpgroup keeps is no more than the block was given
-        assert plan.registers * plan.consumers + fp4_plan.COPY_REGISTERS <= usage["REG"] * (plan.consumers + 1), (
+        assert plan.registers * plan.consumers + wgmma_plan.COPY_REGISTERS <= usage["REG"] * (plan.consumers + 1), (
             plan,
             usage,
         )
@@ -157,10 +152,10 @@ def test_wgmma(chosen, tmp_path):
 @pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_86", marks=pytest.mark.slow), "sm_89", "sm_90a"])
 def test_dequantize(arch, tmp_path):
     jobs: list[tuple[tuple[str, ...], str, dict[str, int]]] = [
-        (fp4_cuda.DEQUANTIZE_FILES, "fp4_dequantize", {"FP16": 0, "OUT": out}) for out in range(3)
+        (fp4_launch.DEQUANTIZE_FILES, "fp4_dequantize", {"FP16": 0, "OUT": out}) for out in range(3)
     ]
     if arch in ("sm_89", "sm_90a"):  # E4M3 needs 8.9
-        jobs.append((fp4_cuda.E4M3_FILES, "prepare_e4m3", fp4_cuda.prepare_macros(False, 1 << 14)))
+        jobs.append((w4a8.E4M3_FILES, "prepare_e4m3", w4a8.prepare_macros(False, 1 << 14)))
     for files, entry, macros in jobs:
         usage = resources(nvrtc.compile_cubin(files, macros, arch), tmp_path)[entry]
         assert usage["STACK"] == usage["LOCAL"] == 0 and usage["REG"] * 256 <= 65536
@@ -172,7 +167,7 @@ def test_dequantize(arch, tmp_path):
 
 def test_a_source_that_does_not_compile_shows_the_log():
     with pytest.raises(nvrtc.KernelError, match=r"fp4_mma.cu does not compile for sm_80[\s\S]*identifier"):
-        nvrtc.compile_cubin(fp4_mma_plan.MMA_FILES, {"FP16": 0}, "sm_80")
+        nvrtc.compile_cubin(mma_plan.MMA_FILES, {"FP16": 0}, "sm_80")
 
 
 class _Driver:
@@ -198,10 +193,11 @@ class _Driver:
 
 def test_a_thread_without_a_context_gets_the_gpus(monkeypatch: pytest.MonkeyPatch):
     driver = _Driver()
-    monkeypatch.setattr(nvrtc, "driver", lambda: driver)
-    assert [nvrtc.in_context(torch.device("cuda", 3), driver.work) for _ in range(2)] == [0, 0]
+    monkeypatch.setattr(launch, "driver", lambda: driver)
+    monkeypatch.setattr(launch, "waiting_driver", lambda: driver)
+    assert [launch.in_context(torch.device("cuda", 3), driver.work) for _ in range(2)] == [0, 0]
     assert driver.calls == ["work", "retain 3", "work", "work"], "asked for once, and only where it is missing"
-    assert nvrtc.in_context(torch.device("cuda", 3), lambda: 2) == 2, "other errors are the caller's"
+    assert launch.in_context(torch.device("cuda", 3), lambda: 2) == 2, "other errors are the caller's"
 
 
 @pytest.mark.gpu
@@ -210,7 +206,7 @@ def test_a_fresh_thread_loads_and_launches():
     layer = FusedFP4Linear(512, 256, bias=False, device="cuda", dtype=torch.bfloat16)
     layer.quantize()
     x_MK = torch.randn(3, 512, device="cuda", dtype=torch.bfloat16)
-    nvrtc._kernels.clear()
+    launch._kernels.clear()
     with ThreadPoolExecutor(1) as pool:
         there = pool.submit(layer, x_MK).result()
     assert torch.equal(there, layer(x_MK))

@@ -8,7 +8,7 @@ from tests.kernels.fused_oracle import DEVICE, TOLERANCE, normal, poisoned, rela
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.pointwise import cross_entropy as module
 from vblackwell.kernels.pointwise.cross_entropy import chunk_tokens_for, linear_cross_entropy
-from vblackwell.kernels.runtime.dispatch import use_backend
+from vblackwell.kernels.runtime.registry import use_backend
 
 BACKENDS = ["triton", "torch"]
 # tokens, width, vocabulary, tokens of a chunk; 4099 words are more than a program reads at once, and start rows unaligned

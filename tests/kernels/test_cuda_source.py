@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from tests.kernels import emulation
-from vblackwell.kernels.fp4 import launch as fp4_cuda
-from vblackwell.kernels.fp4 import layout, reference, w4a8
-from vblackwell.kernels.fp4 import plan as fp4_plan
+from vblackwell.kernels.fp4 import launch as fp4_launch
+from vblackwell.kernels.fp4 import layout, reference, w4a8, wgmma_plan
 from vblackwell.kernels.fp4.mma_plan import MmaPlan
-from vblackwell.kernels.fp4.plan import WgmmaPlan
+from vblackwell.kernels.fp4.wgmma_plan import WgmmaPlan
 
 pytestmark = emulation.needs_compiler
 HALVES = [torch.bfloat16, torch.float16]
@@ -40,10 +39,10 @@ ONE_TYPE = [  # nothing in which halves differ
     (WgmmaPlan(16, 1, 2, 4, 2, k_groups=2), 15, 70, 520),  # a block writes one group of 8 tokens
     (WgmmaPlan(128, 1, 1, 4, 2), 100, 40, 328),
     # Pairs of windows: 14 and 15, of which one group has a half; 5, the first group's second one a half; a half alone; fewer than groups.
-    (WgmmaPlan(64, 1, 2, 12, 4, k_groups=3, together=2), 50, 70, 1800),
-    (WgmmaPlan(32, 1, 1, 8, 2, k_groups=2, together=2), 20, 130, 264),
-    (WgmmaPlan(32, 2, 1, 4, 4, together=2), 33, 200, 60),
-    (WgmmaPlan(16, 1, 2, 16, 4, k_groups=4, together=2), 9, 40, 520),
+    (WgmmaPlan(64, 1, 2, 12, 4, k_groups=3, windows_per_step=2), 50, 70, 1800),
+    (WgmmaPlan(32, 1, 1, 8, 2, k_groups=2, windows_per_step=2), 20, 130, 264),
+    (WgmmaPlan(32, 2, 1, 4, 4, windows_per_step=2), 33, 200, 60),
+    (WgmmaPlan(16, 1, 2, 16, 4, k_groups=4, windows_per_step=2), 9, 40, 520),
     (WgmmaPlan(32, 2, 1, 4, 2, k_groups=2), 40, 130, 328),
     # The shape of a plan that a rule takes; all of x at once; fewer windows than a round; one stage that comes round.
     (MmaPlan(16, 2, 6, 2, 4, chunk=24, x_stages=3), 11, 33, 4160),
@@ -75,7 +74,7 @@ def test_the_first_round_of_x_does_not_stand_for_the_others():
 def test_a_last_round_of_half_as_high_blocks(m, n, processors, halves):
     """Behind two blocks, or two in each of two columns; the second has no row in the other half of its last block, which is left out."""
     plan, k = WgmmaPlan(256, 2, 1, 4), 72
-    assert [(rows.first, rows.blocks) for rows in fp4_plan.launches(plan, m, n, processors)] == [(0, 2), (4, halves)]
+    assert [(rows.first, rows.blocks) for rows in wgmma_plan.launches(plan, m, n, processors)] == [(0, 2), (4, halves)]
     w_NK, tiled = emulation.random_weight("nvfp4", n, k)
     x_MK = torch.randn(m, k).bfloat16()
     y_MN = emulation.linear(plan, x_MK, tiled, None, "none", n, processors=processors)
@@ -84,37 +83,12 @@ def test_a_last_round_of_half_as_high_blocks(m, n, processors, halves):
     assert torch.equal(rounded, y_MN.bfloat16())
 
 
-HELPED = [  # plan, rows, n, k
-    (
-        WgmmaPlan(64, 1, 1, 8, 2, k_groups=4, helped=2),
-        70,
-        330,
-        712,
-    ),  # a second helper with two tiles; two columns; a part of a tile
-    (WgmmaPlan(32, 1, 1, 6, 2, k_groups=3, helped=3), 20, 200, 712),  # a K group that adds less than the others
-    (WgmmaPlan(32, 1, 1, 4, 2, k_groups=2, helped=20), 20, 40, 264),  # all windows
-    (WgmmaPlan(16, 1, 1, 4, 2, k_groups=2, helped=1), 9, 140, 60),  # the only one
-    (WgmmaPlan(32, 1, 1, 12, 4, k_groups=3, helped=3, together=2), 20, 200, 712),  # pairs and a half, of both
-]
-
-
-@pytest.mark.parametrize(("plan", "m", "n", "k"), HELPED, ids=str)
-def test_helpers_pass_on_what_others_leave(plan, m, n, k):
-    """Sums start as NaN and counters as what they are not, and the order in which blocks come to each other's is drawn for each launch."""
-    w_NK, tiled = emulation.random_weight("nvfp4", n, k)
-    x_MK = torch.randn(m, k).bfloat16()
-    y_MN = emulation.linear(plan, x_MK, tiled, None, "none", n)
-    assert emulation.error_over_bound(y_MN, x_MK, w_NK) <= 1
-    for lagging in (range(0), range(4 * plan.k_groups), range(4 * plan.k_groups, 4 * plan.k_groups + 4)):
-        assert torch.equal(emulation.linear(plan, x_MK, tiled, None, "none", n, lagging=lagging), y_MN)
-
-
 LAYERS = [
     MmaPlan(4, 1, 2, 2, 2),
     MmaPlan(8, 2, 2, 1, 2, chunk=4, x_stages=2),
     WgmmaPlan(16, 1, 2, 2, 2),
-    WgmmaPlan(32, 1, 1, 4, 2, k_groups=2, helped=1),
-    WgmmaPlan(32, 1, 2, 8, 2, k_groups=2, together=2),
+    WgmmaPlan(32, 1, 1, 4, 2, k_groups=2),
+    WgmmaPlan(32, 1, 2, 8, 2, k_groups=2, windows_per_step=2),
 ]
 
 
@@ -206,7 +180,7 @@ def test_e4m3_weights_are_exact_where_rows_span_14_and_rows_are_rounded_once(dty
     tiled = layout.to_tiled(codes, scales.to(torch.uint8), torch.tensor(1.0), "mxfp4", n, k)
     x_MK = (torch.randn(m, k) * torch.logspace(-3, 3, m)[:, None]).to(dtype)
     x_MK[2] = 0
-    top = fp4_cuda.row_tops(tiled[1], n, k)
+    top = w4a8.row_tops(tiled[1], n, k)
     q_MK, scale_M1, w8_NK, scale_1N = emulation.prepare_e4m3(x_MK, tiled, top, n, k, 1)
     assert torch.equal(w8_NK.float() * scale_1N.t(), reference.dequantize(*tiled, "mxfp4-tiled", n, k))
     wanted, wanted_scale = w4a8.quantize_rows(x_MK)
@@ -238,7 +212,7 @@ def test_norm_on_the_way(plan, m, n, k, kind, mean):
     w_NK, tiled = emulation.random_weight("nvfp4", n, k)
     x_MK = (torch.randn(m, k) * torch.logspace(-1, 2, m)[:, None] * 3 + mean).bfloat16()
     gain_K, bias_N = (1 + 0.3 * torch.randn(k)).bfloat16(), torch.randn(n).bfloat16()
-    norm = fp4_cuda.Norm(gain_K, 1e-5, (w_NK @ gain_K.float()) if kind == 2 else None)
+    norm = fp4_launch.Norm(gain_K, 1e-5, (w_NK @ gain_K.float()) if kind == 2 else None)
     y_MN = emulation.linear(plan, x_MK, tiled, bias_N, "none", n, norm)
     exact = normed(x_MK, gain_K, 1e-5, kind) @ w_NK.double().t() + bias_N.double()
     x, gain = x_MK.double(), gain_K.double()
@@ -275,7 +249,7 @@ def test_norm_with_activation_repeats_bit_for_bit(kind):
     n, k, m = 70, 128, 7
     w_NK, tiled = emulation.random_weight("nvfp4", n, k)
     x_MK, gain_K = torch.randn(m, k).bfloat16(), torch.ones(k).bfloat16()
-    norm = fp4_cuda.Norm(gain_K, 1e-6, w_NK.sum(1) if kind == 2 else None)
+    norm = fp4_launch.Norm(gain_K, 1e-6, w_NK.sum(1) if kind == 2 else None)
     first, second = (emulation.linear(MmaPlan(8, 2, 2, 2, 2), x_MK, tiled, None, "silu", n, norm) for _ in range(2))
     assert torch.equal(first, second)
     exact = reference.activate(normed(x_MK, gain_K, 1e-6, kind) @ w_NK.double().t(), "silu")
@@ -285,6 +259,6 @@ def test_norm_with_activation_repeats_bit_for_bit(kind):
 def test_rows_of_zeros_are_normalised_to_zeros():
     w_NK, tiled = emulation.random_weight("nvfp4", 32, 64)
     for sums in (None, w_NK.sum(1)):
-        norm = fp4_cuda.Norm(torch.ones(64).bfloat16(), 1e-5, sums)
+        norm = fp4_launch.Norm(torch.ones(64).bfloat16(), 1e-5, sums)
         y_MN = emulation.linear(MmaPlan(2, 1, 1, 1, 2), torch.zeros(2, 64).bfloat16(), tiled, None, "none", 32, norm)
         assert torch.equal(y_MN, torch.zeros(2, 32))

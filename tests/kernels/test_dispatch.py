@@ -7,19 +7,14 @@ from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.kernels.fp4 import backends, w4a8
-from vblackwell.kernels.fp4 import blocks as fp4_blocks
-from vblackwell.kernels.fp4 import launch as fp4_cuda
-from vblackwell.kernels.fp4 import mma_plan as fp4_mma_plan
-from vblackwell.kernels.fp4 import plan as fp4_plan
-from vblackwell.kernels.fp4 import shapes as fp4_shapes
-from vblackwell.kernels.fp4 import w4a8_launch as w4a8_cuda
-from vblackwell.kernels.fp4.plan import WgmmaPlan
+from vblackwell.kernels.fp4 import launch as fp4_launch
+from vblackwell.kernels.fp4 import linear, mma_plan, tuning, w4a8, wgmma_plan
+from vblackwell.kernels.fp4.wgmma_plan import WgmmaPlan
 from vblackwell.kernels.pointwise.cross_entropy import linear_cross_entropy
 from vblackwell.kernels.pointwise.rms_norm import rms_norm
 from vblackwell.kernels.pointwise.shared_input import shared_input_linears
-from vblackwell.kernels.runtime import autotune, dispatch
-from vblackwell.kernels.runtime.dispatch import Backend, Request, choose, explain, use_backend
+from vblackwell.kernels.runtime import registry
+from vblackwell.kernels.runtime.registry import Backend, Request, choose, explain, use_backend
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 
 H200 = torch.device("cuda", 0)
@@ -39,7 +34,7 @@ def request(**changes) -> Request:
         ({"m": 16, "n": 8192, "k": 8200}, "wgmma"),
         ({"m": 300, "n": 14336}, "wgmma"),
         ({"m": 8192}, "dequantize"),
-        ({"m": 4096, "n": 28672, "k": 8192}, "wgmma"),  # fp4_shapes.FUSED
+        ({"m": 4096, "n": 28672, "k": 8192}, "wgmma"),  # wgmma_plan._FUSED
         ({"m": 3840, "n": 28672, "k": 8192}, "dequantize"),
         ({"m": 33, "capability": (8, 6)}, "dequantize"),
         ({"m": 32, "capability": (8, 9), "dtype": torch.float16}, "mma"),
@@ -51,7 +46,7 @@ def request(**changes) -> Request:
     ],
 )
 def test_first_without_a_reason_runs(changes, name):
-    assert choose("fp4_linear", backends.LINEAR, request(**changes)).name == name
+    assert choose("fp4_linear", linear.LINEAR, request(**changes)).name == name
 
 
 @pytest.mark.parametrize(
@@ -73,15 +68,15 @@ def test_w4a8_decodes_while_it_multiplies_where_that_was_faster(changes, name):
 
 
 def test_every_reason_is_listed():
-    reasons = explain(backends.LINEAR, request(capability=(7, 5), dtype=torch.float32, format="nf4"))["mma"]
+    reasons = explain(linear.LINEAR, request(capability=(7, 5), dtype=torch.float32, format="nf4"))["mma"]
     assert len(reasons) == 3
     assert "7.5" in reasons[0] and "nf4" in reasons[1] and "float32" in reasons[2]
 
 
 def test_asking_for_a_backend_that_refuses_raises_with_its_reasons():
     with use_backend("fp4_linear", "wgmma"), pytest.raises(Unsupported, match=r"refuses: .*8\.6: it needs 9\.0"):
-        choose("fp4_linear", backends.LINEAR, request(capability=(8, 6)))
-    assert choose("fp4_linear", backends.LINEAR, request()).name == "mma"
+        choose("fp4_linear", linear.LINEAR, request(capability=(8, 6)))
+    assert choose("fp4_linear", linear.LINEAR, request()).name == "mma"
 
 
 def test_asking_for_an_unknown_backend_names_those_there_are():
@@ -89,7 +84,7 @@ def test_asking_for_an_unknown_backend_names_those_there_are():
         use_backend("fp4_linear", "marlin"),
         pytest.raises(ConfigurationError, match="mma, wgmma, dequantize, reference"),
     ):
-        choose("fp4_linear", backends.LINEAR, request())
+        choose("fp4_linear", linear.LINEAR, request())
 
 
 def test_no_backend_at_all_says_why_for_each():
@@ -99,82 +94,76 @@ def test_no_backend_at_all_says_why_for_each():
 
 
 def test_a_cpu_has_no_capability():
-    assert dispatch.capability(torch.device("cpu")) == (0, 0)
+    assert registry.capability(torch.device("cpu")) == (0, 0)
 
 
 def test_consumer_blackwell_gets_the_plans_that_fit_99_kb():
-    assert [fp4_blocks.has_clusters(c) for c in ((8, 9), (9, 0), (10, 0), (12, 0))] == [False, True, True, False]
+    assert [mma_plan.has_clusters(c) for c in ((8, 9), (9, 0), (10, 0), (12, 0))] == [False, True, True, False]
 
 
 @pytest.mark.parametrize(("stages", "k_groups"), [(3, 2), (6, 4), (3, 3), (2, 2)])
 def test_a_stage_that_would_change_hands_is_refused(stages, k_groups):
     with pytest.raises(ConfigurationError, match="do not go round"):
-        fp4_plan.WgmmaPlan(64, 1, 1, stages, k_groups=k_groups)
-    assert fp4_plan.WgmmaPlan(64, 1, 1, 2 * k_groups, k_groups=k_groups).stages == 2 * k_groups
+        wgmma_plan.WgmmaPlan(64, 1, 1, stages, k_groups=k_groups)
+    assert wgmma_plan.WgmmaPlan(64, 1, 1, 2 * k_groups, k_groups=k_groups).stages == 2 * k_groups
 
 
 @pytest.mark.parametrize(("tokens", "splits"), [(16, 4), (32, 8), (64, 16)])
 def test_tokens_that_blocks_would_not_share_by_eights_are_refused(tokens, splits):
     with pytest.raises(ConfigurationError, match=f"multiple of {8 * splits} tokens"):
-        fp4_plan.WgmmaPlan(tokens, 1, splits, 2)
-    assert fp4_plan.WgmmaPlan(8 * splits, 1, splits, 2).splits == splits
-
-
-@pytest.mark.parametrize(("groups", "splits", "k_groups"), [(2, 1, 2), (1, 2, 2), (1, 1, 1)])
-def test_helpers_beside_blocks_that_they_cannot_help_are_refused(groups, splits, k_groups):
-    with pytest.raises(ConfigurationError, match="helpers are for"):
-        fp4_plan.WgmmaPlan(64, groups, splits, 8, k_groups=k_groups, helped=3)
+        wgmma_plan.WgmmaPlan(tokens, 1, splits, 2)
+    assert wgmma_plan.WgmmaPlan(8 * splits, 1, splits, 2).splits == splits
 
 
 @pytest.mark.parametrize(("tokens", "row_warps", "splits"), [(32, 1, 2), (16, 1, 3), (4, 2, 5)])
 def test_outputs_that_blocks_would_not_share_evenly_are_refused(tokens, row_warps, splits):
     with pytest.raises(ConfigurationError, match="splits that divide"):
-        fp4_mma_plan.MmaPlan(tokens, row_warps, 2, splits, 2)
-    assert fp4_mma_plan.MmaPlan(tokens, row_warps, 2, 1, 2).splits == 1
+        mma_plan.MmaPlan(tokens, row_warps, 2, splits, 2)
+    assert mma_plan.MmaPlan(tokens, row_warps, 2, 1, 2).splits == 1
 
 
 def test_dequantising_wins_for_many_rows_and_never_for_few():
     for n, k in ((4096, 4096), (14336, 4096), (28672, 8192)):
-        assert all(fp4_plan.wgmma_beats_dequantize(m, n, k) for m in (17, 64, 256))
-        assert not fp4_plan.wgmma_beats_dequantize(8192, n, k)
+        assert all(wgmma_plan.wgmma_beats_dequantize(m, n, k) for m in (17, 64, 256))
+        assert not wgmma_plan.wgmma_beats_dequantize(8192, n, k)
 
 
 def test_one_block_gets_a_multiprocessor_where_each_can_have_one():
     for m, n, k in ((1, 4096, 4096), (16, 14336, 4096), (32, 4096, 4096)):
-        plan = fp4_mma_plan.plan_mma(m, n, k, True) if m <= 16 else fp4_plan.plan_wgmma(m, n, k)
-        needed = plan.shared_bytes(k) if isinstance(plan, fp4_mma_plan.MmaPlan) else plan.shared_bytes()
-        asked = fp4_blocks.launch_bytes(needed, 114, processors=114)
+        plan = mma_plan.plan_mma(m, n, k, True) if m <= 16 else wgmma_plan.plan_wgmma(m, n, k)
+        needed = plan.shared_bytes(k) if isinstance(plan, mma_plan.MmaPlan) else plan.shared_bytes()
+        asked = mma_plan.launch_bytes(needed, 114, processors=114)
         assert needed <= asked <= 227 * 1024 < 2 * asked
-        assert fp4_blocks.launch_bytes(needed, 128, processors=114) == needed
+        assert mma_plan.launch_bytes(needed, 128, processors=114) == needed
 
 
 @pytest.mark.parametrize("k_groups", [1, 2, 3, 4])
 def test_a_stage_of_pairs_belongs_to_one_group(k_groups):
-    assert fp4_plan.WgmmaPlan(32, 1, 1, 4 * k_groups, k_groups=k_groups, together=2).fragments == 1
+    assert wgmma_plan.WgmmaPlan(32, 1, 1, 4 * k_groups, k_groups=k_groups, windows_per_step=2).fragments == 1
     for stages in (2 * k_groups, 4 * k_groups + 1):
         with pytest.raises(ConfigurationError, match="do not go round"):
-            fp4_plan.WgmmaPlan(32, 1, 1, stages, k_groups=k_groups, together=2)
+            wgmma_plan.WgmmaPlan(32, 1, 1, stages, k_groups=k_groups, windows_per_step=2)
 
 
 def test_a_chunk_that_begins_between_slots_is_refused():
     with pytest.raises(ConfigurationError, match="multiple of 16 windows"):
-        fp4_mma_plan.MmaPlan(4, 2, 4, 1, 4, chunk=24)
+        mma_plan.MmaPlan(4, 2, 4, 1, 4, chunk=24)
 
 
 def test_what_was_timed_is_taken_and_fits():
-    for (m, n, k), (row_warps, k_warps, splits) in fp4_shapes.MMA.items():
-        plan = fp4_mma_plan.plan_mma(m, n, k, True)
+    for (m, n, k), (row_warps, k_warps, splits) in mma_plan._TIMED.items():
+        plan = mma_plan.plan_mma(m, n, k, True)
         assert (plan.row_warps, plan.k_warps, plan.splits) == (row_warps, k_warps, splits)
         assert plan.shared_bytes(k, norm=1) <= 227 * 1024
-    for (m, n, k), (tokens, groups, k_groups, splits, blocks, helped, together) in fp4_shapes.WGMMA.items():
+    for (m, n, k), (tokens, groups, k_groups, splits, blocks, per_step) in wgmma_plan._TIMED.items():
         for rows in (m // 2 + 1, m):
-            plan = fp4_plan.plan_wgmma(rows, n, k)
+            plan = wgmma_plan.plan_wgmma(rows, n, k)
             assert (plan.tokens, plan.groups, plan.k_groups, plan.splits) == (tokens, groups, k_groups, splits)
-            assert (plan.helped, plan.together) == (helped, together) and plan.fits()
+            assert plan.windows_per_step == per_step and plan.fits()
             assert plan.min_blocks == blocks and plan.shared_bytes() <= 227 * 1024 // blocks - 1024
-    for m, n, k in fp4_shapes.FUSED:
-        assert all(fp4_plan.wgmma_beats_dequantize(rows, n, k) for rows in (m - 255, m))
-        assert not any(fp4_plan.wgmma_beats_dequantize(*shape) for shape in ((m + 1, n, k), (m, n - 8, k)))
+    for m, n, k in wgmma_plan._FUSED:
+        assert all(wgmma_plan.wgmma_beats_dequantize(rows, n, k) for rows in (m - 255, m))
+        assert not any(wgmma_plan.wgmma_beats_dequantize(*shape) for shape in ((m + 1, n, k), (m, n - 8, k)))
 
 
 @pytest.mark.parametrize(
@@ -183,17 +172,17 @@ def test_what_was_timed_is_taken_and_fits():
 )
 def test_many_rows_go_in_whole_rounds_of_blocks(n, k, blocks):
     """The fastest at 1024 rows, where 132 multiprocessors take 128, 132 and 120 of half the height, 396 and 104 of those, 256."""
-    plan = fp4_plan.plan_wgmma(1024, n, k)
+    plan = wgmma_plan.plan_wgmma(1024, n, k)
     assert (
         (plan.tokens, plan.groups, plan.k_groups) == blocks and plan.splits == plan.min_blocks == 1 and plan.stages == 4
     )
-    assert fp4_plan.wgmma_beats_dequantize(1024, n, k) and not fp4_plan.wgmma_beats_dequantize(4096, n, k)
+    assert wgmma_plan.wgmma_beats_dequantize(1024, n, k) and not wgmma_plan.wgmma_beats_dequantize(4096, n, k)
 
 
 @given(m=st.integers(1, 3000), n=st.integers(1, 40000), processors=st.integers(1, 200), groups=st.integers(1, 2))
 def test_launches_cover_every_row_once(m, n, processors, groups):
     plan = WgmmaPlan(256, groups, 1, 6)
-    found = fp4_plan.launches(plan, m, n, processors)
+    found = wgmma_plan.launches(plan, m, n, processors)
     ends = [(64 * each.plan.groups * each.first, 64 * each.plan.groups * (each.first + each.blocks)) for each in found]
     assert ends[0][0] == 0 and ends[-1][1] - 64 * found[-1].plan.groups < n <= ends[-1][1]
     assert all(each.blocks > 0 for each in found) and len(found) <= groups
@@ -206,8 +195,8 @@ def test_launches_cover_every_row_once(m, n, processors, groups):
 @pytest.mark.parametrize(("n", "k"), [(14336, 4096), (6144, 4096)])
 def test_what_is_tuned_does_not_decide_who_adds(n, k):
     orders = set()
-    for plan in autotune.variants(fp4_plan.plan_wgmma(1024, n, k)):
-        parts = fp4_plan.launches(plan, 1024, n)
+    for plan in tuning.variants(wgmma_plan.plan_wgmma(1024, n, k)):
+        parts = wgmma_plan.launches(plan, 1024, n)
         assert all(rows.plan.fits() for rows in parts)
         orders.add(tuple((rows.plan.groups, rows.plan.k_groups, rows.first, rows.blocks) for rows in parts))
     assert len(orders) == 1
@@ -217,19 +206,19 @@ def test_what_is_tuned_does_not_decide_who_adds(n, k):
 def test_x_comes_in_bulk_where_it_may(m):
     common = ((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192))
     for n, k in (*common, (40, 1024), (128256, 8192), (64, 65536), (2048, 28672)):
-        plan = fp4_mma_plan.plan_mma(m, n, k, True)
+        plan = mma_plan.plan_mma(m, n, k, True)
         assert 0 < plan.chunk < k // 64 // plan.splits + plan.k_warps * plan.prefetch
         assert plan.shared_bytes(k, norm=1) <= 227 * 1024 and plan.threads <= 1024
         # A chunk is copied while others are read, or it is the only one.
         assert plan.x_stages > 1 or plan.chunk >= k / 64 / plan.splits
     for other in ((m, 4096, 4104, True), (m, 4096, 960, True), (m, 4096, 4096, False)):
-        assert not fp4_mma_plan.plan_mma(*other).chunk
-    plan = fp4_mma_plan.plan_mma(m, 4096, 4096, True)
-    assert not fp4_mma_plan.plan_mma(m, 4096, 4096, True, bulk=False).chunk
+        assert not mma_plan.plan_mma(*other).chunk
+    plan = mma_plan.plan_mma(m, 4096, 4096, True)
+    assert not mma_plan.plan_mma(m, 4096, 4096, True, bulk=False).chunk
     x_MK = torch.zeros(m, 4096, dtype=torch.bfloat16)
     with pytest.raises(ConfigurationError, match="bulk=False"):
-        norm = fp4_cuda.Norm(x_MK[0], 1e-5, x_MK[0].float())
-        fp4_cuda.run_mma(plan, x_MK, x_MK, x_MK, x_MK, None, "none", 4096, norm=norm)
+        norm = fp4_launch.Norm(x_MK[0], 1e-5, x_MK[0].float())
+        fp4_launch.run_mma(plan, x_MK, x_MK, x_MK, x_MK, None, "none", 4096, norm=norm)
 
 
 def tangent(function, x):
@@ -279,12 +268,12 @@ def test_clusters_begin_with_rows_that_the_head_rounds(m):
     """Whose rows the product's own warps round first waits for nearly all of its time."""
     clusters = 66
     for n in range(256, 8192, 176):
-        plan = w4a8_cuda.plan_w4a8(m, n, 4096, 2 * clusters)
-        sizes = w4a8_cuda.cut(plan, m, n, 4096, clusters)
+        plan = w4a8.plan_w4a8(m, n, 4096, 2 * clusters)
+        sizes = w4a8.cut(plan, m, n, 4096, clusters)
         pairs = min(sizes.pairs, plan.head_rows // 256)
         ready = pairs * sizes.columns  # tiles: they are dealt out by four pairs
-        assert ready >= min(clusters - w4a8_cuda.MAY_WAIT, sizes.pairs * sizes.columns), (n, plan)
-        assert plan.head_rows < m + w4a8_cuda.HEAD_ROWS
+        assert ready >= min(clusters - w4a8.MAY_WAIT, sizes.pairs * sizes.columns), (n, plan)
+        assert plan.head_rows < m + w4a8.HEAD_ROWS
 
 
 @pytest.mark.parametrize(
@@ -293,4 +282,4 @@ def test_clusters_begin_with_rows_that_the_head_rounds(m):
 )
 def test_heads_of_large_weights_round_what_a_second_round_begins_with(m, n, k, rows):
     """As timed, unless the first four pairs' tiles fill a round and a half."""
-    assert w4a8_cuda.plan_w4a8(m, n, k, 132).head_rows == rows
+    assert w4a8.plan_w4a8(m, n, k, 132).head_rows == rows

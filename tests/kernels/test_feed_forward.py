@@ -11,7 +11,7 @@ from vblackwell.kernels.pointwise.feed_forward import feed_forward_block
 from vblackwell.kernels.pointwise.rms_norm import add_rms_norm
 from vblackwell.kernels.pointwise.shared_input import shared_input_linears
 from vblackwell.kernels.pointwise.swiglu import swiglu_linear
-from vblackwell.kernels.runtime.dispatch import use_backend
+from vblackwell.kernels.runtime.registry import use_backend
 
 EPS = 1e-5
 

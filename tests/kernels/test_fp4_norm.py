@@ -9,7 +9,7 @@ from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.fp4 import norm as fp4_norm
 from vblackwell.kernels.fp4.linear import fp4_linear
 from vblackwell.kernels.fp4.norm import fp4_norm_linear
-from vblackwell.kernels.runtime.dispatch import Request, choose, explain, use_backend
+from vblackwell.kernels.runtime.registry import Request, choose, explain, use_backend
 
 N, K, EPS = 40, 72, 1e-5
 REST = ("nvfp4-tiled", "silu", N, K)

@@ -21,10 +21,9 @@ from vblackwell.kernels.attention import decode_triton as decode_attention_trito
 from vblackwell.kernels.pointwise import rms_norm_triton
 from vblackwell.kernels.pointwise import rotary_triton
 from vblackwell.kernels.pointwise import swiglu_triton
-from vblackwell.kernels.fp4 import encode_triton as nvfp4_encode_triton
-from vblackwell.kernels.fp4 import tile_triton as nvfp4_tile_triton
+from vblackwell.kernels.fp4 import encode_triton
+from vblackwell.kernels.fp4 import encode_triton
 from vblackwell.kernels.pointwise import sampling_cut_triton
-from vblackwell.kernels.fp4 import two_part_triton
 
 def rms(width, stages):
     rows, block, warps = rms_norm_triton.tile_of(width)
@@ -55,11 +54,10 @@ def cases(capability):
     yield decode_attention_triton._attend, {
         "K": 8, "G": 4, "H": 256, "WIDE": 256, "PARTS": 9, "KEYS": decode_attention_triton.keys_at_once(2)}, 4
     yield decode_attention_triton._join, {"H": 128, "WIDE": 128, "PARTS": 9, "MANY": 16}, 2
-    yield two_part_triton._round, {"TOP": 119, "BLOCK": two_part_triton.BLOCK}, two_part_triton.WARPS
     yield sampling_cut_triton._least_key, {"WORDS": 128256, "LANES": sampling_cut_triton.LANES}, sampling_cut_triton.WARPS
-    yield nvfp4_encode_triton._encode, {"BLOCKS": nvfp4_encode_triton.BLOCKS}, 4
-    yield nvfp4_tile_triton._words, {"BLOCK": nvfp4_tile_triton.BLOCK}, 4
-    yield nvfp4_tile_triton._scales, {"BLOCK": nvfp4_tile_triton.BLOCK}, 4
+    yield encode_triton._encode, {"BLOCKS": encode_triton.BLOCKS}, 4
+    yield encode_triton._words, {"BLOCK": encode_triton.BLOCK}, 4
+    yield encode_triton._scales, {"BLOCK": encode_triton.BLOCK}, 4
 
 FP32 = ("scale_ptr", "partial_ptr", "loss_ptr", "factor_ptr", "cos_ptr", "sin_ptr", "tensor_scale_ptr", "sum_ptr", "top_ptr",
     "mass_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr")

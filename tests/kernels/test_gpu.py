@@ -7,13 +7,10 @@ import torch
 
 from tests.kernels.emulation import error_over_bound, random_weight
 from vblackwell.errors import Unsupported
-from vblackwell.kernels.fp4 import blocks as fp4_blocks
-from vblackwell.kernels.fp4 import launch as fp4_cuda
-from vblackwell.kernels.fp4 import mma_plan as fp4_mma_plan
-from vblackwell.kernels.fp4 import plan as fp4_plan
-from vblackwell.kernels.fp4 import reference
+from vblackwell.kernels.fp4 import launch as fp4_launch
+from vblackwell.kernels.fp4 import mma_plan, reference, wgmma_plan
 from vblackwell.kernels.fp4.linear import fp4_linear, fp4_linear_dx
-from vblackwell.kernels.runtime.dispatch import use_backend
+from vblackwell.kernels.runtime.registry import use_backend
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(40, 136), (200, 1000), (1056, 4096), (33, 77), (9000, 512)]
@@ -32,11 +29,11 @@ def test_fp32_sums_within_the_bound_and_repeatable(n, k, m, dtype):
     x_MK = torch.randn(m, k, device="cuda").to(dtype)
     runs = []
     if m <= 32:
-        plan = fp4_mma_plan.plan_mma(m, n, k, fp4_blocks.has_clusters(torch.cuda.get_device_capability()))
-        runs.append(lambda: fp4_cuda.run_mma(plan, x_MK, *tiled, None, "none", n, torch.float32))
+        plan = mma_plan.plan_mma(m, n, k, mma_plan.has_clusters(torch.cuda.get_device_capability()))
+        runs.append(lambda: fp4_launch.run_mma(plan, x_MK, *tiled, None, "none", n, torch.float32))
     if torch.cuda.get_device_capability() == (9, 0):
-        wide = fp4_plan.plan_wgmma(m, n, k)
-        runs.append(lambda: fp4_cuda.run_wgmma(wide, x_MK, *tiled, None, "none", n, torch.float32))
+        wide = wgmma_plan.plan_wgmma(m, n, k)
+        runs.append(lambda: fp4_launch.run_wgmma(wide, x_MK, *tiled, None, "none", n, torch.float32))
     for run in runs:
         torch.full((m, n), torch.nan, device="cuda")  # what the next allocation of this size is likely to hold
         y_MN = run()

@@ -10,7 +10,7 @@ from vblackwell.kernels.pointwise import normed_linears as module
 from vblackwell.kernels.pointwise.normed_linears import normed_linears
 from vblackwell.kernels.pointwise.rms_norm import rms_norm
 from vblackwell.kernels.pointwise.shared_input import shared_input_linears
-from vblackwell.kernels.runtime.dispatch import use_backend
+from vblackwell.kernels.runtime.registry import use_backend
 
 EPS = 1e-5
 

@@ -1,4 +1,4 @@
-"""kernels/runtime/overlap.py and what launches make of it: the first to read a weight as it is waits for who may have written it."""
+"""kernels/runtime/launch.py and what launches make of it: the first to read a weight as it is waits for who may have written it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ import torch
 
 from tests.kernels.emulation import random_weight
 from tests.kernels.test_two_part import random_parts
-from vblackwell.kernels.fp4 import launch as fp4_cuda
-from vblackwell.kernels.fp4 import two_part_launch as two_part_cuda
-from vblackwell.kernels.fp4 import two_part_layout
-from vblackwell.kernels.fp4 import w4a8_launch as w4a8_cuda
+from vblackwell.kernels.fp4 import launch as fp4_launch
+from vblackwell.kernels.fp4 import layout, two_part, w4a8
 from vblackwell.kernels.fp4.mma_plan import plan_mma
-from vblackwell.kernels.fp4.plan import plan_wgmma
-from vblackwell.kernels.runtime import counters, nvrtc, overlap
-from vblackwell.kernels.runtime.overlap import may_overlap
+from vblackwell.kernels.fp4.wgmma_plan import plan_wgmma
+from vblackwell.kernels.runtime import counters, launch, nvrtc
+from vblackwell.kernels.runtime.launch import may_overlap
 
 
 @pytest.fixture(autouse=True)
@@ -56,12 +54,12 @@ def test_a_tensor_in_the_place_of_one_that_is_gone_is_another():
     memory = codes.data_ptr()
     assert not may_overlap((codes, scale)) and may_overlap((codes, scale))
     buffer = codes.untyped_storage()
-    known = len(overlap._read)
+    known = len(launch._read)
     del codes
     again = torch.empty(0, dtype=torch.uint8).set_(buffer, 0, (64,))
     assert again.data_ptr() == memory and not may_overlap((again, scale))
     del again
-    assert len(overlap._read) < known, "what is gone is remembered"
+    assert len(launch._read) < known, "what is gone is remembered"
 
 
 def test_a_captured_launch_has_run_nothing(capturing):
@@ -105,8 +103,8 @@ class Driver:
         assert self.mode == 2, "a capture would end"
         return 0
 
-    def cuLaunchKernelEx(self, launch, function, pointers, extra) -> int:  # noqa: N802
-        self.overlapped.append(ctypes.cast(launch, ctypes.POINTER(nvrtc.Launch)).contents.count == 1)
+    def cuLaunchKernelEx(self, config, function, pointers, extra) -> int:  # noqa: N802
+        self.overlapped.append(ctypes.cast(config, ctypes.POINTER(launch.Launch)).contents.count == 1)
         return 0
 
 
@@ -114,9 +112,10 @@ class Driver:
 def driver(monkeypatch, capturing):
     """A Hopper GPU of which nothing runs; tensors are the CPU's."""
     found = Driver()
-    monkeypatch.setattr(nvrtc, "driver", lambda: found)
-    monkeypatch.setattr(nvrtc, "cached_cubin", lambda files, macros, arch: b"")
-    monkeypatch.setattr(nvrtc, "_kernels", {})
+    monkeypatch.setattr(launch, "driver", lambda: found)
+    monkeypatch.setattr(launch, "waiting_driver", lambda: found)
+    monkeypatch.setattr(launch, "cached_cubin", lambda files, macros, arch: b"")
+    monkeypatch.setattr(launch, "_kernels", {})
     properties = SimpleNamespace(multi_processor_count=132)
     for name, value in {
         "get_device_capability": lambda device: (9, 0), "get_device_properties": lambda device: properties,
@@ -131,19 +130,19 @@ def test_every_kernel_that_loads_a_weight_early_minds_who_wrote_it(driver, monke
     monkeypatch.setattr(counters, "zeroed", lambda count, device: nullcontext((zeros, zeros, 0)))
     n, k = 64, 128
     x = torch.randn(3, k).bfloat16()
-    coarse, two = random_weight("mxfp4", n, k)[1], two_part_layout.to_tiled(*random_parts(n, k)[1], n, k)
-    top = fp4_cuda.row_tops(coarse[1], n, k)
+    coarse, two = random_weight("mxfp4", n, k)[1], layout.parts_to_tiled(*random_parts(n, k)[1], n, k)
+    top = w4a8.row_tops(coarse[1], n, k)
     runs = {
-        "fp4_mma": (coarse, lambda: fp4_cuda.run_mma(plan_mma(3, n, k, True), x, *coarse, None, "none", n)),
-        "fp4_wgmma": (coarse, lambda: fp4_cuda.run_wgmma(plan_wgmma(64, n, k), x, *coarse, None, "none", n)),
-        "fp4_dequantize": (coarse, lambda: fp4_cuda.run_dequantize(*coarse, n, k, torch.bfloat16)),
-        "prepare_e4m3": ((*coarse, top), lambda: fp4_cuda.run_prepare_e4m3(x, *coarse, top, n, k)),
-        "w4a8_head": ((*coarse, top), lambda: w4a8_cuda.run_w4a8(w4a8_cuda.of_width(256), x, *coarse, top, None, "none", n, k)),
-        "two_part_mma": (two, lambda: two_part_cuda.run_mma(two_part_cuda.plan(3, n, k, True), x, *two, None, "none", n)),
-        "two_part_dequantize": (two, lambda: two_part_cuda.run_dequantize(*two, n, k, torch.bfloat16)),
+        "fp4_mma": (coarse, lambda: fp4_launch.run_mma(plan_mma(3, n, k, True), x, *coarse, None, "none", n)),
+        "fp4_wgmma": (coarse, lambda: fp4_launch.run_wgmma(plan_wgmma(64, n, k), x, *coarse, None, "none", n)),
+        "fp4_dequantize": (coarse, lambda: fp4_launch.run_dequantize(*coarse, n, k, torch.bfloat16)),
+        "prepare_e4m3": ((*coarse, top), lambda: w4a8.run_prepare_e4m3(x, *coarse, top, n, k)),
+        "w4a8_head": ((*coarse, top), lambda: w4a8.run_w4a8(w4a8.of_width(256), x, *coarse, top, None, "none", n, k)),
+        "two_part_mma": (two, lambda: two_part.run_mma(two_part.plan_two_part(3, n, k, True), x, *two, None, "none", n)),
+        "two_part_dequantize": (two, lambda: two_part.run_dequantize(*two, n, k, torch.bfloat16)),
     }  # fmt: skip
     early = set()
-    for path in nvrtc.SOURCES.glob("*.cu"):  # what a kernel loads before its first wait
+    for path in nvrtc.KERNELS.glob("*/cuda/*.cu"):  # what a kernel loads before its first wait
         for part in path.read_text().split('extern "C" __global__')[1:]:
             name = next(name for name in re.findall(r"(\w+)\(", part) if not name.startswith("__"))
             before = part.partition(") {\n")[2].partition("wait_for_previous")[0]
@@ -153,7 +152,7 @@ def test_every_kernel_that_loads_a_weight_early_minds_who_wrote_it(driver, monke
     assert {"fp4_mma", "w4a8_head"} < early <= set(runs)
     for name, (tensors, run) in runs.items():
         for tensor in tensors:
-            overlap._read.clear()
+            launch._read.clear()
             counts = []
             for _ in range(3):
                 driver.overlapped.clear()
@@ -173,11 +172,11 @@ def test_a_kernel_is_loaded_outside_a_capture_and_by_one_thread(driver, monkeypa
         time.sleep(0.02)  # in which another thread would begin the same
         return b""
 
-    monkeypatch.setattr(nvrtc, "cached_cubin", slow)
+    monkeypatch.setattr(launch, "cached_cubin", slow)
 
     def get(_):
         began.wait()
-        return nvrtc.kernel(("a.cu",), "a", {}, device)
+        return launch.kernel(("a.cu",), "a", {}, device)
 
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(get, range(4)))
@@ -189,11 +188,11 @@ def test_a_kernel_is_loaded_outside_a_capture_and_by_one_thread(driver, monkeypa
 
 def test_barriers_of_a_cluster_are_met_by_whole_warps():
     """`.aligned` says that all lanes execute it together: a warp that comes from a branch of some of them must be one again."""
-    text = (nvrtc.SOURCES / "ptx.cuh").read_text()
+    text = nvrtc.path_of("ptx.cuh").read_text()
     found = re.findall(r"DEVICE void \w+\(\) \{\n((?:(?!\n\}).)*barrier\.cluster(?:(?!\n\}).)*)\n\}", text, re.S)
     assert len(found) == 3 and all(body.strip().startswith("__syncwarp();") for body in found)
     assert text.count("barrier.cluster") == 4
-    for path in nvrtc.SOURCES.iterdir():
+    for path in nvrtc.KERNELS.glob("*/cuda/*"):
         assert "barrier.cluster" not in path.read_text() or path.name == "ptx.cuh", path
 
 
@@ -203,7 +202,7 @@ def test_a_weight_that_was_just_written_is_read_as_it_is():
     tiled = [tuple(part.cuda() for part in random_weight("nvfp4", n, k, seed)[1]) for seed in range(2)]
     x = torch.randn(3, k, device="cuda").bfloat16()
     plan = plan_mma(3, n, k, torch.cuda.get_device_capability()[0] >= 9)
-    run = lambda weight: fp4_cuda.run_mma(plan, x, *weight, None, "none", n)  # noqa: E731
+    run = lambda weight: fp4_launch.run_mma(plan, x, *weight, None, "none", n)  # noqa: E731
     wanted = [run(weight) for weight in tiled]
     changing = tuple(part.clone() for part in tiled[0])
     for at in [1, 0] * 50:
@@ -218,11 +217,11 @@ def test_a_kernel_is_loaded_while_a_graph_is_captured():
     tiled = tuple(part.cuda() for part in random_weight("nvfp4", n, k)[1])
     x = torch.randn(3, k, device="cuda").bfloat16()
     plan = plan_mma(3, n, k, torch.cuda.get_device_capability()[0] >= 9)
-    wanted = fp4_cuda.run_mma(plan, x, *tiled, None, "none", n)
-    nvrtc._kernels.clear()
+    wanted = fp4_launch.run_mma(plan, x, *tiled, None, "none", n)
+    launch._kernels.clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = fp4_cuda.run_mma(plan, x, *tiled, None, "none", n)
+        y = fp4_launch.run_mma(plan, x, *tiled, None, "none", n)
     y.fill_(torch.nan)
     graph.replay()
     assert torch.equal(y, wanted)

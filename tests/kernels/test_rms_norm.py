@@ -9,7 +9,7 @@ from tests.kernels.fused_oracle import DEVICE, TOLERANCE, errors, normal, poison
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.pointwise import rms_norm as module
 from vblackwell.kernels.pointwise.rms_norm import add_rms_norm, rms_norm
-from vblackwell.kernels.runtime.dispatch import use_backend
+from vblackwell.kernels.runtime.registry import use_backend
 
 EPS = 1e-5
 SHAPES = [(1, 3), (3, 7, 37), (5, 128), (2, 4096), (33, 100), (0, 16)]

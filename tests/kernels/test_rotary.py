@@ -7,7 +7,7 @@ from tests.kernels.fused_oracle import DEVICE, TOLERANCE, errors, normal, poison
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.pointwise import rotary as module
 from vblackwell.kernels.pointwise.rotary import rotary
-from vblackwell.kernels.runtime.dispatch import use_backend
+from vblackwell.kernels.runtime.registry import use_backend
 
 # batch, sequence, query heads, key heads, width
 SHAPES = [(1, 1, 1, 1, 2), (2, 7, 3, 1, 10), (1, 5, 4, 2, 64), (2, 3, 20, 20, 128), (1, 2, 33, 3, 256)]

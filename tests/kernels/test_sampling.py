@@ -12,7 +12,7 @@ from tests.kernels.fused_oracle import DEVICE, normal, poisoned
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.pointwise import sampling_cut_triton
 from vblackwell.kernels.pointwise.sampling import GROUP, exponential, gumbel, kept_tokens, philox, sample_tokens
-from vblackwell.kernels.runtime.dispatch import use_backend
+from vblackwell.kernels.runtime.registry import use_backend
 
 SETTINGS = [
     {},

@@ -8,7 +8,7 @@ from tests.kernels.fused_oracle import DEVICE, TOLERANCE, errors, normal, poison
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.pointwise import swiglu as module
 from vblackwell.kernels.pointwise.swiglu import swiglu, swiglu_backward, swiglu_linear
-from vblackwell.kernels.runtime.dispatch import use_backend
+from vblackwell.kernels.runtime.registry import use_backend
 
 SHAPES = [(1,), (3, 7, 37), (2, 4099), (0, 5)]
 

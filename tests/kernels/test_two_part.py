@@ -7,14 +7,11 @@ from torch.testing._internal.two_tensor import TwoTensor
 from tests.kernels import emulation
 from tests.kernels.test_compile import resources
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
-from vblackwell.kernels.fp4 import two_part_launch as two_part_cuda
-from vblackwell.kernels.fp4 import two_part_layout, two_part_round
-from vblackwell.kernels.fp4 import two_part_round_launch as two_part_round_cuda
+from vblackwell.kernels.fp4 import layout, two_part, two_part_round
 from vblackwell.kernels.fp4.reference import ACTIVATIONS, activate
-from vblackwell.kernels.fp4.two_part import OP, two_part_linear
-from vblackwell.kernels.fp4.two_part_launch import TwoPartPlan
+from vblackwell.kernels.fp4.two_part import OP, TwoPartPlan, two_part_linear
 from vblackwell.kernels.runtime import nvrtc
-from vblackwell.kernels.runtime.dispatch import use_backend
+from vblackwell.kernels.runtime.registry import use_backend
 from vblackwell.numerics import separation
 from vblackwell.numerics.separation import separate
 
@@ -41,7 +38,7 @@ extern "C" void run(const void* w, const u8* scales, const float* ts, void* out,
 RENEW_MAIN = """
 extern "C" void run(const void* w, const u8* kept, const float* ts, float* amax, float* partials, u8* scales, float* unit, float* drift,
                     int N, int K, int stride, int aligned, int ctas, int gx, float threshold) {
-    launch(ctas, 1, 1, ROUND_THREADS, 4096, [=] { two_part_look(w, kept, ts, amax, partials, N, K, stride, aligned, ctas); });
+    launch(ctas, 1, 1, ROUND_THREADS, 4096, [=] { two_part_measure(w, kept, ts, amax, partials, N, K, stride, aligned, ctas); });
     const int total = N * ((K + 15) / 16);
     launch(gx, 1, 1, ROUND_THREADS, 4096,
            [=] { two_part_renew(amax, partials, kept, ts, scales, unit, drift, total, ctas, threshold); });
@@ -68,32 +65,32 @@ def bf16_weight(parts, n: int, k: int) -> torch.Tensor:
 
 
 def emulated(plan: TwoPartPlan, x_MK, tiled, bias, activation, n):
-    x_MK, k = two_part_cuda.aligned(x_MK)
+    x_MK, k = two_part.aligned(x_MK)
     m = x_MK.shape[0]
     y_MN = torch.full((m, n), torch.nan)
     grid = (-(-n // (32 * plan.row_warps)), -(-m // plan.tokens), plan.shared_bytes(k))
     args = [x_MK, *tiled, bias, y_MN, m, n, k, ACTIVATIONS.index(activation), *plan.chunks(k), *grid]
-    emulation._call(two_part_cuda.FILES, plan.macros(True), MAIN, args)
+    emulation._call(two_part.FILES, plan.macros(out32=True), MAIN, args)
     return y_MN
 
 
 @pytest.mark.parametrize("shape", [(40, 136), (33, 77), (100, 64)])
 def test_tiles_are_turned_back(shape, monkeypatch):
-    monkeypatch.setattr(two_part_layout, "_BAND_ELEMENTS", 2 * 32 * 64)  # the last one in two bands
+    monkeypatch.setattr(layout, "_BAND_ELEMENTS", 2 * 32 * 64)  # the last one in two bands
     w_NK, parts = random_parts(*shape)
-    tiled = two_part_layout.to_tiled(*parts, *shape)
-    assert [tuple(tensor.shape) for tensor in tiled[:3]] == list(two_part_layout.shapes("nvfp4-tiled", *shape))
-    assert torch.equal(separation.dequantize(*two_part_layout.from_tiled(*tiled, *shape), *shape, torch.float32), w_NK)
+    tiled = layout.parts_to_tiled(*parts, *shape)
+    assert [tuple(tensor.shape) for tensor in tiled[:3]] == list(layout.parts_shapes("nvfp4-tiled", *shape))
+    assert torch.equal(separation.dequantize(*layout.parts_from_tiled(*tiled, *shape), *shape, torch.float32), w_NK)
 
 
 def test_a_fine_part_of_another_weight_is_refused():
     _, (codes, fine, scales, scale) = random_parts(32, 64)
     with pytest.raises(CorruptData, match="below zero"):
-        two_part_layout.to_tiled(torch.zeros_like(codes), torch.zeros_like(fine), scales, scale, 32, 64)
+        layout.parts_to_tiled(torch.zeros_like(codes), torch.zeros_like(fine), scales, scale, 32, 64)
     with pytest.raises(ConfigurationError, match="do not belong"):
-        two_part_layout.to_tiled(codes, fine[:16], scales, scale, 32, 64)
+        layout.parts_to_tiled(codes, fine[:16], scales, scale, 32, 64)
     x_MK = torch.zeros(1, 64)
-    with pytest.raises(ConfigurationError, match="beside coarse"):
+    with pytest.raises(ConfigurationError, match="next to coarse"):
         two_part_linear(x_MK, codes, fine[:16], scales, scale, None, "nvfp4", "none", 32, 64)
     with pytest.raises(ConfigurationError, match="layout"):
         two_part_linear(x_MK, codes, fine, scales, scale, None, "mxfp4", "none", 32, 64)
@@ -128,12 +125,12 @@ def test_op_and_gradients_against_float64(activation):
 @pytest.mark.parametrize(
     ("plan", "m", "n", "k"),
     [
-        (TwoPartPlan(4, 2, 1, 2, 2, 8192), 3, 70, 330),
-        (TwoPartPlan(16, 1, 2, 1, 1, 8192), 11, 40, 648),
-        (TwoPartPlan(1, 2, 1, 2, 2, 8192, min_blocks=2, chunk=1, x_stages=3), 1, 40, 320),
-        (TwoPartPlan(2, 1, 2, 2, 2, 8192, chunk=2, x_stages=3, push=False), 2, 40, 320),
+        (TwoPartPlan(4, 2, 1, 2, 2, x_bytes=8192), 3, 70, 330),
+        (TwoPartPlan(16, 1, 2, 1, 1, x_bytes=8192), 11, 40, 648),
+        (TwoPartPlan(1, 2, 1, 2, 2, x_bytes=8192, min_blocks=2, chunk=1, x_stages=3), 1, 40, 320),
+        (TwoPartPlan(2, 1, 2, 2, 2, x_bytes=8192, chunk=2, x_stages=3), 2, 40, 320),
         (
-            TwoPartPlan(16, 2, 2, 2, 2, 8192, chunk=2, x_stages=2),
+            TwoPartPlan(16, 2, 2, 2, 2, x_bytes=8192, chunk=2, x_stages=2),
             11,
             70,
             704,
@@ -144,7 +141,7 @@ def test_op_and_gradients_against_float64(activation):
 def test_kernel_source_within_the_bound_of_float64(plan, m, n, k):
     w_NK, parts = random_parts(n, k)
     x_MK = torch.randn(m, k).bfloat16()
-    tiled = two_part_layout.to_tiled(*parts, n, k)
+    tiled = layout.parts_to_tiled(*parts, n, k)
     y_MN = emulated(plan, x_MK, tiled, None, "none", n)
     assert emulation.error_over_bound(y_MN, x_MK, bf16_weight(parts, n, k)) <= 1
     # And beside the unrounded weight: half a unit in the last of bf16's 8 bits, 2^-8 of each product at most.
@@ -159,12 +156,14 @@ def test_kernel_source_within_the_bound_of_float64(plan, m, n, k):
 
 @emulation.needs_compiler
 @pytest.mark.parametrize(
-    "plan", [TwoPartPlan(4, 2, 1, 2, 2, 8192), TwoPartPlan(4, 1, 2, 2, 2, 8192, chunk=2, x_stages=2)], ids=str
+    "plan",
+    [TwoPartPlan(4, 2, 1, 2, 2, x_bytes=8192), TwoPartPlan(4, 1, 2, 2, 2, x_bytes=8192, chunk=2, x_stages=2)],
+    ids=str,
 )
 def test_layers_that_begin_before_the_last_one_has_ended(plan):
     """Each has what the one before wrote as its x."""
     n, x_MK = 128, torch.randn(3, 128).bfloat16()
-    codes, fine, scales, _ = two_part_layout.to_tiled(*random_parts(n, n)[1], n, n)
+    codes, fine, scales, _ = layout.parts_to_tiled(*random_parts(n, n)[1], n, n)
     tiled = (codes, fine, scales, torch.tensor(2.0**-9))
     written = torch.full((8, 3, n), torch.nan, dtype=torch.bfloat16)
 
@@ -173,11 +172,11 @@ def test_layers_that_begin_before_the_last_one_has_ended(plan):
         return [x, *tiled, None, y, 3, n, n, 0, *plan.chunks(n), *grid]
 
     for x, y in zip([x_MK, *written[:3]], written[:4], strict=True):
-        emulation._call(two_part_cuda.FILES, plan.macros(), MAIN, call(x, y))
+        emulation._call(two_part.FILES, plan.macros(), MAIN, call(x, y))
     calls = [call(x, y) for x, y in zip([x_MK, *written[4:7]], written[4:], strict=True)]
     for _ in range(4):
         written[4:] = torch.nan
-        emulation._call_all(two_part_cuda.FILES, plan.macros(), MAIN, calls)
+        emulation._call_all(two_part.FILES, plan.macros(), MAIN, calls)
         assert torch.equal(written[4:], written[:4])
 
 
@@ -188,10 +187,10 @@ def test_layers_that_begin_before_the_last_one_has_ended(plan):
 def test_dequantize_source_is_the_oracle(dtype, n, k):
     w_NK, parts = random_parts(n, k)
     out = torch.full((n, k), torch.nan).to(dtype)
-    tiled = two_part_layout.to_tiled(*parts, n, k)
+    tiled = layout.parts_to_tiled(*parts, n, k)
     macros = {"FP16": 0, "OUT": {torch.bfloat16: 0, torch.float32: 2}[dtype]}
     grid = ((k + 255) // 256, (n + 31) // 32)
-    emulation._call(two_part_cuda.FILES, macros, DEQUANTIZE_MAIN, [*tiled, out, n, k, *grid])
+    emulation._call(two_part.DEQUANTIZE_FILES, macros, DEQUANTIZE_MAIN, [*tiled, out, n, k, *grid])
     assert torch.equal(out, w_NK.to(dtype))
 
 
@@ -214,12 +213,12 @@ def test_round_source_is_the_oracle(dtype, k):
     w_NK[2, 3], w_NK[3, 4] = torch.nan, 1e4  # beyond what the scales were made for
     scales.block[4, 0], scales.block[5, 1] = 0x7F, 3  # NaN, a subnormal scale
     out = torch.full((6, k), 7.0, dtype=dtype)
-    macros = two_part_round_cuda.macros(dtype, dtype)
-    whole = two_part_round_cuda.aligned(w_NK, out)
+    macros = two_part_round.macros(dtype, dtype)
+    whole = two_part_round.aligned(w_NK, out)
     assert whole == (k % 16 == 0)
-    grid = -(-6 * -(-k // 16) // two_part_round_cuda.THREADS)
+    grid = -(-6 * -(-k // 16) // two_part_round.THREADS)
     args = [w_NK, scales.block, scales.tensor, out, 6, k, w_NK.stride(0), int(whole), grid]
-    emulation._call(two_part_round_cuda.FILES, macros, ROUND_MAIN, args)
+    emulation._call(two_part_round.FILES, macros, ROUND_MAIN, args)
     expected = separation.round_to_parts(w_NK, scales, dtype)
     assert bool(expected.isnan().any()) and torch.equal(out.nan_to_num(nan=99.0), expected.nan_to_num(nan=99.0))
 
@@ -242,7 +241,7 @@ def test_renewal_source_is_the_oracle(factor, k):
     found = separation.Scales(torch.full((12, -(-k // 16)), 77, dtype=torch.uint8), torch.tensor(torch.nan))
     drift = torch.tensor(torch.nan)
     old = (None, None) if kept is None else (kept.block, kept.tensor)
-    whole = int(two_part_round_cuda.aligned(w_NK))
+    whole = int(two_part_round.aligned(w_NK))
     args = [
         w_NK,
         *old,
@@ -259,7 +258,7 @@ def test_renewal_source_is_the_oracle(factor, k):
         1,
         0.05,
     ]
-    emulation._call(two_part_round_cuda.FILES, two_part_round_cuda.macros(w_NK.dtype, w_NK.dtype), RENEW_MAIN, args)
+    emulation._call(two_part_round.FILES, two_part_round.macros(w_NK.dtype, w_NK.dtype), RENEW_MAIN, args)
     expected, far = two_part_round._torch_renewed(w_NK, kept, 0.05)
     assert torch.equal(
         found.block, torch.where(expected.block == 0xFF, 0x7F, expected.block)
@@ -272,18 +271,18 @@ def test_renewal_source_is_the_oracle(factor, k):
 @pytest.mark.parametrize(("k", "whole"), [(96, 1), (77, 0)])
 def test_what_is_kept_of_a_rounding_fits_such_weights_alone(k, whole, monkeypatch):
     queued = []
-    monkeypatch.setattr(two_part_round_cuda, "_launcher", lambda *_: lambda *parameters: queued.append(parameters))
-    monkeypatch.setattr(two_part_round_cuda, "_stream", lambda device: 5)
+    monkeypatch.setattr(two_part_round, "_launcher", lambda *_: lambda *parameters: queued.append(parameters))
+    monkeypatch.setattr(two_part_round, "_stream", lambda device: 5)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the CPU's index
     first, second = wide_weight(60, k, torch.bfloat16), wide_weight(60, k, torch.bfloat16)
-    rounder = two_part_round_cuda.Rounder(first, torch.float32)
+    rounder = two_part_round.Rounder(first, torch.float32)
     for w_NK in (first, second):
         scales = separation.training_scales(w_NK)
         assert rounder.takes(w_NK, torch.float32)
         out = rounder(w_NK, scales.block, scales.tensor)
         assert out.shape == (60, k) and out.dtype == torch.float32
         at = (w_NK.data_ptr(), scales.block.data_ptr(), scales.tensor.data_ptr(), out.data_ptr())
-        assert queued.pop() == (-(-60 * -(-k // 16) // 256), at, (60, k, k + 16, whole), 5)
+        assert queued.pop() == ((-(-60 * -(-k // 16) // 256), 1, 1), (*at, 60, k, k + 16, whole), 5)
     for other, dtype in ((first, torch.bfloat16), (first.float(), torch.float32), (first.contiguous(), torch.float32)):
         assert not rounder.takes(other, dtype)
     with pytest.raises(Unsupported, match="no memory"):
@@ -291,8 +290,8 @@ def test_what_is_kept_of_a_rounding_fits_such_weights_alone(k, whole, monkeypatc
     assert two_part_round._cuda(first, scales.block, scales.tensor, torch.float64).dtype == torch.float64
     assert queued.pop()[1][0] == first.data_ptr()
     column = wide_weight(60, 1, torch.bfloat16)[:, :1].as_strided((60, 1), (1, 60))  # which to torch is contiguous
-    out = two_part_round_cuda.round_to_parts(column, scales.block, scales.tensor, torch.float32)
-    assert out.shape == (60, 1) and queued.pop()[2] == (60, 1, 1, 0)
+    out = two_part_round.round_to_parts(column, scales.block, scales.tensor, torch.float32)
+    assert out.shape == (60, 1) and queued.pop()[1][4:] == (60, 1, 1, 0)
 
 
 @pytest.mark.gpu
@@ -316,7 +315,7 @@ def test_rounding_on_the_gpu(dtype, k):
     scales = separation.training_scales(w_NK)
     for target in {dtype, torch.float32}:
         expected = separation.round_to_parts(w_NK, scales, target)
-        for backend in ("cuda", "triton"):
+        for backend in ("cuda",):
             with use_backend(two_part_round.OP, backend):
                 found = two_part_round.rounded(w_NK.cuda(), scales.block.cuda(), scales.tensor.cuda(), target)
             assert torch.equal(found.cpu(), expected), backend
@@ -339,8 +338,8 @@ def test_rounding_on_the_gpu(dtype, k):
     ],
 )
 def test_compiles_without_spills_and_fits(arch, m, tmp_path):
-    plan = two_part_cuda.plan(m, 8192, 8192, arch == "sm_90a")
-    usage = resources(nvrtc.compile_cubin(two_part_cuda.FILES, plan.macros(), arch), tmp_path)["two_part_mma"]
+    plan = two_part.plan_two_part(m, 8192, 8192, arch == "sm_90a")
+    usage = resources(nvrtc.compile_cubin(two_part.FILES, plan.macros(), arch), tmp_path)["two_part_mma"]
     assert usage["STACK"] == usage["LOCAL"] == 0, (plan, usage)
     assert usage["REG"] * plan.threads <= 65536, (plan, usage)
 
@@ -348,8 +347,8 @@ def test_compiles_without_spills_and_fits(arch, m, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(bool(nvrtc.why_not()), reason="nvidia-cuda-nvrtc is not installed")
 def test_rounding_compiles_without_spills(tmp_path):
-    macros = two_part_round_cuda.macros(torch.bfloat16, torch.bfloat16)
-    usage = resources(nvrtc.compile_cubin(two_part_round_cuda.FILES, macros, "sm_90a"), tmp_path)["two_part_round"]
+    macros = two_part_round.macros(torch.bfloat16, torch.bfloat16)
+    usage = resources(nvrtc.compile_cubin(two_part_round.FILES, macros, "sm_90a"), tmp_path)["two_part_round"]
     assert usage["STACK"] == usage["LOCAL"] == 0 and usage["REG"] <= 64, (
         usage
     )  # four blocks of 256 threads a multiprocessor
@@ -359,7 +358,7 @@ def test_rounding_compiles_without_spills(tmp_path):
 def test_plans_fit_shared_memory(clusters, most):
     for rows in range(1, 17):
         for n, k in ((256, 64), (768, 3072), (4096, 4096), (4096, 14336), (8192, 8192), (8192, 28672)):
-            plan = two_part_cuda.plan(rows, n, k, clusters)
+            plan = two_part.plan_two_part(rows, n, k, clusters)
             windows, count = plan.chunks(k)
             assert plan.shared_bytes(k) <= most, (plan, k)
             if plan.chunk:
@@ -374,17 +373,17 @@ def test_plans_fit_shared_memory(clusters, most):
 @pytest.mark.parametrize(("n", "k"), [(40, 136), (200, 1000), (1056, 4096), (512, 14336)])
 def test_kernel_on_the_gpu(m, n, k):
     w_NK, parts = random_parts(n, k)
-    tiled = [tensor.cuda() for tensor in two_part_layout.to_tiled(*parts, n, k)]
+    tiled = [tensor.cuda() for tensor in layout.parts_to_tiled(*parts, n, k)]
     x_MK = torch.randn(m, k).bfloat16().cuda()
     for clusters in (True, False) if torch.cuda.get_device_capability()[0] == 9 else (False,):
-        plan = two_part_cuda.plan(m, n, k, clusters)
+        plan = two_part.plan_two_part(m, n, k, clusters)
         first, second = (
-            two_part_cuda.run_mma(plan, x_MK, *tiled, None, "none", n, torch.float32) for _ in range(2)
+            two_part.run_mma(plan, x_MK, *tiled, None, "none", n, torch.float32) for _ in range(2)
         )  # fmt: skip
         assert torch.equal(first, second)
         assert emulation.error_over_bound(first.cpu(), x_MK.cpu(), bf16_weight(parts, n, k)) <= 1, plan
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        written = two_part_cuda.run_dequantize(*tiled, n, k, dtype)
+        written = two_part.run_dequantize(*tiled, n, k, dtype)
         assert torch.equal(written.cpu(), w_NK.to(dtype))
     # The op, whose sums are rounded to bf16: by 2^-8 of a sum at most. What is multiplied by is rounded in another place by each, so each
     # is compared with its own float64.

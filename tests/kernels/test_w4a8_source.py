@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.kernels import emulation
 from vblackwell.kernels.fp4 import layout, reference, w4a8
-from vblackwell.kernels.fp4.w4a8_launch import FILES, W4A8Plan, of_width
+from vblackwell.kernels.fp4.w4a8 import FILES, W4A8Plan, of_width
 from vblackwell.numerics.formats import FORMATS
 
 pytestmark = emulation.needs_compiler

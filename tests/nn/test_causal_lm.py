@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.offload.conftest import make_stack  # noqa: F401 - a fixture
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.kernels.runtime.dispatch import use_backend
+from vblackwell.kernels.runtime.registry import use_backend
 from vblackwell.nn.convert.causal_lm import accelerate_causal_lm, restore_causal_lm
 from vblackwell.nn.convert.fused_loss import why_not
 from vblackwell.offload.api import bytes_when_resident, enable_vgpu_stack_optimization, release

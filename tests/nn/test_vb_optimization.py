@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import vblackwell as vb
 from vblackwell.errors import ConfigurationError, CorruptData, UnknownKey
-from vblackwell.kernels.fp4 import two_part_round_launch as two_part_round_cuda
+from vblackwell.kernels.fp4 import two_part_round
 from vblackwell.kernels.pointwise.swiglu import swiglu
 from vblackwell.kernels.runtime import nvrtc
-from vblackwell.kernels.runtime.dispatch import use_backend
+from vblackwell.kernels.runtime.registry import use_backend
 from vblackwell.nn.linear import two_part_linear as optimized_linear
 from vblackwell.nn.linear.plain import linears_of_one_input
 from vblackwell.nn.linear.rounded import Rounded, rounded_linear, rounded_swiglu_linear
@@ -355,7 +355,7 @@ def test_a_trace_launches_nothing(monkeypatch):
         raise AssertionError("a kernel was given a weight without an address")
 
     monkeypatch.setattr(nvrtc, "why_not", lambda: [])
-    monkeypatch.setattr(two_part_round_cuda, "renewed_scales", refuse)
+    monkeypatch.setattr(two_part_round, "run_renewed_scales", refuse)
     layer = VBOptimizedLinear(16, 8, mode="training")
     trace_training(layer, lambda: torch.zeros(4, 16, device="cuda"), lambda model, x: model(x).sum(), None)
 

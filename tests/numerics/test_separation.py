@@ -8,7 +8,7 @@ import torch
 from tests.kernels.fused_oracle import DEVICE
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.kernels.fp4.two_part_round import OP, two_part_round_trip
-from vblackwell.kernels.runtime.dispatch import use_backend
+from vblackwell.kernels.runtime.registry import use_backend
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.numerics.fp4 import quantize
 from vblackwell.numerics.packed import unpack_nibbles

@@ -8,8 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from vblackwell.kernels.runtime.nvrtc import write_atomically
-from vblackwell.machine.cache import cache_root
+from vblackwell.machine.cache import cache_root, write_atomically
 from vblackwell.machine.facts import disk_facts
 from vblackwell.machine.gpus import KnownGPU, known_as
 from vblackwell.machine.rates import Rates, assumed_rates

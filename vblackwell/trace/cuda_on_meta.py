@@ -316,7 +316,7 @@ def _saved(tensor: Tensor) -> dict[str, Any]:
 @contextmanager
 def _forgetting_capability() -> Iterator[None]:
     """Our kernels' dispatcher asks once for a device's capability and remembers it: not across the borders of a trace."""
-    dispatch = sys.modules.get("vblackwell.kernels.runtime.dispatch")
+    dispatch = sys.modules.get("vblackwell.kernels.runtime.registry")
     forget: Callable[[], Any] = getattr(getattr(dispatch, "capability", None), "cache_clear", lambda: None)
     forget()
     try:

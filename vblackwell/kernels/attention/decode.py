@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.pointwise.rotary import rotary
-from vblackwell.kernels.runtime.fused import runs_triton
+from vblackwell.kernels.runtime.registry import runs_triton
 
 MOST_QUERIES = 16  # query heads that share a key head
 

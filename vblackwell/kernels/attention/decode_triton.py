@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vblackwell.kernels.runtime.fused import on_device
+from vblackwell.kernels.runtime.registry import on_device
 
 _PROGRAMS = 528  # four for each multiprocessor of the largest GPU that this was made for
 _MOST_PARTS = 32

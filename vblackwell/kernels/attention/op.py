@@ -18,8 +18,7 @@ from torch import Tensor
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.pointwise.rotary import empty_of
-from vblackwell.kernels.runtime.dispatch import refuse_forward_mode
-from vblackwell.kernels.runtime.fused import on_device
+from vblackwell.kernels.runtime.registry import on_device, refuse_forward_mode
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST_HEAD = 256

@@ -3,24 +3,20 @@
 The tile sizes decide the order of additions: they are a function of the shape, of the class of GPU (by its shared memory) and, on
 Hopper, of whether strides let the copy engine bring tiles (attention_hopper.py), never of a measurement. What may be tuned, since it
 leaves every bit alone, is how many tiles are in flight and whether they come through Hopper's copy engine (TMA): measured by ``tune``
-when asked, kept per machine as autotune.py does, and shipped in ``tuned/``.
+when asked, kept per machine and shipped (runtime/tuning.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from vblackwell.kernels.runtime import autotune
-from vblackwell.kernels.runtime.nvrtc import cache_folder
+from vblackwell.kernels.runtime import tuning
 
+KIND = "attention"  # of its entries in runtime/tuning.py
 KERNELS = ("forward", "dq", "dkv")
 # Shared memory that a block of threads may take, by class of GPU: Hopper, A100, and the others from Ampere on.
 LARGE, MEDIUM, SMALL = 227 << 10, 163 << 10, 99 << 10
@@ -152,37 +148,8 @@ def variants(plan: AttentionPlan, hopper: bool) -> list[AttentionPlan]:
 
 def entry_name(kernel: str, head: int, dtype: torch.dtype, length: int, mask: str, plan: AttentionPlan) -> str:
     """The key of a bucket: lengths count up to the next power of two, and the fixed fields are part of it."""
-    bucket = 1 << max(0, length - 1).bit_length()
-    return (
-        f"{kernel}|{str(dtype).removeprefix('torch.')}|{head}|{bucket}|{mask}|{plan.rows}x{plan.columns}x{plan.warps}"
-    )
-
-
-def cache_path(parts: dict[str, str]) -> Path:
-    """The file of the machine described by ``parts``."""
-    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-    return cache_folder() / "autotune" / f"attention-{digest}.json"
-
-
-def shipped_path(gpu: str) -> Path:
-    """The table that comes with the package for GPUs of this name; it may not exist."""
-    return autotune.SHIPPED / f"attention-{gpu.lower().replace(' ', '-')}.json"
-
-
-@functools.lru_cache
-def entries(device: torch.device) -> dict[str, dict[str, int]]:
-    """What is known of ``device``: shipped, and measured here. ``entries.cache_clear()`` after writing."""
-    if device.type != "cuda":
-        return {}
-    parts = autotune.machine(device)
-    return {**autotune.read_entries(shipped_path(parts["gpu"])), **autotune.read_entries(cache_path(parts))}
-
-
-def store(device: torch.device, found: dict[str, dict[str, int]]) -> None:
-    """Keep measurements of this machine."""
-    parts = autotune.machine(device)
-    autotune.write_entries(cache_path(parts), parts, found)
-    entries.cache_clear()
+    shape = f"{plan.rows}x{plan.columns}x{plan.warps}"
+    return f"{kernel}|{tuning.dtype_name(dtype)}|{head}|{tuning.bucket(length)}|{mask}|{shape}"
 
 
 def tuned(kernel: str, head: int, dtype: torch.dtype, length: int, mask: str, device: torch.device) -> AttentionPlan:
@@ -191,7 +158,7 @@ def tuned(kernel: str, head: int, dtype: torch.dtype, length: int, mask: str, de
         return AttentionPlan(32, 32, 4, 1)
     properties = torch.cuda.get_device_properties(device)
     plan = plan_for(kernel, head, dtype.itemsize, properties.shared_memory_per_block_optin, mask)
-    found = entries(device).get(entry_name(kernel, head, dtype, length, mask, plan), {})
+    found = tuning.entries(KIND, device).get(entry_name(kernel, head, dtype, length, mask, plan), {})
     return dataclasses.replace(
         plan, **{name: type(getattr(plan, name))(found[name]) for name in ("stages", "tma") if name in found}
     )
@@ -206,5 +173,5 @@ def tune(
     plan = plan_for(kernel, head, dtype.itemsize, properties.shared_memory_per_block_optin, mask)
     best = min(variants(plan, properties.major == 9), key=measure_us)
     name = entry_name(kernel, head, dtype, length, mask, plan)
-    store(device, {name: {"stages": best.stages, "tma": int(best.tma)}})
+    tuning.store(KIND, device, {name: {"stages": best.stages, "tma": int(best.tma)}})
     return best

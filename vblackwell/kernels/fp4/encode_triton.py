@@ -1,9 +1,11 @@
-"""The Triton kernel of nvfp4_encode.py: scales of least squared error and codes, one pass over the weight.
+"""Triton kernels of encode.py.
 
-A program takes a few blocks of 16. It tries scales in fp32 first, from the largest magnitude over 6 upward and downward as far as
-numerics/search.py proves that a scale may win; how far is known before each loop, for the widest of its blocks. Where two come close, all
-of its blocks are searched again in fp64, with the additions in the oracle's order and without fused multiply-adds: the bits are the
-oracle's. Codes are rounded in fp64, as there.
+``encode``: scales of least squared error and codes, one pass over the weight. A program takes a few blocks of 16. It tries scales in fp32
+first, from the largest magnitude over 6 upward and downward as far as numerics/search.py proves that a scale may win; how far is known
+before each loop, for the widest of its blocks. Where two come close, all of its blocks are searched again in fp64, with the additions in
+the oracle's order and without fused multiply-adds: the bits are the oracle's. Codes are rounded in fp64, as there.
+
+``tile``: the tiled layout (layout.py) from the canonical one in two launches: words of eight codes are gathered and their bits moved.
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -16,9 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vblackwell.kernels.runtime.fused import on_device
+from vblackwell.kernels.fp4 import layout
+from vblackwell.kernels.runtime.registry import on_device
 
 BLOCKS = 32  # of a program: with 64 it spills
+TILE_BLOCK = 1024  # words or bytes that a program writes
+# Where bit i of a word comes from, in eight codes as they lie in memory.
+_SOURCES = tl.constexpr(tuple(4 * code + code_bit for _, code, code_bit in sorted(layout.WORD_BITS)))
 # Wider than the error of a sum in fp32, division and all: what is nearer than this is decided in fp64.
 _CLOSE = tl.constexpr(2e-5)
 
@@ -132,7 +138,7 @@ def _encode(w_ptr, codes_ptr, scales_ptr, unit_ptr, k, row_blocks, total, BLOCKS
 
 
 def encode(w_NK: Tensor, exponent: int) -> tuple[Tensor, Tensor]:
-    """As `nvfp4_encode.encode`."""
+    """As `encode.nvfp4_encoder`, of two to the power of ``exponent`` as tensor scale."""
     n, k = w_NK.shape
     row_blocks = -(-k // 16)
     codes = torch.empty((n, row_blocks * 8), dtype=torch.uint8, device=w_NK.device)
@@ -145,3 +151,52 @@ def encode(w_NK: Tensor, exponent: int) -> tuple[Tensor, Tensor]:
             enable_fp_fusion=False,
         )  # fmt: skip
     return codes, scales
+
+
+@triton.jit
+def _words(codes_ptr, scales_ptr, out_ptr, n, row_words, steps, total, BLOCK: tl.constexpr):
+    """Words [band][step][h 2][g 8][t 4][r 2][i 2]: row g + 16 h + 8 r, columns 16 t + 8 i and on."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tile, place = at // 256, (at % 256).to(tl.int32)
+    row = tile // steps * 32 + (place >> 7) * 16 + ((place >> 1) & 1) * 8 + ((place >> 4) & 7)
+    word = (tile % steps) * 8 + ((place >> 2) & 3) * 2 + (place & 1)
+    inside = (at < total) & (row < n) & (word < row_words)
+    codes = tl.load(codes_ptr + row * row_words + word, inside, other=0)
+    scale = tl.load(scales_ptr + row * (row_words // 2) + word // 2, inside, other=0)
+    moved = tl.zeros((BLOCK,), tl.int32)
+    for bit in tl.static_range(32):
+        moved |= ((codes >> _SOURCES[bit]) & 1) << bit
+    tl.store(out_ptr + at, tl.where(scale == 0, 0, moved), at < total)
+
+
+@triton.jit
+def _scales(scales_ptr, out_ptr, n, row_blocks, steps, total, BLOCK: tl.constexpr):
+    """Bytes [band][step][g 8][t 4][r 4]: row g + 8 r, block t of the step; E4M3 as E5M3."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tile, place = at // 128, (at % 128).to(tl.int32)
+    row = tile // steps * 32 + (place & 3) * 8 + (place >> 4)
+    block = (tile % steps) * 4 + ((place >> 2) & 3)
+    inside = (at < total) & (row < n) & (block < row_blocks)
+    code = tl.load(scales_ptr + row * row_blocks + block, inside, other=0).to(tl.int32)
+    # A normal value's exponent is biased by 8 more; a subnormal one, m * 2^-9, has the place of its highest bit as exponent.
+    low = tl.where(code >= 4, 2, tl.where(code >= 2, 1, 0))
+    subnormal = ((6 + low) << 3) | ((code << (3 - low)) & 7)
+    byte = tl.where(code >= 8, code + (8 << 3), tl.where(code == 0, 0, subnormal))
+    tl.store(out_ptr + at, byte.to(tl.uint8), at < total)
+
+
+def tile(codes: Tensor, block_scales: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
+    """Tiled codes and scales of a canonical nvfp4 weight (n, k) whose scales are neither negative nor NaN."""
+    bands, steps = layout.tiles(n, k)
+    out_codes = torch.empty((bands, steps, layout.CODE_BYTES), dtype=torch.uint8, device=codes.device)
+    out_scales = torch.empty((bands, steps, layout.SCALE_BYTES), dtype=torch.uint8, device=codes.device)
+    codes, block_scales = codes.contiguous(), block_scales.contiguous()
+    words, scales = out_codes.numel() // 4, out_scales.numel()
+    with on_device(codes):
+        _words[(triton.cdiv(words, TILE_BLOCK),)](
+            codes.view(torch.int32), block_scales, out_codes.view(torch.int32), n, codes.shape[1] // 4, steps, words, BLOCK=TILE_BLOCK
+        )  # fmt: skip
+        _scales[(triton.cdiv(scales, TILE_BLOCK),)](
+            block_scales, out_scales, n, block_scales.shape[1], steps, scales, BLOCK=TILE_BLOCK
+        )
+    return out_codes, out_scales

@@ -16,6 +16,12 @@ Scales are E5M3 bytes, ``fp16(scale) >> 7``: every positive E4M3 value as a norm
 of a bf16 or fp16 pair with one permute and one multiply-add. A zero scale is byte 0 with zeroed codes. mxfp4 scales become E5M3 powers
 of two relative to the tensor's largest, whose exponent moves into the tensor scale; that holds spans of 2^17, and a tensor
 that spans more is refused. Rows and columns are padded to whole tiles with zero codes.
+
+Weights in two parts (numerics/separation.py) have fine codes as well, cut the same way: [half][lane][word], a word of the same row and the
+same eight columns. A pair of coarse codes becomes two halves with exponent and mantissa at bits 8, 7, 6; the fine code of a column belongs
+into bits 5..2 of its half (mask ``0x003C003C``), where a kernel adds it and takes 8 of its units away again. Pair ``p`` comes there by
+rotating right by ``4 p``: column ``2 p`` lies at bits ``4 p + 2 ..`` of the word and column ``2 p + 1`` 16 bits further, wrapped around.
+Padding holds 8, which adds nothing, and so does every block without a scale.
 """
 
 from __future__ import annotations
@@ -23,8 +29,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
 from vblackwell.numerics.formats import FORMATS
+from vblackwell.numerics.packed import unpack_nibbles
+from vblackwell.numerics.separation import FINE_ZERO, FORM
 
 TILE_N, TILE_K = 32, 64
 CODE_BYTES, SCALE_BYTES = TILE_N * TILE_K // 2, TILE_N * TILE_K // 16
@@ -36,6 +44,10 @@ _PAIR_3_BITS = {6: 4, 7: 0, 8: 1, 15: 3}  # target bit of the low half -> where 
 _E5M3_TOP, _E5M3_BOTTOM = 23, 6  # exponent fields in use: 2^8 down to 2^-9
 _SUFFIX = "-tiled"
 _BAND_BYTES = 1 << 20
+_BAND_ELEMENTS = 1 << 20
+TILED_PARTS = "nvfp4-tiled"  # the tiled layout of a weight in two parts
+PARTS_LAYOUTS = ("nvfp4", TILED_PARTS)
+Parts = tuple[Tensor, Tensor, Tensor, Tensor]  # codes, fine codes, block scales, tensor scale
 
 
 def is_tiled(format: str) -> bool:
@@ -73,7 +85,7 @@ def shapes(format: str, n: int, k: int) -> tuple[tuple[int, ...], tuple[int, ...
     return form.codes_shape(n, k), form.scales_shape(n, k)
 
 
-def _bit_sources() -> list[tuple[int, int, int]]:
+def _word_bits() -> list[tuple[int, int, int]]:
     """(bit of the word, code 0..7, bit of the code) for all 32 bits; codes 2p and 2p+1 are pair p's low and high half."""
     moves = []
     for pair in range(4):
@@ -86,13 +98,13 @@ def _bit_sources() -> list[tuple[int, int, int]]:
     return moves
 
 
-_MOVES = _bit_sources()
+WORD_BITS = _word_bits()
 
 
 def _pack_words(codes_X8: Tensor) -> Tensor:
     """Codes (..., 8) as uint8 -> words (...) as int32 in the bit order of the kernels."""
     word = torch.zeros(codes_X8.shape[:-1], dtype=torch.int64, device=codes_X8.device)
-    for bit, code, code_bit in _MOVES:
+    for bit, code, code_bit in WORD_BITS:
         word |= ((codes_X8[..., code] >> code_bit) & 1).to(torch.int64) << bit
     return torch.where(word >= 1 << 31, word - (1 << 32), word).to(torch.int32)
 
@@ -100,7 +112,7 @@ def _pack_words(codes_X8: Tensor) -> Tensor:
 def _unpack_words(words: Tensor) -> Tensor:
     """The inverse of ``_pack_words``."""
     codes = torch.zeros((*words.shape, 8), dtype=torch.uint8, device=words.device)
-    for bit, code, code_bit in _MOVES:
+    for bit, code, code_bit in WORD_BITS:
         codes[..., code] |= ((words >> bit) & 1).to(torch.uint8) << code_bit
     return codes
 
@@ -217,3 +229,85 @@ def from_tiled(
     exponent = torch.frexp(tensor_scale.double())[1].to(torch.int32) - 1
     e8m0 = torch.where(scales == 0, 0, (scales >> 3) - 15 + 127 + exponent)
     return packed, e8m0.to(torch.uint8), torch.ones_like(tensor_scale)
+
+
+# -- fine codes of weights in two parts ---------------------------------------------------------------------------------
+
+
+def _starts() -> list[int]:
+    """Lowest bit of the fine code of each of a word's eight columns."""
+    return [(4 * (column // 2) + 16 * (column % 2) + 2) % 32 for column in range(8)]
+
+
+def _pack_fine(codes_X8: Tensor) -> Tensor:
+    word = torch.zeros(codes_X8.shape[:-1], dtype=torch.int64, device=codes_X8.device)
+    for column, start in enumerate(_starts()):
+        shifted = codes_X8[..., column].to(torch.int64) << start
+        word |= (shifted | (shifted >> 32)) & 0xFFFFFFFF
+    return torch.where(word >= 1 << 31, word - (1 << 32), word).to(torch.int32)
+
+
+def _unpack_fine(words: Tensor) -> Tensor:
+    wide = words.to(torch.int64) & 0xFFFFFFFF
+    twice = wide | (wide << 32)
+    return torch.stack([(twice >> start) & 0xF for start in _starts()], dim=-1).to(torch.uint8)
+
+
+def parts_to_tiled(codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor, n: int, k: int) -> Parts:
+    """Canonical parts -> (codes, fine, scales, tensor scale) in tiles, on the same device. Waits for the device.
+
+    Rows are shuffled in bands, because shuffling takes several bytes a weight while it runs.
+
+    Raises:
+        ConfigurationError: shapes that do not fit (n, k).
+        CorruptData: a fine code that leaves its coarse code's cell through zero.
+        Unsupported: NaN or negative scales.
+    """
+    if (tuple(codes.shape), tuple(fine.shape), tuple(block_scales.shape)) != parts_shapes(FORM.name, n, k):
+        raise ConfigurationError(
+            f"codes {tuple(codes.shape)}, fine codes {tuple(fine.shape)} and scales {tuple(block_scales.shape)} do not belong to a "
+            f"weight of {n} x {k}: expected {parts_shapes(FORM.name, n, k)}"
+        )
+    out = [torch.empty(shape, dtype=torch.uint8, device=codes.device) for shape in parts_shapes(TILED_PARTS, n, k)]
+    rows = TILE_N * max(1, _BAND_ELEMENTS // (TILE_N * k))
+    for row in range(0, n, rows):
+        stop = min(n, row + rows)
+        bands = slice(row // TILE_N, -(-stop // TILE_N))
+        coarse = to_tiled(codes[row:stop], block_scales[row:stop], tensor_scale, FORM.name, stop - row, k)
+        words = _fine_words(codes[row:stop], fine[row:stop], block_scales[row:stop], stop - row, k)
+        for whole, part in zip(out, (coarse[0], words, coarse[1]), strict=True):
+            whole[bands] = part
+    return out[0], out[1], out[2], tensor_scale.to(torch.float32).reshape(())
+
+
+def _fine_words(codes: Tensor, fine: Tensor, block_scales: Tensor, n: int, k: int) -> Tensor:
+    unpacked, at_zero = unpack_nibbles(fine), unpack_nibbles(codes) & 7 == 0
+    if bool(((unpacked < FINE_ZERO) & at_zero).any()):
+        raise CorruptData(
+            "a fine code lies below zero in the cell of zero: the fine part belongs to another coarse part"
+        )
+    dead = (block_scales == 0).repeat_interleave(16, dim=1)
+    unpacked = torch.where(dead, FINE_ZERO, unpacked)
+    bands, steps = tiles(n, k)
+    padding = (0, steps * TILE_K - unpacked.shape[1], 0, bands * TILE_N - n)
+    unpacked = torch.nn.functional.pad(unpacked, padding, value=FINE_ZERO)
+    words = _pack_fine(unpacked.view(bands, 2, 2, 8, steps, 4, 2, 8)).permute(0, 4, 1, 3, 5, 2, 6).contiguous()
+    return words.view(torch.uint8).view(bands, steps, CODE_BYTES)
+
+
+def parts_from_tiled(
+    codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor, n: int, k: int
+) -> Parts:  # fmt: skip
+    """The inverse of ``parts_to_tiled``; blocks of value zero come back as plain zeros."""
+    coarse = from_tiled(codes, block_scales, tensor_scale, TILED_PARTS, n, k)
+    bands, steps = tiles(n, k)
+    words = fine.contiguous().view(torch.int32).view(bands, steps, 2, 8, 4, 2, 2).permute(0, 2, 5, 3, 1, 4, 6)
+    unpacked = _unpack_fine(words.contiguous()).view(bands * TILE_N, steps * TILE_K)
+    unpacked = unpacked[:n, : FORM.padded(k)]
+    return coarse[0], (unpacked[:, 0::2] | (unpacked[:, 1::2] << 4)).contiguous(), coarse[1], coarse[2]
+
+
+def parts_shapes(format: str, n: int, k: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Shapes of coarse codes, fine codes and block scales of an (n, k) weight, tiled or canonical."""
+    codes, scales = shapes(format, n, k)
+    return codes, codes, scales

@@ -1,32 +1,113 @@
-"""FP4 linear as a PyTorch op: forward, fake, backward, over whichever backend the dispatcher picks.
+"""FP4 linear as a PyTorch op, over whichever backend the registry picks.
 
 ``fp4_linear`` multiplies by a packed weight and adds bias and activation in one op; ``fp4_dequantize`` gives the weight back.
-Both take canonical layouts (numerics/formats.py) and tiled ones (kernels/fp4/layout.py), whose names end in '-tiled'; only tiled weights
-reach the fused kernels. The backward of ``x`` reads the same packed tensor (dX = dY W): there is no second copy, and no
-gradient for the weight. The value before the activation is computed again in backward instead of being kept.
+Both take canonical layouts (numerics/formats.py) and tiled ones (layout.py), whose names end in '-tiled'; only tiled weights reach the
+fused kernels. In order of preference: ``mma`` and ``wgmma``, fused kernels on tiled weights; ``dequantize``, the weight written out once
+and cuBLAS, which wins for many rows; ``reference``, pure torch.
+
+The backward of ``x`` reads the same packed tensor (dX = dY W): there is no second copy, and no gradient for the weight. The value before
+the activation is computed again in backward instead of being kept. `packed_linear` gives w4a8.py and two_part.py the same.
 
 ``M`` rows, ``N`` out features, ``K`` in features.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fp4 import backends, layout
-from vblackwell.kernels.fp4.reference import ACTIVATIONS, activation_backward
-from vblackwell.kernels.runtime.autocast import register_autocast
-from vblackwell.kernels.runtime.dispatch import choose, request_of
+from vblackwell.kernels.fp4 import layout, reference
+from vblackwell.kernels.fp4.launch import run_dequantize, run_mma, run_wgmma
+from vblackwell.kernels.fp4.mma_plan import has_clusters, max_mma_rows, plan_mma
+from vblackwell.kernels.fp4.reference import ACTIVATIONS, activate, activation_backward
+from vblackwell.kernels.fp4.tuning import tuned
+from vblackwell.kernels.fp4.wgmma_plan import plan_wgmma, wgmma_beats_dequantize
+from vblackwell.kernels.runtime import nvrtc
+from vblackwell.kernels.runtime.op import register_op
+from vblackwell.kernels.runtime.registry import (
+    DTYPES,
+    Backend,
+    Request,
+    accept,
+    capability,
+    choose,
+    cuda_reasons,
+    device_reasons,
+    dtype_reasons,
+    request_of,
+)
 from vblackwell.numerics.formats import FORMATS
 
-FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HALVES = (torch.bfloat16, torch.float16)
+
+# -- what all linears with a packed weight share -------------------------------------------------------------------------
 
 
-def _check(
-    x: Tensor | None, codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int
-) -> None:
-    """Raises ConfigurationError where the tensors do not belong together."""
+def run_rows(
+    op: str,
+    table: Sequence[Backend[Request, Callable[..., Tensor]]],
+    x: Tensor,
+    format: str,
+    n: int,
+    k: int,
+    *args: Any,
+) -> Tensor:
+    """(..., N) of the backend that the registry picks for the rows of ``x`` (..., K); it is given the rows and ``args``."""
+    rows_MK = x.reshape(-1, k).contiguous()
+    if rows_MK.shape[0] == 0:
+        return x.new_empty((*x.shape[:-1], n))
+    y_MN = choose(op, table, request_of(rows_MK, format, n, k)).run(rows_MK, *args)
+    return y_MN.view(*x.shape[:-1], n)
+
+
+def fake_rows(x: Tensor, *rest: Any) -> Tensor:
+    """(..., N), of the arguments of an op that end with N and K."""
+    return x.new_empty((*x.shape[:-1], rest[-2]))
+
+
+def packed_linear(weight_tensors: int, input_gradient: Callable[..., Tensor]) -> Callable[[Callable[..., Tensor]], Any]:
+    """Make the decorated function an op with gradients in its input and bias.
+
+    Args:
+        weight_tensors: how many tensors the weight has. The op takes x, these, the bias or None, a format perhaps, activation, N, K.
+        input_gradient: dX (..., K) of dY (..., N), the weight's tensors, the format if there is one, N and K.
+    """
+
+    def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+        x, *tensors = inputs[: 2 + weight_tensors]
+        ctx.static = inputs[2 + weight_tensors :]
+        ctx.save_for_backward(None if ctx.static[-3] == "none" else x, *tensors)
+
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        x, *weight, bias = ctx.saved_tensors
+        *format, activation, n, k = ctx.static
+        if activation != "none":
+            z = op(x, *weight, bias, *format, "none", n, k)
+            dy = activation_backward(dy, z, activation)
+        dx = input_gradient(dy, *weight, *format, n, k) if ctx.needs_input_grad[0] else None
+        dbias = None
+        if bias is not None and ctx.needs_input_grad[1 + weight_tensors]:
+            dbias = dy.reshape(-1, n).sum(0, dtype=torch.float32).to(bias.dtype)
+        return dx, *(None for _ in weight), dbias, *(None for _ in ctx.static)
+
+    op: Any = None
+
+    def register(run: Callable[..., Tensor]) -> Any:
+        nonlocal op
+        op = register_op(fake_rows, save=save, backward=backward, autocast="cast")(run)
+        return op
+
+    return register
+
+
+def check_weight(
+    codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int
+) -> None:  # fmt: skip
+    """Raises ConfigurationError where the tensors of a weight do not belong together."""
     if layout.canonical_name(format) not in FORMATS:
         raise ConfigurationError(
             f"format {format!r} is not known: choose one of {', '.join(FORMATS)} or a '-tiled' layout"
@@ -45,26 +126,132 @@ def _check(
         raise ConfigurationError(
             f"tensor_scale must be one fp32 value, got {tuple(tensor_scale.shape)} {tensor_scale.dtype}"
         )
-    if x is None:
-        return
-    if x.shape[-1] != k:
-        raise ConfigurationError(f"the input has {x.shape[-1]} features, the weight takes {k}")
-    if x.dtype not in FLOAT_DTYPES:
-        raise ConfigurationError(f"the input is {x.dtype}: use bfloat16, float16 or float32")
-    if x.device != codes.device:
-        raise ConfigurationError(f"the input is on {x.device} and the weight on {codes.device}: move one of them")
 
 
 def check_arguments(
     x: Tensor, codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, activation: str, n: int, k: int
 ) -> None:
     """Raises ConfigurationError where the arguments of a linear do not belong together, or name what there is not."""
-    _check(x, codes, block_scales, tensor_scale, format, n, k)
+    check_weight(codes, block_scales, tensor_scale, format, n, k)
+    if x.shape[-1] != k:
+        raise ConfigurationError(f"the input has {x.shape[-1]} features, the weight takes {k}")
+    if x.dtype not in DTYPES:
+        raise ConfigurationError(f"the input is {x.dtype}: use bfloat16, float16 or float32")
+    if x.device != codes.device:
+        raise ConfigurationError(f"the input is on {x.device} and the weight on {codes.device}: move one of them")
     if activation not in ACTIVATIONS:
         raise ConfigurationError(f"activation {activation!r} is not known: choose one of {', '.join(ACTIVATIONS)}")
 
 
-@torch.library.custom_op("vblackwell::fp4_linear", mutates_args=())
+def like(bias: Tensor | None, x: Tensor) -> Tensor | None:
+    """``bias`` in the type of ``x``, contiguous."""
+    return None if bias is None else bias.to(x.dtype).contiguous()
+
+
+# -- backends ------------------------------------------------------------------------------------------------------------
+
+
+def tiled_reasons(request: Request) -> list[str]:
+    """Why no kernel that is compiled here and reads tiles can take ``request``, whatever its activations."""
+    reasons = device_reasons(request) or [*nvrtc.why_not()]
+    if not layout.is_tiled(request.format):
+        reasons.append(f"format {request.format!r} is not tiled: convert it with kernels.layout.to_tiled")
+    return reasons
+
+
+def linear_reasons(request: Request) -> list[str]:
+    """Why no fused kernel that reads tiles can take ``request``."""
+    return tiled_reasons(request) + dtype_reasons(request.dtype, HALVES, "activations are")
+
+
+def hopper_reasons(request: Request) -> list[str]:
+    """Why ``request`` is not Hopper's, as far as `linear_reasons` does not say it."""
+    if request.device.type != "cuda" or request.capability == (9, 0):
+        return []
+    return [f"compute capability {request.capability[0]}.{request.capability[1]}: it needs 9.0 (Hopper)"]
+
+
+def _mma_reasons(request: Request) -> list[str]:
+    reasons = linear_reasons(request)
+    most = max_mma_rows(request.capability, request.n, request.k)
+    if request.m > most:
+        reasons.append(f"{request.m} rows: above {most} another backend is faster for {request.n} features on this GPU")
+    return reasons
+
+
+def _wgmma_reasons(request: Request) -> list[str]:
+    reasons = linear_reasons(request) + hopper_reasons(request)
+    if not wgmma_beats_dequantize(request.m, request.n, request.k):
+        reasons.append(f"{request.m} rows: dequantising once is faster for {request.n} x {request.k}")
+    return reasons
+
+
+def _mma(x_MK, codes, block_scales, tensor_scale, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
+    m, device = x_MK.shape[0], x_MK.device
+    plan = tuned(plan_mma(m, n, k, has_clusters(capability(device))), device, x_MK.dtype, m, n, k)
+    return run_mma(plan, x_MK, codes, block_scales, tensor_scale, like(bias, x_MK), activation, n)
+
+
+def _wgmma(x_MK, codes, block_scales, tensor_scale, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
+    m = x_MK.shape[0]
+    plan = tuned(plan_wgmma(m, n, k), x_MK.device, x_MK.dtype, m, n, k)
+    return run_wgmma(plan, x_MK, codes, block_scales, tensor_scale, like(bias, x_MK), activation, n)
+
+
+def _dequantize(x_MK, codes, block_scales, tensor_scale, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
+    w_NK = _dequantized(codes, block_scales, tensor_scale, format, n, k, x_MK)
+    return activate(torch.nn.functional.linear(x_MK, w_NK, like(bias, x_MK)), activation)
+
+
+LINEAR = (
+    Backend("mma", _mma_reasons, _mma),
+    Backend("wgmma", _wgmma_reasons, _wgmma),
+    Backend("dequantize", cuda_reasons, _dequantize),
+    Backend("reference", accept, reference.linear),
+)
+
+
+def _dequantize_fused(codes, block_scales, tensor_scale, format, n, k, dtype) -> Tensor:  # type: ignore[no-untyped-def]
+    return run_dequantize(codes, block_scales, tensor_scale, n, k, dtype)
+
+
+def _dequantize_reference(codes, block_scales, tensor_scale, format, n, k, dtype) -> Tensor:  # type: ignore[no-untyped-def]
+    return reference.dequantize(codes, block_scales, tensor_scale, format, n, k).to(dtype)
+
+
+DEQUANTIZE = (
+    Backend("cuda", tiled_reasons, _dequantize_fused),
+    Backend("reference", accept, _dequantize_reference),
+)
+
+
+def _dequantized(codes, block_scales, tensor_scale, format, n, k, like: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    """The weight in the type and on the device of ``like``, by the best backend."""
+    request = request_of(like.new_empty((1, k)), format, n, k)
+    backend = choose("fp4_dequantize", DEQUANTIZE, request)
+    return backend.run(codes, block_scales, tensor_scale, format, n, k, like.dtype)
+
+
+def _dx_dequantize(dy_MN, codes, block_scales, tensor_scale, format, n, k) -> Tensor:  # type: ignore[no-untyped-def]
+    return dy_MN @ _dequantized(codes, block_scales, tensor_scale, format, n, k, dy_MN)
+
+
+LINEAR_DX = (Backend("dequantize", accept, _dx_dequantize),)
+
+# -- ops -----------------------------------------------------------------------------------------------------------------
+
+
+@register_op(lambda dy, *rest: dy.new_empty((*dy.shape[:-1], rest[-1])), autocast="keep")
+def fp4_linear_dx(
+    dy_MN: Tensor, codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int
+) -> Tensor:
+    """``dY W``: (..., N) -> (..., K), the gradient of ``fp4_linear`` (without activation) in its input."""
+    check_weight(codes, block_scales, tensor_scale, format, n, k)
+    # The product's own shape: out features are K, the sum runs over N.
+    return run_rows("fp4_linear_dx", LINEAR_DX, dy_MN, format, k, n, codes, block_scales, tensor_scale, format, n, k)
+
+
+@packed_linear(3, fp4_linear_dx)
 def fp4_linear(
     x_MK: Tensor,
     codes: Tensor,
@@ -97,77 +284,16 @@ def fp4_linear(
         Unsupported: a backend asked for by name refuses.
     """
     check_arguments(x_MK, codes, block_scales, tensor_scale, format, activation, n, k)
-    rows = x_MK.reshape(-1, k).contiguous()
-    if rows.shape[0] == 0:
-        return x_MK.new_empty((*x_MK.shape[:-1], n))
-    backend = choose("fp4_linear", backends.LINEAR, request_of(rows, format, n, k))
-    y_MN = backend.run(rows, codes, block_scales, tensor_scale, bias, format, activation, n, k)
-    return y_MN.view(*x_MK.shape[:-1], n)
+    weight = (codes, block_scales, tensor_scale)
+    return run_rows("fp4_linear", LINEAR, x_MK, format, n, k, *weight, bias, format, activation, n, k)
 
 
-@fp4_linear.register_fake
-def _(x_MK, codes, block_scales, tensor_scale, bias, format, activation, n, k):  # type: ignore[no-untyped-def]
-    return x_MK.new_empty((*x_MK.shape[:-1], n))
-
-
-@torch.library.custom_op("vblackwell::fp4_linear_dx", mutates_args=())
-def fp4_linear_dx(
-    dy_MN: Tensor, codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int
-) -> Tensor:
-    """``dY W``: (..., N) -> (..., K), the gradient of ``fp4_linear`` (without activation) in its input."""
-    _check(None, codes, block_scales, tensor_scale, format, n, k)
-    rows = dy_MN.reshape(-1, n).contiguous()
-    if rows.shape[0] == 0:
-        return dy_MN.new_empty((*dy_MN.shape[:-1], k))
-    request = request_of(rows, format, k, n)  # the product's own shape: out features are K, the sum runs over N
-    backend = choose("fp4_linear_dx", backends.LINEAR_DX, request)
-    dx_MK = backend.run(rows, codes, block_scales, tensor_scale, format, n, k)
-    return dx_MK.view(*dy_MN.shape[:-1], k)
-
-
-@fp4_linear_dx.register_fake
-def _(dy_MN, codes, block_scales, tensor_scale, format, n, k):  # type: ignore[no-untyped-def]
-    return dy_MN.new_empty((*dy_MN.shape[:-1], k))
-
-
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x_MK, codes, block_scales, tensor_scale, bias, format, activation, n, k = inputs
-    plain = activation == "none"
-    ctx.save_for_backward(None if plain else x_MK, codes, block_scales, tensor_scale, bias)
-    ctx.static = (format, activation, n, k)
-
-
-def _backward(ctx, dy_MN: Tensor):  # type: ignore[no-untyped-def]
-    x_MK, codes, block_scales, tensor_scale, bias = ctx.saved_tensors
-    format, activation, n, k = ctx.static
-    if activation != "none":
-        z_MN = fp4_linear(x_MK, codes, block_scales, tensor_scale, bias, format, "none", n, k)
-        dy_MN = activation_backward(dy_MN, z_MN, activation)
-    dx_MK = None
-    if ctx.needs_input_grad[0]:
-        dx_MK = fp4_linear_dx(dy_MN, codes, block_scales, tensor_scale, format, n, k)
-    dbias = None
-    if bias is not None and ctx.needs_input_grad[4]:
-        dbias = dy_MN.reshape(-1, n).sum(0, dtype=torch.float32).to(bias.dtype)
-    return dx_MK, None, None, None, dbias, None, None, None, None
-
-
-fp4_linear.register_autograd(_backward, setup_context=_save)
-register_autocast(fp4_linear)
-register_autocast(fp4_linear_dx, cast_input=False)
-
-
-@torch.library.custom_op("vblackwell::fp4_dequantize", mutates_args=())
+@register_op(lambda codes, block_scales, tensor_scale, format, n, k, dtype: codes.new_empty((n, k), dtype=dtype))
 def fp4_dequantize(
     codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int, dtype: torch.dtype
 ) -> Tensor:
     """The (n, k) weight in ``dtype``: ``(value * block_scale) * tensor_scale`` in fp32, rounded once."""
-    _check(None, codes, block_scales, tensor_scale, format, n, k)
+    check_weight(codes, block_scales, tensor_scale, format, n, k)
     request = request_of(codes.new_empty((1, k), dtype=dtype), format, n, k)
-    backend = choose("fp4_dequantize", backends.DEQUANTIZE, request)
+    backend = choose("fp4_dequantize", DEQUANTIZE, request)
     return backend.run(codes, block_scales, tensor_scale, format, n, k, dtype)
-
-
-@fp4_dequantize.register_fake
-def _(codes, block_scales, tensor_scale, format, n, k, dtype):  # type: ignore[no-untyped-def]
-    return codes.new_empty((n, k), dtype=dtype)

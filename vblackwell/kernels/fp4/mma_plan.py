@@ -1,6 +1,9 @@
-"""Plans of ``fp4_mma``, for few rows: how the kernel covers a shape, as pure functions of it (see fp4_plan.py for more rows).
+"""Plans of ``fp4_mma``, for few rows: how the kernel covers a shape, as pure functions of it (wgmma_plan.py is for more rows).
 
-The kernel is ``cuda/fp4_mma.cu``; ``fp4_cuda.py`` launches it. ``M`` rows, ``N`` out features, ``K`` in features. A window is 64 columns.
+The kernel is ``cuda/fp4_mma.cu``; launch.py launches it. A plan fixes the order in which partial sums are added, and depends on the shape
+alone, never on where it runs or how it was tuned: results repeat bit for bit on one kind of GPU.
+
+``M`` rows, ``N`` out features, ``K`` in features. A window is 64 columns.
 """
 
 from __future__ import annotations
@@ -10,22 +13,46 @@ import itertools
 from dataclasses import dataclass, replace
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fp4 import shapes as fp4_shapes
-from vblackwell.kernels.fp4.blocks import SHARED_BYTES, ceil_div
-from vblackwell.kernels.fp4.cost import MULTIPROCESSORS
 
 MMA_FILES = (
-    "ptx.cuh",
-    "decode.cuh",
-    "barrier.cuh",
-    "epilogue.cuh",
-    "staged_x.cuh",
-    "mma_block.cuh",
-    "norm_rows.cuh",
-    "fp4_mma.cu",
-)
+    "ptx.cuh", "fp4/decode.cuh", "barrier.cuh", "fp4/epilogue.cuh", "fp4/mma_block.cuh", "fp4/norm_rows.cuh", "fp4/fp4_mma.cu",
+)  # fmt: skip
+MULTIPROCESSORS = 132  # of an H200, on every GPU: a plan may not depend on where it runs
+SHARED_BYTES = (
+    227 * 1024
+)  # most of a block on Hopper, whose multiprocessors have 228 KB: each block takes 1 KB more than it asks for
+_ALONE_BYTES = 114 * 1024  # of which two blocks do not fit one
 STATISTICS_BYTES = 1024  # of shared memory, for the statistics of rows that are normalised on the way
 _X_BYTES = 128 * 1024  # of x that a block stages at a time
+# (row warps, K warps, splits) of plans that take x in bulk copies, as timed fastest on an H200 for shapes of common models where the rule
+# chooses others (benchmarks/fp4_plans.py, results/fp4-h200-plans-5.csv to -7.csv; 2 and 8 rows are interpolated). Keys are (rows rounded up
+# to a power of two, N, K).
+_TIMED: dict[tuple[int, int, int], tuple[int, int, int]] = {
+    (1, 28672, 8192): (7, 4, 1),
+    (2, 28672, 8192): (7, 4, 1),
+    (4, 28672, 8192): (7, 4, 1),
+    (8, 28672, 8192): (7, 4, 1),
+    (16, 4096, 14336): (2, 6, 2),
+    (16, 28672, 8192): (16, 1, 2),
+}
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def has_clusters(capability: tuple[int, int]) -> bool:
+    """Clusters of blocks and 227 KB of shared memory a block: Hopper and data-centre Blackwell, not sm_120."""
+    return capability[0] in (9, 10)
+
+
+def launch_bytes(shared_bytes: int, blocks: int, processors: int) -> int:
+    """Shared memory to ask for with clusters: where each of ``blocks`` can have one of ``processors``, so much that no two share one.
+
+    Blocks of the next product begin while this one's run. Two of them would go to a multiprocessor that is idle, and that product take
+    up to twice as long: 18.7 us, not 11.5, for 8 rows of 14336 x 4096 on an H200.
+    """
+    return max(shared_bytes, _ALONE_BYTES) if blocks <= processors else shared_bytes
 
 
 @dataclass(frozen=True)
@@ -164,7 +191,7 @@ def _with_x(plan: MmaPlan, k: int) -> MmaPlan:
 def _plan_bulk(tokens: int, n: int, k: int) -> MmaPlan:
     """x in bulk copies, for up to 16 rows: a block of up to 16 warps, of which each has eight windows or more where there are so many.
 
-    Within 2.1 % of the fastest plan of an H200 in 18 cells with what fp4_shapes.py keeps, up to 9.5 % behind without (docs/log-fp4.md).
+    Within 2.1 % of the fastest plan of an H200 in 18 cells with `_TIMED`, up to 9.5 % behind without (docs/log-fp4.md).
     """
     row_warps, splits = _bulk_shape(tokens, n, k)
     share = ceil_div(k, 64) // splits
@@ -189,7 +216,7 @@ def plan_mma(m: int, n: int, k: int, clusters: bool, bulk: bool = True) -> MmaPl
         tokens *= 2
     windows = ceil_div(k, 64)
     if clusters and bulk and takes_bulk(k):
-        if blocks := fp4_shapes.MMA.get((tokens, n, k)):
+        if blocks := _TIMED.get((tokens, n, k)):
             return _with_x(MmaPlan(tokens, *blocks, 4), k)
         return _plan_bulk(tokens, n, k)
     if not clusters:
@@ -209,7 +236,7 @@ def plan_mma(m: int, n: int, k: int, clusters: bool, bulk: bool = True) -> MmaPl
     return plan
 
 
-def most_mma_rows(capability: tuple[int, int], n: int, k: int) -> int:
+def max_mma_rows(capability: tuple[int, int], n: int, k: int) -> int:
     """Rows up to which ``fp4_mma`` is the faster fused kernel; without bulk copies of x fewer, for large N."""
     if capability[0] != 9:
         return 32

@@ -16,59 +16,63 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fp4 import backends
-from vblackwell.kernels.fp4 import blocks as fp4_blocks
-from vblackwell.kernels.fp4 import launch as fp4_cuda
-from vblackwell.kernels.fp4 import mma_plan as fp4_mma_plan
-from vblackwell.kernels.fp4.linear import check_arguments
-from vblackwell.kernels.pointwise.rms_norm import rms_norm
-from vblackwell.kernels.runtime import autotune
-from vblackwell.kernels.runtime.autocast import register_autocast
-from vblackwell.kernels.runtime.dispatch import Backend, Request, capability, choose, request_of
+from vblackwell.kernels.fp4.launch import Norm, run_mma
+from vblackwell.kernels.fp4.linear import (
+    LINEAR,
+    check_arguments,
+    fake_rows,
+    like,
+    linear_reasons,
+    run_rows,
+)
+from vblackwell.kernels.fp4.mma_plan import has_clusters, plan_mma, takes_bulk
+from vblackwell.kernels.fp4.tuning import tuned
+from vblackwell.kernels.runtime.op import register_op
+from vblackwell.kernels.runtime.registry import Backend, Request, accept, capability
 
-MOST_ROWS = 16
+MAX_ROWS = 16
 
 
 def _mma_reasons(request: Request) -> list[str]:
-    reasons = backends.linear_reasons(request)
+    reasons = linear_reasons(request)
     if request.dtype == torch.float16:
         reasons.append("activations are torch.float16: times the gain they may leave its range")
-    if request.m > MOST_ROWS:
-        reasons.append(f"{request.m} rows: it takes up to {MOST_ROWS}")
+    if request.m > MAX_ROWS:
+        reasons.append(f"{request.m} rows: it takes up to {MAX_ROWS}")
     if request.k % 8:
         reasons.append(f"{request.k} in features: it takes multiples of 8")
     return reasons
 
 
-def most_rows(capability: tuple[int, int], n: int, k: int, layer_norm: bool = False) -> int:
+def max_rows(capability: tuple[int, int], n: int, k: int, layer_norm: bool = False) -> int:
     """Rows of K features up to which one kernel is faster than two, on an H200 by up to 1.4 times (docs/log-fp4.md).
 
     On Hopper x comes by bulk copies. Every block normalises all of its x again: 16 rows of a large weight cost more than a launch. With
     a LayerNorm on the way threads stage x, which for more rows costs more than the launch it saves.
     """
     if capability[0] != 9:
-        return MOST_ROWS
-    if layer_norm or not fp4_mma_plan.takes_bulk(k):
+        return MAX_ROWS
+    if layer_norm or not takes_bulk(k):
         return 4 if k <= 4096 else 2
-    return MOST_ROWS if n * k <= 60_000_000 else MOST_ROWS // 2
+    return MAX_ROWS if n * k <= 60_000_000 else MAX_ROWS // 2
 
 
 def _slower(request: Request, layer_norm: bool) -> list[str]:
-    most = most_rows(request.capability, request.n, request.k, layer_norm)
+    most = max_rows(request.capability, request.n, request.k, layer_norm)
     if request.m <= most:
         return []
-    return [f"{request.m} rows of {request.k} features: above {most} a norm of its own is faster on this GPU"]
+    return [f"{request.m} rows of {request.k} features: above {most} a separate norm is faster on this GPU"]
 
 
 def _mma(x_MK, gain_K, gain_sums_N, eps, codes, scales, tensor_scale, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
-    clusters, rms = fp4_blocks.has_clusters(capability(x_MK.device)), gain_sums_N is None
-    plan = fp4_mma_plan.plan_mma(x_MK.shape[0], n, k, clusters, bulk=rms)
-    plan = autotune.tuned(plan, x_MK, n, k)
-    norm = fp4_cuda.Norm(_aligned(gain_K), eps, gain_sums_N)
-    bias = backends.like(bias, x_MK)
-    return fp4_cuda.run_mma(plan, x_MK, codes, scales, tensor_scale, bias, activation, n, norm=norm)
+    m, device = x_MK.shape[0], x_MK.device
+    plan = plan_mma(m, n, k, has_clusters(capability(device)), bulk=gain_sums_N is None)
+    plan = tuned(plan, device, x_MK.dtype, m, n, k)
+    norm = Norm(_aligned(gain_K), eps, gain_sums_N)
+    return run_mma(plan, x_MK, codes, scales, tensor_scale, like(bias, x_MK), activation, n, norm=norm)
 
 
 def _aligned(vector: Tensor) -> Tensor:
@@ -78,25 +82,23 @@ def _aligned(vector: Tensor) -> Tensor:
 
 
 def _separate(x_MK, gain_K, gain_sums_N, eps, codes, scales, tensor_scale, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
-    layer_norm = torch.nn.functional.layer_norm
-    rows_MK = rms_norm(x_MK, gain_K, eps) if gain_sums_N is None else layer_norm(x_MK, (k,), gain_K, None, eps)
-    backend = choose("fp4_linear", backends.LINEAR, request_of(rows_MK, format, n, k))
-    return backend.run(rows_MK, codes, scales, tensor_scale, bias, format, activation, n, k)
-
-
-def _none(request: Request) -> list[str]:
-    return []
+    rms, shape = gain_sums_N is None, (k,)
+    rows_MK = (
+        functional.rms_norm(x_MK, shape, gain_K, eps) if rms else functional.layer_norm(x_MK, shape, gain_K, None, eps)
+    )
+    weight = (codes, scales, tensor_scale)
+    return run_rows("fp4_linear", LINEAR, rows_MK, format, n, k, *weight, bias, format, activation, n, k)
 
 
 def _backends(layer_norm: bool) -> tuple[Backend, ...]:
     slower = functools.partial(_slower, layer_norm=layer_norm)
-    return Backend("mma", _mma_reasons, _mma, slower=slower), Backend("separate", _none, _separate)
+    return Backend("mma", _mma_reasons, _mma, slower=slower), Backend("separate", accept, _separate)
 
 
 NORM_LINEAR, LAYER_NORM_LINEAR = _backends(False), _backends(True)
 
 
-@torch.library.custom_op("vblackwell::fp4_norm_linear", mutates_args=())
+@register_op(fake_rows, autocast="keep")
 def fp4_norm_linear(
     x_MK: Tensor,
     gain_K: Tensor,
@@ -134,19 +136,6 @@ def fp4_norm_linear(
         )
     if gain_sums_N is not None and (gain_sums_N.shape != (n,) or gain_sums_N.dtype != torch.float32):
         raise ConfigurationError(f"gain_sums_N is {tuple(gain_sums_N.shape)} {gain_sums_N.dtype}: give ({n},) float32")
-    rows = x_MK.reshape(-1, k).contiguous()
-    if rows.shape[0] == 0:
-        return x_MK.new_empty((*x_MK.shape[:-1], n))
-    backends_here = NORM_LINEAR if gain_sums_N is None else LAYER_NORM_LINEAR
-    backend = choose("fp4_norm_linear", backends_here, request_of(rows, format, n, k))
-    tensors = (codes, block_scales, tensor_scale, bias)
-    y_MN = backend.run(rows, gain_K, gain_sums_N, eps, *tensors, format, activation, n, k)
-    return y_MN.view(*x_MK.shape[:-1], n)
-
-
-@fp4_norm_linear.register_fake
-def _(x_MK, gain_K, gain_sums_N, eps, codes, block_scales, tensor_scale, bias, format, activation, n, k):  # type: ignore[no-untyped-def]
-    return x_MK.new_empty((*x_MK.shape[:-1], n))
-
-
-register_autocast(fp4_norm_linear, cast_input=False)
+    table = NORM_LINEAR if gain_sums_N is None else LAYER_NORM_LINEAR
+    args = (gain_K, gain_sums_N, eps, codes, block_scales, tensor_scale, bias, format, activation, n, k)
+    return run_rows("fp4_norm_linear", table, x_MK, format, n, k, *args)

@@ -1,29 +1,189 @@
-"""Linear with a weight in two parts (numerics/separation.py) as a PyTorch op: forward, fake, backward.
+"""Linear with a weight in two parts (numerics/separation.py) as a PyTorch op, with its plans and launches.
 
-``two_part_linear`` multiplies by coarse + fine at once. Backends, in order of preference: ``mma``, one kernel for up to 16 rows of
-bf16 on tiled parts (two_part_cuda.py); ``dequantize``, the weight written out once and cuBLAS; ``reference``, pure torch. Without its
-fine part a weight is an nvfp4 one, for ``fp4_linear``. Gradients reach ``x`` and the bias; the weight is packed and has none.
+``two_part_linear`` multiplies by coarse + fine at once. Backends, in order of preference: ``mma``, one kernel for up to 16 rows of bf16 on
+tiled parts (``cuda/two_part.cu``); ``dequantize``, the weight written out once and cuBLAS; ``reference``, pure torch. Without its fine
+part a weight is an nvfp4 one, for ``fp4_linear``. Gradients reach ``x`` and the bias; the weight is packed and has none.
+
+Plans: one block of 12 to 16 warps a multiprocessor, and from three rows on x in bulk copies and a cluster of two that splits K, as
+`plan_mma` had it for the coarse part alone when these were timed. Windows hold 2176 bytes instead of 1152, so x has less room, and
+weights of 2^25 elements and more are worth what `_of_large_weights` says.
 
 ``M`` rows, ``N`` out features, ``K`` in features.
 """
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fp4 import layout, two_part_layout
-from vblackwell.kernels.fp4 import two_part_launch as two_part_cuda
-from vblackwell.kernels.fp4.backends import DEQUANTIZE, like, linear_reasons
-from vblackwell.kernels.fp4.blocks import has_clusters
-from vblackwell.kernels.fp4.linear import check_arguments
-from vblackwell.kernels.fp4.reference import activate, activation_backward
-from vblackwell.kernels.runtime.autocast import register_autocast
-from vblackwell.kernels.runtime.dispatch import Backend, Request, choose, request_of
+from vblackwell.kernels.fp4 import layout
+from vblackwell.kernels.fp4.launch import OUT_TYPES, aligned
+from vblackwell.kernels.fp4.linear import (
+    check_arguments,
+    like,
+    linear_reasons,
+    packed_linear,
+    run_rows,
+    tiled_reasons,
+)
+from vblackwell.kernels.fp4.mma_plan import MULTIPROCESSORS, MmaPlan, ceil_div, has_clusters, plan_mma, takes_bulk
+from vblackwell.kernels.fp4.reference import ACTIVATIONS, activate
+from vblackwell.kernels.runtime.launch import kernel
+from vblackwell.kernels.runtime.op import register_op
+from vblackwell.kernels.runtime.registry import Backend, Request, accept, capability, cuda_reasons, request_of
 from vblackwell.numerics import separation
 
 OP = "two_part_linear"
+FILES = (
+    "ptx.cuh", "fp4/decode.cuh", "barrier.cuh", "fp4/epilogue.cuh", "fp4/mma_block.cuh", "fp4/two_part.cu",
+)  # fmt: skip
+DEQUANTIZE_FILES = ("ptx.cuh", "fp4/decode.cuh", "fp4/two_part_dequantize.cu")
+MAX_ROWS = 16
+MAX_SHARED_BYTES = {True: 227 * 1024, False: 99 * 1024}  # of a block, with and without clusters
+_WINDOW_BYTES = 2176
+# Of x that a block stages at a time without bulk copies, and windows that a warp has in flight.
+_X_BYTES = {True: 80 * 1024, False: 24 * 1024}
+_PREFETCH = {True: 4, False: 3}
+_LARGE = 1 << 25
+
+# -- plans ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TwoPartPlan(MmaPlan):
+    """How ``two_part_mma`` covers a shape; fields as of `MmaPlan`, with chunks of any multiple of ``k_warps`` windows."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigurationError where a chunk of x would not go to all K warps alike."""
+        if self.chunk % self.k_warps:
+            raise ConfigurationError(f"chunks of {self.chunk} windows do not go to {self.k_warps} K warps alike")
+
+    def macros(self, fp16: bool = False, out32: bool = False, norm: int = 0) -> dict[str, int]:
+        """What the source is compiled with; bf16 without a norm is all that it takes."""
+        macros = {
+            "FP16": 0, "TOKENS": self.tokens, "ROW_WARPS": self.row_warps, "K_WARPS": self.k_warps, "SPLITS": self.splits,
+            "PREFETCH": self.prefetch, "MIN_BLOCKS": self.min_blocks, "OUT32": int(out32),
+        }  # fmt: skip
+        return macros | ({"BULK": 1, "CHUNK": self.chunk, "X_STAGES": self.x_stages} if self.chunk else {})
+
+    def shared_bytes(self, k: int, norm: int = 0) -> int:
+        """Of a block, for rows of ``k``."""
+        windows, count = self.chunks(k)
+        staged = windows * self.tokens * 128 * min(2, count)
+        if self.chunk:
+            staged = self.x_stages * (self.tokens * (self.chunk * 128 + 16) + 16)  # and two barriers each
+        ring = self.row_warps * self.k_warps * self.prefetch * _WINDOW_BYTES
+        sent = self.tokens * 32 * self.row_warps * 4 if self.splits > 1 else 0
+        return max(staged + ring, self.k_warps * self.tokens * (32 * self.row_warps + 4) * 4) + sent
+
+    def fits(self, k: int, clusters: bool = True) -> bool:
+        """Whether ``min_blocks`` of them fit a multiprocessor's shared memory, of which each takes a KB more."""
+        return self.shared_bytes(k) <= (MAX_SHARED_BYTES[clusters] + 1024) // self.min_blocks - 1024
+
+
+def _with_bulk_copies(m: int, n: int, k: int) -> TwoPartPlan:
+    """From three rows on: most blocks in one wave, to within 8, then the tallest up to 128 rows; x by 16 windows."""
+    tokens, windows = max(4, 1 << (m - 1).bit_length()), k // 64
+    best, row_warps, splits = (0, 0), 8, 1
+    for its_splits, rows in itertools.product((1, 2), (1, 2, 3, 4, 6, 8)):
+        blocks = ceil_div(n, 32 * rows) * its_splits
+        merit = (blocks // 8, rows if rows <= 4 else -rows)
+        if blocks <= MULTIPROCESSORS and merit > best:
+            best, row_warps, splits = merit, rows, its_splits
+    warps = 16 if (splits == 2) == (tokens <= 8) or (tokens, n, k) == (16, 4096, 14336) else 12  # the last as timed
+    k_warps = min(max(2, warps // row_warps), windows // splits)
+    chunk = ceil_div(min(16, windows // splits), k_warps) * k_warps
+    return TwoPartPlan(
+        tokens, row_warps, k_warps, splits, _PREFETCH[True], x_bytes=_X_BYTES[True], chunk=chunk, x_stages=3
+    )
+
+
+def _of_large_weights(n: int, windows: int, base: TwoPartPlan) -> TwoPartPlan:
+    """Plans for weights that take long enough to be worth filling a multiprocessor with care, among
+    the fastest in turns on an H200 (docs/log.md).
+
+    Up to 8 rows two blocks of 8 warps: while one ends, and its sums meet, the other or the next layer's first one computes. From 9 on x
+    takes too much of the memory and of the way there for each half to have its own: one block of 16 warps, and long chunks of x with as
+    many windows in flight as leave room; where blocks split K, all of their x, so that no warp waits for another to give room back.
+    """
+    if base.tokens <= 8:
+        fitting = [
+            (ceil_div(n, 32 * rows) * splits // 8, rows, splits)
+            for splits in (1, 2)
+            for rows in (1, 2, 4, 8)
+            if ceil_div(n, 32 * rows) * splits <= 2 * MULTIPROCESSORS
+        ]
+        if fitting:
+            _, rows, splits = max(fitting)
+            return replace(
+                base, row_warps=rows, k_warps=8 // rows, splits=splits, prefetch=4, min_blocks=2, chunk=8, x_stages=3
+            )
+    k_warps = max(1, 16 // base.row_warps)
+    chunk = ceil_div(16, k_warps) * k_warps
+    whole = ceil_div(ceil_div(windows, base.splits), chunk)
+    kind = replace(base, k_warps=k_warps, chunk=chunk)
+    if base.splits > 1 and whole <= 4:
+        found = replace(kind, x_stages=whole, prefetch=2)
+        if found.fits(64 * windows):
+            return found
+    return replace(kind, x_stages=3, prefetch=3)
+
+
+def plan_two_part(m: int, n: int, k: int, clusters: bool) -> TwoPartPlan:
+    """The plan for up to 16 rows, with or without clusters of blocks (sm_90); a function of the shape alone."""
+    if clusters and m > 2 and takes_bulk(k):
+        found = _with_bulk_copies(m, n, k)
+    else:
+        base = plan_mma(m, n, k, clusters, bulk=False)
+        prefetch = min(_PREFETCH[clusters], base.prefetch)
+        found = TwoPartPlan(
+            base.tokens, base.row_warps, base.k_warps, base.splits, prefetch, x_bytes=_X_BYTES[clusters]
+        )
+    if clusters and n * k >= _LARGE and takes_bulk(k):
+        large = _of_large_weights(n, k // 64, found)
+        if large.fits(k):
+            return large
+    if found.chunk and not found.fits(k, clusters):
+        found = replace(found, x_stages=2)
+    return found
+
+
+# -- launches ------------------------------------------------------------------------------------------------------------
+
+
+def run_mma(
+    plan: TwoPartPlan, x_MK: Tensor, codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor,
+    bias: Tensor | None, activation: str, n: int, out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """One launch; x is bf16, ``out_dtype`` bf16 or fp32. With bulk copies K is a multiple of 64."""
+    x_MK, k = aligned(x_MK)
+    m = x_MK.shape[0]
+    y_MN = torch.empty(m, n, dtype=out_dtype or x_MK.dtype, device=x_MK.device)
+    grid = (ceil_div(n, 32 * plan.row_warps), plan.splits, ceil_div(m, plan.tokens))
+    weight, shared_bytes = (codes, fine, block_scales, tensor_scale), plan.shared_bytes(k)
+    args = (x_MK, *weight, bias, y_MN, m, n, k, ACTIVATIONS.index(activation), *plan.chunks(k), 1, shared_bytes)
+    macros = plan.macros(out32=y_MN.dtype == torch.float32)
+    kernel(FILES, "two_part_mma", macros, x_MK.device).launch(grid, plan.threads, shared_bytes, args, weight)
+    return y_MN
+
+
+def run_dequantize(
+    codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor, n: int, k: int, dtype: torch.dtype
+) -> Tensor:
+    """The (n, k) weight as bf16, fp16 or fp32, by one launch."""
+    w_NK = torch.empty(n, k, dtype=dtype, device=codes.device)
+    grid = (ceil_div(ceil_div(k, 64), 4), ceil_div(n, 32), 1)
+    weight = (codes, fine, block_scales, tensor_scale)
+    write = kernel(DEQUANTIZE_FILES, "two_part_dequantize", {"FP16": 0, "OUT": OUT_TYPES[dtype]}, codes.device)
+    write.launch(grid, 128, 0, (*weight, w_NK, n, k), weight)
+    return w_NK
+
+
+# -- backends ------------------------------------------------------------------------------------------------------------
 
 
 def reference_weight(
@@ -31,7 +191,7 @@ def reference_weight(
 ) -> Tensor:  # fmt: skip
     """The (n, k) weight, by the oracle."""
     if layout.is_tiled(format):
-        parts = two_part_layout.from_tiled(codes, fine, block_scales, tensor_scale, n, k)
+        parts = layout.parts_from_tiled(codes, fine, block_scales, tensor_scale, n, k)
         codes, fine, block_scales, tensor_scale = parts
     return separation.dequantize(codes, fine, block_scales, tensor_scale, n, k, dtype)
 
@@ -39,8 +199,8 @@ def reference_weight(
 def _weight(codes, fine, block_scales, tensor_scale, format, n, k, like: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
     """The weight in the type of ``like``; by the kernel where there is one for it."""
     request = request_of(like.new_empty((1, k)), format, n, k)
-    if not DEQUANTIZE[0].reasons(request):  # the kernel that writes nvfp4 out needs what this one needs
-        return two_part_cuda.run_dequantize(codes, fine, block_scales, tensor_scale, n, k, like.dtype)
+    if not tiled_reasons(request):
+        return run_dequantize(codes, fine, block_scales, tensor_scale, n, k, like.dtype)
     return reference_weight(codes, fine, block_scales, tensor_scale, format, n, k, like.dtype)
 
 
@@ -48,25 +208,19 @@ def _mma_reasons(request: Request) -> list[str]:
     reasons = linear_reasons(request)
     if request.dtype != torch.bfloat16:
         reasons.append(f"activations are {request.dtype}: it takes bfloat16")
-    if request.m > two_part_cuda.MOST_ROWS:
-        reasons.append(f"{request.m} rows: above {two_part_cuda.MOST_ROWS} writing the weight out is faster")
+    if request.m > MAX_ROWS:
+        reasons.append(f"{request.m} rows: above {MAX_ROWS} writing the weight out is faster")
     return reasons
 
 
 def _mma(x_MK, codes, fine, block_scales, tensor_scale, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
-    capability = request_of(x_MK, format, n, k).capability
-    plan = two_part_cuda.plan(x_MK.shape[0], n, k, has_clusters(capability))
-    bias = like(bias, x_MK)
-    return two_part_cuda.run_mma(plan, x_MK, codes, fine, block_scales, tensor_scale, bias, activation, n)
+    plan = plan_two_part(x_MK.shape[0], n, k, has_clusters(capability(x_MK.device)))
+    return run_mma(plan, x_MK, codes, fine, block_scales, tensor_scale, like(bias, x_MK), activation, n)
 
 
 def _dequantize(x_MK, codes, fine, block_scales, tensor_scale, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
     w_NK = _weight(codes, fine, block_scales, tensor_scale, format, n, k, x_MK)
     return activate(torch.nn.functional.linear(x_MK, w_NK, like(bias, x_MK)), activation)
-
-
-def _cuda_only(request: Request) -> list[str]:
-    return [] if request.device.type == "cuda" else [f"the tensors are on {request.device}: it needs a CUDA GPU"]
 
 
 def _reference(x_MK, codes, fine, block_scales, tensor_scale, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
@@ -77,25 +231,35 @@ def _reference(x_MK, codes, fine, block_scales, tensor_scale, bias, format, acti
     return activate(z_MN, activation).to(x_MK.dtype)
 
 
-LINEAR: tuple[Backend, ...] = (
+LINEAR = (
     Backend("mma", _mma_reasons, _mma),
-    Backend("dequantize", _cuda_only, _dequantize),
-    Backend("reference", lambda request: [], _reference),
+    Backend("dequantize", cuda_reasons, _dequantize),
+    Backend("reference", accept, _reference),
 )
+
+# -- ops -----------------------------------------------------------------------------------------------------------------
 
 
 def _check(codes: Tensor, fine: Tensor, format: str) -> None:
-    if format not in two_part_layout.LAYOUTS:
-        raise ConfigurationError(
-            f"no weight in two parts has the layout {format!r}: {', '.join(two_part_layout.LAYOUTS)}"
-        )
+    if format not in layout.PARTS_LAYOUTS:
+        raise ConfigurationError(f"no weight in two parts has the layout {format!r}: {', '.join(layout.PARTS_LAYOUTS)}")
     if fine.shape != codes.shape or fine.device != codes.device:
         raise ConfigurationError(
-            f"fine codes {tuple(fine.shape)} on {fine.device} beside coarse codes {tuple(codes.shape)} on {codes.device}"
+            f"fine codes {tuple(fine.shape)} on {fine.device} next to coarse codes {tuple(codes.shape)} on {codes.device}"
         )
 
 
-@torch.library.custom_op("vblackwell::two_part_linear", mutates_args=())
+@register_op(lambda dy, *rest: dy.new_empty((*dy.shape[:-1], rest[-1])), autocast="keep")
+def two_part_linear_dx(
+    dy_MN: Tensor, codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int
+) -> Tensor:
+    """``dY W``: (..., N) -> (..., K), the gradient of ``two_part_linear`` (without activation) in its input."""
+    _check(codes, fine, format)
+    w_NK = _weight(codes, fine, block_scales, tensor_scale, format, n, k, dy_MN)
+    return (dy_MN.reshape(-1, n) @ w_NK).view(*dy_MN.shape[:-1], k)
+
+
+@packed_linear(4, two_part_linear_dx)
 def two_part_linear(
     x_MK: Tensor, codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor, bias: Tensor | None,
     format: str, activation: str, n: int, k: int,
@@ -104,7 +268,7 @@ def two_part_linear(
 
     Args:
         x_MK: (..., K) bf16, fp16 or fp32; a sum in fp32 is rounded once to this type.
-        codes, fine, block_scales, tensor_scale: of a `SeparatedTensor`, or of ``two_part_layout.to_tiled``.
+        codes, fine, block_scales, tensor_scale: of a `SeparatedTensor`, or of ``layout.parts_to_tiled``.
         bias: (N,) or None.
         format: 'nvfp4' or 'nvfp4-tiled', the layout of the parts.
         activation: 'none', 'relu', 'gelu' (with erf) or 'silu'.
@@ -119,55 +283,5 @@ def two_part_linear(
     """
     _check(codes, fine, format)
     check_arguments(x_MK, codes, block_scales, tensor_scale, format, activation, n, k)
-    rows = x_MK.reshape(-1, k).contiguous()
-    if rows.shape[0] == 0:
-        return x_MK.new_empty((*x_MK.shape[:-1], n))
-    backend = choose(OP, LINEAR, request_of(rows, format, n, k))
-    y_MN = backend.run(rows, codes, fine, block_scales, tensor_scale, bias, format, activation, n, k)
-    return y_MN.view(*x_MK.shape[:-1], n)
-
-
-@two_part_linear.register_fake
-def _(x_MK, codes, fine, block_scales, tensor_scale, bias, format, activation, n, k):  # type: ignore[no-untyped-def]
-    return x_MK.new_empty((*x_MK.shape[:-1], n))
-
-
-@torch.library.custom_op("vblackwell::two_part_linear_dx", mutates_args=())
-def two_part_linear_dx(
-    dy_MN: Tensor, codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int
-) -> Tensor:
-    """``dY W``: (..., N) -> (..., K), the gradient of ``two_part_linear`` (without activation) in its input."""
-    _check(codes, fine, format)
-    w_NK = _weight(codes, fine, block_scales, tensor_scale, format, n, k, dy_MN)
-    return (dy_MN.reshape(-1, n) @ w_NK).view(*dy_MN.shape[:-1], k)
-
-
-@two_part_linear_dx.register_fake
-def _(dy_MN, codes, fine, block_scales, tensor_scale, format, n, k):  # type: ignore[no-untyped-def]
-    return dy_MN.new_empty((*dy_MN.shape[:-1], k))
-
-
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x_MK, codes, fine, block_scales, tensor_scale, bias, format, activation, n, k = inputs
-    kept = None if activation == "none" else x_MK
-    ctx.save_for_backward(kept, codes, fine, block_scales, tensor_scale, bias)
-    ctx.static = (format, activation, n, k)
-
-
-def _backward(ctx, dy_MN: Tensor):  # type: ignore[no-untyped-def]
-    x_MK, codes, fine, block_scales, tensor_scale, bias = ctx.saved_tensors
-    format, activation, n, k = ctx.static
-    parts = (codes, fine, block_scales, tensor_scale)
-    if activation != "none":
-        z_MN = two_part_linear(x_MK, *parts, bias, format, "none", n, k)
-        dy_MN = activation_backward(dy_MN, z_MN, activation)
-    dx_MK = two_part_linear_dx(dy_MN, *parts, format, n, k) if ctx.needs_input_grad[0] else None
-    dbias = None
-    if bias is not None and ctx.needs_input_grad[5]:
-        dbias = dy_MN.reshape(-1, n).sum(0, dtype=torch.float32).to(bias.dtype)
-    return dx_MK, None, None, None, None, dbias, None, None, None, None
-
-
-two_part_linear.register_autograd(_backward, setup_context=_save)
-register_autocast(two_part_linear)
-register_autocast(two_part_linear_dx, cast_input=False)
+    weight = (codes, fine, block_scales, tensor_scale)
+    return run_rows(OP, LINEAR, x_MK, format, n, k, *weight, bias, format, activation, n, k)

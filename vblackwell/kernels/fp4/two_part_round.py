@@ -1,42 +1,153 @@
 """Weights rounded to two parts on kept scales, straight through: what a forward multiplies by while the weight trains.
 
-A custom op, for the reasons of nn/linear/straight_through.py: no second copy is kept, and under torch.compile it is
-one node of the graph. The
-gradient passes unchanged (Bengio et al. 2013). Backends: ``cuda``, a kernel that is launched by address, because a step rounds hundreds of
-weights and the host's time for a launch counts as often; ``triton``, the same where NVRTC is not installed; ``torch``, the oracle,
-elsewhere.
+A custom op, for the reasons of nn/linear/straight_through.py: no second copy is kept, and under torch.compile it is one node of the graph.
+The gradient passes unchanged (Bengio et al. 2013). Backends: ``cuda`` (``cuda/two_part_round.cu``); ``torch``, the oracle, elsewhere.
+Kernels are launched by address: a model's step rounds hundreds of weights, and looks at each for drift, and an ordinary launch costs the
+host more than most of them cost the GPU.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from vblackwell.errors import Unsupported
+from vblackwell.kernels.fp4.launch import OUT_TYPES
 from vblackwell.kernels.runtime import nvrtc
-from vblackwell.kernels.runtime.dispatch import (
+from vblackwell.kernels.runtime.launch import Launcher, float_bits, kernel
+from vblackwell.kernels.runtime.op import register_op
+from vblackwell.kernels.runtime.registry import (
+    DTYPES,
     Backend,
     Request,
+    accept,
     capability,
     choose,
     chosen,
     computes_at_once,
     device_reasons,
+    dtype_reasons,
     refuse_forward_mode,
 )
-from vblackwell.kernels.runtime.fused import DTYPES, triton_reasons
 from vblackwell.numerics import separation
+from vblackwell.numerics.separation import Scales
 
-OP = "two_part_round_trip"
+OP, RENEWAL = "two_part_round_trip", "two_part_renewed_scales"
+FILES = ("ptx.cuh", "fp4/two_part_round.cu")
+THREADS = 256
+MAX_CTAS = 264  # that measure drift: two a multiprocessor of an H200, on every GPU, because sums depend on it
+
+# -- launches ------------------------------------------------------------------------------------------------------------
 
 
-class Rounder(Protocol):
-    """`two_part_round_cuda.Rounder`."""
+def macros(source: torch.dtype, target: torch.dtype) -> dict[str, int]:
+    """What the source is compiled with."""
+    return {"FP16": 0, "IN": OUT_TYPES[source], "OUT": OUT_TYPES[target]}
 
-    def takes(self, w_NK: Tensor, dtype: torch.dtype, /) -> bool: ...
-    def __call__(self, w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, /) -> Tensor: ...
+
+@functools.cache
+def _launcher(
+    entry: str, source: torch.dtype, target: torch.dtype, num_parameters: int, device: torch.device
+) -> Launcher:
+    shared_bytes = 0 if entry == "two_part_round" else 12 * THREADS
+    return Launcher(kernel(FILES, entry, macros(source, target), device), THREADS, shared_bytes, num_parameters)
+
+
+def _stream(device: torch.device) -> int:
+    return torch._C._cuda_getCurrentRawStream(device.index)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def aligned(w_NK: Tensor, out: Tensor | None = None) -> bool:
+    """Whether blocks of 16 columns are whole, and begin at multiples of 16 bytes (in both)."""
+    unaligned = w_NK.data_ptr() | (w_NK.stride(0) * w_NK.itemsize) | (0 if out is None else out.data_ptr())
+    return w_NK.shape[1] % 16 == 0 and unaligned % 16 == 0
+
+
+class Rounder:
+    """`separation.round_to_parts` for weights of one shape, strides, type and device, bit for bit but for the sign of zeros.
+
+    What a launch needs beside addresses is looked up once: a layer that keeps this saves the host as much at each step as the launch takes.
+
+    Args:
+        w_NK: a weight, on CUDA; nothing of it is kept.
+        dtype: of results.
+    """
+
+    def __init__(self, w_NK: Tensor, dtype: torch.dtype) -> None:
+        (n, k), self._stride = w_NK.shape, w_NK.stride()
+        self._shape, self._source, self._dtype, self._device = (n, k), w_NK.dtype, dtype, w_NK.device
+        self._blocks = -(-n * -(-k // 16) // THREADS)
+        self._whole = k % 16 == 0 and self._stride[0] * w_NK.itemsize % 16 == 0
+        self._launch = _launcher("two_part_round", w_NK.dtype, dtype, 8, w_NK.device) if n and k else None
+
+    def takes(self, w_NK: Tensor, dtype: torch.dtype) -> bool:
+        """Whether ``w_NK`` is such a weight; its shape is the caller's to know."""
+        return (
+            w_NK.stride() == self._stride
+            and dtype is self._dtype
+            and w_NK.dtype is self._source
+            and w_NK.device == self._device
+        )
+
+    def __call__(self, w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor) -> Tensor:
+        """The rounded weight, on the current stream.
+
+        Raises:
+            Unsupported: the weight has no address: a DTensor, or one whose memory is elsewhere.
+        """
+        if self._stride[1] != 1 and self._shape[1] != 1:  # ``contiguous`` leaves a single column as it is
+            return round_to_parts(w_NK.contiguous(), block_scales, tensor_scale, self._dtype)
+        device = self._device
+        if torch.cuda.current_device() != device.index:
+            with torch.cuda.device(device):
+                return self(w_NK, block_scales, tensor_scale)
+        out = torch.empty(self._shape, dtype=self._dtype, device=device)
+        if self._launch is not None:
+            source, target = w_NK.data_ptr(), out.data_ptr()
+            if not source:  # the GPU would fault, and with it all that the process has there
+                raise Unsupported(f"a {type(w_NK).__name__} of {self._shape} has no memory to be rounded from")
+            at = (source, block_scales.data_ptr(), tensor_scale.data_ptr(), target)
+            words = (*self._shape, self._stride[0], int(self._whole and (source | target) % 16 == 0))
+            self._launch((self._blocks, 1, 1), (*at, *words), _stream(device))
+        return out
+
+
+def round_to_parts(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """As a new `Rounder`."""
+    return Rounder(w_NK, dtype)(w_NK, block_scales, tensor_scale)
+
+
+def run_renewed_scales(w_NK: Tensor, kept: Scales | None, threshold: float) -> tuple[Scales, Tensor]:
+    """`separation.renewed_scales`, or without ``kept`` `separation.training_scales` and a drift of 0; sums in another order."""
+    w_NK = w_NK.detach()
+    if w_NK.stride(1) != 1:
+        w_NK = w_NK.contiguous()
+    (n, k), device = w_NK.shape, w_NK.device
+    if torch.cuda.current_device() != device.index:
+        with torch.cuda.device(device):
+            return run_renewed_scales(w_NK, kept, threshold)
+    total = n * -(-k // 16)
+    ctas = min(MAX_CTAS, -(-total // THREADS))
+    found = Scales(
+        torch.empty(n, -(-k // 16), dtype=torch.uint8, device=device),
+        torch.empty((), dtype=torch.float32, device=device),
+    )
+    scratch = torch.empty(total + 3 * ctas, dtype=torch.float32, device=device)
+    drift = torch.empty((), dtype=torch.float32, device=device)
+    amax, old = scratch.data_ptr(), (0, 0) if kept is None else (kept.block.data_ptr(), kept.tensor.data_ptr())
+    partials, stream = amax + 4 * total, _stream(device)
+    measure = _launcher("two_part_measure", w_NK.dtype, w_NK.dtype, 10, device)
+    words = (n, k, w_NK.stride(0), int(aligned(w_NK)), ctas)
+    measure((ctas, 1, 1), (w_NK.data_ptr(), *old, amax, partials, *words), stream)
+    at = (amax, partials, *old, found.block.data_ptr(), found.tensor.data_ptr(), drift.data_ptr())
+    renew = _launcher("two_part_renew", w_NK.dtype, w_NK.dtype, 10, device)
+    renew((-(-total // (4 * THREADS)), 1, 1), (*at, total, ctas, float_bits(threshold)), stream)
+    return found, drift
+
+
+# -- backends ------------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -45,33 +156,21 @@ def _request(op: str, device: torch.device, dtype: torch.dtype) -> Request:
 
 
 def _cuda_reasons(request: Request) -> list[str]:
-    reasons = device_reasons(request)
-    if request.dtype not in DTYPES:
-        reasons.append(f"the weight is {request.dtype}: it takes bfloat16, float16 and float32")
-    return reasons + nvrtc.why_not()
+    return [*device_reasons(request), *dtype_reasons(request.dtype, DTYPES, "the weight is"), *nvrtc.why_not()]
 
 
 def _cuda(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    from vblackwell.kernels.fp4 import two_part_round_launch as two_part_round_cuda
-
     written = dtype if dtype in DTYPES else torch.float32  # as wide as the oracle computes
-    return two_part_round_cuda.round_to_parts(w_NK, block_scales, tensor_scale, written).to(dtype)
-
-
-def _triton(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    from vblackwell.kernels.fp4 import two_part_triton
-
-    return two_part_triton.round_to_parts(w_NK, block_scales, tensor_scale, dtype)
+    return round_to_parts(w_NK, block_scales, tensor_scale, written).to(dtype)
 
 
 def _torch(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
     return separation.round_to_parts(w_NK, separation.Scales(block_scales, tensor_scale), dtype)
 
 
-_CUDA, _TRITON = Backend("cuda", _cuda_reasons, _cuda), Backend("triton", triton_reasons, _triton)
-_TORCH = Backend("torch", lambda request: [], _torch)
-# By device, because on the CPU Triton's kernel runs for tests alone.
-_TABLES = {"cuda": (_CUDA, _TRITON, _TORCH), "cpu": (_TORCH, _CUDA, _TRITON)}
+_CUDA = Backend("cuda", _cuda_reasons, _cuda)
+_TORCH = Backend("torch", accept, _torch)
+_ROUNDING = (_CUDA, _TORCH)
 
 
 def _torch_renewed(w_NK: Tensor, kept: separation.Scales | None, threshold: float) -> tuple[separation.Scales, Tensor]:
@@ -80,14 +179,7 @@ def _torch_renewed(w_NK: Tensor, kept: separation.Scales | None, threshold: floa
     return separation.renewed_scales(w_NK, kept, threshold)
 
 
-def _cuda_renewed(w_NK: Tensor, kept: separation.Scales | None, threshold: float) -> tuple[separation.Scales, Tensor]:
-    from vblackwell.kernels.fp4 import two_part_round_launch as two_part_round_cuda
-
-    return two_part_round_cuda.renewed_scales(w_NK, kept, threshold)
-
-
-RENEWAL = "two_part_renewed_scales"
-_RENEWALS = (Backend("cuda", _cuda_reasons, _cuda_renewed), Backend("torch", lambda request: [], _torch_renewed))
+_RENEWALS = (Backend("cuda", _cuda_reasons, run_renewed_scales), Backend("torch", accept, _torch_renewed))
 
 
 def renewed_scales(w_NK: Tensor, kept: separation.Scales | None, threshold: float) -> tuple[separation.Scales, Tensor]:
@@ -98,7 +190,22 @@ def renewed_scales(w_NK: Tensor, kept: separation.Scales | None, threshold: floa
     return choose(RENEWAL, _RENEWALS, _request(RENEWAL, w_NK.device, w_NK.dtype)).run(w_NK, kept, threshold)
 
 
-@torch.library.custom_op("vblackwell::two_part_round_trip", mutates_args=())
+# -- the op --------------------------------------------------------------------------------------------------------------
+
+
+def _fake(w_NK, block_scales, tensor_scale, dtype):  # type: ignore[no-untyped-def]
+    return torch.empty_like(w_NK, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.dtype = inputs[0].dtype
+
+
+def _backward(ctx, dw_NK: Tensor):  # type: ignore[no-untyped-def]
+    return dw_NK.to(ctx.dtype), None, None, None
+
+
+@register_op(_fake, save=_save, backward=_backward)
 def two_part_round_trip(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``w_NK`` rounded to both parts and back, as ``dtype``; the gradient passes unchanged.
 
@@ -114,8 +221,7 @@ def two_part_round_trip(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor
 def rounded(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """As the op, without gradients and without what calling an op costs the host."""
     request = _request(OP, w_NK.device, w_NK.dtype)
-    backend = choose(OP, _TABLES.get(request.device.type, (_TORCH,)), request)
-    return backend.run(w_NK, block_scales, tensor_scale, dtype)
+    return choose(OP, _ROUNDING, request).run(w_NK, block_scales, tensor_scale, dtype)
 
 
 def rounded_again(
@@ -129,25 +235,7 @@ def rounded_again(
     if not w_NK.is_cuda or chosen(OP) is not None or dtype not in DTYPES:
         return None, rounded(w_NK, block_scales, tensor_scale, dtype)
     if rounder is None or not rounder.takes(w_NK, dtype):
-        if choose(OP, _TABLES["cuda"], _request(OP, w_NK.device, w_NK.dtype)) is not _CUDA:
+        if choose(OP, _ROUNDING, _request(OP, w_NK.device, w_NK.dtype)) is not _CUDA:
             return None, rounded(w_NK, block_scales, tensor_scale, dtype)
-        from vblackwell.kernels.fp4 import two_part_round_launch as two_part_round_cuda
-
-        rounder = two_part_round_cuda.Rounder(w_NK, dtype)
+        rounder = Rounder(w_NK, dtype)
     return rounder, rounder(w_NK, block_scales, tensor_scale)
-
-
-@two_part_round_trip.register_fake
-def _(w_NK, block_scales, tensor_scale, dtype):  # type: ignore[no-untyped-def]
-    return torch.empty_like(w_NK, dtype=dtype, memory_format=torch.contiguous_format)
-
-
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.dtype = inputs[0].dtype
-
-
-def _backward(ctx, dw_NK: Tensor):  # type: ignore[no-untyped-def]
-    return dw_NK.to(ctx.dtype), None, None, None
-
-
-two_part_round_trip.register_autograd(_backward, setup_context=_save)

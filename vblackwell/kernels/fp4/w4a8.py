@@ -3,39 +3,61 @@
 mxfp4 weights become E4M3 exactly, each row relative to its largest block scale, because E2M1 times a power of two needs two
 significant bits; that holds where a row's block exponents span at most 14, which ``check_packed`` finds out when the layer is
 packed. Activations are rounded to E4M3 with one scale a row, amax / 448: about 31 dB on Gaussian rows, the price of the option. It pays
-from about a thousand rows on. On Hopper one kernel decodes weights and rounds rows while it multiplies others (``w4a8_cuda``).
+from about a thousand rows on. On Hopper one kernel decodes weights and rounds rows while it multiplies others (``cuda/w4a8.cu``).
 Elsewhere, and for many rows of large weights, the product is PyTorch's row-scaled FP8 matmul, without fast accumulation, of both
-operands written out by one launch.
+operands written out by one launch (``cuda/fp4_e4m3.cu``).
 
 The backward ignores the rounding of the activations (straight through): dX = dY W with the same packed weight.
 
-``M`` rows, ``N`` out features, ``K`` in features.
+``M`` rows, ``N`` out features, ``K`` in features. A step is 128 columns.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.kernels.fp4 import backends, layout, reference
-from vblackwell.kernels.fp4 import launch as fp4_cuda
-from vblackwell.kernels.fp4 import w4a8_launch as w4a8_cuda
-from vblackwell.kernels.fp4.linear import fp4_linear_dx
-from vblackwell.kernels.runtime.autocast import register_autocast
-from vblackwell.kernels.runtime.dispatch import Backend, Request, capability, choose, request_of
+from vblackwell.kernels.fp4 import layout, reference
+from vblackwell.kernels.fp4.launch import aligned, processors
+from vblackwell.kernels.fp4.linear import fp4_linear_dx, hopper_reasons, linear_reasons, packed_linear, run_rows
+from vblackwell.kernels.fp4.mma_plan import ceil_div
+from vblackwell.kernels.fp4.reference import ACTIVATIONS, activate
+from vblackwell.kernels.runtime import counters
+from vblackwell.kernels.runtime.launch import kernel
+from vblackwell.kernels.runtime.registry import Backend, Request, capability
 from vblackwell.numerics.packed import PackedTensor
 
+FORMAT = "mxfp4-tiled"
 E4M3_MAX = 448.0
-LEAST_TOP = 2.0**-100  # as in cuda/round_row.cuh
+MIN_TOP = 2.0**-100  # as in cuda/round_row.cuh
 MAX_SPAN = 14
 FP8_CAPABILITY = (8, 9)
 MULTIPLE = 16  # of N and of K, for PyTorch's FP8 matmul
-# By times on an H200 (docs/log-fp4.md): one kernel decodes and multiplies from as many rows on as have the tiles of 1024; above MOST_ROWS
+# By times on an H200 (docs/log-fp4.md): one kernel decodes and multiplies from as many rows on as have the tiles of 1024; above MAX_ROWS
 # PyTorch's matmul of whole operands is at least as fast, but for small weights.
-LEAST_ROWS, MOST_ROWS, LARGEST_WEIGHT = 897, 2048, 6144 * 4096
+MIN_ROWS, MAX_ROWS, LARGEST_WEIGHT = 897, 2048, 6144 * 4096
 _BAND_ELEMENTS = 1 << 20
-FORMAT = "mxfp4-tiled"
+E4M3_FILES = ("ptx.cuh", "fp4/decode.cuh", "fp4/e4m3.cuh", "fp4/round_row.cuh", "fp4/fp4_e4m3.cu")
+PREPARE_SHARED_BYTES = 64  # of a block that rounds rows: two fp32 from each of its 8 warps
+FILES = (
+    "ptx.cuh", "barrier.cuh", "ring.cuh", "fp4/wgmma.cuh", "fp4/wgmma_e4m3.cuh", "fp4/decode.cuh", "fp4/e4m3.cuh", "fp4/epilogue.cuh",
+    "fp4/round_row.cuh", "fp4/w4a8.cu",
+)  # fmt: skip
+CLUSTER = 2  # blocks, each of 128 tokens
+THREADS = 512
+FIRST_COUNTER = 32  # the queue has a cache line of its own
+# By features of a tile, as timed on an H200 (docs/log-fp4.md): cycles of a step, and stages. Of 256 and 192 one more fits; the rest is L1.
+STEP_CYCLES = {256: 1180, 224: 1105, 192: 955}
+STAGES = {256: 3, 224: 4, 192: 4}
+HEAD_ROWS = 1024  # the tokens of four pairs of tiles, which go side by side
+MAY_WAIT = 4  # clusters whose first rows the product's own warps round, after the weight
+LARGE_WEIGHT = 4096 * 4096  # elements; above, those warps come too late to the rows of a second round of tiles as well
+
+
+# -- what w4a8 can multiply ----------------------------------------------------------------------------------------------
 
 
 def quantize_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,7 +67,7 @@ def quantize_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     amax is taken to be 2^-100 at least.
     """
     values = x_MK.to(torch.float32)
-    amax = values.abs().amax(1, keepdim=True).clamp(min=LEAST_TOP)
+    amax = values.abs().amax(1, keepdim=True).clamp(min=MIN_TOP)
     # A tensor: to divide by a number, PyTorch multiplies by its rounded inverse on a GPU.
     top = torch.full_like(amax, E4M3_MAX)
     return (values * (top / amax)).to(torch.float8_e4m3fn), amax / top
@@ -97,7 +119,7 @@ def check_packed(packed: PackedTensor, name: str = "the weight") -> None:
 
 
 def row_tops_for_w4a8(block_scales: Tensor, n: int, k: int) -> Tensor:
-    """(N,) bytes that ``fp4_linear_w4a8`` needs beside the tiled weight. Waits for the device.
+    """(N,) bytes that ``fp4_linear_w4a8`` needs in addition to the tiled weight. Waits for the device.
 
     Raises:
         Unsupported: a row's block exponents span more than 14, so E4M3 would not hold its weights exactly.
@@ -111,11 +133,166 @@ def row_tops_for_w4a8(block_scales: Tensor, n: int, k: int) -> Tensor:
         raise Unsupported(
             f"block exponents of a row span {span}, E4M3 holds {MAX_SPAN}: run this layer without w4a8 (fp4_linear)"
         )
-    return fp4_cuda.row_tops(block_scales, n, k)
+    return row_tops(block_scales, n, k)
+
+
+def row_tops(block_scales: Tensor, n: int, k: int) -> Tensor:
+    """(N,) E5M3 bytes: the largest scale of each row of a tiled weight."""
+    bands, windows = ceil_div(n, 32), ceil_div(k, 64)
+    return block_scales.view(bands, windows, 8, 4, 4).amax((1, 3)).transpose(1, 2).reshape(-1)[:n].contiguous()
+
+
+# -- plans and launches --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class W4A8Plan:
+    """How ``w4a8`` cuts a product.
+
+    Attributes:
+        features: of a tile, which has 128 tokens; a multiple of 32.
+        stages: of 128 columns of both operands in shared memory.
+        head_steps: steps of the first tiles' weights that ``w4a8_head`` decodes.
+        head_rows: of x, that it rounds; a multiple of 128.
+    """
+
+    features: int
+    stages: int
+    head_steps: int = 8
+    head_rows: int = HEAD_ROWS
+
+    def shared_bytes(self) -> int:
+        """Of a block, as the source lays them out."""
+        outputs, units = 8 * 16 * 144, 2 * (self.features // 2 * 16 + 128 * 4)  # of eight warps; of two tiles
+        return self.stages * (128 + self.features) * 128 + outputs + units + 16 * self.stages + 16
+
+    def macros(self, fp16: bool, k: int) -> dict[str, int]:
+        """What the source is compiled with for rows of ``k`` columns, ``fp16`` or bf16."""
+        return {
+            "FP16": 0, "X_FP16": int(fp16), "KEPT": min(4, ceil_div(k, 1024)), "ROUND_WARPS": 4, "COLUMNS": self.features // 2,
+            "STAGES": self.stages, "SPLITS": CLUSTER, "HEAD_ROWS": self.head_rows, "HEAD_STEPS": self.head_steps, "TOKENS": 0, "OUT32": 0,
+        }  # fmt: skip
+
+
+def of_width(features: int) -> W4A8Plan:
+    """The plan of tiles of these many features."""
+    return W4A8Plan(features, STAGES[features])
+
+
+def plan_w4a8(m: int, n: int, k: int, multiprocessors: int) -> W4A8Plan:
+    """The tile by which a GPU of so many multiprocessors is done first: whole rounds of tiles, each of which takes its width's cycles.
+
+    The head rounds the rows that all clusters but ``MAY_WAIT`` begin with; of a ``LARGE_WEIGHT`` 2,048 at least, unless the first four
+    pairs' tiles fill a round and a half.
+    """
+    pairs, clusters = ceil_div(m, 128 * CLUSTER), multiprocessors // CLUSTER
+    width = min(STEP_CYCLES, key=lambda width: ceil_div(pairs * ceil_div(n, width), clusters) * STEP_CYCLES[width])
+    four = 4 * ceil_div(n, width)  # tiles
+    late = n * k > LARGE_WEIGHT and 2 * four < 3 * clusters
+    fours = max(1 + late, ceil_div(clusters - MAY_WAIT, four))
+    return replace(of_width(width), head_rows=HEAD_ROWS * min(fours, ceil_div(m, HEAD_ROWS)))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Sizes of a product (M, N, K) by a plan on so many clusters.
+
+    Attributes:
+        pairs: of token tiles.
+        columns: of tiles.
+        steps: of K.
+        chunk: columns of tiles that the clusters are at work on at a time; their weights are decoded first.
+        head_blocks: of ``w4a8_head``.
+    """
+
+    pairs: int
+    columns: int
+    steps: int
+    chunk: int
+    head_blocks: int
+
+    @property
+    def counters(self) -> int:
+        """32-bit counters: the queue, what is made of each tile of the weight, and of each tile of x."""
+        return FIRST_COUNTER + self.columns * self.steps + self.pairs * CLUSTER
+
+
+def cut(plan: W4A8Plan, m: int, n: int, k: int, clusters: int) -> Cut:
+    pairs, columns, steps = ceil_div(m, 128 * CLUSTER), ceil_div(n, plan.features), ceil_div(k, 128)
+    chunk = min(columns, ceil_div(clusters, min(4, pairs)))
+    items = min(plan.head_steps, steps) * min(chunk * plan.features // 32, ceil_div(n, 32))
+    return Cut(pairs, columns, steps, chunk, ceil_div(min(m, plan.head_rows), 2) + ceil_div(items, 8))
+
+
+def run_w4a8(
+    plan: W4A8Plan,
+    x_MK: Tensor,
+    codes: Tensor,
+    block_scales: Tensor,
+    tensor_scale: Tensor,
+    row_top: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    n: int,
+    k: int,
+) -> Tensor:
+    """``activation(x W^T + bias)`` (M, N), of the type of x and bias: bf16 or fp16; N and K are multiples of 16."""
+    m, device = x_MK.shape[0], x_MK.device
+    clusters = processors(device) // CLUSTER
+    sizes, macros = cut(plan, m, n, k, clusters), plan.macros(x_MK.dtype == torch.float16, k)
+    x_tiles = torch.empty(sizes.pairs * CLUSTER * sizes.steps * 128 * 128, dtype=torch.uint8, device=device)
+    weight = torch.empty(sizes.columns * sizes.steps * plan.features * 128, dtype=torch.uint8, device=device)
+    scale_M = torch.empty(m, dtype=torch.float32, device=device)
+    y_MN = torch.empty(m, n, dtype=x_MK.dtype, device=device)
+    head, product = (kernel(FILES, name, macros, device) for name in ("w4a8_head", "w4a8"))
+    operands, shape = (x_MK, x_tiles, scale_M, codes, block_scales), (m, n, k)
+    with counters.zeroed(sizes.counters, device) as (now, stale, stale_count):
+        head.launch(
+            (sizes.head_blocks, 1, 1), 256, 32,
+            (*operands, row_top, weight, now, stale, stale_count, *shape, sizes.chunk),
+            (codes, block_scales, tensor_scale, row_top),
+        )  # fmt: skip
+        product.launch(
+            (clusters, CLUSTER, 1), THREADS, plan.shared_bytes(),
+            (*operands, tensor_scale, row_top, bias, y_MN, weight, now, *shape, ACTIVATIONS.index(activation), clusters, sizes.chunk),
+        )  # fmt: skip
+    return y_MN
+
+
+def prepare_macros(fp16: bool, k: int) -> dict[str, int]:
+    """Of ``prepare_e4m3`` for rows of ``k`` columns, ``fp16`` or bf16."""
+    return {"FP16": 0, "X_FP16": int(fp16), "KEPT": min(8, ceil_div(k, 2048))}
+
+
+def run_prepare_e4m3(
+    x_MK: Tensor, codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, row_top: Tensor, n: int, k: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One launch that makes both operands of an FP8 matmul; K is a multiple of 16.
+
+    Returns:
+        x as E4M3 rows (M, K) and their (M, 1) fp32 scales, as of `quantize_rows`; the weight (N, K) as E4M3, each row relative to
+        its largest scale ``row_top`` (E5M3 bytes), which becomes 2^6, and its (1, N) fp32 scales.
+    """
+    x_MK, _ = aligned(x_MK)
+    m, device = x_MK.shape[0], x_MK.device
+    q_MK = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=device)
+    w_NK = torch.empty(n, k, dtype=torch.float8_e4m3fn, device=device)
+    scale_M1 = torch.empty(m, 1, dtype=torch.float32, device=device)
+    scale_1N = torch.empty(1, n, dtype=torch.float32, device=device)
+    columns = ceil_div(ceil_div(k, 64), 8)  # of blocks
+    row_blocks = min(1024, ceil_div(m, columns))
+    args = (codes, block_scales, tensor_scale, row_top, w_NK, n, k, scale_1N, x_MK, q_MK, scale_M1, m, row_blocks)
+    prepare = kernel(E4M3_FILES, "prepare_e4m3", prepare_macros(x_MK.dtype == torch.float16, k), device)
+    weight = (codes, block_scales, tensor_scale, row_top)
+    prepare.launch((columns, ceil_div(n, 32) + row_blocks, 1), 256, PREPARE_SHARED_BYTES, args, weight)
+    return q_MK, scale_M1, w_NK, scale_1N
+
+
+# -- backends and op -----------------------------------------------------------------------------------------------------
 
 
 def _fp8_reasons(request: Request) -> list[str]:
-    reasons = backends.linear_reasons(request)
+    reasons = linear_reasons(request)
     if request.device.type == "cuda" and request.capability < FP8_CAPABILITY:
         reasons.append(f"compute capability {request.capability[0]}.{request.capability[1]} has no FP8 tensor cores")
     if request.n % MULTIPLE or request.k % MULTIPLE:
@@ -124,42 +301,40 @@ def _fp8_reasons(request: Request) -> list[str]:
 
 
 def multiply_rows(q_MK: Tensor, scale_M1: Tensor, w_NK: Tensor, scale_1N: Tensor) -> Tensor:
-    """(M, N) bf16 product of E4M3 operands and their rows' scales, as of ``fp4_cuda.run_prepare_e4m3``; sums in fp32."""
+    """(M, N) bf16 product of E4M3 operands and their rows' scales, as of `run_prepare_e4m3`; sums in fp32."""
     return torch.ops.aten._scaled_mm(q_MK, w_NK.t(), scale_M1, scale_1N, out_dtype=torch.bfloat16, use_fast_accum=False)
 
 
 def _fused_reasons(request: Request) -> list[str]:
-    reasons = backends.linear_reasons(request)
-    if request.device.type == "cuda" and request.capability != (9, 0):
-        reasons.append(f"compute capability {request.capability[0]}.{request.capability[1]} is not Hopper's 9.0")
+    reasons = linear_reasons(request) + hopper_reasons(request)
     if request.n % MULTIPLE or request.k % MULTIPLE:
         reasons.append(f"{request.n} x {request.k}: the kernel takes multiples of {MULTIPLE}")
     return reasons
 
 
 def _fused_slower(request: Request) -> list[str]:
-    if request.m < LEAST_ROWS:
-        return [f"{request.m} rows are fewer than {LEAST_ROWS}, from which on it was timed"]
-    if request.m > MOST_ROWS and request.n * request.k > LARGEST_WEIGHT:
+    if request.m < MIN_ROWS:
+        return [f"{request.m} rows are fewer than {MIN_ROWS}, from which on it was timed"]
+    if request.m > MAX_ROWS and request.n * request.k > LARGEST_WEIGHT:
         return [
-            f"above {MOST_ROWS} rows PyTorch's FP8 matmul is as fast or faster with a weight of {request.n} x {request.k}"
+            f"above {MAX_ROWS} rows PyTorch's FP8 matmul is as fast or faster with a weight of {request.n} x {request.k}"
         ]
     return []
 
 
 def _fused(x_MK, codes, block_scales, tensor_scale, row_top, bias, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
-    x_MK, _ = fp4_cuda.aligned(x_MK)
-    plan = w4a8_cuda.plan_w4a8(x_MK.shape[0], n, k, torch.cuda.get_device_properties(x_MK.device).multi_processor_count)
+    x_MK, _ = aligned(x_MK)
+    plan = plan_w4a8(x_MK.shape[0], n, k, processors(x_MK.device))
     bias = None if bias is None else bias.to(x_MK.dtype)
-    return w4a8_cuda.run_w4a8(plan, x_MK, codes, block_scales, tensor_scale, row_top, bias, activation, n, k)
+    return run_w4a8(plan, x_MK, codes, block_scales, tensor_scale, row_top, bias, activation, n, k)
 
 
 def multiply_whole(x_MK, codes, block_scales, tensor_scale, row_top, bias, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
     """The op by PyTorch's matmul of whole operands."""
-    z_MN = multiply_rows(*fp4_cuda.run_prepare_e4m3(x_MK, codes, block_scales, tensor_scale, row_top, n, k))
+    z_MN = multiply_rows(*run_prepare_e4m3(x_MK, codes, block_scales, tensor_scale, row_top, n, k))
     if bias is not None:
         z_MN = z_MN + bias.to(z_MN.dtype)
-    return reference.activate(z_MN, activation).to(x_MK.dtype)
+    return activate(z_MN, activation).to(x_MK.dtype)
 
 
 def _reference(x_MK, codes, block_scales, tensor_scale, row_top, bias, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
@@ -176,14 +351,18 @@ def _reference_reasons(request: Request) -> list[str]:
     return [f"the tensors are on {request.device}: FP8 is asked for to be fast, and this would be slow"]
 
 
-W4A8: tuple[Backend, ...] = (
+W4A8 = (
     Backend("fused", _fused_reasons, _fused, slower=_fused_slower),
     Backend("fp8", _fp8_reasons, multiply_whole),
     Backend("reference", _reference_reasons, _reference),
 )
 
 
-@torch.library.custom_op("vblackwell::fp4_linear_w4a8", mutates_args=())
+def _input_gradient(dy_MN, codes, block_scales, tensor_scale, row_top, n, k) -> Tensor:  # type: ignore[no-untyped-def]
+    return fp4_linear_dx(dy_MN, codes, block_scales, tensor_scale, FORMAT, n, k)
+
+
+@packed_linear(4, _input_gradient)
 def fp4_linear_w4a8(
     x_MK: Tensor,
     codes: Tensor,
@@ -214,39 +393,5 @@ def fp4_linear_w4a8(
     """
     if x_MK.shape[-1] != k:
         raise ConfigurationError(f"the input has {x_MK.shape[-1]} features, the weight takes {k}")
-    rows = x_MK.reshape(-1, k).contiguous()
-    if rows.shape[0] == 0:
-        return x_MK.new_empty((*x_MK.shape[:-1], n))
-    backend = choose("fp4_linear_w4a8", W4A8, request_of(rows, FORMAT, n, k))
-    y_MN = backend.run(rows, codes, block_scales, tensor_scale, row_top, bias, activation, n, k)
-    return y_MN.view(*x_MK.shape[:-1], n)
-
-
-@fp4_linear_w4a8.register_fake
-def _(x_MK, codes, block_scales, tensor_scale, row_top, bias, activation, n, k):  # type: ignore[no-untyped-def]
-    return x_MK.new_empty((*x_MK.shape[:-1], n))
-
-
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x_MK, codes, block_scales, tensor_scale, row_top, bias, activation, n, k = inputs
-    ctx.save_for_backward(None if activation == "none" else x_MK, codes, block_scales, tensor_scale, row_top, bias)
-    ctx.static = (activation, n, k)
-
-
-def _backward(ctx, dy_MN: Tensor):  # type: ignore[no-untyped-def]
-    x_MK, codes, block_scales, tensor_scale, row_top, bias = ctx.saved_tensors
-    activation, n, k = ctx.static
-    if activation != "none":
-        z_MN = fp4_linear_w4a8(x_MK, codes, block_scales, tensor_scale, row_top, bias, "none", n, k)
-        dy_MN = reference.activation_backward(dy_MN, z_MN, activation)
-    dx_MK = None
-    if ctx.needs_input_grad[0]:
-        dx_MK = fp4_linear_dx(dy_MN, codes, block_scales, tensor_scale, FORMAT, n, k)
-    dbias = None
-    if bias is not None and ctx.needs_input_grad[5]:
-        dbias = dy_MN.reshape(-1, n).sum(0, dtype=torch.float32).to(bias.dtype)
-    return dx_MK, None, None, None, None, dbias, None, None, None
-
-
-fp4_linear_w4a8.register_autograd(_backward, setup_context=_save)
-register_autocast(fp4_linear_w4a8)
+    weight = (codes, block_scales, tensor_scale, row_top)
+    return run_rows("fp4_linear_w4a8", W4A8, x_MK, FORMAT, n, k, *weight, bias, activation, n, k)

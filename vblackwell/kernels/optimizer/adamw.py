@@ -1,6 +1,6 @@
 """One AdamW for CPU and GPU: a piece of a parameter is updated where its tensors are, to the same bits on both.
 
-What the bits are is said by torch's fused CPU kernel (`adamw_cpu.py`); `cuda/adamw.cu` computes the same on a GPU, bound by memory.
+What the bits are is said by torch's fused CPU kernel (`adamw_cpu.py`); ``cuda/adamw.cu`` computes the same on a GPU, bound by memory.
 An update may therefore move between host and GPU from one step to the next, and a streamed run equals one that never left the CPU.
 
 A piece is flat and contiguous, starts at a multiple of 4096 elements from its parameter's start, and only a parameter's last piece
@@ -19,13 +19,11 @@ from torch import Tensor
 from vblackwell.errors import Unsupported
 from vblackwell.kernels.optimizer import adamw_cpu
 from vblackwell.kernels.optimizer.adamw_cpu import BLOCK, AdamWStep, torch_order
-from vblackwell.kernels.runtime import nvrtc
-from vblackwell.kernels.runtime.direct import Launcher
-from vblackwell.kernels.runtime.nvrtc import Kernel
+from vblackwell.kernels.runtime.launch import Kernel, Launcher, kernel
 
 __all__ = ["BLOCK", "AdamWStep", "Addresses", "adamw_at", "adamw_piece", "norm_of", "square_sums"]
 
-FILES = ("ptx.cuh", "gradient.cuh", "adamw.cu")
+FILES = ("ptx.cuh", "optimizer/gradient.cuh", "optimizer/adamw.cu")
 THREADS = 512
 MOST = 2**31 - BLOCK  # elements of a piece: the kernels index in 32 bits
 GRADIENTS = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
@@ -47,7 +45,7 @@ def _kernel(
 ) -> Kernel:
     if torch.cuda.get_device_capability(device) < (7, 5):
         raise Unsupported(f"{device} is older than sm_75, which the AdamW kernel needs: update on the CPU instead")
-    return nvrtc.kernel(FILES, entry, macros(weight, GRADIENTS[gradient], PREVIOUS[previous]), device)
+    return kernel(FILES, entry, macros(weight, GRADIENTS[gradient], PREVIOUS[previous]), device)
 
 
 def check(tensor: Tensor, name: str, shape: torch.Size, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
@@ -182,14 +180,13 @@ def adamw_at(
     for address, itemsize in zip(at, itemsizes, strict=False):
         unaligned |= address * 4 // itemsize if itemsize else 0
     words = (num_elements, torch_order().tail_start(num_elements), int(unaligned % 16 == 0), *numbers.words)
-    _launcher(int(at.remainder == 0), gradient, previous, stream.device)(
-        -(-num_elements // BLOCK), at, words, stream.cuda_stream
-    )
+    launch = _launcher(int(at.remainder == 0), gradient, previous, stream.device)
+    launch((-(-num_elements // BLOCK), 1, 1), (*at, *words), stream.cuda_stream)
 
 
 @functools.cache
 def _launcher(weight: int, gradient: torch.dtype, previous: torch.dtype | None, device: torch.device) -> Launcher:
-    return Launcher(_kernel("adamw", weight, gradient, previous, device), THREADS, 64, len(Addresses._fields), 10)
+    return Launcher(_kernel("adamw", weight, gradient, previous, device), THREADS, 64, len(Addresses._fields) + 10)
 
 
 def square_sums(gradient: Tensor, out: Tensor, *, previous: Tensor | None = None) -> None:

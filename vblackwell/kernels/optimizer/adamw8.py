@@ -25,12 +25,11 @@ from vblackwell.kernels.optimizer.adamw import (
 )
 from vblackwell.kernels.optimizer.adamw8_cpu import SCALE_BLOCK
 from vblackwell.kernels.optimizer.adamw_cpu import BLOCK, AdamWStep
-from vblackwell.kernels.runtime import nvrtc
-from vblackwell.kernels.runtime.nvrtc import Kernel
+from vblackwell.kernels.runtime.launch import Kernel, kernel
 
 __all__ = ["SCALE_BLOCK", "adamw8_piece"]
 
-FILES = ("ptx.cuh", "gradient.cuh", "adamw8.cu")
+FILES = ("ptx.cuh", "optimizer/gradient.cuh", "optimizer/adamw8.cu")
 _SPLIT, _FP32, _STOCHASTIC = 0, 1, 2
 
 
@@ -45,7 +44,7 @@ def _kernel(weight: int, gradient: torch.dtype, previous: torch.dtype | None, de
         raise Unsupported(
             f"{device} is older than sm_80, which AdamW with 8-bit moments needs: update on the CPU instead"
         )
-    return nvrtc.kernel(FILES, "adamw8", macros(weight, gradient, previous), device)
+    return kernel(FILES, "adamw8", macros(weight, gradient, previous), device)
 
 
 def counter_args(seed: int, step: int, offset: int) -> tuple[int, int, int, int]:

@@ -31,8 +31,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.runtime.dispatch import refuse_forward_mode
-from vblackwell.kernels.runtime.fused import runs_triton
+from vblackwell.kernels.runtime.registry import refuse_forward_mode, runs_triton
 
 CHUNK_BYTES = 256 << 20  # of logits; large enough for matrix kernels at any vocabulary in use
 CHUNK_MULTIPLE = 256

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.runtime.dispatch import refuse_forward_mode
+from vblackwell.kernels.runtime.registry import refuse_forward_mode
 
 # Products of 8k rows run as fast as those of 16k, and few chunks are few roundings: 9.7k rows of I = 6912 in bf16, 6.1k of I = 11008.
 MOST_BYTES = 128 << 20

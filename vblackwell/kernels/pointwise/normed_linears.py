@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.pointwise.shared_input import linears_dx
-from vblackwell.kernels.runtime.dispatch import refuse_forward_mode
+from vblackwell.kernels.runtime.registry import refuse_forward_mode
 
 
 def normed_linears(x: Tensor, norm_D: Tensor, eps: float, weights_ND: list[Tensor]) -> list[Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.runtime.fused import runs_triton
+from vblackwell.kernels.runtime.registry import runs_triton
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:

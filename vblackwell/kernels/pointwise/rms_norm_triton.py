@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vblackwell.kernels.runtime.fused import on_device
+from vblackwell.kernels.runtime.registry import on_device
 
 # Partial sums of the weight's gradient: programs for two on each multiprocessor of an H200, whatever the GPU, so that the order of
 # additions is a function of the shape.

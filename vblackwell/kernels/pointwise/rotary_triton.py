@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vblackwell.kernels.pointwise.rotary import empty_of
-from vblackwell.kernels.runtime.fused import on_device
+from vblackwell.kernels.runtime.registry import on_device
 
 # Elements of one half that a program holds at a time.
 TILE = 2048

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.runtime.fused import DTYPES, on_device, runs_triton
+from vblackwell.kernels.runtime.registry import DTYPES, on_device, runs_triton
 
 GROUP = 4096  # columns that share 1,024 Philox counters, four words each
 LANES = GROUP // 4

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.runtime.dispatch import refuse_forward_mode
+from vblackwell.kernels.runtime.registry import refuse_forward_mode
 
 
 def shared_input_linears(x: Tensor, weights_NK: list[Tensor]) -> list[Tensor]:

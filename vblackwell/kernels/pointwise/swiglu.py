@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.runtime.dispatch import refuse_forward_mode
-from vblackwell.kernels.runtime.fused import runs_triton
+from vblackwell.kernels.runtime.registry import refuse_forward_mode, runs_triton
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vblackwell.kernels.runtime.fused import on_device
+from vblackwell.kernels.runtime.registry import on_device
 
 BLOCK = 2048
 WARPS = 4

@@ -2,7 +2,7 @@
 
 A stream has two sets, used in turn: what counts in one clears the other, once the launch before, which has counted there, has ended.
 
-A captured CUDA graph has sets of its own, since graphs may run beside each other, and clears them first whenever it is replayed.
+A captured CUDA graph has separate sets, since graphs may run at the same time, and clears them first whenever it is replayed.
 
 The memory is the driver's, and lives as long as the process: PyTorch may be about to capture, or be capturing, in a pool in which its
 compiler allows no memory but that of tensors which it knows.
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vblackwell.kernels.runtime.nvrtc import check_driver, driver, in_context, outside_capture
+from vblackwell.kernels.runtime.launch import check_driver, driver, in_context, outside_capture, waiting_driver
 
-LEAST = 4096  # counters of a set
+MIN_COUNTERS = 4096  # counters of a set
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
@@ -51,7 +51,7 @@ def zeroed(count: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor, i
     with _lock:
         pair = _pairs.pop(key, None)
         if pair is None or pair.capture != capture or pair.sets.shape[1] < count:
-            length = max(LEAST, 1 << (count - 1).bit_length())
+            length = max(MIN_COUNTERS, 1 << (count - 1).bit_length())
             pair = _Pair(_zeros(length, device), capture)
         yield pair.sets[pair.turn], pair.sets[1 - pair.turn], pair.used
         pair.turn, pair.used = 1 - pair.turn, count
@@ -78,7 +78,7 @@ class _Memory:
     def __init__(self, words: int, device: torch.device) -> None:
         address, size = ctypes.c_uint64(), ctypes.c_size_t(4 * words)
         with outside_capture(device, "allocating counters"):
-            allocate = lambda: driver().cuMemAlloc_v2(ctypes.byref(address), size)  # noqa: E731
+            allocate = lambda: waiting_driver().cuMemAlloc_v2(ctypes.byref(address), size)  # noqa: E731
             result = in_context(device, allocate)
             if result == _OUT_OF_MEMORY and not torch.cuda.is_current_stream_capturing():
                 torch.cuda.empty_cache()  # which may hold what the driver lacks

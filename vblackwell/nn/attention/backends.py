@@ -31,7 +31,8 @@ from vblackwell.kernels.attention.op import (
     grid_reasons,
 )
 from vblackwell.kernels.attention.reference import attention_reference
-from vblackwell.kernels.runtime.fused import interpreting
+from vblackwell.kernels.runtime import tuning
+from vblackwell.kernels.runtime.registry import interpreting
 
 HALF = (torch.bfloat16, torch.float16)
 SLEEP_CYCLES = 20_000_000  # of the GPU's clock, some 10 ms: longer than a host takes to launch a forward and a backward
@@ -312,15 +313,15 @@ def attention(
 
 def neighbours_key(r: AttentionRequest) -> str:
     """The key of times of a shape and its neighbours: type, head width, length up to the next power of two, and kind."""
-    bucket = 1 << max(0, max(r.queries, r.keys) - 1).bit_length()
-    return f"backend|{str(r.dtype).removeprefix('torch.')}|{r.head}|{bucket}|{r.kind}"
+    bucket = tuning.bucket(max(r.queries, r.keys))
+    return f"backend|{tuning.dtype_name(r.dtype)}|{r.head}|{bucket}|{r.kind}"
 
 
 def shape_key(r: AttentionRequest) -> str:
     """The key of times of this very shape."""
     shape = "x".join(str(size) for size in (r.batch, r.heads, r.kv_heads, r.queries, r.keys, r.head, r.mask_planes))
     bounds = f"{r.window}{'+bottom_right' * r.bottom_right}"
-    return f"shape|{str(r.dtype).removeprefix('torch.')}|{shape}|{bounds}|{r.kind}"
+    return f"shape|{tuning.dtype_name(r.dtype)}|{shape}|{bounds}|{r.kind}"
 
 
 def _measured(r: AttentionRequest) -> dict[str, int]:
@@ -328,7 +329,7 @@ def _measured(r: AttentionRequest) -> dict[str, int]:
     if r.device != "cuda" or torch.compiler.is_compiling():
         return {}
     gpu = torch.cuda.current_device() if r.gpu is None else r.gpu
-    entries = attention_plan.entries(torch.device("cuda", gpu))
+    entries = tuning.entries(attention_plan.KIND, torch.device("cuda", gpu))
     return entries.get(shape_key(r)) or entries.get(neighbours_key(r), {})
 
 
@@ -356,7 +357,7 @@ def tune_attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, **variant: An
         for name in preference(request):
             if name != "math" and not BACKENDS[name].reasons(request):
                 times[name] = int(_measure_ns(BACKENDS[name], tensors, chosen, request.gradient))
-    attention_plan.store(q_BNSH.device, {shape_key(request): times, neighbours_key(request): times})
+    tuning.store(attention_plan.KIND, q_BNSH.device, {shape_key(request): times, neighbours_key(request): times})
     return times
 
 

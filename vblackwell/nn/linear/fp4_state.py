@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vblackwell.errors import CorruptData, Unsupported
 from vblackwell.kernels.fp4 import layout
-from vblackwell.kernels.runtime.fused import runs_triton
+from vblackwell.kernels.fp4.encode import nvfp4_tiles
 from vblackwell.numerics.formats import Format
 from vblackwell.numerics.packed import PackedTensor
 
@@ -91,11 +91,8 @@ def tiled(packed: PackedTensor) -> Placed:
         Unsupported: values that the layout cannot hold.
     """
     n, k, name = packed.n, packed.k, layout.tiled_name(packed.format)
-    if packed.format == "nvfp4" and runs_triton("nvfp4_tile", packed.tensor_scale, 0):
-        from vblackwell.kernels.fp4.tile_triton import tile
-
-        if bool((packed.block_scales < 0x7F).all()):  # what is NaN or negative is told below
-            return Placed(name, *tile(packed.codes, packed.block_scales, n, k), packed.tensor_scale)
+    if (tensors := nvfp4_tiles(packed)) is not None:
+        return Placed(name, *tensors, packed.tensor_scale)
     band_rows = layout.TILE_N * max(1, _SHUFFLE_ELEMENTS // (layout.TILE_N * k))
     top = layout.live_exponents(packed.codes, packed.block_scales)[1] if packed.format == "mxfp4" else None
     if n <= band_rows:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.kernels.fp4.layout import is_tiled
-from vblackwell.kernels.fp4.norm import MOST_ROWS, fp4_norm_linear, most_rows
+from vblackwell.kernels.fp4.norm import MAX_ROWS, fp4_norm_linear, max_rows
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.nn.linear.joint_packed import joint_packed
 from vblackwell.nn.linear.plain import Unnormed, hooked
@@ -39,7 +39,7 @@ def normed(x: Tensor, norm: nn.RMSNorm, *linears: nn.Module) -> Tensor | NormedB
     if any(hooked(module) for module in (norm, *linears)) or not all(may_fuse(x, norm, linear) for linear in linears):
         return norm(x)
     columns, features = x.shape[-1], sum(linear.out_features for linear in linears)  # type: ignore[misc]
-    few = x.numel() <= most_rows(_capability(x), features, columns) * columns
+    few = x.numel() <= max_rows(_capability(x), features, columns) * columns
     return NormedByPacked(x, norm) if few else norm(x)
 
 
@@ -47,7 +47,7 @@ def may_fuse(x: Tensor, norm: nn.RMSNorm | nn.LayerNorm, linear: nn.Module) -> b
     """Whether norm and linear may be one op: packed into tiles, few bf16 rows on a GPU, no autocast, no gradients wanted."""
     if not isinstance(linear, FusedFP4Linear) or not linear.is_quantized or linear.w4a8 or norm.weight is None:
         return False
-    if not is_tiled(linear._layout) or x.numel() > MOST_ROWS * linear.in_features:
+    if not is_tiled(linear._layout) or x.numel() > MAX_ROWS * linear.in_features:
         return False
     if not (on_gpu(x) and x.dtype == norm.weight.dtype == torch.bfloat16) or torch.is_autocast_enabled(x.device.type):
         return False

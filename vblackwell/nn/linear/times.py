@@ -88,7 +88,7 @@ def _replayed(calls: list[Callable[[], Tensor]], device: torch.device) -> float:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for call in calls:  # compiles kernels, and lets the graph read weights ahead (kernels/runtime/overlap.py)
+            for call in calls:  # compiles kernels, and lets the graph read weights ahead (kernels/runtime/launch.py)
                 call()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()

@@ -26,12 +26,12 @@ from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vblackwell.errors import ConfigurationError, UnknownKey, nearest
-from vblackwell.kernels.fp4 import layout, two_part_layout
+from vblackwell.kernels.fp4 import layout
 from vblackwell.kernels.fp4.linear import fp4_linear
 from vblackwell.kernels.fp4.reference import activate
 from vblackwell.kernels.fp4.two_part import two_part_linear
 from vblackwell.kernels.fp4.two_part_round import Rounder, renewed_scales, rounded_again, two_part_round_trip
-from vblackwell.kernels.runtime.dispatch import computes_at_once
+from vblackwell.kernels.runtime.registry import computes_at_once
 from vblackwell.nn.linear.fp4_state import Placed, place, unplace
 from vblackwell.nn.linear.rounded import Rounded, rounded_linear
 from vblackwell.nn.linear.straight_through import fp4_round_trip
@@ -145,8 +145,8 @@ def place_parts(packed: SeparatedTensor | PackedTensor, tiles: bool = False) -> 
     if packed.device.type != "cuda" and not tiles:
         return PlacedParts(coarse.format, coarse.codes, coarse.block_scales, coarse.tensor_scale, fine)
     parts = (coarse.codes, fine, coarse.block_scales, coarse.tensor_scale)
-    codes, fine, scales, tensor_scale = two_part_layout.to_tiled(*parts, coarse.n, coarse.k)
-    return PlacedParts(two_part_layout.TILED, codes, scales, tensor_scale, fine)
+    codes, fine, scales, tensor_scale = layout.parts_to_tiled(*parts, coarse.n, coarse.k)
+    return PlacedParts(layout.TILED_PARTS, codes, scales, tensor_scale, fine)
 
 
 class _OptimizerSteps:
@@ -395,5 +395,5 @@ def unplace_parts(
         placed = Placed(parts.layout, parts.codes, parts.scales, parts.tensor_scale)
         coarse = unplace(placed, form, shape, dtype)
         return coarse if parts.fine is None else SeparatedTensor(coarse, parts.fine)
-    tensors = two_part_layout.from_tiled(parts.codes, parts.fine, parts.scales, parts.tensor_scale, *shape)
+    tensors = layout.parts_from_tiled(parts.codes, parts.fine, parts.scales, parts.tensor_scale, *shape)
     return SeparatedTensor(PackedTensor(form, shape, dtype, tensors[0], tensors[2], tensors[3]), tensors[1])

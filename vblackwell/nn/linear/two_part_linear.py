@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.kernels.fp4 import layout
-from vblackwell.kernels.runtime.dispatch import computes_at_once
+from vblackwell.kernels.runtime.registry import computes_at_once
 from vblackwell.nn.linear.draw import draw_as_linear
 from vblackwell.nn.linear.fp4_state import META, STATE_NAMES, from_state, to_state
 from vblackwell.nn.linear.rounded import Rounded

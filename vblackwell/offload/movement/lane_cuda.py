@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vblackwell.kernels.optimizer.adamw import Addresses, adamw_at
-from vblackwell.kernels.runtime.direct import copy_async
+from vblackwell.kernels.runtime.launch import copy_async
 from vblackwell.memory.cache.stack import Reservation, VGPUStack
 from vblackwell.memory.copying import copy_streams
 from vblackwell.memory.level import Transfer

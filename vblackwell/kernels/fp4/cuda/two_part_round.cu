@@ -135,7 +135,7 @@ DEVICE void reduce_three(float* memory, float* sums, u32* top) {
 // The largest magnitude of each block of 16, NaN above all; and for each CTA the sums of |amax - old| and of old, what the kept scales
 // were made for, and the largest of all. `scales` may be null.
 extern "C" __global__ void __launch_bounds__(ROUND_THREADS)
-two_part_look(const void* w, const u8* scales, const float* tensor_scale, float* amax, float* partials, int N, int K, int row_stride,
+two_part_measure(const void* w, const u8* scales, const float* tensor_scale, float* amax, float* partials, int N, int K, int row_stride,
               int aligned, int ctas) {
     SHARED_MEMORY(memory);
     let_next_start();

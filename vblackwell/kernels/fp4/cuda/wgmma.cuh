@@ -55,15 +55,9 @@ DEVICE u64 wgmma_operand(u32 address) {
 #elif TOKENS == 64
 #define SUMS SUMS_32(0)
 #define OPERANDS NAMES_32 "},\n{%32, %33, %34, %35}, %36"
-#elif TOKENS == 96
-#define SUMS SUMS_32(0), SUMS_16(32)
-#define OPERANDS NAMES_48 "},\n{%48, %49, %50, %51}, %52"
 #elif TOKENS == 128
 #define SUMS SUMS_64(0)
 #define OPERANDS NAMES_64 "},\n{%64, %65, %66, %67}, %68"
-#elif TOKENS == 192
-#define SUMS SUMS_64(0), SUMS_32(64)
-#define OPERANDS NAMES_96 "},\n{%96, %97, %98, %99}, %100"
 #elif TOKENS == 256
 #define SUMS SUMS_64(0), SUMS_64(64)
 #define OPERANDS NAMES_128 "},\n{%128, %129, %130, %131}, %132"

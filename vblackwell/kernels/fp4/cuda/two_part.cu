@@ -1,40 +1,15 @@
-// y = act(x W^T + bias) for few rows of x and a weight in two parts (kernels/fp4/two_part_layout.py), in one pass over both.
+// y = act(x W^T + bias) for few rows of x and a weight in two parts (kernels/fp4/layout.py), in one pass over both.
 //
-// The frame is that of fp4_mma.cu: weights are the A operand of mma.m16n8k16, tokens its n = 8; a warp takes one band of 32 weight rows and a
-// share of K; ROW_WARPS stand side by side, K_WARPS take turns at the windows, SPLITS blocks of a cluster split K further; x comes in bulk
-// copies behind barriers (BULK: sm_90, K a multiple of 64) or is staged by chunks; sums meet in shared memory, sent to the block that
-// finishes them (PUSH) or fetched by it, and are added in a fixed order. What differs: a window is 2176 bytes, and the decode adds the fine bits to the coarse ones before the one multiplication by the
-// scale, an E2M5 number times a scale of four bits, rounded to bf16 (2^-8 of a weight at most, beside the 2^-6 of a code that the
-// fine part resolves). So the fine part costs its bytes and eleven operations for eight weights, and no second product.
+// The frame is that of fp4_mma.cu (mma_block.cuh): weights are the A operand of mma.m16n8k16, tokens its n = 8; a warp takes one band of 32
+// weight rows and a share of K; ROW_WARPS stand side by side, K_WARPS take turns at the windows, SPLITS blocks of a cluster split K further;
+// x comes in bulk copies after barriers (BULK: sm_90, K a multiple of 64) or is staged by chunks; sums meet in shared memory, those of the
+// blocks are sent to the one that finishes them, and are added in a fixed order. What differs: a window is 2176 bytes, and the decode adds
+// the fine bits to the coarse ones before the one multiplication by the scale, an E2M5 number times a scale of four bits, rounded to bf16
+// (2^-8 of a weight at most, next to the 2^-6 of a code that the fine part resolves). So the fine part costs its bytes and eleven operations
+// for eight weights, and no second product.
 //
-// Shifts, masks and additions all issue at half rate on one pipe, and it is that pipe the weights wait for. Masking the coarse bits and
-// putting the fine ones beside them is one operation on it; taking away what a fine code of 8 adds is a multiplication by one and an addition,
-// which the other pipe does. The one is a parameter, or the compiler would see through it.
-//
-// The second kernel writes the weight out, (code * scale) * tensor_scale in fp32 rounded once, for many rows and for backward.
-//
-// Set by the launcher: FP16 (0), TOKENS (a power of two, at most 16), ROW_WARPS, K_WARPS, SPLITS, PREFETCH, MIN_BLOCKS, OUT32, PUSH, BULK (or not),
-// and with it CHUNK (a multiple of K_WARPS) and X_STAGES; OUT for the second.
-#define FINE_MASK 0x003C003Cu
-#define FINE_NOTHING 0x00200020u
-
-// A coarse pair in place among other bits, with its fine codes, which lie in bits 5..2 of both halves of `fine`, as E2M5. No carry leaves a
-// half: only cells that do not begin at zero have fine codes below 8.
-DEVICE u32 refine(u32 coarse, u32 fine, u32 one) { return ((coarse & PAIR_MASK) | (fine & FINE_MASK)) * one - FINE_NOTHING; }
-
-// Eight coarse and fine codes to four unscaled pairs.
-DEVICE void decode_parts(u32 word, u32 fine, u32 one, u32* pairs) {
-    pairs[0] = refine(word, fine, one);
-    pairs[1] = refine(rotate_left(word, 10), rotate_left(fine, 28), one);
-    pairs[2] = refine(rotate_left(word, 13), rotate_left(fine, 24), one);
-    pairs[3] = refine((word & PAIR_3_BITS) * PAIR_3_MULTIPLIER, rotate_left(fine, 20), one);
-}
-
-#ifdef TOKENS
-#define NB (TOKENS < 8 ? 1 : TOKENS / 8)
-#define ROWS (32 * ROW_WARPS)
-#define THREADS (32 * ROW_WARPS * K_WARPS)
-#define RED_STRIDE (ROWS + 4)
+// Set by the launcher: FP16 (0), TOKENS (a power of two, at most 16), ROW_WARPS, K_WARPS, SPLITS, PREFETCH, MIN_BLOCKS, OUT32, BULK (or not),
+// and with it CHUNK (a multiple of K_WARPS) and X_STAGES.
 #define WINDOW_BYTES 2176  // coarse codes of the upper 16 rows, of the lower, fine codes of both, scales
 
 // The window at `w_address` (this lane's 16 bytes) times 64 columns of x at `x_address`.
@@ -52,38 +27,16 @@ DEVICE void compute(float (*acc)[NB][4], u32 w_address, u32 scale_address, u32 x
             decode_parts(i ? q.w : q.z, i ? f.w : f.z, one, bottom);
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                a[h][2 * i + (j >> 1)][2 * (j & 1)] = multiply_pair(top[j], upper);
-                a[h][2 * i + (j >> 1)][2 * (j & 1) + 1] = multiply_pair(bottom[j], lower);
+                top[j] = multiply_pair(top[j], upper);
+                bottom[j] = multiply_pair(bottom[j], lower);
             }
+            set_fragments(a[h], i, top, bottom);
         }
     }
 #pragma unroll
     for (int nb = 0; nb < NB; nb++) {
         const uint4 b0 = load_shared(x_address + nb * X_GROUP), b1 = load_shared(x_address + nb * X_GROUP + X_HALF);
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            mma(acc[h][nb], a[h][0], b0.x, b0.y);
-            mma(acc[h][nb], a[h][1], b0.z, b0.w);
-            mma(acc[h][nb], a[h][2], b1.x, b1.y);
-            mma(acc[h][nb], a[h][3], b1.z, b1.w);
-        }
-    }
-}
-
-// A chunk of x into shared memory in fragment order: columns [first, first + 64 * windows), tokens [0, tokens); zeros beyond K.
-DEVICE void stage(u32 shared, const u16* x, int tokens, int K, int first, int windows, int tid) {
-    const int granules = windows * 8, step_m = THREADS / granules, step_c = THREADS % granules;
-    int m = tid / granules, c = tid % granules;
-    while (m < tokens) {
-        const int k = first + c * 8;
-        const u32 to = shared + (((c >> 3) * 2 + (c & 1)) * TOKENS + m) * 64 + ((c >> 1) & 3) * 16;
-        copy_async(to, x + (u64)m * K + min(k, K - 8), k < K ? 16 : 0);
-        m += step_m;
-        c += step_c;
-        if (c >= granules) {
-            c -= granules;
-            m++;
-        }
+        multiply_tokens(acc, a, nb, b0, b1);
     }
 }
 
@@ -96,7 +49,7 @@ two_part_mma(const u16* x, const u8* codes, const u8* fine, const u8* scales, co
              int M, int N, int K, int activation, int chunk_windows, int chunks, u32 one, int shared_bytes) {
     SHARED_MEMORY(memory);
     let_next_start();
-#if SPLITS > 1 && PUSH
+#if SPLITS > 1
     cluster_arrive_started();
 #endif
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
@@ -230,38 +183,23 @@ two_part_mma(const u16* x, const u8* codes, const u8* fine, const u8* scales, co
 
     float* red = (float*)memory;  // [K_WARPS][TOKENS][RED_STRIDE]
     __syncthreads();
-#pragma unroll
-    for (int b = 0; b < NB; b++)
-#pragma unroll
-        for (int h = 0; h < 2; h++)
-#pragma unroll
-            for (int c = 0; c < 4; c++) {
-                const int t = b * 8 + (lane & 3) * 2 + (c & 1);
-                const int row = row_warp * 32 + h * 16 + (c >> 1) * 8 + (lane >> 2);
-                if (TOKENS >= 8 || t < TOKENS) red[(k_warp * TOKENS + t) * RED_STRIDE + row] = acc[h][b][c];
-            }
+    put_sums<TOKENS>(red, acc, 0, row_warp, k_warp, lane);
     __syncthreads();
     const int count = tokens * (ROWS / 4);  // groups of four rows
-    auto own_sum = [&](int e) {
-        float* at = red + e / (ROWS / 4) * RED_STRIDE + e % (ROWS / 4) * 4;
-        float4 sum = *(float4*)at;
-        for (int j = 1; j < K_WARPS; j++) add4(sum, *(float4*)(at + j * TOKENS * RED_STRIDE));
-        return sum;
-    };
     auto finish = [&](int e, float4 sum) {
         const int row = e % (ROWS / 4) * 4, n = blockIdx.x * ROWS + row;
         if (n < N) store4(y, m0 + e / (ROWS / 4), n, N, sum, unit, bias, activation);
     };
 #if SPLITS == 1
-    for (int e = tid; e < count; e += THREADS) finish(e, own_sum(e));
-#elif PUSH
+    for (int e = tid; e < count; e += THREADS) finish(e, block_sum<TOKENS>(red, e));
+#else
     // Group e is finished by block e % SPLITS, to which each block sends its sum: a place for every block's, beyond all that another one may
     // still be reading. So blocks meet once, and nobody waits for an answer.
     const int rank = cluster_rank();
     const u32 given = shared_address(memory) + shared_bytes - TOKENS * ROWS * 4;
     constexpr int SHARE = TOKENS * (ROWS / 4) / SPLITS;  // groups a block, at most
     cluster_wait_started();
-    for (int e = tid; e < count; e += THREADS) store_remote(given + (rank * SHARE + e / SPLITS) * 16, e % SPLITS, own_sum(e));
+    for (int e = tid; e < count; e += THREADS) store_remote(given + (rank * SHARE + e / SPLITS) * 16, e % SPLITS, block_sum<TOKENS>(red, e));
     cluster_sync();
     const float4* sums = (const float4*)(memory + shared_bytes - TOKENS * ROWS * 4);
     for (int i = tid; i * SPLITS + rank < count; i += THREADS) {
@@ -270,71 +208,5 @@ two_part_mma(const u16* x, const u8* codes, const u8* fine, const u8* scales, co
         for (int s = 1; s < SPLITS; s++) add4(sum, sums[s * SHARE + i]);
         finish(i * SPLITS + rank, sum);
     }
-#else
-    for (int e = tid; e < count; e += THREADS) *(float4*)(red + e / (ROWS / 4) * RED_STRIDE + e % (ROWS / 4) * 4) = own_sum(e);
-    cluster_sync();
-    for (int e = tid + (int)cluster_rank() * THREADS; e < count; e += THREADS * SPLITS) {
-        const u32 at = shared_address(red + e / (ROWS / 4) * RED_STRIDE + e % (ROWS / 4) * 4);
-        float4 sum = load_remote(at, 0);
-#pragma unroll
-        for (int s = 1; s < SPLITS; s++) add4(sum, load_remote(at, s));
-        finish(e, sum);
-    }
-    cluster_sync();  // nobody leaves while its sums are read
 #endif
 }
-#endif
-
-#ifdef OUT
-// A tile of 32 rows by 64 columns a warp, four of them a block; a lane writes 16 columns of 4 rows, 32 or 64 contiguous bytes. OUT 0 is bf16, 1 fp16, 2 fp32.
-extern "C" __global__ void __launch_bounds__(128)
-two_part_dequantize(const u8* codes, const u8* fine, const u8* scales, const float* tensor_scale, void* w, int N, int K) {
-    let_next_start();
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const int windows = (K + 63) / 64, window = blockIdx.x * 4 + (threadIdx.x >> 5), band = blockIdx.y;
-    if (window >= windows) return;
-    const u64 tile = (u64)band * windows + window;
-    const u8* from = codes + tile * 1024 + lane * 16;
-    const u8* fine_from = fine + tile * 1024 + lane * 16;
-    const uint4 coarse_halves[2] = {load_weights(from), load_weights(from + 512)};
-    const uint4 fine_halves[2] = {load_weights(fine_from), load_weights(fine_from + 512)};
-    const u32 packed = load_scales(scales + tile * 128 + lane * 4);
-    const float unit = tensor_scale[0] * WEIGHT_UNIT;
-    wait_for_previous();  // w may lie where the previous kernel still reads
-#pragma unroll
-    for (int r = 0; r < 4; r++) {
-        const uint4 q = coarse_halves[r >> 1], f = fine_halves[r >> 1];
-        const float scale = as_float(scale_pair(packed, r) << 16);
-        u32 pairs[8];
-        decode_parts(r & 1 ? q.z : q.x, r & 1 ? f.z : f.x, 1, pairs);
-        decode_parts(r & 1 ? q.w : q.y, r & 1 ? f.w : f.y, 1, pairs + 4);
-        float v[16];
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            v[2 * i] = as_float(pairs[i] << 16) * scale * unit;  // the first product is exact
-            v[2 * i + 1] = as_float(pairs[i] & 0xFFFF0000u) * scale * unit;
-        }
-        const int n = band * 32 + r * 8 + g, k = window * 64 + t * 16;
-        if (n >= N) continue;
-        const u64 at = (u64)n * K + k;
-#if OUT == 2
-        float* to = (float*)w + at;
-        for (int i = 0; i < 16; i++)
-            if (k + i < K) to[i] = v[i];
-#else
-        u32 words[8];
-#pragma unroll
-        for (int i = 0; i < 8; i++)
-            words[i] = OUT == 1 ? to_fp16_pair(v[2 * i], v[2 * i + 1]) : to_bf16_pair(v[2 * i], v[2 * i + 1]);
-        u16* to = (u16*)w + at;
-        if (K % 16 == 0) {
-            ((uint4*)to)[0] = make_uint4(words[0], words[1], words[2], words[3]);
-            ((uint4*)to)[1] = make_uint4(words[4], words[5], words[6], words[7]);
-        } else {
-            for (int i = 0; i < 16; i++)
-                if (k + i < K) to[i] = (u16)(words[i >> 1] >> (16 * (i & 1)));
-        }
-#endif
-    }
-}
-#endif

@@ -8,32 +8,27 @@
 // sent to the one that writes the output; both are added in a fixed order.
 //
 // A stage of x is TOKENS rows of 128 bytes with the 128-byte swizzle, columns inside a window permuted as the tiled layout
-// permutes them, zeros beyond K. A kernel before this one (`arrange`) has written that form, and a stage is one bulk copy.
-//
-// HELPED: windows at the end of K that a block leaves to a helper. A helper does those of KGROUPS neighbours, a warpgroup each, and passes the sums
-// on through global memory: where tiles of rows are too few for the GPU and splitting all of them would make too many. They come to shared memory
-// while the last windows pass; asked for behind those, they took what helpers save. Helpers are the first blocks of a column of tokens and wait
-// for no other; blocks start in their order, so who waits for a helper has it beside or behind him. `arrange` sets the counters to zero.
+// permutes them, zeros beyond K. A kernel before this one (`swizzle_x`) has written that form, and a stage is one bulk copy.
 //
 // FRAGMENTS: sets of decoded weights that a warpgroup holds. With 2 it decodes one while the tensor cores work on the other; with 1 it waits
-// for its products, which others have under way meanwhile, and has the registers to stand beside three more.
+// for its products, which others have under way meanwhile, and has the registers to stand next to three more.
 //
-// TOGETHER: windows of a set. Between products of a set and the next one's lie some 300 cycles of waiting and arriving, whatever their number
-// (64 rows of x); with 2, K groups take turns at pairs of windows.
+// WINDOWS_PER_STEP: windows of a set. Between products of a set and the next one's lie some 300 cycles of waiting and arriving,
+// whatever their number (64 rows of x); with 2, K groups take turns at pairs of windows.
 //
-// Set by the launcher: FP16, TOKENS, GROUPS, KGROUPS, SPLITS, HELPED, FRAGMENTS, TOGETHER, STAGES (of each K group the same, two sets or more),
-// PREFETCH (even), REGISTERS and COPY_REGISTERS (of a thread that multiplies, and of one that copies), OUT32, AT_LAUNCH: every thread's registers
-// when a block starts. They leave room for a block of `arrange`, that of the next product, which waits beside this kernel; so the next one's weights are on
-// their way while its x is arranged.
-static_assert(KGROUPS * TOGETHER == 1 || (STAGES % (KGROUPS * TOGETHER) == 0 && STAGES >= 2 * KGROUPS * TOGETHER), "a stage belongs to one K group");
-static_assert(TOGETHER == 1 || (TOGETHER == 2 && FRAGMENTS == 1), "one window, or one pair, or two windows one after the other");
+// Set by the launcher: FP16, TOKENS, GROUPS, KGROUPS, SPLITS, FRAGMENTS, WINDOWS_PER_STEP, STAGES (of each K group the same, two
+// sets or more), PREFETCH (even), REGISTERS and COPY_REGISTERS (of a thread that multiplies, and of one that copies), OUT32,
+// LAUNCH_REGISTERS: every thread's registers when a block starts. They leave room for a block of `swizzle_x`, the next product's,
+// which waits while this kernel runs; so the next one's weights are on their way while its x is swizzled.
+#define TURN (KGROUPS * WINDOWS_PER_STEP)
+static_assert(TURN == 1 || (STAGES % TURN == 0 && STAGES >= 2 * TURN), "a stage belongs to one K group");
+static_assert(WINDOWS_PER_STEP == 1 || (WINDOWS_PER_STEP == 2 && FRAGMENTS == 1), "one window, one pair, or two one after the other");
 static_assert(TOKENS % (8 * SPLITS) == 0, "the cluster's blocks share whole tiles of 8 tokens");
-static_assert(HELPED == 0 || (GROUPS == 1 && KGROUPS > 1 && SPLITS == 1), "a helper has a warpgroup for each of its tiles");
 static_assert(PREFETCH % 2 == 0, "slots of the ring and the two sets of fragments go round together");
 #define ROWS (64 * GROUPS)
 #define CONSUMERS (128 * GROUPS * KGROUPS)
 #define THREADS (CONSUMERS + 128)  // registers move between warpgroups, so the copying warp costs a whole one
-#define ARRANGE_THREADS 128
+#define SWIZZLE_THREADS 128
 #define STAGE_BYTES (TOKENS * 128)
 #define WINDOW_BYTES 640  // codes of 16 rows, scales of 32
 #define RINGS (STAGES * STAGE_BYTES)
@@ -44,38 +39,21 @@ static_assert(PREFETCH % 2 == 0, "slots of the ring and the two sets of fragment
 #define GROUP_SUMS (KGROUPS > 1 ? KGROUPS * TOKENS * ROWS * 4 : 0)  // of the K groups
 #define SUM_BYTES (GROUP_SUMS + SHARE * RED_STRIDE * 4)
 #define MAIL (MAIN_BYTES > SUM_BYTES ? MAIN_BYTES : SUM_BYTES)  // sums of the cluster's other blocks
-#define PASSED (MAIL + (SPLITS - 1) * SHARE * ROWS * 4)  // a helper's sums
-#define BARRIERS (PASSED + (HELPED ? TOKENS * ROWS * 4 : 0))
+#define BARRIERS (MAIL + (SPLITS - 1) * SHARE * ROWS * 4)
 
 extern "C" __global__ void
 #if SPLITS > 1
 __cluster_dims__(1, SPLITS, 1)
 #endif
-__maxnreg__(AT_LAUNCH)  // without which registers do not move between warpgroups
+__maxnreg__(LAUNCH_REGISTERS)  // without which registers do not move between warpgroups
 fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_scale, const u16* bias, void* y, int M,
-          int N, int K, int activation, int first_block
-#if HELPED
-          , float4* passed, u32* passed_count
-#endif
-) {
+          int N, int K, int activation, int first_block) {
     SHARED_MEMORY(memory);
     const int tid = threadIdx.x, lane = tid & 31, warp = warp_uniform(tid >> 5);
     const int bands = (N + 31) / 32, windows = (K + 63) / 64;
-#if HELPED
-    const int tiles = (N + 63) / 64, helpers = (tiles + KGROUPS - 1) / KGROUPS, block = (int)blockIdx.x - helpers, own = windows - min(HELPED, windows);
-    const bool helps = block < 0;
-    const int begin = helps ? own : 0, count = helps ? windows - own : own;
-#else
-    constexpr bool helps = false;
     const int block = first_block + blockIdx.x;
     const int begin = windows * (int)blockIdx.y / SPLITS, count = windows * ((int)blockIdx.y + 1) / SPLITS - begin;
-#endif
-    const int stride = helps ? 1 : KGROUPS;  // from a warp's set of windows to its next one
     const u32 shared = shared_address(memory), full = shared + BARRIERS, empty = full + 8 * STAGES;
-#if HELPED
-    const u32 passed_barrier = empty + 8 * STAGES;
-    if (tid == 0) barrier_init(passed_barrier, 1);
-#endif
 #if SPLITS > 1
     const u32 mail_barrier = empty + 8 * STAGES;
     if (tid == 0) {
@@ -83,7 +61,7 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
         barrier_expect(mail_barrier, (SPLITS - 1) * SHARE * ROWS * 4);
     }
 #endif
-    if (tid == 0) ring_init<STAGES>(full, empty, helps ? CONSUMERS / 32 : 4 * GROUPS);
+    if (tid == 0) ring_init<STAGES>(full, empty, 4 * GROUPS);
     __syncthreads();
 #if SPLITS > 1
     cluster_arrive_started();
@@ -95,16 +73,6 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
         if (tid == CONSUMERS) {
             wait_for_previous();
             ring_fill<STAGES, STAGE_BYTES>(shared, full, empty, x + ((u64)blockIdx.z * windows + begin) * STAGE_BYTES, count);
-#if HELPED
-            if (!helps) {  // a helper's sums, while the last windows pass
-                const int at = blockIdx.z * tiles + block;
-                barrier_expect(passed_barrier, TOKENS * ROWS * 4);
-                while (load_acquire(passed_count + at) < 4) {
-                }
-                publish_global();
-                copy_bulk(shared + PASSED, passed + (u64)at * (TOKENS * ROWS / 4), TOKENS * ROWS * 4, passed_barrier);
-            }
-#endif
         }
 #if SPLITS > 1
         cluster_wait_started();  // who arrives waits, too
@@ -112,19 +80,19 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
     } else {
         take_registers<REGISTERS>();
         const int k_group = KGROUPS == 1 ? 0 : warp / (4 * GROUPS), row_warp = warp - k_group * 4 * GROUPS;
-        const int tile = helps ? blockIdx.x * KGROUPS + k_group : block, turn = helps ? 0 : k_group;
-        const int row16 = tile * (ROWS / 16) + row_warp, band = min(row16 >> 1, bands - 1), half = row16 & 1;
-        const u64 first = (u64)band * windows + begin + TOGETHER * turn;
+        const int row16 = block * (ROWS / 16) + row_warp, band = min(row16 >> 1, bands - 1), half = row16 & 1;
+        const u64 first = (u64)band * windows + begin + WINDOWS_PER_STEP * k_group;
         const u8* from_codes = codes + first * 1024 + half * 512 + lane * 16;
         const u8* from_scales = scales + first * 128 + lane * 4;
-        const int all_sets = (count + TOGETHER - 1) / TOGETHER, sets = (all_sets - turn + stride - 1) / stride;
-        const int mine = sets * TOGETHER - (turn + (sets - 1) * stride == all_sets - 1 ? all_sets * TOGETHER - count : 0);  // windows of this warp
+        const int all_sets = (count + WINDOWS_PER_STEP - 1) / WINDOWS_PER_STEP, sets = (all_sets - k_group + KGROUPS - 1) / KGROUPS;
+        const int missing = k_group + (sets - 1) * KGROUPS == all_sets - 1 ? all_sets * WINDOWS_PER_STEP - count : 0;
+        const int mine = sets * WINDOWS_PER_STEP - missing;  // windows of this warp
         const u32 ring_codes = shared + RINGS + warp * (PREFETCH * WINDOW_BYTES) + lane * 16;
         const u32 ring_scales = shared + RINGS + warp * (PREFETCH * WINDOW_BYTES) + 512 + lane * 4;
         // A window of this warp to a slot of its ring, by how many windows it lies behind the pointers.
         auto load = [&](int slot, int behind, bool wanted) {
             if (wanted) {
-                const int at = behind / TOGETHER * TOGETHER * stride + behind % TOGETHER;
+                const int at = behind / WINDOWS_PER_STEP * WINDOWS_PER_STEP * KGROUPS + behind % WINDOWS_PER_STEP;
                 copy_async(ring_codes + slot * WINDOW_BYTES, from_codes + at * 1024, 16);
                 copy_async_word(ring_scales + slot * WINDOW_BYTES, from_scales + at * 128, 4);
             }
@@ -135,20 +103,20 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
         float acc[TOKENS / 2];
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; i++) acc[i] = 0.0f;
-        u32 a[FRAGMENTS * TOGETHER][4][4];
-        copy_wait<PREFETCH - TOGETHER>();
+        u32 a[FRAGMENTS * WINDOWS_PER_STEP][4][4];
+        copy_wait<PREFETCH - WINDOWS_PER_STEP>();
 #pragma unroll
-        for (int w = 0; w < TOGETHER; w++)
+        for (int w = 0; w < WINDOWS_PER_STEP; w++)
             if (w < mine) decode_window(load_shared(ring_codes + w * WINDOW_BYTES), load_shared_word(ring_scales + w * WINDOW_BYTES), half, a[w]);
-        int stage = TOGETHER * turn, previous = 0;
+        int stage = WINDOWS_PER_STEP * k_group, previous = 0;
         u32 parity = 0;
         for (int i = 0; i < mine; i += PREFETCH) {
 #pragma unroll
-            for (int d = 0; d < PREFETCH; d += TOGETHER) {
+            for (int d = 0; d < PREFETCH; d += WINDOWS_PER_STEP) {
                 if (i + d >= mine) break;
 #pragma unroll
-                for (int w = 0; w < TOGETHER; w++) load(d + w, d + w + PREFETCH, i + d + w + PREFETCH < mine);  // its slot was decoded before
-                const int there = TOGETHER == 1 ? 1 : min(TOGETHER, mine - i - d);  // fewer in the last set of all
+                for (int w = 0; w < WINDOWS_PER_STEP; w++) load(d + w, d + w + PREFETCH, i + d + w + PREFETCH < mine);  // its slot was decoded before
+                const int there = WINDOWS_PER_STEP == 1 ? 1 : min(WINDOWS_PER_STEP, mine - i - d);  // fewer in the last set of all
                 barrier_wait(full + 8 * stage, parity);
                 if (there > 1) barrier_wait(full + 8 * stage + 8, parity);
                 const u64 b = wgmma_operand(shared + stage * STAGE_BYTES);
@@ -157,14 +125,14 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
                 for (int s = 0; s < 4; s++) wgmma(acc, a[d % FRAGMENTS][s], b + 2 * s);
                 if (there > 1)
 #pragma unroll
-                    for (int s = 0; s < 4; s++) wgmma(acc, a[TOGETHER - 1][s], b + STAGE_BYTES / 16 + 2 * s);
+                    for (int s = 0; s < 4; s++) wgmma(acc, a[WINDOWS_PER_STEP - 1][s], b + STAGE_BYTES / 16 + 2 * s);
                 wgmma_commit();
-                copy_wait<PREFETCH - TOGETHER>();
-                uint4 q[TOGETHER];
-                u32 packed[TOGETHER];
+                copy_wait<PREFETCH - WINDOWS_PER_STEP>();
+                uint4 q[WINDOWS_PER_STEP];
+                u32 packed[WINDOWS_PER_STEP];
 #pragma unroll
-                for (int w = 0; w < TOGETHER; w++) {
-                    const int slot = (d + w + TOGETHER) % PREFETCH;
+                for (int w = 0; w < WINDOWS_PER_STEP; w++) {
+                    const int slot = (d + w + WINDOWS_PER_STEP) % PREFETCH;
                     q[w] = load_shared(ring_codes + slot * WINDOW_BYTES);
                     packed[w] = load_shared_word(ring_scales + slot * WINDOW_BYTES);
                 }
@@ -172,17 +140,17 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
                 if (FRAGMENTS == 1) previous = stage;
                 if (lane < there && (FRAGMENTS == 1 || i + d > 0)) barrier_arrive(empty + 8 * (previous + lane));
                 previous = stage;
-                stage += TOGETHER * stride;
+                stage += WINDOWS_PER_STEP * KGROUPS;
                 if (stage >= STAGES) {
                     stage -= STAGES;
                     parity ^= 1;
                 }
 #pragma unroll
-                for (int w = 0; w < TOGETHER; w++)
-                    if (i + d + w + TOGETHER < mine) decode_window(q[w], packed[w], half, a[TOGETHER == 1 ? (d + 1) % FRAGMENTS : w]);
+                for (int w = 0; w < WINDOWS_PER_STEP; w++)
+                    if (i + d + w + WINDOWS_PER_STEP < mine) decode_window(q[w], packed[w], half, a[WINDOWS_PER_STEP == 1 ? (d + 1) % FRAGMENTS : w]);
             }
-            from_codes += PREFETCH * stride * 1024;
-            from_scales += PREFETCH * stride * 128;
+            from_codes += PREFETCH * KGROUPS * 1024;
+            from_scales += PREFETCH * KGROUPS * 128;
         }
         copy_wait_all();
         wgmma_wait<0>();
@@ -200,19 +168,6 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
             acc[4 * v + 2] = sum.z;
             acc[4 * v + 3] = sum.w;
         };
-#if HELPED
-        if (helps) {
-            if (tile >= tiles) return;
-            const int at = blockIdx.z * tiles + tile;
-            float4* to = passed + (u64)at * (VECTORS * LANES) + at_lane;
-#pragma unroll
-            for (int v = 0; v < VECTORS; v++) to[v * LANES] = sums_of(v);
-            publish_global();
-            warp_sync();
-            if (lane == 0) add_release(passed_count + at, 1);
-            return;
-        }
-#endif
         block_part_sync<CONSUMERS>();  // rings and stages are free
 #if KGROUPS > 1
         float4* sums = (float4*)memory + at_lane;  // [KGROUPS][VECTORS][LANES]
@@ -220,19 +175,12 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
         for (int v = 0; v < VECTORS; v++)
             if (!adds(v)) sums[(k_group * VECTORS + v) * LANES] = sums_of(v);
         block_part_sync<CONSUMERS>();
-#if HELPED
-        barrier_wait(passed_barrier, 0);
-        const float4* helped = (const float4*)(memory + PASSED) + at_lane;
-#endif
 #pragma unroll
         for (int v = 0; v < VECTORS; v++)
             if (adds(v)) {
                 float4 sum = k_group == 0 ? sums_of(v) : sums[v * LANES];
 #pragma unroll
                 for (int j = 1; j < KGROUPS; j++) add4(sum, j == k_group ? sums_of(v) : sums[(j * VECTORS + v) * LANES]);
-#if HELPED
-                add4(sum, helped[v * LANES]);
-#endif
                 set_sums(v, sum);
             }
 #endif
@@ -300,23 +248,15 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
     }
 }
 
-// x to the image that fp4_wgmma reads. One thread writes 16 bytes twice; neighbours write, and nearly read, one row.
-extern "C" __global__ void __launch_bounds__(ARRANGE_THREADS, 16) arrange(const u16* x, u8* image, int M, int K
-#if HELPED
-                                                                          , u32* passed_count, int tiles
-#endif
-) {
+// x in the form that fp4_wgmma reads. One thread writes 16 bytes twice; neighbours write, and nearly read, one row.
+extern "C" __global__ void __launch_bounds__(SWIZZLE_THREADS, 16) swizzle_x(const u16* x, u8* x_swizzled, int M, int K) {
     const int windows = (K + 63) / 64, m0 = blockIdx.y * TOKENS;
     let_next_start();
     wait_for_previous();
-#if HELPED
-    if (blockIdx.x == 0)
-        for (int i = threadIdx.x; i < tiles; i += ARRANGE_THREADS) passed_count[blockIdx.y * tiles + i] = 0;
-#endif
     u32 out[2][4];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const int at = (blockIdx.x * 2 + i) * ARRANGE_THREADS + threadIdx.x;  // [token][window][granule]
+        const int at = (blockIdx.x * 2 + i) * SWIZZLE_THREADS + threadIdx.x;  // [token][window][granule]
         const int granule = at & 7, window = (at >> 3) % windows, token = (at >> 3) / windows;
         const int q = granule ^ (token & 7), m = m0 + token;
 #pragma unroll
@@ -327,9 +267,9 @@ extern "C" __global__ void __launch_bounds__(ARRANGE_THREADS, 16) arrange(const 
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const int at = (blockIdx.x * 2 + i) * ARRANGE_THREADS + threadIdx.x;
+        const int at = (blockIdx.x * 2 + i) * SWIZZLE_THREADS + threadIdx.x;
         if ((at >> 3) / windows < TOKENS)
-            *(uint4*)(image + ((u64)blockIdx.y * windows * TOKENS + (u64)((at >> 3) % windows) * TOKENS + (at >> 3) / windows) * 128 +
+            *(uint4*)(x_swizzled + ((u64)blockIdx.y * windows * TOKENS + (u64)((at >> 3) % windows) * TOKENS + (at >> 3) / windows) * 128 +
                       (at & 7) * 16) = make_uint4(out[i][0], out[i][1], out[i][2], out[i][3]);
     }
 }

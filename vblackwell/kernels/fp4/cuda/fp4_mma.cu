@@ -24,6 +24,21 @@
 // Set by the launcher: NORM (or not), FP16, TOKENS (a power of two), ROW_WARPS, K_WARPS, SPLITS, PREFETCH, PASS_TOKENS, MIN_BLOCKS, OUT32,
 // BULK (or not), and with it CHUNK (a multiple of K_WARPS * PREFETCH) and X_STAGES.
 
+#define PASSES ((TOKENS + PASS_TOKENS - 1) / PASS_TOKENS)
+#define SHARE (PASS_TOKENS * (ROWS / 4) / SPLITS)  // groups of four outputs, of all tokens, that a block of the cluster writes
+// After the statistics: sums of the cluster's other blocks, their barrier. In whole lines of 128 bytes: cp.async into rings that lie across
+// them takes shared memory 12 cycles a warp, not 4.
+#define MAIL_BYTES (SPLITS > 1 ? (16 + (SPLITS - 1) * SHARE * 16 + 127) / 128 * 128 : 0)
+#define FRONT_BYTES (STATISTICS_BYTES + MAIL_BYTES)
+#define WINDOW_BYTES 1152  // codes of the upper 16 rows, of the lower 16 rows, scales
+static_assert(SPLITS == 1 || PASSES == 1, "sums are sent once");
+static_assert((ROWS / 4) % SPLITS == 0, "blocks of a cluster write equal shares of every number of tokens");
+static_assert(FRONT_BYTES % 128 == 0, "rings lie in whole lines");
+#if BULK
+#define ROUND (K_WARPS * PREFETCH)  // windows that pass while each warp's ring goes round once
+static_assert(CHUNK % ROUND == 0, "each chunk begins at the first slot of the rings");
+#endif
+
 // The window at `w_address` (this lane's 16 bytes) times 64 columns of x at `x_address`.
 DEVICE void compute(float (*acc)[NB][4], u32 w_address, u32 scale_address, u32 x_address
 #if BULK && NORM
@@ -41,11 +56,7 @@ DEVICE void compute(float (*acc)[NB][4], u32 w_address, u32 scale_address, u32 x
             u32 top[4], bottom[4];
             decode(i ? q.y : q.x, upper, top);
             decode(i ? q.w : q.z, lower, bottom);
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                a[h][2 * i + (j >> 1)][2 * (j & 1)] = top[j];
-                a[h][2 * i + (j >> 1)][2 * (j & 1) + 1] = bottom[j];
-            }
+            set_fragments(a[h], i, top, bottom);
         }
     }
 #if BULK && NORM
@@ -61,30 +72,7 @@ DEVICE void compute(float (*acc)[NB][4], u32 w_address, u32 scale_address, u32 x
 #else
         const uint4 b0 = load_shared(x_address + nb * X_GROUP), b1 = load_shared(x_address + nb * X_GROUP + X_HALF);
 #endif
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            mma(acc[h][nb], a[h][0], b0.x, b0.y);
-            mma(acc[h][nb], a[h][1], b0.z, b0.w);
-            mma(acc[h][nb], a[h][2], b1.x, b1.y);
-            mma(acc[h][nb], a[h][3], b1.z, b1.w);
-        }
-    }
-}
-
-// A chunk of x into shared memory: columns [first, first + 64 * windows), tokens [0, tokens).
-DEVICE void stage(u32 shared, const u16* x, int tokens, int K, int first, int windows, int tid) {
-    const int granules = windows * 8, step_m = THREADS / granules, step_c = THREADS % granules;
-    int m = tid / granules, c = tid % granules;
-    while (m < tokens) {
-        const int k = first + c * 8;
-        const u32 to = shared + (((c >> 3) * 2 + (c & 1)) * TOKENS + m) * 64 + ((c >> 1) & 3) * 16;
-        copy_async(to, x + (u64)m * K + min(k, K - 8), k < K ? 16 : 0);
-        m += step_m;
-        c += step_c;
-        if (c >= granules) {
-            c -= granules;
-            m++;
-        }
+        multiply_tokens(acc, a, nb, b0, b1);
     }
 }
 
@@ -326,26 +314,10 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
     cluster_wait_started();
 #endif
     float* red = (float*)(memory + FRONT_BYTES);  // [K_WARPS][PASS_TOKENS][RED_STRIDE]
-    auto block_sum = [&](int e) {  // of the warps that split K; `e`: four rows of a token, tokens outermost
-        const float* at = red + e / (ROWS / 4) * RED_STRIDE + e % (ROWS / 4) * 4;
-        float4 sum = *(float4*)at;
-        for (int j = 1; j < K_WARPS; j++) add4(sum, *(float4*)(at + j * PASS_TOKENS * RED_STRIDE));
-        return sum;
-    };
 #pragma unroll
     for (int pass = 0; pass < PASSES; pass++) {
         __syncthreads();
-#pragma unroll
-        for (int b = 0; b < PASS_NB; b++)
-#pragma unroll
-            for (int h = 0; h < 2; h++)
-#pragma unroll
-                for (int c = 0; c < 4; c++) {
-                    const int t = b * 8 + (lane & 3) * 2 + (c & 1);
-                    const int row = row_warp * 32 + h * 16 + (c >> 1) * 8 + (lane >> 2);
-                    if (TOKENS >= 8 || t < TOKENS)
-                        red[(k_warp * PASS_TOKENS + t) * RED_STRIDE + row] = acc[h][pass * PASS_NB + b][c];
-                }
+        put_sums<PASS_TOKENS>(red, acc, pass * (PASS_TOKENS / 8), row_warp, k_warp, lane);
         __syncthreads();
 #if SPLITS > 1
         // Each block sends the others their shares, and adds, in the blocks' order, what it was sent to its own. Nobody waits for the end of
@@ -356,7 +328,7 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
         for (int s = 1; s < SPLITS; s++) {
             const int to = rank + s < SPLITS ? rank + s : rank + s - SPLITS, slot = rank < to ? rank : rank - 1;
             for (int i = tid; i < share; i += THREADS)
-                send(mail_barrier + 16 + (slot * share + i) * 16, mail_barrier, to, block_sum(to * share + i));
+                send(mail_barrier + 16 + (slot * share + i) * 16, mail_barrier, to, block_sum<PASS_TOKENS>(red, to * share + i));
         }
         if (tid < share) barrier_wait_cluster(mail_barrier, 0);
 #else
@@ -364,7 +336,7 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
 #endif
         for (int i = tid; i < outputs; i += THREADS) {
             const int e = own + i, t = e / (ROWS / 4), n = blockIdx.x * ROWS + e % (ROWS / 4) * 4;
-            float4 sum = block_sum(e);
+            float4 sum = block_sum<PASS_TOKENS>(red, e);
 #if SPLITS > 1
             const float4 block = sum;
 #pragma unroll

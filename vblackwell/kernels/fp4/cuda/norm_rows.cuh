@@ -1,4 +1,14 @@
 // Norms on the way through fp4_mma (NORM; see fp4_mma.cu): gains onto staged x or its fragments, statistics of rows.
+#ifndef NORM
+#define NORM 0
+#endif
+#define STATISTICS_BYTES (NORM ? 1024 + 1024 * BULK : 0)  // of shared memory, before all else; with BULK, squares of each K warp
+#define ROW_THREADS (THREADS / TOKENS)                    // threads a token has in its statistics, a power of two
+#define PIVOT_COLUMNS 512
+#if BULK
+#define X_ROWS (TOKENS + NORM)  // of a slot: tokens, the gain
+static_assert(!NORM || K_WARPS * TOKENS <= 256, "squares of each K warp have a kilobyte");
+#endif
 #if BULK && NORM
 // x of a window, of this lane's tokens, times its gain; onto `squares`, if asked for, x times itself, by rows and columns of tokens.
 DEVICE void take_gain(uint4 (*b)[2], u32 gain_address, bool with_squares, float (*squares)[4]) {
@@ -110,7 +120,7 @@ DEVICE void finish_rows(Statistics* statistics, const float* sums, int K, float 
         squares += part.y;
     }
 #endif
-    const float rest = plain / K;  // of the mean, beside the pivot
+    const float rest = plain / K;  // of the mean, without the pivot
     const float factor = 1.0f / sqrtf(max(squares / K - rest * rest, 0.0f) + eps);
     if (first) statistics->row[m] = float2{factor, rest * factor};
 }

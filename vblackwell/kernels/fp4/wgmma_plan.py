@@ -1,0 +1,315 @@
+"""Plans of ``fp4_wgmma``, for tens to hundreds of rows: how the kernel covers a shape, as pure functions of it; which kernel takes which.
+
+Few rows are ``fp4_mma``'s (mma_plan.py, which says what a plan is). The kernel is ``cuda/fp4_wgmma.cu``; launch.py launches it.
+
+How long a plan takes is arithmetic about an H200. A block walks its share of windows. For a window a warpgroup issues its decode and waits
+for its products. Alone on a multiprocessor it also waits for its own latencies in a row; several take turns. Measured, the issue of one
+warpgroup adds whole to the tensor cores' time of the others, so what counts is work a multiprocessor and rounds of blocks, not tensor cores
+alone.
+
+The terms have reasons, their constants are those of a regression that ranks plans: a product of 64 rows by 64 columns takes the tensor
+cores 2 cycles a token, not `_TENSOR`, and 256 rows are predicted 6 to 19 % too short. It is of 329 plans in 18 cells (64 to 256 rows,
+benchmarks/results/fp4-h200-plans-5.csv): the plan of least predicted time is on average 1.9 %, at most 11.4 %, slower than the fastest of
+its cell; cells where it is 2 % or more slower are in `_TIMED`. 17 to 32 rows were timed with the kernels of a day before only. What it
+says of a cluster in grids of many rounds is too little, so `many_rows_us` compares the plans for more rows.
+
+``M`` rows, ``N`` out features, ``K`` in features. A window is 64 columns.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass, replace
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.kernels.fp4.mma_plan import MULTIPROCESSORS, SHARED_BYTES, ceil_div
+
+WGMMA_FILES = (
+    "ptx.cuh", "fp4/decode.cuh", "fp4/wgmma.cuh", "barrier.cuh", "ring.cuh", "fp4/epilogue.cuh", "fp4/fp4_wgmma.cu",
+)  # fmt: skip
+COPY_REGISTERS = 24  # that a thread of wgmma's copying warpgroup keeps
+
+_CYCLES_A_US = 1755.0
+_TENSOR = 0.519  # cycles of products, a token and window of 64 rows
+_ALONE = 1.29  # more of all cycles where one warpgroup has the multiprocessor, half of it with two, ..
+_LATENCY = (
+    149.0  # cycles between a window's first product and the next one's, without the products, of a warpgroup alone
+)
+_ISSUE = 142.0  # cycles of a scheduler to decode a window of 64 rows
+_ADDED = 1.13  # of the shorter of products and decode, what the longer does not hide, and what both cost each other
+_SUM = 15.1  # cycles a token of a block's epilogue, for each K group
+_START_US, _CLUSTER_US = 0.51, 1.74  # a launch and what is in front of it; what two blocks that split K send each other
+_L2_BYTES_A_US, _MEMORY_BYTES_A_US = 8.89e6, 4.2e6
+# Microseconds a window of a block that has a multiprocessor to itself, by (tokens, groups, K groups): 1024 rows of 6144 and 14336 x 4096.
+_MANY_ROWS_US = {(256, 2, 1): 0.75, (128, 3, 1): 0.59, (256, 1, 2): 0.405}
+# tokens, groups, K groups, splits, blocks a multiprocessor, windows a step of the plan that was timed
+# fastest on an H200 for shapes of common models where the rule chooses others (benchmarks/fp4_plans.py,
+# results/fp4-h200-plans-5.csv to -7.csv). Keys are (rows rounded up to a power of two, N, K).
+_TIMED: dict[tuple[int, int, int], tuple[int, int, int, int, int, int]] = {
+    (32, 4096, 4096): (32, 1, 2, 2, 2, 2),
+    (32, 6144, 4096): (32, 2, 2, 2, 1, 2),
+    (32, 14336, 4096): (32, 2, 2, 1, 1, 2),
+    (32, 4096, 14336): (32, 1, 2, 2, 2, 2),
+    (32, 8192, 8192): (32, 2, 2, 2, 1, 2),
+    (32, 28672, 8192): (32, 4, 1, 1, 1, 2),
+    (64, 4096, 4096): (64, 1, 2, 2, 2, 2),
+    (64, 6144, 4096): (64, 1, 3, 1, 1, 1),
+    (64, 4096, 14336): (64, 1, 2, 2, 2, 2),
+    (64, 8192, 8192): (64, 2, 2, 2, 1, 1),
+    (128, 4096, 4096): (128, 1, 3, 2, 1, 1),
+    (128, 6144, 4096): (128, 1, 4, 1, 1, 1),
+    (128, 14336, 4096): (128, 2, 2, 1, 1, 1),
+    (128, 4096, 14336): (128, 1, 3, 2, 1, 1),
+    (128, 8192, 8192): (128, 2, 2, 2, 1, 1),
+    (128, 28672, 8192): (128, 4, 1, 1, 1, 1),
+    (256, 4096, 4096): (256, 1, 1, 2, 1, 1),
+    (256, 6144, 4096): (128, 3, 1, 2, 1, 1),
+    (256, 4096, 14336): (256, 1, 1, 2, 1, 1),
+    (256, 8192, 8192): (256, 1, 2, 1, 1, 1),
+}
+# (rows rounded up to blocks of 256, N, K) where ``fp4_wgmma`` ends before dequantising once and cuBLAS, though the rule of many rows says
+# otherwise: 2805 us for 2916 (docs/log-fp4.md, "what a trace of w4a8 says").
+_FUSED = {(4096, 28672, 8192)}
+
+
+def goes_round(stages: int, k_groups: int, windows_per_step: int = 1) -> bool:
+    """Whether each stage belongs to one of ``k_groups`` that take turns at ``windows_per_step`` windows, with room for two turns each."""
+    return k_groups * windows_per_step == 1 or (
+        stages % (k_groups * windows_per_step) == 0 and stages >= 2 * k_groups * windows_per_step
+    )
+
+
+@dataclass(frozen=True)
+class WgmmaPlan:
+    """How ``fp4_wgmma`` covers a shape.
+
+    Attributes:
+        tokens: rows of x a block takes (wgmma's n).
+        groups: warpgroups, 64 weight rows each.
+        splits: blocks of a cluster that split K, and share the tokens by eights.
+        stages: windows of x in shared memory, at least 2; a multiple of ``k_groups * windows_per_step``, and at least twice that.
+        prefetch: windows of weights a warp has in flight, an even number.
+        min_blocks: blocks for which the compiler leaves registers on a multiprocessor. In a grid of one wave only one is there
+            (`launch_bytes`); 2 was faster than 1 all the same for some plans of two K groups.
+        k_groups: sets of ``groups`` warpgroups that take turns at the windows.
+        windows_per_step: windows that a warpgroup multiplies at a time, 1 or 2.
+    """
+
+    tokens: int
+    groups: int
+    splits: int
+    stages: int
+    prefetch: int = 4
+    min_blocks: int = 1
+    k_groups: int = 1
+    windows_per_step: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises ConfigurationError where a stage of x would go from one K group to another, or a group would wait for itself.
+
+        A group that comes to a stage by which another one still awaits the window before would take the barrier's
+        last phase for its own: copies need not land in order. It would multiply what is not there yet, or wait for ever.
+        """
+        if not goes_round(self.stages, self.k_groups, self.windows_per_step):
+            raise ConfigurationError(
+                f"{self.k_groups} K groups take turns at stages of x, {self.windows_per_step} at a time: {self.stages} do not go round, "
+                f"{2 * self.windows_per_step} or more for each"
+            )
+        if self.tokens % (8 * self.splits):
+            raise ConfigurationError(
+                f"tokens {self.tokens}, splits {self.splits}: take a multiple of {8 * self.splits} tokens, or fewer splits"
+            )
+        if self.prefetch % 2:
+            raise ConfigurationError(f"{self.prefetch} windows in flight: wgmma's ring takes an even number")
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that multiply."""
+        return self.groups * self.k_groups
+
+    @property
+    def fragments(self) -> int:
+        """Sets of ``windows_per_step`` windows of decoded weights that a warpgroup holds.
+
+        One is enough where others multiply meanwhile, and leaves registers for a fourth warpgroup at 128 tokens. On an H200 it takes
+        0.77 to 1.01 of the time with three K groups, 1.00 with two warpgroups, 1.05 to 1.3 with one, 1.02 to 1.06 with three tiles of
+        rows (docs/log-fp4.md).
+        """
+        return 1 if self.k_groups >= 3 or self.consumers >= 4 or self.windows_per_step > 1 else 2
+
+    @property
+    def launch_registers(self) -> int:
+        """Registers of every thread of a block when it starts.
+
+        A quarter of a multiprocessor has 16384; 1024 stay for a block of ``swizzle_x``, the next product's, which
+        waits while this kernel runs.
+        """
+        return min(248, 15360 // (self.threads // 4 * self.min_blocks) // 8 * 8)
+
+    @property
+    def registers(self) -> int:
+        """Of a consumer thread: its share of what the block gets at launch when the copying warpgroup keeps its own.
+
+        Asking for more than the block was given would wait for ever.
+        """
+        return min(240, (self.launch_registers * (self.consumers + 1) - COPY_REGISTERS) // self.consumers // 8 * 8)
+
+    def macros(self, fp16: bool, out32: bool = False) -> dict[str, int]:
+        return {
+            "FP16": int(fp16), "TOKENS": self.tokens, "GROUPS": self.groups, "KGROUPS": self.k_groups, "SPLITS": self.splits,
+            "FRAGMENTS": self.fragments, "WINDOWS_PER_STEP": self.windows_per_step, "STAGES": self.stages, "PREFETCH": self.prefetch,
+            "REGISTERS": self.registers, "COPY_REGISTERS": COPY_REGISTERS, "LAUNCH_REGISTERS": self.launch_registers, "OUT32": int(out32),
+        }  # fmt: skip
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.consumers + 1)
+
+    def shared_bytes(self) -> int:
+        rows, share = 64 * self.groups, self.tokens // self.splits
+        sums = (self.k_groups * self.tokens * rows if self.k_groups > 1 else 0) * 4 + share * (rows + 4) * 4
+        main = self.stages * self.tokens * 128 + 4 * self.consumers * self.prefetch * 640
+        mail = (self.splits - 1) * share * rows * 4
+        barriers = 16 * self.stages + (8 if self.splits > 1 else 0)  # two a stage, one of mail
+        return max(main, sums) + mail + barriers
+
+    def fits(self) -> bool:
+        """Whether ``min_blocks`` blocks find the registers and the shared memory that they need on a multiprocessor of Hopper."""
+        needed = self.tokens // 2 + 16 * self.fragments * self.windows_per_step + 28  # sums, fragments, addresses
+        return self.registers >= needed and self.shared_bytes() <= SHARED_BYTES // self.min_blocks - 1024
+
+
+@functools.lru_cache
+def _wgmma_candidates(most_tokens: int) -> tuple[WgmmaPlan, ...]:
+    """Plans that may be best for some shape: those that fit registers and shared memory, with the deepest ring of x up to 6 stages."""
+    found = []
+    for tokens, groups, k_groups, splits, most in itertools.product(
+        (16, 32, 64, 128, 256), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2), (1, 2)
+    ):
+        if tokens > most_tokens or tokens < min(64, most_tokens) or groups * k_groups > 4:
+            continue
+        plan = WgmmaPlan(tokens, groups, splits, 12, min_blocks=most, k_groups=k_groups)
+        fitting = (
+            ring
+            for stages in ((8,) if k_groups == 4 else (6, 5, 4))
+            if goes_round(stages, k_groups) and (ring := replace(plan, stages=stages)).fits()
+        )
+        found += itertools.islice(fitting, 1)
+    return tuple(found)
+
+
+def predicted_us(plan: WgmmaPlan, m: int, n: int, k: int) -> float:
+    """Predicted microseconds of a launch of ``plan`` on an H200."""
+    windows = ceil_div(ceil_div(k, 64), plan.splits)
+    blocks = ceil_div(n, 64 * plan.groups) * plan.splits * ceil_div(m, plan.tokens)
+    rounds, rest = divmod(blocks, MULTIPROCESSORS * plan.min_blocks)
+
+    def block_cycles(at_once: int) -> float:
+        warpgroups = plan.consumers * at_once
+        tensor = _TENSOR * plan.tokens
+        step = warpgroups * (max(tensor, _ISSUE) + _ADDED * min(tensor, _ISSUE))
+        window = max(_LATENCY + tensor, step) * (1 + _ALONE / warpgroups)
+        return window * ceil_div(windows, plan.k_groups)
+
+    cycles = rounds * block_cycles(plan.min_blocks)
+    if rest:
+        cycles += block_cycles(ceil_div(rest, MULTIPROCESSORS))
+    cycles += (rounds + bool(rest)) * plan.tokens * _SUM * plan.k_groups * plan.min_blocks
+    x_us = blocks * windows * plan.tokens * 128 / _L2_BYTES_A_US
+    weights_us = n * k * 0.5625 / _MEMORY_BYTES_A_US
+    return max(cycles / _CYCLES_A_US, x_us, weights_us) + _START_US + _CLUSTER_US * math.log2(plan.splits)
+
+
+def many_rows_us(shape: tuple[int, int, int], blocks: tuple[int, int, int]) -> float:
+    """Predicted microseconds for ``shape`` (M, N, K) in whole rounds of ``blocks`` of `_MANY_ROWS_US`, which do not split K.
+
+    With a last round of blocks of half the height where `launches` makes one.
+    """
+    m, n, k = shape
+    tokens, groups, k_groups = blocks
+    columns, windows = ceil_div(m, tokens), ceil_div(k, 64)
+    rows = ceil_div(n, 64 * groups)
+    last_us = 0.0
+    if (groups, k_groups) == (2, 1) and (whole := rows_in_whole_rounds(rows, columns)) < rows:
+        rows, last_us = whole, _MANY_ROWS_US[tokens, 1, 2]
+    return windows * (ceil_div(rows * columns, MULTIPROCESSORS) * _MANY_ROWS_US[blocks] + last_us) + 3.0
+
+
+def rows_in_whole_rounds(rows: int, columns: int, processors: int = MULTIPROCESSORS) -> int:
+    """Of ``rows`` by ``columns`` blocks those rows that fill rounds of the GPU; all where the others, cut in two, exceed one round."""
+    whole = rows * columns // processors * processors // columns
+    return whole if whole > 0 and 2 * (rows - whole) * columns <= processors else rows
+
+
+@functools.lru_cache(4096)
+def plan_wgmma(m: int, n: int, k: int) -> WgmmaPlan:
+    """The plan of ``fp4_wgmma`` for a shape: as it was timed (`_TIMED`), or what is expected to end first on an H200."""
+    most_tokens = next((tokens for tokens in (16, 32, 64, 128) if m <= tokens), 256)
+    fitting = [plan for plan in _wgmma_candidates(most_tokens) if plan.splits * plan.k_groups <= ceil_div(k, 64)]
+    if timed := _TIMED.get((most_tokens, n, k)) if m <= 256 else None:
+        *blocks, windows_per_step = timed
+        plan = next(plan for plan in fitting if _blocks(plan) == tuple(blocks))
+        return _in_pairs(plan) if windows_per_step == 2 else plan
+    if fills_with_many_rows(m, n):
+        tokens, groups, k_groups = min(_MANY_ROWS_US, key=lambda blocks: many_rows_us((m, n, k), blocks))
+        whole = (tokens, groups, k_groups, 1, 1)
+        plan = next((plan for plan in fitting if _blocks(plan) == whole), WgmmaPlan(256, 2, 1, 6))
+        # 6 stages take up to 0.8 % longer: what shared memory leaves of a multiprocessor's is L1 (docs/log-fp4.md)
+        return replace(plan, stages=4) if whole == (256, 2, 1, 1, 1) else plan
+    plan = min(fitting, key=lambda plan: predicted_us(plan, m, n, k))
+    return _in_pairs(plan) if plan.k_groups == 2 and plan.tokens <= 32 else plan
+
+
+def _in_pairs(plan: WgmmaPlan) -> WgmmaPlan:
+    """``plan`` with two windows a step: up to 5 % faster for few tokens, slower for 128 (docs/log-fp4.md)."""
+    return replace(plan, windows_per_step=2, stages=max(8, 4 * plan.k_groups))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Blocks of ``plan`` above each other, from block ``first`` on, that one launch does."""
+
+    plan: WgmmaPlan
+    first: int
+    blocks: int
+
+
+@functools.lru_cache(4096)
+def launches(plan: WgmmaPlan, m: int, n: int, processors: int = MULTIPROCESSORS) -> tuple[Rows, ...]:
+    """A product's launches, one or two.
+
+    Where a last round of blocks of 256 tokens by 128 features would leave multiprocessors idle, its rows go in twice as many blocks of half
+    the height, whose sums two K groups share. What is tuned of a plan has no say in it, since it decides the order of additions.
+    """
+    rows, columns = ceil_div(n, 64 * plan.groups), ceil_div(m, plan.tokens)
+    if (plan.tokens, plan.groups, plan.k_groups, plan.splits) != (256, 2, 1, 1):
+        return (Rows(plan, 0, rows),)
+    whole = rows_in_whole_rounds(rows, columns, processors)
+    if whole == rows:
+        return (Rows(plan, 0, rows),)
+    half = replace(plan, groups=1, k_groups=2, stages=6)
+    return Rows(plan, 0, whole), Rows(half, 2 * whole, ceil_div(n, 64) - 2 * whole)
+
+
+def _blocks(plan: WgmmaPlan) -> tuple[int, int, int, int, int]:
+    return plan.tokens, plan.groups, plan.k_groups, plan.splits, plan.min_blocks
+
+
+def fills_with_many_rows(m: int, n: int) -> bool:
+    """Whether blocks of 256 rows and 128 features are about one a multiprocessor or more: then none splits K."""
+    return m > 256 and ceil_div(n, 128) * ceil_div(m, 256) >= 0.9 * MULTIPROCESSORS
+
+
+def wgmma_beats_dequantize(m: int, n: int, k: int) -> bool:
+    """Whether ``fp4_wgmma`` is expected to finish before dequantising once and cuBLAS; rates measured on an H200."""
+    if m <= 256 or (256 * ceil_div(m, 256), n, k) in _FUSED:
+        return True
+    if fills_with_many_rows(m, n):
+        fused_us = min(many_rows_us((m, n, k), blocks) for blocks in _MANY_ROWS_US)
+    else:
+        fused_us = predicted_us(plan_wgmma(m, n, k), m, n, k)
+    return (
+        fused_us < 2 * m * n * k / 790e6 + n * k * 2.5625 / 3.8e6 + 5.0
+    )  # cuBLAS, the weight written out, two launches

@@ -1,0 +1,291 @@
+"""Kernels loaded and launched through the CUDA driver: the one way that work of our own gets into a stream.
+
+`Launcher` queues a kernel by addresses and costs the host about 2 us: it checks nothing and keeps no memory alive, so its callers own what
+they name until the stream has passed it. `Kernel.launch` takes tensors, looks up stream, context and shared memory, and ends in one.
+
+A kernel may begin before the kernel ahead of it in the stream has ended (programmatic dependent launch). Ours load their weights before
+they wait for the kernel ahead (`wait_for_previous` in cuda/ptx.cuh), because nobody writes weights: except a packing, or a copy in place.
+So the first launch that reads a weight as it is now goes without the overlap: it begins when all that is ahead of it in the stream, the
+writing kernel among them, has ended and is seen. Every later launch comes after that one, and so after the write. Copies from other
+streams are no concern of this: a stream waits for their events before a launch, overlapped or not.
+
+A captured launch has run nothing, so it does not count as the first. A graph that is replayed begins when all that is ahead of it in
+the stream has ended, so a captured launch must mind only what is written in the same graph: that changed the weight when it was
+captured. A weight that no launch has read before a capture is read without overlap in each replay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from vblackwell.kernels.runtime.nvrtc import KernelError, cached_cubin
+
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: also of a thread that has none
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+_STATIC_SHARED_BYTES = 48 * 1024  # more must be asked for
+
+# -- the driver ----------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache
+def driver() -> ctypes.PyDLL:
+    """The CUDA driver's own interface, for calls that end at once: the interpreter's lock is held.
+
+    Giving the lock up a hundred times in a row would mean waiting for other threads a hundred times.
+    """
+    found = ctypes.PyDLL("libcuda.so.1")
+    found.cuMemcpyAsync.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    found.cuLaunchKernelEx.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    return found
+
+
+@functools.lru_cache
+def waiting_driver() -> ctypes.CDLL:
+    """The same for calls that may wait for the GPU (allocating, loading): other threads go on meanwhile."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def driver_version() -> int:
+    """CUDA version that the driver supports, as 1000 * major + 10 * minor."""
+    version = ctypes.c_int()
+    check_driver(driver().cuDriverGetVersion(ctypes.byref(version)), "asking for the driver's version")
+    return version.value
+
+
+def check_driver(result: int, what: str) -> None:
+    """Raises KernelError, with the driver's word, if ``result`` is an error."""
+    if result != 0:
+        text = ctypes.c_char_p()
+        driver().cuGetErrorString(result, ctypes.byref(text))
+        raise KernelError(f"{what}: {text.value.decode() if text.value else f'CUDA error {result}'}")
+
+
+def in_context(device: torch.device, call: Callable[[], int]) -> int:
+    """The result of a driver's ``call``, made once more where this thread has no context yet.
+
+    CUDA's runtime gives a thread the device's primary context with its first call that needs one. PyTorch's allocator may hand out
+    memory without such a call, so in a thread that has just begun ours can be the first.
+    """
+    result = call()
+    if result == _INVALID_CONTEXT:
+        context, index = ctypes.c_void_p(), torch.cuda.current_device() if device.index is None else device.index
+        retained = waiting_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), index)
+        check_driver(retained, "asking for the GPU's context")
+        check_driver(driver().cuCtxSetCurrent(context), "entering the GPU's context")
+        result = call()
+    return result
+
+
+@contextlib.contextmanager
+def outside_capture(device: torch.device, what: str) -> Iterator[None]:
+    """Inside, this thread may allocate and load, which would end the capture of a CUDA graph otherwise: nothing of it is captured.
+
+    Args:
+        what: this is for, of errors.
+    """
+    mode = ctypes.c_int(_RELAXED)
+    exchange = lambda: driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))  # noqa: E731
+    check_driver(in_context(device, exchange), f"{what} outside a graph's capture")
+    try:
+        yield
+    finally:
+        check_driver(exchange(), f"going on with a graph's capture after {what}")
+
+
+def copy_async(target: int, source: int, num_bytes: int, stream: int) -> None:
+    """Queue a copy between any two of pinned host memory and device memory. The device's context must be the thread's.
+
+    Args:
+        target, source: addresses.
+        stream: a stream's handle (`torch.cuda.Stream.cuda_stream`).
+
+    Raises:
+        KernelError: the driver's word.
+    """
+    result = driver().cuMemcpyAsync(target, source, num_bytes, stream)
+    if result:
+        check_driver(result, f"copying {num_bytes} bytes from {source:#x} to {target:#x}")
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: an id and a union of 64 bytes, of which we set the first word."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16)]
+
+
+class Launch(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
+_OVERLAP = (_Attribute * 1)(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_int * 16)(1)))
+
+# -- kernels -------------------------------------------------------------------------------------------------------------
+
+
+class Kernel:
+    """One entry point with fixed macros, loaded on one device.
+
+    Args:
+        files: sources in order (nvrtc.py); the last one has the entry point.
+        entry: its name.
+        macros: what the source is compiled with.
+        device: CUDA device it is loaded on.
+    """
+
+    def __init__(self, files: tuple[str, ...], entry: str, macros: dict[str, int], device: torch.device) -> None:
+        major, minor = torch.cuda.get_device_capability(device)
+        arch = f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
+        self.entry, self.device = entry, device
+        self.name = f"{entry} {macros}"
+        self.overlaps = major >= 9  # the sources wait for the previous kernel themselves (ptx.cuh: wait_for_previous)
+        self._shared_bytes = _STATIC_SHARED_BYTES
+        self._launchers: dict[tuple[int, int, int], Launcher] = {}
+        cubin = cached_cubin(files, macros, arch)
+        with torch.cuda.device(device):
+            if not torch.cuda.is_current_stream_capturing():
+                torch.empty(1, device=device)  # the context must exist before the driver is asked to load into it
+            with outside_capture(device, f"loading {self.name}"):
+                module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
+                load = lambda: waiting_driver().cuModuleLoadData(ctypes.byref(module), cubin)  # noqa: E731
+                check_driver(in_context(device, load), f"loading {self.name}")
+                found = waiting_driver().cuModuleGetFunction(ctypes.byref(self.function), module, entry.encode())
+                check_driver(found, f"loading {self.name}")
+
+    def allow_shared(self, shared_bytes: int) -> None:
+        """See to it that blocks may have so much dynamic shared memory."""
+        if shared_bytes > self._shared_bytes:
+            allow = lambda: driver().cuFuncSetAttribute(self.function, _MAX_DYNAMIC_SHARED, shared_bytes)  # noqa: E731
+            with outside_capture(self.device, f"setting up {self.name}"):
+                result = in_context(self.device, allow)
+            check_driver(result, f"{shared_bytes} bytes of shared memory for {self.name}")
+            self._shared_bytes = shared_bytes
+
+    def launch(
+        self, grid: tuple[int, int, int], threads: int, shared_bytes: int, args: Sequence[Tensor | int | float | None],
+        weight: Sequence[Tensor] = (),
+    ) -> None:  # fmt: skip
+        """Queue on the current stream. Tensors pass as pointers, None as a null pointer, int and float as 32 bits.
+
+        Args:
+            weight: those of ``args`` that the kernel reads before it waits for the one ahead of it.
+        """
+        key = (threads, shared_bytes, len(args))
+        launcher = self._launchers.get(key)
+        if launcher is None:
+            launcher = self._launchers[key] = Launcher(self, *key)
+        values = [arg.data_ptr() if isinstance(arg, Tensor) else float_bits(arg) if isinstance(arg, float) else arg or 0
+                  for arg in args]  # fmt: skip
+        with torch.cuda.device(self.device):
+            overlap = not weight or not self.overlaps or may_overlap(weight)
+            launcher(grid, values, torch.cuda.current_stream(self.device).cuda_stream, overlap)
+
+
+def float_bits(value: float) -> int:
+    """The 32 bits of ``value`` as fp32, as a parameter of a kernel."""
+    return struct.unpack("i", struct.pack("f", value))[0]
+
+
+class Launcher:
+    """A kernel with a fixed block, launched by addresses. From any thread.
+
+    Args:
+        num_parameters: how many the kernel takes, each of 4 or 8 bytes.
+    """
+
+    def __init__(self, kernel: Kernel, threads: int, shared_bytes: int, num_parameters: int) -> None:
+        kernel.allow_shared(shared_bytes)
+        self.kernel = kernel
+        self._values = (ctypes.c_uint64 * num_parameters)()  # of a 32-bit parameter the lower half is read
+        first = ctypes.addressof(self._values)
+        self._parameters = (ctypes.c_void_p * num_parameters)(*(first + 8 * index for index in range(num_parameters)))
+        self._launch = Launch((1, 1, 1), (threads, 1, 1), shared_bytes, None, _OVERLAP, 0)
+        self._lock = threading.Lock()
+
+    def __call__(self, grid: tuple[int, int, int], values: Sequence[int], stream: int, overlap: bool = True) -> None:
+        """Queue a launch on ``stream`` of the current device; parameters are copied by the driver.
+
+        Args:
+            values: addresses and 32-bit integers, in the kernel's order.
+            overlap: whether it may begin before the kernel ahead of it has ended, on GPUs that can.
+
+        Raises:
+            KernelError: the driver's word.
+        """
+        launch, kernel = self._launch, self.kernel
+        with self._lock:
+            self._values[:] = values
+            launch.grid[:] = grid
+            launch.stream = stream
+            launch.count = overlap and kernel.overlaps
+            result = self._queue()
+            if result == _INVALID_CONTEXT:
+                result = in_context(kernel.device, self._queue)
+        if result:
+            check_driver(result, f"launching {kernel.name} on a grid of {grid}")
+
+    def _queue(self) -> int:
+        at = ctypes.addressof
+        return driver().cuLaunchKernelEx(at(self._launch), self.kernel.function, at(self._parameters), None)
+
+
+_kernels: dict[tuple[tuple[str, ...], str, tuple[tuple[str, int], ...], torch.device], Kernel] = {}
+_loading = threading.Lock()
+
+
+def kernel(files: tuple[str, ...], entry: str, macros: dict[str, int], device: torch.device) -> Kernel:
+    """The compiled and loaded kernel, made on first use, by one thread, and kept for the life of the process."""
+    key = (files, entry, tuple(macros.items()), device)
+    found = _kernels.get(key)
+    if found is None:
+        with _loading:
+            found = _kernels.get(key)
+            if found is None:
+                found = _kernels[key] = Kernel(files, entry, macros, device)
+    return found
+
+
+# -- which launches may overlap ------------------------------------------------------------------------------------------
+
+# By the first tensor's id and how many there are: the tensors of a weight, each with the address and the version at which a launch has
+# read it.
+_read: dict[tuple[int, int], list[tuple[weakref.ref[Tensor], int, int]]] = {}
+
+
+def may_overlap(weight: Sequence[Tensor]) -> bool:
+    """Whether a launch on the current device that loads the tensors of ``weight`` early may overlap the kernel ahead; the next one may.
+
+    Tensors made under ``inference_mode`` do not tell whether they were written: never, for these.
+    """
+    key = id(weight[0]), len(weight)  # w4a8 reads one tensor more of the weight that is dequantised as well
+    known = _read.get(key)
+    if known is not None and len(known) == len(weight):
+        for (ref, address, version), tensor in zip(known, weight, strict=True):
+            if ref() is not tensor or tensor.data_ptr() != address or tensor._version != version:
+                break
+        else:
+            return True
+    if not torch.cuda.is_current_stream_capturing() and not any(tensor.is_inference() for tensor in weight):
+        found = [(weakref.ref(tensor), tensor.data_ptr(), tensor._version) for tensor in weight]
+        first = weakref.ref(weight[0], lambda _: _read.pop(key, None))  # before another tensor can have its id
+        _read[key] = [(first, *found[0][1:]), *found[1:]]
+    return False

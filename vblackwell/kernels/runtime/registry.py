@@ -1,0 +1,253 @@
+"""Which backend runs an op, and why the others do not: the one registry of all kernels.
+
+An op keeps an ordered table of backends. Each states, for a request, the reasons why it refuses, or why another is faster; the first
+without a reason runs. Asking for a backend by name (``use_backend``, or ``name`` of `choose`) runs that one, fast or not, or raises with
+its reasons: nothing falls back silently. A request is any value that the backends of one table understand: nothing in it needs the device.
+
+Row-wise ops (rms_norm, swiglu, rotary, ...) have two backends, whose choice `runs_triton` makes: ``triton`` on CUDA, ``torch`` everywhere
+else, where it is the plain expression with autograd's own backward, so that a model on the CPU keeps its bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from vblackwell.errors import ConfigurationError, Unsupported
+
+NO_FORWARD_MODE = "it has no forward-mode derivative: use reverse mode (backward, torch.func.vjp)"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# A row is held in registers by one block of threads: 2^16 fp32 values are a quarter of what a multiprocessor has.
+LONGEST_ROW = 1 << 16
+AnyRequest = TypeVar("AnyRequest")
+Run = TypeVar("Run", bound=Callable[..., Any])
+_CHOSEN: ContextVar[dict[str, str]] = ContextVar("vblackwell_backends", default={})  # noqa: B039 - never mutated
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the backends of a product or of a row-wise op may look at.
+
+    Attributes:
+        device: of the activations.
+        capability: CUDA compute capability, (0, 0) without one.
+        dtype: of the activations.
+        format: layout and format of the weight, for example 'nvfp4-tiled'; the op's name where there is none.
+        m: rows of activations.
+        n: out features, or elements of a row.
+        k: in features.
+    """
+
+    device: torch.device
+    capability: tuple[int, int]
+    dtype: torch.dtype
+    format: str
+    m: int
+    n: int
+    k: int
+
+
+def accept(request: Any) -> list[str]:
+    """The reasons of a backend that takes everything: none."""
+    return []
+
+
+@dataclass(frozen=True)
+class Backend(Generic[AnyRequest, Run]):
+    """One way to run an op.
+
+    Attributes:
+        name: what ``use_backend`` calls it.
+        reasons: maps a request to the reasons against it; empty means it runs.
+        run: the implementation.
+        forward_mode: torch can differentiate it forward (`torch.func.jvp`), because it is made of torch's own operators.
+        slower: maps a request to the reasons why a later backend is faster; a caller who asks for this one by name gets it all the same.
+    """
+
+    name: str
+    reasons: Callable[[AnyRequest], list[str]]
+    run: Run
+    forward_mode: bool = False
+    slower: Callable[[AnyRequest], list[str]] = accept
+
+    def refusals(self, request: AnyRequest) -> list[str]:
+        """All reasons why it cannot run ``request`` here and now."""
+        reasons = self.reasons(request)
+        if differentiating_forward() and not self.forward_mode:
+            reasons = [*reasons, NO_FORWARD_MODE]
+        return reasons
+
+
+# -- choosing ------------------------------------------------------------------------------------------------------------
+
+
+def choose(
+    op: str, table: Sequence[Backend[AnyRequest, Run]], request: AnyRequest, name: str | None = None
+) -> Backend[AnyRequest, Run]:
+    """The backend that runs ``request``.
+
+    Args:
+        table: in order of preference.
+        name: the backend asked for; None: what `use_backend` says, which is not heard under ``torch.compile``, because context variables
+            cannot be read while tracing.
+
+    Raises:
+        ConfigurationError: the name asked for is not a backend of this op.
+        Unsupported: the backend asked for refuses, or all do; the message has every reason.
+    """
+    if name is None and not torch.compiler.is_compiling():
+        name = chosen(op)
+    if name is None:
+        for backend in table:
+            if not backend.refusals(request) and not backend.slower(request):
+                return backend
+        refusals = explain(table, request)
+        said = " | ".join(f"{name}: {'; '.join(reasons)}" for name, reasons in refusals.items())
+        raise Unsupported(f"no backend of {op} takes {request}: {said}")
+    for backend in table:
+        if backend.name == name:
+            if reasons := backend.refusals(request):
+                raise Unsupported(f"backend {name!r} of {op} refuses: {'; '.join(reasons)}")
+            return backend
+    raise ConfigurationError(f"{op} has no backend {name!r}: choose one of {', '.join(b.name for b in table)}")
+
+
+def explain(table: Sequence[Backend[AnyRequest, Run]], request: AnyRequest) -> dict[str, list[str]]:
+    """Each backend's reasons against ``request``, in order of preference."""
+    return {backend.name: [*backend.refusals(request), *backend.slower(request)] for backend in table}
+
+
+@contextlib.contextmanager
+def use_backend(op: str, name: str) -> Iterator[None]:
+    """Inside, ``op`` runs on backend ``name`` or raises. For measurements, tests and people who know better."""
+    token = _CHOSEN.set({**_CHOSEN.get(), op: name})
+    try:
+        yield
+    finally:
+        _CHOSEN.reset(token)
+
+
+def chosen(op: str) -> str | None:
+    """The backend that `use_backend` asks for here, if any."""
+    return _CHOSEN.get().get(op)
+
+
+# -- what requests are made of, and common reasons -----------------------------------------------------------------------
+
+
+@functools.lru_cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of ``device``; (0, 0) if it is no CUDA device."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return (0, 0)
+    return torch.cuda.get_device_capability(device)
+
+
+def request_of(x_MK: Tensor, format: str, n: int, k: int) -> Request:
+    """The request that ``x_MK`` (any leading shape, last dimension K) makes."""
+    m = x_MK.numel() // k if k else 0
+    return Request(x_MK.device, capability(x_MK.device), x_MK.dtype, format, m, n, k)
+
+
+def capability_reasons(found: tuple[int, int]) -> list[str]:
+    """Why a GPU of this compute capability is too old for our kernels."""
+    return [f"compute capability {found[0]}.{found[1]} is below 8.0"] if found < (8, 0) else []
+
+
+def cuda_reasons(request: Request) -> list[str]:
+    """Why ``request`` is not a GPU's."""
+    return [] if request.device.type == "cuda" else [f"the tensors are on {request.device}: it needs a CUDA GPU"]
+
+
+def device_reasons(request: Request) -> list[str]:
+    """Why kernels compiled here cannot run where ``request`` is."""
+    return cuda_reasons(request) or capability_reasons(request.capability)
+
+
+def dtype_reasons(found: torch.dtype, accepted: Sequence[torch.dtype], what: str = "the tensors are") -> list[str]:
+    """Why an op of the types ``accepted`` does not take ``found``."""
+    names = [str(dtype).removeprefix("torch.") for dtype in accepted]
+    return [] if found in accepted else [f"{what} {found}: it takes {', '.join(names[:-1])} and {names[-1]}"]
+
+
+def triton_reasons(device: torch.device | str, found: tuple[int, int]) -> list[str]:
+    """Why Triton's kernels cannot run on ``device`` of compute capability ``found``; on the CPU they run in Triton's interpreter alone."""
+    kind = device if isinstance(device, str) else device.type
+    reasons = capability_reasons(found) if kind == "cuda" else []
+    if kind != "cuda" and not (kind == "cpu" and interpreting()):
+        reasons.append(f"the tensors are on {device}: it needs a CUDA GPU, or TRITON_INTERPRET=1")
+    if importlib.util.find_spec("triton") is None:
+        reasons.append("triton is not installed")
+    return reasons
+
+
+def computes_at_once() -> bool:
+    """Whether tensors are numbers now: nobody traces or transforms (torch.func), who must see ops and knows the rules of those alone."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def differentiating_forward() -> bool:
+    """Whether forward-mode differentiation is on. What no rule covers gets no tangent there, which reads as a derivative of zero."""
+    return torch.autograd.forward_ad._current_level >= 0  # noqa: SLF001
+
+
+def refuse_forward_mode(op: str) -> None:
+    """What an op without a choice of backends says where `choose` would refuse.
+
+    Raises:
+        Unsupported: forward-mode differentiation is on.
+    """
+    if differentiating_forward():
+        raise Unsupported(f"{op}: {NO_FORWARD_MODE}")
+
+
+# -- row-wise ops --------------------------------------------------------------------------------------------------------
+
+
+def _row_reasons(request: Request) -> list[str]:
+    reasons = triton_reasons(request.device, request.capability) + dtype_reasons(request.dtype, DTYPES)
+    if request.n > LONGEST_ROW:
+        reasons.append(f"rows of {request.n} elements: it takes {LONGEST_ROW}")
+    return reasons
+
+
+_TRITON = Backend("triton", _row_reasons, lambda: True)
+_TORCH = Backend("torch", accept, lambda: False, forward_mode=True)
+# By device, because on the CPU the kernels run for tests alone, one element after the other.
+_ROW_TABLES = {"cuda": (_TRITON, _TORCH), "cpu": (_TORCH, _TRITON)}
+
+
+def runs_triton(op: str, x: Tensor, row: int) -> bool:
+    """Whether ``op`` on ``x``, which holds ``row`` elements of a row at once (0: any number), runs as a Triton kernel.
+
+    Under ``torch.compile`` the device and dtype alone decide.
+
+    Raises:
+        Unsupported: ``use_backend`` asked for one that refuses; the message has its reasons.
+    """
+    if torch.compiler.is_compiling():
+        return x.device.type == "cuda" and x.dtype in DTYPES and row <= LONGEST_ROW
+    request = Request(x.device, capability(x.device), x.dtype, op, x.numel() // max(row, 1), row, row)
+    return choose(op, _ROW_TABLES.get(x.device.type, (_TORCH,)), request).run()
+
+
+def interpreting() -> bool:
+    """Whether Triton's kernels run on the CPU in its interpreter (TRITON_INTERPRET=1 before triton is imported), as tests have it."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def on_device(x: Tensor) -> AbstractContextManager[object]:
+    """Inside, launches go to the GPU that holds ``x``: Triton takes the current one, whatever its arguments are on."""
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()

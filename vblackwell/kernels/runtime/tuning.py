@@ -1,0 +1,98 @@
+"""What was measured on this machine and never changes a result: the one cache of tuned settings and times.
+
+Entries are found first in the cache of this very GPU, driver, torch and triton version under ``$XDG_CACHE_HOME/vblackwell/autotune``, then
+in the table shipped for the GPU's name. Nothing is measured unasked. Files are replaced as a whole and a torn or foreign one is ignored.
+Each kind of kernel ('fp4', 'attention') has its own file and says itself what its entries are called and mean.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+
+from vblackwell.kernels.runtime.launch import driver_version
+from vblackwell.machine.cache import cache_root, write_atomically
+
+Entries = dict[str, dict[str, int]]
+SHIPPED = Path(__file__).parents[1] / "tuned"
+_VERSION = 1
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """What a measurement belongs to."""
+    import triton
+
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "multiprocessors": str(properties.multi_processor_count),
+        "driver": str(driver_version()),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+
+
+def bucket(length: int) -> int:
+    """The power of two that stands for ``length``: the next one."""
+    return 1 << max(0, length - 1).bit_length()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As entries spell it: 'bfloat16'."""
+    return str(dtype).removeprefix("torch.")
+
+
+def cache_path(kind: str, parts: dict[str, str]) -> Path:
+    """The file of the machine described by ``parts``."""
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_root() / "autotune" / f"{kind}-{digest}.json"
+
+
+def shipped_path(kind: str, gpu: str) -> Path:
+    """The table that comes with the package for GPUs of this name; it may not exist."""
+    return SHIPPED / f"{kind}-{gpu.lower().replace(' ', '-')}.json"
+
+
+@functools.lru_cache
+def entries(kind: str, device: torch.device) -> Entries:
+    """What is known of ``device``: shipped, and measured here; nothing of a device that is no GPU."""
+    if device.type != "cuda":
+        return {}
+    parts = machine(device)
+    return {**read_entries(shipped_path(kind, parts["gpu"])), **read_entries(cache_path(kind, parts))}
+
+
+def store(kind: str, device: torch.device, found: Entries) -> None:
+    """Keep measurements of this machine."""
+    parts = machine(device)
+    write_entries(cache_path(kind, parts), parts, found)
+    entries.cache_clear()
+
+
+def read_entries(path: Path) -> Entries:
+    """Entries of a file; none if it is missing, torn or of another version."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(content, dict) or content.get("version") != _VERSION:
+        return {}
+    found = content.get("entries")
+    if not isinstance(found, dict):
+        return {}
+    return {
+        name: fields
+        for name, fields in found.items()
+        if isinstance(fields, dict) and all(isinstance(value, int) for value in fields.values())
+    }
+
+
+def write_entries(path: Path, parts: dict[str, str], found: Entries) -> None:
+    """Add ``found`` to the file, replacing it as a whole."""
+    merged = {**read_entries(path), **found}
+    text = json.dumps({"version": _VERSION, "machine": parts, "entries": merged}, indent=1, sort_keys=True)
+    write_atomically(path, text.encode())
