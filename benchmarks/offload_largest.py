@@ -32,8 +32,14 @@ from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.layout.formats import Formats
 from vblackwell.offload.layout.groups import find_groups
-from vblackwell.offload.layout.placement import CUDA_GROUPS, MOST_RESIDENT, Wishes, bytes_by_level
-from vblackwell.offload.layout.update_place import RING_SHARE, ring_bytes
+from vblackwell.offload.layout.placement import (
+    CUDA_GROUPS,
+    MAX_RESIDENT,
+    RING_SHARE,
+    StreamingOptions,
+    bytes_by_level,
+    ring_bytes,
+)
 from vblackwell.units import GiB, format_bytes
 
 STATES = {"exact": "fp32", "8bit": "8bit"}
@@ -141,7 +147,7 @@ def plan_of(shape: Shape, machine: Machine, formats: Formats, batch: int, seq: i
     model = make_decoder(shape, seq)
     # One more than there are blocks is on its way; buffers are up to an eighth larger than what is in them.
     boundaries = (shape.num_layers + 2) * batch * seq * shape.hidden_size * 2 * 9 // 8
-    wishes = Wishes(
+    wishes = StreamingOptions(
         torch.bfloat16,
         update="level0",
         resident_bytes=room_for_residents(model, shape, machine, formats, batch * seq),
@@ -151,7 +157,7 @@ def plan_of(shape: Shape, machine: Machine, formats: Formats, batch: int, seq: i
     capacities = [machine.level0_bytes, machine.host_bytes]
     if machine.disk_bytes:
         capacities.append(machine.disk_bytes - machine.disk_bytes // SLACK)
-    table = bytes_by_level(model, capacities, wishes, "cuda" if machine.cuda else "cpu")
+    table = bytes_by_level(model, capacities, wishes, "gpu" if machine.cuda else "ram")
     return Plan(shape.num_layers, shape.num_parameters, wishes.resident_bytes, wishes.activation_bytes, table)
 
 
@@ -165,7 +171,7 @@ def room_for_residents(model: Decoder, shape: Shape, machine: Machine, formats: 
         # Of a block, forward and backward, bf16: gate, up, their product and the gradients of all three, twice over for what a
         # kernel writes anew; the rest is as wide as the residual stream or narrower.
         working += 2 * tokens * (12 * shape.intermediate_size + 24 * shape.hidden_size) + CONTEXT_BYTES
-    most = int(machine.level0_bytes * MOST_RESIDENT)
+    most = int(machine.level0_bytes * MAX_RESIDENT)
     return max(0, min(most, machine.level0_bytes - working))
 
 

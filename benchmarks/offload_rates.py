@@ -19,7 +19,7 @@ import torch
 
 from vblackwell.memory.copying import copy_streams
 from vblackwell.memory.slab import map_slab
-from vblackwell.offload.layout.update_rates import cpu_rate, rates_together
+from vblackwell.offload.host_rates import cpu_rate, rates_together
 from vblackwell.units import GiB, MiB
 
 PIECE = 64 * MiB

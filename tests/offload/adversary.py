@@ -22,7 +22,7 @@ from vblackwell.memory.level import Extent, Level
 from vblackwell.memory.ranges import RangeAllocator
 from vblackwell.memory.transfer import EventTransfer, Transfer
 from vblackwell.offload.movement.lane_queues import Copied, HostQueue, Pairs, Queues
-from vblackwell.offload.storage.stage_writer import Behind
+from vblackwell.offload.storage.staging import Continuations
 
 PAGE = 4096
 Actor = Callable[[], Callable[[], Any] | None]
@@ -272,7 +272,7 @@ class LateDisk(Level):
             self._used = 0
 
 
-class LateBehind(Behind):
+class LateContinuations(Continuations):
     """Chains that go on when the adversary lets them."""
 
     def __init__(self, adversary: Adversary) -> None:

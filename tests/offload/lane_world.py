@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tests.offload.adversary import PAGE, Adversary, LateBehind, LateDisk, LateQueues
+from tests.offload.adversary import PAGE, Adversary, LateContinuations, LateDisk, LateQueues
 from vblackwell.kernels.optimizer.adamw import AdamWStep
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.gpu import DeviceLevel
@@ -22,12 +22,13 @@ from vblackwell.memory.level import Transfer
 from vblackwell.memory.transfer import EventTransfer
 from vblackwell.offload.layout.formats import EXACT, Formats
 from vblackwell.offload.layout.groups import Group, moment_ranges
-from vblackwell.offload.layout.pieces import Piece, num_elements
-from vblackwell.offload.movement.lane import LaneEnd, LaneJob, QueuedLane, smallest_buffer
+from vblackwell.offload.layout.pieces import Piece, num_elements, smallest_buffer
+from vblackwell.offload.layout.storage_plan import StoragePlan
+from vblackwell.offload.movement.lane import LaneEnd, LaneJob, QueuedLane
 from vblackwell.offload.movement.worker import Worker
-from vblackwell.offload.storage.ranges import Homes, state_kinds
-from vblackwell.offload.storage.shadow import Ranges, Shadows
-from vblackwell.offload.storage.stage import Stage
+from vblackwell.offload.storage.shadows import Shadows
+from vblackwell.offload.storage.staging import Stage
+from vblackwell.offload.storage.storage import Ranges, Storage, spaces_of
 
 GARBAGE = 0x7F
 Bytes = dict[str, torch.Tensor]
@@ -82,7 +83,8 @@ class World:
         largest = max(self._bytes_below(group) for group in self.groups)
         host = max(int(total * setting.in_ram), 2 * largest + 8 * PAGE)
         self.stack = VGPUStack([DeviceLevel("cpu", 4 << 20), HostLevel(host, pin=False), self.disk])
-        self.homes = Homes(self.stack, "m", [1, 2], self.groups, (), self.groups)
+        plan = StoragePlan.empty(spaces_of(self.stack), [1, 2], self.groups, on_level0=self.groups)
+        self.homes = Storage(self.stack, "m", plan)
         narrow = setting.dtype == torch.bfloat16 and not setting.formats.stochastic
         first = [(group, "weight") for group in self.groups]
         first += [(group, "remainder") for group in self.groups] if narrow else []
@@ -92,7 +94,7 @@ class World:
         size = max(smallest_buffer(group) for group in self.groups)
         ring = self.homes.take("ring", setting.buffers * size, 0).view()
         assert ring is not None
-        self.stage = Stage(self.homes, LateBehind(self.adversary))
+        self.stage = Stage(self.homes, LateContinuations(self.adversary))
         self.lane = setting.lane(self.stack, self.homes, ring, setting.buffers, self.queues, self.stage, worker)
         self.shadows = Shadows(self.homes)
         self.ends: dict[Group, LaneEnd] = {}
@@ -112,10 +114,10 @@ class World:
 
     def _bytes_below(self, group: Group) -> int:
         kinds = ["weight", "gradient", *group.formats.moments]
-        return sum(Homes.size_of(group, kind) for kind in kinds) + group.num_bytes
+        return sum(group.size_of(kind) for kind in kinds) + group.num_bytes
 
     def _first_bytes(self, group: Group) -> Bytes:
-        return {kind: self._write(group, kind) for kind in ("weight", *state_kinds(group, self.homes))}
+        return {kind: self._write(group, kind) for kind in ("weight", *self.homes.states_of(group))}
 
     def _values(self, num_bytes: int, kind: str) -> torch.Tensor:
         """Bytes that are small numbers in whatever type ``kind`` has."""
@@ -168,7 +170,7 @@ class World:
         self.step += 1
         numbers = AdamWStep(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=self.step)
         values = self._values(group.num_bytes, "gradient")
-        kinds = ("weight", *state_kinds(group, self.homes))
+        kinds = ("weight", *self.homes.states_of(group))
         sources = {kind: self.homes.range(group, kind) for kind in kinds}
         shadows = None if final else self.shadows.take(group, kinds)
         targets = shadows or dict(sources)
@@ -236,7 +238,7 @@ class World:
 
     def confirm(self, group: Group) -> None:
         waiting = self.open.pop(group)
-        self.shadows.confirm(group, waiting.shadows)
+        self.shadows.commit(group, waiting.shadows)
         self.truth[group] = waiting.after
 
     def roll_back(self, group: Group) -> None:
@@ -244,7 +246,7 @@ class World:
         self.shadows.give_back(self.open.pop(group).shadows)
 
     def host_writes(self, group: Group) -> None:
-        kind = self.chance.choice(["weight", *state_kinds(group, self.homes)])
+        kind = self.chance.choice(["weight", *self.homes.states_of(group)])
         if group in self.ends:
             self.ends[group].stored.wait()
         for load in self.loads:

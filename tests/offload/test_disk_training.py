@@ -26,7 +26,7 @@ from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, r
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.state import ParameterState, export_state, import_state
-from vblackwell.offload.storage.ranges import Homes
+from vblackwell.offload.storage.storage import Storage
 
 DECODER, GPT2 = CASES[1], CASES[2]
 State = dict[str, ParameterState]
@@ -338,13 +338,13 @@ def test_what_passes_through_ram_is_counted_or_refused_with_both_numbers(make_st
 
 def test_weights_leave_the_ram_that_an_update_at_home_works_in(make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch):
     """Wherever the end of RAM is among the ranges: gradients spill, too, and no update works outside the cap."""
-    stage = Homes._stage
+    stage = Storage._stage
 
-    def counted(homes: Homes, kind: str, num_bytes: int) -> torch.Tensor:
+    def counted(homes: Storage, kind: str, num_bytes: int) -> torch.Tensor:
         assert kind in homes._staging, f"{num_bytes} bytes of {kind} would be outside the cap"
         return stage(homes, kind, num_bytes)
 
-    monkeypatch.setattr(Homes, "_stage", counted)
+    monkeypatch.setattr(Storage, "_stage", counted)
     for host_kib in range(192, 420, 32):
         model = Decoder(DecoderConfig(300, 32, 64, 3, 2, max_position=64), device="cpu")
         stack = make_stack(128 << 10, host_kib << 10)

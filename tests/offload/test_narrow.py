@@ -14,8 +14,8 @@ from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build
 from vblackwell.errors import Unsupported
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
-from vblackwell.offload.layout.forecast import foresee
-from vblackwell.offload.layout.placement import Wishes
+from vblackwell.offload.layout.forecast import forecast_step
+from vblackwell.offload.layout.placement import StreamingOptions
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.state import export_state
 from vblackwell.offload.storage.masters import round_from_fp32
@@ -175,8 +175,8 @@ def test_micro_batches_sum_what_each_of_them_used(
 @pytest.mark.parametrize("micro_batches", [2, 3])
 def test_sums_that_a_way_back_needs_are_foreseen(make_stack: MakeStack, micro_batches: int):
     model, (level0, host) = build(DECODER), (512 << 10, 8 << 20)
-    wishes = Wishes(torch.bfloat16, update="level0")
-    told = foresee(model, [level0, host], wishes, {}, undo=True, micro_batches=micro_batches).bytes_by_level
+    wishes = StreamingOptions(torch.bfloat16, update="level0")
+    told = forecast_step(model, [level0, host], wishes, {}, undo=True, micro_batches=micro_batches).bytes_by_level
     enable_vgpu_stack_optimization(
         model, make_stack(level0, host), placement="streamed", compute_dtype=torch.bfloat16, update="level0"
     )

@@ -17,10 +17,9 @@ from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload import host_rates
 from vblackwell.offload import measure as measuring
 from vblackwell.offload.api import offload_of
-from vblackwell.offload.layout import update_rates
+from vblackwell.offload.host_rates import HostUpdate
 from vblackwell.offload.layout.forecast import streamed_times
-from vblackwell.offload.layout.placement import Wishes
-from vblackwell.offload.layout.update_rates import HomeUpdate
+from vblackwell.offload.layout.placement import StreamingOptions
 from vblackwell.units import GiB, MiB
 
 MEASURED = Rates(779e12, 50e12, 4.27e12, 55e9, 55e9, 49.6e9, 49.6e9, 1.9e9)
@@ -130,20 +129,20 @@ def test_looks_at_a_host_that_is_disturbed_do_not_count(monkeypatch):
 
 
 def test_updates_run_beside_a_block_and_end_with_it(monkeypatch):
-    update = HomeUpdate(1 << 16)
+    update = HostUpdate(1 << 16)
     before, updates = set(threading.enumerate()), []
-    monkeypatch.setattr(update_rates.MasterLoop, "run", lambda loop: updates.append(loop))
+    monkeypatch.setattr(host_rates.MasterLoop, "run", lambda loop: updates.append(loop))
     with host_rates.updating(update):
         assert updates, "the first is over when the block begins"
         names = [thread.name for thread in threading.enumerate()]
-        assert "updates-beside" in names
+        assert "measured-updates" in names
     assert set(threading.enumerate()) <= before
 
     def failing(loop: object) -> None:
         raise ValueError("no")
 
-    monkeypatch.setattr(update_rates.MasterLoop, "run", failing)
-    with pytest.raises(RuntimeError, match="beside the measurement failed"), host_rates.updating(update):
+    monkeypatch.setattr(host_rates.MasterLoop, "run", failing)
+    with pytest.raises(RuntimeError, match="during the measurement failed"), host_rates.updating(update):
         pass
 
 
@@ -152,14 +151,18 @@ def test_a_streamed_step_of_a_decoder_on_meta():
     seconds = {"forward": 0.010, "loss": 0.001, "backward": 0.030, "loss_backward": 0.002}
     capacities = [64 * MiB, GiB]
     parameters = sum(p.numel() for p in model.parameters())
-    times = streamed_times(model, capacities, Wishes(update="level0", weight_bytes=8 * MiB), seconds, MEASURED)
+    times = streamed_times(
+        model, capacities, StreamingOptions(update="level0", weight_bytes=8 * MiB), seconds, MEASURED
+    )
     # States of all, weights for two passes but for what stays, gradients of late ones: as test_lanes has by hand.
     assert 10 * parameters < times.up_bytes < 14.5 * parameters
     assert sum(seconds.values()) < times.step_seconds < 1.5 * sum(seconds.values())
     slow = replace(MEASURED, up=1e9, up_both=1e9)
-    bound = streamed_times(model, capacities, Wishes(update="level0", weight_bytes=8 * MiB), seconds, slow)
+    bound = streamed_times(model, capacities, StreamingOptions(update="level0", weight_bytes=8 * MiB), seconds, slow)
     assert bound.bottleneck == "up" and bound.step_seconds > times.step_seconds
-    shared = streamed_times(model, capacities, Wishes(update="auto", weight_bytes=8 * MiB), seconds, slow)
+    shared = streamed_times(model, capacities, StreamingOptions(update="auto", weight_bytes=8 * MiB), seconds, slow)
     assert shared.busy["cpu"] > 0 and shared.step_seconds < bound.step_seconds
-    inputs = streamed_times(model, capacities, Wishes(update="level0", weight_bytes=8 * MiB), seconds, MEASURED, MiB)
+    inputs = streamed_times(
+        model, capacities, StreamingOptions(update="level0", weight_bytes=8 * MiB), seconds, MEASURED, MiB
+    )
     assert inputs.up_bytes == pytest.approx(times.up_bytes + 8 * MiB, rel=0.01)

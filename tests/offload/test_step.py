@@ -21,8 +21,8 @@ from vblackwell.errors import ConfigurationError, StepAbandoned
 from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.gradient_norms import select_top_k_gradients
-from vblackwell.offload.layout.forecast import foresee
-from vblackwell.offload.layout.placement import Wishes
+from vblackwell.offload.layout.forecast import forecast_step
+from vblackwell.offload.layout.placement import StreamingOptions
 from vblackwell.offload.movement.worker import set_worker_delay
 from vblackwell.offload.optimizer import VGPUAdamW
 
@@ -364,10 +364,10 @@ def test_gradients_made_zero_right_after_the_step(make_stack: MakeStack, update:
 def test_ways_back_take_what_is_foreseen(make_stack: MakeStack, dtype: torch.dtype | None):
     """All of what an update at home overwrites, the compute weight beside a master, too."""
     model, stack = build(MLP), make_stack(96 << 10)
-    wishes = Wishes(dtype, update="home")
+    wishes = StreamingOptions(dtype, update="home")
     capacities = [level.capacity_bytes for level in stack.levels]
     seconds = {"forward": 1.0, "backward": 1.0}
-    told = foresee(build(MLP), capacities, wishes, seconds, undo=True).bytes_by_level["undo"]
+    told = forecast_step(build(MLP), capacities, wishes, seconds, undo=True).bytes_by_level["undo"]
     enable_vgpu_stack_optimization(model, stack, placement="streamed", compute_dtype=dtype, update="home")
     optimizer = VGPUAdamW(model.parameters(), max_grad_norm=1e9, update_in_backward=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):

@@ -15,10 +15,10 @@ from vblackwell.machine.device import Precision
 from vblackwell.machine.rates import Rates
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.offload.layout.forecast import foresee, lane_rates
+from vblackwell.offload.layout.forecast import forecast_step, lane_rates
 from vblackwell.offload.layout.formats import EXACT
 from vblackwell.offload.layout.lanes import simulate
-from vblackwell.offload.layout.placement import Wishes
+from vblackwell.offload.layout.placement import StreamingOptions
 from vblackwell.planner.estimator import Run, threads_bytes
 from vblackwell.planner.forecast import Forecast, Machine, plan_of
 from vblackwell.planner.model_spec import of_decoder
@@ -322,12 +322,12 @@ def test_the_disk_of_the_largest_model_as_it_was_measured(monkeypatch):
     shape = replace(SHAPES["70B"], num_layers=22)
     machine = offload_largest.Machine(int(offload_largest.LEVEL0_SHARE * 143_771 * MiB), 108 * GiB, int(52e9), True)
     planned = offload_largest.plan_of(shape, machine, EXACT, 2, 2048)
-    wishes = Wishes(
+    wishes = StreamingOptions(
         compute_dtype=torch.bfloat16, update="level0", resident_bytes=planned.resident_bytes, activation_bytes=planned.activation_bytes,
         weight_bytes=12 * shape.block_parameters,
     )  # fmt: skip
     capacities = [machine.level0_bytes, machine.host_bytes, machine.disk_bytes]
-    lanes = foresee(
+    lanes = forecast_step(
         offload_largest.make_decoder(shape, 2048), capacities, wishes, {"forward": 0.3, "backward": 0.9}
     ).lanes
     assert sum(group.disk_read for group in lanes.groups) == pytest.approx(50e9, rel=0.06)

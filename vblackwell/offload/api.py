@@ -7,6 +7,7 @@ what is in use. The choice is arithmetic (`bytes_when_resident`) and can be forc
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable
@@ -18,19 +19,24 @@ from torch import nn
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.engine import Offload, drop_idle_weights
+from vblackwell.offload.host_rates import rates_together
 from vblackwell.offload.layout.formats import EXACT, Formats, range_bytes
 from vblackwell.offload.layout.groups import Group, Slot, compute_dtype_of
-from vblackwell.offload.layout.placement import CUDA_ACTIVATION_SHARE, Wishes, reserve_streamed
-from vblackwell.offload.layout.update_place import check_update
+from vblackwell.offload.layout.placement import (
+    CUDA_ACTIVATION_SHARE,
+    StreamingOptions,
+    check_update,
+    place_streamed,
+    refuse_slices_on_disk,
+)
 from vblackwell.offload.movement.activations import ActivationStore
 from vblackwell.offload.movement.worker import Worker
 from vblackwell.offload.parameters import engine_and_slot, forget_binding
 from vblackwell.offload.resident import Resident, resident_of
-from vblackwell.offload.storage.initialize import Initialize, Source
+from vblackwell.offload.storage.initialize import Initialize, Source, move_buffers
 from vblackwell.offload.storage.masters import close_weights, open_weights, read_truth, refuse_untrainable
-from vblackwell.offload.storage.moving import move_buffers
-from vblackwell.offload.storage.ranges import Homes
 from vblackwell.offload.storage.shared_memory import refuse_shared_memory
+from vblackwell.offload.storage.storage import Storage, spaces_of
 from vblackwell.units import format_bytes, parse_bytes
 
 PLACEMENTS = ("auto", "resident", "streamed")
@@ -124,7 +130,7 @@ def enable_vgpu_stack_optimization(
         parts: tuple[Any, ...] = (engine.homes,)
     else:
         store = ActivationStore(stack, f"{name}/activations") if activations == "host" else None
-        wishes = Wishes(
+        wishes = StreamingOptions(
             compute_dtype, None if groups is None else tuple(groups), update, parse_bytes(resident_bytes),
             None if weight_bytes is None else parse_bytes(weight_bytes), parse_bytes(activation_bytes), formats,
         )  # fmt: skip
@@ -152,7 +158,7 @@ def bytes_when_resident(model: nn.Module, compute_dtype: torch.dtype | None, for
 
 
 def _close_parts(
-    stack: weakref.ref[VGPUStack], name: str, homes: Homes, worker: Worker | None = None,
+    stack: weakref.ref[VGPUStack], name: str, homes: Storage, worker: Worker | None = None,
     prefetcher: Callable[[Any], bool] | None = None, store: ActivationStore | None = None,
 ) -> None:  # fmt: skip
     """Called by `close`, or when the model is collected: must not refer to it."""
@@ -173,20 +179,24 @@ def _close_parts(
 
 
 def _stream(
-    model: nn.Module, stack: VGPUStack, name: str, wishes: Wishes, source: Source, store: ActivationStore | None
+    model: nn.Module, stack: VGPUStack, name: str, wishes: StreamingOptions, source: Source, store: ActivationStore | None
 ) -> Offload:  # fmt: skip
-    found = reserve_streamed(model, stack, name, wishes)
+    device = stack.level0_device
+    measured = functools.partial(rates_together, device) if device.type == "cuda" else None
+    found = place_streamed(model, spaces_of(stack), wishes, measured)
+    homes = Storage(stack, name, found.storage)
     plain: list[tuple[torch.Tensor, torch.Tensor, type]] = []
     try:
+        refuse_slices_on_disk(found.slice_rows, homes.plan)
         for group in found.groups:
-            _bring_home(group, found.homes, source)
+            _bring_home(group, homes, source)
         source.take_over(found.groups)
-        move_buffers(model, stack.level0_device)
-        memory = found.homes.take("update ring", found.ring_bytes, 0) if found.ring_bytes else None
+        move_buffers(model, device)
+        memory = homes.take("update ring", found.ring_bytes, 0) if found.ring_bytes else None
         params = [slot.param for group in found.groups for slot in group.slots]
         plain = [(param, param.data, type(param)) for param in params]
         return Offload(
-            model, stack, name, found.groups, found.sites, found.homes, found.budget_bytes, found.slice_rows,
+            model, stack, name, found.groups, found.sites, homes, found.budget_bytes, found.slice_rows,
             found.on_level0, memory, store,
         )  # fmt: skip
     except BaseException:
@@ -196,11 +206,11 @@ def _stream(
             with torch.inference_mode(False):
                 param.data = data
         source.give_back()
-        found.homes.close()
+        homes.close()
         raise
 
 
-def _bring_home(group: Group, homes: Homes, source: Source) -> None:
+def _bring_home(group: Group, homes: Storage, source: Source) -> None:
     """Write the group's parameters to where they will live."""
     opened = open_weights(homes, group, load=False)
     for slot in group.slots:

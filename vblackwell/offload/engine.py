@@ -22,12 +22,11 @@ from vblackwell.memory.cache.stack import Reservation, VGPUStack
 from vblackwell.offload.hooks import SiteHook, handing_on, prefetcher_of
 from vblackwell.offload.layout.formats import of_all
 from vblackwell.offload.layout.groups import Group, Site, Slot, moment_ranges
+from vblackwell.offload.layout.pieces import smallest_buffer
 from vblackwell.offload.movement.activations import ActivationStore
 from vblackwell.offload.movement.departure import Claim, Leaving
 from vblackwell.offload.movement.frozen import FrozenStreamer
 from vblackwell.offload.movement.gradients import GradientCollector
-from vblackwell.offload.movement.host_gradients import is_fp32
-from vblackwell.offload.movement.lane import smallest_buffer
 from vblackwell.offload.movement.lane_cuda import make_lane
 from vblackwell.offload.movement.level0_updates import Level0Updates
 from vblackwell.offload.movement.loaded import PackedView, SavedTensor
@@ -37,9 +36,8 @@ from vblackwell.offload.movement.weights import WeightStreamer
 from vblackwell.offload.movement.worker import Worker
 from vblackwell.offload.parameters import engine_and_slot, is_transformed
 from vblackwell.offload.step import StepControl, UpdateSource, is_final
-from vblackwell.offload.storage.home_bytes import overwrite_home, read_home, zero_home
-from vblackwell.offload.storage.masters import refuse_unprepared
-from vblackwell.offload.storage.ranges import Homes
+from vblackwell.offload.storage.masters import read_weight, refuse_unprepared, write_parameter
+from vblackwell.offload.storage.storage import Storage
 from vblackwell.offload.transforms import computing_with_views, refuse_wrapping
 
 _top_hooks: Callable[[bool], Any] = getattr(torch._C, "_autograd")._top_saved_tensors_default_hooks  # noqa: B009 (untyped)
@@ -87,7 +85,7 @@ class Offload:
     finalizer: weakref.finalize[Any, Any]
 
     def __init__(
-        self, model: nn.Module, stack: VGPUStack, name: str, groups: list[Group], sites: list[Site], homes: Homes,
+        self, model: nn.Module, stack: VGPUStack, name: str, groups: list[Group], sites: list[Site], homes: Storage,
         budget_bytes: int, slice_rows: dict[Group, int] | None = None, on_level0: Sequence[Group] = (),
         ring: Reservation | None = None, activations: ActivationStore | None = None,
     ) -> None:  # fmt: skip
@@ -331,7 +329,10 @@ class Offload:
         with self.lock:
             self.step_control.settle(slot.group)
             self.weights.touched(slot.group)
-            self.worker.submit(overwrite_home, self, slot, source.detach().to("cpu")).result()
+            load = self.weights.last_load(slot.group)
+            if load is not None:
+                load.wait()
+            self.worker.submit(write_parameter, self.homes, slot, source.detach().to("cpu")).result()
         return True
 
     # -- state_dict --------------------------------------------------------------------------------------------------
@@ -362,13 +363,19 @@ class Offload:
 
     def export(self, slot: Slot) -> torch.Tensor | None:
         if self._exported is None or slot not in self._exporting:
-            return read_home(self, slot) if slot.group in self._slice_rows else None
+            return self._read_stored(slot) if slot.group in self._slice_rows else None
         self._exporting.discard(slot)
         stamp = self.weights.stamp(slot.group, 0, slot.group.num_bytes)
         known = self._exported.get(slot)
         if known is None or known[0] != stamp:  # tied names get one tensor, so that savers see the tie
-            known = self._exported[slot] = (stamp, read_home(self, slot))
+            known = self._exported[slot] = (stamp, self._read_stored(slot))
         return known[1]
+
+    def _read_stored(self, slot: Slot) -> torch.Tensor:
+        """A copy of a slot's compute weight on the CPU, after every update that was promised."""
+        self.step_control.settle(slot.group)
+        self.worker.drain()  # ranges may be staged, and staging is the worker's
+        return read_weight(self.homes, slot)
 
     def _refuse_assignment(
         self, module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *rest: Any
@@ -395,10 +402,10 @@ class Offload:
         refuse_unprepared(self.name, groups, self.homes, () if self.level0 is None else self.level0)
         fresh = [(group, kind) for group, kind in moment_ranges(groups) if (group, kind) not in self.homes]
         at_home = [group for group in groups if not is_final(optimizer) or self._needs_gradient_at_home(group)]
-        sums = [(group, "accumulated") for group in at_home if optimizer.accumulation_steps > 1 and not is_fp32(group)]
+        sums = [(group, "accumulated") for group in at_home if optimizer.accumulation_steps > 1 and not group.is_fp32]
         self.homes.reserve([(group, "gradient") for group in at_home] + fresh, sums)
         for group, kind in fresh:
-            self.worker.submit(zero_home, self.homes, group, kind)
+            self.worker.submit(self.homes.zero, group, kind)
         self.worker.drain()
         self.step_control.source = optimizer
 
@@ -411,7 +418,7 @@ class Offload:
         self.finish()
         for group, kind in moment_ranges(self.groups):
             if (group, kind) in self.homes:
-                self.worker.submit(zero_home, self.homes, group, kind)
+                self.worker.submit(self.homes.zero, group, kind)
         self.worker.drain()
         self.step_control.steps.clear()
         self.step_control.source = None

@@ -5,7 +5,7 @@ Medians of a few repetitions after a warm-up; good to about a tenth. Serious com
 The host's time for an operator is another matter: within minutes it was measured with 19 and with 26 us on one machine, while its cores
 ran a loop in Python equally fast. What disturbs it (memory that a process before gave back, neighbours, where the system puts threads)
 makes it longer, never shorter, and lasts for seconds: so it is looked at again and again between all other measurements, and the quicker
-steps of all looks count (`HostLooks`). So is AdamW on the CPU beside copies (`TogetherLooks`).
+steps of all looks count (`HostLooks`). So is AdamW on the CPU beside copies (`TogetherSamples`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from vblackwell.errors import ConfigurationError, DiskError
 from vblackwell.machine.rates import ADDS_PER_UPDATE, GROUP_ISSUES, Rates
 from vblackwell.memory.cache.stack import create_vgpu_stack
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
-from vblackwell.offload.host_rates import LOOP_PARAMETERS, looping_optimizer, updating
-from vblackwell.offload.layout.update_rates import (
-    HomeUpdate,
-    TogetherLooks,
+from vblackwell.offload.host_rates import (
+    LOOP_PARAMETERS,
+    HostUpdate,
+    TogetherSamples,
     adds_per_update,
     duplex_rate,
+    looping_optimizer,
     measured_bytes,
+    updating,
 )
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.trace.work import LOOP
@@ -195,17 +197,17 @@ def gpu_rates(device: torch.device) -> dict[str, float]:
     Sizes follow what the process may still take of the GPU: a cap holds while rates are measured, too.
     """
     room = measured_bytes(device, ADAMW_PARAMETERS * ADAMW_HELD_BYTES)
-    looks, update = HostLooks(device), HomeUpdate()
-    together = TogetherLooks(update, device)
+    looks, update = HostLooks(device), HostUpdate()
+    together = TogetherSamples(update, device)
     found = _copy_rates(device)
     looks.look()
-    together.look()
+    together.take()
     half = torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
     for name, dtype, width in (("half", half, 8192), ("fp32", torch.float32, 4096)):
         found[f"matmul_{name}_tflops"] = matmul_tflops(device, dtype, width)
         looks.look()
     found["adamw_gparams"] = adamw_gparams(device, room // ADAMW_HELD_BYTES)
-    together.look()
+    together.take()
     added = adds_per_update(update)
     looks.look()
     with updating(update):
@@ -213,7 +215,7 @@ def gpu_rates(device: torch.device) -> dict[str, float]:
     looks.look()
     groups = {place: group_seconds(device, place) for place in ("level0", "home")}
     looks.look()
-    together.look()
+    together.take()
     return found | {
         "cpu_adamw_beside_copies_gparams": together.rates[1] / 1e9,
         "adds_per_update": added,

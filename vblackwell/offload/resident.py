@@ -19,22 +19,21 @@ from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.hooks import UncachedForward
 from vblackwell.offload.layout.formats import EXACT, MOMENTS, Formats, of_all
 from vblackwell.offload.layout.groups import Group, Slot, find_groups, moment_ranges
+from vblackwell.offload.layout.storage_plan import StoragePlan
 from vblackwell.offload.movement.host_gradients import gradient_norm
 from vblackwell.offload.movement.lane import update_part
 from vblackwell.offload.movement.update import Hyper, update_master
 from vblackwell.offload.parameters import attributes
-from vblackwell.offload.storage.initialize import Source
+from vblackwell.offload.storage.initialize import Source, move_buffers
 from vblackwell.offload.storage.masters import (
     Opened,
     in_memory_order,
-    needs_master,
     read_truth,
     refuse_unprepared,
     write_truth,
 )
 from vblackwell.offload.storage.moments import moment_parts, read_moments, write_moments
-from vblackwell.offload.storage.moving import move_buffers
-from vblackwell.offload.storage.ranges import Homes
+from vblackwell.offload.storage.storage import Storage, spaces_of
 
 
 def _rounding_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -56,11 +55,11 @@ class Resident:
         self.groups, _ = find_groups(model, compute_dtype, formats=formats)
         self._states: dict[Slot, dict[str, torch.Tensor]] = {}
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.homes = Homes(stack, name, [0], self.groups)
+        self.homes = Storage(stack, name, StoragePlan.empty(spaces_of(stack), [0], self.groups))
         wide = [
             (group, "remainder" if splits(group) else "master")
             for group in self.groups
-            if group.trainable() and needs_master(group)
+            if group.trainable() and group.needs_master
         ]
         self.homes.reserve([(group, "weight") for group in self.groups] + wide)
         self._hooks: dict[Slot, Any] = {}

@@ -15,12 +15,12 @@ from vblackwell.machine.rates import Rates
 from vblackwell.memory.disk import PIECE_BYTES, THREADS
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.offload.layout.forecast import auto_share, foresee, lane_rates
+from vblackwell.offload.layout.forecast import auto_share, forecast_step, lane_rates
 from vblackwell.offload.layout.formats import EXACT
 from vblackwell.offload.layout.groups import Group, find_groups
 from vblackwell.offload.layout.lanes import LaneTimes, simulate
 from vblackwell.offload.layout.pieces import num_elements
-from vblackwell.offload.layout.placement import CUDA_ACTIVATION_SHARE, CUDA_GROUPS, Wishes, bytes_by_level
+from vblackwell.offload.layout.placement import CUDA_ACTIVATION_SHARE, CUDA_GROUPS, StreamingOptions, bytes_by_level
 from vblackwell.offload.movement.level0_updates import deferred_groups
 from vblackwell.planner.level_sizes import StackConfig, stack_config
 from vblackwell.planner.memory_estimate import (
@@ -233,7 +233,7 @@ def _streamed(model: nn.Module, capacities: list[int]) -> tuple[dict[str, list[i
     largest = max((group.num_bytes for group in groups), default=1)
     weights = _loaded_bytes(groups, capacities[0])
     late = sum(group.num_bytes for group in deferred_groups(groups))
-    table = bytes_by_level(model, capacities, Wishes(update="level0", weight_bytes=weights), name="GPU")
+    table = bytes_by_level(model, capacities, StreamingOptions(update="level0", weight_bytes=weights), name="GPU")
     # One gradient is made while the one before leaves: three decoders on an H200 took 3 % more, 2 % less and 7 % more than all this.
     table["leaving"] = [2 * largest] + [0] * (len(capacities) - 1)
     return table, late
@@ -247,13 +247,13 @@ def streamed_seconds(run: Run, trace: Trace, capacities: list[int], rates: Rates
     """
     model = run.model()
     groups = [group for group in find_groups(model, None, None, EXACT)[0] if group.trainable()]
-    wishes = Wishes(weight_bytes=_loaded_bytes(groups, capacities[0]))
+    wishes = StreamingOptions(weight_bytes=_loaded_bytes(groups, capacities[0]))
     share = auto_share(model, wishes, rates)
     updates = share * sum(map(num_elements, groups)) / rates.cpu_adamw
     streaming = streaming_work(rates.streaming_issues(len(groups), share))
     seconds = phase_seconds((*trace.work, *streaming), rates, updates=updates)
     wishes = replace(wishes, update=share)
-    return simulate(foresee(model, capacities, wishes, seconds).lanes, lane_rates(rates))
+    return simulate(forecast_step(model, capacities, wishes, seconds).lanes, lane_rates(rates))
 
 
 def streams_on(run: Run, gpu_bytes: int) -> bool:

@@ -15,14 +15,22 @@ from torch import nn
 from vblackwell.errors import InsufficientMemory, Unsupported
 from vblackwell.machine.rates import Rates
 from vblackwell.nn.convert.model import convert
-from vblackwell.offload.layout.forecast import Foreseen, foresee, lane_rates
+from vblackwell.offload.layout.forecast import StepForecast, forecast_step, lane_rates
 from vblackwell.offload.layout.formats import Formats, range_bytes, supports
 from vblackwell.offload.layout.groups import Group, find_groups
 from vblackwell.offload.layout.lane_work import gradient_traffic, with_disk_traffic
 from vblackwell.offload.layout.lanes import LaneRates, LaneTimes, disk_hidden_from, simulate
 from vblackwell.offload.layout.pieces import num_elements
-from vblackwell.offload.layout.placement import CUDA_GROUPS, MOST_RESIDENT, Wishes
-from vblackwell.offload.layout.update_place import RING_GROUPS, RING_SHARE, groups_kept, passing_bytes, state_bytes
+from vblackwell.offload.layout.placement import (
+    CUDA_GROUPS,
+    MAX_RESIDENT,
+    RING_GROUPS,
+    RING_SHARE,
+    StreamingOptions,
+    groups_kept,
+    passing_bytes,
+    state_bytes,
+)
 from vblackwell.offload.movement.activations import AHEAD, NEWEST
 from vblackwell.offload.movement.level0_updates import MOST_LENT
 from vblackwell.planner.estimator import Run, threads_bytes
@@ -219,7 +227,7 @@ class Forecast:
 
     def _foreseen(
         self, choice: Choice, formats: Formats, trace: Trace, seconds: Mapping[str, float]
-    ) -> tuple[Choice, Foreseen, int, int] | Lacking:
+    ) -> tuple[Choice, StepForecast, int, int] | Lacking:
         """The choice with sizes (its own, if it has some), where its bytes are, those on the GPU, and those of checkpoints in RAM.
 
         Raises:
@@ -233,12 +241,12 @@ class Forecast:
         choice = choice if choice.level0_bytes else self._sized(choice, free)
         inputs = self._input_bytes(choice) if choice.activations == "host" else 0
         waiting = inputs * self._num_blocks(choice)
-        wishes = Wishes(
+        wishes = StreamingOptions(
             update=choice.update, weight_bytes=choice.weight_bytes, resident_bytes=choice.resident_bytes, activation_bytes=waiting,
             formats=formats,
         )  # fmt: skip
         capacities = [choice.level0_bytes, bounds.host] + ([bounds.disk] if bounds.disk else [])
-        found = foresee(
+        found = forecast_step(
             self.model(choice.checkpointing, choice.fp4), capacities, wishes, seconds, input_bytes=inputs,
             micro_batches=choice.accumulation_steps, undo=machine.undo, name="GPU" if machine.has_gpu else "arena",
         )  # fmt: skip
@@ -249,7 +257,7 @@ class Forecast:
         found = replace(found, lanes=with_disk_traffic(found.lanes, *moved))
         return choice, found, found.bytes_of(0) + step, waiting
 
-    def _timed(self, choice: Choice, found: Foreseen, gpu: int, p99: int, host: int, in_full: bool) -> Prediction:
+    def _timed(self, choice: Choice, found: StepForecast, gpu: int, p99: int, host: int, in_full: bool) -> Prediction:
         machine, tokens = self.machine, self._tokens(choice)
         rates = lane_rates(machine.rates)
         uses_disk = any(group.disk_read or group.disk_write or group.weights_on_disk for group in found.lanes.groups)
@@ -267,7 +275,7 @@ class Forecast:
             clipped, written, hidden, threads=threads_bytes() if uses_disk else 0,
         )  # fmt: skip
 
-    def _times(self, found: Foreseen, rates: LaneRates) -> LaneTimes:
+    def _times(self, found: StepForecast, rates: LaneRates) -> LaneTimes:
         """Of a step; without a GPU every lane is the same cores, and one works after the other."""
         times = simulate(found.lanes, rates)
         if self.machine.has_gpu:
@@ -298,13 +306,13 @@ class Forecast:
         left = free - ring - slack
         keeps = choice.update != "home" and not self.machine.undo
         few = min(whole, CUDA_GROUPS * largest)
-        turn = groups_kept(groups[:TURN_GROUPS], min(left - few, int(MOST_RESIDENT * free) - ring)) if keeps else []
+        turn = groups_kept(groups[:TURN_GROUPS], min(left - few, int(MAX_RESIDENT * free) - ring)) if keeps else []
         resident = sum(state_bytes(group) for group in turn)
         loaded = whole - sum(group.num_bytes for group in turn)
         weights = max(1, min(left - resident, loaded))
         if keeps and left - resident > loaded:
             states = sum(state_bytes(group) for group in groups) - whole
-            room = max(0, min(left - whole, int(MOST_RESIDENT * free) - ring, states))
+            room = max(0, min(left - whole, int(MAX_RESIDENT * free) - ring, states))
             resident = max(
                 resident, sum(state_bytes(group) for group in groups_kept(groups, room))
             )  # whole groups, the first ones

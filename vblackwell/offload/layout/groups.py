@@ -5,7 +5,7 @@ each remaining module that owns parameters directly (an embedding, a head, a fin
 modules share belongs to the first; the others list that group among what they need.
 
 Within a group every parameter starts at a multiple of 512 bytes, as torch's allocators place single tensors, so that
-matrix kernels choose the same path for a view as for a tensor of its own, and vectorised optimizers round alike.
+matrix kernels choose the same path for a view as for a separate tensor, and vectorised optimizers round alike.
 """
 
 from __future__ import annotations
@@ -19,14 +19,23 @@ import torch
 from torch import nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.offload.layout.formats import EXACT, MOMENTS, PACKED_MOMENTS, Formats, supports
+from vblackwell.offload.layout.formats import (
+    EXACT,
+    MOMENTS,
+    NARROW_KINDS,
+    PACKED_MOMENTS,
+    Formats,
+    range_bytes,
+    supports,
+)
 from vblackwell.units import align_up
 
 ALIGNMENT = 512
-MOST_TRAINED = 4  # where frozen parameters are more than so many times the others, they are a group of their own
-# These read the parameters of modules inside them, whose forwards do not run; in eval mode for kernels with other bits, if all are plain.
+MAX_TRAINED = 4  # where frozen parameters are more than so many times the others, they form a separate group
+# These read the parameters of modules inside them, whose forwards do not run; in eval mode for kernels with other bits,
+# if all are plain.
 READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-TRAINED = "/trained"  # what the name of the others' group then ends with
+TRAINED = "/trained"  # the name of the others' group then ends with this
 
 
 @dataclass(eq=False)
@@ -37,7 +46,7 @@ class Slot:
         name: the parameter's first name in the model.
         param: the parameter itself; it stays the same object for the model's whole life.
         shape, stride, dtype: of the compute weight. ``stride`` is kept so that layouts such as channels_last survive.
-        offset: bytes from the group's start, for anything in ``dtype`` (compute weight, leaving gradient).
+        offset: bytes from the group's start, for anything in ``dtype`` (compute weight, gradient).
         offset_fp32: bytes from the group's start in ranges of fp32 (master, moments, accumulated gradient).
         plain_class: what the parameter is while its group is in use, `nn.Parameter` or the user's own child of it.
     """
@@ -65,7 +74,10 @@ class Slot:
         return _strided(flat, self.offset_fp32, torch.float32, self.shape, self.stride)
 
     def flat(self, flat: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Like `view`, as one dimension in memory order: what optimizers and sums work on. ``dtype`` of the same width: read as that."""
+        """Like `view`, as one dimension in memory order, which optimizers and sums work on.
+
+        ``dtype``: of the same width, to read the bytes as.
+        """
         return flat[self.offset : self.offset + self.num_elements * self.dtype.itemsize].view(dtype or self.dtype)
 
     def flat_fp32(self, flat: torch.Tensor) -> torch.Tensor:
@@ -84,10 +96,10 @@ def _strided(
 class Group:
     """Parameters that move as one flat range of ``num_bytes`` (``num_bytes_fp32`` for fp32 states).
 
-    ``formats`` says what else is kept of them, and what their places are multiples of.
+    ``formats`` says what else is kept of them, and what their offsets are multiples of.
 
-    While all parameters have one compute type, element ``i`` of the one range is element ``i`` of the other (`uniform`), so that
-    any stretch of elements can be cut out of all of them alike.
+    While all parameters have one compute type, element ``i`` of the one range is element ``i`` of the other (`uniform`),
+    so that any interval of elements can be cut out of all of them alike.
     """
 
     index: int
@@ -114,8 +126,32 @@ class Group:
         """Whether all compute weights have one type, of at most 4 bytes."""
         return len({slot.dtype for slot in self.slots}) == 1 and self.slots[0].dtype.itemsize <= 4
 
+    @property
+    def is_fp32(self) -> bool:
+        """Whether gradients are fp32 already, so that their sum is formed in place and needs no range ``accumulated``."""
+        return all(slot.dtype == torch.float32 for slot in self.slots if slot.dtype.is_floating_point)
+
+    @property
+    def needs_master(self) -> bool:
+        """Whether some compute weight is narrower than the fp32 in which its truth is kept."""
+        return not self.formats.stochastic and any(
+            slot.dtype.is_floating_point and slot.dtype != torch.float32 for slot in self.slots
+        )
+
+    @property
+    def dtype_names(self) -> str:
+        """The compute types, for messages."""
+        return ", ".join(sorted({str(slot.dtype).removeprefix("torch.") for slot in self.slots}))
+
+    def size_of(self, kind: str) -> int:
+        """Bytes of its range of ``kind``."""
+        if kind in PACKED_MOMENTS:
+            itemsize = self.slots[0].dtype.itemsize
+            return range_bytes(kind, self.num_bytes // itemsize, itemsize)
+        return self.num_bytes if kind in NARROW_KINDS else self.num_bytes_fp32
+
     def trainable(self) -> list[Slot]:
-        """Slots whose parameter wants a gradient now; read anew each time because users freeze and unfreeze."""
+        """Slots whose parameter requires a gradient now; read anew each time because users freeze and unfreeze."""
         return [slot for slot in self.slots if slot.param.requires_grad]
 
 
@@ -126,7 +162,7 @@ def moment_ranges(groups: Sequence[Group]) -> list[tuple[Group, str]]:
 
 @dataclass(eq=False)
 class Site:
-    """A module at whose forward some groups must be on level 0; ``when`` that is called with these args and kwargs, where it is given."""
+    """A module at whose forward some groups must be on level 0, if ``when(args, kwargs)``."""
 
     name: str
     module: nn.Module
@@ -146,9 +182,11 @@ def compute_dtype_of(param: torch.Tensor, wanted: torch.dtype | None) -> torch.d
 
 
 def find_groups(
-    model: nn.Module, compute_dtype: torch.dtype | None = None, given: Iterable[str] | None = None,
+    model: nn.Module,
+    compute_dtype: torch.dtype | None = None,
+    given: Iterable[str] | None = None,
     formats: Formats = EXACT,
-) -> tuple[list[Group], list[Site]]:  # fmt: skip
+) -> tuple[list[Group], list[Site]]:
     """Layer groups of ``model`` in registration order, and the modules that need them.
 
     Args:
@@ -198,14 +236,14 @@ def find_groups(
 
 
 def _apart(params: list[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
-    """Frozen parameters and the others, each as a group of its own, where only a little is trained, as with adapters.
+    """Frozen parameters and the others, each as a separate group, where only a little is trained, as with adapters.
 
     Gradients, masters and moments have the length of their group, which must not be that of a frozen base.
     """
     frozen = [(name, param) for name, param in params if not param.requires_grad]
     trained = [(name, param) for name, param in params if param.requires_grad]
     bytes_apart = bool(trained) and any(not param.is_floating_point() for _, param in frozen)
-    small = bytes_apart or sum(param.numel() for _, param in trained) * MOST_TRAINED < sum(
+    small = bytes_apart or sum(param.numel() for _, param in trained) * MAX_TRAINED < sum(
         param.numel() for _, param in frozen
     )
     return [part for part in ((frozen, trained) if small else (params,)) if part]
@@ -213,12 +251,12 @@ def _apart(params: list[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Pa
 
 def _refuse_formats(group: Group) -> None:
     if group.trainable():
-        found = ", ".join(sorted({str(slot.dtype).removeprefix("torch.") for slot in group.slots}))
+        found = group.dtype_names
         wanted = group.formats
         able = "bf16" if wanted.stochastic else "bf16 or fp32"
         raise Unsupported(
-            f"states={wanted.states!r} with masters={wanted.masters!r} is for groups that compute in {able} alone, and {group.name!r} has "
-            f"{found}: give compute_dtype=torch.bfloat16, or keep states='fp32' and masters='exact'"
+            f"states={wanted.states!r} with masters={wanted.masters!r} is for groups that compute in {able} alone, and "
+            f"{group.name!r} has {found}: give compute_dtype=torch.bfloat16, or keep states='fp32' and masters='exact'"
         )
 
 
@@ -234,7 +272,7 @@ def _list_children(model: nn.Module) -> set[nn.Module]:
 
 
 def _may_nest(encoder: nn.TransformerEncoder, args: Any, kwargs: Any) -> bool:
-    """Whether ``encoder`` looks at its first layer's parameters, to leave out padding if all are plain and nothing wants a gradient."""
+    """Whether ``encoder`` reads its first layer's parameters, to leave out padding if all are plain and need no gradient."""
     padding = kwargs.get("src_key_padding_mask", args[2] if len(args) > 2 else None)
     return padding is not None and not encoder.layers[0].training
 

@@ -1,8 +1,8 @@
 """The order in which groups are used, learned from one pass and followed in the next.
 
-A pass is one forward of the whole model with whatever follows it (recompute, backward). Training repeats it, so the
-last pass predicts this one. A deviation (a branch, a module called twice) only costs the prediction: the cursor looks
-for the next place where the group occurs, and until it finds one nothing is predicted.
+A pass is one forward of the whole model with what follows it (recompute, backward). Training repeats it, so the last pass
+predicts this one. A deviation (a branch, a module called twice) only costs the prediction: the cursor moves to the next place
+where the group occurs, and until there is one nothing is predicted.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 from bisect import bisect_right
 
 NEVER = 1 << 60
-LONGEST_PASS = (
-    1 << 16
-)  # uses; where nobody says that a pass begins, as when a model's parts are called by themselves, one does then
+# Uses, after which a pass begins where nobody says that one does, as when a model's parts are called by themselves.
+MAX_PASS = 1 << 16
 
 
 class AccessTrace:
@@ -38,7 +37,7 @@ class AccessTrace:
         """Group ``index`` is used now. Repetitions in a row count once."""
         if self._current and self._current[-1] == index:
             return
-        if len(self._current) == LONGEST_PASS:
+        if len(self._current) == MAX_PASS:
             self.begin_pass()
         self._current.append(index)
         if self._cursor is None or self._cursor >= len(self._previous) or self._previous[self._cursor] != index:
@@ -52,13 +51,12 @@ class AccessTrace:
         return positions[at] if at < len(positions) else None
 
     def next_use(self, index: int) -> int:
-        """Uses until ``index`` comes again; beyond this pass it counts on into the next; NEVER if not known."""
+        """Uses until ``index`` comes again, counted on into the next pass; NEVER if that is not known."""
         positions = self._positions.get(index)
         if not positions or self._cursor is None:
             return NEVER
-        at = bisect_right(positions, self._cursor - 1)
-        position = positions[at] if at < len(positions) else len(self._previous) + positions[0]
-        return position - self._cursor
+        position = self._find(index, self._cursor)
+        return (len(self._previous) + positions[0] if position is None else position) - self._cursor
 
     def expect(self, order: list[int]) -> None:
         """Predict this for the first pass."""
@@ -67,7 +65,7 @@ class AccessTrace:
         self.begin_pass()
 
     def upcoming(self, limit: int, *, wrap: bool = False) -> list[int]:
-        """The next ``limit`` distinct groups of this pass, soonest first. With ``wrap`` of the next pass too: updates may lie before it."""
+        """The next ``limit`` distinct groups of this pass, soonest first; with ``wrap`` also of the next pass."""
         if self._cursor is None:
             return []
         found: dict[int, None] = {}

@@ -1,40 +1,74 @@
-"""What a streamed model takes of its levels: decided by arithmetic on sizes, then reserved.
+"""What a streamed model takes of its levels: arithmetic on sizes, which the runtime then carries out.
 
-Level 0 keeps a ring for states, loaded weights, gradients on their way out and, where asked for, whole groups with their states; the
-levels below are the model's home. `reserve_streamed` works on any `LevelPool`. `bytes_by_level` asks it for a pool that holds
-nothing, so the same code that places a model says beforehand where every byte of it will be, or that there is no room.
+Level 0 keeps a ring for states, loaded weights, gradients on their way out and, where asked for, whole groups with their states;
+the levels below store the model. `place_streamed` decides it for levels of which it knows the sizes alone, so the same code that
+places a model says beforehand where every byte of it will be, or that there is no room.
+
+Where each group's AdamW runs. On a GPU, on level 0 for most: a CPU's update is what makes offloaded training slow, while the
+states of a group pass the link in about the time that its backward takes. A share stays in host memory, where the CPU updates
+some groups while the link serves the others. Without a GPU, level 0 is RAM like the levels below, and the states would only be
+copied to and fro. Groups with 8-bit moments are updated on level 0 everywhere: torch's update on the host knows no such states.
+
+The CPU's share. A parameter that is updated on level 0 costs the link `STATE_BYTES` up; one that is updated on the host costs the
+CPU its AdamW. Some bytes of every parameter go up in any case for forward and backward, ``pass_bytes``: twice its weight, less
+what stays loaded from one to the other. All is done together when
+
+    (pass_bytes + (1 - share) * STATE_BYTES) / link = share / cpu
+
+with ``link`` in bytes/s while copies go both ways, of which a step uses `LINK_USE` at best, and ``cpu`` in parameters/s. The CPU
+cannot begin before the first gradient is there, and must be done before the next forward: it has `OVERLAP` of a step. A share
+that is too large costs more than one that is too small. Tokens do not enter: where compute takes longer than both, any share does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from vblackwell.errors import ConfigurationError, InsufficientMemory
-from vblackwell.memory.level import NullLevel
-from vblackwell.memory.pool import LevelPool
+from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported
 from vblackwell.offload.layout.formats import EXACT, Formats
 from vblackwell.offload.layout.groups import Group, Site, find_groups, moment_ranges
-from vblackwell.offload.layout.stage_plan import PAGE
-from vblackwell.offload.layout.update_place import groups_kept, groups_on_level0, ring_bytes, state_bytes
-from vblackwell.offload.movement.level0_updates import deferred_groups
-from vblackwell.offload.movement.sliced import rows_per_slice, sliceable
-from vblackwell.offload.storage.masters import needs_master
-from vblackwell.offload.storage.ranges import Homes
-from vblackwell.units import format_bytes
+from vblackwell.offload.layout.pieces import (
+    MIN_BUFFER_BYTES,
+    bytes_of,
+    num_elements,
+    rows_per_slice,
+    sliceable,
+    smallest_buffer,
+)
+from vblackwell.offload.layout.storage_plan import PAGE, LevelSpace, StoragePlan
+from vblackwell.units import MiB, format_bytes
 
-# On CUDA, level 0's capacity is the whole process: this share is left to activations and workspaces...
+PLACES = ("auto", "level0", "home")
+
+# On a GPU, level 0's capacity is the whole process: this share is left to activations and workspaces...
 CUDA_ACTIVATION_SHARE = 0.5
 # ...and weights take no more than the groups in use, loading and turning around, unless ``weight_bytes`` says so.
 CUDA_GROUPS = 6
-MOST_RESIDENT = 0.75  # of level 0: what groups that live there may take of it
+MAX_RESIDENT = 0.75  # of level 0: what groups that live there may take of it
+
+# The ring holds one group's states and half of the next: what comes in while a group computes, and what is on its way out.
+RING_GROUPS = 1.5
+RING_SHARE = 0.25  # of level 0 at most
+# Of three or four kinds. Every piece costs the host 0.2 ms, and the last one nothing hides.
+BUFFER_BYTES = 144 * MiB
+MAX_BUFFERS = 24
+
+STATE_BYTES, PASS_BYTES = 10, 4  # a parameter: split bf16 masters, every weight loaded twice
+LINK_USE, OVERLAP = 0.9, 0.95
+MIN_SHARE, MAX_SHARE = 0.02, 0.5  # less is not worth a thread
+FIRST_SHARE = 0.15  # of the groups: they are not updated on the host while others can be
+DEFERRED_SHARE = 0.15  # of the elements that are updated on a GPU
+GROUPS_IN_USE = 3  # of the loaded ones: the one that computes, the next, and one on its way
+
+Measured = Callable[[], tuple[float, float]]  # link in bytes/s each way and CPU in parameters/s, while both work
 
 
 @dataclass(frozen=True)
-class Wishes:
+class StreamingOptions:
     """What the user said about streaming; `enable_vgpu_stack_optimization` explains each."""
 
     compute_dtype: torch.dtype | None = None
@@ -47,10 +81,11 @@ class Wishes:
 
 
 @dataclass(frozen=True)
-class Streamed:
-    """A model's groups and their homes, reserved.
+class StreamedPlacement:
+    """A model's groups and where their bytes are.
 
     Attributes:
+        storage: the ranges of its weights and masters, and of groups that live on level 0.
         budget_bytes: what loaded weights may take of level 0.
         slice_rows: groups that are computed in slices of that many rows.
         on_level0: groups whose AdamW runs there; ring_bytes: level-0 bytes through which their states pass.
@@ -58,77 +93,92 @@ class Streamed:
 
     groups: list[Group]
     sites: list[Site]
-    homes: Homes
+    storage: StoragePlan
     budget_bytes: int
     slice_rows: dict[Group, int]
     on_level0: list[Group]
     ring_bytes: int
 
+    @property
+    def trainable(self) -> list[Group]:
+        return [group for group in self.groups if group.trainable()]
 
-def reserve_streamed(model: nn.Module, stack: LevelPool, name: str, wishes: Wishes) -> Streamed:
-    """Find the groups of ``model`` and reserve the ranges of its weights and masters.
+    @property
+    def deferred(self) -> list[Group]:
+        """Groups whose updates on a GPU wait for the next forward."""
+        return deferred_groups(self.on_level0, self.storage)
+
+
+def place_streamed(
+    model: nn.Module, levels: Sequence[LevelSpace], options: StreamingOptions, measured: Measured | None = None
+) -> StreamedPlacement:
+    """Find the groups of ``model`` and place its weights and masters.
+
+    Args:
+        measured: rates for update='auto', asked where they decide; None: everything is updated on the host then.
 
     Raises:
-        ConfigurationError, Unsupported: as `find_groups`; or the stack has one level, or nothing could live on level 0.
-        InsufficientMemory: level 0 cannot hold the largest group, or the lower levels the model; nothing is reserved.
+        ConfigurationError, Unsupported: as `find_groups`; or there is one level, or nothing could live on level 0.
+        InsufficientMemory: level 0 cannot hold the largest group, or the lower levels the model.
     """
-    formats = wishes.formats
-    groups, sites = find_groups(model, wishes.compute_dtype, wishes.groups, formats)
-    level = stack.levels[0]
-    free = level.capacity_bytes - level.used_bytes
+    groups, sites = find_groups(model, options.compute_dtype, options.groups, options.formats)
+    level, resident_bytes = levels[0], options.resident_bytes
+    free = level.free_bytes
     slice_rows = _choose_slices(groups, sites, free)
     whole = [group for group in groups if group not in slice_rows]
-    # A sliced leaf's weights and gradient come from home, as those of any update that has to wait for its step.
-    able = groups if formats.packed else whole
-    on_level0 = groups_on_level0(able, wishes.update, stack.level0_device, wishes.weight_bytes, wishes.resident_bytes)
+    # A sliced leaf's weights and gradient come from storage, as those of any update that has to wait for its step.
+    able = groups if options.formats.packed else whole
+    on_level0 = groups_on_level0(able, options, measured)
     ring = ring_bytes(on_level0, free) if on_level0 else 0
-    kept = groups_kept([group for group in on_level0 if group in whole], wishes.resident_bytes)
-    kept_bytes = sum(state_bytes(group) for group in kept)
-    if wishes.resident_bytes and not on_level0:
+    resident = groups_kept([group for group in on_level0 if group in whole], resident_bytes)
+    kept_bytes = sum(state_bytes(group) for group in resident)
+    if resident_bytes and not on_level0:
         raise ConfigurationError(
-            f"resident_bytes={wishes.resident_bytes} keeps groups that are updated on level 0, and none is: use update='level0'"
+            f"resident_bytes={resident_bytes} keeps groups that are updated on level 0, and none is: use update='level0'"
         )
-    if kept_bytes > free * MOST_RESIDENT:
+    if kept_bytes > free * MAX_RESIDENT:
         raise InsufficientMemory(
-            f"resident_bytes would keep {format_bytes(kept_bytes)} on level 0 ({level.name}), more than {MOST_RESIDENT:.0%} of the "
-            f"{format_bytes(free)} that are free there: lower it, or raise fast_memory (the capacity of level 0)",
-            needed_bytes=int(kept_bytes / MOST_RESIDENT),
+            f"resident_bytes would keep {format_bytes(kept_bytes)} on level 0 ({level.name}), more than "
+            f"{MAX_RESIDENT:.0%} of the {format_bytes(free)} that are free there: lower it, or raise fast_memory (the "
+            "capacity of level 0)",
+            needed_bytes=int(kept_bytes / MAX_RESIDENT),
             available_bytes=free,
         )
-    budget = _weights_budget(whole, free - ring - kept_bytes, stack.level0_device, level.name, wishes.weight_bytes)
-    if len(stack.levels) < 2:
+    budget = _weights_budget(whole, replace(level, capacity_bytes=level.capacity_bytes - ring - kept_bytes), options)
+    if len(levels) < 2:
         raise ConfigurationError("streaming needs a level below level 0: add a 'cpu' or 'ssd' level to the stack")
-    homes = Homes(
-        stack, name, range(1, len(stack.levels)), groups, kept, on_level0, set_aside_bytes=wishes.activation_bytes
-    )
     trainable = [group for group in groups if group.trainable()]
     # Slices are cut from addressable ranges: those first.
     ordered = sorted(groups, key=lambda group: group not in slice_rows)
-    homes.reserve(
+    storage = StoragePlan.empty(
+        levels, range(1, len(levels)), groups, resident, on_level0, options.activation_bytes
+    ).with_ranges(
         [(group, "weight") for group in ordered]
-        + [(group, "remainder" if group in on_level0 else "master") for group in trainable if needs_master(group)],
-        # With gradients that wait for an update at home: whatever will spill passes through RAM that weights must leave.
+        + [(group, "remainder" if group in on_level0 else "master") for group in trainable if group.needs_master],
+        # With gradients that wait for an update on the host: whatever will spill passes through RAM that weights must leave.
         later=[(group, "gradient") for group in trainable if group not in on_level0] + moment_ranges(trainable),
     )
-    _check_slices(slice_rows, homes)
-    return Streamed(groups, sites, homes, budget, slice_rows, on_level0, ring)
+    refuse_slices_on_disk(slice_rows, storage)
+    return StreamedPlacement(groups, sites, storage, budget, slice_rows, on_level0, ring)
 
 
-def _check_slices(slice_rows: Iterable[Group], homes: Homes) -> None:
-    for group in slice_rows:
-        reservation = homes.range(group, "weight")
-        if not reservation.is_addressable:
-            level_name = homes.stack.levels[reservation.level].name
-            homes.close()
+def refuse_slices_on_disk(sliced: Iterable[Group], storage: StoragePlan) -> None:
+    """
+    Raises:
+        InsufficientMemory: weights that are to be cut into slices are on a disk.
+    """
+    for group in sliced:
+        level = storage.level_of(group, "weight")
+        if level.kind == "disk":
             raise InsufficientMemory(
-                f"{group.name!r} is larger than level 0 and must be cut from RAM, but only {level_name} has room for its "
+                f"{group.name!r} is larger than level 0 and must be cut from RAM, but only {level.name} has room for its "
                 f"{format_bytes(group.num_bytes)}: raise host_memory",
                 needed_bytes=group.num_bytes,
                 available_bytes=0,
             )
 
 
-def _choose_slices(groups: list[Group], sites: list[Site], free: int) -> dict[Group, int]:
+def _choose_slices(groups: Iterable[Group], sites: Sequence[Site], free: int) -> dict[Group, int]:
     """Rows a slice for every group that with its gradient does not fit ``free`` and can be cut."""
     chosen: dict[Group, int] = {}
     for group in groups:
@@ -140,77 +190,257 @@ def _choose_slices(groups: list[Group], sites: list[Site], free: int) -> dict[Gr
     return chosen
 
 
-def _weights_budget(groups: list[Group], free: int, device: torch.device, level_name: str, wanted: int | None) -> int:
-    """What loaded weights may take of ``free`` bytes: ``wanted``, or all but one gradient buffer, on CUDA a few groups.
+def _weights_budget(groups: Sequence[Group], level: LevelSpace, options: StreamingOptions) -> int:
+    """What loaded weights may take of ``level``: what was asked for, or all but one gradient buffer, on a GPU a few groups.
 
     Raises:
         InsufficientMemory: the largest group with its gradient does not fit.
     """
+    free = level.free_bytes
     weights = max((group.num_bytes for group in groups), default=0)
     gradient = max((group.num_bytes for group in groups if group.trainable()), default=0)
     if weights + gradient > free:
         largest = max(groups, key=lambda group: group.num_bytes)
         raise InsufficientMemory(
-            f"level 0 ({level_name}) has {format_bytes(free)} free, and the largest layer group, {largest.name!r}, needs "
-            f"{format_bytes(weights + gradient)} there (weights {format_bytes(weights)}, gradient {format_bytes(gradient)}): "
-            "raise fast_memory (the capacity of level 0)",
+            f"level 0 ({level.name}) has {format_bytes(free)} free, and the largest layer group, {largest.name!r}, needs "
+            f"{format_bytes(weights + gradient)} there (weights {format_bytes(weights)}, gradient "
+            f"{format_bytes(gradient)}): raise fast_memory (the capacity of level 0)",
             needed_bytes=weights + gradient,
             available_bytes=free,
         )
     budget = free - gradient
-    if wanted is not None:
-        return max(weights, min(budget, wanted))
-    if device.type == "cuda":
+    if options.weight_bytes is not None:
+        return max(weights, min(budget, options.weight_bytes))
+    if level.kind == "gpu":
         budget = max(weights, min(budget, CUDA_GROUPS * weights, int(free * (1 - CUDA_ACTIVATION_SHARE))))
     return budget
+
+
+# -- where AdamW runs ----------------------------------------------------------------------------------------------------
+
+
+def check_update(update: str | float, formats: Formats = EXACT) -> None:
+    """Refuse what is neither a place nor a share, and a place that the formats exclude.
+
+    Raises:
+        ConfigurationError: with what is allowed.
+    """
+    if isinstance(update, str) and update not in PLACES:
+        raise ConfigurationError(f"update {update!r} is none of {', '.join(PLACES)}, nor a share between 0 and 1")
+    if not isinstance(update, str) and not 0 <= update <= 1:
+        raise ConfigurationError(f"update {update} is no share of the parameters to update at home: give 0 to 1")
+    if formats.packed and update not in ("auto", "level0", 0):
+        raise ConfigurationError(
+            f"update={update!r} would update at home, and {formats.states} states are updated on level 0 alone: use "
+            "'level0' or 'auto'"
+        )
+
+
+def groups_on_level0(groups: Sequence[Group], options: StreamingOptions, measured: Measured | None) -> list[Group]:
+    """The groups of ``groups`` (in the order of the forward) that are updated on level 0.
+
+    Args:
+        options: ``update``: 'level0', 'home', the share of the parameters that is updated on the host, or 'auto': the share that
+            keeps a GPU's link and the CPU busy alike.
+        measured: as `place_streamed`.
+
+    Raises:
+        Unsupported: 'level0', and a group that is to be trained cannot be updated there. Otherwise the host updates it.
+    """
+    update = options.update
+    if update == "level0":
+        _refuse_unable(groups)
+    if update == "auto" and any(group.formats.packed for group in groups):
+        update = "level0"
+    if update == "auto":
+        update = "home" if measured is None else share_of_all(groups, options, measured)
+    able = [group for group in groups if group.trainable() and _can_update_on_level0(group)]
+    if isinstance(update, str):
+        return able if update == "level0" else []
+    on_host = _on_host(able, update)
+    return [group for group in able if group not in on_host]
+
+
+def share_of_all(groups: Sequence[Group], options: StreamingOptions, measured: Measured) -> float:
+    """The share of all parameters that the host updates, at ``measured`` rates.
+
+    Groups that live on level 0 need neither the link nor the CPU.
+    """
+    able = [group for group in groups if group.trainable() and _can_update_on_level0(group)]
+    kept = set(groups_kept(able, options.resident_bytes))
+    streamed = [group for group in groups if group not in kept]
+    part = sum(map(num_elements, streamed)) / max(1, sum(map(num_elements, groups)))
+    return round(part * share_for(*measured(), pass_bytes(streamed, options.weight_bytes)), 2)
+
+
+def share_for(link: float, cpu: float, pass_bytes: float = PASS_BYTES) -> float:
+    """The share, 0 to `MAX_SHARE`, for a ``link`` in bytes/s each way and a ``cpu`` in parameters/s (see the module's text)."""
+    link *= LINK_USE
+    share = OVERLAP * (pass_bytes + STATE_BYTES) / link / (STATE_BYTES / link + 1 / cpu)
+    return 0.0 if share < MIN_SHARE else min(round(share, 2), MAX_SHARE)
+
+
+def pass_bytes(groups: Sequence[Group], weight_bytes: int | None) -> float:
+    """Bytes a parameter that a forward and its backward load: each weight twice, but for what stays at the two turns."""
+    whole, count = sum(group.num_bytes for group in groups), sum(num_elements(group) for group in groups)
+    in_use = GROUPS_IN_USE * max((group.num_bytes for group in groups), default=0)
+    stays = 0 if weight_bytes is None else min(max(0, weight_bytes - in_use), whole)
+    return 2 * (whole - stays) / max(count, 1)
+
+
+def _can_update_on_level0(group: Group) -> bool:
+    """One compute type, fp32 or bf16 with a split master."""
+    return group.uniform and group.slots[0].dtype in (torch.float32, torch.bfloat16)
+
+
+def _refuse_unable(groups: Iterable[Group]) -> None:
+    for group in groups:
+        if group.trainable() and not _can_update_on_level0(group):
+            raise Unsupported(
+                f"update='level0' is for groups that compute in bf16 or fp32 alone, and {group.name!r} has "
+                f"{group.dtype_names}: give compute_dtype=torch.bfloat16, or use update='auto', which updates such groups "
+                "on the CPU"
+            )
+
+
+def _on_host(groups: list[Group], share: float) -> list[Group]:
+    """About ``share`` of the elements of ``groups``, evenly over those that are not the first of the forward.
+
+    Evenly, because the link and the worker then both have work all through backward; not the first, because those finish
+    backward last and are needed first.
+    """
+    wanted = share * sum(num_elements(group) for group in groups)
+    late = groups[int(len(groups) * FIRST_SHARE) :] if share < 1 - FIRST_SHARE else groups
+    found: list[Group] = []
+    taken = seen = 0
+    total = sum(num_elements(group) for group in late) or 1
+    for group in reversed(late):
+        seen += num_elements(group)
+        if taken + num_elements(group) / 2 <= wanted * seen / total:
+            found.append(group)
+            taken += num_elements(group)
+    return found
+
+
+def deferred_groups(groups: Sequence[Group], storage: StoragePlan | None = None) -> list[Group]:
+    """The groups whose updates on a GPU wait for the next forward: the last of ``groups``, about `DEFERRED_SHARE` of their elements.
+
+    Backward needs the link for weights and states, forward for weights alone. These are the first of backward, and their weights
+    are needed last. Their gradients are stored and come back, 4 bytes a parameter more. None where some groups live on level 0.
+    """
+    if storage is not None and any(storage.is_resident(group) for group in groups):
+        return []
+    left = DEFERRED_SHARE * sum(num_elements(group) for group in groups)
+    found = []
+    for group in reversed(groups):
+        if left < num_elements(group) / 2:
+            break
+        left -= num_elements(group)
+        found.append(group)
+    return found
+
+
+# -- what updates on level 0 take there ----------------------------------------------------------------------------------
+
+
+def passing_bytes(group: Group) -> int:
+    """Bytes of what passes through the ring: a group's remainders and moments."""
+    narrow = group.slots[0].dtype.itemsize == 2 and not group.formats.stochastic
+    kinds = [*(["remainder"] if narrow else []), *group.formats.moments]
+    return sum(bytes_of(group, kind, num_elements(group)) for kind in kinds)
+
+
+def state_bytes(group: Group) -> int:
+    """Bytes of a group's weights, their masters and AdamW's states."""
+    return group.num_bytes + passing_bytes(group)
+
+
+def groups_kept(groups: Iterable[Group], resident_bytes: int) -> list[Group]:
+    """The first of ``groups`` whose weights and states fit ``resident_bytes``."""
+    found = []
+    for group in groups:
+        resident_bytes -= state_bytes(group)
+        if resident_bytes < 0:
+            break
+        found.append(group)
+    return found
+
+
+def ring_bytes(groups: Sequence[Group], free_bytes: int) -> int:
+    """What the ring for ``groups`` may take of ``free_bytes`` on level 0.
+
+    Raises:
+        InsufficientMemory: not even the smallest buffer fits.
+    """
+    least = max(smallest_buffer(group) for group in groups)
+    wanted = max(2 * least, int(RING_GROUPS * max(passing_bytes(group) for group in groups)))
+    found = min(wanted, int(free_bytes * RING_SHARE)) // 512 * 512
+    if found < least:
+        raise InsufficientMemory(
+            f"updates on level 0 pass through {format_bytes(least)} of it at least, a quarter of the "
+            f"{format_bytes(free_bytes)} that are free is less: raise fast_memory (the capacity of level 0), or use "
+            "update='home' with states='fp32'",
+            needed_bytes=int(least / RING_SHARE),
+            available_bytes=free_bytes,
+        )
+    return found
+
+
+def num_buffers(total_bytes: int, least_bytes: int = MIN_BUFFER_BYTES) -> int:
+    """Into how many buffers, of ``least_bytes`` at least, a ring of ``total_bytes`` is cut."""
+    wanted = max(total_bytes // BUFFER_BYTES, 8)
+    return max(1, min(MAX_BUFFERS, wanted, total_bytes // least_bytes))
 
 
 # -- beforehand ----------------------------------------------------------------------------------------------------------
 
 
-def paper_pool(capacities: Sequence[int], device: torch.device | str, name: str | None = None) -> LevelPool:
-    """Levels that hold nothing, of ``capacities`` bytes: the first on ``device`` and called ``name`` in errors, then RAM, then a disk."""
-    level0 = torch.device(device)
-    names = (name or str(level0), "cpu", "ssd")
-    places = (level0, torch.device("cpu"), None)
-    alignments = (512, PAGE, PAGE)
-    return LevelPool([NullLevel(*each) for each in zip(capacities, names, places, alignments, strict=False)])
+def spaces(capacities: Sequence[int], level0: str = "ram", name: str | None = None) -> list[LevelSpace]:
+    """Empty levels of ``capacities`` bytes: the first of the kind ``level0`` and called ``name`` in errors, then RAM, then a disk."""
+    names = (name or {"gpu": "cuda", "ram": "cpu"}[level0], "cpu", "ssd")
+    found = []
+    for size, each, kind, alignment in zip(capacities, names, (level0, "ram", "disk"), (512, PAGE, PAGE), strict=False):
+        found.append(LevelSpace(each, kind, size // alignment * alignment, 0, alignment))
+    return found
 
 
 def bytes_by_level(
-    model: nn.Module, capacities: Sequence[int], wishes: Wishes, device: torch.device | str = "cpu", name: str | None = None
-) -> dict[str, list[int]]:  # fmt: skip
-    """Where the bytes of ``model``, which may be on the meta device, would be while it trains with ``undo=False``; moves nothing.
+    model: nn.Module,
+    capacities: Sequence[int],
+    options: StreamingOptions,
+    level0: str = "ram",
+    name: str | None = None,
+    measured: Measured | None = None,
+) -> dict[str, list[int]]:
+    """Where the bytes of ``model``, which may be on the meta device, would be while it trains with ``undo=False``.
 
     Args:
-        capacities: bytes of level 0, which is on ``device``, of RAM and, if there is one, of the disk.
-        name: of level 0 in errors, if it is not its device's.
+        capacities: bytes of level 0, which is 'ram' or a 'gpu', of RAM and, if there is one, of the disk.
+        name: of level 0 in errors.
 
     Returns:
         Reserved bytes of each kind of range, and of 'staging', 'ring' and 'loaded', by level. Activations are not among them, but
-        for the ``activation_bytes`` of ``wishes``.
+        for the ``activation_bytes`` of ``options``.
 
     Raises:
-        As `reserve_streamed`; InsufficientMemory too where optimizer states find no room.
+        As `place_streamed`; InsufficientMemory too where optimizer states find no room.
     """
-    level0 = torch.device(device)
-    pool = paper_pool(capacities, level0, name)
-    levels = pool.levels
-    found = reserve_streamed(model, pool, "plan", wishes)
-    trainable = [group for group in found.groups if group.trainable()]
-    late = set(found.slice_rows) | {group for group in trainable if group not in found.on_level0}
-    if level0.type == "cuda":
-        late |= set(deferred_groups(found.on_level0, found.homes))
-    found.homes.reserve(
-        [(group, "gradient") for group in trainable if group in late] + moment_ranges(trainable),
-    )
-    table = found.homes.bytes_by_level()
-    for level, row in enumerate(zip(*table.values(), strict=True)):
-        staged = levels[level].used_bytes - sum(row)
-        table.setdefault("staging", [0] * len(levels))[level] = max(0, staged)
-    table["ring"] = [found.ring_bytes] + [0] * (len(levels) - 1)
-    table["loaded"] = [found.budget_bytes] + [0] * (len(levels) - 1)
-    table["activations"] = [0] * len(levels)
-    table["activations"][1] = wishes.activation_bytes
-    found.homes.close()
+    found = place_streamed(model, spaces(capacities, level0, name), options, measured)
+    late = set(found.slice_rows) | {group for group in found.trainable if group not in found.on_level0}
+    if level0 == "gpu":
+        late |= set(found.deferred)
+    gradients = [(group, "gradient") for group in found.trainable if group in late]
+    table = tabulated(found, found.storage.with_ranges(gradients + moment_ranges(found.trainable)))
+    table["activations"] = [0] * len(capacities)
+    table["activations"][1] = options.activation_bytes
+    return table
+
+
+def tabulated(found: StreamedPlacement, storage: StoragePlan) -> dict[str, list[int]]:
+    """Bytes by level of the ranges of ``storage``, of 'staging' and what rounding adds, of the 'ring' and of 'loaded' weights."""
+    table, levels = storage.bytes_by_level(), storage.levels
+    held = [sum(row) for row in zip(*table.values(), strict=True)]
+    table["staging"] = [level.used_bytes - num_bytes for level, num_bytes in zip(levels, held, strict=True)]
+    rest = [0] * (len(levels) - 1)
+    table["ring"], table["loaded"] = [found.ring_bytes, *rest], [found.budget_bytes, *rest]
     return table

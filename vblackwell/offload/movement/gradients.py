@@ -21,10 +21,10 @@ from vblackwell.memory.copying import start_copy
 from vblackwell.memory.level import Transfer
 from vblackwell.offload.layout.groups import Group, Slot
 from vblackwell.offload.movement.departure import Claim, Departure, GroupGradient, Leaving
-from vblackwell.offload.movement.host_gradients import GradientsAtHome, gradient_norm, is_fp32
+from vblackwell.offload.movement.host_gradients import GradientsAtHome, gradient_norm
 from vblackwell.offload.movement.weights import current_stream
 from vblackwell.offload.movement.worker import Outcome, Worker
-from vblackwell.offload.storage.ranges import Homes
+from vblackwell.offload.storage.storage import Storage
 from vblackwell.units import format_bytes
 
 # Buffers on their way home beside the one that fills: more would only wait for the link on level 0 instead of at home.
@@ -59,7 +59,7 @@ class GradientCollector:
     """
 
     def __init__(
-        self, stack: VGPUStack, groups: list[Group], homes: Homes, worker: Worker,
+        self, stack: VGPUStack, groups: list[Group], homes: Storage, worker: Worker,
         drop_weights: Callable[[], bool], departing: Callable[[Leaving, bool], Claim], arrived: Callable[[Group], None],
     ) -> None:  # fmt: skip
         self._stack = stack
@@ -207,13 +207,13 @@ class GradientCollector:
         return SliceLanding(self, slot, adding)
 
     def _reserve_home(self, group: Group, adding: bool) -> None:
-        kinds = ["gradient", *(["accumulated"] if adding and not is_fp32(group) else [])]
+        kinds = ["gradient", *(["accumulated"] if adding and not group.is_fp32 else [])]
         if all((group, kind) in self._homes for kind in kinds):
             return
         while self._end_summing():  # once: what is lent for a moment must not push it to a disk for good
             pass
         # The other sums will follow: where they spill, the host memory that they pass through is taken before they fill it.
-        later = [(each, "accumulated") for each in self._groups if kinds[1:] and each.trainable() and not is_fp32(each)]
+        later = [(each, "accumulated") for each in self._groups if kinds[1:] and each.trainable() and not each.is_fp32]
         try:
             self._homes.reserve([(group, kind) for kind in kinds], later)
         except InsufficientMemory:
@@ -391,7 +391,7 @@ class GradientCollector:
 
 def _sum_kind(group: Group) -> str:
     """Which range holds a sum of gradients."""
-    return "gradient" if is_fp32(group) else "accumulated"
+    return "gradient" if group.is_fp32 else "accumulated"
 
 
 def _by_group(slots: list[Slot]) -> dict[Group, list[Slot]]:

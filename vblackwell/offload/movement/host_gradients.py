@@ -14,7 +14,7 @@ from vblackwell.memory.level import Transfer
 from vblackwell.offload.layout.groups import Group, Slot
 from vblackwell.offload.movement.departure import GroupGradient
 from vblackwell.offload.movement.update_loop import SumLoop
-from vblackwell.offload.storage.ranges import Homes
+from vblackwell.offload.storage.storage import Storage
 
 LONGEST_WIDENED = 1 << 24  # elements: 64 MiB
 
@@ -26,7 +26,7 @@ class GradientsAtHome:
         states: a record for each group, shared with the collector.
     """
 
-    def __init__(self, stack: VGPUStack, homes: Homes, states: list[GroupGradient]) -> None:
+    def __init__(self, stack: VGPUStack, homes: Storage, states: list[GroupGradient]) -> None:
         self._stack = stack
         self._homes = homes
         self._state = states
@@ -94,7 +94,7 @@ class GradientsAtHome:
 
     def _is_narrow(self, group: Group) -> bool:
         """Whether what is at home has to move before it can be a sum."""
-        return self._state[group.index].kind != "accumulated" and not is_fp32(group)
+        return self._state[group.index].kind != "accumulated" and not group.is_fp32
 
     def _sum(self, group: Group, fresh: dict[Slot, torch.Tensor]) -> None:
         """Add ``fresh`` to what is at home, in one pass; a narrow gradient moves to the fp32 range with it."""
@@ -176,10 +176,6 @@ class GradientsAtHome:
             state.norms.pop(slot, None)
         if not state.landed:
             state.kind = "gradient"
-
-
-def is_fp32(group: Group) -> bool:
-    return all(slot.dtype == torch.float32 for slot in group.slots if slot.dtype.is_floating_point)
 
 
 def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:

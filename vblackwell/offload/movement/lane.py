@@ -25,21 +25,24 @@ from vblackwell.kernels.optimizer.adamw import AdamWStep, adamw_piece
 from vblackwell.kernels.optimizer.adamw8 import SCALE_BLOCK, adamw8_piece
 from vblackwell.memory.cache.stack import Reservation, VGPUStack
 from vblackwell.memory.level import Transfer
-from vblackwell.offload.layout.formats import CUT, MOMENTS, PACKED_MOMENTS, SCALES, element_type, range_bytes
+from vblackwell.offload.layout.formats import GRADIENTS, MOMENTS, PACKED_MOMENTS, SCALES, element_type
 from vblackwell.offload.layout.groups import Group, Slot
-from vblackwell.offload.layout.pieces import Piece, first_element, num_elements, parts_of, pieces_of
-from vblackwell.offload.layout.stage_plan import GRADIENTS
+from vblackwell.offload.layout.pieces import (
+    MIN_BUFFER_BYTES,
+    Piece,
+    bytes_of,
+    first_element,
+    num_elements,
+    parts_of,
+    pieces_of,
+)
 from vblackwell.offload.movement.lane_queues import Copied, Mark, Queues
 from vblackwell.offload.movement.worker import Worker
-from vblackwell.offload.storage.ranges import Homes, state_kinds
-from vblackwell.offload.storage.stage import Ranges, Stage, Staged, on_disk
-from vblackwell.offload.storage.stage_ledger import Stamp
+from vblackwell.offload.storage.ledger import Stamp
+from vblackwell.offload.storage.staging import Ranges, Stage, Staged, on_disk
+from vblackwell.offload.storage.storage import Storage
 
 ALIGNMENT = 512
-WIDEST_ELEMENT = 16  # bytes of one element in a buffer at most: weight, remainder, moments, fp32 gradient
-WIDEST_PACKED_ELEMENT = 11  # with moments of 8 bits
-MOST_KINDS = 8
-SMALLEST_BUFFER = 3 * CUT * WIDEST_ELEMENT
 
 
 @dataclass(eq=False)
@@ -88,17 +91,6 @@ class Buffer:
     def views(self) -> dict[str, torch.Tensor]:
         """What is in it, by kind."""
         return {kind: self.memory[place] for kind, place in self.places.items()}
-
-
-def smallest_buffer(group: Group) -> int:
-    """Bytes of a buffer that holds two stretches of ``group`` that cannot be cut."""
-    packed = 2 * group.formats.cut * WIDEST_PACKED_ELEMENT + MOST_KINDS * ALIGNMENT
-    return packed if group.formats.packed else SMALLEST_BUFFER
-
-
-def bytes_of(group: Group, kind: str, num_elements: int) -> int:
-    """Bytes of so many elements of a range of ``kind``, from a multiple of 256 on."""
-    return range_bytes(kind, num_elements, group.slots[0].dtype.itemsize)
 
 
 def cut(flat: torch.Tensor, group: Group, kind: str, piece: Piece) -> torch.Tensor:
@@ -150,9 +142,9 @@ class Lane(ABC):
         num_buffers: places of the ring.
     """
 
-    def __init__(self, stack: VGPUStack, homes: Homes, memory: torch.Tensor, num_buffers: int) -> None:
+    def __init__(self, stack: VGPUStack, homes: Storage, memory: torch.Tensor, num_buffers: int) -> None:
         size = memory.numel() // num_buffers // ALIGNMENT * ALIGNMENT
-        assert size >= SMALLEST_BUFFER, (memory.numel(), num_buffers)
+        assert size >= MIN_BUFFER_BYTES, (memory.numel(), num_buffers)
         self._stack = stack
         self._homes = homes
         self._ring = [Buffer(memory[index * size : (index + 1) * size]) for index in range(num_buffers)]
@@ -188,7 +180,7 @@ class Lane(ABC):
 
     def states_of(self, group: Group) -> list[str]:
         """What AdamW keeps of ``group`` beside the compute weight, and not on level 0."""
-        return state_kinds(group, self._homes)
+        return self._homes.states_of(group)
 
     def most_elements(self, group: Group, kinds: Sequence[str]) -> int:
         """Elements of which all ``kinds`` fit one buffer."""
@@ -279,7 +271,7 @@ class QueuedLane(Lane):
     """See the module's text."""
 
     def __init__(
-        self, stack: VGPUStack, homes: Homes, memory: torch.Tensor, num_buffers: int, queues: Queues, stage: Stage,
+        self, stack: VGPUStack, homes: Storage, memory: torch.Tensor, num_buffers: int, queues: Queues, stage: Stage,
         worker: Worker,
     ) -> None:  # fmt: skip
         super().__init__(stack, homes, memory, num_buffers)
@@ -306,7 +298,7 @@ class QueuedLane(Lane):
             self._expected.extend(self._pieces(group, tuple(self.states_of(group))))
 
     def states_of(self, group: Group) -> list[str]:
-        return [] if self._is_here(group) else state_kinds(group, self._homes)
+        return [] if self._is_here(group) else self._homes.states_of(group)
 
     def _is_here(self, group: Group) -> bool:
         return self._homes.range(group, "weight").level == 0
@@ -348,7 +340,7 @@ class QueuedLane(Lane):
         group, queues = job.group, self._queues
         memory = self._far_memory(sources, staged)
         pieces = self._pieces(group, tuple(sources))
-        own = state_kinds(group, self._homes) if self._is_here(group) else []  # changed where they are
+        own = self._homes.states_of(group) if self._is_here(group) else []  # changed where they are
         targets = {kind: target for kind, target in job.targets.items() if kind not in own}
         far = self._far_memory(targets, staged)
         queues.follow(queues.update, queues.computing())  # weights, gradient and factor
@@ -417,8 +409,7 @@ class QueuedLane(Lane):
     def _views_here(self, job: LaneJob, piece: Piece) -> dict[str, torch.Tensor]:
         """The states of a group that lives on level 0, where they are."""
         return {
-            kind: self._part(job.sources[kind], {}, job.group, kind, piece)
-            for kind in state_kinds(job.group, self._homes)
+            kind: self._part(job.sources[kind], {}, job.group, kind, piece) for kind in self._homes.states_of(job.group)
         }
 
     def _sweep(self) -> None:
@@ -489,7 +480,7 @@ class QueuedLane(Lane):
 
     def _level_of(self, reservation: Reservation) -> int:
         """Where the bytes of a range are copied from and to."""
-        return reservation.level if reservation.is_addressable else self._homes.staging_level
+        return reservation.level if reservation.is_addressable else self._homes.plan.staging_level
 
     def _count(self, copied: Copied, moved: list[tuple[int, int, int]]) -> None:
         """Count copies of ``(from level, to level, bytes)`` on their links; the first link carries the time of all."""

@@ -16,12 +16,12 @@ from vblackwell.memory.level import Transfer
 from vblackwell.memory.transfer import EventTransfer, delayed, transfer_delay
 from vblackwell.offload.layout.formats import element_type
 from vblackwell.offload.layout.pieces import parts_of
-from vblackwell.offload.layout.update_place import num_buffers
+from vblackwell.offload.layout.placement import num_buffers
 from vblackwell.offload.movement.lane import Buffer, Filled, Lane, LaneEnd, LaneJob, QueuedLane, Wanted, bytes_of
 from vblackwell.offload.movement.lane_queues import Copied, Mark, Pairs, Queues, WorkerQueues
 from vblackwell.offload.movement.worker import Worker
-from vblackwell.offload.storage.ranges import Homes
-from vblackwell.offload.storage.stage import Ranges, Stage
+from vblackwell.offload.storage.staging import Ranges, Stage
+from vblackwell.offload.storage.storage import Storage
 
 TURN_BYTES = 256  # the first of a piece, copied by another stream
 
@@ -217,7 +217,7 @@ class CudaLane(QueuedLane):
             )
 
 
-def make_lane(stack: VGPUStack, homes: Homes, ring: Reservation, worker: Worker, least_bytes: int) -> Lane:
+def make_lane(stack: VGPUStack, homes: Storage, ring: Reservation, worker: Worker, least_bytes: int) -> Lane:
     """The lane of a model whose level 0 holds ``ring``, in buffers of at least ``least_bytes``."""
     memory = ring.view()
     assert memory is not None, "level 0 is addressable"

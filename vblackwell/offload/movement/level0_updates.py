@@ -19,17 +19,13 @@ from vblackwell.errors import StepAbandoned
 from vblackwell.kernels.optimizer.adamw import AdamWStep
 from vblackwell.memory.transfer import EventTransfer
 from vblackwell.offload.layout.groups import Group
-from vblackwell.offload.layout.pieces import num_elements
+from vblackwell.offload.layout.placement import deferred_groups
 from vblackwell.offload.movement.lane import Lane, LaneEnd, LaneJob
 from vblackwell.offload.movement.update import Job
 from vblackwell.offload.movement.weights import current_stream
 from vblackwell.offload.movement.worker import uninterrupted
-from vblackwell.offload.storage.ranges import state_kinds
-from vblackwell.offload.storage.shadow import Ranges, Shadows
+from vblackwell.offload.storage.shadows import Ranges, Shadows
 
-# Backward needs the link for weights and states, forward for weights alone: so much of the updates waits for the next forward. Its groups
-# are the first of backward, whose weights are needed last. Their gradients go home and come back, 4 bytes a parameter more.
-DEFERRED_SHARE = 0.15
 # Updates that wait for the forward are queued when it is so many groups before them, or when the lane has nothing else to do.
 ADVANCE_GROUPS = 3
 MOST_LENT = 4  # groups whose weights stay on level 0 while they go home; the host may be many groups ahead of that
@@ -37,7 +33,6 @@ MOST_LENT = 4  # groups whose weights stay on level 0 while they go home; the ho
 if TYPE_CHECKING:
     from vblackwell.offload.engine import Offload
     from vblackwell.offload.movement.weights import Loaded
-    from vblackwell.offload.storage.ranges import Homes
 
 
 @dataclass(eq=False)
@@ -61,7 +56,9 @@ class Level0Updates:
         self._engine = engine
         self._lane = lane
         self._groups = set(groups)
-        self._deferred = set(deferred_groups(groups, engine.homes)) if engine.device.type == "cuda" else set[Group]()
+        self._deferred = (
+            set(deferred_groups(groups, engine.homes.plan)) if engine.device.type == "cuda" else set[Group]()
+        )
         self._ends: dict[int, LaneEnd] = {}
         self._anticipated: dict[int, Anticipated] = {}
         self._lent: deque[tuple[Loaded, LaneEnd]] = deque()
@@ -115,7 +112,7 @@ class Level0Updates:
 
     def _own_ranges(self, group: Group) -> Ranges:
         homes = self._engine.homes
-        return {kind: homes.range(group, kind) for kind in ("weight", *state_kinds(group, homes))}
+        return {kind: homes.range(group, kind) for kind in ("weight", *homes.states_of(group))}
 
     def _submit(
         self, group: Group, jobs: Sequence[Job], targets: Ranges, loaded: Loaded | None,
@@ -214,7 +211,7 @@ class Level0Updates:
         del self._anticipated[group.index]
         self._engine.weights.confirm(group)
         if anticipated.shadows is not None:
-            self.shadows.confirm(group, anticipated.shadows)
+            self.shadows.commit(group, anticipated.shadows)
         return True
 
     def update(self, group: Group, jobs: list[Job], factor: torch.Tensor | None) -> None:
@@ -339,23 +336,6 @@ class Level0Updates:
         for group in self._groups:
             self.wait(group)
         self.sweep()
-
-
-def deferred_groups(groups: Sequence[Group], homes: Homes | None = None) -> list[Group]:
-    """The last of ``groups``, about `DEFERRED_SHARE` of their elements; none where the first of them live on level 0.
-
-    These finish backward last and are needed first. If their updates take no journey, the link is done with the others in time.
-    """
-    if homes is not None and any(homes.keeps(group) for group in groups):
-        return []
-    left = DEFERRED_SHARE * sum(num_elements(group) for group in groups)
-    found = []
-    for group in reversed(groups):
-        if left < num_elements(group) / 2:
-            break
-        left -= num_elements(group)
-        found.append(group)
-    return found
 
 
 def abandoned(group: str, model: str) -> StepAbandoned:

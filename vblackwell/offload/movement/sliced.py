@@ -22,38 +22,10 @@ from vblackwell.errors import StaleTensor
 from vblackwell.memory.cache.stack import Reservation
 from vblackwell.memory.copying import copy_pool, start_copy
 from vblackwell.memory.level import Transfer
-from vblackwell.offload.layout.groups import Group, Site
+from vblackwell.offload.layout.groups import Group
 
 if TYPE_CHECKING:
     from vblackwell.offload.engine import Offload
-
-# Rows come in multiples of this, so that every slice starts as aligned as the whole does.
-ROW_MULTIPLE = 16
-SLICES_AT_ONCE = 4  # two of weights, of which one loads ahead, and two of gradients
-
-
-def sliceable(group: Group, sites: list[Site]) -> bool:
-    """Whether every module that needs ``group`` is a plain embedding, or a linear layer without bias, over it alone."""
-    users = [site for site in sites if group in site.groups]
-    return len(group.slots) == 1 and all(
-        site.groups == [group]
-        and (
-            (type(site.module) is nn.Linear and site.module.bias is None)
-            or (
-                type(site.module) is nn.Embedding
-                and site.module.max_norm is None
-                and not (site.module.scale_grad_by_freq or site.module.sparse)
-            )
-        )
-        for site in users
-    )
-
-
-def rows_per_slice(group: Group, room_bytes: int) -> int:
-    """Rows of which `SLICES_AT_ONCE` fit ``room_bytes``; 0 if not even the smallest slice does."""
-    slot = group.slots[0]
-    row_bytes = slot.shape[1] * slot.dtype.itemsize
-    return min(slot.shape[0], room_bytes // SLICES_AT_ONCE // row_bytes // ROW_MULTIPLE * ROW_MULTIPLE)
 
 
 class SlicedLeaf:

@@ -18,7 +18,7 @@ import torch
 from vblackwell.offload.layout.groups import Group, Slot
 from vblackwell.offload.movement.update_loop import MasterLoop
 from vblackwell.offload.storage.masters import round_from_fp32
-from vblackwell.offload.storage.ranges import Homes
+from vblackwell.offload.storage.storage import Storage
 
 # Elements. A multiple of 16, or torch's vectorised AdamW rounds differently; large enough that the calls do not show, small
 # enough that what one operation wrote is in cache for the next.
@@ -85,9 +85,9 @@ class Undo:
         self._ranges: dict[str, torch.Tensor] = {}
 
     @staticmethod
-    def size_of(group: Group, homes: Homes) -> int:
+    def size_of(group: Group, homes: Storage) -> int:
         """Bytes to reserve for one update of ``group``."""
-        return sum(homes.size_of(group, kind) for kind in state_kinds(group, homes))
+        return sum(group.size_of(kind) for kind in state_kinds(group, homes))
 
     def keep(self, opened: dict[str, torch.Tensor]) -> None:
         """Copy what is there now."""
@@ -97,7 +97,7 @@ class Undo:
             self._ranges[kind] = self._memory[used : used + flat.numel()].copy_(flat)
             used += flat.numel()
 
-    def put_back(self, group: Group, homes: Homes) -> None:
+    def put_back(self, group: Group, homes: Storage) -> None:
         """Make the ranges and step counts what they were; nothing where the update failed before it kept them."""
         if not self._steps:
             return
@@ -109,7 +109,7 @@ class Undo:
             job.step.copy_(step)
 
 
-def state_kinds(group: Group, homes: Homes) -> list[str]:
+def state_kinds(group: Group, homes: Storage) -> list[str]:
     """The ranges that an update of ``group`` writes."""
     master = ["master"] if (group, "master") in homes else []
     return [*master, "weight", "exp_avg", "exp_avg_sq"]
@@ -118,7 +118,7 @@ def state_kinds(group: Group, homes: Homes) -> list[str]:
 class Updater:
     """Updates the groups of one model; every method runs in the worker thread."""
 
-    def __init__(self, homes: Homes) -> None:
+    def __init__(self, homes: Storage) -> None:
         self._homes = homes
         # Made once: memory that is new at every step costs a page fault every 4 KiB.
         self._wide = torch.empty(0)

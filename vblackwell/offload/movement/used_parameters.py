@@ -15,7 +15,7 @@ import torch
 from vblackwell.offload.hooks import gradient_hook
 from vblackwell.offload.layout.groups import Group, Slot
 from vblackwell.offload.parameters import begin_use, end_use, written_through_data
-from vblackwell.offload.storage.home_bytes import carry_home
+from vblackwell.offload.storage.masters import write_masters
 
 if TYPE_CHECKING:
     from vblackwell.offload.engine import Offload
@@ -62,9 +62,7 @@ class UsedParameters:
             torch.set_autocast_cache_enabled(autocast_cache)
             with self._engine.lock, _unseen():
                 try:
-                    carry_home(
-                        self._engine, [slot for slot in taken if self._pins[slot] == 1 and self._was_written(slot)]
-                    )
+                    self._write_back([slot for slot in taken if self._pins[slot] == 1 and self._was_written(slot)])
                 finally:
                     for slot in taken:
                         self._unpin(slot)
@@ -81,6 +79,17 @@ class UsedParameters:
     def _was_written(self, slot: Slot) -> bool:
         """Whether the plain parameter was changed in place (by its module's forward, or by a call outside)."""
         return slot.param._version != self._seen_versions[slot] or written_through_data(slot.param)
+
+    def _write_back(self, slots: list[Slot]) -> None:
+        """The slots' loaded bytes were changed in place: write them to storage, and into their masters."""
+        engine = self._engine
+        for group in dict.fromkeys(slot.group for slot in slots):
+            engine.step_control.settle(group)  # an update of the step before may still be written
+            buffer = engine.weights.acquire(group)
+            engine.stack.write(engine.homes.range(group, "weight"), buffer).wait()
+            engine.weights.release(group)
+            changed = [slot for slot in slots if slot.group is group]
+            engine.worker.submit(write_masters, engine.homes, group, changed).result()
 
     def _unpin(self, slot: Slot) -> None:
         self._pins[slot] -= 1

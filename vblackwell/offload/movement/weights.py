@@ -26,7 +26,7 @@ from vblackwell.memory.level import Transfer
 from vblackwell.offload.layout.groups import TRAINED, Group
 from vblackwell.offload.layout.order import AccessTrace
 from vblackwell.offload.movement.loaded import Loaded, PackedView
-from vblackwell.offload.storage.ranges import Homes
+from vblackwell.offload.storage.storage import Storage
 from vblackwell.units import format_bytes
 
 # Groups that are loaded ahead: half of those that the budget holds, within these. Copies of states share the link, and a load may wait
@@ -49,7 +49,7 @@ class WeightStreamer:
     """
 
     def __init__(
-        self, stack: VGPUStack, name: str, groups: list[Group], homes: Homes, budget_bytes: int,
+        self, stack: VGPUStack, name: str, groups: list[Group], homes: Storage, budget_bytes: int,
         settle: Callable[[Group], None], make_room: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._stack = stack

@@ -1,7 +1,7 @@
 """Where a model's first bytes come from: its own tensors, or, for what is on the meta device, a function that fills them.
 
 A model that no machine can hold twice is built on the meta device, where tensors have shapes and no bytes. `Source` lets the caller fill
-each parameter where it will live: straight in its home range where that is in RAM and holds the parameter's own type, otherwise in
+each parameter where it will live: straight in its range where that is in RAM and has the parameter's own type, otherwise in
 memory for one parameter (and, on a disk, for one range) at a time. So the host never holds more than the ranges and one group.
 
 A parameter cannot be given bytes of another device and stay the object that it is (`torch.Tensor.set_data` refuses), and it must: users
@@ -19,7 +19,6 @@ from torch import nn
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.offload.layout.groups import Group, Slot
-from vblackwell.offload.parameters import attributes
 from vblackwell.offload.storage.masters import Opened, round_from_fp32, write_truth
 
 Initialize = Callable[[str, torch.Tensor], None]
@@ -139,9 +138,20 @@ def _refuse_followers(name: str, param: torch.Tensor) -> None:
 
 def _swap_content(param: torch.Tensor, other: torch.Tensor) -> None:
     """Exchange the tensors' memory and requires_grad; classes and attributes stay where they are."""
-    classes, held = (param.__class__, other.__class__), (attributes(param), attributes(other))
+    classes, held = (param.__class__, other.__class__), (vars(param), vars(other))
     param.__class__ = other.__class__ = nn.Parameter
     torch.utils.swap_tensors(param, other)
     for tensor, kind, values in zip((param, other), classes, held, strict=True):
         setattr(tensor, "__dict__", values)  # noqa: B010 (typed as read-only)
         tensor.__class__ = kind
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Put every buffer on ``device``; one that several modules share stays shared."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                if buffer not in moved:
+                    moved[buffer] = buffer.to(device)
+                module._buffers[key] = moved[buffer]

@@ -1,14 +1,14 @@
 """The fp32 truth of compute weights that are narrower, and how it is read and written.
 
-Two forms. *whole*: an fp32 range beside the compute weights. *split*, for bf16 alone: the weight is the truth rounded to nearest
+Two forms. *whole*: an fp32 range next to the compute weights. *split*, for bf16 alone: the weight is the truth rounded to nearest
 with ties away from zero, ``(bits + 0x8000) >> 16``, and a signed 16-bit remainder holds the rest, so that
-``bits(truth) = (bits(weight) << 16) + remainder`` exactly. (Ties to even would need a 17th bit.) Split, weight and truth together take
-4 bytes an element instead of 6, and an update on the GPU brings only the 2 of the remainder.
+``bits(truth) = (bits(weight) << 16) + remainder`` exactly. (Ties to even would need a 17th bit.) Split, weight and truth together
+take 4 bytes an element instead of 6, and an update on the GPU brings only the 2 of the remainder.
 
 A group whose masters are 'stochastic' (`formats`) has neither: its bf16 weight is the truth, rounded at random by the update, and
-shown in fp32 to whoever asks for the truth.
+widened to fp32 where the truth is asked for.
 
-Both forms are worked on through ``opened``: the group's ranges at home by kind, as `open_weights` gives them.
+Both forms are worked on through ``opened``: the group's stored ranges by kind, as `open_weights` gives them.
 """
 
 from __future__ import annotations
@@ -19,19 +19,12 @@ import torch
 
 from vblackwell.errors import Unsupported
 from vblackwell.offload.layout.groups import Group, Slot
-from vblackwell.offload.storage.ranges import Homes
+from vblackwell.offload.storage.storage import Storage
 
 FORMS = ("master", "remainder")
 TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK = 1 << 22  # elements that are split at a time
 Opened = dict[str, torch.Tensor]
-
-
-def needs_master(group: Group) -> bool:
-    """Whether some compute weight of ``group`` is narrower than the fp32 in which its truth is kept."""
-    return not group.formats.stochastic and any(
-        slot.dtype.is_floating_point and slot.dtype != torch.float32 for slot in group.slots
-    )
 
 
 def refuse_untrainable(name: str, dtype: torch.dtype) -> None:
@@ -46,7 +39,7 @@ def refuse_untrainable(name: str, dtype: torch.dtype) -> None:
         )
 
 
-def refuse_unprepared(name: str, groups: Sequence[Group], homes: Homes, on_level0: Container[Group]) -> None:
+def refuse_unprepared(name: str, groups: Sequence[Group], storage: Storage, on_level0: Container[Group]) -> None:
     """``groups`` of the model ``name`` are to get optimizer states.
 
     Args:
@@ -58,7 +51,7 @@ def refuse_unprepared(name: str, groups: Sequence[Group], homes: Homes, on_level
     for group in groups:
         for slot in group.trainable():
             refuse_untrainable(slot.name, slot.dtype)
-        if needs_master(group) and not any((group, form) in homes for form in FORMS):
+        if group.needs_master and not any((group, form) in storage for form in FORMS):
             raise Unsupported(
                 f"parameters of {name!r} that were frozen when it was offloaded have no fp32 master: release and enable again"
             )
@@ -95,7 +88,7 @@ def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """The fp32 truth of a split master, in memory of its own. Both are flat, bf16 and int16."""
+    """The fp32 truth of a split master, in new memory. Both are flat, bf16 and int16."""
     bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(remainder)
     return bits.view(torch.float32)
 
@@ -109,16 +102,16 @@ def split(truth: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) ->
         low.copy_(part.view(torch.int32) - bits)  # within 16 bits, by how the weight was rounded
 
 
-def open_weights(homes: Homes, group: Group, *, load: bool = True) -> Opened:
-    """The compute weights of ``group`` at home and what completes them to the truth (worker thread, as `Homes.open`)."""
-    kinds = [kind for kind in ("weight", *FORMS) if (group, kind) in homes]
-    return {kind: homes.open(group, kind, load=load) for kind in kinds}
+def open_weights(storage: Storage, group: Group, *, load: bool = True) -> Opened:
+    """The stored compute weights of ``group`` and what completes them to the truth (worker thread, as `Storage.open`)."""
+    kinds = [kind for kind in ("weight", *FORMS) if (group, kind) in storage]
+    return {kind: storage.open(group, kind, load=load) for kind in kinds}
 
 
-def close_weights(homes: Homes, group: Group, opened: Opened, *, store: bool) -> None:
+def close_weights(storage: Storage, group: Group, opened: Opened, *, store: bool) -> None:
     """End of `open_weights`."""
     for kind, flat in opened.items():
-        homes.close_range(group, kind, flat, store=store)
+        storage.close_range(group, kind, flat, store=store)
 
 
 def read_truth(slot: Slot, opened: Opened) -> torch.Tensor:
@@ -153,3 +146,26 @@ def write_truth(slot: Slot, source: torch.Tensor, opened: Opened) -> None:
         split(wide, slot.flat(weight), slot.flat(opened["remainder"], torch.int16))
     else:
         round_from_fp32(wide, slot.flat(weight))
+
+
+def write_masters(storage: Storage, group: Group, changed: Sequence[Slot]) -> None:
+    """The stored weights of ``changed`` were replaced: make them the truth (worker thread)."""
+    opened = open_weights(storage, group)
+    for slot in changed:
+        write_truth(slot, slot.view(opened["weight"]).clone(memory_format=torch.preserve_format), opened)
+    close_weights(storage, group, opened, store=len(opened) > 1)
+
+
+def write_parameter(storage: Storage, slot: Slot, source: torch.Tensor) -> None:
+    """Replace a slot's weight, and its master, by the CPU tensor ``source`` (worker thread)."""
+    opened = open_weights(storage, slot.group)
+    write_truth(slot, source, opened)
+    close_weights(storage, slot.group, opened, store=True)
+
+
+def read_weight(storage: Storage, slot: Slot) -> torch.Tensor:
+    """A copy of a slot's compute weight on the CPU (worker thread, or a caller that has waited for it)."""
+    weight = storage.open(slot.group, "weight")
+    copied = slot.view(weight).clone(memory_format=torch.preserve_format)
+    storage.close_range(slot.group, "weight", weight, store=False)
+    return copied

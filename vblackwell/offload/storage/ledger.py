@@ -1,7 +1,7 @@
 """What is known of the bytes of ranges: how often they changed, whether a write is under way, and whether one failed.
 
-Bytes that were read ahead are used only if their range has not changed since; a range is read, or written again, only when its last
-write is over; and a range whose write failed is lost, whoever asks for it, until it is written whole.
+Bytes that were read ahead are used only if their range has not changed since; a range is read, or written again, only when its
+last write is over; and a range whose write failed is lost for every reader until it is written whole.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import threading
 from contextlib import suppress
 
 from vblackwell.errors import VBError
-from vblackwell.memory.cache.stack import Reservation
 from vblackwell.memory.level import Transfer
+from vblackwell.memory.pool import Reservation
 
 Stamp = tuple[Reservation, int]
 
@@ -26,11 +26,11 @@ class Ledger:
         self._lock = threading.Lock()
 
     def stamp(self, reservation: Reservation) -> Stamp:
-        """What tells the bytes that ``reservation`` has now, or has when what was queued is over, from all others."""
+        """Tells the bytes that ``reservation`` has now, or has when what was queued is over, from all others."""
         return reservation, self._changes.get(reservation, 0)
 
     def changed(self, reservation: Reservation) -> None:
-        """Its bytes are others now, or will be when what has just been queued is over."""
+        """Its bytes have changed, or will have when what has just been queued is over."""
         with self._lock:
             self._changes[reservation] = self._changes.get(reservation, 0) + 1
 
@@ -40,12 +40,12 @@ class Ledger:
             self._writes[reservation] = write
 
     def is_written(self, reservation: Reservation) -> bool:
-        """Whether nothing is on its way to it, and nothing that was is lost."""
+        """Whether no write to it is under way, and none has failed."""
         write = self._writes.get(reservation)
         return reservation not in self._lost and (write is None or write.done())
 
-    def settle(self, reservation: Reservation) -> None:
-        """Return when nothing is on its way to it: whoever wants to write there may."""
+    def wait(self, reservation: Reservation) -> None:
+        """Return when no write to it is under way, so that the caller may write there."""
         write = self._writes.get(reservation)
         if write is not None:
             with suppress(VBError, OSError):  # then it is lost
@@ -54,13 +54,13 @@ class Ledger:
                 if self._writes.get(reservation) is write:
                     del self._writes[reservation]
 
-    def settle_to_read(self, reservation: Reservation) -> None:
-        """`settle`, for whoever wants to read.
+    def wait_to_read(self, reservation: Reservation) -> None:
+        """`wait`, for a caller that reads.
 
         Raises:
-            DiskError: what was on its way, or before, is lost.
+            DiskError: the last write failed.
         """
-        self.settle(reservation)
+        self.wait(reservation)
         lost = self._lost.get(reservation)
         if lost is not None:
             raise lost

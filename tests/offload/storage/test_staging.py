@@ -21,8 +21,8 @@ from vblackwell.offload.movement import lane_cuda
 from vblackwell.offload.movement.lane import QueuedLane
 from vblackwell.offload.movement.lane_cuda import CudaLane
 from vblackwell.offload.movement.worker import Worker
-from vblackwell.offload.storage.stage import Ranges, Stage, Staged
-from vblackwell.offload.storage.stage_ledger import Ledger
+from vblackwell.offload.storage.ledger import Ledger
+from vblackwell.offload.storage.staging import Ranges, Stage, Staged
 
 
 @pytest.fixture(scope="module")
@@ -205,8 +205,8 @@ def pieces_are_never_stale(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(QueuedLane, "_stamps", lambda self, wanted, sources: ())
 
 
-def writes_are_not_settled(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Ledger, "settle", lambda self, reservation: None)
+def writes_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Ledger, "wait", lambda self, reservation: None)
 
 
 def loads_are_not_ordered(patch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ def loads_are_not_ordered(patch: pytest.MonkeyPatch) -> None:
     [
         (deaf("states_in"), 0), (deaf("update"), 0), (deaf("states_out"), 0), (reads_are_not_waited_for, 0), (writes_do_not_wait, 0),
         (writes_end_early, 0), (sets_are_free_at_once, 0), (nothing_is_stale, 64), (pieces_are_never_stale, 92),
-        (writes_are_not_settled, 84), (loads_are_not_ordered, 0),
+        (writes_are_not_awaited, 84), (loads_are_not_ordered, 0),
     ],
     ids=lambda value: value.__qualname__.split(".")[0] if callable(value) else "",
 )  # fmt: skip

@@ -1,38 +1,42 @@
-"""Ranges on a disk on their way to updates and back: read ahead into host memory, written behind from there.
+"""Ranges on a disk on their way to updates and back: read ahead into host memory, and written from there in the background.
 
-A group that is updated on level 0 comes up from host memory, where most groups are at home. The ranges of the others are on a disk, and
-pass through a few *sets* of host memory: while one group is at work, the next is read and the last is written. The order of the groups is
-learned from the last step. Reads begin when a set falls free, in whatever thread that happens, so the disk does not wait for the model.
+A group that is updated on level 0 comes up from host memory, where most groups are stored. The ranges of the others are on a
+disk, and pass through a few *sets* of host memory: while one group is at work, the next is read and the last is written. The
+order of the groups is learned from the last step. Reads begin when a set falls free, in any thread, so the disk does not wait
+for the model.
 
-Rules. A range is read only when its last write is over, and ahead only if what it holds is the group's truth (not what a step that has
-not come yet may replace). What was read ahead is used only if the range has not changed since. A set is filled again only when everything
-that uses it is over: copies to level 0, copies back, the write to the disk. When all sets are busy the caller waits for the oldest write;
-when all hold groups that it did not ask for, it takes one of them: so something can always go on.
+Rules. A range is read only when its last write is over, and ahead only if what it holds is the group's truth (not what a step
+that has not come yet may replace). What was read ahead is used only if the range has not changed since. A set is filled again
+only when everything that uses it is over: copies to level 0, copies back, the write to the disk. When all sets are busy the
+caller waits for the oldest write; when all hold groups that it did not ask for, it takes one of them: so something can always
+go on.
 
-A read that fails raises where its bytes are asked for. A write that fails raises at the next update of any group, at every wait for the
-group's own, and whenever its range is read (`Ledger`).
+A read that fails raises where its bytes are asked for. A write that fails raises at the next update of any group, at every wait
+for the group's own, and whenever its range is read (`Ledger`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 
 from vblackwell.errors import VBError
-from vblackwell.memory.cache.stack import Reservation
 from vblackwell.memory.level import Transfer
+from vblackwell.memory.pool import Reservation
 from vblackwell.memory.slab import map_slab
+from vblackwell.memory.transfer import FutureTransfer
 from vblackwell.offload.layout.groups import Group
-from vblackwell.offload.layout.stage_plan import MOST_SETS, layout
-from vblackwell.offload.storage.ranges import Homes, state_kinds
-from vblackwell.offload.storage.stage_ledger import Stamp
-from vblackwell.offload.storage.stage_writer import Behind, failure_of
+from vblackwell.offload.layout.storage_plan import MAX_SETS, PAGE
+from vblackwell.offload.storage.ledger import Stamp
+from vblackwell.offload.storage.storage import Storage
+from vblackwell.units import align_up
 
 Ranges = Mapping[str, Reservation]
-MOST_SKIPPED = 4 * MOST_SETS  # updates of other groups, after which what was read ahead is given up
+MAX_SKIPPED = 4 * MAX_SETS  # updates of other groups, after which what was read ahead is given up
 
 
 def on_disk(ranges: Ranges) -> dict[str, Reservation]:
@@ -40,19 +44,67 @@ def on_disk(ranges: Ranges) -> dict[str, Reservation]:
     return {kind: reservation for kind, reservation in ranges.items() if not reservation.is_addressable}
 
 
+def places_in(sizes: Mapping[str, int]) -> dict[str, slice]:
+    """Where in a set each kind lies: ``sizes`` bytes from a page on, one after the other."""
+    found: dict[str, slice] = {}
+    start = 0
+    for kind, num_bytes in sizes.items():
+        found[kind] = slice(start, start + num_bytes)
+        start += align_up(num_bytes, PAGE)
+    return found
+
+
+def failure_of(transfer: Transfer) -> BaseException | None:
+    """Wait for ``transfer``; why it failed, if it did."""
+    try:
+        transfer.wait()
+    except Exception as error:
+        return error
+    return None
+
+
+class Continuations:
+    """Threads that wait for transfers and go on from there; they start when they are needed.
+
+    Args:
+        threads: chains that may wait at the same time.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="vblackwell-stage")
+
+    def chain(
+        self, first: Transfer, start_next: Callable[[], list[Transfer]], finish: Callable[[BaseException | None], None]
+    ) -> Transfer:
+        """A transfer that is over after ``first``, then all that ``start_next`` gives, then ``finish``, which gets the failure."""
+
+        def run() -> None:
+            error = failure_of(first)
+            try:
+                for transfer in start_next() if error is None else []:
+                    error = failure_of(transfer) or error  # all: the memory is in use while one still runs
+            except BaseException as other:
+                error = other
+            finish(error)
+            if error is not None:
+                raise error
+
+        return FutureTransfer([self._pool.submit(run)])
+
+
 @dataclass(eq=False)
 class Staged:
     """One group's ranges in host memory, by kind.
 
     Attributes:
-        own: a set; otherwise memory that was taken for this update alone: ``taken`` of the level in RAM, if there is one.
+        is_set: the memory is a set; otherwise it was taken for this update alone: ``taken`` of the level in RAM, if there is one.
         stamps: of the ranges that were read, or are being read by ``reads``.
         skipped: updates of other groups since it was read ahead.
     """
 
     group: Group
     memory: torch.Tensor
-    own: bool
+    is_set: bool
     views: dict[str, torch.Tensor]
     taken: Reservation | None = None
     stamps: dict[str, Stamp] = field(default_factory=dict)
@@ -64,12 +116,12 @@ class Stage:
     """The sets of one model.
 
     Args:
-        behind: what writes behind; tests have one that is late in every possible way.
+        continuations: writes in the background; tests have one that is late in every possible way.
     """
 
-    def __init__(self, homes: Homes, behind: Behind | None = None) -> None:
-        self._homes = homes
-        self._behind = behind or Behind(MOST_SETS)
+    def __init__(self, storage: Storage, continuations: Continuations | None = None) -> None:
+        self._storage = storage
+        self._continuations = continuations or Continuations(MAX_SETS)
         self._lock = threading.RLock()
         self._set_bytes: int | None = None  # None: sets have not been needed yet
         self._free: list[torch.Tensor] = []
@@ -96,18 +148,18 @@ class Stage:
         reads, writes = on_disk(reads), on_disk(writes)
         if not reads and not writes:
             return None
-        staged = self._claim(group, reads)
+        staged = self._take_ahead(group, reads)
         try:
-            staged = staged or self._room(group)
+            staged = staged or self._memory_for(group)
             for reservation in writes.values():
-                self._homes.ledger.settle(reservation)
+                self._storage.ledger.wait(reservation)
             fresh = {kind: reservation for kind, reservation in reads.items() if kind not in staged.stamps}
             for reservation in fresh.values():
-                self._homes.ledger.settle_to_read(reservation)
+                self._storage.ledger.wait_to_read(reservation)
             self._read(staged, fresh)
             for read in staged.reads:
                 read.wait()
-                self._homes.in_flight.discard(read)
+                self._storage.in_flight.discard(read)
         except BaseException:
             self._end(group, staged)
             raise
@@ -125,19 +177,19 @@ class Stage:
 
     def store(self, staged: Staged, writes: Ranges, copied: Transfer) -> Transfer:
         """Write what will be in ``staged`` after ``copied`` to its ranges, in the background; the transfer of all of that. Ends `take`."""
-        homes, writes, token = self._homes, on_disk(writes), object()
+        storage, writes, token = self._storage, on_disk(writes), object()
         started: list[Transfer] = []
 
         def start() -> list[Transfer]:
             for kind, reservation in writes.items():
-                transfer = homes.start_write(reservation, staged.views[kind])
+                transfer = storage.start_write(reservation, staged.views[kind])
                 started.extend([] if transfer is None else [transfer])
             return started
 
         def finish(error: BaseException | None) -> None:
-            homes.in_flight.difference_update(started)
+            storage.in_flight.difference_update(started)
             for reservation in writes.values():
-                homes.ledger.end(reservation, error)
+                storage.ledger.end(reservation, error)
             with self._lock:
                 self._failure = self._failure or error
                 del self._writing[token]
@@ -148,9 +200,9 @@ class Stage:
         with self._lock:
             self._written[staged.group.index] = writes
             self._writing[token] = None
-        transfer = self._behind.chain(copied, start, finish)
+        transfer = self._continuations.chain(copied, start, finish)
         for reservation in writes.values():
-            homes.ledger.begin(reservation, transfer)
+            storage.ledger.begin(reservation, transfer)
         with self._lock:
             if token in self._writing:
                 self._writing[token] = transfer
@@ -180,7 +232,7 @@ class Stage:
         if failure is not None:
             raise failure
 
-    def _claim(self, group: Group, reads: Ranges) -> Staged | None:
+    def _take_ahead(self, group: Group, reads: Ranges) -> Staged | None:
         """What was read ahead for ``group``, now the caller's, if it is still true. What nobody asks for is given up."""
         with self._lock:
             if self._states_on_disk(group):
@@ -191,7 +243,7 @@ class Stage:
             found = self._ahead.pop(group.index, None)
             for other in self._ahead.values():
                 other.skipped += 1
-            useless = [other for other in self._ahead.values() if other.skipped > MOST_SKIPPED]
+            useless = [other for other in self._ahead.values() if other.skipped > MAX_SKIPPED]
             for other in useless:
                 del self._ahead[other.group.index]
             if found is not None and not self._is_true(found, reads):
@@ -203,7 +255,7 @@ class Stage:
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
-    def _room(self, group: Group) -> Staged:
+    def _memory_for(self, group: Group) -> Staged:
         """Memory for ``group``: a set, if need be one that was read ahead for another."""
         parts = self._parts(group)
         needed = max(part.stop for part in parts.values())
@@ -213,8 +265,8 @@ class Stage:
             fits = needed <= (self._set_bytes or 0)
         if fits:
             memory, taken = self._wait_for_set(), None
-        elif self._homes.has_host_level:  # larger than when sets were planned: a second optimizer's states
-            taken = self._homes.take_host(f"staging/{group.name}", needed)
+        elif self._storage.plan.has_host_level:  # larger than when sets were planned: a second optimizer's states
+            taken = self._storage.take_host(f"staging/{group.name}", needed)
             memory = taken.view()
             assert memory is not None, "the level is in RAM"
         else:
@@ -223,15 +275,15 @@ class Stage:
 
     def _parts(self, group: Group) -> dict[str, slice]:
         """Where the group's ranges lie in its memory."""
-        return layout({kind: reservation.num_bytes for kind, reservation in on_disk(self._ranges(group)).items()})
+        return places_in({kind: reservation.num_bytes for kind, reservation in on_disk(self._ranges(group)).items()})
 
     def _ranges(self, group: Group) -> Ranges:
-        homes = self._homes
-        return {kind: homes.range(group, kind) for kind in ("weight", *state_kinds(group, homes))}
+        storage = self._storage
+        return {kind: storage.range(group, kind) for kind in ("weight", *storage.states_of(group))}
 
     def _adopt_sets(self) -> None:
-        self._homes.sets_in_use = True
-        for reservation in self._homes.sets:
+        self._storage.sets_in_use = True
+        for reservation in self._storage.sets:
             view = reservation.view()
             assert view is not None, "sets are in RAM"
             self._free.append(view)
@@ -258,15 +310,15 @@ class Stage:
         """
         for read in staged.reads:
             failure_of(read)
-            self._homes.in_flight.discard(read)
+            self._storage.in_flight.discard(read)
         with self._lock:
             self._release(staged)
 
     def _release(self, staged: Staged) -> None:
-        if staged.own:
+        if staged.is_set:
             self._free.append(staged.memory)
         elif staged.taken is not None:
-            self._homes.give(staged.taken)
+            self._storage.give(staged.taken)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -293,7 +345,7 @@ class Stage:
         if group.index in self._ahead or group.index in self._busy:
             return False
         states, written = self._states_on_disk(group), self._written.get(group.index)
-        if not states or not all(self._homes.ledger.is_written(reservation) for reservation in states.values()):
+        if not states or not all(self._storage.ledger.is_written(reservation) for reservation in states.values()):
             return False
         if written is not None and any(written.get(kind) is not reservation for kind, reservation in states.items()):
             return False
@@ -304,13 +356,13 @@ class Stage:
 
     def _read(self, staged: Staged, reads: Ranges) -> None:
         for kind, reservation in reads.items():
-            stamp = self._homes.ledger.stamp(reservation)
-            read = self._homes.start_read(reservation, staged.views[kind])
+            stamp = self._storage.ledger.stamp(reservation)
+            read = self._storage.start_read(reservation, staged.views[kind])
             if read is not None:
                 staged.stamps[kind] = stamp
                 staged.reads.append(read)
 
     def _is_true(self, staged: Staged, reads: Ranges) -> bool:
         """Whether all that was read is what ``reads`` hold now."""
-        ledger = self._homes.ledger
+        ledger = self._storage.ledger
         return all(kind in reads and ledger.stamp(reads[kind]) == stamp for kind, stamp in staged.stamps.items())
