@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.kernels import emulation
+from tests.kernels.machine_code import resources
 from tests.kernels.test_adamw import DTYPES, EXTREME, PLAIN, random_states
 from tests.kernels.test_adamw_source import INTRINSICS
-from tests.kernels.test_compile import resources
 from vblackwell.kernels.optimizer import adamw, adamw8, adamw8_cpu
 from vblackwell.kernels.optimizer.adamw import BLOCK, AdamWStep, adamw_piece
 from vblackwell.kernels.optimizer.adamw8 import SCALE_BLOCK, adamw8_piece

@@ -5,7 +5,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.kernels import emulation
-from tests.kernels.test_compile import resources
+from tests.kernels.machine_code import resources
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
 from vblackwell.kernels.fp4 import layout, two_part, two_part_round
 from vblackwell.kernels.fp4.reference import ACTIVATIONS, activate

@@ -1,4 +1,4 @@
-"""On a Hopper GPU: every path of the FP4 kernels, those that no rule takes yet included, in a process that is watched (fp4_paths.py)."""
+"""On a Hopper GPU: every path of the FP4 kernels, those that no rule takes yet included, in a process that is watched (fp4/paths.py)."""
 
 import queue
 import subprocess
@@ -16,9 +16,9 @@ SILENCE_SECONDS = 300  # the longest step compiles everything on all cores, or m
 def test_every_path_is_right_and_ends():
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("wgmma and clusters of this kind are Hopper's")
-    command = [sys.executable, "-m", "tests.kernels.fp4_paths"]
+    command = [sys.executable, "-m", "tests.kernels.fp4.paths"]
     process = subprocess.Popen(
-        command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert process.stdout is not None
     lines: queue.Queue[str | None] = queue.Queue()

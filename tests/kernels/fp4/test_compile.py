@@ -2,16 +2,13 @@
 
 import ctypes
 import functools
-import re
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import triton
 
+from tests.kernels.machine_code import resources, sass
 from vblackwell.kernels.fp4 import launch as fp4_launch
 from vblackwell.kernels.fp4 import mma_plan, tuning, w4a8, wgmma_plan
 from vblackwell.kernels.fp4.mma_plan import MmaPlan
@@ -30,30 +27,12 @@ UNUSED = [  # shapes of blocks that no rule takes: fewest and most K groups
     WgmmaPlan(64, 1, 2, 16, k_groups=4, windows_per_step=2),
     WgmmaPlan(128, 2, 1, 8, windows_per_step=2),
 ]
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 pytestmark = pytest.mark.skipif(bool(nvrtc.why_not()), reason="nvidia-cuda-nvrtc is not installed")
 # Plans differ in a few sizes: one in five is compiled each time, all of them with what is slow (make test-all).
 one_in_five_or_all = pytest.mark.parametrize(
     "chosen", [slice(None, None, 5), pytest.param(slice(None), marks=pytest.mark.slow)], ids=["one in five", "all"]
 )
-
-
-def resources(cubin: bytes, folder: Path) -> dict[str, dict[str, int]]:
-    """{kernel: {REG: .., STACK: .., LOCAL: ..}}."""
-    path = folder / "kernel.cubin"
-    path.write_bytes(cubin)
-    command = [str(CUOBJDUMP), "--dump-resource-usage", str(path)]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found = re.findall(r"Function (\w+):\s*\n\s*(.*)", text)
-    assert found, text
-    return {name: {key: int(value) for key, value in re.findall(r"([A-Z]+):(\d+)", usage)} for name, usage in found}
-
-
-def sass(folder: Path) -> list[str]:
-    """Lines of what `resources` looked at last."""
-    command = [str(CUOBJDUMP), "-sass", str(folder / "kernel.cubin")]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
 @functools.cache

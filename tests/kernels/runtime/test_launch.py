@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.kernels.emulation import random_weight
-from tests.kernels.test_two_part import random_parts
+from tests.kernels.fp4.test_two_part import random_parts
 from vblackwell.kernels.fp4 import launch as fp4_launch
 from vblackwell.kernels.fp4 import layout, two_part, w4a8
 from vblackwell.kernels.fp4.mma_plan import plan_mma

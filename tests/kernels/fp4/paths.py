@@ -1,4 +1,4 @@
-"""Every path of the FP4 kernels on a GPU against float64, a line a step: ``python -m tests.kernels.fp4_paths`` (test_fp4_paths_gpu.py).
+"""Every path of the FP4 kernels on a GPU against float64, a line a step: ``python -m tests.kernels.fp4.paths`` (fp4/test_paths_gpu.py).
 
 A process of its own, because a kernel that waits for ever cannot be ended from within: the last line says which plan was running.
 """
