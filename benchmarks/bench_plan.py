@@ -241,7 +241,7 @@ class Bench:
     def _traced(self, step: Callable[[], None], path: Path) -> list[str]:
         import trace_lanes
 
-        from vblackwell.train.profile_lanes import name_lanes, read_trace, write_trace
+        from vblackwell.train.profile import name_lanes, read_trace, write_trace
 
         torch.cuda.synchronize(self.device)
         with torch.profiler.profile() as profiler:

@@ -42,8 +42,8 @@ from vblackwell.nn.linear.times import LinearTimes
 from vblackwell.nn.linear.two_part import pack
 from vblackwell.numerics.sqnr import decibels, noise_and_signal
 from vblackwell.offload.api import release
-from vblackwell.train.recipes import RECIPES
 from vblackwell.train.schedule import Schedule, default_warmup_steps
+from vblackwell.train.sources import RECIPES
 
 FLOORS = {"two-part": 0.0005, "nvfp4": 0.01, "int8": math.inf}  # relative rise of the validation loss
 NAMES = {"two-part": "coarse + fine", "nvfp4": "coarse only", "int8": "int8 by rows"}

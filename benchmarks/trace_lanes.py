@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vblackwell.train.profile_lanes import GPU_CATEGORIES, ORDER, Lane, direction_of, read_trace, stream_roles
+from vblackwell.train.profile import GPU_CATEGORIES, ORDER, Lane, direction_of, read_trace, stream_roles
 
 STEP = "ProfilerStep#"
 WAITS = ("Synchronize",)

@@ -111,14 +111,11 @@ KNOWN_IMPORTS: set[tuple[str, str]] = {
     ("vblackwell/planner/estimator.py", "vblackwell/offload/movement/level0_updates.py"),
     ("vblackwell/planner/forecast.py", "vblackwell/offload/movement/activations.py"),
     ("vblackwell/planner/forecast.py", "vblackwell/offload/movement/level0_updates.py"),
-    ("vblackwell/planner/forecast.py", "vblackwell/train/model.py"),
     ("vblackwell/planner/what_fits.py", "vblackwell/generate/cache_shape.py"),
     ("vblackwell/planner/what_fits.py", "vblackwell/generate/room.py"),
     ("vblackwell/planner/what_fits_command.py", "vblackwell/memory/cache/config.py"),
     ("vblackwell/planner/what_fits_command.py", "vblackwell/offload/measure.py"),
     ("vblackwell/planner/what_fits_command.py", "vblackwell/train/auto.py"),
-    ("vblackwell/tools/bench_ladder.py", "vblackwell/train/attention.py"),
-    ("vblackwell/tools/bench_ladder.py", "vblackwell/train/model.py"),
 }
 # Files in folders of more than 20.
 KNOWN_FOLDERS: dict[str, int] = {
@@ -126,7 +123,6 @@ KNOWN_FOLDERS: dict[str, int] = {
     "tests/kernels": 46,
     "tests/nn": 26,
     "tests/offload": 45,
-    "vblackwell/train": 26,
 }
 # Files of more than 600 lines.
 KNOWN_LONG_FILES: set[str] = {

@@ -280,7 +280,7 @@ def made_trace() -> dict:
 
 
 def test_lanes_are_named_by_what_they_do():
-    from vblackwell.train.profile_lanes import name_lanes, stream_roles
+    from vblackwell.train.profile import name_lanes, stream_roles
 
     trace = made_trace()
     roles = stream_roles(trace["traceEvents"])
@@ -310,8 +310,7 @@ def test_gaps_are_found(bench, tmp_path, capsys):
 
 
 def traced_names(path: Path, device: torch.device, work) -> list[str]:
-    from vblackwell.train.profile import tracing
-    from vblackwell.train.profile_lanes import read_trace
+    from vblackwell.train.profile import read_trace, tracing
 
     with tracing(path, device, lambda text: None, skipped_steps=0, traced_steps=2) as step:
         for _ in range(3):

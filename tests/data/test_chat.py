@@ -28,7 +28,7 @@ from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.folders import bounded, chat_prompt
 from vblackwell.folders.chat_prompt import open_chat
 from vblackwell.train.checkpoint import generation_settings
-from vblackwell.train.run_data import check_packing
+from vblackwell.train.prepare import check_packing
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] | trim + '<|im_end|>' + '\n' }}{% endfor %}"

@@ -13,12 +13,12 @@ from tests.nn.test_causal_lm import build
 from tests.planner.test_forecast import H200
 from vblackwell.kernels.pointwise import cross_entropy
 from vblackwell.nn.convert.causal_lm import has_fused_loss, is_accelerated
+from vblackwell.nn.convert.training import fuse, training_loss
 from vblackwell.planner.estimator import Run
 from vblackwell.planner.forecast import Forecast, Machine
 from vblackwell.planner.model_spec import Subject
 from vblackwell.planner.placement import Bounds
 from vblackwell.train.auto import _copier, _loss
-from vblackwell.train.model import fuse, learner_of
 from vblackwell.units import GiB
 
 TOKENS, VOCABULARY = 48, 97
@@ -45,7 +45,7 @@ def step(model) -> tuple[torch.Tensor, list[torch.Tensor | None], int]:
     targets[0, :7] = -100
     model.zero_grad()
     with Largest() as largest:
-        loss = learner_of(model).loss(ids, targets)
+        loss = training_loss(model)(ids, targets)
         loss.backward()
     return loss.detach(), [param.grad for param in model.parameters()], largest.elements
 
@@ -76,9 +76,9 @@ def test_routers_count_in_training_alone():
     plain = copy.deepcopy(model)
     fuse(model)
     ids = torch.arange(24).reshape(2, 12)
-    pure = learner_of(plain.eval()).loss(ids, ids)  # by the logits: cross entropy and nothing else
-    torch.testing.assert_close(learner_of(model.eval()).loss(ids, ids), pure, rtol=1e-6, atol=0)
-    assert learner_of(model.train()).loss(ids, ids) > pure + 1e-3
+    pure = training_loss(plain.eval())(ids, ids)  # by the logits: cross entropy and nothing else
+    torch.testing.assert_close(training_loss(model.eval())(ids, ids), pure, rtol=1e-6, atol=0)
+    assert training_loss(model.train())(ids, ids) > pure + 1e-3
 
 
 def test_a_plan_is_made_for_the_model_that_runs():

@@ -25,7 +25,7 @@ from vblackwell.planner.model_spec import of_decoder
 from vblackwell.planner.placement import Bounds, Choice, Lacking, Space
 from vblackwell.train import auto
 from vblackwell.train.config import TrainConfig
-from vblackwell.train.levels import build_stack
+from vblackwell.train.prepare import build_stack
 from vblackwell.train.report import compare
 from vblackwell.units import GiB, MiB
 

@@ -14,11 +14,11 @@ from torch import nn
 
 from vblackwell.errors import CorruptData, DiskError, InsufficientMemory
 from vblackwell.folders.commit import CommitFolder
-from vblackwell.train import checkpoint, levels, metrics
+from vblackwell.train import checkpoint, metrics, prepare
 from vblackwell.train.checkpoint import METADATA_BYTES, bytes_to_come, refuse_full_disk
 from vblackwell.train.config import TrainConfig
-from vblackwell.train.levels import build_stack
-from vblackwell.train.state import TrainerState
+from vblackwell.train.prepare import build_stack
+from vblackwell.train.trainer import TrainerState
 from vblackwell.units import MiB
 
 PARAMETERS = 1000
@@ -75,8 +75,8 @@ def test_bytes_to_come_are_those_of_the_run(keep, final):
 
 def test_a_spill_disk_needs_room_for_the_state_and_not_for_the_cap(monkeypatch, tmp_path):
     options = {"fast_memory": "64KiB", "host_memory": "64KiB", "disk_memory": "1GiB", "disk_path": str(tmp_path)}
-    config, device, found = TrainConfig(**options), torch.device("cpu"), levels.disk_facts(tmp_path)
-    monkeypatch.setattr(levels, "disk_facts", lambda path: SimpleNamespace(path=found.path, free_bytes=8 * MiB))
+    config, device, found = TrainConfig(**options), torch.device("cpu"), prepare.disk_facts(tmp_path)
+    monkeypatch.setattr(prepare, "disk_facts", lambda path: SimpleNamespace(path=found.path, free_bytes=8 * MiB))
     build_stack(config, device, state_bytes=8 * MiB).close()
     with pytest.raises(InsufficientMemory, match="8.00 MiB of .* are free .* up to 8.01 MiB are"):
         build_stack(config, device, state_bytes=8 * MiB + 8192)

@@ -22,8 +22,7 @@ from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.progress import PlainProgress
 from vblackwell.train.schedule import Schedule
-from vblackwell.train.state import TrainerState
-from vblackwell.train.trainer import Hooks, Parts, Trainer, half_of
+from vblackwell.train.trainer import Hooks, Parts, Trainer, TrainerState, half_of
 
 STEPS, SEQUENCES, LENGTH = 4, 6, 8
 

@@ -26,26 +26,23 @@ from vblackwell.machine import device as machine
 from vblackwell.machine.device import choose_precision
 from vblackwell.machine.facts import DiskFacts, GPUFacts, MemoryFacts
 from vblackwell.nn.attention import backends as dispatcher
+from vblackwell.nn.convert.training import attention_backends, chosen_backend, fused_backend
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.nn.decoder.presets import PRESETS
 from vblackwell.offload.state import export_state
 from vblackwell.tools.doctor import advice
-from vblackwell.train.attention import attention_backends, chosen_backend, fused_backend
-from vblackwell.train.config import TrainConfig, field_help
-from vblackwell.train.levels import build_stack
+from vblackwell.train.checkpoint import refuse_other_run
+from vblackwell.train.config import FIXED, TrainConfig, field_help, refuse_changes
 from vblackwell.train.metrics import MetricsLog, StepRecord, cut_after, read_metrics
-from vblackwell.train.model import learner_of
-from vblackwell.train.prepare import decide_steps, prepare
+from vblackwell.train.model import trainable
+from vblackwell.train.prepare import build_stack, decide_steps, prepare
 from vblackwell.train.progress import PlainProgress
-from vblackwell.train.recipes import RECIPES
 from vblackwell.train.report import make_report, report_lines
-from vblackwell.train.resume import FIXED, refuse_changes, refuse_other_run
-from vblackwell.train.scaler import LEAST, LossScaler
-from vblackwell.train.schedule import Schedule
+from vblackwell.train.schedule import MIN_SCALE, LossScaler, Schedule
 from vblackwell.train.signals import StopRequest
-from vblackwell.train.sources import resolve
-from vblackwell.train.state import TrainerState, capture_rng, restore_rng
+from vblackwell.train.sources import RECIPES, resolve
+from vblackwell.train.trainer import TrainerState, capture_rng, restore_rng
 from vblackwell.units import GiB, MiB
 
 CPU = torch.device("cpu")
@@ -75,8 +72,8 @@ def test_scaler_halves_on_overflow_and_stays_a_power_of_two(history):
     for overflowed in history:
         before = scaler.scale
         scaler.update(overflowed=overflowed)
-        assert math.frexp(scaler.scale)[0] == 0.5 and scaler.scale >= LEAST
-        assert scaler.scale == max(LEAST, before / 2) if overflowed else scaler.scale in (before, before * 2)
+        assert math.frexp(scaler.scale)[0] == 0.5 and scaler.scale >= MIN_SCALE
+        assert scaler.scale == max(MIN_SCALE, before / 2) if overflowed else scaler.scale in (before, before * 2)
     other = LossScaler()
     other.load_state_dict(json.loads(json.dumps(scaler.state_dict())))
     for overflowed in (False, False, True, False):
@@ -92,7 +89,7 @@ def test_scaler_grows_after_its_interval():
         scaler.update(overflowed=False)
         scales.append(scaler.scale)
     assert scales == [4.0, 8.0, 8.0, 16.0]
-    assert not scaler.exhausted and LossScaler(initial=LEAST).exhausted
+    assert not scaler.exhausted and LossScaler(initial=MIN_SCALE).exhausted
 
 
 # -- settings --------------------------------------------------------------------------------------------------------------
@@ -468,8 +465,8 @@ def test_both_kinds_of_progress_show_the_numbers(monkeypatch, capsys):
 def test_a_frozen_model_is_refused_before_memory_is_taken(monkeypatch):
     """torch's own words come later, and are of an empty parameter list, or of a tensor without grad_fn."""
     made = Decoder(DecoderConfig(64, 32, 64, 2, 2, max_position=16), seed=0, device="cpu").requires_grad_(False)
-    source = SimpleNamespace(tokenizer_path=None, build=lambda config, corpus: learner_of(made))
-    monkeypatch.setattr("vblackwell.train.prepare.find_source", lambda config, cleanup: source)
+    source = SimpleNamespace(tokenizer_path=None, build=lambda config, corpus: trainable(made))
+    monkeypatch.setattr("vblackwell.train.prepare.find_model", lambda config, cleanup: source)
     monkeypatch.setattr("vblackwell.train.prepare.open_data", lambda *_: SimpleNamespace(corpus=None))
     with pytest.raises(ConfigurationError, match="Decoder has nothing to train: all of its .* frozen"):
         prepare(TrainConfig(), CPU, PlainProgress(), StopRequest(), ExitStack())
@@ -508,8 +505,9 @@ def test_a_preset_that_does_not_fit_is_refused_before_it_takes_memory(preset_cor
 def test_what_is_asked_of_ram_is_within_the_cgroup(sizes, part, monkeypatch):
     facts = MemoryFacts(16 * GiB, 12 * GiB, "/sys/fs/cgroup/job")
     state_bytes = 13 * GiB if sizes.get("host_memory") == "15GiB" else 64 * MiB
-    monkeypatch.setattr("vblackwell.train.levels.memory_facts", lambda: facts)
+    monkeypatch.setattr("vblackwell.train.prepare.memory_facts", lambda: facts)
     if part is None:
+        monkeypatch.setattr("vblackwell.memory.host.memory_facts", lambda: MemoryFacts(64 * GiB, 64 * GiB, "machine"))
         build_stack(TrainConfig(**sizes), CPU, state_bytes=state_bytes).close()
         return
     with pytest.raises(

@@ -20,10 +20,8 @@ from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.progress import PlainProgress
-from vblackwell.train.scaler import LossScaler
-from vblackwell.train.schedule import Schedule
-from vblackwell.train.state import TrainerState
-from vblackwell.train.trainer import Hooks, Parts, Trainer, TrainingDiverged
+from vblackwell.train.schedule import LossScaler, Schedule
+from vblackwell.train.trainer import Hooks, Parts, Trainer, TrainerState, TrainingDiverged
 
 CPU = torch.device("cpu")
 

@@ -1,7 +1,7 @@
-"""Work folders: a ``.tmp`` folder that its writer holds locked, so that others can tell work in progress from leftovers.
+"""Locks of processes by ``flock``, which the kernel drops when the process dies, however it dies.
 
-The lock is ``flock`` on the folder itself: the kernel drops it when the process dies, however it dies, and there is no lock
-file to go stale. A process id in the name would lie after a reboot and inside containers.
+A work folder is a ``.tmp`` folder that its writer holds locked, so that others can tell work in progress from leftovers: the lock is on
+the folder itself. A process id in the name would lie after a reboot and inside containers.
 """
 
 from __future__ import annotations
@@ -14,6 +14,32 @@ from pathlib import Path
 from vblackwell.errors import DiskError
 
 SUFFIX = ".tmp"
+
+
+class Locked(Exception):
+    """Another process holds the lock; its number is the message."""
+
+
+def lock_file(path: Path) -> int:
+    """Lock the file ``path``, made if need be, and write this process's number into it; closing the returned descriptor lets go.
+
+    Raises:
+        Locked: another process holds it.
+        OSError: it cannot be opened, locked or written.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        os.close(descriptor)
+        raise Locked(holder) from None
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def disk_error(action: str, path: Path, error: OSError) -> DiskError:

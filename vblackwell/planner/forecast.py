@@ -15,6 +15,7 @@ from torch import nn
 from vblackwell.errors import InsufficientMemory, Unsupported
 from vblackwell.machine.rates import Rates
 from vblackwell.nn.convert.model import convert
+from vblackwell.nn.convert.training import fuse
 from vblackwell.offload.layout.forecast import StepForecast, forecast_step, lane_rates
 from vblackwell.offload.layout.formats import Formats, range_bytes, supports
 from vblackwell.offload.layout.groups import Group, find_groups
@@ -39,7 +40,6 @@ from vblackwell.planner.placement import Bounds, Choice, Lacking, Plan, Predicti
 from vblackwell.trace.causal_lm import language_batch, plain_batches
 from vblackwell.trace.trace import Trace, trace_training
 from vblackwell.trace.work import phase_seconds, streaming_work
-from vblackwell.train.model import fuse
 from vblackwell.units import MiB, align_up
 
 STREAMED_P99 = 1.08  # three streamed decoders on an H200 reserved 3 % more, 2 % less and 7 % more than predicted (docs/log-estimate.md)
@@ -76,7 +76,7 @@ class Forecast:
         run: the model in its compute type; its ``checkpointing`` is each choice's, and its optimizer is the package's own.
         masters: 'exact' or 'stochastic', as `Formats` has them.
         fp4_layers, keep: which linears a choice with ``fp4`` converts (`vblackwell.nn.convert`).
-        fused: the run puts its model onto fused operators (`vblackwell.train.model.fuse`).
+        fused: the run puts its model onto fused operators (`vblackwell.nn.convert.training.fuse`).
     """
 
     def __init__(

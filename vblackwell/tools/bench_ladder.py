@@ -27,13 +27,12 @@ from vblackwell.memory.cache.config import LevelConfig
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.attention.interface import use_dispatcher
 from vblackwell.nn.convert.model import convert_linears
+from vblackwell.nn.convert.training import attention_heads, chosen_backend, fused_backend, training_loss
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.api import bytes_when_resident, enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.tools.compare import Comparison, difference
 from vblackwell.tools.cost import Bottleneck, Measured, measure, time_of, weight_bytes
-from vblackwell.train.attention import chosen_backend, fused_backend
-from vblackwell.train.model import learner_of
 from vblackwell.units import MiB
 
 NEW_TOKENS = 8  # decoded one by one; their median counts
@@ -179,7 +178,7 @@ def _refusals(refused: dict[str, str], phase: str) -> Iterator[None]:
 def _attend(case: Case, rung: Rung, model: nn.Module) -> str:
     """Chooses the attention that the rung asks for; its name."""
     length = case.tokens_NBS.shape[2] - 1
-    wanted = (*learner_of(model).heads, length, rung.dtype or torch.float32, case.device)
+    wanted = (*attention_heads(model), length, rung.dtype or torch.float32, case.device)
     if rung.bf16 and not has_bf16(case.device):
         raise Unsupported(f"{torch.cuda.get_device_name(case.device)} does not compute in bf16")
     made: Any = model
@@ -295,7 +294,7 @@ class _Steps:
 
     def __init__(self, case: Case, model: nn.Module) -> None:
         self._case = case
-        self._loss = learner_of(model).loss
+        self._loss = training_loss(model)
         self._optimizer = VGPUAdamW(
             model.parameters(), lr=case.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=1.0,
             update_in_backward=True,

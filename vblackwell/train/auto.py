@@ -24,6 +24,7 @@ from vblackwell.machine.measured import keep, keep_disk, kept_disk, kept_rates
 from vblackwell.machine.rates import Rates
 from vblackwell.memory.cache.config import ARENA_SHARE, DISK_SHARE, MAX_DISK_BYTES, default_disk_path
 from vblackwell.nn.convert.causal_lm import is_accelerated
+from vblackwell.nn.convert.training import training_loss
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.measure import as_rates, cpu_rates, disk_gbps, gpu_rates, is_measured_in_full
 from vblackwell.planner.estimator import Run, threads_bytes
@@ -33,8 +34,6 @@ from vblackwell.planner.model_spec import Subject
 from vblackwell.planner.placement import SHARES, Bounds, Choice, Lacking, Plan, Space
 from vblackwell.trace.trace import Trace, Untraceable, on_meta
 from vblackwell.train.config import TrainConfig
-from vblackwell.train.levels import has_disk
-from vblackwell.train.model import learner_of
 from vblackwell.train.progress import Progress
 from vblackwell.units import MiB
 
@@ -117,7 +116,7 @@ def _copier(model: nn.Module) -> Callable[[torch.dtype], nn.Module]:
 
 
 def _loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    return learner_of(model).loss(batch["input_ids"], batch["labels"])
+    return training_loss(model)(batch["input_ids"], batch["labels"])
 
 
 def apply_plan(config: TrainConfig, plan: Plan) -> TrainConfig:
@@ -131,7 +130,7 @@ def apply_plan(config: TrainConfig, plan: Plan) -> TrainConfig:
 
 def bounds_of(config: TrainConfig, device: torch.device) -> Bounds:
     """What the machine has free, cut to what the settings allow."""
-    available, wants_disk = memory_facts().available_bytes, has_disk(config)
+    available, wants_disk = memory_facts().available_bytes, config.has_disk
     if wants_disk:
         available = max(available // 2, available - threads_bytes())
     if device.type == "cuda":

@@ -18,7 +18,7 @@ import dataclasses
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -44,14 +44,12 @@ from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.api import offload_of
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.state import MOMENTS, ParameterState, export_state, import_state
-from vblackwell.train.resume import refuse_other_run
+from vblackwell.train.config import TrainConfig, refuse_changes
+from vblackwell.train.prepare import Prepared
 from vblackwell.train.runfolder import ADAPTER, CHECKPOINTS, FINAL
-from vblackwell.train.state import TrainerState
+from vblackwell.train.schedule import default_warmup_steps
+from vblackwell.train.trainer import TrainerState
 from vblackwell.units import format_bytes
-
-if TYPE_CHECKING:
-    from vblackwell.train.config import TrainConfig
-    from vblackwell.train.prepare import Prepared
 
 TRAINER = "trainer.json"
 FORMAT = 2  # of trainer.json; 1 was of runs that held out the last documents
@@ -169,6 +167,22 @@ def finished_step(final: Path) -> int | None:
         return int(read_json(final / TRAINER)["state"]["step"])
     except VBError:
         return None
+
+
+def refuse_other_run(config: TrainConfig, checkpoint: Path, written: dict[str, Any]) -> None:
+    """Compare a run's decided settings with those that its checkpoint was written under, which are hashed.
+
+    ``settings.json`` may have been removed, or be of a version that kept no hash of it.
+
+    Raises:
+        ConfigurationError: something that decides the numbers differs.
+    """
+    ends = (config.max_steps, written["max_steps"])
+    defaults = [default_warmup_steps(steps) for steps in ends if steps is not None]
+    if [config.warmup_steps, written["warmup_steps"]] == defaults:  # they move with the end of the run, which may move
+        written = written | {"warmup_steps": config.warmup_steps}
+    remedy = f"give the values of 'config' in {checkpoint / 'trainer.json'} as flags, and remove settings.json if it is there"
+    refuse_changes(config, written, remedy)
 
 
 def refuse_full_disk(out: Path, model: nn.Module, config: TrainConfig) -> None:

@@ -268,6 +268,12 @@ class TrainConfig:
         return Path(self.model).resolve().name if self.model else self.preset
 
     @property
+    def has_disk(self) -> bool:
+        """Whether the run's stack has a disk level. It wears an SSD out, so it is there only where somebody asked for it."""
+        asked = self.vgpu_auto or self.disk_memory is not None or self.disk_path is not None
+        return asked and self.disk_memory != 0
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens that one optimizer step learns from."""
         return self.batch_size * self.accumulation_steps * self.seq_length
@@ -318,3 +324,31 @@ def field_help() -> dict[str, str]:
         if isinstance(declared, ast.AnnAssign) and isinstance(declared.target, ast.Name) and isinstance(text, ast.Expr):
             found[declared.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
     return found
+
+
+# -- resuming ----------------------------------------------------------------------------------------------------------
+
+# What decides the numbers: a resumed run may change where bytes live and what is reported, never what is computed.
+FIXED = (
+    "preset", "architecture", "model", "data", "packing", "tokenizer", "vocab_size", "batch_size", "accumulation_steps", "seq_length",
+    "learning_rate", "min_learning_rate_ratio", "warmup_steps", "weight_decay", "beta1", "beta2", "epsilon", "max_grad_norm",
+    "seed", "mixed_precision", "precision", "use_fp4", "fp4_layers", "keep", "assignment", "lora", "optimizer_states", "masters",
+)  # fmt: skip
+
+
+def refuse_changes(config: TrainConfig, stored: dict[str, Any], remedy: str = "drop the flag") -> None:
+    """Compare a resumed run's settings with those it was started with.
+
+    Args:
+        remedy: what to do about a difference, other than starting a new run.
+
+    Raises:
+        ConfigurationError: something that decides the numbers differs.
+    """
+    for name in FIXED:
+        now, then = getattr(config, name), stored.get(name)
+        if name in stored and now != then:
+            raise ConfigurationError(
+                f"{flag_of(name)} is {now!r}, the run was started with {then!r}: a resumed run computes as it began; "
+                f"{remedy}, or start a new run with another --out"
+            )

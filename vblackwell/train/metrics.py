@@ -78,6 +78,42 @@ def finite_or_none(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Counters of a stack at one moment, or their growth between two.
+
+    Attributes:
+        level_bytes: held now, by level label.
+        link_bytes: moved, by 'source>destination'.
+        stall_seconds: waited.
+    """
+
+    level_bytes: dict[str, int]
+    link_bytes: dict[str, int]
+    stall_seconds: float
+
+    def since(self, before: Traffic) -> Traffic:
+        """What was moved after ``before``."""
+        moved = {link: count - before.link_bytes.get(link, 0) for link, count in self.link_bytes.items()}
+        return Traffic(self.level_bytes, moved, self.stall_seconds - before.stall_seconds)
+
+
+def level_labels(stats: dict[str, Any]) -> list[str]:
+    """A unique name for each level: its device, numbered where two levels share one."""
+    devices = [level["device"] for level in stats["levels"]]
+    return [name if devices.count(name) == 1 else f"{name}#{index}" for index, name in enumerate(devices)]
+
+
+def traffic_of(stats: dict[str, Any]) -> Traffic:
+    """The counters in what `VGPUStack.get_stats` returned."""
+    held = [level["used_bytes"] for level in stats["levels"]]
+    links: dict[str, int] = {}
+    for link in stats["links"]:
+        name = f"{link['source']}>{link['destination']}"
+        links[name] = links.get(name, 0) + link["bytes"]
+    return Traffic(dict(zip(level_labels(stats), held, strict=True)), links, stats["stall_seconds"])
+
+
 class MetricsLog:
     """Appends to ``folder``/metrics.jsonl and, if wanted, to TensorBoard events in ``folder``/tensorboard.
 

@@ -9,17 +9,16 @@ refused before it takes memory.
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from vblackwell.data.corpus import Corpus
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported, nearest
 from vblackwell.folders.checked import check_tokenizer
 from vblackwell.folders.commit import MANIFEST, verify_folder
@@ -27,20 +26,29 @@ from vblackwell.folders.folder import read_config, read_tokenizer
 from vblackwell.folders.hub import find_folder
 from vblackwell.folders.meta_model import build_on_meta
 from vblackwell.folders.weights import FolderWeights
+from vblackwell.generate.adapters import adapt, adapted, packed_linears
 from vblackwell.generate.causal_lm import config_json
-from vblackwell.nn.convert.causal_lm import Acceleration, accelerate_causal_lm, has_fused_loss
+from vblackwell.machine.device import Precision
+from vblackwell.nn.attention.interface import use_dispatcher, why_not
+from vblackwell.nn.convert.assignment import BITS, Assignment, apply_assignment
+from vblackwell.nn.convert.lora_config import Lora
+from vblackwell.nn.convert.model import convert
+from vblackwell.nn.convert.training import (
+    attention_backends,
+    attention_heads,
+    chosen_backend,
+    fused_backend,
+    training_loss,
+)
 from vblackwell.nn.decoder.config import DecoderConfig, not_supported_reasons
-from vblackwell.nn.decoder.decoder import IGNORED_TARGET, Decoder
+from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.nn.decoder.presets import find_preset
 from vblackwell.offload.storage.initialize import Initialize
 from vblackwell.train.config import TrainConfig
 
-if TYPE_CHECKING:
-    from vblackwell.data.corpus import Corpus
-
 
 @dataclass(frozen=True)
-class Learner:
+class TrainableModel:
     """A model that is about to be put into a stack and trained.
 
     Attributes:
@@ -58,34 +66,34 @@ class Learner:
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """Where the model comes from.
 
     Attributes:
-        learner: the folder's model; None for a preset, whose vocabulary is the data's.
+        model: the folder's model; None for a preset, whose vocabulary is the data's.
         tokenizer_path: what the data is to be encoded with; None to train a tokenizer.
         tokenizer_folder: the model folder, if its tokenizer is used.
         folder: the model folder; None for a preset.
     """
 
-    learner: Learner | None
+    model: TrainableModel | None
     tokenizer_path: Path | None
     tokenizer_folder: Path | None = None
     folder: Path | None = None
 
-    def build(self, config: TrainConfig, corpus: Corpus) -> Learner:
+    def build(self, config: TrainConfig, corpus: Corpus) -> TrainableModel:
         """The folder's model; or the preset's in fp32, whose weights are drawn from the run's seed when the stack takes them.
 
         Raises:
             ConfigurationError: an unknown architecture key.
         """
-        if self.learner is not None:
-            return self.learner
+        if self.model is not None:
+            return self.model
         model = Decoder(_preset_shape(config, corpus), device="meta", dtype=torch.float32)
-        return dataclasses.replace(learner_of(model), initialize=model.initial_weights(config.seed))
+        return dataclasses.replace(trainable(model), initialize=model.initial_weights(config.seed))
 
 
-def find_source(config: TrainConfig, cleanup: ExitStack) -> Source:
+def find_model(config: TrainConfig, cleanup: ExitStack) -> ModelSource:
     """What ``--model`` and ``--tokenizer`` mean. The folder's files stay open until ``cleanup``.
 
     Raises:
@@ -96,7 +104,7 @@ def find_source(config: TrainConfig, cleanup: ExitStack) -> Source:
     """
     tokenizer = None if config.tokenizer is None else Path(config.tokenizer)
     if config.model is None:
-        return Source(None, tokenizer)
+        return ModelSource(None, tokenizer)
     folder = find_folder(config.model)
     if (folder / MANIFEST).is_file():  # we wrote it, and know its bytes
         try:
@@ -107,16 +115,16 @@ def find_source(config: TrainConfig, cleanup: ExitStack) -> Source:
         raise ConfigurationError(
             f"--model {folder} has no tokenizer.json: give the one it was trained with as --tokenizer"
         )
-    learner = _open_folder(folder, config, cleanup)
+    found = _open_folder(folder, config, cleanup)
     path = tokenizer or folder
     check_tokenizer(folder, read_tokenizer(path), path, remedy=" as --tokenizer")
-    return Source(learner, path, folder if tokenizer is None else None, folder)
+    return ModelSource(found, path, folder if tokenizer is None else None, folder)
 
 
-def _open_folder(folder: Path, config: TrainConfig, cleanup: ExitStack) -> Learner:
+def _open_folder(folder: Path, config: TrainConfig, cleanup: ExitStack) -> TrainableModel:
     raw, file = read_config(folder), folder / "config.json"
     if not_supported_reasons(raw):
-        learner = learner_of(build_on_meta(folder, torch.float32))
+        found = trainable(build_on_meta(folder, torch.float32))
     else:
         try:
             shape = DecoderConfig.from_hf(raw)
@@ -124,73 +132,26 @@ def _open_folder(folder: Path, config: TrainConfig, cleanup: ExitStack) -> Learn
             raise ConfigurationError(
                 f"{file}: {error}; give the config.json that the weights were published with"
             ) from error
-        learner = learner_of(Decoder(shape, device="meta", dtype=torch.float32))
-    limit = learner.config.get("max_position_embeddings")
+        found = trainable(Decoder(shape, device="meta", dtype=torch.float32))
+    limit = found.config.get("max_position_embeddings")
     if limit is not None and config.seq_length > limit:
         raise ConfigurationError(
             f"--seq-length {config.seq_length} is beyond the {limit} positions of {file}: shorten it"
         )
-    weights = cleanup.enter_context(FolderWeights(learner.model, folder))
+    weights = cleanup.enter_context(FolderWeights(found.model, folder))
     weights.load_buffers()
-    return dataclasses.replace(learner, initialize=weights)
+    return dataclasses.replace(found, initialize=weights)
 
 
-def learner_of(model: nn.Module) -> Learner:
+def trainable(model: nn.Module) -> TrainableModel:
     """A `Decoder` or a causal model of transformers with what training asks of it."""
+    heads = attention_heads(model)
     if isinstance(model, Decoder):
-        shape = model.config
-        return Learner(model, model, shape.to_hf(), (shape.num_heads, shape.kv_heads, shape.head_size))
+        return TrainableModel(model, model, model.config.to_hf(), heads)
     made: Any = model
-    config = made.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(heads, int):
-        raise Unsupported(
-            f"{type(model).__name__} states no num_attention_heads: only models of attention are trained by this command"
-        )
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    names = {name: getattr(config, name, None) for name in ("vocab_size", "max_position_embeddings")}
-    return Learner(model, NextTokenLoss(model), config_json(model) | names, (heads, kv_heads, width))
-
-
-def fuse(model: nn.Module) -> Acceleration | None:
-    """Run a causal model of transformers on fused operators, its loss in chunks of tokens; None of a `Decoder`, which always does."""
-    if isinstance(model, Decoder):
-        return None
-    takes_shifted = any(
-        each.kind is each.VAR_KEYWORD or each.name == "shift_labels" for each in _parameters_of(model).values()
-    )
-    return accelerate_causal_lm(model, loss=takes_shifted)
-
-
-def _parameters_of(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(type(model).forward).parameters
-
-
-class NextTokenLoss:
-    """The mean cross entropy, in fp32, of a causal model of transformers; targets of -100 do not count.
-
-    After `fuse` there are never the logits of a whole batch, which for a vocabulary of 150,000 are larger than anything else of a step; and
-    in training the routers' loss is added where the model's configuration says so (``output_router_logits``).
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def __call__(self, input_ids_BS: Tensor, targets_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
-        given: dict[str, Any] = {} if positions_BS is None else {"position_ids": positions_BS}
-        if has_fused_loss(self._model):
-            given |= {
-                "labels": targets_BS,
-                "shift_labels": targets_BS,
-            }  # the first asks for a loss, the second is what counts
-            if not self._model.training and "output_router_logits" in _parameters_of(self._model):
-                given["output_router_logits"] = False
-            return self._model(input_ids=input_ids_BS, use_cache=False, **given).loss
-        logits_BSV = self._model(input_ids=input_ids_BS, use_cache=False, **given).logits
-        return functional.cross_entropy(
-            logits_BSV.flatten(0, 1).float(), targets_BS.flatten(), ignore_index=IGNORED_TARGET
-        )
+    text = made.config.get_text_config()
+    names = {name: getattr(text, name, None) for name in ("vocab_size", "max_position_embeddings")}
+    return TrainableModel(model, training_loss(model), config_json(model) | names, heads)
 
 
 def _preset_shape(config: TrainConfig, corpus: Corpus) -> DecoderConfig:
@@ -215,3 +176,112 @@ def _preset_shape(config: TrainConfig, corpus: Corpus) -> DecoderConfig:
     if "num_heads" in changed or "hidden_size" in changed:
         changed = {"head_dim": None, "num_kv_heads": None} | changed
     return dataclasses.replace(shape, **changed)
+
+
+# -- as the flags say ----------------------------------------------------------------------------------------------------
+
+
+def adapt_model(
+    config: TrainConfig, found: TrainableModel, source: ModelSource, device: torch.device, say: Callable[[str], None]
+) -> TrainableModel:
+    """Adapters around the model's linears, over a base that is frozen and, with ``--use-fp4``, packed."""
+    assert config.lora is not None and config.model is not None and found.initialize is not None
+    assert source.folder is not None
+    model, given = found.model, Path(config.model)
+    name = str(given.resolve()) if given.is_dir() else config.model
+    fill = adapt(
+        model, found.initialize, source.folder, Lora.parse(config.lora), name=name, fp4="nvfp4" if config.use_fp4 else None,
+        fp4_layers=config.fp4_layers, keep=config.keep, tiled=device.type == "cuda", seed=config.seed, device=device,
+    )  # fmt: skip
+    made = adapted(model)
+    assert made is not None
+    trained = [param.numel() for param in model.parameters() if param.requires_grad]
+    left = [f"{left} ({reason})" for left, reason in made.packed.items() if reason is not None and ".lora_" not in left]
+    base = (
+        f"packed to nvfp4 in {packed_linears(model)} linears (left: {', '.join(left[:3]) or 'none'})"
+        if made.packed
+        else "as it is"
+    )
+    say(
+        f"--lora: rank {made.lora.rank}, scale {made.lora.scale:g}, around {len(trained) // 2} linears "
+        f"({', '.join(made.config['target_modules'])}): {sum(trained) / 1e6:.2f} M parameters are trained; the base is frozen, {base}"
+    )
+    return dataclasses.replace(found, initialize=fill)
+
+
+def use_fp4(config: TrainConfig, model: nn.Module, say: Callable[[str], None]) -> None:
+    """Linears, and experts, straight through nvfp4; heads, embeddings and norms stay as they are."""
+    done = convert(model, fp4_layers=config.fp4_layers, keep=config.keep, attention=None, fused=False)
+    experts = len(done.replaced.get("experts", []))
+    say(
+        f"--use-fp4: {len(done.replaced.get('linear', []))} linears {f'and the experts of {experts} layers ' if experts else ''}compute "
+        "with their weights rounded to nvfp4, gradients straight through; masters stay fp32, and so do the saved weights (vb quantize "
+        f"packs them)\n{done}"
+    )
+
+
+def use_assignment(path: str, model: nn.Module, say: Callable[[str], None]) -> None:
+    """Linears straight through the precisions that a file assigns to them."""
+    assignment = Assignment.load(path)
+    apply_assignment(model, assignment, "training")
+    counts = ", ".join(f"{len(assignment.names(precision))} in {precision}" for precision in BITS)
+    say(
+        f"--assignment: {counts}, {assignment.bits:.2f} bits a weight of theirs; gradients straight through, masters stay fp32, and so do "
+        "the saved weights"
+    )
+
+
+def checkpoint_layers(model: nn.Module) -> None:
+    if isinstance(model, Decoder):
+        model.gradient_checkpointing = True
+        return
+    made: Any = model
+    if not made.supports_gradient_checkpointing:
+        raise Unsupported(f"--gradient-checkpointing: {type(model).__name__} does not offer it; leave the flag out")
+    made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def choose_attention(
+    config: TrainConfig,
+    found: TrainableModel,
+    precision: Precision,
+    device: torch.device,
+    cleanup: ExitStack,
+    packs: bool,
+) -> str:
+    """Allow what the flags allow until ``cleanup``; the backend that runs in this model."""
+    if packs and config.use_flash_attn:
+        raise Unsupported(
+            "--use-flash-attn fixes a backend for causal attention, and conversations that share rows need a mask: add --no-packing"
+        )
+    allowed = attention_backends(use_flash_attn=config.use_flash_attn, deterministic=config.deterministic)
+    cleanup.enter_context(allowed)
+    model: Any = found.model
+    kind, foreign = getattr(model.config, "_attn_implementation", "sdpa"), not isinstance(model, Decoder)
+    if config.use_flash_attn and foreign:
+        _refuse_foreign(model, config.seq_length)
+    elif kind != "sdpa":
+        return kind
+    elif packs and device.type == "cuda" and (not foreign or why_not(model) is None):
+        # Documents that share rows need a mask, for which SDPA's fastest is nine times slower (docs/log-attention.md).
+        if foreign:
+            cleanup.callback(use_dispatcher(model))
+        return "the dispatcher's, with a mask of documents"
+    wanted = (*found.heads, config.seq_length, precision.compute_dtype or torch.float32, device)
+    if not config.use_flash_attn:
+        return chosen_backend(*wanted)
+    name = fused_backend(*wanted, deterministic=config.deterministic)
+    if foreign:
+        cleanup.callback(use_dispatcher(model, name, cached="auto"))  # the sample at the end writes with a cache
+    else:
+        model.use_attention(name)
+    return f"{name}, as --use-flash-attn asks"
+
+
+def _refuse_foreign(model: Any, seq_length: int) -> None:
+    """Raises Unsupported where a model of transformers cannot be told how to attend, or needs more than causality."""
+    reason, window = why_not(model), getattr(model.config.get_text_config(), "sliding_window", None)
+    if reason is None and window is not None and window < seq_length:
+        reason = f"its sliding window of {window} is shorter than --seq-length {seq_length} and needs a mask"
+    if reason is not None:
+        raise Unsupported(f"--use-flash-attn: {type(model).__name__}: {reason}; leave the flag out")

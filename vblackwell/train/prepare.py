@@ -6,6 +6,7 @@ What cannot work is refused here, before anything is written.
 from __future__ import annotations
 
 import math
+import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,35 +15,42 @@ from typing import Any
 import torch
 from torch import nn
 
+from vblackwell.data.chat import chat_kind
+from vblackwell.data.chat_data import ChatCorpus, ChatDataset, prepare_chat
 from vblackwell.data.chat_template import ChatTemplate
-from vblackwell.data.corpus import Corpus
-from vblackwell.data.dataset import BatchStream
+from vblackwell.data.corpus import Corpus, prepare_data
+from vblackwell.data.dataset import BatchStream, Dataset, PackedDataset
+from vblackwell.data.documents import find_source
 from vblackwell.data.inspect_data import inspect_lines
-from vblackwell.errors import Unsupported
-from vblackwell.generate.adapters import adapt, adapted, packed_linears
+from vblackwell.errors import InsufficientMemory, Unsupported
 from vblackwell.machine.device import Precision, cap_process, choose_precision
-from vblackwell.nn.attention.interface import use_dispatcher, why_not
-from vblackwell.nn.convert.assignment import BITS, Assignment, apply_assignment
-from vblackwell.nn.convert.lora_config import Lora
-from vblackwell.nn.convert.model import convert
+from vblackwell.machine.facts import disk_facts, memory_facts
+from vblackwell.memory.cache.config import default_disk_path
+from vblackwell.memory.cache.stack import VGPUStack, create_vgpu_stack
+from vblackwell.nn.convert.training import fuse
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.api import bytes_when_resident, enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.layout.formats import Formats, supports
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.planner.placement import Plan
 from vblackwell.trace.trace import refuse_frozen
-from vblackwell.train.attention import attention_backends, chosen_backend, fused_backend
 from vblackwell.train.auto import apply_plan, plan_run, planned_sizes
 from vblackwell.train.config import TrainConfig
-from vblackwell.train.levels import build_stack, describe_levels
-from vblackwell.train.model import Learner, Source, find_source, fuse
+from vblackwell.train.model import (
+    adapt_model,
+    checkpoint_layers,
+    choose_attention,
+    find_model,
+    use_assignment,
+    use_fp4,
+)
 from vblackwell.train.progress import Progress
-from vblackwell.train.run_data import check_packing, open_data
-from vblackwell.train.scaler import LossScaler
-from vblackwell.train.schedule import Schedule, default_warmup_steps
+from vblackwell.train.schedule import LossScaler, Schedule, default_warmup_steps
 from vblackwell.train.signals import StopRequest
 from vblackwell.train.trainer import Parts
 from vblackwell.units import format_bytes
+
+PROBE_TOKENS = 8  # of a document
 
 
 @dataclass
@@ -84,19 +92,19 @@ def prepare(
     """
     if device.type == "cuda" and isinstance(config.fast_memory, int):
         cap_process(device, config.fast_memory)  # first: what probes and tunes keeps to it
-    source = find_source(config, cleanup)  # before the data, which may take long to read
+    source = find_model(config, cleanup)  # before the data, which may take long to read
     with stop.interrupting():
         data = open_data(config, source.tokenizer_path, progress)
     corpus = data.corpus
     torch.manual_seed(config.seed)
-    learner = source.build(config, corpus)
-    model = learner.model
+    found = source.build(config, corpus)
+    model = found.model
     if config.lora is not None:
-        learner = _adapt(config, learner, source, device, progress)
+        found = adapt_model(config, found, source, device, progress.say)
     elif config.use_fp4:
-        _use_fp4(config, model, progress)
+        use_fp4(config, model, progress.say)
     elif config.assignment is not None:
-        _use_assignment(config.assignment, model, progress)
+        use_assignment(config.assignment, model, progress.say)
     refuse_frozen(model)
     fused = fuse(model)
     if fused is not None:
@@ -107,9 +115,9 @@ def prepare(
     plan = plan_run(config, model, precision, device, progress)
     config = decide_steps(config if plan is None else apply_plan(config, plan), len(data.train))
     if config.gradient_checkpointing:
-        _checkpoint_layers(model)
+        checkpoint_layers(model)
     formats = choose_formats(config, precision)
-    attention = _choose_attention(config, learner, precision, device, cleanup, data.packs_documents)
+    attention = choose_attention(config, found, precision, device, cleanup, data.packs_documents)
     progress.say(
         f"{config.name}: {sum(param.numel() for param in model.parameters()) / 1e6:.2f} M parameters, {config.max_steps} steps of "
         f"{config.tokens_per_step} "
@@ -119,14 +127,15 @@ def prepare(
     stack = build_stack(config, device, plan, state_bytes=state_bytes)
     cleanup.callback(stack.close)
     cleanup.callback(_close_engine, model)  # first, and also when what follows fails
-    progress.say(f"memory: {describe_levels(stack)}; training state {format_bytes(state_bytes)}")
+    levels = " over ".join(f"{level.name} {format_bytes(level.capacity_bytes)}" for level in stack.levels)
+    progress.say(f"memory: {levels}; training state {format_bytes(state_bytes)}")
     enable_vgpu_stack_optimization(
         model, stack, placement=config.placement, compute_dtype=precision.compute_dtype, update=place_or_share(config.update),
         activations=choose_activations(config, device), states=formats.states, masters=formats.masters,
-        rounding_seed=formats.seed, initialize=learner.initialize, **({} if plan is None else planned_sizes(plan)),
+        rounding_seed=formats.seed, initialize=found.initialize, **({} if plan is None else planned_sizes(plan)),
     )  # fmt: skip
     if data.packs_documents and not isinstance(model, Decoder):
-        check_packing(model, learner.config["vocab_size"], device)
+        check_packing(model, found.config["vocab_size"], device)
     parts = Parts(
         model=model,
         optimizer=_make_optimizer(model, config),
@@ -136,9 +145,9 @@ def prepare(
         schedule=_make_schedule(config),
         scaler=LossScaler() if precision.needs_scaler else None,
         device=device,
-        loss=learner.loss,
+        loss=found.loss,
     )
-    return Prepared(config, learner.config, corpus, parts, source.tokenizer_folder, data.template, plan, attention)
+    return Prepared(config, found.config, corpus, parts, source.tokenizer_folder, data.template, plan, attention)
 
 
 def inspect_data(config: TrainConfig, progress: Progress) -> None:
@@ -148,111 +157,10 @@ def inspect_data(config: TrainConfig, progress: Progress) -> None:
         VBError: the model's folder, its tokenizer or the data cannot be used.
     """
     with ExitStack() as opened:
-        source = find_source(config, opened)
+        source = find_model(config, opened)
         data = open_data(config, source.tokenizer_path, progress)
     for line in inspect_lines(data.train, data.corpus.tokenizer):
         progress.say(line)
-
-
-def _adapt(
-    config: TrainConfig, learner: Learner, source: Source, device: torch.device, progress: Progress
-) -> Learner:  # fmt: skip
-    """Adapters around the model's linears, over a base that is frozen and, with ``--use-fp4``, packed."""
-    assert config.lora is not None and config.model is not None and learner.initialize is not None
-    assert source.folder is not None
-    model, given = learner.model, Path(config.model)
-    name = str(given.resolve()) if given.is_dir() else config.model
-    fill = adapt(
-        model, learner.initialize, source.folder, Lora.parse(config.lora), name=name, fp4="nvfp4" if config.use_fp4 else None,
-        fp4_layers=config.fp4_layers, keep=config.keep, tiled=device.type == "cuda", seed=config.seed, device=device,
-    )  # fmt: skip
-    made = adapted(model)
-    assert made is not None
-    trained = [param.numel() for param in model.parameters() if param.requires_grad]
-    left = [f"{left} ({reason})" for left, reason in made.packed.items() if reason is not None and ".lora_" not in left]
-    base = (
-        f"packed to nvfp4 in {packed_linears(model)} linears (left: {', '.join(left[:3]) or 'none'})"
-        if made.packed
-        else "as it is"
-    )
-    progress.say(
-        f"--lora: rank {made.lora.rank}, scale {made.lora.scale:g}, around {len(trained) // 2} linears "
-        f"({', '.join(made.config['target_modules'])}): {sum(trained) / 1e6:.2f} M parameters are trained; the base is frozen, {base}"
-    )
-    return replace(learner, initialize=fill)
-
-
-def _use_fp4(config: TrainConfig, model: nn.Module, progress: Progress) -> None:
-    """Linears, and experts, straight through nvfp4; heads, embeddings and norms stay as they are."""
-    done = convert(model, fp4_layers=config.fp4_layers, keep=config.keep, attention=None, fused=False)
-    experts = len(done.replaced.get("experts", []))
-    progress.say(
-        f"--use-fp4: {len(done.replaced.get('linear', []))} linears {f'and the experts of {experts} layers ' if experts else ''}compute "
-        "with their weights rounded to nvfp4, gradients straight through; masters stay fp32, and so do the saved weights (vb quantize "
-        f"packs them)\n{done}"
-    )
-
-
-def _use_assignment(path: str, model: nn.Module, progress: Progress) -> None:
-    """Linears straight through the precisions that a file assigns to them."""
-    assignment = Assignment.load(path)
-    apply_assignment(model, assignment, "training")
-    counts = ", ".join(f"{len(assignment.names(precision))} in {precision}" for precision in BITS)
-    progress.say(
-        f"--assignment: {counts}, {assignment.bits:.2f} bits a weight of theirs; gradients straight through, masters stay fp32, and so do "
-        "the saved weights"
-    )
-
-
-def _checkpoint_layers(model: nn.Module) -> None:
-    if isinstance(model, Decoder):
-        model.gradient_checkpointing = True
-        return
-    made: Any = model
-    if not made.supports_gradient_checkpointing:
-        raise Unsupported(f"--gradient-checkpointing: {type(model).__name__} does not offer it; leave the flag out")
-    made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
-def _choose_attention(
-    config: TrainConfig, learner: Learner, precision: Precision, device: torch.device, cleanup: ExitStack, packs: bool
-) -> str:
-    """Allow what the flags allow until ``cleanup``; the backend that runs in this model."""
-    if packs and config.use_flash_attn:
-        raise Unsupported(
-            "--use-flash-attn fixes a backend for causal attention, and conversations that share rows need a mask: add --no-packing"
-        )
-    allowed = attention_backends(use_flash_attn=config.use_flash_attn, deterministic=config.deterministic)
-    cleanup.enter_context(allowed)
-    model: Any = learner.model
-    kind, foreign = getattr(model.config, "_attn_implementation", "sdpa"), not isinstance(model, Decoder)
-    if config.use_flash_attn and foreign:
-        _refuse_foreign(model, config.seq_length)
-    elif kind != "sdpa":
-        return kind
-    elif packs and device.type == "cuda" and (not foreign or why_not(model) is None):
-        # Documents that share rows need a mask, for which SDPA's fastest is nine times slower (docs/log-attention.md).
-        if foreign:
-            cleanup.callback(use_dispatcher(model))
-        return "the dispatcher's, with a mask of documents"
-    wanted = (*learner.heads, config.seq_length, precision.compute_dtype or torch.float32, device)
-    if not config.use_flash_attn:
-        return chosen_backend(*wanted)
-    name = fused_backend(*wanted, deterministic=config.deterministic)
-    if foreign:
-        cleanup.callback(use_dispatcher(model, name, cached="auto"))  # the sample at the end writes with a cache
-    else:
-        model.use_attention(name)
-    return f"{name}, as --use-flash-attn asks"
-
-
-def _refuse_foreign(model: Any, seq_length: int) -> None:
-    """Raises Unsupported where a model of transformers cannot be told how to attend, or needs more than causality."""
-    reason, window = why_not(model), getattr(model.config.get_text_config(), "sliding_window", None)
-    if reason is None and window is not None and window < seq_length:
-        reason = f"its sliding window of {window} is shorter than --seq-length {seq_length} and needs a mask"
-    if reason is not None:
-        raise Unsupported(f"--use-flash-attn: {type(model).__name__}: {reason}; leave the flag out")
 
 
 def place_or_share(text: str) -> str | float:
@@ -321,3 +229,168 @@ def _close_engine(model: nn.Module) -> None:
     engine = offload_of(model)
     if engine is not None:
         engine.close()
+
+
+# -- data ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Tokens and what is cut of them.
+
+    Attributes:
+        template: of conversations; None for plain text.
+    """
+
+    corpus: Corpus
+    train: Dataset
+    validation: Dataset
+    template: ChatTemplate | None = None
+
+    @property
+    def packs_documents(self) -> bool:
+        """Whether rows hold several documents that must not see each other."""
+        return isinstance(self.train, ChatDataset) and self.train.packing
+
+
+def open_data(config: TrainConfig, tokenizer_path: Path | None, progress: Progress) -> RunData:
+    """The data of ``--data``; of conversations it is said what they are.
+
+    Raises:
+        ConfigurationError: files that cannot be used, with the place.
+        DiskError: the cache cannot be written.
+    """
+    path = None if config.data is None else Path(config.data)
+    source = find_source(path)
+    if source.left_out:
+        names = ", ".join(str(found.relative_to(source.root)) for found in source.left_out)
+        progress.say(f"data: {source.name}: left out, being no data: {names}")
+    kind = chat_kind(source)
+    splits = ("train", "validation")
+    if kind is None:
+        corpus = prepare_data(path, tokenizer_path, config.vocab_size, progress.phase)
+        plain = [PackedDataset(corpus, config.seq_length, split, config.seed) for split in splits]
+        return RunData(corpus, plain[0], plain[1])
+    chat = prepare_chat(source, kind, tokenizer_path, progress.phase)
+    train, validation = (
+        ChatDataset(chat, config.seq_length, split, config.seed, packing=config.packing) for split in splits
+    )
+    _describe(chat, train, validation, progress)
+    return RunData(chat, train, validation, chat.template)
+
+
+def _describe(corpus: ChatCorpus, train: ChatDataset, validation: ChatDataset, progress: Progress) -> None:
+    how = (
+        "several share a row, positions begin again at 0 with each and none sees another"
+        if train.packing
+        else "each has a row of its own"
+    )
+    progress.say(
+        f"data: {corpus.name}: {len(corpus.lengths)} conversations ({corpus.kind}), written with {corpus.template.origin}; learnt are the "
+        f"answers, {train.learnt_share():.0%} of the tokens; {train.conversations} to train on in {len(train)} rows of "
+        f"{train.seq_length} ({train.filled:.0%} filled): {how}"
+    )
+    cut, left_out = train.cut + validation.cut, train.left_out + validation.left_out
+    if cut:
+        progress.say(
+            f"data: {cut} conversations are longer than --seq-length {train.seq_length} and are cut there"
+            + (f"; {left_out} of them have no answer before the cut and are left out" if left_out else "")
+        )
+
+
+@torch.no_grad()
+def check_packing(model: nn.Module, vocab_size: int, device: torch.device) -> None:
+    """Look whether ``model``, one of transformers', keeps packed documents apart: three short rows through it.
+
+    Two rows end in the same document behind different ones, a third begins with it; its logits must be the same in all.
+
+    Raises:
+        Unsupported: they are not.
+    """
+    made: Any = model
+    generator = torch.Generator().manual_seed(0)
+    first, other, same = torch.randint(vocab_size, (3, PROBE_TOKENS), generator=generator)
+    rows = torch.stack((torch.cat((first, same)), torch.cat((other, same)), torch.cat((same, first))))
+    positions = torch.arange(PROBE_TOKENS).repeat(3, 2)
+    training = model.training
+    model.eval()
+    try:
+        logits_BSV = made(input_ids=rows.to(device), position_ids=positions.to(device), use_cache=False).logits.float()
+    finally:
+        model.train(training)
+    behind, again, alone = logits_BSV[0, PROBE_TOKENS:], logits_BSV[1, PROBE_TOKENS:], logits_BSV[2, :PROBE_TOKENS]
+    # What is masked adds exact zeros; sums of other lengths may round otherwise, by a few units of the compute type.
+    tolerance = (2e-2 if next(model.parameters()).dtype != torch.float32 else 1e-4) * float(alone.norm())
+    apart = max(float((alone - found).norm()) for found in (behind, again))
+    if not apart <= tolerance:
+        raise Unsupported(
+            f"--packing: {type(model).__name__} lets a document see what is before it in its row (its logits differ by "
+            f"{apart / max(float(alone.norm()), 1e-30):.2g} of their norm): add --no-packing: each conversation gets a row of its own"
+        )
+
+
+# -- memory --------------------------------------------------------------------------------------------------------------
+
+
+def build_stack(
+    config: TrainConfig, device: torch.device, plan: Plan | None = None, *, state_bytes: int | None = None
+) -> VGPUStack:  # fmt: skip
+    """The stack of a run on ``device``: of the sizes that were planned, or else asked for.
+
+    Args:
+        state_bytes: the most that will come to a disk level; by default all that it may hold.
+
+    Raises:
+        ConfigurationError: a size that the machine does not have, a path that is no directory on a disk.
+        InsufficientMemory: the disk has less room than ``--disk-memory``, or RAM than the sizes that are RAM.
+    """
+    if config.disk_memory:
+        _refuse_full_disk(config, state_bytes)
+    if device.type == "cpu":
+        _refuse_more_than_ram(config, state_bytes)
+    if plan is not None:
+        bounds = plan.bounds
+        level0 = plan.choice.level0_bytes if device.type == "cuda" else bounds.gpu
+        return create_vgpu_stack(level0, bounds.host, bounds.disk, config.disk_path, device=device)
+    return create_vgpu_stack(
+        config.fast_memory,
+        config.host_memory,
+        config.disk_memory if config.has_disk else 0,
+        config.disk_path,
+        device=device,
+    )
+
+
+def _refuse_more_than_ram(config: TrainConfig, state_bytes: int | None) -> None:
+    """Without a GPU level 0 is RAM, as the level below it: a run that fills both would be killed without a word.
+
+    Caps are held against what the machine has; what is free just now need only hold the run's state, if that is less.
+    """
+    asked = {"--fast-memory": config.fast_memory, "--host-memory": config.host_memory}
+    sizes = {flag: size for flag, size in asked.items() if isinstance(size, int) and size}
+    facts, wanted = memory_facts(), sum(sizes.values())
+    needed = wanted if state_bytes is None else min(wanted, state_bytes)
+    if wanted > facts.total_bytes or needed > facts.available_bytes:
+        raise InsufficientMemory(
+            f"{' and '.join(f'{flag} {format_bytes(size)}' for flag, size in sizes.items())} are RAM on a CPU: "
+            f"{format_bytes(facts.available_bytes)} of {format_bytes(facts.total_bytes)} are available (limited by {facts.limited_by}), "
+            f"and up to {format_bytes(needed)} are needed; give less",
+            needed_bytes=needed,
+            available_bytes=facts.available_bytes,
+        )
+
+
+def _refuse_full_disk(config: TrainConfig, state_bytes: int | None) -> None:
+    """Bytes are reserved when they are first needed; a run is told before it starts. It needs no more than its state, whatever the cap."""
+    assert isinstance(config.disk_memory, int)
+    disk = disk_facts(config.disk_path or default_disk_path())
+    total = shutil.disk_usage(disk.path).total
+    needed = config.disk_memory if state_bytes is None else min(config.disk_memory, state_bytes)
+    if config.disk_memory > total or needed > disk.free_bytes:
+        raise InsufficientMemory(
+            f"--disk-memory {format_bytes(config.disk_memory)}: {format_bytes(disk.free_bytes)} of {format_bytes(total)} are free at "
+            f"{disk.path}, and up to {format_bytes(needed)} are needed; make room, choose another --disk-path, or lower "
+            "--disk-memory",
+            needed_bytes=needed,
+            available_bytes=disk.free_bytes,
+        )

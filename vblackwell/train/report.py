@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from vblackwell.planner.placement import Plan
-from vblackwell.train.levels import level_labels
+from vblackwell.train.metrics import level_labels
 from vblackwell.units import format_bytes, format_seconds
 
 

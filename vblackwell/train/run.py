@@ -21,13 +21,12 @@ from vblackwell.generate.generate import generate, position_limit
 from vblackwell.machine.device import choose_device, make_deterministic, peak_gpu_bytes, refuse_distributed
 from vblackwell.offload.api import offload_of
 from vblackwell.train.checkpoint import Checkpoints, export_adapter, export_final, finished_step, refuse_full_disk
-from vblackwell.train.config import TrainConfig
+from vblackwell.train.config import TrainConfig, refuse_changes
 from vblackwell.train.metrics import MetricsLog, StepRecord
 from vblackwell.train.prepare import Prepared, inspect_data, prepare
 from vblackwell.train.profile import tracing
 from vblackwell.train.progress import Progress, open_progress
 from vblackwell.train.report import compare, make_report, report_lines
-from vblackwell.train.resume import refuse_changes
 from vblackwell.train.runfolder import REPORT, TRACE, RunFolder, default_out, read_stored_config, write_settings
 from vblackwell.train.signals import Stopped, StopRequest
 from vblackwell.train.trainer import Hooks, Trainer

@@ -20,7 +20,7 @@ import xxhash
 
 from vblackwell.errors import ConfigurationError, CorruptData, DiskError
 from vblackwell.folders.commit import clean_leftovers
-from vblackwell.train.lock import LOCK_NAME, RunLock
+from vblackwell.machine.lock import Locked, lock_file
 from vblackwell.train.metrics import METRICS_NAME, TENSORBOARD
 
 FINAL = "final"
@@ -29,6 +29,7 @@ CHECKPOINTS = "checkpoints"
 SETTINGS = "settings.json"
 REPORT = "report.json"
 TRACE = "trace.json"
+LOCK = ".lock"
 _HASH = "xxh3"  # of the settings, in their own file
 
 
@@ -46,12 +47,12 @@ class RunFolder:
 
     def __init__(self, path: Path, resume: bool) -> None:
         self.path = path
-        self._lock: RunLock | None = None
+        self._lock: int | None = None  # the descriptor that holds it
         if path.exists() and not path.is_dir():
             raise ConfigurationError(f"--out {path} is a file: choose another --out")
         if path.is_dir():
             _refuse_misplaced(path)
-            self._lock = RunLock(path)
+            self._lock = self._locked()
             if not resume and self.has_run:
                 self.release()
                 raise ConfigurationError(
@@ -88,7 +89,7 @@ class RunFolder:
                 f"cannot create the run folder {self.path}: {error.strerror}; choose another --out"
             ) from error
         if self._lock is None:
-            self._lock = RunLock(self.path)
+            self._lock = self._locked()
             if self.has_run:  # what was there when this process began was nothing
                 self.release()
                 raise ConfigurationError(
@@ -115,14 +116,27 @@ class RunFolder:
     def release(self) -> None:
         """Let others use the folder. Idempotent."""
         if self._lock is not None:
-            self._lock.release()
+            os.close(self._lock)
             self._lock = None
+
+    def _locked(self) -> int:
+        path = self.path / LOCK
+        try:
+            return lock_file(path)
+        except Locked as holder:
+            raise ConfigurationError(
+                f"run folder {self.path} is in use by process {holder}: wait for it, or choose another --out"
+            ) from None
+        except OSError as error:
+            raise DiskError(
+                f"cannot lock the run folder: {path}: {error.strerror}; make room if its disk is full, or choose another --out"
+            ) from error
 
 
 def _refuse_misplaced(folder: Path) -> None:
     for names, is_wrong, kind in (
         ((FINAL, ADAPTER, CHECKPOINTS, TENSORBOARD), lambda path: path.exists() and not path.is_dir(), "a folder"),
-        ((METRICS_NAME, SETTINGS, REPORT, TRACE, LOCK_NAME), Path.is_dir, "a file"),
+        ((METRICS_NAME, SETTINGS, REPORT, TRACE, LOCK), Path.is_dir, "a file"),
     ):
         for name in names:
             if is_wrong(folder / name):

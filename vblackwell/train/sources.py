@@ -14,8 +14,24 @@ from typing import Any
 
 from vblackwell.errors import ConfigurationError, nearest
 from vblackwell.train.config import TrainConfig, flag_of
-from vblackwell.train.recipes import ADAPTERS, FINE_TUNING, RECIPES
 from vblackwell.train.runfolder import read_stored_config
+
+# A preset's recipe. Rates fall with width as practice has it (GPT-3's table). `tiny` is meant to be watched: it learns the shape of Python
+# from the standard library's sources in a few minutes on two CPU cores.
+RECIPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "batch_size": 8, "seq_length": 128, "learning_rate": 3e-3, "beta2": 0.99, "max_steps": 600,
+        "checkpoint_every": 200, "eval_every": 100,
+    },
+    "small": {"batch_size": 8, "seq_length": 512, "learning_rate": 1e-3, "epochs": 1.0},
+    "medium": {"batch_size": 8, "seq_length": 1024, "learning_rate": 6e-4, "epochs": 1.0},
+    "large": {"batch_size": 8, "seq_length": 1024, "learning_rate": 4e-4, "epochs": 1.0},
+    "xl": {"batch_size": 8, "seq_length": 2048, "learning_rate": 2e-4, "epochs": 1.0, "checkpoint_every": 500},
+    "7b": {"batch_size": 8, "seq_length": 2048, "learning_rate": 1.5e-4, "epochs": 1.0, "checkpoint_every": 500},
+}  # fmt: skip
+# A model that has been trained: a preset's rate would undo that. Adapters begin at zero and bear more.
+FINE_TUNING: dict[str, Any] = {"learning_rate": 2e-5}
+ADAPTERS: dict[str, Any] = {"learning_rate": 2e-4}
 
 EXCLUSIVE = ("max_steps", "epochs")
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")

@@ -11,31 +11,28 @@ change weights, an error is an error.
 
 from __future__ import annotations
 
+import base64
 import math
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from vblackwell.data.dataset import BatchStream, Dataset, evaluation_batches
-from vblackwell.errors import DiskError, InsufficientMemory, VBError
+from vblackwell.errors import CorruptData, DiskError, InsufficientMemory, VBError
+from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.train.config import TrainConfig
-from vblackwell.train.levels import Traffic, read_traffic
-from vblackwell.train.metrics import StepRecord, finite_or_none
+from vblackwell.train.metrics import StepRecord, Traffic, finite_or_none, traffic_of
 from vblackwell.train.progress import Progress
-from vblackwell.train.scaler import LossScaler
-from vblackwell.train.schedule import Schedule
+from vblackwell.train.schedule import LossScaler, Schedule
 from vblackwell.train.signals import StopRequest
 from vblackwell.train.small_copies import LateScalar, Sent
-from vblackwell.train.state import TrainerState, capture_rng, restore_rng
-
-if TYPE_CHECKING:
-    from vblackwell.memory.cache.stack import VGPUStack
-    from vblackwell.offload.optimizer import VGPUAdamW
 
 
 class TrainingDiverged(VBError):
@@ -63,6 +60,48 @@ class Parts:
     scaler: LossScaler | None
     device: torch.device
     loss: Callable[..., torch.Tensor] | None = None
+
+
+@dataclass
+class TrainerState:
+    """Where a run stands between two optimizer steps: what it needs, next to its weights, to go on with the same bits.
+
+    Attributes:
+        step: finished steps.
+        data_position: windows consumed, as `BatchStream` counts them.
+        skipped_in_a_row: steps, up to the last one, that were not finite.
+        skipped: steps in all that changed no weight.
+        scaler: the loss scaler's state; None where there is none.
+        rng: generators, as `capture_rng` returns them.
+        micro_batch: sequences in a forward, less than the settings' where memory did not suffice; None: as the settings say.
+        unrecorded: the last step's record, where its line is not yet in metrics.jsonl as it should be; else None.
+    """
+
+    step: int = 0
+    data_position: int = 0
+    skipped_in_a_row: int = 0
+    scaler: dict[str, Any] | None = None
+    rng: dict[str, Any] = field(default_factory=dict)
+    micro_batch: int | None = None
+    skipped: int = 0
+    unrecorded: dict[str, Any] | None = None
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> TrainerState:
+        """The reverse of `dataclasses.asdict`.
+
+        Raises:
+            CorruptData: a key is missing.
+        """
+        try:
+            given = {
+                "micro_batch": None,
+                "skipped": 0,
+                "unrecorded": None,
+            } | found  # which older checkpoints do not have
+            return cls(**{name: given[name] for name in cls.__dataclass_fields__})
+        except KeyError as error:
+            raise CorruptData(f"trainer.json has no {error.args[0]!r}: it was written by another version") from None
 
 
 @dataclass(frozen=True)
@@ -206,7 +245,7 @@ class Trainer:
     def _one_step(self) -> StepRecord | None:
         """One optimizer step; None if it was interrupted and undone."""
         parts = self.parts
-        began, before, start = time.perf_counter(), read_traffic(parts.stack), self.state()
+        began, before, start = time.perf_counter(), traffic_of(parts.stack.get_stats()), self.state()
         learning_rate = parts.schedule.learning_rate(self.step)
         for group in parts.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -221,7 +260,7 @@ class Trainer:
         self.step += 1
         self._skipped += skipped
         seconds = time.perf_counter() - began
-        return self._record(loss, learning_rate, seconds, read_traffic(parts.stack).since(before), skipped)
+        return self._record(loss, learning_rate, seconds, traffic_of(parts.stack.get_stats()).since(before), skipped)
 
     def _forward_and_backward(self) -> list[LateScalar] | None:
         """Every micro-batch's share of the loss; None where memory ran out and fewer sequences at a time may fit."""
@@ -264,7 +303,7 @@ class Trainer:
 
     def _note_held(self) -> None:
         """Remember what the levels hold between forward and backward: at the end of a step level 0 is nearly empty."""
-        for label, size in read_traffic(self.parts.stack).level_bytes.items():
+        for label, size in traffic_of(self.parts.stack.get_stats()).level_bytes.items():
             self._held[label] = max(size, self._held.get(label, 0))
 
     def _update(self, loss: float) -> bool:
@@ -329,3 +368,32 @@ def is_out_of_memory(error: BaseException) -> bool:
 def half_of(micro_batch: int, sequences: int) -> int:
     """The most sequences in a forward, at most half of ``micro_batch`` (2 or more), that divide the ``sequences`` of a step."""
     return next(size for size in range(micro_batch // 2, 0, -1) if sequences % size == 0)
+
+
+# -- random generators -------------------------------------------------------------------------------------------------
+
+
+def capture_rng(device: torch.device) -> dict[str, Any]:
+    """The generators that a forward may draw from, as JSON values."""
+    version, numbers, gauss = random.getstate()
+    captured: dict[str, Any] = {"python": [version, list(numbers), gauss], "torch": _encode(torch.get_rng_state())}
+    if device.type == "cuda":
+        captured["cuda"] = _encode(torch.cuda.get_rng_state(device))
+    return captured
+
+
+def restore_rng(captured: dict[str, Any], device: torch.device) -> None:
+    """Put generators back. A state of a GPU is left out on a machine without one: its numbers cannot be continued there."""
+    version, numbers, gauss = captured["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    torch.set_rng_state(_decode(captured["torch"]))
+    if device.type == "cuda" and "cuda" in captured:
+        torch.cuda.set_rng_state(_decode(captured["cuda"]), device)
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
+
+
+def _decode(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
