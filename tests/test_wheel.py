@@ -1,0 +1,66 @@
+"""A wheel that is built from the sources and installed elsewhere has every file that the package reads, and trains."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import LEVELS, MINIATURE
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "vblackwell")
+
+
+def run(*words: str, cwd: Path, **environment: str) -> str:
+    done = subprocess.run(words, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True)
+    assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def tracked() -> list[str]:
+    """The files that the wheel is made of, without what the build or a test leaves next to them."""
+    return run("git", "ls-files", "-z", *SOURCES, cwd=ROOT).rstrip("\0").split("\0")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that a wheel of the tracked files was installed into, with nothing else in it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in tracked():
+        copy = folder / "sources" / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes((ROOT / name).read_bytes())
+    pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-cache-dir")
+    # The installed setuptools builds it: nothing is asked of a registry.
+    run(*pip, "wheel", ".", "--no-deps", "--no-build-isolation", "-w", "../dist", cwd=folder / "sources")
+    (wheel,) = (folder / "dist").glob("vblackwell-*.whl")
+    run(*pip, "install", "--no-deps", "--no-index", "--no-compile", "--target", "installed", str(wheel), cwd=folder)
+    return folder / "installed"
+
+
+def test_every_tracked_file_is_in_the_wheel(installed: Path):
+    found = {path.relative_to(installed).as_posix() for path in (installed / "vblackwell").rglob("*") if path.is_file()}
+    wanted = {name for name in tracked() if name.startswith("vblackwell/")}
+    assert {Path(name).suffix for name in wanted} >= {".py", ".cu", ".cuh", ".json", ".typed"}
+    assert found == wanted
+
+
+def test_the_installed_package_trains(installed: Path, tmp_path: Path):
+    corpus = tmp_path / "corpus.py"
+    corpus.write_text(Path(argparse.__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    where = {"PYTHONPATH": str(installed), "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    source = run(sys.executable, "-c", "import vblackwell; print(vblackwell.__file__)", cwd=tmp_path, **where)
+    assert Path(source.strip()).is_relative_to(installed)
+    run(
+        sys.executable, "-m", "vblackwell", "train", *MINIATURE, *LEVELS, "--max-steps", "2", "--data", str(corpus),
+        "--disk-path", str(tmp_path), "--out", "run", cwd=tmp_path, **where,
+    )  # fmt: skip
+    steps = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line).get("step") for line in steps][-1] == 2
+    assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
