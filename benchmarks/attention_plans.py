@@ -47,7 +47,8 @@ def leaves_of(batch: int, heads: int, kv_heads: int, length: int, head: int) -> 
 
 
 # rows, columns, warps, stages, copy engine, registers; the shipped plan first. Behind it those that, by their registers and shared memory,
-# put two or more programs on a multiprocessor, so that one computes products while another is at its exponentials (docs/log-attention.md).
+# put two or more programs on a multiprocessor, so that one computes products while another is at its exponentials
+# (docs/journal/attention.md).
 SWEEP = {
     (128, "forward"): (
         (128, 128, 8, 2, 1), (128, 64, 8, 2, 1, 128), (64, 64, 4, 2, 1), (64, 64, 4, 3, 1), (128, 32, 8, 3, 1), (128, 64, 8, 3, 1),

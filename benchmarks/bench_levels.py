@@ -3,7 +3,7 @@
 ``python benchmarks/bench_levels.py`` trains a preset for some steps with torch's AdamW (from the weights of ``--load
 FILE``, which ``bench_precision.py --save FILE`` kept), then holds its weights as bf16, its fp32 weights and both
 moments in `CompressedVGPULevel` by every codec: ratio, GB/s in and out, and whether that beats moving the bytes at 1.75
-GB/s (the disk of docs/precision.md; ``--link`` for another). With ``--checkpoint FOLDER``, of a run of `vb train`, it
+GB/s (the disk of docs/numerics.md; ``--link`` for another). With ``--checkpoint FOLDER``, of a run of `vb train`, it
 holds those of that run and the checkpoint's bytes as a whole. ``--disk DIR`` holds them in a level in that folder and
 measures the plain one.
 """

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.faults.campaign import run_campaign
 from tests.faults.cases import CASES
-from tests.faults.page import write_page
+from tests.faults.page import rewrite, write_page
 
 
 def main() -> int:
@@ -34,7 +34,7 @@ def main() -> int:
     seconds = time.monotonic() - began
     print(f"{seconds:.0f} s")
     if options.write is not None:
-        options.write.write_text(write_page(outcomes, options.seed, options.workers, seconds), encoding="utf-8")
+        rewrite(options.write, write_page(outcomes, options.seed, options.workers, seconds))
     return int(any(outcome.broken for outcome in outcomes))
 
 

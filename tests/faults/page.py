@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
+from pathlib import Path
 
 import torch
 
@@ -19,8 +20,8 @@ HEAD = """\
 # Reliability
 
 What happens to a run when something breaks: a process is killed, a disk fills up or fails, bits flip, memory runs out, a signal comes, a
-folder is damaged or made to do harm. This page was written by the command that tries it, on real processes with real faults; nothing in it
-was typed.
+folder is damaged or made to do harm. All up to the kernels was written by the command that tries it, on real processes with real faults;
+nothing in it was typed.
 
 The run is a miniature: a decoder of 50 thousand parameters that streams through all three levels, six steps, three checkpoints. In every
 try one fault is put at one place, and the exit code and the words are looked at. A run is then resumed without the fault. **The same
@@ -31,6 +32,14 @@ alone on standard error, and no traceback.
 Faults at calls come from a library that is preloaded (`tests/faults/shim.c`): it counts the calls that reach a disk, and kills, fails,
 shortens or signals at a given one. Small disks and memory limits are real file systems and cgroups.
 """
+
+KERNELS = "\n## Kernels under compute-sanitizer\n"  # from here on the page is kept as it is
+
+
+def rewrite(path: Path, page: str) -> None:
+    """Replaces what was tried in the file ``path`` by ``page``, and keeps what the file says of kernels."""
+    kept = path.read_text(encoding="utf-8").partition(KERNELS) if path.exists() else ("", "", "")
+    path.write_text(page + "".join(kept[1:]), encoding="utf-8")
 
 
 def write_page(outcomes: Sequence[Outcome], seed: int, workers: int, seconds: float) -> str:

@@ -1,4 +1,4 @@
-// What racecheck says of three ways by which our kernels keep accesses to shared memory apart, each reduced to its barriers (docs/sanitizer.md), on
+// What racecheck says of three ways by which our kernels keep accesses to shared memory apart, each reduced to its barriers (docs/reliability.md), on
 // sm_90. Of each there is a kernel that does it as ours do, one with the same accesses whose barriers racecheck understands, and, but of the
 // last, whose race could end the process, one with a race.
 // Macros, not functions: reports name the function that an access was inlined from.

@@ -3,7 +3,7 @@
 Prints the errors that a tool reports, and last a table: errors of each kernel by tool, and the seconds that it took. Exits with 1 if
 there are any, or if a kernel of the selection was not launched; with 2 where there is no GPU or no compute-sanitizer.
 
-Some reports of racecheck are false (`FALSE_REPORTS`, docs/sanitizer.md): those of named lines, as long as it reports the same of a kernel
+Some reports of racecheck are false (`FALSE_REPORTS`, docs/reliability.md): those of named lines, as long as it reports the same of a kernel
 that has nothing but their barriers, and nothing of one with the same accesses and barriers that it understands (false_reports.cu).
 """
 

@@ -261,7 +261,7 @@ def attention_hopper() -> None:
 
 @case(*REDUCED_KERNELS, hopper=True)
 def reduced() -> None:
-    """No kernels of the package: what racecheck makes of their barriers (docs/sanitizer.md)."""
+    """No kernels of the package: what racecheck makes of their barriers (docs/reliability.md)."""
     blocks = 8  # the more, the surer a report that depends on the order in which warps run
     out = here(torch.zeros(blocks * 384, dtype=torch.int32))
     for name, threads in REDUCED_KERNELS.items():

@@ -33,7 +33,7 @@ def test_a_copy_passes_pieces_that_are_ready(way: str):
         pieces = [queues.copy_at(queue, [addresses]) for _ in range(COUNT)]
     torch.cuda.synchronize()
     assert torch.equal(targets[0].cpu(), sources[0].cpu())  # the first bytes, which went beside, too
-    # Left to itself the engine takes the copy last (docs/log-offload.md).
+    # Left to itself the engine takes the copy last (docs/journal/offload.md).
     end = pieces[COUNT * 3 // 4].end
     assert isinstance(end, torch.cuda.Event)
     assert passed.elapsed_time(end) > 0

@@ -282,7 +282,7 @@ def test_the_turn_comes_before_more_weights(small):
 
 @pytest.mark.slow
 def test_the_2_70b_shape_as_an_h200_ran_it():
-    """docs/log-offload.md, 2026-11-22, 16,384 tokens a step, AdamW on the CPU at 2.02 G/s alone: bytes within 4 %, speed 5 to 8."""
+    """docs/journal/offload.md, 2026-11-22, 16,384 tokens a step, AdamW on the CPU at 2.02 G/s alone: bytes within 4 %, speed 5 to 8."""
     run = Run(
         of_decoder("decoder", DecoderConfig(32000, 2560, 6912, 32, 20, max_position=2048)),
         2048,
@@ -314,7 +314,7 @@ def test_the_2_70b_shape_as_an_h200_ran_it():
 
 
 def test_the_disk_of_the_largest_model_as_it_was_measured(monkeypatch):
-    """docs/log-offload.md: 22 blocks of the 70B shape, 108 GiB of RAM, 52 GB of disk: 50 GB read and 48 GB written a step."""
+    """docs/journal/offload.md: 22 blocks of the 70B shape, 108 GiB of RAM, 52 GB of disk: 50 GB read and 48 GB written a step."""
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
     import offload_largest
     from offload_case import SHAPES

@@ -1,7 +1,7 @@
 """How fast a machine is, as the simulation of a step needs it: measured by ``vb doctor``, or taken from a GPU's data sheet.
 
 What data sheets say is reached in part: of an H200's, a matrix product of 8192 cubed in bf16 reaches 0.79, one in fp32 0.75, a copy in
-its memory 0.89, and copies over its link 0.87 of 63 GB/s alone and 0.79 both ways at once (docs/log-offload.md).
+its memory 0.89, and copies over its link 0.87 of 63 GB/s alone and 0.79 both ways at once (docs/journal/offload.md).
 """
 
 from __future__ import annotations

@@ -42,12 +42,12 @@ from vblackwell.trace.trace import Trace, trace_training
 from vblackwell.trace.work import phase_seconds, streaming_work
 from vblackwell.units import MiB, align_up
 
-STREAMED_P99 = 1.08  # three streamed decoders on an H200 reserved 3 % more, 2 % less and 7 % more than predicted (docs/log-estimate.md)
+STREAMED_P99 = 1.08  # three streamed decoders on an H200 reserved 3 % more, 2 % less and 7 % more than predicted (docs/journal/estimate.md)
 RESIDENT_P99 = 1.03
 ADAMW_BYTES = 34  # a parameter, that AdamW on a GPU reads and writes, with the norm of its gradient
 LEAVING = 2  # gradients of the largest group on level 0: one is made while the one before leaves
 # The first groups, which finish backward last and are needed first: with their states on level 0 nothing hides a journey of theirs, and
-# the same bytes of loaded weights save less (docs/log-offload.md).
+# the same bytes of loaded weights save less (docs/journal/offload.md).
 TURN_GROUPS = 3
 WIDE_GRADIENT = 4  # bytes of a resident parameter's gradient
 

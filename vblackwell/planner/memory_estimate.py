@@ -17,7 +17,8 @@ from vblackwell.units import MiB
 
 P99_PERCENT = 3
 P99_BYTES = 64 * MiB
-"""What P99 adds to the reserved bytes for what is not modelled: kernels' own workspaces, other orders of frees (docs/log-estimate.md)."""
+"""What P99 adds to the reserved bytes for what is not modelled: kernels' own workspaces, other orders of frees
+(docs/journal/estimate.md)."""
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters),

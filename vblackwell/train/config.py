@@ -136,7 +136,7 @@ class TrainConfig:
     """Regular expression for names of linears that --use-fp4 leaves alone in addition."""
 
     assignment: str | None = None
-    """File of an assignment of precisions (docs/precision.md): its linears train straight through nvfp4, or through two parts; for the same
+    """File of an assignment of precisions (docs/numerics.md): its linears train straight through nvfp4, or through two parts; for the same
     model alone, and instead of --use-fp4."""
 
     lora: str | None = None

@@ -263,7 +263,7 @@ def choose_attention(
     elif kind != "sdpa":
         return kind
     elif packs and device.type == "cuda" and (not foreign or why_not(model) is None):
-        # Documents that share rows need a mask, for which SDPA's fastest is nine times slower (docs/log-attention.md).
+        # Documents that share rows need a mask, for which SDPA's fastest is nine times slower (docs/journal/attention.md).
         if foreign:
             cleanup.callback(use_dispatcher(model))
         return "the dispatcher's, with a mask of documents"

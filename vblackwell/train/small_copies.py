@@ -2,7 +2,8 @@
 
 A copy that the computing stream waits for holds up all behind it, and where weights are streamed there is always a queue at the copy
 engines: tokens that are sent when a step begins, and a loss that is read when it ends, were seen to wait 15 ms each behind the states
-of a group (docs/log-offload.md). On a stream of their own they start as soon as the host asks, and a host that need not wait asks early.
+of a group (docs/journal/offload.md). On a stream of their own they start as soon as the host asks, and a host that need not wait asks
+early.
 """
 
 from __future__ import annotations

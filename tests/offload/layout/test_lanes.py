@@ -1,4 +1,4 @@
-"""The simulated lanes: by hand where that is possible, and against steps that were measured on an H200 (docs/log-offload.md)."""
+"""The simulated lanes: by hand where that is possible, and against steps that were measured on an H200 (docs/journal/offload.md)."""
 
 from __future__ import annotations
 

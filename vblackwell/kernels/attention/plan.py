@@ -106,7 +106,7 @@ SPECIALIZED = {
     256: AttentionPlan(128, 64, 4, 2, True, 168, True),
 }
 # (Kind of mask, padded head) for which it runs, a line each, to be taken out where another forward is faster. All kinds
-# were compared with float64 on an H200 at heads 32 to 256; those listed were timed there too (docs/log-attention.md).
+# were compared with float64 on an H200 at heads 32 to 256; those listed were timed there too (docs/journal/attention.md).
 SPECIALIZED_BY_DEFAULT: frozenset[tuple[str, int]] = frozenset({
     ("none", 64),
     ("none", 128),

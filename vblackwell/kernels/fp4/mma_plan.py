@@ -191,7 +191,7 @@ def _with_x(plan: MmaPlan, k: int) -> MmaPlan:
 def _plan_bulk(tokens: int, n: int, k: int) -> MmaPlan:
     """x in bulk copies, for up to 16 rows: a block of up to 16 warps, of which each has eight windows or more where there are so many.
 
-    Within 2.1 % of the fastest plan of an H200 in 18 cells with `_TIMED`, up to 9.5 % behind without (docs/log-fp4.md).
+    Within 2.1 % of the fastest plan of an H200 in 18 cells with `_TIMED`, up to 9.5 % behind without (docs/journal/fp4.md).
     """
     row_warps, splits = _bulk_shape(tokens, n, k)
     share = ceil_div(k, 64) // splits

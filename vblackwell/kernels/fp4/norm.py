@@ -48,7 +48,7 @@ def _mma_reasons(request: Request) -> list[str]:
 
 
 def max_rows(capability: tuple[int, int], n: int, k: int, layer_norm: bool = False) -> int:
-    """Rows of K features up to which one kernel is faster than two, on an H200 by up to 1.4 times (docs/log-fp4.md).
+    """Rows of K features up to which one kernel is faster than two, on an H200 by up to 1.4 times (docs/journal/fp4.md).
 
     On Hopper x comes by bulk copies. Every block normalises all of its x again: 16 rows of a large weight cost more than a launch. With
     a LayerNorm on the way threads stage x, which for more rows costs more than the launch it saves.

@@ -104,7 +104,7 @@ def _with_bulk_copies(m: int, n: int, k: int) -> TwoPartPlan:
 
 def _of_large_weights(n: int, windows: int, base: TwoPartPlan) -> TwoPartPlan:
     """Plans for weights that take long enough to be worth filling a multiprocessor with care, among
-    the fastest in turns on an H200 (docs/log.md).
+    the fastest in turns on an H200 (docs/journal/runs.md).
 
     Up to 8 rows two blocks of 8 warps: while one ends, and its sums meet, the other or the next layer's first one computes. From 9 on x
     takes too much of the memory and of the way there for each half to have its own: one block of 16 warps, and long chunks of x with as

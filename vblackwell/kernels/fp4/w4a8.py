@@ -36,7 +36,8 @@ MIN_TOP = 2.0**-100  # as in cuda/round_row.cuh
 MAX_SPAN = 14
 FP8_CAPABILITY = (8, 9)
 MULTIPLE = 16  # of N and of K, for PyTorch's FP8 matmul
-# By times on an H200 (docs/log-fp4.md): one kernel decodes and multiplies from as many rows on as have the tiles of 1024; above MAX_ROWS
+# By times on an H200 (docs/journal/fp4.md): one kernel decodes and multiplies from as many rows on as have the tiles
+# of 1024; above MAX_ROWS
 # PyTorch's matmul of whole operands is at least as fast, but for small weights.
 MIN_ROWS, MAX_ROWS, LARGEST_WEIGHT = 897, 2048, 6144 * 4096
 _BAND_ELEMENTS = 1 << 20
@@ -49,7 +50,8 @@ FILES = (
 CLUSTER = 2  # blocks, each of 128 tokens
 THREADS = 512
 FIRST_COUNTER = 32  # the queue has a cache line of its own
-# By features of a tile, as timed on an H200 (docs/log-fp4.md): cycles of a step, and stages. Of 256 and 192 one more fits; the rest is L1.
+# By features of a tile, as timed on an H200 (docs/journal/fp4.md): cycles of a step, and stages. Of 256 and 192 one
+# more fits; the rest is L1.
 STEP_CYCLES = {256: 1180, 224: 1105, 192: 955}
 STAGES = {256: 3, 224: 4, 192: 4}
 HEAD_ROWS = 1024  # the tokens of four pairs of tiles, which go side by side

@@ -70,7 +70,7 @@ _TIMED: dict[tuple[int, int, int], tuple[int, int, int, int, int, int]] = {
     (256, 8192, 8192): (256, 1, 2, 1, 1, 1),
 }
 # (rows rounded up to blocks of 256, N, K) where ``fp4_wgmma`` ends before dequantising once and cuBLAS, though the rule of many rows says
-# otherwise: 2805 us for 2916 (docs/log-fp4.md, "what a trace of w4a8 says").
+# otherwise: 2805 us for 2916 (docs/journal/fp4.md, "what a trace of w4a8 says").
 _FUSED = {(4096, 28672, 8192)}
 
 
@@ -135,7 +135,7 @@ class WgmmaPlan:
 
         One is enough where others multiply meanwhile, and leaves registers for a fourth warpgroup at 128 tokens. On an H200 it takes
         0.77 to 1.01 of the time with three K groups, 1.00 with two warpgroups, 1.05 to 1.3 with one, 1.02 to 1.06 with three tiles of
-        rows (docs/log-fp4.md).
+        rows (docs/journal/fp4.md).
         """
         return 1 if self.k_groups >= 3 or self.consumers >= 4 or self.windows_per_step > 1 else 2
 
@@ -256,14 +256,14 @@ def plan_wgmma(m: int, n: int, k: int) -> WgmmaPlan:
         tokens, groups, k_groups = min(_MANY_ROWS_US, key=lambda blocks: many_rows_us((m, n, k), blocks))
         whole = (tokens, groups, k_groups, 1, 1)
         plan = next((plan for plan in fitting if _blocks(plan) == whole), WgmmaPlan(256, 2, 1, 6))
-        # 6 stages take up to 0.8 % longer: what shared memory leaves of a multiprocessor's is L1 (docs/log-fp4.md)
+        # 6 stages take up to 0.8 % longer: what shared memory leaves of a multiprocessor's is L1 (docs/journal/fp4.md)
         return replace(plan, stages=4) if whole == (256, 2, 1, 1, 1) else plan
     plan = min(fitting, key=lambda plan: predicted_us(plan, m, n, k))
     return _in_pairs(plan) if plan.k_groups == 2 and plan.tokens <= 32 else plan
 
 
 def _in_pairs(plan: WgmmaPlan) -> WgmmaPlan:
-    """``plan`` with two windows a step: up to 5 % faster for few tokens, slower for 128 (docs/log-fp4.md)."""
+    """``plan`` with two windows a step: up to 5 % faster for few tokens, slower for 128 (docs/journal/fp4.md)."""
     return replace(plan, windows_per_step=2, stages=max(8, 4 * plan.k_groups))
 
 

@@ -112,7 +112,7 @@ class CudaQueues(Queues):
 
         A copy engine stays with a stream that has a copy ready, and comes back to it where that waits for events alone, of however many
         streams: the weights of the next group were seen to wait 106 ms for the states of four. A copy of another stream between two of
-        its own makes the engine go round; it costs 12 us (docs/log-offload.md).
+        its own makes the engine go round; it costs 12 us (docs/journal/offload.md).
         """
         beside = self._beside[queue]
         beside.wait_event(_recorded(queue))

@@ -4,7 +4,7 @@ A chunk takes three or four torch calls. From Python each of them takes the inte
 the model's kernels, 0.2 ms a time on a busy machine, so TorchScript runs the loop over chunks with the lock released. (It is
 deprecated: where it is gone, the same function runs as Python, slower, with the same bits.) torch's own threads would meet behind every
 call, and wait there for whichever of them shares its core with a busy thread of the model; here every thread has its own chunks,
-and takes the next when it is done (docs/log-offload.md).
+and takes the next when it is done (docs/journal/offload.md).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from vblackwell.planner.estimator import OffloadEstimate, Run, streamed_seconds
 from vblackwell.trace.trace import Trace
 from vblackwell.trace.work import phase_seconds
 
-# Of 21 placements of a small decoder (docs/log-estimate.md), whose steps waited for the host.
+# Of 21 placements of a small decoder (docs/journal/estimate.md), whose steps waited for the host.
 STREAMED_ERROR = "on an H200 streamed steps with AdamW on the GPU were predicted up to 9 % too fast, and with some of it on the CPU more"
 
 
