@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vblackwell.memory.cache.entry import Entry, Layout, default_priority
-from vblackwell.memory.cache.policy import LRU, NextUse, Policy, Rhythm
+from vblackwell.memory.cache.policy import LRU, NextUse, Rhythm
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.level import Level
 from vblackwell.units import KiB
@@ -24,7 +24,7 @@ def entry(key: str, priority: int = 5, level: int = 0) -> Entry:
 
 
 @pytest.mark.parametrize("policy", [LRU, NextUse])
-def test_order_is_priority_then_recency(policy: type[Policy]):
+def test_order_is_priority_then_recency(policy: type[LRU]):
     """Against sorting, while entries come, go, sink, rise and are used at random."""
     rng, chosen, alive, used = random.Random(1), policy(), [], {}
     for step in range(3000):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -218,7 +217,11 @@ def _restore(piece: torch.Tensor, data: memoryview, sizes: tuple[int, ...]) -> N
     planes, at = piece.numpy().reshape(-1, len(sizes)), 0
     for number, size in enumerate(sizes):
         part = data[at : at + size]
-        raw = part if size == len(planes) else _decompressor().decompress(part, max_output_size=len(planes))
+        raw = (
+            part
+            if size == len(planes)
+            else require_zstandard().ZstdDecompressor().decompress(part, max_output_size=len(planes))
+        )
         planes[:, number] = np.frombuffer(raw, dtype=np.uint8)
         at += size
 
@@ -252,34 +255,15 @@ def require_zstandard() -> Any:
     return zstandard
 
 
-_local = threading.local()  # zstandard's objects are not for several threads
-
-
 def _compressor(level: int, of_planes: bool) -> Any:
-    """This thread's own.
+    """One for one thread.
 
     Planes of exponents hold few repetitions and much skew. At level 1 a small table of long matches leaves the work to
     zstd's entropy coder, which is three times as fast there and a twelfth smaller than level 1's own settings.
     """
-    made: dict[tuple[int, bool], Any] = _local.__dict__.setdefault("compressors", {})
-    if (level, of_planes) not in made:
-        package = require_zstandard()
-        if of_planes and level == 1:
-            chosen = package.ZstdCompressionParameters(
-                strategy=package.STRATEGY_FAST,
-                window_log=17,
-                hash_log=6,
-                chain_log=6,
-                min_match=7,
-                write_content_size=True,
-            )
-            made[level, of_planes] = package.ZstdCompressor(compression_params=chosen)
-        else:
-            made[level, of_planes] = package.ZstdCompressor(level=level, write_content_size=True)
-    return made[level, of_planes]
-
-
-def _decompressor() -> Any:
-    if not hasattr(_local, "decompressor"):
-        _local.decompressor = require_zstandard().ZstdDecompressor()
-    return _local.decompressor
+    zstd = require_zstandard()
+    if not of_planes or level != 1:
+        return zstd.ZstdCompressor(level=level)
+    sizes = {"window_log": 17, "hash_log": 6, "chain_log": 6, "min_match": 7}
+    chosen = zstd.ZstdCompressionParameters(strategy=zstd.STRATEGY_FAST, write_content_size=True, **sizes)
+    return zstd.ZstdCompressor(compression_params=chosen)

@@ -9,7 +9,7 @@ the storage's use count tells whether any are still held: by a variable, a view,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
@@ -122,12 +122,12 @@ class Entry:
         expected: a prefetch brought it up and it has not been accessed since.
         error: what its last prefetch ran into; raised by the next access.
         side_streams: CUDA streams but the default one that were given its tensors since its bytes were written.
-        last_use: the policy's clock when it was last used. next_use, seat, before, after: the policy's.
+        last_use: the policy's clock when it was last used. next_use, seat: the policy's.
     """
 
     __slots__ = (
         "key", "owner", "priority", "layout", "level", "extent", "stray", "resident", "pins", "expected",
-        "error", "side_streams", "last_use", "next_use", "seat", "before", "after", "_storage", "_own_count",
+        "error", "side_streams", "last_use", "next_use", "seat", "_storage", "_own_count",
     )  # fmt: skip
 
     def __init__(self, key: str, owner: str | None, priority: int, layout: Layout) -> None:
@@ -146,8 +146,6 @@ class Entry:
         self.last_use = 0
         self.next_use: float = float("inf")
         self.seat: tuple[int, int] | None = None
-        self.before: Entry | None = None
-        self.after: Entry | None = None
         self._storage = 0
         self._own_count = 0
 
@@ -184,18 +182,17 @@ def _count_unshared() -> int:
 
 USE_COUNT: Callable[[int], int] = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]
 
-KIND_PRIORITIES: Mapping[str, tuple[int, tuple[str, ...]]] = {
-    "norm": (3, ("norm", "ln_")),
-    "embedding": (10, ("embed", "wte", "wpe", "lm_head", "tok_")),
-    "attention": (7, ("attn", "attention", "q_proj", "k_proj", "v_proj", "o_proj", "qkv")),
-    "feed-forward": (5, ("mlp", "ffn", "feed_forward", "fc", "gate", "up_proj", "down_proj")),
-}
+KIND_PRIORITIES = (
+    (3, ("norm", "ln_")),
+    (10, ("embed", "wte", "wpe", "lm_head", "tok_")),
+    (7, ("attn", "attention", "q_proj", "k_proj", "v_proj", "o_proj", "qkv")),
+)
 
 
 def default_priority(key: str) -> int:
     """Priority by what the name says: embedding 10, attention 7, feed-forward 5, norm 3; 5 where it says nothing."""
     name = key.lower()
-    for priority, words in KIND_PRIORITIES.values():
+    for priority, words in KIND_PRIORITIES:
         if any(word in name for word in words):
             return priority
     return 5

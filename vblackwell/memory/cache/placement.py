@@ -23,7 +23,7 @@ import torch
 from vblackwell.errors import DiskError, InsufficientMemory, StaleTensor
 from vblackwell.memory.cache.entry import Entry
 from vblackwell.memory.cache.plan import Move, Plan
-from vblackwell.memory.cache.policy import Policy
+from vblackwell.memory.cache.policy import LRU
 from vblackwell.memory.gpu import DeviceLevel
 from vblackwell.memory.level import Extent, Level
 from vblackwell.memory.pool import does_not_fit
@@ -33,7 +33,7 @@ from vblackwell.memory.statistics import Place, Statistics
 class Placement:
     """Which entry is where. All methods but `sweep` are called in a turn, without the lock."""
 
-    def __init__(self, levels: Sequence[Level], policy: Policy, statistics: Statistics, lock: threading.Lock) -> None:
+    def __init__(self, levels: Sequence[Level], policy: LRU, statistics: Statistics, lock: threading.Lock) -> None:
         self.dropped: list[Entry] = []  # whose bytes on level 0 somebody still holds
         self._levels = levels
         self._policy = policy

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from vblackwell.errors import DiskError, InsufficientMemory
 from vblackwell.memory.cache.entry import Entry
-from vblackwell.memory.cache.policy import Policy
+from vblackwell.memory.cache.policy import LRU
 from vblackwell.memory.level import Extent, Level
 
 MAX_REFUSALS = 256  # victims that are tried in vain for an access before it is served in place
@@ -45,7 +45,7 @@ class Plan:
     """
 
     def __init__(
-        self, levels: Sequence[Level], policy: Policy, *, by_order: bool = False, spare_expected: bool = False
+        self, levels: Sequence[Level], policy: LRU, *, by_order: bool = False, spare_expected: bool = False
     ) -> None:
         self.moves: list[Move] = []
         self.refusal: Exception | None = None  # the last thing a level said

@@ -1,6 +1,6 @@
 """The order of victims: least recently used, or, on a trace that repeats, needed furthest in the future.
 
-Entries sit in lists by (level, priority), each sorted from least to most recently used. Using an entry moves it to the
+Entries sit in an order for each (level, priority), sorted from least to most recently used. Using an entry moves it to the
 end: O(1). An entry that sinks to another level is older than some that are there, and walks in from the recent end to
 its place, a few steps; so the order stays exact where entries came from different levels.
 
@@ -19,7 +19,7 @@ deletion: O(log n).
 from __future__ import annotations
 
 import heapq
-from abc import ABC, abstractmethod
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 
 from vblackwell.errors import ConfigurationError, nearest
@@ -29,102 +29,55 @@ NEVER = float("inf")
 _HeapItem = tuple[float, int, str, Entry]  # (-next_use, last_use, key, entry)
 
 
-class Policy(ABC):
-    """Decides the order of victims. Called under the stack's lock only; the stack says what happens to each entry."""
+class LRU:
+    """Least recently used first, within the lowest priority. Called under the stack's lock only."""
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self._clock = 0
+        self._order: defaultdict[tuple[int, int], OrderedDict[Entry, None]] = defaultdict(OrderedDict)
+
     def add(self, entry: Entry) -> None:
         """``entry`` is on ``entry.level`` now."""
+        if entry.last_use == 0:
+            self._clock += 1
+            entry.last_use = self._clock
+        entry.seat = (entry.level, entry.priority)
+        order, newer = self._order[entry.seat], []
+        while order and next(reversed(order)).last_use > entry.last_use:
+            newer.append(order.popitem()[0])
+        order[entry] = None
+        order.update(dict.fromkeys(reversed(newer)))
 
-    @abstractmethod
     def discard(self, entry: Entry) -> None:
         """``entry`` leaves the level that it was added to."""
+        assert entry.seat is not None, f"{entry.key} is on no level"
+        del self._order[entry.seat][entry]
+        entry.seat = None
 
-    @abstractmethod
     def touch(self, entry: Entry, *, accessed: bool = True) -> None:
         """``entry`` was accessed, or (``accessed=False``) is about to be and was announced by a prefetch."""
-
-    @abstractmethod
-    def _in_order(self, level: int, priority: int) -> Iterator[Entry]:
-        """The entries of a level with this priority, coldest first. No entry is added or discarded meanwhile."""
-
-    @abstractmethod
-    def colder(self, a: Entry, b: Entry) -> bool:
-        """Whether ``a`` may make room for ``b``, priorities aside."""
+        self._clock += 1
+        entry.last_use = self._clock
+        if entry.seat is not None:
+            self._order[entry.seat].move_to_end(entry)
 
     def victims(self, level: int, max_priority: int = 10, than: Entry | None = None) -> Iterator[Entry]:
-        """What may leave a level, in that order: lower priority, then colder; only colder ones ``than`` that entry."""
+        """What may leave a level, in that order: lower priority, then colder; only colder ones ``than`` that entry.
+
+        No entry is added or discarded meanwhile.
+        """
         for priority in range(max_priority + 1):
-            for entry in self._in_order(level, priority):
+            for entry in self._coldest_first((level, priority)):
                 if than is not None and not self.colder(entry, than):
                     break
                 yield entry
 
-
-class LRU(Policy):
-    """Least recently used first, within the lowest priority."""
-
-    def __init__(self) -> None:
-        self._clock = 0
-        self._newest: dict[tuple[int, int], Entry] = {}
-        self._oldest: dict[tuple[int, int], Entry] = {}
-
-    def add(self, entry: Entry) -> None:
-        if entry.last_use == 0:
-            self._clock += 1
-            entry.last_use = self._clock
-        self._sit(entry)
-
-    def _sit(self, entry: Entry) -> None:
-        seat = (entry.level, entry.priority)
-        before, after = self._newest.get(seat), None
-        while before is not None and before.last_use > entry.last_use:
-            before, after = before.before, before
-        entry.seat, entry.before, entry.after = seat, before, after
-        if before is None:
-            self._oldest[seat] = entry
-        else:
-            before.after = entry
-        if after is None:
-            self._newest[seat] = entry
-        else:
-            after.before = entry
-
-    def discard(self, entry: Entry) -> None:
-        self._rise(entry)
-
-    def _rise(self, entry: Entry) -> None:
-        seat, before, after = entry.seat, entry.before, entry.after
-        assert seat is not None, f"{entry.key} is on no level"
-        if before is not None:
-            before.after = after
-        elif after is not None:
-            self._oldest[seat] = after
-        else:
-            del self._oldest[seat]
-        if after is not None:
-            after.before = before
-        elif before is not None:
-            self._newest[seat] = before
-        else:
-            del self._newest[seat]
-        entry.seat = entry.before = entry.after = None
-
-    def touch(self, entry: Entry, *, accessed: bool = True) -> None:
-        self._clock += 1
-        entry.last_use = self._clock
-        if entry.after is not None:  # else it is the most recent one already
-            self._rise(entry)
-            self._sit(entry)
-
-    def _in_order(self, level: int, priority: int) -> Iterator[Entry]:
-        entry = self._oldest.get((level, priority))
-        while entry is not None:
-            yield entry
-            entry = entry.after
-
     def colder(self, a: Entry, b: Entry) -> bool:
+        """Whether ``a`` may make room for ``b``, priorities aside."""
         return a.last_use < b.last_use
+
+    def _coldest_first(self, seat: tuple[int, int]) -> Iterator[Entry]:
+        yield from self._order.get(seat, ())
 
 
 class Rhythm:
@@ -253,11 +206,10 @@ class NextUse(LRU):
         entry = item[3]
         return entry.seat == seat and -item[0] == entry.next_use and item[1] == entry.last_use
 
-    def _in_order(self, level: int, priority: int) -> Iterator[Entry]:
+    def _coldest_first(self, seat: tuple[int, int]) -> Iterator[Entry]:
         if self._cycle is None:
-            yield from super()._in_order(level, priority)
+            yield from super()._coldest_first(seat)
             return
-        seat = (level, priority)
         heap, seen = self._heaps.get(seat, []), {}
         try:
             while heap:
@@ -275,10 +227,10 @@ class NextUse(LRU):
         return (a.next_use, -a.last_use) > (b.next_use, -b.last_use)
 
 
-POLICIES: dict[str, type[Policy]] = {"lru": LRU, "next_use": NextUse}
+POLICIES: dict[str, type[LRU]] = {"lru": LRU, "next_use": NextUse}
 
 
-def build_policy(name: str) -> Policy:
+def build_policy(name: str) -> LRU:
     """The policy of that name, with nothing learnt yet."""
     if name not in POLICIES:
         raise ConfigurationError(f"policy {name!r} must be one of {', '.join(POLICIES)}{nearest(name, POLICIES)}")
