@@ -62,14 +62,14 @@ class Statistics:
             self._under_way.append((source, target, transfer.clock))
 
     def _collect(self) -> None:
-        while self._under_way and (seconds := self._under_way[0][2].seconds()) is not None:
-            source, target, clock = self._under_way.popleft()
-            span = clock.span()
-            if span is not None:
+        while self._under_way and (took := self._under_way[0][2]()) is not None:
+            source, target, _ = self._under_way.popleft()
+            begin, seconds = took
+            if begin is not None:
                 # Several at a time keep a link busy once; they are collected in the order in which they were asked for.
-                busy_until = self._busy_until.get((source, target), span[0])
-                seconds = max(0.0, span[1] - max(span[0], busy_until))
-                self._busy_until[source, target] = max(busy_until, span[1])
+                end, busy_until = begin + seconds, self._busy_until.get((source, target), begin)
+                seconds = max(0.0, end - max(begin, busy_until))
+                self._busy_until[source, target] = max(busy_until, end)
             self.link(source, target, 0, seconds)
 
     def report(self) -> dict[str, Any]:

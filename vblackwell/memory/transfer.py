@@ -43,16 +43,9 @@ def delayed() -> bool:
     return _delay is not None
 
 
-class Clock(ABC):
-    """How long a transfer took. Holds nothing that the transfer copies, so it may be kept for as long as one likes."""
-
-    @abstractmethod
-    def seconds(self) -> float | None:
-        """None while the transfer is under way."""
-
-    def span(self) -> tuple[float, float] | None:
-        """Begin and end by `time.perf_counter` of a transfer that is done; None where those of a link never overlap."""
-        return None
+# How long a transfer took, None while it is under way: its begin by `time.perf_counter`, or None where transfers of a link
+# never overlap, and seconds. Holds nothing that the transfer copies, so it may be kept for as long as one likes.
+Clock = Callable[[], tuple[float | None, float] | None]
 
 
 class Transfer(ABC):
@@ -94,15 +87,11 @@ class Transfer(ABC):
             raise
 
 
-class DoneTransfer(Transfer, Clock):
+class DoneTransfer(Transfer):
     """A copy that was done before it was asked about."""
 
     def __init__(self, seconds: float = 0.0) -> None:
-        self._seconds = seconds
-        self.clock = self
-
-    def seconds(self) -> float:
-        return self._seconds
+        self.clock = lambda: (None, seconds)
 
     def wait(self) -> None:
         return
@@ -114,7 +103,7 @@ class DoneTransfer(Transfer, Clock):
         return True
 
 
-class FutureClock(Clock):
+class _FutureClock:
     """From the start until the last of several futures is done."""
 
     def __init__(self, futures: Sequence[Future[Any]]) -> None:
@@ -129,11 +118,8 @@ class FutureClock(Clock):
             self._left -= 1
             self._end = time.perf_counter()
 
-    def seconds(self) -> float | None:
-        return None if self._left else self._end - self._start
-
-    def span(self) -> tuple[float, float] | None:
-        return None if self._left else (self._start, self._end)
+    def __call__(self) -> tuple[float, float] | None:
+        return None if self._left else (self._start, self._end - self._start)
 
 
 class FutureTransfer(Transfer):
@@ -142,7 +128,7 @@ class FutureTransfer(Transfer):
     def __init__(self, futures: Sequence[Future[Any]], keep: Sequence[Any] = ()) -> None:
         self._futures = tuple(futures)
         self._keep = keep
-        self.clock = FutureClock(self._futures)
+        self.clock = _FutureClock(self._futures)
 
     def _events(self) -> list[torch.cuda.Event]:
         for future in self._futures:
@@ -170,24 +156,13 @@ class FutureTransfer(Transfer):
         return all(event.query() for event in self._events())
 
 
-class EventClock(Clock):
-    """Between two timed events on one stream."""
-
-    def __init__(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        self._start = start
-        self._end = end
-
-    def seconds(self) -> float | None:
-        return self._start.elapsed_time(self._end) / 1e3 if self._end.query() else None
-
-
 class EventTransfer(Transfer):
     """A copy queued on a CUDA stream, after which ``end`` was recorded there by the caller."""
 
     def __init__(self, start: torch.cuda.Event, end: torch.cuda.Event, keep: Sequence[Any]) -> None:
         self._end = end
         self._keep = keep
-        self.clock = EventClock(start, end)
+        self.clock = lambda: (None, start.elapsed_time(end) / 1e3) if end.query() else None
 
     @classmethod
     def at(cls, end: torch.cuda.Event) -> EventTransfer:
