@@ -36,7 +36,7 @@ import vblackwell as vb
 from benchmarks.docstring_chat import standard_library, talks, write
 from vblackwell import cli
 from vblackwell.data.chat_data import ChatDataset, prepare_chat
-from vblackwell.data.documents import find_source
+from vblackwell.data.documents import find_text
 from vblackwell.generate.adapters import adapted
 
 FORMAT = "nvfp4"
@@ -104,7 +104,7 @@ def train(*words: str) -> None:
 
 def held_out_rows(chat: Path, tokenizer: Path, seq_length: int) -> list[tuple[Tensor, Tensor]]:
     """Inputs and targets, (1, S) each, of the conversations that ``vb train`` holds out."""
-    corpus = prepare_chat(find_source(chat), "alpaca", tokenizer, lambda text, share: None)
+    corpus = prepare_chat(find_text(chat), "alpaca", tokenizer, lambda text, share: None)
     rows = ChatDataset(corpus, seq_length, "validation", packing=False)
     return [rows.batch(np.asarray([index]))[:2] for index in range(len(rows))]  # type: ignore[misc]
 

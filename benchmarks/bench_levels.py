@@ -23,8 +23,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from vblackwell.data.corpus import Corpus, prepare_data
-from vblackwell.data.dataset import BatchStream, PackedDataset
+from vblackwell.data.corpus import prepare_data
+from vblackwell.data.dataset import BatchStream, Corpus, PackedDataset
 from vblackwell.memory.cache.compressed import CODECS, CompressedVGPULevel, worth
 from vblackwell.memory.cache.single import VGPULevel
 from vblackwell.nn.decoder.decoder import Decoder

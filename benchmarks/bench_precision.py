@@ -31,8 +31,8 @@ import torch
 from managed_model import managed
 from torch import Tensor, nn
 
-from vblackwell.data.corpus import Corpus, prepare_data
-from vblackwell.data.dataset import BatchStream, PackedDataset, evaluation_batches
+from vblackwell.data.corpus import prepare_data
+from vblackwell.data.dataset import BatchStream, Corpus, PackedDataset, evaluation_batches
 from vblackwell.nn.convert.assignment import BITS, assign_precision, weights_in
 from vblackwell.nn.convert.linears import select_linears
 from vblackwell.nn.convert.optimize import enable_vb_optimization

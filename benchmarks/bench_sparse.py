@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import nn
 
-from vblackwell.data.corpus import Corpus, prepare_data
-from vblackwell.data.dataset import BatchStream, PackedDataset, evaluation_batches
+from vblackwell.data.corpus import prepare_data
+from vblackwell.data.dataset import BatchStream, Corpus, PackedDataset, evaluation_batches
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.nn.decoder.presets import find_preset

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vblackwell.data.documents import find_source
+from vblackwell.data.documents import find_text
 
 ANSWER_CHARACTERS = range(20, 201)
 QUESTION_CHARACTERS = range(1, 201)
@@ -55,7 +55,7 @@ def _documented(tree: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionD
 
 def standard_library() -> list[tuple[str, Path]]:
     """Names and sources of the running Python's modules, without its tests and demonstrations."""
-    source = find_source(None)
+    source = find_text(None)
     named = [(path.relative_to(source.root), path) for path in source.files]
     return [
         (".".join(name.with_suffix("").parts).removesuffix(".__init__"), path)

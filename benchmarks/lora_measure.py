@@ -33,10 +33,10 @@ Step = Callable[[torch.Tensor, float], torch.Tensor]
 
 def rows_of_text(case: Case) -> torch.Tensor:
     """Tokens (steps, batch, seq) of the default corpus."""
-    from vblackwell.data.documents import find_source
+    from vblackwell.data.documents import find_text
 
     wanted, held = case.steps * case.batch * case.seq, bytearray()
-    for path in find_source(None).files:
+    for path in find_text(None).files:
         if len(held) >= wanted:
             break
         held += path.read_bytes()

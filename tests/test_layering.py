@@ -93,7 +93,6 @@ NEVER: dict[str, dict[str, set[str]]] = {
 # (importer, imported): imports that point up or sideways, or close a circle.
 KNOWN_IMPORTS: set[tuple[str, str]] = {
     ("benchmarks/attention_forwards.py", "benchmarks/bench_attention.py"),
-    ("vblackwell/data/dataset.py", "vblackwell/data/corpus.py"),
     ("vblackwell/kernels/attention/decode.py", "vblackwell/kernels/pointwise/rotary.py"),
     ("vblackwell/kernels/attention/launch.py", "vblackwell/kernels/pointwise/rotary.py"),
     ("vblackwell/kernels/attention/op.py", "vblackwell/kernels/pointwise/rotary.py"),

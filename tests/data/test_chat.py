@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from tests.offload.test_round_trip_models import CONFIGS
-from vblackwell.data.chat import Conversation, chat_kind, conversations
+from vblackwell.data.chat import DEFAULT, Conversation, chat_kind, conversations, find_template
 from vblackwell.data.chat_data import LEARNT, ChatDataset, prepare_chat
-from vblackwell.data.chat_template import DEFAULT, find_template
-from vblackwell.data.documents import Source, find_source
-from vblackwell.data.packing import pack_rows
+from vblackwell.data.dataset import pack_rows
+from vblackwell.data.documents import TextFiles, find_text
 from vblackwell.data.tokenizer import train_tokenizer
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.folders import bounded, chat_prompt
@@ -57,7 +56,7 @@ TURNS = [
 def tokenizer(tmp_path_factory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("text")
     (folder / "text.txt").write_text("Two and two are four, and one more is five, of course. " * 40)
-    made = train_tokenizer(Source(folder, (folder / "text.txt",), "text"), 300)
+    made = train_tokenizer(TextFiles(folder, (folder / "text.txt",), "text"), 300)
     made.add_special_tokens([AddedToken(name, special=True) for name in ("<|im_start|>", "<|im_end|>")])
     return made
 
@@ -77,9 +76,9 @@ def folder_of(tokenizer, tmp_path):
     return make
 
 
-def written(path: Path, *records: object) -> Source:
+def written(path: Path, *records: object) -> TextFiles:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return find_source(path)
+    return find_text(path)
 
 
 def learnt_text(corpus, index: int, tokenizer: Tokenizer) -> list[str]:
@@ -290,9 +289,9 @@ def test_a_line_that_is_nested_too_deep_is_named(folder_of, tmp_path):
     path = tmp_path / "chat.jsonl"
     path.write_text(json.dumps({"messages": TURNS}) + '\n{"messages": ' + "[" * 5000 + "]" * 5000 + "}\n")
     with pytest.raises(ConfigurationError, match="line 2 is nested too deep"):
-        prepare_chat(find_source(path), "messages", folder_of(SPACED), lambda text, share: None)
+        prepare_chat(find_text(path), "messages", folder_of(SPACED), lambda text, share: None)
     path.write_text("[" * 5000)
-    assert chat_kind(find_source(path)) is None
+    assert chat_kind(find_text(path)) is None
 
 
 @settings(max_examples=60, deadline=None)

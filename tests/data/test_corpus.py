@@ -17,7 +17,7 @@ from vblackwell.data import corpus as data
 from vblackwell.data import tokenizer
 from vblackwell.data.corpus import prepare_data
 from vblackwell.data.dataset import PackedDataset
-from vblackwell.data.documents import find_source
+from vblackwell.data.documents import find_text
 from vblackwell.data.tokenizer import train_tokenizer
 from vblackwell.errors import ConfigurationError, DiskError, VBError
 from vblackwell.machine.cache import cache_root, cached_folder
@@ -105,7 +105,7 @@ def test_no_digit_of_a_cached_tokenizer_changes_unseen(folder, cache):
         said.clear()
         again = prepare_data(folder, None, 300, lambda message, share: said.append(message))
         assert again.fingerprint == first.fingerprint and again.tokenizer.to_str() == first.tokenizer.to_str()
-        assert any("training it again" in message for message in said) and path.read_text() == text
+        assert any("training the tokenizer again" in message for message in said) and path.read_text() == text
 
 
 AT_ONCE = """
@@ -151,12 +151,12 @@ def test_a_kill_while_building_leaves_no_entry(cache):
 
 
 def test_tokenizer_is_the_same_for_the_same_text(folder):
-    source = find_source(folder)
+    source = find_text(folder)
     assert train_tokenizer(source, 320).to_str() == train_tokenizer(source, 320).to_str()
 
 
 def test_a_tokenizer_trained_in_its_own_process_is_the_one_trained_here(folder):
-    source = find_source(folder)
+    source = find_text(folder)
     assert train_tokenizer(source, 320).to_str() == tokenizer._train(tokenizer._sample(source), 320).to_str()
 
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from vblackwell.data import documents
-from vblackwell.data.documents import Source, find_source, read_file
+from vblackwell.data.documents import TextFiles, find_text, read_file
 from vblackwell.errors import ConfigurationError
 
 
-def texts(source: Source) -> list[str]:
+def texts(source: TextFiles) -> list[str]:
     """Whole documents, put together from their pieces."""
     found, held = [], ""
     for piece in source.pieces():
@@ -37,8 +37,8 @@ def test_a_folder_is_read_recursively_and_in_order(tmp_path):
     write_parquet(tmp_path / "b" / "c.parquet", ["three", "", "four"])
     for name in ("_SUCCESS", ".hidden.txt", "_private/x.bin"):
         (tmp_path / name).write_text("not read")
-    assert texts(find_source(tmp_path)) == ["one", "zwei ä", "three", "", "four", "last\n"]
-    assert texts(find_source(tmp_path / "b" / "c.parquet")) == ["three", "", "four"]
+    assert texts(find_text(tmp_path)) == ["one", "zwei ä", "three", "", "four", "last\n"]
+    assert texts(find_text(tmp_path / "b" / "c.parquet")) == ["three", "", "four"]
 
 
 @settings(max_examples=60, deadline=None)
@@ -70,21 +70,21 @@ def test_bad_utf8_is_named_by_file_and_byte(tmp_path, offset):
     data[offset] = 0xFF
     path.write_bytes(data)
     with pytest.raises(ConfigurationError, match=rf"bad\.txt: byte {offset} \(0xff\) is not UTF-8"):
-        texts(find_source(path))
+        texts(find_text(path))
 
 
 def test_a_character_cut_off_at_the_end_is_refused(tmp_path):
     path = tmp_path / "cut.txt"
     path.write_bytes("fünf €".encode()[:-1])
     with pytest.raises(ConfigurationError, match="byte 6 "):
-        texts(find_source(path))
+        texts(find_text(path))
 
 
 @pytest.mark.parametrize(
     "line, reason",
     [
         (b'{"txt": "x"}', "no string under 'text'"), (b'{"text": null}', "no string under 'text'"),
-        (b'["text"]', "no string under"), (b'{"text": ' + b"[" * 5000, "nested too deep"), (b'{"text": "x"', "is not JSON"),
+        (b'["text"]', "no string under"), (b'{"text": ' + b"[" * 100_000, "nested too deep"), (b'{"text": "x"', "is not JSON"),
         (b'{"text": "\xe4"}', r"line 3, byte 25 \(0xe4\) is not UTF-8"),
     ],
 )  # fmt: skip
@@ -92,7 +92,7 @@ def test_a_bad_line_is_named_by_number(tmp_path, line, reason):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(b'{"text": "a"}\n\n' + line + b"\n")
     with pytest.raises(ConfigurationError, match=reason) as caught:
-        texts(find_source(path))
+        texts(find_text(path))
     assert str(path) in str(caught.value) and "line 3" in str(caught.value)
 
 
@@ -106,7 +106,7 @@ def test_bad_tables_are_refused(tmp_path):
         ("no", "not a readable parquet"),
     ):  # fmt: skip
         with pytest.raises(ConfigurationError, match=reason):
-            texts(find_source(tmp_path / f"{name}.parquet"))
+            texts(find_text(tmp_path / f"{name}.parquet"))
 
 
 def test_paths_that_give_nothing_are_refused(tmp_path):
@@ -118,31 +118,31 @@ def test_paths_that_give_nothing_are_refused(tmp_path):
         ("plain", "without extension"),
     ):  # fmt: skip
         with pytest.raises(ConfigurationError, match=reason):
-            find_source(tmp_path / path)
+            find_text(tmp_path / path)
     with pytest.raises(ConfigurationError, match=r"image\.png"):
-        find_source(tmp_path)
+        find_text(tmp_path)
 
 
 def test_a_licence_beside_the_data_is_left_out(tmp_path):
     for name in ("LICENSE", "sub/COPYING", "a.txt", "sub/LICENSE.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    found = find_source(tmp_path)
+    found = find_text(tmp_path)
     assert texts(found) == ["a.txt", "sub/LICENSE.txt"]
     assert [str(path.relative_to(tmp_path)) for path in found.left_out] == ["LICENSE", "sub/COPYING"]
     with pytest.raises(ConfigurationError, match="name without extension"):
-        find_source(tmp_path / "LICENSE")
+        find_text(tmp_path / "LICENSE")
 
 
 def test_jsonl_keeps_what_json_says(tmp_path):
     path = tmp_path / "x.jsonl"
     rows = ["a\nb", "tab\t \u2028 é", ""]
     path.write_text("".join(json.dumps({"text": row}) + "\r\n" for row in rows))
-    assert texts(find_source(path)) == rows
+    assert texts(find_text(path)) == rows
 
 
 def test_the_default_corpus_is_the_standard_library():
-    source = find_source(None)
+    source = find_text(None)
     names = [path.relative_to(source.root).as_posix() for path in source.files]
     assert "json/decoder.py" in names and names == sorted(names, key=lambda name: name.split("/"))
     assert not any("site-packages" in name or name.startswith("encodings/") for name in names)

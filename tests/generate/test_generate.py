@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from tests.nn.test_decoder_equality import config, save
-from vblackwell.data.documents import Source
+from vblackwell.data.documents import TextFiles
 from vblackwell.data.tokenizer import train_tokenizer
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
 from vblackwell.folders.commit import CommitFolder
@@ -42,7 +42,7 @@ from vblackwell.nn.decoder.decoder import Decoder
 def tokenizer(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "t.txt"
     path.write_text("def f(x):\n    return x + 1\n\nclass Größe:\n    pass\n" * 30)
-    return train_tokenizer(Source(path.parent, (path,), "text"), 300)
+    return train_tokenizer(TextFiles(path.parent, (path,), "text"), 300)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from vblackwell.data.documents import Source
+from vblackwell.data.documents import TextFiles
 from vblackwell.data.tokenizer import train_tokenizer
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.folders.commit import CommitFolder
@@ -101,7 +101,7 @@ def test_a_folder_of_transformers_loads(tmp_path):
 def test_tokenizer_comes_back_equal(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("def f(x):\n    return x + 1  # größer\n" * 40)
-    tokenizer = train_tokenizer(Source(tmp_path, (text,), "text"), 300)
+    tokenizer = train_tokenizer(TextFiles(tmp_path, (text,), "text"), 300)
     model = Decoder(config(eos_token_id=0))
     loaded = AutoTokenizer.from_pretrained(save(model, tmp_path, tokenizer=tokenizer))
     assert (

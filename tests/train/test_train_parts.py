@@ -19,8 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.nn.peak_bytes import PeakBytes
 from vblackwell import cli
-from vblackwell.data.corpus import Corpus
-from vblackwell.data.dataset import PackedDataset
+from vblackwell.data.dataset import Corpus, PackedDataset
 from vblackwell.errors import ConfigurationError, CorruptData, InsufficientMemory, Unsupported
 from vblackwell.machine import device as machine
 from vblackwell.machine.device import choose_precision

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from vblackwell.data.corpus import Corpus
-from vblackwell.data.dataset import BatchStream, PackedDataset
+from vblackwell.data.dataset import BatchStream, Corpus, PackedDataset
 from vblackwell.errors import DiskError
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of

@@ -2,8 +2,8 @@
 
 The cache holds one flat file of 32-bit numbers, a token in the lower 31 bits and in the highest whether it is to be learnt, and a table of
 lengths. Rows hold whole conversations. With packing several share a row: positions begin again at 0 with each, and no token
-attends to another conversation or is predicted from one. Without, each has a row of its own, filled up behind its end with tokens that
-nothing looks back at and nothing learns.
+attends to another conversation or is predicted from one. Without, each has a row of its own, filled up after its end with tokens that
+nothing attends to and nothing learns.
 
 Legend: B batch, S sequence.
 """
@@ -22,16 +22,13 @@ import torch
 import xxhash
 from torch import Tensor
 
-from vblackwell.data.chat import Conversation, conversations
-from vblackwell.data.chat_template import ChatTemplate, Span, find_template
-from vblackwell.data.corpus import Corpus, Progress, content_hash, vocab_size_of
-from vblackwell.data.dataset import HELD_OUT_SHARE, permute
-from vblackwell.data.documents import Source
-from vblackwell.data.packing import pack_rows
+from vblackwell.data.chat import ChatTemplate, Span, conversations, find_template
+from vblackwell.data.corpus import Progress, cached, content_hash, vocab_size_of
+from vblackwell.data.dataset import HELD_OUT_SHARE, Corpus, pack_rows, permute
+from vblackwell.data.documents import TextFiles
 from vblackwell.data.tokenizer import end_of_text_id
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.folders.folder import read_tokenizer
-from vblackwell.machine.cache import cached_folder, drop_entry
 from vblackwell.nn.decoder.decoder import IGNORED_TARGET
 
 if TYPE_CHECKING:
@@ -57,7 +54,7 @@ class ChatCorpus(Corpus):
     template: ChatTemplate
 
 
-def prepare_chat(source: Source, kind: str, tokenizer_path: Path | None, report: Progress) -> ChatCorpus:
+def prepare_chat(source: TextFiles, kind: str, tokenizer_path: Path | None, report: Progress) -> ChatCorpus:
     """The tokens of the conversations of ``source``.
 
     Raises:
@@ -78,13 +75,7 @@ def prepare_chat(source: Source, kind: str, tokenizer_path: Path | None, report:
         report(f"encoding {source.name}", None)
         _write(folder, _encoded(source, kind, tokenizer, template))
 
-    folder = cached_folder("chat", fingerprint, build)
-    try:
-        tokens, lengths = _open(folder)
-    except CorruptData as error:
-        report(f"{error}: encoding again", None)
-        drop_entry(folder)
-        tokens, lengths = _open(cached_folder("chat", fingerprint, build))
+    tokens, lengths = cached("chat", fingerprint, build, _open, report, "encoding again")
     end = end_of_text_id(tokenizer, tokenizer_path)
     return ChatCorpus(
         tokens, tokenizer, vocab_size_of(tokenizer), end, fingerprint, source.name, lengths=lengths, kind=kind, template=template
@@ -94,7 +85,7 @@ def prepare_chat(source: Source, kind: str, tokenizer_path: Path | None, report:
 # -- encoding ------------------------------------------------------------------------------------------------------------
 
 
-def _encoded(source: Source, kind: str, tokenizer: Tokenizer, template: ChatTemplate) -> Iterator[np.ndarray]:
+def _encoded(source: TextFiles, kind: str, tokenizer: Tokenizer, template: ChatTemplate) -> Iterator[np.ndarray]:
     """Each conversation's tokens, marked."""
     special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     found = conversations(source, kind)
@@ -102,15 +93,18 @@ def _encoded(source: Source, kind: str, tokenizer: Tokenizer, template: ChatTemp
         rendered = [template.render(conversation) for conversation in batch]
         encodings = tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
         for conversation, (text, spans), encoding in zip(batch, rendered, encodings, strict=True):
-            learnt = _learnt(text, spans, encoding, set() if template.says_itself else special)
+            learnt = _learnt(text, spans, encoding, set() if template.marks_answers else special)
             numbers = np.asarray(encoding.ids, dtype=np.uint32)
-            _check(conversation, learnt)
+            if not learnt[1:].any():
+                raise ConfigurationError(
+                    f"{conversation.place} has answers without a token: there is nothing to learn; remove it"
+                )
             numbers[learnt] |= LEARNT
             yield numbers
 
 
 def _learnt(text: str, spans: list[Span], encoding: Any, special: set[int]) -> np.ndarray:
-    """Which tokens have characters of a span, and the special token right behind each."""
+    """Which tokens have characters of a span, and the special token right after each."""
     starts, ends = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
     learnt = np.zeros(len(starts), dtype=bool)
     for start, end in spans:
@@ -120,13 +114,6 @@ def _learnt(text: str, spans: list[Span], encoding: Any, special: set[int]) -> n
         if following is not None and encoding.ids[following] in special and not text[end : starts[following]].strip():
             learnt[behind : following + 1] = True
     return learnt
-
-
-def _check(conversation: Conversation, learnt: np.ndarray) -> None:
-    if not learnt[1:].any():
-        raise ConfigurationError(
-            f"{conversation.place} has answers without a token: there is nothing to learn; remove it"
-        )
 
 
 def _write(folder: Path, encoded: Iterator[np.ndarray]) -> None:
@@ -161,11 +148,11 @@ def _open(folder: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 class ChatDataset:
-    """Rows of conversations, in the place of a `PackedDataset`.
+    """Rows of conversations, with the interface of `PackedDataset`.
 
     Args:
         corpus: encoded conversations.
-        seq_length: inputs in a row. Longer conversations are cut there; those whose answers all lie behind the cut are left out.
+        seq_length: inputs in a row. Longer conversations are cut there; those whose answers all lie after the cut are left out.
         split: 'train', shuffled, or 'validation': 2 % of the conversations (at least one), drawn, and always the same ones.
         seed: of the order.
         packing: several conversations a row.

@@ -1,7 +1,7 @@
 """From files to tokens: ``prepare_data`` finds the documents, makes or reads a tokenizer, and packs the tokens into a memmap.
 
 Tokenizer and tokens are cached by the hash of what they came from, so a second run starts at once and a changed file is never
-met with old tokens. Tokens lie in one flat file, documents in order, an end-of-text token behind each; windows are cut by
+met with old tokens. Tokens lie in one flat file, documents in order, an end-of-text token after each; windows are cut by
 ``PackedDataset``, which holds out the end of the file. So documents that are to be held out, drawn from the whole corpus, lie
 there. A cached file whose bytes changed since is built again, and the progress says so.
 """
@@ -12,15 +12,14 @@ import json
 import os
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import xxhash
 
-from vblackwell.data.dataset import HELD_OUT_SHARE, BatchStream, PackedDataset, evaluation_batches, permute
-from vblackwell.data.documents import Source, find_source
+from vblackwell.data.dataset import HELD_OUT_SHARE, Corpus, permute
+from vblackwell.data.documents import Piece, TextFiles, find_text
 from vblackwell.data.tokenizer import end_of_text_id, train_tokenizer
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.folders.commit import MANIFEST, verify_folder
@@ -32,34 +31,12 @@ from vblackwell.units import MiB
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["BatchStream", "Corpus", "PackedDataset", "Progress", "evaluation_batches", "prepare_data"]
-
 Progress = Callable[[str, "float | None"], None]  # what is being done, and the share done where it is known
 FORMAT = 2  # of the cache; part of every key
 BATCH_BYTES = MiB // 2 * (os.cpu_count() or 1)  # of text encoded at a time: half a second, between which a stop is met
 COPIED_TOKENS = 4 * MiB  # at a time
 DRAWN_AT_ONCE = 4096  # documents
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Packed tokens and the tokenizer that made them.
-
-    Args:
-        tokens: all tokens, one flat read-only memmap of uint16 or uint32.
-        tokenizer: text to tokens and back.
-        vocab_size: one more than the largest token number; a tokenizer may leave some below unused.
-        end_of_text_id: the token behind each document; ``None`` where the tokenizer has none.
-        fingerprint: hash of text and tokenizer: equal where the tokens are equal.
-        name: what messages call it.
-    """
-
-    tokens: np.ndarray
-    tokenizer: Tokenizer
-    vocab_size: int
-    end_of_text_id: int | None
-    fingerprint: str
-    name: str
+Opened = TypeVar("Opened")
 
 
 def prepare_data(
@@ -78,7 +55,7 @@ def prepare_data(
         DiskError: the cache cannot be written.
     """
     report = progress or (lambda message, share: None)
-    source = find_source(path)
+    source = find_text(path)
     content = content_hash(source, report)
     given = None if tokenizer_path is None else read_tokenizer(tokenizer_path)
     tokenizer = given or _trained_tokenizer(source, content, vocab_size, report)
@@ -86,7 +63,11 @@ def prepare_data(
     if end is None:
         report(f"{tokenizer_path} has no end-of-text token: documents follow each other without a mark", None)
     fingerprint = xxhash.xxh3_128_hexdigest(f"{FORMAT} {content} {end} {tokenizer.to_str()}".encode())
-    tokens = _packed_tokens(source, tokenizer, end, fingerprint, report)
+
+    def build(folder: Path) -> None:
+        _pack(source, tokenizer, end, folder, report)
+
+    tokens = cached("tokens", fingerprint, build, _open_tokens, report, "packing again")
     return Corpus(tokens, tokenizer, vocab_size_of(tokenizer), end, fingerprint, source.name)
 
 
@@ -95,7 +76,7 @@ def vocab_size_of(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
 
 
-def content_hash(source: Source, report: Progress) -> str:
+def content_hash(source: TextFiles, report: Progress) -> str:
     """Hash of the files' names and bytes."""
     digest = xxhash.xxh3_128()
     total, done = max(1, source.size_bytes), 0
@@ -112,7 +93,20 @@ def content_hash(source: Source, report: Progress) -> str:
     return digest.hexdigest()
 
 
-def _trained_tokenizer(source: Source, content: str, vocab_size: int, report: Progress) -> Tokenizer:
+def cached(
+    kind: str, key: str, build: Callable[[Path], None], read: Callable[[Path], Opened], report: Progress, again: str
+) -> Opened:
+    """What ``read`` makes of the cache's folder for ``key``, which ``build`` fills; built again, as ``again`` says, where it is damaged."""
+    folder = cached_folder(kind, key, build)
+    try:
+        return read(folder)
+    except (ConfigurationError, CorruptData) as error:
+        report(f"{error}: {again}", None)
+        drop_entry(folder)
+        return read(cached_folder(kind, key, build))
+
+
+def _trained_tokenizer(source: TextFiles, content: str, vocab_size: int, report: Progress) -> Tokenizer:
     import tokenizers
 
     def build(folder: Path) -> None:
@@ -122,33 +116,15 @@ def _trained_tokenizer(source: Source, content: str, vocab_size: int, report: Pr
         path.write_text(text, encoding="utf-8")  # its own save raises a bare Exception
         (folder / MANIFEST).write_text(json.dumps({"files": {path.name: hash_file(path)}}), encoding="utf-8")
 
-    key = xxhash.xxh3_128_hexdigest(f"{FORMAT} {content} {vocab_size} {tokenizers.__version__}".encode())
-    folder = cached_folder("tokenizers", key, build)
-    try:
+    def read(folder: Path) -> Tokenizer:
         verify_folder(folder)  # a changed digit may be another tokenizer, which can be read
         return read_tokenizer(folder)
-    except (ConfigurationError, CorruptData):
-        report(f"the cached tokenizer {folder} is damaged, or of an older version: training it again", None)
-        drop_entry(folder)
-        return read_tokenizer(cached_folder("tokenizers", key, build))
+
+    key = xxhash.xxh3_128_hexdigest(f"{FORMAT} {content} {vocab_size} {tokenizers.__version__}".encode())
+    return cached("tokenizers", key, build, read, report, "training the tokenizer again")
 
 
-def _packed_tokens(
-    source: Source, tokenizer: Tokenizer, end: int | None, fingerprint: str, report: Progress
-) -> np.ndarray:
-    def build(folder: Path) -> None:
-        _pack(source, tokenizer, end, folder, report)
-
-    folder = cached_folder("tokens", fingerprint, build)
-    try:
-        return _open_tokens(folder)
-    except CorruptData as error:
-        report(f"{error}: packing again", None)
-        drop_entry(folder)
-        return _open_tokens(cached_folder("tokens", fingerprint, build))
-
-
-def _pack(source: Source, tokenizer: Tokenizer, end: int | None, folder: Path, report: Progress) -> None:
+def _pack(source: TextFiles, tokenizer: Tokenizer, end: int | None, folder: Path, report: Progress) -> None:
     """Writes ``tokens.bin`` and ``tokens.json`` into ``folder``."""
     kind = np.dtype(np.uint16 if vocab_size_of(tokenizer) <= 1 << 16 else np.uint32)
     ends, count, text_bytes = array("q"), 0, 0
@@ -182,7 +158,7 @@ def stretches(ends: np.ndarray) -> Iterator[tuple[int, int]]:
     """Every token once, as ranges (from, to): those of documents that are held out come last, all others in order.
 
     Documents are drawn, the same ones always, until they have the held-out share of the tokens. The first that was drawn is the last,
-    so that of the one which is drawn too much only the end is held out, and of a single document its end.
+    so of one that is drawn in part only the end is held out.
 
     Args:
         ends: where each document ends, in tokens; ascending.
@@ -204,7 +180,7 @@ def stretches(ends: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def _encoded(
-    source: Source, tokenizer: Tokenizer, end: int | None
+    source: TextFiles, tokenizer: Tokenizer, end: int | None
 ) -> Iterator[tuple[list[int], list[int], int]]:  # fmt: skip
     """For each batch of pieces: its tokens, where in them documents end, and the bytes of its text."""
     from tokenizers import Tokenizer
@@ -225,7 +201,7 @@ def _encoded(
         yield *_numbers(plain, batch, end), held
 
 
-def _numbers(tokenizer: Tokenizer, batch: list[Any], end: int | None) -> tuple[list[int], list[int]]:
+def _numbers(tokenizer: Tokenizer, batch: list[Piece], end: int | None) -> tuple[list[int], list[int]]:
     numbers: list[int] = []
     ends: list[int] = []
     encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)

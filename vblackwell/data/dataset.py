@@ -1,4 +1,4 @@
-"""Windows of packed tokens in an order that is a pure function, so that a position is one integer.
+"""Windows and rows of tokens in an order that is a pure function, so that a position is one integer.
 
 A window is ``seq_length`` inputs and, shifted by one, as many targets; windows overlap by that one token only. The training
 order of an epoch is a Feistel permutation of (seed, epoch): position i is computed, not looked up, so a resumed run needs no
@@ -9,7 +9,9 @@ Legend: B batch, S sequence.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -17,12 +19,14 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
+from vblackwell.nn.decoder.decoder import IGNORED_TARGET
 
 if TYPE_CHECKING:
-    from vblackwell.data.corpus import Corpus
+    from tokenizers import Tokenizer
 
 HELD_OUT_SHARE = 0.02
 ROUNDS = 4
+INSPECTED_ROWS = 2
 
 
 def _mix(value: np.ndarray) -> np.ndarray:
@@ -51,6 +55,27 @@ def permute(index: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
         value[pending] = (left << half) | right
         pending = value >= np.uint64(count)
     return value.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Packed tokens and the tokenizer that made them.
+
+    Args:
+        tokens: all tokens, one flat read-only memmap of uint16 or uint32.
+        tokenizer: text to tokens and back.
+        vocab_size: one more than the largest token number; a tokenizer may leave some below unused.
+        end_of_text_id: the token after each document; ``None`` where the tokenizer has none.
+        fingerprint: hash of text and tokenizer: equal where the tokens are equal.
+        name: what messages call it.
+    """
+
+    tokens: np.ndarray
+    tokenizer: Tokenizer
+    vocab_size: int
+    end_of_text_id: int | None
+    fingerprint: str
+    name: str
 
 
 class PackedDataset:
@@ -149,3 +174,53 @@ def evaluation_batches(
     count = len(dataset) if max_batches is None else min(len(dataset), max_batches * batch_size)
     for start in range(0, count, batch_size):
         yield dataset.batch(np.arange(start, min(start + batch_size, count)))
+
+
+def pack_rows(lengths: np.ndarray, row_length: int) -> list[list[int]]:
+    """Indices of the sequences of each row; every sequence is in exactly one. Best fit, longest first.
+
+    Each takes the fullest row that it still fits (Johnson's best fit decreasing, at most 11/9 of the fewest rows possible and 6/9 of one
+    more), so conversations of a few hundred tokens fill rows nearly whole.
+
+    Args:
+        lengths: of the sequences, each at most ``row_length``.
+        row_length: of a row.
+    """
+    rows: list[list[int]] = []
+    open_rows: dict[int, list[int]] = {}  # rows by their free positions
+    sizes: list[int] = []  # the keys of open_rows, ascending
+    for index in np.argsort(-lengths, kind="stable"):
+        length = int(lengths[index])
+        at = bisect_left(sizes, length)
+        if at == len(sizes):
+            rows.append([])
+            row, free = len(rows) - 1, row_length
+        else:
+            free = sizes[at]
+            row = open_rows[free].pop()
+            if not open_rows[free]:
+                del open_rows[free], sizes[at]
+        rows[row].append(int(index))
+        left = free - length
+        if left:
+            if left not in open_rows:
+                insort(sizes, left)
+            open_rows.setdefault(left, []).append(row)
+    return rows
+
+
+def inspect_lines(dataset: Dataset, tokenizer: Tokenizer) -> Iterator[str]:
+    """A line a position of the first rows: place in its document, number and text of the token, and of the next where it is learnt."""
+    for row, arrays in enumerate(zip(*dataset.batch(np.arange(min(INSPECTED_ROWS, len(dataset)))), strict=True)):
+        inputs, targets = (array.tolist() for array in arrays[:2])
+        places = arrays[2].tolist() if len(arrays) > 2 else range(len(inputs))
+        last = max((at for at, target in enumerate(targets) if target != IGNORED_TARGET), default=0)
+        learnt = sum(target != IGNORED_TARGET for target in targets)
+        yield f"row {row}: {learnt} of {len(inputs)} positions learn the token that follows"
+        yield f"{'at':>6} {'token':>7}  {'text':<24} learns"
+        for place, number, target in list(zip(places, inputs, targets, strict=True))[: last + 1]:
+            text = repr(tokenizer.decode([number], skip_special_tokens=False))
+            shown = "" if target == IGNORED_TARGET else repr(tokenizer.decode([target], skip_special_tokens=False))
+            yield f"{place:>6} {number:>7}  {text:<24} {shown}".rstrip()
+        if last + 1 < len(inputs):
+            yield f"       (nothing is learnt in the {len(inputs) - last - 1} positions after them)"

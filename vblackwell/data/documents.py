@@ -1,6 +1,6 @@
 """Documents out of text, jsonl and parquet files, one piece at a time.
 
-A corpus may be larger than RAM, so nothing here holds more than one piece: about a megabyte of a text file (cut behind a
+A corpus may be larger than RAM, so nothing here holds more than one piece: about a megabyte of a text file (cut after a
 line end), a line of jsonl, a row of parquet. Order is that of the sorted relative paths, so that the same files give the same
 tokens on every machine. Whatever cannot be read is an error with file and place: a trainer that skips bad lines trains on
 something else than it was given. The one exception is the default corpus, the Python standard library, whose few test files
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sysconfig
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,27 +21,11 @@ from vblackwell.errors import ConfigurationError
 from vblackwell.units import MiB
 
 PIECE_BYTES = 1 * MiB
-TEXT = frozenset(
-    (
-        *(
-            ".txt",
-            ".text",
-            ".md",
-            ".markdown",
-            ".rst",
-            ".tex",
-            ".log",
-            ".html",
-            ".htm",
-            ".xml",
-            ".toml",
-            ".yaml",
-            ".yml",
-        ),
-        *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".java", ".js", ".ts", ".go", ".rs", ".rb"),
-        *(".sh", ".jl", ".lua", ".php", ".pl", ".r", ".scala", ".swift", ".kt", ".sql", ".css", ".ini", ".cfg"),
-    )
-)
+TEXT_SUFFIXES = """
+.txt .text .md .markdown .rst .tex .log .html .htm .xml .toml .yaml .yml .py .pyi .c .h .cc .cpp .hpp .cu .cuh .java .js .ts .go .rs .rb
+.sh .jl .lua .php .pl .r .scala .swift .kt .sql .css .ini .cfg
+"""
+TEXT = frozenset(TEXT_SUFFIXES.split())
 LINES = frozenset((".jsonl", ".ndjson"))
 TABLE = frozenset((".parquet",))
 LEGAL = frozenset(("license", "licence", "copying", "notice", "authors", "patents"))  # without an extension
@@ -55,7 +40,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source:
+class TextFiles:
     """Files to read, in order.
 
     Args:
@@ -85,7 +70,7 @@ class Source:
             yield from read_file(path)
 
 
-def find_source(path: Path | None) -> Source:
+def find_text(path: Path | None) -> TextFiles:
     """The files that ``--data path`` means: one file, or all in a folder, recursively; ``None``: the standard library's.
 
     Names in a folder that begin with ``.`` or ``_`` are left out, as parquet's tools do, and so are LICENSE and its like.
@@ -99,7 +84,7 @@ def find_source(path: Path | None) -> Source:
         raise ConfigurationError(f"{path}: no such file or folder of text; check the path")
     if path.is_file():
         _check_kind(path)
-        return Source(path.parent, (path,), str(path))
+        return TextFiles(path.parent, (path,), str(path))
     files = sorted(
         (found for found in path.rglob("*") if found.is_file() and not _hidden(found.relative_to(path))),
         key=lambda found: found.relative_to(path).parts,
@@ -110,15 +95,21 @@ def find_source(path: Path | None) -> Source:
         _check_kind(found)
     if not files:
         raise ConfigurationError(f"{path}: the folder holds no files of data; give text, jsonl or parquet files")
-    return Source(path, tuple(files), str(path), left_out)
+    return TextFiles(path, tuple(files), str(path), left_out)
 
 
 def read_file(path: Path) -> Iterator[Piece]:
     """The documents of one file; a text file is one document."""
     suffix = path.suffix.lower()
     reader = _read_lines if suffix in LINES else _read_table if suffix in TABLE else _read_text
-    try:
+    with _reading(path):
         yield from reader(path)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigurationError(
             f"{path} cannot be read: {error.strerror or error}; check the file and its permissions"
@@ -158,28 +149,32 @@ def _decode(data: bytes, path: Path, start: int, place: str = "") -> str:
 
 
 def _read_lines(path: Path) -> Iterator[Piece]:
+    for place, record in json_lines(path):
+        value = record.get("text") if isinstance(record, dict) else None
+        if not isinstance(value, str):
+            raise ConfigurationError(
+                f'{place} has no string under \'text\'; write {{"text": "..."}}, or conversations (docs/models.md)'
+            )
+        yield Piece(value, ends_document=True)
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Where each line of a jsonl file stands, for messages of errors, and what it holds; blank lines are left out.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or a line is not UTF-8, no JSON, or holds half a character; with file and line.
+    """
     start = 0
-    with path.open("rb") as file:
+    with _reading(path), path.open("rb") as file:
         for number, line in enumerate(file, 1):
             text = _decode(line, path, start, f"line {number}, ")
             start += len(line)
-            if not text.strip():
-                continue
-            record = parse_line(text, f"{path}: line {number}")
-            value = record.get("text") if isinstance(record, dict) else None
-            if not isinstance(value, str):
-                raise ConfigurationError(
-                    f'{path}: line {number} has no string under \'text\'; write {{"text": "..."}}, or conversations (docs/models.md)'
-                )
-            yield Piece(value, ends_document=True)
+            if text.strip():
+                place = f"{path}: line {number}"
+                yield place, _parsed(text, place)
 
 
-def parse_line(text: str, place: str) -> Any:
-    """What a line of jsonl holds.
-
-    Raises:
-        ConfigurationError: no JSON, or half a character, with ``place``.
-    """
+def _parsed(text: str, place: str) -> Any:
     try:
         record = json.loads(text)
         if "\\u" in text:  # an escape may write half of a pair, which no text has and no tokenizer takes
@@ -234,7 +229,7 @@ def _check_kind(path: Path) -> None:
         )
 
 
-def _standard_library() -> Source:
+def _standard_library() -> TextFiles:
     """The running Python's own sources, which every machine has: about 28 MB with the library's tests.
 
     Generated tables (``encodings``, ``pydoc_data``) are left out: a model of them writes hexadecimal numbers, not Python.
@@ -247,7 +242,7 @@ def _standard_library() -> Source:
     readable = tuple(path for path in files if _is_utf8(path))
     if not readable:
         raise ConfigurationError(f"this Python has no sources under {root}: give --data PATH")
-    return Source(root, readable, "the Python standard library")
+    return TextFiles(root, readable, "the Python standard library")
 
 
 def _is_utf8(path: Path) -> bool:

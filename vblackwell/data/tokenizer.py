@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vblackwell.data.documents import Source
+from vblackwell.data.documents import TextFiles
 from vblackwell.errors import ConfigurationError, VBError
 from vblackwell.units import MiB
 
@@ -35,7 +35,7 @@ MIN_VOCAB_SIZE = 257  # 256 bytes and the end of a document
 SAMPLE_BYTES = 64 * MiB
 
 
-def train_tokenizer(source: Source, vocab_size: int) -> Tokenizer:
+def train_tokenizer(source: TextFiles, vocab_size: int) -> Tokenizer:
     """A tokenizer of at most ``vocab_size`` tokens (fewer where the text has no more pairs); the same for the same text.
 
     An exception that a signal's handler raises meanwhile passes through at once.
@@ -110,7 +110,7 @@ def _texts_from_stdin() -> Iterator[str]:
     threading.Thread(target=lambda: os.read(0, 1) or os._exit(1), daemon=True).start()
 
 
-def _sample(source: Source) -> Iterator[str]:
+def _sample(source: TextFiles) -> Iterator[str]:
     """All pieces, or of a large corpus as many as keep step with an even spread of ``SAMPLE_BYTES``."""
     share = min(1.0, SAMPLE_BYTES / max(1, source.size_bytes))
     seen = taken = 0

@@ -15,13 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from vblackwell.data.chat import chat_kind
+from vblackwell.data.chat import ChatTemplate, chat_kind
 from vblackwell.data.chat_data import ChatCorpus, ChatDataset, prepare_chat
-from vblackwell.data.chat_template import ChatTemplate
-from vblackwell.data.corpus import Corpus, prepare_data
-from vblackwell.data.dataset import BatchStream, Dataset, PackedDataset
-from vblackwell.data.documents import find_source
-from vblackwell.data.inspect_data import inspect_lines
+from vblackwell.data.corpus import prepare_data
+from vblackwell.data.dataset import BatchStream, Corpus, Dataset, PackedDataset, inspect_lines
+from vblackwell.data.documents import find_text
 from vblackwell.errors import InsufficientMemory, Unsupported
 from vblackwell.machine.device import Precision, cap_process, choose_precision
 from vblackwell.machine.facts import disk_facts, memory_facts
@@ -261,7 +259,7 @@ def open_data(config: TrainConfig, tokenizer_path: Path | None, progress: Progre
         DiskError: the cache cannot be written.
     """
     path = None if config.data is None else Path(config.data)
-    source = find_source(path)
+    source = find_text(path)
     if source.left_out:
         names = ", ".join(str(found.relative_to(source.root)) for found in source.left_out)
         progress.say(f"data: {source.name}: left out, being no data: {names}")
