@@ -287,10 +287,10 @@ def test_a_template_is_rendered_in_any_thread(folder_of, tokenizer):
 
 def test_a_line_that_is_nested_too_deep_is_named(folder_of, tmp_path):
     path = tmp_path / "chat.jsonl"
-    path.write_text(json.dumps({"messages": TURNS}) + '\n{"messages": ' + "[" * 5000 + "]" * 5000 + "}\n")
+    path.write_text(json.dumps({"messages": TURNS}) + '\n{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
     with pytest.raises(ConfigurationError, match="line 2 is nested too deep"):
         prepare_chat(find_text(path), "messages", folder_of(SPACED), lambda text, share: None)
-    path.write_text("[" * 5000)
+    path.write_text("[" * 100_000)
     assert chat_kind(find_text(path)) is None
 
 
