@@ -94,7 +94,7 @@ def check() -> None:
         w = reference.dequantize(codes, scales, scale, format, n, k)
         tiled = layout.to_tiled(codes, scales, scale, format, n, k)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            same = torch.equal(fp4_launch.run_dequantize(*tiled, n, k, dtype), w.to(dtype))
+            same = torch.equal(fp4_launch.run_dequantize(tiled, n, k, dtype), w.to(dtype))
             worst["dequantize"] = max(worst["dequantize"], 0.0 if same else float("inf"))
         dtype = torch.bfloat16 if format == "nvfp4" else torch.float16
         for m in CHECK_ROWS:

@@ -206,7 +206,7 @@ def check_rows(rows: Rows) -> None:
         tiled = layout.parts_to_tiled(*canonical, n, k)
         exact_w = separated.dequantize(torch.float32)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            written_right &= torch.equal(two_part.run_dequantize(*tiled, n, k, dtype), exact_w.to(dtype))
+            written_right &= torch.equal(two_part.run_dequantize(tiled, n, k, dtype), exact_w.to(dtype))
         one = torch.ones((), device="cuda")
         rounded = (
             separation.dequantize(*canonical[:3], one, n, k, torch.bfloat16).double() * coarse.tensor_scale.double()
@@ -214,7 +214,7 @@ def check_rows(rows: Rows) -> None:
         for m, clusters in covers:
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
             plan = two_part.plan_two_part(m, n, k, clusters)
-            y, again = (two_part.run_mma(plan, x, *tiled, None, "none", n, torch.float32) for _ in range(2))
+            y, again = (two_part.run_mma(plan, x, tiled, None, "none", n, torch.float32) for _ in range(2))
             repeats &= torch.equal(y, again)
             exact = x.double() @ rounded.t()
             bound = 4 * 2**-24 * k**0.5 * (x.double().abs() @ rounded.abs().t()) + 1e-30

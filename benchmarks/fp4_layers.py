@@ -42,8 +42,8 @@ def run_plan(
     plan: MmaPlan | WgmmaPlan, x: torch.Tensor, w: Tiled, n: int, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     if isinstance(plan, MmaPlan):
-        return fp4_launch.run_mma(plan, x, *w, None, "none", n, dtype)
-    return fp4_launch.run_wgmma(plan, x, *w, None, "none", n, dtype)
+        return fp4_launch.run_mma(plan, x, w, None, "none", n, dtype)
+    return fp4_launch.run_wgmma(plan, x, w, None, "none", n, dtype)
 
 
 def layers_of(n: int, k: int) -> tuple[list[Tiled], list[torch.Tensor]]:

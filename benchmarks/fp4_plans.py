@@ -72,18 +72,18 @@ def parts(m: int, n: int, k: int, x: torch.Tensor, packed: list[Tiled]) -> dict[
     found["w4a8"] = [functools.partial(op, x, *w, top, None) for w, top in each]
     for width in w4a8.STEP_CYCLES:
         run = functools.partial(w4a8.run_w4a8, _w4a8(width, m, n, k), x, bias=None, activation="none", n=n, k=k)
-        found[f"w4a8: tiles of {width}"] = [functools.partial(run, *w, row_top=top) for w, top in each]
+        found[f"w4a8: tiles of {width}"] = [functools.partial(run, weight=(*w, top)) for w, top in each]
     whole = functools.partial(w4a8.multiply_whole, x, bias=None, activation="none", n=n, k=k)
-    found["w4a8: operands, then matmul"] = [functools.partial(whole, *w, row_top=top) for w, top in each]
+    found["w4a8: operands, then matmul"] = [functools.partial(whole, weight=(*w, top)) for w, top in each]
     prepare = functools.partial(w4a8.run_prepare_e4m3, x, n=n, k=k)
-    found["w4a8: operands"] = [functools.partial(prepare, *w, row_top=top) for w, top in each]
+    found["w4a8: operands"] = [functools.partial(prepare, weight=(*w, top)) for w, top in each]
     one_row = functools.partial(w4a8.run_prepare_e4m3, x[:1], n=n, k=k)
-    found["w4a8: weight"] = [functools.partial(one_row, *w, row_top=top) for w, top in each]
+    found["w4a8: weight"] = [functools.partial(one_row, weight=(*w, top)) for w, top in each]
     narrow = random_tiled(32, k)
     top = w4a8.row_tops_for_w4a8(narrow[1], 32, k)
-    rows: Callable[[], object] = functools.partial(w4a8.run_prepare_e4m3, x, *narrow, row_top=top, n=32, k=k)
+    rows: Callable[[], object] = functools.partial(w4a8.run_prepare_e4m3, x, (*narrow, top), n=32, k=k)
     found["w4a8: rows"] = [rows] * LAYERS
-    ready = [prepare(*w, row_top=top) for w, top in each]
+    ready = [prepare(weight=(*w, top)) for w, top in each]
     found["w4a8: matmul"] = [functools.partial(w4a8.multiply_rows, *operands) for operands in ready]
     return found
 
@@ -137,7 +137,7 @@ def measure(cell: Cell, skip: set[str], rounds: int, say: Callable[[str, int | N
     m, n, k = cell
     say("layers", None)
     packed, dense = kept_layers(n, k)
-    w = fp4_launch.run_dequantize(*packed[0], n, k, torch.bfloat16)
+    w = fp4_launch.run_dequantize(packed[0], n, k, torch.bfloat16)
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     exact = x.double() @ w.double().t()
     theirs = float((torch.nn.functional.linear(x, w).double() - exact).norm())

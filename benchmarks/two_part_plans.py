@@ -73,7 +73,7 @@ def line_of(plan: TwoPartPlan) -> str:
 
 
 def run_plan(plan: TwoPartPlan, x_MK: Tensor, parts: tuple[Tensor, ...], n: int) -> Tensor:
-    return two_part.run_mma(plan, x_MK, *parts, None, "none", n)  # type: ignore[arg-type]
+    return two_part.run_mma(plan, x_MK, parts, None, "none", n)  # type: ignore[arg-type]
 
 
 def tune(
@@ -90,7 +90,7 @@ def tune(
     print(f"{len(macros)} plans compiled in {time.perf_counter() - began:.1f} s", flush=True)
     for m in counts:
         x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-        exact = two_part.run_mma(plans[m][0], x, *parts[0], None, "none", n, torch.float32)  # type: ignore[arg-type]
+        exact = two_part.run_mma(plans[m][0], x, parts[0], None, "none", n, torch.float32)  # type: ignore[arg-type]
         graphs = []
         for plan in list(plans[m]):
             try:

@@ -104,15 +104,15 @@ def fp4_mma() -> None:
     for plan, shapes in fp4_paths.MMA if clusters() else ():
         m, n, k = shapes[-1]
         _, tiled = random_weight("nvfp4", n, k)
-        fp4_launch.run_mma(plan, here(normal(m, k).bfloat16()), *map(here, tiled), None, "none", n)
+        fp4_launch.run_mma(plan, here(normal(m, k).bfloat16()), [*map(here, tiled)], None, "none", n)
     tiled, bias = [*map(here, random_weight("nvfp4", N, K)[1])], here(normal(N).bfloat16())
     for m in (1, 3, 16):
         plan = mma_plan.plan_mma(m, N, K, clusters())
-        fp4_launch.run_mma(plan, here(normal(m, K).bfloat16()), *tiled, bias, "silu", N)
+        fp4_launch.run_mma(plan, here(normal(m, K).bfloat16()), tiled, bias, "silu", N)
         plan = mma_plan.plan_mma(m, N, K, clusters(), False)
         gain, sums = here(normal(K).bfloat16()), here(normal(N))
         for norm in (fp4_launch.Norm(gain, 1e-5), fp4_launch.Norm(gain, 1e-5, sums)):
-            fp4_launch.run_mma(plan, here(normal(m, K).bfloat16()), *tiled, bias, "none", N, norm=norm)
+            fp4_launch.run_mma(plan, here(normal(m, K).bfloat16()), tiled, bias, "none", N, norm=norm)
 
 
 @case("fp4_wgmma", "swizzle_x", hopper=True)
@@ -120,13 +120,13 @@ def fp4_wgmma() -> None:
     chosen = [plan for plan, _ in fp4_paths.WGMMA if plan.windows_per_step > 1 or plan.splits != 2]
     for plan in {(p.tokens, p.splits, p.windows_per_step): p for p in chosen}.values():
         _, tiled = random_weight("nvfp4", 130, 520)
-        fp4_launch.run_wgmma(plan, here(normal(70, 520).bfloat16()), *map(here, tiled), None, "none", 130)
+        fp4_launch.run_wgmma(plan, here(normal(70, 520).bfloat16()), [*map(here, tiled)], None, "none", 130)
 
 
 @case("fp4_dequantize")
 def fp4_dequantize() -> None:
     for dtype in (torch.bfloat16, torch.float32):
-        fp4_launch.run_dequantize(*map(here, random_weight("nvfp4", 70, 200)[1]), 70, 200, dtype)
+        fp4_launch.run_dequantize([*map(here, random_weight("nvfp4", 70, 200)[1])], 70, 200, dtype)
 
 
 @case("prepare_e4m3", "w4a8", "w4a8_head", hopper=True)
@@ -137,9 +137,9 @@ def many_rows() -> None:
     scales = torch.randint(112, 127, form.scales_shape(n, k)).to(torch.uint8)
     tiled = [*map(here, fp4_paths.layout.to_tiled(codes, scales, torch.tensor(1.0), "mxfp4", n, k))]
     top, x = w4a8.row_tops(tiled[1], n, k), here(normal(300, k).bfloat16())
-    w4a8.run_prepare_e4m3(x, *tiled, top, n, k)
+    w4a8.run_prepare_e4m3(x, (*tiled, top), n, k)
     for width in w4a8.STEP_CYCLES:
-        w4a8.run_w4a8(w4a8.of_width(width), x, *tiled, top, None, "none", n, k)
+        w4a8.run_w4a8(w4a8.of_width(width), x, (*tiled, top), None, "none", n, k)
 
 
 @case("two_part_mma", "two_part_dequantize", "two_part_round", "two_part_measure", "two_part_renew")
@@ -147,8 +147,8 @@ def two_parts() -> None:
     tiled = [*map(here, layout.parts_to_tiled(*random_parts(N, K)[1], N, K))]
     for m, split in itertools.product((1, 5, 16), {clusters(), False}):
         plan = two_part.plan_two_part(m, N, K, split)
-        two_part.run_mma(plan, here(normal(m, K).bfloat16()), *tiled, None, "none", N)
-    two_part.run_dequantize(*tiled, N, K, torch.bfloat16)
+        two_part.run_mma(plan, here(normal(m, K).bfloat16()), tiled, None, "none", N)
+    two_part.run_dequantize(tiled, N, K, torch.bfloat16)
     for k in (96, 77):
         w_NK = wide_weight(70, k, torch.bfloat16)
         scales = training_scales(w_NK)

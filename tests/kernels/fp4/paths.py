@@ -142,7 +142,7 @@ def check_w4a8(m: int, n: int, k: int, dtype: torch.dtype) -> None:
     x_MK[m // 2] = 0
     wanted, wanted_scale = w4a8.quantize_rows(x_MK)
     for _ in range(REPEATS):
-        q_MK, scale_M1, w8_NK, scale_1N = w4a8.run_prepare_e4m3(x_MK, *tiled, top, n, k)
+        q_MK, scale_M1, w8_NK, scale_1N = w4a8.run_prepare_e4m3(x_MK, (*tiled, top), n, k)
         assert torch.equal(w8_NK.float() * scale_1N.t(), w_NK), "the weight"
         assert torch.equal(scale_M1, wanted_scale) and torch.equal(q_MK.float(), wanted.float()), "the rows"
 
@@ -155,7 +155,7 @@ def check_w4a8_product(width: int, m: int, n: int, k: int, dtype: torch.dtype, a
     codes, scales, tensor_scale = tiled
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     plan = replace(w4a8.of_width(width), head_rows=w4a8.plan_w4a8(m, n, k, processors).head_rows)
-    launch = lambda: w4a8.run_w4a8(plan, x_MK, codes, scales, tensor_scale, top, bias_N, activation, n, k)  # noqa: E731
+    launch = lambda: w4a8.run_w4a8(plan, x_MK, (codes, scales, tensor_scale, top), bias_N, activation, n, k)  # noqa: E731
     y_MN = launch()
     rows_MK = q_MK.double() * scale_M1.double()
     exact_MN = reference.activate(rows_MK @ w_NK.double().t() + bias_N.double(), activation)
@@ -182,7 +182,7 @@ def check_w4a8_launches() -> None:
     def run(at: int) -> torch.Tensor:
         _, n, k = shapes[at]
         _, tiled, top = w4a8_weight(n, k)
-        return w4a8.run_w4a8(w4a8.of_width(256), inputs[at], *tiled, top, None, "none", n, k)
+        return w4a8.run_w4a8(w4a8.of_width(256), inputs[at], (*tiled, top), None, "none", n, k)
 
     wanted = [run(at) for at in range(len(shapes))]
     order = [0, 1, 2, 2, 0, 3, 1, 0, 0] * 3

@@ -30,10 +30,10 @@ def test_fp32_sums_within_the_bound_and_repeatable(n, k, m, dtype):
     runs = []
     if m <= 32:
         plan = mma_plan.plan_mma(m, n, k, mma_plan.has_clusters(torch.cuda.get_device_capability()))
-        runs.append(lambda: fp4_launch.run_mma(plan, x_MK, *tiled, None, "none", n, torch.float32))
+        runs.append(lambda: fp4_launch.run_mma(plan, x_MK, tiled, None, "none", n, torch.float32))
     if torch.cuda.get_device_capability() == (9, 0):
         wide = wgmma_plan.plan_wgmma(m, n, k)
-        runs.append(lambda: fp4_launch.run_wgmma(wide, x_MK, *tiled, None, "none", n, torch.float32))
+        runs.append(lambda: fp4_launch.run_wgmma(wide, x_MK, tiled, None, "none", n, torch.float32))
     for run in runs:
         torch.full((m, n), torch.nan, device="cuda")  # what the next allocation of this size is likely to hold
         y_MN = run()

@@ -218,7 +218,7 @@ def test_x_comes_in_bulk_where_it_may(m):
     x_MK = torch.zeros(m, 4096, dtype=torch.bfloat16)
     with pytest.raises(ConfigurationError, match="bulk=False"):
         norm = fp4_launch.Norm(x_MK[0], 1e-5, x_MK[0].float())
-        fp4_launch.run_mma(plan, x_MK, x_MK, x_MK, x_MK, None, "none", 4096, norm=norm)
+        fp4_launch.run_mma(plan, x_MK, (x_MK,) * 3, None, "none", 4096, norm=norm)
 
 
 def tangent(function, x):

@@ -378,12 +378,12 @@ def test_kernel_on_the_gpu(m, n, k):
     for clusters in (True, False) if torch.cuda.get_device_capability()[0] == 9 else (False,):
         plan = two_part.plan_two_part(m, n, k, clusters)
         first, second = (
-            two_part.run_mma(plan, x_MK, *tiled, None, "none", n, torch.float32) for _ in range(2)
+            two_part.run_mma(plan, x_MK, tiled, None, "none", n, torch.float32) for _ in range(2)
         )  # fmt: skip
         assert torch.equal(first, second)
         assert emulation.error_over_bound(first.cpu(), x_MK.cpu(), bf16_weight(parts, n, k)) <= 1, plan
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        written = two_part.run_dequantize(*tiled, n, k, dtype)
+        written = two_part.run_dequantize(tiled, n, k, dtype)
         assert torch.equal(written.cpu(), w_NK.to(dtype))
     # The op, whose sums are rounded to bf16: by 2^-8 of a sum at most. What is multiplied by is rounded in another place by each, so each
     # is compared with its own float64.

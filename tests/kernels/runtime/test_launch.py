@@ -133,13 +133,13 @@ def test_every_kernel_that_loads_a_weight_early_minds_who_wrote_it(driver, monke
     coarse, two = random_weight("mxfp4", n, k)[1], layout.parts_to_tiled(*random_parts(n, k)[1], n, k)
     top = w4a8.row_tops(coarse[1], n, k)
     runs = {
-        "fp4_mma": (coarse, lambda: fp4_launch.run_mma(plan_mma(3, n, k, True), x, *coarse, None, "none", n)),
-        "fp4_wgmma": (coarse, lambda: fp4_launch.run_wgmma(plan_wgmma(64, n, k), x, *coarse, None, "none", n)),
-        "fp4_dequantize": (coarse, lambda: fp4_launch.run_dequantize(*coarse, n, k, torch.bfloat16)),
-        "prepare_e4m3": ((*coarse, top), lambda: w4a8.run_prepare_e4m3(x, *coarse, top, n, k)),
-        "w4a8_head": ((*coarse, top), lambda: w4a8.run_w4a8(w4a8.of_width(256), x, *coarse, top, None, "none", n, k)),
-        "two_part_mma": (two, lambda: two_part.run_mma(two_part.plan_two_part(3, n, k, True), x, *two, None, "none", n)),
-        "two_part_dequantize": (two, lambda: two_part.run_dequantize(*two, n, k, torch.bfloat16)),
+        "fp4_mma": (coarse, lambda: fp4_launch.run_mma(plan_mma(3, n, k, True), x, coarse, None, "none", n)),
+        "fp4_wgmma": (coarse, lambda: fp4_launch.run_wgmma(plan_wgmma(64, n, k), x, coarse, None, "none", n)),
+        "fp4_dequantize": (coarse, lambda: fp4_launch.run_dequantize(coarse, n, k, torch.bfloat16)),
+        "prepare_e4m3": ((*coarse, top), lambda: w4a8.run_prepare_e4m3(x, (*coarse, top), n, k)),
+        "w4a8_head": ((*coarse, top), lambda: w4a8.run_w4a8(w4a8.of_width(256), x, (*coarse, top), None, "none", n, k)),
+        "two_part_mma": (two, lambda: two_part.run_mma(two_part.plan_two_part(3, n, k, True), x, two, None, "none", n)),
+        "two_part_dequantize": (two, lambda: two_part.run_dequantize(two, n, k, torch.bfloat16)),
     }  # fmt: skip
     early = set()
     for path in nvrtc.KERNELS.glob("*/cuda/*.cu"):  # what a kernel loads before its first wait
@@ -202,7 +202,7 @@ def test_a_weight_that_was_just_written_is_read_as_it_is():
     tiled = [tuple(part.cuda() for part in random_weight("nvfp4", n, k, seed)[1]) for seed in range(2)]
     x = torch.randn(3, k, device="cuda").bfloat16()
     plan = plan_mma(3, n, k, torch.cuda.get_device_capability()[0] >= 9)
-    run = lambda weight: fp4_launch.run_mma(plan, x, *weight, None, "none", n)  # noqa: E731
+    run = lambda weight: fp4_launch.run_mma(plan, x, weight, None, "none", n)  # noqa: E731
     wanted = [run(weight) for weight in tiled]
     changing = tuple(part.clone() for part in tiled[0])
     for at in [1, 0] * 50:
@@ -217,11 +217,11 @@ def test_a_kernel_is_loaded_while_a_graph_is_captured():
     tiled = tuple(part.cuda() for part in random_weight("nvfp4", n, k)[1])
     x = torch.randn(3, k, device="cuda").bfloat16()
     plan = plan_mma(3, n, k, torch.cuda.get_device_capability()[0] >= 9)
-    wanted = fp4_launch.run_mma(plan, x, *tiled, None, "none", n)
+    wanted = fp4_launch.run_mma(plan, x, tiled, None, "none", n)
     launch._kernels.clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = fp4_launch.run_mma(plan, x, *tiled, None, "none", n)
+        y = fp4_launch.run_mma(plan, x, tiled, None, "none", n)
     y.fill_(torch.nan)
     graph.replay()
     assert torch.equal(y, wanted)

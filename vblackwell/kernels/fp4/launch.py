@@ -6,6 +6,7 @@ The sources, with the reasoning about registers and memory, are in ``cuda/``. ``
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from vblackwell.kernels.fp4.wgmma_plan import WGMMA_FILES, WgmmaPlan, launches
 from vblackwell.kernels.runtime.launch import kernel
 
 DEQUANTIZE_FILES = ("ptx.cuh", "fp4/decode.cuh", "fp4/fp4_dequantize.cu")
+Weight = Sequence[Tensor]  # codes, block scales and tensor scale; in two parts the fine codes come second
 OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # as the macro OUT
 
 
@@ -57,9 +59,7 @@ def processors(device: torch.device) -> int:
 def run_mma(
     plan: MmaPlan,
     x_MK: Tensor,
-    codes: Tensor,
-    block_scales: Tensor,
-    tensor_scale: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     activation: str,
     n: int,
@@ -84,7 +84,6 @@ def run_mma(
     shared_bytes = plan.shared_bytes(k, kind)
     if plan.chunk:
         shared_bytes = launch_bytes(shared_bytes, math.prod(grid), processors(device))
-    weight = (codes, block_scales, tensor_scale)
     args = (x_MK, *weight, bias, y_MN, m, n, k, ACTIVATIONS.index(activation), *plan.chunks(k))
     more = () if norm is None else (norm.gain, norm.gain_sums, float(norm.eps))
     kernel(MMA_FILES, "fp4_mma", macros, device).launch(grid, plan.threads, shared_bytes, (*args, *more), weight)
@@ -94,9 +93,7 @@ def run_mma(
 def run_wgmma(
     plan: WgmmaPlan,
     x_MK: Tensor,
-    codes: Tensor,
-    block_scales: Tensor,
-    tensor_scale: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     activation: str,
     n: int,
@@ -110,7 +107,6 @@ def run_wgmma(
     x_swizzled = torch.empty(blocks * windows * plan.tokens * 128, dtype=torch.uint8, device=device)
     swizzle = kernel(WGMMA_FILES, "swizzle_x", plan.macros(fp16, out32), device)
     swizzle.launch((ceil_div(windows * plan.tokens * 8, 256), blocks, 1), 128, 0, (x_MK, x_swizzled, m, k))
-    weight = (codes, block_scales, tensor_scale)
     args = (x_swizzled, *weight, bias, y_MN, m, n, k, ACTIVATIONS.index(activation))
     for rows in launches(plan, m, n):
         grid = (rows.blocks, plan.splits, blocks)
@@ -120,15 +116,13 @@ def run_wgmma(
     return y_MN
 
 
-def run_dequantize(
-    codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, n: int, k: int, dtype: torch.dtype
-) -> Tensor:
+def run_dequantize(weight: Weight, n: int, k: int, dtype: torch.dtype) -> Tensor:
     """One launch of ``fp4_dequantize``: the (n, k) weight as bf16, fp16 or fp32."""
-    w_NK = torch.empty(n, k, dtype=dtype, device=codes.device)
+    device = weight[0].device
+    w_NK = torch.empty(n, k, dtype=dtype, device=device)
     warps = 4 if dtype == torch.float32 else 8
     grid = (ceil_div(ceil_div(k, 64), warps), ceil_div(n, 32), 1)
     shared_bytes = warps * 32 * 64 * w_NK.element_size()
-    weight = (codes, block_scales, tensor_scale)
-    write = kernel(DEQUANTIZE_FILES, "fp4_dequantize", {"FP16": 0, "OUT": OUT_TYPES[dtype]}, codes.device)
+    write = kernel(DEQUANTIZE_FILES, "fp4_dequantize", {"FP16": 0, "OUT": OUT_TYPES[dtype]}, device)
     write.launch(grid, 32 * warps, shared_bytes, (*weight, w_NK, n, k), weight)
     return w_NK

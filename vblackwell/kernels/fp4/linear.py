@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.fp4 import layout, reference
-from vblackwell.kernels.fp4.launch import run_dequantize, run_mma, run_wgmma
+from vblackwell.kernels.fp4.launch import Weight, run_dequantize, run_mma, run_wgmma
 from vblackwell.kernels.fp4.mma_plan import has_clusters, max_mma_rows, plan_mma
 from vblackwell.kernels.fp4.reference import ACTIVATIONS, activate, activation_backward
 from vblackwell.kernels.fp4.tuning import tuned
@@ -186,54 +186,60 @@ def _wgmma_reasons(request: Request) -> list[str]:
     return reasons
 
 
-def _mma(x_MK, codes, block_scales, tensor_scale, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
+def _mma(x_MK: Tensor, weight: Weight, bias: Tensor | None, format: str, activation: str, n: int, k: int) -> Tensor:
     m, device = x_MK.shape[0], x_MK.device
     plan = tuned(plan_mma(m, n, k, has_clusters(capability(device))), device, x_MK.dtype, m, n, k)
-    return run_mma(plan, x_MK, codes, block_scales, tensor_scale, like(bias, x_MK), activation, n)
+    return run_mma(plan, x_MK, weight, like(bias, x_MK), activation, n)
 
 
-def _wgmma(x_MK, codes, block_scales, tensor_scale, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
+def _wgmma(x_MK: Tensor, weight: Weight, bias: Tensor | None, format: str, activation: str, n: int, k: int) -> Tensor:
     m = x_MK.shape[0]
     plan = tuned(plan_wgmma(m, n, k), x_MK.device, x_MK.dtype, m, n, k)
-    return run_wgmma(plan, x_MK, codes, block_scales, tensor_scale, like(bias, x_MK), activation, n)
+    return run_wgmma(plan, x_MK, weight, like(bias, x_MK), activation, n)
 
 
-def _dequantize(x_MK, codes, block_scales, tensor_scale, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
-    w_NK = _dequantized(codes, block_scales, tensor_scale, format, n, k, x_MK)
-    return activate(torch.nn.functional.linear(x_MK, w_NK, like(bias, x_MK)), activation)
+WeightOf = Callable[[Weight, str, int, int, Tensor], Tensor]
+
+
+def by_whole_weight(weight_of: WeightOf) -> Callable[..., Tensor]:
+    """A backend that writes the weight out, in the type and on the device of a tensor, and multiplies by cuBLAS."""
+
+    def run(x_MK: Tensor, weight: Weight, bias: Tensor | None, format: str, activation: str, n: int, k: int) -> Tensor:
+        w_NK = weight_of(weight, format, n, k, x_MK)
+        return activate(torch.nn.functional.linear(x_MK, w_NK, like(bias, x_MK)), activation)
+
+    return run
+
+
+def _dequantized(weight: Weight, format: str, n: int, k: int, like: Tensor) -> Tensor:
+    request = request_of(like.new_empty((1, k)), format, n, k)
+    return choose("fp4_dequantize", DEQUANTIZE, request).run(weight, format, n, k, like.dtype)
+
+
+def _reference(
+    x_MK: Tensor, weight: Weight, bias: Tensor | None, format: str, activation: str, n: int, k: int
+) -> Tensor:
+    return reference.linear(x_MK, reference.dequantize(*weight, format=format, n=n, k=k), bias, activation)
 
 
 LINEAR = (
     Backend("mma", _mma_reasons, _mma),
     Backend("wgmma", _wgmma_reasons, _wgmma),
-    Backend("dequantize", cuda_reasons, _dequantize),
-    Backend("reference", accept, reference.linear),
+    Backend("dequantize", cuda_reasons, by_whole_weight(_dequantized)),
+    Backend("reference", accept, _reference),
 )
-
-
-def _dequantize_fused(codes, block_scales, tensor_scale, format, n, k, dtype) -> Tensor:  # type: ignore[no-untyped-def]
-    return run_dequantize(codes, block_scales, tensor_scale, n, k, dtype)
-
-
-def _dequantize_reference(codes, block_scales, tensor_scale, format, n, k, dtype) -> Tensor:  # type: ignore[no-untyped-def]
-    return reference.dequantize(codes, block_scales, tensor_scale, format, n, k).to(dtype)
-
-
 DEQUANTIZE = (
-    Backend("cuda", tiled_reasons, _dequantize_fused),
-    Backend("reference", accept, _dequantize_reference),
+    Backend("cuda", tiled_reasons, lambda weight, format, n, k, dtype: run_dequantize(weight, n, k, dtype)),
+    Backend(
+        "reference",
+        accept,
+        lambda weight, format, n, k, dtype: reference.dequantize(*weight, format=format, n=n, k=k).to(dtype),
+    ),
 )
 
 
-def _dequantized(codes, block_scales, tensor_scale, format, n, k, like: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-    """The weight in the type and on the device of ``like``, by the best backend."""
-    request = request_of(like.new_empty((1, k)), format, n, k)
-    backend = choose("fp4_dequantize", DEQUANTIZE, request)
-    return backend.run(codes, block_scales, tensor_scale, format, n, k, like.dtype)
-
-
-def _dx_dequantize(dy_MN, codes, block_scales, tensor_scale, format, n, k) -> Tensor:  # type: ignore[no-untyped-def]
-    return dy_MN @ _dequantized(codes, block_scales, tensor_scale, format, n, k, dy_MN)
+def _dx_dequantize(dy_MN: Tensor, weight: Weight, format: str, n: int, k: int) -> Tensor:
+    return dy_MN @ _dequantized(weight, format, n, k, dy_MN)
 
 
 LINEAR_DX = (Backend("dequantize", accept, _dx_dequantize),)
@@ -247,8 +253,9 @@ def fp4_linear_dx(
 ) -> Tensor:
     """``dY W``: (..., N) -> (..., K), the gradient of ``fp4_linear`` (without activation) in its input."""
     check_weight(codes, block_scales, tensor_scale, format, n, k)
+    weight = (codes, block_scales, tensor_scale)
     # The product's own shape: out features are K, the sum runs over N.
-    return run_rows("fp4_linear_dx", LINEAR_DX, dy_MN, format, k, n, codes, block_scales, tensor_scale, format, n, k)
+    return run_rows("fp4_linear_dx", LINEAR_DX, dy_MN, format, k, n, weight, format, n, k)
 
 
 @packed_linear(3, fp4_linear_dx)
@@ -285,7 +292,7 @@ def fp4_linear(
     """
     check_arguments(x_MK, codes, block_scales, tensor_scale, format, activation, n, k)
     weight = (codes, block_scales, tensor_scale)
-    return run_rows("fp4_linear", LINEAR, x_MK, format, n, k, *weight, bias, format, activation, n, k)
+    return run_rows("fp4_linear", LINEAR, x_MK, format, n, k, weight, bias, format, activation, n, k)
 
 
 @register_op(lambda codes, block_scales, tensor_scale, format, n, k, dtype: codes.new_empty((n, k), dtype=dtype))
@@ -294,6 +301,5 @@ def fp4_dequantize(
 ) -> Tensor:
     """The (n, k) weight in ``dtype``: ``(value * block_scale) * tensor_scale`` in fp32, rounded once."""
     check_weight(codes, block_scales, tensor_scale, format, n, k)
-    request = request_of(codes.new_empty((1, k), dtype=dtype), format, n, k)
-    backend = choose("fp4_dequantize", DEQUANTIZE, request)
-    return backend.run(codes, block_scales, tensor_scale, format, n, k, dtype)
+    like = codes.new_empty(0, dtype=dtype)
+    return _dequantized((codes, block_scales, tensor_scale), format, n, k, like)

@@ -67,12 +67,12 @@ def _slower(request: Request, layer_norm: bool) -> list[str]:
     return [f"{request.m} rows of {request.k} features: above {most} a separate norm is faster on this GPU"]
 
 
-def _mma(x_MK, gain_K, gain_sums_N, eps, codes, scales, tensor_scale, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
+def _mma(x_MK, gain_K, gain_sums_N, eps, weight, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
     m, device = x_MK.shape[0], x_MK.device
     plan = plan_mma(m, n, k, has_clusters(capability(device)), bulk=gain_sums_N is None)
     plan = tuned(plan, device, x_MK.dtype, m, n, k)
     norm = Norm(_aligned(gain_K), eps, gain_sums_N)
-    return run_mma(plan, x_MK, codes, scales, tensor_scale, like(bias, x_MK), activation, n, norm=norm)
+    return run_mma(plan, x_MK, weight, like(bias, x_MK), activation, n, norm=norm)
 
 
 def _aligned(vector: Tensor) -> Tensor:
@@ -81,13 +81,12 @@ def _aligned(vector: Tensor) -> Tensor:
     return vector.clone() if vector.data_ptr() % 16 else vector
 
 
-def _separate(x_MK, gain_K, gain_sums_N, eps, codes, scales, tensor_scale, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
+def _separate(x_MK, gain_K, gain_sums_N, eps, weight, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
     rms, shape = gain_sums_N is None, (k,)
     rows_MK = (
         functional.rms_norm(x_MK, shape, gain_K, eps) if rms else functional.layer_norm(x_MK, shape, gain_K, None, eps)
     )
-    weight = (codes, scales, tensor_scale)
-    return run_rows("fp4_linear", LINEAR, rows_MK, format, n, k, *weight, bias, format, activation, n, k)
+    return run_rows("fp4_linear", LINEAR, rows_MK, format, n, k, weight, bias, format, activation, n, k)
 
 
 def _backends(layer_norm: bool) -> tuple[Backend, ...]:
@@ -137,5 +136,6 @@ def fp4_norm_linear(
     if gain_sums_N is not None and (gain_sums_N.shape != (n,) or gain_sums_N.dtype != torch.float32):
         raise ConfigurationError(f"gain_sums_N is {tuple(gain_sums_N.shape)} {gain_sums_N.dtype}: give ({n},) float32")
     table = NORM_LINEAR if gain_sums_N is None else LAYER_NORM_LINEAR
-    args = (gain_K, gain_sums_N, eps, codes, block_scales, tensor_scale, bias, format, activation, n, k)
+    weight = (codes, block_scales, tensor_scale)
+    args = (gain_K, gain_sums_N, eps, weight, bias, format, activation, n, k)
     return run_rows("fp4_norm_linear", table, x_MK, format, n, k, *args)

@@ -64,19 +64,8 @@ def activation_backward(dy: Tensor, z: Tensor, activation: str) -> Tensor:
     return torch.ops.aten.silu_backward(dy, z)
 
 
-def linear(
-    x_MK: Tensor,
-    codes: Tensor,
-    block_scales: Tensor,
-    tensor_scale: Tensor,
-    bias: Tensor | None,
-    format: str,
-    activation: str,
-    n: int,
-    k: int,
-) -> Tensor:
-    """``activation(x W^T + bias)``; the sum, bias and activation in fp32, rounded once to the type of ``x``."""
-    w_NK = dequantize(codes, block_scales, tensor_scale, format, n, k)
+def linear(x_MK: Tensor, w_NK: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """``activation(x W^T + bias)`` of an fp32 weight; all in fp32, rounded once to the type of ``x``."""
     z_MN = x_MK.to(torch.float32) @ w_NK.t()
     if bias is not None:
         z_MN = z_MN + bias.to(torch.float32)

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fp4 import layout
-from vblackwell.kernels.fp4.launch import OUT_TYPES, aligned
+from vblackwell.kernels.fp4 import layout, reference
+from vblackwell.kernels.fp4.launch import OUT_TYPES, Weight, aligned
 from vblackwell.kernels.fp4.linear import (
+    by_whole_weight,
     check_arguments,
     like,
     linear_reasons,
@@ -31,7 +32,7 @@ from vblackwell.kernels.fp4.linear import (
     tiled_reasons,
 )
 from vblackwell.kernels.fp4.mma_plan import MULTIPROCESSORS, MmaPlan, ceil_div, has_clusters, plan_mma, takes_bulk
-from vblackwell.kernels.fp4.reference import ACTIVATIONS, activate
+from vblackwell.kernels.fp4.reference import ACTIVATIONS
 from vblackwell.kernels.runtime.launch import kernel
 from vblackwell.kernels.runtime.op import register_op
 from vblackwell.kernels.runtime.registry import Backend, Request, accept, capability, cuda_reasons, request_of
@@ -156,29 +157,32 @@ def plan_two_part(m: int, n: int, k: int, clusters: bool) -> TwoPartPlan:
 
 
 def run_mma(
-    plan: TwoPartPlan, x_MK: Tensor, codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor,
-    bias: Tensor | None, activation: str, n: int, out_dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+    plan: TwoPartPlan,
+    x_MK: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    activation: str,
+    n: int,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     """One launch; x is bf16, ``out_dtype`` bf16 or fp32. With bulk copies K is a multiple of 64."""
     x_MK, k = aligned(x_MK)
     m = x_MK.shape[0]
     y_MN = torch.empty(m, n, dtype=out_dtype or x_MK.dtype, device=x_MK.device)
     grid = (ceil_div(n, 32 * plan.row_warps), plan.splits, ceil_div(m, plan.tokens))
-    weight, shared_bytes = (codes, fine, block_scales, tensor_scale), plan.shared_bytes(k)
+    shared_bytes = plan.shared_bytes(k)
     args = (x_MK, *weight, bias, y_MN, m, n, k, ACTIVATIONS.index(activation), *plan.chunks(k), 1, shared_bytes)
     macros = plan.macros(out32=y_MN.dtype == torch.float32)
     kernel(FILES, "two_part_mma", macros, x_MK.device).launch(grid, plan.threads, shared_bytes, args, weight)
     return y_MN
 
 
-def run_dequantize(
-    codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor, n: int, k: int, dtype: torch.dtype
-) -> Tensor:
+def run_dequantize(weight: Weight, n: int, k: int, dtype: torch.dtype) -> Tensor:
     """The (n, k) weight as bf16, fp16 or fp32, by one launch."""
-    w_NK = torch.empty(n, k, dtype=dtype, device=codes.device)
+    device = weight[0].device
+    w_NK = torch.empty(n, k, dtype=dtype, device=device)
     grid = (ceil_div(ceil_div(k, 64), 4), ceil_div(n, 32), 1)
-    weight = (codes, fine, block_scales, tensor_scale)
-    write = kernel(DEQUANTIZE_FILES, "two_part_dequantize", {"FP16": 0, "OUT": OUT_TYPES[dtype]}, codes.device)
+    write = kernel(DEQUANTIZE_FILES, "two_part_dequantize", {"FP16": 0, "OUT": OUT_TYPES[dtype]}, device)
     write.launch(grid, 128, 0, (*weight, w_NK, n, k), weight)
     return w_NK
 
@@ -186,22 +190,17 @@ def run_dequantize(
 # -- backends ------------------------------------------------------------------------------------------------------------
 
 
-def reference_weight(
-    codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int, dtype: torch.dtype
-) -> Tensor:  # fmt: skip
+def reference_weight(weight: Weight, format: str, n: int, k: int, dtype: torch.dtype) -> Tensor:
     """The (n, k) weight, by the oracle."""
-    if layout.is_tiled(format):
-        parts = layout.parts_from_tiled(codes, fine, block_scales, tensor_scale, n, k)
-        codes, fine, block_scales, tensor_scale = parts
-    return separation.dequantize(codes, fine, block_scales, tensor_scale, n, k, dtype)
+    parts = layout.parts_from_tiled(*weight, n=n, k=k) if layout.is_tiled(format) else weight
+    return separation.dequantize(*parts, n=n, k=k, dtype=dtype)
 
 
-def _weight(codes, fine, block_scales, tensor_scale, format, n, k, like: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+def _whole_weight(weight: Weight, format: str, n: int, k: int, like: Tensor) -> Tensor:
     """The weight in the type of ``like``; by the kernel where there is one for it."""
-    request = request_of(like.new_empty((1, k)), format, n, k)
-    if not tiled_reasons(request):
-        return run_dequantize(codes, fine, block_scales, tensor_scale, n, k, like.dtype)
-    return reference_weight(codes, fine, block_scales, tensor_scale, format, n, k, like.dtype)
+    if not tiled_reasons(request_of(like.new_empty((1, k)), format, n, k)):
+        return run_dequantize(weight, n, k, like.dtype)
+    return reference_weight(weight, format, n, k, like.dtype)
 
 
 def _mma_reasons(request: Request) -> list[str]:
@@ -213,27 +212,20 @@ def _mma_reasons(request: Request) -> list[str]:
     return reasons
 
 
-def _mma(x_MK, codes, fine, block_scales, tensor_scale, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
+def _mma(x_MK: Tensor, weight: Weight, bias: Tensor | None, format: str, activation: str, n: int, k: int) -> Tensor:
     plan = plan_two_part(x_MK.shape[0], n, k, has_clusters(capability(x_MK.device)))
-    return run_mma(plan, x_MK, codes, fine, block_scales, tensor_scale, like(bias, x_MK), activation, n)
+    return run_mma(plan, x_MK, weight, like(bias, x_MK), activation, n)
 
 
-def _dequantize(x_MK, codes, fine, block_scales, tensor_scale, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
-    w_NK = _weight(codes, fine, block_scales, tensor_scale, format, n, k, x_MK)
-    return activate(torch.nn.functional.linear(x_MK, w_NK, like(bias, x_MK)), activation)
-
-
-def _reference(x_MK, codes, fine, block_scales, tensor_scale, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
-    w_NK = reference_weight(codes, fine, block_scales, tensor_scale, format, n, k, torch.float32)
-    z_MN = x_MK.to(torch.float32) @ w_NK.t()
-    if bias is not None:
-        z_MN = z_MN + bias.to(torch.float32)
-    return activate(z_MN, activation).to(x_MK.dtype)
+def _reference(
+    x_MK: Tensor, weight: Weight, bias: Tensor | None, format: str, activation: str, n: int, k: int
+) -> Tensor:
+    return reference.linear(x_MK, reference_weight(weight, format, n, k, torch.float32), bias, activation)
 
 
 LINEAR = (
     Backend("mma", _mma_reasons, _mma),
-    Backend("dequantize", cuda_reasons, _dequantize),
+    Backend("dequantize", cuda_reasons, by_whole_weight(_whole_weight)),
     Backend("reference", accept, _reference),
 )
 
@@ -255,7 +247,7 @@ def two_part_linear_dx(
 ) -> Tensor:
     """``dY W``: (..., N) -> (..., K), the gradient of ``two_part_linear`` (without activation) in its input."""
     _check(codes, fine, format)
-    w_NK = _weight(codes, fine, block_scales, tensor_scale, format, n, k, dy_MN)
+    w_NK = _whole_weight((codes, fine, block_scales, tensor_scale), format, n, k, dy_MN)
     return (dy_MN.reshape(-1, n) @ w_NK).view(*dy_MN.shape[:-1], k)
 
 
@@ -284,4 +276,4 @@ def two_part_linear(
     _check(codes, fine, format)
     check_arguments(x_MK, codes, block_scales, tensor_scale, format, activation, n, k)
     weight = (codes, fine, block_scales, tensor_scale)
-    return run_rows(OP, LINEAR, x_MK, format, n, k, *weight, bias, format, activation, n, k)
+    return run_rows(OP, LINEAR, x_MK, format, n, k, weight, bias, format, activation, n, k)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.fp4 import layout, reference
-from vblackwell.kernels.fp4.launch import aligned, processors
+from vblackwell.kernels.fp4.launch import Weight, aligned, processors
 from vblackwell.kernels.fp4.linear import fp4_linear_dx, hopper_reasons, linear_reasons, packed_linear, run_rows
 from vblackwell.kernels.fp4.mma_plan import ceil_div
 from vblackwell.kernels.fp4.reference import ACTIVATIONS, activate
@@ -227,23 +227,18 @@ def cut(plan: W4A8Plan, m: int, n: int, k: int, clusters: int) -> Cut:
 
 
 def run_w4a8(
-    plan: W4A8Plan,
-    x_MK: Tensor,
-    codes: Tensor,
-    block_scales: Tensor,
-    tensor_scale: Tensor,
-    row_top: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    n: int,
-    k: int,
+    plan: W4A8Plan, x_MK: Tensor, weight: Weight, bias: Tensor | None, activation: str, n: int, k: int
 ) -> Tensor:
-    """``activation(x W^T + bias)`` (M, N), of the type of x and bias: bf16 or fp16; N and K are multiples of 16."""
+    """``activation(x W^T + bias)`` (M, N), of the type of x and bias: bf16 or fp16; N and K are multiples of 16.
+
+    ``weight``: with the rows' largest scales, `row_tops_for_w4a8`, as fourth.
+    """
+    codes, block_scales, tensor_scale, row_top = weight
     m, device = x_MK.shape[0], x_MK.device
     clusters = processors(device) // CLUSTER
     sizes, macros = cut(plan, m, n, k, clusters), plan.macros(x_MK.dtype == torch.float16, k)
     x_tiles = torch.empty(sizes.pairs * CLUSTER * sizes.steps * 128 * 128, dtype=torch.uint8, device=device)
-    weight = torch.empty(sizes.columns * sizes.steps * plan.features * 128, dtype=torch.uint8, device=device)
+    w_tiles = torch.empty(sizes.columns * sizes.steps * plan.features * 128, dtype=torch.uint8, device=device)
     scale_M = torch.empty(m, dtype=torch.float32, device=device)
     y_MN = torch.empty(m, n, dtype=x_MK.dtype, device=device)
     head, product = (kernel(FILES, name, macros, device) for name in ("w4a8_head", "w4a8"))
@@ -251,12 +246,12 @@ def run_w4a8(
     with counters.zeroed(sizes.counters, device) as (now, stale, stale_count):
         head.launch(
             (sizes.head_blocks, 1, 1), 256, 32,
-            (*operands, row_top, weight, now, stale, stale_count, *shape, sizes.chunk),
-            (codes, block_scales, tensor_scale, row_top),
+            (*operands, row_top, w_tiles, now, stale, stale_count, *shape, sizes.chunk),
+            weight,
         )  # fmt: skip
         product.launch(
             (clusters, CLUSTER, 1), THREADS, plan.shared_bytes(),
-            (*operands, tensor_scale, row_top, bias, y_MN, weight, now, *shape, ACTIVATIONS.index(activation), clusters, sizes.chunk),
+            (*operands, tensor_scale, row_top, bias, y_MN, w_tiles, now, *shape, ACTIVATIONS.index(activation), clusters, sizes.chunk),
         )  # fmt: skip
     return y_MN
 
@@ -266,14 +261,12 @@ def prepare_macros(fp16: bool, k: int) -> dict[str, int]:
     return {"FP16": 0, "X_FP16": int(fp16), "KEPT": min(8, ceil_div(k, 2048))}
 
 
-def run_prepare_e4m3(
-    x_MK: Tensor, codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, row_top: Tensor, n: int, k: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def run_prepare_e4m3(x_MK: Tensor, weight: Weight, n: int, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One launch that makes both operands of an FP8 matmul; K is a multiple of 16.
 
     Returns:
         x as E4M3 rows (M, K) and their (M, 1) fp32 scales, as of `quantize_rows`; the weight (N, K) as E4M3, each row relative to
-        its largest scale ``row_top`` (E5M3 bytes), which becomes 2^6, and its (1, N) fp32 scales.
+        its largest scale (E5M3 bytes, the fourth tensor of ``weight``), which becomes 2^6, and its (1, N) fp32 scales.
     """
     x_MK, _ = aligned(x_MK)
     m, device = x_MK.shape[0], x_MK.device
@@ -283,9 +276,8 @@ def run_prepare_e4m3(
     scale_1N = torch.empty(1, n, dtype=torch.float32, device=device)
     columns = ceil_div(ceil_div(k, 64), 8)  # of blocks
     row_blocks = min(1024, ceil_div(m, columns))
-    args = (codes, block_scales, tensor_scale, row_top, w_NK, n, k, scale_1N, x_MK, q_MK, scale_M1, m, row_blocks)
+    args = (*weight, w_NK, n, k, scale_1N, x_MK, q_MK, scale_M1, m, row_blocks)
     prepare = kernel(E4M3_FILES, "prepare_e4m3", prepare_macros(x_MK.dtype == torch.float16, k), device)
-    weight = (codes, block_scales, tensor_scale, row_top)
     prepare.launch((columns, ceil_div(n, 32) + row_blocks, 1), 256, PREPARE_SHARED_BYTES, args, weight)
     return q_MK, scale_M1, w_NK, scale_1N
 
@@ -324,27 +316,24 @@ def _fused_slower(request: Request) -> list[str]:
     return []
 
 
-def _fused(x_MK, codes, block_scales, tensor_scale, row_top, bias, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
+def _fused(x_MK: Tensor, weight: Weight, bias: Tensor | None, activation: str, n: int, k: int) -> Tensor:
     x_MK, _ = aligned(x_MK)
     plan = plan_w4a8(x_MK.shape[0], n, k, processors(x_MK.device))
-    bias = None if bias is None else bias.to(x_MK.dtype)
-    return run_w4a8(plan, x_MK, codes, block_scales, tensor_scale, row_top, bias, activation, n, k)
+    return run_w4a8(plan, x_MK, weight, None if bias is None else bias.to(x_MK.dtype), activation, n, k)
 
 
-def multiply_whole(x_MK, codes, block_scales, tensor_scale, row_top, bias, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
+def multiply_whole(x_MK: Tensor, weight: Weight, bias: Tensor | None, activation: str, n: int, k: int) -> Tensor:
     """The op by PyTorch's matmul of whole operands."""
-    z_MN = multiply_rows(*run_prepare_e4m3(x_MK, codes, block_scales, tensor_scale, row_top, n, k))
+    z_MN = multiply_rows(*run_prepare_e4m3(x_MK, weight, n, k))
     if bias is not None:
         z_MN = z_MN + bias.to(z_MN.dtype)
     return activate(z_MN, activation).to(x_MK.dtype)
 
 
-def _reference(x_MK, codes, block_scales, tensor_scale, row_top, bias, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
+def _reference(x_MK: Tensor, weight: Weight, bias: Tensor | None, activation: str, n: int, k: int) -> Tensor:
     q_MK, scale_M1 = quantize_rows(x_MK)
-    rounded_MK = q_MK.to(torch.float32) * scale_M1
-    return reference.linear(rounded_MK, codes, block_scales, tensor_scale, bias, FORMAT, activation, n, k).to(
-        x_MK.dtype
-    )
+    w_NK = reference.dequantize(*weight[:3], format=FORMAT, n=n, k=k)
+    return reference.linear(q_MK.to(torch.float32) * scale_M1, w_NK, bias, activation).to(x_MK.dtype)
 
 
 def _reference_reasons(request: Request) -> list[str]:
@@ -396,4 +385,4 @@ def fp4_linear_w4a8(
     if x_MK.shape[-1] != k:
         raise ConfigurationError(f"the input has {x_MK.shape[-1]} features, the weight takes {k}")
     weight = (codes, block_scales, tensor_scale, row_top)
-    return run_rows("fp4_linear_w4a8", W4A8, x_MK, FORMAT, n, k, *weight, bias, activation, n, k)
+    return run_rows("fp4_linear_w4a8", W4A8, x_MK, FORMAT, n, k, weight, bias, activation, n, k)
