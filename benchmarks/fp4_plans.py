@@ -1,9 +1,11 @@
-"""Every plausible plan of the fused FP4 kernels for a shape against cuBLAS bf16: where the rules of kernels/fp4/wgmma_plan.py come from.
+"""Every plausible plan of the fused FP4 kernels for a shape against cuBLAS bf16: where the rules of
+kernels/fp4/wgmma_plan.py come from.
 
-``python benchmarks/fp4_plans.py --cells 16x4096x4096,64x4096x4096 --csv plans.csv`` on a Hopper GPU. A cell is M x N x K. Plans are
-compiled in parallel, checked against float64 (a wrong or unrepeatable one is not timed), then timed as in bench_fp4.py, by CUDA graphs of
-24 layers. All plans are timed once, the best in turns with cuBLAS and what the rule chooses today. A plan that hangs costs seconds, and
-its family is left out from then on (fp4_sweep.py). ``--list`` counts the plans of each cell and needs no GPU.
+``python benchmarks/fp4_plans.py --cells 16x4096x4096,64x4096x4096 --csv plans.csv`` on a Hopper GPU. A cell is M x N x
+K. Plans are compiled in parallel, checked against float64 (a wrong or unrepeatable one is not timed), then timed as in
+bench_fp4.py, by CUDA graphs of 24 layers. All plans are timed once, the best in turns with cuBLAS and what the rule
+chooses today. A plan that hangs costs seconds, and its family is left out from then on (fp4_sweep.py). ``--list``
+counts the plans of each cell and needs no GPU.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ FINALISTS = 6  # plans of a cell that are timed in turns, beside the rule's
 
 def open_cells() -> list[Cell]:
     """The cells of ``OPEN``."""
-    # Fewer than 1024 rows first, as they have the most plans; a shape's cells together, as its layers take longest to make.
+    # Fewer than 1024 rows first, as they have the most plans; a shape's cells together, as its layers take longest to
+    # make.
     cells = parse_cells(",".join(f"{m}x{shape}" for m, shapes in OPEN.items() for shape in shapes))
     return sorted(cells, key=lambda cell: (cell[0] >= 1024, cell[1] * cell[2], cell[1], abs(cell[0] - 64)))
 
@@ -133,7 +136,9 @@ def good(plan: Plan, x: torch.Tensor, tiled: Tiled, n: int, exact: torch.Tensor,
 
 
 def measure(cell: Cell, skip: set[str], rounds: int, say: Callable[[str, int | None], None]) -> list[list[object]]:
-    """Rows (stage, plan, us, cuBLAS us) of a cell: every right plan timed once, the best and the rule's in turns with cuBLAS."""
+    """Rows (stage, plan, us, cuBLAS us) of a cell: every right plan timed once, the best and the rule's in turns with
+    cuBLAS.
+    """
     m, n, k = cell
     say("layers", None)
     packed, dense = kept_layers(n, k)
@@ -291,8 +296,8 @@ def _has_idle_stage(plan: Plan, k: int) -> bool:
 
 
 def plan_of(text: str) -> Plan | None:
-    """The plan of a row; none where the kernel that was timed is gone: by turns at the tensor cores, with x as it is, of before
-    2026-11-22, evening, in parts of less than 8 tokens, or with helpers.
+    """The plan of a row; none where the kernel that was timed is gone: by turns at the tensor cores, with x as it is,
+    of before 2026-11-22, evening, in parts of less than 8 tokens, or with helpers.
     """
     if not text.startswith(("MmaPlan(", "WgmmaPlan(")) or re.search(
         "direct=|clusters=|image=|raw=True|helped=[1-9]", text

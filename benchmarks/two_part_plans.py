@@ -1,7 +1,8 @@
-"""Every sensible plan of the two-part kernel for a shape, timed in turns: what ``bench_two_part.py --linear --tune`` prints.
+"""Every sensible plan of the two-part kernel for a shape, timed in turns: what ``bench_two_part.py --linear --tune``
+prints.
 
-Plans are compiled several at a time before the first is timed; then each is a CUDA graph over all layers, replayed in turns with the
-others, and the fastest again with cuBLAS bf16. Nothing is stored: the rule is `two_part.plan_two_part`,
+Plans are compiled several at a time before the first is timed; then each is a CUDA graph over all layers, replayed in
+turns with the others, and the fastest again with cuBLAS bf16. Nothing is stored: the rule is `two_part.plan_two_part`,
 which may depend on the shape alone.
 """
 
@@ -33,11 +34,11 @@ FEW_ROWS_CHUNKS = ((0, 2), (8, 3))  # 0: no bulk copies
 
 
 def plans_of(m: int, n: int, k: int) -> list[TwoPartPlan]:
-    """The plan of the rule first, and with sums fetched instead of sent; then grids of one wave, of one or of two blocks a
-    multiprocessor, with 8 to 16 warps on each.
+    """The plan of the rule first, and with sums fetched instead of sent; then grids of one wave, of one or of two
+    blocks a multiprocessor, with 8 to 16 warps on each.
 
-    ``min_blocks`` of 2 with one block a multiprocessor leaves half of its memory and registers to the next layer's block, whose first
-    weights then come while this one ends.
+    ``min_blocks`` of 2 with one block a multiprocessor leaves half of its memory and registers to the next layer's
+    block, whose first weights then come while this one ends.
     """
     tokens = 1
     while tokens < m:

@@ -1,9 +1,9 @@
 """Builds a kernel's own CUDA source for the CPU (emulator.h, emulator*.cpp) and calls it on tensors.
 
-Every CUDA thread becomes a coroutine and barriers stay barriers, so that indexing, staging, padding, reductions across warps and
-clusters, and the decode run as written. Shared memory starts as NaN. Who goes on when, and when copies land, is drawn anew for each
-launch; a kernel begins before the previous one has ended where that one allows it. What stays unseen is the hardware: orders of
-memory that only it has, and speed.
+Every CUDA thread becomes a coroutine and barriers stay barriers, so that indexing, staging, padding, reductions across
+warps and clusters, and the decode run as written. Shared memory starts as NaN. Who goes on when, and when copies land,
+is drawn anew for each launch; a kernel begins before the previous one has ended where that one allows it. What stays
+unseen is the hardware: orders of memory that only it has, and speed.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ def _call_all(
     calls: Sequence[Args],
     lagging: range = range(0),
 ) -> None:
-    """Runs ``main`` with the arguments of one call behind the other's in a stream, whose kernels begin as early as they may.
+    """Runs ``main`` with the arguments of one call behind the other's in a stream, whose kernels begin as early as they
+    may.
 
     ``lagging`` warps of each block are often late, or, if there are none, some that are drawn.
     """
@@ -169,7 +170,9 @@ def linear(
     processors: int = wgmma_plan.MULTIPROCESSORS,
     lagging: range = range(0),
 ) -> Tensor:
-    """Output of the kernel of ``plan``, an mma plan with ``norm``: fp32, or ``rounded`` to the type of x; starts as NaN."""
+    """Output of the kernel of ``plan``, an mma plan with ``norm``: fp32, or ``rounded`` to the type of x; starts as
+    NaN.
+    """
     x_MK, k = fp4_launch.aligned(x_MK)
     m = x_MK.shape[0]
     if isinstance(plan, MmaPlan) and k % 64:
@@ -198,7 +201,9 @@ def linear_layers(
     layers: Sequence[tuple[Tensor, Tensor, Tensor]],
     lagging: range = range(0),
 ) -> list[Tensor]:
-    """Rounded outputs of square weights, each the next one's x, of launches that begin early and share what a layer needs besides."""
+    """Rounded outputs of square weights, each the next one's x, of launches that begin early and share what a layer
+    needs besides.
+    """
     m, k = x_MK.shape
     written = [torch.full_like(x_MK, torch.nan) for _ in layers]
     each = list(zip([x_MK, *written[:-1]], layers, written, strict=True))
@@ -263,7 +268,9 @@ def run_w4a8(
     clusters: int,
     lagging: range = range(0),
 ) -> Tensor:
-    """As ``w4a8.run_w4a8`` on so many clusters; all that the kernels write starts as NaN, and nothing else is written."""
+    """As ``w4a8.run_w4a8`` on so many clusters; all that the kernels write starts as NaN, and nothing else is
+    written.
+    """
     return run_w4a8_layers(plan, x_MK, [tiled], bias, activation, n, clusters, lagging)[0]
 
 
@@ -306,7 +313,9 @@ def run_w4a8_layers(
 
 
 def random_weight(format: str, n: int, k: int, seed: int = 0) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """(fp32 weight, tiled tensors) of random codes under all finite scales of nvfp4, or exponents that span 2^16 of mxfp4."""
+    """(fp32 weight, tiled tensors) of random codes under all finite scales of nvfp4, or exponents that span 2^16 of
+    mxfp4.
+    """
     generator = torch.Generator().manual_seed(seed)
     form = FORMATS[format]
     codes = torch.randint(0, 256, form.codes_shape(n, k), dtype=torch.uint8, generator=generator)
@@ -318,7 +327,9 @@ def random_weight(format: str, n: int, k: int, seed: int = 0) -> tuple[Tensor, t
 
 
 def error_over_bound(y_MN: Tensor, x_MK: Tensor, w_NK: Tensor) -> float:
-    """Largest error of an fp32 result over 4 * 2^-24 * sqrt(K) * sum |w||x|: fp32 sums in any order, tensor cores included."""
+    """Largest error of an fp32 result over 4 * 2^-24 * sqrt(K) * sum |w||x|: fp32 sums in any order, tensor cores
+    included.
+    """
     exact = x_MK.double() @ w_NK.double().t()
     bound = 4 * 2**-24 * x_MK.shape[1] ** 0.5 * (x_MK.double().abs() @ w_NK.double().abs().t()) + 1e-30
     ratio = ((y_MN.double() - exact).abs() / bound).max().item()

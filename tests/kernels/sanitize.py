@@ -1,10 +1,13 @@
-"""``make sanitize``: compute-sanitizer's memcheck, racecheck and synccheck over small shapes of every kernel (sanitized.py).
+"""``make sanitize``: compute-sanitizer's memcheck, racecheck and synccheck over small shapes of every kernel
+(sanitized.py).
 
-Prints the errors that a tool reports, and last a table: errors of each kernel by tool, and the seconds that it took. Exits with 1 if
-there are any, or if a kernel of the selection was not launched; with 2 where there is no GPU or no compute-sanitizer.
+Prints the errors that a tool reports, and last a table: errors of each kernel by tool, and the seconds that it took.
+Exits with 1 if there are any, or if a kernel of the selection was not launched; with 2 where there is no GPU or no
+compute-sanitizer.
 
-Some reports of racecheck are false (`FALSE_REPORTS`, docs/reliability.md): those of named lines, as long as it reports the same of a kernel
-that has nothing but their barriers, and nothing of one with the same accesses and barriers that it understands (false_reports.cu).
+Some reports of racecheck are false (`FALSE_REPORTS`, docs/reliability.md): those of named lines, as long as it reports
+the same of a kernel that has nothing but their barriers, and nothing of one with the same accesses and barriers that it
+understands (false_reports.cu).
 """
 
 from __future__ import annotations
@@ -36,14 +39,18 @@ RACES = ("handed_over_in_a_race", "counted_in_a_race")  # of it: these must be s
 
 @dataclass(frozen=True)
 class Report:
-    """One error. ``case``: during which; ``places``: the (kernel or function inlined into it, file, line) that it names."""
+    """One error. ``case``: during which; ``places``: the (kernel or function inlined into it, file, line) that it
+    names.
+    """
 
     text: str
     case: str
     places: tuple[tuple[str, str, int], ...]
 
     def kernel(self, kernels: Sequence[str]) -> str:
-        """Which of the case's ``kernels`` it is about, as far as it says: an inlined function is taken for the first one's."""
+        """Which of the case's ``kernels`` it is about, as far as it says: an inlined function is taken for the first
+        one's.
+        """
         named = [name for name, _, _ in self.places if name in kernels]
         return (named or list(kernels) or ["(no kernel)"])[0]
 
@@ -54,7 +61,8 @@ class FalseReport:
 
     Attributes:
         case: during which. begins: how its text begins. lines: by file, what its lines have in them.
-        reported, held: kernels of false_reports.cu: the same barriers, and the same accesses with barriers that it understands.
+        reported, held: kernels of false_reports.cu: the same barriers, and the same accesses with barriers that it
+            understands.
     """
 
     case: str
@@ -173,7 +181,9 @@ def groups(names: Iterable[str]) -> list[list[str]]:
 
 
 def verdict(reports: Iterable[Report]) -> tuple[list[Report], list[str], list[str]]:
-    """racecheck's errors that stand, what is said of the others, and what is wrong with its word on false_reports.cu."""
+    """racecheck's errors that stand, what is said of the others, and what is wrong with its word on
+    false_reports.cu.
+    """
     reports = list(reports)
     seen = Counter(report.places[0][0] for report in reports if report.case == REDUCED)
     standing, said = [report for report in reports if report.case != REDUCED], []

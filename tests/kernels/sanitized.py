@@ -1,6 +1,8 @@
-"""Every kernel of the package on small shapes, for a sanitizer to watch: ``python -m tests.kernels.sanitized NAME...`` (sanitize.py).
+"""Every kernel of the package on small shapes, for a sanitizer to watch: ``python -m tests.kernels.sanitized NAME...``
+(sanitize.py).
 
-Inputs are made on the CPU, so that few kernels but ours run. Sizes are odd where a kernel allows it: bounds are what is watched.
+Inputs are made on the CPU, so that few kernels but ours run. Sizes are odd where a kernel allows it: bounds are what is
+watched.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ def clusters() -> bool:
     return DEVICE != "cuda" or torch.cuda.get_device_capability()[0] >= 9
 
 
-# -- CUDA C++ -----------------------------------------------------------------------------------------------------------
+# -- CUDA C++ ----------------------------------------------------------------------------------------------------------
 
 
 @case("adamw", "square_sums", "block_norm")
@@ -158,7 +160,7 @@ def two_parts() -> None:
             two_part_round.run_renewed_scales(here(w_NK), kept, 0.05)
 
 
-# -- Triton -------------------------------------------------------------------------------------------------------------
+# -- Triton ------------------------------------------------------------------------------------------------------------
 
 
 @case("rms_norm_triton._forward", "rms_norm_triton._backward", "rms_norm_triton._sum")
@@ -268,7 +270,7 @@ def reduced() -> None:
         launch.kernel((str(REDUCED),), name, {}, out.device).launch((blocks, 1, 1), threads, 0, (out,))
 
 
-# -- running ------------------------------------------------------------------------------------------------------------
+# -- running -----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

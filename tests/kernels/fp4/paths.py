@@ -1,6 +1,8 @@
-"""Every path of the FP4 kernels on a GPU against float64, a line a step: ``python -m tests.kernels.fp4.paths`` (fp4/test_paths_gpu.py).
+"""Every path of the FP4 kernels on a GPU against float64, a line a step: ``python -m tests.kernels.fp4.paths``
+(fp4/test_paths_gpu.py).
 
-A process of its own, because a kernel that waits for ever cannot be ended from within: the last line says which plan was running.
+A process of its own, because a kernel that waits for ever cannot be ended from within: the last line says which plan
+was running.
 """
 
 import functools
@@ -19,7 +21,8 @@ from vblackwell.kernels.fp4.wgmma_plan import WGMMA_FILES, WgmmaPlan
 from vblackwell.kernels.runtime import nvrtc
 from vblackwell.numerics.formats import FORMATS
 
-# Rows, features and columns that are no multiples of what a block takes; K of one window, of fewer windows than groups, of many.
+# Rows, features and columns that are no multiples of what a block takes; K of one window, of fewer windows than groups,
+# of many.
 MMA = [  # bulk x: at once, in chunks short and long, clusters, one and two blocks a multiprocessor; without: a K that is no multiple of 64
     (MmaPlan(4, 1, 15, 1, 4, chunk=60, x_stages=3), [(4, 4096, 4096), (3, 33, 960), (2, 40, 64)]),
     (MmaPlan(16, 2, 6, 2, 4, chunk=24, x_stages=3), [(16, 4096, 14336), (11, 70, 1600), (9, 1000, 1000)]),
@@ -148,7 +151,9 @@ def check_w4a8(m: int, n: int, k: int, dtype: torch.dtype) -> None:
 
 
 def check_w4a8_product(width: int, m: int, n: int, k: int, dtype: torch.dtype, activation: str) -> None:
-    """One kernel that decodes and multiplies, against the exact product of rounded rows; launches that overlap repeat."""
+    """One kernel that decodes and multiplies, against the exact product of rounded rows; launches that overlap
+    repeat.
+    """
     w_NK, tiled, top = w4a8_weight(n, k)
     x_MK, bias_N = torch.randn(m, k, device="cuda").to(dtype), torch.randn(n, device="cuda").to(dtype)
     q_MK, scale_M1 = w4a8.quantize_rows(x_MK)
@@ -160,9 +165,9 @@ def check_w4a8_product(width: int, m: int, n: int, k: int, dtype: torch.dtype, a
     rows_MK = q_MK.double() * scale_M1.double()
     exact_MN = reference.activate(rows_MK @ w_NK.double().t() + bias_N.double(), activation)
     error_MN = (y_MN.double() - exact_MN).abs()
-    # A tensor core cuts 32 products and their sum so far off 13 bits below the largest. Where one is the largest by far, the others' errors
-    # add up: to 5.5 units of the magnitudes' sum at most when that is done in float64 with such weights (96 to 4096 columns), and to
-    # 1.9e-4 of the norm. y is rounded once more.
+    # A tensor core cuts 32 products and their sum so far off 13 bits below the largest. Where one is the largest by
+    # far, the others' errors add up: to 5.5 units of the magnitudes' sum at most when that is done in float64 with such
+    # weights (96 to 4096 columns), and to 1.9e-4 of the norm. y is rounded once more.
     eps = 2.0 ** (-8 if dtype == torch.bfloat16 else -11)
     bound_MN = 8 * 2.0**-13 * (rows_MK.abs() @ w_NK.double().abs().t()) + eps * exact_MN.abs() + 1e-30
     ratio = (error_MN / bound_MN).max().item()

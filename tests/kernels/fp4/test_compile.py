@@ -1,4 +1,6 @@
-"""Every plan the dispatcher can pick compiles for its GPUs and fits them: registers without spills, shared memory, threads."""
+"""Every plan the dispatcher can pick compiles for its GPUs and fits them: registers without spills, shared memory,
+threads.
+"""
 
 import ctypes
 import functools
@@ -70,7 +72,9 @@ def test_mma_with_clusters(chosen, tmp_path):
 @one_in_five_or_all
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_norm_on_the_way(arch, chosen, tmp_path):
-    """Plans for up to 16 rows, for one kind of norm after the other or, of all plans, for both, and every plan's shared memory."""
+    """Plans for up to 16 rows, for one kind of norm after the other or, of all plans, for both, and every plan's shared
+    memory.
+    """
     clusters = arch == "sm_90a"
     for place, plan in enumerate([plan for plan in plans(clusters, False) if plan.tokens <= 16][chosen]):
         for kind in (1 + place % 2,) if chosen.step else (1, 2):
@@ -93,7 +97,9 @@ def test_norm_on_the_way(arch, chosen, tmp_path):
 
 @pytest.mark.parametrize("width", w4a8.STEP_CYCLES)
 def test_w4a8(width, tmp_path):
-    """Words of local memory: one or two of a warp that decodes, once an item, and one at most, once a step, of one that multiplies."""
+    """Words of local memory: one or two of a warp that decodes, once an item, and one at most, once a step, of one that
+    multiplies.
+    """
     plan, k = w4a8.of_width(width), {256: 4096, 224: 14336, 192: 1024}[width]
     assert plan.shared_bytes() <= SHARED_BYTES["sm_90a"]
     usage = resources(nvrtc.compile_cubin(w4a8.FILES, plan.macros(width == 224, k), "sm_90a"), tmp_path)

@@ -38,7 +38,8 @@ ONE_TYPE = [  # nothing in which halves differ
     (WgmmaPlan(32, 2, 2, 4, 2, k_groups=2), 33, 130, 1032),
     (WgmmaPlan(16, 1, 2, 4, 2, k_groups=2), 15, 70, 520),  # a block writes one group of 8 tokens
     (WgmmaPlan(128, 1, 1, 4, 2), 100, 40, 328),
-    # Pairs of windows: 14 and 15, of which one group has a half; 5, the first group's second one a half; a half alone; fewer than groups.
+    # Pairs of windows: 14 and 15, of which one group has a half; 5, the first group's second one a half; a half alone;
+    # fewer than groups.
     (WgmmaPlan(64, 1, 2, 12, 4, k_groups=3, windows_per_step=2), 50, 70, 1800),
     (WgmmaPlan(32, 1, 1, 8, 2, k_groups=2, windows_per_step=2), 20, 130, 264),
     (WgmmaPlan(32, 2, 1, 4, 4, windows_per_step=2), 33, 200, 60),
@@ -72,7 +73,9 @@ def test_the_first_round_of_x_does_not_stand_for_the_others():
 
 @pytest.mark.parametrize(("m", "n", "processors", "halves"), [(60, 330, 2, 2), (260, 300, 5, 1)])
 def test_a_last_round_of_half_as_high_blocks(m, n, processors, halves):
-    """Behind two blocks, or two in each of two columns; the second has no row in the other half of its last block, which is left out."""
+    """Behind two blocks, or two in each of two columns; the second has no row in the other half of its last block,
+    which is left out.
+    """
     plan, k = WgmmaPlan(256, 2, 1, 4), 72
     assert [(rows.first, rows.blocks) for rows in wgmma_plan.launches(plan, m, n, processors)] == [(0, 2), (4, halves)]
     w_NK, tiled = emulation.random_weight("nvfp4", n, k)
@@ -149,7 +152,9 @@ def test_bias_and_activation(plan, activation):
     ids=str,
 )
 def test_outputs_rounded_in_tiles_are_those_of_fp32(plan, dtype, k):
-    """Eight neighbours are copied at a time where rows of y allow it: 72 features end inside a block, 68 take the other way."""
+    """Eight neighbours are copied at a time where rows of y allow it: 72 features end inside a block, 68 take the other
+    way.
+    """
     x_MK = torch.randn(11, k).to(dtype)
     for n in (72, 68):
         _, tiled = emulation.random_weight("nvfp4", n, k)
@@ -208,7 +213,9 @@ NORMS = [  # few and many threads a token, several windows, splits, chunks, bloc
 @pytest.mark.parametrize("kind", [1, 2])
 @pytest.mark.parametrize(("plan", "m", "n", "k"), NORMS, ids=str)
 def test_norm_on_the_way(plan, m, n, k, kind, mean):
-    """Against float64, each output within what rounding x times gain to bf16 can do; for LayerNorm x less the mean of its first columns."""
+    """Against float64, each output within what rounding x times gain to bf16 can do; for LayerNorm x less the mean of
+    its first columns.
+    """
     w_NK, tiled = emulation.random_weight("nvfp4", n, k)
     x_MK = (torch.randn(m, k) * torch.logspace(-1, 2, m)[:, None] * 3 + mean).bfloat16()
     gain_K, bias_N = (1 + 0.3 * torch.randn(k)).bfloat16(), torch.randn(n).bfloat16()
@@ -219,8 +226,8 @@ def test_norm_on_the_way(plan, m, n, k, kind, mean):
     pivot = x[:, :512].mean(1, keepdim=True) if kind == 2 else torch.zeros(m, 1)
     spread = x.var(1, correction=0) if kind == 2 else x.square().mean(1)
     products = ((x - pivot) * gain).abs() @ w_NK.double().abs().t() / (spread + 1e-5).sqrt()[:, None]
-    # Half a unit of bf16 is at most 2^-8 of a value; fp32 sums, the rest of the mean and the bias are good to 1e-5 of what they add up.
-    # x rounded with its mean would err by up to 30 spreads of that.
+    # Half a unit of bf16 is at most 2^-8 of a value; fp32 sums, the rest of the mean and the bias are good to 1e-5 of
+    # what they add up. x rounded with its mean would err by up to 30 spreads of that.
     assert ((y_MN - exact).abs() <= 2**-8 * products + 1e-5 * (products + exact.abs() + bias_N.abs())).all()
 
 

@@ -70,7 +70,9 @@ def test_compiles_as_one_graph():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_casts_the_input_and_nothing_else(dtype):
-    """Under autocast an op gives what it gives on the cast input: with all bits of scales and bias, and fp32 sums inside."""
+    """Under autocast an op gives what it gives on the cast input: with all bits of scales and bias, and fp32 sums
+    inside.
+    """
     bias = torch.randn(N, requires_grad=True)
     for format in ("nvfp4-tiled", "nf4"):  # nf4 has fp32 block scales
         weight, x = packed(format), torch.randn(3, K, requires_grad=True)

@@ -55,13 +55,17 @@ def test_op_against_the_reference(m, activation):
 
 
 def must_accept(name: str, capability: tuple[int, int]) -> bool:
-    """Whether a backend exists for GPUs of this kind, from the architecture alone: not from what the backend says of itself."""
+    """Whether a backend exists for GPUs of this kind, from the architecture alone: not from what the backend says of
+    itself.
+    """
     return {"mma": capability >= (8, 0), "wgmma": capability == (9, 0), "dequantize": True, "reference": True}[name]
 
 
 @pytest.mark.parametrize("name", ["mma", "wgmma", "dequantize", "reference"])
 def test_backends_agree(name):
-    """Each backend over rows for which one or another is preferred; one that refuses all of them is absent, which must be expected."""
+    """Each backend over rows for which one or another is preferred; one that refuses all of them is absent, which must
+    be expected.
+    """
     accepted = []
     for format, n, k in itertools.product(("nvfp4", "mxfp4"), (256, 9000), (512,)):
         w_NK, tiled = on_gpu(format, n, k)

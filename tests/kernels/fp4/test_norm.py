@@ -1,4 +1,6 @@
-"""A norm and an FP4 linear as one op, on the CPU: values, the rule of autocast, one graph, refusals. test_cuda_source.py has the kernel."""
+"""A norm and an FP4 linear as one op, on the CPU: values, the rule of autocast, one graph, refusals.
+test_cuda_source.py has the kernel.
+"""
 
 import pytest
 import torch

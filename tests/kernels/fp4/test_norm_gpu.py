@@ -1,4 +1,6 @@
-"""A norm and an FP4 linear in one kernel, on a GPU: against float64, bits on repetition, graphs, the module around it."""
+"""A norm and an FP4 linear in one kernel, on a GPU: against float64, bits on repetition, graphs, the module around
+it.
+"""
 
 import copy
 import functools
@@ -21,8 +23,9 @@ from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 pytestmark = pytest.mark.gpu
 
 
-# Every power of two of rows with each norm, whole and with tokens missing; N of fewer and of more rows than blocks, and none a multiple of
-# what a block takes; K that is no multiple of 64, short, and of several chunks. Odd rows have a mean of ten spreads.
+# Every power of two of rows with each norm, whole and with tokens missing; N of fewer and of more rows than blocks, and
+# none a multiple of what a block takes; K that is no multiple of 64, short, and of several chunks. Odd rows have a mean
+# of ten spreads.
 SHAPES = {(40, 136): (1, 13), (1056, 4096): (2, 5, 16), (512, 14336): (8, 16), (9000, 512): (4,)}
 # x comes in bulk copies where K is a multiple of 64 and at least 1024, and the norm is RMSNorm.
 CASES = [(kind, n, k, m) for (n, k), rows in SHAPES.items() for m in rows for kind in ("rms", "layer")]
@@ -50,7 +53,8 @@ def test_against_float64(kind, n, k, m):
     norm = nn.functional.layer_norm if kind == "layer" else nn.functional.rms_norm
     more = (None,) if kind == "layer" else ()
     exact = norm(x.double(), (k,), gain.double(), *more, eps=1e-5) @ w_NK.double().t() + bias.double()
-    # As in test_cuda_source.py: 2^-8 of what is summed up for rounding x times gain, 1e-5 for fp32; and 2^-8 for the output's rounding.
+    # As in test_cuda_source.py: 2^-8 of what is summed up for rounding x times gain, 1e-5 for fp32; and 2^-8 for the
+    # output's rounding.
     pivot = x[:, :512].double().mean(1, keepdim=True) if kind == "layer" else 0.0
     spread = x.double().var(1, correction=0) if kind == "layer" else x.double().square().mean(1)
     products = ((x.double() - pivot) * gain.double()).abs() @ w_NK.double().abs().t() / (spread + 1e-5).sqrt()[:, None]

@@ -1,4 +1,6 @@
-"""On a Hopper GPU: every path of the FP4 kernels, those that no rule takes yet included, in a process that is watched (fp4/paths.py)."""
+"""On a Hopper GPU: every path of the FP4 kernels, those that no rule takes yet included, in a process that is watched
+(fp4/paths.py).
+"""
 
 import queue
 import subprocess

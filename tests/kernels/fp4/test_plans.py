@@ -171,7 +171,9 @@ def test_what_was_timed_is_taken_and_fits():
     [(4096, 4096, (256, 2, 1)), (6144, 4096, (256, 2, 1)), (14336, 4096, (256, 2, 1)), (8192, 8192, (256, 2, 1))],
 )
 def test_many_rows_go_in_whole_rounds_of_blocks(n, k, blocks):
-    """The fastest at 1024 rows, where 132 multiprocessors take 128, 132 and 120 of half the height, 396 and 104 of those, 256."""
+    """The fastest at 1024 rows, where 132 multiprocessors take 128, 132 and 120 of half the height, 396 and 104 of
+    those, 256.
+    """
     plan = wgmma_plan.plan_wgmma(1024, n, k)
     assert (
         (plan.tokens, plan.groups, plan.k_groups) == blocks and plan.splits == plan.min_blocks == 1 and plan.stages == 4

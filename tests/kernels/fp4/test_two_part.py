@@ -1,4 +1,6 @@
-"""Linears with weights in two parts: the op against the oracle, and the CUDA kernels' own source on the CPU (emulation.py)."""
+"""Linears with weights in two parts: the op against the oracle, and the CUDA kernels' own source on the CPU
+(emulation.py).
+"""
 
 import pytest
 import torch
@@ -228,7 +230,9 @@ def test_round_source_is_the_oracle(dtype, k):
     ("factor", "k"), [(1.0, 77), (1.02, 96), (1.3, 96), (torch.nan, 77), (torch.inf, 96), (None, 77), (0.0, 96)]
 )
 def test_renewal_source_is_the_oracle(factor, k):
-    """Scales bit for bit, of a weight that stayed, moved, moved far, broke; without old ones (None), and with nothing in it."""
+    """Scales bit for bit, of a weight that stayed, moved, moved far, broke; without old ones (None), and with nothing
+    in it.
+    """
     w_NK = wide_weight(12, k, torch.bfloat16)
     kept = separation.training_scales(w_NK) if factor is not None else None
     if factor is not None and not 0 < factor < 2:
@@ -385,8 +389,8 @@ def test_kernel_on_the_gpu(m, n, k):
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         written = two_part.run_dequantize(tiled, n, k, dtype)
         assert torch.equal(written.cpu(), w_NK.to(dtype))
-    # The op, whose sums are rounded to bf16: by 2^-8 of a sum at most. What is multiplied by is rounded in another place by each, so each
-    # is compared with its own float64.
+    # The op, whose sums are rounded to bf16: by 2^-8 of a sum at most. What is multiplied by is rounded in another
+    # place by each, so each is compared with its own float64.
     x_MK, ours, theirs = x_MK.cpu(), bf16_weight(parts, n, k), w_NK.bfloat16().double()
     with use_backend(OP, "mma"):
         fused = two_part_linear(x_MK.cuda(), *tiled, None, "nvfp4-tiled", "none", n, k).double().cpu()

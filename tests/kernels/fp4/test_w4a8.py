@@ -1,4 +1,6 @@
-"""cuda/w4a8.cu's own source on the CPU (emulation.py) against w4a8's reference: odd shapes, each width, who does what before."""
+"""cuda/w4a8.cu's own source on the CPU (emulation.py) against w4a8's reference: odd shapes, each width, who does what
+before.
+"""
 
 from dataclasses import replace
 
@@ -15,7 +17,8 @@ pytestmark = emulation.needs_compiler
 
 Tiled = tuple[Tensor, Tensor, Tensor]
 BF16, FP16 = torch.bfloat16, torch.float16
-# Few stages, so that they are filled anew often; few head steps and rows, so that most is left to the product's own warps.
+# Few stages, so that they are filled anew often; few head steps and rows, so that most is left to the product's own
+# warps.
 WIDE = W4A8Plan(256, 2, head_steps=2, head_rows=128)
 MIDDLE = replace(of_width(224), head_rows=128)
 NARROW = W4A8Plan(192, 3, head_steps=3, head_rows=128)
@@ -50,9 +53,10 @@ def rows_of(m: int, k: int, dtype: torch.dtype) -> Tensor:
 def assert_right(y_MN: Tensor, x_MK: Tensor, tiled: Tiled, bias: Tensor | None, activation: str, n: int) -> None:
     """Each output within what rounding allows.
 
-    Sums of K products in fp32, in any order, err by at most K 2^-24 of the sum of magnitudes: so may the reference's, on rows that are
-    rounded once more. Ours round 32 exact products at a time, then those of a step, at most 5 times a step; scales, bias, erff and expf are
-    another 8 of that at most. Activations have slopes of at most 1.13. The last rounding adds half a unit of y's type.
+    Sums of K products in fp32, in any order, err by at most K 2^-24 of the sum of magnitudes: so may the reference's,
+    on rows that are rounded once more. Ours round 32 exact products at a time, then those of a step, at most 5 times a
+    step; scales, bias, erff and expf are another 8 of that at most. Activations have slopes of at most 1.13. The last
+    rounding adds half a unit of y's type.
     """
     k = x_MK.shape[1]
     top = w4a8.row_tops_for_w4a8(tiled[1], n, k)
@@ -88,7 +92,9 @@ def test_bias_and_activation(plan, dtype, activation):
 
 @pytest.mark.parametrize("plan", [NARROW, MIDDLE, WIDE], ids=str)
 def test_one_hot_rows_return_the_weight(plan):
-    """Each of them once and alone, in its place: 448 times 1 / 448 rounded is 1 within a unit of fp32, far below y's."""
+    """Each of them once and alone, in its place: 448 times 1 / 448 rounded is 1 within a unit of fp32, far below
+    y's.
+    """
     dtype = FP16 if plan is MIDDLE else BF16
     n, k = 272, 272
     tiled = weight_of(n, k)
@@ -106,7 +112,8 @@ def test_rows_of_zeros_give_the_bias():
 CONSUMERS, COPIER, PRODUCERS = range(8), range(8, 9), range(9, 16)
 
 
-# Tiles so narrow that nothing is made long before it is multiplied: several columns of them, rows left to the product, many steps.
+# Tiles so narrow that nothing is made long before it is multiplied: several columns of them, rows left to the product,
+# many steps.
 @pytest.mark.parametrize(
     ("head_steps", "m", "n", "k", "clusters"), [(1, 20, 336, 16, 1), (1, 150, 112, 272, 2), (8, 3, 48, 5136, 1)]
 )
@@ -122,7 +129,9 @@ def test_any_order_gives_the_same_bits(head_steps, m, n, k, clusters):
 
 @pytest.mark.parametrize(("head_rows", "m", "clusters"), [(128, 150, 2), (128, 20, 1), (1024, 150, 1)])
 def test_layers_that_begin_before_the_last_one_has_ended(head_rows, m, clusters):
-    """Each has what the one before wrote as its x, in memory that both use: image, decoded weight, the counters in turns."""
+    """Each has what the one before wrote as its x, in memory that both use: image, decoded weight, the counters in
+    turns.
+    """
     plan, n = W4A8Plan(64, 2, 1, head_rows), 272
     weights = [weight_of(n, n), weight_of(n, n), weight_of(n, n)]
     weights[1] = (weights[1][0].flip(0).contiguous(), *weights[1][1:])

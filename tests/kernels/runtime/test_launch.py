@@ -1,4 +1,6 @@
-"""kernels/runtime/launch.py and what launches make of it: the first to read a weight as it is waits for who may have written it."""
+"""kernels/runtime/launch.py and what launches make of it: the first to read a weight as it is waits for who may have
+written it.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ def test_tensors_that_hide_their_writes_are_waited_for():
 
 
 class Driver:
-    """A driver that takes everything and remembers the attributes of launches, and how a thread may behave while a graph is captured."""
+    """A driver that takes everything and remembers the attributes of launches, and how a thread may behave while a
+    graph is captured.
+    """
 
     def __init__(self) -> None:
         self.overlapped: list[bool] = []
@@ -187,7 +191,9 @@ def test_a_kernel_is_loaded_outside_a_capture_and_by_one_thread(driver, monkeypa
 
 
 def test_barriers_of_a_cluster_are_met_by_whole_warps():
-    """`.aligned` says that all lanes execute it together: a warp that comes from a branch of some of them must be one again."""
+    """`.aligned` says that all lanes execute it together: a warp that comes from a branch of some of them must be one
+    again.
+    """
     text = nvrtc.path_of("ptx.cuh").read_text()
     found = re.findall(r"DEVICE void \w+\(\) \{\n((?:(?!\n\}).)*barrier\.cluster(?:(?!\n\}).)*)\n\}", text, re.S)
     assert len(found) == 3 and all(body.strip().startswith("__syncwarp();") for body in found)

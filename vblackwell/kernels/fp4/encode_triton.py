@@ -1,11 +1,13 @@
 """Triton kernels of encode.py.
 
-``encode``: scales of least squared error and codes, one pass over the weight. A program takes a few blocks of 16. It tries scales in fp32
-first, from the largest magnitude over 6 upward and downward as far as numerics/search.py proves that a scale may win; how far is known
-before each loop, for the widest of its blocks. Where two come close, all of its blocks are searched again in fp64, with the additions in
-the oracle's order and without fused multiply-adds: the bits are the oracle's. Codes are rounded in fp64, as there.
+``encode`` finds scales of least squared error and codes in one pass over the weight. A program takes a few blocks of
+16. It tries scales in fp32 first, from the largest magnitude over 6 upward and downward as far as numerics/search.py
+proves that a scale may win; how far is known before each loop, for the widest of its blocks. Where two come close, all
+of its blocks are searched again in fp64, with the additions in the oracle's order and without fused multiply-adds: the
+bits are the oracle's. Codes are rounded in fp64, as there.
 
-``tile``: the tiled layout (layout.py) from the canonical one in two launches: words of eight codes are gathered and their bits moved.
+``tile`` makes the tiled layout (layout.py) from the canonical one in two launches: words of eight codes are gathered
+and their bits moved.
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -90,7 +92,7 @@ def _code_of(x, UP: tl.constexpr):
 
 @triton.jit
 def _more(a, start, best, error, second, begin, count, step: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr):
-    """After ``count`` more codes, from ``begin`` behind ``start`` on."""
+    """After ``count`` more codes, from ``begin`` after ``start`` on."""
     for number in range(0, count):
         code = tl.minimum(tl.maximum(start + (begin + number * step), 1), 126)
         best, error, second = _offer(best, error, second, code, _error(a, code, WIDE, BLOCKS))
@@ -178,7 +180,8 @@ def _scales(scales_ptr, out_ptr, n, row_blocks, steps, total, BLOCK: tl.constexp
     block = (tile % steps) * 4 + ((place >> 2) & 3)
     inside = (at < total) & (row < n) & (block < row_blocks)
     code = tl.load(scales_ptr + row * row_blocks + block, inside, other=0).to(tl.int32)
-    # A normal value's exponent is biased by 8 more; a subnormal one, m * 2^-9, has the place of its highest bit as exponent.
+    # A normal value's exponent is biased by 8 more; a subnormal one, m * 2^-9, has the place of its highest bit as
+    # exponent.
     low = tl.where(code >= 4, 2, tl.where(code >= 2, 1, 0))
     subnormal = ((6 + low) << 3) | ((code << (3 - low)) & 7)
     byte = tl.where(code >= 8, code + (8 << 3), tl.where(code == 0, 0, subnormal))
@@ -194,7 +197,8 @@ def tile(codes: Tensor, block_scales: Tensor, n: int, k: int) -> tuple[Tensor, T
     words, scales = out_codes.numel() // 4, out_scales.numel()
     with on_device(codes):
         _words[(triton.cdiv(words, TILE_BLOCK),)](
-            codes.view(torch.int32), block_scales, out_codes.view(torch.int32), n, codes.shape[1] // 4, steps, words, BLOCK=TILE_BLOCK
+            codes.view(torch.int32), block_scales, out_codes.view(torch.int32), n, codes.shape[1] // 4, steps, words,
+            BLOCK=TILE_BLOCK,
         )  # fmt: skip
         _scales[(triton.cdiv(scales, TILE_BLOCK),)](
             block_scales, out_scales, n, block_scales.shape[1], steps, scales, BLOCK=TILE_BLOCK

@@ -1,6 +1,7 @@
 """Launches of the fused FP4 kernels on tiled weights, by the plans of mma_plan.py and wgmma_plan.py.
 
-The sources, with the reasoning about registers and memory, are in ``cuda/``. ``M`` rows, ``N`` out features, ``K`` in features.
+The sources, with the reasoning about registers and memory, are in ``cuda/``. ``M`` rows, ``N`` out features, ``K`` in
+features.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def run_mma(
     """One launch of ``fp4_mma``; ``out_dtype`` may be fp32, else the type of x. ``norm`` comes before the product.
 
     Raises:
-        ConfigurationError: a LayerNorm, and a plan by which x comes in bulk copies; a norm, and a plan without them that gives a row no
-            power of two of threads.
+        ConfigurationError: a LayerNorm, and a plan by which x comes in bulk copies; a norm, and a plan without them
+            that gives a row no power of two of threads.
     """
     x_MK, k = aligned(x_MK)
     if k % 64:

@@ -1,27 +1,31 @@
 """The tiled layout of E2M1 weights: what the fused kernels read, made once and turned back without loss.
 
-A *tile* is 32 rows by 64 columns, 1024 bytes of codes and 128 of scales, contiguous, tiles of one row band in order of K.
-It is cut the way ``mma.m16n8k16`` hands its A operand to a warp, so that kernels load registers and never shuffle:
+A *tile* is 32 rows by 64 columns, 1024 bytes of codes and 128 of scales, contiguous, tiles of one row band in order of
+K. It is cut the way ``mma.m16n8k16`` hands its A operand to a warp, so that kernels load registers and never shuffle:
 
-* lane ``4 g + t`` owns columns ``16 t .. 16 t + 15`` (one nvfp4 block) of rows ``g``, ``g + 8``, ``g + 16``, ``g + 24``;
+* lane ``4 g + t`` owns columns ``16 t .. 16 t + 15`` (one nvfp4 block) of rows ``g``, ``g + 8``, ``g + 16``, ``g +
+  24``;
 * codes are [half h][lane][word i] of 32 bits: word ``i`` of half ``h`` holds row ``g + 16 h + 8 (i >> 1)`` and columns
   ``16 t + 8 (i & 1) .. + 7`` in the bit order below, so that one 128-bit load is one lane's share of 16 rows;
 * scales are [lane][row r]: the block scale of row ``g + 8 r``, a byte each.
 
-Bits of a word. A pair of codes must become two bf16 (or fp16) halves: sign at bit 15, exponent and mantissa at 8, 7, 6, in each
-half (mask ``0x81C081C0``). Pair 0 lies there; pairs 1 and 2 come there by rotating right by 22 and 19; the bits that remain
-hold pair 3, whose fields one multiplication by 2^2 + 2^7 + 2^12 moves into place without a carry. Eight operations for eight codes.
+Bits of a word. A pair of codes must become two bf16 (or fp16) halves: sign at bit 15, exponent and mantissa at 8, 7, 6,
+in each half (mask ``0x81C081C0``). Pair 0 lies there; pairs 1 and 2 come there by rotating right by 22 and 19; the bits
+that remain hold pair 3, whose fields one multiplication by 2^2 + 2^7 + 2^12 moves into place without a carry. Eight
+operations for eight codes.
 
-Scales are E5M3 bytes, ``fp16(scale) >> 7``: every positive E4M3 value as a normal number, which kernels turn into the bits
-of a bf16 or fp16 pair with one permute and one multiply-add. A zero scale is byte 0 with zeroed codes. mxfp4 scales become E5M3 powers
-of two relative to the tensor's largest, whose exponent moves into the tensor scale; that holds spans of 2^17, and a tensor
-that spans more is refused. Rows and columns are padded to whole tiles with zero codes.
+Scales are E5M3 bytes, ``fp16(scale) >> 7``: every positive E4M3 value as a normal number, which kernels turn into the
+bits of a bf16 or fp16 pair with one permute and one multiply-add. A zero scale is byte 0 with zeroed codes. mxfp4
+scales become E5M3 powers of two relative to the tensor's largest, whose exponent moves into the tensor scale; that
+holds spans of 2^17, and a tensor that spans more is refused. Rows and columns are padded to whole tiles with zero
+codes.
 
-Weights in two parts (numerics/separation.py) have fine codes as well, cut the same way: [half][lane][word], a word of the same row and the
-same eight columns. A pair of coarse codes becomes two halves with exponent and mantissa at bits 8, 7, 6; the fine code of a column belongs
-into bits 5..2 of its half (mask ``0x003C003C``), where a kernel adds it and takes 8 of its units away again. Pair ``p`` comes there by
-rotating right by ``4 p``: column ``2 p`` lies at bits ``4 p + 2 ..`` of the word and column ``2 p + 1`` 16 bits further, wrapped around.
-Padding holds 8, which adds nothing, and so does every block without a scale.
+Weights in two parts (numerics/separation.py) have fine codes as well, cut the same way: [half][lane][word], a word of
+the same row and the same eight columns. A pair of coarse codes becomes two halves with exponent and mantissa at bits 8,
+7, 6; the fine code of a column belongs into bits 5..2 of its half (mask ``0x003C003C``), where a kernel adds it and
+takes 8 of its units away again. Pair ``p`` comes there by rotating right by ``4 p``: column ``2 p`` lies at bits ``4 p
++ 2 ..`` of the word and column ``2 p + 1`` 16 bits further, wrapped around. Padding holds 8, which adds nothing, and so
+does every block without a scale.
 """
 
 from __future__ import annotations
@@ -86,7 +90,9 @@ def shapes(format: str, n: int, k: int) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 def _word_bits() -> list[tuple[int, int, int]]:
-    """(bit of the word, code 0..7, bit of the code) for all 32 bits; codes 2p and 2p+1 are pair p's low and high half."""
+    """(bit of the word, code 0..7, bit of the code) for all 32 bits; codes 2p and 2p+1 are pair p's low and high
+    half.
+    """
     moves = []
     for pair in range(4):
         for half in range(2):
@@ -136,7 +142,8 @@ def live_blocks(codes: Tensor, block_scales: Tensor) -> Tensor:
 
 
 def live_exponents(codes: Tensor, block_scales: Tensor) -> tuple[int, int]:
-    """(lowest, highest) E8M0 byte among canonical mxfp4 blocks that hold a value; (127, 127) if none does. Waits for the device.
+    """(lowest, highest) E8M0 byte among canonical mxfp4 blocks that hold a value; (127, 127) if none does. Waits for
+    the device.
 
     Raises:
         Unsupported: NaN scales, or exponents that span more than the tiled layout holds.
@@ -144,7 +151,7 @@ def live_exponents(codes: Tensor, block_scales: Tensor) -> tuple[int, int]:
     if bool((block_scales == 0xFF).any()):
         raise Unsupported("block scales hold NaN (E8M0 0xFF): quantise a weight without inf and NaN")
     low, top, band = 255, -1, max(1, _BAND_BYTES // codes.shape[1])
-    for row in range(0, codes.shape[0], band):  # beside a layer there may be little room
+    for row in range(0, codes.shape[0], band):  # next to a layer little memory may be free
         scales = block_scales[row : row + band]
         live = scales[live_blocks(codes[row : row + band], scales)]
         if live.numel():
@@ -167,8 +174,8 @@ def to_tiled(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Canonical nvfp4 or mxfp4 -> (codes, scales, tensor scale) in the tiled layout, on the same device.
 
-    Waits for the device: it looks at the scales. Meant for the moment of quantising or loading. ``top`` is for a part of an
-    mxfp4 weight: the whole's highest exponent, from ``live_exponents``, which has refused what does not fit.
+    Waits for the device: it looks at the scales. Meant for the moment of quantising or loading. ``top`` is for a part
+    of an mxfp4 weight: the whole's highest exponent, from ``live_exponents``, which has refused what does not fit.
 
     Raises:
         ConfigurationError: a format without a tiled layout, or shapes that do not fit (n, k).
@@ -210,7 +217,8 @@ def to_tiled(
 def from_tiled(
     codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The inverse of ``to_tiled``: canonical (codes, block scales, tensor scale). Blocks of value zero come back as plain zeros.
+    """The inverse of ``to_tiled``: canonical (codes, block scales, tensor scale). Blocks of value zero come back as
+    plain zeros.
 
     mxfp4 comes back with the exponents that make its tensor scale 1, which waits for the device.
     """
@@ -231,7 +239,7 @@ def from_tiled(
     return packed, e8m0.to(torch.uint8), torch.ones_like(tensor_scale)
 
 
-# -- fine codes of weights in two parts ---------------------------------------------------------------------------------
+# -- fine codes of weights in two parts --------------------------------------------------------------------------------
 
 
 def _starts() -> list[int]:
@@ -265,8 +273,8 @@ def parts_to_tiled(codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_sca
     """
     if (tuple(codes.shape), tuple(fine.shape), tuple(block_scales.shape)) != parts_shapes(FORM.name, n, k):
         raise ConfigurationError(
-            f"codes {tuple(codes.shape)}, fine codes {tuple(fine.shape)} and scales {tuple(block_scales.shape)} do not belong to a "
-            f"weight of {n} x {k}: expected {parts_shapes(FORM.name, n, k)}"
+            f"codes {tuple(codes.shape)}, fine codes {tuple(fine.shape)} and scales {tuple(block_scales.shape)} do not"
+            f" belong to a weight of {n} x {k}: expected {parts_shapes(FORM.name, n, k)}"
         )
     out = [torch.empty(shape, dtype=torch.uint8, device=codes.device) for shape in parts_shapes(TILED_PARTS, n, k)]
     rows = TILE_N * max(1, _BAND_ELEMENTS // (TILE_N * k))

@@ -1,12 +1,13 @@
 """FP4 linear as a PyTorch op, over whichever backend the registry picks.
 
-``fp4_linear`` multiplies by a packed weight and adds bias and activation in one op; ``fp4_dequantize`` gives the weight back.
-Both take canonical layouts (numerics/formats.py) and tiled ones (layout.py), whose names end in '-tiled'; only tiled weights reach the
-fused kernels. In order of preference: ``mma`` and ``wgmma``, fused kernels on tiled weights; ``dequantize``, the weight written out once
-and cuBLAS, which wins for many rows; ``reference``, pure torch.
+``fp4_linear`` multiplies by a packed weight and adds bias and activation in one op; ``fp4_dequantize`` gives the weight
+back. Both take canonical layouts (numerics/formats.py) and tiled ones (layout.py), whose names end in '-tiled'; only
+tiled weights reach the fused kernels. In order of preference: ``mma`` and ``wgmma``, fused kernels on tiled weights;
+``dequantize``, the weight written out once and cuBLAS, which wins for many rows; ``reference``, pure torch.
 
-The backward of ``x`` reads the same packed tensor (dX = dY W): there is no second copy, and no gradient for the weight. The value before
-the activation is computed again in backward instead of being kept. `packed_linear` gives w4a8.py and two_part.py the same.
+The backward of ``x`` reads the same packed tensor (dX = dY W): there is no second copy, and no gradient for the weight.
+The value before the activation is computed again in backward instead of being kept. `packed_linear` gives w4a8.py and
+two_part.py the same.
 
 ``M`` rows, ``N`` out features, ``K`` in features.
 """
@@ -44,7 +45,7 @@ from vblackwell.numerics.formats import FORMATS
 
 HALVES = (torch.bfloat16, torch.float16)
 
-# -- what all linears with a packed weight share -------------------------------------------------------------------------
+# -- what all linears with a packed weight share -----------------------------------------------------------------------
 
 
 def run_rows(
@@ -56,7 +57,9 @@ def run_rows(
     k: int,
     *args: Any,
 ) -> Tensor:
-    """(..., N) of the backend that the registry picks for the rows of ``x`` (..., K); it is given the rows and ``args``."""
+    """(..., N) of the backend that the registry picks for the rows of ``x`` (..., K); it is given the rows and
+    ``args``.
+    """
     rows_MK = x.reshape(-1, k).contiguous()
     if rows_MK.shape[0] == 0:
         return x.new_empty((*x.shape[:-1], n))
@@ -73,7 +76,8 @@ def packed_linear(weight_tensors: int, input_gradient: Callable[..., Tensor]) ->
     """Make the decorated function an op with gradients in its input and bias.
 
     Args:
-        weight_tensors: how many tensors the weight has. The op takes x, these, the bias or None, a format perhaps, activation, N, K.
+        weight_tensors: how many tensors the weight has. The op takes x, these, the bias or None, a format perhaps,
+            activation, N, K.
         input_gradient: dX (..., K) of dY (..., N), the weight's tensors, the format if there is one, N and K.
     """
 
@@ -148,7 +152,7 @@ def like(bias: Tensor | None, x: Tensor) -> Tensor | None:
     return None if bias is None else bias.to(x.dtype).contiguous()
 
 
-# -- backends ------------------------------------------------------------------------------------------------------------
+# -- backends ----------------------------------------------------------------------------------------------------------
 
 
 def tiled_reasons(request: Request) -> list[str]:
@@ -244,7 +248,7 @@ def _dx_dequantize(dy_MN: Tensor, weight: Weight, format: str, n: int, k: int) -
 
 LINEAR_DX = (Backend("dequantize", accept, _dx_dequantize),)
 
-# -- ops -----------------------------------------------------------------------------------------------------------------
+# -- ops ---------------------------------------------------------------------------------------------------------------
 
 
 @register_op(lambda dy, *rest: dy.new_empty((*dy.shape[:-1], rest[-1])), autocast="keep")
@@ -284,7 +288,8 @@ def fp4_linear(
         k: in features.
 
     Returns:
-        (..., N) in the type of ``x_MK``, or of autocast, to which ``x_MK`` is then cast. Differentiable in ``x_MK`` and ``bias``.
+        (..., N) in the type of ``x_MK``, or of autocast, to which ``x_MK`` is then cast. Differentiable in ``x_MK`` and
+        ``bias``.
 
     Raises:
         ConfigurationError: tensors that do not belong together, or an unknown format or activation.

@@ -1,7 +1,8 @@
-"""Plans of ``fp4_mma``, for few rows: how the kernel covers a shape, as pure functions of it (wgmma_plan.py is for more rows).
+"""Plans of ``fp4_mma``, for few rows: how the kernel covers a shape, as pure functions of it (wgmma_plan.py is for more
+rows).
 
-The kernel is ``cuda/fp4_mma.cu``; launch.py launches it. A plan fixes the order in which partial sums are added, and depends on the shape
-alone, never on where it runs or how it was tuned: results repeat bit for bit on one kind of GPU.
+The kernel is ``cuda/fp4_mma.cu``; launch.py launches it. A plan fixes the order in which partial sums are added, and
+depends on the shape alone, never on where it runs or how it was tuned: results repeat bit for bit on one kind of GPU.
 
 ``M`` rows, ``N`` out features, ``K`` in features. A window is 64 columns.
 """
@@ -15,7 +16,8 @@ from dataclasses import dataclass, replace
 from vblackwell.errors import ConfigurationError
 
 MMA_FILES = (
-    "ptx.cuh", "fp4/decode.cuh", "barrier.cuh", "fp4/epilogue.cuh", "fp4/mma_block.cuh", "fp4/norm_rows.cuh", "fp4/fp4_mma.cu",
+    "ptx.cuh", "fp4/decode.cuh", "barrier.cuh", "fp4/epilogue.cuh", "fp4/mma_block.cuh", "fp4/norm_rows.cuh",
+    "fp4/fp4_mma.cu",
 )  # fmt: skip
 MULTIPROCESSORS = 132  # of an H200, on every GPU: a plan may not depend on where it runs
 SHARED_BYTES = (
@@ -24,9 +26,9 @@ SHARED_BYTES = (
 _ALONE_BYTES = 114 * 1024  # of which two blocks do not fit one
 STATISTICS_BYTES = 1024  # of shared memory, for the statistics of rows that are normalised on the way
 _X_BYTES = 128 * 1024  # of x that a block stages at a time
-# (row warps, K warps, splits) of plans that take x in bulk copies, as timed fastest on an H200 for shapes of common models where the rule
-# chooses others (benchmarks/fp4_plans.py, results/fp4-h200-plans-5.csv to -7.csv; 2 and 8 rows are interpolated). Keys are (rows rounded up
-# to a power of two, N, K).
+# (row warps, K warps, splits) of plans that take x in bulk copies, as timed fastest on an H200 for shapes of common
+# models where the rule chooses others (benchmarks/fp4_plans.py, results/fp4-h200-plans-5.csv to -7.csv; 2 and 8 rows
+# are interpolated). Keys are (rows rounded up to a power of two, N, K).
 _TIMED: dict[tuple[int, int, int], tuple[int, int, int]] = {
     (1, 28672, 8192): (7, 4, 1),
     (2, 28672, 8192): (7, 4, 1),
@@ -47,10 +49,11 @@ def has_clusters(capability: tuple[int, int]) -> bool:
 
 
 def launch_bytes(shared_bytes: int, blocks: int, processors: int) -> int:
-    """Shared memory to ask for with clusters: where each of ``blocks`` can have one of ``processors``, so much that no two share one.
+    """Shared memory to ask for with clusters: where each of ``blocks`` can have one of ``processors``, so much that no
+    two share one.
 
-    Blocks of the next product begin while this one's run. Two of them would go to a multiprocessor that is idle, and that product take
-    up to twice as long: 18.7 us, not 11.5, for 8 rows of 14336 x 4096 on an H200.
+    Blocks of the next product begin while this one's run. Two of them would go to a multiprocessor that is idle, and
+    that product take up to twice as long: 18.7 us, not 11.5, for 8 rows of 14336 x 4096 on an H200.
     """
     return max(shared_bytes, _ALONE_BYTES) if blocks <= processors else shared_bytes
 
@@ -67,8 +70,8 @@ class MmaPlan:
         prefetch: windows a warp has in flight.
         min_blocks: blocks the compiler must fit on a multiprocessor.
         x_bytes: of x that a block may hold; more than one chunk takes half of it each.
-        chunk: windows of x a bulk copy brings (sm_90, K a multiple of 64), a multiple of ``k_warps * prefetch``; 0: x comes by smaller
-            copies.
+        chunk: windows of x a bulk copy brings (sm_90, K a multiple of 64), a multiple of ``k_warps * prefetch``; 0: x
+            comes by smaller copies.
         x_stages: chunks of x in shared memory, with ``chunk``.
     """
 
@@ -89,13 +92,13 @@ class MmaPlan:
         """
         if self.chunk % (self.k_warps * self.prefetch):
             raise ConfigurationError(
-                f"chunks of {self.chunk} windows, {self.k_warps} K warps with {self.prefetch} windows in flight each: take a multiple of "
-                f"{self.k_warps * self.prefetch} windows"
+                f"chunks of {self.chunk} windows, {self.k_warps} K warps with {self.prefetch} windows in flight each:"
+                f" take a multiple of {self.k_warps * self.prefetch} windows"
             )
         if self.splits > 1 and (self.tokens > 16 or 8 * self.row_warps % self.splits):
             raise ConfigurationError(
-                f"tokens {self.tokens}, row warps {self.row_warps}, splits {self.splits}: take at most 16 tokens, and splits that divide "
-                f"{8 * self.row_warps}, a token's outputs by fours"
+                f"tokens {self.tokens}, row warps {self.row_warps}, splits {self.splits}: take at most 16 tokens, and"
+                f" splits that divide {8 * self.row_warps}, a token's outputs by fours"
             )
 
     def macros(self, fp16: bool, out32: bool = False, norm: int = 0) -> dict[str, int]:
@@ -117,7 +120,9 @@ class MmaPlan:
         return 32 * self.row_warps * self.k_warps
 
     def chunks(self, k: int) -> tuple[int, int]:
-        """(windows a chunk of x, chunks a block): equal chunks that fit the staging memory. Bulk copies take ``chunk`` instead."""
+        """(windows a chunk of x, chunks a block): equal chunks that fit the staging memory. Bulk copies take ``chunk``
+        instead.
+        """
         share = ceil_div(ceil_div(k, 64), self.splits)
         most = max(1, self.x_bytes // (self.tokens * 128))
         if ceil_div(share, self.k_warps) * self.k_warps <= most:
@@ -149,7 +154,9 @@ def fits_with_norm(plan: MmaPlan, k: int) -> bool:
 
 
 def takes_bulk(k: int) -> bool:
-    """Whether rows of K features may come by bulk copies: whole windows, and not just a few. (No plan is made here: compilers trace it.)"""
+    """Whether rows of K features may come by bulk copies: whole windows, and not just a few. (No plan is made here:
+    compilers trace it.)
+    """
     return k % 64 == 0 and k >= 1024
 
 
@@ -181,7 +188,9 @@ def _bulk_shape(tokens: int, n: int, k: int) -> tuple[int, int]:
 
 
 def _with_x(plan: MmaPlan, k: int) -> MmaPlan:
-    """``plan`` with all of a block's x staged at once where it fits, else 24 windows, or a round of the rings, at a time."""
+    """``plan`` with all of a block's x staged at once where it fits, else 24 windows, or a round of the rings, at a
+    time.
+    """
     turn = plan.k_warps * plan.prefetch
     whole = replace(plan, chunk=ceil_div(ceil_div(ceil_div(k, 64), plan.splits), turn) * turn, x_stages=1)
     parts = [replace(plan, chunk=max(1, 24 // turn) * turn, x_stages=stages) for stages in (3, 2, 1)]
@@ -189,9 +198,11 @@ def _with_x(plan: MmaPlan, k: int) -> MmaPlan:
 
 
 def _plan_bulk(tokens: int, n: int, k: int) -> MmaPlan:
-    """x in bulk copies, for up to 16 rows: a block of up to 16 warps, of which each has eight windows or more where there are so many.
+    """x in bulk copies, for up to 16 rows: a block of up to 16 warps, of which each has eight windows or more where
+    there are so many.
 
-    Within 2.1 % of the fastest plan of an H200 in 18 cells with `_TIMED`, up to 9.5 % behind without (docs/journal/fp4.md).
+    Within 2.1 % of the fastest plan of an H200 in 18 cells with `_TIMED`, up to 9.5 % slower without
+    (docs/journal/fp4.md).
     """
     row_warps, splits = _bulk_shape(tokens, n, k)
     share = ceil_div(k, 64) // splits
@@ -205,11 +216,12 @@ def _plan_bulk(tokens: int, n: int, k: int) -> MmaPlan:
 def plan_mma(m: int, n: int, k: int, clusters: bool, bulk: bool = True) -> MmaPlan:
     """The plan of ``fp4_mma`` for a shape, with or without clusters of blocks (sm_90).
 
-    ``bulk``: whether x may come by bulk copies, which a LayerNorm on the way does not allow. It does where `takes_bulk`.
+    ``bulk``: whether x may come by bulk copies, which a LayerNorm on the way does not allow. It does where
+        `takes_bulk`.
 
-    Without them one block of 12 to 16 warps a multiprocessor, and as many K ways as that leaves: measured on an H200 over six shapes. From
-    three rows on x costs more to stage than a cluster to join, so blocks get taller and split K. Without clusters blocks are smaller,
-    to fit 99 KB of shared memory.
+    Without them one block of 12 to 16 warps a multiprocessor, and as many K ways as that leaves: measured on an H200
+    over six shapes. From three rows on x costs more to stage than a cluster to join, so blocks get taller and split K.
+    Without clusters blocks are smaller, to fit 99 KB of shared memory.
     """
     tokens = 1
     while tokens < min(m, 16 if clusters else 32):

@@ -1,11 +1,12 @@
 """RMSNorm or LayerNorm and an FP4 linear as one op: in one kernel for up to 16 rows, where that is faster, else as two.
 
-A norm multiplies columns by a gain and rows by a statistic. The statistic commutes with the product, so the mma kernel stages x with
-its gain, adds up squares on the way, and scales the sums at its end (cuda/fp4_mma.cu): decoding a token needs no launch for the norm.
-x times gain is rounded once, as the normalised rows would be. In float16 that product may overflow where normalised rows do not, so
-fp16 and fp32 take two kernels.
+A norm multiplies columns by a gain and rows by a statistic. The statistic commutes with the product, so the mma kernel
+stages x with its gain, adds up squares on the way, and scales the sums at its end (cuda/fp4_mma.cu): decoding a token
+needs no launch for the norm. x times gain is rounded once, as the normalised rows would be. In float16 that product may
+overflow where normalised rows do not, so fp16 and fp32 take two kernels.
 
-LayerNorm's own bias is no argument: times W it is a bias of the linear. There is no backward: who needs gradients calls norm and linear.
+LayerNorm's own bias is no argument: times W it is a bias of the linear. There is no backward: with gradients
+norm and linear are called apart.
 
 ``M`` rows, ``N`` out features, ``K`` in features.
 """
@@ -48,10 +49,11 @@ def _mma_reasons(request: Request) -> list[str]:
 
 
 def max_rows(capability: tuple[int, int], n: int, k: int, layer_norm: bool = False) -> int:
-    """Rows of K features up to which one kernel is faster than two, on an H200 by up to 1.4 times (docs/journal/fp4.md).
+    """Rows of K features up to which one kernel is faster than two, on an H200 by up to 1.4 times
+    (docs/journal/fp4.md).
 
-    On Hopper x comes by bulk copies. Every block normalises all of its x again: 16 rows of a large weight cost more than a launch. With
-    a LayerNorm on the way threads stage x, which for more rows costs more than the launch it saves.
+    On Hopper x comes by bulk copies. Every block normalises all of its x again: 16 rows of a large weight cost more
+    than a launch. With a LayerNorm on the way threads stage x, which for more rows costs more than the launch it saves.
     """
     if capability[0] != 9:
         return MAX_ROWS
@@ -67,7 +69,7 @@ def _slower(request: Request, layer_norm: bool) -> list[str]:
     return [f"{request.m} rows of {request.k} features: above {most} a separate norm is faster on this GPU"]
 
 
-def _mma(x_MK, gain_K, gain_sums_N, eps, weight, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
+def _mma(x_MK, gain_K, gain_sums_N, eps, weight, bias, format, activation, n, k):  # type: ignore[no-untyped-def]
     m, device = x_MK.shape[0], x_MK.device
     plan = plan_mma(m, n, k, has_clusters(capability(device)), bulk=gain_sums_N is None)
     plan = tuned(plan, device, x_MK.dtype, m, n, k)
@@ -81,7 +83,7 @@ def _aligned(vector: Tensor) -> Tensor:
     return vector.clone() if vector.data_ptr() % 16 else vector
 
 
-def _separate(x_MK, gain_K, gain_sums_N, eps, weight, bias, format, activation, n, k) -> Tensor:  # type: ignore[no-untyped-def]
+def _separate(x_MK, gain_K, gain_sums_N, eps, weight, bias, format, activation, n, k):  # type: ignore[no-untyped-def]
     rms, shape = gain_sums_N is None, (k,)
     rows_MK = (
         functional.rms_norm(x_MK, shape, gain_K, eps) if rms else functional.layer_norm(x_MK, shape, gain_K, None, eps)

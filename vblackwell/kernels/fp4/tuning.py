@@ -1,8 +1,9 @@
 """Which of several equal plans is fastest here: measured once, kept on disk, never a matter of the result.
 
-A plan comes from the shape. What may be tuned are the fields that leave the order of additions alone (how many windows are in flight, how
-many blocks share a multiprocessor), so results do not depend on whether or where somebody tuned. Entries are looked up by (plan, dtype,
-rows rounded up to a power of two, N, K); without one the plan stands as it is. Nothing is measured unasked: ``tune`` does it.
+A plan comes from the shape. What may be tuned are the fields that leave the order of additions alone (how many windows
+are in flight, how many blocks share a multiprocessor), so results do not depend on whether or where somebody tuned.
+Entries are looked up by (plan, dtype, rows rounded up to a power of two, N, K); without one the plan stands as it is.
+Nothing is measured unasked: ``tune`` does it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _KEY_NAMES = {"windows_per_step": "together"}
 
 
 def entry_name(plan: MmaPlan | WgmmaPlan, dtype: torch.dtype, m: int, n: int, k: int) -> str:
-    """The key of a shape bucket; the plan's own fixed fields are part of it, so that an entry never changes an order."""
+    """The key of a shape bucket; the plan's own fixed fields are part of it, so that an entry never changes an
+    order.
+    """
     fields = {_KEY_NAMES.get(name, name): value for name, value in dataclasses.asdict(plan).items()}
     fixed = {name: value for name, value in fields.items() if name not in TUNABLE[type(plan)]}
     if isinstance(plan, WgmmaPlan):

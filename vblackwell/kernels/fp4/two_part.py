@@ -1,12 +1,13 @@
 """Linear with a weight in two parts (numerics/separation.py) as a PyTorch op, with its plans and launches.
 
-``two_part_linear`` multiplies by coarse + fine at once. Backends, in order of preference: ``mma``, one kernel for up to 16 rows of bf16 on
-tiled parts (``cuda/two_part.cu``); ``dequantize``, the weight written out once and cuBLAS; ``reference``, pure torch. Without its fine
-part a weight is an nvfp4 one, for ``fp4_linear``. Gradients reach ``x`` and the bias; the weight is packed and has none.
+``two_part_linear`` multiplies by coarse + fine at once. Backends, in order of preference: ``mma``, one kernel for up to
+16 rows of bf16 on tiled parts (``cuda/two_part.cu``); ``dequantize``, the weight written out once and cuBLAS;
+``reference``, pure torch. Without its fine part a weight is an nvfp4 one, for ``fp4_linear``. Gradients reach ``x`` and
+the bias; the weight is packed and has none.
 
-Plans: one block of 12 to 16 warps a multiprocessor, and from three rows on x in bulk copies and a cluster of two that splits K, as
-`plan_mma` had it for the coarse part alone when these were timed. Windows hold 2176 bytes instead of 1152, so x has less room, and
-weights of 2^25 elements and more are worth what `_of_large_weights` says.
+Plans have one block of 12 to 16 warps a multiprocessor, and from three rows on x in bulk copies and a cluster of two
+that splits K, as `plan_mma` had it for the coarse part alone when these were timed. Windows hold 2176 bytes instead of
+1152, so x has less room, and weights of 2^25 elements and more are worth what `_of_large_weights` says.
 
 ``M`` rows, ``N`` out features, ``K`` in features.
 """
@@ -51,12 +52,14 @@ _X_BYTES = {True: 80 * 1024, False: 24 * 1024}
 _PREFETCH = {True: 4, False: 3}
 _LARGE = 1 << 25
 
-# -- plans ---------------------------------------------------------------------------------------------------------------
+# -- plans -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class TwoPartPlan(MmaPlan):
-    """How ``two_part_mma`` covers a shape; fields as of `MmaPlan`, with chunks of any multiple of ``k_warps`` windows."""
+    """How ``two_part_mma`` covers a shape; fields as of `MmaPlan`, with chunks of any multiple of ``k_warps``
+    windows.
+    """
 
     def __post_init__(self) -> None:
         """Raises ConfigurationError where a chunk of x would not go to all K warps alike."""
@@ -66,8 +69,8 @@ class TwoPartPlan(MmaPlan):
     def macros(self, fp16: bool = False, out32: bool = False, norm: int = 0) -> dict[str, int]:
         """What the source is compiled with; bf16 without a norm is all that it takes."""
         macros = {
-            "FP16": 0, "TOKENS": self.tokens, "ROW_WARPS": self.row_warps, "K_WARPS": self.k_warps, "SPLITS": self.splits,
-            "PREFETCH": self.prefetch, "MIN_BLOCKS": self.min_blocks, "OUT32": int(out32),
+            "FP16": 0, "TOKENS": self.tokens, "ROW_WARPS": self.row_warps, "K_WARPS": self.k_warps,
+            "SPLITS": self.splits, "PREFETCH": self.prefetch, "MIN_BLOCKS": self.min_blocks, "OUT32": int(out32),
         }  # fmt: skip
         return macros | ({"BULK": 1, "CHUNK": self.chunk, "X_STAGES": self.x_stages} if self.chunk else {})
 
@@ -107,9 +110,10 @@ def _of_large_weights(n: int, windows: int, base: TwoPartPlan) -> TwoPartPlan:
     """Plans for weights that take long enough to be worth filling a multiprocessor with care, among
     the fastest in turns on an H200 (docs/journal/runs.md).
 
-    Up to 8 rows two blocks of 8 warps: while one ends, and its sums meet, the other or the next layer's first one computes. From 9 on x
-    takes too much of the memory and of the way there for each half to have its own: one block of 16 warps, and long chunks of x with as
-    many windows in flight as leave room; where blocks split K, all of their x, so that no warp waits for another to give room back.
+    Up to 8 rows two blocks of 8 warps: while one ends, and its sums meet, the other or the next layer's first one
+    computes. From 9 on x takes too much of the memory and of the way there for each half to have its own: one block of
+    16 warps, and long chunks of x with as many windows in flight as leave room; where blocks split K, all of their x,
+    so that no warp waits for another to give room back.
     """
     if base.tokens <= 8:
         fitting = [
@@ -153,7 +157,7 @@ def plan_two_part(m: int, n: int, k: int, clusters: bool) -> TwoPartPlan:
     return found
 
 
-# -- launches ------------------------------------------------------------------------------------------------------------
+# -- launches ----------------------------------------------------------------------------------------------------------
 
 
 def run_mma(
@@ -187,7 +191,7 @@ def run_dequantize(weight: Weight, n: int, k: int, dtype: torch.dtype) -> Tensor
     return w_NK
 
 
-# -- backends ------------------------------------------------------------------------------------------------------------
+# -- backends ----------------------------------------------------------------------------------------------------------
 
 
 def reference_weight(weight: Weight, format: str, n: int, k: int, dtype: torch.dtype) -> Tensor:
@@ -229,7 +233,7 @@ LINEAR = (
     Backend("reference", accept, _reference),
 )
 
-# -- ops -----------------------------------------------------------------------------------------------------------------
+# -- ops ---------------------------------------------------------------------------------------------------------------
 
 
 def _check(codes: Tensor, fine: Tensor, format: str) -> None:
@@ -237,7 +241,8 @@ def _check(codes: Tensor, fine: Tensor, format: str) -> None:
         raise ConfigurationError(f"no weight in two parts has the layout {format!r}: {', '.join(layout.PARTS_LAYOUTS)}")
     if fine.shape != codes.shape or fine.device != codes.device:
         raise ConfigurationError(
-            f"fine codes {tuple(fine.shape)} on {fine.device} next to coarse codes {tuple(codes.shape)} on {codes.device}"
+            f"fine codes {tuple(fine.shape)} on {fine.device} next to coarse codes {tuple(codes.shape)} on"
+            f" {codes.device}"
         )
 
 

@@ -1,9 +1,9 @@
 """Weights rounded to two parts on kept scales, straight through: what a forward multiplies by while the weight trains.
 
-A custom op, for the reasons of nn/linear/straight_through.py: no second copy is kept, and under torch.compile it is one node of the graph.
-The gradient passes unchanged (Bengio et al. 2013). Backends: ``cuda`` (``cuda/two_part_round.cu``); ``torch``, the oracle, elsewhere.
-Kernels are launched by address: a model's step rounds hundreds of weights, and looks at each for drift, and an ordinary launch costs the
-host more than most of them cost the GPU.
+A custom op, for the reasons of nn/linear/straight_through.py: no second copy is kept, and under torch.compile it is one
+node of the graph. The gradient passes unchanged (Bengio et al. 2013). Backends: ``cuda`` (``cuda/two_part_round.cu``);
+``torch``, the oracle, elsewhere. Kernels are launched by address: a model's step rounds hundreds of weights, and looks
+at each for drift, and an ordinary launch costs the host more than most of them cost the GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FILES = ("ptx.cuh", "fp4/two_part_round.cu")
 THREADS = 256
 MAX_CTAS = 264  # that measure drift: two a multiprocessor of an H200, on every GPU, because sums depend on it
 
-# -- launches ------------------------------------------------------------------------------------------------------------
+# -- launches ----------------------------------------------------------------------------------------------------------
 
 
 def macros(source: torch.dtype, target: torch.dtype) -> dict[str, int]:
@@ -66,9 +66,11 @@ def aligned(w_NK: Tensor, out: Tensor | None = None) -> bool:
 
 
 class Rounder:
-    """`separation.round_to_parts` for weights of one shape, strides, type and device, bit for bit but for the sign of zeros.
+    """`separation.round_to_parts` for weights of one shape, strides, type and device, bit for bit but for the sign of
+    zeros.
 
-    What a launch needs beside addresses is looked up once: a layer that keeps this saves the host as much at each step as the launch takes.
+    What a launch needs in addition to addresses is looked up once: a layer that keeps this saves the host as much at
+    each step as the launch takes.
 
     Args:
         w_NK: a weight, on CUDA; nothing of it is kept.
@@ -120,7 +122,9 @@ def round_to_parts(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dty
 
 
 def run_renewed_scales(w_NK: Tensor, kept: Scales | None, threshold: float) -> tuple[Scales, Tensor]:
-    """`separation.renewed_scales`, or without ``kept`` `separation.training_scales` and a drift of 0; sums in another order."""
+    """`separation.renewed_scales`, or without ``kept`` `separation.training_scales` and a drift of 0; sums in another
+    order.
+    """
     w_NK = w_NK.detach()
     if w_NK.stride(1) != 1:
         w_NK = w_NK.contiguous()
@@ -147,7 +151,7 @@ def run_renewed_scales(w_NK: Tensor, kept: Scales | None, threshold: float) -> t
     return found, drift
 
 
-# -- backends ------------------------------------------------------------------------------------------------------------
+# -- backends ----------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -183,14 +187,16 @@ _RENEWALS = (Backend("cuda", _cuda_reasons, run_renewed_scales), Backend("torch"
 
 
 def renewed_scales(w_NK: Tensor, kept: separation.Scales | None, threshold: float) -> tuple[separation.Scales, Tensor]:
-    """`separation.renewed_scales`, or without ``kept`` `separation.training_scales`; and the drift. No gradients, nothing waits."""
+    """`separation.renewed_scales`, or without ``kept`` `separation.training_scales`; and the drift. No gradients,
+    nothing waits.
+    """
     # In a trace, or a DTensor: torch has its rules for them, or its own error.
     if not computes_at_once() or not w_NK.data_ptr():
         return _torch_renewed(w_NK, kept, threshold)
     return choose(RENEWAL, _RENEWALS, _request(RENEWAL, w_NK.device, w_NK.dtype)).run(w_NK, kept, threshold)
 
 
-# -- the op --------------------------------------------------------------------------------------------------------------
+# -- the op ------------------------------------------------------------------------------------------------------------
 
 
 def _fake(w_NK, block_scales, tensor_scale, dtype):  # type: ignore[no-untyped-def]

@@ -1,11 +1,11 @@
 """FP4 weights on FP8 tensor cores: a stated choice with its own accuracy, never a silent default.
 
-mxfp4 weights become E4M3 exactly, each row relative to its largest block scale, because E2M1 times a power of two needs two
-significant bits; that holds where a row's block exponents span at most 14, which ``check_packed`` finds out when the layer is
-packed. Activations are rounded to E4M3 with one scale a row, amax / 448: about 31 dB on Gaussian rows, the price of the option. It pays
-from about a thousand rows on. On Hopper one kernel decodes weights and rounds rows while it multiplies others (``cuda/w4a8.cu``).
-Elsewhere, and for many rows of large weights, the product is PyTorch's row-scaled FP8 matmul, without fast accumulation, of both
-operands written out by one launch (``cuda/fp4_e4m3.cu``).
+mxfp4 weights become E4M3 exactly, each row relative to its largest block scale, because E2M1 times a power of two needs
+two significant bits; that holds where a row's block exponents span at most 14, which ``check_packed`` finds out when
+the layer is packed. Activations are rounded to E4M3 with one scale a row, amax / 448: about 31 dB on Gaussian rows, the
+price of the option. It pays from about a thousand rows on. On Hopper one kernel decodes weights and rounds rows while
+it multiplies others (``cuda/w4a8.cu``). Elsewhere, and for many rows of large weights, the product is PyTorch's
+row-scaled FP8 matmul, without fast accumulation, of both operands written out by one launch (``cuda/fp4_e4m3.cu``).
 
 The backward ignores the rounding of the activations (straight through): dX = dY W with the same packed weight.
 
@@ -36,20 +36,19 @@ MIN_TOP = 2.0**-100  # as in cuda/round_row.cuh
 MAX_SPAN = 14
 FP8_CAPABILITY = (8, 9)
 MULTIPLE = 16  # of N and of K, for PyTorch's FP8 matmul
-# By times on an H200 (docs/journal/fp4.md): one kernel decodes and multiplies from as many rows on as have the tiles
-# of 1024; above MAX_ROWS
-# PyTorch's matmul of whole operands is at least as fast, but for small weights.
+# By times on an H200 (docs/journal/fp4.md): one kernel decodes and multiplies from as many rows on as have the tiles of
+# 1024; above MAX_ROWS PyTorch's matmul of whole operands is at least as fast, but for small weights.
 MIN_ROWS, MAX_ROWS, LARGEST_WEIGHT = 897, 2048, 6144 * 4096
 _BAND_ELEMENTS = 1 << 20
 E4M3_FILES = ("ptx.cuh", "fp4/decode.cuh", "fp4/e4m3.cuh", "fp4/round_row.cuh", "fp4/fp4_e4m3.cu")
 PREPARE_SHARED_BYTES = 64  # of a block that rounds rows: two fp32 from each of its 8 warps
 FILES = (
-    "ptx.cuh", "barrier.cuh", "ring.cuh", "fp4/wgmma.cuh", "fp4/wgmma_e4m3.cuh", "fp4/decode.cuh", "fp4/e4m3.cuh", "fp4/epilogue.cuh",
-    "fp4/round_row.cuh", "fp4/w4a8.cu",
+    "ptx.cuh", "barrier.cuh", "ring.cuh", "fp4/wgmma.cuh", "fp4/wgmma_e4m3.cuh", "fp4/decode.cuh", "fp4/e4m3.cuh",
+    "fp4/epilogue.cuh", "fp4/round_row.cuh", "fp4/w4a8.cu",
 )  # fmt: skip
 CLUSTER = 2  # blocks, each of 128 tokens
 THREADS = 512
-FIRST_COUNTER = 32  # the queue has a cache line of its own
+FIRST_COUNTER = 32  # the queue has a cache line to itself
 # By features of a tile, as timed on an H200 (docs/journal/fp4.md): cycles of a step, and stages. Of 256 and 192 one
 # more fits; the rest is L1.
 STEP_CYCLES = {256: 1180, 224: 1105, 192: 955}
@@ -59,14 +58,14 @@ MAY_WAIT = 4  # clusters whose first rows the product's own warps round, after t
 LARGE_WEIGHT = 4096 * 4096  # elements; above, those warps come too late to the rows of a second round of tiles as well
 
 
-# -- what w4a8 can multiply ----------------------------------------------------------------------------------------------
+# -- what w4a8 can multiply --------------------------------------------------------------------------------------------
 
 
 def quantize_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     """(E4M3 rows, (M, 1) fp32 scales): x is about rows * scales.
 
-    Exactly: scales are amax / 448 and rows x * (448 / amax), each operation rounded once to fp32, then to the nearest E4M3, ties to even;
-    amax is taken to be 2^-100 at least.
+    Scales are amax / 448 and rows x * (448 / amax), each operation rounded once to fp32, then to the nearest E4M3, ties
+    to even; amax is taken to be 2^-100 at least.
     """
     values = x_MK.to(torch.float32)
     amax = values.abs().amax(1, keepdim=True).clamp(min=MIN_TOP)
@@ -92,17 +91,19 @@ def check_device(device: torch.device, name: str = "the weight") -> None:
     found = capability(device)
     if (0, 0) < found < FP8_CAPABILITY:
         raise Unsupported(
-            f"{name}: {device} has compute capability {found[0]}.{found[1]}, and w4a8 multiplies on FP8 tensor cores, from 8.9 on: "
-            "use this layer without w4a8"
+            f"{name}: {device} has compute capability {found[0]}.{found[1]}, and w4a8 multiplies on FP8 tensor cores,"
+            " from 8.9 on: use this layer without w4a8"
         )
 
 
 def check_packed(packed: PackedTensor, name: str = "the weight") -> None:
-    """That w4a8 can multiply by a canonical mxfp4 matrix where it is: its rows become E4M3 without loss. Waits for the device.
+    """That w4a8 can multiply by a canonical mxfp4 matrix where it is: its rows become E4M3 without loss. Waits for the
+    device.
 
     Raises:
         ConfigurationError: another format, or sizes that the FP8 matmul does not take.
-        Unsupported: a GPU without FP8; a row's block exponents span more than 14, or those of all rows more than tiles hold.
+        Unsupported: a GPU without FP8; a row's block exponents span more than 14, or those of all rows more than tiles
+            hold.
     """
     check_shape(packed.format, packed.n, packed.k, name)
     check_device(packed.device, name)
@@ -144,7 +145,7 @@ def row_tops(block_scales: Tensor, n: int, k: int) -> Tensor:
     return block_scales.view(bands, windows, 8, 4, 4).amax((1, 3)).transpose(1, 2).reshape(-1)[:n].contiguous()
 
 
-# -- plans and launches --------------------------------------------------------------------------------------------------
+# -- plans and launches ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -171,8 +172,9 @@ class W4A8Plan:
     def macros(self, fp16: bool, k: int) -> dict[str, int]:
         """What the source is compiled with for rows of ``k`` columns, ``fp16`` or bf16."""
         return {
-            "FP16": 0, "X_FP16": int(fp16), "KEPT": min(4, ceil_div(k, 1024)), "ROUND_WARPS": 4, "COLUMNS": self.features // 2,
-            "STAGES": self.stages, "SPLITS": CLUSTER, "HEAD_ROWS": self.head_rows, "HEAD_STEPS": self.head_steps, "TOKENS": 0, "OUT32": 0,
+            "FP16": 0, "X_FP16": int(fp16), "KEPT": min(4, ceil_div(k, 1024)), "ROUND_WARPS": 4, "TOKENS": 0,
+            "COLUMNS": self.features // 2, "STAGES": self.stages, "SPLITS": CLUSTER, "HEAD_ROWS": self.head_rows,
+            "HEAD_STEPS": self.head_steps, "OUT32": 0,
         }  # fmt: skip
 
 
@@ -182,10 +184,11 @@ def of_width(features: int) -> W4A8Plan:
 
 
 def plan_w4a8(m: int, n: int, k: int, multiprocessors: int) -> W4A8Plan:
-    """The tile by which a GPU of so many multiprocessors is done first: whole rounds of tiles, each of which takes its width's cycles.
+    """The tile by which a GPU of so many multiprocessors is done first: whole rounds of tiles, each of which takes its
+    width's cycles.
 
-    The head rounds the rows that all clusters but ``MAY_WAIT`` begin with; of a ``LARGE_WEIGHT`` 2,048 at least, unless the first four
-    pairs' tiles fill a round and a half.
+    The head rounds the rows that all clusters but ``MAY_WAIT`` begin with; of a ``LARGE_WEIGHT`` 2,048 at least, unless
+    the first four pairs' tiles fill a round and a half.
     """
     pairs, clusters = ceil_div(m, 128 * CLUSTER), multiprocessors // CLUSTER
     width = min(STEP_CYCLES, key=lambda width: ceil_div(pairs * ceil_div(n, width), clusters) * STEP_CYCLES[width])
@@ -251,7 +254,8 @@ def run_w4a8(
         )  # fmt: skip
         product.launch(
             (clusters, CLUSTER, 1), THREADS, plan.shared_bytes(),
-            (*operands, tensor_scale, row_top, bias, y_MN, w_tiles, now, *shape, ACTIVATIONS.index(activation), clusters, sizes.chunk),
+            (*operands, tensor_scale, row_top, bias, y_MN, w_tiles, now, *shape, ACTIVATIONS.index(activation),
+             clusters, sizes.chunk),
         )  # fmt: skip
     return y_MN
 
@@ -265,8 +269,9 @@ def run_prepare_e4m3(x_MK: Tensor, weight: Weight, n: int, k: int) -> tuple[Tens
     """One launch that makes both operands of an FP8 matmul; K is a multiple of 16.
 
     Returns:
-        x as E4M3 rows (M, K) and their (M, 1) fp32 scales, as of `quantize_rows`; the weight (N, K) as E4M3, each row relative to
-        its largest scale (E5M3 bytes, the fourth tensor of ``weight``), which becomes 2^6, and its (1, N) fp32 scales.
+        x as E4M3 rows (M, K) and their (M, 1) fp32 scales, as of `quantize_rows`; the weight (N, K) as E4M3, each row
+        relative to its largest scale (E5M3 bytes, the fourth tensor of ``weight``), which becomes 2^6, and its (1, N)
+        fp32 scales.
     """
     x_MK, _ = aligned(x_MK)
     m, device = x_MK.shape[0], x_MK.device
@@ -282,7 +287,7 @@ def run_prepare_e4m3(x_MK: Tensor, weight: Weight, n: int, k: int) -> tuple[Tens
     return q_MK, scale_M1, w_NK, scale_1N
 
 
-# -- backends and op -----------------------------------------------------------------------------------------------------
+# -- backends and op ---------------------------------------------------------------------------------------------------
 
 
 def _fp8_reasons(request: Request) -> list[str]:
@@ -311,7 +316,8 @@ def _fused_slower(request: Request) -> list[str]:
         return [f"{request.m} rows are fewer than {MIN_ROWS}, from which on it was timed"]
     if request.m > MAX_ROWS and request.n * request.k > LARGEST_WEIGHT:
         return [
-            f"above {MAX_ROWS} rows PyTorch's FP8 matmul is as fast or faster with a weight of {request.n} x {request.k}"
+            f"above {MAX_ROWS} rows PyTorch's FP8 matmul is as fast or faster with a weight of"
+            f" {request.n} x {request.k}"
         ]
     return []
 
@@ -380,7 +386,8 @@ def fp4_linear_w4a8(
 
     Raises:
         ConfigurationError: an input with another number of features.
-        Unsupported: a GPU without FP8 tensor cores, fp32 activations on a GPU, or the backend asked for by name refuses.
+        Unsupported: a GPU without FP8 tensor cores, fp32 activations on a GPU, or the backend asked for by name
+            refuses.
     """
     if x_MK.shape[-1] != k:
         raise ConfigurationError(f"the input has {x_MK.shape[-1]} features, the weight takes {k}")

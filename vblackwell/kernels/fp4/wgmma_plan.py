@@ -1,17 +1,20 @@
-"""Plans of ``fp4_wgmma``, for tens to hundreds of rows: how the kernel covers a shape, as pure functions of it; which kernel takes which.
+"""Plans of ``fp4_wgmma``, for tens to hundreds of rows: how the kernel covers a shape, as pure functions of it; which
+kernel takes which.
 
-Few rows are ``fp4_mma``'s (mma_plan.py, which says what a plan is). The kernel is ``cuda/fp4_wgmma.cu``; launch.py launches it.
+Few rows are ``fp4_mma``'s (mma_plan.py, which says what a plan is). The kernel is ``cuda/fp4_wgmma.cu``; launch.py
+launches it.
 
-How long a plan takes is arithmetic about an H200. A block walks its share of windows. For a window a warpgroup issues its decode and waits
-for its products. Alone on a multiprocessor it also waits for its own latencies in a row; several take turns. Measured, the issue of one
-warpgroup adds whole to the tensor cores' time of the others, so what counts is work a multiprocessor and rounds of blocks, not tensor cores
-alone.
+How long a plan takes is arithmetic about an H200. A block walks its share of windows. For a window a warpgroup issues
+its decode and waits for its products. Alone on a multiprocessor it also waits for its own latencies in a row; several
+take turns. Measured, the issue of one warpgroup adds whole to the tensor cores' time of the others, so what counts is
+work a multiprocessor and rounds of blocks, not tensor cores alone.
 
-The terms have reasons, their constants are those of a regression that ranks plans: a product of 64 rows by 64 columns takes the tensor
-cores 2 cycles a token, not `_TENSOR`, and 256 rows are predicted 6 to 19 % too short. It is of 329 plans in 18 cells (64 to 256 rows,
-benchmarks/results/fp4-h200-plans-5.csv): the plan of least predicted time is on average 1.9 %, at most 11.4 %, slower than the fastest of
-its cell; cells where it is 2 % or more slower are in `_TIMED`. 17 to 32 rows were timed with the kernels of a day before only. What it
-says of a cluster in grids of many rounds is too little, so `many_rows_us` compares the plans for more rows.
+The terms have reasons, their constants are those of a regression that ranks plans: a product of 64 rows by 64 columns
+takes the tensor cores 2 cycles a token, not `_TENSOR`, and 256 rows are predicted 6 to 19 % too short. It is of 329
+plans in 18 cells (64 to 256 rows, benchmarks/results/fp4-h200-plans-5.csv): the plan of least predicted time is on
+average 1.9 %, at most 11.4 %, slower than the fastest of its cell; cells where it is 2 % or more slower are in
+`_TIMED`. 17 to 32 rows were timed with the kernels of a day before only. What it says of a cluster in grids of many
+rounds is too little, so `many_rows_us` compares the plans for more rows.
 
 ``M`` rows, ``N`` out features, ``K`` in features. A window is 64 columns.
 """
@@ -42,7 +45,8 @@ _ADDED = 1.13  # of the shorter of products and decode, what the longer does not
 _SUM = 15.1  # cycles a token of a block's epilogue, for each K group
 _START_US, _CLUSTER_US = 0.51, 1.74  # a launch and what is in front of it; what two blocks that split K send each other
 _L2_BYTES_A_US, _MEMORY_BYTES_A_US = 8.89e6, 4.2e6
-# Microseconds a window of a block that has a multiprocessor to itself, by (tokens, groups, K groups): 1024 rows of 6144 and 14336 x 4096.
+# Microseconds a window of a block that has a multiprocessor to itself, by (tokens, groups, K groups): 1024 rows of 6144
+# and 14336 x 4096.
 _MANY_ROWS_US = {(256, 2, 1): 0.75, (128, 3, 1): 0.59, (256, 1, 2): 0.405}
 # tokens, groups, K groups, splits, blocks a multiprocessor, windows a step of the plan that was timed
 # fastest on an H200 for shapes of common models where the rule chooses others (benchmarks/fp4_plans.py,
@@ -69,13 +73,15 @@ _TIMED: dict[tuple[int, int, int], tuple[int, int, int, int, int, int]] = {
     (256, 4096, 14336): (256, 1, 1, 2, 1, 1),
     (256, 8192, 8192): (256, 1, 2, 1, 1, 1),
 }
-# (rows rounded up to blocks of 256, N, K) where ``fp4_wgmma`` ends before dequantising once and cuBLAS, though the rule of many rows says
-# otherwise: 2805 us for 2916 (docs/journal/fp4.md, "what a trace of w4a8 says").
+# (rows rounded up to blocks of 256, N, K) where ``fp4_wgmma`` ends before dequantising once and cuBLAS, though the rule
+# of many rows says otherwise: 2805 us for 2916 (docs/journal/fp4.md, "what a trace of w4a8 says").
 _FUSED = {(4096, 28672, 8192)}
 
 
 def goes_round(stages: int, k_groups: int, windows_per_step: int = 1) -> bool:
-    """Whether each stage belongs to one of ``k_groups`` that take turns at ``windows_per_step`` windows, with room for two turns each."""
+    """Whether each stage belongs to one of ``k_groups`` that take turns at ``windows_per_step`` windows, with room for
+    two turns each.
+    """
     return k_groups * windows_per_step == 1 or (
         stages % (k_groups * windows_per_step) == 0 and stages >= 2 * k_groups * windows_per_step
     )
@@ -89,10 +95,11 @@ class WgmmaPlan:
         tokens: rows of x a block takes (wgmma's n).
         groups: warpgroups, 64 weight rows each.
         splits: blocks of a cluster that split K, and share the tokens by eights.
-        stages: windows of x in shared memory, at least 2; a multiple of ``k_groups * windows_per_step``, and at least twice that.
+        stages: windows of x in shared memory, at least 2; a multiple of ``k_groups * windows_per_step``, and at least
+            twice that.
         prefetch: windows of weights a warp has in flight, an even number.
-        min_blocks: blocks for which the compiler leaves registers on a multiprocessor. In a grid of one wave only one is there
-            (`launch_bytes`); 2 was faster than 1 all the same for some plans of two K groups.
+        min_blocks: blocks for which the compiler leaves registers on a multiprocessor. In a grid of one wave only one
+            is there (`launch_bytes`); 2 was faster than 1 all the same for some plans of two K groups.
         k_groups: sets of ``groups`` warpgroups that take turns at the windows.
         windows_per_step: windows that a warpgroup multiplies at a time, 1 or 2.
     """
@@ -107,19 +114,21 @@ class WgmmaPlan:
     windows_per_step: int = 1
 
     def __post_init__(self) -> None:
-        """Raises ConfigurationError where a stage of x would go from one K group to another, or a group would wait for itself.
+        """Raises ConfigurationError where a stage of x would go from one K group to another, or a group would wait for
+        itself.
 
-        A group that comes to a stage by which another one still awaits the window before would take the barrier's
-        last phase for its own: copies need not land in order. It would multiply what is not there yet, or wait for ever.
+        A group that comes to a stage by which another one still awaits the window before would take the barrier's last
+        phase for its own: copies need not land in order. It would multiply what is not there yet, or wait for ever.
         """
         if not goes_round(self.stages, self.k_groups, self.windows_per_step):
             raise ConfigurationError(
-                f"{self.k_groups} K groups take turns at stages of x, {self.windows_per_step} at a time: {self.stages} do not go round, "
-                f"{2 * self.windows_per_step} or more for each"
+                f"{self.k_groups} K groups take turns at stages of x, {self.windows_per_step} at a time: {self.stages}"
+                f" do not go round, {2 * self.windows_per_step} or more for each"
             )
         if self.tokens % (8 * self.splits):
             raise ConfigurationError(
-                f"tokens {self.tokens}, splits {self.splits}: take a multiple of {8 * self.splits} tokens, or fewer splits"
+                f"tokens {self.tokens}, splits {self.splits}: take a multiple of {8 * self.splits} tokens, or fewer"
+                " splits"
             )
         if self.prefetch % 2:
             raise ConfigurationError(f"{self.prefetch} windows in flight: wgmma's ring takes an even number")
@@ -133,9 +142,9 @@ class WgmmaPlan:
     def fragments(self) -> int:
         """Sets of ``windows_per_step`` windows of decoded weights that a warpgroup holds.
 
-        One is enough where others multiply meanwhile, and leaves registers for a fourth warpgroup at 128 tokens. On an H200 it takes
-        0.77 to 1.01 of the time with three K groups, 1.00 with two warpgroups, 1.05 to 1.3 with one, 1.02 to 1.06 with three tiles of
-        rows (docs/journal/fp4.md).
+        One is enough where others multiply meanwhile, and leaves registers for a fourth warpgroup at 128 tokens. On an
+        H200 it takes 0.77 to 1.01 of the time with three K groups, 1.00 with two warpgroups, 1.05 to 1.3 with one, 1.02
+        to 1.06 with three tiles of rows (docs/journal/fp4.md).
         """
         return 1 if self.k_groups >= 3 or self.consumers >= 4 or self.windows_per_step > 1 else 2
 
@@ -158,9 +167,10 @@ class WgmmaPlan:
 
     def macros(self, fp16: bool, out32: bool = False) -> dict[str, int]:
         return {
-            "FP16": int(fp16), "TOKENS": self.tokens, "GROUPS": self.groups, "KGROUPS": self.k_groups, "SPLITS": self.splits,
-            "FRAGMENTS": self.fragments, "WINDOWS_PER_STEP": self.windows_per_step, "STAGES": self.stages, "PREFETCH": self.prefetch,
-            "REGISTERS": self.registers, "COPY_REGISTERS": COPY_REGISTERS, "LAUNCH_REGISTERS": self.launch_registers, "OUT32": int(out32),
+            "FP16": int(fp16), "TOKENS": self.tokens, "GROUPS": self.groups, "KGROUPS": self.k_groups,
+            "SPLITS": self.splits, "FRAGMENTS": self.fragments, "WINDOWS_PER_STEP": self.windows_per_step,
+            "STAGES": self.stages, "PREFETCH": self.prefetch, "REGISTERS": self.registers,
+            "COPY_REGISTERS": COPY_REGISTERS, "LAUNCH_REGISTERS": self.launch_registers, "OUT32": int(out32),
         }  # fmt: skip
 
     @property
@@ -176,14 +186,18 @@ class WgmmaPlan:
         return max(main, sums) + mail + barriers
 
     def fits(self) -> bool:
-        """Whether ``min_blocks`` blocks find the registers and the shared memory that they need on a multiprocessor of Hopper."""
+        """Whether ``min_blocks`` blocks find the registers and the shared memory that they need on a multiprocessor of
+        Hopper.
+        """
         needed = self.tokens // 2 + 16 * self.fragments * self.windows_per_step + 28  # sums, fragments, addresses
         return self.registers >= needed and self.shared_bytes() <= SHARED_BYTES // self.min_blocks - 1024
 
 
 @functools.lru_cache
 def _wgmma_candidates(most_tokens: int) -> tuple[WgmmaPlan, ...]:
-    """Plans that may be best for some shape: those that fit registers and shared memory, with the deepest ring of x up to 6 stages."""
+    """Plans that may be best for some shape: those that fit registers and shared memory, with the deepest ring of x up
+    to 6 stages.
+    """
     found = []
     for tokens, groups, k_groups, splits, most in itertools.product(
         (16, 32, 64, 128, 256), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2), (1, 2)
@@ -223,7 +237,8 @@ def predicted_us(plan: WgmmaPlan, m: int, n: int, k: int) -> float:
 
 
 def many_rows_us(shape: tuple[int, int, int], blocks: tuple[int, int, int]) -> float:
-    """Predicted microseconds for ``shape`` (M, N, K) in whole rounds of ``blocks`` of `_MANY_ROWS_US`, which do not split K.
+    """Predicted microseconds for ``shape`` (M, N, K) in whole rounds of ``blocks`` of `_MANY_ROWS_US`, which do not
+    split K.
 
     With a last round of blocks of half the height where `launches` makes one.
     """
@@ -238,14 +253,18 @@ def many_rows_us(shape: tuple[int, int, int], blocks: tuple[int, int, int]) -> f
 
 
 def rows_in_whole_rounds(rows: int, columns: int, processors: int = MULTIPROCESSORS) -> int:
-    """Of ``rows`` by ``columns`` blocks those rows that fill rounds of the GPU; all where the others, cut in two, exceed one round."""
+    """Of ``rows`` by ``columns`` blocks those rows that fill rounds of the GPU; all where the others, cut in two,
+    exceed one round.
+    """
     whole = rows * columns // processors * processors // columns
     return whole if whole > 0 and 2 * (rows - whole) * columns <= processors else rows
 
 
 @functools.lru_cache(4096)
 def plan_wgmma(m: int, n: int, k: int) -> WgmmaPlan:
-    """The plan of ``fp4_wgmma`` for a shape: as it was timed (`_TIMED`), or what is expected to end first on an H200."""
+    """The plan of ``fp4_wgmma`` for a shape: as it was timed (`_TIMED`), or what is expected to end first on an
+    H200.
+    """
     most_tokens = next((tokens for tokens in (16, 32, 64, 128) if m <= tokens), 256)
     fitting = [plan for plan in _wgmma_candidates(most_tokens) if plan.splits * plan.k_groups <= ceil_div(k, 64)]
     if timed := _TIMED.get((most_tokens, n, k)) if m <= 256 else None:
@@ -280,8 +299,9 @@ class Rows:
 def launches(plan: WgmmaPlan, m: int, n: int, processors: int = MULTIPROCESSORS) -> tuple[Rows, ...]:
     """A product's launches, one or two.
 
-    Where a last round of blocks of 256 tokens by 128 features would leave multiprocessors idle, its rows go in twice as many blocks of half
-    the height, whose sums two K groups share. What is tuned of a plan has no say in it, since it decides the order of additions.
+    Where a last round of blocks of 256 tokens by 128 features would leave multiprocessors idle, its rows go in twice as
+    many blocks of half the height, whose sums two K groups share. What is tuned of a plan has no say in it, since it
+    decides the order of additions.
     """
     rows, columns = ceil_div(n, 64 * plan.groups), ceil_div(m, plan.tokens)
     if (plan.tokens, plan.groups, plan.k_groups, plan.splits) != (256, 2, 1, 1):

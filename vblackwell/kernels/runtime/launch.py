@@ -1,17 +1,20 @@
 """Kernels loaded and launched through the CUDA driver: the one way that work of our own gets into a stream.
 
-`Launcher` queues a kernel by addresses and costs the host about 2 us: it checks nothing and keeps no memory alive, so its callers own what
-they name until the stream has passed it. `Kernel.launch` takes tensors, looks up stream, context and shared memory, and ends in one.
+`Launcher` queues a kernel by addresses and costs the host about 2 us: it checks nothing and keeps no memory alive, so
+its callers own what they name until the stream has passed it. `Kernel.launch` takes tensors, looks up stream, context
+and shared memory, and ends in one.
 
-A kernel may begin before the kernel ahead of it in the stream has ended (programmatic dependent launch). Ours load their weights before
-they wait for the kernel ahead (`wait_for_previous` in cuda/ptx.cuh), because nobody writes weights: except a packing, or a copy in place.
-So the first launch that reads a weight as it is now goes without the overlap: it begins when all that is ahead of it in the stream, the
-writing kernel among them, has ended and is seen. Every later launch comes after that one, and so after the write. Copies from other
-streams are no concern of this: a stream waits for their events before a launch, overlapped or not.
+A kernel may begin before the kernel ahead of it in the stream has ended (programmatic dependent launch). Ours load
+their weights before they wait for the kernel ahead (`wait_for_previous` in cuda/ptx.cuh), because nobody writes
+weights: except a packing, or a copy in place. So the first launch that reads a weight as it is now goes without the
+overlap: it begins when all that is ahead of it in the stream, the writing kernel among them, has ended and is seen.
+Every later launch comes after that one, and so after the write. Copies from other streams are no concern of this: a
+stream waits for their events before a launch, overlapped or not.
 
-A captured launch has run nothing, so it does not count as the first. A graph that is replayed begins when all that is ahead of it in
-the stream has ended, so a captured launch must mind only what is written in the same graph: that changed the weight when it was
-captured. A weight that no launch has read before a capture is read without overlap in each replay.
+A captured launch has run nothing, so it does not count as the first. A graph that is replayed begins when all that is
+ahead of it in the stream has ended, so a captured launch must mind only what is written in the same graph: that changed
+the weight when it was captured. A weight that no launch has read before a capture is read without overlap in each
+replay.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _STATIC_SHARED_BYTES = 48 * 1024  # more must be asked for
 
-# -- the driver ----------------------------------------------------------------------------------------------------------
+# -- the driver --------------------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache
@@ -74,8 +77,8 @@ def check_driver(result: int, what: str) -> None:
 def in_context(device: torch.device, call: Callable[[], int]) -> int:
     """The result of a driver's ``call``, made once more where this thread has no context yet.
 
-    CUDA's runtime gives a thread the device's primary context with its first call that needs one. PyTorch's allocator may hand out
-    memory without such a call, so in a thread that has just begun ours can be the first.
+    CUDA's runtime gives a thread the device's primary context with its first call that needs one. PyTorch's allocator
+    may hand out memory without such a call, so in a thread that has just begun ours can be the first.
     """
     result = call()
     if result == _INVALID_CONTEXT:
@@ -89,7 +92,8 @@ def in_context(device: torch.device, call: Callable[[], int]) -> int:
 
 @contextlib.contextmanager
 def outside_capture(device: torch.device, what: str) -> Iterator[None]:
-    """Inside, this thread may allocate and load, which would end the capture of a CUDA graph otherwise: nothing of it is captured.
+    """Inside, this thread may allocate and load, which would end the capture of a CUDA graph otherwise: nothing of it
+    is captured.
 
     Args:
         what: this is for, of errors.
@@ -139,7 +143,7 @@ class Launch(ctypes.Structure):
 
 _OVERLAP = (_Attribute * 1)(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_int * 16)(1)))
 
-# -- kernels -------------------------------------------------------------------------------------------------------------
+# -- kernels -----------------------------------------------------------------------------------------------------------
 
 
 class Kernel:
@@ -264,15 +268,16 @@ def kernel(files: tuple[str, ...], entry: str, macros: dict[str, int], device: t
     return found
 
 
-# -- which launches may overlap ------------------------------------------------------------------------------------------
+# -- which launches may overlap ----------------------------------------------------------------------------------------
 
-# By the first tensor's id and how many there are: the tensors of a weight, each with the address and the version at which a launch has
-# read it.
+# By the first tensor's id and how many there are: the tensors of a weight, each with the address and the version at
+# which a launch has read it.
 _read: dict[tuple[int, int], list[tuple[weakref.ref[Tensor], int, int]]] = {}
 
 
 def may_overlap(weight: Sequence[Tensor]) -> bool:
-    """Whether a launch on the current device that loads the tensors of ``weight`` early may overlap the kernel ahead; the next one may.
+    """Whether a launch on the current device that loads the tensors of ``weight`` early may overlap the kernel ahead;
+    the next one may.
 
     Tensors made under ``inference_mode`` do not tell whether they were written: never, for these.
     """

@@ -1,10 +1,12 @@
 """CUDA C++ kernels of this package, compiled for the GPU at hand on first use.
 
 NVRTC comes with PyTorch's CUDA wheels, so that users need no toolkit and the package ships no binaries. Triton is the
-first choice elsewhere in this package; these kernels fix which register holds which weight, which its language does not let one say.
-Compiled code is kept under ``$XDG_CACHE_HOME/vblackwell/cubin``, named by a hash of source, macros, target and compiler.
+first choice elsewhere in this package; these kernels fix which register holds which weight, which its language does not
+let one say. Compiled code is kept under ``$XDG_CACHE_HOME/vblackwell/cubin``, named by a hash of source, macros, target
+and compiler.
 
-A source is a list of files that are joined: headers of ``runtime/cuda`` by their bare names, a package's own by ``package/name``.
+A source is a list of files that are joined: headers of ``runtime/cuda`` by their bare names, a package's own by
+``package/name``.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ def why_not() -> tuple[str, ...]:
 
 
 def path_of(name: str) -> Path:
-    """Where a source lies: 'ptx.cuh' in ``runtime/cuda``, 'fp4/fp4_mma.cu' in ``fp4/cuda``; absolute paths are themselves."""
+    """Where a source lies: 'ptx.cuh' in ``runtime/cuda``, 'fp4/fp4_mma.cu' in ``fp4/cuda``; absolute paths are
+    themselves.
+    """
     folder, _, file = name.rpartition("/")
     return Path(name) if folder.startswith("/") else KERNELS / (folder or "runtime") / "cuda" / file
 

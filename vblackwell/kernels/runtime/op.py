@@ -1,9 +1,10 @@
 """How a function becomes a PyTorch op of ours: forward, fake, backward and the rule of autocast, registered once.
 
-What autocast means for an op of ours: its input is cast to autocast's dtype, nothing else is, and inside there is no autocast. torch's own
-`register_autocast` casts every floating tensor to one dtype fixed when the op is registered: block scales, tensor scales and biases would
-lose bits, and ``torch.autocast(dtype=...)`` would not be heard. Without any rule the products inside a pure torch backend would be cast,
-because autocast reaches through an op into its implementation.
+What autocast means for an op of ours: its input is cast to autocast's dtype, nothing else is, and inside there is no
+autocast. torch's own `register_autocast` casts every floating tensor to one dtype fixed when the op is registered:
+block scales, tensor scales and biases would lose bits, and ``torch.autocast(dtype=...)`` would not be heard. Without
+any rule the products inside a pure torch backend would be cast, because autocast reaches through an op into its
+implementation.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def register_op(
     Args:
         fake: the result without its numbers, of the same arguments.
         save, backward: as for `torch.library.register_autograd`; without ``backward`` the op has no derivative.
-        autocast: 'cast': the first argument, if it is bf16, fp16 or fp32, is cast to autocast's dtype; 'keep': it is taken as it is given,
-            as an op of backward takes it; None: no rule.
+        autocast: 'cast': the first argument, if it is bf16, fp16 or fp32, is cast to autocast's dtype; 'keep': it is
+            taken as it is given, as an op of backward takes it; None: no rule.
     """
 
     def register(run: Callable[..., Any]) -> Any:

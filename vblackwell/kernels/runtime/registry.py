@@ -1,11 +1,13 @@
 """Which backend runs an op, and why the others do not: the one registry of all kernels.
 
-An op keeps an ordered table of backends. Each states, for a request, the reasons why it refuses, or why another is faster; the first
-without a reason runs. Asking for a backend by name (``use_backend``, or ``name`` of `choose`) runs that one, fast or not, or raises with
-its reasons: nothing falls back silently. A request is any value that the backends of one table understand: nothing in it needs the device.
+An op keeps an ordered table of backends. Each states, for a request, the reasons why it refuses, or why another is
+faster; the first without a reason runs. Asking for a backend by name (``use_backend``, or ``name`` of `choose`) runs
+that one, fast or not, or raises with its reasons: nothing falls back silently. A request is any value that the backends
+of one table understand: nothing in it needs the device.
 
-Row-wise ops (rms_norm, swiglu, rotary, ...) have two backends, whose choice `runs_triton` makes: ``triton`` on CUDA, ``torch`` everywhere
-else, where it is the plain expression with autograd's own backward, so that a model on the CPU keeps its bits.
+Row-wise ops (rms_norm, swiglu, rotary, ...) have two backends, whose choice `runs_triton` makes: ``triton`` on CUDA,
+``torch`` everywhere else, where it is the plain expression with autograd's own backward, so that a model on the CPU
+keeps its bits.
 """
 
 from __future__ import annotations
@@ -70,8 +72,10 @@ class Backend(Generic[AnyRequest, Run]):
         name: what ``use_backend`` calls it.
         reasons: maps a request to the reasons against it; empty means it runs.
         run: the implementation.
-        forward_mode: torch can differentiate it forward (`torch.func.jvp`), because it is made of torch's own operators.
-        slower: maps a request to the reasons why a later backend is faster; a caller who asks for this one by name gets it all the same.
+        forward_mode: torch can differentiate it forward (`torch.func.jvp`), because it is made of torch's own
+            operators.
+        slower: maps a request to the reasons why a later backend is faster; a caller who asks for this one by name gets
+            it all the same.
     """
 
     name: str
@@ -88,7 +92,7 @@ class Backend(Generic[AnyRequest, Run]):
         return reasons
 
 
-# -- choosing ------------------------------------------------------------------------------------------------------------
+# -- choosing ----------------------------------------------------------------------------------------------------------
 
 
 def choose(
@@ -98,8 +102,8 @@ def choose(
 
     Args:
         table: in order of preference.
-        name: the backend asked for; None: what `use_backend` says, which is not heard under ``torch.compile``, because context variables
-            cannot be read while tracing.
+        name: the backend asked for; None: what `use_backend` says, which is not heard under ``torch.compile``, because
+            context variables cannot be read while tracing.
 
     Raises:
         ConfigurationError: the name asked for is not a backend of this op.
@@ -129,7 +133,7 @@ def explain(table: Sequence[Backend[AnyRequest, Run]], request: AnyRequest) -> d
 
 @contextlib.contextmanager
 def use_backend(op: str, name: str) -> Iterator[None]:
-    """Inside, ``op`` runs on backend ``name`` or raises. For measurements, tests and people who know better."""
+    """Inside, ``op`` runs on backend ``name`` or raises. For measurements and tests."""
     token = _CHOSEN.set({**_CHOSEN.get(), op: name})
     try:
         yield
@@ -142,7 +146,7 @@ def chosen(op: str) -> str | None:
     return _CHOSEN.get().get(op)
 
 
-# -- what requests are made of, and common reasons -----------------------------------------------------------------------
+# -- what requests are made of, and common reasons ---------------------------------------------------------------------
 
 
 @functools.lru_cache
@@ -181,7 +185,9 @@ def dtype_reasons(found: torch.dtype, accepted: Sequence[torch.dtype], what: str
 
 
 def triton_reasons(device: torch.device | str, found: tuple[int, int]) -> list[str]:
-    """Why Triton's kernels cannot run on ``device`` of compute capability ``found``; on the CPU they run in Triton's interpreter alone."""
+    """Why Triton's kernels cannot run on ``device`` of compute capability ``found``; on the CPU they run in Triton's
+    interpreter alone.
+    """
     kind = device if isinstance(device, str) else device.type
     reasons = capability_reasons(found) if kind == "cuda" else []
     if kind != "cuda" and not (kind == "cpu" and interpreting()):
@@ -192,14 +198,18 @@ def triton_reasons(device: torch.device | str, found: tuple[int, int]) -> list[s
 
 
 def computes_at_once() -> bool:
-    """Whether tensors are numbers now: nobody traces or transforms (torch.func), who must see ops and knows the rules of those alone."""
+    """Whether tensors are numbers now: nothing traces or transforms (torch.func), which must see ops and knows the
+    rules of those alone.
+    """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
     return torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def differentiating_forward() -> bool:
-    """Whether forward-mode differentiation is on. What no rule covers gets no tangent there, which reads as a derivative of zero."""
+    """Whether forward-mode differentiation is on. What no rule covers gets no tangent there, which reads as a
+    derivative of zero.
+    """
     return torch.autograd.forward_ad._current_level >= 0  # noqa: SLF001
 
 
@@ -213,7 +223,7 @@ def refuse_forward_mode(op: str) -> None:
         raise Unsupported(f"{op}: {NO_FORWARD_MODE}")
 
 
-# -- row-wise ops --------------------------------------------------------------------------------------------------------
+# -- row-wise ops ------------------------------------------------------------------------------------------------------
 
 
 def _row_reasons(request: Request) -> list[str]:
@@ -244,7 +254,9 @@ def runs_triton(op: str, x: Tensor, row: int) -> bool:
 
 
 def interpreting() -> bool:
-    """Whether Triton's kernels run on the CPU in its interpreter (TRITON_INTERPRET=1 before triton is imported), as tests have it."""
+    """Whether Triton's kernels run on the CPU in its interpreter (TRITON_INTERPRET=1 before triton is imported), as
+    tests have it.
+    """
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 

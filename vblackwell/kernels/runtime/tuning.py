@@ -1,8 +1,9 @@
 """What was measured on this machine and never changes a result: the one cache of tuned settings and times.
 
-Entries are found first in the cache of this very GPU, driver, torch and triton version under ``$XDG_CACHE_HOME/vblackwell/autotune``, then
-in the table shipped for the GPU's name. Nothing is measured unasked. Files are replaced as a whole and a torn or foreign one is ignored.
-Each kind of kernel ('fp4', 'attention') has its own file and says itself what its entries are called and mean.
+Entries are found first in the cache of this very GPU, driver, torch and triton version under
+``$XDG_CACHE_HOME/vblackwell/autotune``, then in the table shipped for the GPU's name. Nothing is measured unasked.
+Files are replaced as a whole and a torn or foreign one is ignored. Each kind of kernel ('fp4', 'attention') has its own
+file and says itself what its entries are called and mean.
 """
 
 from __future__ import annotations

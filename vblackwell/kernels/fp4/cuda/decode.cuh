@@ -3,7 +3,8 @@
 #define PAIR_3_BITS 0x001B001Bu
 #define PAIR_3_MULTIPLIER 0x1084u
 
-// Product of code and scale as a half: value * 2^-SHIFT, so that it needs no subnormal scale. The epilogue returns 2^SHIFT.
+// Product of code and scale as a half: value * 2^-SHIFT, so that it needs no subnormal scale. The epilogue returns
+// 2^SHIFT.
 #if FP16
 #define WEIGHT_UNIT 16384.0f
 #else
@@ -54,14 +55,15 @@ DEVICE void decode_window(const uint4& q, u32 scales, int half, u32 (*a)[4]) {
     }
 }
 
-// Weights in two parts (kernels/fp4/layout.py). Shifts, masks and additions all issue at half rate on one pipe, and it is that pipe the weights
-// wait for. Masking the coarse bits and putting the fine ones next to them is one operation on it; taking away what a fine code of 8 adds is a
-// multiplication by one and an addition, which the other pipe does. The one is a parameter, or the compiler would see through it.
+// Weights in two parts (kernels/fp4/layout.py). Shifts, masks and additions all issue at half rate on one pipe, and it
+// is that pipe the weights wait for. Masking the coarse bits and putting the fine ones next to them is one operation on
+// it; taking away what a fine code of 8 adds is a multiplication by one and an addition, which the other pipe does. The
+// one is a parameter, or the compiler would see through it.
 #define FINE_MASK 0x003C003Cu
 #define FINE_NOTHING 0x00200020u
 
-// A coarse pair in place among other bits, with its fine codes, which lie in bits 5..2 of both halves of `fine`, as E2M5. No carry leaves a
-// half: only cells that do not begin at zero have fine codes below 8.
+// A coarse pair in place among other bits, with its fine codes, which lie in bits 5..2 of both halves of `fine`, as
+// E2M5. No carry leaves a half: only cells that do not begin at zero have fine codes below 8.
 DEVICE u32 refine(u32 coarse, u32 fine, u32 one) { return ((coarse & PAIR_MASK) | (fine & FINE_MASK)) * one - FINE_NOTHING; }
 
 // Eight coarse and fine codes to four unscaled pairs.

@@ -1,7 +1,9 @@
-// A tiled weight to a row-major one: (code * scale) * tensor_scale in fp32, rounded once to bf16, fp16 or fp32 (OUT 0, 1, 2).
+// A tiled weight to a row-major one: (code * scale) * tensor_scale in fp32, rounded once to bf16, fp16 or fp32 (OUT 0,
+// 1, 2).
 //
-// A warp takes one tile of 32 rows by 64 columns, a block eight (four for fp32) neighbouring ones, so that the writes of a block are
-// runs of whole cache lines. Lanes own 16 columns of 4 rows; shared memory turns that into rows (granules of 16 bytes, xor-swizzled).
+// A warp takes one tile of 32 rows by 64 columns, a block eight (four for fp32) neighbouring ones, so that the writes
+// of a block are runs of whole cache lines. Lanes own 16 columns of 4 rows; shared memory turns that into rows
+// (granules of 16 bytes, xor-swizzled).
 #define WARPS (OUT == 2 ? 4 : 8)
 #if OUT == 2
 #define ELEMENT_BYTES 4

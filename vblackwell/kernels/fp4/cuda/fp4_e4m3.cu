@@ -1,11 +1,14 @@
-// Both operands of an FP8 matmul in one launch: a tiled mxfp4 weight as row-major E4M3, each row relative to its largest scale, exact where the
-// row spans no more than 2^14 (others are refused before: `row_tops_for_w4a8`), and rows of x (fp16 with X_FP16; KEPT is how much of one a thread keeps) rounded to E4M3.
+// Both operands of an FP8 matmul in one launch: a tiled mxfp4 weight as row-major E4M3, each row relative to its
+// largest scale, exact where the row spans no more than 2^14 (others are refused before: `row_tops_for_w4a8`), and rows
+// of x (fp16 with X_FP16; KEPT is how much of one a thread keeps) rounded to E4M3.
 //
-// A lane's 16 columns of a row are one vector of 16 bytes, and the four lanes of a quad are neighbours: results leave from registers. A warp
-// takes a tile of 32 rows by 64 columns, a block WARPS neighbouring ones. bf16 arithmetic makes the bytes: E4M3's exponent and mantissa are
-// bits 10 to 4 of a bf16 that is 2^-120 as large, subnormals included, so a code needs no conversion from fp32.
+// A lane's 16 columns of a row are one vector of 16 bytes, and the four lanes of a quad are neighbours: results leave
+// from registers. A warp takes a tile of 32 rows by 64 columns, a block WARPS neighbouring ones. bf16 arithmetic makes
+// the bytes: E4M3's exponent and mantissa are bits 10 to 4 of a bf16 that is 2^-120 as large, subnormals included, so a
+// code needs no conversion from fp32.
 #define WARPS 8
-// `row_top`: the E5M3 byte of each row's largest scale, which becomes 2^6; `row_scale` says what a row must be multiplied by to be the weight.
+// `row_top`: the E5M3 byte of each row's largest scale, which becomes 2^6; `row_scale` says what a row must be
+// multiplied by to be the weight.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 prepare_e4m3(const u8* codes, const u8* scales, const float* tensor_scale, const u8* row_top, u8* w, int N, int K, float* row_scale,
              const u16* x, u8* q, float* x_scale, int M, int row_blocks) {
@@ -16,7 +19,8 @@ prepare_e4m3(const u8* codes, const u8* scales, const float* tensor_scale, const
     if (row_block >= 0) {
         wait_for_previous();
         const int columns = (K + 64 * WARPS - 1) / (64 * WARPS);  // of blocks
-        float* tops = (float*)memory;  // of two rows in turns: who is done with one may be a barrier ahead of the others
+        // of two rows in turns: a warp that is done with one may be a barrier ahead of the others
+        float* tops = (float*)memory;
         for (int m = row_block * columns + blockIdx.x; m < M; m += row_blocks * columns) {
             u8* row = q + (u64)m * K;
             round_row(x + (u64)m * K, x_scale + m, K, K, threadIdx.x, tops, [=](int k, uint2 v) { *(uint2*)(row + k) = v; });

@@ -1,33 +1,36 @@
 // y = act(x W^T + bias) for few rows of x: weights are the A operand of mma.m16n8k16, tokens its n = 8.
 //
-// A warp takes one band of 32 weight rows and a share of K; per window of 64 columns a lane needs 2 x 128 bits of codes and 32 bits
-// of scales: the layout already is the fragment. They come by cp.async, PREFETCH windows ahead, into a ring that is private to the lane,
-// so that waiting takes no barrier. (Prefetching into registers does not work: the compiler gives all loads one scoreboard, and
-// waiting for the oldest waits for the newest.) ROW_WARPS warps stand side by side and share x in shared memory; K_WARPS take turns at the
-// windows, SPLITS blocks of a cluster split K further; sums of the warps meet in shared memory, those of the blocks are sent to the one that
-// writes the output; both are added in a fixed order.
+// A warp takes one band of 32 weight rows and a share of K; per window of 64 columns a lane needs 2 x 128 bits of codes
+// and 32 bits of scales: the layout already is the fragment. They come by cp.async, PREFETCH windows ahead, into a ring
+// that is private to the lane, so that waiting takes no barrier. (Prefetching into registers does not work: the
+// compiler gives all loads one scoreboard, and waiting for the oldest waits for the newest.) ROW_WARPS warps stand side
+// by side and share x in shared memory; K_WARPS take turns at the windows, SPLITS blocks of a cluster split K further;
+// sums of the warps meet in shared memory, those of the blocks are sent to the one that writes the output; both are
+// added in a fixed order.
 //
 // x is staged by chunks of K in fragment order [window][half][token][lane of quad][16 bytes], so that a fragment is one
 // conflict-free 128-bit load. Columns beyond K are zeros there, which lets warps read any valid weights past the end.
 // Tokens beyond M are never written nor read back: columns of an mma do not mix.
 //
-// With BULK (sm_90, K a multiple of 64, no LayerNorm) rows of x come by bulk copies as they are, CHUNK windows at a time, into X_STAGES slots
-// that barriers guard: the first product waits for one round of the warps' rings only. Rows in shared memory are 16 bytes longer than
-// what they hold, so that a fragment, 32 contiguous bytes of a row, is still two conflict-free loads. One warp asks for x as slots come free.
+// With BULK (sm_90, K a multiple of 64, no LayerNorm) rows of x come by bulk copies as they are, CHUNK windows at a
+// time, into X_STAGES slots that barriers guard: the first product waits for one round of the warps' rings only. Rows
+// in shared memory are 16 bytes longer than what they hold, so that a fragment, 32 contiguous bytes of a row, is still
+// two conflict-free loads. One warp asks for x as slots come free.
 //
-// With NORM the rows of x are normalised on the way (1: RMSNorm, 2: LayerNorm). What the norm multiplies columns by, the gain, goes onto
-// staged x; what it multiplies rows by is known when all of x has passed, and goes onto the sums, which is the same. LayerNorm's
-// x is staged less the mean of its first columns, a pivot near the true mean: x itself, rounded with its gain, would lose the bits
-// that a large mean hides. What is left of the mean is subtracted behind the sum, times the products of W with the gain.
-// With BULK the gain comes as one more row of x and goes onto fragments; x times itself, as an mma, has the squares on its diagonal.
+// With NORM the rows of x are normalised on the way (1: RMSNorm, 2: LayerNorm). What the norm multiplies columns by,
+// the gain, goes onto staged x; what it multiplies rows by is known when all of x has passed, and goes onto the sums,
+// which is the same. LayerNorm's x is staged less the mean of its first columns, a pivot near the true mean: x itself,
+// rounded with its gain, would lose the bits that a large mean hides. What is left of the mean is subtracted after the
+// sum, times the products of W with the gain. With BULK the gain comes as one more row of x and goes onto fragments; x
+// times itself, as an mma, has the squares on its diagonal.
 //
-// Set by the launcher: NORM (or not), FP16, TOKENS (a power of two), ROW_WARPS, K_WARPS, SPLITS, PREFETCH, PASS_TOKENS, MIN_BLOCKS, OUT32,
-// BULK (or not), and with it CHUNK (a multiple of K_WARPS * PREFETCH) and X_STAGES.
+// Set by the launcher: NORM (or not), FP16, TOKENS (a power of two), ROW_WARPS, K_WARPS, SPLITS, PREFETCH, PASS_TOKENS,
+// MIN_BLOCKS, OUT32, BULK (or not), and with it CHUNK (a multiple of K_WARPS * PREFETCH) and X_STAGES.
 
 #define PASSES ((TOKENS + PASS_TOKENS - 1) / PASS_TOKENS)
 #define SHARE (PASS_TOKENS * (ROWS / 4) / SPLITS)  // groups of four outputs, of all tokens, that a block of the cluster writes
-// After the statistics: sums of the cluster's other blocks, their barrier. In whole lines of 128 bytes: cp.async into rings that lie across
-// them takes shared memory 12 cycles a warp, not 4.
+// After the statistics: sums of the cluster's other blocks, their barrier. In whole lines of 128 bytes: cp.async into
+// rings that lie across them takes shared memory 12 cycles a warp, not 4.
 #define MAIL_BYTES (SPLITS > 1 ? (16 + (SPLITS - 1) * SHARE * 16 + 127) / 128 * 128 : 0)
 #define FRONT_BYTES (STATISTICS_BYTES + MAIL_BYTES)
 #define WINDOW_BYTES 1152  // codes of the upper 16 rows, of the lower 16 rows, scales
@@ -105,8 +108,8 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
     cluster_arrive_started();
 #endif
 
-    // Shared memory: statistics of rows, the mail with its barrier, a ring for each warp, then x (two buffers if there are several chunks, with
-    // BULK X_STAGES slots and their barriers); later, behind the mail, the sums.
+    // Shared memory: statistics of rows, the mail with its barrier, a ring for each warp, then x (two buffers if there
+    // are several chunks, with BULK X_STAGES slots and their barriers); later, after the mail, the sums.
     const u32 ring = shared_address(memory) + FRONT_BYTES + warp * (PREFETCH * WINDOW_BYTES);
     const u32 shared_x = shared_address(memory) + FRONT_BYTES + ROW_WARPS * K_WARPS * PREFETCH * WINDOW_BYTES;
 #if BULK
@@ -123,15 +126,16 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
 #if BULK
     const u8* from_codes = band_codes + (u64)(first + k_warp) * 1024;
     const u8* from_scales = band_scales + (u64)(first + k_warp) * 128;
-    int left = (end - first - k_warp + K_WARPS - 1) / K_WARPS;  // windows of this warp from `from_codes` on, that one included
+    // windows of this warp from `from_codes` on, that one included
+    int left = (end - first - k_warp + K_WARPS - 1) / K_WARPS;
     const u32 ring_codes = ring + lane * 16, ring_scales = ring + 1024 + lane * 4;
-    // A window of this warp to a slot of its ring, by how many of its windows it lies behind the pointers.
-    auto load = [&](int slot, int behind) {
-        if (behind < left) {
-            const u8* from = from_codes + behind * (K_WARPS * 1024);
+    // A window of this warp to a slot of its ring, by how many of its windows it lies after the pointers.
+    auto load = [&](int slot, int offset) {
+        if (offset < left) {
+            const u8* from = from_codes + offset * (K_WARPS * 1024);
             copy_async(ring_codes + slot * WINDOW_BYTES, from, 16);
             copy_async(ring_codes + slot * WINDOW_BYTES + 512, from + 512, 16);
-            copy_async_word(ring_scales + slot * WINDOW_BYTES, from_scales + behind * (K_WARPS * 128), 4);
+            copy_async_word(ring_scales + slot * WINDOW_BYTES, from_scales + offset * (K_WARPS * 128), 4);
         }
         copy_commit();
     };
@@ -163,7 +167,7 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
     x += (u64)m0 * K;
 #if BULK
     const u32 full = shared_x + X_STAGES * X_ROWS * X_PITCH, empty = full + 8 * X_STAGES;
-    // The first round of windows, which everybody waits for, has a barrier of its own where a chunk is longer.
+    // The first round of windows, which all warps wait for, has a separate barrier where a chunk is longer.
     const u32 early = CHUNK > ROUND ? empty + 8 * X_STAGES : full;
     if (tid == 0) {
         for (int s = 0; s < X_STAGES; s++) {
@@ -174,7 +178,8 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
         barrier_init_done();
     }
     __syncthreads();
-    auto fetch = [&](int chunk, int skipped, int most, u32 barrier) {  // windows of a chunk, by one warp: a lane asks for a row
+    // windows of a chunk, by one warp: a lane asks for a row
+    auto fetch = [&](int chunk, int skipped, int most, u32 barrier) {
         const int from = first + chunk * CHUNK + skipped, count = min(most, end - from);
         if (count <= 0) return;
         if (lane == 0) barrier_expect(barrier, (tokens + NORM) * count * 128);
@@ -206,12 +211,12 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
             fetch(chunk - 1 + X_STAGES, 0, CHUNK, full + 8 * previous);
         }
         const int size = min(CHUNK, end - first - chunk * CHUNK);
-        bool waits = chunk == 0 && size > ROUND;  // for what is behind the first round
+        bool waits = chunk == 0 && size > ROUND;  // for what comes after the first round
         barrier_wait(chunk == 0 ? early : full + 8 * stage, parity);
         u32 x_address = x_lane + stage * (X_ROWS * X_PITCH);
         int mine = (size - k_warp + K_WARPS - 1) / K_WARPS;
-        auto multiply = [&](int slot, int behind) {
-            const u32 x_at = x_address + behind * (K_WARPS * 128);
+        auto multiply = [&](int slot, int offset) {
+            const u32 x_at = x_address + offset * (K_WARPS * 128);
 #if NORM
             compute(acc, ring_codes + slot * WINDOW_BYTES, ring_scales + slot * WINDOW_BYTES, x_at, x_at + (TOKENS - token) * X_PITCH,
                     row_warp == 0, squares);
@@ -320,8 +325,9 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
         put_sums<PASS_TOKENS>(red, acc, pass * (PASS_TOKENS / 8), row_warp, k_warp, lane);
         __syncthreads();
 #if SPLITS > 1
-        // Each block sends the others their shares, and adds, in the blocks' order, what it was sent to its own. Nobody waits for the end of
-        // another: a block sends behind all that it reads of others (the statistics of rows), and ends behind what all others sent.
+        // Each block sends the others their shares, and adds, in the blocks' order, what it was sent to its own. No
+        // block waits for the end of another: a block sends after all that it reads of others (the statistics of rows),
+        // and ends after what all others sent.
         const float4* mail = (const float4*)(memory + STATISTICS_BYTES + 16);  // [SPLITS - 1][share]
         const int own = rank * share, outputs = share;
 #pragma unroll

@@ -1,25 +1,29 @@
-// y = act(x W^T + bias) for tens to hundreds of rows of x (sm_90a): weights are the A operand of wgmma, decoded into registers,
-// tokens its n, from shared memory.
+// y = act(x W^T + bias) for tens to hundreds of rows of x (sm_90a): weights are the A operand of wgmma, decoded into
+// registers, tokens its n, from shared memory.
 //
-// A block takes 64 * GROUPS weight rows and TOKENS tokens; each of its GROUPS warpgroups owns 64 rows, and KGROUPS such sets take turns at
-// the windows of 64 columns. Codes and scales come by cp.async, PREFETCH windows ahead, into a ring that is private to the lane, so that waiting
-// for them takes no barrier; weights are decoded into registers while the tensor cores work on other windows. One more
-// warpgroup brings x, STAGES windows deep. SPLITS blocks of a cluster split K; sums of the K groups meet in shared memory, those of the blocks are
-// sent to the one that writes the output; both are added in a fixed order.
+// A block takes 64 * GROUPS weight rows and TOKENS tokens; each of its GROUPS warpgroups owns 64 rows, and KGROUPS such
+// sets take turns at the windows of 64 columns. Codes and scales come by cp.async, PREFETCH windows ahead, into a ring
+// that is private to the lane, so that waiting for them takes no barrier; weights are decoded into registers while the
+// tensor cores work on other windows. One more warpgroup brings x, STAGES windows deep. SPLITS blocks of a cluster
+// split K; sums of the K groups meet in shared memory, those of the blocks are sent to the one that writes the output;
+// both are added in a fixed order.
 //
-// A stage of x is TOKENS rows of 128 bytes with the 128-byte swizzle, columns inside a window permuted as the tiled layout
-// permutes them, zeros beyond K. A kernel before this one (`swizzle_x`) has written that form, and a stage is one bulk copy.
+// A stage of x is TOKENS rows of 128 bytes with the 128-byte swizzle, columns inside a window permuted as the tiled
+// layout permutes them, zeros beyond K. A kernel before this one (`swizzle_x`) has written that form, and a stage is
+// one bulk copy.
 //
-// FRAGMENTS: sets of decoded weights that a warpgroup holds. With 2 it decodes one while the tensor cores work on the other; with 1 it waits
-// for its products, which others have under way meanwhile, and has the registers to stand next to three more.
+// FRAGMENTS: sets of decoded weights that a warpgroup holds. With 2 it decodes one while the tensor cores work on the
+// other; with 1 it waits for its products, which others have under way meanwhile, and has the registers to stand next
+// to three more.
 //
-// WINDOWS_PER_STEP: windows of a set. Between products of a set and the next one's lie some 300 cycles of waiting and arriving,
-// whatever their number (64 rows of x); with 2, K groups take turns at pairs of windows.
+// WINDOWS_PER_STEP: windows of a set. Between products of a set and the next one's lie some 300 cycles of waiting and
+// arriving, whatever their number (64 rows of x); with 2, K groups take turns at pairs of windows.
 //
-// Set by the launcher: FP16, TOKENS, GROUPS, KGROUPS, SPLITS, FRAGMENTS, WINDOWS_PER_STEP, STAGES (of each K group the same, two
-// sets or more), PREFETCH (even), REGISTERS and COPY_REGISTERS (of a thread that multiplies, and of one that copies), OUT32,
-// LAUNCH_REGISTERS: every thread's registers when a block starts. They leave room for a block of `swizzle_x`, the next product's,
-// which waits while this kernel runs; so the next one's weights are on their way while its x is swizzled.
+// Set by the launcher: FP16, TOKENS, GROUPS, KGROUPS, SPLITS, FRAGMENTS, WINDOWS_PER_STEP, STAGES (of each K group the
+// same, two sets or more), PREFETCH (even), REGISTERS and COPY_REGISTERS (of a thread that multiplies, and of one that
+// copies), OUT32, LAUNCH_REGISTERS: every thread's registers when a block starts. They leave room for a block of
+// `swizzle_x`, the next product's, which waits while this kernel runs; so the next one's weights are on their way while
+// its x is swizzled.
 #define TURN (KGROUPS * WINDOWS_PER_STEP)
 static_assert(TURN == 1 || (STAGES % TURN == 0 && STAGES >= 2 * TURN), "a stage belongs to one K group");
 static_assert(WINDOWS_PER_STEP == 1 || (WINDOWS_PER_STEP == 2 && FRAGMENTS == 1), "one window, one pair, or two one after the other");
@@ -75,7 +79,7 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
             ring_fill<STAGES, STAGE_BYTES>(shared, full, empty, x + ((u64)blockIdx.z * windows + begin) * STAGE_BYTES, count);
         }
 #if SPLITS > 1
-        cluster_wait_started();  // who arrives waits, too
+        cluster_wait_started();  // a warp that arrives waits, too
 #endif
     } else {
         take_registers<REGISTERS>();
@@ -89,10 +93,10 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
         const int mine = sets * WINDOWS_PER_STEP - missing;  // windows of this warp
         const u32 ring_codes = shared + RINGS + warp * (PREFETCH * WINDOW_BYTES) + lane * 16;
         const u32 ring_scales = shared + RINGS + warp * (PREFETCH * WINDOW_BYTES) + 512 + lane * 4;
-        // A window of this warp to a slot of its ring, by how many windows it lies behind the pointers.
-        auto load = [&](int slot, int behind, bool wanted) {
+        // A window of this warp to a slot of its ring, by how many windows it lies after the pointers.
+        auto load = [&](int slot, int offset, bool wanted) {
             if (wanted) {
-                const int at = behind / WINDOWS_PER_STEP * WINDOWS_PER_STEP * KGROUPS + behind % WINDOWS_PER_STEP;
+                const int at = offset / WINDOWS_PER_STEP * WINDOWS_PER_STEP * KGROUPS + offset % WINDOWS_PER_STEP;
                 copy_async(ring_codes + slot * WINDOW_BYTES, from_codes + at * 1024, 16);
                 copy_async_word(ring_scales + slot * WINDOW_BYTES, from_scales + at * 128, 4);
             }
@@ -115,8 +119,10 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
             for (int d = 0; d < PREFETCH; d += WINDOWS_PER_STEP) {
                 if (i + d >= mine) break;
 #pragma unroll
-                for (int w = 0; w < WINDOWS_PER_STEP; w++) load(d + w, d + w + PREFETCH, i + d + w + PREFETCH < mine);  // its slot was decoded before
-                const int there = WINDOWS_PER_STEP == 1 ? 1 : min(WINDOWS_PER_STEP, mine - i - d);  // fewer in the last set of all
+                // its slot was decoded before
+                for (int w = 0; w < WINDOWS_PER_STEP; w++) load(d + w, d + w + PREFETCH, i + d + w + PREFETCH < mine);
+                // fewer in the last set of all
+                const int there = WINDOWS_PER_STEP == 1 ? 1 : min(WINDOWS_PER_STEP, mine - i - d);
                 barrier_wait(full + 8 * stage, parity);
                 if (there > 1) barrier_wait(full + 8 * stage + 8, parity);
                 const u64 b = wgmma_operand(shared + stage * STAGE_BYTES);
@@ -155,9 +161,9 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
         copy_wait_all();
         wgmma_wait<0>();
 
-        const float unit = tensor_scale[0] * WEIGHT_UNIT;  // here: while windows pass, every register is somebody's
-        // Four sums are 8 tokens and 16 rows of a warp, in the order of its lanes. One K group adds the others' to its own, of some tokens; each has
-        // some of every block's share.
+        const float unit = tensor_scale[0] * WEIGHT_UNIT;  // here: while windows pass, every register is in use
+        // Four sums are 8 tokens and 16 rows of a warp, in the order of its lanes. One K group adds the others' to its
+        // own, of some tokens; each has some of every block's share.
         constexpr int VECTORS = TOKENS / 8, LANES = 128 * GROUPS, SHARED = SHARE / 8, UNIT = SHARED % 2 == 0 ? 2 : 1;
         const int at_lane = row_warp * 32 + lane;
         auto adds = [&](int v) { return v % SHARED / UNIT * KGROUPS / (SHARED / UNIT) == k_group; };
@@ -206,9 +212,11 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
 #else
         const int rank = 0;
 #endif
-        const int m0 = blockIdx.z * TOKENS + rank * SHARE, tokens = min(SHARE, M - m0);  // none, or fewer, behind the last one
+        // none, or fewer, after the last one
+        const int m0 = blockIdx.z * TOKENS + rank * SHARE, tokens = min(SHARE, M - m0);
 #if !OUT32 && SHARE % 16 == 0
-        if (activation == 0 && N % 8 == 0) {  // what needs no look at single outputs: halves, in rows of tokens, which all copy out
+        // what needs no look at single outputs: halves, in rows of tokens, which all copy out
+        if (activation == 0 && N % 8 == 0) {
             const u32 tile = shared + GROUP_SUMS;
             const int first_row = block * ROWS + row_warp * 16 + (lane >> 2);
             const float upper = bias && first_row < N ? half_to_float(bias[first_row]) : 0.0f;

@@ -1,11 +1,11 @@
-// What a block of `fp4_mma` and of `two_part_mma` is made of, by what the launcher sets (fp4_mma.cu): warps in rows, turns at K, x in shared
-// memory, the products, and the sums of a block.
+// What a block of `fp4_mma` and of `two_part_mma` is made of, by what the launcher sets (fp4_mma.cu): warps in rows,
+// turns at K, x in shared memory, the products, and the sums of a block.
 #define NB (TOKENS < 8 ? 1 : TOKENS / 8)
 #define ROWS (32 * ROW_WARPS)
 #define THREADS (32 * ROW_WARPS * K_WARPS)
 #define RED_STRIDE (ROWS + 4)
-// Where a lane finds x in shared memory, for mma.m16n8k16: rows as bulk copies bring them (BULK, CHUNK windows a slot, 16 bytes longer than
-// what they hold), or fragments in their order.
+// Where a lane finds x in shared memory, for mma.m16n8k16: rows as bulk copies bring them (BULK, CHUNK windows a slot,
+// 16 bytes longer than what they hold), or fragments in their order.
 #ifndef BULK
 #define BULK 0
 #endif
@@ -18,7 +18,8 @@
 #define X_HALF (TOKENS * 64)
 #endif
 
-// A chunk of x into shared memory in fragment order: columns [first, first + 64 * windows), tokens [0, tokens); zeros beyond K.
+// A chunk of x into shared memory in fragment order: columns [first, first + 64 * windows), tokens [0, tokens); zeros
+// beyond K.
 DEVICE void stage(u32 shared, const u16* x, int tokens, int K, int first, int windows, int tid) {
     const int granules = windows * 8, step_m = THREADS / granules, step_c = THREADS % granules;
     int m = tid / granules, c = tid % granules;
@@ -70,7 +71,8 @@ DEVICE void put_sums(float* red, const float (*acc)[NB][4], int first, int row_w
             }
 }
 
-// A block's sum of group `e` of `put_sums`: four rows of a token, tokens outermost; the warps that split K in their order.
+// A block's sum of group `e` of `put_sums`: four rows of a token, tokens outermost; the warps that split K in their
+// order.
 template <int TOKENS_NOW>
 DEVICE float4 block_sum(const float* red, int e) {
     const float* at = red + e / (ROWS / 4) * RED_STRIDE + e % (ROWS / 4) * 4;

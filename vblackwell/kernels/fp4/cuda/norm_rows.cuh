@@ -10,7 +10,8 @@
 static_assert(!NORM || K_WARPS * TOKENS <= 256, "squares of each K warp have a kilobyte");
 #endif
 #if BULK && NORM
-// x of a window, of this lane's tokens, times its gain; onto `squares`, if asked for, x times itself, by rows and columns of tokens.
+// x of a window, of this lane's tokens, times its gain; onto `squares`, if asked for, x times itself, by rows and
+// columns of tokens.
 DEVICE void take_gain(uint4 (*b)[2], u32 gain_address, bool with_squares, float (*squares)[4]) {
     if (with_squares) {
         auto step = [&](u32 low, u32 low8, u32 high, u32 high8) {  // columns 2 t and 8 + 2 t on, of tokens g and 8 + g
@@ -103,7 +104,8 @@ DEVICE void apply_gain(u32 shared, const u16* gain, float pivot, int tokens, int
         store_shared(at, make_uint4(out[0], out[1], out[2], out[3]));
     }
 }
-// From the sums of this thread's columns to the row's statistics, over the block and its cluster. Ends before a barrier.
+// From the sums of this thread's columns to the row's statistics, over the block and its cluster. Ends before a
+// barrier.
 DEVICE void finish_rows(Statistics* statistics, const float* sums, int K, float eps, int tid) {
     const int m = tid / ROW_THREADS;
     const bool first = tid % ROW_THREADS == 0;

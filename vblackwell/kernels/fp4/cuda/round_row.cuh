@@ -1,4 +1,5 @@
-// A row of x, bf16 or with X_FP16 fp16, to E4M3, relative to its largest magnitude (2^-100 at least), which becomes 448: by a block, or by a warp.
+// A row of x, bf16 or with X_FP16 fp16, to E4M3, relative to its largest magnitude (2^-100 at least), which becomes
+// 448: by a block, or by a warp.
 #ifndef ROUND_WARPS
 #define ROUND_WARPS 8  // of a block, that share a row
 #endif
@@ -38,8 +39,9 @@ DEVICE uint2 rounded(const uint4 v, float factor) {
     return make_uint2(to_e4m3(f[0], f[1], f[2], f[3]), to_e4m3(f[4], f[5], f[6], f[7]));
 }
 
-// K elements, a multiple of 8; zeros from there to `end`. `put(k, v)` gets elements k to k + 7. Of the granules of 16 bytes that a thread reads it
-// keeps the first KEPT; those behind are read twice. `tops` has ROUND_WARPS floats in shared memory.
+// K elements, a multiple of 8; zeros from there to `end`. `put(k, v)` gets elements k to k + 7. Of the granules of 16
+// bytes that a thread reads it keeps the first KEPT; the others are read twice. `tops` has ROUND_WARPS floats in shared
+// memory.
 template <class Put>
 DEVICE void round_row(const u16* x, float* scale, int K, int end, int tid, float* tops, Put put) {
     const int step = ROUND_WARPS * 256;

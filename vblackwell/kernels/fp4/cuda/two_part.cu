@@ -1,15 +1,16 @@
 // y = act(x W^T + bias) for few rows of x and a weight in two parts (kernels/fp4/layout.py), in one pass over both.
 //
-// The frame is that of fp4_mma.cu (mma_block.cuh): weights are the A operand of mma.m16n8k16, tokens its n = 8; a warp takes one band of 32
-// weight rows and a share of K; ROW_WARPS stand side by side, K_WARPS take turns at the windows, SPLITS blocks of a cluster split K further;
-// x comes in bulk copies after barriers (BULK: sm_90, K a multiple of 64) or is staged by chunks; sums meet in shared memory, those of the
-// blocks are sent to the one that finishes them, and are added in a fixed order. What differs: a window is 2176 bytes, and the decode adds
-// the fine bits to the coarse ones before the one multiplication by the scale, an E2M5 number times a scale of four bits, rounded to bf16
-// (2^-8 of a weight at most, next to the 2^-6 of a code that the fine part resolves). So the fine part costs its bytes and eleven operations
-// for eight weights, and no second product.
+// The frame is that of fp4_mma.cu (mma_block.cuh): weights are the A operand of mma.m16n8k16, tokens its n = 8; a warp
+// takes one band of 32 weight rows and a share of K; ROW_WARPS stand side by side, K_WARPS take turns at the windows,
+// SPLITS blocks of a cluster split K further; x comes in bulk copies after barriers (BULK: sm_90, K a multiple of 64)
+// or is staged by chunks; sums meet in shared memory, those of the blocks are sent to the one that finishes them, and
+// are added in a fixed order. What differs: a window is 2176 bytes, and the decode adds the fine bits to the coarse
+// ones before the one multiplication by the scale, an E2M5 number times a scale of four bits, rounded to bf16 (2^-8 of
+// a weight at most, next to the 2^-6 of a code that the fine part resolves). So the fine part costs its bytes and
+// eleven operations for eight weights, and no second product.
 //
-// Set by the launcher: FP16 (0), TOKENS (a power of two, at most 16), ROW_WARPS, K_WARPS, SPLITS, PREFETCH, MIN_BLOCKS, OUT32, BULK (or not),
-// and with it CHUNK (a multiple of K_WARPS) and X_STAGES.
+// Set by the launcher: FP16 (0), TOKENS (a power of two, at most 16), ROW_WARPS, K_WARPS, SPLITS, PREFETCH, MIN_BLOCKS,
+// OUT32, BULK (or not), and with it CHUNK (a multiple of K_WARPS) and X_STAGES.
 #define WINDOW_BYTES 2176  // coarse codes of the upper 16 rows, of the lower, fine codes of both, scales
 
 // The window at `w_address` (this lane's 16 bytes) times 64 columns of x at `x_address`.
@@ -58,8 +59,8 @@ two_part_mma(const u16* x, const u8* codes, const u8* fine, const u8* scales, co
     const int band = min((int)blockIdx.x * ROW_WARPS + row_warp, bands - 1);
     const int m0 = blockIdx.z * TOKENS, tokens = min(TOKENS, M - m0);
 
-    // Shared memory: a ring for each warp, then x (two buffers if there are several chunks, with BULK X_STAGES slots and their barriers);
-    // later the sums.
+    // Shared memory: a ring for each warp, then x (two buffers if there are several chunks, with BULK X_STAGES slots
+    // and their barriers); later the sums.
     const u32 ring = shared_address(memory) + warp * (PREFETCH * WINDOW_BYTES);
     const u32 shared_x = shared_address(memory) + ROW_WARPS * K_WARPS * PREFETCH * WINDOW_BYTES;
 #if BULK
@@ -193,8 +194,8 @@ two_part_mma(const u16* x, const u8* codes, const u8* fine, const u8* scales, co
 #if SPLITS == 1
     for (int e = tid; e < count; e += THREADS) finish(e, block_sum<TOKENS>(red, e));
 #else
-    // Group e is finished by block e % SPLITS, to which each block sends its sum: a place for every block's, beyond all that another one may
-    // still be reading. So blocks meet once, and nobody waits for an answer.
+    // Group e is finished by block e % SPLITS, to which each block sends its sum: a place for every block's, beyond all
+    // that another one may still be reading. So blocks meet once, and no block waits for an answer.
     const int rank = cluster_rank();
     const u32 given = shared_address(memory) + shared_bytes - TOKENS * ROWS * 4;
     constexpr int SHARE = TOKENS * (ROWS / 4) / SPLITS;  // groups a block, at most

@@ -1,6 +1,8 @@
-// A weight in two parts written out: (code * scale) * tensor_scale in fp32 rounded once, for many rows and for backward.
+// A weight in two parts written out: (code * scale) * tensor_scale in fp32 rounded once, for many rows and for
+// backward.
 //
-// A tile of 32 rows by 64 columns a warp, four of them a block; a lane writes 16 columns of 4 rows, 32 or 64 contiguous bytes. OUT 0 is bf16, 1 fp16, 2 fp32.
+// A tile of 32 rows by 64 columns a warp, four of them a block; a lane writes 16 columns of 4 rows, 32 or 64 contiguous
+// bytes. OUT 0 is bf16, 1 fp16, 2 fp32.
 extern "C" __global__ void __launch_bounds__(128)
 two_part_dequantize(const u8* codes, const u8* fine, const u8* scales, const float* tensor_scale, void* w, int N, int K) {
     let_next_start();

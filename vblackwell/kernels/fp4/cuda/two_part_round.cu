@@ -1,7 +1,9 @@
-// A weight rounded to both parts on kept scales and back (numerics/separation.py: round_to_parts), elementwise: what training multiplies by.
+// A weight rounded to both parts on kept scales and back (numerics/separation.py: round_to_parts), elementwise: what
+// training multiplies by.
 //
-// A thread takes a block of 16 columns, which has one scale: 32 or 64 contiguous bytes. The arithmetic is the oracle's, operation by operation
-// and in fp32; what a compiler may contract is exact either way. NaN stays, and a scale of NaN shows.
+// A thread takes a block of 16 columns, which has one scale: 32 or 64 contiguous bytes. The arithmetic is the oracle's,
+// operation by operation and in fp32; what a compiler may contract is exact either way. NaN stays, and a scale of NaN
+// shows.
 //
 // Set by the launcher: FP16 (0), IN and OUT: 0 bf16, 1 fp16, 2 fp32.
 #define ROUND_THREADS 256
@@ -111,7 +113,8 @@ two_part_round(const void* w, const u8* scales, const float* tensor_scale, void*
     }
 }
 
-// -- how far a weight has drifted from its scales, and new ones where it has: numerics/separation.py, renewed_scales ----------------------
+// -- how far a weight has drifted from its scales, and new ones where it has: numerics/separation.py, renewed_scales
+// ----------------------
 
 // 256 threads' values at `mine`, added or the largest of them, in a fixed order; `memory` has room for them.
 DEVICE void reduce_three(float* memory, float* sums, u32* top) {
@@ -132,8 +135,8 @@ DEVICE void reduce_three(float* memory, float* sums, u32* top) {
     sums[0] = first[0], sums[1] = second[0], *top = tops[0];
 }
 
-// The largest magnitude of each block of 16, NaN above all; and for each CTA the sums of |amax - old| and of old, what the kept scales
-// were made for, and the largest of all. `scales` may be null.
+// The largest magnitude of each block of 16, NaN above all; and for each CTA the sums of |amax - old| and of old, what
+// the kept scales were made for, and the largest of all. `scales` may be null.
 extern "C" __global__ void __launch_bounds__(ROUND_THREADS)
 two_part_measure(const void* w, const u8* scales, const float* tensor_scale, float* amax, float* partials, int N, int K, int row_stride,
               int aligned, int ctas) {
@@ -181,7 +184,8 @@ DEVICE u32 e4m3_code(float v) {
     return ((bits + 0x7FFFFu + ((bits >> 20) & 1)) >> 20) - (120 << 3);
 }
 
-// `kept` where it may stay, or the scales of `amax`: `scales` (total) and `tensor_scale`. Without `kept` (null) new ones.
+// `kept` where it may stay, or the scales of `amax`: `scales` (total) and `tensor_scale`. Without `kept` (null) new
+// ones.
 extern "C" __global__ void __launch_bounds__(ROUND_THREADS)
 two_part_renew(const float* amax, const float* partials, const u8* kept, const float* kept_tensor, u8* scales, float* tensor_scale,
                float* drift, int total, int ctas, float threshold) {

@@ -1,20 +1,24 @@
-// y = act(x W^T + bias) on FP8 tensor cores, for many rows of x (sm_90a), x rounded to E4M3 by rows and W from mxfp4, exactly. `w4a8` decodes
-// weights and rounds rows while its tensor cores multiply others; `w4a8_head` does that for the first ones, and `w4a8` begins as blocks of that end.
+// y = act(x W^T + bias) on FP8 tensor cores, for many rows of x (sm_90a), x rounded to E4M3 by rows and W from mxfp4,
+// exactly. `w4a8` decodes weights and rounds rows while its tensor cores multiply others; `w4a8_head` does that for the
+// first ones, and `w4a8` begins as blocks of that end.
 //
-// A block takes 128 tokens and FEATURES features; two blocks of a cluster take neighbouring tokens and the same features, and each brings half of
-// the weights for both. Two warpgroups multiply, 64 tokens each. Tensor cores add up the 128 columns of a step, in fewer bits than fp32
-// has; these parts are added in fp32 registers, half of the features at a time, so that one warpgroup adds while the other's products run.
+// A block takes 128 tokens and FEATURES features; two blocks of a cluster take neighbouring tokens and the same
+// features, and each brings half of the weights for both. Two warpgroups multiply, 64 tokens each. Tensor cores add up
+// the 128 columns of a step, in fewer bits than fp32 has; these parts are added in fp32 registers, half of the features
+// at a time, so that one warpgroup adds while the other's products run.
 //
-// Of the other eight warps the first brings stages, a step of both operands: tiles of 128-byte rows with the 128-byte swizzle, each one bulk copy.
-// Seven make those tiles. All blocks' together take work from one queue: the weight's items (32 rows by a step), in the order in
-// which products need them, then rows of x. They write E4M3 to global memory, where it stays in the L2, and count what is done of a tile.
-// Who multiplies waits for counts alone, and any block that runs takes work until there is no more: nobody waits for a block that has
-// not started.
+// Of the other eight warps the first brings stages, a step of both operands: tiles of 128-byte rows with the 128-byte
+// swizzle, each one bulk copy. Seven make those tiles. All blocks' together take work from one queue: the weight's
+// items (32 rows by a step), in the order in which products need them, then rows of x. They write E4M3 to global
+// memory, where it stays in the L2, and count what is done of a tile. Warps that multiply wait for counts alone, and
+// any block that runs takes work until there is no more: none waits for a block that has not started.
 //
-// Weights of a row are relative to its largest scale, which becomes 2^6; that factor and the token's go onto the sums at the end.
+// Weights of a row are relative to its largest scale, which becomes 2^6; that factor and the token's go onto the sums
+// at the end.
 //
-// Set by the launcher: FP16 (0: decoding is bf16's), X_FP16 (x and y are fp16), KEPT, ROUND_WARPS (4), COLUMNS (half of FEATURES), STAGES,
-// SPLITS (2: blocks of a cluster), HEAD_ROWS and HEAD_STEPS: what `w4a8_head` does, the steps of the first `chunk` columns of tiles.
+// Set by the launcher: FP16 (0: decoding is bf16's), X_FP16 (x and y are fp16), KEPT, ROUND_WARPS (4), COLUMNS (half of
+// FEATURES), STAGES, SPLITS (2: blocks of a cluster), HEAD_ROWS and HEAD_STEPS: what `w4a8_head` does, the steps of the
+// first `chunk` columns of tiles.
 #define FEATURES (2 * COLUMNS)
 #define CONSUMERS 256
 #define THREADS (CONSUMERS + 256)
@@ -50,7 +54,7 @@ DEVICE void load_item(Item& v, const u8* codes, const u8* scales, const u8* row_
     }
     v.top = load_byte(row_top + min(band * 32 + (lane & 3) * 8 + (lane >> 2), N - 1));
 }
-// To its place in the tiles of `w`; zeros behind K.
+// To its place in the tiles of `w`; zeros beyond K.
 DEVICE void store_item(const Item& v, u8* w, int band, int step, int lane, int K) {
     const int g = lane >> 2, t = lane & 3, steps = (K + 127) / 128;
     u32 tops[4];
@@ -75,8 +79,8 @@ DEVICE void store_item(const Item& v, u8* w, int band, int step, int lane, int K
     }
 }
 // Where eight elements of row `m` of x go, from column `k` on.
-DEVICE u8* place_of_x(u8* image, int m, int k, int steps) {
-    return image + (((u64)(m / 128) * steps + (k >> 7)) * 128 + m % 128) * 128 + ((((k >> 4) & 7) ^ (m & 7)) << 4) + (k & 8);
+DEVICE u8* place_of_x(u8* x_tiles, int m, int k, int steps) {
+    return x_tiles + (((u64)(m / 128) * steps + (k >> 7)) * 128 + m % 128) * 128 + ((((k >> 4) & 7) ^ (m & 7)) << 4) + (k & 8);
 }
 // A quotient of less than 2^22, by an estimate that is off by one at most.
 DEVICE int divide(int a, int b) {
@@ -85,7 +89,7 @@ DEVICE int divide(int a, int b) {
 }
 
 extern "C" __global__ void __cluster_dims__(1, SPLITS, 1) __launch_bounds__(THREADS, 1)
-w4a8(const u16* x, u8* image, float* x_scale, const u8* codes, const u8* scales, const float* tensor_scale, const u8* row_top,
+w4a8(const u16* x, u8* x_tiles, float* x_scale, const u8* codes, const u8* scales, const float* tensor_scale, const u8* row_top,
      const u16* bias, u16* y, u8* w, u32* counters, int M, int N, int K, int activation, int clusters, int chunk) {
     SHARED_MEMORY(memory);
     const int tid = threadIdx.x, lane = tid & 31, warp = warp_uniform(tid >> 5);
@@ -119,10 +123,10 @@ w4a8(const u16* x, u8* image, float* x_scale, const u8* codes, const u8* scales,
                 int pair, column;
                 place_of(tile, pair, column);
                 const int m_tile = pair * 2 + rank;
-                const u8* a = image + (u64)m_tile * steps * A_BYTES;
+                const u8* a = x_tiles + (u64)m_tile * steps * A_BYTES;
                 const u8* b = w + (u64)column * steps * B_BYTES + rank * (B_BYTES / 2);
                 const u32 bands_here = min(TILE_BANDS, bands - column * TILE_BANDS);
-                const int rows_here = min(128, M - m_tile * 128);  // none, or fewer, behind the last one
+                const int rows_here = min(128, M - m_tile * 128);  // none, or fewer, after the last one
                 bool rows_there = false;
                 u32 ready = 0;
                 for (int i = 0; i < steps; i++) {
@@ -136,7 +140,7 @@ w4a8(const u16* x, u8* image, float* x_scale, const u8* codes, const u8* scales,
                         ready = warp_ballot(count >= bands_here);
                         warp_sync();
                     }
-                    if (i == min(2, steps - 1)) {  // behind the first stages, which are urgent
+                    if (i == min(2, steps - 1)) {  // after the first stages, which are urgent
                         barrier_wait(read + 8 * turn, read_parity);
                         float4* units = (float4*)(memory + UNITS) + turn * COLUMNS;
                         for (int c = lane; c < COLUMNS; c += 32) {
@@ -177,7 +181,8 @@ w4a8(const u16* x, u8* image, float* x_scale, const u8* codes, const u8* scales,
                     parity ^= 1;
                 }
             }
-            wait_for_previous();  // `w4a8_head` has done all its work, but who comes behind this kernel may not ask whether it has ended
+            // `w4a8_head` has done all its work, but a kernel after this one may not ask whether it has ended
+            wait_for_previous();
         } else {
             const int chunk_bands = chunk * TILE_BANDS, items = bands * steps, work = items + max(0, M - HEAD_ROWS);
             const int head_items = min(HEAD_STEPS, steps) * min(chunk_bands, bands);
@@ -200,14 +205,15 @@ w4a8(const u16* x, u8* image, float* x_scale, const u8* codes, const u8* scales,
                 written = weights_done + band / TILE_BANDS * steps + step;
                 item = warp_uniform(claimed);
             }
-            // x is seen by who has acquired what the head counted behind its wait for the kernel that wrote it. The first tile's rows are the head's.
+            // x is seen by a warp that has acquired what the head counted after its wait for the kernel that wrote it.
+            // The first tile's rows are the head's.
             while (item < work && load_acquire(rows_done) == 0) {
             }
             while (item < work) {
                 const int m = HEAD_ROWS + item - items, claimed = claim();
                 publish();
                 round_row_by_warp(x + (u64)m * K, x_scale + m, K, steps * 128, lane,
-                                  [=](int k, uint2 v) { *(uint2*)place_of_x(image, m, k, steps) = v; });
+                                  [=](int k, uint2 v) { *(uint2*)place_of_x(x_tiles, m, k, steps) = v; });
                 written = rows_done + m / 128;
                 item = warp_uniform(claimed);
             }
@@ -243,7 +249,8 @@ w4a8(const u16* x, u8* image, float* x_scale, const u8* codes, const u8* scales,
                     parity ^= 1;
                 }
             }
-            // A warp's 16 tokens by 64 features at a time, through its own memory: fragments come as pairs of columns, rows leave in whole lines.
+            // A warp's 16 tokens by 64 features at a time, through its own memory: fragments come as pairs of columns,
+            // rows leave in whole lines.
             int pair, column;
             place_of(tile, pair, column);
             const int m0 = (pair * 2 + rank) * 128 + warp * 16, n0 = column * FEATURES, g = lane >> 2, t = lane & 3;
@@ -251,7 +258,8 @@ w4a8(const u16* x, u8* image, float* x_scale, const u8* codes, const u8* scales,
             const float* tokens = (const float*)(memory + TOKEN_UNITS) + turn * 128 + warp * 16;
             const float upper = tokens[g], lower = tokens[g + 8];
             const u32 out = shared + OUT + warp * 16 * OUT_PITCH;
-            const u32 to = out + ((lane & 7) + (lane & 8)) * OUT_PITCH + (lane >> 4) * 16;  // of stmatrix: a row of one of four tiles
+            // of stmatrix: a row of one of four tiles
+            const u32 to = out + ((lane & 7) + (lane & 8)) * OUT_PITCH + (lane >> 4) * 16;
             auto store = [&](bool plain) {
                 auto finish = [=](float z) { return plain ? z : activate(z, activation); };
 #pragma unroll
@@ -295,10 +303,10 @@ w4a8(const u16* x, u8* image, float* x_scale, const u8* codes, const u8* scales,
     }
 }
 
-// The first HEAD_ROWS rows of x, two a block; the first HEAD_STEPS steps of the first `chunk` columns of tiles, a warp an item. `w4a8` waits for
-// counters alone. `stale`: those of the launch before, which are cleared for the next one.
+// The first HEAD_ROWS rows of x, two a block; the first HEAD_STEPS steps of the first `chunk` columns of tiles, a warp
+// an item. `w4a8` waits for counters alone. `stale`: those of the launch before, which are cleared for the next one.
 extern "C" __global__ void __launch_bounds__(256, 5)
-w4a8_head(const u16* x, u8* image, float* x_scale, const u8* codes, const u8* scales, const u8* row_top, u8* w, u32* counters, u32* stale,
+w4a8_head(const u16* x, u8* x_tiles, float* x_scale, const u8* codes, const u8* scales, const u8* row_top, u8* w, u32* counters, u32* stale,
           int stale_count, int M, int N, int K, int chunk) {
     SHARED_MEMORY(memory);
     const int steps = (K + 127) / 128, bands = (N + 31) / 32, rows = min(M, HEAD_ROWS), here = min(chunk * TILE_BANDS, bands);
@@ -311,7 +319,7 @@ w4a8_head(const u16* x, u8* image, float* x_scale, const u8* codes, const u8* sc
         Item now;
         if (item < items) load_item(now, codes, scales, row_top, band, step, lane, N, K);
         wait_for_previous();  // w may lie where the previous kernel still reads
-        let_next_start();     // behind the wait: `w4a8` does not wait for what is before this kernel
+        let_next_start();     // after the wait: `w4a8` does not wait for what is before this kernel
         if (item >= items) return;
         store_item(now, w, band, step, lane, K);
         publish_global();
@@ -324,7 +332,7 @@ w4a8_head(const u16* x, u8* image, float* x_scale, const u8* codes, const u8* sc
     for (int i = block * 256 + tid; i < stale_count; i += row_blocks * 256) stale[i] = 0;
     const int half = tid / (32 * ROUND_WARPS), m = min(2 * block + half, M - 1);  // the last row perhaps twice
     round_row(x + (u64)m * K, x_scale + m, K, steps * 128, tid % (32 * ROUND_WARPS), (float*)memory + half * ROUND_WARPS,
-              [=](int k, uint2 v) { *(uint2*)place_of_x(image, m, k, steps) = v; });
+              [=](int k, uint2 v) { *(uint2*)place_of_x(x_tiles, m, k, steps) = v; });
     publish_global();
     __syncthreads();
     if (tid == 0) add_release(rows_done + 2 * block / 128, min(2, M - 2 * block));

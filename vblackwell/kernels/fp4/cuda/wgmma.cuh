@@ -15,7 +15,8 @@ DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;
 template <int COUNT>
 DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT)); }
 
-// Four 8 x 8 tiles of halves, as tensor cores leave them in pairs, to shared memory by columns: lane 8 j + c says where column c of tile j goes.
+// Four 8 x 8 tiles of halves, as tensor cores leave them in pairs, to shared memory by columns: lane 8 j + c says where
+// column c of tile j goes.
 DEVICE void store_columns(u32 address, u32 tile0, u32 tile1, u32 tile2, u32 tile3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                  :: "r"(address), "r"(tile0), "r"(tile1), "r"(tile2), "r"(tile3) : "memory");
@@ -30,8 +31,8 @@ DEVICE u64 wgmma_operand(u32 address) {
     return (u64)((address & 0x3FFFF) >> 4) | ((u64)1 << 16) | ((u64)64 << 32) | ((u64)1 << 62);
 }
 
-// A thread's sums are operands 0 to TOKENS / 2 - 1 of the instruction, sixteen to a line here; behind them come its four words of weights
-// and x.
+// A thread's sums are operands 0 to TOKENS / 2 - 1 of the instruction, sixteen to a line here; after them come its four
+// words of weights and x.
 #define SUMS_8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define SUMS_16(i) SUMS_8(i), SUMS_8(i + 8)
 #define SUMS_32(i) SUMS_16(i), SUMS_16(i + 16)

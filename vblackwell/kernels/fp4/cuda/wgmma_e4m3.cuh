@@ -1,5 +1,5 @@
-// wgmma on E4M3 (sm_90a): 64 rows of one operand times COLUMNS of the other, both 128-byte rows in shared memory; sums start over where `add`
-// is 0. Needs wgmma.cuh's lists of registers.
+// wgmma on E4M3 (sm_90a): 64 rows of one operand times COLUMNS of the other, both 128-byte rows in shared memory; sums
+// start over where `add` is 0. Needs wgmma.cuh's lists of registers.
 #if COLUMNS == 96
 #define PART_SUMS SUMS_32(0), SUMS_16(32)
 #define PART_OPERANDS NAMES_48 "}, %48, %49"

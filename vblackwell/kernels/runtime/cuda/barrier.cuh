@@ -9,7 +9,8 @@ DEVICE void barrier_arrive(u32 barrier) {
 DEVICE void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
-// Until the phase of `parity` is over. SCOPE: whose writes are seen behind it, where it is more than the block (".acquire.cluster").
+// Until the phase of `parity` is over. SCOPE: whose writes are seen after it, where it is more than the block
+// (".acquire.cluster").
 #define BARRIER_WAIT(SCOPE)                                                                                            \
     asm volatile("{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity" SCOPE ".shared::cta.b64 done, [%0], %1;\n"     \
                  "@!done bra AGAIN;\n}" ::"r"(barrier), "r"(parity) : "memory")
@@ -20,7 +21,8 @@ DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
                  :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 #if SPLITS > 1
-// Four floats into the shared memory of block `rank` of the cluster, which runs (`cluster_wait_started`); its `barrier` counts the bytes in.
+// Four floats into the shared memory of block `rank` of the cluster, which runs (`cluster_wait_started`); its `barrier`
+// counts the bytes in.
 DEVICE void send(u32 address, u32 barrier, u32 rank, float4 v) {
     u32 remote, remote_barrier;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
@@ -28,8 +30,8 @@ DEVICE void send(u32 address, u32 barrier, u32 rank, float4 v) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];"
                  :: "r"(remote), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(remote_barrier) : "memory");
 }
-// Arrives at the barrier of block `rank` of the cluster. Without a scope: with one it would be a fence of the GPU, and it says only that bytes
-// were read.
+// Arrives at the barrier of block `rank` of the cluster. Without a scope: with one it would be a fence of the GPU, and
+// it says only that bytes were read.
 DEVICE void barrier_arrive_at(u32 barrier, u32 rank) {
     u32 remote;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(barrier), "r"(rank));

@@ -7,7 +7,7 @@ typedef unsigned char u8;
 #define DEVICE __device__ __forceinline__
 #define SHARED_MEMORY(name) extern __shared__ __align__(1024) u8 name[]
 
-// Weights are read once: keep them out of L1. Not .nc: such loads the assembler moves behind wait_for_previous.
+// Weights are read once: keep them out of L1. Not .nc: such loads the assembler moves after wait_for_previous.
 DEVICE uint4 load_weights(const u8* p) {
     uint4 v;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -90,9 +90,9 @@ DEVICE u32 to_e4m3(float a, float b, float c, float d) {
 }
 #endif
 
-// Programmatic dependent launch: the next kernel of the stream may start now; wait until the previous one has finished and its
-// writes are seen. Before the wait a kernel may touch only what no kernel writes: weights, and the launcher sees to it that the first launch
-// after a write to one does not overlap (kernels/runtime/overlap.py).
+// Programmatic dependent launch: the next kernel of the stream may start now; wait until the previous one has finished
+// and its writes are seen. Before the wait a kernel may touch only what no kernel writes: weights, and the launcher
+// sees to it that the first launch after a write to one does not overlap (kernels/runtime/overlap.py).
 DEVICE void let_next_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
@@ -167,7 +167,8 @@ DEVICE void cluster_sync() {
     __syncwarp();
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// Say that this block runs; wait until all of the cluster do, and their shared memory may be written. Each once, before any `cluster_sync`.
+// Say that this block runs; wait until all of the cluster do, and their shared memory may be written. Each once, before
+// any `cluster_sync`.
 DEVICE void cluster_arrive_started() {
     __syncwarp();
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");

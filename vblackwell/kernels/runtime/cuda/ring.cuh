@@ -1,5 +1,6 @@
-// A ring of COUNT stages of x in shared memory (sm_90): one thread brings them by bulk copies, warps release them. A stage has two barriers, 8
-// bytes each: of `full`, which counts its bytes, and of `empty`, which counts the warps that have done with it.
+// A ring of COUNT stages of x in shared memory (sm_90): one thread brings them by bulk copies, warps release them. A
+// stage has two barriers, 8 bytes each: of `full`, which counts its bytes, and of `empty`, which counts the warps that
+// have done with it.
 template <int COUNT>
 DEVICE void ring_init(u32 full, u32 empty, u32 warps) {
     for (int s = 0; s < COUNT; s++) {
