@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import vblackwell as vb
-from benchmarks.tiny_models import IDS, small_kinds, tiny_model
+from benchmarks.lib.tiny_models import IDS, small_kinds, tiny_model
 from vblackwell.errors import VBError
 from vblackwell.generate.batch import columns
 from vblackwell.generate.quantized import load_quantized

@@ -4,7 +4,7 @@
 (medians of CUDA-graph replays, bf16, forward and backward apart), ratios in the same run with their floors and aims, and peak memory.
 What the own kernel makes of a mask (bits, tile lists) is counted. Of a mask FlexAttention has two rows: ``flex``, its block mask made
 beforehand and not counted, and ``flex+mask``, made at every call, as a mask that is given needs. ``--sweep`` times plans of
-the own kernels, ``--forwards`` those of the forward (attention_forwards.py), ``--tune`` keeps the times on this machine, for the
+the own kernels, ``--tune`` keeps the times on this machine, for the
 dispatcher to choose by. Compiling first: ``--prepare --quick``, then ``--quick --prepared``, which takes 90 s at most.
 """
 
@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch._dynamo
-from attention_plans import PROCESSES, STARTED, leaves_of, say, sweep, time_us
-from attention_report import TIMES, Rows, append, goals, ratios, runnable
-from graph_timing import alternating_us, median_us
 from torch import Tensor
 
+from benchmarks.lib.kernels.attention_report import TIMES, Rows, append, goals, ratios, runnable
+from benchmarks.lib.kernels.graph_timing import alternating_us, median_us
+from benchmarks.tune.attention_plans import PROCESSES, STARTED, leaves_of, say, sweep, time_us
 from vblackwell.kernels.attention import plan as attention_plan
 from vblackwell.kernels.runtime import tuning
 from vblackwell.nn.attention import backends as dispatcher
@@ -72,7 +72,7 @@ def variant_of(case: dict[str, Any]) -> Variant:
 def runner(name: str, leaves: list[Tensor], variant: Variant) -> Callable[[], Tensor]:
     q, k, v = leaves
     if name.startswith("flex"):
-        from flex_peer import block_mask, flex
+        from benchmarks.lib.kernels.flex_peer import block_mask, flex
 
         if name == "flex+mask":
             return lambda: flex(q, k, v, variant, block_mask(q, k, variant))
@@ -325,9 +325,6 @@ def main() -> None:
     parser.add_argument(
         "--sweep", type=float, default=0.0, metavar="SECONDS", help="time plans of the own kernels first"
     )
-    parser.add_argument(
-        "--forwards", type=float, default=0.0, metavar="SECONDS", help="only check and time plans of the forward"
-    )
     parser.add_argument("--no-table", action="store_true", help="no comparison")
     parser.add_argument("--prepare", action="store_true", help="only compile what the cases need")
     parser.add_argument(
@@ -354,11 +351,6 @@ def main() -> None:
     say(torch.cuda.get_device_name(), torch.__version__)
     # FlexAttention is compiled anew for every case; beyond eight torch would run it unfused.
     torch._dynamo.config.recompile_limit = 64
-    if arguments.forwards:
-        import attention_forwards
-
-        attention_forwards.time_all(arguments.forwards, arguments.only)
-        return
     if arguments.prepare:
         prepare_all(wanted_cases(arguments.quick, arguments.only), arguments.quick, arguments.seconds)
         return

@@ -3,7 +3,7 @@
 ``python benchmarks/bench_docstrings.py --out runs/docstrings`` (about ten minutes on two CPU cores) runs
 
 1. ``vb train``: the preset `tiny` on the default corpus, as ``make train``;
-2. ``benchmarks/docstring_chat.py``: a signature and a question, the docstring as the answer;
+2. ``benchmarks/lib/docstring_chat.py``: a signature and a question, the docstring as the answer;
 3. ``vb train --model .. --data chat.jsonl --lora 16 --use-fp4``: adapters over the decoder packed to nvfp4, which streams through 4 MiB;
 
 and then opens what came out elsewhere: the adapter in peft, the merged folder in transformers. Losses are means over the answers' tokens of
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import vblackwell as vb
-from benchmarks.docstring_chat import standard_library, talks, write
+from benchmarks.lib.docstring_chat import standard_library, talks, write
 from vblackwell import cli
 from vblackwell.data.chat_data import ChatDataset, prepare_chat
 from vblackwell.data.documents import find_text

@@ -38,15 +38,15 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
-from estimate_cases import FAMILIES, Case, boundary_cases, draw
-from estimate_measure import boundary, measure, time_twice
-from estimate_models import build
-from estimate_pool import Pool, Task, cuda_in_a_fork, rates_here
-from estimate_predict import predict_without_gpu
-from estimate_report import (
+
+from benchmarks.lib.estimate.cases import FAMILIES, Case, boundary_cases, draw
+from benchmarks.lib.estimate.measure import boundary, measure, time_twice
+from benchmarks.lib.estimate.models import build
+from benchmarks.lib.estimate.pool import Pool, Task, cuda_in_a_fork, rates_here
+from benchmarks.lib.estimate.predict import predict_without_gpu
+from benchmarks.lib.estimate.report import (
     append_csv,
     boundary_lines,
     case_lines,
@@ -57,7 +57,6 @@ from estimate_report import (
     summary_lines,
     verdict_lines,
 )
-
 from vblackwell.machine.facts import list_gpus
 from vblackwell.units import GiB
 

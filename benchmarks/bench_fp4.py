@@ -26,11 +26,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from fp4_layers import LAYERS, Tiled, layers_of, parts_of, plans_of, run_plan
-from fp4_peers import Peer, choose
-from fp4_report import print_table, write_rows
-from graph_timing import Replay, graph_of, graph_us, turns_us
 
+from benchmarks.lib.kernels.fp4_layers import LAYERS, Tiled, layers_of, parts_of, plans_of, run_plan
+from benchmarks.lib.kernels.fp4_peers import Peer, choose
+from benchmarks.lib.kernels.fp4_report import print_table, write_rows
+from benchmarks.lib.kernels.graph_timing import Replay, graph_of, graph_us, turns_us
 from vblackwell.kernels.fp4 import launch as fp4_launch
 from vblackwell.kernels.fp4 import layout, mma_plan, reference, tuning, w4a8, wgmma_plan
 from vblackwell.kernels.fp4 import norm as fp4_norm

@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import nn
-from training_runs import run_folder, train_all
 
+from benchmarks.lib.training_runs import run_folder, train_all
 from vblackwell.data.corpus import prepare_data
 from vblackwell.data.dataset import PackedDataset, evaluation_batches
 from vblackwell.generate.load import load_decoder

@@ -23,16 +23,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench_offload import RESULTS, machine, names, size
-from child_process import run_child
-from generate_case import SHAPES, SYSTEMS, Case, Loading, Point
-from generate_report import HEAD, line_of, loading_line, ratio_lines, row_of
-from offload_report import append_csv, read_csv
-from warm_process import Ended, WarmProcess, until_told_to_end
+from benchmarks.bench_offload import RESULTS, machine, names, size
+from benchmarks.lib.child_process import run_child
+from benchmarks.lib.generate.case import SHAPES, SYSTEMS, Case, Loading, Point
+from benchmarks.lib.generate.report import HEAD, line_of, loading_line, ratio_lines, row_of
+from benchmarks.lib.offload.report import append_csv, read_csv
+from benchmarks.lib.warm_process import Ended, WarmProcess, until_told_to_end
 
 INDEX = "model.safetensors.index.json"
-CHILD = Path(__file__).with_name("generate_measure.py")
-FOLDER_CHILD = Path(__file__).with_name("generate_folder.py")
+CHILD = Path(__file__).parent / "lib/generate/measure.py"
+FOLDER_CHILD = Path(__file__).parent / "lib/generate/folder.py"
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

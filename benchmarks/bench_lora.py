@@ -20,16 +20,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench_generate import FOLDER_CHILD, INDEX, folder_for
-from bench_offload import RESULTS, machine, names, size
-from child_process import run_child
-from generate_case import Case as FolderCase
-from lora_case import SHAPES, SYSTEMS, Case, Result
-from offload_report import _verdict as verdict
-from offload_report import append_csv, read_csv
-from warm_process import Ended, WarmProcess, until_told_to_end
+from benchmarks.bench_generate import FOLDER_CHILD, INDEX, folder_for
+from benchmarks.bench_offload import RESULTS, machine, names, size
+from benchmarks.lib.child_process import run_child
+from benchmarks.lib.generate.case import Case as FolderCase
+from benchmarks.lib.generate.lora_case import SHAPES, SYSTEMS, Case, Result
+from benchmarks.lib.offload.report import _verdict as verdict
+from benchmarks.lib.offload.report import append_csv, read_csv
+from benchmarks.lib.warm_process import Ended, WarmProcess, until_told_to_end
 
-CHILD = Path(__file__).with_name("lora_measure.py")
+CHILD = Path(__file__).parent / "lib/generate/lora_measure.py"
 GB = 1e9
 
 

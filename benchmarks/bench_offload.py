@@ -29,11 +29,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import psutil
-from offload_case import SHAPES, SYSTEMS, Case, Recipe, Result
-from offload_process import REPO, run_system
-from offload_report import append_csv, largest_lines, ratio_lines, read_csv, row_of, table_lines
-from offload_sweep import Lanes, draw, sweep_lines
 
+from benchmarks.lib.offload.case import SHAPES, SYSTEMS, Case, Recipe, Result
+from benchmarks.lib.offload.process import REPO, run_system
+from benchmarks.lib.offload.report import append_csv, largest_lines, ratio_lines, read_csv, row_of, table_lines
+from benchmarks.lib.offload.sweep import Lanes, draw, sweep_lines
 from vblackwell.machine.facts import list_gpus
 from vblackwell.units import parse_bytes
 
@@ -143,7 +143,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def cases(args: argparse.Namespace) -> list[Case]:
     """What each system is to do."""
     if args.largest:
-        from offload_largest import largest_case
+        from benchmarks.lib.offload.largest import largest_case
 
         return [largest_case(args, lambda text: print(text, flush=True))]
     cap = args.cap if args.cap is not None else parse_bytes(DEFAULT_CAP)
@@ -215,7 +215,7 @@ def measured_rates(args: argparse.Namespace) -> dict[str, float]:
         return dict(zip(names_of_rates, [*values[:3], values[3] * 1e12, *values[4:]], strict=False))
     if args.device == "cpu":
         return {}
-    script = Path(__file__).with_name("offload_rates.py")
+    script = Path(__file__).parent / "lib/offload/rates.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=200)
     if done.returncode:
         raise SystemExit(f"the machine's rates could not be measured:\n{done.stderr}")

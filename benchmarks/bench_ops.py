@@ -19,10 +19,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from goal_line import goal_header, goal_line
-from graph_timing import graph_us, median_us
 from torch.nn import functional
 
+from benchmarks.lib.goal_line import goal_header, goal_line
+from benchmarks.lib.kernels.graph_timing import graph_us, median_us
 from vblackwell.kernels.pointwise.cross_entropy import linear_cross_entropy
 from vblackwell.kernels.pointwise.rms_norm import add_rms_norm, rms_norm
 from vblackwell.kernels.pointwise.rotary import rotary

@@ -33,17 +33,16 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 if "PYTORCH_ALLOC_CONF" not in os.environ:
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # as vb train does, before the first allocation
 
 import torch
-from offload_case import Shape
-from offload_loop import Feed
-from plan_draw import NEVER, draw, least_seconds, space_of
-from plan_lanes import Lanes, Marks, Sampler, loop_seconds
-from plan_report import Measured, Row, report, why_left_out
 
+from benchmarks.lib.offload.case import Shape
+from benchmarks.lib.offload.loop import Feed
+from benchmarks.lib.plan.draw import NEVER, draw, least_seconds, space_of
+from benchmarks.lib.plan.lanes import Lanes, Marks, Sampler, loop_seconds
+from benchmarks.lib.plan.report import Measured, Row, report, why_left_out
 from vblackwell import VGPUAdamW, create_vgpu_stack, enable_vgpu_stack_optimization, offload_of
 from vblackwell.machine.facts import memory_facts
 from vblackwell.machine.rates import Rates
@@ -239,8 +238,7 @@ class Bench:
         return lines
 
     def _traced(self, step: Callable[[], None], path: Path) -> list[str]:
-        import trace_lanes
-
+        from benchmarks.lib.plan import trace_lanes
         from vblackwell.train.profile import name_lanes, read_trace, write_trace
 
         torch.cuda.synchronize(self.device)

@@ -28,9 +28,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from managed_model import managed
 from torch import Tensor, nn
 
+from benchmarks.lib.managed_model import managed
 from vblackwell.data.corpus import prepare_data
 from vblackwell.data.dataset import BatchStream, Corpus, PackedDataset, evaluation_batches
 from vblackwell.nn.convert.assignment import BITS, assign_precision, weights_in

@@ -3,7 +3,7 @@
 ``python benchmarks/bench_two_part.py --format --start --constant --instructions`` anywhere: SQNR on Gaussian weights beside int8 by
 rows, start-up of a model of 62 linears and 36 M parameters, gradients beside exact ones, and memory over 1,000 steps. On a CUDA GPU besides
 ``--check`` (the kernel against float64), ``--linear`` (medians of CUDA-graph replays in turns over 24 layers of 8192x8192, far beyond L2;
-ratios to cuBLAS in the same run; with ``--tune`` every plan of the kernel besides) and ``--overhead`` (training steps of a preset with and
+ratios to cuBLAS in the same run) and ``--overhead`` (training steps of a preset with and
 without, bf16 compute and fp32 masters, interleaved, and what they consist of). Every row is printed as it comes, the table again at the
 end; the exit code is 1 where a floor is missed.
 """
@@ -27,12 +27,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-import two_part_plans
-from graph_timing import alternating_us, graph_us
 from torch import Tensor, nn
 from torch.nn import functional
-from two_part_overhead import overhead_rows
 
+from benchmarks.lib.kernels.graph_timing import alternating_us, graph_us
+from benchmarks.lib.two_part_overhead import overhead_rows
 from vblackwell.kernels.fp4 import launch as fp4_launch
 from vblackwell.kernels.fp4 import layout, mma_plan, two_part
 from vblackwell.kernels.fp4.linear import fp4_linear
@@ -231,7 +230,7 @@ def check_rows(rows: Rows) -> None:
     )
 
 
-def linear_rows(rows: Rows, n: int, k: int, counts: list[int], tuned: list[int]) -> None:
+def linear_rows(rows: Rows, n: int, k: int, counts: list[int]) -> None:
     parts = [random_parts(n, k) for _ in range(LAYERS)]
     dense = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(LAYERS)]
     ours_of = functools.partial(two_part_linear, format=layout.TILED_PARTS, activation="none", n=n, k=k)
@@ -254,8 +253,6 @@ def linear_rows(rows: Rows, n: int, k: int, counts: list[int], tuned: list[int])
             with use_backend(OP, "dequantize"):
                 slow = graph_us([functools.partial(call_parts, x, w, n, k) for w in parts[:4]], 5)
             print(f"M={m}: writing the weight out and cuBLAS {slow:.2f} us", flush=True)
-    if tuned:
-        two_part_plans.tune(tuned, parts, dense, n, k)
 
 
 def call_parts(x: Tensor, parts: tuple[Tensor, ...], n: int, k: int) -> Tensor:
@@ -275,9 +272,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--shape", default="8192x8192", help="NxK of --linear")
     parser.add_argument("--rows", default="1,2,4,8,16,64", help="of --linear")
-    parser.add_argument(
-        "--tune", default="", help="of --linear: numbers of rows, up to 16, for which every plan is timed"
-    )
     parser.add_argument("--preset", default="large")
     parser.add_argument("--batch-sizes", default="8,16,32", help="of --overhead, sequences")
     parser.add_argument("--seq-length", type=int, default=1024)
@@ -290,7 +284,7 @@ def main() -> None:
     batches = numbers(args.batch_sizes)
     parts = {  # the check first, then what only a GPU can tell
         "check": functools.partial(check_rows, rows),
-        "linear": functools.partial(linear_rows, rows, n, k, numbers(args.rows), numbers(args.tune)),
+        "linear": functools.partial(linear_rows, rows, n, k, numbers(args.rows)),
         "overhead": functools.partial(overhead_rows, rows.append, args.preset, batches, args.seq_length, args.rounds),
         "start": lambda: (start_rows(rows, args.device), gradient_rows(rows, args.device)),
         "constant": functools.partial(constant_rows, rows, args.device, args.steps),

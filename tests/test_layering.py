@@ -92,7 +92,6 @@ NEVER: dict[str, dict[str, set[str]]] = {
 
 # (importer, imported): imports that point up or sideways, or close a circle.
 KNOWN_IMPORTS: set[tuple[str, str]] = {
-    ("benchmarks/attention_forwards.py", "benchmarks/bench_attention.py"),
     ("vblackwell/kernels/attention/decode.py", "vblackwell/kernels/pointwise/rotary.py"),
     ("vblackwell/kernels/attention/launch.py", "vblackwell/kernels/pointwise/rotary.py"),
     ("vblackwell/kernels/attention/op.py", "vblackwell/kernels/pointwise/rotary.py"),
@@ -118,7 +117,6 @@ KNOWN_IMPORTS: set[tuple[str, str]] = {
 }
 # Files in folders of more than 20.
 KNOWN_FOLDERS: dict[str, int] = {
-    "benchmarks": 72,
     "tests/kernels": 46,
     "tests/nn": 26,
     "tests/offload": 45,

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,15 +16,11 @@ import torch
 from vblackwell.machine.gpus import find_gpu
 from vblackwell.machine.rates import assumed_rates
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def part(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-
+def part():
     def load(name: str) -> ModuleType:
-        return importlib.import_module(f"estimate_{name}")
+        return importlib.import_module(f"benchmarks.lib.estimate.{name}")
 
     return load
 

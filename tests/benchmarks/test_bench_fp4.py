@@ -15,12 +15,9 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture(autouse=True)
 def _path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -32,7 +29,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, name: str, *words: str) -> ModuleType:
-    module = importlib.import_module(name)
+    module = importlib.import_module(f"benchmarks.{name}")
     monkeypatch.setattr(sys, "argv", [name, *words])
     module.main()
     return module
@@ -75,27 +72,8 @@ def test_losses_of_every_format(monkeypatch, tmp_path, corpus, capsys):
 
 
 @pytest.mark.slow
-def test_formats_of_states_and_the_noise_beside_them(monkeypatch, tmp_path, corpus, capsys):
-    words = words_of("--steps 2 --every 1 --batch-size 2 --seq-length 16 --vocab-size 300")
-    chosen = ["bf16 exact", "bf16 8bit stochastic", "fp32 exact", "fp32 exact, other seed"]
-    for _ in range(2):  # rows are appended
-        run(
-            monkeypatch, "bench_formats", *words, "--data", str(corpus), "--csv", str(tmp_path / "f.csv"),
-            "--only", *chosen,
-        )  # fmt: skip
-    found = rows(tmp_path / "f.csv")
-    assert [row["run"] for row in found] == chosen * 2
-    by_name = {row["run"]: row for row in found}
-    assert by_name["bf16 exact"]["change_percent"] == ""
-    assert all(float(by_name[name]["change_percent"]) != 0 for name in (chosen[1], chosen[3]))
-    assert int(by_name[chosen[1]]["bytes"]) < 0.5 * int(by_name["bf16 exact"]["bytes"])
-    assert found[0]["validation"] == found[4]["validation"], "the same run twice"
-    assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith("| fp32 exact, other seed |")
-
-
-@pytest.mark.slow
 def test_a_run_that_fails_is_a_line_and_stops_no_other(tmp_path, corpus):
-    runs = importlib.import_module("training_runs")
+    runs = importlib.import_module("benchmarks.lib.training_runs")
     flags = {
         "config": "tiny", "max_steps": 1, "batch_size": 1, "seq_length": 16, "vocab_size": 300, "data": str(corpus),
         "device": "cpu", "placement": "resident", "sample_tokens": 0, "tensorboard": False,
@@ -107,7 +85,10 @@ def test_a_run_that_fails_is_a_line_and_stops_no_other(tmp_path, corpus):
 
 
 def test_a_missing_peer_is_said_and_a_wrong_or_slow_one_is_not_timed():
-    bench, peers = importlib.import_module("bench_fp4"), importlib.import_module("fp4_peers")
+    bench, peers = (
+        importlib.import_module("benchmarks.bench_fp4"),
+        importlib.import_module("benchmarks.lib.kernels.fp4_peers"),
+    )
     absent = peers.Peer("absent", "absent", "no_such_module_here", lambda w: None)
     wrong = peers.Peer("wrong", "torch", "torch", lambda w: lambda x: x @ w.t() * 2)
     broken = peers.Peer("broken", "torch", "torch", lambda w: w.no_such_attribute)
@@ -129,7 +110,7 @@ def test_a_missing_peer_is_said_and_a_wrong_or_slow_one_is_not_timed():
 
 
 def test_the_table_shows_ratios_and_reasons(capsys, tmp_path):
-    bench = importlib.import_module("bench_fp4")
+    bench = importlib.import_module("benchmarks.bench_fp4")
     found = [
         {"n": 8, "k": 16, "m": "", "system": "gemlite mxfp4", "note": "not installed"},
         {"n": 8, "k": 16, "m": 1, "system": "cublas bf16", "us": 30.0, "ratio": ""},
@@ -152,7 +133,7 @@ def test_the_table_shows_ratios_and_reasons(capsys, tmp_path):
 
 
 def test_systems_take_turns_and_a_peer_that_fails_says_why(monkeypatch):
-    bench = importlib.import_module("bench_fp4")
+    bench = importlib.import_module("benchmarks.bench_fp4")
 
     def graph_of(calls):
         return calls[0]()
@@ -181,7 +162,7 @@ def test_systems_take_turns_and_a_peer_that_fails_says_why(monkeypatch):
 
 
 def test_a_graph_holds_what_it_was_captured_from(monkeypatch):
-    timing = importlib.import_module("graph_timing")
+    timing = importlib.import_module("benchmarks.lib.kernels.graph_timing")
     monkeypatch.setattr(timing, "torch", MagicMock())  # capturing takes a GPU; who owns the inputs does not
     x = torch.ones(3)
     seen = weakref.ref(x)
@@ -194,7 +175,7 @@ def test_a_graph_holds_what_it_was_captured_from(monkeypatch):
 
 @pytest.mark.parametrize("rounds", [3, 4])
 def test_every_system_follows_each_neighbour_as_often(monkeypatch, rounds):
-    timing = importlib.import_module("graph_timing")
+    timing = importlib.import_module("benchmarks.lib.kernels.graph_timing")
     order = []
     monkeypatch.setattr(timing, "median_us", lambda call, repeats: order.append(call()) or 1.0)
     graphs = [MagicMock(replay=lambda name=name: name) for name in "abc"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import importlib
 import json
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +13,10 @@ from types import ModuleType
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("bench_offload")
+def bench() -> ModuleType:
+    return importlib.import_module("benchmarks.bench_offload")
 
 
 def words(folder: Path, *more: str) -> list[str]:
@@ -70,7 +66,7 @@ def test_a_failure_and_a_late_system_are_rows(bench, tmp_path, capsys):
 
 
 def test_the_data_are_the_chain_they_say(bench):
-    from offload_data import drawn, next_tokens, token_batches
+    from benchmarks.lib.offload.data import drawn, next_tokens, token_batches
 
     tokens = token_batches(32000, 4, 256, 3, seed=1)
     assert tokens.shape == (3, 4, 256) and torch.equal(tokens, token_batches(32000, 4, 256, 3, seed=1))
@@ -85,7 +81,7 @@ def test_the_data_are_the_chain_they_say(bench):
 
 
 def test_recipes_and_cases_travel(bench):
-    from offload_case import Case, Recipe
+    from benchmarks.lib.offload.case import Case, Recipe
 
     recipe = Recipe.parse("update=level0,undo=false,loss_chunk_tokens=1024")
     assert recipe == Recipe("level0", False, True, 1024)
@@ -105,9 +101,8 @@ def test_recipes_and_cases_travel(bench):
 @pytest.mark.parametrize("states", ["exact", "8bit"])
 def test_the_largest_model_is_found_and_trains(bench, tmp_path, capsys, states):
     """An arena, RAM and a disk of a few MB: all three are full, and one block more would not fit."""
-    import offload_largest
-    from offload_case import SHAPES
-
+    from benchmarks.lib.offload import largest as offload_largest
+    from benchmarks.lib.offload.case import SHAPES
     from vblackwell.errors import InsufficientMemory
 
     caps = "--cap 512KiB --host-memory 3MiB --disk-memory 1MiB"
@@ -142,8 +137,8 @@ def test_the_largest_model_is_found_and_trains(bench, tmp_path, capsys, states):
 @pytest.mark.slow
 def test_the_largest_model_uses_level_0_too(bench):
     """On a GPU of 8 GiB (which need not be here: this is arithmetic) some blocks live there, and others in RAM and on the disk."""
-    import offload_largest
-    from offload_case import SHAPES
+    from benchmarks.lib.offload import largest as offload_largest
+    from benchmarks.lib.offload.case import SHAPES
 
     small = replace(SHAPES["2.70B"], hidden_size=512, intermediate_size=1536, num_heads=4)
     machine = offload_largest.Machine(8 << 30, 1 << 30, 1 << 29, True)
@@ -156,7 +151,7 @@ def test_the_largest_model_uses_level_0_too(bench):
 
 
 def test_repeated_weights_are_the_blocks_own(bench):
-    import offload_largest
+    from benchmarks.lib.offload import largest as offload_largest
 
     block = torch.arange(7.0)
     for size in (0, 1, 5, 7, 12, 30):
@@ -176,8 +171,8 @@ def test_repeated_weights_are_the_blocks_own(bench):
 
 
 def test_ratios_know_floor_and_aim(bench):
-    from offload_case import Result
-    from offload_report import ratio_lines
+    from benchmarks.lib.offload.case import Result
+    from benchmarks.lib.offload.report import ratio_lines
 
     def result(system: str, speed: float, reserved: int, losses: list[float]) -> Result:
         return Result(system, tokens=1, tokens_per_second=speed, peak_reserved=reserved, losses=losses)
@@ -197,7 +192,7 @@ def test_ratios_know_floor_and_aim(bench):
 
 
 def test_a_csv_grows_by_columns(bench, tmp_path):
-    from offload_report import append_csv
+    from benchmarks.lib.offload.report import append_csv
 
     append_csv(tmp_path / "rows.csv", [{"a": 1}])
     append_csv(tmp_path / "rows.csv", [{"b": 2, "a": 3}])
@@ -206,8 +201,8 @@ def test_a_csv_grows_by_columns(bench, tmp_path):
 
 def test_the_sweep_draws_what_it_measured(bench, tmp_path):
     """Speeds made by the model itself are off by nothing; a point half as fast is marked."""
-    import offload_sweep
-    from offload_case import SHAPES, Result
+    from benchmarks.lib.offload import sweep as offload_sweep
+    from benchmarks.lib.offload.case import SHAPES, Result
 
     shape, flops, rates = SHAPES["2.70B"], 4e14, {"duplex_gbps": 48.0, "matmul_flops": 7.8e14}
     lanes = offload_sweep.Lanes(48.0)
@@ -236,8 +231,8 @@ def test_the_sweep_draws_what_it_measured(bench, tmp_path):
 
 def test_the_arithmetic_of_a_recipe(bench):
     """A share at home: fewer states by link, time of the CPU; what stays loaded comes in once less at each turn."""
-    from offload_case import SHAPES, Recipe
-    from offload_sweep import Lanes
+    from benchmarks.lib.offload.case import SHAPES, Recipe
+    from benchmarks.lib.offload.sweep import Lanes
 
     shape, rates = SHAPES["2.70B"], {"duplex_gbps": 50.0, "adamw_gps": 4.0}
     count = shape.num_parameters
@@ -297,7 +292,7 @@ def test_lanes_are_named_by_what_they_do():
 
 
 def test_gaps_are_found(bench, tmp_path, capsys):
-    import trace_lanes
+    from benchmarks.lib.plan import trace_lanes
 
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(made_trace()))
@@ -352,7 +347,6 @@ def test_a_trace_names_the_streams(tmp_path, capsys):
     for role in ("compute", "host to GPU", "GPU to host"):
         assert sum(name.startswith(f"{role} (stream") for name in names) == 1, names
     with capsys.disabled():
-        sys.path.insert(0, str(BENCHMARKS))
-        import trace_lanes
+        from benchmarks.lib.plan import trace_lanes
 
         trace_lanes.main([str(path), "--gaps", "2", "--threads"])

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import bench_plan
-
+from benchmarks import bench_plan
 from vblackwell.machine.rates import Rates
 from vblackwell.planner.placement import Choice, Lacking, Prediction
 
@@ -148,5 +143,5 @@ def test_lanes_are_counted_by_thread(tmp_path):
         (tmp_path / name / "comm").write_text(comm + "\n")
         (tmp_path / name / "schedstat").write_text(f"{spent}000000000 17 4\n")
     (tmp_path / "10").mkdir()  # has just ended
-    found = importlib.import_module("plan_lanes").thread_seconds(tmp_path)
+    found = importlib.import_module("benchmarks.lib.plan.lanes").thread_seconds(tmp_path)
     assert found == {"main": 5.0, "backward": 3.0, "others": 3.0}

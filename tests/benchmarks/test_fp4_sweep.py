@@ -5,12 +5,10 @@ from __future__ import annotations
 import importlib
 import queue
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CELLS = [(1, 8, 8), (2, 8, 8), (3, 8, 8)]
 FAMILIES = ["plain", "hangs", "hangs", "dies", "plain"]
 # Plans of families that hang or die do so from two rows on; each answer names the plans that it has been through.
@@ -37,9 +35,8 @@ for line in sys.stdin:
 
 
 @pytest.fixture
-def sweep(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("fp4_sweep")
+def sweep():
+    return importlib.import_module("benchmarks.tune.fp4_sweep")
 
 
 class Patient(queue.Queue):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.docstring_chat import talks, write
+from benchmarks.lib.docstring_chat import talks, write
 
 BENCHMARK = Path(__file__).parent.parent.parent / "benchmarks" / "bench_docstrings.py"
 SOURCE = '''

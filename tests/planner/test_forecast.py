@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -313,11 +312,10 @@ def test_the_2_70b_shape_as_an_h200_ran_it():
     assert resident[1].tokens_per_second == pytest.approx(25_679, rel=0.08)
 
 
-def test_the_disk_of_the_largest_model_as_it_was_measured(monkeypatch):
+def test_the_disk_of_the_largest_model_as_it_was_measured():
     """docs/journal/offload.md: 22 blocks of the 70B shape, 108 GiB of RAM, 52 GB of disk: 50 GB read and 48 GB written a step."""
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-    import offload_largest
-    from offload_case import SHAPES
+    from benchmarks.lib.offload import largest as offload_largest
+    from benchmarks.lib.offload.case import SHAPES
 
     shape = replace(SHAPES["70B"], num_layers=22)
     machine = offload_largest.Machine(int(offload_largest.LEVEL0_SHARE * 143_771 * MiB), 108 * GiB, int(52e9), True)

@@ -27,7 +27,7 @@ _ALONE_BYTES = 114 * 1024  # of which two blocks do not fit one
 STATISTICS_BYTES = 1024  # of shared memory, for the statistics of rows that are normalised on the way
 _X_BYTES = 128 * 1024  # of x that a block stages at a time
 # (row warps, K warps, splits) of plans that take x in bulk copies, as timed fastest on an H200 for shapes of common
-# models where the rule chooses others (benchmarks/fp4_plans.py, results/fp4-h200-plans-5.csv to -7.csv; 2 and 8 rows
+# models where the rule chooses others (benchmarks/tune/fp4_plans.py, results/tune; 2 and 8 rows
 # are interpolated). Keys are (rows rounded up to a power of two, N, K).
 _TIMED: dict[tuple[int, int, int], tuple[int, int, int]] = {
     (1, 28672, 8192): (7, 4, 1),

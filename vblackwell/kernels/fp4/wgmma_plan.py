@@ -11,7 +11,7 @@ work a multiprocessor and rounds of blocks, not tensor cores alone.
 
 The terms have reasons, their constants are those of a regression that ranks plans: a product of 64 rows by 64 columns
 takes the tensor cores 2 cycles a token, not `_TENSOR`, and 256 rows are predicted 6 to 19 % too short. It is of 329
-plans in 18 cells (64 to 256 rows, benchmarks/results/fp4-h200-plans-5.csv): the plan of least predicted time is on
+plans in 18 cells (64 to 256 rows, benchmarks/results/tune): the plan of least predicted time is on
 average 1.9 %, at most 11.4 %, slower than the fastest of its cell; cells where it is 2 % or more slower are in
 `_TIMED`. 17 to 32 rows were timed with the kernels of a day before only. What it says of a cluster in grids of many
 rounds is too little, so `many_rows_us` compares the plans for more rows.
@@ -49,7 +49,7 @@ _L2_BYTES_A_US, _MEMORY_BYTES_A_US = 8.89e6, 4.2e6
 # and 14336 x 4096.
 _MANY_ROWS_US = {(256, 2, 1): 0.75, (128, 3, 1): 0.59, (256, 1, 2): 0.405}
 # tokens, groups, K groups, splits, blocks a multiprocessor, windows a step of the plan that was timed
-# fastest on an H200 for shapes of common models where the rule chooses others (benchmarks/fp4_plans.py,
+# fastest on an H200 for shapes of common models where the rule chooses others (benchmarks/tune/fp4_plans.py,
 # results/fp4-h200-plans-5.csv to -7.csv). Keys are (rows rounded up to a power of two, N, K).
 _TIMED: dict[tuple[int, int, int], tuple[int, int, int, int, int, int]] = {
     (32, 4096, 4096): (32, 1, 2, 2, 2, 2),

@@ -1,0 +1,1 @@
+"""What benchmarks share: processes, times, reports, and the cases of each claim."""

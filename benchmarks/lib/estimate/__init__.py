@@ -1,0 +1,1 @@
+"""The cases, processes and tables of bench_estimate.py."""

@@ -1,0 +1,229 @@
+"""Predicted beside measured: errors by case, medians and worst, with their floors and aims; what other estimators would have said."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib.estimate.cases import Case
+from vblackwell.planner.memory_estimate import P99_BYTES, P99_PERCENT
+from vblackwell.units import GiB
+
+Row = dict[str, Any]
+PEERS = ("accelerate", "deepspeed", "memtracker")
+COLUMNS = (
+    "date", "gpu", "driver", "torch", "transformers", "case", "predicted_allocated", "allocated", "predicted_reserved", "reserved",
+    "predicted_context", "context", "predicted_p99", "device", *PEERS, "predicted_step_seconds", "step_seconds", "error",
+)  # fmt: skip
+
+
+def claim_bytes(smallest_cap: int) -> int:
+    """Bytes to reserve, from which on P99 says of a run that it fits."""
+    return -(-smallest_cap * (100 + P99_PERCENT) // 100) + P99_BYTES
+
+
+def rows_of(predicted: Mapping[str, Row], measured: Mapping[str, Row], context: int | None = None) -> list[Row]:
+    """One row a case; ``context``: measured of other runs, for cases of which the driver told nothing."""
+    found = []
+    for key in dict.fromkeys([*predicted, *measured]):
+        if key.startswith(("boundary ", "tracker ")):
+            continue
+        told, real = predicted.get(key, {"error": "not predicted"}), measured.get(key, {"error": "not measured"})
+        error = "; ".join(
+            f"{of}: {each['error']}" for of, each in (("predicted", told), ("measured", real)) if "error" in each
+        )
+        row: Row = {"case": key, "error": error}
+        if not error and real.get("allocated"):
+            device = real["reserved"] + (real["context"] or context or 0) if real["context"] or context else None
+            row |= {
+                "predicted_allocated": told["allocated"], "allocated": real["allocated"],
+                "predicted_reserved": told["reserved"], "reserved": real["reserved"],
+                "predicted_context": told["context"], "context": real["context"],
+                "predicted_peak": told["peak_p50"], "predicted_p99": told["peak_p99"], "device": device,
+                "predicted_step_seconds": told.get("step_seconds"), "step_seconds": real.get("step_seconds"), **told["formulas"],
+                "issue_seconds": real.get("issue_seconds"),
+                "gpu_seconds": told.get("gpu_seconds"), "host_seconds": told.get("host_seconds"),
+                "memtracker": measured.get(f"tracker {key}", {}).get("memtracker"),
+            }  # fmt: skip
+        found.append(row)
+    return found
+
+
+def relative(row: Row, told: str, real: str) -> float | None:
+    """(predicted - measured) / measured."""
+    if not row.get(told) or not row.get(real):
+        return None
+    return (row[told] - row[real]) / row[real]
+
+
+def _spread(values: Iterable[float | None]) -> str:
+    found = sorted(abs(value) for value in values if value is not None)
+    if not found:
+        return f"{'none':>9}"
+    ninth = found[min(len(found) - 1, int(0.9 * len(found)))]
+    return f"{statistics.median(found):>8.2%} {ninth:>8.2%} {found[-1]:>8.2%}  of {len(found)}"
+
+
+TARGETS: tuple[tuple[str, str, str, str], ...] = (
+    ("allocated", "predicted_allocated", "allocated", "floor 1.5 %, aim 0.5 % (median)"),
+    ("reserved", "predicted_reserved", "reserved", ""),
+    ("reserved + context", "predicted_peak", "device", "floor 4 % / 12 %, aim 2 % / 6 % (median / worst)"),
+    ("context", "predicted_context", "context", ""),
+    (
+        "P99 over what was used",
+        "predicted_p99",
+        "device",
+        "without a cap; floor 8 %, aim 4 % at the real boundary, below",
+    ),
+    ("step time", "predicted_step_seconds", "step_seconds", "floor 12 % / 30 %, aim 5 % / 12 % (median / P90)"),
+    *((f"{peer} (allocated)", peer, "allocated", "") for peer in PEERS),
+)
+
+
+def summary_lines(rows: list[Row]) -> list[str]:
+    """Medians, 90th percentiles and worst of all cases, then medians by family."""
+    lines = [f"{'relative error':<24}{'median':>8} {'P90':>8} {'worst':>8}"]
+    for title, told, real, target in TARGETS:
+        lines.append(f"{title:<24}{_spread(relative(row, told, real) for row in rows)}  {target}".rstrip())
+    short = [row for row in rows if row.get("device") and row["predicted_p99"] < row["device"]]
+    lines.append(
+        f"P99 below what was used: {len(short)} ({', '.join(row['case'].split()[0] for row in short) or 'none'})"
+    )
+    lines += ["", f"{'by':<12}{'cases':>6}{'allocated':>11}{'signed':>9}{'reserved':>10}{'worst':>8}"]
+    for title, pick in (("family", 1), ("precision", 3)):
+        lines += _grouped(title, rows, lambda row, pick=pick: row["case"].split()[pick])
+    return lines
+
+
+# (median, P90, worst) that may not be exceeded; None: not asked for.
+FLOORS: tuple[tuple[str, str, str, tuple[float | None, float | None, float | None]], ...] = (
+    ("allocated", "predicted_allocated", "allocated", (0.015, None, None)),
+    ("reserved + context", "predicted_peak", "device", (0.04, None, 0.12)),
+    ("step time", "predicted_step_seconds", "step_seconds", (0.12, 0.30, None)),
+)
+
+
+def verdict_lines(rows: list[Row]) -> list[str]:
+    """How many cases have no answer, and which floors are met: one of which nothing was measured is not."""
+    counts = {of: sum(f"{of}: " in row["error"] for row in rows) for of in ("predicted", "measured")}
+    missing = sum(bool(row["error"]) for row in rows)
+    lines = [
+        f"cases: {len(rows)}, of these {counts['predicted']} could not be predicted and {counts['measured']} failed or did not run"
+        + (f": {missing} WITHOUT AN ANSWER, so the floors below are of the others alone" if missing else "")
+    ]
+    for title, told, real, floors in FLOORS:
+        found = sorted(abs(value) for row in rows if (value := relative(row, told, real)) is not None)
+        if not found:
+            lines.append(f"{title}: NOT MEASURED")
+            continue
+        reached = (statistics.median(found), found[min(len(found) - 1, int(0.9 * len(found)))], found[-1])
+        missed = any(floor is not None and value > floor for value, floor in zip(reached, floors, strict=True))
+        lines.append(f"{title}: {'FLOOR MISSED' if missed else 'floor met'}, of {len(found)} cases")
+    return lines
+
+
+def _grouped(title: str, rows: list[Row], key: Callable[[Row], str]) -> list[str]:
+    lines = []
+    for name in dict.fromkeys(key(row) for row in rows):
+        mine = [row for row in rows if key(row) == name and row.get("allocated")]
+        allocated = [value for row in mine if (value := relative(row, "predicted_allocated", "allocated")) is not None]
+        reserved = [
+            abs(value) for row in mine if (value := relative(row, "predicted_reserved", "reserved")) is not None
+        ]
+        if allocated:
+            median = statistics.median
+            lines.append(
+                f"{name:<12}{len(mine):>6}{median(map(abs, allocated)):>11.2%}{median(allocated):>+9.2%}{median(reserved):>10.2%}"
+                f"{max(reserved):>8.2%}"
+            )
+    return lines
+
+
+def case_lines(rows: list[Row]) -> list[str]:
+    """One line a case, in MB; errors last."""
+    lines = [f"{'case':<58}{'allocated':>10}{'error':>8}{'reserved':>10}{'error':>8}{'context':>9}{'ms/step':>9}"]
+    for row in rows:
+        if row.get("allocated"):
+            context = f"{row['context'] / 1e6:.0f}" if row["context"] else "?"
+            step = f"{row['step_seconds'] * 1e3:.1f}" if row["step_seconds"] else ""
+            lines.append(
+                f"{row['case'][:57]:<58}{row['allocated'] / 1e6:>10.0f}{relative(row, 'predicted_allocated', 'allocated'):>+8.2%}"
+                f"{row['reserved'] / 1e6:>10.0f}{relative(row, 'predicted_reserved', 'reserved'):>+8.2%}{context:>9}{step:>9}"
+            )
+    return lines + [f"{row['case'][:57]:<58} {row['error']}" for row in rows if row["error"]]
+
+
+def step_lines(rows: list[Row]) -> list[str]:
+    """Step times: measured, predicted, what was predicted for the GPU and for the host alone, in ms, and us of an operator just then."""
+    timed = [row for row in rows if row.get("step_seconds") and row.get("predicted_step_seconds")]
+    if not timed:
+        return []
+    lines = [f"{'ms a step':<58}{'measured':>10}{'predicted':>10}{'error':>8}{'GPU':>8}{'host':>8}{'us':>7}"]
+    for row in timed:
+        parts = [row[name] * 1e3 for name in ("step_seconds", "predicted_step_seconds", "gpu_seconds", "host_seconds")]
+        off = relative(row, "predicted_step_seconds", "step_seconds")
+        lines.append(
+            f"{row['case'][:57]:<58}{parts[0]:>10.1f}{parts[1]:>10.1f}{off:>+8.1%}{parts[2]:>8.1f}{parts[3]:>8.1f}"
+            f"{1e6 * (row.get('issue_seconds') or 0.0):>7.1f}"
+        )
+    return [*lines, ""]
+
+
+COARSE = 0.01  # a search that was stopped with more than this between its ends is told apart
+
+
+def boundary_lines(
+    predicted: Mapping[str, Row], measured: Mapping[str, Row], context: int | None, wanted: int = 0
+) -> list[str]:
+    """Claims of P99 at the real boundaries; ``wanted``: how many were asked for."""
+    lines, over, wrong = [], [], 0
+    sizes: set[int] = set()
+    for key, real in measured.items():
+        if not key.startswith("boundary "):
+            continue
+        name, told = key.removeprefix("boundary "), predicted.get(key.removeprefix("boundary "), {})
+        if "error" in real or not real.get("boundary"):
+            lines.append(f"{name[:57]:<58} {real.get('error', 'no GPU')}")
+            continue
+        claimed = real["claim"] + told["context"]
+        needed = real["boundary"] + (context or told["context"])
+        bad = claimed < needed or not real["claim_runs"] or not real.get("card_runs", True)
+        wrong, share = wrong + bad, claimed / needed - 1
+        over.append(share)
+        sizes.add(told.get("case", {}).get("card_bytes", 0))
+        coarse = (real["boundary"] - real.get("fails", real["boundary"])) / real["boundary"]
+        card = "" if "card" not in real else f"  batch of the card runs: {real['card_runs']}"
+        lines.append(
+            f"{name[:57]:<58}{needed / 1e6:>10.0f}{claimed / 1e6:>10.0f}{share:>+8.2%}  {'FAILS' if bad else 'runs'}{card}"
+            + (f"  left over {real['left_over']}" if real["left_over"] else "")
+            + (f"  searched to {coarse:.1%} only" if coarse > COARSE else "")
+        )
+    if not lines:
+        return []
+    head = f"{'real boundary, MB, and from where P99 says fits':<58}{'needed':>10}{'claimed':>10}{'over':>8}"
+    cards = ", ".join(f"{size // GiB}" for size in sorted(sizes - {0}))
+    counted = f"{len(over)} boundaries compared, {wanted} asked for; cards of {cards or 'no'} GiB among them"
+    counted += f"; {wanted - len(over)} TOO FEW" if len(over) < wanted else ""
+    told = f"says fits where it fails: {wrong} (floor 0)"
+    if over:
+        told += f"; over-reservation, median {statistics.median(over):.2%} (floor 8 %, aim 4 %), worst {max(over):.2%}"
+    return [head, *lines, counted, told]
+
+
+def append_csv(path: Path, rows: list[Row], about: Row) -> None:
+    """Rows after those that are there, the header where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", restval="")
+        if fresh:
+            writer.writeheader()
+        writer.writerows({**about, **row} for row in rows)
+
+
+def case_of(values: Row) -> Case:
+    """The case of a prediction."""
+    return Case.from_dict(values["case"])

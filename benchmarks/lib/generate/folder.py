@@ -1,0 +1,172 @@
+"""A folder of random weights in Llama's shape, written as fast as the file system takes them, and the rates of the machine.
+
+Numbers are drawn on the GPU, and files are written side by side by a few threads: sharded safetensors with an index, as a hub's folders
+are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+import torch
+
+from benchmarks.lib.generate.case import Case, Shape, say
+
+THREADS = 8
+SPREAD = 0.02
+PIECE = 64 << 20
+INDEX = "model.safetensors.index.json"
+
+
+def config_of(shape: Shape, dtype: str) -> dict[str, Any]:
+    """The config.json."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads or shape.num_heads,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "dtype": dtype,
+    }
+
+
+def shards_of(shape: Shape) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
+    """Names and shapes of the tensors, file by file: one a layer, and one for the rest."""
+    width, inner = shape.hidden_size, shape.intermediate_size
+    keys = width // shape.num_heads * (shape.num_kv_heads or shape.num_heads)
+    yield [
+        ("model.embed_tokens.weight", (shape.vocab_size, width)),
+        ("model.norm.weight", (width,)),
+        ("lm_head.weight", (shape.vocab_size, width)),
+    ]
+    for layer in range(shape.num_layers):
+        name = f"model.layers.{layer}."
+        yield [
+            (name + "self_attn.q_proj.weight", (width, width)),
+            (name + "self_attn.k_proj.weight", (keys, width)),
+            (name + "self_attn.v_proj.weight", (keys, width)),
+            (name + "self_attn.o_proj.weight", (width, width)),
+            (name + "mlp.gate_proj.weight", (inner, width)),
+            (name + "mlp.up_proj.weight", (inner, width)),
+            (name + "mlp.down_proj.weight", (width, inner)),
+            (name + "input_layernorm.weight", (width,)),
+            (name + "post_attention_layernorm.weight", (width,)),
+        ]
+
+
+def write_folder(folder: Path, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> int:
+    """Bytes of the weights that were written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config_of(shape, name), indent=2))
+    shards = list(shards_of(shape))
+    weight_map = {}
+    with ThreadPoolExecutor(min(THREADS, len(shards))) as pool:
+        jobs = []
+        for number, tensors in enumerate(shards):
+            file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+            weight_map |= {tensor: file for tensor, _ in tensors}
+            jobs.append(pool.submit(_write_shard, folder / file, tensors, dtype, device, seed + number))
+        total = sum(job.result() for job in jobs)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index))  # last: it says that the folder is whole
+    return total
+
+
+def _write_shard(
+    path: Path, tensors: list[tuple[str, tuple[int, ...]]], dtype: torch.dtype, device: torch.device, seed: int
+) -> int:
+    kind, table, end = {torch.bfloat16: "BF16", torch.float32: "F32"}[dtype], {}, 0
+    for name, shape in tensors:
+        begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        table[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [begin, end]}
+    head = json.dumps(table).encode()
+    head += b" " * (-len(head) % 8)
+    flat = torch.empty(end // dtype.itemsize, dtype=dtype, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, shape in tensors:
+        place = table[name]["data_offsets"]
+        part = flat[place[0] // dtype.itemsize : place[1] // dtype.itemsize]
+        part.fill_(1.0) if len(shape) == 1 else part.normal_(0.0, SPREAD, generator=generator)
+    data, piece = flat.view(torch.uint8), torch.empty(min(end, PIECE), dtype=torch.uint8)
+    with path.open("wb", buffering=0) as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for start in range(0, end, PIECE):  # through one piece, whose pages the system clears once
+            part = piece[: min(PIECE, end - start)]
+            part.copy_(data[start : start + len(part)])
+            left = memoryview(part.numpy())
+            while left:
+                left = left[os.write(file.fileno(), left) :]
+    return end
+
+
+def link_gbps(device: torch.device) -> float:
+    """GB/s from registered RAM to the GPU, in copies of 64 MiB."""
+    from vblackwell.memory.slab import map_slab
+
+    host = map_slab(1 << 30, pin=True)
+    there, piece = torch.empty(64 << 20, dtype=torch.uint8, device=device), 64 << 20
+
+    def once() -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for start in range(0, 1 << 30, piece):
+            there.copy_(host[start : start + piece], non_blocking=True)
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    once()
+    return (1 << 30) / statistics.median(once() for _ in range(5)) / 1e9
+
+
+def hbm_gbps(device: torch.device) -> float:
+    """GB/s of a copy inside the GPU, read and written bytes."""
+    source = torch.empty(4 << 30, dtype=torch.uint8, device=device)
+    target, times = torch.empty_like(source), []
+    for _ in range(6):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return 2 * source.nbytes / statistics.median(times[1:]) / 1e9
+
+
+def make(case: Case) -> None:
+    """Write the folder of ``case`` and tell the machine's rates."""
+    device, began, folder = torch.device(case.device), time.perf_counter(), Path(case.folder)
+    if (folder / INDEX).is_file():
+        say("phase", text="the folder is there")
+    else:
+        num_bytes = write_folder(folder, case.sizes, getattr(torch, case.dtype), device, case.seed)
+        say("phase", text=f"{num_bytes / 1e9:.2f} GB written in {time.perf_counter() - began:.1f} s")
+    rates = {"link_gbps": link_gbps(device), "hbm_gbps": hbm_gbps(device)} if device.type == "cuda" else {}
+    if rates:
+        say("rates", rates=rates)
+
+
+if __name__ == "__main__":
+    make(Case.from_json(sys.argv[1]))

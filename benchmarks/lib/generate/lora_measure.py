@@ -1,0 +1,206 @@
+"""The process of one system: adapters over a 4-bit base, trained on real text. Started by bench_lora.py with a case as its only argument.
+
+Both systems train peft's modules from the same first values (`fill_adapter`) on the same rows: bytes of the standard library's Python
+sources, as tokens. Ours keeps the base in nvfp4, adapters' masters in fp32 and computes in bf16; bitsandbytes keeps it in nf4, adapters in
+fp32 under autocast to bf16, with torch's fused AdamW. Both checkpoint every layer.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+import torch
+
+from benchmarks.lib.generate.lora_case import Case, Result
+from benchmarks.lib.offload.case import say
+from benchmarks.lib.warm_process import SERVE, forked, serve
+from vblackwell.nn.convert.lora import fill_adapter, is_adapter
+
+SKIPPED = 5
+TOLD = 5  # steps between two looks at the loss, which the host waits for
+FIRST_TOKEN = 3  # of bytes
+Step = Callable[[torch.Tensor, float], torch.Tensor]
+
+
+def rows_of_text(case: Case) -> torch.Tensor:
+    """Tokens (steps, batch, seq) of the default corpus."""
+    from vblackwell.data.documents import find_text
+
+    wanted, held = case.steps * case.batch * case.seq, bytearray()
+    for path in find_text(None).files:
+        if len(held) >= wanted:
+            break
+        held += path.read_bytes()
+    ids = (
+        torch.frombuffer(held, dtype=torch.uint8)[:wanted].long() % (case.sizes.vocab_size - FIRST_TOKEN) + FIRST_TOKEN
+    )
+    rows = ids.view(-1, case.seq)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(case.seed))
+    return rows[order].view(case.steps, case.batch, case.seq)
+
+
+def ours(case: Case, device: torch.device, result: Result) -> Step:
+    from vblackwell.generate.causal_lm import load_causal_lm
+    from vblackwell.memory.cache.stack import VGPUStack
+    from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
+    from vblackwell.nn.convert.lora_config import Lora
+    from vblackwell.offload.api import offload_of
+    from vblackwell.offload.optimizer import VGPUAdamW
+
+    levels = [
+        {"device": "cuda:0" if device.type == "cuda" else "arena", "capacity_mb": case.cap_bytes / (1 << 20)},
+        {"device": "cpu", "capacity_mb": case.host_bytes / (1 << 20)},
+    ]
+    dtype = getattr(torch, case.dtype)
+    model: Any = load_causal_lm(
+        case.folder, VGPUStack({"levels": levels}), dtype=dtype, lora=Lora(case.rank, case.alpha), fp4="nvfp4",
+        placement=case.placement, compute_dtype=dtype, seed=case.seed,
+    )  # fmt: skip
+    engine = offload_of(model)
+    result.placement = engine.placement if engine is not None else ""
+    accelerate_causal_lm(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    trained = [param for param in model.parameters() if param.requires_grad]
+    result.trained = sum(param.numel() for param in trained)
+    optimizer = VGPUAdamW(trained, lr=case.learning_rate, weight_decay=0.0, update_in_backward=True)
+
+    def step(ids_BS: torch.Tensor, rate: float) -> torch.Tensor:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        loss = model(input_ids=ids_BS, labels=ids_BS, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def bitsandbytes(case: Case, device: torch.device, result: Result) -> Step:
+    import peft
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    dtype, cuda = getattr(torch, case.dtype), device.type == "cuda"
+    packing = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    base: Any = AutoModelForCausalLM.from_pretrained(
+        case.folder, dtype=dtype, quantization_config=packing, device_map={"": 0 if cuda else "cpu"}
+    )
+    result.placement = "resident"
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config = peft.LoraConfig(
+        r=case.rank, lora_alpha=case.alpha, lora_dropout=0.0, target_modules=targets, bias="none", task_type="CAUSAL_LM"
+    )
+    base.requires_grad_(False)
+    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model: Any = peft.get_peft_model(base, config).train()
+    trained = []
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if is_adapter(name):
+                value = torch.empty(param.shape)
+                fill_adapter(name.removeprefix("base_model.model."), value, case.seed)
+                param.copy_(value.to(dtype))  # ours begin in the compute type
+                trained.append(param)
+    result.trained = sum(param.numel() for param in trained)
+    optimizer = torch.optim.AdamW(trained, lr=case.learning_rate, weight_decay=0.0, fused=cuda)
+
+    def step(ids_BS: torch.Tensor, rate: float) -> torch.Tensor:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        with torch.autocast("cuda", dtype) if cuda else nullcontext():
+            loss = model(input_ids=ids_BS, labels=ids_BS, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def train(case: Case, device: torch.device) -> Result:
+    cuda, began, result = device.type == "cuda", time.perf_counter(), Result(case.system)
+    rows = rows_of_text(case)
+    step = {"ours": ours, "bitsandbytes": bitsandbytes}[case.system](case, device, result)
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    result.opened_seconds = time.perf_counter() - began
+    say(
+        "phase",
+        text=f"opened in {result.opened_seconds:.1f} s, {result.placement}, {result.trained / 1e6:.2f} M parameters trained",
+    )
+    losses, marks, trained_from = [], [], time.perf_counter()
+    for number, ids_BS in enumerate(rows):
+        marks.append(_mark(cuda))
+        losses.append(step(ids_BS.to(device, non_blocking=True), case.rate_at(number)))
+        if number % TOLD == 0:
+            loss, mean = float(losses[-1]), (time.perf_counter() - trained_from) / (number + 1)
+            rate = case.batch * case.seq / mean
+            say(
+                "phase",
+                text=f"step {number + 1}: loss {loss:.4f}; {rate:,.0f} tokens/s so far, the first steps counted",
+            )
+            if time.perf_counter() - began > case.limit_seconds:
+                result.status = f"ok, {number + 1} of {case.steps} steps in the time"
+                break
+    marks.append(_mark(cuda))
+    result.losses = [float(loss) for loss in losses]
+    if cuda:
+        torch.cuda.synchronize()
+        result.step_seconds = [a.elapsed_time(b) / 1e3 for a, b in zip(marks, marks[1:], strict=False)]
+        result.peak_reserved, result.peak_allocated = (
+            torch.cuda.max_memory_reserved(),
+            torch.cuda.max_memory_allocated(),
+        )
+    else:
+        result.step_seconds = [b - a for a, b in zip(marks, marks[1:], strict=False)]
+    counted = result.step_seconds[SKIPPED:] or result.step_seconds
+    result.tokens_per_second = case.batch * case.seq / statistics.median(counted)
+    return result
+
+
+def _mark(cuda: bool) -> Any:
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def main(argument: str) -> None:
+    case = Case.from_json(argument)
+    device = torch.device("cuda", 0) if case.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, case.cap_bytes / total), 0)
+    say("result", result=asdict(train(case, device)))
+
+
+def told(argument: str) -> None:
+    try:
+        main(argument)
+    except Exception as error:
+        say("failed", error=" ".join(f"{type(error).__name__} {error}".split())[:300])
+        raise
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == SERVE:  # peft and bitsandbytes look for CUDA as they are imported: not here
+        import accelerate  # noqa: F401
+        import transformers.models.llama.modeling_llama  # noqa: F401
+
+        import vblackwell.data.documents  # noqa: F401
+
+        serve(lambda argument: forked(__file__, argument, Case.from_json(argument).device == "cuda", told))
+    else:
+        told(sys.argv[1])

@@ -1,0 +1,1 @@
+"""Layers, peers, times and tables of the benchmarks of kernels."""

@@ -1,0 +1,1 @@
+"""The systems, cases and tables of bench_offload.py."""

@@ -1,0 +1,287 @@
+"""The process of one system: builds it, trains, measures. Started by bench_offload.py with a case as its only argument.
+
+What it has to say goes to standard output as lines that begin with ``@ `` and hold JSON; anything else is other people's chatter.
+The loop is that of a careful user, for every system: tokens come from pinned memory and are sent one step before they are needed, a
+loss is read while the next step runs, both on a stream of their own. Step times are the intervals between events on the
+computing stream behind each step (on a CPU: between the moments at which the calls return). Work that runs on behind the
+step (updates under the next forward) is in the next interval; the *drained* rate covers all measured steps between two
+moments at which nothing at all was under way.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+import psutil
+import torch
+
+from benchmarks.lib.offload.case import Case, Result, say
+from benchmarks.lib.offload.data import token_batches
+from benchmarks.lib.offload.loop import Clock, Feed
+from benchmarks.lib.offload.systems import System, attention_kernels
+from vblackwell.train.small_copies import LateScalar
+
+TRACED_STEPS = 2
+
+
+class HostWatch:
+    """The most RAM that the machine used, beyond what it used at the start. Pages pinned by a driver are in no process's RSS."""
+
+    def __init__(self, every_seconds: float = 0.2) -> None:
+        self._start = self._peak = self._used()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, args=(every_seconds,), name="host-watch", daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def _used() -> int:
+        memory = psutil.virtual_memory()
+        return memory.total - memory.available
+
+    def _watch(self, every_seconds: float) -> None:
+        while not self._stop.wait(every_seconds):
+            self._peak = max(self._peak, self._used())
+
+    def growth(self) -> int:
+        """Bytes."""
+        self._peak = max(self._peak, self._used())
+        return self._peak - self._start
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def process_status(name: str) -> int:
+    """A line of /proc/self/status in bytes, such as VmHWM (the highest RSS) or VmPin."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def builder_of(system: str) -> Callable[[Case, torch.device], System]:
+    """The function that builds a system. Others' packages are imported only where they are asked for."""
+    if system in ("fsdp2", "deepspeed"):
+        import offload_peers as module
+    elif system == "largest":
+        import offload_largest as module
+    else:
+        import offload_systems as module
+    return getattr(module, f"build_{system}")
+
+
+class Run:
+    """One built system and what is needed to train it."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.watch = HostWatch()
+        self.device = torch.device("cuda", 0) if case.device == "cuda" else torch.device("cpu")
+        self.cuda = self.device.type == "cuda"
+        self.gpu_used = 0
+        if case.deterministic:
+            from vblackwell.machine.device import make_deterministic
+
+            make_deterministic(self.device)
+        if self.cuda:
+            self._say_and_cap()
+        began = time.perf_counter()
+        self.system = builder_of(case.system)(case, self.device)
+        self.synchronize()
+        self.build_seconds = time.perf_counter() - began
+        say("phase", text=f"built in {self.build_seconds:.1f} s, {since_start():.1f} s after the process began")
+
+    def _say_and_cap(self) -> None:
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        if self.case.cap_bytes is not None:
+            torch.cuda.set_per_process_memory_fraction(min(1.0, self.case.cap_bytes / total), self.device)
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+    def drain(self) -> float:
+        """Wait until nothing is under way; the time."""
+        self.system.finish()
+        self.synchronize()
+        return time.perf_counter()
+
+    def forget_peaks(self) -> None:
+        """Peaks count from here."""
+        if self.cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.gpu_used = 0
+
+    def step(self, ids_BS: torch.Tensor, number: int) -> LateScalar:
+        """One step on tokens that are on the device; its loss, on the way to the host."""
+        loss = LateScalar(self.system.step(ids_BS, self.case.rate_at(number)))
+        if self.cuda:
+            free, total = torch.cuda.mem_get_info(self.device)
+            self.gpu_used = max(self.gpu_used, total - free)
+        return loss
+
+    def fill_memory(self, result: Result) -> None:
+        """The columns about bytes."""
+        level = self.system.stats()["levels"] if self.system.stats is not None else []
+        host_levels = sum(each["peak_bytes"] for each in level[1:] if each["device"] == "cpu")
+        result.level0_peak = level[0]["peak_bytes"] if level else None
+        result.host_rss = process_status("VmHWM")
+        result.host_used = self.watch.growth()
+        if self.cuda:
+            result.peak_reserved = torch.cuda.max_memory_reserved(self.device)
+            result.peak_allocated = torch.cuda.max_memory_allocated(self.device)
+            result.gpu_used = self.gpu_used
+            result.pinned = host_levels + int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
+
+
+def since_start() -> float:
+    """Seconds since this process was started, imports included."""
+    return time.time() - psutil.Process().create_time()
+
+
+def links_of(system: System) -> dict[str, tuple[int, float]]:
+    """Bytes and seconds so far, by 'source>destination'."""
+    if system.stats is None:
+        return {}
+    found: dict[str, tuple[int, float]] = {}
+    for link in system.stats()["links"]:
+        name = f"{link['source']}>{link['destination']}"
+        held = found.get(name, (0, 0.0))
+        found[name] = (held[0] + link["bytes"], held[1] + link["seconds"])
+    return found
+
+
+def stalls_of(system: System) -> float:
+    """Seconds that the main thread has waited for bytes so far."""
+    return 0.0 if system.stats is None else system.stats()["stall_seconds"]
+
+
+def train(run: Run, batch: int, seq: int, warmup: int, steps: int, *, told: bool = True) -> Result:
+    """``warmup`` and ``steps`` steps on (batch, seq) tokens, measured."""
+    case, system = run.case, run.system
+    batches = token_batches(case.decoder.vocab_size, batch, seq, warmup + steps, case.seed)
+    result = Result(case.system, tokens=batch * seq, build_seconds=run.build_seconds, notes=list(system.notes))
+    run.drain()
+    run.forget_peaks()
+    links: dict[str, tuple[int, float]] = {}
+    stalls, begun, clock = 0.0, 0.0, Clock(run.device)
+    waiting: list[tuple[LateScalar, Any]] = []
+
+    def read_oldest() -> None:
+        late, norm = waiting.pop(0)
+        loss = late.read()
+        norm = None if norm is None else float(norm)
+        result.losses.append(loss)
+        if norm is not None:
+            result.grad_norms.append(norm)
+        number = len(result.losses)
+        if number == 1 and told:
+            result.first_step_seconds = since_start()
+        if told:
+            say("step", step=number, of=warmup + steps, loss=loss, norm=norm, since_start=since_start())
+
+    for number, ids_BS in enumerate(Feed(batches, run.device)):
+        if number == warmup:
+            while waiting:
+                read_oldest()
+            begun = run.drain()
+            links, stalls, clock = links_of(system), stalls_of(system), Clock(run.device)
+            clock.mark()
+        late = run.step(ids_BS, number)
+        clock.mark()
+        waiting.append((late, system.grad_norm()))
+        while len(waiting) > 1 or (waiting and number == 0):
+            read_oldest()
+    ended = run.drain()
+    while waiting:
+        read_oldest()
+    _fill_rates(result, clock.intervals(), ended - begun)
+    for name, (num_bytes, seconds) in links_of(system).items():
+        before = links.get(name, (0, 0.0))
+        result.link_bytes[name] = (num_bytes - before[0]) / steps
+        result.link_busy[name] = (seconds - before[1]) / (ended - begun)
+    if system.stats is not None:
+        result.stall_share = (stalls_of(system) - stalls) / (ended - begun)
+    if case.max_grad_norm is not None and result.grad_norms:
+        result.clipped_share = statistics.fmean(norm > case.max_grad_norm for norm in result.grad_norms)
+    run.fill_memory(result)
+    result.losses = result.losses[:10]
+    return result
+
+
+def _fill_rates(result: Result, step_seconds: list[float], seconds: float) -> None:
+    result.step_seconds = step_seconds
+    result.tokens_per_second = result.tokens / statistics.median(result.step_seconds)
+    result.drained_tokens_per_second = result.tokens * len(result.step_seconds) / seconds
+
+
+def trace(run: Run, path: str) -> None:
+    """A profiler trace of a few more steps."""
+    from vblackwell.train.profile import tracing
+
+    case = run.case
+    count = 1 + TRACED_STEPS  # one for the profiler to warm up
+    batches = token_batches(case.decoder.vocab_size, case.batch, case.seq, count, case.seed + 1)
+    tell = lambda text: say("phase", text=text)  # noqa: E731
+    with tracing(Path(path), run.device, tell, skipped_steps=0, traced_steps=TRACED_STEPS) as step_context:
+        waiting: list[LateScalar] = []
+        for number, ids_BS in enumerate(Feed(batches, run.device)):
+            with step_context():
+                waiting.append(run.step(ids_BS, case.warmup + case.steps + number))
+                if number:
+                    waiting.pop(0).read()
+
+
+def sweep(run: Run) -> None:
+    """A few steps at each number of tokens, fewest first; the first that does not fit ends it."""
+    case = run.case
+    for tokens in sorted(case.sweep_tokens):
+        seq = min(case.seq, tokens)
+        try:
+            result = train(run, tokens // seq, seq, case.warmup, case.steps, told=False)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            failed = Result(case.system, "failed", first_line(error), tokens)
+            say("result", result=asdict(failed))
+            return
+        say("phase", text=f"{tokens} tokens a step: {result.tokens_per_second:,.0f} tokens/s")
+        say("result", result=asdict(result))
+
+
+def first_line(error: BaseException) -> str:
+    """The error's type and its first line, short enough for a table."""
+    text = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {text[0]}"[:400]
+
+
+def main() -> None:
+    case = Case.from_json(sys.argv[1])
+    say("phase", text=f"imports took {since_start():.1f} s")
+    run = Run(case)
+    with attention_kernels(case):
+        if case.sweep_tokens:
+            sweep(run)
+        else:
+            result = train(run, case.batch, case.seq, case.warmup, case.steps)
+            say("result", result=asdict(result))
+            if case.trace is not None:
+                trace(run, case.trace)
+    run.watch.close()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Exception as error:
+        say("failed", error=first_line(error))
+        raise

@@ -1,0 +1,260 @@
+"""The systems that are compared: plain PyTorch and ours, behind one small face. The others' offloading is in offload_peers.
+
+plain      transformers' LlamaForCausalLM, fp32 weights, autocast to bf16, torch's fused AdamW, checkpointing, SDPA
+enabled    the same model, put into a stack in which all of it fits, and VGPUAdamW: what enabling the stack costs
+resident   our Decoder, bf16 compute weights with fp32 masters, all on level 0
+streamed   the same Decoder under the cap, streaming from the levels below
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from benchmarks.lib.offload.case import Case, Shape
+from benchmarks.lib.offload.data import fill, next_tokens
+from vblackwell.units import parse_bytes
+
+RESIDENT_SHARE = 0.95  # of the free GPU memory, as level 0 of a model that fits
+HOST_SHARE = 0.9  # of the free RAM, as level 1
+
+
+@dataclass
+class System:
+    """Something that trains.
+
+    Attributes:
+        model: for its parameters; other people's wrappers may hold them.
+        optimizer: its ``param_groups`` take the learning rate.
+        loss_of: (B, S) token numbers on the device to the mean loss over next tokens.
+        clip: clips gradients before the step and returns their 2-norm; None where the optimizer does it, or nobody.
+        norm_of: the last step's norm, where the optimizer clips.
+        finish: waits for what still runs behind the step.
+        stats: ``VGPUStack.get_stats`` of ours.
+        notes: what a reader of the result should know.
+    """
+
+    model: nn.Module
+    optimizer: Any
+    loss_of: Callable[[Tensor], Tensor]
+    clip: Callable[[], Tensor] | None = None
+    norm_of: Callable[[], float | None] = lambda: None
+    finish: Callable[[], None] = lambda: None
+    stats: Callable[[], dict[str, Any]] | None = None
+    notes: list[str] = field(default_factory=list)
+    _clipped: Tensor | None = None
+
+    def step(self, ids_BS: Tensor, learning_rate: float) -> Tensor:
+        """One training step; the loss, which may still be on its way."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        loss = self.loss_of(ids_BS)
+        self.backward(loss)
+        return loss.detach()
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients, clipping and the update."""
+        loss.backward()
+        self._clipped = None if self.clip is None else self.clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def grad_norm(self) -> Tensor | float | None:
+        """The 2-norm of the last step's gradients before clipping, where somebody measured it; perhaps still under way."""
+        return self.norm_of() if self._clipped is None else self._clipped
+
+
+def hf_config(shape: Shape, seq: int) -> Any:
+    """transformers' configuration of ``shape``, the decoder that `DecoderConfig` describes."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads or shape.num_heads,
+        max_position_embeddings=max(seq, 2048),
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        use_cache=False,
+        attn_implementation="sdpa",  # pyright: ignore[reportCallIssue]
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+
+
+def hf_model(case: Case, device: torch.device | str) -> Any:
+    """An uninitialised or freshly drawn LlamaForCausalLM on ``device`` that checkpoints its blocks."""
+    from transformers import LlamaForCausalLM
+
+    with torch.device(device):
+        model = LlamaForCausalLM(hf_config(case.decoder, case.seq))
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def hf_loss(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The loss that transformers computes when it is given labels."""
+    return lambda ids_BS: model(input_ids=ids_BS, labels=ids_BS, use_cache=False).loss
+
+
+def drawn_weights(case: Case, model: nn.Module, device: torch.device) -> None:
+    """The seed's weights into ``model``, wherever they are."""
+    named = ((name, param.shape, param.detach()) for name, param in model.named_parameters())
+    fill(named, case.decoder.num_layers, case.seed, device)
+
+
+def clip_of(case: Case, model: nn.Module) -> Callable[[], Tensor] | None:
+    """torch's clipping, if the case clips."""
+    limit = case.max_grad_norm
+    if limit is None:
+        return None
+    return lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+
+
+def adamw_settings(case: Case) -> dict[str, Any]:
+    """AdamW's arguments, the same for all."""
+    return {"lr": case.rate_at(0), "betas": case.betas, "eps": case.eps, "weight_decay": case.weight_decay}
+
+
+def autocast(device: torch.device) -> AbstractContextManager[object]:
+    return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+def build_plain(case: Case, device: torch.device) -> System:
+    """Plain PyTorch."""
+    model = hf_model(case, device)
+    drawn_weights(case, model, device)
+    loss = hf_loss(model)
+
+    def loss_of(ids_BS: Tensor) -> Tensor:
+        with autocast(device):
+            return loss(ids_BS)
+
+    optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(case), fused=True)
+    return System(model, optimizer, loss_of, clip_of(case, model), notes=["torch AdamW, fused"])
+
+
+def build_enabled(case: Case, device: torch.device) -> System:
+    """Plain PyTorch's model, in a stack that holds all of it on level 0."""
+    from vblackwell import VGPUAdamW, enable_vgpu_stack_optimization
+
+    stack = our_stack(case, device, streamed=False)
+    model = hf_model(case, device)
+    drawn_weights(case, model, device)
+    model = enable_vgpu_stack_optimization(model, stack, placement="resident")
+    optimizer = VGPUAdamW(model.parameters(), **adamw_settings(case), max_grad_norm=case.max_grad_norm)
+    loss = hf_loss(model)
+
+    def loss_of(ids_BS: Tensor) -> Tensor:
+        with autocast(device):
+            return loss(ids_BS)
+
+    return ours(model, optimizer, loss_of, stack)
+
+
+def build_resident(case: Case, device: torch.device) -> System:
+    """Our decoder, everything on level 0."""
+    return _build_decoder(case, device, "resident", {}, {})
+
+
+def build_streamed(case: Case, device: torch.device) -> System:
+    """Our decoder, streamed."""
+    from vblackwell.offload.host_rates import rates_together
+
+    recipe = case.recipe
+    placing: dict[str, Any] = {} if recipe.update is None else {"update": place_or_share(recipe.update)}
+    if recipe.activations is not None:
+        placing["activations"] = recipe.activations
+    if recipe.resident_bytes is not None:
+        placing["resident_bytes"] = recipe.resident_bytes
+    if recipe.weight_bytes is not None:
+        placing["weight_bytes"] = recipe.weight_bytes
+    updating = {"update_in_backward": recipe.update_in_backward}
+    if recipe.undo is not None:
+        updating["undo"] = recipe.undo
+    system = _build_decoder(case, device, "streamed", placing, updating)
+    if device.type == "cuda" and placing.get("update", "auto") == "auto":
+        link, cpu = rates_together(device)
+        system.notes.append(
+            f"the CPU's share follows from {link / 1e9:.1f} GB/s each way beside {cpu / 1e9:.2f} G parameters/s"
+        )
+    return system
+
+
+def place_or_share(text: str) -> str | float:
+    """'level0', 'home', or a share such as 0.25."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _build_decoder(
+    case: Case, device: torch.device, placement: str, placing: dict[str, Any], updating: dict[str, Any]
+) -> System:
+    from vblackwell import VGPUAdamW, enable_vgpu_stack_optimization
+    from vblackwell.nn.decoder.config import DecoderConfig
+    from vblackwell.nn.decoder.decoder import Decoder
+
+    shape, streamed = case.decoder, placement == "streamed"
+    stack = our_stack(case, device, streamed=streamed)
+    config = DecoderConfig(
+        shape.vocab_size,
+        shape.hidden_size,
+        shape.intermediate_size,
+        shape.num_layers,
+        shape.num_heads,
+        shape.num_kv_heads,
+        max_position=max(case.seq, 2048),
+    )
+    model = Decoder(config, device="meta").to_empty(device="cpu" if streamed else device)
+    drawn_weights(case, model, device)
+    model.gradient_checkpointing = True
+    if case.recipe.loss_chunk_tokens is not None:
+        model.loss_chunk_tokens = case.recipe.loss_chunk_tokens
+    enable_vgpu_stack_optimization(model, stack, placement=placement, compute_dtype=torch.bfloat16, **placing)
+    optimizer = VGPUAdamW(model.parameters(), **adamw_settings(case), max_grad_norm=case.max_grad_norm, **updating)
+    return ours(model, optimizer, lambda ids_BS: model(ids_BS, next_tokens(ids_BS)), stack)
+
+
+def ours(model: nn.Module, optimizer: Any, loss_of: Callable[[Tensor], Tensor], stack: Any) -> System:
+    """The system of a model in a stack."""
+    from vblackwell import offload_of
+
+    engine = offload_of(model)
+    assert engine is not None, "the model was just put into a stack"
+    return System(
+        model, optimizer, loss_of, norm_of=lambda: optimizer.grad_norm, finish=engine.finish, stats=stack.get_stats
+    )
+
+
+def our_stack(case: Case, device: torch.device, *, streamed: bool) -> Any:
+    """The levels: the cap, or what the device has free, over RAM, over disk if asked for."""
+    from vblackwell import create_vgpu_stack
+
+    fast = case.cap_bytes
+    if fast is None and device.type == "cuda":
+        fast = int(RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0])
+    if streamed and case.recipe.level0_bytes is not None:
+        fast = parse_bytes(case.recipe.level0_bytes)
+    host = case.host_bytes if case.host_bytes is not None else int(HOST_SHARE * psutil.virtual_memory().available)
+    disk = case.disk_bytes if streamed else 0
+    return create_vgpu_stack(fast, host, disk, case.disk_path, device=device)
+
+
+def attention_kernels(case: Case) -> AbstractContextManager[object]:
+    """Deterministic cases leave out attention kernels whose backward is not."""
+    if not case.deterministic:
+        return nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])

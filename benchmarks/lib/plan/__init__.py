@@ -1,0 +1,1 @@
+"""What bench_plan.py draws, watches and prints."""

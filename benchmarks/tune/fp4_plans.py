@@ -1,0 +1,352 @@
+"""Every plausible plan of the fused FP4 kernels for a shape against cuBLAS bf16: where the rules of
+kernels/fp4/wgmma_plan.py come from.
+
+``python benchmarks/tune/fp4_plans.py --cells 16x4096x4096,64x4096x4096 --csv plans.csv`` on a Hopper GPU. A cell is M x N x
+K. Plans are compiled in parallel, checked against float64 (a wrong or unrepeatable one is not timed), then timed as in
+bench_fp4.py, by CUDA graphs of 24 layers. All plans are timed once, the best in turns with cuBLAS and what the rule
+chooses today. A plan that hangs costs seconds, and its family is left out from then on (fp4_sweep.py). ``--list``
+counts the plans of each cell and needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import functools
+import gc
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from benchmarks.lib.kernels.fp4_layers import LAYERS, Tiled, layers_of, parts_of, random_tiled, run_plan
+from benchmarks.lib.kernels.graph_timing import alternating_us, graph_us
+from benchmarks.tune import fp4_sweep
+from benchmarks.tune.fp4_candidates import Plan, plans
+from vblackwell.errors import ConfigurationError
+from vblackwell.kernels.fp4 import launch as fp4_launch
+from vblackwell.kernels.fp4 import mma_plan, tuning, w4a8, wgmma_plan
+from vblackwell.kernels.fp4.linear import fp4_linear
+from vblackwell.kernels.fp4.mma_plan import MULTIPROCESSORS, MmaPlan
+from vblackwell.kernels.fp4.wgmma_plan import WgmmaPlan
+from vblackwell.kernels.runtime import nvrtc
+from vblackwell.kernels.runtime import tuning as cache
+
+Cell = tuple[int, int, int]
+SHAPES = ("4096x4096", "6144x4096", "14336x4096", "4096x14336", "8192x8192", "28672x8192")
+OPEN = {  # rows of x: the shapes whose rule is interpolated, or misses its floor
+    1: SHAPES, 4: (SHAPES[1], *SHAPES[4:]), 8: (SHAPES[2], SHAPES[4]), 32: (SHAPES[0], SHAPES[2]),
+    64: SHAPES, 128: SHAPES, 256: SHAPES, 1024: SHAPES, 4096: SHAPES,
+}  # fmt: skip
+FINALISTS = 6  # plans of a cell that are timed in turns, beside the rule's
+
+
+def open_cells() -> list[Cell]:
+    """The cells of ``OPEN``."""
+    # Fewer than 1024 rows first, as they have the most plans; a shape's cells together, as its layers take longest to
+    # make.
+    cells = parse_cells(",".join(f"{m}x{shape}" for m, shapes in OPEN.items() for shape in shapes))
+    return sorted(cells, key=lambda cell: (cell[0] >= 1024, cell[1] * cell[2], cell[1], abs(cell[0] - 64)))
+
+
+def parse_cells(text: str) -> list[Cell]:
+    sizes = [tuple(int(size) for size in word.split("x")) for word in text.split(",")]
+    return [(size[0], size[1], size[2]) for size in sizes]
+
+
+def parts(m: int, n: int, k: int, x: torch.Tensor, packed: list[Tiled]) -> dict[str, list[Callable[[], object]]]:
+    """The ops, by name, and what w4a8 is made of, for many rows."""
+    if m < 1024:
+        return {}
+    op = functools.partial(fp4_linear, format="nvfp4-tiled", activation="none", n=n, k=k)
+    found: dict[str, list[Callable[[], object]]] = {"op": [functools.partial(op, x, *w, None) for w in packed]}
+    tops = [w4a8.row_tops_for_w4a8(w[1], n, k) for w in packed]
+    each = list(zip(packed, tops, strict=True))
+    op = functools.partial(w4a8.fp4_linear_w4a8, activation="none", n=n, k=k)
+    found["w4a8"] = [functools.partial(op, x, *w, top, None) for w, top in each]
+    for width in w4a8.STEP_CYCLES:
+        run = functools.partial(w4a8.run_w4a8, _w4a8(width, m, n, k), x, bias=None, activation="none", n=n, k=k)
+        found[f"w4a8: tiles of {width}"] = [functools.partial(run, weight=(*w, top)) for w, top in each]
+    whole = functools.partial(w4a8.multiply_whole, x, bias=None, activation="none", n=n, k=k)
+    found["w4a8: operands, then matmul"] = [functools.partial(whole, weight=(*w, top)) for w, top in each]
+    prepare = functools.partial(w4a8.run_prepare_e4m3, x, n=n, k=k)
+    found["w4a8: operands"] = [functools.partial(prepare, weight=(*w, top)) for w, top in each]
+    one_row = functools.partial(w4a8.run_prepare_e4m3, x[:1], n=n, k=k)
+    found["w4a8: weight"] = [functools.partial(one_row, weight=(*w, top)) for w, top in each]
+    narrow = random_tiled(32, k)
+    top = w4a8.row_tops_for_w4a8(narrow[1], 32, k)
+    rows: Callable[[], object] = functools.partial(w4a8.run_prepare_e4m3, x, (*narrow, top), n=32, k=k)
+    found["w4a8: rows"] = [rows] * LAYERS
+    ready = [prepare(weight=(*w, top)) for w, top in each]
+    found["w4a8: matmul"] = [functools.partial(w4a8.multiply_rows, *operands) for operands in ready]
+    return found
+
+
+def _w4a8(width: int, m: int, n: int, k: int) -> w4a8.W4A8Plan:
+    """Tiles of this width, with the head that the op's own plan has."""
+    chosen = w4a8.plan_w4a8(m, n, k, MULTIPROCESSORS)
+    return replace(w4a8.of_width(width), head_rows=chosen.head_rows)
+
+
+Source = tuple[tuple[str, ...], tuple[tuple[str, int], ...]]  # files, macros
+
+
+def sources(m: int, n: int, k: int) -> list[Source]:
+    """What a cell runs, but for what other tools have compiled."""
+    found = [
+        (mma_plan.MMA_FILES if isinstance(part, MmaPlan) else wgmma_plan.WGMMA_FILES, part.macros(False))
+        for plan in plans(m, n, k)
+        for part in parts_of(plan, m, n)
+    ]
+    if m >= 1024:
+        found += [(w4a8.FILES, _w4a8(width, m, n, k).macros(False, k)) for width in w4a8.STEP_CYCLES]
+    return [(files, tuple(macros.items())) for files, macros in found]
+
+
+def compile_for(source: Source) -> None:
+    """Into the cache on disk, from which workers load."""
+    files, macros = source
+    nvrtc.cached_cubin(files, dict(macros), "sm_90a")
+
+
+def family(plan: Plan) -> str:
+    """Plans that run the same lines of a kernel: if one of them hangs, so may the others."""
+    if isinstance(plan, MmaPlan):
+        return f"mma{' bulk' if plan.chunk else ''}{' split' if plan.splits > 1 else ''}"
+    words = ["K groups"] if plan.k_groups > 1 else []
+    words += ["split"] if plan.splits > 1 else []
+    words += ["of 16"] if plan.tokens == 16 else []
+    words += ["pairs"] if plan.windows_per_step > 1 else []
+    return " ".join(["wgmma", *words])
+
+
+def good(plan: Plan, x: torch.Tensor, tiled: Tiled, n: int, exact: torch.Tensor, theirs: float) -> bool:
+    """Whether rounded outputs repeat and are as near to ``exact``, 1.1 times, as cuBLAS's, which err by ``theirs``."""
+    first, second = (run_plan(plan, x, tiled, n) for _ in range(2))
+    return torch.equal(first, second) and float((first.double() - exact).norm()) <= 1.1 * theirs
+
+
+def measure(cell: Cell, skip: set[str], rounds: int, say: Callable[[str, int | None], None]) -> list[list[object]]:
+    """Rows (stage, plan, us, cuBLAS us) of a cell: every right plan timed once, the best and the rule's in turns with
+    cuBLAS.
+    """
+    m, n, k = cell
+    say("layers", None)
+    packed, dense = kept_layers(n, k)
+    w = fp4_launch.run_dequantize(packed[0], n, k, torch.bfloat16)
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    exact = x.double() @ w.double().t()
+    theirs = float((torch.nn.functional.linear(x, w).double() - exact).norm())
+    del w
+    rows: list[list[object]] = []
+    timed: list[tuple[float, int, Plan]] = []
+    for place, plan in enumerate(plans(*cell)):
+        if place and family(plan) in skip:  # the rule's plan, the first, is in use: it is always tried
+            rows.append(["left out", repr(plan), "", ""])
+            continue
+        try:
+            say("check", place)
+            if not good(plan, x, packed[0], n, exact, theirs):
+                rows.append(["WRONG", repr(plan), "", ""])
+                continue
+            say("time", place)
+            calls = [functools.partial(run_plan, plan, x, p, n) for p in packed]
+            timed.append((graph_us(calls, 3), place, plan))
+        except nvrtc.KernelError as error:
+            rows.append([f"REFUSED: {error}".splitlines()[0][:120], repr(plan), "", ""])
+    del exact
+    say("turns", None)
+    finalists = [plan for _, place, plan in sorted(timed, key=lambda one: one[:2]) if place > 0][:FINALISTS]
+    finalists = [plan for _, place, plan in timed if place == 0] + finalists
+    systems = [[functools.partial(torch.nn.functional.linear, x, d) for d in dense]]
+    systems += [[functools.partial(run_plan, plan, x, p, n) for p in packed] for plan in finalists]
+    others = parts(m, n, k, x, packed)
+    cublas, *ours = alternating_us([*systems, *others.values()], rounds)
+    rows += [["once", repr(plan), round(us, 2), round(cublas, 2)] for us, _, plan in timed]
+    rows += [
+        ["turns", name, round(us, 2), round(cublas, 2)]
+        for name, us in zip([*map(repr, finalists), *others], ours, strict=True)
+    ]
+    return rows
+
+
+@functools.lru_cache(1)
+def kept_layers(n: int, k: int) -> tuple[list[Tiled], list[torch.Tensor]]:
+    """Layers of the latest shape: cells of a shape follow each other."""
+    return layers_of(n, k)
+
+
+def work(rounds: int) -> None:
+    """A worker of fp4_sweep.py: cells from stdin, steps and rows to stdout."""
+
+    def say(phase: str, place: int | None) -> None:
+        print(json.dumps({"phase": phase, "plan": place}), flush=True)
+
+    half = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16)
+    _ = (half @ half).double() @ half.double()  # the context, and both of cuBLAS's
+    torch.cuda.synchronize()
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        print(json.dumps({"rows": measure(tuple(job["cell"]), set(job["skip"]), rounds, say)}), flush=True)
+
+
+def sweep(cells: list[Cell], rounds: int, seconds: float, path: Path | None) -> None:
+    began, rows = time.monotonic(), []
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 4) - 2)) as pool:
+        wanted = dict.fromkeys(source for cell in cells for source in sources(*cell))
+        jobs = {source: pool.submit(compile_for, source) for source in wanted}
+
+        def ready(cell: Cell) -> None:
+            for source in sources(*cell):
+                jobs[source].result()
+
+        def take(cell: Cell, answer: fp4_sweep.Message) -> None:
+            found = answer["rows"]
+            assert isinstance(found, list)
+            rows.extend([*cell, *row] for row in found)
+            show(cell, found, time.monotonic() - began)
+            if path:
+                write(path, rows)
+
+        command = [sys.executable, __file__, "--work", "--rounds", str(rounds)]
+        lost = fp4_sweep.drive(
+            cells, command, lambda cell: [family(p) for p in plans(*cell)], take, ready=ready, seconds=seconds
+        )
+        for name, (cell, place, phase) in lost.items():
+            plan = "" if place is None else repr(plans(*cell)[place])
+            print(f"NEVER ENDED, in {phase}: {cell} {plan}; left out since: {name}")
+            rows.append([*cell, f"never ended in {phase}", plan, "", ""])
+        if path:
+            write(path, rows)
+        for job in jobs.values():
+            job.cancel()
+
+
+def show(cell: Cell, rows: list[list[object]], seconds: float) -> None:
+    """The cell's ratios to cuBLAS, best first; plans that were wrong or refused in full."""
+    brief_names = {repr(plan): brief(plan) for plan in plans(*cell)}
+    rule = repr(plans(*cell)[0]) if plans(*cell) else ""
+    turns = [(float(str(us)), float(str(cublas)), str(name)) for stage, name, us, cublas in rows if stage == "turns"]
+    once, left = (sum(stage == kind for stage, *_ in rows) for kind in ("once", "left out"))
+    print(f"[{seconds:.0f} s] {'x'.join(map(str, cell))}: cuBLAS {turns[0][1]} us; {once} plans, {left} left out")
+    for us, cublas, name in sorted(turns):
+        print(
+            f"   {cublas / us:.3f} {us:.2f} {brief_names.get(name, name)}{' (the rule' + chr(39) + 's)' if name == rule else ''}"
+        )
+    for stage, name, *_ in rows:
+        if stage not in ("turns", "once", "left out"):
+            print(f"   {stage} {name}")
+    sys.stdout.flush()
+
+
+def brief(plan: Plan) -> str:
+    if isinstance(plan, MmaPlan):
+        return (
+            f"mma t{plan.tokens} {plan.row_warps}x{plan.k_warps} s{plan.splits} pf{plan.prefetch} mb{plan.min_blocks}"
+            f" chunk {plan.chunk}x{plan.x_stages}"
+        )
+    return (
+        f"wgmma t{plan.tokens} g{plan.groups} kg{plan.k_groups} s{plan.splits} st{plan.stages} pf{plan.prefetch}"
+        f" mb{plan.min_blocks} w{plan.windows_per_step}"
+    )
+
+
+def tuned_entries(paths: list[Path]) -> dict[str, dict[str, int]]:
+    """Entries of kernels/runtime/tuning.py from what ``--csv`` wrote, the latest last: a cell's fastest that adds in
+    the order of today's rule.
+
+    A finalist goes by its time in turns with others, since that is where it matters.
+    """
+    times: dict[Cell, dict[Plan, dict[str, float]]] = {}
+    for path in paths:
+        newer: dict[Cell, dict[Plan, dict[str, float]]] = {}
+        with path.open() as file:
+            for row in csv.DictReader(file):
+                plan = plan_of(row["plan"]) if row["stage"] in ("once", "turns") else None
+                if plan:
+                    cell = (int(row["m"]), int(row["n"]), int(row["k"]))
+                    newer.setdefault(cell, {}).setdefault(plan, {})[row["stage"]] = float(row["us"])
+        times |= newer
+    entries = {}
+    for (m, n, k), found in times.items():
+        rule = mma_plan.plan_mma(m, n, k, True) if m <= 16 else wgmma_plan.plan_wgmma(m, n, k)
+        name = tuning.entry_name(rule, torch.bfloat16, m, n, k)
+        names = {p: tuning.entry_name(p, torch.bfloat16, m, n, k) for p in found if not _has_idle_stage(p, k)}
+        same = {p: found[p] for p, its in names.items() if its == name}
+        if len(same) > 1 and rule in same:
+            stage = "turns" if sum("turns" in t for t in same.values()) > 1 and "turns" in same[rule] else "once"
+            best = min((p for p in same if stage in same[p]), key=lambda p: (same[p][stage], p != rule))
+            entries[name] = {field: getattr(best, field) for field in tuning.TUNABLE[type(best)]}
+    return entries
+
+
+def _has_idle_stage(plan: Plan, k: int) -> bool:
+    """Whether a block's x fills fewer stages than it has."""
+    return isinstance(plan, MmaPlan) and plan.chunk * (plan.x_stages - 1) >= -(-k // 64 // plan.splits) > 0 < plan.chunk
+
+
+def plan_of(text: str) -> Plan | None:
+    """The plan of a row; none where the kernel that was timed is gone: by turns at the tensor cores, with x as it is,
+    of before 2026-11-22, evening, in parts of less than 8 tokens, or with helpers.
+    """
+    if not text.startswith(("MmaPlan(", "WgmmaPlan(")) or re.search(
+        "direct=|clusters=|image=|raw=True|helped=[1-9]", text
+    ):
+        return None
+    try:
+        today = re.sub(r", (ordered=\d|raw=False|helped=0)", "", text).replace("together=", "windows_per_step=")
+        plan = eval(today, {"MmaPlan": MmaPlan, "WgmmaPlan": WgmmaPlan})  # noqa: S307 - a repr that we wrote
+    except ConfigurationError:
+        return None
+    in_turns = isinstance(plan, WgmmaPlan) and plan.consumers > 1 and re.search("ordered=[12]", text)
+    return None if in_turns else plan
+
+
+def write(path: Path, rows: list[list[object]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["m", "n", "k", "stage", "plan", "us", "cublas"])
+        writer.writerows(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cells", type=parse_cells, default=open_cells(), help="MxNxK,MxNxK,..; default: open floors")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=75.0, help="start no further cell after so many")
+    parser.add_argument("--csv", type=Path, default=None)
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument(
+        "--table", type=Path, nargs="+", default=None, metavar="CSV", help="ship what earlier --csv found fastest"
+    )
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work:
+        gc.freeze()  # capturing a graph may collect garbage
+        work(args.rounds)
+        return
+    if args.table:
+        shipped = cache.shipped_path(tuning.KIND, "NVIDIA H200")
+        shipped.unlink(missing_ok=True)
+        cache.write_entries(shipped, {"gpu": "NVIDIA H200"}, tuned_entries(args.table))
+        return
+    if args.list:
+        for cell in args.cells:
+            print(cell, len(plans(*cell)))
+        print(len(dict.fromkeys(plan for cell in args.cells for plan in plans(*cell))), "kernels,", LAYERS, "layers")
+        return
+    sweep(args.cells, args.rounds, args.seconds, args.csv)
+
+
+if __name__ == "__main__":
+    main()
