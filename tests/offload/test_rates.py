@@ -12,15 +12,10 @@ import torch
 from vblackwell.machine.gpus import find_gpu, known_as
 from vblackwell.machine.measured import keep, rates_of
 from vblackwell.machine.rates import Rates, assumed_rates
-from vblackwell.nn.decoder.config import DecoderConfig
-from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload import host_rates
 from vblackwell.offload import measure as measuring
 from vblackwell.offload.api import offload_of
 from vblackwell.offload.host_rates import HostUpdate
-from vblackwell.offload.layout.forecast import streamed_times
-from vblackwell.offload.layout.placement import StreamingOptions
-from vblackwell.units import GiB, MiB
 
 MEASURED = Rates(779e12, 50e12, 4.27e12, 55e9, 55e9, 49.6e9, 49.6e9, 1.9e9)
 
@@ -144,25 +139,3 @@ def test_updates_run_beside_a_block_and_end_with_it(monkeypatch):
     monkeypatch.setattr(host_rates.MasterLoop, "run", failing)
     with pytest.raises(RuntimeError, match="during the measurement failed"), host_rates.updating(update):
         pass
-
-
-def test_a_streamed_step_of_a_decoder_on_meta():
-    model = Decoder(DecoderConfig(1000, 256, 704, 8, 4, max_position=64), device="meta", dtype=torch.bfloat16)
-    seconds = {"forward": 0.010, "loss": 0.001, "backward": 0.030, "loss_backward": 0.002}
-    capacities = [64 * MiB, GiB]
-    parameters = sum(p.numel() for p in model.parameters())
-    times = streamed_times(
-        model, capacities, StreamingOptions(update="level0", weight_bytes=8 * MiB), seconds, MEASURED
-    )
-    # States of all, weights for two passes but for what stays, gradients of late ones: as test_lanes has by hand.
-    assert 10 * parameters < times.up_bytes < 14.5 * parameters
-    assert sum(seconds.values()) < times.step_seconds < 1.5 * sum(seconds.values())
-    slow = replace(MEASURED, up=1e9, up_both=1e9)
-    bound = streamed_times(model, capacities, StreamingOptions(update="level0", weight_bytes=8 * MiB), seconds, slow)
-    assert bound.bottleneck == "up" and bound.step_seconds > times.step_seconds
-    shared = streamed_times(model, capacities, StreamingOptions(update="auto", weight_bytes=8 * MiB), seconds, slow)
-    assert shared.busy["cpu"] > 0 and shared.step_seconds < bound.step_seconds
-    inputs = streamed_times(
-        model, capacities, StreamingOptions(update="level0", weight_bytes=8 * MiB), seconds, MEASURED, MiB
-    )
-    assert inputs.up_bytes == pytest.approx(times.up_bytes + 8 * MiB, rel=0.01)

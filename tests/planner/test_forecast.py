@@ -14,7 +14,7 @@ from vblackwell.machine.device import Precision
 from vblackwell.machine.rates import Rates
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.offload.layout.forecast import forecast_step, lane_rates
+from vblackwell.offload.layout.forecast import forecast_step
 from vblackwell.offload.layout.formats import EXACT
 from vblackwell.offload.layout.lanes import simulate
 from vblackwell.offload.layout.placement import StreamingOptions
@@ -330,7 +330,7 @@ def test_the_disk_of_the_largest_model_as_it_was_measured():
     ).lanes
     assert sum(group.disk_read for group in lanes.groups) == pytest.approx(50e9, rel=0.06)
     assert sum(group.disk_write for group in lanes.groups) == pytest.approx(48e9, rel=0.03)
-    times = simulate(lanes, lane_rates(replace(H200, disk_read=1.75e9, disk_write=1.8e9)))
+    times = simulate(lanes, replace(H200, disk_read=1.75e9, disk_write=1.8e9))
     # Steps of 68 and 90 s, while another run used the same disk, which alone reads and writes at these rates.
     assert times.bottleneck == "disk" and 50 < times.step_seconds < 68
 

@@ -15,7 +15,7 @@ from vblackwell.machine.rates import Rates
 from vblackwell.memory.disk import PIECE_BYTES, THREADS
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.offload.layout.forecast import auto_share, forecast_step, lane_rates
+from vblackwell.offload.layout.forecast import auto_share, forecast_step
 from vblackwell.offload.layout.formats import EXACT
 from vblackwell.offload.layout.groups import Group, find_groups
 from vblackwell.offload.layout.lanes import LaneTimes, simulate
@@ -253,7 +253,7 @@ def streamed_seconds(run: Run, trace: Trace, capacities: list[int], rates: Rates
     streaming = streaming_work(rates.streaming_issues(len(groups), share))
     seconds = phase_seconds((*trace.work, *streaming), rates, updates=updates)
     wishes = replace(wishes, update=share)
-    return simulate(forecast_step(model, capacities, wishes, seconds).lanes, lane_rates(rates))
+    return simulate(forecast_step(model, capacities, wishes, seconds).lanes, rates)
 
 
 def streams_on(run: Run, gpu_bytes: int) -> bool:

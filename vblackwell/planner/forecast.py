@@ -16,11 +16,10 @@ from vblackwell.errors import InsufficientMemory, Unsupported
 from vblackwell.machine.rates import Rates
 from vblackwell.nn.convert.model import convert
 from vblackwell.nn.convert.training import fuse
-from vblackwell.offload.layout.forecast import StepForecast, forecast_step, lane_rates
+from vblackwell.offload.layout.forecast import StepForecast, forecast_step
 from vblackwell.offload.layout.formats import Formats, range_bytes, supports
 from vblackwell.offload.layout.groups import Group, find_groups
-from vblackwell.offload.layout.lane_work import gradient_traffic, with_disk_traffic
-from vblackwell.offload.layout.lanes import LaneRates, LaneTimes, disk_hidden_from, simulate
+from vblackwell.offload.layout.lanes import LaneTimes, disk_hidden_from, simulate
 from vblackwell.offload.layout.pieces import num_elements
 from vblackwell.offload.layout.placement import (
     CUDA_GROUPS,
@@ -249,18 +248,14 @@ class Forecast:
         found = forecast_step(
             self.model(choice.checkpointing, choice.fp4), capacities, wishes, seconds, input_bytes=inputs,
             micro_batches=choice.accumulation_steps, undo=machine.undo, name="GPU" if machine.has_gpu else "arena",
+            host_norms=machine.may_clip and not machine.has_gpu,  # a GPU takes the norms before gradients leave it
         )  # fmt: skip
-        gradients, sums = (sum(found.bytes_by_level.get(kind, ())[2:]) for kind in ("gradient", "accumulated"))
-        # A GPU takes the norms before gradients leave it.
-        norms, is_wide = machine.may_clip and not machine.has_gpu, self._weight_type(choice) == "float32"
-        moved = gradient_traffic(gradients, sums, choice.accumulation_steps, is_wide, norms)
-        found = replace(found, lanes=with_disk_traffic(found.lanes, *moved))
         return choice, found, found.bytes_of(0) + step, waiting
 
     def _timed(self, choice: Choice, found: StepForecast, gpu: int, p99: int, host: int, in_full: bool) -> Prediction:
         machine, tokens = self.machine, self._tokens(choice)
-        rates = lane_rates(machine.rates)
-        uses_disk = any(group.disk_read or group.disk_write or group.weights_on_disk for group in found.lanes.groups)
+        rates = machine.rates
+        uses_disk = found.lanes.uses_disk
         if machine.disk is not None and uses_disk:
             disk_read, disk_write = machine.disk()
             rates = replace(rates, disk_read=disk_read, disk_write=disk_write)
@@ -275,7 +270,7 @@ class Forecast:
             clipped, written, hidden, threads=threads_bytes() if uses_disk else 0,
         )  # fmt: skip
 
-    def _times(self, found: StepForecast, rates: LaneRates) -> LaneTimes:
+    def _times(self, found: StepForecast, rates: Rates) -> LaneTimes:
         """Of a step; without a GPU every lane is the same cores, and one works after the other."""
         times = simulate(found.lanes, rates)
         if self.machine.has_gpu:
@@ -286,14 +281,6 @@ class Forecast:
             step_seconds=share * times.step_seconds,
             busy={lane: part / share for lane, part in times.busy.items()},
         )
-
-    def _weight_type(self, choice: Choice) -> str:
-        """Of most of the weights, as torch calls it."""
-        counts: dict[str, int] = {}
-        for param in self.model(choice.checkpointing, choice.fp4).parameters():
-            name = str(param.dtype).removeprefix("torch.")
-            counts[name] = counts.get(name, 0) + param.numel()
-        return max(counts, key=lambda name: counts[name])
 
     def _sized(self, choice: Choice, free: int) -> Choice:
         """How ``free`` bytes of level 0 are divided: a ring, gradients and lent groups, a few weights, the turn, more of either."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
-from vblackwell.offload.layout.lane_graph import Graph
-from vblackwell.offload.layout.lanes import GroupWork, LanePlan, LaneRates, _Clock, disk_hidden_from, simulate
+from vblackwell.machine.rates import Rates
+from vblackwell.offload.layout.lanes import Clock, Graph, GroupWork, LanePlan, disk_hidden_from, simulate
 from vblackwell.offload.layout.placement import share_for
 from vblackwell.units import GiB
 
 CPU_DURING_COPIES = 0.7  # of an update that was measured alone: 1.9 of 2.65 G parameters/s on the reference machine
-FAST = LaneRates(1e15, 1e15, 1e15, 1e15, 1e15, 1e18)
+FAST = Rates(1e15, 1e15, 1e18, 1e15, 1e15, 1e15, 1e15, 1e15, disk_read=math.inf, disk_write=math.inf)
 
 
 def chain(count: int = 6, **more) -> tuple[GroupWork, ...]:
@@ -26,7 +27,7 @@ def test_with_endless_rates_only_compute_takes_time():
 
 
 def test_weights_that_fit_stay_and_others_come_twice_a_step():
-    all_there = simulate(LanePlan(chain(at_home=False), 6 * 2000, 20000, states_up=0, states_down=0), FAST)
+    all_there = simulate(LanePlan(chain(on_host=False), 6 * 2000, 20000, states_up=0, states_down=0), FAST)
     assert all_there.up_bytes == pytest.approx(0, abs=1)
     # Two groups fit: those at the two turns of a step stay, the others come for forward and for backward.
     few = simulate(LanePlan(chain(), 2 * 2000, 20000, states_up=0, states_down=0), FAST)
@@ -40,7 +41,7 @@ def test_bytes_of_states_and_gradients():
     assert late.up_bytes == pytest.approx(6 * 12_000, rel=0.01) and late.down_bytes == pytest.approx(
         6 * 14_000, rel=0.01
     )
-    home = simulate(LanePlan(chain(at_home=True), 6 * 2000, 20000), FAST)  # the CPU's weights come up anew
+    home = simulate(LanePlan(chain(on_host=True), 6 * 2000, 20000), FAST)  # the CPU's weights come up anew
     assert home.up_bytes == pytest.approx(6 * 2000, rel=0.01) and home.down_bytes == pytest.approx(6 * 2000, rel=0.01)
     assert home.busy["cpu"] > 0
 
@@ -50,7 +51,7 @@ def test_a_slow_link_or_cpu_sets_the_pace():
     times = simulate(LanePlan(chain(), 4000, 20000), slow_link)
     assert times.bottleneck == "up" and times.busy["up"] > 0.95
     assert times.step_seconds == pytest.approx(times.up_bytes / 100.0, rel=0.06)
-    slow_cpu = simulate(LanePlan(chain(at_home=True), 4000, 20000), replace(FAST, cpu=10.0))
+    slow_cpu = simulate(LanePlan(chain(on_host=True), 4000, 20000), replace(FAST, cpu_adamw=10.0))
     assert slow_cpu.bottleneck == "cpu" and slow_cpu.step_seconds >= 6 * 1000 / 10.0
 
 
@@ -61,16 +62,16 @@ def test_a_narrow_ring_holds_updates_back():
 
 
 def test_groups_that_live_on_level_0_take_no_journey():
-    kept = simulate(LanePlan(chain(kept=True), 2 * 2000, 20000), FAST)
+    kept = simulate(LanePlan(chain(resident=True), 2 * 2000, 20000), FAST)
     assert kept.up_bytes == kept.down_bytes == 0 and kept.busy["gpu"] == pytest.approx(1.0, rel=1e-3)
     # With a way back there is none from level 0: their gradients go home, and come back for the step.
-    undo = simulate(LanePlan(chain(kept=True), 2 * 2000, 20000, gradients_home=True), FAST)
+    undo = simulate(LanePlan(chain(resident=True), 2 * 2000, 20000, stores_gradients=True), FAST)
     assert undo.up_bytes == undo.down_bytes == pytest.approx(6 * 2000, rel=0.01)
 
 
-def test_updates_at_home_hold_the_next_step_up_whatever_lives_on_level_0():
-    kept, *rest = chain(kept=True)[:1] + chain(at_home=True)
-    times = simulate(LanePlan((kept, *rest), 20000, 20000), replace(FAST, cpu=100.0))
+def test_updates_on_host_hold_the_next_step_up_whatever_lives_on_level_0():
+    kept, *rest = chain(resident=True)[:1] + chain(on_host=True)
+    times = simulate(LanePlan((kept, *rest), 20000, 20000), replace(FAST, cpu_adamw=100.0))
     assert times.step_seconds >= 6 * 1000 / 100.0 and times.bottleneck == "cpu"
 
 
@@ -80,7 +81,7 @@ def test_while_steps_clip_states_and_gradients_wait_for_the_norm():
     assert clipped.up_bytes == pytest.approx(6 * 12_000, rel=0.01)  # gradients come back
     # Nothing hides behind backward, three quarters of the compute: the forward and the link are what is left.
     assert clipped.step_seconds > free.step_seconds + 6
-    home = simulate(LanePlan(chain(at_home=True), 12000, 20000, clips=True), replace(FAST, cpu=1000.0))
+    home = simulate(LanePlan(chain(on_host=True), 12000, 20000, clips=True), replace(FAST, cpu_adamw=1000.0))
     assert home.step_seconds >= 6 * 3 + 6  # the CPU's six seconds begin behind backward, and end before forward's last
 
 
@@ -93,38 +94,38 @@ def test_micro_batches_pass_weights_and_gradients_again():
     assert thrice.down_bytes == pytest.approx(6 * (12_000 + 2 * 2000), rel=0.01) and thrice.busy["cpu"] > 0
 
 
-@pytest.mark.parametrize("where", ["at_home", "deferred"])
+@pytest.mark.parametrize("where", ["on_host", "deferred"])
 def test_the_cpu_adds_up_what_the_last_micro_batch_brings_home(where: str):
     """Also of groups whose update is late: their gradients pass home before it, in fp32 on their way back."""
-    cpu = replace(FAST, cpu=2000.0, adds_per_update=0.5)  # an update takes half a second, a sum one
+    cpu = replace(FAST, cpu_adamw=2000.0, adds_per_update=0.5)  # an update takes half a second, a sum one
     times = simulate(LanePlan(chain(**{where: True}), 12000, 20000, micro_batches=2), cpu)
-    updates = 6 * 0.5 * (1 + 2 / 28) if where == "at_home" else 0  # of a gradient that is 2 bytes wider
+    updates = 6 * 0.5 * (1 + 2 / 28) if where == "on_host" else 0  # of a gradient that is 2 bytes wider
     assert times.busy["cpu"] * times.step_seconds == pytest.approx(6 * 1.0 + updates, rel=1e-3)
     if where == "deferred":
         assert times.up_bytes == pytest.approx(6 * (10_000 + 4000), rel=0.01)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
-def test_a_way_back_needs_the_sum_of_all_micro_batches_at_home(micro_batches: int):
-    cpu = replace(FAST, cpu=2000.0, adds_per_update=0.5)
-    plan = LanePlan(chain(), 12000, 20000, micro_batches=micro_batches, gradients_home=True)
+def test_a_way_back_needs_the_sum_of_all_micro_batches_on_host(micro_batches: int):
+    cpu = replace(FAST, cpu_adamw=2000.0, adds_per_update=0.5)
+    plan = LanePlan(chain(), 12000, 20000, micro_batches=micro_batches, stores_gradients=True)
     times = simulate(plan, cpu)
     assert times.busy["cpu"] * times.step_seconds == pytest.approx(6 * 1.0 * (micro_batches - 1), abs=1e-6)
 
 
 def test_gradients_of_earlier_micro_batches_come_up_for_groups_that_live_on_level_0():
-    kept = simulate(LanePlan(chain(kept=True), 2 * 2000, 20000, micro_batches=2), FAST)
+    kept = simulate(LanePlan(chain(resident=True), 2 * 2000, 20000, micro_batches=2), FAST)
     assert kept.up_bytes == kept.down_bytes == pytest.approx(6 * 2000, rel=0.01)
     slow = replace(FAST, up=50.0, up_both=50.0)  # 40 s for a group, where a step computes for 48
-    late = simulate(LanePlan(chain(kept=True), 2 * 2000, 20000, micro_batches=2), slow)
+    late = simulate(LanePlan(chain(resident=True), 2 * 2000, 20000, micro_batches=2), slow)
     assert late.step_seconds >= 6 * 2000 / 50.0 and late.bottleneck == "up"
 
 
 def test_sums_go_before_updates_of_other_groups():
     """The runtime's worker does what need not wait first, and updates when nothing else could be done."""
-    cpu = replace(FAST, cpu=100.0, adds_per_update=1.0)
-    graph = Graph(LanePlan(chain(at_home=True), 12000, 20000, micro_batches=2), cpu, 4)
-    clock = _Clock(graph, cpu, graph.plan)
+    cpu = replace(FAST, cpu_adamw=100.0, adds_per_update=1.0)
+    graph = Graph(LanePlan(chain(on_host=True), 12000, 20000, micro_batches=2), cpu, 4)
+    clock = Clock(graph, cpu, graph.plan)
     clock.run()
     tasks = [(begun, task) for task, begun in clock.ends.items() if task.lane == "cpu" and task.step == 0]
     kinds = [task.postponable for _, task in sorted(tasks, key=lambda each: each[0])]
@@ -148,7 +149,7 @@ def test_a_disk_that_keeps_up_costs_nothing_and_a_slow_one_sets_the_pace():
     slow = simulate(plan, replace(FAST, disk_read=1e3, disk_write=2e3))
     assert slow.bottleneck == "disk" and slow.step_seconds == pytest.approx(6 * (8 + 4), rel=0.05)
     half = simulate(
-        LanePlan(chain(at_home=True, **ON_DISK), 12000, 20000), replace(FAST, disk_read=1e3, disk_write=2e3)
+        LanePlan(chain(on_host=True, **ON_DISK), 12000, 20000), replace(FAST, disk_read=1e3, disk_write=2e3)
     )
     assert half.bottleneck == "disk" and half.step_seconds >= 6 * (8 + 4)
 
@@ -189,13 +190,24 @@ def test_it_needs_groups_and_steps():
 TOKENS, HIDDEN, WIDE, LAYERS, VOCAB, SEQ = 16384, 2560, 6912, 32, 32000, 2048
 BLOCK, EDGE = 4 * HIDDEN**2 + 3 * HIDDEN * WIDE + 2 * HIDDEN, VOCAB * HIDDEN
 RESIDENT = 26_391  # tokens/s with everything on the GPU, of which compute is all but AdamW's 28 bytes a parameter
-H200 = LaneRates(up=55e9, down=55e9, up_both=49.6e9, down_both=49.6e9, cpu=1.9e9, gpu_bytes=4.2e12)
+H200 = Rates(
+    779e12,
+    50e12,
+    4.2e12,
+    up=55e9,
+    down=55e9,
+    up_both=49.6e9,
+    down_both=49.6e9,
+    cpu_adamw=1.9e9,
+    disk_read=math.inf,
+    disk_write=math.inf,
+)
 
 
 def llama(share: float, weight_gib: float) -> LanePlan:
     """What the engine plans: groups at home spread over all but the first 15 %, the last 15 % of the others late."""
     sizes = [EDGE, *[BLOCK] * LAYERS, EDGE]
-    compute = TOKENS / RESIDENT - sum(sizes) * 28 / H200.gpu_bytes
+    compute = TOKENS / RESIDENT - sum(sizes) * 28 / H200.memory
     block, head = 2 * BLOCK * TOKENS + 2 * TOKENS * SEQ * HIDDEN, 2 * EDGE * TOKENS
     unit = compute / (LAYERS * 4 * block + 3 * head)
     late = sizes[int(len(sizes) * 0.15) :]
@@ -237,7 +249,7 @@ def test_measured_steps(share, weight_gib, tokens_per_second, up_gb):
 def test_the_measured_share_is_near_the_best(alone):
     """What `share_for` makes of rates that are measured alone, against the best of a row of shares, simulated."""
     cpu, weight_gib = CPU_DURING_COPIES * alone, 2.7
-    rates = replace(H200, cpu=cpu)
+    rates = replace(H200, cpu_adamw=cpu)
     pass_bytes = 4 - 2 * (weight_gib * GiB - 3 * 2 * BLOCK) / (2 * EDGE + LAYERS * BLOCK)
     seconds = {
         share: simulate(llama(share, weight_gib), rates).step_seconds

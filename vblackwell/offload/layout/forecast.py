@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
 from vblackwell.machine.rates import Rates
-from vblackwell.offload.layout.formats import PARAMETER_KINDS
-from vblackwell.offload.layout.groups import Group, find_groups, moment_ranges
-from vblackwell.offload.layout.lanes import GroupWork, LanePlan, LaneRates, LaneTimes, simulate
+from vblackwell.offload.layout.formats import GRADIENTS, KINDS, PARAMETER_KINDS
+from vblackwell.offload.layout.groups import find_groups, moment_ranges
+from vblackwell.offload.layout.lanes import GroupWork, LanePlan
 from vblackwell.offload.layout.pieces import num_elements
 from vblackwell.offload.layout.placement import (
     StreamedPlacement,
@@ -30,7 +29,6 @@ from vblackwell.offload.layout.storage_plan import StoragePlan
 
 # Groups whose weights stay on level 0 until their update is stored, in addition to the loaded ones: an H200 had three of at most four.
 HELD = 3
-CPU_SLOWS_LINK = 0.9  # copies during the CPU's update: 43 to 46 of 49.6 GB/s
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,7 @@ def forecast_step(
     micro_batches: int = 1,
     undo: bool = False,
     clips: bool = False,
+    host_norms: bool = False,
     name: str = "GPU",
 ) -> StepForecast:
     """Where the bytes of ``model``, which may be on meta, would be while it streams as on a GPU, and the tasks of a step.
@@ -70,7 +69,8 @@ def forecast_step(
         seconds: of each phase of one micro-batch of a resident step, as `vblackwell.trace.work.phase_seconds` gives them.
         input_bytes: of the input of a checkpointed group that waits in host memory; 0: they stay on level 0.
         name: of level 0 in errors.
-        undo: updates after the backward can be rolled back, as far as host memory goes. clips: every step clips.
+        undo: updates after the backward can be rolled back, as far as host memory goes.
+        clips: every step clips. host_norms: norms of gradients are taken on the host.
 
     Raises:
         As `place_streamed`; InsufficientMemory too where optimizer states find no room.
@@ -87,13 +87,8 @@ def forecast_step(
         + [(group, "accumulated") for group in sums if not group.is_fp32]
         + moment_ranges(trainable)
     )
-    lanes = replace(
-        _plan(model, found, storage, seconds, input_bytes),
-        micro_batches=micro_batches,
-        clips=clips,
-        gradients_home=undo,
-    )
-    return StepForecast(_table(found, storage, undo), lanes)
+    lanes = _plan(model, found, storage, seconds, input_bytes, micro_batches, host_norms)
+    return StepForecast(_table(found, storage, undo), replace(lanes, clips=clips, stores_gradients=undo))
 
 
 def _table(found: StreamedPlacement, storage: StoragePlan, undo: bool) -> dict[str, list[int]]:
@@ -111,41 +106,39 @@ def _table(found: StreamedPlacement, storage: StoragePlan, undo: bool) -> dict[s
     return table
 
 
-def streamed_times(
-    model: nn.Module,
-    capacities: Sequence[int],
-    options: StreamingOptions,
-    seconds: Mapping[str, float],
-    rates: Rates,
-    input_bytes: int = 0,
-) -> LaneTimes:
-    """One step of ``model`` streaming through levels of these capacities, its update placed as ``options`` say ('auto' by ``rates``).
-
-    Arguments and errors as `forecast_step`.
-    """
-    if options.update == "auto":
-        options = replace(options, update=auto_share(model, options, rates))
-    return simulate(
-        forecast_step(model, capacities, options, seconds, input_bytes=input_bytes).lanes, lane_rates(rates)
-    )
-
-
 def auto_share(model: nn.Module, options: StreamingOptions, rates: Rates) -> float:
     """The share of the updates on the host that ``rates`` ask for."""
     groups = find_groups(model, options.compute_dtype, options.groups)[0]
     return share_of_all(groups, options, lambda: (rates.up_both, rates.cpu_adamw))
 
 
-def lane_rates(rates: Rates) -> LaneRates:
-    """What the lanes need of a machine's rates."""
-    return LaneRates(
-        rates.up, rates.down, rates.up_both, rates.down_both, rates.cpu_adamw, rates.memory, CPU_SLOWS_LINK, rates.disk_read,
-        rates.disk_write, rates.adds_per_update,
-    )  # fmt: skip
+def gradient_traffic(
+    gradients: int, sums: int, micro_batches: int, is_fp32: bool, norms: bool = False
+) -> tuple[int, int]:
+    """Bytes a step that are (read, written) for so many of gradients, and of their fp32 sums, that are on the disk.
+
+    RAM is full before states spill, and gradients come after weights. Each micro-batch's gradient is written as it leaves. One in
+    fp32 is itself the sum: the next is added to it and it is written again. Of narrower ones the first alone is read, and the
+    sum is written with every later micro-batch and read after each. All as the runtime was seen to do it.
+
+    Args:
+        norms: one more pass takes norms on the host.
+    """
+    again = norms * (sums if micro_batches > 1 and not is_fp32 else gradients)
+    if is_fp32:
+        return micro_batches * gradients + again, (2 * micro_batches - 1) * gradients
+    added = (micro_batches - 1) * sums
+    return gradients + added + again, micro_batches * gradients + added
 
 
 def _plan(
-    model: nn.Module, found: StreamedPlacement, storage: StoragePlan, seconds: Mapping[str, float], input_bytes: int
+    model: nn.Module,
+    found: StreamedPlacement,
+    storage: StoragePlan,
+    seconds: Mapping[str, float],
+    input_bytes: int,
+    micro_batches: int,
+    host_norms: bool,
 ) -> LanePlan:
     looked_up = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     on_level0, late = set(found.on_level0), set(found.deferred)
@@ -157,40 +150,43 @@ def _plan(
     works = []
     for index, (group, count) in enumerate(zip(found.groups, multiplied, strict=True)):
         if index == last:
-            parts = seconds.get("loss", 0.0), seconds.get("loss_backward", 0.0)
+            forward, backward = seconds.get("loss", 0.0), seconds.get("loss_backward", 0.0)
         else:
-            parts = tuple(seconds.get(phase, 0.0) * count / body for phase in ("forward", "backward"))
-        # Blocks, not the norm behind them.
-        inputs = input_bytes if index != last and count * 10 > max(multiplied) else 0
-        work = _work(group, parts, inputs, group not in on_level0, group in late)
-        works.append(replace(work, **_places(group, storage)))
-    states = [passing_bytes(group) / num_elements(group) for group in found.on_level0]
+            forward, backward = (seconds.get(phase, 0.0) * count / body for phase in ("forward", "backward"))
+        is_block = index != last and count * 10 > max(multiplied)  # not a norm
+        trained = num_elements(group) if group.trainable() else 0
+        on_disk = {
+            kind: storage.range(group, kind).num_bytes
+            for kind in KINDS
+            if (group, kind) in storage and storage.level_of(group, kind).kind == "disk"
+        }
+        states = sum(on_disk.get(kind, 0) for kind in PARAMETER_KINDS if kind != "weight")
+        gradients, sums = (on_disk.get(kind, 0) for kind in GRADIENTS)
+        read, written = gradient_traffic(gradients, sums, micro_batches, group.is_fp32, host_norms)
+        works.append(
+            GroupWork(
+                trained,
+                group.num_bytes,
+                forward,
+                backward,
+                input_bytes=input_bytes if is_block else 0,
+                on_host=group not in on_level0 and bool(trained),
+                deferred=group in late,
+                resident=storage.range(group, "weight").level == 0,
+                disk_read=states + read if trained else 0,
+                disk_write=states + on_disk.get("weight", 0) + written if trained else 0,
+                weights_on_disk="weight" in on_disk,
+            )
+        )
+    states_up = max((passing_bytes(group) / num_elements(group) for group in found.on_level0), default=10.0)
     width = max((slot.dtype.itemsize for group in found.groups for slot in group.slots), default=2)
-    up = max(states, default=10.0)
     return LanePlan(
-        tuple(works), found.budget_bytes, max(1, found.ring_bytes), states_up=up, states_down=up + width, gradient=float(width),
+        tuple(works),
+        found.budget_bytes,
+        max(1, found.ring_bytes),
+        states_up=states_up,
+        states_down=states_up + width,
+        gradient=float(width),
+        micro_batches=micro_batches,
         disk_sets=max(1, storage.staging.num_sets),
-    )  # fmt: skip
-
-
-def _places(group: Group, storage: StoragePlan) -> dict[str, Any]:
-    """Which of the group's ranges are on level 0, and which below RAM."""
-    below = {
-        kind: storage.range(group, kind).num_bytes
-        for kind in PARAMETER_KINDS
-        if (group, kind) in storage and storage.level_of(group, kind).kind == "disk"
-    }
-    states = sum(size for kind, size in below.items() if kind != "weight")
-    return {
-        "kept": storage.range(group, "weight").level == 0,
-        "disk_read": states if group.trainable() else 0,
-        "disk_write": sum(below.values()) if group.trainable() else 0,
-        "weights_on_disk": "weight" in below,
-    }
-
-
-def _work(group: Group, parts: Sequence[float], inputs: int, at_home: bool, deferred: bool) -> GroupWork:
-    trained = num_elements(group) if group.trainable() else 0
-    return GroupWork(
-        trained, group.num_bytes, parts[0], parts[1], inputs, at_home and bool(trained), deferred and not at_home
     )
