@@ -172,10 +172,15 @@ def _rates_of(device: torch.device, say: Callable[[str], None]) -> Rates:
 
 def _disk_rates(path: str, rates: Rates, say: Callable[[str], None]) -> tuple[float, float]:
     """Bytes/s that the disk at ``path`` reads and writes: kept, or measured now; those of ``rates`` where it refuses."""
-    if kept_disk(path) is None:
+    found = kept_disk(path)
+    if found is None:
         say(f"measuring the disk at {path}, once (vb doctor does it again)")
-        keep_disk(path, disk_gbps(path))
-    return kept_disk(path) or (rates.disk_read, rates.disk_write)
+        measured = disk_gbps(path)
+        if "refused" in measured:
+            return rates.disk_read, rates.disk_write
+        keep_disk(path, measured)
+        found = float(measured["read"]) * 1e9, float(measured["write"]) * 1e9
+    return found
 
 
 # -- what may be chosen ----------------------------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ CPU = {"capacity_mb": 1, "device": "cpu"}
         ({"level": [CPU]}, "'level', which is not supported .*did you mean 'levels'"),
         ({"levels": [CPU], "node": 0}, "stack config has the key 'node', which is not supported"),
         ({"levels": [{**CPU, "node": 0}]}, "level 0 has the key 'node', which is not supported"),
+        ({"levels": [{**CPU, "codec": "lossless"}]}, "level 0 has the key 'codec', which is not supported"),
         ({"levels": [{**CPU, "capacity_md": 1}]}, "did you mean 'capacity_mb'"),
         ({"levels": [{"device": "cpu"}]}, "level 0 lacks 'capacity_mb'"),
         ({"levels": ["cpu"]}, "level 0 must be a dict"),
