@@ -1,4 +1,5 @@
-"""Writes docs/cli.md, every flag of every command, from the parsers of vblackwell/cli.py: `python docs/cli_reference.py`.
+"""Writes docs/cli.md, every flag of every command, from the parsers of vblackwell/cli.py: `python
+docs/cli_reference.py`.
 
 tests/docs/test_cli_reference.py fails when this script would change the page.
 """
@@ -16,11 +17,11 @@ INTRODUCTION = """# The command line
 
 <!-- written by docs/cli_reference.py -->
 
-`vb COMMAND --help` prints a command's part of this page. A flag without a value is a switch, and `--no-FLAG` turns it off.
-Sizes are written with a unit, e.g. `8GiB`. The defaults of `vb train` hold where the preset or `--model` has none of its own.
+`vb COMMAND --help` prints a command's part of this page. A flag without a value is a switch, and `--no-FLAG` turns it
+off. Sizes are written with a unit, e.g. `8GiB`. The defaults of `vb train` hold where the preset or `--model` has none.
 
-What is refused is one line on standard error and exit code 2; `--debug` shows where it came from. Exit code 1 is an internal
-error, 130 a command that was interrupted, 143 a run that SIGTERM stopped.
+What is refused is one line on standard error and exit code 2; `--debug` shows where it came from. Exit code 1 is an
+internal error, 130 a command that was interrupted, 143 a run that SIGTERM stopped.
 """
 
 

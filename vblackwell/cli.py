@@ -1,7 +1,7 @@
 """``vb``: from words on the command line to typed functions.
 
-Every command imports what it needs when it runs, so that ``vb --help`` and a mistyped flag answer at once. A refusal is one
-line on standard error and exit code 2; ``--debug`` shows where it came from.
+Every command imports what it needs when it runs, so that ``vb --help`` and a mistyped flag answer at once. A refusal is
+one line on standard error and exit code 2; ``--debug`` shows where it came from.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _nobody_reads() -> bool:
-    """Whether what was to read stdout has gone (`vb estimate ... | head`); what is still to be written is then dropped."""
+    """Whether what read stdout has gone (`vb estimate ... | head`); what is still to be written is then dropped."""
     stdout = select.poll()
     stdout.register(sys.stdout.fileno(), 0)
     if not any(event & select.POLLERR for _, event in stdout.poll(0)):
@@ -80,7 +80,9 @@ def _nobody_reads() -> bool:
 
 
 def _stdout_is_full() -> bool:
-    """Whether stdout takes nothing (`vb estimate ... > FILE` on a full disk); what is still to be written is then dropped."""
+    """Whether stdout takes nothing (`vb estimate ... > FILE` on a full disk); what is still to be written is then
+    dropped.
+    """
     try:
         sys.stdout.flush()
         os.write(sys.stdout.fileno(), b"\n")  # where nothing is buffered, nothing is left to fail
@@ -98,7 +100,8 @@ def _brief(kind: type[BaseException], error: BaseException, trace: TracebackType
     """What an error that nobody foresaw looks like; Python exits with 1 after it."""
     text = " ".join(str(error).split())
     print(
-        f"vb: internal error: {kind.__name__}: {text}; please report it with the output of the same command and --debug",
+        f"vb: internal error: {kind.__name__}: {text}; please report it with the output of the same command and "
+        "--debug",
         file=sys.stderr,
     )
 
@@ -124,7 +127,7 @@ def _overview() -> str:
     return "\n".join(["usage: vb COMMAND [--debug] ...", "", *lines, "", "vb COMMAND --help lists a command's flags."])
 
 
-# -- parsing -------------------------------------------------------------------------------------------------------------
+# -- parsing -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -215,7 +218,7 @@ def _note(text: str) -> None:
     print(f"vb: {text}", file=sys.stderr)
 
 
-# -- commands ------------------------------------------------------------------------------------------------------------
+# -- commands ----------------------------------------------------------------------------------------------------------
 
 MODEL = "Run folder of vb train, Hugging Face folder, or hub id."
 DEVICE = "auto, cpu or cuda."
@@ -370,7 +373,8 @@ def _what_fits(given: dict[str, Any]) -> int:
     for name in given:
         if name not in ("gpu", "host_memory", "disk_memory", "json"):
             raise ConfigurationError(
-                f"--{name.replace('_', '-')} belongs to a MODEL: vb estimate MODEL ..., or without one --gpu, --ram and --disk"
+                f"--{name.replace('_', '-')} belongs to a MODEL: vb estimate MODEL ..., or without one --gpu, --ram "
+                "and --disk"
             )
     from vblackwell.planner.what_fits_command import what_fits_command
 

@@ -2,26 +2,29 @@
 
 There are four ways to write conversations down, recognised by their keys and made into one.
 
-========  =====================================================================  ===========================================
-kind      a line                                                                 becomes
-========  =====================================================================  ===========================================
-messages  {"messages": [{"role": "user", "content": "..."}, ...]}                itself
-sharegpt  {"conversations": [{"from": "human", "value": "..."}, ...]}            human: user; gpt: assistant
-alpaca    {"instruction": "...", "input": "...", "output": "..."}                user: instruction, a blank line and input;
+========  =====================================================================
+=========================================== kind      a line
+    becomes
+========  =====================================================================
+=========================================== messages  {"messages": [{"role": "user", "content": "..."}, ...]}
+    itself sharegpt  {"conversations": [{"from": "human", "value": "..."}, ...]}            human: user; gpt: assistant
+alpaca    {"instruction": "...", "input": "...", "output": "..."}                user: instruction, a blank line and
+input;
                                                                                  assistant: output
 text      {"text": "..."}                                                        no conversation: plain text
-========  =====================================================================  ===========================================
+========  =====================================================================
+===========================================
 
-The first line decides, and every other must be of its kind. A line that cannot be used is an error with file and line: a trainer that
-skips bad lines trains on something else than it was given.
+The first line decides, and every other must be of its kind. A line that cannot be used is an error with file and line:
+a trainer that skips bad lines trains on something else than it was given.
 
-The text is what the tokenizer folder's chat template makes of the messages, rendered by transformers' own code. Where a folder has none,
-`DEFAULT` is used, said, and written next to the trained model.
+The text is what the tokenizer folder's chat template makes of the messages, rendered by transformers' own code. Where a
+folder has none, `DEFAULT` is used, said, and written next to the trained model.
 
-Answers are found in one of two ways. A template with ``{% generation %}`` says what the model writes. For any other, each
-answer is put between two characters that stand nowhere else, inside whatever white space it begins and ends with, because templates
-trim; the text without the marks must be the text without marking. What the model must learn to write is then the answer, and the special
-token after it that ends the turn.
+Answers are found in one of two ways. A template with ``{% generation %}`` says what the model writes. For any other,
+each answer is put between two characters that stand nowhere else, inside whatever white space it begins and ends with,
+because templates trim; the text without the marks must be the text without marking. What the model must learn to write
+is then the answer, and the special token after it that ends the turn.
 """
 
 from __future__ import annotations
@@ -53,14 +56,14 @@ Message = dict[str, str]
 
 
 class Conversation(NamedTuple):
-    """Messages with 'role' and 'content', at least one of them an answer; and where they stand, for messages of errors."""
+    """Messages with 'role' and 'content', at least one of them an answer; and where they stand, for errors."""
 
     messages: list[Message]
     place: str
 
 
 def chat_kind(source: TextFiles) -> str | None:
-    """'messages', 'sharegpt' or 'alpaca', by the first line of the first file; None where that is not a conversation's."""
+    """'messages', 'sharegpt' or 'alpaca', by the first line of the first file; None where it is no conversation."""
     path = source.files[0]
     if path.suffix.lower() not in LINES:
         return None
@@ -81,8 +84,8 @@ def conversations(source: TextFiles, kind: str) -> Iterator[Conversation]:
     """Every line of every file, in order.
 
     Raises:
-        ConfigurationError: a line that is no JSON, of another kind, or without roles, text or an answer; a file of another type. With
-            file and line.
+        ConfigurationError: a line that is no JSON, of another kind, or without roles, text or an answer; a file of
+            another type. With file and line.
     """
     for path in source.files:
         if path.suffix.lower() not in LINES:
@@ -127,7 +130,8 @@ def _message(item: Any, role_key: str, text_key: str, place: str) -> Message:
     role = _NAMES.get(item[role_key], item[role_key])
     if role not in _ROLES:
         raise ConfigurationError(
-            f"{place} has the {role_key} {item[role_key]!r}, which is none of {', '.join((*_ROLES, *_NAMES))}{nearest(str(role), _ROLES)}"
+            f"{place} has the {role_key} {item[role_key]!r}, which is none of "
+            f"{', '.join((*_ROLES, *_NAMES))}{nearest(str(role), _ROLES)}"
         )
     # null is what writers of tables put where other lines have a weight.
     off = [name for name in _WEIGHTS if item.get(name) is not None and not item[name]]
@@ -198,7 +202,8 @@ class ChatTemplate:
         """The text, and the spans (from, to) of characters in it that are answers.
 
         Raises:
-            ConfigurationError: the template refuses the conversation, or shows none of its answers as they are; with file and line.
+            ConfigurationError: the template refuses the conversation, or shows none of its answers as they are; with
+                file and line.
         """
         if self.marks_answers:
             return self._rendered(conversation.messages, conversation.place, spans=True)
@@ -217,13 +222,16 @@ class ChatTemplate:
         torn = any(marked.count(mark) != len(spans) for mark in (begin, end))
         if not spans or torn or marked.replace(begin, "").replace(end, "") != text:
             raise ConfigurationError(
-                f"{conversation.place}: {self.origin} changes the answers, so what is to be learnt cannot be told from the rest: write "
+                f"{conversation.place}: {self.origin} changes the answers, so what is to be learnt cannot be told from "
+                "the rest: write "
                 "{% generation %} around it in the template, or change the line"
             )
         return text, spans
 
     def turn_end(self, tokenizer: Tokenizer) -> int | None:
-        """The special token that ends an answer; None if the template writes none, or takes no plain question and answer."""
+        """The special token that ends an answer; None if the template writes none, or takes no plain question and
+        answer.
+        """
         mark = _MARKS[0]
         try:
             text, _ = self._rendered(

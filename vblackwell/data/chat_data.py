@@ -1,9 +1,10 @@
-"""Conversations as rows of tokens: ``prepare_chat`` encodes and caches them, ``ChatDataset`` makes windows with masked targets.
+"""Conversations as rows of tokens: ``prepare_chat`` encodes and caches them, ``ChatDataset`` makes windows with masked
+targets.
 
-The cache holds one flat file of 32-bit numbers, a token in the lower 31 bits and in the highest whether it is to be learnt, and a table of
-lengths. Rows hold whole conversations. With packing several share a row: positions begin again at 0 with each, and no token
-attends to another conversation or is predicted from one. Without, each has a row of its own, filled up after its end with tokens that
-nothing attends to and nothing learns.
+The cache holds one flat file of 32-bit numbers, a token in the lower 31 bits and in the highest whether it is to be
+learnt, and a table of lengths. Rows hold whole conversations. With packing several share a row: positions begin again
+at 0 with each, and no token attends to another conversation or is predicted from one. Without, each has a separate row,
+filled up after its end with tokens that nothing attends to and nothing learns.
 
 Legend: B batch, S sequence.
 """
@@ -63,7 +64,8 @@ def prepare_chat(source: TextFiles, kind: str, tokenizer_path: Path | None, repo
     """
     if tokenizer_path is None:
         raise ConfigurationError(
-            f"{source.name} holds conversations ({kind}): give --model, or --tokenizer with a chat template, to encode them"
+            f"{source.name} holds conversations ({kind}): give --model, or --tokenizer with a chat template, to encode "
+            "them"
         )
     tokenizer = read_tokenizer(tokenizer_path)
     template = find_template(tokenizer, tokenizer_path)
@@ -78,11 +80,19 @@ def prepare_chat(source: TextFiles, kind: str, tokenizer_path: Path | None, repo
     tokens, lengths = cached("chat", fingerprint, build, _open, report, "encoding again")
     end = end_of_text_id(tokenizer, tokenizer_path)
     return ChatCorpus(
-        tokens, tokenizer, vocab_size_of(tokenizer), end, fingerprint, source.name, lengths=lengths, kind=kind, template=template
-    )  # fmt: skip
+        tokens,
+        tokenizer,
+        vocab_size_of(tokenizer),
+        end,
+        fingerprint,
+        source.name,
+        lengths=lengths,
+        kind=kind,
+        template=template,
+    )
 
 
-# -- encoding ------------------------------------------------------------------------------------------------------------
+# -- encoding ----------------------------------------------------------------------------------------------------------
 
 
 def _encoded(source: TextFiles, kind: str, tokenizer: Tokenizer, template: ChatTemplate) -> Iterator[np.ndarray]:
@@ -109,10 +119,10 @@ def _learnt(text: str, spans: list[Span], encoding: Any, special: set[int]) -> n
     learnt = np.zeros(len(starts), dtype=bool)
     for start, end in spans:
         learnt |= (starts < end) & (ends > start) & (ends > starts)
-        behind = int(np.searchsorted(starts, end))
-        following = next((at for at in range(behind, len(starts)) if text[starts[at] : ends[at]].strip()), None)
+        after = int(np.searchsorted(starts, end))
+        following = next((at for at in range(after, len(starts)) if text[starts[at] : ends[at]].strip()), None)
         if following is not None and encoding.ids[following] in special and not text[end : starts[following]].strip():
-            learnt[behind : following + 1] = True
+            learnt[after : following + 1] = True
     return learnt
 
 
@@ -144,7 +154,7 @@ def _open(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     return tokens, lengths
 
 
-# -- rows ----------------------------------------------------------------------------------------------------------------
+# -- rows --------------------------------------------------------------------------------------------------------------
 
 
 class ChatDataset:
@@ -152,8 +162,10 @@ class ChatDataset:
 
     Args:
         corpus: encoded conversations.
-        seq_length: inputs in a row. Longer conversations are cut there; those whose answers all lie after the cut are left out.
-        split: 'train', shuffled, or 'validation': 2 % of the conversations (at least one), drawn, and always the same ones.
+        seq_length: inputs in a row. Longer conversations are cut there; those whose answers all lie after the cut are
+            left out.
+        split: 'train', shuffled, or 'validation': 2 % of the conversations (at least one), drawn, and always the same
+            ones.
         seed: of the order.
         packing: several conversations a row.
 
@@ -183,7 +195,8 @@ class ChatDataset:
         self.left_out = int((~kept).sum())
         if not kept.any():
             raise ConfigurationError(
-                f"{corpus.name}: no {'training' if self.shuffled else 'held-out'} conversation has an answer in its first {seq_length} "
+                f"{corpus.name}: no {'training' if self.shuffled else 'held-out'} conversation has an answer in its "
+                f"first {seq_length} "
                 "tokens: raise --seq-length"
             )
         self._starts, self._lengths = starts[kept], lengths[kept]
@@ -205,7 +218,9 @@ class ChatDataset:
         return float((self._lengths - 1).sum()) / (len(self._rows) * self.seq_length)
 
     def batch(self, positions: np.ndarray) -> tuple[Tensor, ...]:
-        """Inputs and targets, (B, S) int64, of the rows at ``positions``, as `PackedDataset.batch`; with packing, places too."""
+        """Inputs and targets, (B, S) int64, of the rows at ``positions``, as `PackedDataset.batch`; with packing,
+        places too.
+        """
         shape = (len(positions), self.seq_length)
         inputs, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED_TARGET, np.int64)
         places = np.zeros(shape, np.int64)

@@ -1,9 +1,10 @@
-"""From files to tokens: ``prepare_data`` finds the documents, makes or reads a tokenizer, and packs the tokens into a memmap.
+"""From files to tokens: ``prepare_data`` finds the documents, makes or reads a tokenizer, and packs the tokens into a
+memmap.
 
-Tokenizer and tokens are cached by the hash of what they came from, so a second run starts at once and a changed file is never
-met with old tokens. Tokens lie in one flat file, documents in order, an end-of-text token after each; windows are cut by
-``PackedDataset``, which holds out the end of the file. So documents that are to be held out, drawn from the whole corpus, lie
-there. A cached file whose bytes changed since is built again, and the progress says so.
+Tokenizer and tokens are cached by the hash of what they came from, so a second run starts at once and a changed file is
+never met with old tokens. Tokens lie in one flat file, documents in order, an end-of-text token after each; windows are
+cut by ``PackedDataset``, which holds out the end of the file. So documents that are to be held out, drawn from the
+whole corpus, lie there. A cached file whose bytes changed since is built again, and the progress says so.
 """
 
 from __future__ import annotations
@@ -96,7 +97,9 @@ def content_hash(source: TextFiles, report: Progress) -> str:
 def cached(
     kind: str, key: str, build: Callable[[Path], None], read: Callable[[Path], Opened], report: Progress, again: str
 ) -> Opened:
-    """What ``read`` makes of the cache's folder for ``key``, which ``build`` fills; built again, as ``again`` says, where it is damaged."""
+    """What ``read`` makes of the cache's folder for ``key``, which ``build`` fills; built again, as ``again`` says,
+    where it is damaged.
+    """
     folder = cached_folder(kind, key, build)
     try:
         return read(folder)
@@ -157,8 +160,8 @@ def _pack(source: TextFiles, tokenizer: Tokenizer, end: int | None, folder: Path
 def stretches(ends: np.ndarray) -> Iterator[tuple[int, int]]:
     """Every token once, as ranges (from, to): those of documents that are held out come last, all others in order.
 
-    Documents are drawn, the same ones always, until they have the held-out share of the tokens. The first that was drawn is the last,
-    so of one that is drawn in part only the end is held out.
+    Documents are drawn, the same ones always, until they have the held-out share of the tokens. The first that was
+    drawn is the last, so of one that is drawn in part only the end is held out.
 
     Args:
         ends: where each document ends, in tokens; ascending.
@@ -179,9 +182,7 @@ def stretches(ends: np.ndarray) -> Iterator[tuple[int, int]]:
         yield int(starts[document]), int(ends[document])
 
 
-def _encoded(
-    source: TextFiles, tokenizer: Tokenizer, end: int | None
-) -> Iterator[tuple[list[int], list[int], int]]:  # fmt: skip
+def _encoded(source: TextFiles, tokenizer: Tokenizer, end: int | None) -> Iterator[tuple[list[int], list[int], int]]:
     """For each batch of pieces: its tokens, where in them documents end, and the bytes of its text."""
     from tokenizers import Tokenizer
 
@@ -219,7 +220,8 @@ def _open_tokens(folder: Path) -> np.ndarray:
     try:
         facts = json.loads((folder / "tokens.json").read_text())
         tokens = np.memmap(path, dtype=facts["dtype"], mode="r", shape=(facts["count"],))
-        intact = xxhash.xxh3_128_hexdigest(tokens) == facts["xxh3"] and path.stat().st_size == tokens.nbytes  # pyright: ignore
+        found = xxhash.xxh3_128_hexdigest(tokens)  # pyright: ignore[reportArgumentType]
+        intact = found == facts["xxh3"] and path.stat().st_size == tokens.nbytes
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CorruptData(f"the cached tokens in {folder} cannot be read ({error})") from error
     if not intact:

@@ -1,8 +1,9 @@
 """Windows and rows of tokens in an order that is a pure function, so that a position is one integer.
 
-A window is ``seq_length`` inputs and, shifted by one, as many targets; windows overlap by that one token only. The training
-order of an epoch is a Feistel permutation of (seed, epoch): position i is computed, not looked up, so a resumed run needs no
-list of indices, no replay, and no promise that a library's shuffle stays the same between versions.
+A window is ``seq_length`` inputs and, shifted by one, as many targets; windows overlap by that one token only. The
+training order of an epoch is a Feistel permutation of (seed, epoch): position i is computed, not looked up, so a
+resumed run needs no list of indices, no replay, and no promise that a library's shuffle stays the same between
+versions.
 
 Legend: B batch, S sequence.
 """
@@ -37,7 +38,8 @@ def _mix(value: np.ndarray) -> np.ndarray:
 
 
 def permute(index: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
-    """Where position ``index`` of ``epoch`` points: a permutation of ``0 .. count - 1``, the same everywhere and always.
+    """Where position ``index`` of ``epoch`` points: a permutation of ``0 .. count - 1``, the same everywhere and
+    always.
 
     A Feistel network over the next power of four, applied again while the result is out of range (cycle walking).
     """
@@ -101,7 +103,8 @@ class PackedDataset:
         held_out = max(window, int(total * HELD_OUT_SHARE))
         if total - held_out < window:
             raise ConfigurationError(
-                f"{corpus.name} has {total} tokens: sequences of {seq_length} need at least {2 * window}, one to train on "
+                f"{corpus.name} has {total} tokens: sequences of {seq_length} need at least {2 * window}, one to train "
+                "on "
                 "and one held out; give more text or a shorter --seq-length"
             )
         self.tokens = corpus.tokens[: total - held_out] if split == "train" else corpus.tokens[total - held_out :]
@@ -112,7 +115,7 @@ class PackedDataset:
         return (len(self.tokens) - 1) // self.seq_length
 
     def windows(self, positions: np.ndarray) -> Tensor:
-        """The windows (B, S + 1), int64, at ``positions``: position p is index p % len(self) of epoch p // len(self)."""
+        """The windows (B, S + 1), int64, at ``positions``: p is index p % len(self) of epoch p // len(self)."""
         rows = np.empty((len(positions), self.seq_length + 1), dtype=np.int64)
         epochs, indices = np.divmod(positions, len(self))
         for epoch in np.unique(epochs):
@@ -179,8 +182,8 @@ def evaluation_batches(
 def pack_rows(lengths: np.ndarray, row_length: int) -> list[list[int]]:
     """Indices of the sequences of each row; every sequence is in exactly one. Best fit, longest first.
 
-    Each takes the fullest row that it still fits (Johnson's best fit decreasing, at most 11/9 of the fewest rows possible and 6/9 of one
-    more), so conversations of a few hundred tokens fill rows nearly whole.
+    Each takes the fullest row that it still fits (Johnson's best fit decreasing, at most 11/9 of the fewest rows
+    possible and 6/9 of one more), so conversations of a few hundred tokens fill rows nearly whole.
 
     Args:
         lengths: of the sequences, each at most ``row_length``.
@@ -210,7 +213,9 @@ def pack_rows(lengths: np.ndarray, row_length: int) -> list[list[int]]:
 
 
 def inspect_lines(dataset: Dataset, tokenizer: Tokenizer) -> Iterator[str]:
-    """A line a position of the first rows: place in its document, number and text of the token, and of the next where it is learnt."""
+    """A line a position of the first rows: place in its document, number and text of the token, and of the next where
+    it is learnt.
+    """
     for row, arrays in enumerate(zip(*dataset.batch(np.arange(min(INSPECTED_ROWS, len(dataset)))), strict=True)):
         inputs, targets = (array.tolist() for array in arrays[:2])
         places = arrays[2].tolist() if len(arrays) > 2 else range(len(inputs))

@@ -1,10 +1,10 @@
 """Documents out of text, jsonl and parquet files, one piece at a time.
 
 A corpus may be larger than RAM, so nothing here holds more than one piece: about a megabyte of a text file (cut after a
-line end), a line of jsonl, a row of parquet. Order is that of the sorted relative paths, so that the same files give the same
-tokens on every machine. Whatever cannot be read is an error with file and place: a trainer that skips bad lines trains on
-something else than it was given. The one exception is the default corpus, the Python standard library, whose few test files
-with foreign encodings are left out.
+line end), a line of jsonl, a row of parquet. Order is that of the sorted relative paths, so that the same files give
+the same tokens on every machine. Whatever cannot be read is an error with file and place: a trainer that skips bad
+lines trains on something else than it was given. The one exception is the default corpus, the Python standard library,
+whose few test files with foreign encodings are left out.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from vblackwell.units import MiB
 
 PIECE_BYTES = 1 * MiB
 TEXT_SUFFIXES = """
-.txt .text .md .markdown .rst .tex .log .html .htm .xml .toml .yaml .yml .py .pyi .c .h .cc .cpp .hpp .cu .cuh .java .js .ts .go .rs .rb
-.sh .jl .lua .php .pl .r .scala .swift .kt .sql .css .ini .cfg
+.txt .text .md .markdown .rst .tex .log .html .htm .xml .toml .yaml .yml .py .pyi .c .h .cc .cpp .hpp .cu .cuh
+.java .js .ts .go .rs .rb .sh .jl .lua .php .pl .r .scala .swift .kt .sql .css .ini .cfg
 """
 TEXT = frozenset(TEXT_SUFFIXES.split())
 LINES = frozenset((".jsonl", ".ndjson"))
@@ -64,16 +64,19 @@ class TextFiles:
         """Every document's text, in order.
 
         Raises:
-            ConfigurationError: bytes that are no UTF-8, a jsonl line or a parquet file without ``text``; with the place.
+            ConfigurationError: bytes that are no UTF-8, a jsonl line or a parquet file without ``text``; with the
+                place.
         """
         for path in self.files:
             yield from read_file(path)
 
 
 def find_text(path: Path | None) -> TextFiles:
-    """The files that ``--data path`` means: one file, or all in a folder, recursively; ``None``: the standard library's.
+    """The files that ``--data path`` means: one file, or all in a folder, recursively; ``None``: the standard
+    library's.
 
-    Names in a folder that begin with ``.`` or ``_`` are left out, as parquet's tools do, and so are LICENSE and its like.
+    Names in a folder that begin with ``.`` or ``_`` are left out, as parquet's tools do, and so are LICENSE and its
+    like.
 
     Raises:
         ConfigurationError: no such path, an extension that is not known, or a folder without files.
@@ -162,7 +165,8 @@ def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     """Where each line of a jsonl file stands, for messages of errors, and what it holds; blank lines are left out.
 
     Raises:
-        ConfigurationError: the file cannot be read, or a line is not UTF-8, no JSON, or holds half a character; with file and line.
+        ConfigurationError: the file cannot be read, or a line is not UTF-8, no JSON, or holds half a character; with
+            file and line.
     """
     start = 0
     with _reading(path), path.open("rb") as file:
@@ -225,14 +229,16 @@ def _check_kind(path: Path) -> None:
     if path.suffix.lower() not in TEXT | LINES | TABLE:
         kind = f"the extension {path.suffix!r}" if path.suffix else "a name without extension"
         raise ConfigurationError(
-            f"{path} has {kind}, which is not known: give text (.txt, .md, .py, ...), .jsonl or .parquet; rename or remove it"
+            f"{path} has {kind}, which is not known: give text (.txt, .md, .py, ...), .jsonl or .parquet; rename or "
+            "remove it"
         )
 
 
 def _standard_library() -> TextFiles:
     """The running Python's own sources, which every machine has: about 28 MB with the library's tests.
 
-    Generated tables (``encodings``, ``pydoc_data``) are left out: a model of them writes hexadecimal numbers, not Python.
+    Generated tables (``encodings``, ``pydoc_data``) are left out: a model of them writes hexadecimal numbers, not
+    Python.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(

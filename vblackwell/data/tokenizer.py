@@ -1,12 +1,12 @@
 """Byte-level byte-pair tokenizers: trained on the data, or read from a file.
 
-Byte-level (GPT-2's alphabet and splitting) because every text can be written with it: no unknown token, no normalisation,
-and decoding gives the text back byte for byte. Training reads at most ``SAMPLE_BYTES`` of text, whole pieces spread evenly
-over the corpus: more hardly changes the merges of a small vocabulary, but costs time and memory.
+Byte-level (GPT-2's alphabet and splitting) because every text can be written with it: no unknown token, no
+normalisation, and decoding gives the text back byte for byte. Training reads at most ``SAMPLE_BYTES`` of text, whole
+pieces spread evenly over the corpus: more hardly changes the merges of a small vocabulary, but costs time and memory.
 
-It runs in a process of its own, this module as a script. Merging is one call of Rust, which takes seconds (40 for 13 MiB of random
-words) and during which no signal is answered; a process can be killed. A thread could be left behind, but one that
-comes back from Rust while the interpreter ends aborts the process.
+It runs in a process of its own, this module as a script. Merging is one call of Rust, which takes seconds (40 for 13
+MiB of random words) and during which no signal is answered; a process can be killed. A thread could be abandoned, but
+one that comes back from Rust while the interpreter ends aborts the process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vblackwell.data.documents import TextFiles
 from vblackwell.errors import ConfigurationError, VBError
@@ -36,7 +36,8 @@ SAMPLE_BYTES = 64 * MiB
 
 
 def train_tokenizer(source: TextFiles, vocab_size: int) -> Tokenizer:
-    """A tokenizer of at most ``vocab_size`` tokens (fewer where the text has no more pairs); the same for the same text.
+    """A tokenizer of at most ``vocab_size`` tokens (fewer where the text has no more pairs); the same for the same
+    text.
 
     An exception that a signal's handler raises meanwhile passes through at once.
 
@@ -48,7 +49,8 @@ def train_tokenizer(source: TextFiles, vocab_size: int) -> Tokenizer:
 
     if vocab_size < MIN_VOCAB_SIZE:
         raise ConfigurationError(
-            f"vocabulary size {vocab_size} is too small: give at least {MIN_VOCAB_SIZE}, for 256 bytes and the end of text"
+            f"vocabulary size {vocab_size} is too small: give at least {MIN_VOCAB_SIZE}, for 256 bytes and the end of "
+            "text"
         )
     process = _start_training(vocab_size)
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
@@ -69,20 +71,26 @@ def train_tokenizer(source: TextFiles, vocab_size: int) -> Tokenizer:
     if code:
         last_words = (complaint.decode(errors="replace").splitlines() or ["no message"])[-1]
         raise VBError(
-            f"the process that trains the tokenizer ended with exit code {code}: {last_words}; give --tokenizer, or less text or more RAM"
+            f"the process that trains the tokenizer ended with exit code {code}: {last_words}; give --tokenizer, or "
+            "less text or more RAM"
         )
     return Tokenizer.from_str(trained.decode())
 
 
 def _start_training(vocab_size: int) -> subprocess.Popen[bytes]:
-    """This module as a process that imports what this one can. What stops a run is for this process alone, which ends the other."""
+    """This module as a process that imports what this one can.
+
+    What stops a run is for this process alone, which ends the other.
+    """
     held_back = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))  # the new process inherits it
     try:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", __name__, str(vocab_size)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        )  # fmt: skip
+        )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, held_back)
 
@@ -90,9 +98,9 @@ def _start_training(vocab_size: int) -> subprocess.Popen[bytes]:
 def _train(texts: Iterator[str], vocab_size: int) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer: Any = Tokenizer(models.BPE())  # whose stubs have no setters
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
@@ -104,7 +112,10 @@ def _train(texts: Iterator[str], vocab_size: int) -> Tokenizer:
 
 
 def _texts_from_stdin() -> Iterator[str]:
-    """A line of JSON each, up to a null. From then on this process ends as soon as its parent has gone and its input is closed."""
+    """A line of JSON each, up to a null.
+
+    From then on this process ends as soon as its parent has gone and its input is closed.
+    """
     while (text := json.loads(sys.stdin.buffer.readline())) is not None:
         yield text
     threading.Thread(target=lambda: os.read(0, 1) or os._exit(1), daemon=True).start()
@@ -122,7 +133,8 @@ def _sample(source: TextFiles) -> Iterator[str]:
 
 
 def end_of_text_id(tokenizer: Tokenizer, path: Path | None) -> int | None:
-    """The token that ends a document: ``eos_token`` of the ``tokenizer_config.json`` beside ``path``, or a well-known name.
+    """The token that ends a document: ``eos_token`` of the ``tokenizer_config.json`` next to ``path``, or a well-known
+    name.
 
     ``None`` where the tokenizer has none; documents then follow each other without a mark.
     """

@@ -1,8 +1,8 @@
 """Which device a command computes on, in which type, and what stops it before it begins.
 
 A GPU that is there but cannot be used stops the command: training a day on the CPU because of an old driver is a
-surprise nobody wants. What is not used is named. bf16 has fp32's range and needs no loss scaling, so it is taken wherever
-the device multiplies in it; fp16 with a scaler is for GPUs before Ampere.
+surprise nobody wants. What is not used is named. bf16 has fp32's range and needs no loss scaling, so it is taken
+wherever the device multiplies in it; fp16 with a scaler is for GPUs before Ampere.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def choose_device(wanted: str, say: Callable[[str], None]) -> torch.device:
 def avoid_fragmentation() -> None:
     """Let torch's allocator grow its segments, unless the user chose otherwise; before the first allocation.
 
-    Buffers of many sizes come and go in a streamed step: with fixed segments a sixth of what the process reserves lies idle.
+    Buffers of many sizes come and go in a streamed step: with fixed segments a sixth of what the process reserves lies
+    idle.
     """
     if "PYTORCH_ALLOC_CONF" not in os.environ and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -94,7 +95,7 @@ def peak_gpu_bytes(device: torch.device) -> dict[str, int] | None:
     }
 
 
-# -- the type that is computed in -------------------------------------------------------------------------------------------
+# -- the type that is computed in --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

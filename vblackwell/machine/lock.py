@@ -1,7 +1,7 @@
 """Locks of processes by ``flock``, which the kernel drops when the process dies, however it dies.
 
-A work folder is a ``.tmp`` folder that its writer holds locked, so that others can tell work in progress from leftovers: the lock is on
-the folder itself. A process id in the name would lie after a reboot and inside containers.
+A work folder is a ``.tmp`` folder that its writer holds locked, so that others can tell work in progress from
+leftovers: the lock is on the folder itself. A process id in the name would lie after a reboot and inside containers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class Locked(Exception):
 
 
 def lock_file(path: Path) -> int:
-    """Lock the file ``path``, made if need be, and write this process's number into it; closing the returned descriptor lets go.
+    """Lock the file ``path``, made if need be, and write this process's number into it; closing the returned descriptor
+    lets go.
 
     Raises:
         Locked: another process holds it.
@@ -84,7 +85,7 @@ def remove_if_abandoned(path: Path) -> bool:
 
 
 def _lock(path: Path) -> int | None:
-    """A descriptor that holds the lock on the folder now at ``path``; ``None``: it is gone, or somebody else holds it."""
+    """A descriptor that holds the lock on the folder now at ``path``; ``None``: it is gone, or locked."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:

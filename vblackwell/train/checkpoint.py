@@ -1,12 +1,12 @@
 """Checkpoints of a run: what is in them, and which one a resumed run goes on from.
 
-    model.safetensors ...        fp32 weights under their own names; with config.json and tokenizer a Hugging Face folder
-    optimizer.safetensors ...    NAME.exp_avg, NAME.exp_avg_sq, NAME.step, as torch.optim.AdamW names them
+    model.safetensors ...        fp32 weights under their own names; with config.json and tokenizer a Hugging Face
+    folder optimizer.safetensors ...    NAME.exp_avg, NAME.exp_avg_sq, NAME.step, as torch.optim.AdamW names them
     trainer.json                 step, data position, generators, loss scale, schedule, settings, placement
     manifest.json                sizes and hashes (the commit protocol)
 
-With adapters, adapter_model.safetensors and adapter_config.json are in the place of the weights: the base does not change, and peft
-opens a checkpoint as it is.
+With adapters, adapter_model.safetensors and adapter_config.json are in the place of the weights: the base does not
+change, and peft opens a checkpoint as it is.
 
 Weights and states are written as they are read, one parameter at a time, so a checkpoint needs no second copy of the
 model in memory.
@@ -68,7 +68,7 @@ class Checkpoints:
         """Commit the run as it is now under the name of ``state.step``; then remove the oldest.
 
         Raises:
-            DiskError: no room, or the disk failed; earlier checkpoints are untouched.
+            DiskError: no space, or the disk failed; earlier checkpoints are untouched.
         """
         needed = _checkpoint_bytes(self._prepared.parts.model) + METADATA_BYTES
         with CommitFolder(self.parent, f"step-{state.step:08d}", needed, own_parent=True) as folder:
@@ -77,7 +77,7 @@ class Checkpoints:
         try:
             prune(self.parent, self._prepared.config.keep_checkpoints)
         except DiskError as error:  # the new one is safe
-            self._say(f"an older checkpoint could not be removed, which takes room on the disk: {error}")
+            self._say(f"an older checkpoint could not be removed, which takes space on the disk: {error}")
 
     def load_newest(self) -> TrainerState | None:
         """Weights and states of the newest intact checkpoint into the model; None if there is none yet, which is said.
@@ -101,7 +101,8 @@ class Checkpoints:
         stored = read_json(found / TRAINER)
         if stored.get("format", 1) < FORMAT:
             raise CorruptData(
-                f"{found} is of an older version, which held out the last documents of the data for validation, and this one draws them: "
+                f"{found} is of an older version, which held out the last documents of the data for validation, and "
+                "this one draws them: "
                 "go on with that version, or start a new run with another --out"
             )
         if stored.get("fingerprint") != self._prepared.corpus.fingerprint:
@@ -112,7 +113,8 @@ class Checkpoints:
         model, made = self._prepared.parts.model, adapted(self._prepared.parts.model)
         if made is not None and stored.get("base") != made.base:
             raise CorruptData(
-                f"{found} holds an adapter for another base than --model {self._prepared.config.model}: give the folder that the run was "
+                f"{found} holds an adapter for another base than --model {self._prepared.config.model}: give the "
+                "folder that the run was "
                 "started with"
             )
         state = TrainerState.from_json(stored["state"])
@@ -140,7 +142,7 @@ def export_final(parent: Path, prepared: Prepared, state: TrainerState) -> Path:
     """The trained model as a Hugging Face folder ``parent``/final.
 
     Raises:
-        DiskError: no room, or the disk failed.
+        DiskError: no space, or the disk failed.
     """
     with CommitFolder(parent, FINAL, _weight_bytes(prepared.parts.model) + METADATA_BYTES) as folder:
         _write_model(folder, prepared, with_states=False)
@@ -152,7 +154,7 @@ def export_adapter(parent: Path, prepared: Prepared) -> Path | None:
     """The trained adapters as a folder ``parent``/adapter, which peft opens; None if there are none.
 
     Raises:
-        DiskError: no room, or the disk failed.
+        DiskError: no space, or the disk failed.
     """
     if adapted(prepared.parts.model) is None:
         return None
@@ -181,12 +183,13 @@ def refuse_other_run(config: TrainConfig, checkpoint: Path, written: dict[str, A
     defaults = [default_warmup_steps(steps) for steps in ends if steps is not None]
     if [config.warmup_steps, written["warmup_steps"]] == defaults:  # they move with the end of the run, which may move
         written = written | {"warmup_steps": config.warmup_steps}
-    remedy = f"give the values of 'config' in {checkpoint / 'trainer.json'} as flags, and remove settings.json if it is there"
+    values = checkpoint / TRAINER
+    remedy = f"give the values of 'config' in {values} as flags, and remove settings.json if it is there"
     refuse_changes(config, written, remedy)
 
 
 def refuse_full_disk(out: Path, model: nn.Module, config: TrainConfig) -> None:
-    """Look for the room that the rest of the run in ``out`` will take, beyond what it holds on its disk already.
+    """Look for the space that the rest of the run in ``out`` will take, beyond what it holds on its disk already.
 
     Raises:
         DiskError: with what is needed and what is free.
@@ -210,8 +213,10 @@ def refuse_full_disk(out: Path, model: nn.Module, config: TrainConfig) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise DiskError(
-            f"--out {out} needs up to {format_bytes(needed)} more for checkpoints ({config.keep_checkpoints} are kept, {len(found)} are "
-            f"there) and the final model, {format_bytes(free)} are free: make room for {format_bytes(needed - free)}, choose another "
+            f"--out {out} needs up to {format_bytes(needed)} more for checkpoints ({config.keep_checkpoints} are kept, "
+            f"{len(found)} are "
+            f"there) and the final model, {format_bytes(free)} are free: make room for {format_bytes(needed - free)}, "
+            "choose another "
             "--out, or lower --keep-checkpoints"
         )
 
@@ -232,7 +237,7 @@ def bytes_to_come(held: int, due: int, keep: int, *, checkpoint: int, final: int
     return max(most * checkpoint, (there - held) * checkpoint + final)
 
 
-# -- writing -------------------------------------------------------------------------------------------------------------
+# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 def _weight_bytes(model: nn.Module) -> int:
@@ -301,7 +306,9 @@ def _write_model(folder: CommitFolder, prepared: Prepared, *, with_states: bool)
 
 
 def generation_settings(prepared: Prepared) -> dict[str, Any]:
-    """The generation_config.json: the trained folder's, or the configuration's tokens; what was learnt to end an answer ends a text."""
+    """The generation_config.json: the trained folder's, or the configuration's tokens; what was learnt to end an answer
+    ends a text.
+    """
     config, source = prepared.model_config, prepared.tokenizer_folder
     given = source / GENERATION if source is not None else None
     if given is not None and given.is_file():
@@ -355,7 +362,7 @@ def _arithmetic(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-# -- reading -------------------------------------------------------------------------------------------------------------
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 class _TensorReader:

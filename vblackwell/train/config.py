@@ -2,7 +2,7 @@
 
 A field's docstring is its help text on the command line, so the two cannot drift apart. Where values come from (flag,
 YAML file, preset, default, in this order) is `vblackwell.train.sources`' business. Checks that need the machine or the
-data (is there a GPU, is the file there) belong to whoever opens them.
+data (is there a GPU, is the file there) belong to the code that opens them.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ class TrainConfig:
     """Hugging Face folder to start from instead of a preset's random weights."""
 
     data: str | None = None
-    """Text, jsonl (field 'text'; or conversations: messages, sharegpt or alpaca, told by the first line), parquet, or a folder of them;
-    default: the Python standard library's sources."""
+    """Text, jsonl (field 'text'; or conversations: messages, sharegpt or alpaca, told by the first line), parquet, or a
+    folder of them; default: the Python standard library's sources."""
 
     packing: bool = True
-    """Let several conversations share a row, positions beginning again with each; --no-packing gives each a row of its own."""
+    """Let several conversations share a row, positions beginning again with each; --no-packing gives each a row of its
+    own.
+    """
 
     inspect_data: bool = False
     """Print the first rows, token by token and which are learnt, and stop."""
@@ -70,8 +72,9 @@ class TrainConfig:
     """Sequences in one forward; 'auto': the most that fit, see --auto-batch-size."""
 
     auto_batch_size: bool = False
-    """Plan the sequences in one forward (--batch-size auto), as --vgpu-auto plans the rest: the fastest of the most that fit and its parts;
-    with --accumulation-steps at the same sequences a step, the preset's --batch-size times the steps."""
+    """Plan the sequences in one forward (--batch-size auto), as --vgpu-auto plans the rest: the fastest of the most
+    that fit and its parts; with --accumulation-steps at the same sequences a step, the preset's --batch-size times the
+    steps."""
 
     accumulation_steps: int = 1
     """Forwards whose gradients make one optimizer step."""
@@ -80,7 +83,8 @@ class TrainConfig:
     """Tokens in one sequence."""
 
     learning_rate: float = 3e-4
-    """Peak learning rate, reached after the warm-up; unless given, the preset's, with --model 2e-5, with --lora 2e-4."""
+    """Peak learning rate, reached after the warm-up; unless given, the preset's, with --model 2e-5, with --lora 2e-4.
+    """
 
     min_learning_rate_ratio: float = 0.1
     """Where the cosine ends, as a fraction of the peak."""
@@ -129,23 +133,24 @@ class TrainConfig:
     the rounded copies are kept until backward."""
 
     fp4_layers: str = "all"
-    """Linears that --use-fp4 is for: all, large (2^20 elements and more), or a regular expression searched for in names; never the
-    output head and tied weights."""
+    """Linears that --use-fp4 is for: all, large (2^20 elements and more), or a regular expression searched for in
+    names; never the output head and tied weights."""
 
     keep: str | None = None
     """Regular expression for names of linears that --use-fp4 leaves alone in addition."""
 
     assignment: str | None = None
-    """File of an assignment of precisions (docs/numerics.md): its linears train straight through nvfp4, or through two parts; for the same
-    model alone, and instead of --use-fp4."""
+    """File of an assignment of precisions (docs/numerics.md): its linears train straight through nvfp4, or through two
+    parts; for the same model alone, and instead of --use-fp4."""
 
     lora: str | None = None
     """Train low-rank adapters over the frozen --model: RANK[,alpha=A][,dropout=P][,targets=NAME+NAME], e.g. 16 or
     '16,alpha=32,targets=q_proj+v_proj'; with --use-fp4 the base is packed to nvfp4."""
 
     vgpu_auto: bool = False
-    """Choose the fastest way that fits, by prediction: levels (a disk included), placement, recomputing, where AdamW runs. What is said
-    with other flags bounds the plan. Where bytes live changes no bit; recomputing on a GPU uses other kernels, and may round otherwise."""
+    """Choose the fastest way that fits, by prediction: levels (a disk included), placement, recomputing, where AdamW
+    runs. What is said with other flags bounds the plan. Where bytes live changes no bit; recomputing on a GPU uses
+    other kernels, and may round otherwise."""
 
     deterministic: bool = False
     """torch's deterministic algorithms: slower on a GPU; on one machine the same run gives the same bits."""
@@ -166,17 +171,21 @@ class TrainConfig:
     """Keep all on level 0, stream through it, or decide by what fits."""
 
     update: str = "auto"
-    """Where AdamW runs when streaming: 'level0' (states come up to the weights), 'home' (the CPU), 'auto' (level 0 on a GPU), or the
-    share of the parameters that the CPU updates, e.g. 0.2. No bit depends on it."""
+    """Where AdamW runs when streaming: 'level0' (states come up to the weights), 'home' (the CPU), 'auto' (level 0 on a
+    GPU), or the share of the parameters that the CPU updates, e.g. 0.2. No bit depends on it."""
 
     activations: Literal["auto", "level0", "host"] = "auto"
     """Where --gradient-checkpointing's layer inputs wait for backward when streaming; 'auto': host memory on a GPU."""
 
     optimizer_states: Literal["fp32", "8bit"] = "fp32"
-    """AdamW's moments: exact, or in 8 bits for a quarter of their memory and traffic, which changes the numbers (docs/numerics.md)."""
+    """AdamW's moments: exact, or in 8 bits for a quarter of their memory and traffic, which changes the numbers
+    (docs/numerics.md).
+    """
 
     masters: Literal["exact", "stochastic"] = "exact"
-    """Weights that AdamW updates: exact fp32, or bf16 ones rounded at random (with --optimizer-states 8bit and bf16 alone)."""
+    """Weights that AdamW updates: exact fp32, or bf16 ones rounded at random (with --optimizer-states 8bit and bf16
+    alone).
+    """
 
     checkpoint_every: int = 100
     """Steps between checkpoints; 0 for none but the final export."""
@@ -191,7 +200,9 @@ class TrainConfig:
     """Held-out sequences in one validation loss, the same ones each time."""
 
     sample_prompt: str | None = None
-    """What the sample at the end continues; unset, "def ", and in a run on conversations one that was held out is answered."""
+    """What the sample at the end continues; unset, "def ", and in a run on conversations one that was held out is
+    answered.
+    """
 
     sample_tokens: int = 96
     """Tokens of the sample at the end; 0 for none."""
@@ -269,7 +280,10 @@ class TrainConfig:
 
     @property
     def has_disk(self) -> bool:
-        """Whether the run's stack has a disk level. It wears an SSD out, so it is there only where somebody asked for it."""
+        """Whether the run's stack has a disk level.
+
+        It wears an SSD out, so it is there only where somebody asked for it.
+        """
         asked = self.vgpu_auto or self.disk_memory is not None or self.disk_path is not None
         return asked and self.disk_memory != 0
 
@@ -330,9 +344,10 @@ def field_help() -> dict[str, str]:
 
 # What decides the numbers: a resumed run may change where bytes live and what is reported, never what is computed.
 FIXED = (
-    "preset", "architecture", "model", "data", "packing", "tokenizer", "vocab_size", "batch_size", "accumulation_steps", "seq_length",
-    "learning_rate", "min_learning_rate_ratio", "warmup_steps", "weight_decay", "beta1", "beta2", "epsilon", "max_grad_norm",
-    "seed", "mixed_precision", "precision", "use_fp4", "fp4_layers", "keep", "assignment", "lora", "optimizer_states", "masters",
+    "preset", "architecture", "model", "data", "packing", "tokenizer", "vocab_size", "batch_size",
+    "accumulation_steps", "seq_length", "learning_rate", "min_learning_rate_ratio", "warmup_steps", "weight_decay",
+    "beta1", "beta2", "epsilon", "max_grad_norm", "seed", "mixed_precision", "precision", "use_fp4", "fp4_layers",
+    "keep", "assignment", "lora", "optimizer_states", "masters",
 )  # fmt: skip
 
 

@@ -117,7 +117,8 @@ def traffic_of(stats: dict[str, Any]) -> Traffic:
 class MetricsLog:
     """Appends to ``folder``/metrics.jsonl and, if wanted, to TensorBoard events in ``folder``/tensorboard.
 
-    Events are written here and not by torch's ``SummaryWriter``, whose thread meets a full disk later, and prints a traceback of it.
+    Events are written here and not by torch's ``SummaryWriter``, whose thread meets a full disk later, and prints a
+    traceback of it.
 
     Args:
         keep_steps: what an earlier attempt wrote beyond this step is cut off.

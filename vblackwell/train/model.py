@@ -1,9 +1,9 @@
 """The model that a run trains: a preset's decoder with random weights, or the causal model of a Hugging Face folder.
 
-A folder whose architecture is Llama's is computed by our `Decoder`, any other by transformers. Either is built on the meta device, and
-its folder checked whole (configuration, tokenizer, tables of all shards), before the data is looked at. Weights are drawn or read when
-the stack has room for all of the model, one layer group after the other: there is no second copy, and a model that does not fit is
-refused before it takes memory.
+A folder whose architecture is Llama's is computed by our `Decoder`, any other by transformers. Either is built on the
+meta device, and its folder checked whole (configuration, tokenizer, tables of all shards), before the data is looked
+at. Weights are drawn or read when the stack has room for all of the model, one layer group after the other: there is no
+second copy, and a model that does not fit is refused before it takes memory.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class TrainableModel:
     """A model that is about to be put into a stack and trained.
 
     Attributes:
-        loss: called with input_ids, targets and, for packed documents, positions, all (B, S) int64; the mean cross entropy.
+        loss: called with input_ids, targets and, for packed documents, positions, all (B, S) int64; the mean cross
+            entropy.
         config: the model's Hugging Face config.json.
         heads: query heads, key and value heads, and the width of one.
         initialize: fills the model, which is on the meta device; None for one that has its weights (in plans).
@@ -82,7 +83,8 @@ class ModelSource:
     folder: Path | None = None
 
     def build(self, config: TrainConfig, corpus: Corpus) -> TrainableModel:
-        """The folder's model; or the preset's in fp32, whose weights are drawn from the run's seed when the stack takes them.
+        """The folder's model; or the preset's in fp32, whose weights are drawn from the run's seed when the stack takes
+        them.
 
         Raises:
             ConfigurationError: an unknown architecture key.
@@ -97,7 +99,8 @@ def find_model(config: TrainConfig, cleanup: ExitStack) -> ModelSource:
     """What ``--model`` and ``--tokenizer`` mean. The folder's files stay open until ``cleanup``.
 
     Raises:
-        ConfigurationError: the folder is not there, has no tokenizer and none was given, or model, tokenizer and flags disagree.
+        ConfigurationError: the folder is not there, has no tokenizer and none was given, or model, tokenizer and flags
+            disagree.
         FolderMismatch: its tensors are not those of its config.json.
         CorruptData: one of its files is damaged.
         Unsupported: an architecture that neither `Decoder` nor transformers computes.
@@ -178,7 +181,7 @@ def _preset_shape(config: TrainConfig, corpus: Corpus) -> DecoderConfig:
     return dataclasses.replace(shape, **changed)
 
 
-# -- as the flags say ----------------------------------------------------------------------------------------------------
+# -- as the flags say --------------------------------------------------------------------------------------------------
 
 
 def adapt_model(
@@ -190,9 +193,18 @@ def adapt_model(
     model, given = found.model, Path(config.model)
     name = str(given.resolve()) if given.is_dir() else config.model
     fill = adapt(
-        model, found.initialize, source.folder, Lora.parse(config.lora), name=name, fp4="nvfp4" if config.use_fp4 else None,
-        fp4_layers=config.fp4_layers, keep=config.keep, tiled=device.type == "cuda", seed=config.seed, device=device,
-    )  # fmt: skip
+        model,
+        found.initialize,
+        source.folder,
+        Lora.parse(config.lora),
+        name=name,
+        fp4="nvfp4" if config.use_fp4 else None,
+        fp4_layers=config.fp4_layers,
+        keep=config.keep,
+        tiled=device.type == "cuda",
+        seed=config.seed,
+        device=device,
+    )
     made = adapted(model)
     assert made is not None
     trained = [param.numel() for param in model.parameters() if param.requires_grad]
@@ -204,7 +216,8 @@ def adapt_model(
     )
     say(
         f"--lora: rank {made.lora.rank}, scale {made.lora.scale:g}, around {len(trained) // 2} linears "
-        f"({', '.join(made.config['target_modules'])}): {sum(trained) / 1e6:.2f} M parameters are trained; the base is frozen, {base}"
+        f"({', '.join(made.config['target_modules'])}): {sum(trained) / 1e6:.2f} M parameters are trained; the base is "
+        f"frozen, {base}"
     )
     return dataclasses.replace(found, initialize=fill)
 
@@ -214,8 +227,10 @@ def use_fp4(config: TrainConfig, model: nn.Module, say: Callable[[str], None]) -
     done = convert(model, fp4_layers=config.fp4_layers, keep=config.keep, attention=None, fused=False)
     experts = len(done.replaced.get("experts", []))
     say(
-        f"--use-fp4: {len(done.replaced.get('linear', []))} linears {f'and the experts of {experts} layers ' if experts else ''}compute "
-        "with their weights rounded to nvfp4, gradients straight through; masters stay fp32, and so do the saved weights (vb quantize "
+        f"--use-fp4: {len(done.replaced.get('linear', []))} linears "
+        f"{f'and the experts of {experts} layers ' if experts else ''}compute "
+        "with their weights rounded to nvfp4, gradients straight through; masters stay fp32, and so do the saved "
+        "weights (vb quantize "
         f"packs them)\n{done}"
     )
 
@@ -226,7 +241,8 @@ def use_assignment(path: str, model: nn.Module, say: Callable[[str], None]) -> N
     apply_assignment(model, assignment, "training")
     counts = ", ".join(f"{len(assignment.names(precision))} in {precision}" for precision in BITS)
     say(
-        f"--assignment: {counts}, {assignment.bits:.2f} bits a weight of theirs; gradients straight through, masters stay fp32, and so do "
+        f"--assignment: {counts}, {assignment.bits:.2f} bits a weight of theirs; gradients straight through, masters "
+        "stay fp32, and so do "
         "the saved weights"
     )
 
@@ -252,7 +268,8 @@ def choose_attention(
     """Allow what the flags allow until ``cleanup``; the backend that runs in this model."""
     if packs and config.use_flash_attn:
         raise Unsupported(
-            "--use-flash-attn fixes a backend for causal attention, and conversations that share rows need a mask: add --no-packing"
+            "--use-flash-attn fixes a backend for causal attention, and conversations that share rows need a mask: add "
+            "--no-packing"
         )
     allowed = attention_backends(use_flash_attn=config.use_flash_attn, deterministic=config.deterministic)
     cleanup.enter_context(allowed)
@@ -263,7 +280,8 @@ def choose_attention(
     elif kind != "sdpa":
         return kind
     elif packs and device.type == "cuda" and (not foreign or why_not(model) is None):
-        # Documents that share rows need a mask, for which SDPA's fastest is nine times slower (docs/journal/attention.md).
+        # Documents that share rows need a mask, for which SDPA's fastest is nine times slower
+        # (docs/journal/attention.md).
         if foreign:
             cleanup.callback(use_dispatcher(model))
         return "the dispatcher's, with a mask of documents"

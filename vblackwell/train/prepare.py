@@ -81,7 +81,7 @@ class Prepared:
 
 def prepare(
     config: TrainConfig, device: torch.device, progress: Progress, stop: StopRequest, cleanup: ExitStack
-) -> Prepared:  # fmt: skip
+) -> Prepared:
     """Data, model, stack and optimizer of a run. What must be closed is left to ``cleanup``.
 
     Raises:
@@ -117,7 +117,8 @@ def prepare(
     formats = choose_formats(config, precision)
     attention = choose_attention(config, found, precision, device, cleanup, data.packs_documents)
     progress.say(
-        f"{config.name}: {sum(param.numel() for param in model.parameters()) / 1e6:.2f} M parameters, {config.max_steps} steps of "
+        f"{config.name}: {sum(param.numel() for param in model.parameters()) / 1e6:.2f} M parameters, "
+        f"{config.max_steps} steps of "
         f"{config.tokens_per_step} "
         f"tokens at a rate of {config.learning_rate:g}, {precision.name} on {device}, attention: {attention}"
     )
@@ -128,10 +129,18 @@ def prepare(
     levels = " over ".join(f"{level.name} {format_bytes(level.capacity_bytes)}" for level in stack.levels)
     progress.say(f"memory: {levels}; training state {format_bytes(state_bytes)}")
     enable_vgpu_stack_optimization(
-        model, stack, placement=config.placement, compute_dtype=precision.compute_dtype, update=place_or_share(config.update),
-        activations=choose_activations(config, device), states=formats.states, masters=formats.masters,
-        rounding_seed=formats.seed, initialize=found.initialize, **({} if plan is None else planned_sizes(plan)),
-    )  # fmt: skip
+        model,
+        stack,
+        placement=config.placement,
+        compute_dtype=precision.compute_dtype,
+        update=place_or_share(config.update),
+        activations=choose_activations(config, device),
+        states=formats.states,
+        masters=formats.masters,
+        rounding_seed=formats.seed,
+        initialize=found.initialize,
+        **({} if plan is None else planned_sizes(plan)),
+    )
     if data.packs_documents and not isinstance(model, Decoder):
         check_packing(model, found.config["vocab_size"], device)
     parts = Parts(
@@ -229,7 +238,7 @@ def _close_engine(model: nn.Module) -> None:
         engine.close()
 
 
-# -- data ----------------------------------------------------------------------------------------------------------------
+# -- data --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -284,7 +293,8 @@ def _describe(corpus: ChatCorpus, train: ChatDataset, validation: ChatDataset, p
         else "each has a row of its own"
     )
     progress.say(
-        f"data: {corpus.name}: {len(corpus.lengths)} conversations ({corpus.kind}), written with {corpus.template.origin}; learnt are the "
+        f"data: {corpus.name}: {len(corpus.lengths)} conversations ({corpus.kind}), written with "
+        f"{corpus.template.origin}; learnt are the "
         f"answers, {train.learnt_share():.0%} of the tokens; {train.conversations} to train on in {len(train)} rows of "
         f"{train.seq_length} ({train.filled:.0%} filled): {how}"
     )
@@ -300,7 +310,7 @@ def _describe(corpus: ChatCorpus, train: ChatDataset, validation: ChatDataset, p
 def check_packing(model: nn.Module, vocab_size: int, device: torch.device) -> None:
     """Look whether ``model``, one of transformers', keeps packed documents apart: three short rows through it.
 
-    Two rows end in the same document behind different ones, a third begins with it; its logits must be the same in all.
+    Two rows end in the same document after different ones, a third begins with it; its logits must be the same in all.
 
     Raises:
         Unsupported: they are not.
@@ -316,23 +326,28 @@ def check_packing(model: nn.Module, vocab_size: int, device: torch.device) -> No
         logits_BSV = made(input_ids=rows.to(device), position_ids=positions.to(device), use_cache=False).logits.float()
     finally:
         model.train(training)
-    behind, again, alone = logits_BSV[0, PROBE_TOKENS:], logits_BSV[1, PROBE_TOKENS:], logits_BSV[2, :PROBE_TOKENS]
+    after_first, after_other, alone = (
+        logits_BSV[0, PROBE_TOKENS:],
+        logits_BSV[1, PROBE_TOKENS:],
+        logits_BSV[2, :PROBE_TOKENS],
+    )
     # What is masked adds exact zeros; sums of other lengths may round otherwise, by a few units of the compute type.
     tolerance = (2e-2 if next(model.parameters()).dtype != torch.float32 else 1e-4) * float(alone.norm())
-    apart = max(float((alone - found).norm()) for found in (behind, again))
+    apart = max(float((alone - found).norm()) for found in (after_first, after_other))
     if not apart <= tolerance:
         raise Unsupported(
             f"--packing: {type(model).__name__} lets a document see what is before it in its row (its logits differ by "
-            f"{apart / max(float(alone.norm()), 1e-30):.2g} of their norm): add --no-packing: each conversation gets a row of its own"
+            f"{apart / max(float(alone.norm()), 1e-30):.2g} of their norm): add --no-packing: each conversation gets a "
+            "row of its own"
         )
 
 
-# -- memory --------------------------------------------------------------------------------------------------------------
+# -- memory ------------------------------------------------------------------------------------------------------------
 
 
 def build_stack(
     config: TrainConfig, device: torch.device, plan: Plan | None = None, *, state_bytes: int | None = None
-) -> VGPUStack:  # fmt: skip
+) -> VGPUStack:
     """The stack of a run on ``device``: of the sizes that were planned, or else asked for.
 
     Args:
@@ -371,7 +386,8 @@ def _refuse_more_than_ram(config: TrainConfig, state_bytes: int | None) -> None:
     if wanted > facts.total_bytes or needed > facts.available_bytes:
         raise InsufficientMemory(
             f"{' and '.join(f'{flag} {format_bytes(size)}' for flag, size in sizes.items())} are RAM on a CPU: "
-            f"{format_bytes(facts.available_bytes)} of {format_bytes(facts.total_bytes)} are available (limited by {facts.limited_by}), "
+            f"{format_bytes(facts.available_bytes)} of {format_bytes(facts.total_bytes)} are available (limited by "
+            f"{facts.limited_by}), "
             f"and up to {format_bytes(needed)} are needed; give less",
             needed_bytes=needed,
             available_bytes=facts.available_bytes,
@@ -379,15 +395,20 @@ def _refuse_more_than_ram(config: TrainConfig, state_bytes: int | None) -> None:
 
 
 def _refuse_full_disk(config: TrainConfig, state_bytes: int | None) -> None:
-    """Bytes are reserved when they are first needed; a run is told before it starts. It needs no more than its state, whatever the cap."""
+    """Bytes are reserved when they are first needed; a run is told before it starts.
+
+    It needs no more than its state, whatever the cap.
+    """
     assert isinstance(config.disk_memory, int)
     disk = disk_facts(config.disk_path or default_disk_path())
     total = shutil.disk_usage(disk.path).total
     needed = config.disk_memory if state_bytes is None else min(config.disk_memory, state_bytes)
     if config.disk_memory > total or needed > disk.free_bytes:
         raise InsufficientMemory(
-            f"--disk-memory {format_bytes(config.disk_memory)}: {format_bytes(disk.free_bytes)} of {format_bytes(total)} are free at "
-            f"{disk.path}, and up to {format_bytes(needed)} are needed; make room, choose another --disk-path, or lower "
+            f"--disk-memory {format_bytes(config.disk_memory)}: {format_bytes(disk.free_bytes)} of "
+            f"{format_bytes(total)} are free at "
+            f"{disk.path}, and up to {format_bytes(needed)} are needed; make room, choose another --disk-path, or "
+            "lower "
             "--disk-memory",
             needed_bytes=needed,
             available_bytes=disk.free_bytes,

@@ -1,12 +1,14 @@
 """``--profile``: a trace of a few steps that Perfetto and chrome://tracing open.
 
-It shows every GPU stream, named by what it does (compute, host to GPU, GPU to host, updates), and the operators of every thread, the
-background ones too: torch records the calling thread alone unless told otherwise. What is neither an operator nor a CUDA call, such
-as a thread's `preadv`, shows where the code puts `torch.profiler.record_function` around it.
+It shows every GPU stream, named by what it does (compute, host to GPU, GPU to host, updates), and the operators of
+every thread, the background ones too: torch records the calling thread alone unless told otherwise. What is neither an
+operator nor a CUDA call, such as a thread's `preadv`, shows where the code puts `torch.profiler.record_function` around
+it.
 
-torch writes "stream 7" and "thread 4711 (python3)". Which is which can be read off what ran there: a stream whose time goes into
-copies is named by their direction, the one with most kernel time computes, one that mostly runs AdamW updates. Threads are known
-by the number that the system gave them, as long as they live. Names go into the trace as its own metadata.
+torch writes "stream 7" and "thread 4711 (python3)". Which is which can be read off what ran there: a stream whose time
+goes into copies is named by their direction, the one with most kernel time computes, one that mostly runs AdamW
+updates. Threads are known by the number that the system gave them, as long as they live. Names go into the trace as its
+own metadata.
 """
 
 from __future__ import annotations
@@ -94,7 +96,8 @@ class StreamUse:
     """What a GPU stream did.
 
     Attributes:
-        kernel_us, update_us: time in kernels, and in those of AdamW. copy_us: time in copies, by direction ('HtoD', ...).
+        kernel_us, update_us: time in kernels, and in those of AdamW. copy_us: time in copies, by direction ('HtoD',
+            ...).
     """
 
     kernel_us: float = 0.0

@@ -61,7 +61,8 @@ UNSETTLED_STEPS = 2  # at the start of a run, slower than the others
 
 
 def compare(plan: Plan, report: dict[str, Any], speeds: list[float]) -> dict[str, Any]:
-    """The plan's choice, and what it predicted beside what ``report`` and the steps' ``speeds`` (tokens/s) have, by name.
+    """The plan's choice, and what it predicted next to what ``report`` and the steps' ``speeds`` (tokens/s) have, by
+    name.
 
     GPU: what torch reserved; without a GPU the arena. Host: what the stack's RAM level held.
     """
@@ -130,7 +131,8 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     peak = report["gpu_peak_bytes"]
     if peak is not None:
         lines += [
-            f"GPU at the peak, activations included: {format_bytes(peak['allocated'])} allocated, {format_bytes(peak['reserved'])} "
+            f"GPU at the peak, activations included: {format_bytes(peak['allocated'])} allocated, "
+            f"{format_bytes(peak['reserved'])} "
             "reserved"
         ]
     lines += [f"process memory (RAM): {format_bytes(report['process_peak_bytes'])} at the peak"]

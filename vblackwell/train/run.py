@@ -50,7 +50,8 @@ def train(config: TrainConfig) -> int:
             return _train(config, progress, stop, cleanup)
         except torch.OutOfMemoryError as error:
             raise InsufficientMemory(
-                f"{_first_sentences(error)}; lower --seq-length, add --gradient-checkpointing or --vgpu-auto, or raise --fast-memory",
+                f"{_first_sentences(error)}; lower --seq-length, add --gradient-checkpointing or --vgpu-auto, or raise "
+                "--fast-memory",
                 needed_bytes=0,
                 available_bytes=0,
             ) from error
@@ -137,7 +138,8 @@ class _Run:
         if self.stop.wanted:
             assert self.stop.signal is not None
             self.progress.say(
-                f"stopped by {self.stop.signal.name} after step {trainer.step}: go on with --resume --out {self.folder.path}"
+                f"stopped by {self.stop.signal.name} after step {trainer.step}: go on with --resume --out "
+                f"{self.folder.path}"
             )
             return self.stop.exit_code
         adapter = export_adapter(self.folder.path, self.prepared)
@@ -172,7 +174,9 @@ class _Run:
         return Trainer(config, parts, self.progress, self.stop, hooks)
 
     def _sample(self) -> None:
-        """What the model writes now: behind ``--sample-prompt``, or of conversations, in answer to one that was held out."""
+        """What the model writes now: after ``--sample-prompt``, or of conversations, in answer to one that was held
+        out.
+        """
         config, prepared = self.prepared.config, self.prepared
         tokenizer, held_out = prepared.corpus.tokenizer, prepared.parts.validation
         prompt, answer, talks = "def " if config.sample_prompt is None else config.sample_prompt, "", False
@@ -190,12 +194,17 @@ class _Run:
             return
         end = prepared.turn_end
         text = generate(
-            prepared.parts.model, tokenizer, prompt, count, seed=config.seed, ends=() if end is None else (end,),
+            prepared.parts.model,
+            tokenizer,
+            prompt,
+            count,
+            seed=config.seed,
+            ends=() if end is None else (end,),
             special_tokens=not talks,
-        )  # fmt: skip
+        )
         what = "sample, in answer to a conversation that was held out" if talks else "sample"
-        beside = f"\nthe data answers:\n{printable(answer)}" if talks else ""
-        self.progress.say(f"{what}:\n{printable(prompt + text)}{beside}")
+        reference = f"\nthe data answers:\n{printable(answer)}" if talks else ""
+        self.progress.say(f"{what}:\n{printable(prompt + text)}{reference}")
 
     def _report(self, seconds: float, steps: int) -> None:
         config, parts = self.prepared.config, self.prepared.parts

@@ -40,8 +40,8 @@ class RunFolder:
         resume: whether the run found there is to be continued.
 
     Raises:
-        ConfigurationError: not a folder, used by another process, or it holds a run and ``resume`` is off; something in it is a file
-            where a run has a folder, or a folder where it has a file.
+        ConfigurationError: not a folder, used by another process, or it holds a run and ``resume`` is off; something in
+            it is a file where a run has a folder, or a folder where it has a file.
         DiskError: it cannot be locked.
     """
 
@@ -93,7 +93,8 @@ class RunFolder:
             if self.has_run:  # what was there when this process began was nothing
                 self.release()
                 raise ConfigurationError(
-                    f"--out {self.path} has come to hold a run of another process since this one began: choose another --out"
+                    f"--out {self.path} has come to hold a run of another process since this one began: choose another "
+                    "--out"
                 )
 
     def write_json(self, name: str, value: Any) -> None:
@@ -129,7 +130,8 @@ class RunFolder:
             ) from None
         except OSError as error:
             raise DiskError(
-                f"cannot lock the run folder: {path}: {error.strerror}; make room if its disk is full, or choose another --out"
+                f"cannot lock the run folder: {path}: {error.strerror}; make room if its disk is full, or choose "
+                "another --out"
             ) from error
 
 
@@ -141,7 +143,8 @@ def _refuse_misplaced(folder: Path) -> None:
         for name in names:
             if is_wrong(folder / name):
                 raise ConfigurationError(
-                    f"--out {folder}: {folder / name} is not {kind}, as a run has there: move it away, or choose another --out"
+                    f"--out {folder}: {folder / name} is not {kind}, as a run has there: move it away, or choose "
+                    "another --out"
                 )
 
 
@@ -168,7 +171,8 @@ def read_stored_config(folder: Path) -> dict[str, Any] | None:
 
     Raises:
         DiskError: the file cannot be read.
-        CorruptData: it is not JSON, or not what was written: a digit of a learning rate would change what a resumed run computes.
+        CorruptData: it is not JSON, or not what was written: a digit of a learning rate would change what a resumed run
+            computes.
     """
     path = folder / SETTINGS
     if not path.is_file():
@@ -184,7 +188,8 @@ def read_stored_config(folder: Path) -> dict[str, Any] | None:
     written = stored.pop(_HASH, None)
     if written is not None and written != _hash_of(stored):
         raise CorruptData(
-            f"{path} is not what the run wrote (its XXH3 is another): put back what was changed ('config' in a checkpoint's trainer.json "
+            f"{path} is not what the run wrote (its XXH3 is another): put back what was changed ('config' in a "
+            "checkpoint's trainer.json "
             "has the values), or remove it to resume with the flags alone"
         )
     return stored

@@ -1,9 +1,10 @@
 """The learning rate and the loss scale of a step.
 
-The rate rises linearly and then falls by half a cosine down to a floor: a pure function of the step, so that resuming needs no state. The
-scale is for fp16: as large as the gradients bear, halved when they overflow. torch's `GradScaler` reads `p.grad`, whose values have left
-level 0 while a model is offloaded; here the optimizer divides by the scale and says whether the gradients were finite, and `LossScaler`
-only decides the next scale. Powers of two only, so that scaling and unscaling are exact.
+The rate rises linearly and then falls by half a cosine down to a floor: a pure function of the step, so that resuming
+needs no state. The scale is for fp16: as large as the gradients bear, halved when they overflow. torch's `GradScaler`
+reads `p.grad`, whose values have left level 0 while a model is offloaded; here the optimizer divides by the scale and
+says whether the gradients were finite, and `LossScaler` only decides the next scale. Powers of two only, so that
+scaling and unscaling are exact.
 """
 
 from __future__ import annotations

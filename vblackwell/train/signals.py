@@ -1,8 +1,8 @@
 """SIGTERM and SIGINT ask for a checkpoint; a second SIGINT leaves at once.
 
-A handler only notes the request: the loop looks between micro-batches, where the state is whole. Raising out of a handler
-would land in the middle of an optimizer step or of a checkpoint. While data is read and encoded there is no such state, and a handler
-raises: that takes minutes for a large corpus.
+A handler only notes the request: the loop looks between micro-batches, where the state is whole. Raising out of a
+handler would land in the middle of an optimizer step or of a checkpoint. While data is read and encoded there is no
+such state, and a handler raises: that takes minutes for a large corpus.
 """
 
 from __future__ import annotations
@@ -16,11 +16,16 @@ from typing import Any
 
 
 class Stopped(BaseException):
-    """A stop request where nothing is lost by leaving; like KeyboardInterrupt no ``Exception``, so that nothing takes it for an error."""
+    """A stop request where nothing is lost by leaving; like KeyboardInterrupt no ``Exception``, so that nothing takes
+    it for an error.
+    """
 
 
 class StopRequest:
-    """Whether somebody asked the run to stop, and the exit status that this means. Its handlers live inside ``with``."""
+    """Whether somebody asked the run to stop, and the exit status that this means.
+
+    Its handlers live inside ``with``.
+    """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None

@@ -1,9 +1,9 @@
 """Tokens to the device and losses from it, past everything else that is being copied.
 
-A copy that the computing stream waits for holds up all behind it, and where weights are streamed there is always a queue at the copy
-engines: tokens that are sent when a step begins, and a loss that is read when it ends, were seen to wait 15 ms each behind the states
-of a group (docs/journal/offload.md). On a stream of their own they start as soon as the host asks, and a host that need not wait asks
-early.
+A copy that the computing stream waits for holds up all after it, and where weights are streamed there is always a
+queue at the copy engines: tokens that are sent when a step begins, and a loss that is read when it ends, were seen to
+wait 15 ms each behind the states of a group (docs/journal/offload.md). On a separate stream they start as soon as
+the host asks, and a host that need not wait asks early.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class LateScalar:
                 self._event.record()
 
     def read(self) -> float:
-        """The number; waits for what computes it, and for nothing that was queued behind that."""
+        """The number; waits for what computes it, and for nothing that was queued after that."""
         if self._event is None:
             return float(self._value)
         self._event.synchronize()

@@ -16,8 +16,8 @@ from vblackwell.errors import ConfigurationError, nearest
 from vblackwell.train.config import TrainConfig, flag_of
 from vblackwell.train.runfolder import read_stored_config
 
-# A preset's recipe. Rates fall with width as practice has it (GPT-3's table). `tiny` is meant to be watched: it learns the shape of Python
-# from the standard library's sources in a few minutes on two CPU cores.
+# A preset's recipe. Rates fall with width as practice has it (GPT-3's table). `tiny` is meant to be watched: it learns
+# the shape of Python from the standard library's sources in a few minutes on two CPU cores.
 RECIPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "batch_size": 8, "seq_length": 128, "learning_rate": 3e-3, "beta2": 0.99, "max_steps": 600,
@@ -108,7 +108,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigurationError(f"--config {path}: {error.strerror}; give an existing YAML file") from error
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"--config {path}: byte {error.start} is not UTF-8; save the file as UTF-8") from error
-    except Exception as error:  # besides its own, the library raises what Python does at a date or number that is none
+    except (
+        Exception
+    ) as error:  # in addition to its own, the library raises what Python does at a date or number that is none
         raise ConfigurationError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
     if loaded is None:
         return {}

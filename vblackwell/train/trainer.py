@@ -1,12 +1,13 @@
 """The loop: micro-batches, one optimizer step, numbers, and now and then a validation loss and a checkpoint.
 
-The loop knows a model that returns a loss, an optimizer that measures and clips by itself, and a stack that counts bytes;
-where those bytes live is none of its business. It stops only where the state is whole: a step that is interrupted
-half-way is undone (its gradients dropped, data position and generators put back), so a resumed run repeats it bit by bit.
+The loop knows a model that returns a loss, an optimizer that measures and clips by itself, and a stack that counts
+bytes; where those bytes live is none of its business. It stops only where the state is whole: a step that is
+interrupted half-way is undone (its gradients dropped, data position and generators put back), so a resumed run repeats
+it bit by bit.
 
-A step for which the GPU's memory does not suffice is undone in the same way and begun again with half the sequences in a forward, at the
-same sequences a step. That stays so, also in a resumed run. Only forward and backward can be undone: once the optimizer has begun to
-change weights, an error is an error.
+A step for which the GPU's memory does not suffice is undone in the same way and begun again with half the sequences in
+a forward, at the same sequences a step. That stays so, also in a resumed run. Only forward and backward can be undone:
+once the optimizer has begun to change weights, an error is an error.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ from vblackwell.train.small_copies import LateScalar, Sent
 
 
 class TrainingDiverged(VBError):
-    """Too many steps in a row, or all of a run, whose loss or gradients were not finite; the weights are those before the first of them."""
+    """Too many steps in a row, or all of a run, whose loss or gradients were not finite; the weights are those before
+    the first of them.
+    """
 
 
 @dataclass
@@ -45,8 +48,8 @@ class Parts:
 
     Attributes:
         model: what is trained.
-        loss: called with what the data gives: input_ids, targets and, for packed documents, positions, all (B, S) int64; returns the mean
-            loss. By default the model itself.
+        loss: called with what the data gives: input_ids, targets and, for packed documents, positions, all (B, S)
+            int64; returns the mean loss. By default the model itself.
         stream: the training data.
         validation: the held-out windows.
     """
@@ -73,7 +76,8 @@ class TrainerState:
         skipped: steps in all that changed no weight.
         scaler: the loss scaler's state; None where there is none.
         rng: generators, as `capture_rng` returns them.
-        micro_batch: sequences in a forward, less than the settings' where memory did not suffice; None: as the settings say.
+        micro_batch: sequences in a forward, less than the settings' where memory did not suffice; None: as the settings
+            say.
         unrecorded: the last step's record, where its line is not yet in metrics.jsonl as it should be; else None.
     """
 
@@ -154,7 +158,7 @@ class Trainer:
         )
 
     def restore(self, state: TrainerState) -> None:
-        """Go on from ``state``; weights and optimizer states are restored by whoever read them."""
+        """Go on from ``state``; weights and optimizer states are restored by the caller."""
         self.step = state.step
         self.parts.stream.state = state.data_position
         self._skipped_in_a_row, self._skipped = state.skipped_in_a_row, state.skipped
@@ -174,7 +178,7 @@ class Trainer:
         self.micro_batch = self.parts.stream.batch_size = sequences
         self.parts.optimizer.accumulation_steps = self.accumulation_steps
 
-    # -- the loop --------------------------------------------------------------------------------------------------------
+    # -- the loop ------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Train until the last step or a stop request. What is due at the last step is done.
@@ -199,7 +203,8 @@ class Trainer:
             self._hooks.checkpoint(self.state())
         if self.step == self.total_steps == self._skipped:
             raise TrainingDiverged(
-                f"none of the {self.step} steps had a loss and gradients that are finite: nothing was learnt, and nothing is exported; "
+                f"none of the {self.step} steps had a loss and gradients that are finite: nothing was learnt, and "
+                "nothing is exported; "
                 "lower --learning-rate, or look at the data"
             )
 
@@ -281,7 +286,8 @@ class Trainer:
             torch.cuda.empty_cache()
         self._take_micro_batches_of(half_of(before, before * self.accumulation_steps))
         self._progress.say(
-            f"step {self.step + 1}: out of memory with {before} sequences in a forward; begun again with {self.micro_batch}, "
+            f"step {self.step + 1}: out of memory with {before} sequences in a forward; begun again with "
+            f"{self.micro_batch}, "
             f"{self.accumulation_steps} forwards a step, the same {self.config.tokens_per_step:,} tokens"
         )
 
@@ -339,11 +345,13 @@ class Trainer:
             skipped=skipped,
         )
 
-    # -- validation --------------------------------------------------------------------------------------------------------
+    # -- validation ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def validate(self) -> float | None:
-        """Mean loss over the first held-out sequences; None if it was interrupted or is not finite. Draws no random numbers.
+        """Mean loss over the first held-out sequences; None if it was interrupted or is not finite.
+
+        Draws no random numbers.
 
         The sequences are the same whatever the batch size, or runs of different ones could not be compared.
         """
@@ -361,12 +369,14 @@ class Trainer:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device's allocator refused, perhaps to a level of the stack that had room by its own books."""
+    """Whether a device's allocator refused, perhaps to a level of the stack whose own count had space."""
     return isinstance(error, torch.OutOfMemoryError) or isinstance(error.__cause__, torch.OutOfMemoryError)
 
 
 def half_of(micro_batch: int, sequences: int) -> int:
-    """The most sequences in a forward, at most half of ``micro_batch`` (2 or more), that divide the ``sequences`` of a step."""
+    """The most sequences in a forward, at most half of ``micro_batch`` (2 or more), that divide the ``sequences`` of a
+    step.
+    """
     return next(size for size in range(micro_batch // 2, 0, -1) if sequences % size == 0)
 
 
@@ -383,7 +393,10 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
 
 
 def restore_rng(captured: dict[str, Any], device: torch.device) -> None:
-    """Put generators back. A state of a GPU is left out on a machine without one: its numbers cannot be continued there."""
+    """Put generators back.
+
+    A state of a GPU is left out on a machine without one: its numbers cannot be continued there.
+    """
     version, numbers, gauss = captured["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(_decode(captured["torch"]))

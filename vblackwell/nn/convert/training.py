@@ -1,9 +1,10 @@
 """What a training run asks of its model: the loss, the heads, fused operators, and which attention backend runs.
 
-The model is a `Decoder` or a causal model of transformers. The attention backend is looked up beforehand for the run's real shapes and
-said. With ``--use-flash-attn`` the dispatcher (nn/attention/backends.py) names a fused backend, the model runs that one or raises, and
-where there is none the run is refused: it must not end in the slow path unnoticed. Without the flag torch chooses. Deterministic runs
-leave cuDNN and the memory-efficient kernel out: neither has a deterministic backward.
+The model is a `Decoder` or a causal model of transformers. The attention backend is looked up beforehand for the run's
+real shapes and said. With ``--use-flash-attn`` the dispatcher (nn/attention/backends.py) names a fused backend, the
+model runs that one or raises, and where there is none the run is refused: it must not end in the slow path unnoticed.
+Without the flag torch chooses. Deterministic runs leave cuDNN and the memory-efficient kernel out: neither has a
+deterministic backward.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFI
 
 
 def training_loss(model: nn.Module) -> Callable[..., Tensor]:
-    """What gives the mean cross entropy of input_ids, targets and, for packed documents, positions, all (B, S) int64."""
+    """What computes the mean cross entropy of input_ids, targets and perhaps positions, all (B, S) int64."""
     return model if isinstance(model, Decoder) else NextTokenLoss(model)
 
 
@@ -44,14 +45,17 @@ def attention_heads(model: nn.Module) -> tuple[int, int, int]:
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         raise Unsupported(
-            f"{type(model).__name__} states no num_attention_heads: only models of attention are trained by this command"
+            f"{type(model).__name__} states no num_attention_heads: only models of attention are trained by this "
+            "command"
         )
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
 def fuse(model: nn.Module) -> Acceleration | None:
-    """Run a causal model of transformers on fused operators, its loss in chunks of tokens; None of a `Decoder`, which always does."""
+    """Run a causal model of transformers on fused operators, its loss in chunks of tokens; None of a `Decoder`, which
+    always does.
+    """
     if isinstance(model, Decoder):
         return None
     takes_shifted = any(
@@ -67,8 +71,9 @@ def _parameters_of(model: nn.Module) -> Mapping[str, inspect.Parameter]:
 class NextTokenLoss:
     """The mean cross entropy, in fp32, of a causal model of transformers; targets of -100 do not count.
 
-    After `fuse` there are never the logits of a whole batch, which for a vocabulary of 150,000 are larger than anything else of a step; and
-    in training the routers' loss is added where the model's configuration says so (``output_router_logits``).
+    After `fuse` there are never the logits of a whole batch, which for a vocabulary of 150,000 are larger than anything
+    else of a step; and in training the routers' loss is added where the model's configuration says so
+    (``output_router_logits``).
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -90,7 +95,7 @@ class NextTokenLoss:
         )
 
 
-# -- attention -----------------------------------------------------------------------------------------------------------
+# -- attention ---------------------------------------------------------------------------------------------------------
 
 
 def attention_backends(*, use_flash_attn: bool, deterministic: bool) -> AbstractContextManager[object]:
@@ -104,7 +109,8 @@ def fused_backend(
     num_heads: int, num_kv_heads: int, head_dim: int, seq_length: int, dtype: torch.dtype, device: torch.device, *,
     deterministic: bool = False,
 ) -> str:  # fmt: skip
-    """The dispatcher's choice for causal training of this shape among the fused backends: the fastest measured here, or the stated order's.
+    """The dispatcher's choice for causal training of this shape among the fused backends: the fastest measured here, or
+    the stated order's.
 
     FlexAttention, which compiles, is not among them.
 
