@@ -165,7 +165,10 @@ def tiled_reasons(request: Request) -> list[str]:
 
 def linear_reasons(request: Request) -> list[str]:
     """Why no fused kernel that reads tiles can take ``request``."""
-    return tiled_reasons(request) + dtype_reasons(request.dtype, HALVES, "activations are")
+    reasons = tiled_reasons(request)
+    if request.dtype not in HALVES:
+        reasons += dtype_reasons(request.dtype, HALVES, "activations are")
+    return reasons
 
 
 def hopper_reasons(request: Request) -> list[str]:

@@ -24,6 +24,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from vblackwell.errors import ConfigurationError, Unsupported
 
@@ -109,8 +110,8 @@ def choose(
         ConfigurationError: the name asked for is not a backend of this op.
         Unsupported: the backend asked for refuses, or all do; the message has every reason.
     """
-    if name is None and not torch.compiler.is_compiling():
-        name = chosen(op)
+    if name is None and not is_compiling():
+        name = _CHOSEN.get().get(op)
     if name is None:
         for backend in table:
             if not backend.refusals(request) and not backend.slower(request):
@@ -175,13 +176,17 @@ def cuda_reasons(request: Request) -> list[str]:
 
 def device_reasons(request: Request) -> list[str]:
     """Why kernels compiled here cannot run where ``request`` is."""
-    return cuda_reasons(request) or capability_reasons(request.capability)
+    if request.device.type != "cuda":
+        return cuda_reasons(request)
+    return capability_reasons(request.capability)
 
 
 def dtype_reasons(found: torch.dtype, accepted: Sequence[torch.dtype], what: str = "the tensors are") -> list[str]:
     """Why an op of the types ``accepted`` does not take ``found``."""
+    if found in accepted:
+        return []
     names = [str(dtype).removeprefix("torch.") for dtype in accepted]
-    return [] if found in accepted else [f"{what} {found}: it takes {', '.join(names[:-1])} and {names[-1]}"]
+    return [f"{what} {found}: it takes {', '.join(names[:-1])} and {names[-1]}"]
 
 
 def triton_reasons(device: torch.device | str, found: tuple[int, int]) -> list[str]:
@@ -201,7 +206,7 @@ def computes_at_once() -> bool:
     """Whether tensors are numbers now: nothing traces or transforms (torch.func), which must see ops and knows the
     rules of those alone.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
     return torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -247,7 +252,7 @@ def runs_triton(op: str, x: Tensor, row: int) -> bool:
     Raises:
         Unsupported: ``use_backend`` asked for one that refuses; the message has its reasons.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return x.device.type == "cuda" and x.dtype in DTYPES and row <= LONGEST_ROW
     request = Request(x.device, capability(x.device), x.dtype, op, x.numel() // max(row, 1), row, row)
     return choose(op, _ROW_TABLES.get(x.device.type, (_TORCH,)), request).run()
