@@ -96,6 +96,7 @@ class ForkServer:
         """
         self._count += 1
         stdout, stderr = (self._folder / f"{self._count}.{name}" for name in ("out", "err"))
+        stdout.touch()  # which may be read before the child, on a busy machine, has opened it
         request = {
             "words": words, "folder": str(folder), "environment": environment or {}, "limits": limits or {},
             "cgroup": None if cgroup is None else str(cgroup), "signal_after": signal_after, "stdout": str(stdout),

@@ -7,13 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.nn.test_causal_lm import build
 from tests.planner.test_forecast import H200
+from vblackwell.errors import Unsupported
 from vblackwell.kernels.pointwise import cross_entropy
+from vblackwell.nn.attention import backends as dispatcher
 from vblackwell.nn.convert.causal_lm import has_fused_loss, is_accelerated
-from vblackwell.nn.convert.training import fuse, training_loss
+from vblackwell.nn.convert.training import attention_backends, chosen_backend, fuse, fused_backend, training_loss
+from vblackwell.nn.decoder.config import DecoderConfig
+from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.planner.estimator import Run
 from vblackwell.planner.forecast import Forecast, Machine
 from vblackwell.planner.model_spec import Subject
@@ -90,3 +95,52 @@ def test_a_plan_is_made_for_the_model_that_runs():
     assert not is_accelerated(plain.model(False, False)) and has_fused_loss(fused.model(False, False))
     assert has_fused_loss(fused.model(False, True))  # FP4 first, then fused
     assert fused.trace(False, False, 2).work != plain.trace(False, False, 2).work
+
+
+CPU = torch.device("cpu")
+
+
+def test_the_attention_that_runs_is_known():
+    shape = DecoderConfig(vocab_size=8, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2)
+    with attention_backends(use_flash_attn=True, deterministic=False):
+        assert chosen_backend(shape.num_heads, shape.kv_heads, shape.head_size, 16, torch.float32, CPU) == "flash"
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), pytest.raises(Unsupported, match="--use-flash-attn: no fused"):
+        chosen_backend(shape.num_heads, shape.kv_heads, shape.head_size, 16, torch.float32, CPU)
+
+
+def test_the_fused_attention_of_a_run_and_why_there_is_none(monkeypatch):
+    monkeypatch.setattr(dispatcher, "_measured", lambda request: {})
+    assert fused_backend(4, 2, 32, 16, torch.float32, CPU) == "flash"
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert fused_backend(4, 2, 64, 512, torch.bfloat16, cuda) == "cudnn"
+    assert fused_backend(4, 2, 64, 512, torch.bfloat16, cuda, deterministic=True) == "triton"
+    assert fused_backend(4, 4, 64, 512, torch.float32, cuda) == "efficient"
+    with pytest.raises(Unsupported, match="--use-flash-attn: no fused.*--mixed-precision") as caught:
+        fused_backend(4, 2, 512, 512, torch.float32, cuda)
+    for words in (
+        "flash: torch.float32: it takes",
+        "efficient: 4 query heads over 2 key heads",
+        "triton: a head of 512",
+    ):
+        assert words in str(caught.value)
+    assert "math" not in str(caught.value)
+
+
+def test_a_decoder_attends_where_it_is_told():
+    shape = DecoderConfig(
+        vocab_size=31, hidden_size=32, intermediate_size=32, num_layers=2, num_heads=4, num_kv_heads=2
+    )
+    tokens = torch.randint(0, 31, (2, 9), generator=torch.Generator().manual_seed(0))
+    runs = []
+    for backend in (None, "flash"):
+        model = Decoder(shape, seed=1)
+        model.use_attention(backend)
+        loss = model(tokens, tokens)
+        runs.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    model.use_attention("cudnn")
+    with pytest.raises(Unsupported, match="'cudnn' refuses"):
+        model(tokens)
+    model.use_attention(None)
+    model(tokens)

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from vblackwell.data.dataset import BatchStream, Corpus, PackedDataset
-from vblackwell.errors import DiskError
+from vblackwell.errors import CorruptData, DiskError
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.progress import PlainProgress
 from vblackwell.train.schedule import LossScaler, Schedule
-from vblackwell.train.trainer import Hooks, Parts, Trainer, TrainerState, TrainingDiverged
+from vblackwell.train.trainer import Hooks, Parts, Trainer, TrainerState, TrainingDiverged, capture_rng, restore_rng
 
 CPU = torch.device("cpu")
 
@@ -284,3 +284,15 @@ def test_it_is_said_that_no_checkpoint_could_be_written_either(make):
     object.__setattr__(trainer._hooks, "checkpoint", refuse)
     with pytest.raises(DiskError, match="no room. No checkpoint of step 1 could be written either: no room"):
         trainer.run()
+
+
+def test_generators_continue_where_they_were():
+    import random
+
+    state = TrainerState(step=3, data_position=9, rng=json.loads(json.dumps(capture_rng(CPU))))
+    expected = torch.rand(3), random.random()
+    again = TrainerState.from_json(json.loads(json.dumps(vars(state))))
+    restore_rng(again.rng, CPU)
+    assert torch.equal(torch.rand(3), expected[0]) and random.random() == expected[1]
+    with pytest.raises(CorruptData, match="data_position"):
+        TrainerState.from_json({"step": 3})

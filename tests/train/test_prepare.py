@@ -1,0 +1,106 @@
+"""Setting up a run: steps, memory, and models that are refused."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.nn.peak_bytes import PeakBytes
+from vblackwell.data.dataset import Corpus, PackedDataset
+from vblackwell.errors import ConfigurationError, InsufficientMemory
+from vblackwell.machine.facts import MemoryFacts
+from vblackwell.nn.decoder.config import DecoderConfig
+from vblackwell.nn.decoder.decoder import Decoder
+from vblackwell.offload.state import export_state
+from vblackwell.train.config import TrainConfig
+from vblackwell.train.model import trainable
+from vblackwell.train.prepare import build_stack, decide_steps, prepare
+from vblackwell.train.progress import PlainProgress
+from vblackwell.train.signals import StopRequest
+from vblackwell.units import GiB, MiB
+
+CPU = torch.device("cpu")
+
+
+def test_epochs_become_steps():
+    config = decide_steps(TrainConfig(epochs=1.5, batch_size=4, accumulation_steps=2), windows_per_epoch=100)
+    assert (config.max_steps, config.warmup_steps, config.epochs) == (19, 0, None)  # 150 windows of 8 a step
+    assert decide_steps(TrainConfig(max_steps=400), 100).warmup_steps == 20
+    assert decide_steps(TrainConfig(), 100).max_steps == 13  # one epoch
+
+
+def test_a_frozen_model_is_refused_before_memory_is_taken(monkeypatch):
+    """torch's own words come later, and are of an empty parameter list, or of a tensor without grad_fn."""
+    made = Decoder(DecoderConfig(64, 32, 64, 2, 2, max_position=16), seed=0, device="cpu").requires_grad_(False)
+    source = SimpleNamespace(tokenizer_path=None, build=lambda config, corpus: trainable(made))
+    monkeypatch.setattr("vblackwell.train.prepare.find_model", lambda config, cleanup: source)
+    monkeypatch.setattr("vblackwell.train.prepare.open_data", lambda *_: SimpleNamespace(corpus=None))
+    with pytest.raises(ConfigurationError, match="Decoder has nothing to train: all of its .* frozen"):
+        prepare(TrainConfig(), CPU, PlainProgress(), StopRequest(), ExitStack())
+
+
+@pytest.fixture
+def preset_corpus(monkeypatch):
+    """A tokenized corpus without files: `prepare` gets as far as the stack."""
+    corpus = Corpus(np.arange(4000, dtype=np.uint16) % 64, None, 64, None, "", "toy")
+    windows = PackedDataset(corpus, 32, "train")
+    data = SimpleNamespace(corpus=corpus, train=windows, validation=windows, packs_documents=False, template=None)
+    monkeypatch.setattr("vblackwell.train.prepare.open_data", lambda *_: data)
+
+
+def test_a_preset_that_does_not_fit_is_refused_before_it_takes_memory(preset_corpus):
+    config = TrainConfig(preset="small", seq_length=32, fast_memory="20MiB", host_memory="40MiB")
+    with PeakBytes() as held, ExitStack() as cleanup, pytest.raises(InsufficientMemory, match="MiB") as refusal:
+        prepare(config, CPU, PlainProgress(), StopRequest(), cleanup)
+    assert refusal.value.needed_bytes > refusal.value.available_bytes
+    assert held.peak < 60 * MiB, "weights, which are 101 MiB, were drawn first"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "part"),
+    [
+        ({"fast_memory": "10TiB"}, "--fast-memory 10.0 TiB are RAM"),
+        ({"fast_memory": "9GiB", "host_memory": "8GiB"}, "--fast-memory 9.00 GiB and --host-memory 8.00 GiB"),
+        ({"fast_memory": "2MiB", "host_memory": "8MiB"}, None),
+        (
+            {"fast_memory": "2MiB", "host_memory": "14GiB"},
+            None,
+        ),  # a cap: the run's state takes less of what is free just now
+        ({"fast_memory": "2MiB", "host_memory": "15GiB"}, "up to 13.0 GiB are needed"),
+    ],
+)
+def test_what_is_asked_of_ram_is_within_the_cgroup(sizes, part, monkeypatch):
+    facts = MemoryFacts(16 * GiB, 12 * GiB, "/sys/fs/cgroup/job")
+    state_bytes = 13 * GiB if sizes.get("host_memory") == "15GiB" else 64 * MiB
+    monkeypatch.setattr("vblackwell.train.prepare.memory_facts", lambda: facts)
+    if part is None:
+        monkeypatch.setattr("vblackwell.memory.host.memory_facts", lambda: MemoryFacts(64 * GiB, 64 * GiB, "machine"))
+        build_stack(TrainConfig(**sizes), CPU, state_bytes=state_bytes).close()
+        return
+    with pytest.raises(
+        InsufficientMemory, match="12.0 GiB of 16.0 GiB are available .limited by /sys/fs/cgroup/job"
+    ) as error:
+        build_stack(TrainConfig(**sizes), CPU, state_bytes=state_bytes)
+    assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("level0", "options"),
+    [("8MiB", {}), ("128KiB", {}), ("128KiB", {"precision": "bf16"}), ("8MiB", {"precision": "bf16"}), ("128KiB", {"use_fp4": True})],
+)  # fmt: skip
+def test_a_preset_begins_with_the_same_bits_wherever_it_lives(level0, options, preset_corpus):
+    shape = {"num_layers": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+    config = TrainConfig(
+        architecture=shape, seq_length=32, seed=5, max_steps=2, fast_memory=level0, host_memory="8MiB", **options
+    )
+    with ExitStack() as cleanup:
+        prepared = prepare(config, CPU, PlainProgress(), StopRequest(), cleanup)
+        found = dict(export_state(prepared.parts.model, None))
+        drawn = Decoder(prepared.parts.model.config, seed=5, device="cpu")
+        expected = dict(drawn.named_parameters())
+        assert list(found) == list(expected)
+        assert all(torch.equal(found[name]["weight"], param.detach()) for name, param in expected.items())
