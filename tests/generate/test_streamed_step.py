@@ -81,7 +81,7 @@ def test_steps_are_those_of_the_model(places, fp4, folder_of, make_stack):  # no
         assert torch.equal(model(ids, use_cache=False).logits, whole)  # and its passes go on as before
 
 
-@pytest.mark.parametrize("fails", ["_load", "take", "_bring"])
+@pytest.mark.parametrize("fails", ["load", "take", "_bring"])
 def test_without_room_nothing_is_kept(fails, folder_of, make_stack, monkeypatch):  # noqa: F811
     stack = make_stack(1 << 20)
     model, cache, ids, whole = opened(folder_of("llama"), stack, 1)
@@ -89,7 +89,7 @@ def test_without_room_nothing_is_kept(fails, folder_of, make_stack, monkeypatch)
     engine.weights.rebudget(5 * max(group.num_bytes for group in engine.groups))
     engine.weights.drop_all()
     used, calls = stack.levels[0].used_bytes, []
-    owner = {"take": engine.homes, "_load": engine.weights, "_bring": StreamedStep}[fails]
+    owner = {"take": engine.storage, "load": engine.weights, "_bring": StreamedStep}[fails]
     plain = getattr(owner, fails)
 
     def full(*args):

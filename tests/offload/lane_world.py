@@ -24,7 +24,7 @@ from vblackwell.offload.layout.formats import EXACT, Formats
 from vblackwell.offload.layout.groups import Group, moment_ranges
 from vblackwell.offload.layout.pieces import Piece, num_elements, smallest_buffer
 from vblackwell.offload.layout.storage_plan import StoragePlan
-from vblackwell.offload.movement.lane import LaneEnd, LaneJob, QueuedLane
+from vblackwell.offload.movement.lane import Lane, LaneEnd, LaneJob
 from vblackwell.offload.movement.worker import Worker
 from vblackwell.offload.storage.shadows import Shadows
 from vblackwell.offload.storage.staging import Stage
@@ -48,7 +48,7 @@ class Setting:
     buffers: int = 2
     eagerness: float = 0.5
     host_writes: float = 0.1
-    lane: type[QueuedLane] = QueuedLane
+    lane: type[Lane] = Lane
 
 
 @dataclass(eq=False)
@@ -84,19 +84,19 @@ class World:
         host = max(int(total * setting.in_ram), 2 * largest + 8 * PAGE)
         self.stack = VGPUStack([DeviceLevel("cpu", 4 << 20), HostLevel(host, pin=False), self.disk])
         plan = StoragePlan.empty(spaces_of(self.stack), [1, 2], self.groups, on_level0=self.groups)
-        self.homes = Storage(self.stack, "m", plan)
+        self.storage = Storage(self.stack, "m", plan)
         narrow = setting.dtype == torch.bfloat16 and not setting.formats.stochastic
         first = [(group, "weight") for group in self.groups]
         first += [(group, "remainder") for group in self.groups] if narrow else []
-        self.homes.reserve(first, later=moment_ranges(self.groups))
-        self.homes.reserve([(group, "gradient") for group in self.groups] + moment_ranges(self.groups))
+        self.storage.reserve(first, later=moment_ranges(self.groups))
+        self.storage.reserve([(group, "gradient") for group in self.groups] + moment_ranges(self.groups))
         self.truth = {group: self._first_bytes(group) for group in self.groups}
         size = max(smallest_buffer(group) for group in self.groups)
-        ring = self.homes.take("ring", setting.buffers * size, 0).view()
+        ring = self.storage.take("ring", setting.buffers * size, 0).view()
         assert ring is not None
-        self.stage = Stage(self.homes, LateContinuations(self.adversary))
-        self.lane = setting.lane(self.stack, self.homes, ring, setting.buffers, self.queues, self.stage, worker)
-        self.shadows = Shadows(self.homes)
+        self.stage = Stage(self.storage, LateContinuations(self.adversary))
+        self.lane = setting.lane(self.stack, self.storage, ring, setting.buffers, self.queues, self.stage, worker)
+        self.shadows = Shadows(self.storage)
         self.ends: dict[Group, LaneEnd] = {}
         self.loads: list[Load] = []
         self.last_load: dict[Group, Transfer] = {}
@@ -117,7 +117,7 @@ class World:
         return sum(group.size_of(kind) for kind in kinds) + group.num_bytes
 
     def _first_bytes(self, group: Group) -> Bytes:
-        return {kind: self._write(group, kind) for kind in ("weight", *self.homes.states_of(group))}
+        return {kind: self._write(group, kind) for kind in ("weight", *self.storage.states_of(group))}
 
     def _values(self, num_bytes: int, kind: str) -> torch.Tensor:
         """Bytes that are small numbers in whatever type ``kind`` has."""
@@ -132,27 +132,27 @@ class World:
 
     def _write(self, group: Group, kind: str) -> torch.Tensor:
         """The host writes fresh bytes to a range at home, as loading a checkpoint does."""
-        values = self._values(self.homes.range(group, kind).num_bytes, kind)
-        opened = self.homes.open(group, kind, load=False)
+        values = self._values(self.storage.range(group, kind).num_bytes, kind)
+        opened = self.storage.open(group, kind, load=False)
         opened.copy_(values)
-        self.homes.close_range(group, kind, opened, store=True)
+        self.storage.close_range(group, kind, opened, store=True)
         return values
 
     def _after(self, group: Group, before: Bytes, gradient: torch.Tensor, numbers: AdamWStep) -> Bytes:
         """What an update makes of ``before``: the whole group at once."""
         arrived = {kind: flat.clone() for kind, flat in before.items()}
         job = LaneJob(group, dict.fromkeys(group.slots, numbers), {}, {}, gradient=gradient)
-        return QueuedLane.arithmetic(job, Piece(0, num_elements(group)), arrived)
+        return Lane.arithmetic(job, Piece(0, num_elements(group)), arrived)
 
     # -- what a model does -------------------------------------------------------------------------------------------
 
     def load(self, group: Group) -> Load:
         """Start to load the weights as they are after everything that was submitted."""
-        if group in self.last_load and self.homes.range(group, "weight").view() is None:
+        if group in self.last_load and self.storage.range(group, "weight").view() is None:
             self.last_load[group].wait()  # the engine has dropped what it loads again
         if group in self.ends:
             self.lane.order_loads(self.ends[group])
-        source = self.homes.range(group, "weight")
+        source = self.storage.range(group, "weight")
         buffer = torch.full((source.num_bytes,), GARBAGE, dtype=torch.uint8)
         view = source.view()
         if view is None:
@@ -170,8 +170,8 @@ class World:
         self.step += 1
         numbers = AdamWStep(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=self.step)
         values = self._values(group.num_bytes, "gradient")
-        kinds = ("weight", *self.homes.states_of(group))
-        sources = {kind: self.homes.range(group, kind) for kind in kinds}
+        kinds = ("weight", *self.storage.states_of(group))
+        sources = {kind: self.storage.range(group, kind) for kind in kinds}
         shadows = None if final else self.shadows.take(group, kinds)
         targets = shadows or dict(sources)
         load = self.load(group) if self.chance.random() < 0.6 else None
@@ -183,7 +183,7 @@ class World:
                 load.transfer.wait()
         if late:
             job.gradient_kind = "gradient"
-            sources["gradient"] = self.homes.range(group, "gradient")
+            sources["gradient"] = self.storage.range(group, "gradient")
             self._send_home(group, values)
         else:
             gradient = torch.full((group.num_bytes,), GARBAGE, dtype=torch.uint8)
@@ -207,13 +207,13 @@ class World:
 
     def _send_home(self, group: Group, values: torch.Tensor) -> None:
         """A gradient goes home; it was computed with the weights of the last update."""
-        home = self.homes.range(group, "gradient").view()
+        home = self.storage.range(group, "gradient").view()
         if home is None:
             if group in self.ends:
                 self.ends[group].computed.wait()
-            opened = self.homes.open(group, "gradient", load=False)
+            opened = self.storage.open(group, "gradient", load=False)
             opened.copy_(values)
-            self.homes.close_range(group, "gradient", opened, store=True)
+            self.storage.close_range(group, "gradient", opened, store=True)
             return
         if group in self.ends:
             self.ends[group].computed.wait_on(self.queues.gradients)
@@ -246,7 +246,7 @@ class World:
         self.shadows.give_back(self.open.pop(group).shadows)
 
     def host_writes(self, group: Group) -> None:
-        kind = self.chance.choice(["weight", *self.homes.states_of(group)])
+        kind = self.chance.choice(["weight", *self.storage.states_of(group)])
         if group in self.ends:
             self.ends[group].stored.wait()
         for load in self.loads:
@@ -258,9 +258,9 @@ class World:
         if group in self.ends:
             self.ends[group].stored.wait()
         for kind, expected in self.truth[group].items():
-            opened = self.homes.open(group, kind)
+            opened = self.storage.open(group, kind)
             assert torch.equal(opened, expected), (group.name, kind, self.step)
-            self.homes.close_range(group, kind, opened, store=False)
+            self.storage.close_range(group, kind, opened, store=False)
 
     # -- programs ----------------------------------------------------------------------------------------------------
 
@@ -310,5 +310,5 @@ class World:
             self.host_reads(group)
 
     def close(self) -> None:
-        self.homes.close()
+        self.storage.close()
         self.stack.close()

@@ -25,7 +25,8 @@ from vblackwell.errors import ConfigurationError, InsufficientMemory, StaleTenso
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.nn.decoder.checkpoint import checkpoint
-from vblackwell.offload.movement.activations import AHEAD, NEWEST, ActivationStore, Ticket
+from vblackwell.offload.layout.placement import AHEAD, NEWEST
+from vblackwell.offload.movement.activations import ActivationStore, Ticket
 
 CHECKPOINTING = [case for case in CASES if case.name != "mlp"]  # that one calls torch's checkpoint by itself
 WIDTH, DEPTH, TOKENS = 16, 6, 8

@@ -19,7 +19,8 @@ from tests.offload.test_activations import moved
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.nn.decoder.checkpoint import checkpoint
-from vblackwell.offload.movement.activations import NEWEST, ActivationStore
+from vblackwell.offload.layout.placement import NEWEST
+from vblackwell.offload.movement.activations import ActivationStore
 
 pytestmark = pytest.mark.gpu
 

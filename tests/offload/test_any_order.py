@@ -23,6 +23,7 @@ from vblackwell.offload.movement import worker as module
 from vblackwell.offload.movement.weights import WeightStreamer
 from vblackwell.offload.movement.worker import Worker, set_worker_delay
 from vblackwell.offload.optimizer import VGPUAdamW
+from vblackwell.offload.use import Loading
 
 MLP = CASES[0]
 STEPS = 4
@@ -124,7 +125,7 @@ def test_any_order_gives_the_bits_of_pytorch(
         losses, weights = train(model, optimizer, accumulation)
         assert losses == expected[0], seed
         assert all(torch.equal(a, b) for a, b in zip(weights, expected[1], strict=True)), seed
-    assert (engine.step_control.undo_peak_bytes > 0) == in_backward
+    assert (engine.host_updates.undo_peak_bytes > 0) == in_backward
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -200,8 +201,12 @@ def late_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    for name in ("_drop", "_reserve", "_load", "_forget", "acquire", "_arrive", "unpack", "invalidate"):
-        monkeypatch.setattr(WeightStreamer, name, late(getattr(WeightStreamer, name)))
+    for kind, names in {
+        WeightStreamer: ("_drop", "_keep_budget", "load", "_forget", "pin", "_arrive", "invalidate"),
+        Loading: ("acquire", "unpack"),
+    }.items():
+        for name in names:
+            monkeypatch.setattr(kind, name, late(getattr(kind, name)))
 
 
 @pytest.mark.parametrize("update_in_backward", [False, True])

@@ -340,9 +340,9 @@ def test_weights_leave_the_ram_that_an_update_at_home_works_in(make_stack: MakeS
     """Wherever the end of RAM is among the ranges: gradients spill, too, and no update works outside the cap."""
     stage = Storage._stage
 
-    def counted(homes: Storage, kind: str, num_bytes: int) -> torch.Tensor:
-        assert kind in homes._staging, f"{num_bytes} bytes of {kind} would be outside the cap"
-        return stage(homes, kind, num_bytes)
+    def counted(storage: Storage, kind: str, num_bytes: int) -> torch.Tensor:
+        assert kind in storage._staging, f"{num_bytes} bytes of {kind} would be outside the cap"
+        return stage(storage, kind, num_bytes)
 
     monkeypatch.setattr(Storage, "_stage", counted)
     for host_kib in range(192, 420, 32):

@@ -22,12 +22,12 @@ from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, r
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.gradient_norms import clip_grad_norm_
 from vblackwell.offload.movement import sliced
-from vblackwell.offload.movement.departure import Leaving
-from vblackwell.offload.movement.used_parameters import UsedParameters
+from vblackwell.offload.movement.group_state import GradientBuffer
 from vblackwell.offload.movement.worker import set_worker_delay
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.state import export_state
 from vblackwell.offload.storage.initialize import Source
+from vblackwell.offload.use import UsedParameters
 
 MLP = CASES[0]
 LEVEL0 = 128 << 10
@@ -209,9 +209,12 @@ def test_a_failed_load_is_an_error_each_time_and_never_numbers(make_stack: MakeS
     enable_vgpu_stack_optimization(model, stack)
     read, failures = VGPUStack.read, iter([True, True])
 
-    class Failing:
+    class Failing(DoneTransfer):
         def wait(self) -> None:
             raise OSError("the disk said no")
+
+        def wait_on(self, stream: object) -> None:
+            self.wait()
 
     def fail(self: VGPUStack, reservation: object, out: torch.Tensor) -> object:
         return Failing() if next(failures, False) else read(self, reservation, out)  # type: ignore[arg-type]
@@ -352,11 +355,11 @@ def test_what_another_thread_prefetched_is_loaded_at_the_next_use(make_stack: Ma
     thread = threading.Thread(target=lambda: stack.prefetch(["model/head"]))
     thread.start()
     thread.join()
-    weights = engine_of(model).weights
+    weights, loading = engine_of(model).weights, engine_of(model).loading
     head = next(group for group in engine_of(model).groups if group.name == "head")
-    assert head.index not in weights._loaded and list(weights.asked) == [head]
+    assert not weights.is_loaded(head) and list(loading.asked) == [head]
     assert model.layers[0][0].bias[0].item() is not None
-    assert head.index in weights._loaded and not weights.asked
+    assert weights.is_loaded(head) and not loading.asked
 
 
 def test_a_failed_backward_leaves_no_half_gradient(make_stack: MakeStack):
@@ -413,25 +416,25 @@ def test_host_memory_that_the_worker_is_about_to_give_back_is_waited_for(
     MLP.loss(model, 0).backward()
     engine = engine_of(model)
     engine.worker.drain()
-    write, group, homes = VGPUStack.write, engine.groups[0], engine.homes
-    before = homes.range(group, "gradient").view()
+    write, group, storage = VGPUStack.write, engine.groups[0], engine.storage
+    before = storage.range(group, "gradient").view()
     assert before is not None
     first = before.clone()
     monkeypatch.setattr(
         VGPUStack, "write", lambda self, home, source: write(self, home, getattr(source, "bytes_there", source))
     )
-    room = homes.take_host("incoming", group.num_bytes)
+    room = storage.take_host("incoming", group.num_bytes)
     with pytest.raises(InsufficientMemory):
         while True:
-            homes.take_host("everything else", 4096)
-    homes.give(room)  # room for one
+            storage.take_host("everything else", 4096)
+    storage.give(room)  # room for one
     for _ in range(3):
-        reservation = homes.take("leaving", group.num_bytes, 0)
+        reservation = storage.take("leaving", group.num_bytes, 0)
         view = reservation.view()
         assert view is not None
         view.copy_(first)
-        leaving = Leaving(group, reservation, OnGpu(view), len(group.slots), dict.fromkeys(group.slots))  # type: ignore[arg-type]
-        engine.gradients._send_to_sum(leaving, None)
+        leaving = GradientBuffer(group, reservation, OnGpu(view), len(group.slots), dict.fromkeys(group.slots))  # type: ignore[arg-type]
+        engine.gradients._send_to_sum(leaving, ())
     engine.worker.drain()
     for slot in group.slots:  # twice, three times, and four times a number, in the order of the sum
         once = slot.flat(first)
@@ -463,9 +466,9 @@ def test_what_a_closed_level_dropped_stops_nobody_who_gives_everything_back(make
     assert dropped.cancel()
     engine = offload_of(model)
     assert engine is not None
-    engine.homes.in_flight.add(FutureTransfer([dropped]))
+    engine.storage.in_flight.add(FutureTransfer([dropped]))
     release(model)
-    assert not engine.homes.in_flight and not any(level["used_bytes"] for level in stack.get_stats()["levels"])
+    assert not engine.storage.in_flight and not any(level["used_bytes"] for level in stack.get_stats()["levels"])
 
 
 class Broken(Exception):
@@ -524,14 +527,14 @@ def test_a_gradient_that_a_gpu_cannot_send_to_its_sum_keeps_no_host_memory(
     model, stack = build(MLP), make_stack(LEVEL0)
     enable_vgpu_stack_optimization(model, stack, compute_dtype=torch.bfloat16, placement="streamed")
     engine, group = engine_of(model), engine_of(model).groups[0]
-    reservation = engine.homes.take("leaving", group.num_bytes, 0)
+    reservation = engine.storage.take("leaving", group.num_bytes, 0)
     on_gpu = SimpleNamespace(device=torch.device("cuda", 0))
-    leaving = Leaving(group, reservation, on_gpu, len(group.slots), dict.fromkeys(group.slots))  # type: ignore[arg-type]
+    leaving = GradientBuffer(group, reservation, on_gpu, len(group.slots), dict.fromkeys(group.slots))  # type: ignore[arg-type]
     before = stack.levels[1].used_bytes
     monkeypatch.setattr(stack, "write", lambda home, source: DoneTransfer())
     monkeypatch.setattr(*{"write": (stack, "write"), "submit": (engine.worker, "submit")}[where], breaking)
     with pytest.raises(Broken):
-        engine.gradients._send_to_sum(leaving, None)
+        engine.gradients._send_to_sum(leaving, ())
     assert stack.levels[1].used_bytes == before
 
 
@@ -562,11 +565,11 @@ def test_slices_that_cannot_be_loaded_keep_nothing_of_level_0(
     model(torch.arange(4096)).sum().backward()
 
 
-@pytest.mark.parametrize("part", ["_attach", "unpoint", "take_over"])
+@pytest.mark.parametrize("part", ["_attach", "hide", "take_over"])
 def test_a_model_that_cannot_enter_is_what_it_was(make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch, part: str):
     model, stack = build(MLP), make_stack(LEVEL0)
     params = {name: (param, param.detach().clone()) for name, param in model.named_parameters()}
-    owner = {"_attach": Offload, "unpoint": UsedParameters, "take_over": Source}[part]
+    owner = {"_attach": Offload, "hide": UsedParameters, "take_over": Source}[part]
     with monkeypatch.context() as patch:
         patch.setattr(owner, part, failing_after(0 if part == "take_over" else 1, getattr(owner, part)))
         with pytest.raises(Broken):
@@ -610,7 +613,7 @@ def test_a_gradient_that_failed_to_arrive_is_not_stepped_with(
     ours, theirs = VGPUAdamW(model.parameters(), **options), torch.optim.AdamW(plain.parameters(), fused=True)
     engine = offload_of(model)
     assert isinstance(engine, Offload)
-    original = getattr(engine.gradients.home, which)
+    original = getattr(engine.gradients.host, which)
     failing = [True]
 
     def fail_once(*args: Any, **kwargs: Any) -> Any:
@@ -618,7 +621,7 @@ def test_a_gradient_that_failed_to_arrive_is_not_stepped_with(
             raise OSError("the disk said no")
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(engine.gradients.home, which, fail_once)
+    monkeypatch.setattr(engine.gradients.host, which, fail_once)
     with pytest.raises(OSError, match="said no"):
         for seed in range(2):
             MLP.loss(model, seed).backward()
@@ -653,7 +656,7 @@ def test_a_model_of_which_an_update_failed_is_not_trained_or_saved(
     def fail(*args: Any) -> None:
         raise OSError("the disk said no")
 
-    monkeypatch.setattr(engine.step_control._updater, "update", fail)
+    monkeypatch.setattr(engine.host_updates.updater, "update", fail)
     with pytest.raises(OSError, match="said no"):
         optimizer.step()
         engine.finish()

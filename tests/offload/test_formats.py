@@ -295,10 +295,10 @@ def test_a_sliced_leaf_that_would_fit_without_its_gradient_is_not_loaded_whole(m
     model(torch.arange(300)[None]).backward()
     optimizer.step()
     optimizer.zero_grad()
-    while engine.gradients.make_room():
+    while engine.gradients.end_oldest():
         pass
-    engine.step_control.settle(engine.groups[0])
-    assert engine.groups[0].index not in engine.weights._loaded
+    engine.step_control.wait_for_updates(engine.groups[0])
+    assert not engine.weights.is_loaded(engine.groups[0])
 
 
 @packed_form

@@ -19,7 +19,7 @@ from vblackwell.offload.host_rates import (
     rates_together,
     update_elements,
 )
-from vblackwell.offload.movement.update_loop import LEAST_PART
+from vblackwell.offload.movement.update_loop import MIN_PART
 from vblackwell.units import GiB, MiB
 
 RATES = st.floats(1e8, 1e11)
@@ -58,7 +58,7 @@ def test_every_thread_has_as_many_full_parts(monkeypatch: pytest.MonkeyPatch):
     for threads in (1, 2, 3, 13, 40, 125):
         monkeypatch.setattr(host_rates, "update_threads", lambda threads=threads: threads)
         count = update_elements()
-        assert count % (threads * LEAST_PART) == 0 and CPU_ELEMENTS <= count < CPU_ELEMENTS + threads * LEAST_PART
+        assert count % (threads * MIN_PART) == 0 and CPU_ELEMENTS <= count < CPU_ELEMENTS + threads * MIN_PART
     free.available_bytes = 8 << 30  # 125 threads' parts would take a fifth of it
     assert update_elements() == CPU_ELEMENTS
 

@@ -90,7 +90,7 @@ def test_training_is_that_of_peft(kind, written, make_stack, tmp_path):  # noqa:
 
 @pytest.mark.parametrize("placement", ["streamed", "resident"])
 def test_a_packed_base_is_in_the_stack(placement, written, make_stack, tmp_path):  # noqa: F811
-    """Training over FP4 is training over the rounded weights; the packed bytes have homes, and come and go."""
+    """Training over FP4 is training over the rounded weights; the packed bytes have storage, and come and go."""
     folder = written("qwen2")
     plain = AutoModelForCausalLM.from_pretrained(folder)
     weight_bytes = sum(4 * param.numel() for param in plain.parameters())
@@ -102,7 +102,7 @@ def test_a_packed_base_is_in_the_stack(placement, written, make_stack, tmp_path)
     model = load_causal_lm(folder, stack, lora=LORA, fp4="nvfp4", placement=placement, seed=5)
     packed = [module for module in model.modules() if isinstance(module, StoredFP4Linear)]
     assert len(packed) == 6 * 7 and not any(name.endswith("base_layer.weight") for name, _ in model.named_parameters())
-    held = offload_of(model).homes.bytes_by_level()["weight"]
+    held = offload_of(model).storage.bytes_by_level()["weight"]
     assert (held[0] == 0) == (placement == "streamed") and sum(
         held
     ) < 0.75 * weight_bytes  # every small tensor takes 512
@@ -117,7 +117,7 @@ def test_a_packed_base_is_in_the_stack(placement, written, make_stack, tmp_path)
     if placement == "streamed":
         stats = stack.get_stats()["levels"]
         assert stats[0]["peak_bytes"] <= LEVEL0 < sum(held), "level 0 held it all"
-        moments = offload_of(model).homes.bytes_by_level()["exp_avg"]
+        moments = offload_of(model).storage.bytes_by_level()["exp_avg"]
         assert sum(moments) < sum(held) / 2, "moments of a frozen base are kept"
 
     merged = AutoModelForCausalLM.from_pretrained(save_causal_lm(model, tmp_path / "merged")).eval()

@@ -150,8 +150,8 @@ def test_narrow_parameters_are_filled_where_they_live_and_have_no_remainder(make
     enable_vgpu_stack_optimization(model, stack, placement="streamed", update="level0", initialize=note)
     engine = offload_of(model)
     for slot in engine.slots():
-        assert slot.view(engine.homes.range(slot.group, "weight").view()).data_ptr() in places
-        remainder = slot.flat(engine.homes.range(slot.group, "remainder").view(), torch.int16)
+        assert slot.view(engine.storage.range(slot.group, "weight").view()).data_ptr() in places
+        remainder = slot.flat(engine.storage.range(slot.group, "remainder").view(), torch.int16)
         assert not remainder.any()
     for name, state in export_state(model):
         assert torch.equal(state["weight"], dict(real.named_parameters())[name].float())

@@ -23,6 +23,7 @@ from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, r
 from vblackwell.offload.gradient_norms import select_top_k_gradients
 from vblackwell.offload.layout.forecast import forecast_step
 from vblackwell.offload.layout.placement import StreamingOptions
+from vblackwell.offload.movement.group_state import Phase
 from vblackwell.offload.movement.worker import set_worker_delay
 from vblackwell.offload.optimizer import VGPUAdamW
 
@@ -180,18 +181,18 @@ def test_without_undo_the_result_is_the_same(
         optimizer = VGPUAdamW(
             model.parameters(), lr=3e-3, update_in_backward=True, undo=undo, accumulation_steps=accumulation
         )
-        losses, anticipated = [], 0
+        losses, early = [], 0
         for step in range(4):
             for micro in range(accumulation):
                 loss = DECODER.loss(model, accumulation * step + micro)
                 loss.backward()
                 losses.append(loss.item())
-            level0 = offload_of(model).level0
-            anticipated += 0 if level0 is None else sum(map(level0.is_anticipated, offload_of(model).groups))
+            engine = offload_of(model)
+            early += sum(engine.states[group].phase is Phase.EARLY for group in engine.groups)
             optimizer.step()
             optimizer.zero_grad()
         found = offload_of(model).summary()
-        assert update == "home" or anticipated == 4 * len(offload_of(model).groups)
+        assert early == 4 * len(offload_of(model).groups)
         release(model)
         runs.append((losses, model, found))
     (kept, kept_model, with_log), (final, final_model, without) = runs
@@ -308,12 +309,12 @@ def main_thread_waits() -> bool:
     return frame.f_code.co_filename == threading.__file__
 
 
-@pytest.mark.parametrize("anticipated", [False, True])
-def test_an_interrupted_wait_is_waited_for_again(anticipated: bool, make_stack: MakeStack):
+@pytest.mark.parametrize("early", [False, True])
+def test_an_interrupted_wait_is_waited_for_again(early: bool, make_stack: MakeStack):
     """Ctrl-C while the forward waits for an update, or for its way back: who needs the group next must wait as well."""
     plain, model = build(MLP), build(MLP)
     enable_vgpu_stack_optimization(model, make_stack(LEVEL0), update="home")
-    ours = VGPUAdamW(model.parameters(), update_in_backward=anticipated)
+    ours = VGPUAdamW(model.parameters(), update_in_backward=early)
     theirs = torch.optim.AdamW(plain.parameters(), fused=True)
     reached, interrupted = threading.Event(), threading.Event()
 
@@ -331,7 +332,7 @@ def test_an_interrupted_wait_is_waited_for_again(anticipated: bool, make_stack: 
     try:
         for module, optimizer in ((plain, theirs), (model, ours)):
             MLP.loss(module, 0).backward()
-            if not anticipated:
+            if not early:
                 optimizer.step()
         with pytest.raises(KeyboardInterrupt):
             reached.set()
@@ -375,3 +376,12 @@ def test_ways_back_take_what_is_foreseen(make_stack: MakeStack, dtype: torch.dty
     optimizer.step()
     taken = offload_of(model).summary()["undo_bytes"]  # type: ignore[union-attr]
     assert taken == told[1] > 0 and told[0] == 0
+
+
+@pytest.mark.parametrize(("name", "older"), [("device", "level0"), ("host", "home")])
+def test_a_place_of_updates_has_two_names(name: str, older: str, make_stack: MakeStack):
+    found = []
+    for update in (name, older):
+        model = enable_vgpu_stack_optimization(build(MLP), make_stack(LEVEL0), placement="streamed", update=update)
+        found.append(offload_of(model).summary()["updated_on_level0"])
+    assert found[0] == found[1] and bool(found[0]) == (name == "device")

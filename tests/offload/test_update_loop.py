@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from vblackwell.kernels.optimizer import adamw_cpu
 from vblackwell.offload.movement import update_loop
-from vblackwell.offload.movement.update_loop import CHUNK, LEAST_PART, MasterLoop, SumLoop
+from vblackwell.offload.movement.update_loop import CHUNK, MIN_PART, MasterLoop, SumLoop
 from vblackwell.offload.storage.masters import join, round_from_fp32
 from vblackwell.offload.storage.masters import split as masters_split
 
@@ -46,7 +46,7 @@ def reference(
 
 @pytest.mark.parametrize("way", ["compiled", "plain"])
 @given(
-    length=st.sampled_from([1, 7, 16, 31, 4096, CHUNK - 1, CHUNK, CHUNK + 17, LEAST_PART + CHUNK + 3]),
+    length=st.sampled_from([1, 7, 16, 31, 4096, CHUNK - 1, CHUNK, CHUNK + 17, MIN_PART + CHUNK + 3]),
     wide=st.booleans(), clipped=st.lists(st.booleans(), min_size=3, max_size=3), in_place=st.booleans(), seed=st.integers(0, 9),
 )  # fmt: skip
 @settings(max_examples=25, deadline=None)
@@ -169,10 +169,10 @@ def test_updating_threads_compute_alone_and_others_do_not():
 
 def test_an_error_is_raised_when_no_thread_is_at_work():
     """What was added is forgotten, and the next update is as if nothing had happened."""
-    length, loop, step = 3 * LEAST_PART, MasterLoop(), torch.ones(())
+    length, loop, step = 3 * MIN_PART, MasterLoop(), torch.ones(())
     tensors = [torch.zeros(length) for _ in range(3)]
     weight, gradient = torch.zeros(length, dtype=torch.bfloat16), torch.ones(length, dtype=torch.bfloat16)
-    loop.add(tensors[0], weight, gradient[:LEAST_PART], *tensors[1:], step, None, **NUMBERS)  # too short for the others
+    loop.add(tensors[0], weight, gradient[:MIN_PART], *tensors[1:], step, None, **NUMBERS)  # too short for the others
     with pytest.raises(RuntimeError):
         loop.run()
     tensors = [torch.zeros(length) for _ in range(3)]
@@ -219,7 +219,7 @@ def test_an_interrupt_waits_for_threads_that_are_at_work(monkeypatch: pytest.Mon
             assert begun.wait()
             return future
 
-    length, loop = 8 * LEAST_PART, MasterLoop()
+    length, loop = 8 * MIN_PART, MasterLoop()
     tensors = [torch.zeros(length) for _ in range(3)]
     weight = torch.zeros(length, dtype=torch.bfloat16)
     loop.add(tensors[0], weight, weight, *tensors[1:], torch.ones(()), None, **NUMBERS)
@@ -258,7 +258,7 @@ def test_sums_have_torchs_bits_and_need_no_new_memory(dtype: torch.dtype):
 
     The copy has 36 MiB: from 32 on glibc takes memory from the system every time, below it may give again what was freed.
     """
-    length, loop = 9 * LEAST_PART + 13, SumLoop()
+    length, loop = 9 * MIN_PART + 13, SumLoop()
     first, *more = (torch.randn(length).to(dtype) for _ in range(3))
     total = torch.full((length,), float("nan"))  # what was there before does not count
     expected = first.float().clone()

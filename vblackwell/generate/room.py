@@ -22,7 +22,7 @@ from vblackwell.generate.cache_shape import CacheShape, cache_shape, layers_on_l
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
 from vblackwell.offload.api import offload_of
 from vblackwell.offload.engine import Offload
-from vblackwell.offload.movement.frozen import PLACES, FrozenStreamer
+from vblackwell.offload.movement.weights import PLACES
 from vblackwell.units import MiB
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def room_for(model: nn.Module, rows: int, positions: int) -> Iterator[tuple[Stac
     """
     engine = offload_of(model)
     cache, chunk = None, None
-    if isinstance(engine, Offload) and isinstance(engine.weights, FrozenStreamer) and engine.device.type == "cuda":
+    if isinstance(engine, Offload) and engine.weights.frozen and engine.device.type == "cuda":
         dtype = next(param.dtype for param in model.parameters() if param.is_floating_point())
         shape = cache_shape(model.config, rows, positions, dtype)
         level = engine.stack.levels[0]

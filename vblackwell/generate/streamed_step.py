@@ -34,7 +34,7 @@ from vblackwell.nn.linear.stored_fp4 import stored_part
 from vblackwell.offload.api import offload_of
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.layout.groups import Group
-from vblackwell.offload.movement.frozen import PLACES, FrozenStreamer
+from vblackwell.offload.movement.weights import PLACES
 
 LAYER = "model.layers."
 
@@ -42,7 +42,7 @@ LAYER = "model.layers."
 def reasons_against(model: Any, cache: Any) -> list[str]:
     """Why the steps behind ``cache`` run module by module; empty if `StreamedStep` takes them."""
     engine = offload_of(model)
-    if not isinstance(engine, Offload) or not isinstance(engine.weights, FrozenStreamer):
+    if not isinstance(engine, Offload) or not engine.weights.frozen:
         return ["the model's weights do not stream frozen"]
     reasons = not_supported_reasons(model.config.to_dict())
     if not isinstance(cache, StackedCache) or cache.passes:
@@ -113,7 +113,7 @@ class StreamedStep:
     @torch.no_grad()
     def __init__(self, model: Any, cache: StackedCache, rows: int) -> None:
         engine = offload_of(model)
-        assert isinstance(engine, Offload) and isinstance(engine.weights, FrozenStreamer)
+        assert isinstance(engine, Offload) and engine.weights.frozen
         self._engine, self._device = engine, engine.device
         self._cuda = self._device.type == "cuda"
         self._weights, self._taken = engine.weights, list[Reservation]()
@@ -137,7 +137,7 @@ class StreamedStep:
         self._slot_of = _places(self._cycle)
         largest = max((group.num_bytes for group in self._cycle), default=0)
         for number in range(min(PLACES, len(self._cycle))):
-            self._taken.append(engine.homes.take(f"place {number}", largest, 0))
+            self._taken.append(engine.storage.take(f"place {number}", largest, 0))
         self._places = [reservation.view() for reservation in self._taken]
         twin = Decoder(config, device="meta")
         for group in engine.groups:
@@ -238,7 +238,7 @@ class StreamedStep:
         """Begin the copies whose places nobody will read any more."""
         while self._cycle and self._slot_of[self._cycle[self._next].index] not in self._busy:
             group = self._cycle[self._next]
-            home = self._engine.homes.range(group, "weight")
+            home = self._engine.storage.range(group, "weight")
             self._under_way.append((group, self._engine.stack.read(home, self._place_of(group))))
             self._busy.add(self._slot_of[group.index])
             self._next = (self._next + 1) % len(self._cycle)
@@ -253,7 +253,7 @@ class StreamedStep:
             self._stretches.clear()
             self._weights.let_go(self._held)
             for reservation in self._taken:
-                self._engine.homes.give(reservation)
+                self._engine.storage.give(reservation)
 
 
 def _owner(group: Group) -> str:

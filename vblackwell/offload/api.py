@@ -18,7 +18,7 @@ from torch import nn
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash
 from vblackwell.memory.cache.stack import VGPUStack
-from vblackwell.offload.engine import Offload, drop_idle_weights
+from vblackwell.offload.engine import Offload
 from vblackwell.offload.host_rates import rates_together
 from vblackwell.offload.layout.formats import EXACT, Formats, range_bytes
 from vblackwell.offload.layout.groups import Group, Slot, compute_dtype_of
@@ -30,6 +30,7 @@ from vblackwell.offload.layout.placement import (
     refuse_slices_on_disk,
 )
 from vblackwell.offload.movement.activations import ActivationStore
+from vblackwell.offload.movement.room import drop_idle_weights
 from vblackwell.offload.movement.worker import Worker
 from vblackwell.offload.parameters import engine_and_slot, forget_binding
 from vblackwell.offload.resident import Resident, resident_of
@@ -40,6 +41,7 @@ from vblackwell.offload.storage.storage import Storage, spaces_of
 from vblackwell.units import format_bytes, parse_bytes
 
 PLACEMENTS = ("auto", "resident", "streamed")
+_UPDATES: dict[str | float, str] = {"device": "level0", "host": "home"}  # the names of both in a placement
 
 _names: weakref.WeakKeyDictionary[VGPUStack, set[str]] = weakref.WeakKeyDictionary()
 
@@ -54,45 +56,51 @@ def enable_vgpu_stack_optimization(
     """Put ``model`` into ``stack`` and return it, ready to run on level 0's device.
 
     Args:
-        model: any module, its parameters on the CPU, on level 0's device, or (with ``initialize``) on the meta device. Train it with
-            `VGPUAdamW`, made afterwards.
+        model: any module, its parameters on the CPU, on level 0's device, or (with ``initialize``) on the meta device.
+            Train it with `VGPUAdamW`, made afterwards.
         name: tells models in one stack apart.
         placement: 'auto' (resident if weights, gradients and AdamW states fit level 0), 'resident' or 'streamed'.
-        compute_dtype: type of the weights that kernels read, e.g. torch.bfloat16; trainable parameters then keep fp32 masters.
+        compute_dtype: type of the weights that kernels read, e.g. torch.bfloat16; trainable parameters then keep fp32
+            masters.
         groups: names of modules that stream as one each; by default the children of outermost ModuleLists.
-        update: where AdamW runs for a streamed model: 'level0' (states come up to the weights), 'home' (on the CPU), the share of the
-            parameters that is updated at home, 0 to 1, or 'auto': that share by measured rates, 1 without a GPU. It changes no bit.
-        resident_bytes: level-0 bytes (number or "2GiB") for groups that live there with their states, from the model's first on (the first
-            of forward are the last of backward: nothing hides their journeys).
-        weight_bytes: what loaded weights may take of level 0. More than the few groups in use saves journeys: a group that stays over the
-            turn from forward to backward, or from backward to forward, is not loaded again. Default: a few groups.
+        update: where AdamW runs for a streamed model: 'device' (on level 0: states come up to the weights), 'host' (on
+            the CPU), the share of the parameters that the host updates, 0 to 1, or 'auto': that share by measured
+            rates, 1 without a GPU. It changes no bit. ('level0' and 'home' are older names of the two.)
+        resident_bytes: level-0 bytes (number or "2GiB") for groups that live there with their states, from the model's
+            first on (the first of forward are the last of backward: nothing hides their loads).
+        weight_bytes: what loaded weights may take of level 0. More than the few groups in use saves loads: a group that
+            stays over the turn from forward to backward, or from backward to forward, is not loaded again. Default: a
+            few groups.
         activations: where the inputs of checkpointed layers wait for backward, 'level0' or 'host' (`ActivationStore`).
-        states: of AdamW's moments: 'fp32', or '8bit' for 2.03 bytes a parameter instead of 8 (bf16 or fp32 weights; updated on level 0,
-            with or without a GPU). A stated choice: docs/numerics.md says what it changes.
-        masters: 'exact' (fp32), or 'stochastic': bf16 weights are all there is, rounded at random; with 8-bit states alone.
-        rounding_seed: of what is rounded at random. The bits depend on it, the parameter's name, its step and the element.
-        activation_bytes: host bytes (number or "2GiB") that weights and states leave to activations='host': layers * tokens * hidden size *
-            bytes an element. Needed where states spill to a disk, because they fill RAM first.
-        initialize: fills what is on the meta device, so that the host never holds the model twice: called once for each parameter and
-            buffer there with its name and a CPU tensor of its shape and type, to be filled in place during the call, e.g.
-            ``lambda name, tensor: tensor.copy_(checkpoint.get_tensor(name))``. Groups go in order; tied parameters come once. Training
-            then gives the bits of a model that was built with these values.
+        states: of AdamW's moments: 'fp32', or '8bit' for 2.03 bytes a parameter instead of 8 (bf16 or fp32 weights;
+            updated on level 0, with or without a GPU). A stated choice: docs/numerics.md says what it changes.
+        masters: 'exact' (fp32), or 'stochastic': bf16 weights are all there is, rounded at random; with 8-bit states
+            alone.
+        rounding_seed: of what is rounded at random. The bits depend on it, the parameter's name, its step and the
+            element.
+        activation_bytes: host bytes (number or "2GiB") that weights and states leave to activations='host': layers *
+            tokens * hidden size * bytes an element. Needed where states spill to a disk, because they fill RAM first.
+        initialize: fills what is on the meta device, so that the host never holds the model twice: called once for each
+            parameter and buffer there with its name and a CPU tensor of its shape and type, to be filled in place
+            during the call, e.g. ``lambda name, tensor: tensor.copy_(checkpoint.get_tensor(name))``. Groups go in
+            order; tied parameters come once. Training then gives the bits of a model that was built with these values.
 
-    What concerns streaming (``groups`` to ``activations``, ``activation_bytes``) has no meaning for, and is not looked at by, a model
-    that is resident.
+    What concerns streaming (``groups`` to ``activations``, ``activation_bytes``) has no meaning for a model that is
+    resident, and is ignored.
 
     Raises:
-        ConfigurationError: unknown placement or format, formats that exclude each other, no parameters, or the model is in a stack already;
-            a model on the meta device without ``initialize``, or a tensor that ``initialize`` left unfilled; parameters that share memory
-            with themselves, each other or a tensor that a module keeps.
-        Unsupported: a parameter that is to be trained is neither fp32, bf16 nor fp16, or its group cannot be kept in the formats asked
-            for (fp16, mixed types).
+        ConfigurationError: unknown placement or format, formats that exclude each other, no parameters, or the model is
+            in a stack already; a model on the meta device without ``initialize``, or a tensor that ``initialize`` left
+            unfilled; parameters that share memory with themselves, each other or a tensor that a module keeps.
+        Unsupported: a parameter that is to be trained is neither fp32, bf16 nor fp16, or its group cannot be kept in
+            the formats asked for (fp16, mixed types).
         KeyClash: the stack has a model of this name.
         InsufficientMemory: level 0 cannot hold the largest group, or the lower levels the model; nothing was changed.
     """
     if placement not in PLACEMENTS:
         raise ConfigurationError(f"placement {placement!r} is none of {', '.join(PLACEMENTS)}")
     formats = Formats(states, masters, rounding_seed)
+    update = _UPDATES.get(update, update)
     check_update(update, formats)
     if activations not in ("level0", "host"):
         raise ConfigurationError(f"activations {activations!r} is neither 'level0' nor 'host'")
@@ -127,7 +135,7 @@ def enable_vgpu_stack_optimization(
         )
     if placement == "resident" or (placement == "auto" and needed <= room):
         engine: Any = Resident(model, stack, name, compute_dtype, formats, source)
-        parts: tuple[Any, ...] = (engine.homes,)
+        parts: tuple[Any, ...] = (engine.storage,)
     else:
         store = ActivationStore(stack, f"{name}/activations") if activations == "host" else None
         wishes = StreamingOptions(
@@ -137,7 +145,7 @@ def enable_vgpu_stack_optimization(
         engine = _stream(model, stack, name, wishes, source, store)
         if store is not None:
             store.is_weight = engine.aliases
-        parts = (engine.homes, engine.worker, engine.prefetcher, store)
+        parts = (engine.storage, engine.worker, engine.prefetcher, store)
     taken.add(name)
     engine.finalizer = weakref.finalize(model, _close_parts, weakref.ref(stack), name, *parts)
     engine.finalizer.atexit = False  # at exit the stack closes itself
@@ -145,7 +153,9 @@ def enable_vgpu_stack_optimization(
 
 
 def bytes_when_resident(model: nn.Module, compute_dtype: torch.dtype | None, formats: Formats = EXACT) -> int:
-    """Level-0 bytes of weights, and for trainable ones fp32 gradients, both AdamW moments, and fp32 masters where narrower."""
+    """Level-0 bytes of weights, and for trainable ones fp32 gradients, both AdamW moments, and fp32 masters where
+    narrower.
+    """
     total = 0
     for param in model.parameters():
         itemsize = compute_dtype_of(param, compute_dtype).itemsize
@@ -158,16 +168,16 @@ def bytes_when_resident(model: nn.Module, compute_dtype: torch.dtype | None, for
 
 
 def _close_parts(
-    stack: weakref.ref[VGPUStack], name: str, homes: Storage, worker: Worker | None = None,
+    stack: weakref.ref[VGPUStack], name: str, storage: Storage, worker: Worker | None = None,
     prefetcher: Callable[[Any], bool] | None = None, store: ActivationStore | None = None,
 ) -> None:  # fmt: skip
     """Called by `close`, or when the model is collected: must not refer to it."""
     if store is not None:
         store.close()
     if worker is None:
-        homes.close()
+        storage.close()
     else:
-        worker.close(homes.close)
+        worker.close(storage.close)
     alive = stack()
     if alive is not None:
         if prefetcher is not None:
@@ -184,19 +194,19 @@ def _stream(
     device = stack.level0_device
     measured = functools.partial(rates_together, device) if device.type == "cuda" else None
     found = place_streamed(model, spaces_of(stack), wishes, measured)
-    homes = Storage(stack, name, found.storage)
+    storage = Storage(stack, name, found.storage)
     plain: list[tuple[torch.Tensor, torch.Tensor, type]] = []
     try:
-        refuse_slices_on_disk(found.slice_rows, homes.plan)
+        refuse_slices_on_disk(found.slice_rows, storage.plan)
         for group in found.groups:
-            _bring_home(group, homes, source)
+            _store(group, storage, source)
         source.take_over(found.groups)
         move_buffers(model, device)
-        memory = homes.take("update ring", found.ring_bytes, 0) if found.ring_bytes else None
+        memory = storage.take("update ring", found.ring_bytes, 0) if found.ring_bytes else None
         params = [slot.param for group in found.groups for slot in group.slots]
         plain = [(param, param.data, type(param)) for param in params]
         return Offload(
-            model, stack, name, found.groups, found.sites, homes, found.budget_bytes, found.slice_rows,
+            model, stack, name, found.groups, found.sites, storage, found.budget_bytes, found.slice_rows,
             found.on_level0, memory, store,
         )  # fmt: skip
     except BaseException:
@@ -206,16 +216,16 @@ def _stream(
             with torch.inference_mode(False):
                 param.data = data
         source.give_back()
-        homes.close()
+        storage.close()
         raise
 
 
-def _bring_home(group: Group, homes: Storage, source: Source) -> None:
-    """Write the group's parameters to where they will live."""
-    opened = open_weights(homes, group, load=False)
+def _store(group: Group, storage: Storage, source: Source) -> None:
+    """Write the group's parameters to storage."""
+    opened = open_weights(storage, group, load=False)
     for slot in group.slots:
         source.write(slot, opened)
-    close_weights(homes, group, opened, store=True)
+    close_weights(storage, group, opened, store=True)
 
 
 # -- back ----------------------------------------------------------------------------------------------------------------
@@ -237,7 +247,7 @@ def release(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
     """Take ``model`` out of its stack: a plain module again, on ``device``, with fp32 masters as its weights.
 
     Pending updates are finished first. Gradients, and the optimizer's states, come along, so that training may go on.
-    A forward that Ctrl-C ended is left behind. A model that was never offloaded is returned as it is.
+    A forward that Ctrl-C ended is forgotten. A model that was never offloaded is returned as it is.
 
     Raises:
         ConfigurationError: a forward runs in another thread; the model stays where it is.
@@ -264,11 +274,11 @@ def release(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
 
 @torch.no_grad()
 def _make_plain(engine: Offload, slot: Slot, device: torch.device) -> None:
-    homes, group, param = engine.homes, slot.group, slot.param
-    opened = open_weights(homes, group)
+    storage, group, param = engine.storage, slot.group, slot.param
+    opened = open_weights(storage, group)
     values = read_truth(slot, opened).to(device, copy=True)
-    close_weights(homes, group, opened, store=False)
-    gradient = engine.gradients.home.read(slot).to(device, values.dtype) if engine.gradients.has(slot) else None
+    close_weights(storage, group, opened, store=False)
+    gradient = engine.gradients.host.read(slot).to(device, values.dtype) if engine.gradients.has(slot) else None
     param.__class__ = slot.plain_class
     param.data = values
     param.grad = gradient
@@ -279,7 +289,8 @@ _counters: weakref.WeakKeyDictionary[VGPUStack, itertools.count[int]] = weakref.
 
 
 class VGPUStackLinear(nn.Linear):
-    """``y = x W^T + b`` with ``W`` (out_features, in_features) and ``b`` on the stack's lower levels, on level 0 while in use.
+    """``y = x W^T + b`` with ``W`` (out_features, in_features) and ``b`` on the stack's lower levels, on level 0 while
+    in use.
 
     Trains with `VGPUAdamW`. Input and output are on level 0's device.
 

@@ -1,9 +1,9 @@
-"""Ties one model to one stack: module hooks that load weights, gradient hooks that send them home, and the step.
+"""Ties one model to one stack: module hooks that load weights, hooks that take gradients, and the step.
 
-The model stays the user's object. Nothing of it is replaced: a forward pre-hook on each module that owns parameters loads
-its group and makes its parameters plain, a forward hook undoes that, and a hook on each parameter takes its gradient.
-While a group is in use, tensors saved for backward that lie in its buffer are packed as (group, view) and read again when
-backward needs them; hooks that were already active (checkpointing, save_on_cpu) keep everything else.
+The model stays the user's object. Nothing of it is replaced: a forward pre-hook on each module that owns parameters
+loads its group and makes its parameters plain, a forward hook undoes that, and a hook on each parameter takes its
+gradient. While a group is in use, tensors saved for backward that lie in its buffer are packed as (group, view) and
+read again when backward needs them; hooks that were already active (checkpointing, save_on_cpu) keep everything else.
 """
 
 from __future__ import annotations
@@ -17,41 +17,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported
+from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.memory.cache.stack import Reservation, VGPUStack
-from vblackwell.offload.hooks import SiteHook, handing_on, prefetcher_of
+from vblackwell.offload.hooks import SiteHook, gradient_hook, handing_on, prefetcher_of
 from vblackwell.offload.layout.formats import of_all
 from vblackwell.offload.layout.groups import Group, Site, Slot, moment_ranges
 from vblackwell.offload.layout.pieces import smallest_buffer
 from vblackwell.offload.movement.activations import ActivationStore
-from vblackwell.offload.movement.departure import Claim, Leaving
-from vblackwell.offload.movement.frozen import FrozenStreamer
+from vblackwell.offload.movement.device_updates import DeviceUpdates
 from vblackwell.offload.movement.gradients import GradientCollector
+from vblackwell.offload.movement.group_state import GroupStates
+from vblackwell.offload.movement.host_updates import HostUpdates
 from vblackwell.offload.movement.lane_cuda import make_lane
-from vblackwell.offload.movement.level0_updates import Level0Updates
-from vblackwell.offload.movement.loaded import PackedView, SavedTensor
+from vblackwell.offload.movement.room import Level0Room
 from vblackwell.offload.movement.sliced import SlicedLeaf, swap_class
-from vblackwell.offload.movement.used_parameters import UsedParameters
-from vblackwell.offload.movement.weights import WeightStreamer
+from vblackwell.offload.movement.weights import PackedView, SavedTensor, WeightStreamer
 from vblackwell.offload.movement.worker import Worker
 from vblackwell.offload.parameters import engine_and_slot, is_transformed
 from vblackwell.offload.step import StepControl, UpdateSource, is_final
-from vblackwell.offload.storage.masters import read_weight, refuse_unprepared, write_parameter
+from vblackwell.offload.storage.masters import read_weight, refuse_unprepared, write_masters, write_parameter
+from vblackwell.offload.storage.shadows import Shadows
 from vblackwell.offload.storage.storage import Storage
 from vblackwell.offload.transforms import computing_with_views, refuse_wrapping
+from vblackwell.offload.use import Loading, UsedParameters
 
 _top_hooks: Callable[[bool], Any] = getattr(torch._C, "_autograd")._top_saved_tensors_default_hooks  # noqa: B009 (untyped)
-_engines: weakref.WeakKeyDictionary[VGPUStack, weakref.WeakSet[Offload]] = weakref.WeakKeyDictionary()
-_locks: weakref.WeakKeyDictionary[VGPUStack, threading.RLock] = weakref.WeakKeyDictionary()
-
-
-def lock_of(stack: VGPUStack) -> threading.RLock:
-    """Held while a thread changes what level 0 holds of the stack's models: each may take room from the others.
-
-    Threads that run models meet here, and those of autograd. No background thread takes it, so its holder may wait for
-    them; nobody may call a model's code, or backward, while holding it.
-    """
-    return _locks.setdefault(stack, threading.RLock())
 
 
 def locked(engines: Iterable[Offload]) -> ExitStack:
@@ -62,19 +52,12 @@ def locked(engines: Iterable[Offload]) -> ExitStack:
         return held.pop_all()
 
 
-def drop_idle_weights(stack: VGPUStack) -> None:
-    """Let the models that stream through ``stack`` give up what they keep on level 0 for later."""
-    with lock_of(stack):
-        for engine in _engines.get(stack, ()):
-            while engine.return_weights() or engine.weights.drop_one():
-                pass
-
-
 class Offload:
-    """The engine of one streamed model. Made by `enable_vgpu_stack_optimization`; users meet it through `offload_of(model)`.
+    """The engine of one streamed model. Made by `enable_vgpu_stack_optimization`; users meet it through
+    `offload_of(model)`.
 
     Args:
-        homes: with ``weight`` ranges that already hold the compute weights (and ``master`` ranges the fp32 truth).
+        storage: with ``weight`` ranges that already hold the compute weights (and ``master`` ranges the fp32 truth).
         budget_bytes: what loaded weights may take of level 0.
         slice_rows: groups that are computed in slices of that many rows (`SlicedLeaf`).
         on_level0: groups whose AdamW runs there; ring: level-0 bytes through which their states pass.
@@ -85,43 +68,29 @@ class Offload:
     finalizer: weakref.finalize[Any, Any]
 
     def __init__(
-        self, model: nn.Module, stack: VGPUStack, name: str, groups: list[Group], sites: list[Site], homes: Storage,
+        self, model: nn.Module, stack: VGPUStack, name: str, groups: list[Group], sites: list[Site], storage: Storage,
         budget_bytes: int, slice_rows: dict[Group, int] | None = None, on_level0: Sequence[Group] = (),
         ring: Reservation | None = None, activations: ActivationStore | None = None,
     ) -> None:  # fmt: skip
         self.model = model
         self.stack = stack
-        self.lock = lock_of(stack)
         self.name = name
         self.groups = groups
-        self.homes = homes
+        self.storage = storage
         self.budget_bytes = budget_bytes
         self.device = stack.level0_device
-        self.worker = Worker(name)
-        streamer = WeightStreamer if any(group.trainable() for group in groups) else FrozenStreamer
-        self.weights = streamer(stack, name, groups, homes, budget_bytes, self._settle_loads, self._make_room)
-        self.gradients = GradientCollector(
-            stack, groups, homes, self.worker, self._drop_weights, self._departing, self._gradient_arrived
-        )
-        least = max(map(smallest_buffer, on_level0), default=0)
-        lane = None if ring is None else make_lane(stack, homes, ring, self.worker, least)
-        self.level0 = None if lane is None else Level0Updates(self, lane, on_level0)
-        if self.level0 is not None:
-            self.weights.sweep = self.level0.sweep
-            self.gradients.free_spare = self.level0.free_shadows
-        self.step_control = StepControl(self, self.level0)
-        self.weights.busy = self.step_control.is_updating
         self.activations = activations
+        self.worker = Worker(name)
+        self._slice_rows = slice_rows or {}
+        self._build(on_level0, ring)
         self._handles: list[Any] = []
         self._entered = threading.local()
         self._thread = threading.get_ident()
         self._backward_ends: set[int] = set()
-        self.used = UsedParameters(self)
         self.prefetcher = prefetcher_of(self)
         self._exported: dict[Slot, tuple[tuple[int, int], torch.Tensor]] | None = None
         self._exporting: set[Slot] = set()
         self._sliced: list[nn.Module] = []
-        self._slice_rows = slice_rows or {}
         refuse_wrapping()
         try:
             self._take_modules(sites)
@@ -129,13 +98,45 @@ class Offload:
             self.detach()
             raise
         stack.add_prefetcher(self.prefetcher)
-        _engines.setdefault(stack, weakref.WeakSet()).add(self)
+        self.room.join()
+
+    def _build(self, on_level0: Sequence[Group], ring: Reservation | None) -> None:
+        """Make what moves bytes, and tie it together: nothing of it knows this object, or what stands above it."""
+        stack, groups, storage, worker = self.stack, self.groups, self.storage, self.worker
+        self.states = states = GroupStates(groups)
+        self.room = room = Level0Room(stack, storage)
+        self.lock = room.lock
+        self.shadows = Shadows(storage)
+        self.weights = weights = WeightStreamer(stack, groups, states, storage, self.budget_bytes, room)
+        self.gradients = gradients = GradientCollector(
+            stack, groups, states, storage, worker, room,
+            use_of=lambda buffer, adding: self.step_control.use_of(buffer, adding),
+            arrived=lambda group: self.step_control.gradient_arrived(group),
+            free_spare=lambda: self.level0 is not None and self.level0.free_shadows(),
+        )  # fmt: skip
+        self.host_updates = HostUpdates(self.name, states, storage, weights, gradients, worker)
+        self.level0: DeviceUpdates | None = None
+        if ring is not None:
+            lane = make_lane(stack, storage, ring, worker, max(map(smallest_buffer, on_level0), default=0))
+            self.level0 = DeviceUpdates(
+                self.device, groups, on_level0, self._slice_rows.keys(), states, storage, weights, gradients,
+                self.shadows, lane,
+            )  # fmt: skip
+            room.end_update, room.sweep_updates = self.level0.end_oldest, self.level0.sweep
+        room.drop_weights, room.end_gradient = weights.drop_one, gradients.end_oldest
+        self.step_control = control = StepControl(
+            self.name, groups, states, storage, weights, gradients, worker, self.host_updates, self.level0
+        )
+        self.loading = Loading(stack, groups, states, storage, weights, control.order_loads, control.is_busy)
+        self.used = UsedParameters(
+            self, self.device, self.lock, self.loading, lambda slot: gradient_hook(self, slot), self._write_back
+        )
 
     def _take_modules(self, sites: list[Site]) -> None:
         """Placeholders in place of parameters, and hooks that bring them."""
         for slot in self.slots():
-            self.used.unpoint(slot)
-        leaves = {group: SlicedLeaf(self, group, rows) for group, rows in self._slice_rows.items()}
+            self.used.hide(slot)
+        leaves = {group: self._leaf(group, num_rows) for group, num_rows in self._slice_rows.items()}
         for site in sites:
             if site.groups[0] in leaves:
                 swap_class(site.module, leaves[site.groups[0]])
@@ -151,42 +152,11 @@ class Offload:
         for module in model.modules():
             handles.append(module.register_state_dict_pre_hook(SiteHook(self._export_own)))
 
-    # -- room on level 0 ---------------------------------------------------------------------------------------------
-
-    def _make_room(self) -> bool:
-        """Level 0 is full and none of this model's idle weights is left: wait for gradients, then ask the stack's other models."""
-        return (
-            self.gradients.make_room()
-            or self.return_weights()
-            or any(
-                other.weights.drop_one() or other.gradients.make_room() or other.return_weights()
-                for other in self._neighbours()
-            )
-        )
-
-    def return_weights(self) -> bool:
-        """Wait for the oldest update that holds weights on level 0; False if there is none."""
-        return self.level0 is not None and self.level0.make_room()
-
-    def reserve_level0(self, what: str, num_bytes: int) -> Reservation:
-        """Bytes of level 0 for a moment; idle weights and gradients under way give way.
-
-        Raises:
-            InsufficientMemory: everything on level 0 is in use.
-        """
-        with self.lock:
-            while True:
-                try:
-                    return self.homes.take(what, num_bytes, 0)
-                except InsufficientMemory:
-                    if not (self.weights.drop_one() or self._make_room()):
-                        raise
-
-    def _drop_weights(self) -> bool:
-        return any(engine.weights.drop_one() or engine.return_weights() for engine in (self, *self._neighbours()))
-
-    def _neighbours(self) -> list[Offload]:
-        return [engine for engine in _engines[self.stack] if engine is not self]
+    def _leaf(self, group: Group, num_rows: int) -> SlicedLeaf:
+        return SlicedLeaf(
+            group, num_rows, self.stack, self.states, self.storage, self.room, self.weights, self.gradients,
+            self.step_control.wait_for_updates, self.step_control.before_gradient,
+        )  # fmt: skip
 
     def is_sliced(self, group: Group) -> bool:
         """Whether ``group`` is never on level 0 as a whole."""
@@ -248,20 +218,22 @@ class Offload:
             entered.pop()[1].__exit__(None, None, None)
 
     def ask(self, group: Group) -> None:
-        """Load ``group`` ahead: now, or, as only the thread that runs the model may, at that one's next use if this is another."""
+        """Load ``group`` ahead: now, or, as only the thread that runs the model may, at that one's next use if this is
+        another.
+        """
         if threading.get_ident() == self._thread:
             with self.lock:
-                self.weights.prefetch(group)
+                self.loading.prefetch(group)
         else:
-            self.weights.asked[group] = None
+            self.loading.asked[group] = None
 
     # -- autograd ----------------------------------------------------------------------------------------------------
 
     def packing(self) -> AbstractContextManager[Any]:
         """Inside, tensors saved for backward that lie in a loaded buffer are kept as references.
 
-        Hooks that are active already keep everything. Ours among them do what is right; checkpointing's must see the same
-        tensors in the first pass and in the recompute, where modules may be called without their hooks.
+        Hooks that are active already keep everything. Ours among them do what is right; checkpointing's must see the
+        same tensors in the first pass and in the recompute, where modules may be called without their hooks.
         """
         if is_transformed():
             return nullcontext()  # there torch allows no such hooks: what is saved keeps its buffer
@@ -279,7 +251,7 @@ class Offload:
         if isinstance(packed, SavedTensor):
             return packed.unchanged()
         with self.lock:
-            return self.weights.unpack(packed)
+            return self.loading.unpack(packed)
 
     def take_gradient(self, slot: Slot) -> None:
         task = torch._C._current_graph_task_id()
@@ -294,15 +266,6 @@ class Offload:
         self._backward_ends.discard(task)
         with self.lock:
             self.gradients.finish_backward()
-
-    def _gradient_arrived(self, group: Group) -> None:
-        self.step_control.gradient_arrived(group)
-
-    def _departing(self, leaving: Leaving, adding: bool) -> Claim:
-        return self.step_control.departing(leaving, adding)
-
-    def _settle_loads(self, group: Group) -> None:
-        self.step_control.settle_loads(group)
 
     # -- what parameters ask for ------------------------------------------------------------------------------------
 
@@ -319,21 +282,51 @@ class Offload:
 
     def clear_gradient(self, slot: Slot) -> None:
         with self.lock:
-            self.step_control.rollback()
-            self.gradients.finish_backward()
-            self.gradients.clear([slot])
+            self.step_control.clear_gradients([slot])
+
+    def gradient_norm(self, slot: Slot) -> torch.Tensor:
+        with self.lock:
+            return self.step_control.gradient_norm(slot)
+
+    def read_gradient(self, slot: Slot) -> torch.Tensor:
+        with self.lock:
+            return self.step_control.read_gradient(slot)
+
+    def scale_gradient(self, slot: Slot, factor: torch.Tensor) -> None:
+        with self.lock:
+            self.step_control.scale_gradient(slot, factor)
+
+    def zero_gradient(self, slot: Slot) -> None:
+        with self.lock:
+            self.step_control.zero_gradients([slot])
 
     def overwrite(self, slot: Slot, source: torch.Tensor) -> bool:
         if slot.group not in self._slice_rows:
             return False
         with self.lock:
-            self.step_control.settle(slot.group)
+            self.step_control.wait_for_updates(slot.group)
             self.weights.touched(slot.group)
-            load = self.weights.last_load(slot.group)
+            load = self.states[slot.group].last_load
             if load is not None:
                 load.wait()
-            self.worker.submit(write_parameter, self.homes, slot, source.detach().to("cpu")).result()
+            self.worker.submit(write_parameter, self.storage, slot, source.detach().to("cpu")).result()
         return True
+
+    def _write_back(self, slots: list[Slot]) -> None:
+        """The slots' loaded bytes were changed in place: write them to storage, and into their masters."""
+        for group in dict.fromkeys(slot.group for slot in slots):
+            self.step_control.wait_for_updates(group)  # an update of the step before may still be written
+            buffer = self.loading.acquire(group)
+            self.stack.write(self.storage.range(group, "weight"), buffer).wait()
+            self.loading.release(group)
+            changed = [slot for slot in slots if slot.group is group]
+            self.worker.submit(write_masters, self.storage, group, changed).result()
+
+    def _read_stored(self, slot: Slot) -> torch.Tensor:
+        """A copy of a slot's compute weight on the CPU, after every update whose step came."""
+        self.step_control.wait_for_updates(slot.group)
+        self.worker.drain()  # ranges may be staged, and staging is the worker's
+        return read_weight(self.storage, slot)
 
     # -- state_dict --------------------------------------------------------------------------------------------------
 
@@ -343,9 +336,11 @@ class Offload:
         self._exported = {}
 
     def _export_own(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """``module`` is about to save its own parameters, each once: so where it fails, later reads are not taken for that.
+        """``module`` is about to save its own parameters, each once: so where it fails, later reads are not taken for
+        that.
 
-        The state_dict of a module that is not the whole model, which begins without a prefix, reads as any other code does.
+        The state_dict of a module that is not the whole model, which begins without a prefix, reads as any other code
+        does.
         """
         if not prefix and module is not self.model:
             self._end_export()  # of one that raised
@@ -371,12 +366,6 @@ class Offload:
             known = self._exported[slot] = (stamp, self._read_stored(slot))
         return known[1]
 
-    def _read_stored(self, slot: Slot) -> torch.Tensor:
-        """A copy of a slot's compute weight on the CPU, after every update that was promised."""
-        self.step_control.settle(slot.group)
-        self.worker.drain()  # ranges may be staged, and staging is the worker's
-        return read_weight(self.homes, slot)
-
     def _refuse_assignment(
         self, module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *rest: Any
     ) -> None:
@@ -388,7 +377,7 @@ class Offload:
     # -- optimizer ---------------------------------------------------------------------------------------------------
 
     def adopt_optimizer(self, optimizer: UpdateSource, slots: list[Slot]) -> None:
-        """Give ``optimizer`` states for ``slots``: both moments at home, zero.
+        """Give ``optimizer`` states for ``slots``: both moments in storage, zero.
 
         Raises:
             Unsupported: another optimizer has this model already.
@@ -399,13 +388,13 @@ class Offload:
                 f"model {self.name!r} already has an optimizer: put all its parameters into one VGPUAdamW"
             )
         groups = list(dict.fromkeys(slot.group for slot in slots))
-        refuse_unprepared(self.name, groups, self.homes, () if self.level0 is None else self.level0)
-        fresh = [(group, kind) for group, kind in moment_ranges(groups) if (group, kind) not in self.homes]
-        at_home = [group for group in groups if not is_final(optimizer) or self._needs_gradient_at_home(group)]
-        sums = [(group, "accumulated") for group in at_home if optimizer.accumulation_steps > 1 and not group.is_fp32]
-        self.homes.reserve([(group, "gradient") for group in at_home] + fresh, sums)
+        refuse_unprepared(self.name, groups, self.storage, () if self.level0 is None else self.level0)
+        fresh = [(group, kind) for group, kind in moment_ranges(groups) if (group, kind) not in self.storage]
+        on_host = [group for group in groups if not is_final(optimizer) or self._needs_gradient_on_host(group)]
+        sums = [(group, "accumulated") for group in on_host if optimizer.accumulation_steps > 1 and not group.is_fp32]
+        self.storage.reserve([(group, "gradient") for group in on_host] + fresh, sums)
         for group, kind in fresh:
-            self.worker.submit(self.homes.zero, group, kind)
+            self.worker.submit(self.storage.zero, group, kind)
         self.worker.drain()
         self.step_control.source = optimizer
 
@@ -414,29 +403,30 @@ class Offload:
         return [] if self.step_control.source is None else [self.step_control.source]
 
     def forget_optimizer(self) -> None:
-        """As before the first `adopt_optimizer`, but for the room: moments are zero and no parameter was stepped; gradients stay."""
+        """As before the first `adopt_optimizer`, but for the room: moments are zero and no parameter was stepped;
+        gradients stay.
+        """
         self.finish()
         for group, kind in moment_ranges(self.groups):
-            if (group, kind) in self.homes:
-                self.worker.submit(self.homes.zero, group, kind)
+            if (group, kind) in self.storage:
+                self.worker.submit(self.storage.zero, group, kind)
         self.worker.drain()
         self.step_control.steps.clear()
         self.step_control.source = None
 
-    def _needs_gradient_at_home(self, group: Group) -> bool:
+    def _needs_gradient_on_host(self, group: Group) -> bool:
         """Whether gradients need a range even where every update follows its backward at once."""
         if group in self._slice_rows:
             return True
         if self.level0 is not None and group in self.level0:
             return self.level0.is_deferred(group)
-        return (group, "master") not in self.homes
+        return (group, "master") not in self.storage
 
     # -- life --------------------------------------------------------------------------------------------------------
 
     def wait_for_updates(self) -> None:
-        """Return when every update that was promised has read its gradient."""
-        if self.level0 is not None:
-            self.level0.drain()
+        """Return when every update whose step came has read its gradient."""
+        self.step_control.drain()
 
     def end_interrupted(self) -> None:
         """Leave the forward that an interrupt ended, if one did.
@@ -452,13 +442,12 @@ class Offload:
             )
 
     def finish(self) -> None:
-        """Wait until every update that was promised is in the home bytes; undo those that were not."""
+        """Wait until every update whose step came is in storage; undo the others."""
         with self.lock:
             self.gradients.finish_backward()
-            self.step_control.rollback()
+            self.step_control.roll_back()
             self.worker.drain()
-            if self.level0 is not None:
-                self.level0.drain()
+            self.step_control.drain()
             self.gradients.sweep()
 
     def summary(self) -> dict[str, Any]:
@@ -469,14 +458,13 @@ class Offload:
             "largest_group_bytes": max((group.num_bytes for group in self.groups), default=0),
             "weights_budget_bytes": self.budget_bytes,
             "sliced": sorted({module._vb_leaf.group.name for module in self._sliced}),  # type: ignore[union-attr]
-            "bytes_by_level": self.homes.bytes_by_level(),
+            "bytes_by_level": self.storage.bytes_by_level(),
             "formats": of_all(group.formats for group in self.groups).summary(),
             "updated_on_level0": []
             if self.level0 is None
             else [group.name for group in self.groups if group in self.level0],
             "activations": None if self.activations is None else self.activations.summary(),
-            "undo_bytes": self.step_control.undo_peak_bytes
-            + (0 if self.level0 is None else self.level0.shadows.num_bytes),
+            "undo_bytes": self.host_updates.undo_peak_bytes + self.shadows.num_bytes,
         }
 
     def detach(self) -> None:

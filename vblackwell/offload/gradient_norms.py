@@ -24,13 +24,13 @@ def clip_grad_norm_(model: nn.Module | Iterable[torch.Tensor], max_norm: float) 
     Call it between backward and `step`, instead of `torch.nn.utils.clip_grad_norm_` and instead of ``max_grad_norm``.
 
     Returns:
-        The norm before clipping, an fp32 scalar. Not finite gradients are scaled as torch does; look at the value.
+        The norm before clipping, an fp32 scalar. Not finite gradients are scaled as torch does; read the value.
     """
     params = list(model.parameters() if isinstance(model, nn.Module) else model)
     found = {param: engine_and_slot(param) for param in params}
     engines = list(dict.fromkeys(pair[0] for pair in found.values() if pair is not None))
     for engine in engines:
-        engine.step_control.rollback()
+        engine.step_control.roll_back()
         engine.step_control.collect()
     norms: list[torch.Tensor] = []
     offloaded: dict[tuple[object, Group], list[Slot]] = {}
@@ -84,7 +84,8 @@ class Selection:
 
 
 def select_top_k_gradients(model: nn.Module, fraction: float) -> list[Any]:
-    """The layer groups with the largest gradient norm per element, as `VGPUAdamW.step(only=...)` and `prefetch` take them.
+    """The layer groups with the largest gradient norm per element, as `VGPUAdamW.step(only=...)` and `prefetch` take
+    them.
 
     Args:
         model: after a backward. Offloaded or plain.
@@ -114,7 +115,7 @@ def _rank_offloaded(engine: Any) -> list[tuple[float, list[Any]]]:
     for group in engine.groups:
         slots = [slot for slot in group.slots if engine.gradients.has(slot)]
         if slots:
-            norms = [engine.gradients.norm(slot) for slot in slots]  # taken on level 0, or at home
+            norms = [engine.gradients.norm(slot) for slot in slots]  # taken on level 0, or on the host
             density = _density(norms, sum(slot.num_elements for slot in slots), engine.device)
             ranked.append((density, [group_key(engine, group)]))
     return ranked

@@ -1,8 +1,10 @@
-"""What ``p.grad`` is once a gradient has left level 0: it can be measured, scaled, made zero and copied to the CPU, where it lies.
+"""What ``p.grad`` is once a gradient has left level 0: it can be measured, scaled, made zero and copied to the CPU,
+where it lies.
 
-`torch.nn.utils.clip_grad_norm_`, and so accelerate's and `transformers.Trainer`'s, asks each gradient for its norm and multiplies it
-by the factor that clips; ``zero_grad(set_to_none=False)`` makes it zero. All of this happens in host memory, in the arithmetic of
-`vblackwell.clip_grad_norm_`. What else is asked of it is refused, so that torch's own optimizers and scalers do not pass it by.
+`torch.nn.utils.clip_grad_norm_`, and so accelerate's and `transformers.Trainer`'s, asks each gradient for its norm and
+multiplies it by the factor that clips; ``zero_grad(set_to_none=False)`` makes it zero. All of this happens in host
+memory, in the arithmetic of `vblackwell.clip_grad_norm_`. What else is asked of it is refused, so that torch's own
+optimizers and scalers do not pass it by.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _TWO = (2, "fro", None)  # how callers name the 2-norm
 
 
 class DepartedGradient(torch.Tensor):
-    """Shape, type and device of a gradient; its values are at home. Made by `departed_gradient`."""
+    """Shape, type and device of a gradient; its values are in host memory. Made by `departed_gradient`."""
 
     _vb_engine: Any
     _vb_slot: Slot
@@ -46,7 +48,7 @@ class DepartedGradient(torch.Tensor):
         if isinstance(first, DepartedGradient):
             said = {name: value for name, value in kwargs.items() if value is not None and value is not False}
             engine, slot, rest = first._vb_engine, first._vb_slot, (*args[1:], *said.values())
-            if slot.param.__dict__.get("_vb_binding") is not engine or not engine.gradients.has(slot):
+            if slot.param.__dict__.get("_vb_binding") is not engine or not engine.has_gradient(slot):
                 raise Unsupported(
                     f"the gradient of {slot.name!r} was cleared, or its model released, since it was read: read p.grad again after "
                     "a backward"
@@ -54,15 +56,15 @@ class DepartedGradient(torch.Tensor):
             if func in _ITSELF or (func is _T.requires_grad_ and rest == (False,)):
                 return first
             if func in _NORMS and len(rest) <= 1 and said.keys() <= {"p", "ord"} and (*rest, 2)[0] in _TWO:
-                return _norm(engine, slot)
+                return engine.gradient_norm(slot)
             if func in (_T.mul_, _T.__imul__) and len(rest) == 1 and _is_scalar(rest[0]):
-                _scale(engine, slot, torch.as_tensor(rest[0]))
+                engine.scale_gradient(slot, torch.as_tensor(rest[0]))
                 return first
             if func is _T.zero_ and not rest:
-                _zero(engine, slot)
+                engine.zero_gradient(slot)
                 return first
             if func is _T.cpu and not rest:
-                return _read(engine, slot)
+                return engine.read_gradient(slot)
         raise Unsupported(
             f"{getattr(func, '__name__', func)} on the gradient of {_name(args, kwargs)}, which has left level 0 for the optimizer: "
             "what is possible there is its global 2-norm (clip_grad_norm_ without norm_type and foreach), mul_ by a number, zero_, and "
@@ -97,45 +99,3 @@ def departed_gradient(engine: Any, slot: Slot, seen: torch.Tensor) -> DepartedGr
     view = torch.Tensor._make_subclass(DepartedGradient, seen)
     view._vb_engine, view._vb_slot = engine, slot
     return view
-
-
-def _arrive(engine: Any, slot: Slot) -> None:
-    """Let the gradient be at home, or on its way. What was updated behind the backward stays so: to look is not to clip.
-
-    Raises:
-        StepAbandoned: updates are final (``undo=False``) and have consumed it.
-    """
-    source = engine.step_control.source
-    if source is not None and not source.undo:
-        engine.step_control.rollback()
-    engine.gradients.finish_backward()
-
-
-def _norm(engine: Any, slot: Slot) -> torch.Tensor:
-    """The 2-norm of the gradient, an fp32 scalar."""
-    _arrive(engine, slot)
-    if not engine.gradients.is_measured(slot.group):
-        engine.worker.submit(engine.gradients.home.measure, slot.group, group=slot.group.index)
-        engine.worker.drain()
-    return engine.gradients.norm(slot)
-
-
-def _read(engine: Any, slot: Slot) -> torch.Tensor:
-    """A copy of the gradient on the CPU."""
-    _arrive(engine, slot)
-    return engine.worker.submit(engine.gradients.home.read, slot, group=slot.group.index).result()
-
-
-def _scale(engine: Any, slot: Slot, factor: torch.Tensor) -> None:
-    """Multiply the gradient by a scalar; an update that was made with the gradient as it was is taken back."""
-    if factor == 1:
-        return
-    engine.step_control.rollback()
-    engine.gradients.scale_later(slot.group, [slot], factor.cpu())
-
-
-def _zero(engine: Any, slot: Slot) -> None:
-    engine.step_control.rollback()
-    engine.gradients.finish_backward()
-    engine.wait_for_updates()  # they may still read what is about to be zero
-    engine.gradients.zero([slot])

@@ -1,6 +1,7 @@
 """What the engine hangs on modules, parameters and the stack: small callables that neither leak nor travel.
 
-None of them may keep a model alive, and none may be carried into a deep copy or a pickle of a module, which is a plain module.
+None of them may keep a model alive, and none may be carried into a deep copy or a pickle of a module, which is a plain
+module.
 """
 
 from __future__ import annotations
@@ -83,9 +84,9 @@ def prefetcher_of(engine: Any) -> Callable[[Any], bool]:
 class UncachedForward:
     """Hooks that turn autocast's cache of cast weights off while the forward of ``model``, which is in a stack, runs.
 
-    The cache is keyed by parameter and would hold the casts of every streamed layer until the autocast context ends. It is
-    off for resident models too, since it changes bits: a weight that is used twice is cast once, and its gradients are
-    summed in the narrow type, not in fp32; and a step inside the context does not reach the next forward.
+    The cache is keyed by parameter and would hold the casts of every streamed layer until the autocast context ends. It
+    is off for resident models too, since it changes bits: a weight that is used twice is cast once, and its gradients
+    are summed in the narrow type, not in fp32; and a step inside the context does not reach the next forward.
 
     Inside torch.compile, which caches no casts, they do nothing. torch calls no hook after a KeyboardInterrupt: then
     the cache is on again when the autocast context has ended.

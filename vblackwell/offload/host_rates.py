@@ -1,9 +1,11 @@
-"""Rates of what the host does during a streamed step: AdamW, alone and during copies, sums of gradients, the link, operators.
+"""Rates of what the host does during a streamed step: AdamW, alone and during copies, sums of gradients, the link,
+operators.
 
-The CPU's updates and copies work in the same host memory and slow each other down, by machine between a tenth and a third, so
-they are measured at the same time. While AdamW on the host keeps nearly every core busy, the threads that launch the model's
-kernels share cores, caches and memory with it, and each operator takes longer. An optimizer that goes through its parameters one
-by one issues operators without autograd and modules around them, which take less than a model's.
+The CPU's updates and copies work in the same host memory and slow each other down, by machine between a tenth and a
+third, so they are measured at the same time. While AdamW on the host keeps nearly every core busy, the threads that
+launch the model's kernels share cores, caches and memory with it, and each operator takes longer. An optimizer that
+goes through its parameters one by one issues operators without autograd and modules around them, which take less than a
+model's.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import torch
 
 from vblackwell.machine.facts import gpu_bytes_left, memory_facts
 from vblackwell.memory.slab import map_slab
-from vblackwell.offload.movement.update_loop import LEAST_PART, MasterLoop, SumLoop, update_threads
+from vblackwell.offload.movement.update_loop import MIN_PART, MasterLoop, SumLoop, update_threads
 from vblackwell.units import MiB
 
 CPU_ELEMENTS = 16 << 20  # at least, 224 MiB of states: more than most caches
@@ -42,12 +44,13 @@ def cpu_rate() -> float:
 
 
 def update_elements() -> int:
-    """Parameters of a measured update: as many full parts for each of the runtime's threads, `CPU_ELEMENTS` where RAM is short.
+    """Parameters of a measured update: as many full parts for each of the runtime's threads, `CPU_ELEMENTS` where RAM
+    is short.
 
-    The threads share an update in parts. Where their number does not divide that of the parts, some wait at the end for others,
-    as they hardly do in the large groups that a rate stands for.
+    The threads share an update in parts. Where their number does not divide that of the parts, some wait at the end for
+    others, as they hardly do in the large groups that a rate stands for.
     """
-    each_once = update_threads() * LEAST_PART
+    each_once = update_threads() * MIN_PART
     wanted = each_once * -(-CPU_ELEMENTS // each_once)
     return wanted if wanted * MEASURED_BYTES <= memory_facts().available_bytes // 16 else CPU_ELEMENTS
 
@@ -79,10 +82,11 @@ class HostUpdate:
 
 
 def adds_per_update(update: HostUpdate) -> float:
-    """Gradients that the host adds up while ``update`` does one parameter: of the second of two micro-batches, whose first widen.
+    """Gradients that the host adds up while ``update`` does one parameter: of the second of two micro-batches, whose
+    first widen.
 
-    Both by the same threads, in the same kind of memory, in turns, so that what slows one slows the other; the median of the
-    turns.
+    Both by the same threads, in the same kind of memory, in turns, so that what slows one slows the other; the median
+    of the turns.
     """
     sums, sizes = SumLoop(), [4 * update.count, 2 * update.count, 2 * update.count]
     total, first, addend = map_slab(sum(sizes))[: sum(sizes)].split(sizes)
@@ -103,7 +107,9 @@ def _seconds(work: Callable[[], None]) -> float:
 
 
 def duplex_rate(device: torch.device) -> float:
-    """Bytes a second that a GPU's link carries up while as many go down: the best sample, since a disturbance only slows it."""
+    """Bytes a second that a GPU's link carries up while as many go down: the best sample, since a disturbance only
+    slows it.
+    """
     copies = _BothWays(device)
     return max(copies.rate_after(copies.queue(COPIES)) for _ in range(DUPLEX_SAMPLES))
 
@@ -120,8 +126,8 @@ def rates_together(device: torch.device) -> tuple[float, float]:
 class TogetherSamples:
     """Samples of AdamW on the host and a GPU's link while both work; the median by what the CPU updated counts.
 
-    What disturbs a sample (a machine that hands out memory as it is first touched, threads that have not found their cores, an
-    earlier process that gives memory back) lasts for a part of a second: one alone found 0.2 G parameters/s.
+    What disturbs a sample (a machine that hands out memory as it is first touched, threads that have not found their
+    cores, an earlier process that gives memory back) lasts for a part of a second: one alone found 0.2 G parameters/s.
     """
 
     def __init__(self, update: HostUpdate, device: torch.device) -> None:
@@ -153,7 +159,9 @@ def median_sample(samples: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def measured_bytes(device: torch.device, wanted: int) -> int:
-    """The size of a buffer on ``device`` that something is measured with: ``wanted``, or less where memory is short or capped."""
+    """The size of a buffer on ``device`` that something is measured with: ``wanted``, or less where memory is short or
+    capped.
+    """
     return min(wanted, max(MiB, gpu_bytes_left(device) // MEMORY_SHARE // MiB * MiB))
 
 

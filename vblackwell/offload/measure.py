@@ -2,10 +2,11 @@
 
 Medians of a few repetitions after a warm-up; good to about a tenth. Serious comparisons belong in benchmarks/.
 
-The host's time for an operator is another matter: within minutes it was measured with 19 and with 26 us on one machine, while its cores
-ran a loop in Python equally fast. What disturbs it (memory that a process before gave back, neighbours, where the system puts threads)
-makes it longer, never shorter, and lasts for seconds: so it is looked at again and again between all other measurements, and the quicker
-steps of all looks count (`HostLooks`). So is AdamW on the CPU beside copies (`TogetherSamples`).
+The host's time for an operator is another matter: within minutes it was measured with 19 and with 26 us on one machine,
+while its cores ran a loop in Python equally fast. What disturbs it (memory that a process before gave back, neighbours,
+where the system puts threads) makes it longer, never shorter, and lasts for seconds: so it is looked at again and again
+between all other measurements, and the quicker steps of all looks count (`HostLooks`). So is AdamW on the CPU beside
+copies (`TogetherSamples`).
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ GROUP_WEIGHTS = (
 def seconds_of(
     action: Callable[[], Any], finish: Callable[[], Any] = lambda: None, repeats: int = REPEATS, limit_seconds: float = math.inf
 ) -> float:  # fmt: skip
-    """Median wall time of ``action`` followed by ``finish``, after one unmeasured call; after ``limit_seconds`` no further one is begun."""
+    """Median wall time of ``action`` followed by ``finish``, after one unmeasured call; after ``limit_seconds`` no
+    further one is begun.
+    """
     first = time.perf_counter()
     action()
     finish()
@@ -75,7 +78,9 @@ def seconds_of(
 
 
 def steps_seconds(action: Callable[[], Any], finish: Callable[[], Any]) -> list[float]:
-    """Wall times of `STEPS_ISSUED` times ``action`` followed by ``finish``, after `WARM_SECONDS` of them that do not count."""
+    """Wall times of `STEPS_ISSUED` times ``action`` followed by ``finish``, after `WARM_SECONDS` of them that do not
+    count.
+    """
     began = time.perf_counter()
     while True:
         action()
@@ -141,7 +146,9 @@ def cpu_matmul_gflops(size: int = 1024) -> float:
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """A square product of ``size`` or, where memory is short, of as many multiples of 256 as there is room for, in TFLOP/s."""
+    """A square product of ``size`` or, where memory is short, of as many multiples of 256 as there is room for, in
+    TFLOP/s.
+    """
     room = measured_bytes(device, size * size * dtype.itemsize)
     size = max(256, math.isqrt(room // dtype.itemsize) // 256 * 256)
     a = torch.randn(size, size, device=device, dtype=dtype)
@@ -192,7 +199,8 @@ def is_measured_in_full(device: torch.device) -> bool:
 
 
 def gpu_rates(device: torch.device) -> dict[str, float]:
-    """Links alone and both at once, memory, matrix products, AdamW on it and on the CPU during copies, and the issue of operators.
+    """Links alone and both at once, memory, matrix products, AdamW on it and on the CPU during copies, and the issue of
+    operators.
 
     Sizes follow what the process may still take of the GPU: a cap holds while rates are measured, too.
     """
@@ -241,7 +249,9 @@ def _copy_rates(device: torch.device) -> dict[str, float]:
 
 
 def issue_seconds(device: torch.device) -> float:
-    """What the host takes to issue one operator of a training step just now, in small layers that leave the device nothing to do."""
+    """What the host takes to issue one operator of a training step just now, in small layers that leave the device
+    nothing to do.
+    """
     times = steps_seconds(_issuing_step(device), _finish(device))
     return statistics.median(times) / (ISSUED_LAYERS * OPERATORS_OF_A_LAYER)
 
@@ -261,10 +271,11 @@ def _issuing_step(device: torch.device) -> Callable[[], None]:
 
 
 def group_seconds(device: torch.device, update: str = "level0", passes: int = 1) -> float:
-    """What the host takes for a layer group that streams, beside its operators: forward and backward, in the last of ``passes`` the update.
+    """What the host takes for a layer group that streams, beside its operators: forward and backward, in the last of
+    ``passes`` the update.
 
-    Of groups so small that links and device have nothing to do, against the same model where it lives; seconds a pass. A step waits for the
-    host where the groups of a model are small.
+    Of groups so small that links and device have nothing to do, against the same model where it lives; seconds a pass.
+    A step waits for the host where the groups of a model are small.
     """
     with torch.random.fork_rng(devices=[]):
         plain, streamed = _Layers(), _Layers()

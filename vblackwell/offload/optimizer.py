@@ -1,9 +1,9 @@
-"""`VGPUAdamW`: AdamW whose states live in the stack beside the weights they belong to.
+"""`VGPUAdamW`: AdamW whose states live in the stack next to the weights they belong to.
 
-It is a `torch.optim.AdamW`: parameters that are plain (not offloaded, or all resident on level 0) are stepped by torch's
-own fused kernels at torch's own cost. Parameters of a streamed model are stepped group by group in the background, where
-their states are. Clipping is exact: the norm of per-parameter norms in optimizer order, then
-``g *= min(1, max_grad_norm / (norm + 1e-6))``, as `torch.nn.utils.clip_grad_norm_` does, over both kinds together.
+It is a `torch.optim.AdamW`: parameters that are plain (not offloaded, or all resident on level 0) are stepped by
+torch's own fused kernels at torch's own cost. Parameters of a streamed model are stepped group by group in the
+background, where their states are. Clipping is exact: the norm of per-parameter norms in optimizer order, then ``g *=
+min(1, max_grad_norm / (norm + 1e-6))``, as `torch.nn.utils.clip_grad_norm_` does, over both kinds together.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from vblackwell.offload.engine import Offload, locked
 from vblackwell.offload.gradient_norms import Selection
 from vblackwell.offload.layout.formats import MOMENTS
 from vblackwell.offload.layout.groups import Slot
+from vblackwell.offload.movement.group_state import Hyper
 from vblackwell.offload.movement.host_gradients import norm_of_norms
-from vblackwell.offload.movement.update import Hyper
 from vblackwell.offload.parameters import engine_and_slot
 from vblackwell.offload.resident import (
     Resident,
@@ -47,19 +47,21 @@ class VGPUAdamW(torch.optim.AdamW):
         params: parameters or parameter groups. Managed parameters must already be offloaded.
         max_grad_norm: clip the global 2-norm to this at `step`. With it (``inf`` measures and never clips) a step whose
             gradients are not finite changes nothing and sets `skipped`; without it nothing is measured, as in PyTorch.
-        update_in_backward: start a group's update behind its backward, with an exact way back (see `StepControl`).
-        undo: keep a way back for updates behind the backward. False is a promise that every backward is followed by its `step` with the
-            hyperparameters as they are: it saves host memory (14 bytes a parameter with bf16 weights) and gradients' way home. Should
-            the step not come, `StepAbandoned` is raised. Such an update consumes its gradient: after `step` there is none, as after
-            `zero_grad`. Cannot be had with ``max_grad_norm``.
-        accumulation_steps: forwards of the whole model per `step`; only with ``update_in_backward`` must it be right for speed.
+        update_in_backward: start a group's update after its backward, with an exact rollback (see `Speculation`).
+        undo: keep what a rollback of updates after the backward needs. False is a promise that every backward is
+            followed by its `step` with the hyperparameters as they are: it saves host memory (14 bytes a parameter with
+            bf16 weights) and gradients' way to host memory. Should the step not come, `StepAbandoned` is raised. Such
+            an update consumes its gradient: after `step` there is none, as after `zero_grad`. Cannot be had with
+            ``max_grad_norm``.
+        accumulation_steps: forwards of the whole model per `step`; only with ``update_in_backward`` must it be right
+            for speed.
         loss_scale: the factor that the loss was multiplied by, a power of two; gradients are divided by it. May be
             changed between steps through the attribute of this name.
 
     Raises:
         ConfigurationError: a number outside its range, or no parameters.
-        Unsupported: an earlier optimizer has some of the parameters of an offloaded model and others; one that has no others is
-            replaced, and raises when it is used.
+        Unsupported: an earlier optimizer has some of the parameters of an offloaded model and others; one that has no
+            others is replaced, and raises when it is used.
     """
 
     def __init__(
@@ -114,7 +116,8 @@ class VGPUAdamW(torch.optim.AdamW):
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
 
     def _replace_earlier(self, params: list[Any]) -> None:
-        """An optimizer all of whose parameters are among ``params`` loses them: states begin anew, as in a notebook's cell that runs again.
+        """An optimizer all of whose parameters are among ``params`` loses them: states begin anew, as in a notebook's
+        cell that runs again.
 
         Raises:
             Unsupported: an earlier optimizer has some of the parameters, and others.
@@ -216,10 +219,10 @@ class VGPUAdamW(torch.optim.AdamW):
         factor = self._measure(selection) if self.max_grad_norm is not None else self._unscale()
         if self._skipped is True:
             for engine in self._engines:
-                engine.step_control.refuse()
+                engine.step_control.skip_step()
             return
         for engine in self._engines:
-            engine.step_control.promise(selection.has_slot, factor)
+            engine.step_control.commit_step(selection.has_slot, factor)
         self._step_plain(selection, factor)
 
     @property
@@ -319,7 +322,7 @@ class VGPUAdamW(torch.optim.AdamW):
     def _forget_gradients(self, set_to_none: bool) -> None:
         """`zero_grad` of offloaded parameters."""
         for engine in self._engines:
-            engine.step_control.rollback()
+            engine.step_control.roll_back()
             engine.step_control.begin_window()
             slots = [slot for param, slot in self._slots.items() if engine_and_slot(param) == (engine, slot)]
             held = [slot for slot in slots if engine.gradients.has(slot)]
@@ -353,7 +356,8 @@ class VGPUAdamW(torch.optim.AdamW):
         """Accepts what `torch.optim.AdamW` or this class wrote for the same parameters, wherever they lived."""
         self._check_current()
         slot_of = {index: self._slots[param] for index, param in enumerate(self._group_of) if param in self._slots}
-        # States that are updated here stay where they are, in their own types: torch would make moments as narrow as the weights.
+        # States that are updated here stay where they are, in their own types: torch would make moments as narrow as
+        # the weights.
         held_of = {
             index: (param, self.state[param]) for index, param in enumerate(self._group_of) if updates_here(param)
         }

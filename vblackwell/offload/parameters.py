@@ -1,4 +1,4 @@
-"""A parameter whose bytes are elsewhere: every read loads it, every write is carried home, nothing is ever stale.
+"""A parameter whose bytes are elsewhere: every read loads it, every write is carried to storage, nothing is ever stale.
 
 A managed parameter keeps its identity and always shows the shape, dtype and device of its compute weight. While its
 layer group is in use (inside the forward of a module that needs it) it is a plain `nn.Parameter` over the loaded
@@ -61,7 +61,7 @@ class Binding(Protocol):
     def reading(self, slots: Iterable[Slot]) -> AbstractContextManager[None]:
         """Inside, the slots' parameters are plain and loaded, and tensors saved for backward are packed.
 
-        What is written to them in place is carried home at the end.
+        What is written to them in place is written back at the end.
         """
         ...
 
@@ -82,7 +82,9 @@ class Binding(Protocol):
     def clear_gradient(self, slot: Slot) -> None: ...
 
     def export(self, slot: Slot) -> torch.Tensor | None:
-        """While a state_dict is being made, or if level 0 cannot hold them whole: the slot's bytes on the CPU. Otherwise None."""
+        """While a state_dict is being made, or if level 0 cannot hold them whole: the slot's bytes on the CPU.
+        Otherwise None.
+        """
         ...
 
 
@@ -225,7 +227,8 @@ class OffloadedParameter(nn.Parameter):
 class UsedParameter(nn.Parameter):
     """A parameter while its group is in use: plain, but for ``data``, whose writes autograd does not count.
 
-    What ``data`` gives has a version counter of its own; it is kept until the use ends, so that `written_through_data` can ask it.
+    What ``data`` gives has a version counter of its own; it is kept until the use ends, so that `written_through_data`
+    can ask it.
     """
 
     @property

@@ -1,8 +1,9 @@
 """Everything fits level 0: the model stays plain, its bytes lie in level 0's extents, and nothing else happens.
 
 Parameters become views of one reserved range (so that the stack's books and `peak_bytes` are true), AdamW's moments of
-another. With a compute type narrower than fp32 a third completes them to fp32 masters (`masters`). Where torch's own AdamW
-would give other bits than a streamed run (narrow weights, 8-bit moments, and any on CUDA), `VGPUAdamW` updates with `update_resident`.
+another. With a compute type narrower than fp32 a third completes them to fp32 masters (`masters`). Where torch's own
+AdamW would give other bits than a streamed run (narrow weights, 8-bit moments, and any on CUDA), `VGPUAdamW` updates
+with `update_resident`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from vblackwell.offload.hooks import UncachedForward
 from vblackwell.offload.layout.formats import EXACT, MOMENTS, Formats, of_all
 from vblackwell.offload.layout.groups import Group, Slot, find_groups, moment_ranges
 from vblackwell.offload.layout.storage_plan import StoragePlan
+from vblackwell.offload.movement.group_state import Hyper
 from vblackwell.offload.movement.host_gradients import gradient_norm
+from vblackwell.offload.movement.host_updates import update_master
 from vblackwell.offload.movement.lane import update_part
-from vblackwell.offload.movement.update import Hyper, update_master
 from vblackwell.offload.parameters import attributes
 from vblackwell.offload.storage.initialize import Source, move_buffers
 from vblackwell.offload.storage.masters import (
@@ -55,13 +57,13 @@ class Resident:
         self.groups, _ = find_groups(model, compute_dtype, formats=formats)
         self._states: dict[Slot, dict[str, torch.Tensor]] = {}
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.homes = Storage(stack, name, StoragePlan.empty(spaces_of(stack), [0], self.groups))
+        self.storage = Storage(stack, name, StoragePlan.empty(spaces_of(stack), [0], self.groups))
         wide = [
             (group, "remainder" if splits(group) else "master")
             for group in self.groups
             if group.trainable() and group.needs_master
         ]
-        self.homes.reserve([(group, "weight") for group in self.groups] + wide)
+        self.storage.reserve([(group, "weight") for group in self.groups] + wide)
         self._hooks: dict[Slot, Any] = {}
         source = source or Source(model, None)
         try:
@@ -71,7 +73,7 @@ class Resident:
             source.take_over(self.groups)
         except BaseException:
             source.give_back()
-            self.homes.close()
+            self.storage.close()
             raise
         for group in self.groups:
             self._move_in(group)
@@ -82,7 +84,7 @@ class Resident:
 
     def _opened(self, group: Group) -> Opened:
         kinds = ("weight", "master", "remainder")
-        return {kind: self._view(group, kind) for kind in kinds if (group, kind) in self.homes}
+        return {kind: self._view(group, kind) for kind in kinds if (group, kind) in self.storage}
 
     def _move_in(self, group: Group) -> None:
         opened = self._opened(group)
@@ -92,13 +94,15 @@ class Resident:
             self._round_gradients(slot)
 
     def _round_gradients(self, slot: Slot) -> None:
-        """Let micro-batches add up in fp32, each rounded to the compute type first: the bits of gradients that leave level 0."""
+        """Let micro-batches add up in fp32, each rounded to the compute type first: the bits of gradients that leave
+        level 0.
+        """
         if slot.param.requires_grad and has_truth(slot.param) and slot not in self._hooks:
             slot.param.grad_dtype = torch.float32
             self._hooks[slot] = slot.param.register_hook(_rounding_to(slot.dtype))
 
     def _view(self, group: Group, kind: str) -> torch.Tensor:
-        view = self.homes.range(group, kind).view()
+        view = self.storage.range(group, kind).view()
         assert view is not None, "level 0 is addressable"
         return view
 
@@ -112,7 +116,8 @@ class Resident:
     def adopt_optimizer(
         self, optimizer: Any, params: list[torch.Tensor]
     ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Fresh AdamW states for ``params`` inside level 0, in the form that `torch.optim.AdamW` keeps them (8-bit ones: codes and scales).
+        """Fresh AdamW states for ``params`` inside level 0, in the form that `torch.optim.AdamW` keeps them (8-bit
+        ones: codes and scales).
 
         Raises:
             Unsupported: parameters that were frozen when the model was moved here lack their masters.
@@ -120,8 +125,8 @@ class Resident:
         wanted = set(params)
         slots = [slot for group in self.groups for slot in group.slots if slot.param in wanted]
         groups = list(dict.fromkeys(slot.group for slot in slots))
-        refuse_unprepared(self.name, groups, self.homes, groups)
-        self.homes.reserve(moment_ranges(groups))
+        refuse_unprepared(self.name, groups, self.storage, groups)
+        self.storage.reserve(moment_ranges(groups))
         for slot in slots:  # some may have been frozen when they were moved here
             self._round_gradients(slot)
         self._states |= {slot: self._state(slot) for slot in slots}
@@ -147,14 +152,16 @@ class Resident:
             "largest_group_bytes": max(group.num_bytes for group in self.groups),
             "sliced": [],
             "weights_budget_bytes": sum(group.num_bytes for group in self.groups),
-            "bytes_by_level": self.homes.bytes_by_level(),
+            "bytes_by_level": self.storage.bytes_by_level(),
             "formats": of_all(group.formats for group in self.groups).summary(),
             "undo_bytes": 0,
         }
 
     @torch.no_grad()
     def release(self, device: torch.device) -> None:
-        """Give every parameter memory of its own on ``device``: the fp32 master where there is one. 8-bit states become plain ones."""
+        """Give every parameter memory of its own on ``device``: the fp32 master where there is one. 8-bit states become
+        plain ones.
+        """
         for hook in self._hooks.values():
             hook.remove()
         if self._uncached is not None:
@@ -178,7 +185,7 @@ class Resident:
 
 
 def _by_itself(view: torch.Tensor) -> torch.Tensor:
-    """The same bytes as a storage of their own: whoever saves safetensors takes views of one storage for tied, and may keep but one."""
+    """The same bytes as a separate storage: safetensors takes views of one storage for tied, and may keep one alone."""
     start, num_bytes = view.storage_offset() * view.itemsize, view.numel() * view.itemsize
     storage = view.untyped_storage()[start : start + num_bytes]
     return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())
@@ -221,7 +228,9 @@ def updates_here(param: torch.Tensor) -> bool:
 
 
 def restride(param: torch.Tensor) -> None:
-    """Give the gradient the parameter's strides, by which norms and kernels go: one that autograd widened may lie transposed in memory."""
+    """Give the gradient the parameter's strides, by which norms and kernels go: one that autograd widened may lie
+    transposed in memory.
+    """
     if updates_here(param) and param.grad is not None and param.grad.stride() != param.stride():
         param.grad = torch.empty_like(param, dtype=param.grad.dtype).copy_(param.grad)
 
@@ -241,7 +250,9 @@ def truth_of(param: torch.Tensor) -> torch.Tensor:
 
 
 def plain_state(param: torch.Tensor, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The optimizer's ``state`` of any parameter as `torch.optim.AdamW` would hold it: 8-bit moments in fp32, others as they are."""
+    """The optimizer's ``state`` of any parameter as `torch.optim.AdamW` would hold it: 8-bit moments in fp32, others as
+    they are.
+    """
     place = _place_of(param)
     if place is None or not place[0].group.formats.packed:
         return state
@@ -290,7 +301,9 @@ def update_resident(
     hyper: Hyper,
     factor: torch.Tensor | None,
 ) -> None:
-    """One AdamW step for a parameter that `updates_here`; ``gradient`` has its strides and is multiplied by ``factor`` first, if given."""
+    """One AdamW step for a parameter that `updates_here`; ``gradient`` has its strides and is multiplied by ``factor``
+    first, if given.
+    """
     place = _place_of(param)
     assert place is not None
     slot, opened = place

@@ -1,8 +1,9 @@
 """Weights and AdamW states in and out, one parameter at a time, whatever the placement.
 
-A checkpoint knows nothing of stacks: by name it holds fp32 weights (masters where there are any), ``exp_avg``, ``exp_avg_sq`` and
-``step``, as `torch.optim.AdamW` has them. So what one stack wrote, any other stack, or a plain module, reads. Stated formats
-(8-bit moments, weights without masters) are widened on the way out and found again on the way in (`moments`).
+A checkpoint knows nothing of stacks: by name it holds fp32 weights (masters where there are any), ``exp_avg``,
+``exp_avg_sq`` and ``step``, as `torch.optim.AdamW` has them. So what one stack wrote, any other stack, or a plain
+module, reads. Stated formats (8-bit moments, weights without masters) are widened on the way out and found again on the
+way in (`moments`).
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ def export_state(
     *,
     only: Callable[[str], bool] | None = None,
 ) -> Iterator[tuple[str, ParameterState]]:
-    """``(name, {'weight', and if stepped 'exp_avg', 'exp_avg_sq', 'step'})`` for each parameter, CPU tensors, one at a time.
+    """``(name, {'weight', and if stepped 'exp_avg', 'exp_avg_sq', 'step'})`` for each parameter, CPU tensors, one at a
+    time.
 
-    Pending updates are finished first. ``weight`` is fp32 wherever it is updated so, else in the parameter's type. Shared
-    parameters come once, under their first name. ``only``: of the parameters that it holds for by name; no others are read.
+    Pending updates are finished first. ``weight`` is fp32 wherever it is updated so, else in the parameter's type.
+    Shared parameters come once, under their first name. ``only``: of the parameters that it holds for by name; no
+    others are read.
     """
     wanted = only or (lambda name: True)
     engine = offload_of(model)
@@ -59,7 +62,8 @@ def import_state(
     *,
     only: Callable[[str], bool] | None = None,
 ) -> None:
-    """The reverse of `export_state`: ``read(name)`` gives a parameter's tensors; states are skipped without an optimizer.
+    """The reverse of `export_state`: ``read(name)`` gives a parameter's tensors; states are skipped without an
+    optimizer.
 
     With ``only``, parameters that it does not hold for stay as they are.
 
@@ -75,7 +79,7 @@ def import_state(
             if not any(wanted(slot.name) for slot in group.slots):
                 continue
             engine.weights.touched(group)
-            load = engine.weights.last_load(group)
+            load = engine.states[group].last_load
             if load is not None:
                 load.wait()
             _import_group(engine, group, read, wanted, with_states=optimizer is not None)
@@ -108,24 +112,24 @@ def read_slot_states(engine: Offload, group: Group) -> Iterator[tuple[Slot, Para
     """Moments and step count of each stepped parameter of ``group``, cloned. The engine must be finished."""
     if not _has_moments(engine, group):
         return
-    opened = {kind: engine.homes.open(group, kind) for kind in group.formats.moments}
+    opened = {kind: engine.storage.open(group, kind) for kind in group.formats.moments}
     for slot in group.slots:
         step = engine.step_control.steps.get(slot)
         if step is not None:
             yield slot, {**read_moments(slot, moment_parts(slot, opened)), "step": step.clone()}
     for kind, flat in opened.items():
-        engine.homes.close_range(group, kind, flat, store=False)
+        engine.storage.close_range(group, kind, flat, store=False)
 
 
 def write_slot_states(engine: Offload, group: Group, states: dict[Slot, ParameterState]) -> None:
     """The reverse of `read_slot_states`; parameters that are not in ``states`` count as never stepped."""
     if not _has_moments(engine, group):
         return
-    opened = {kind: engine.homes.open(group, kind, load=False).zero_() for kind in group.formats.moments}
+    opened = {kind: engine.storage.open(group, kind, load=False).zero_() for kind in group.formats.moments}
     for slot, state in states.items():
         write_moments(slot, moment_parts(slot, opened), state)
     for kind, flat in opened.items():
-        engine.homes.close_range(group, kind, flat, store=True)
+        engine.storage.close_range(group, kind, flat, store=True)
     for slot in group.slots:
         engine.step_control.steps.pop(slot, None)
         if slot in states:
@@ -133,26 +137,26 @@ def write_slot_states(engine: Offload, group: Group, states: dict[Slot, Paramete
 
 
 def _has_moments(engine: Offload, group: Group) -> bool:
-    return (group, group.formats.moments[0]) in engine.homes
+    return (group, group.formats.moments[0]) in engine.storage
 
 
 def _export_group(engine: Offload, group: Group) -> Iterator[tuple[str, ParameterState]]:
     states = dict(read_slot_states(engine, group))
-    opened = open_weights(engine.homes, group)
+    opened = open_weights(engine.storage, group)
     for slot in group.slots:
         weight = read_truth(slot, opened)
         yield slot.name, {"weight": weight.clone(memory_format=torch.preserve_format), **states.pop(slot, {})}
-    close_weights(engine.homes, group, opened, store=False)
+    close_weights(engine.storage, group, opened, store=False)
 
 
 def _import_group(
     engine: Offload, group: Group, read: Callable[[str], ParameterState], wanted: Callable[[str], bool], *, with_states: bool
 ) -> None:  # fmt: skip
     found = {slot: _checked(slot.name, slot.shape, read(slot.name)) for slot in group.slots if wanted(slot.name)}
-    opened = open_weights(engine.homes, group, load=len(found) < len(group.slots))
+    opened = open_weights(engine.storage, group, load=len(found) < len(group.slots))
     for slot, state in found.items():
         write_truth(slot, state["weight"], opened)
-    close_weights(engine.homes, group, opened, store=True)
+    close_weights(engine.storage, group, opened, store=True)
     if with_states:
         write_slot_states(engine, group, {slot: state for slot, state in found.items() if "step" in state})
 

@@ -1,35 +1,39 @@
-"""When a group's update runs: after `step()`, or already behind its backward, with a way back.
+"""When a group's update runs: after `step()`, or already after its backward, with a rollback.
 
-`step()` promises; the updates it queues run on under the next forward, and whoever needs a group's weights waits for that
-group alone (`settle`). With ``update_in_backward`` a group whose gradient is complete is updated at once, on the
-speculation that the step will come, will not clip and will use today's hyperparameters. What it overwrote is kept until
-`step()` confirms. Any sign of the opposite (a new forward, a late gradient, somebody reading the weights, a norm over
-the limit) takes the group back to what it was, and the update is done exactly at the step.
+The updates that `step()` queues run on under the next forward, and what needs a group's weights waits for that group
+alone (`order_loads`, `wait_for_updates`). With ``update_in_backward`` a group whose gradient is complete is updated at
+once, on the speculation that the step will come, will not clip and will use today's hyperparameters. Any sign of the
+opposite (a new forward, a late gradient, somebody reading the weights, a norm over the limit) rolls the group back, and
+the update is done exactly at the step.
 
-Each group is updated in one of two places, decided when the model was offloaded: on level 0 (`Level0Updates`), or by the worker on
-the ranges at home (`Updater`). The arithmetic is the same.
+Each group is updated in one of two places, decided when the model was offloaded: on level 0 (`DeviceUpdates`), or by
+the worker on the ranges in storage (`HostUpdates`). The arithmetic is the same.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from vblackwell.errors import InsufficientMemory, StaleTensor
-from vblackwell.memory.cache.stack import Reservation
-from vblackwell.memory.level import Transfer
+from vblackwell.errors import StepAbandoned
 from vblackwell.offload.layout.groups import Group, Slot
-from vblackwell.offload.movement.departure import Claim, Leaving
-from vblackwell.offload.movement.level0_updates import Level0Updates, abandoned, same_jobs
-from vblackwell.offload.movement.update import Hyper, Job, Undo, Updater
-from vblackwell.offload.movement.worker import Outcome, uninterrupted
-
-if TYPE_CHECKING:
-    from vblackwell.offload.engine import Offload
+from vblackwell.offload.movement.device_updates import DeviceUpdates
+from vblackwell.offload.movement.gradients import GradientCollector, UpdateUse
+from vblackwell.offload.movement.group_state import (
+    EarlyUpdate,
+    GradientBuffer,
+    GroupStates,
+    Hyper,
+    Job,
+    Phase,
+    same_jobs,
+)
+from vblackwell.offload.movement.host_updates import HostUpdates
+from vblackwell.offload.movement.weights import WeightStreamer
+from vblackwell.offload.movement.worker import Worker, defer_sigint
+from vblackwell.offload.storage.storage import Storage
 
 
 class UpdateSource(Protocol):
@@ -45,101 +49,232 @@ class UpdateSource(Protocol):
         """Today's numbers for ``slot``; None if the optimizer does not hold it."""
         ...
 
-    def let_go(self, engine: Offload, device: torch.device) -> None:
-        """The model leaves the stack: keep its states as plain ones, on ``device``."""
+    def let_go(self, engine: Any, device: torch.device) -> None:
+        """The model of ``engine`` leaves the stack: keep its states as plain ones, on ``device``."""
         ...
 
 
 def is_final(source: UpdateSource) -> bool:
-    """Whether updates behind the backward have no way back, so that gradients of groups on level 0 never go home."""
+    """Whether updates after the backward have no rollback, so that gradients of groups on level 0 never leave it."""
     return source.update_in_backward and not source.undo and source.accumulation_steps == 1
 
 
-@dataclass(eq=False)
-class Speculation:
-    """An update that ran, or is queued, before its step; without ``undo`` it is final."""
+class Updates(Protocol):
+    """A place where groups are updated."""
 
-    jobs: list[Job]
-    undo: Undo | None
-    memory: Reservation | None
+    def start_early(
+        self, group: Group, jobs: list[Job], gradient: torch.Tensor | None, *, final: bool
+    ) -> EarlyUpdate | None:
+        """Queue an update whose step has not come; None if there is no room for what a rollback needs, unless it is
+        ``final``.
+        """
+        ...
+
+    def commit(self, group: Group, early: EarlyUpdate) -> None:
+        """Its step has come."""
+        ...
+
+    def roll_back(self, group: Group, early: EarlyUpdate) -> None:
+        """Make everything what it was before `start_early`."""
+        ...
+
+    def update(self, group: Group, jobs: list[Job], factor: torch.Tensor | None) -> None:
+        """The step's update, with gradients times ``factor``."""
+        ...
+
+    def order_loads(self, group: Group) -> None:
+        """Return when loads from now on are ordered after the group's updates whose steps came."""
+        ...
+
+    def wait(self, group: Group) -> None:
+        """Return when they are in storage."""
+        ...
+
+    def is_busy(self, group: Group) -> bool:
+        """Whether `order_loads` would wait."""
+        ...
+
+
+class Speculation:
+    """Updates that were started before their step: committed with it, or rolled back. Both places work alike.
+
+    Args:
+        place_of: where a group is updated. model: its name, for errors.
+    """
+
+    def __init__(self, states: GroupStates, place_of: Callable[[Group], Updates], model: str) -> None:
+        self._states = states
+        self._place_of = place_of
+        self._model = model
+        self._early: dict[Group, None] = {}
+
+    def start(self, group: Group, jobs: list[Job], gradient: torch.Tensor | None, *, final: bool) -> EarlyUpdate | None:
+        """Update ``group`` now; None if there is no room for a rollback."""
+        with defer_sigint():
+            early = self._place_of(group).start_early(group, jobs, gradient, final=final)
+            if early is not None:
+                self._states[group].early = early
+                self._states[group].to(Phase.EARLY)
+                self._early[group] = None
+        return early
+
+    def commit(self, group: Group, jobs: list[Job], factor: torch.Tensor | None) -> EarlyUpdate | None:
+        """The step has come: the group's early update if that is what the step asks for; otherwise None, and it is
+        rolled back.
+
+        Raises:
+            StepAbandoned: it is not, and it was final.
+        """
+        early = self._states[group].early
+        if early is None:
+            return None
+        if factor is not None or not same_jobs(early.jobs, jobs):
+            self.roll_back(group)
+            return None
+        self._keep(group)
+        self._place_of(group).commit(group, early)
+        return early
+
+    def _keep(self, group: Group) -> None:
+        state = self._states[group]
+        state.early = None
+        del self._early[group]
+        state.update_is_queued()
+
+    def roll_back(self, group: Group) -> None:
+        """Undo the group's early update, if there is one.
+
+        Raises:
+            StepAbandoned: it was final, and stays.
+        """
+        state = self._states[group]
+        early = state.early
+        if early is None:
+            return
+        if early.is_final:
+            self._keep(group)
+            raise self._abandoned(group)
+        with defer_sigint():
+            state.early = None
+            del self._early[group]
+            try:
+                self._place_of(group).roll_back(group, early)
+            finally:
+                state.to(Phase.STORED if state.loaded is None else Phase.LOADING)
+
+    def roll_back_all(self) -> None:
+        """Undo all early updates.
+
+        Raises:
+            StepAbandoned: some were final, and stay; the others are undone.
+        """
+        final = [group for group in self._early if self._is_final(group)]
+        for group in final:
+            self._keep(group)
+        for group in list(self._early):
+            self.roll_back(group)
+        if final:  # after everything else is in order: the error comes once
+            raise self._abandoned(final[0])
+
+    def _is_final(self, group: Group) -> bool:
+        early = self._states[group].early
+        return early is not None and early.is_final
+
+    def _abandoned(self, group: Group) -> StepAbandoned:
+        return StepAbandoned(
+            f"{group.name!r} of {self._model!r} was updated after its backward, and with undo=False that is final, but the step did not "
+            "come as announced (a second backward, another forward or a read of the weights before step(), changed hyperparameters, "
+            "step(only=...), or zero_grad() before step()): reload the last checkpoint, and use undo=True"
+        )
 
 
 class StepControl:
-    """Pending and speculative updates of one model."""
+    """Decides when the groups of one model are updated.
 
-    def __init__(self, engine: Offload, level0: Level0Updates | None) -> None:
-        self._engine = engine
-        self._level0 = level0
-        self._waits_on_host = engine.device.type != "cuda"
-        self._updater = Updater(engine.homes)
-        self._updating: list[Outcome | None] = [None] * len(engine.groups)
-        self._speculated: dict[int, Speculation] = {}
+    Attributes:
+        steps: torch's count of each parameter's steps. source: the optimizer.
+        follow_clipping: after a step that clipped, the next most likely does too, and an early update would be made in
+            vain. Speed only; tests switch it off to force rollbacks.
+    """
+
+    def __init__(
+        self, name: str, groups: list[Group], states: GroupStates, storage: Storage, weights: WeightStreamer,
+        gradients: GradientCollector, worker: Worker, host: HostUpdates, device: DeviceUpdates | None,
+    ) -> None:  # fmt: skip
+        self._groups = groups
+        self._storage = storage
+        self._weights = weights
+        self._gradients = gradients
+        self._worker = worker
+        self._host = host
+        self._device = device
+        self._states = states
+        self._speculation = Speculation(states, self._place_of, name)
         self._forwards = 0
         self._open_window = False  # gradients have come since the last step
-        self._undo_bytes = 0
-        self.undo_peak_bytes = 0
         self.steps: dict[Slot, torch.Tensor] = {}
         self.source: UpdateSource | None = None
-        # Clipping comes in runs: after a step that clipped, the next most likely does too, and a speculation would be
-        # paid for in vain. Speed only; tests switch it off to force the way back.
         self.follow_clipping = True
-        self._forgiven = Counter[int | None]()  # failures of the worker when all gradients were last given up
-        self._broken = False  # an update of a step that came has failed, while others of it may have been made
         self._clipped = False
 
-    # -- signals from the model ------------------------------------------------------------------------------------
+    def _is_on_device(self, group: Group) -> bool:
+        return self._device is not None and group in self._device
+
+    def _place_of(self, group: Group) -> Updates:
+        return self._device if self._device is not None and group in self._device else self._host
+
+    # -- signals from the model ----------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """A forward of the whole model starts: a step that was anticipated has not come."""
-        self._engine.gradients.sweep()
-        self.rollback()
+        """A forward of the whole model starts: a step that was speculated upon has not come."""
+        self._gradients.sweep()
+        self.roll_back()
         if torch.is_grad_enabled():
             self._forwards += 1
 
     def reached(self, group: Group) -> None:
         """``group`` is about to be used."""
-        if self._level0 is not None:
-            self._level0.advance(group)
+        if self._device is not None:
+            self._device.advance(group)
 
     def before_gradient(self, group: Group) -> None:
         """More gradient for ``group``: if it was thought complete, that was wrong."""
-        self._undo(group)
-        if self._level0 is not None:
-            self._level0.look_ahead()
+        self._speculation.roll_back(group)
+        if self._device is not None:
+            self._device.expect_backward()
 
-    def departing(self, leaving: Leaving, adding: bool) -> Claim:
-        """A group's gradient is about to leave level 0: measure it there, and update from it if that was asked for and is possible.
+    def use_of(self, buffer: GradientBuffer, adding: bool) -> UpdateUse:
+        """A group's gradient is about to leave level 0: measure it there, and update from it if that was asked for and
+        is possible.
 
         Args:
-            adding: it will be added to a gradient at home.
+            adding: it will be added to a gradient in host memory.
         """
-        source, group = self.source, leaving.group
+        source, group = self.source, buffer.group
         if source is None:
-            return Claim()
+            return UpdateUse()
         self._open_window = True
-        if source.max_grad_norm is not None and leaving.buffer.is_cuda and not adding:
-            self._engine.gradients.measure_on_level0(leaving)
-        if not self._may_anticipate(group):
-            return Claim()
-        if adding and not (leaving.is_whole() and self._engine.gradients.has_at_home(group)):
-            return Claim()  # some parameters have earlier gradients, others not: the worker sorts that out
-        if self._level0 is None or group not in self._level0:
-            if adding:
-                return Claim()
-            # The compute weight at home is dead once backward has loaded it: the update makes it anew, from the master. If that is sure to
-            # come, the gradient needs no range of its own.
-            certain = not source.undo and (group, "master") in self._engine.homes
-            return Claim(landing="weight" if certain else "gradient")
-        if self._level0.is_deferred(group):
-            return Claim()
-        end = self._level0.anticipate(group, self.jobs(group), leaving.buffer, source.undo)
-        return Claim() if end is None else Claim(end.computed, final=not source.undo)
+        if source.max_grad_norm is not None and buffer.bytes.is_cuda and not adding:
+            self._gradients.measure_on_level0(buffer)
+        if not self._may_start_early(group):
+            return UpdateUse()
+        if adding and not (buffer.is_whole() and self._gradients.has_all_on_host(group)):
+            return UpdateUse()  # some parameters have earlier gradients, others not: the worker sorts that out
+        if self._device is None or group not in self._device:
+            # The compute weight in storage is dead once backward has loaded it: the update makes it anew, from the
+            # master. If that is sure to come, the gradient needs no range of its own.
+            certain = not adding and not source.undo and (group, "master") in self._storage
+            return UpdateUse(landing="weight" if certain else "gradient")
+        if self._device.is_deferred(group):
+            return UpdateUse()
+        early = self._speculation.start(group, self.jobs(group), buffer.bytes, final=not source.undo)
+        return UpdateUse() if early is None else UpdateUse(early.reads_until, final=early.is_final)
 
-    def _may_anticipate(self, group: Group) -> bool:
+    def _may_start_early(self, group: Group) -> bool:
         """Whether the group's gradient is whole and its step is expected to be as announced.
 
-        Only where all of the group is updated: backward may read frozen parameters after the last gradient, and a range that is written
-        anew would lose those of another optimizer. A scaled loss means a factor at the step.
+        Only where all of the group is updated: backward may read frozen parameters after the last gradient, and a range
+        that is written anew would lose those of another optimizer. A scaled loss means a factor at the step.
         """
         source = self.source
         assert source is not None
@@ -149,169 +284,97 @@ class StepControl:
             return False
         if not all(slot.param.requires_grad and source.hyper_of(slot) is not None for slot in group.slots):
             return False
-        gradients = self._engine.gradients
-        return all(gradients.has(slot) for slot in group.slots) and not self._engine.weights.is_pinned(group)
+        return all(self._gradients.has(slot) for slot in group.slots) and not self._weights.is_pinned(group)
 
     def gradient_arrived(self, group: Group) -> None:
-        """The group's gradient is under way; update behind it if that was asked for and is possible."""
+        """The group's gradient is under way; update after it if that was asked for and is possible."""
         source = self.source
         if source is None:
             return
-        gradients = self._engine.gradients
-        if (
-            source.max_grad_norm is not None
-            and self._forwards >= source.accumulation_steps
-            and not gradients.is_measured(group)
-        ):
-            self._engine.worker.submit(gradients.home.measure, group, group=group.index)
-        if (self._level0 is None or group not in self._level0) and self._may_anticipate(group):
-            self._speculate(group)
+        if source.max_grad_norm is not None and self._forwards >= source.accumulation_steps:
+            self._gradients.measure_later(group)
+        if not self._is_on_device(group) and self._may_start_early(group):
+            jobs = self.jobs(group)
+            if jobs:
+                self._speculation.start(group, jobs, None, final=not source.undo)
 
-    def settle(self, group: Group) -> None:
-        """Return when the group's home bytes are those of the last `step`, for the host and for loads."""
-        self._undo(group)
-        self._wait(group)
-        if self._level0 is not None:
-            self._level0.wait(group)
+    # -- for callers that need a group ---------------------------------------------------------------------------------
 
-    def settle_loads(self, group: Group) -> None:
+    def wait_for_updates(self, group: Group) -> None:
+        """Return when the group's bytes in storage are those of the last `step`, for the host and for loads."""
+        self._speculation.roll_back(group)
+        self._place_of(group).wait(group)
+
+    def order_loads(self, group: Group) -> None:
         """Return when weights that are loaded from now on will be those of the last `step`."""
-        self._undo(group)
-        self._wait(group)
-        if self._level0 is not None:
-            self._level0.order_loads(group)
+        self._speculation.roll_back(group)
+        self._place_of(group).order_loads(group)
 
-    def _undo(self, group: Group) -> None:
-        if group.index in self._speculated:
-            self._roll_back(group)
-        if self._level0 is not None and self._level0.is_anticipated(group):
-            self._level0.roll_back(group)
+    def is_busy(self, group: Group) -> bool:
+        """Whether `order_loads` would wait, or roll something back."""
+        return self._states[group].phase is Phase.EARLY or self._place_of(group).is_busy(group)
 
-    def _wait(self, group: Group) -> None:
-        future = self._updating[group.index]
-        if future is not None:
-            future.exception()  # an interrupt leaves it to be waited for by whoever needs the group next
-            self._updating[group.index] = None
-            future.settle()
-
-    def is_updating(self, group: Group) -> bool:
-        """Whether `settle_loads` would wait, or undo something."""
-        if self._level0 is not None and group in self._level0:
-            return self._level0.is_anticipated(group) or (self._waits_on_host and self._level0.is_under_way(group))
-        future = self._updating[group.index]
-        return group.index in self._speculated or (
-            future is not None and (not future.done() or future.exception() is not None)
-        )
-
-    # -- speculation -----------------------------------------------------------------------------------------------
-
-    def _speculate(self, group: Group) -> None:
-        jobs = self.jobs(group)
-        if not jobs:
-            return
-        undo, memory = None, None
-        assert self.source is not None
-        if self.source.undo:
-            memory = self._undo_memory(group)
-            if memory is None:
-                return  # the log is full: this group is updated at the step, which is always right
-            kept = memory.view()
-            assert kept is not None
-            undo = Undo(jobs, kept)
-        self._wait(group)
-        speculation = Speculation(jobs, undo, memory)
-        with uninterrupted():
-            try:
-                self._queue(group, jobs, None, undo)
-            except BaseException:
-                self._drop(speculation)
-                raise
-            self._speculated[group.index] = speculation
-
-    def _undo_memory(self, group: Group) -> Reservation | None:
-        homes = self._engine.homes
-        try:
-            memory = homes.take_host("undo", Undo.size_of(group, homes))
-        except InsufficientMemory:
-            return None
-        self._undo_bytes += memory.num_bytes
-        self.undo_peak_bytes = max(self.undo_peak_bytes, self._undo_bytes)
-        return memory
-
-    def rollback(self) -> None:
+    def roll_back(self) -> None:
         """Undo every update whose step has not come."""
-        final = [index for index, speculation in self._speculated.items() if speculation.undo is None]
-        for index in final:
-            del self._speculated[index]
-        for index in list(self._speculated):
-            self._roll_back(self._engine.groups[index])
-        lost = [self._engine.groups[index] for index in final]
-        if self._level0 is not None:
-            lost += self._level0.roll_back_all()
-        if lost:  # after everything else is in order: the error comes once
-            raise abandoned(lost[0].name, self._engine.name)
+        self._speculation.roll_back_all()
 
-    def _roll_back(self, group: Group) -> None:
-        speculation = self._speculated[group.index]
-        if speculation.undo is None:
-            del self._speculated[group.index]
-            raise abandoned(group.name, self._engine.name)
-        with uninterrupted():
-            self._updating[group.index] = self._engine.worker.submit(
-                self._put_back, group, speculation, group=group.index
-            )
-            del self._speculated[group.index]
-        self._wait(group)
-        self._engine.weights.revert(group)
+    def drain(self) -> None:
+        """Return when every update whose step came has read its gradient."""
+        if self._device is not None:
+            self._device.drain()
 
-    def _put_back(self, group: Group, speculation: Speculation) -> None:
-        """The worker's part of `_roll_back`."""
-        assert speculation.undo is not None
-        try:
-            speculation.undo.put_back(group, self._engine.homes)
-        except BaseException:
-            self._broken = True
-            raise
-        finally:
-            self._drop(speculation)
+    # -- gradients between backward and step ---------------------------------------------------------------------------
 
-    def _drop(self, speculation: Speculation) -> None:
-        if speculation.memory is None:
-            return
-        self._undo_bytes -= speculation.memory.num_bytes
-        self._engine.homes.give(speculation.memory)
+    def collect(self) -> None:
+        """Let every gradient arrive and be measured."""
+        self._gradients.finish_backward()
+        for group in self._groups:
+            self._gradients.measure_later(group)
+        self._worker.drain()
 
-    # -- failures ----------------------------------------------------------------------------------------------------
+    def _arrive(self) -> None:
+        """Let gradients be in host memory, or on their way. What was updated early stays so: to read is not to clip.
 
-    def check_whole(self) -> None:
-        """
         Raises:
-            StaleTensor: an update failed: some groups are a step ahead of others.
+            StepAbandoned: updates are final (``undo=False``) and have consumed them.
         """
-        if self._broken:
-            raise StaleTensor(
-                f"an update of model {self._engine.name!r} failed in the background, so some of its groups are a step behind others: go on "
-                "from a checkpoint (release(model) gives the weights as they are)"
-            )
+        if self.source is not None and not self.source.undo:
+            self.roll_back()
+        self._gradients.finish_backward()
 
-    def check_gradients(self) -> None:
-        """
-        Raises:
-            StaleTensor: as `check_whole`; or a task failed since gradients were last given up: some may not be what backward made.
-        """
-        self.check_whole()
-        if self._engine.worker.failures != self._forgiven:
-            raise StaleTensor(
-                f"a background task of model {self._engine.name!r} failed since the last zero_grad(), so its gradients may be "
-                "incomplete: zero_grad(), and repeat forward and backward"
-            )
+    def gradient_norm(self, slot: Slot) -> torch.Tensor:
+        """The 2-norm of a gradient, an fp32 scalar."""
+        self._arrive()
+        if not self._gradients.is_measured(slot.group):
+            self._gradients.measure_later(slot.group)
+            self._worker.drain()
+        return self._gradients.norm(slot)
 
-    def forgive(self) -> None:
-        """All gradients were given up: what failed until now concerns none that comes."""
-        if self._engine.worker.failures != self._forgiven:
-            self._forgiven = self._engine.worker.failures.copy()
+    def read_gradient(self, slot: Slot) -> torch.Tensor:
+        """A copy of a gradient on the CPU."""
+        self._arrive()
+        return self._worker.submit(self._gradients.host.read, slot, group=slot.group.index).result()
 
-    # -- the step ----------------------------------------------------------------------------------------------------
+    def scale_gradient(self, slot: Slot, factor: torch.Tensor) -> None:
+        """Multiply a gradient by a scalar; an update that was made with the gradient as it was is rolled back."""
+        if factor != 1:
+            self.roll_back()
+            self._gradients.scale_later(slot.group, [slot], factor.cpu())
+
+    def zero_gradients(self, slots: list[Slot]) -> None:
+        """Make gradients zero."""
+        self.roll_back()
+        self._gradients.finish_backward()
+        self.drain()  # updates may still read what is about to be zero
+        self._gradients.zero(slots)
+
+    def clear_gradients(self, slots: list[Slot]) -> None:
+        """Forget gradients."""
+        self.roll_back()
+        self._gradients.finish_backward()
+        self._gradients.clear(slots)
+
+    # -- the step ------------------------------------------------------------------------------------------------------
 
     def jobs(self, group: Group, wanted: Callable[[Slot], bool] = lambda slot: True) -> list[Job]:
         """What a step would do to ``group`` now: its parameters that have gradients and belong to the optimizer."""
@@ -319,108 +382,54 @@ class StepControl:
         found = []
         for slot in group.slots:
             hyper = self.source.hyper_of(slot)
-            if hyper is not None and wanted(slot) and self._engine.gradients.has(slot):
+            if hyper is not None and wanted(slot) and self._gradients.has(slot):
                 if slot not in self.steps:
                     self.steps[slot] = torch.zeros((), dtype=torch.float32)
                 found.append(Job(slot, self.steps[slot], hyper))
         return found
 
-    def collect(self) -> None:
-        """Let every gradient arrive and be measured."""
-        self._engine.gradients.finish_backward()
-        for group in self._engine.groups:
-            if not self._engine.gradients.is_measured(group):
-                self._engine.worker.submit(self._engine.gradients.home.measure, group, group=group.index)
-        self._engine.worker.drain()
+    def check_gradients(self) -> None:
+        """
+        Raises:
+            StaleTensor: an update, or a task on gradients since they were last given up, has failed.
+        """
+        self._host.check_gradients()
 
-    def promise(self, wanted: Callable[[Slot], bool], factor: torch.Tensor | None) -> None:
-        """The step has come: confirm what was anticipated rightly, queue the rest with gradients times ``factor``."""
-        self._engine.gradients.finish_backward()
-        for group in self._engine.groups:
+    def check_whole(self) -> None:
+        """
+        Raises:
+            StaleTensor: an update failed: some groups are a step ahead of others.
+        """
+        self._host.check_whole()
+
+    def commit_step(self, wanted: Callable[[Slot], bool], factor: torch.Tensor | None) -> None:
+        """The step has come: commit early updates that are as it asks, queue the others with gradients times
+        ``factor``.
+        """
+        self._gradients.finish_backward()
+        for group in self._groups:
             jobs = self.jobs(group, wanted)
-            if self._level0 is not None and group in self._level0:
-                confirmed = self._level0.is_anticipated(group) and self._level0.confirm(group, jobs, factor)
-                if jobs and not confirmed:
-                    self._level0.update(group, jobs, factor)
-                elif confirmed and not self.source_keeps_gradients:
-                    self._engine.gradients.consume(group)
-                continue
-            speculation = self._speculated.get(group.index)
-            if speculation is not None:
-                if factor is None and same_jobs(speculation.jobs, jobs):
-                    del self._speculated[group.index]
-                    self._engine.worker.submit(self._drop, speculation, group=group.index)
-                    if speculation.undo is None:
-                        self._engine.gradients.consume(group)
-                    continue
-                self._roll_back(group)
-            if jobs:
-                self._queue(group, jobs, factor, None)
-        if self._level0 is not None:
-            self._level0.end_step()
+            early = self._speculation.commit(group, jobs, factor)
+            if early is None and jobs:
+                self._place_of(group).update(group, jobs, factor)
+            elif early is not None and early.is_final:  # its gradient never left level 0, or was overwritten in storage
+                self._gradients.clear(group.slots)
+        if self._device is not None:
+            self._device.end_step()
         self._forwards = 0
         self._open_window = False
         self._clipped = factor is not None
 
-    @property
-    def source_keeps_gradients(self) -> bool:
-        """Whether gradients are at home after an update behind the backward."""
-        return self.source is not None and self.source.undo
+    def skip_step(self) -> None:
+        """The step has come but must change nothing (gradients that are not finite)."""
+        self.roll_back()
+        self._forwards = 0
 
     def begin_window(self) -> None:
         """All gradients were given up: if there were any since the last step, micro-batches are counted anew."""
         if self._open_window:
             self._forwards, self._open_window = 0, False
 
-    def refuse(self) -> None:
-        """The step has come but must change nothing (gradients that are not finite)."""
-        self.rollback()
-        self._forwards = 0
-
-    @uninterrupted()
-    def _queue(self, group: Group, jobs: list[Job], factor: torch.Tensor | None, undo: Undo | None) -> None:
-        self._engine.weights.invalidate(group)
-        load = self._engine.weights.last_load(group)
-        task = self._engine.worker.submit(
-            self._update,
-            group,
-            jobs,
-            factor,
-            undo,
-            load,
-            self._forgiven[group.index],
-            group=group.index,
-            postponable=True,
-        )
-        self._updating[group.index] = task
-        self._engine.gradients.occupy(group, task)
-
-    def _update(
-        self,
-        group: Group,
-        jobs: list[Job],
-        factor: torch.Tensor | None,
-        undo: Undo | None,
-        load: Transfer | None,
-        forgiven: int,
-    ) -> None:
-        """The worker's part of `_queue`. ``forgiven``: failures of the group's tasks that concern no gradient of this update."""
-        try:
-            if self._engine.worker.failures[group.index] != forgiven:
-                if undo is not None:
-                    return  # its step will be refused, and there is nothing to roll back
-                raise StaleTensor(f"the gradient of {group.name!r} did not arrive: its update was not made")
-            self._update_now(group, jobs, factor, undo, load)
-        except BaseException:
-            self._broken = self._broken or undo is None  # a rollback makes good what a speculation left
-            raise
-
-    def _update_now(
-        self, group: Group, jobs: list[Job], factor: torch.Tensor | None, undo: Undo | None, load: Transfer | None
-    ) -> None:
-        if load is not None:
-            load.wait()  # a stream that waits is not enough: the host is about to write what the copy reads
-        gradients = self._engine.gradients
-        self._updater.update(group, jobs, gradients.home.kind_at_home(group), factor, undo)
-        if factor is not None:
-            gradients.home.forget_norms(group)
+    def forgive(self) -> None:
+        """All gradients were given up: what failed until now concerns none that comes."""
+        self._host.forgive()

@@ -1,10 +1,12 @@
 """What transforms of torch.func (grad, vjp, jacrev, vmap, ...) see of offloaded parameters.
 
-A transform wraps its inputs in C++, past ``__torch_function__``: of an offloaded parameter it would wrap the placeholder, and compute with
-NaN. So the functions that wrap are given a check, once a process; there is no other place at which a parameter is seen.
+A transform wraps its inputs in C++, past ``__torch_function__``: of an offloaded parameter it would wrap the
+placeholder, and compute with NaN. So the functions that wrap are given a check, once a process; there is no other place
+at which a parameter is seen.
 
-What a transform saves for its own backward it keeps by reference, and allows no `saved_tensors_hooks`: a parameter that is saved itself
-(a norm's weight) would be a placeholder again by then. So inside one, modules compute with views, which keep the loaded bytes.
+What a transform saves for its own backward it keeps by reference, and allows no `saved_tensors_hooks`: a parameter that
+is saved itself (a norm's weight) would be a placeholder again by then. So inside one, modules compute with views, which
+keep the loaded bytes.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ def _checked(wrap: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def computing_with_views(module: nn.Module, slots: Collection[Slot]) -> Iterator[None]:
-    """Inside, the parameters of ``slots``, which are in use, are views of themselves in ``module``, as `functional_call` would have it."""
+    """Inside, the parameters of ``slots``, which are in use, are views of themselves in ``module``, as
+    `functional_call` would have it.
+    """
     replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     wanted = set(slots)
     try:

@@ -20,8 +20,13 @@ from vblackwell.offload.layout.formats import EXACT
 from vblackwell.offload.layout.groups import Group, find_groups
 from vblackwell.offload.layout.lanes import LaneTimes, simulate
 from vblackwell.offload.layout.pieces import num_elements
-from vblackwell.offload.layout.placement import CUDA_ACTIVATION_SHARE, CUDA_GROUPS, StreamingOptions, bytes_by_level
-from vblackwell.offload.movement.level0_updates import deferred_groups
+from vblackwell.offload.layout.placement import (
+    CUDA_ACTIVATION_SHARE,
+    CUDA_GROUPS,
+    StreamingOptions,
+    bytes_by_level,
+    deferred_groups,
+)
 from vblackwell.planner.level_sizes import StackConfig, stack_config
 from vblackwell.planner.memory_estimate import (
     Batches,

@@ -22,8 +22,11 @@ from vblackwell.offload.layout.groups import Group, find_groups
 from vblackwell.offload.layout.lanes import LaneTimes, disk_hidden_from, simulate
 from vblackwell.offload.layout.pieces import num_elements
 from vblackwell.offload.layout.placement import (
+    AHEAD,
     CUDA_GROUPS,
+    MAX_LOCKED,
     MAX_RESIDENT,
+    NEWEST,
     RING_GROUPS,
     RING_SHARE,
     StreamingOptions,
@@ -31,8 +34,6 @@ from vblackwell.offload.layout.placement import (
     passing_bytes,
     state_bytes,
 )
-from vblackwell.offload.movement.activations import AHEAD, NEWEST
-from vblackwell.offload.movement.level0_updates import MOST_LENT
 from vblackwell.planner.estimator import Run, threads_bytes
 from vblackwell.planner.memory_estimate import P99_BYTES
 from vblackwell.planner.placement import Bounds, Choice, Lacking, Plan, Prediction, Space, make_plan
@@ -288,7 +289,7 @@ class Forecast:
         largest = max((group.num_bytes for group in groups), default=1)
         passing = max((passing_bytes(group) for group in groups if group.trainable()), default=0)
         ring = 0 if choice.update == "home" else min(int(RING_GROUPS * passing), int(free * RING_SHARE))
-        slack = min((LEAVING + MOST_LENT) * largest, free // 3)
+        slack = min((LEAVING + MAX_LOCKED) * largest, free // 3)
         whole = sum(group.num_bytes for group in groups)
         left = free - ring - slack
         keeps = choice.update != "home" and not self.machine.undo

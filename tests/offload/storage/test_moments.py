@@ -46,7 +46,7 @@ def raw_moments(model: nn.Module, optimizer: VGPUAdamW) -> dict[str, list[torch.
     engine.finish()
     found: dict[str, list[torch.Tensor]] = {}
     for group in engine.groups:
-        opened = {kind: engine.homes.open(group, kind).clone() for kind in PACKED_MOMENTS}
+        opened = {kind: engine.storage.open(group, kind).clone() for kind in PACKED_MOMENTS}
         for slot in group.slots:
             found[slot.name] = list(moment_parts(slot, opened).values())
     return found

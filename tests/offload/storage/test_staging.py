@@ -18,7 +18,7 @@ from vblackwell.errors import InsufficientMemory
 from vblackwell.kernels.optimizer.adamw import adamw_piece
 from vblackwell.offload.layout.formats import EXACT, Formats
 from vblackwell.offload.movement import lane_cuda
-from vblackwell.offload.movement.lane import QueuedLane
+from vblackwell.offload.movement.lane import Lane
 from vblackwell.offload.movement.lane_cuda import CudaLane
 from vblackwell.offload.movement.worker import Worker
 from vblackwell.offload.storage.ledger import Ledger
@@ -119,7 +119,7 @@ class Refusing:
         return copy(queue, what)
 
 
-@pytest.mark.parametrize("lane", [QueuedLane, CudaLane])
+@pytest.mark.parametrize("lane", [Lane, CudaLane])
 def test_an_update_that_fails_in_its_middle_leaves_nothing_under_way(lane, worker, monkeypatch):
     """Whoever lent it memory may give that away when it raises; and the ring is whole for the next one."""
     on_a_cpu(monkeypatch)
@@ -142,7 +142,7 @@ def test_an_update_that_fails_in_its_middle_leaves_nothing_under_way(lane, worke
     assert failed > 60
 
 
-@pytest.mark.parametrize("lane", [QueuedLane, CudaLane])
+@pytest.mark.parametrize("lane", [Lane, CudaLane])
 def test_what_was_brought_up_for_nobody_has_come_when_its_memory_goes(lane, worker, monkeypatch):
     """A model may be collected in the middle of a step: nobody drains its lane then."""
     on_a_cpu(monkeypatch)
@@ -151,7 +151,7 @@ def test_what_was_brought_up_for_nobody_has_come_when_its_memory_goes(lane, work
         world.lane.expect(world.groups)
         world.lane.pump()
         assert world.queues.states_in._items
-        world.homes.close()
+        world.storage.close()
         assert not world.queues.states_in._items
         world.stack.close()
 
@@ -202,7 +202,7 @@ def nothing_is_stale(patch: pytest.MonkeyPatch) -> None:
 
 
 def pieces_are_never_stale(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(QueuedLane, "_stamps", lambda self, wanted, sources: ())
+    patch.setattr(Lane, "_stamps", lambda self, wanted, sources: ())
 
 
 def writes_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
@@ -210,7 +210,7 @@ def writes_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
 
 
 def loads_are_not_ordered(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(QueuedLane, "order_loads", lambda self, end: None)
+    patch.setattr(Lane, "order_loads", lambda self, end: None)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,15 @@ class AccessTrace:
         self._current = []
         self._cursor = 0
 
+    def forget_pass(self) -> None:
+        """What was used since `begin_pass` is no pass to predict by."""
+        self._current = []
+
+    @property
+    def last_pass(self) -> list[int]:
+        """The recorded pass that is the prediction."""
+        return self._previous
+
     def use(self, index: int) -> None:
         """Group ``index`` is used now. Repetitions in a row count once."""
         if self._current and self._current[-1] == index:

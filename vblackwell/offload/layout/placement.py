@@ -63,6 +63,10 @@ MIN_SHARE, MAX_SHARE = 0.02, 0.5  # less is not worth a thread
 FIRST_SHARE = 0.15  # of the groups: they are not updated on the host while others can be
 DEFERRED_SHARE = 0.15  # of the elements that are updated on a GPU
 GROUPS_IN_USE = 3  # of the loaded ones: the one that computes, the next, and one on its way
+# Groups whose weights stay on level 0 while they are stored after an update there; the host may be many groups ahead of that.
+MAX_LOCKED = 4
+NEWEST = 2  # inputs of checkpoints that stay on level 0 in any case: one is read by its layer, one is on its way
+AHEAD = 3  # checkpoints whose inputs are loaded before backward asks for them
 
 Measured = Callable[[], tuple[float, float]]  # link in bytes/s each way and CPU in parameters/s, while both work
 

@@ -1,30 +1,34 @@
 """Boundary activations in host memory: what a checkpointed layer keeps for backward leaves level 0 and is back in time.
 
 With checkpointing each layer keeps its input, so n layers keep n boundaries on level 0 for most of a step. Here a
-boundary's bytes leave as soon as its layer has it, and return while the layers behind it run backward::
+boundary's bytes leave as soon as its layer has it, and return while the layers after it run backward::
 
     store = ActivationStore(stack, "activations")
     with store.forward_of(model):
         loss = model(...)
     loss.backward()
 
-*How it sees them.* Around each checkpoint `saved_tensors_hooks` catch the inputs (`nn.checkpoint`). Hooks that were active
-before are asked first and keep what they want. A recompute is left alone.
+*How it sees them.* Around each checkpoint `saved_tensors_hooks` catch the inputs (`nn.checkpoint`). Hooks that were
+active before are asked first and keep what they want. A recompute is left alone.
 
-*Leaving.* The newest `NEWEST` boundaries, and as many more as ``keep_bytes`` allows, stay on level 0; the others are let go
-after the computing stream was made to wait for their copies. So the memory is reused in stream order, and its peak does not
-depend on how far the host runs ahead, as it would if the host polled for the end of each copy. What the last forward
-let turn around without leaving is not copied at all in the next one.
+*Leaving.* The newest `NEWEST` boundaries, and as many more as ``keep_bytes`` allows, stay on level 0; the others are
+let go after the computing stream was made to wait for their copies. So the memory is reused in stream order, and its
+peak does not depend on how far the host runs ahead, as it would if the host polled for the end of each copy. What the
+last forward let turn around without leaving is not copied at all in the next one.
 
 *Coming back.* Autograd asks in the reverse order. Each answer starts the loads of the boundaries before it into
 fresh buffers from the computing stream's pool; a load begins after what that stream has queued.
 
-*Ownership.* Autograd holds the only strong reference to what it will ask for: a graph that dies, after backward or because
-the forward was interrupted, gives its buffers back by reference counts. With ``retain_graph`` they are read again.
+*Ownership.* Autograd holds the only strong reference to what it will ask for: a graph that dies, after backward or
+because the forward was interrupted, gives its buffers back by reference counts. With ``retain_graph`` they are read
+again.
+
+*Host memory.* Buffers are taken from the stack once and used again and again (`HostBuffers`).
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections import deque
@@ -37,15 +41,132 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from vblackwell.errors import ConfigurationError, StaleTensor
-from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.errors import ConfigurationError, InsufficientMemory, StaleTensor
+from vblackwell.memory.cache.stack import Reservation, VGPUStack
 from vblackwell.memory.copying import copy_streams
 from vblackwell.memory.level import Transfer
 from vblackwell.nn.decoder.checkpoint import inputs_saved_under
-from vblackwell.offload.movement.host_buffer import HostBuffer, HostBuffers
-from vblackwell.offload.movement.loaded import SavedTensor
-from vblackwell.offload.movement.stall import Stalls
-from vblackwell.units import MiB
+from vblackwell.offload.layout.placement import AHEAD, NEWEST
+from vblackwell.offload.movement.room import Stalls
+from vblackwell.offload.movement.weights import SavedTensor
+from vblackwell.units import KiB, MiB, align_up, format_bytes
+
+
+class HostBuffer:
+    """A reserved range of host memory.
+
+    Attributes:
+        reservation: the range. num_bytes: its size.
+        pending: the last copy into it and the last one out of it; they may still be under way.
+    """
+
+    __slots__ = ("num_bytes", "pending", "reservation")
+
+    def __init__(self, reservation: Reservation) -> None:
+        self.reservation = reservation
+        self.num_bytes = reservation.num_bytes
+        self.pending: list[Transfer] = []
+
+
+class HostBuffers:
+    """The buffers of one owner. Not thread-safe: the owner has a lock.
+
+    Args:
+        stack: level 0 is where the bytes come from; the buffers are on its first level in RAM below that.
+        name: of their reservations.
+
+    Raises:
+        ConfigurationError: the stack has no level in RAM below level 0.
+        InsufficientMemory: that level is full.
+    """
+
+    def __init__(self, stack: VGPUStack, name: str) -> None:
+        in_ram = (
+            i for i, level in enumerate(stack.levels) if i and level.device is not None and level.device.type == "cpu"
+        )
+        level = next(in_ram, None)
+        if level is None:
+            raise ConfigurationError(
+                f"{name!r} needs host memory, and the stack has no level in RAM below level 0: add a 'cpu' level"
+            )
+        self.level = level
+        self._stack = stack
+        self._name = name
+        self._all: dict[HostBuffer, None] = {}
+        self._free: list[HostBuffer] = []
+        self._serial = itertools.count()
+        # The first range of a level may start CUDA, to pin it. That must not happen in the middle of a checkpoint,
+        # which has saved the state of the generators that existed when it began.
+        stack.unreserve(stack.reserve(f"{name}#first", 1, level))
+
+    @property
+    def num_bytes(self) -> int:
+        """All bytes that are reserved now."""
+        return sum(buffer.num_bytes for buffer in self._all)
+
+    def take(self, num_bytes: int) -> HostBuffer:
+        """A buffer of at least ``num_bytes``, ready for `VGPUStack.write`.
+
+        Raises:
+            InsufficientMemory: none is free, and the level has no room for another one.
+        """
+        wanted = _rounded(num_bytes)
+        fitting = [buffer for buffer in self._free if buffer.num_bytes >= wanted]
+        if not fitting:
+            if self._free:
+                self._end(max(self._free, key=lambda buffer: buffer.num_bytes))
+            buffer = self._reserve(wanted)
+            self._all[buffer] = None
+            return buffer
+        buffer = min(fitting, key=lambda buffer: buffer.num_bytes)  # of equal ones the first: it has been free longest
+        self._free.remove(buffer)
+        for transfer in buffer.pending:
+            transfer.wait_on(self._outward_stream())
+        buffer.pending.clear()
+        return buffer
+
+    def give(self, buffer: HostBuffer) -> None:
+        """End of `take`. Its pending copies need not be over."""
+        self._free.append(buffer)
+
+    def close(self) -> None:
+        """Wait for all copies, also those of buffers in use, and give every range back. Idempotent."""
+        for buffer in list(self._all):
+            self._end(buffer)
+
+    def _reserve(self, num_bytes: int) -> HostBuffer:
+        name = f"{self._name}#{next(self._serial)}"
+        try:
+            return HostBuffer(self._stack.reserve(name, num_bytes, self.level))
+        except InsufficientMemory as error:
+            level = self._stack.levels[self.level]
+            free = level.capacity_bytes - level.used_bytes
+            raise InsufficientMemory(
+                f"{self._name!r} holds {format_bytes(self.num_bytes)} of host memory and needs {format_bytes(num_bytes)} more, but "
+                f"{level.name} has {format_bytes(free)} free: raise host_memory (the capacity of "
+                "the level), keep more of it on level 0, use a smaller batch, or, where a model's states spill to a disk, keep RAM free of "
+                "them with activation_bytes=",
+                needed_bytes=num_bytes,
+                available_bytes=free,
+            ) from error
+
+    def _end(self, buffer: HostBuffer) -> None:
+        for transfer in buffer.pending:
+            transfer.wait()
+        self._stack.unreserve(buffer.reservation)
+        del self._all[buffer]
+        if buffer in self._free:
+            self._free.remove(buffer)
+
+    def _outward_stream(self) -> Any:
+        """The stream on which level 0's bytes leave; None on the CPU."""
+        device = self._stack.level0_device
+        return copy_streams(device).d2h if device.type == "cuda" else None
+
+
+def _rounded(num_bytes: int) -> int:
+    """``num_bytes`` in steps of an eighth of the power of two below it, at least of a page."""
+    return align_up(num_bytes, max(4 * KiB, 1 << max(0, num_bytes.bit_length() - 4)))
 
 
 class Load(NamedTuple):
@@ -67,12 +188,13 @@ class Boundary:
         departed: where a note goes when nobody wants the tensor any more.
 
     Attributes:
-        resident: the tensor while it is on level 0, without its graph. version: autograd's count of in-place writes to it.
+        resident: the tensor while it is on level 0, without its graph. version: autograd's count of in-place writes to
+            it.
         spoiled: it was written to before its copy was over.
         lead_bytes: distance of its address from an aligned one; kernels choose by alignment, so it is kept.
         span_bytes: from its first to its last element in memory; these bytes travel.
         buffer, sent: where they are in host memory, and the copy there; None as long as they did not leave.
-        load: their way back, from when it was started until backward asked.
+        load: their copy to level 0, from when it was started until backward asked.
         saves, calls, last_call: how often it was saved, by how many checkpoints, and which was the last.
     """
 
@@ -97,7 +219,7 @@ class Boundary:
         return tensor.as_strided((self.span_bytes // tensor.element_size(),), (1,), tensor.storage_offset())
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The tensor over ``flat``, uint8, which has the span behind ``lead_bytes``."""
+        """The tensor over ``flat``, uint8, which has the span after ``lead_bytes``."""
         start = (flat.storage_offset() + self.lead_bytes) // self.dtype.itemsize
         tensor = torch.empty(0, dtype=self.dtype, device=flat.device)
         return tensor.set_(flat.untyped_storage(), start, self.shape, self.stride)
@@ -123,7 +245,9 @@ class Ticket:
         tape.append(weakref.ref(self))
 
     def before(self, calls: int) -> list[Ticket]:
-        """What the last ``calls`` checkpoints before this one saved in the same forward, if somebody still holds it; last first."""
+        """What the last ``calls`` checkpoints before this one saved in the same forward, if somebody still holds it;
+        last first.
+        """
         found: list[Ticket] = []
         call = self.call
         for position in range(self._position - 1, -1, -1):
@@ -149,8 +273,6 @@ def _alignment(device: torch.device) -> int:
     return 512 if device.type == "cuda" else 64
 
 
-NEWEST = 2  # boundaries that stay in any case: one is read by its layer, one is on its way
-AHEAD = 3  # checkpoints whose inputs are loaded before backward asks for them
 SHARED_CALLS = 3  # what so many checkpoints keep (rotary tables, an encoder's output) is alive anyway
 SMALLEST_BYTES = 4 * MiB  # the link needs so much at a time to come near its rate
 HOLES = 2  # a strided tensor may span so many times its bytes
@@ -190,8 +312,8 @@ class ActivationStore:
         name: of its reservations in the stack.
         keep_bytes: what may stay on level 0 because backward needs it first.
         smallest_bytes: smaller tensors stay.
-        is_weight: whether a tensor is an offloaded model's own (`Offload.aliases`); such tensors stay. A method is held weakly:
-            what closes a store when its model has died must not keep the model alive.
+        is_weight: whether a tensor is an offloaded model's own (`Offload.aliases`); such tensors stay. A method is held
+            weakly: what closes a store when its model has died must not keep the model alive.
         ahead: of how many checkpoints the inputs are loaded before backward asks for them.
 
     Raises:
@@ -211,12 +333,12 @@ class ActivationStore:
         self._ahead = ahead
         self._buffers = HostBuffers(stack, name)
         self._stalls = Stalls(stack)
-        self._lock = threading.RLock()  # whoever collects garbage may close the store inside it
+        self._lock = threading.RLock()  # collecting garbage inside it may close the store
         self._pass = Pass([], keep_bytes)
         self._call = 0
         self._known: weakref.WeakValueDictionary[tuple[Any, ...], Boundary] = weakref.WeakValueDictionary()
         self._window: list[weakref.ref[Boundary]] = []  # on level 0, to leave when newer ones come; oldest first
-        self._coming: list[weakref.ref[Boundary]] = []  # on their way back; oldest first
+        self._coming: list[weakref.ref[Boundary]] = []  # on their way to level 0; oldest first
         self._departed: Departed = deque()
         self._retired: list[Transfer] = []  # copies of which nobody wants anything but their end
         self._closed = False
@@ -305,7 +427,7 @@ class ActivationStore:
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.device != self._device:
             return False
         if tensor.is_conj() or tensor.is_neg() or (tensor.is_leaf and tensor.requires_grad):
-            return False  # a leaf that wants a gradient is a parameter: whoever made it holds it
+            return False  # a leaf that wants a gradient is a parameter, which its module holds
         if not self._smallest_bytes <= span_bytes(tensor) <= HOLES * tensor.nbytes:
             return False
         is_weight = self.is_weight
@@ -429,7 +551,7 @@ class ActivationStore:
             boundary.load = None
 
     def _collect(self) -> None:
-        """Take back what graphs that have died left behind."""
+        """Take the buffers of graphs that have died."""
         while self._departed:
             buffer, load = self._departed.popleft()
             self._buffers.give(buffer)

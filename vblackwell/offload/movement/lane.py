@@ -1,18 +1,23 @@
-"""Updates on level 0: a group's optimizer states come up, AdamW runs there, and everything goes home again.
+"""Updates on level 0: a group's optimizer states come up, AdamW runs there, and everything goes back to storage.
 
-Weights and gradient are on level 0 already when the update runs behind the group's backward; then only what AdamW keeps beside them
-passes through: for bf16 weights with split masters 10 bytes a parameter in and 12 out (FACTS: an update on the CPU is what makes offloaded
-training slow). An update that comes later brings weights and gradient the same way.
+Weights and gradient are on level 0 already when the update runs after the group's backward; then only what AdamW keeps
+next to them passes through: for bf16 weights with split masters 10 bytes a parameter in and 12 out (an update on the
+CPU is what makes offloaded training slow). An update that comes later brings weights and gradient the same way.
 
 Groups with 8-bit moments (`formats`) are updated here with and without a GPU: `adamw8_piece` gives both the same bits.
 
-States pass in pieces through a ring of buffers that is taken once. The order is that of three queues (in, update, out) and their
-marks (`QueuedLane`, `lane_queues`); the host waits for nothing but a disk.
+States pass in pieces through a ring of buffers that is taken once. The order is that of three queues (`lane_queues`),
+joined by marks: a buffer is filled in ``states_in``, updated in ``update`` and emptied in ``states_out``; what fills it
+next waits, on the device, for the mark after its emptying. So the host queues a whole group at once and goes on
+launching the model's kernels, and the ring runs ahead of backward by as much as it holds. A piece is brought up before
+its gradient exists (`pump`) if the last step tells which group comes next.
+
+Ranges on a disk are copied from and to the host memory in which the group is staged (`Stage`). Where they are not there
+in time the host waits for the disk, which then is what the step waits for anyway.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -51,14 +56,16 @@ class LaneJob:
 
     Attributes:
         numbers: what to update, with AdamW's numbers; the group's other parameters go through unchanged.
-        weight: the group's flat compute weights on level 0, there after ``last_load`` at the latest, changed in place; None: they come
-            from home.
-        gradient: the group's flat gradient on level 0 in compute type; None: it comes from home.
-        gradient_kind: which range at home holds it then, or, beside a ``gradient`` on level 0, the sum of earlier micro-batches; None: no
-            range does.
+        weight: the group's flat compute weights on level 0, there after ``last_load`` at the latest, changed in place;
+            None: they come from storage.
+        gradient: the group's flat gradient on level 0 in compute type; None: it comes from storage.
+        gradient_kind: which range holds it then, or, next to a ``gradient`` on level 0, the sum of earlier
+            micro-batches; None: no range does.
         factor: fp32 scalar that gradients are multiplied by; None for 1.
-        sources, targets: ranges that are read and written, by kind; the targets are the group's own, or take their place at the step.
-        last_load: the newest copy of the group's compute weights to level 0; what it reads is not written before it is over.
+        sources, targets: ranges that are read and written, by kind; the targets are the group's own, or take their
+            place at the step.
+        last_load: the newest copy of the group's compute weights to level 0; what it reads is not written before it is
+            over.
     """
 
     group: Group
@@ -74,10 +81,16 @@ class LaneJob:
 
 @dataclass(eq=False)
 class LaneEnd:
-    """When an update is over: ``computed`` on level 0, ``stored`` in the home ranges too."""
+    """When an update is over.
+
+    Attributes:
+        computed: on level 0. stored: in storage, too. weights: the compute weights are in storage, which loads of them
+            wait for; states may be on their way to a disk for long.
+    """
 
     computed: Transfer
     stored: Transfer
+    weights: Transfer
 
 
 @dataclass(eq=False)
@@ -115,7 +128,8 @@ def update_part(
     """AdamW in place on a part of a parameter, in the formats of its group.
 
     Args:
-        part: ``weight``, ``remainder`` if there is one, and the moments, each (n,) in its range's type; scales (ceil(n / 256),).
+        part: ``weight``, ``remainder`` if there is one, and the moments, each (n,) in its range's type; scales (ceil(n
+            / 256),).
         gradient: (n,) in compute type or fp32.
         previous: (n,), the sum of gradients of earlier micro-batches; None for 0.
         factor: fp32 scalar that the sum is multiplied by; None for 1.
@@ -134,7 +148,45 @@ def update_part(
         adamw_piece(weight, remainder, exp_avg, exp_avg_sq, gradient, numbers, previous=previous, factor=factor)
 
 
-class Lane(ABC):
+@dataclass(frozen=True)
+class Wanted:
+    """A piece that comes up, and the kinds of it."""
+
+    group: Group
+    piece: Piece
+    kinds: tuple[str, ...]
+    places: dict[str, slice] = field(compare=False, repr=False)  # in a buffer
+
+
+@dataclass(eq=False)
+class Filled:
+    """A buffer that is being filled from ranges as ``stamps`` tell; ``arrived`` is after the copies."""
+
+    wanted: Wanted
+    buffer: Buffer
+    stamps: tuple[Stamp, ...]
+    arrived: Mark
+
+
+class _Idle(Transfer):
+    """Everything that queues have been given, whenever it is asked about."""
+
+    def __init__(self, queues: Queues) -> None:
+        self._queues = queues
+
+    def wait(self) -> None:
+        for queue in self._queues.all:
+            with suppress(Exception):  # of what was queued: its owner has heard of it
+                queue.synchronize()
+
+    def wait_on(self, stream: Any) -> None:
+        self.wait()
+
+    def done(self) -> bool:
+        return False
+
+
+class Lane:
     """Runs `LaneJob`s in the order of submission.
 
     Args:
@@ -142,45 +194,53 @@ class Lane(ABC):
         num_buffers: places of the ring.
     """
 
-    def __init__(self, stack: VGPUStack, homes: Storage, memory: torch.Tensor, num_buffers: int) -> None:
+    def __init__(
+        self, stack: VGPUStack, storage: Storage, memory: torch.Tensor, num_buffers: int, queues: Queues, stage: Stage,
+        worker: Worker,
+    ) -> None:  # fmt: skip
         size = memory.numel() // num_buffers // ALIGNMENT * ALIGNMENT
         assert size >= MIN_BUFFER_BYTES, (memory.numel(), num_buffers)
         self._stack = stack
-        self._homes = homes
+        self._storage = storage
         self._ring = [Buffer(memory[index * size : (index + 1) * size]) for index in range(num_buffers)]
+        self._queues = queues
+        self._stage = stage
+        self._worker = worker
+        self._free: deque[tuple[Buffer, Mark | None]] = deque((buffer, None) for buffer in self._ring)
+        self._ahead: deque[Filled] = deque()
+        self._expected: deque[Wanted] = deque()
+        self._stored: dict[int, Mark] = {}
+        self._cut: dict[tuple[int, tuple[str, ...]], list[Wanted]] = {}
+        # The factors that jobs read: nobody may get their memory before the device is done with it.
+        self._in_use: deque[tuple[Mark, Any]] = deque()
+        # A model that dies between two steps leaves copies into the ring under way, of pieces that nobody takes.
+        storage.in_flight.add(_Idle(queues))
+        memory.zero_()
+        for queue in queues.all:
+            queues.follow(queue, queues.computing())
 
-    @abstractmethod
-    def submit(self, job: LaneJob) -> LaneEnd:
-        """Queue ``job``. What it reads on level 0 must be ordered behind the current stream.
+    def expect(self, groups: Iterable[Group]) -> None:
+        """The groups whose updates come next, in order; their stored states do not change before. Only a prediction."""
+        self._drop_ahead()
+        self._expected.clear()
+        for group in groups:
+            self._expected.extend(self._pieces(group, tuple(self.states_of(group))))
 
-        The caller keeps the gradient until the update is ``computed``, the weights until it is ``stored``.
-        """
+    def states_of(self, group: Group) -> list[str]:
+        """What AdamW keeps of ``group`` next to the compute weight, and not on level 0."""
+        return [] if self._is_here(group) else self._storage.states_of(group)
 
-    def pump(self) -> None:  # noqa: B027 (optional)
-        """Bring up what the next updates will need, as far as the ring has room. Never blocks."""
-
-    def expect(self, groups: Iterable[Group]) -> None:  # noqa: B027
-        """The groups whose updates come next, in order; their states at home do not change before. Only a prediction."""
-
-    def order_loads(self, end: LaneEnd) -> None:
-        """Let weights that are loaded from now on be those that ``end`` stores."""
-        end.stored.wait()
-
-    def drain(self) -> None:  # noqa: B027
-        """Return when everything submitted is stored."""
+    def _is_here(self, group: Group) -> bool:
+        return self._storage.range(group, "weight").level == 0
 
     def loads_of(self, job: LaneJob) -> list[str]:
-        """The kinds that come from home."""
+        """The kinds that come from storage."""
         found = self.states_of(job.group)
         if job.weight is None:
             found.append("weight")
         if job.gradient_kind is not None:
             found.append(job.gradient_kind)
         return found
-
-    def states_of(self, group: Group) -> list[str]:
-        """What AdamW keeps of ``group`` beside the compute weight, and not on level 0."""
-        return self._homes.states_of(group)
 
     def most_elements(self, group: Group, kinds: Sequence[str]) -> int:
         """Elements of which all ``kinds`` fit one buffer."""
@@ -205,10 +265,10 @@ class Lane(ABC):
         found = dict(arrived)
         if job.weight is not None:
             found["weight"] = cut(job.weight, group, "weight", piece)
-        at_home = None if job.gradient_kind is None else typed(found.pop(job.gradient_kind), group, job.gradient_kind)
+        on_host = None if job.gradient_kind is None else typed(found.pop(job.gradient_kind), group, job.gradient_kind)
         fresh = None if job.gradient is None else typed(cut(job.gradient, group, "gradient", piece), group, "gradient")
-        gradient, previous = (at_home, None) if fresh is None else (fresh, at_home)
-        assert gradient is not None, "a gradient is on level 0 or at home"
+        gradient, previous = (on_host, None) if fresh is None else (fresh, on_host)
+        assert gradient is not None, "a gradient is on level 0 or in host memory"
         elements = {kind: typed(flat, group, kind) for kind, flat in found.items()}
         for slot, start, stop in parts_of(group, piece):
             if slot not in job.numbers:
@@ -221,88 +281,6 @@ class Lane(ABC):
             )  # fmt: skip
         return found
 
-
-@dataclass(frozen=True)
-class Wanted:
-    """A piece that comes up, and the kinds of it."""
-
-    group: Group
-    piece: Piece
-    kinds: tuple[str, ...]
-    places: dict[str, slice] = field(compare=False, repr=False)  # in a buffer
-
-
-@dataclass(eq=False)
-class Filled:
-    """A buffer that is being filled from ranges as ``stamps`` tell; ``arrived`` is behind the copies."""
-
-    wanted: Wanted
-    buffer: Buffer
-    stamps: tuple[Stamp, ...]
-    arrived: Mark
-
-
-@dataclass(eq=False)
-class QueuedEnd(LaneEnd):
-    """``weights``: the compute weights are at home, which loads of them wait for. States may be on their way to a disk for long."""
-
-    weights: Transfer
-
-
-class _Idle(Transfer):
-    """Everything that queues have been given, whenever it is asked about."""
-
-    def __init__(self, queues: Queues) -> None:
-        self._queues = queues
-
-    def wait(self) -> None:
-        for queue in self._queues.all:
-            with suppress(Exception):  # of what was queued: its owner has heard of it
-                queue.synchronize()
-
-    def wait_on(self, stream: Any) -> None:
-        self.wait()
-
-    def done(self) -> bool:
-        return False
-
-
-class QueuedLane(Lane):
-    """See the module's text."""
-
-    def __init__(
-        self, stack: VGPUStack, homes: Storage, memory: torch.Tensor, num_buffers: int, queues: Queues, stage: Stage,
-        worker: Worker,
-    ) -> None:  # fmt: skip
-        super().__init__(stack, homes, memory, num_buffers)
-        self._queues = queues
-        self._stage = stage
-        self._worker = worker
-        self._free: deque[tuple[Buffer, Mark | None]] = deque((buffer, None) for buffer in self._ring)
-        self._ahead: deque[Filled] = deque()
-        self._expected: deque[Wanted] = deque()
-        self._stored: dict[int, Mark] = {}
-        self._cut: dict[tuple[int, tuple[str, ...]], list[Wanted]] = {}
-        # The factors that jobs read: nobody may get their memory before the device is done with it.
-        self._in_use: deque[tuple[Mark, Any]] = deque()
-        # A model that dies between two steps leaves copies into the ring under way, of pieces that nobody takes.
-        homes.in_flight.add(_Idle(queues))
-        memory.zero_()
-        for queue in queues.all:
-            queues.follow(queue, queues.computing())
-
-    def expect(self, groups: Iterable[Group]) -> None:
-        self._drop_ahead()
-        self._expected.clear()
-        for group in groups:
-            self._expected.extend(self._pieces(group, tuple(self.states_of(group))))
-
-    def states_of(self, group: Group) -> list[str]:
-        return [] if self._is_here(group) else self._homes.states_of(group)
-
-    def _is_here(self, group: Group) -> bool:
-        return self._homes.range(group, "weight").level == 0
-
     def _pieces(self, group: Group, kinds: tuple[str, ...]) -> list[Wanted]:
         found = self._cut.get((group.index, kinds))
         if found is None:
@@ -312,9 +290,10 @@ class QueuedLane(Lane):
         return found
 
     def pump(self) -> None:
+        """Bring up what the next updates will need, as far as the ring has room. Never blocks."""
         while self._free and self._expected:
             wanted = self._expected[0]
-            sources = {kind: self._homes.range(wanted.group, kind) for kind in wanted.kinds}
+            sources = {kind: self._storage.range(wanted.group, kind) for kind in wanted.kinds}
             far = on_disk(sources)
             staged = self._stage.ready(wanted.group, sources) if far else None
             if staged is None and far:
@@ -323,6 +302,10 @@ class QueuedLane(Lane):
             self._ahead.append(self._bring(wanted, sources, {} if staged is None else staged.views))
 
     def submit(self, job: LaneJob) -> LaneEnd:
+        """Queue ``job``. What it reads on level 0 must be ordered after the current stream.
+
+        The caller keeps the gradient until the update is ``computed``, the weights until it is ``stored``.
+        """
         self._sweep()
         sources = {kind: job.sources[kind] for kind in self.loads_of(job)}
         staged = self._stage.take(
@@ -336,20 +319,20 @@ class QueuedLane(Lane):
                 self._stage.drop(staged)
             raise
 
-    def _submit(self, job: LaneJob, sources: Ranges, staged: Staged | None) -> QueuedEnd:
+    def _submit(self, job: LaneJob, sources: Ranges, staged: Staged | None) -> LaneEnd:
         group, queues = job.group, self._queues
         memory = self._far_memory(sources, staged)
         pieces = self._pieces(group, tuple(sources))
-        own = self._homes.states_of(group) if self._is_here(group) else []  # changed where they are
+        own = self._storage.states_of(group) if self._is_here(group) else []  # changed where they are
         targets = {kind: target for kind, target in job.targets.items() if kind not in own}
         far = self._far_memory(targets, staged)
         queues.follow(queues.update, queues.computing())  # weights, gradient and factor
         if job.gradient_kind is not None:
-            queues.follow(queues.states_in, queues.leaving())  # it is on its way home there
+            queues.follow(queues.states_in, queues.leaving())  # it is on its way out there
         if job.last_load is not None:
             job.last_load.wait_on(queues.states_out)
             job.last_load.wait_on(queues.update)  # it may be what brings ``job.weight``
-        if not pieces:  # everything is on level 0: one piece, nothing moves but the weights, home
+        if not pieces:  # everything is on level 0: one piece, nothing moves but the weights, to storage
             everything = Piece(0, num_elements(group))
             self._send(
                 group, everything, targets, far, *self._compute(job, everything, self._views_here(job, everything))
@@ -363,19 +346,19 @@ class QueuedLane(Lane):
             queues.states_in.synchronize()  # the worker's staging memory, which it gets back now
         return self._end(job, staged)
 
-    def _end(self, job: LaneJob, staged: Staged | None) -> QueuedEnd:
+    def _end(self, job: LaneJob, staged: Staged | None) -> LaneEnd:
         """All of ``job`` is queued."""
         queues = self._queues
         for target in job.targets.values():
-            self._homes.ledger.changed(target)
+            self._storage.ledger.changed(target)
         copied = queues.mark(queues.states_out)
         self._stored[job.group.index] = copied
         self._in_use.append((copied, job.factor))
         computed, weights = queues.transfer(queues.mark(queues.update)), queues.transfer(copied)
         if staged is None:
-            return QueuedEnd(computed, weights, weights)
+            return LaneEnd(computed, weights, weights)
         stored = self._stage.store(staged, job.targets, queues.transfer(queues.waiting_mark(queues.states_out)))
-        return QueuedEnd(computed, stored, stored if "weight" in on_disk(job.targets) else weights)
+        return LaneEnd(computed, stored, stored if "weight" in on_disk(job.targets) else weights)
 
     def _far_memory(self, ranges: Ranges, staged: Staged | None) -> dict[str, torch.Tensor]:
         """The host memory of those ``ranges`` that copies cannot reach."""
@@ -383,7 +366,7 @@ class QueuedLane(Lane):
         for kind, reservation in on_disk(ranges).items():
             if kind in GRADIENTS:  # only where not even gradients have room in RAM
                 self._worker.drain()  # it lands them, and has the memory for them
-                found[kind] = self._homes.open_at(reservation, kind)
+                found[kind] = self._storage.open_at(reservation, kind)
             else:
                 assert staged is not None
                 found[kind] = staged.views[kind]
@@ -400,7 +383,7 @@ class QueuedLane(Lane):
     def _compute(
         self, job: LaneJob, piece: Piece, arrived: dict[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], Mark]:
-        """Queue the arithmetic on one piece; what it gives when it has run, and the mark behind it."""
+        """Queue the arithmetic on one piece; what it gives when it has run, and the mark after it."""
         queues = self._queues
         found: dict[str, torch.Tensor] = {}
         queues.run(queues.update, lambda: found.update(self.arithmetic(job, piece, arrived)))
@@ -409,7 +392,8 @@ class QueuedLane(Lane):
     def _views_here(self, job: LaneJob, piece: Piece) -> dict[str, torch.Tensor]:
         """The states of a group that lives on level 0, where they are."""
         return {
-            kind: self._part(job.sources[kind], {}, job.group, kind, piece) for kind in self._homes.states_of(job.group)
+            kind: self._part(job.sources[kind], {}, job.group, kind, piece)
+            for kind in self._storage.states_of(job.group)
         }
 
     def _sweep(self) -> None:
@@ -429,10 +413,10 @@ class QueuedLane(Lane):
         return self._bring(wanted, sources, memory)
 
     def _stamps(self, wanted: Wanted, sources: Ranges) -> tuple[Stamp, ...]:
-        return tuple(self._homes.ledger.stamp(sources[kind]) for kind in wanted.kinds)
+        return tuple(self._storage.ledger.stamp(sources[kind]) for kind in wanted.kinds)
 
     def _pass(self, job: LaneJob, filled: Filled, targets: Ranges, far: Mapping[str, torch.Tensor]) -> Mark:
-        """Queue the update of what a buffer was filled with, and its way home; the mark behind that."""
+        """Queue the update of what a buffer was filled with, and its way to storage; the mark after that."""
         piece = filled.wanted.piece
         arrived = filled.buffer.views
         if self._is_here(job.group):
@@ -470,7 +454,9 @@ class QueuedLane(Lane):
         self, group: Group, piece: Piece, targets: Ranges, far: Mapping[str, torch.Tensor],
         found: Mapping[str, torch.Tensor], computed: Mark,
     ) -> Mark:  # fmt: skip
-        """Start copying what was computed home; the mark behind the copies. ``far`` is the memory of targets on a disk."""
+        """Start copying what was computed to storage; the mark after the copies. ``far`` is the memory of targets on a
+        disk.
+        """
         queue = self._queues.states_out
         queue.wait_event(computed)
         parts = {kind: self._part(target, far, group, kind, piece) for kind, target in targets.items()}
@@ -480,7 +466,7 @@ class QueuedLane(Lane):
 
     def _level_of(self, reservation: Reservation) -> int:
         """Where the bytes of a range are copied from and to."""
-        return reservation.level if reservation.is_addressable else self._homes.plan.staging_level
+        return reservation.level if reservation.is_addressable else self._storage.plan.staging_level
 
     def _count(self, copied: Copied, moved: list[tuple[int, int, int]]) -> None:
         """Count copies of ``(from level, to level, bytes)`` on their links; the first link carries the time of all."""
@@ -494,7 +480,9 @@ class QueuedLane(Lane):
                 self._stack.count_link(*link, num_bytes)
 
     def _start_over(self) -> None:
-        """Something could not be queued: let the rest of it end, whose memory callers are about to give away, and empty the ring."""
+        """Something could not be queued: let the rest of it end, whose memory callers are about to give away, and empty
+        the ring.
+        """
         self._ahead.clear()
         self._expected.clear()
         try:
@@ -508,7 +496,7 @@ class QueuedLane(Lane):
         self._ahead.clear()
 
     def order_loads(self, end: LaneEnd) -> None:
-        assert isinstance(end, QueuedEnd)
+        """Let weights that are loaded from now on be those that ``end`` stores."""
         for queue in self._queues.loading():
             end.weights.wait_on(queue)
         self._stage.read_ahead()  # forward has begun: what waited for its step is confirmed now
@@ -519,6 +507,7 @@ class QueuedLane(Lane):
             queue.synchronize()
 
     def drain(self) -> None:
+        """Return when everything submitted is stored."""
         self.synchronize()
         self._stage.drain()
         self._sweep()

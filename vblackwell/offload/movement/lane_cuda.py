@@ -1,4 +1,6 @@
-"""Updates on a GPU: queues that are CUDA streams, each in its own order, joined by events; and a lane that fills them by address."""
+"""Updates on a GPU: queues that are CUDA streams, each in its own order, joined by events; and a lane that fills them
+by address.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from vblackwell.memory.transfer import EventTransfer, delayed, transfer_delay
 from vblackwell.offload.layout.formats import element_type
 from vblackwell.offload.layout.pieces import parts_of
 from vblackwell.offload.layout.placement import num_buffers
-from vblackwell.offload.movement.lane import Buffer, Filled, Lane, LaneEnd, LaneJob, QueuedLane, Wanted, bytes_of
+from vblackwell.offload.movement.lane import Buffer, Filled, Lane, LaneEnd, LaneJob, Wanted, bytes_of
 from vblackwell.offload.movement.lane_queues import Copied, Mark, Pairs, Queues, WorkerQueues
 from vblackwell.offload.movement.worker import Worker
 from vblackwell.offload.storage.staging import Ranges, Stage
@@ -32,8 +34,8 @@ class LaneStreams(NamedTuple):
     states_in: torch.cuda.Stream
     update: torch.cuda.Stream
     states_out: torch.cuda.Stream
-    beside_in: torch.cuda.Stream
-    beside_out: torch.cuda.Stream
+    yield_in: torch.cuda.Stream
+    yield_out: torch.cuda.Stream
 
 
 @cache
@@ -53,8 +55,8 @@ class CudaQueues(Queues):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.states_in, self.update, self.states_out, beside_in, beside_out = lane_streams(device)
-        self._beside = {self.states_in: beside_in, self.states_out: beside_out}
+        self.states_in, self.update, self.states_out, yield_in, yield_out = lane_streams(device)
+        self._yields = {self.states_in: yield_in, self.states_out: yield_out}
 
     def computing(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
@@ -89,7 +91,8 @@ class CudaQueues(Queues):
         return Copied(end, EventTransfer(start, end, ()))
 
     def copy_at(self, queue: torch.cuda.Stream, copies: Sequence[tuple[int, int, int]]) -> Copied:
-        """`copy` by ``(target, source, bytes)``, behind copies that other streams have ready; the device must be the current one.
+        """`copy` by ``(target, source, bytes)``, after copies that other streams have ready; the device must be the
+        current one.
 
         The transfer's clock starts when it has its turn.
         """
@@ -98,7 +101,7 @@ class CudaQueues(Queues):
                 transfer_delay("stream")
         (target, source, num_bytes), *others = copies
         first = min(num_bytes, TURN_BYTES)
-        self._copy_beside(queue, target, source, first)
+        self._copy_yielding(queue, target, source, first)
         start, handle = _recorded(queue, enable_timing=True), queue.cuda_stream
         if num_bytes > first:
             others.insert(0, (target + first, source + first, num_bytes - first))
@@ -107,26 +110,27 @@ class CudaQueues(Queues):
         end = _recorded(queue, enable_timing=True)
         return Copied(end, EventTransfer(start, end, ()))
 
-    def _copy_beside(self, queue: torch.cuda.Stream, target: int, source: int, num_bytes: int) -> None:
+    def _copy_yielding(self, queue: torch.cuda.Stream, target: int, source: int, num_bytes: int) -> None:
         """Copy in a stream of its own, before what ``queue`` gets next, so that copies of other streams get their turn.
 
-        A copy engine stays with a stream that has a copy ready, and comes back to it where that waits for events alone, of however many
-        streams: the weights of the next group were seen to wait 106 ms for the states of four. A copy of another stream between two of
-        its own makes the engine go round; it costs 12 us (docs/journal/offload.md).
+        A copy engine stays with a stream that has a copy ready, and comes back to it where that waits for events alone,
+        of however many streams: the weights of the next group were seen to wait 106 ms for the states of four. A copy
+        of another stream between two of its own makes the engine go round; it costs 12 us (docs/journal/offload.md).
         """
-        beside = self._beside[queue]
-        beside.wait_event(_recorded(queue))
+        other = self._yields[queue]
+        other.wait_event(_recorded(queue))
         if delayed():
-            with torch.cuda.stream(beside):
+            with torch.cuda.stream(other):
                 transfer_delay("stream")
-        copy_async(target, source, num_bytes, beside.cuda_stream)
-        queue.wait_event(_recorded(beside))
+        copy_async(target, source, num_bytes, other.cuda_stream)
+        queue.wait_event(_recorded(other))
 
 
-class CudaLane(QueuedLane):
-    """`QueuedLane` on streams, without a tensor for every piece.
+class CudaLane(Lane):
+    """`Lane` on streams, without a tensor for every piece.
 
-    A group is dozens of copies and launches, and what they cost the host is missing where the model's kernels are launched.
+    A group is dozens of copies and launches, and what they cost the host is missing where the model's kernels are
+    launched.
     """
 
     _queues: CudaQueues
@@ -188,10 +192,10 @@ class CudaLane(QueuedLane):
         """Queue AdamW on every parameter's share of the piece."""
         group, piece = wanted.group, wanted.piece
         compute_dtype, kind = group.slots[0].dtype, job.gradient_kind
-        at_home = None if kind is None else (held[kind], element_type(kind, compute_dtype))
+        on_host = None if kind is None else (held[kind], element_type(kind, compute_dtype))
         fresh = None if job.gradient is None else (held["fresh"], compute_dtype)
-        first, second = (at_home, None) if fresh is None else (fresh, at_home)
-        assert first is not None, "a gradient is on level 0 or at home"
+        first, second = (on_host, None) if fresh is None else (fresh, on_host)
+        assert first is not None, "a gradient is on level 0 or in host memory"
         factor = 0 if job.factor is None else job.factor.data_ptr()
         for slot, start, stop in parts_of(group, piece):
             if slot not in job.numbers:
@@ -217,11 +221,11 @@ class CudaLane(QueuedLane):
             )
 
 
-def make_lane(stack: VGPUStack, homes: Storage, ring: Reservation, worker: Worker, least_bytes: int) -> Lane:
+def make_lane(stack: VGPUStack, storage: Storage, ring: Reservation, worker: Worker, least_bytes: int) -> Lane:
     """The lane of a model whose level 0 holds ``ring``, in buffers of at least ``least_bytes``."""
     memory = ring.view()
     assert memory is not None, "level 0 is addressable"
-    count, stage = num_buffers(memory.numel(), least_bytes), Stage(homes)
+    count, stage = num_buffers(memory.numel(), least_bytes), Stage(storage)
     if memory.is_cuda:
-        return CudaLane(stack, homes, memory, count, CudaQueues(memory.device), stage, worker)
-    return QueuedLane(stack, homes, memory, count, WorkerQueues(worker), stage, worker)
+        return CudaLane(stack, storage, memory, count, CudaQueues(memory.device), stage, worker)
+    return Lane(stack, storage, memory, count, WorkerQueues(worker), stage, worker)

@@ -1,8 +1,9 @@
 """The queues in which updates on level 0 run: work in each goes in order, marks join them, and the host need not wait.
 
-`Lane` says what waits for what; this says what a queue and a mark are. On a GPU they are CUDA streams and events (`lane_cuda`). Without
-one, every queue is the model's worker thread, whose order is stricter than any that is asked for. The tests have a third kind, whose
-work runs as late, as early and as interleaved as the declared order allows: on a GPU such orders are rare, and silent.
+`Lane` says what waits for what; this says what a queue and a mark are. On a GPU they are CUDA streams and events
+(`lane_cuda`). Without one, every queue is the model's worker thread, whose order is stricter than any that is asked
+for. The tests have a third kind, whose work runs as late, as early and as interleaved as the declared order allows: on
+a GPU such orders are rare, and silent.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Queue(Protocol):
 
 
 class Copied(NamedTuple):
-    """Copies that were queued: a mark behind them, and a transfer that holds no memory and whose clock tells their time."""
+    """Copies that were queued: a mark after them, and a transfer that holds no memory and whose clock tells their time."""
 
     end: Mark
     transfer: Transfer
@@ -81,7 +82,7 @@ class Queues(ABC):
 
     @abstractmethod
     def mark(self, queue: Any) -> Mark:
-        """A point behind everything that ``queue`` has now."""
+        """A point after everything that ``queue`` has now."""
 
     def waiting_mark(self, queue: Any) -> Mark:
         """`mark` for a thread that will wait for long."""
@@ -100,7 +101,7 @@ class Queues(ABC):
         """Queue copies; what is to be copied is asked for as `run` calls its work."""
 
     def follow(self, queue: Any, other: Any) -> None:
-        """Let what ``queue`` gets from now on start behind everything that ``other`` has now."""
+        """Let what ``queue`` gets from now on start after everything that ``other`` has now."""
         queue.wait_event(self.mark(other))
 
 
@@ -125,7 +126,7 @@ class _Over:
 
 
 class _WorkerMark:
-    """Behind a task of the worker, and so behind all before it."""
+    """After a task of the worker, and so after all before it."""
 
     def __init__(self, task: Future[Any]) -> None:
         self.task = task
@@ -166,7 +167,7 @@ class WorkerQueues(Queues):
         return self._host
 
     def leaving(self) -> HostQueue:
-        return self._host  # gradients at home are landed by earlier tasks of the worker
+        return self._host  # gradients in host memory are landed by earlier tasks of the worker
 
     def loading(self) -> Sequence[HostQueue]:
         return (self._host,)

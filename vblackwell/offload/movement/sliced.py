@@ -1,9 +1,10 @@
 """Embeddings and heads that are larger than level 0: computed in slices of rows, never whole.
 
-The weight (rows, columns) stays at home in one range, so norms, updates and checkpoints do not know of slices. Only what level 0
-sees is cut: forward and backward load a few rows at a time, the next ones while these are used, and the gradient of
-each slice leaves as soon as it exists. An embedding gives the same bits as the whole. A linear layer's input gradient
-becomes a sum over slices, in order: the same mathematics, other last bits; so a leaf is sliced only if it must be.
+The weight (rows, columns) stays in storage in one range, so norms, updates and checkpoints do not know of slices. Only
+what level 0 sees is cut: forward and backward load a few rows at a time, the next ones while these are used, and the
+gradient of each slice leaves as soon as it exists. An embedding gives the same bits as the whole. A linear layer's
+input gradient becomes a sum over slices, in order: the same mathematics, other last bits; so a leaf is sliced only if
+it must be.
 
 The module's class is switched (as `torch.nn.utils.parametrize` does) to one whose forward is sliced; it stays an
 `nn.Embedding` or `nn.Linear` with the same parameter.
@@ -13,30 +14,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from vblackwell.errors import StaleTensor
-from vblackwell.memory.cache.stack import Reservation
+from vblackwell.memory.cache.stack import Reservation, VGPUStack
 from vblackwell.memory.copying import copy_pool, start_copy
 from vblackwell.memory.level import Transfer
 from vblackwell.offload.layout.groups import Group
-
-if TYPE_CHECKING:
-    from vblackwell.offload.engine import Offload
+from vblackwell.offload.movement.gradients import GradientCollector
+from vblackwell.offload.movement.group_state import GroupStates
+from vblackwell.offload.movement.room import Level0Room
+from vblackwell.offload.movement.weights import WeightStreamer, changed_since_forward
+from vblackwell.offload.storage.storage import Storage
 
 
 class SlicedLeaf:
-    """One weight that is computed with in slices."""
+    """One weight that is computed with in slices.
 
-    def __init__(self, engine: Offload, group: Group, num_rows: int) -> None:
-        self.engine = engine
+    Args:
+        wait_for_updates: called with the group; returns when its bytes in storage are those of the last step.
+        before_gradient: called with the group when a gradient is about to come.
+    """
+
+    def __init__(
+        self, group: Group, num_rows: int, stack: VGPUStack, states: GroupStates, storage: Storage, room: Level0Room,
+        weights: WeightStreamer, gradients: GradientCollector, wait_for_updates: Callable[[Group], None],
+        before_gradient: Callable[[Group], None],
+    ) -> None:  # fmt: skip
         self.group = group
         self.slot = group.slots[0]
         self.num_rows = num_rows
-        self.pool = copy_pool(f"slices-{group.name}")
+        self._stack = stack
+        self._states = states
+        self._storage = storage
+        self._room = room
+        self._weights = weights
+        self._gradients = gradients
+        self._wait_for_updates = wait_for_updates
+        self._before_gradient = before_gradient
+        self._pool = copy_pool(f"slices-{group.name}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copied module computes whole, with its own weight
@@ -46,9 +64,9 @@ class SlicedLeaf:
 
     def slices(self) -> Generator[tuple[int, int, torch.Tensor], None, None]:
         """``(first row, row after the last, weight rows on level 0)``; the tensor is valid until the next iteration."""
-        weights = self.engine.weights
-        self.engine.step_control.settle(self.group)
-        self.engine.stack.count_miss(self.engine.homes.range(self.group, "weight").level)
+        weights = self._weights
+        self._wait_for_updates(self.group)
+        self._stack.count_miss(self._storage.range(self.group, "weight").level)
         starts = range(0, self.slot.shape[0], self.num_rows)
         loaded = [self._load(starts[0])]
         try:
@@ -57,57 +75,57 @@ class SlicedLeaf:
                     loaded.append(self._load(starts[index + 1]))
                 _, rows, transfer = loaded[0]
                 weights.wait_for(transfer)
-                weights.arrived(transfer)
+                weights.has_arrived(transfer)
                 yield start, start + len(rows), rows
                 del rows
-                self.engine.homes.give(loaded.pop(0)[0])
+                self._storage.give(loaded.pop(0)[0])
         finally:
             with ExitStack() as ends:  # all of them, whichever fails
                 for reservation, _, transfer in loaded:
-                    ends.callback(self.engine.homes.give, reservation)
-                    ends.callback(weights.arrived, transfer)
+                    ends.callback(self._storage.give, reservation)
+                    ends.callback(weights.has_arrived, transfer)
                     ends.callback(weights.wait_for, transfer)
 
     def _load(self, start: int) -> tuple[Reservation, torch.Tensor, Transfer]:
-        home = self.engine.homes.range(self.group, "weight")
-        view = home.view()
+        stored = self._storage.range(self.group, "weight")
+        view = stored.view()
         assert view is not None, "sliced leaves are placed on addressable levels"
         rows = self.slot.flat(view).view(self.slot.shape)[start : start + self.num_rows]
         with torch.inference_mode(False):
-            reservation = self.engine.reserve_level0(f"{self.group.name}/slice", rows.nbytes)
+            reservation = self._reserve("slice", rows.nbytes)
             try:
                 buffer = reservation.view()
                 assert buffer is not None
-                transfer = start_copy(buffer, rows.reshape(-1).view(torch.uint8), self.pool)
+                transfer = start_copy(buffer, rows.reshape(-1).view(torch.uint8), self._pool)
             except Exception:
-                self.engine.homes.give(reservation)
+                self._storage.give(reservation)
                 raise
-        self.engine.weights.remember_load(self.group, transfer)
-        self.engine.stack.count_link(home.level, 0, rows.nbytes)
+        self._weights.remember_load(self.group, transfer)
+        self._stack.count_link(stored.level, 0, rows.nbytes)
         return reservation, buffer.view(self.slot.dtype).view(-1, self.slot.shape[1]), transfer
 
+    def _reserve(self, what: str, num_bytes: int) -> Reservation:
+        name = f"{self.group.name}/{what}"
+        return self._room.reserve(name, num_bytes, self._weights.drop_one, self._room.free_any)
+
     def version(self) -> int:
-        return self.engine.weights.version(self.group)
+        return self._states[self.group].version
 
     def check_version(self, seen: int) -> None:
         """Raise unless the weight is what the forward saw."""
-        self.engine.step_control.settle(self.group)
+        self._wait_for_updates(self.group)
         if seen != self.version():
-            raise StaleTensor(
-                f"backward needs the weights of {self.group.name!r} as they were in the forward, but they have been changed since "
-                "(an optimizer step or an in-place write between forward and backward)"
-            )
+            raise changed_since_forward(self.group)
 
     def give_gradients(self, parts: Iterator[tuple[int, torch.Tensor]]) -> None:
-        """Send ``(first row, gradient rows)`` home, all of them, in order."""
-        engine = self.engine
-        engine.step_control.before_gradient(self.group)
-        landing = engine.gradients.begin_slices(self.slot)
+        """Send ``(first row, gradient rows)`` to host memory, all of them, in order."""
+        self._before_gradient(self.group)
+        adding = self._gradients.begin_slices(self.slot)
         for start, rows in parts:
             num_bytes = rows.numel() * self.slot.dtype.itemsize  # under autocast the rows are narrower than the weight
-            reservation = engine.reserve_level0(f"{self.group.name}/slice-gradient", num_bytes)
-            landing.take(start, rows, reservation, self.pool)
-        landing.finish()
+            reservation = self._reserve("slice-gradient", num_bytes)
+            self._gradients.send_slice(self.slot, start, rows, reservation, adding, self._pool)
+        self._gradients.finish_slices(self.slot, adding)
 
 
 class SlicedLinear(nn.Linear):
@@ -144,7 +162,9 @@ def swap_class(module: nn.Module, leaf: SlicedLeaf | None) -> None:
 
 
 def _anchor(weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    """autograd does not see the weight; this scalar makes the function part of the graph when the weight wants a gradient."""
+    """autograd does not see the weight; this scalar makes the function part of the graph when the weight wants a
+    gradient.
+    """
     return torch.zeros((), device=input.device, requires_grad=weight.requires_grad)
 
 

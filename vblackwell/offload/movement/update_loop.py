@@ -1,10 +1,11 @@
-"""AdamW with a bf16 compute weight and a whole fp32 master on the CPU: many threads, each chunk by chunk in its own cache.
+"""AdamW with a bf16 compute weight and a whole fp32 master on the CPU: many threads, each chunk by chunk in its own
+cache.
 
-A chunk takes three or four torch calls. From Python each of them takes the interpreter's lock back in turn with the thread that launches
-the model's kernels, 0.2 ms a time on a busy machine, so TorchScript runs the loop over chunks with the lock released. (It is
-deprecated: where it is gone, the same function runs as Python, slower, with the same bits.) torch's own threads would meet behind every
-call, and wait there for whichever of them shares its core with a busy thread of the model; here every thread has its own chunks,
-and takes the next when it is done (docs/journal/offload.md).
+A chunk takes three or four torch calls. From Python each of them takes the interpreter's lock back in turn with the
+thread that launches the model's kernels, 0.2 ms a time on a busy machine, so TorchScript runs the loop over chunks with
+the lock released. (It is deprecated: where it is gone, the same function runs as Python, slower, with the same bits.)
+torch's own threads would meet after every call, and wait there for whichever of them shares its core with a busy thread
+of the model; here every thread has its own chunks, and takes the next when it is done (docs/journal/offload.md).
 """
 
 from __future__ import annotations
@@ -20,16 +21,18 @@ from typing import Any, List  # noqa: UP035 (TorchScript)
 
 import torch
 
-# Elements. A multiple of 16, or torch's vectorised AdamW rounds differently; what one operation wrote is in cache for the next: 1.4 MiB.
+# Elements. A multiple of 16, or torch's vectorised AdamW rounds differently; what one operation wrote is in cache for
+# the next: 1.4 MiB.
 CHUNK = 1 << 16
-# A thread takes so many elements at once that taking, which needs the interpreter's lock, does not show; and each gets about so many turns,
-# so that one whose core was wanted elsewhere does less.
-LEAST_PART, TURNS = 1 << 20, 2
+# A thread takes so many elements at once that taking, which needs the interpreter's lock, does not show; and each gets
+# about so many turns, so that one whose core was wanted elsewhere does less.
+MIN_PART, TURNS = 1 << 20, 2
 OTHER_THREADS = 3  # that are busy while updates run: two that launch the model's kernels, one that hands out updates
 
 
-# TorchScript reads the annotations below, so this is written in what it understands. The lists of one come from outside: of a list that is
-# made in here it would not see that AdamW writes to what is in it, and drop the call as dead.
+# TorchScript reads the annotations below, so this is written in what it understands. The lists of one come from
+# outside: of a list that is made in here it would not see that AdamW writes to what is in it, and drop the call as
+# dead.
 def _loop(
     masters: List[torch.Tensor],  # noqa: UP006
     master_bits: List[torch.Tensor],  # noqa: UP006
@@ -69,8 +72,8 @@ def _loop(
                 master, gradient, exp_avg, exp_avg_sq, none, step,
                 lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
             )  # fmt: skip
-            # The gradient has been read: its memory takes the sum. A tensor and not a number is added, because TorchScript's sum with a
-            # number is made in new memory, page fault by page fault, and then copied.
+            # The gradient has been read: its memory takes the sum. A tensor and not a number is added, because
+            # TorchScript's sum with a number is made in new memory, page fault by page fault, and then copied.
             torch.add(master_bits[index].narrow(0, start, count), half, out=bits.narrow(0, 0, count))
             weight_bits[index].narrow(0, start, count).copy_(high_bits.narrow(0, 0, count))
             wrong = master[0].isnan()
@@ -115,12 +118,13 @@ def _compute_alone() -> None:
         other = threading.Thread(target=torch.set_num_threads, args=(count,))
         other.start()
         other.join()
-    # It would note every operation on every chunk, which takes as long as the operation, and stops the other threads meanwhile.
+    # It would note every operation on every chunk, which takes as long as the operation, and stops the other threads
+    # meanwhile.
     torch.autograd._enable_record_function(False)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def num_threads() -> int:
-    """How many threads update: torch's number, but leave cores to the threads that are busy beside them."""
+    """How many threads update: torch's number, but leave cores to the threads that are busy at the same time."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(torch.get_num_threads(), max(2, cores - OTHER_THREADS)))
 
@@ -152,8 +156,8 @@ class Scratch(threading.local):
         self.boxes: list[list[torch.Tensor]] = [[self.wide] for _ in range(5)]
 
 
-# A stretch of one parameter: tensors that are cut alike (master, its bits, the weight's bits, gradient, exp_avg, exp_avg_sq); factor, step,
-# numbers.
+# A stretch of one parameter: tensors that are cut alike (master, its bits, the weight's bits, gradient, exp_avg,
+# exp_avg_sq); factor, step, numbers.
 Stretch = tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, list[float]]
 
 
@@ -176,9 +180,11 @@ class MasterLoop:
         exp_avg_sq: torch.Tensor, step: torch.Tensor, factor: torch.Tensor | None, *, lr: float, beta1: float, beta2: float,
         eps: float, weight_decay: float,
     ) -> None:  # fmt: skip
-        """One AdamW step in place on ``master``, ``exp_avg`` and ``exp_avg_sq``; ``weight`` becomes the master, rounded with ties away.
+        """One AdamW step in place on ``master``, ``exp_avg`` and ``exp_avg_sq``; ``weight`` becomes the master, rounded
+        with ties away.
 
-        A bf16 is the high half of its fp32, so rounding is a sum of integers and a strided copy of the 16-bit halves. A NaN stays one.
+        A bf16 is the high half of its fp32, so rounding is a sum of integers and a strided copy of the 16-bit halves. A
+        NaN stays one.
 
         Args:
             master, exp_avg, exp_avg_sq: (n,) fp32, on the CPU as everything here.
@@ -195,8 +201,8 @@ class MasterLoop:
         """Do what was added.
 
         Raises:
-            BaseException: what an operation raised, or an interrupt, when no thread is at work any more; some parameters are then updated
-                and others not.
+            BaseException: what an operation raised, or an interrupt, when no thread is at work any more; some
+                parameters are then updated and others not.
         """
         try:
             compiled_loop()  # once, before threads ask for it together
@@ -206,16 +212,18 @@ class MasterLoop:
 
 
 def run_parts(stretches: list[Stretch], work: Callable[[list[Stretch]], None]) -> None:
-    """Do ``work`` on all of ``stretches``, in parts, by the threads of the process; each takes the next when it is done.
+    """Do ``work`` on all of ``stretches``, in parts, by the threads of the process; each takes the next when it is
+    done.
 
     Raises:
-        BaseException: what ``work`` raised, or an interrupt, when no thread is at work any more; some parts are then done and others not.
+        BaseException: what ``work`` raised, or an interrupt, when no thread is at work any more; some parts are then
+            done and others not.
     """
     total = sum(tensors[0].numel() for tensors, *_ in stretches)
     if total == 0:
         return
     pool, count = _pool()
-    parts = deque(_share_out(stretches, max(LEAST_PART, -(-total // (TURNS * count)))))
+    parts = deque(_share_out(stretches, max(MIN_PART, -(-total // (TURNS * count)))))
 
     def take_all() -> None:
         while True:
@@ -294,7 +302,8 @@ class SumLoop:
         self._none = torch.empty(0)
 
     def add(self, total: torch.Tensor, first: torch.Tensor | None, addend: torch.Tensor | None) -> None:
-        """``total`` becomes ``first`` plus ``addend``; without ``first`` it is added to, without ``addend`` it is a copy.
+        """``total`` becomes ``first`` plus ``addend``; without ``first`` it is added to, without ``addend`` it is a
+        copy.
 
         Args:
             total: (n,) on the CPU, fp32 where the others are narrower. first, addend: (n,).
@@ -310,7 +319,7 @@ class SumLoop:
         """
         try:
             compiled_sums()  # once, before threads ask for it together
-            with torch.profiler.record_function("sum at home"):  # its threads are not in the trace
+            with torch.profiler.record_function("sum on the host"):  # its threads are not in the trace
                 run_parts(self._added, self._sum)
         finally:
             self._added.clear()

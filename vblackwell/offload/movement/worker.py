@@ -1,11 +1,12 @@
-"""One background thread a model, for everything that touches gradients and states at home.
+"""One background thread a model, for everything that touches gradients and states in storage.
 
-One thread, because order is the cheapest lock there is: a group's gradient arrives, is summed, measured and applied by tasks submitted in
-that order. Tasks of different groups touch nothing in common, and the CPU is best used if they do not wait for each other: updates begin
-with the last groups, whose gradients come first, but the next forward needs the first groups first. So an update is *postponable*: among
-those that could run, the one of the first group runs, and only when nothing else could. Where the CPU is behind at the end of
-backward it then still has the whole forward for the last groups. A task without a group keeps its place behind all that was
-submitted before it, and before all that comes later.
+One thread, because order is the cheapest lock there is: a group's gradient arrives, is summed, measured and applied by
+    tasks submitted in that order. Tasks of different groups touch nothing in common, and the CPU is best used if they
+    do not wait for each other: updates begin with the last groups, whose gradients come first, but the next forward
+    needs the first groups first. So an update is *postponable*: among those that could run, the one of the first group
+    runs, and only when nothing else could. Where the CPU is late at the end of backward it then still has the whole
+    forward for the last groups. A task without a group keeps its place after all that was submitted before it, and
+    before all that comes later.
 
 torch's kernels release the GIL and use all cores inside each task.
 """
@@ -34,7 +35,9 @@ def set_worker_delay(delay: Callable[[], None] | None) -> None:
 
 
 class Outcome(Future[Any]):
-    """Of a task. A failure is raised by whoever waits first, the worker's next call or `settle`, and not again; by `result` each time."""
+    """Of a task. A failure is raised by the first to wait, the worker's next call or `settle`, and not again; by
+    `result` each time.
+    """
 
     raised = False
 
@@ -91,8 +94,8 @@ class Worker:
         """Run ``work(*args)``.
 
         Args:
-            group: the number of the group, in the order of the forward, to whose ranges it keeps: behind that group's earlier tasks. None:
-                behind all earlier tasks.
+            group: the number of the group, in the order of the forward, to whose ranges it keeps: after that group's
+                earlier tasks. None: after all earlier tasks.
             postponable: other groups' tasks may go first.
             arriving: what it waits for; until then tasks that need not wait go first.
         """
@@ -176,7 +179,9 @@ class Worker:
 
 
 def _has_arrived(task: _Task) -> bool:
-    """Whether ``task`` need not wait. A transfer that failed is the task's own to hear of: here nobody would, and the task be lost."""
+    """Whether ``task`` need not wait. A transfer that failed is the task's own to hear of: here nobody would, and the
+    task be lost.
+    """
     try:
         return task.arriving is None or task.arriving.done()
     except Exception:
@@ -184,8 +189,10 @@ def _has_arrived(task: _Task) -> bool:
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Inside, an interrupt from the keyboard waits for the end. Nothing is held back in other threads than the main one: they get none."""
+def defer_sigint() -> Iterator[None]:
+    """Inside, an interrupt from the keyboard waits for the end. Nothing is held back in other threads than the main
+    one: they get none.
+    """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield

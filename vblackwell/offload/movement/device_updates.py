@@ -1,0 +1,326 @@
+"""The groups whose AdamW runs on level 0: their lane, and the rollback of early updates.
+
+After a group's backward its weights and gradient are on level 0 still. The update changes the loaded weights in place,
+where nothing else holds them, so the last groups of backward are ready for the next forward without passing through
+storage. What it writes to storage goes into shadows (`shadow`) until the step commits it, or, if the optimizer was told
+that every backward is followed by its step (``undo=False``), into the ranges themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vblackwell.errors import InsufficientMemory
+from vblackwell.kernels.optimizer.adamw import AdamWStep
+from vblackwell.offload.layout.groups import Group
+from vblackwell.offload.layout.order import AccessTrace
+from vblackwell.offload.layout.placement import MAX_LOCKED, deferred_groups
+from vblackwell.offload.movement.gradients import GradientCollector
+from vblackwell.offload.movement.group_state import EarlyUpdate, GroupStates, Job, LoadedWeights, Phase
+from vblackwell.offload.movement.lane import Lane, LaneEnd, LaneJob
+from vblackwell.offload.movement.room import InFlightQueue, current_stream
+from vblackwell.offload.movement.weights import WeightStreamer
+from vblackwell.offload.movement.worker import defer_sigint
+from vblackwell.offload.storage.shadows import Ranges, Shadows
+from vblackwell.offload.storage.storage import Storage
+
+# Updates that wait for the forward are queued when it is so many groups before them, or when the lane has nothing else
+# to do.
+ADVANCE_GROUPS = 3
+
+
+@dataclass(eq=False)
+class _Rollback:
+    """Step counts before an early update, and the ranges that it wrote instead of the group's own."""
+
+    steps: list[torch.Tensor]
+    shadows: Ranges
+
+
+class DeviceUpdates:
+    """Updates of one model that run on level 0.
+
+    Args:
+        groups: all groups of the model; on_level0: those that are updated there, in the order of the forward.
+        sliced: groups that are never on level 0 as a whole.
+    """
+
+    def __init__(
+        self, device: torch.device, groups: Sequence[Group], on_level0: Sequence[Group], sliced: Collection[Group],
+        states: GroupStates, storage: Storage, weights: WeightStreamer, gradients: GradientCollector, shadows: Shadows,
+        lane: Lane,
+    ) -> None:  # fmt: skip
+        self._device = device
+        self._all = groups
+        self._groups = set(on_level0)
+        self._sliced = sliced
+        self._states = states
+        self._storage = storage
+        self._weights = weights
+        self._gradients = gradients
+        self._lane = lane
+        self._shadows = shadows
+        self._on_gpu = device.type == "cuda"
+        self._deferred = set(deferred_groups(on_level0, storage.plan)) if self._on_gpu else set[Group]()
+        self._locked = InFlightQueue()  # groups whose weights an update holds on level 0
+        self._holders: dict[Group, int] = {}  # how many of these are a group's
+        self._due: dict[Group, None] = {}
+        self._trace = AccessTrace()  # of early updates
+        self._expecting = False
+        self.at_once = not self._on_gpu  # due updates; on the arena nothing would run meanwhile. Tests switch it off
+        self._newest: LaneEnd | None = None
+
+    def __contains__(self, group: Group) -> bool:
+        return group in self._groups
+
+    # -- before the step ---------------------------------------------------------------------------------------------
+
+    def expect_backward(self) -> None:
+        """A gradient is on its way: bring up states in the order in which the last backward needed them."""
+        if not self._expecting:
+            self._expecting = True
+            self.start_all_due()
+            self._lane.expect([self._all[index] for index in self._trace.last_pass])
+            self._lane.pump()
+
+    def is_deferred(self, group: Group) -> bool:
+        """Whether ``group`` is updated under the next forward even where its update could run right after its backward."""
+        return group in self._deferred
+
+    def start_early(
+        self, group: Group, jobs: list[Job], gradient: torch.Tensor | None, *, final: bool
+    ) -> EarlyUpdate | None:
+        """Update ``group`` before its step, from ``gradient`` on level 0; None if there is no room for shadows."""
+        self._unlock_group(group)
+        self.sweep()
+        own = self._own_ranges(group)
+        shadows = None if final else self._shadows.take(group, own)
+        if shadows is None and not final:
+            return None
+        steps = [job.step.clone() for job in jobs]
+        try:
+            end = self._queue(group, jobs, shadows or own, self._weights.lock(group), gradient, None)
+        except BaseException:
+            self._shadows.give_back(shadows or {})
+            raise
+        self._trace.use(group.index)
+        return EarlyUpdate(jobs, None if shadows is None else _Rollback(steps, shadows), end.computed)
+
+    def commit(self, group: Group, early: EarlyUpdate) -> None:
+        """The step of an early update has come."""
+        if early.rollback is not None:
+            self._shadows.commit(group, early.rollback.shadows)
+
+    def roll_back(self, group: Group, early: EarlyUpdate) -> None:
+        """Make everything what it was before `start_early`."""
+        self._trace.forget_pass()
+        self._wait_for_end(group)
+        self._unlock_group(group)
+        self._weights.drop(group)
+        self._weights.revert(group)
+        self._shadows.give_back(early.rollback.shadows)
+        for job, step in zip(early.jobs, early.rollback.steps, strict=True):
+            job.step.copy_(step)
+
+    def _own_ranges(self, group: Group) -> Ranges:
+        return {kind: self._storage.range(group, kind) for kind in ("weight", *self._storage.states_of(group))}
+
+    def _queue(
+        self, group: Group, jobs: Sequence[Job], targets: Ranges, loaded: LoadedWeights | None,
+        gradient: torch.Tensor | None, factor: torch.Tensor | None,
+    ) -> LaneEnd:  # fmt: skip
+        weights, state, in_flight = self._weights, self._states[group], self._storage.in_flight
+        if loaded is None:
+            weights.invalidate(group)
+        try:
+            end = self._lane.submit(self._lane_job(group, jobs, targets, loaded, gradient, factor))
+        except BaseException:
+            if loaded is None:
+                weights.revert(group)
+            else:  # some of it may be updated
+                weights.unlock(loaded)
+                weights.drop(group)
+            raise
+        for job in jobs:
+            job.step.add_(1)
+        previous: LaneEnd | None = state.update_end
+        if previous is not None and previous.stored.done():
+            in_flight.discard(previous.stored)
+        in_flight.add(end.stored)  # nobody gives the ranges back before
+        state.update_end = self._newest = end
+        if loaded is not None:
+            weights.mark_updated(loaded, end.computed)
+            self._holders[group] = self._holders.get(group, 0) + 1
+            self._locked.add((end.stored,), lambda: self._unlock(loaded))
+            while len(self._locked) > MAX_LOCKED:
+                self.end_oldest()
+        return end
+
+    def _lane_job(
+        self, group: Group, jobs: Sequence[Job], targets: Ranges, loaded: LoadedWeights | None,
+        gradient: torch.Tensor | None, factor: torch.Tensor | None,
+    ) -> LaneJob:  # fmt: skip
+        kind, sources = None, self._own_ranges(group)
+        if gradient is None or self._gradients.has_all_on_host(group):
+            kind = self._gradients.kind_when_idle(group)
+            sources[kind] = self._storage.range(group, kind)
+        return LaneJob(
+            group=group,
+            numbers={job.slot: AdamWStep(**vars(job.hyper), step=int(job.step) + 1) for job in jobs},
+            sources=sources,
+            targets=dict(targets),
+            weight=None if loaded is None else loaded.buffer,
+            gradient=gradient,
+            gradient_kind=kind,
+            factor=None if factor is None else factor.to(self._device),
+            last_load=self._states[group].last_load,
+        )
+
+    # -- weights that updates hold on level 0 --------------------------------------------------------------------------
+
+    def _unlock(self, loaded: LoadedWeights) -> None:
+        self._holders[loaded.group] -= 1
+        self._weights.unlock(loaded)
+
+    def end_oldest(self) -> bool:
+        """Let the weights go that the oldest update holds on level 0; False if there is none."""
+        return self._locked.free_oldest(current_stream(self._device))
+
+    def sweep(self) -> None:
+        """Let weights go whose updates are stored, without waiting."""
+        self._locked.sweep(current_stream(self._device))
+
+    def _unlock_group(self, group: Group) -> None:
+        """Wait for the update that still holds ``group``'s weights on level 0, of the step before at the latest."""
+        while self._holders.get(group):
+            self.end_oldest()
+
+    # -- at the step -------------------------------------------------------------------------------------------------
+
+    def update(self, group: Group, jobs: list[Job], factor: torch.Tensor | None) -> None:
+        """The step's update of ``group``: everything comes from storage, at once or a little later (`advance`)."""
+        self._start_due(group)  # of another step, whose turn is first
+        state = self._states[group]
+        state.due, self._due[group] = (jobs, factor), None
+        state.to(Phase.DUE)
+        if self.at_once:
+            self._start_due(group)
+
+    def advance(self, group: Group) -> None:
+        """The forward reaches ``group``: queue the updates that its successors will need.
+
+        Not all at once at the step: copies queue up in the GPU's copy engine, and whatever else has to pass it then
+        (tokens, a loss, the next group's weights) waits for them.
+        """
+        if self._due:
+            last = group.index + ADVANCE_GROUPS
+            for due in [due for due in self._due if due.index <= last]:
+                self._start_due(due)
+            if self._due and self._is_idle():
+                self._start_due(min(self._due, key=lambda due: due.index))
+
+    def _is_idle(self) -> bool:
+        """Whether the lane has nothing to do but what it is storing."""
+        return self._newest is None or self._newest.computed.done()
+
+    def _start_due(self, group: Group) -> None:
+        """Queue the update that is due, if one is: on the weights that the forward will use, if level 0 has room for
+        them already.
+        """
+        state = self._states[group]
+        if state.due is None:
+            return
+        with defer_sigint():
+            jobs, factor = due = state.due
+            state.due = None
+            del self._due[group]
+            try:
+                self._unlock_group(group)
+                # What is stored of a sliced leaf may be written past level 0: no copy of it stays there.
+                loaded = None if group in self._sliced else self._fetch(group)
+                self._queue(group, jobs, self._own_ranges(group), loaded, None, factor)
+            except BaseException:
+                state.due, self._due[group] = due, None
+                raise
+            state.update_is_queued()
+
+    def _fetch(self, group: Group) -> LoadedWeights | None:
+        """The group's weights, loaded and locked; None if level 0 has no room that is free or needed later."""
+        weights = self._weights
+        if not weights.is_loaded(group):
+            if self.is_busy(group) or not weights.make_room_for_later(group):
+                return None
+            try:
+                self._order_after_end(group)
+                weights.load(group)
+            except InsufficientMemory:
+                return None
+        return weights.lock(group, arriving=True)
+
+    def start_all_due(self) -> None:
+        """Backward begins: what is still due is queued."""
+        for group in list(self._due):
+            self._start_due(group)
+
+    def end_step(self) -> None:
+        """The step has been queued; the next backward is expected to go as this one did."""
+        self._expecting = False
+        self._trace.begin_pass()
+
+    # -- for callers that need a group -------------------------------------------------------------------------------
+
+    def order_loads(self, group: Group) -> None:
+        """Weights that are loaded from now on are those after the group's last update."""
+        self._start_due(group)
+        self._order_after_end(group)
+        self._updated(group)
+
+    def _order_after_end(self, group: Group) -> None:
+        end: LaneEnd | None = self._states[group].update_end
+        if end is not None:
+            self._lane.order_loads(end)
+
+    def wait(self, group: Group) -> None:
+        """Return when the group's last update is in storage."""
+        self._start_due(group)
+        self._wait_for_end(group)
+        self._updated(group)
+
+    def _wait_for_end(self, group: Group) -> None:
+        state = self._states[group]
+        end: LaneEnd | None = state.update_end
+        state.update_end = None
+        if end is not None:
+            end.stored.wait()
+            self._storage.in_flight.discard(end.stored)
+
+    def _updated(self, group: Group) -> None:
+        state = self._states[group]
+        if state.phase is Phase.UPDATING:
+            state.to(Phase.STORED)
+
+    def is_busy(self, group: Group) -> bool:
+        """Whether a load would wait for an update: the host does, where level 0 is RAM."""
+        end: LaneEnd | None = self._states[group].update_end
+        return not self._on_gpu and end is not None and not end.stored.done()
+
+    def drain(self) -> None:
+        """Return when all updates are in storage."""
+        self.start_all_due()
+        self._lane.expect(())  # the caller is about to change what was brought up
+        self._expecting = False
+        self._lane.drain()
+        for group in self._groups:
+            self.wait(group)
+        self.sweep()
+
+    def free_shadows(self) -> bool:
+        """Give up shadows that are not in use; False if there are none."""
+        if not self._shadows.has_spare:
+            return False
+        self._lane.drain()
+        self._shadows.free_spare()
+        return True
