@@ -1,5 +1,4 @@
-"""Rates of what the host does during a streamed step: AdamW, alone and during copies, sums of gradients, the link,
-operators.
+"""Rates of what the host does during a streamed step: AdamW, sums of gradients, copies over the link, operators.
 
 The CPU's updates and copies work in the same host memory and slow each other down, by machine between a tenth and a
 third, so they are measured at the same time. While AdamW on the host keeps nearly every core busy, the threads that
@@ -44,8 +43,7 @@ def cpu_rate() -> float:
 
 
 def update_elements() -> int:
-    """Parameters of a measured update: as many full parts for each of the runtime's threads, `CPU_ELEMENTS` where RAM
-    is short.
+    """Parameters of a measured update: as many full parts for each thread, `CPU_ELEMENTS` where RAM is short.
 
     The threads share an update in parts. Where their number does not divide that of the parts, some wait at the end for
     others, as they hardly do in the large groups that a rate stands for.
@@ -82,8 +80,7 @@ class HostUpdate:
 
 
 def adds_per_update(update: HostUpdate) -> float:
-    """Gradients that the host adds up while ``update`` does one parameter: of the second of two micro-batches, whose
-    first widen.
+    """Gradients that the host adds up while ``update`` does one parameter: of the second of two micro-batches.
 
     Both by the same threads, in the same kind of memory, in turns, so that what slows one slows the other; the median
     of the turns.
@@ -107,16 +104,14 @@ def _seconds(work: Callable[[], None]) -> float:
 
 
 def duplex_rate(device: torch.device) -> float:
-    """Bytes a second that a GPU's link carries up while as many go down: the best sample, since a disturbance only
-    slows it.
-    """
+    """Bytes a second that a GPU's link carries up while as many go down: the best sample."""
     copies = _BothWays(device)
     return max(copies.rate_after(copies.queue(COPIES)) for _ in range(DUPLEX_SAMPLES))
 
 
 @functools.cache
 def rates_together(device: torch.device) -> tuple[float, float]:
-    """Of a GPU's link, bytes/s each way, and of AdamW on the host, parameters/s, while both work. Measures once, 0.8 s."""
+    """A GPU's link, bytes/s each way, and AdamW on the host, parameters/s, while both work. Measured once, 0.8 s."""
     samples = TogetherSamples(HostUpdate(), device)
     for _ in range(SAMPLES):
         samples.take()
@@ -159,9 +154,7 @@ def median_sample(samples: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def measured_bytes(device: torch.device, wanted: int) -> int:
-    """The size of a buffer on ``device`` that something is measured with: ``wanted``, or less where memory is short or
-    capped.
-    """
+    """The size of a buffer on ``device`` to measure with: ``wanted``, or less where memory is short or capped."""
     return min(wanted, max(MiB, gpu_bytes_left(device) // MEMORY_SHARE // MiB * MiB))
 
 

@@ -1,7 +1,8 @@
-"""Bytes and seconds of a streamed step beforehand: the runtime's own placement of a model, and the simulation of its lanes.
+"""Bytes and seconds of a streamed step beforehand: the runtime's placement of a model, and a simulation of its lanes.
 
-Nothing is moved and no GPU is asked; the model may be on meta. Seconds of compute come from a trace of the resident model, by
-phase; groups get their parts by the parameters that they multiply tokens with, and the last of those the head's and the loss's.
+Nothing is moved and no GPU is asked; the model may be on meta. Seconds of compute come from a trace of the resident
+model, by phase; groups get their parts by the parameters that they multiply tokens with, and the last of those the
+head's and the loss's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from vblackwell.offload.layout.placement import (
 )
 from vblackwell.offload.layout.storage_plan import StoragePlan
 
-# Groups whose weights stay on level 0 until their update is stored, in addition to the loaded ones: an H200 had three of at most four.
+# Groups whose weights stay on level 0 until their update is stored, in addition to the loaded ones: an H200 had three
+# of at most four.
 HELD = 3
 
 
@@ -36,7 +38,8 @@ class StepForecast:
     """A streamed model before it is one.
 
     Attributes:
-        bytes_by_level: of each kind of range and of 'staging', 'ring', 'loaded', 'leaving', 'lent' and 'undo', by level.
+        bytes_by_level: of each kind of range and of 'staging', 'ring', 'loaded', 'leaving', 'lent' and 'undo', by
+            level.
         lanes: what a step asks of them.
     """
 
@@ -61,12 +64,13 @@ def forecast_step(
     host_norms: bool = False,
     name: str = "GPU",
 ) -> StepForecast:
-    """Where the bytes of ``model``, which may be on meta, would be while it streams as on a GPU, and the tasks of a step.
+    """Where the bytes of ``model``, which may be on meta, would be while it streams on a GPU, and the tasks of a step.
 
     Args:
         capacities: bytes of level 0, of RAM and, if there is one, of the disk.
         options: with a stated ``update``; ``weight_bytes`` None means all that level 0 has, as without a GPU.
-        seconds: of each phase of one micro-batch of a resident step, as `vblackwell.trace.work.phase_seconds` gives them.
+        seconds: of each phase of one micro-batch of a resident step, as `vblackwell.trace.work.phase_seconds` gives
+            them.
         input_bytes: of the input of a checkpointed group that waits in host memory; 0: they stay on level 0.
         name: of level 0 in errors.
         undo: updates after the backward can be rolled back, as far as host memory goes.
@@ -79,8 +83,8 @@ def forecast_step(
     trainable = found.trainable
     late = set(found.slice_rows) | {group for group in trainable if group not in found.on_level0} | set(found.deferred)
     held = trainable if undo or micro_batches > 1 else [group for group in trainable if group in late]
-    # Of two micro-batches the second's gradient is added on level 0 where a final update follows it there, else in host memory:
-    # a rollback needs the sum as well.
+    # Of two micro-batches the second's gradient is added on level 0 where a final update follows it there, else in host
+    # memory: a rollback needs the sum as well.
     sums = [group for group in held if micro_batches > 2 or (micro_batches == 2 and (undo or group in late))]
     storage = found.storage.with_ranges(
         [(group, "gradient") for group in held]
@@ -117,9 +121,10 @@ def gradient_traffic(
 ) -> tuple[int, int]:
     """Bytes a step that are (read, written) for so many of gradients, and of their fp32 sums, that are on the disk.
 
-    RAM is full before states spill, and gradients come after weights. Each micro-batch's gradient is written as it leaves. One in
-    fp32 is itself the sum: the next is added to it and it is written again. Of narrower ones the first alone is read, and the
-    sum is written with every later micro-batch and read after each. All as the runtime was seen to do it.
+    RAM is full before states spill, and gradients come after weights. Each micro-batch's gradient is written as it
+    leaves. One in fp32 is itself the sum: the next is added to it and it is written again. Of narrower ones the first
+    alone is read, and the sum is written with every later micro-batch and read after each. All as the runtime was seen
+    to do it.
 
     Args:
         norms: one more pass takes norms on the host.

@@ -1,13 +1,13 @@
-"""What AdamW keeps of a parameter next to its compute weight, and in which form: the ranges, their sizes, where they may be cut.
+"""What AdamW keeps of a parameter next to its compute weight, in which form, and where it may be cut.
 
-Exact is the default: moments in fp32, and the fp32 master whole or split (`storage.masters`). Two stated choices give up exactness
-for bytes. ``states='8bit'``: a moment is a code of 8 bits and, for each 256 elements, an fp32 scale (`kernels.optimizer.adamw8`):
-2.03 bytes for both instead of 8. ``masters='stochastic'``: a bf16 weight is its own master, rounded at random: 2 bytes instead of 4.
-Random bits are a function of a seed, the parameter's name, its step and the element's index, so a result does not depend on where,
-in what order or in what pieces it is computed.
+Exact is the default: moments in fp32, and the fp32 master whole or split (`storage.masters`). Two stated choices give
+up exactness for bytes. ``states='8bit'``: a moment is a code of 8 bits and, for each 256 elements, an fp32 scale
+(`kernels.optimizer.adamw8`): 2.03 bytes for both instead of 8. ``masters='stochastic'``: a bf16 weight is its own
+master, rounded at random: 2 bytes instead of 4. Random bits are a function of a seed, the parameter's name, its step
+and the element's index, so a result does not depend on where, in what order or in what pieces it is computed.
 
-A scale's block begins at a parameter's start, so that start is a multiple of 256 elements, and pieces are cut where the kernel
-allows it.
+A scale's block begins at a parameter's start, so that start is a multiple of 256 elements, and pieces are cut where the
+kernel allows it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from vblackwell.kernels.optimizer.adamw8 import SCALE_BLOCK
 STATES = ("fp32", "8bit")
 MASTERS = ("exact", "stochastic")
 
-# Kinds of range. ``weight``: compute weights; ``master``: the whole fp32 truth; ``remainder``: what a bf16 weight leaves out of it;
-# ``accumulated``: the fp32 sum of narrower gradients.
+# Kinds of range. ``weight``: compute weights; ``master``: the whole fp32 truth; ``remainder``: what a bf16 weight
+# leaves out of it; ``accumulated``: the fp32 sum of narrower gradients.
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CODES = ("exp_avg_codes", "exp_avg_sq_codes")
 SCALES = ("exp_avg_scales", "exp_avg_sq_scales")
@@ -64,7 +64,7 @@ class Formats:
             raise ConfigurationError(f"masters {self.masters!r} is none of {', '.join(MASTERS)}")
         if self.masters == "stochastic" and not self.packed:
             raise ConfigurationError(
-                "masters='stochastic' goes with states='8bit' alone: exact moments would be the larger part of what is kept"
+                "masters='stochastic' goes with states='8bit' alone: exact moments would be the larger part kept"
             )
 
     @property
@@ -105,7 +105,7 @@ EXACT = Formats()
 
 
 def range_bytes(kind: str, num_elements: int, itemsize: int) -> int:
-    """Bytes of ``num_elements`` from a block's start on in a range of ``kind``; ``itemsize`` is the compute weight's."""
+    """Bytes of ``num_elements`` in a range of ``kind``, from a block's start; ``itemsize`` is the compute weight's."""
     if kind in CODES:
         return num_elements
     if kind in SCALES:

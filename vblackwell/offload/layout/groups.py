@@ -98,8 +98,8 @@ class Group:
 
     ``formats`` says what else is kept of them, and what their offsets are multiples of.
 
-    While all parameters have one compute type, element ``i`` of the one range is element ``i`` of the other (`uniform`),
-    so that any interval of elements can be cut out of all of them alike.
+    While all parameters have one compute type, element ``i`` of the one range is element ``i`` of the other
+    (`uniform`), so that any interval of elements can be cut out of all of them alike.
     """
 
     index: int
@@ -128,7 +128,7 @@ class Group:
 
     @property
     def is_fp32(self) -> bool:
-        """Whether gradients are fp32 already, so that their sum is formed in place and needs no range ``accumulated``."""
+        """Whether gradients are fp32 already, so that their sum needs no range ``accumulated``."""
         return all(slot.dtype == torch.float32 for slot in self.slots if slot.dtype.is_floating_point)
 
     @property
@@ -272,7 +272,7 @@ def _list_children(model: nn.Module) -> set[nn.Module]:
 
 
 def _may_nest(encoder: nn.TransformerEncoder, args: Any, kwargs: Any) -> bool:
-    """Whether ``encoder`` reads its first layer's parameters, to leave out padding if all are plain and need no gradient."""
+    """Whether ``encoder`` reads its first layer's parameters, to leave out padding if none needs a gradient."""
     padding = kwargs.get("src_key_padding_mask", args[2] if len(args) > 2 else None)
     return padding is not None and not encoder.layers[0].training
 

@@ -1,25 +1,26 @@
 """Seconds of a streamed training step: a discrete-event simulation of the lanes that the offload runtime keeps busy.
 
-Lanes are *up* and *down*, the two directions of the GPU's link, *gpu*, *cpu*, which updates groups on the host, and *disk*.
-Each does one thing at a time. What the runtime does is here as tasks with what they wait for:
+Lanes are *up* and *down*, the two directions of the GPU's link, *gpu*, *cpu*, which updates groups on the host, and
+*disk*. Each does one thing at a time. What the runtime does is here as tasks with what they wait for:
 
-- A group's weights come up before its forward and its backward, unless they are there still: loaded weights have a budget, and
-  the group whose next use is farthest is dropped (the runtime's policy); a load waits for the last use of what it displaces.
+- A group's weights come up before its forward and its backward, unless they are there still: loaded weights have a
+  budget, and the group whose next use is farthest is dropped (the runtime's policy); a load waits for the last use of
+  what it displaces.
 - Inputs of checkpointed groups go down after forward and come up before backward, where they wait in host memory.
-- A group updated on the GPU needs its states, which pass in pieces through a ring: up, update after the group's backward, down
-  again. They come in the order of backward, from the first gradient on, and give way to loads after every piece. Some updates
-  are deferred: they wait for the next forward, with their gradients in host memory. While steps clip, all do, because no update
-  may begin before the norm is known.
-- A group updated on the host sends its gradient down; the CPU updates it; its next load waits for that. Of the groups whose
-  gradients are there the CPU takes the first of the forward.
-- States on a disk are read ahead into a few sets of host memory, in the order of the updates, and written after them; a set is
-  free again when its write is over. The disk does one thing at a time, writes first.
-- Before the last micro-batch of a step, gradients are added up in host memory by the CPU, sums before updates. The last one's is
-  added on the GPU where an update follows it there and no rollback is kept; elsewhere by the CPU too. Of several the CPU takes
-  the first group of the forward, where the runtime takes the one that came first.
+- A group updated on the GPU needs its states, which pass in pieces through a ring: up, update after the group's
+  backward, down again. They come in the order of backward, from the first gradient on, and give way to loads after
+  every piece. Some updates are deferred: they wait for the next forward, with their gradients in host memory. While
+  steps clip, all do, because no update may begin before the norm is known.
+- A group updated on the host sends its gradient down; the CPU updates it; its next load waits for that. Of the groups
+  whose gradients are there the CPU takes the first of the forward.
+- States on a disk are read ahead into a few sets of host memory, in the order of the updates, and written after them; a
+  set is free again when its write is over. The disk does one thing at a time, writes first.
+- Before the last micro-batch of a step, gradients are added up in host memory by the CPU, sums before updates. The last
+  one's is added on the GPU where an update follows it there and no rollback is kept; elsewhere by the CPU too. Of
+  several the CPU takes the first group of the forward, where the runtime takes the one that came first.
 
-A transfer that starts while the other direction works has the rate for both directions; while the CPU updates, links are slower.
-The last steps of a few are counted, when the lanes repeat themselves.
+A transfer that starts while the other direction works has the rate for both directions; while the CPU updates, links
+are slower. The last steps of a few are counted, when the lanes repeat themselves.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class LanePlan:
 
     Attributes:
         weight_budget: bytes of loaded weights. ring_bytes: of states on their way.
-        states_up, states_down: bytes a parameter that pass for an update on the GPU (bf16: remainder and moments up, and with
-            them the new weight down).
+        states_up, states_down: bytes a parameter that pass for an update on the GPU (bf16: remainder and moments up,
+            and with them the new weight down).
         gradient: bytes a parameter of a gradient.
         piece_bytes: states pass in pieces of about that size.
         micro_batches: forwards and backwards of a step, each with the seconds of its groups.
@@ -105,7 +106,7 @@ class LanePlan:
 
 @dataclass(frozen=True)
 class LaneTimes:
-    """One step in the long run: seconds, bytes of both directions and of the disk, and each lane's share of the time."""
+    """One step in the long run: seconds, bytes of both directions and the disk, and each lane's share of the time."""
 
     step_seconds: float
     up_bytes: float
@@ -144,10 +145,10 @@ def simulate(plan: LanePlan, rates: Rates, steps: int = 5) -> LaneTimes:
 
 
 def disk_hidden_from(plan: LanePlan, rates: Rates, tokens: int) -> int | None:
-    """The fewest tokens a step from which the disk costs a step next to nothing, to about 5 %; 0 without one, None if never.
+    """The fewest tokens a step from which the disk costs next to nothing, to about 5 %; 0 without one, None if never.
 
-    ``plan`` is of ``tokens`` a step; its seconds of compute grow with them, its bytes of states do not. (Accumulation brings
-    tokens too: more passes of weights and gradients, no work for the disk unless weights are there.)
+    ``plan`` is of ``tokens`` a step; its seconds of compute grow with them, its bytes of states do not. (Accumulation
+    brings tokens too: more passes of weights and gradients, no work for the disk unless weights are there.)
     """
     if not plan.uses_disk:
         return 0
@@ -174,7 +175,7 @@ def disk_hidden_from(plan: LanePlan, rates: Rates, tokens: int) -> int | None:
     return max(1, math.ceil(high * tokens))
 
 
-# -- tasks and what they wait for ----------------------------------------------------------------------------------------
+# -- tasks and what they wait for --------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -315,7 +316,7 @@ class Graph:
     def _pieces(
         self, step: int, index: int, more_up: float, before: Sequence[Task | None], after: Sequence[Task | None]
     ) -> tuple[Task, Task]:
-        """States in pieces; (what ends when all are stored, what ends when all are updated). An update is part of its backward."""
+        """States in pieces; tasks that end when all are (stored, updated). An update is part of its backward."""
         plan, parameters = self.plan, self.plan.groups[index].parameters
         size = (plan.states_up + more_up) * parameters
         count = max(1, round(size / min(plan.piece_bytes, plan.ring_bytes)))
@@ -388,7 +389,7 @@ class Graph:
 
 
 def loads_of(plan: LanePlan, steps: int) -> list[tuple[int, ...] | None]:
-    """For every use in order (forward, then backward, each pass): None where the weights are there, else the uses that must be over.
+    """For every use in order of time: None where the weights are there, else the uses that the load must wait for.
 
     Belady's choice among those that are there. Weights that change on the host are needed again in a new step.
     """
@@ -423,7 +424,7 @@ def loads_of(plan: LanePlan, steps: int) -> list[tuple[int, ...] | None]:
     return found
 
 
-# -- running them --------------------------------------------------------------------------------------------------------
+# -- running them ------------------------------------------------------------------------------------------------------
 
 
 class Clock:

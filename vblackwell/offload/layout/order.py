@@ -1,8 +1,8 @@
 """The order in which groups are used, learned from one pass and followed in the next.
 
-A pass is one forward of the whole model with what follows it (recompute, backward). Training repeats it, so the last pass
-predicts this one. A deviation (a branch, a module called twice) only costs the prediction: the cursor moves to the next place
-where the group occurs, and until there is one nothing is predicted.
+A pass is one forward of the whole model with what follows it (recompute, backward). Training repeats it, so the last
+pass predicts this one. A deviation (a branch, a module called twice) only costs the prediction: the cursor moves to the
+next place where the group occurs, and until there is one nothing is predicted.
 """
 
 from __future__ import annotations

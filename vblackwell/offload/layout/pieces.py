@@ -1,8 +1,8 @@
-"""Where a group may be cut: intervals of elements for updates on level 0, and rows of a leaf that level 0 cannot hold whole.
+"""Where a group may be cut: intervals of elements for updates on level 0, rows of a leaf that it cannot hold whole.
 
-Element ``i`` of a uniform group is element ``i`` of each of its ranges, so one piece names the same parameters everywhere. It
-starts at a parameter's start or a multiple of `Formats.cut` elements after it: there arithmetic rounds as on the whole, and no
-block of elements that share a scale is divided.
+Element ``i`` of a uniform group is element ``i`` of each of its ranges, so one piece names the same parameters
+everywhere. It starts at a parameter's start or a multiple of `Formats.cut` elements after it: there arithmetic rounds
+as on the whole, and no block of elements that share a scale is divided.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def smallest_buffer(group: Group) -> int:
 
 
 def pieces_of(group: Group, max_elements: int) -> list[Piece]:
-    """All elements of a uniform ``group`` in as few pieces as possible of at most ``max_elements`` (at least two cuts)."""
+    """A uniform ``group`` in as few pieces as possible of at most ``max_elements`` (at least two cuts)."""
     assert max_elements >= 2 * group.formats.cut, max_elements
     total = num_elements(group)
     found: list[Piece] = []

@@ -1,23 +1,25 @@
 """What a streamed model takes of its levels: arithmetic on sizes, which the runtime then carries out.
 
-Level 0 keeps a ring for states, loaded weights, gradients on their way out and, where asked for, whole groups with their states;
-the levels below store the model. `place_streamed` decides it for levels of which it knows the sizes alone, so the same code that
-places a model says beforehand where every byte of it will be, or that there is no room.
+Level 0 keeps a ring for states, loaded weights, gradients on their way out and, where asked for, whole groups with
+their states; the levels below store the model. `place_streamed` decides it for levels of which it knows the sizes
+alone, so the same code that places a model says beforehand where every byte of it will be, or that there is no room.
 
-Where each group's AdamW runs. On a GPU, on level 0 for most: a CPU's update is what makes offloaded training slow, while the
-states of a group pass the link in about the time that its backward takes. A share stays in host memory, where the CPU updates
-some groups while the link serves the others. Without a GPU, level 0 is RAM like the levels below, and the states would only be
-copied to and fro. Groups with 8-bit moments are updated on level 0 everywhere: torch's update on the host knows no such states.
+Where each group's AdamW runs. On a GPU, on level 0 for most: a CPU's update is what makes offloaded training slow,
+while the states of a group pass the link in about the time that its backward takes. A share stays in host memory, where
+the CPU updates some groups while the link serves the others. Without a GPU, level 0 is RAM like the levels below, and
+the states would only be copied to and fro. Groups with 8-bit moments are updated on level 0 everywhere: torch's update
+on the host knows no such states.
 
-The CPU's share. A parameter that is updated on level 0 costs the link `STATE_BYTES` up; one that is updated on the host costs the
-CPU its AdamW. Some bytes of every parameter go up in any case for forward and backward, ``pass_bytes``: twice its weight, less
-what stays loaded from one to the other. All is done together when
+The CPU's share. A parameter that is updated on level 0 costs the link `STATE_BYTES` up; one that is updated on the host
+costs the CPU its AdamW. Some bytes of every parameter go up in any case for forward and backward, ``pass_bytes``: twice
+its weight, less what stays loaded from one to the other. All is done together when
 
     (pass_bytes + (1 - share) * STATE_BYTES) / link = share / cpu
 
-with ``link`` in bytes/s while copies go both ways, of which a step uses `LINK_USE` at best, and ``cpu`` in parameters/s. The CPU
-cannot begin before the first gradient is there, and must be done before the next forward: it has `OVERLAP` of a step. A share
-that is too large costs more than one that is too small. Tokens do not enter: where compute takes longer than both, any share does.
+with ``link`` in bytes/s while copies go both ways, of which a step uses `LINK_USE` at best, and ``cpu`` in
+parameters/s. The CPU cannot begin before the first gradient is there, and must be done before the next forward: it has
+`OVERLAP` of a step. A share that is too large costs more than one that is too small. Tokens do not enter: where compute
+takes longer than both, any share does.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ CUDA_ACTIVATION_SHARE = 0.5
 CUDA_GROUPS = 6
 MAX_RESIDENT = 0.75  # of level 0: what groups that live there may take of it
 
-# The ring holds one group's states and half of the next: what comes in while a group computes, and what is on its way out.
+# The ring holds one group's states and half of the next: what comes in while a group computes, and what is on its way
+# out.
 RING_GROUPS = 1.5
 RING_SHARE = 0.25  # of level 0 at most
 # Of three or four kinds. Every piece costs the host 0.2 ms, and the last one nothing hides.
@@ -138,7 +141,8 @@ def place_streamed(
     kept_bytes = sum(state_bytes(group) for group in resident)
     if resident_bytes and not on_level0:
         raise ConfigurationError(
-            f"resident_bytes={resident_bytes} keeps groups that are updated on level 0, and none is: use update='level0'"
+            f"resident_bytes={resident_bytes} keeps groups that are updated on level 0, and none is: use "
+            "update='level0'"
         )
     if kept_bytes > free * MAX_RESIDENT:
         raise InsufficientMemory(
@@ -159,7 +163,8 @@ def place_streamed(
     ).with_ranges(
         [(group, "weight") for group in ordered]
         + [(group, "remainder" if group in on_level0 else "master") for group in trainable if group.needs_master],
-        # With gradients that wait for an update on the host: whatever will spill passes through RAM that weights must leave.
+        # With gradients that wait for an update on the host: whatever will spill passes through RAM that weights must
+        # leave.
         later=[(group, "gradient") for group in trainable if group not in on_level0] + moment_ranges(trainable),
     )
     refuse_slices_on_disk(slice_rows, storage)
@@ -175,8 +180,8 @@ def refuse_slices_on_disk(sliced: Iterable[Group], storage: StoragePlan) -> None
         level = storage.level_of(group, "weight")
         if level.kind == "disk":
             raise InsufficientMemory(
-                f"{group.name!r} is larger than level 0 and must be cut from RAM, but only {level.name} has room for its "
-                f"{format_bytes(group.num_bytes)}: raise host_memory",
+                f"{group.name!r} is larger than level 0 and must be cut from RAM, but only {level.name} has room "
+                f"for its {format_bytes(group.num_bytes)}: raise host_memory",
                 needed_bytes=group.num_bytes,
                 available_bytes=0,
             )
@@ -195,7 +200,7 @@ def _choose_slices(groups: Iterable[Group], sites: Sequence[Site], free: int) ->
 
 
 def _weights_budget(groups: Sequence[Group], level: LevelSpace, options: StreamingOptions) -> int:
-    """What loaded weights may take of ``level``: what was asked for, or all but one gradient buffer, on a GPU a few groups.
+    """What loaded weights may take of ``level``: as asked for, or all but one gradient buffer, on a GPU a few groups.
 
     Raises:
         InsufficientMemory: the largest group with its gradient does not fit.
@@ -206,8 +211,8 @@ def _weights_budget(groups: Sequence[Group], level: LevelSpace, options: Streami
     if weights + gradient > free:
         largest = max(groups, key=lambda group: group.num_bytes)
         raise InsufficientMemory(
-            f"level 0 ({level.name}) has {format_bytes(free)} free, and the largest layer group, {largest.name!r}, needs "
-            f"{format_bytes(weights + gradient)} there (weights {format_bytes(weights)}, gradient "
+            f"level 0 ({level.name}) has {format_bytes(free)} free, and the largest layer group, {largest.name!r}, "
+            f"needs {format_bytes(weights + gradient)} there (weights {format_bytes(weights)}, gradient "
             f"{format_bytes(gradient)}): raise fast_memory (the capacity of level 0)",
             needed_bytes=weights + gradient,
             available_bytes=free,
@@ -220,7 +225,7 @@ def _weights_budget(groups: Sequence[Group], level: LevelSpace, options: Streami
     return budget
 
 
-# -- where AdamW runs ----------------------------------------------------------------------------------------------------
+# -- where AdamW runs --------------------------------------------------------------------------------------------------
 
 
 def check_update(update: str | float, formats: Formats = EXACT) -> None:
@@ -244,8 +249,8 @@ def groups_on_level0(groups: Sequence[Group], options: StreamingOptions, measure
     """The groups of ``groups`` (in the order of the forward) that are updated on level 0.
 
     Args:
-        options: ``update``: 'level0', 'home', the share of the parameters that is updated on the host, or 'auto': the share that
-            keeps a GPU's link and the CPU busy alike.
+        options: ``update``: 'level0', 'home', the share of the parameters that is updated on the host, or 'auto': the
+            share that keeps a GPU's link and the CPU busy alike.
         measured: as `place_streamed`.
 
     Raises:
@@ -278,14 +283,14 @@ def share_of_all(groups: Sequence[Group], options: StreamingOptions, measured: M
 
 
 def share_for(link: float, cpu: float, pass_bytes: float = PASS_BYTES) -> float:
-    """The share, 0 to `MAX_SHARE`, for a ``link`` in bytes/s each way and a ``cpu`` in parameters/s (see the module's text)."""
+    """The share, 0 to `MAX_SHARE`, for a ``link`` in bytes/s each way and a ``cpu`` in parameters/s (see above)."""
     link *= LINK_USE
     share = OVERLAP * (pass_bytes + STATE_BYTES) / link / (STATE_BYTES / link + 1 / cpu)
     return 0.0 if share < MIN_SHARE else min(round(share, 2), MAX_SHARE)
 
 
 def pass_bytes(groups: Sequence[Group], weight_bytes: int | None) -> float:
-    """Bytes a parameter that a forward and its backward load: each weight twice, but for what stays at the two turns."""
+    """Bytes a parameter that a forward and its backward load: each weight twice, less what stays at the two turns."""
     whole, count = sum(group.num_bytes for group in groups), sum(num_elements(group) for group in groups)
     in_use = GROUPS_IN_USE * max((group.num_bytes for group in groups), default=0)
     stays = 0 if weight_bytes is None else min(max(0, weight_bytes - in_use), whole)
@@ -302,16 +307,16 @@ def _refuse_unable(groups: Iterable[Group]) -> None:
         if group.trainable() and not _can_update_on_level0(group):
             raise Unsupported(
                 f"update='level0' is for groups that compute in bf16 or fp32 alone, and {group.name!r} has "
-                f"{group.dtype_names}: give compute_dtype=torch.bfloat16, or use update='auto', which updates such groups "
-                "on the CPU"
+                f"{group.dtype_names}: give compute_dtype=torch.bfloat16, or use update='auto', which updates such "
+                "groups on the CPU"
             )
 
 
 def _on_host(groups: list[Group], share: float) -> list[Group]:
     """About ``share`` of the elements of ``groups``, evenly over those that are not the first of the forward.
 
-    Evenly, because the link and the worker then both have work all through backward; not the first, because those finish
-    backward last and are needed first.
+    Evenly, because the link and the worker then both have work all through backward; not the first, because those
+    finish backward last and are needed first.
     """
     wanted = share * sum(num_elements(group) for group in groups)
     late = groups[int(len(groups) * FIRST_SHARE) :] if share < 1 - FIRST_SHARE else groups
@@ -327,10 +332,11 @@ def _on_host(groups: list[Group], share: float) -> list[Group]:
 
 
 def deferred_groups(groups: Sequence[Group], storage: StoragePlan | None = None) -> list[Group]:
-    """The groups whose updates on a GPU wait for the next forward: the last of ``groups``, about `DEFERRED_SHARE` of their elements.
+    """The last of ``groups``, `DEFERRED_SHARE` of their elements: their updates on a GPU wait for the next forward.
 
-    Backward needs the link for weights and states, forward for weights alone. These are the first of backward, and their weights
-    are needed last. Their gradients are stored and come back, 4 bytes a parameter more. None where some groups live on level 0.
+    Backward needs the link for weights and states, forward for weights alone. These are the first of backward, and
+    their weights are needed last. Their gradients are stored and come back, 4 bytes a parameter more. None where some
+    groups live on level 0.
     """
     if storage is not None and any(storage.is_resident(group) for group in groups):
         return []
@@ -344,7 +350,7 @@ def deferred_groups(groups: Sequence[Group], storage: StoragePlan | None = None)
     return found
 
 
-# -- what updates on level 0 take there ----------------------------------------------------------------------------------
+# -- what updates on level 0 take there --------------------------------------------------------------------------------
 
 
 def passing_bytes(group: Group) -> int:
@@ -396,11 +402,11 @@ def num_buffers(total_bytes: int, least_bytes: int = MIN_BUFFER_BYTES) -> int:
     return max(1, min(MAX_BUFFERS, wanted, total_bytes // least_bytes))
 
 
-# -- beforehand ----------------------------------------------------------------------------------------------------------
+# -- beforehand --------------------------------------------------------------------------------------------------------
 
 
 def spaces(capacities: Sequence[int], level0: str = "ram", name: str | None = None) -> list[LevelSpace]:
-    """Empty levels of ``capacities`` bytes: the first of the kind ``level0`` and called ``name`` in errors, then RAM, then a disk."""
+    """Empty levels of ``capacities`` bytes: one of the kind ``level0``, called ``name`` in errors, RAM, and a disk."""
     names = (name or {"gpu": "cuda", "ram": "cpu"}[level0], "cpu", "ssd")
     found = []
     for size, each, kind, alignment in zip(capacities, names, (level0, "ram", "disk"), (512, PAGE, PAGE), strict=False):
@@ -423,8 +429,8 @@ def bytes_by_level(
         name: of level 0 in errors.
 
     Returns:
-        Reserved bytes of each kind of range, and of 'staging', 'ring' and 'loaded', by level. Activations are not among them, but
-        for the ``activation_bytes`` of ``options``.
+        Reserved bytes of each kind of range, and of 'staging', 'ring' and 'loaded', by level. Activations are not among
+        them, but for the ``activation_bytes`` of ``options``.
 
     Raises:
         As `place_streamed`; InsufficientMemory too where optimizer states find no room.
@@ -441,7 +447,7 @@ def bytes_by_level(
 
 
 def tabulated(found: StreamedPlacement, storage: StoragePlan) -> dict[str, list[int]]:
-    """Bytes by level of the ranges of ``storage``, of 'staging' and what rounding adds, of the 'ring' and of 'loaded' weights."""
+    """Bytes by level of the ranges of ``storage``, 'staging' with what rounding adds, 'ring' and 'loaded' weights."""
     table, levels = storage.bytes_by_level(), storage.levels
     held = [sum(row) for row in zip(*table.values(), strict=True)]
     table["staging"] = [level.used_bytes - num_bytes for level, num_bytes in zip(levels, held, strict=True)]

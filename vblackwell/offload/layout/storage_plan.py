@@ -3,11 +3,12 @@
 `StoragePlan` is a frozen value; `StoragePlan.with_ranges` gives the next one. The runtime reserves what a plan says
 (`storage.Storage`), a forecast counts its bytes.
 
-What is needed most often takes the upper levels, so optimizer states are the first to spill to a disk. They spill evenly over the
-model (`spread`): updates run in the order of backward, and if the states of neighbouring groups were on the disk, it would have
-more to do in that part of the step than it can, and nothing in the rest. For the same reason one kind of all groups spills before
-a second kind of any: the disk's share of every group is then the same to within one range, and as small as it can be, and so is
-the staging memory. Groups that the CPU updates spill last, because its worker waits for their bytes.
+What is needed most often takes the upper levels, so optimizer states are the first to spill to a disk. They spill
+evenly over the model (`spread`): updates run in the order of backward, and if the states of neighbouring groups were on
+the disk, it would have more to do in that part of the step than it can, and nothing in the rest. For the same reason
+one kind of all groups spills before a second kind of any: the disk's share of every group is then the same to within
+one range, and as small as it can be, and so is the staging memory. Groups that the CPU updates spill last, because its
+worker waits for their bytes.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class Staging:
 
     Attributes:
         by_kind: bytes through which the worker works on ranges of a kind, one at a time.
-        num_sets, set_bytes: sets through which groups that are updated on level 0 pass, each for a group's ranges together.
+        num_sets, set_bytes: sets through which groups that are updated on level 0 pass, each for a group's ranges
+            together.
     """
 
     by_kind: Mapping[str, int] = field(default_factory=dict)
@@ -166,7 +168,7 @@ class StoragePlan:
             table.setdefault(kind, [0] * len(self.levels))[placed.level] += placed.num_bytes
         return table
 
-    # -- the next plan -----------------------------------------------------------------------------------------------
+    # -- the next plan -------------------------------------------------------------------------------------------------
 
     def with_ranges(
         self, wanted: Iterable[tuple[Group, str]], later: Iterable[tuple[Group, str]] = ()
@@ -260,8 +262,8 @@ def place(sizes: Sequence[int], free: Sequence[int], what: str) -> list[int]:
         if position is None:
             raise InsufficientMemory(
                 f"{what} need {format_bytes(sum(sizes))} below level 0, and the lower levels have "
-                f"{format_bytes(sum(free))} free: raise host_memory or disk_memory (the capacities of the stack's lower "
-                "levels)",
+                f"{format_bytes(sum(free))} free: raise host_memory or disk_memory (the capacities of the stack's "
+                "lower levels)",
                 needed_bytes=sum(sizes),
                 available_bytes=sum(free),
             )
@@ -273,8 +275,8 @@ def place(sizes: Sequence[int], free: Sequence[int], what: str) -> list[int]:
 def spread(requests: Sequence[Request]) -> list[int]:
     """Positions of ``requests`` in the order in which they are to be placed, the most wanted first (see above).
 
-    Multiples of the golden ratio, taken modulo 1, leave gaps of at most three lengths wherever the line is cut (the three-gap
-    theorem, Sós 1958). So whatever share of a kind does not fit is spread evenly over the groups.
+    Multiples of the golden ratio, taken modulo 1, leave gaps of at most three lengths wherever the line is cut (the
+    three-gap theorem, Sós 1958). So whatever share of a kind does not fit is spread evenly over the groups.
     """
     kinds = list(dict.fromkeys(request.kind for request in requests))
 
@@ -299,7 +301,7 @@ def plan_staging(
 ) -> Staging:
     """What must be taken of the first level in RAM, before anything is placed, for what will not be in RAM.
 
-    The more is taken, the more spills: this goes on until it takes no more.
+    The more is taken, the more spills: this is repeated until it takes no more.
 
     Args:
         requests: in the order of `spread`. later: what will be asked for next.

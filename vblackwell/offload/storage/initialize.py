@@ -1,12 +1,14 @@
-"""Where a model's first bytes come from: its own tensors, or, for what is on the meta device, a function that fills them.
+"""A model's first bytes: from its own tensors, or, for what is on the meta device, from a function that fills them.
 
-A model that no machine can hold twice is built on the meta device, where tensors have shapes and no bytes. `Source` lets the caller fill
-each parameter where it will live: straight in its range where that is in RAM and has the parameter's own type, otherwise in
-memory for one parameter (and, on a disk, for one range) at a time. So the host never holds more than the ranges and one group.
+A model that no machine can hold twice is built on the meta device, where tensors have shapes and no bytes. `Source`
+lets the caller fill each parameter where it will live: straight in its range where that is in RAM and has the
+parameter's own type, otherwise in memory for one parameter (and, on a disk, for one range) at a time. So the host never
+holds more than the ranges and one group.
 
-A parameter cannot be given bytes of another device and stay the object that it is (`torch.Tensor.set_data` refuses), and it must: users
-tie and list parameters. So its content is exchanged (`torch.utils.swap_tensors`) with that of a stand-in without memory, to which
-the engines then give data as to any other. `Source.give_back` exchanges once more, should anything fail.
+A parameter cannot be given bytes of another device and stay the object that it is (`torch.Tensor.set_data` refuses),
+and it must: users tie and list parameters. So its content is exchanged (`torch.utils.swap_tensors`) with that of a
+stand-in without memory, to which the engines then give data as to any other. `Source.give_back` exchanges once more,
+should anything fail.
 """
 
 from __future__ import annotations
@@ -31,12 +33,13 @@ class Source:
 
     Args:
         initialize: called once for each parameter and each buffer on the meta device, with the first of its names as in
-            ``named_parameters()`` and a CPU tensor of its shape, strides and type, to be filled in place during the call. Floating-point
-            tensors come filled with NaN, so that what is forgotten is loud; integers come as zeros.
+            ``named_parameters()`` and a CPU tensor of its shape, strides and type, to be filled in place during the
+            call. Floating-point tensors come filled with NaN, so that what is forgotten is loud; integers come as
+            zeros.
 
     Raises:
-        ConfigurationError: something is on the meta device and nobody fills it, or the reverse; or a parameter there has hooks or weak
-            references, which would be lost.
+        ConfigurationError: something is on the meta device and nobody fills it, or the reverse; or a parameter there
+            has hooks or weak references, which would be lost.
     """
 
     def __init__(self, model: nn.Module, initialize: Initialize | None) -> None:
@@ -45,13 +48,13 @@ class Source:
         if (params or buffers) and initialize is None:
             raise ConfigurationError(
                 f"{(params or buffers)[0][0]!r} of {type(model).__name__} is on the meta device and has no bytes: give "
-                "initialize=function, which is called with each name and a tensor to fill in place (e.g. from a checkpoint), or build the "
-                "model on the CPU"
+                "initialize=function, which is called with each name and a tensor to fill in place (e.g. from a "
+                "checkpoint), or build the model on the CPU"
             )
         if initialize is not None and not (params or buffers):
             raise ConfigurationError(
-                f"initialize= fills what is on the meta device, and nothing of {type(model).__name__} is: build it under "
-                "torch.device('meta'), or leave initialize out"
+                f"initialize= fills what is on the meta device, and nothing of {type(model).__name__} is: build it "
+                "under torch.device('meta'), or leave initialize out"
             )
         for name, param in params:
             _refuse_followers(name, param)
@@ -96,14 +99,14 @@ class Source:
             self._initialize(name, tensor)
         if checked and any(bool(end.isnan()) for end in (tensor.flatten()[0], tensor.flatten()[-1])):
             raise ConfigurationError(
-                f"initialize left {name!r} of shape {tuple(tensor.shape)} unfilled (its first or last element is NaN): fill the tensor in "
-                "place, e.g. tensor.copy_(value) or torch.nn.init.normal_(tensor)"
+                f"initialize left {name!r} of shape {tuple(tensor.shape)} unfilled (its first or last element is NaN): "
+                "fill the tensor in place, e.g. tensor.copy_(value) or torch.nn.init.normal_(tensor)"
             )
 
-    # -- the model gets them ---------------------------------------------------------------------------------------------
+    # -- the model gets them -------------------------------------------------------------------------------------------
 
     def take_over(self, groups: Iterable[Group]) -> None:
-        """Exchange the contents of meta parameters with stand-ins on the CPU, and put the filled buffers in their places."""
+        """Exchange the contents of meta parameters with stand-ins on the CPU, and put the filled buffers in place."""
         for slot in (slot for group in groups for slot in group.slots if slot.param.is_meta):
             with torch.inference_mode(False):
                 empty = torch.zeros((), dtype=slot.param.dtype, device="cpu").expand(slot.shape)
@@ -131,8 +134,8 @@ def _refuse_followers(name: str, param: torch.Tensor) -> None:
     hooked = param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None)
     if hooked or weakref.getweakrefs(param):
         raise ConfigurationError(
-            f"{name!r} is on the meta device and has {'hooks' if hooked else 'weak references'}: register them after the model was put "
-            "into its stack"
+            f"{name!r} is on the meta device and has {'hooks' if hooked else 'weak references'}: register them "
+            "after the model was put into its stack"
         )
 
 

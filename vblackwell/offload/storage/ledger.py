@@ -1,7 +1,7 @@
 """What is known of the bytes of ranges: how often they changed, whether a write is under way, and whether one failed.
 
-Bytes that were read ahead are used only if their range has not changed since; a range is read, or written again, only when its
-last write is over; and a range whose write failed is lost for every reader until it is written whole.
+Bytes that were read ahead are used only if their range has not changed since; a range is read, or written again, only
+when its last write is over; and a range whose write failed is lost for every reader until it is written whole.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The fp32 truth of compute weights that are narrower, and how it is read and written.
 
-Two forms. *whole*: an fp32 range next to the compute weights. *split*, for bf16 alone: the weight is the truth rounded to nearest
-with ties away from zero, ``(bits + 0x8000) >> 16``, and a signed 16-bit remainder holds the rest, so that
-``bits(truth) = (bits(weight) << 16) + remainder`` exactly. (Ties to even would need a 17th bit.) Split, weight and truth together
-take 4 bytes an element instead of 6, and an update on the GPU brings only the 2 of the remainder.
+Two forms. *whole*: an fp32 range next to the compute weights. *split*, for bf16 alone: the weight is the truth rounded
+to nearest with ties away from zero, ``(bits + 0x8000) >> 16``, and a signed 16-bit remainder holds the rest, so that
+``bits(truth) = (bits(weight) << 16) + remainder`` exactly. (Ties to even would need a 17th bit.) Split, weight and
+truth together take 4 bytes an element instead of 6, and an update on the GPU brings only the 2 of the remainder.
 
-A group whose masters are 'stochastic' (`formats`) has neither: its bf16 weight is the truth, rounded at random by the update, and
-widened to fp32 where the truth is asked for.
+A group whose masters are 'stochastic' (`formats`) has neither: its bf16 weight is the truth, rounded at random by the
+update, and widened to fp32 where the truth is asked for.
 
 Both forms are worked on through ``opened``: the group's stored ranges by kind, as `open_weights` gives them.
 """
@@ -35,7 +35,8 @@ def refuse_untrainable(name: str, dtype: torch.dtype) -> None:
     if dtype not in TRAINED_DTYPES:
         raise Unsupported(
             f"{name!r} is {str(dtype).removeprefix('torch.')}, and AdamW of a model in a stack computes in fp32: give "
-            "compute_dtype=torch.float32, make the model fp32 by .float(), or freeze the parameter by requires_grad_(False)"
+            "compute_dtype=torch.float32, make the model fp32 by .float(), or freeze the parameter by "
+            "requires_grad_(False)"
         )
 
 
@@ -46,14 +47,16 @@ def refuse_unprepared(name: str, groups: Sequence[Group], storage: Storage, on_l
         on_level0: groups that are updated there, as those with packed moments must be.
 
     Raises:
-        Unsupported: some were frozen when the model was offloaded, and were not prepared for training, or cannot be trained.
+        Unsupported: some were frozen when the model was offloaded, and were not prepared for training, or cannot be
+            trained.
     """
     for group in groups:
         for slot in group.trainable():
             refuse_untrainable(slot.name, slot.dtype)
         if group.needs_master and not any((group, form) in storage for form in FORMS):
             raise Unsupported(
-                f"parameters of {name!r} that were frozen when it was offloaded have no fp32 master: release and enable again"
+                f"parameters of {name!r} that were frozen when it was offloaded have no fp32 master: release and "
+                "enable again"
             )
         if group.formats.packed and group not in on_level0:
             raise Unsupported(
@@ -63,7 +66,7 @@ def refuse_unprepared(name: str, groups: Sequence[Group], storage: Storage, on_l
 
 
 def round_from_fp32(source: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor | None = None) -> None:
-    """``out`` = ``source`` rounded to nearest: ties away from zero for bf16, torch's own conversion (ties to even) otherwise.
+    """``out`` = ``source`` rounded to nearest: ties away from zero for bf16, to even (torch's conversion) otherwise.
 
     Adding 0x8000 to the bits of a finite fp32 and cutting the low half rounds its magnitude; a carry moves into the
     exponent as it should, and past the largest bf16 gives infinity. Both are dense and of
@@ -95,7 +98,7 @@ def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 
 def split(truth: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
     """The reverse of `join`: writes both halves of the flat fp32 ``truth``."""
-    for start in range(0, truth.numel(), CHUNK):  # so that a large parameter needs no temporaries of its own size
+    for start in range(0, truth.numel(), CHUNK):  # so that a large parameter needs no temporaries of its size
         part, high, low = (flat[start : start + CHUNK] for flat in (truth, weight, remainder))
         round_from_fp32(part, high)
         bits = high.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
@@ -103,7 +106,7 @@ def split(truth: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) ->
 
 
 def open_weights(storage: Storage, group: Group, *, load: bool = True) -> Opened:
-    """The stored compute weights of ``group`` and what completes them to the truth (worker thread, as `Storage.open`)."""
+    """The stored compute weights of ``group`` and what completes them to the truth (worker thread)."""
     kinds = [kind for kind in ("weight", *FORMS) if (group, kind) in storage]
     return {kind: storage.open(group, kind, load=load) for kind in kinds}
 
@@ -115,7 +118,7 @@ def close_weights(storage: Storage, group: Group, opened: Opened, *, store: bool
 
 
 def read_truth(slot: Slot, opened: Opened) -> torch.Tensor:
-    """The parameter at full precision, in its own shape and stride; an alias of ``opened`` unless it is put together or widened."""
+    """The parameter at full precision, in its shape and stride; an alias of ``opened`` unless joined or widened."""
     if slot.dtype.is_floating_point and "master" in opened:
         return slot.view_fp32(opened["master"])
     if slot.dtype == torch.bfloat16 and "remainder" in opened:

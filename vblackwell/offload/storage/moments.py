@@ -1,10 +1,11 @@
 """One parameter's moments as plain fp32, in and out of the form in which its group keeps them (`formats`).
 
-Reading 8-bit states is one product an element, and for ``exp_avg_sq`` one more, for what is kept is its root. Writing picks each
-block's scale and the nearest codes. It looks first for a scale under which every value *is* a code's: what was read here is written back
-to the same values, so a run goes on from its checkpoint as if it had not stopped. (Squares below 2^-126 lose bits, and with
-them goes this promise: gradients under 1e-19.) Values from elsewhere are rounded to nearest, always the same way: random
-rounding is right in the mean of a thousand updates, and a checkpoint is read once.
+Reading 8-bit states is one product an element, and for ``exp_avg_sq`` one more, for what is kept is its root. Writing
+picks each block's scale and the nearest codes. It looks first for a scale under which every value *is* a code's: what
+was read here is written back to the same values, so a run goes on from its checkpoint as if it had not stopped.
+(Squares below 2^-126 lose bits, of gradients under 1e-19, and are not written back to the same values.) Values from
+elsewhere are rounded to nearest, always the same way: random rounding is right in the mean of a thousand updates, and a
+checkpoint is read once.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from vblackwell.offload.layout.groups import Slot
 
 CHUNK = 1 << 18  # elements at a time: a multiple of `SCALE_BLOCK`
 _PROBE = 8  # elements of a block
-# The update's own scale is the largest moment over the largest code, and the product of both may be a few last places off.
+# The update's own scale is the largest moment over the largest code, and the product of both may be a few last places
+# off.
 _LAST_PLACES = (0, 1, -1, 2, -2)
 _SIGN = 128  # of codes of exp_avg
-# Largest codes that the largest of a block may have: random rounding takes exp_avg's down by one about once in a million blocks.
+# Largest codes that the largest of a block may have: random rounding takes exp_avg's down by one about once in a
+# million blocks.
 _TOP_CODES = {"exp_avg": (127, 126), "exp_avg_sq": (255,)}
 
 
@@ -41,7 +44,7 @@ def moment_parts(slot: Slot, opened: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_moments(slot: Slot, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``exp_avg`` and ``exp_avg_sq`` in fp32, copies in the parameter's shape and stride, on the device of ``parts``."""
+    """``exp_avg`` and ``exp_avg_sq`` in fp32: copies in the parameter's shape and stride, where ``parts`` are."""
     device = parts[slot.group.formats.moments[0]].device
     found = {kind: torch.empty_strided(slot.shape, slot.stride, dtype=torch.float32, device=device) for kind in MOMENTS}
     flat = [tensor.as_strided((slot.num_elements,), (1,)) for tensor in found.values()]
@@ -58,7 +61,7 @@ def read_moments(slot: Slot, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def write_moments(slot: Slot, parts: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """The reverse of `read_moments`; ``state`` holds tensors of the parameter's shape, any stride, float type and device."""
+    """The reverse of `read_moments`; ``state``: tensors of the parameter's shape, any stride, float type and device."""
     for kind in MOMENTS:
         wide = torch.empty_strided(slot.shape, slot.stride, dtype=torch.float32).copy_(state[kind])
         wide = wide.as_strided((slot.num_elements,), (1,))

@@ -1,8 +1,8 @@
 """Ranges that take the place of others when the step has come: a rollback without a copy.
 
-An update that runs before its step writes into shadows; the ranges that it read stay what they were. `commit` exchanges the two,
-`give_back` forgets what was written. Shadows are memory of the same size on the same level, taken when first needed, kept for the
-next step, and limited by what the levels have: where there is none, the update waits for its step.
+An update that runs before its step writes into shadows; the ranges that it read stay what they were. `commit` exchanges
+the two, `give_back` forgets what was written. Shadows are memory of the same size on the same level, taken when first
+needed, kept for the next step, and limited by what the levels have: where there is none, the update waits for its step.
 """
 
 from __future__ import annotations
@@ -63,6 +63,6 @@ class Shadows:
                 self._storage.give(shadow)
 
     def give_back(self, shadows: Ranges) -> None:
-        """Keep ranges for the next `take`. Queued reads and writes of them come before its writes, in the lane's order."""
+        """Keep ranges for the next `take`. What is queued on them comes before its writes, in the lane's order."""
         for shadow in shadows.values():
             self._spare.setdefault((shadow.level, shadow.num_bytes), []).append(shadow)

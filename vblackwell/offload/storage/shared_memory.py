@@ -1,7 +1,7 @@
-"""Memory that several names lead to: refused where it can be seen, because a parameter's bytes move and a view of them does not.
+"""Memory with several names: refused where it can be seen, as a parameter's bytes move and a view of them does not.
 
-Seen are parameters that overlap themselves or each other, and tensors that a module of the model keeps. What only a closure, a numpy
-array or a variable of the caller holds is not.
+Seen are parameters that overlap themselves or each other, and tensors that a module of the model keeps. What only a
+closure, a numpy array or a variable of the caller holds is not.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ def refuse_shared_memory(model: nn.Module) -> None:
     for name, param in params.items():
         if any(size > 1 and stride == 0 for size, stride in zip(param.shape, param.stride(), strict=True)):
             raise ConfigurationError(
-                f"elements of the parameter {name!r} share memory (shape {tuple(param.shape)}, stride {param.stride()}): make it "
-                "one of its own by nn.Parameter(p.detach().clone()), or keep a small parameter and expand it in forward"
+                f"elements of the parameter {name!r} share memory (shape {tuple(param.shape)}, stride "
+                f"{param.stride()}): make it separate by nn.Parameter(p.detach().clone()), or keep a small parameter "
+                "and expand it in forward"
             )
     known = {id(param) for param in params.values()}
     kept = [
@@ -46,8 +47,9 @@ def refuse_shared_memory(model: nn.Module) -> None:
                 if second == first + ORIGINAL or first == second + ORIGINAL:
                     continue
                 raise ConfigurationError(
-                    f"{second!r} shares memory with the parameter {first!r}, whose bytes move when the model is offloaded: compute it in "
-                    "forward, make both names one parameter (a.weight = b.weight), or give it a copy (.clone())"
+                    f"{second!r} shares memory with the parameter {first!r}, whose bytes move when the model is "
+                    "offloaded: compute it in forward, make both names one parameter (a.weight = b.weight), or give it "
+                    "a copy (.clone())"
                 )
 
 

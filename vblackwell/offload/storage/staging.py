@@ -1,18 +1,18 @@
-"""Ranges on a disk on their way to updates and back: read ahead into host memory, and written from there in the background.
+"""Ranges on a disk on their way to updates and back: read ahead into host memory, written from there afterwards.
 
-A group that is updated on level 0 comes up from host memory, where most groups are stored. The ranges of the others are on a
-disk, and pass through a few *sets* of host memory: while one group is at work, the next is read and the last is written. The
-order of the groups is learned from the last step. Reads begin when a set falls free, in any thread, so the disk does not wait
-for the model.
+A group that is updated on level 0 comes up from host memory, where most groups are stored. The ranges of the others are
+on a disk, and pass through a few *sets* of host memory: while one group is at work, the next is read and the last is
+written. The order of the groups is learned from the last step. Reads begin when a set falls free, in any thread, so the
+disk does not wait for the model.
 
-Rules. A range is read only when its last write is over, and ahead only if what it holds is the group's truth (not what a step
-that has not come yet may replace). What was read ahead is used only if the range has not changed since. A set is filled again
-only when everything that uses it is over: copies to level 0, copies back, the write to the disk. When all sets are busy the
-caller waits for the oldest write; when all hold groups that it did not ask for, it takes one of them: so something can always
-go on.
+Rules. A range is read only when its last write is over, and ahead only if what it holds is the group's truth (not what
+a step that has not come yet may replace). What was read ahead is used only if the range has not changed since. A set is
+filled again only when everything that uses it is over: copies to level 0, copies back, the write to the disk. When all
+sets are busy the caller waits for the oldest write; when all hold groups that it did not ask for, it takes one of them:
+so something can always go on.
 
-A read that fails raises where its bytes are asked for. A write that fails raises at the next update of any group, at every wait
-for the group's own, and whenever its range is read (`Ledger`).
+A read that fails raises where its bytes are asked for. A write that fails raises at the next update of any group, at
+every wait for the group's own, and whenever its range is read (`Ledger`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Continuations:
     def chain(
         self, first: Transfer, start_next: Callable[[], list[Transfer]], finish: Callable[[BaseException | None], None]
     ) -> Transfer:
-        """A transfer that is over after ``first``, then all that ``start_next`` gives, then ``finish``, which gets the failure."""
+        """A transfer: ``first``, then what ``start_next`` gives, then ``finish``, which gets the failure."""
 
         def run() -> None:
             error = failure_of(first)
@@ -97,7 +97,8 @@ class Staged:
     """One group's ranges in host memory, by kind.
 
     Attributes:
-        is_set: the memory is a set; otherwise it was taken for this update alone: ``taken`` of the level in RAM, if there is one.
+        is_set: the memory is a set; otherwise it was taken for this update alone: ``taken`` of the level in RAM, if
+            there is one.
         stamps: of the ranges that were read, or are being read by ``reads``.
         skipped: updates of other groups since it was read ahead.
     """
@@ -134,10 +135,10 @@ class Stage:
         self._caller_waits = False
         self._failure: BaseException | None = None
 
-    # -- updates, in one thread --------------------------------------------------------------------------------------
+    # -- updates, in one thread ----------------------------------------------------------------------------------------
 
     def take(self, group: Group, reads: Ranges, writes: Ranges) -> Staged | None:
-        """Host memory for an update of ``group``, with what ``reads`` hold; None if neither they nor ``writes`` are on a disk.
+        """Host memory for an update of ``group``, with what ``reads`` hold; None if no range of both is on a disk.
 
         Blocks until the bytes are there. The memory is the caller's until `store` or `drop`.
 
@@ -176,7 +177,7 @@ class Stage:
         return staged
 
     def store(self, staged: Staged, writes: Ranges, copied: Transfer) -> Transfer:
-        """Write what will be in ``staged`` after ``copied`` to its ranges, in the background; the transfer of all of that. Ends `take`."""
+        """End of `take`: write what is in ``staged`` after ``copied`` to its ranges; the transfer of all of that."""
         storage, writes, token = self._storage, on_disk(writes), object()
         started: list[Transfer] = []
 
@@ -233,7 +234,7 @@ class Stage:
             raise failure
 
     def _take_ahead(self, group: Group, reads: Ranges) -> Staged | None:
-        """What was read ahead for ``group``, now the caller's, if it is still true. What nobody asks for is given up."""
+        """What was read ahead for ``group``, if it is still true. What is not asked for is given up."""
         with self._lock:
             if self._states_on_disk(group):
                 if self._last is not None:
@@ -253,7 +254,7 @@ class Stage:
             self._give_up(other)
         return found
 
-    # -- memory ------------------------------------------------------------------------------------------------------
+    # -- memory --------------------------------------------------------------------------------------------------------
 
     def _memory_for(self, group: Group) -> Staged:
         """Memory for ``group``: a set, if need be one that was read ahead for another."""
@@ -320,7 +321,7 @@ class Stage:
         elif staged.taken is not None:
             self._storage.give(staged.taken)
 
-    # -- reading -----------------------------------------------------------------------------------------------------
+    # -- reading -------------------------------------------------------------------------------------------------------
 
     def read_ahead(self) -> None:
         """Begin to read what comes next, as far as sets are free. Never blocks; any thread."""

@@ -1,7 +1,7 @@
 """Where a group's bytes are when they are not in use: ranges on the levels below the first.
 
-`StoragePlan` decides (arithmetic); `Storage` reserves what it says, takes everything back if one reservation fails, and lends the
-CPU the bytes of a range: directly where they are in RAM, through staging memory where they are on a disk.
+`StoragePlan` decides (arithmetic); `Storage` reserves what it says, takes everything back if one reservation fails, and
+lends the CPU the bytes of a range: directly where they are in RAM, through staging memory where they are on a disk.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Storage:
         plan: its ranges are reserved at once.
 
     Attributes:
-        plan: where the ranges are. It holds sizes and no groups: this object may outlive the model and must not keep it alive.
+        plan: where the ranges are. It holds sizes and no groups: this object may outlive the model and must not keep it
+            alive.
         ledger: which ranges are written, and which of them are lost.
         sets: host memory for groups whose updates run on level 0 and whose ranges are on a disk (`Stage`).
         sets_in_use: they stay what they are.
@@ -75,7 +76,7 @@ class Storage:
         self._closed = False
         self._carry_out(plan)
 
-    # -- reserving ---------------------------------------------------------------------------------------------------
+    # -- reserving -----------------------------------------------------------------------------------------------------
 
     def reserve(self, wanted: Iterable[tuple[Group, str]], later: Iterable[tuple[Group, str]] = ()) -> None:
         """Reserve a range for each (group, kind) that has none; all or nothing. Arguments as `StoragePlan.with_ranges`.
@@ -134,15 +135,16 @@ class Storage:
             self._reserve_stage(planned, kind, num_bytes)
 
     def _reserve_stage(self, planned: StoragePlan, kind: str, num_bytes: int) -> None:
-        """Host memory through which ranges of ``kind`` are worked on; a stack without a level in RAM has none to count it to."""
+        """Host memory through which ranges of ``kind`` are worked on, where a level in RAM can count it."""
         if kind in self._staging or not planned.has_host_level:
             return
         try:
             self._staging[kind] = self.stack.reserve(f"{self._name}/staging/{kind}", num_bytes, planned.staging_level)
         except InsufficientMemory as error:
             raise InsufficientMemory(
-                f"states on a disk pass through RAM, which takes {format_bytes(num_bytes)} of it in one piece for {kind}, "
-                f"and {format_bytes(error.available_bytes)} are free: raise host_memory (the capacity of the 'cpu' level)",
+                f"states on a disk pass through RAM, which takes {format_bytes(num_bytes)} of it in one piece for "
+                f"{kind}, and {format_bytes(error.available_bytes)} are free: raise host_memory (the capacity of the "
+                "'cpu' level)",
                 needed_bytes=error.needed_bytes,
                 available_bytes=error.available_bytes,
             ) from error
@@ -175,7 +177,7 @@ class Storage:
         self.stack.unreserve(reservation)
 
     def swap(self, group: Group, kind: str, reservation: Reservation) -> Reservation:
-        """Make ``reservation`` (taken with `take`, of the same size and level) the range of (group, kind); returns what it was."""
+        """Make ``reservation`` (from `take`, of that size and level) the range of (group, kind); returns the old."""
         key = (group.index, kind)
         old = self._ranges[key]
         assert old.num_bytes == reservation.num_bytes and reservation in self._taken
@@ -184,7 +186,7 @@ class Storage:
         self._ranges[key] = reservation
         return old
 
-    # -- asking ------------------------------------------------------------------------------------------------------
+    # -- asking --------------------------------------------------------------------------------------------------------
 
     def __contains__(self, key: tuple[Group, str]) -> bool:
         return (key[0].index, key[1]) in self._ranges
@@ -200,7 +202,7 @@ class Storage:
         """Reserved bytes of each kind, by level of the stack."""
         return self.plan.bytes_by_level()
 
-    # -- bytes, for the CPU ------------------------------------------------------------------------------------------
+    # -- bytes, for the CPU --------------------------------------------------------------------------------------------
 
     def open(self, group: Group, kind: str, *, load: bool = True) -> torch.Tensor:
         """The range as a CPU uint8 tensor: the bytes themselves where they are in RAM, else staged (read if ``load``).
@@ -266,7 +268,7 @@ class Storage:
         # Not `stack.read`: without a GPU it could not tell staging memory from level 0, both being RAM.
         self.stack.count_link(source, destination, num_bytes, time.perf_counter() - started)
 
-    # -- bytes, in the background ------------------------------------------------------------------------------------
+    # -- bytes, in the background --------------------------------------------------------------------------------------
 
     def start_read(self, reservation: Reservation, out: torch.Tensor) -> Transfer | None:
         """Begin to read the range, whose last write is over, into host memory; None if the storage is closed."""
