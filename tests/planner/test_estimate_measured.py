@@ -181,18 +181,27 @@ def test_what_the_caller_froze_stays_frozen():
     assert gc.get_freeze_count() > before // 2  # some of them died meanwhile
 
 
+MEASURED_ON_A_GPU = """
+from dataclasses import replace
+import torch
+from tests.planner.test_estimate_measured import run_of_a_large_one
+from vblackwell.planner.estimate.measured import measure_run
+from vblackwell.planner.memory_estimate import estimate_trace
+
+run = replace(run_of_a_large_one(), capability=torch.cuda.get_device_capability())
+measured = measure_run(run, 8, torch.device("cuda", 0))
+print(estimate_trace(measured.trace).allocated, torch.cuda.max_memory_allocated())
+print(*(phase for _, _, phase in measured.trace.marks))
+"""
+
+
 @pytest.mark.gpu
-def test_on_a_gpu_the_allocator_s_own_record_is_replayed(monkeypatch):
-    monkeypatch.undo()
-    run = replace(run_of_a_large_one(), capability=torch.cuda.get_device_capability())
-    gc.collect()  # what other tests left would be freed in between, and be missing from the peak
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    measured = measure_run(run, 8, torch.device("cuda", 0))
-    peak = torch.cuda.max_memory_allocated() - before
-    assert estimate_trace(measured.trace).allocated == pytest.approx(peak, rel=0.01)
-    phases = [phase for _, _, phase in measured.trace.marks]
-    assert phases == ["setup", *(2 * ["forward", "backward", "optimizer"]), "setup"]
+def test_on_a_gpu_the_allocator_s_own_record_is_replayed(program):
+    """In a process of its own: what other tests left there would be freed meanwhile, and be missing from the peak."""
+    numbers, phases = program(MEASURED_ON_A_GPU).splitlines()[-2:]
+    replayed, peak = map(int, numbers.split())
+    assert replayed == pytest.approx(peak, rel=0.01)
+    assert phases.split() == ["setup", *(2 * ["forward", "backward", "optimizer"]), "setup"]
 
 
 def run_of_a_large_one() -> Run:

@@ -72,11 +72,11 @@ def process_status(name: str) -> int:
 def builder_of(system: str) -> Callable[[Case, torch.device], System]:
     """The function that builds a system. Others' packages are imported only where they are asked for."""
     if system in ("fsdp2", "deepspeed"):
-        import offload_peers as module
+        from benchmarks.lib.offload import peers as module
     elif system == "largest":
-        import offload_largest as module
+        from benchmarks.lib.offload import largest as module
     else:
-        import offload_systems as module
+        from benchmarks.lib.offload import systems as module
     return getattr(module, f"build_{system}")
 
 

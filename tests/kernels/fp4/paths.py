@@ -108,7 +108,7 @@ def check(plan: MmaPlan | WgmmaPlan, m: int, n: int, k: int, dtype: torch.dtype)
     w_NK, tiled = weight("nvfp4" if dtype == torch.bfloat16 else "mxfp4", n, k)
     x_MK = torch.randn(m, k, device="cuda").to(dtype)
     run = fp4_launch.run_mma if isinstance(plan, MmaPlan) else fp4_launch.run_wgmma
-    launch = lambda: run(plan, x_MK, *tiled, None, "none", n, torch.float32)  # noqa: E731
+    launch = lambda: run(plan, x_MK, tiled, None, "none", n, torch.float32)  # noqa: E731
     torch.full((m, n), torch.nan, device="cuda")  # what the next allocation of this size is likely to hold
     y_MN = launch()
     ratio = error_over_bound(y_MN, x_MK, w_NK)
@@ -116,7 +116,7 @@ def check(plan: MmaPlan | WgmmaPlan, m: int, n: int, k: int, dtype: torch.dtype)
     stream = [launch() for _ in range(REPEATS)]
     assert all(torch.equal(y_MN, again) for again in stream), "launches that overlap do not repeat"
     if in_tiles(plan, dtype):
-        rounded = [run(plan, x_MK, *tiled, None, "none", n) for _ in range(REPEATS)]
+        rounded = [run(plan, x_MK, tiled, None, "none", n) for _ in range(REPEATS)]
         assert all(torch.equal(again, y_MN.to(dtype)) for again in rounded), "rounded in tiles"
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
