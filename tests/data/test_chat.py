@@ -24,7 +24,7 @@ from vblackwell.data.dataset import pack_rows
 from vblackwell.data.documents import TextFiles, find_text
 from vblackwell.data.tokenizer import train_tokenizer
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.folders import bounded, chat_prompt
+from vblackwell.folders import chat_prompt
 from vblackwell.folders.chat_prompt import open_chat
 from vblackwell.train.checkpoint import generation_settings
 from vblackwell.train.prepare import check_packing
@@ -265,7 +265,7 @@ def test_templates_that_cannot_be_used_are_named(folder_of, tokenizer, tmp_path)
 )  # fmt: skip
 def test_a_template_is_bounded(template, part, folder_of, tokenizer, monkeypatch):
     """In memory, time and what it writes; to learn from, and to generate."""
-    monkeypatch.setattr(bounded, "MAX_SECONDS", 0.05)
+    monkeypatch.setattr(chat_prompt, "MAX_SECONDS", 0.05)
     monkeypatch.setattr(chat_prompt, "MAX_CHARACTERS", 1000)
     limits = resource.getrlimit(resource.RLIMIT_DATA), signal.getsignal(signal.SIGPROF)
     found = find_template(tokenizer, folder_of(template))

@@ -39,8 +39,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vblackwell.data.documents import LINES, TextFiles, json_lines
 from vblackwell.data.tokenizer import end_of_text_id
 from vblackwell.errors import ConfigurationError, nearest
-from vblackwell.folders.bounded import bounded
-from vblackwell.folders.chat_prompt import CHAT_TEMPLATE, check_written, open_tokenizer, reason_of, special_behind
+from vblackwell.folders.chat_prompt import (
+    CHAT_TEMPLATE,
+    bounded,
+    check_written,
+    open_tokenizer,
+    reason_of,
+    special_after,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -239,7 +245,7 @@ class ChatTemplate:
             )
         except ConfigurationError:
             return None
-        return special_behind(tokenizer, text.rpartition(mark)[2])
+        return special_after(tokenizer, text.rpartition(mark)[2])
 
     def _rendered(self, messages: list[Message], place: str, spans: bool = False) -> tuple[str, list[Span]]:
         from transformers.utils.chat_template_utils import render_jinja_template

@@ -1,24 +1,40 @@
 """A user's message as a chat model wants it written, and the token that ends its answer.
 
-The text is what the chat template of the model's folder makes of one message, rendered by transformers' code. Where an answer ends is
-asked of the same template: the special token that it writes behind one. A base model that was fine-tuned on conversations often names
-another token in its configuration, and would talk on behind its own answer.
+The text is what the chat template of the model's folder makes of one message, rendered by transformers' code. Where an
+answer ends is asked of the same template: the special token that it writes after one. A base model that was fine-tuned on
+conversations often names another token in its configuration, and would not stop at the end of its answer.
+
+A template comes with a model, so it is a stranger's text that we evaluate: ``{{ 'x' * 10**10 }}`` is one. jinja's sandbox,
+in which transformers renders, keeps it from files and from code, but bounds neither memory nor time: `bounded` does, by
+the process's own limits.
 """
 
 from __future__ import annotations
 
+import functools
+import os
+import resource
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from vblackwell.errors import ConfigurationError
-from vblackwell.folders.bounded import bounded
+from vblackwell.units import MiB, format_bytes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 CHAT_TEMPLATE = "chat_template.jinja"
 MAX_CHARACTERS = 16 << 20
+MAX_SECONDS = 5.0  # of CPU time; a conversation takes milliseconds
+MAX_BYTES = 256 * MiB
 _MARK = chr(0xE000)  # private use: no template has it
 
 
@@ -31,7 +47,7 @@ class Chat:
     _template: str
 
     def prompt(self, message: str) -> str:
-        """The text behind which the model answers ``message``, its special tokens included.
+        """The text after which the model answers ``message``, its special tokens included.
 
         Raises:
             ConfigurationError: the template refuses it.
@@ -39,9 +55,9 @@ class Chat:
         return self._written([{"role": "user", "content": message}], add_generation_prompt=True)
 
     def ends(self, tokenizer: Tokenizer) -> set[int]:
-        """The special token that the template writes behind an answer, if it writes one."""
+        """The special token that the template writes after an answer, if it writes one."""
         text = self._written([{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}])
-        found = special_behind(tokenizer, text.rpartition(_MARK)[2])
+        found = special_after(tokenizer, text.rpartition(_MARK)[2])
         return set() if found is None else {found}
 
     def _written(self, messages: list[dict[str, str]], **options: Any) -> str:
@@ -111,8 +127,44 @@ def open_tokenizer(folder: Path) -> Any:
         raise ConfigurationError(f"the tokenizer of {folder} cannot be opened ({reason})") from error
 
 
-def special_behind(tokenizer: Tokenizer, text: str) -> int | None:
+def special_after(tokenizer: Tokenizer, text: str) -> int | None:
     """The special token that ``text`` begins with, white space aside; None if it begins with another."""
     numbers = tokenizer.encode(text.lstrip(), add_special_tokens=False).ids[:1]
     known = tokenizer.get_added_tokens_decoder()
     return next((number for number in numbers if number in known and known[number].special), None)
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Bound the process while the block runs: in memory (what it holds and `MAX_BYTES` more), and in CPU time on the main
+    thread, the only one that signals interrupt. The limits are put back afterwards.
+
+    Raises:
+        TimeoutError, MemoryError: a bound was met; with it in words.
+    """
+
+    def expire(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"it takes more than {MAX_SECONDS:g} s")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    held = _process(os.getpid()).memory_info().data + MAX_BYTES
+    is_timed = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGPROF, expire) if is_timed else None
+    resource.setrlimit(resource.RLIMIT_DATA, (held if soft == resource.RLIM_INFINITY else min(soft, held), hard))
+    if is_timed:
+        signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
+    try:
+        yield
+    except MemoryError as error:
+        raise MemoryError(f"it takes more than {format_bytes(MAX_BYTES)}") from error
+    finally:
+        if is_timed:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        if is_timed:
+            signal.signal(signal.SIGPROF, handler)
+
+
+@functools.lru_cache(maxsize=1)
+def _process(pid: int) -> psutil.Process:
+    return psutil.Process(pid)
