@@ -23,9 +23,8 @@ from vblackwell.data.dataset import HELD_OUT_SHARE, Corpus, permute
 from vblackwell.data.documents import Piece, TextFiles, find_text
 from vblackwell.data.tokenizer import end_of_text_id, train_tokenizer
 from vblackwell.errors import ConfigurationError, CorruptData
-from vblackwell.folders.commit import MANIFEST, verify_folder
+from vblackwell.folders.commit import MANIFEST, hash_file, verify_folder
 from vblackwell.folders.folder import read_tokenizer
-from vblackwell.folders.hashed_file import hash_file
 from vblackwell.machine.cache import cached_folder, drop_entry
 from vblackwell.units import MiB
 

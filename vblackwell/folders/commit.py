@@ -8,11 +8,13 @@
     prune           older folders                 never before the new one is safe
 
 Where we write the bytes ourselves, they are hashed on their way to the file: reading them back would only meet the page
-cache. A failed ``fsync`` abandons the folder: the kernel may have dropped the pages, and a second call would succeed.
+cache. A refused write names file, offset, size and what is free. A failed ``fsync`` abandons the folder: the kernel may
+have dropped the pages, and a second call would succeed.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -21,16 +23,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
+
+import xxhash
 
 from vblackwell.errors import ConfigurationError, CorruptData, DiskError
-from vblackwell.folders.hashed_file import HashedFile, WholeWrites, hash_file, sync_and_hash, sync_folder
 from vblackwell.machine.lock import SUFFIX, disk_error, make_work_folder, remove_if_abandoned
-from vblackwell.units import format_bytes
+from vblackwell.units import MiB, format_bytes
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 REPLACED = ".replaced"
+WRITE_BYTES = 16 * MiB
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _STEP = re.compile(r"step-\d+")
 
 
@@ -111,7 +116,7 @@ class CommitFolder:
                 yield file
                 self._entries[name] = file.finish()
         except BaseException as error:
-            path.unlink(missing_ok=True)  # whoever catches this must not commit half a file
+            path.unlink(missing_ok=True)  # a caller that catches this must not commit half a file
             if isinstance(error, OSError) and not isinstance(error, DiskError):
                 raise disk_error("writing", path, error) from error
             raise
@@ -240,10 +245,110 @@ def prune(parent: Path, keep: int, prefix: str = "step-") -> list[Path]:
     for path in old:
         gone = path.with_name(path.name + SUFFIX)
         try:
-            os.rename(
-                path, gone
-            )  # first: a crash in the middle of deleting must not leave half a checkpoint under its name
+            # First: a crash in the middle of deleting must not leave half a checkpoint under its name.
+            os.rename(path, gone)
         except OSError as error:
             raise disk_error("removing", path, error) from error
         remove_if_abandoned(gone)
     return old
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+class HashedFile:
+    """A file of a ``CommitFolder`` being written front to back; made by ``CommitFolder.open``."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self.path, self._file = path, file
+        self._digest, self.size = xxhash.xxh3_128(), 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Appends ``data``.
+
+        Raises:
+            DiskError: the disk refused; with offset, size and free space.
+        """
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), WRITE_BYTES):
+            piece = view[start : start + WRITE_BYTES]
+            try:
+                self._file.write(piece)
+            except OSError as error:
+                raise write_error(self.path, self.size, len(view) - start, error) from error
+            self._digest.update(piece)
+            self.size += len(piece)
+
+    def reserve(self, size_bytes: int) -> None:
+        """Claims the file's final size on the disk, so that a full disk is met before the first byte is written."""
+        if not size_bytes or not hasattr(os, "posix_fallocate"):
+            return
+        try:
+            os.posix_fallocate(self._file.fileno(), 0, size_bytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # file systems without it
+                raise write_error(self.path, 0, size_bytes, error) from error
+
+    def finish(self) -> dict[str, Any]:
+        """Syncs the file; returns its entry of the manifest."""
+        sync(self._file.fileno(), self.path)
+        return {"size": self.size, "xxh3": self._digest.hexdigest()}
+
+
+class WholeWrites:
+    """An unbuffered file whose ``write`` goes on after a short write."""
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+        self.fileno = raw.fileno
+
+    def write(self, data: memoryview) -> None:
+        while data:
+            data = data[self._raw.write(data) :]
+
+
+def sync(descriptor: int, path: Path) -> None:
+    """``fsync``, with its refusal as a ``DiskError``: the data are then lost, whatever a second call says."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise disk_error("syncing", path, error) from error
+
+
+def sync_folder(path: Path) -> None:
+    """Makes names created and renamed in ``path`` survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        sync(descriptor, path)
+    finally:
+        os.close(descriptor)
+
+
+def write_error(path: Path, offset: int, size_bytes: int, error: OSError) -> DiskError:
+    """A refused write as the user should read it."""
+    if error.errno not in NO_ROOM:
+        return DiskError(
+            f"writing {size_bytes} bytes at offset {offset} of {path} failed: {error.strerror}; check the disk"
+        )
+    free = shutil.disk_usage(path.parent).free
+    return DiskError(
+        f"no room for {format_bytes(size_bytes)} at offset {offset} of {path} ({error.strerror}); {format_bytes(free)} "
+        "are free on its disk: make room or lift the limit, or choose another folder; older checkpoints are untouched"
+    )
+
+
+def hash_file(path: Path) -> dict[str, Any]:
+    """Size and XXH3 of a file, as the manifest has them."""
+    digest, size = xxhash.xxh3_128(), 0
+    with path.open("rb") as file:
+        while block := file.read(4 * MiB):
+            digest.update(block)
+            size += len(block)
+    return {"size": size, "xxh3": digest.hexdigest()}
+
+
+def sync_and_hash(path: Path) -> dict[str, Any]:
+    """Syncs a file that somebody else wrote; returns its entry of the manifest."""
+    with path.open("rb") as file:
+        sync(file.fileno(), path)
+    return hash_file(path)

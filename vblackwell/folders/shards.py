@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.folders.commit import CommitFolder
-from vblackwell.folders.hashed_file import HashedFile
+from vblackwell.folders.commit import CommitFolder, HashedFile
 from vblackwell.units import GiB, align_up
 
 DTYPES = {

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from vblackwell.errors import CorruptData, DiskError
-from vblackwell.folders.hashed_file import WholeWrites
+from vblackwell.folders.commit import WholeWrites
 from vblackwell.units import format_bytes
 
 METRICS_NAME = "metrics.jsonl"
