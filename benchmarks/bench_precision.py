@@ -38,8 +38,8 @@ from vblackwell.nn.convert.linears import select_linears
 from vblackwell.nn.convert.optimize import enable_vb_optimization
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.nn.decoder.presets import find_preset
+from vblackwell.nn.linear.packed_weight import pack
 from vblackwell.nn.linear.times import LinearTimes
-from vblackwell.nn.linear.two_part import pack
 from vblackwell.numerics.sqnr import decibels, noise_and_signal
 from vblackwell.offload.api import release
 from vblackwell.train.schedule import Schedule, default_warmup_steps

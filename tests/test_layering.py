@@ -97,8 +97,6 @@ KNOWN_IMPORTS: set[tuple[str, str]] = {
     ("vblackwell/kernels/attention/op.py", "vblackwell/kernels/pointwise/rotary.py"),
     ("vblackwell/kernels/pointwise/rotary_triton.py", "vblackwell/kernels/pointwise/rotary.py"),
     ("vblackwell/kernels/pointwise/sampling_triton.py", "vblackwell/kernels/pointwise/sampling.py"),
-    ("vblackwell/nn/linear/adapted.py", "vblackwell/nn/convert/fused_modules.py"),
-    ("vblackwell/nn/linear/stored_fp4.py", "vblackwell/nn/convert/linears.py"),
     ("vblackwell/planner/estimator.py", "vblackwell/memory/disk.py"),
     ("vblackwell/planner/what_fits.py", "vblackwell/generate/cache_shape.py"),
     ("vblackwell/planner/what_fits.py", "vblackwell/generate/room.py"),
@@ -317,8 +315,8 @@ def test_a_return_is_a_stay_in_a_file_that_was_left():
 @pytest.mark.parametrize(
     ("importer", "imported", "allowed"),
     [
-        ("offload/api", "nn/linear/joined", True),
-        ("nn/linear/joined", "offload/api", False),
+        ("offload/api", "nn/linear/rounded", True),
+        ("nn/linear/rounded", "offload/api", False),
         ("planner/placement", "offload/layout/order", True),
         ("planner/placement", "offload/engine", False),
         ("kernels/fp4/linear", "kernels/pointwise/swiglu", False),
@@ -329,7 +327,7 @@ def test_a_return_is_a_stay_in_a_file_that_was_left():
         ("memory/pool", "memory/cache/stack", False),
         ("memory/cache/stack", "memory/pool", True),
         ("tools/bench", "train/run", False),
-        ("nn/attention/layer", "nn/attention/times", True),
+        ("nn/attention/layer", "nn/attention/rotary", True),
     ],
 )
 def test_the_order(importer: str, imported: str, allowed: bool):

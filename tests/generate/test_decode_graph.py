@@ -17,8 +17,7 @@ from vblackwell.generate.sampling import Sampling
 from vblackwell.nn.convert.model import convert
 from vblackwell.nn.decoder.cache import KVCache, SteadyCache
 from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.nn.linear.joined import joined
-from vblackwell.nn.linear.plain import lay_together
+from vblackwell.nn.linear.one_input import joined, lay_together
 
 
 def decoder(**shape) -> Decoder:

@@ -9,9 +9,10 @@ import transformers
 from tests.offload.conftest import make_stack  # noqa: F401 - a fixture
 from tests.offload.test_round_trip_models import CONFIGS
 from vblackwell.generate.causal_lm import load_causal_lm
+from vblackwell.nn.convert import fused_modules as module
 from vblackwell.nn.convert.causal_lm import accelerate_causal_lm, restore_causal_lm
 from vblackwell.nn.convert.lora_config import Lora
-from vblackwell.nn.linear import adapted as module
+from vblackwell.nn.linear import stored_fp4
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.(is_gradient_checkpointing|gradient_checkpointing_enable). is deprecated:FutureWarning"
@@ -44,7 +45,7 @@ def test_losses_and_gradients_are_those_of_peft(folder, make_stack, monkeypatch)
                 param.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     products = []
-    monkeypatch.setattr(module, "fp4_linear", lambda *args: products.append(1) or LINEAR(*args))
+    monkeypatch.setattr(stored_fp4, "fp4_linear", lambda *args: products.append(1) or LINEAR(*args))
     loss, expected = gradients(model)
     report = accelerate_causal_lm(model, loss=False)
     assert len(report.replaced["adapter"]) == 7 * LAYERS
@@ -61,7 +62,7 @@ def test_losses_and_gradients_are_those_of_peft(folder, make_stack, monkeypatch)
     assert gradients(model)[0] == loss and not products
 
 
-LINEAR = module.fp4_linear
+LINEAR = stored_fp4.fp4_linear
 
 
 def test_what_is_left_to_peft(folder, make_stack, monkeypatch):  # noqa: F811

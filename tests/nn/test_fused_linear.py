@@ -13,9 +13,9 @@ from torch.nn import functional
 
 import vblackwell
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
-from vblackwell.nn.linear import fp4_state
+from vblackwell.nn.linear import packed_weight
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
-from vblackwell.nn.linear.straight_through import fp4_round_trip
+from vblackwell.nn.linear.rounded import fp4_round_trip
 from vblackwell.numerics.fp4 import joint_tensor_scale, quantize
 
 FORMATS = ["nvfp4", "mxfp4", "nf4", "int4", "int8"]
@@ -330,19 +330,14 @@ def test_public_name():
 @pytest.mark.parametrize("shape", [(30, 50), (200, 70)])
 def test_tiles_made_in_bands_turn_back_into_the_same_state(format, shape, monkeypatch):
     packed = quantize(torch.randn(shape), format)
-    whole = fp4_state.tiled(packed)
-    monkeypatch.setattr(fp4_state, "_SHUFFLE_ELEMENTS", 64 * shape[1])
-    banded = fp4_state.tiled(packed)
+    whole = packed_weight.tiled(packed)
+    monkeypatch.setattr(packed_weight, "_SHUFFLE_ELEMENTS", 64 * shape[1])
+    banded = packed_weight.tiled(packed)
     assert torch.equal(banded.codes, whole.codes) and torch.equal(banded.scales, whole.scales)
-    back = fp4_state.unplace(banded, packed.form, shape, packed.dtype)
+    back = packed_weight.unplace(banded, packed.form, shape, packed.dtype)
     assert torch.equal(back.dequantize(), packed.dequantize())
     layer = FusedFP4Linear.from_packed(packed)
-    layer.weight_codes, layer.weight_scales, layer.weight_tensor_scale = (
-        banded.codes,
-        banded.scales,
-        banded.tensor_scale,
-    )
-    layer._layout = banded.name  # as on a GPU
+    layer.hold(banded)  # as on a GPU
     canonical = FusedFP4Linear.from_packed(packed)
     assert all(torch.equal(layer.state_dict()[name], value) for name, value in canonical.state_dict().items())
     x = torch.randn(3, shape[1])

@@ -10,7 +10,7 @@ from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.decoder import lean
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.nn.linear.plain import is_plain
+from vblackwell.nn.linear.one_input import is_plain
 from vblackwell.offload.api import enable_vgpu_stack_optimization, release
 from vblackwell.offload.optimizer import VGPUAdamW
 

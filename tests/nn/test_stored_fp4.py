@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from vblackwell.nn.convert.linears import store_linears
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
-from vblackwell.nn.linear.stored_fp4 import PARTS, StoredFP4Linear, store_linears, stored_part
+from vblackwell.nn.linear.stored_fp4 import PARTS, StoredFP4Linear, stored_part
 
 
 @pytest.mark.parametrize(

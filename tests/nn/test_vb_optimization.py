@@ -20,7 +20,7 @@ from vblackwell.kernels.pointwise.swiglu import swiglu
 from vblackwell.kernels.runtime import nvrtc
 from vblackwell.kernels.runtime.registry import use_backend
 from vblackwell.nn.linear import two_part_linear as optimized_linear
-from vblackwell.nn.linear.plain import linears_of_one_input
+from vblackwell.nn.linear.one_input import linears_of_one_input
 from vblackwell.nn.linear.rounded import Rounded, rounded_linear, rounded_swiglu_linear
 from vblackwell.nn.linear.two_part import Settings
 from vblackwell.nn.linear.two_part_linear import VBOptimizedLinear

@@ -22,9 +22,10 @@ from vblackwell.folders.commit import MANIFEST, CommitFolder
 from vblackwell.folders.folder import load_state, read_json, some_names
 from vblackwell.folders.shards import SafetensorsShards, TensorSpec
 from vblackwell.generate.fingerprint import ADAPTER_CONFIG, ADAPTER_FILE, BASE, check_base, fingerprint
+from vblackwell.nn.convert.linears import store_linears
 from vblackwell.nn.convert.lora import adapter_targets, add_adapters, base_name, file_name, fill_adapter, is_adapter
 from vblackwell.nn.convert.lora_config import Lora
-from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear, store_linears, stored_part
+from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear, stored_part
 from vblackwell.offload.api import offload_of
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.state import export_state

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from vblackwell.errors import ConfigurationError
 from vblackwell.nn.decoder.cache import KVCache, SteadyCache
 from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.nn.linear.joint_packed import lay_packed_together
-from vblackwell.nn.linear.plain import lay_together
+from vblackwell.nn.linear.one_input import lay_packed_together, lay_together
 
 FEWEST_STEPS = 8  # for which a graph is captured: that takes about as long as so many steps without it
 

@@ -25,9 +25,9 @@ from vblackwell.errors import InsufficientMemory, VBError
 from vblackwell.generate.cache_shape import CacheShape, cache_shape
 from vblackwell.generate.room import divide, token_bytes, workspace_bytes
 from vblackwell.machine.rates import Rates
+from vblackwell.nn.convert.linears import store_linears
 from vblackwell.nn.convert.lora import add_adapters
 from vblackwell.nn.convert.lora_config import Lora
-from vblackwell.nn.linear.stored_fp4 import store_linears
 from vblackwell.offload.layout.formats import EXACT
 from vblackwell.offload.layout.groups import find_groups
 from vblackwell.planner.estimator import Run

@@ -1,6 +1,4 @@
-"""A norm and an FP4 linear in one kernel, on a GPU: against float64, bits on repetition, graphs, the module around
-it.
-"""
+"""A norm and an FP4 linear in one kernel, on a GPU: against float64, bits on repetition, graphs, and which rows are few."""
 
 import copy
 import functools
@@ -16,9 +14,9 @@ from vblackwell.nn.convert.model import convert_linears
 from vblackwell.nn.decoder.cache import KVCache
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.nn.decoder.norm_linear import NormFP4Linear
-from vblackwell.nn.linear import normed_input
+from vblackwell.nn.linear import normed
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
+from vblackwell.nn.linear.one_input import linears_of_one_input
 
 pytestmark = pytest.mark.gpu
 
@@ -70,44 +68,44 @@ def test_against_float64(kind, n, k, m):
         )  # one rounding on the way each, of values that a factor moves to another place between powers of two
 
 
-@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
-def test_the_module_fuses_few_rows_and_says_the_same(norm, monkeypatch):
+def run(norm, linear, x):
+    return linears_of_one_input(normed.normed(x, norm, linear), linear)[0]
+
+
+def test_few_rows_are_fused_and_say_the_same():
     torch.manual_seed(0)
     options = {"device": "cuda", "dtype": torch.bfloat16}
-    linear = FusedFP4Linear(512, 256, activation="gelu", **options)
-    module = NormFP4Linear(norm(512, eps=1e-5, **options), linear).quantize().requires_grad_(False)
-    nn.init.normal_(module.norm.weight, 1.0, 0.2)
-    if norm is nn.LayerNorm:
-        nn.init.normal_(module.norm.bias)
-    module.fold()
-    # One kernel, or LayerNorm's bias as a bias of the linear.
-    most = 4 if norm is not nn.LayerNorm and torch.cuda.get_device_capability()[0] == 9 else 16
+    linear = FusedFP4Linear(512, 256, activation="gelu", **options).quantize().requires_grad_(False)
+    norm = nn.RMSNorm(512, eps=1e-5, **options).requires_grad_(False)
+    nn.init.normal_(norm.weight, 1.0, 0.2)
+    most = 4 if torch.cuda.get_device_capability()[0] == 9 else 16
     for rows in (1, 4, 7, 17):
         x = torch.randn(rows, 512, **options) + 5
-        y, apart = module(x), module.linear(module.norm(x))
+        y, apart = run(norm, linear, x), linear(norm(x))
         assert (y - apart).float().norm() <= 1e-2 * apart.float().norm()  # three roundings of 2^-9 each
         assert torch.equal(y, apart) == (rows > most), "another order of roundings, up to there alone"
-        assert torch.equal(copy.deepcopy(module)(x), y)
+        assert torch.equal(run(norm, copy.deepcopy(linear), x), y)
     x = torch.randn(4, 512, **options)
-    expected = module(x)
+    expected = run(norm, linear, x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = module(x)
+        y = run(norm, linear, x)
     y.fill_(torch.nan)
     graph.replay()
     assert torch.equal(y, expected)
-    moved = copy.deepcopy(module).cpu().cuda()
-    assert torch.equal(moved(x), expected)
+    moved = copy.deepcopy(linear).cpu().cuda()
+    assert torch.equal(run(norm, moved, x), expected)
 
 
 # torch 2.11 warns of itself when inductor is imported under Python 3.12.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-def test_the_module_compiles_into_one_graph():
+def test_norm_and_linear_compile_into_one_graph():
     options = {"device": "cuda", "dtype": torch.bfloat16}
-    module = NormFP4Linear(nn.RMSNorm(512, eps=1e-5, **options), FusedFP4Linear(512, 256, **options)).quantize()
+    norm, linear = nn.RMSNorm(512, eps=1e-5, **options), FusedFP4Linear(512, 256, **options).quantize()
     x = torch.randn(4, 512, **options)
+    compiled = torch.compile(lambda x: run(norm, linear, x), fullgraph=True)
     with torch.no_grad():
-        assert torch.equal(torch.compile(module, fullgraph=True)(x), module(x))
+        assert torch.equal(compiled(x), run(norm, linear, x))
 
 
 def test_a_packed_decoder_decodes_the_same_with_and_without(monkeypatch):
@@ -122,7 +120,7 @@ def test_a_packed_decoder_decodes_the_same_with_and_without(monkeypatch):
     ids = torch.arange(40, device="cuda").view(1, 40)
     results = []
     for inside in (True, False):
-        monkeypatch.setattr(normed_input, "on_gpu", lambda x, inside=inside: inside)
+        monkeypatch.setattr(normed, "on_gpu", lambda x, inside=inside: inside)
         cache = KVCache(config, 64)
         model(ids, cache=cache)
         results.append(torch.cat([model(ids[:, i : i + 1], cache=cache) for i in range(3)]).float())

@@ -1,6 +1,6 @@
 """Weights rounded to two parts on kept scales, straight through: what a forward multiplies by while the weight trains.
 
-A custom op, for the reasons of nn/linear/straight_through.py: no second copy is kept, and under torch.compile it is one
+A custom op, for the reasons of nn/linear/rounded.py: no second copy is kept, and under torch.compile it is one
 node of the graph. The gradient passes unchanged (Bengio et al. 2013). Backends: ``cuda`` (``cuda/two_part_round.cu``);
 ``torch``, the oracle, elsewhere. Kernels are launched by address: a model's step rounds hundreds of weights, and looks
 at each for drift, and an ordinary launch costs the host more than most of them cost the GPU.

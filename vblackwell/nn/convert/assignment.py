@@ -32,7 +32,8 @@ from torch.nn import functional
 from vblackwell.errors import ConfigurationError, CorruptData, DiskError
 from vblackwell.nn.convert.linears import HEAD, find_linears, select_linears
 from vblackwell.nn.convert.optimize import put_in_place
-from vblackwell.nn.linear.two_part import Settings, pack
+from vblackwell.nn.linear.packed_weight import pack
+from vblackwell.nn.linear.two_part import Settings
 from vblackwell.nn.linear.two_part_linear import VBOptimizedLinear
 
 BITS = {"nvfp4": 4.5, "two-part": 8.5, "bf16": 16.0}  # cheapest first

@@ -23,7 +23,6 @@ from vblackwell.errors import ConfigurationError
 from vblackwell.nn.convert import fused_loss
 from vblackwell.nn.convert.fused_loss import FusedLoss
 from vblackwell.nn.convert.fused_modules import KINDS, swap, unswap
-from vblackwell.nn.linear.adapted import fused_adapter
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def restore_causal_lm(model: nn.Module) -> nn.Module:
 def _replace_modules(model: nn.Module, report: Acceleration) -> list[nn.Module]:
     swapped: list[nn.Module] = []
     for name, module in model.named_modules():
-        for kind, find in (KINDS | {"adapter": fused_adapter}).items():
+        for kind, find in KINDS.items():
             found = find(module)
             if isinstance(found, str):
                 report.left[name] = f"{kind} ({type(module).__name__}): {found}"

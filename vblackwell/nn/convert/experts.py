@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vblackwell.nn.convert.fused_modules import swap
-from vblackwell.nn.linear.straight_through import fp4_round_trip
+from vblackwell.nn.linear.rounded import fp4_round_trip
 
 NAMES = ("gate_up_proj", "down_proj")
 

@@ -24,7 +24,8 @@ from torch.nn import functional
 from vblackwell.kernels.pointwise.rms_norm import rms_norm
 from vblackwell.kernels.pointwise.rotary import rotary
 from vblackwell.kernels.pointwise.swiglu import swiglu
-from vblackwell.nn.linear.plain import linears_of_one_input
+from vblackwell.nn.linear.one_input import hooked, linears_of_one_input
+from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear, adapted_linear
 
 ROTARY_NAME = "apply_rotary_pos_emb"
 # fp32 sums of a few dozen terms in another order; a different formula is off by 1e-2 and more.
@@ -256,9 +257,66 @@ def _with_rotation(forward: types.FunctionType, theirs: Callable[..., Any]) -> C
     return functools.update_wrapper(renamed, forward)
 
 
+# -- adapters ------------------------------------------------------------------------------------------------------------
+
+
+def fused_adapter(module: nn.Module) -> Overrides | str | None:
+    """As `fused_norm`, for peft's LoRA around a `StoredFP4Linear`.
+
+    `adapted_linear` replaces peft's forward while that is what it computes: one adapter, on, not merged, no dropout, in the type of the
+    input, its weights not streaming: a stack reads those again in backward, by hooks that see peft's operations. The rest is peft's.
+    """
+    base: Any = getattr(module, "base_layer", None)
+    if not isinstance(base, StoredFP4Linear) or not type(module).__module__.startswith("peft.tuners.lora"):
+        return None
+    return {"forward": _adapter_forward} if base.bias is None else "its base has a bias"
+
+
+def _adapter_forward(self: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:
+    # A compiler fuses peft's expression itself, and cannot look into what `_only_adapter` asks.
+    name = None if args or options or torch.compiler.is_compiling() else _only_adapter(self, x)
+    if name is None:
+        return plain_class(self).forward(self, x, *args, **options)
+    return adapted_linear(
+        x, self.lora_A[name].weight, self.lora_B[name].weight, float(self.scaling[name]), self.base_layer
+    )
+
+
+def _only_adapter(module: Any, x: Tensor) -> str | None:
+    """The adapter whose sum with the base is all that the module computes; None where peft's own forward has to run."""
+    active = module.active_adapters
+    if (
+        not on_gpu(x)
+        or module.disable_adapters
+        or module.merged
+        or len(active) != 1
+        or torch.is_autocast_enabled("cuda")
+    ):
+        return None
+    name = active[0]
+    if (
+        name not in module.lora_A
+        or name in module.lora_variant
+        or not isinstance(module.lora_dropout[name], nn.Identity)
+    ):
+        return None
+    parts = (module.base_layer, module.lora_A[name], module.lora_B[name])
+    if any(hooked(part) or getattr(part, "bias", None) is not None for part in parts):
+        return None
+    weights = (parts[0].weight_codes, parts[1].weight, parts[2].weight)
+    here = not any("_vb_binding" in weight.__dict__ for weight in weights)
+    return name if here and weights[1].dtype == weights[2].dtype == x.dtype else None
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether passes over memory are what counts; on the CPU peft's expression keeps its bits."""
+    return x.is_cuda
+
+
 KINDS: dict[str, Callable[[nn.Module], Overrides | str | None]] = {
     "norm": fused_norm,
     "feed_forward": fused_feed_forward,
     "experts": fused_experts,
     "rotary": fused_rotation,
+    "adapter": fused_adapter,
 }

@@ -18,6 +18,7 @@ from torch import nn
 from vblackwell.errors import ConfigurationError
 from vblackwell.nn.convert.read_weights import reads_weight
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
+from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
 from vblackwell.numerics.packed import PackedTensor
 
 HEAD = r"(^|\.)(lm_head|embed_out|output_projection|classifier|score|head)$"
@@ -157,6 +158,30 @@ def convert_linears(
     for name, layer in layers.items():
         replace_module(model, name, selected[name], layer)
     return list(selected)
+
+
+def store_linears(
+    model: nn.Module, pattern: str = "all", keep: str | None = None, format: str = "nvfp4", *, tiled: bool = False
+) -> dict[str, str | None]:
+    """Put a `StoredFP4Linear`, whose bytes are on the meta device, in the place of the selected linears of ``model``.
+
+    Returns:
+        Every linear: why it was left, or None if it was replaced.
+
+    Raises:
+        ConfigurationError: an invalid expression, or nothing is selected.
+    """
+    found = find_linears(model, pattern, HEAD if keep is None else f"(?:{HEAD})|(?:{keep})")
+    chosen = [name for name, reason in found.items() if reason is None]
+    if not chosen:
+        said = next((f"{name}: {reason}" for name, reason in found.items()), "it has none")
+        raise ConfigurationError(f"{pattern!r} selects no linear of {type(model).__name__} ({said})")
+    for name in chosen:
+        linear: Any = model.get_submodule(name)
+        sizes, dtype = (linear.in_features, linear.out_features), linear.weight.dtype
+        stored = StoredFP4Linear(*sizes, linear.bias, format, tiled=tiled, dtype=dtype)
+        replace_module(model, name, linear, stored.train(linear.training))
+    return found
 
 
 def install_packed(model: nn.Module, name: str, packed: PackedTensor) -> FusedFP4Linear:

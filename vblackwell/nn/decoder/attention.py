@@ -18,7 +18,7 @@ from vblackwell.kernels.pointwise.rotary import rotary
 from vblackwell.nn.attention.backends import attention
 from vblackwell.nn.decoder.cache import KVCache, SteadyCache
 from vblackwell.nn.decoder.config import DecoderConfig
-from vblackwell.nn.linear.plain import linears_of_one_input
+from vblackwell.nn.linear.one_input import linears_of_one_input
 
 
 class SelfAttention(nn.Module):

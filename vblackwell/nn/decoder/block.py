@@ -15,9 +15,8 @@ from vblackwell.kernels.pointwise.rms_norm import add_rms_norm, rms_norm
 from vblackwell.nn.decoder.attention import SelfAttention
 from vblackwell.nn.decoder.cache import KVCache, SteadyCache
 from vblackwell.nn.decoder.config import DecoderConfig
-from vblackwell.nn.decoder.lean import lean_feed_forward, normed_later
-from vblackwell.nn.linear.normed_input import normed
-from vblackwell.nn.linear.plain import Unnormed, gated_product, hooked, linears_of_one_input
+from vblackwell.nn.linear.normed import lean_feed_forward, normed, normed_later
+from vblackwell.nn.linear.one_input import Unnormed, gated_product, hooked, linears_of_one_input
 
 
 class RMSNorm(nn.RMSNorm):

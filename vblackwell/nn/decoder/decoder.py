@@ -30,7 +30,7 @@ from vblackwell.nn.decoder.checkpoint import checkpoint
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.head_loss import HiddenWithTargets, takes_targets
 from vblackwell.nn.decoder.kept import Keeping, check_names
-from vblackwell.nn.linear.plain import hooked
+from vblackwell.nn.linear.one_input import hooked
 
 IGNORED_TARGET = -100
 

@@ -1,8 +1,17 @@
 """A frozen FP4 linear whose packed bytes are parameters, so that a stack moves them as it moves any weight.
 
-``FusedFP4Linear`` keeps what it packed in buffers, and buffers stay on level 0. Under adapters the packed base is most of a model, so here
-codes and scales are frozen parameters of bytes: they have a home, are loaded before they are needed, and are read again by backward.
-They may be on the meta device until the stack takes the model (`store` fills them, one linear at a time).
+``FusedFP4Linear`` keeps what it packed in buffers, and buffers stay on level 0. Under adapters the packed base is most of a model,
+so here codes and scales are frozen parameters of bytes: they have host or disk storage, are loaded before they are needed, and are
+read again by backward. They may be on the meta device until the stack takes the model.
+
+`adapted_linear` is an adapter around such a base in few passes over memory: ``x W^T + s (x A^T) B^T``, forward and backward. peft's
+expression writes ``(x A^T) B^T``, its multiple and the sum one after the other, each as large as the output, and autograd adds the
+two gradients of ``x`` up in another pass: on a GPU these passes took as long as a fifth of the products. Here the product with B is
+added where the packed linear's result lies, and so is the gradient's with A. What backward needs is kept by a separate operation
+before the product: where torch's checkpointing computes a layer again, it stops at the last tensor that is kept, so that the product
+of the layer's last linear is not computed for nothing.
+
+Legend: M rows, K in features, N out features, R rank.
 """
 
 from __future__ import annotations
@@ -13,12 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.fp4 import layout
 from vblackwell.kernels.fp4.encode import nvfp4_encoder
-from vblackwell.nn.convert.linears import HEAD, find_linears, replace_module
+from vblackwell.kernels.fp4.linear import fp4_linear, fp4_linear_dx
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
-from vblackwell.nn.linear.two_part import PlacedParts, place_parts, unplace_parts
+from vblackwell.nn.linear.packed_weight import FINE, PARTS, PlacedWeight, place, unplace
 from vblackwell.nn.linear.two_part_linear import VBOptimizedLinear
 from vblackwell.numerics.formats import Format, format_named
 from vblackwell.numerics.fp4 import quantize
@@ -27,8 +35,6 @@ from vblackwell.numerics.separation import SeparatedTensor
 from vblackwell.units import MiB
 
 PACKING_BYTES = 512 * MiB  # of a GPU, while a weight is packed there
-PARTS = ("weight_codes", "weight_scales", "weight_tensor_scale")
-FINE = "weight_fine"
 
 
 class StoredFP4Linear(nn.Module):
@@ -81,14 +87,14 @@ class StoredFP4Linear(nn.Module):
         """(..., K) -> (..., N), in the dtype of ``x`` or of autocast."""
         return self.placed().linear(x, self.bias, "none", self.out_features, self.in_features)
 
-    def placed(self, parts: Mapping[str, Tensor] | None = None) -> PlacedParts:
+    def placed(self, parts: Mapping[str, Tensor] | None = None) -> PlacedWeight:
         """The packed weight as views of ``parts``, by default of the layer's own bytes, which must be on level 0 then."""
         views: dict[str, Tensor] = {
             name: (getattr(self, name) if parts is None else parts[name]).view(kind).view(shape)
             for name, (kind, shape) in self._views.items()
         }
         codes, scales, tensor_scale = (views[name] for name in PARTS)
-        return PlacedParts(self.layout, codes, scales, tensor_scale, views.get(FINE))
+        return PlacedWeight(self.layout, codes, scales, tensor_scale, views.get(FINE))
 
     def bytes_of(self, weight_NK: Tensor, name: str) -> dict[str, Tensor]:
         """The bytes of each part that ``weight_NK``, packed on its device, becomes: the same on any.
@@ -107,7 +113,7 @@ class StoredFP4Linear(nn.Module):
         Raises:
             Unsupported: values that the tiled layout cannot hold.
         """
-        placed = place_parts(packed, tiles=layout.is_tiled(self.layout))
+        placed = place(packed, tiles=layout.is_tiled(self.layout))
         tensors = dict(zip(self.parts, placed.tensors(), strict=True))
         return {part: tensor.contiguous().reshape(-1).view(torch.uint8) for part, tensor in tensors.items()}
 
@@ -117,44 +123,20 @@ class StoredFP4Linear(nn.Module):
         shape, placed = (self.in_features, self.out_features), self.placed(parts)
         if placed.fine is not None:
             separated = VBOptimizedLinear(*shape, False, "inference", device="meta", dtype=self.dtype)
-            separated._adopt(placed)
+            separated.hold(placed)
             return separated
-        layer = FusedFP4Linear(*shape, False, format=self.form.name, device="meta")
-        layer.weight, layer._layout, layer._dtype, layer.form = None, self.layout, self.dtype, self.form
-        layer.weight_codes, layer.weight_scales, layer.weight_tensor_scale = placed.tensors()
+        layer = FusedFP4Linear(*shape, False, format=self.form.name, device="meta", dtype=self.dtype)
+        layer.form = self.form
+        layer.hold(placed)
         return layer
 
     def weight_of(self, parts: Mapping[str, Tensor]) -> Tensor:
         """The fp32 matrix (N, K) that bytes stand for; the reverse of `bytes_of`, rounded to the format."""
         shape, placed = (self.out_features, self.in_features), self.placed(parts)
-        return unplace_parts(placed, self.form, shape, torch.float32).dequantize()
+        return unplace(placed, self.form, shape, torch.float32).dequantize()
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, packed={self.layout}"
-
-
-def store_linears(
-    model: nn.Module, pattern: str = "all", keep: str | None = None, format: str = "nvfp4", *, tiled: bool = False
-) -> dict[str, str | None]:
-    """Put a `StoredFP4Linear`, whose bytes are on the meta device, in the place of the selected linears of ``model``.
-
-    Returns:
-        Every linear: why it was left, or None if it was replaced.
-
-    Raises:
-        ConfigurationError: an invalid expression, or nothing is selected.
-    """
-    found = find_linears(model, pattern, HEAD if keep is None else f"(?:{HEAD})|(?:{keep})")
-    chosen = [name for name, reason in found.items() if reason is None]
-    if not chosen:
-        said = next((f"{name}: {reason}" for name, reason in found.items()), "it has none")
-        raise ConfigurationError(f"{pattern!r} selects no linear of {type(model).__name__} ({said})")
-    for name in chosen:
-        linear: Any = model.get_submodule(name)
-        sizes, dtype = (linear.in_features, linear.out_features), linear.weight.dtype
-        stored = StoredFP4Linear(*sizes, linear.bias, format, tiled=tiled, dtype=dtype)
-        replace_module(model, name, linear, stored.train(linear.training))
-    return found
 
 
 def stored_part(model: nn.Module, name: str) -> tuple[StoredFP4Linear, str, str] | None:
@@ -164,3 +146,54 @@ def stored_part(model: nn.Module, name: str) -> tuple[StoredFP4Linear, str, str]
         return None
     module = model.get_submodule(owner)
     return (module, owner, part) if isinstance(module, StoredFP4Linear) else None
+
+
+def adapted_linear(x: Tensor, a_RK: Tensor, b_NR: Tensor, scale: float, base: StoredFP4Linear) -> Tensor:
+    """(..., K) to (..., N), differentiable in ``x``, ``a_RK`` and ``b_NR``, all of one type."""
+    packed = base.placed().tensors()
+    assert len(packed) == 3, "a base in two parts has no adapters"
+    shape = (base.layout, base.out_features, base.in_features)
+    token, low = _Keep.apply(x, a_RK, b_NR, *packed, scale, *shape)
+    return _Product.apply(token, x.detach(), low, b_NR.detach(), *packed, scale, *shape)  # type: ignore[return-value]
+
+
+class _Keep(torch.autograd.Function):
+    """``x A^T``, and something of the result's shape that takes no memory: its gradient is the result's."""
+
+    @staticmethod
+    def forward(ctx: Any, x, a_RK, b_NR, codes, scales, tensor_scale, scale, layout, n, k):  # type: ignore[no-untyped-def]
+        low = torch.matmul(x, a_RK.t())
+        ctx.save_for_backward(x, a_RK, b_NR, codes, scales, tensor_scale, low)
+        ctx.static = (scale, layout, n, k)
+        ctx.mark_non_differentiable(low)
+        return x.new_zeros(()).expand(*x.shape[:-1], n), low
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, _: Any) -> Any:  # type: ignore[override]
+        x, a_RK, b_NR, codes, scales, tensor_scale, low = ctx.saved_tensors
+        scale, layout, n, k = ctx.static
+        dy_MN = dy.reshape(-1, n)
+        dlow_MR = torch.mm(dy_MN, b_NR).mul_(scale)
+        dx = da_RK = db_NR = None
+        if ctx.needs_input_grad[0]:
+            dx_MK = fp4_linear_dx(dy_MN, codes, scales, tensor_scale, layout, n, k)
+            dx = dx_MK.addmm_(dlow_MR, a_RK).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            da_RK = torch.mm(dlow_MR.t(), x.reshape(-1, k))
+        if ctx.needs_input_grad[2]:
+            db_NR = torch.mm(dy_MN.t(), low.reshape(dy_MN.shape[0], -1)).mul_(scale)
+        return dx, da_RK, db_NR, None, None, None, None, None, None, None
+
+
+class _Product(torch.autograd.Function):
+    """The result; it keeps nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, token, x, low, b_NR, codes, scales, tensor_scale, scale, layout, n, k):  # type: ignore[no-untyped-def]
+        y = fp4_linear(x, codes, scales, tensor_scale, None, layout, "none", n, k)
+        y.view(-1, n).addmm_(low.reshape(-1, low.shape[-1]), b_NR.t(), alpha=scale)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        return dy, None, None, None, None, None, None, None, None, None, None

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.nn.linear.two_part import PlacedParts, pack, place_parts
+from vblackwell.nn.linear.packed_weight import PlacedWeight, pack, place
 from vblackwell.units import MiB
 
 CACHE_BYTES = 256 * MiB  # more than any GPU's last cache
@@ -64,12 +64,12 @@ class LinearTimes:
         if precision == "bf16":
             copies = [weight.clone() for _ in range(count)]
             return [lambda own=own: functional.linear(x, own) for own in copies]
-        parts = place_parts(pack(weight, precision, "drawn weight"))
+        parts = place(pack(weight, precision, "drawn weight"))
         placed = [_copy(parts) for _ in range(count)]
         return [lambda own=own: own.linear(x, None, "none", n, k) for own in placed]
 
 
-def _copy(parts: PlacedParts) -> PlacedParts:
+def _copy(parts: PlacedWeight) -> PlacedWeight:
     fine = None if parts.fine is None else parts.fine.clone()
     return replace(parts, codes=parts.codes.clone(), scales=parts.scales.clone(), fine=fine)
 

@@ -1,4 +1,4 @@
-"""What stands between a weight and a product with it rounded: kept scales while it trains, packed parts when it does not.
+"""What is kept of a weight for products with it rounded: scales while it trains, packed parts when it does not.
 
 A `VirtualBlackwellAdapter` keeps that for weights by name, at most ``max_weights`` of them, the least recently used going first. Per
 weight it holds either scales (half a bit a weight, while training) or packed parts (8.5 bits, for inference), detached, and never both;
@@ -7,7 +7,7 @@ statistics are a few numbers a weight.
 Training rounds the weight at each forward, on scales that are renewed every ``refresh_every`` steps, or when the weight has drifted; a
 step is a backward pass that reached the weight, because nothing else is the same for plain, accumulated, checkpointed and streamed
 training. Codes are never stale. Its gradient is that of the rounded weight, unchanged. Inference packs once, and again when the weight
-has changed: in place, by an optimizer, or (each time) because it streams. Whoever writes through ``.data`` calls `forget`.
+has changed: in place, by an optimizer, or (each time) because it streams. A caller that writes through ``.data`` calls `forget`.
 
 Three precisions, by the two switches: coarse + fine at 8.5 bits (both), nvfp4 at 4.5 (``enable_fp4`` alone), int8 by rows
 (``enable_quantization`` alone).
@@ -26,26 +26,17 @@ from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vblackwell.errors import ConfigurationError, UnknownKey, nearest
-from vblackwell.kernels.fp4 import layout
-from vblackwell.kernels.fp4.linear import fp4_linear
 from vblackwell.kernels.fp4.reference import activate
-from vblackwell.kernels.fp4.two_part import two_part_linear
 from vblackwell.kernels.fp4.two_part_round import Rounder, renewed_scales, rounded_again, two_part_round_trip
 from vblackwell.kernels.runtime.registry import computes_at_once
-from vblackwell.nn.linear.fp4_state import Placed, place, unplace
-from vblackwell.nn.linear.rounded import Rounded, rounded_linear
-from vblackwell.nn.linear.straight_through import fp4_round_trip
-from vblackwell.numerics.formats import Format
-from vblackwell.numerics.fp4 import quantize
-from vblackwell.numerics.packed import PackedTensor
-from vblackwell.numerics.separation import Scales, SeparatedTensor, separate
-from vblackwell.units import MiB
+from vblackwell.nn.linear.packed_weight import PlacedWeight, pack, place
+from vblackwell.nn.linear.rounded import Rounded, fp4_round_trip, rounded_linear
+from vblackwell.numerics.separation import Scales
 
 MODES = ("auto", "training", "inference")
 PRECISIONS = {(True, True): "two-part", (True, False): "nvfp4", (False, True): "int8"}
 BITS = {"two-part": 8.5, "nvfp4": 4.5, "int8": 8.0}
-PACKING_BYTES = 256 * MiB  # of a GPU, while a weight is packed there
-DRIFT_EVERY = 10  # steps between two looks at the drift: a pass over the weight each
+DRIFT_EVERY = 10  # steps between two measurements of the drift: a pass over the weight each
 REFRESH_EVERY, DRIFT_THRESHOLD, MAX_WEIGHTS = 100, 0.05, 4096
 
 
@@ -98,57 +89,6 @@ def precision_of(enable_quantization: bool, enable_fp4: bool) -> str:
     return precision
 
 
-@dataclass(frozen=True, eq=False)
-class PlacedParts:
-    """Packed parts as their device computes with them.
-
-    Attributes:
-        layout: 'nvfp4', 'nvfp4-tiled' or 'int8'.
-        codes, scales, tensor_scale: the coarse part, or the only one.
-        fine: None where there is none, or it is elsewhere.
-    """
-
-    layout: str
-    codes: Tensor
-    scales: Tensor
-    tensor_scale: Tensor
-    fine: Tensor | None
-
-    def tensors(self) -> list[Tensor]:
-        """All that is held."""
-        return [tensor for tensor in (self.codes, self.scales, self.tensor_scale, self.fine) if tensor is not None]
-
-    def linear(self, x: Tensor, bias: Tensor | None, activation: str, n: int, k: int) -> Tensor:
-        """``activation(x W^T + bias)``, with the fine part where it is there."""
-        if self.fine is None:
-            return fp4_linear(x, self.codes, self.scales, self.tensor_scale, bias, self.layout, activation, n, k)
-        parts = (self.codes, self.fine, self.scales, self.tensor_scale)
-        return two_part_linear(x, *parts, bias, self.layout, activation, n, k)
-
-
-def pack(weight: Tensor, precision: str, name: str) -> SeparatedTensor | PackedTensor:
-    """``weight`` packed; raises as `quantize`.
-
-    On a GPU with room to search many blocks at once: without, a layer of a few MiB is some seventy tiles of hundreds of launches each.
-    """
-    if precision == "two-part":
-        return separate(weight, workspace_bytes=PACKING_BYTES, name=name)
-    return quantize(weight, precision, workspace_bytes=PACKING_BYTES, name=name)
-
-
-def place_parts(packed: SeparatedTensor | PackedTensor, tiles: bool = False) -> PlacedParts:
-    """The layout for the device that ``packed`` is on: tiles on CUDA; with ``tiles`` wherever it is."""
-    if isinstance(packed, PackedTensor):
-        placed = place(packed, tiles)
-        return PlacedParts(placed.name, placed.codes, placed.scales, placed.tensor_scale, None)
-    coarse, fine = packed.coarse, packed.fine
-    if packed.device.type != "cuda" and not tiles:
-        return PlacedParts(coarse.format, coarse.codes, coarse.block_scales, coarse.tensor_scale, fine)
-    parts = (coarse.codes, fine, coarse.block_scales, coarse.tensor_scale)
-    codes, fine, scales, tensor_scale = layout.parts_to_tiled(*parts, coarse.n, coarse.k)
-    return PlacedParts(layout.TILED_PARTS, codes, scales, tensor_scale, fine)
-
-
 class _OptimizerSteps:
     """Steps that any optimizer has taken, counted from the first question on.
 
@@ -177,11 +117,11 @@ class _Held:
 
     shape: tuple[int, ...]
     scales: Scales | None = None
-    parts: PlacedParts | None = None
+    parts: PlacedWeight | None = None
     source: tuple[Any, ...] = ()
     owner: weakref.ref[Tensor] | None = field(default=None, repr=False)
     steps: int = 0
-    looked_at: int = 0
+    measured_at: int = 0
     renewed_at: int = 0
     renewals: int | Tensor = 0
     packings: int = 0
@@ -260,7 +200,7 @@ class VirtualBlackwellAdapter:
             if not torch.is_grad_enabled():
                 return activate(functional.linear(x, found.value, bias), activation)
             return activate(rounded_linear(x, found, bias), activation)
-        parts: PlacedParts = self._packed(held, weight, name)  # pyright: ignore[reportAttributeAccessIssue]
+        parts: PlacedWeight = self._packed(held, weight, name)  # pyright: ignore[reportAttributeAccessIssue]
         return parts.linear(x, bias, activation, *held.shape)
 
     def trains(self, weight: Tensor) -> bool:
@@ -292,7 +232,7 @@ class VirtualBlackwellAdapter:
         return rounded
 
     def rounding(self, weight: Tensor, name: str, dtype: torch.dtype) -> Rounded:
-        """``weight`` rounded for a forward in training, for whoever multiplies by it; as in `compress`, which does."""
+        """``weight`` rounded for a forward in training, for a caller that multiplies by it itself; as in `compress`."""
         return self._rounding(self._held_as(name, weight), weight, dtype)
 
     def _rounding(self, held: _Held, weight: Tensor, dtype: torch.dtype) -> Rounded:
@@ -307,7 +247,9 @@ class VirtualBlackwellAdapter:
 
     def _scales(self, held: _Held, weight: Tensor) -> Scales:
         kept = held.scales
-        due = held.steps - held.looked_at >= DRIFT_EVERY or held.steps - held.renewed_at >= self.settings.refresh_every
+        due = (
+            held.steps - held.measured_at >= DRIFT_EVERY or held.steps - held.renewed_at >= self.settings.refresh_every
+        )
         return self._renewed(held, weight) if kept is None or due or kept.block.device != weight.device else kept
 
     @torch.no_grad()
@@ -316,23 +258,23 @@ class VirtualBlackwellAdapter:
         if kept is None or kept.block.device != weight.device or held.steps - held.renewed_at >= settings.refresh_every:
             kept, _ = renewed_scales(weight, None, 0.0)
             held.renewals = held.renewals + 1
-            held.renewed_at = held.looked_at = held.steps
+            held.renewed_at = held.measured_at = held.steps
         else:
             kept, held.drift = renewed_scales(weight, kept, settings.drift_threshold)
             held.renewals = held.renewals + (held.drift > settings.drift_threshold).to(torch.int32)
-            held.looked_at = held.steps
+            held.measured_at = held.steps
         held.scales = kept
         return kept
 
     @torch.compiler.disable
     @torch.no_grad()
-    def _packed(self, held: _Held, weight: Tensor, name: str) -> PlacedParts:
+    def _packed(self, held: _Held, weight: Tensor, name: str) -> PlacedWeight:
         version = None if weight.is_inference() else weight._version
         source = (weight.data_ptr(), weight.device, version, _STEPS.taken() if weight.requires_grad else 0)
         streams = "_vb_binding" in weight.__dict__  # its memory comes and goes, and may come back with other numbers
         if held.parts is None or held.owner is None or held.owner() is not weight or held.source != source or streams:
             with torch.inference_mode(False):
-                held.parts, held.scales = place_parts(pack(weight, self.settings.precision, name)), None
+                held.parts, held.scales = place(pack(weight, self.settings.precision, name)), None
             held.source, held.owner = source, weakref.ref(weight)
             held.packings += 1
         return held.parts
@@ -354,7 +296,7 @@ class VirtualBlackwellAdapter:
         return sum(held.nbytes for held in self._held.values())
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """By name: ``shape``, ``steps``, ``renewals``, ``packings``, ``drift`` at the last look (None before), ``cached_bytes``. Waits
+        """By name: ``shape``, ``steps``, ``renewals``, ``packings``, ``drift`` when last measured (None before), ``cached_bytes``. Waits
         for the device."""
         return {
             name: {
@@ -385,15 +327,3 @@ def create_virtual_blackwell(
     """
     settings = Settings(mode, precision_of(enable_quantization, enable_fp4), refresh_every, drift_threshold)
     return VirtualBlackwellAdapter(settings, max_weights=max_weights)
-
-
-def unplace_parts(
-    parts: PlacedParts, form: Format, shape: tuple[int, int], dtype: torch.dtype
-) -> SeparatedTensor | PackedTensor:
-    """The canonical parts again, without the fine one where it is elsewhere."""
-    if parts.fine is None or not layout.is_tiled(parts.layout):
-        placed = Placed(parts.layout, parts.codes, parts.scales, parts.tensor_scale)
-        coarse = unplace(placed, form, shape, dtype)
-        return coarse if parts.fine is None else SeparatedTensor(coarse, parts.fine)
-    tensors = layout.parts_from_tiled(parts.codes, parts.fine, parts.scales, parts.tensor_scale, *shape)
-    return SeparatedTensor(PackedTensor(form, shape, dtype, tensors[0], tensors[2], tensors[3]), tensors[1])

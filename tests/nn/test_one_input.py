@@ -9,11 +9,10 @@ import torch
 from vblackwell.generate.decode_graph import lay_out_for_decoding
 from vblackwell.nn.decoder import decoder as decoder_module
 from vblackwell.nn.decoder.config import DecoderConfig
-from vblackwell.nn.linear import joint_packed as module
+from vblackwell.nn.linear import one_input as module
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
-from vblackwell.nn.linear.joint_packed import joint_packed, lay_packed_together
-from vblackwell.nn.linear.normed_input import NormedByPacked
-from vblackwell.nn.linear.plain import linears_of_one_input
+from vblackwell.nn.linear.normed import NormedByPacked
+from vblackwell.nn.linear.one_input import joint_packed, lay_packed_together, linears_of_one_input
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
 
 

@@ -1,0 +1,245 @@
+"""Linears of one input as one product: queries, keys and values of a token in one launch, gate and up in another.
+
+Plain linears (an ``nn.Linear`` and nothing more) run as one operation whose backward adds the input's gradients up on the way. Without
+gradients their weights may lie one after the other in memory (`lay_together`), and so may the tiles of packed ones
+(`lay_packed_together`): then one product computes them all. At one row a packed product of 4096 x 4096 takes an H200 5.5 us, of which
+its bytes need 2.2: the rest is what any launch costs. Packed weights that lie together share a tensor scale: those with a smaller one
+have their block scales, whose exponents have room, moved down by the difference. It is a power of two wherever this is done, and no
+number changes. Each linear keeps its buffers, which are views of the joint ones: it works alone as before.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vblackwell.kernels.fp4.layout import TILE_N, is_tiled
+from vblackwell.kernels.fp4.linear import fp4_linear
+from vblackwell.kernels.pointwise.shared_input import shared_input_linears
+from vblackwell.kernels.pointwise.swiglu import swiglu, swiglu_linear
+from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
+from vblackwell.nn.linear.rounded import Rounded, rounded_linears, rounded_swiglu_linear
+
+MIN_FIELD = 9  # of an E5M3 scale that is also a normal E4M3 one: 2^-6
+
+
+def is_plain(linear: nn.Module) -> bool:
+    """Whether ``linear`` is the product with its weight alone: no bias, no hooks, no other class (FP4, a parametrisation)."""
+    return type(linear) is nn.Linear and linear.bias is None and not hooked(linear)
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether a call of ``module`` runs more than its forward."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def may_fuse(x: Tensor, *linears: nn.Module) -> bool:
+    """Whether our operators may multiply ``x`` by the linears' weights: CUDA, plain linears, of one type, no autocast."""
+    return (
+        x.is_cuda
+        and all(is_plain(linear) and linear.weight.dtype == x.dtype for linear in linears)  # type: ignore[union-attr]
+        and not torch.is_autocast_enabled(x.device.type)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Unnormed(ABC):
+    """Rows and the RMSNorm that they have not been through: for linears that compute the norm themselves.
+
+    Attributes:
+        x: (..., D).
+        norm: over D.
+    """
+
+    x: Tensor
+    norm: nn.RMSNorm
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.x.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    @abstractmethod
+    def linears(self, linears: tuple[nn.Module, ...]) -> list[Tensor]:
+        """``[linear(norm(x)) for linear in linears]``."""
+
+
+def linears_of_one_input(x: Tensor | Unnormed, *linears: nn.Module) -> list[Tensor]:
+    """``[linear(x) for linear in linears]``; on CUDA as one operation, or one product where weights lie together."""
+    if not isinstance(x, Tensor):
+        return x.linears(linears)
+    if may_fuse(x, *linears):
+        weights: list[Tensor] = [linear.weight for linear in linears]  # type: ignore[misc]
+        joint = None if torch.is_grad_enabled() else joined(weights)
+        if joint is not None:
+            return list(functional.linear(x, joint).split([weight.shape[0] for weight in weights], -1))
+        return shared_input_linears(x, weights)
+    packed = None if torch.is_grad_enabled() else joint_packed(linears)
+    if packed is not None:
+        return packed.product(x)
+    found = rounded_of(x, linears)
+    return [linear(x) for linear in linears] if found is None else rounded_linears(x, found)
+
+
+def rounded_of(x: Tensor, linears: tuple[nn.Module, ...]) -> list[Rounded] | None:
+    """What layers that round their weights multiply ``x`` by; None where one of them is no such layer, or is not training."""
+    found: list[Rounded] = []
+    for linear in linears:
+        give: Any = getattr(type(linear), "rounded_for", None)
+        rounded = None if give is None or hooked(linear) else give(linear, x)
+        if rounded is None:
+            return None
+        found.append(rounded)
+    return found
+
+
+def gated_product(gate: Tensor, up: Tensor, down: nn.Module, wanted: bool = True) -> Tensor:
+    """``down(silu(gate) * up)``; on CUDA as one operation that keeps no product. ``wanted`` as for `swiglu_linear`."""
+    if may_fuse(gate, down) and gate.dtype == up.dtype:
+        return swiglu_linear(gate, up, down.weight, wanted)  # type: ignore[arg-type]
+    if gate.is_cuda and gate.shape == up.shape and gate.dtype == up.dtype:
+        found = rounded_of(gate, (down,))
+        if found is not None:
+            return rounded_swiglu_linear(gate, up, found[0], wanted)
+    return down(swiglu(gate, up))
+
+
+# -- weights that lie together -------------------------------------------------------------------------------------------
+
+
+def joined(parts: list[Tensor]) -> Tensor | None:
+    """The tensor whose rows (first dimension) are those of ``parts``, as a view without gradients; None if they lie elsewhere."""
+    first, end = parts[0], parts[0].data_ptr()
+    for part in parts:
+        if part.data_ptr() != end or not part.is_contiguous():
+            return None
+        end += part.nbytes
+    begin, row = first.storage_offset() * first.itemsize, first.shape[1:]
+    if begin + end - first.data_ptr() > first.untyped_storage().nbytes():  # neighbours by chance
+        return None
+    # Not the first's own strides: those of a dimension of one say nothing.
+    strides = [row[place:].numel() for place in range(len(row) + 1)]
+    return first.detach().as_strided((sum(len(part) for part in parts), *row), strides)
+
+
+@torch.no_grad()
+def lay_together(*linears: nn.Module) -> bool:
+    """Let the weights of plain linears with one input lie one after the other, for one product without gradients.
+
+    Parameters keep names and identity. False, and nothing is done, where one of them is not plain, or in a stack.
+    """
+    weights = [linear.weight for linear in linears if is_plain(linear)]
+    alike = len(weights) == len(linears) and len({(w.dtype, w.device, w.shape[1]) for w in weights}) == 1  # type: ignore[index]
+    if not alike or any("_vb_binding" in w.__dict__ or "_vb_resident" in w.__dict__ for w in weights):
+        return False
+    joint = torch.cat(weights)  # type: ignore[arg-type]
+    for weight, rows in zip(weights, joint.split([len(w) for w in weights]), strict=True):  # type: ignore[arg-type]
+        weight.data = rows
+    return True
+
+
+@dataclass(frozen=True, eq=False)
+class JointPacked:
+    """The weights of several packed linears, one after the other.
+
+    Attributes:
+        codes, scales, tensor_scale: in the tiled layout ``layout``.
+        rows: of each linear; columns: of all.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    tensor_scale: Tensor
+    layout: str
+    rows: list[int]
+    columns: int
+
+    def product(self, x: Tensor) -> list[Tensor]:
+        """``linear(x)`` of each, as views of one tensor."""
+        placed, shape = (self.codes, self.scales, self.tensor_scale, None, self.layout), (sum(self.rows), self.columns)
+        return list(fp4_linear(x, *placed, "none", *shape).split(self.rows, -1))
+
+
+def joint_packed(linears: tuple[nn.Module, ...]) -> JointPacked | None:
+    """The linears as one, if `lay_packed_together` has put their weights where that is possible."""
+    if torch.compiler.is_compiling():  # where tensors lie cannot be traced
+        return None
+    layers = _packed_alike(linears)
+    if layers is None:
+        return None
+    first = layers[0]
+    if any(layer.weight_tensor_scale.data_ptr() != first.weight_tensor_scale.data_ptr() for layer in layers):
+        return None
+    codes = joined([layer.weight_codes for layer in layers])
+    scales = joined([layer.weight_scales for layer in layers])
+    if codes is None or scales is None:
+        return None
+    rows = [layer.out_features for layer in layers]
+    return JointPacked(codes, scales, first.weight_tensor_scale, first._layout, rows, first.in_features)
+
+
+@torch.no_grad()
+def lay_packed_together(*linears: nn.Module) -> bool:
+    """Let the tiles of packed linears with one input lie one after the other, so that one product computes them all.
+
+    False, and nothing is done, where they are not all packed into tiles without bias, activation or hooks, where rows do not fill bands,
+    or where tensor scales differ by what block scales have no room for. Waits for the device.
+    """
+    layers = _packed_alike(linears)
+    if layers is None or len(layers) < 2:
+        return False
+    tensor_scales = [float(layer.weight_tensor_scale) for layer in layers]
+    if not all(0 < tensor_scale < math.inf for tensor_scale in tensor_scales):  # of a damaged file
+        return False
+    largest, shifted = max(tensor_scales), list[Tensor]()
+    for layer, tensor_scale in zip(layers, tensor_scales, strict=True):
+        scales = _shifted(layer.weight_codes, layer.weight_scales, largest / tensor_scale)
+        if scales is None:
+            return False
+        shifted.append(scales)
+    codes, scales = torch.cat([layer.weight_codes for layer in layers]), torch.cat(shifted)
+    shared, band = torch.full_like(layers[0].weight_tensor_scale, largest), 0
+    for layer in layers:
+        bands = slice(band, band + layer.weight_codes.shape[0])
+        layer.weight_codes, layer.weight_scales, layer.weight_tensor_scale = codes[bands], scales[bands], shared
+        band = bands.stop
+    return True
+
+
+def _packed_alike(linears: tuple[nn.Module, ...]) -> list[FusedFP4Linear] | None:
+    layers = [linear for linear in linears if isinstance(linear, FusedFP4Linear) and linear.is_quantized]
+    if len(layers) < len(linears) or any(
+        layer.bias is not None or layer.activation != "none" or layer.w4a8 or not is_tiled(layer._layout)
+        or hooked(layer) for layer in layers
+    ):  # fmt: skip
+        return None
+    alike = len({(layer.in_features, layer._layout, layer.weight_codes.device) for layer in layers}) == 1
+    return layers if alike and all(layer.out_features % TILE_N == 0 for layer in layers[:-1]) else None
+
+
+def _shifted(codes: Tensor, scales: Tensor, ratio: float) -> Tensor | None:
+    """E5M3 scales divided by ``ratio``, a power of two of at least 1; None where that is none, or one is too small for it."""
+    mantissa, exponent = math.frexp(ratio)
+    if mantissa != 0.5:
+        return None
+    down = exponent - 1
+    if not down:
+        return scales
+    # A block of zeros may have any scale. Words of codes are [h][g][t][r][i] in a tile, scales [g][t][h r] (kernels/fp4/layout.py).
+    words = codes.contiguous().view(torch.int32).view(*scales.shape[:2], 2, 8, 4, 2, 2)
+    scales = torch.where((words != 0).any(-1).permute(0, 1, 3, 4, 2, 5).reshape(scales.shape), scales, 0)
+    live = scales[scales != 0]
+    if live.numel() and (int(live.min()) >> 3) - down < MIN_FIELD:
+        return None
+    return torch.where(scales == 0, scales, scales - (down << 3))
