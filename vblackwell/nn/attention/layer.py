@@ -16,7 +16,9 @@ from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 
 
 class AttentionCache:
-    """Keys and values that one ``FlashAttention`` has seen, allocated once at the first, in their type.
+    """Keys and values that one layer's attention has seen, allocated once, at the first ones and in their type.
+
+    Growing by concatenation instead would copy the whole cache at every token.
 
     Args:
         max_length: positions there is room for.
@@ -27,30 +29,27 @@ class AttentionCache:
             raise ConfigurationError(f"a cache of {max_length} positions: give at least 1")
         self.max_length = max_length
         self.length = 0  # positions seen so far
-        self._room: tuple[Tensor, Tensor] | None = None
+        self.tensors: tuple[Tensor, Tensor] | None = None  # (B, K, max_length, H) each
 
     def extend(self, k_BKSH: Tensor, v_BKSH: Tensor) -> tuple[Tensor, Tensor]:
-        """Keeps the new keys and values behind the old; returns all so far, (B, K, T, H) each.
+        """Keeps the new keys and values after the old; returns all so far, (B, K, T, H) each.
 
         Raises:
             ConfigurationError: no room for them, or another batch.
         """
         end = self.length + k_BKSH.shape[2]
         if end > self.max_length:
-            raise ConfigurationError(
-                f"position {end} is beyond the cache's {self.max_length}: make a longer AttentionCache"
-            )
-        if self._room is None:
+            raise ConfigurationError(f"position {end} is beyond the cache's {self.max_length}: make a longer cache")
+        if self.tensors is None:
             shape = (*k_BKSH.shape[:2], self.max_length, k_BKSH.shape[3])
-            self._room = (k_BKSH.new_empty(shape), v_BKSH.new_empty(shape))
-        if self._room[0].shape[0] != k_BKSH.shape[0]:
-            raise ConfigurationError(
-                f"a batch of {k_BKSH.shape[0]} for a cache of {self._room[0].shape[0]}: make a new AttentionCache"
-            )
-        for room, new in zip(self._room, (k_BKSH, v_BKSH), strict=True):
-            room[:, :, self.length : end] = new
+            self.tensors = (k_BKSH.new_empty(shape), v_BKSH.new_empty(shape))
+        keys, values = self.tensors
+        if keys.shape[0] != k_BKSH.shape[0]:
+            raise ConfigurationError(f"a batch of {k_BKSH.shape[0]} for a cache of {keys.shape[0]}: make a new cache")
+        keys[:, :, self.length : end] = k_BKSH
+        values[:, :, self.length : end] = v_BKSH
         self.length = end
-        return self._room[0][:, :, :end], self._room[1][:, :, :end]
+        return keys[:, :, :end], values[:, :, :end]
 
 
 class FlashAttention(nn.Module):
@@ -61,7 +60,7 @@ class FlashAttention(nn.Module):
         n_heads: query heads; each is D / n_heads wide.
         dropout: probability to drop an attention probability while training.
         n_kv_heads: key-value heads, a divisor of ``n_heads`` (Ainslie et al., arXiv:2305.13245); default: as many.
-        causal: no position sees those behind it.
+        causal: no position sees those after it.
         window: positions seen including the own one: the last ones with ``causal``, otherwise as many to each side.
         rotary_theta: base of the rotary embedding (arXiv:2104.09864) of queries and keys; None: none.
         softcap: of the scores; see ``flash_attention``.

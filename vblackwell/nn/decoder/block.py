@@ -1,7 +1,7 @@
-"""One block of the decoder: attention and SwiGLU feed-forward (Shazeer, arXiv:2002.05202), each behind an RMSNorm.
+"""One block of the decoder: attention and SwiGLU feed-forward (Shazeer, arXiv:2002.05202), each after an RMSNorm.
 
 On CUDA what is no matrix product runs as fused kernels (vblackwell/kernels), one pass over memory each way; on the CPU as the
-plain expressions. A few rows of a packed decoder meet their first norm inside the projections (normed_input.py). RMSNorm
+plain expressions. A few rows of a packed decoder meet their first norm inside the projections (linear/normed.py). RMSNorm
 rounds once, after the weight; Hugging Face's Llama rounds to the compute dtype before it too. In fp32 both give the same bits; in
 bf16 ours is the nearer to the exact value.
 """
@@ -75,12 +75,12 @@ class DecoderLayer(nn.Module):
 
         Args:
             wanted: False: the last product may be left out, because a checkpoint's second pass throws the output away.
-            lean: of 'attention' and 'feed_forward', the halves that keep the residual stream alone (lean.py): those that are under a
+            lean: of 'attention' and 'feed_forward', the halves that keep the residual stream alone (linear/normed.py): those under a
                 checkpoint which keeps nothing of them.
         """
         attention, mlp = self.self_attn, self.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        if hooked(attention):  # whoever looks at its input expects a tensor
+        if hooked(attention):  # hooks that see its input expect a tensor
             rows_BSD = self.input_layernorm(x_BSD)
         else:
             rows_BSD = normed_later(x_BSD, self.input_layernorm, *projections) if "attention" in lean else None
@@ -96,17 +96,17 @@ class DecoderLayer(nn.Module):
         return x_BSD + mlp(normed_BSD, wanted)
 
     def step(self, added_BSD: Tensor | None, x_BSD: Tensor, cache: SteadyCache) -> tuple[Tensor, Tensor]:
-        """One position a row, (B, 1, D): as `forward` with the last sum left to whoever is next, whose norm makes it on the way.
+        """One position a row, (B, 1, D): as `forward` with the last sum left to the next norm, which makes it on the way.
 
         Args:
             added_BSD: what is still to be added to ``x_BSD``; None: nothing.
 
         Returns:
-            The same two behind this layer.
+            The same two after this layer.
         """
         attention, mlp, norm = self.self_attn, self.mlp, self.input_layernorm
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        if hooked(self) or hooked(norm) or hooked(attention):  # whoever looks on expects the calls of `forward`
+        if hooked(self) or hooked(norm) or hooked(attention):  # hooks expect the calls of `forward`
             x_BSD = x_BSD if added_BSD is None else x_BSD + added_BSD
             y_BSD = self(x_BSD, x_BSD, x_BSD, cache)
             return torch.zeros_like(y_BSD), y_BSD

@@ -1,8 +1,5 @@
 """Keys and values of the tokens read so far, so that decoding computes one position a step.
 
-Allocated once for the longest sequence, at the first keys and in their type: growing by concatenation copies the whole cache
-at every token.
-
 `SteadyCache` is the same memory for steps that are captured once and replayed: the position is a number on the device.
 
 Legend: B batch, S sequence, N query heads, K key-value heads, T positions, H head width.
@@ -15,12 +12,13 @@ from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.attention.decode import decode_attention, store_rotated
+from vblackwell.nn.attention.layer import AttentionCache
 from vblackwell.nn.attention.rotary import rotary_tables
 from vblackwell.nn.decoder.config import DecoderConfig
 
 
 class KVCache:
-    """Room for ``max_length`` positions of every layer of a ``Decoder``.
+    """An `AttentionCache` for every layer of a ``Decoder``.
 
     Args:
         config: the decoder's shape.
@@ -30,23 +28,15 @@ class KVCache:
     def __init__(self, config: DecoderConfig, max_length: int) -> None:
         if not 1 <= max_length <= config.max_position:
             raise ConfigurationError(f"a cache of {max_length} positions: the model's limit is {config.max_position}")
-        self._layers: list[tuple[Tensor, Tensor] | None] = [None] * config.num_layers
+        self._layers = [AttentionCache(max_length) for _ in range(config.num_layers)]
         self.max_length = max_length
         self.length = 0  # positions read so far, by all layers
 
     def extend(self, layer: int, k_BKSH: Tensor, v_BKSH: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores the new keys and values behind the old; returns all of them so far, (B, K, length + S, H) each."""
-        end = self.length + k_BKSH.shape[2]
-        if end > self.max_length:
-            raise ConfigurationError(f"position {end} is beyond the cache's {self.max_length}: make a longer KVCache")
-        room = self._layers[layer]
-        if room is None:
-            shape = (*k_BKSH.shape[:2], self.max_length, k_BKSH.shape[3])
-            room = self._layers[layer] = (k_BKSH.new_empty(shape), v_BKSH.new_empty(shape))
-        keys, values = room[0][:, :, :end], room[1][:, :, :end]
-        keys[:, :, self.length :] = k_BKSH
-        values[:, :, self.length :] = v_BKSH
-        return keys, values
+        """Stores the new keys and values of a layer; returns all of them so far, (B, K, length + S, H) each."""
+        cache = self._layers[layer]
+        cache.length = self.length
+        return cache.extend(k_BKSH, v_BKSH)
 
     def advance(self, num_positions: int) -> None:
         """Every layer has stored ``num_positions`` more."""
@@ -54,7 +44,7 @@ class KVCache:
 
     def room(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer that has stored some, all positions (B, K, T, H) each."""
-        found = self._layers[layer]
+        found = self._layers[layer].tensors
         assert found is not None, "a prompt was read"
         return found
 
@@ -73,7 +63,7 @@ class SteadyCache:
         self._tables = rotary_tables(0, cache.max_length, config.head_size, config.rope_theta, device)
 
     def restart(self) -> None:
-        """The next position is the one behind what the cache holds."""
+        """The next position is the one after what the cache holds."""
         self.position_1.fill_(self._cache.length)
 
     def attend(self, layer: int, q_BNH: Tensor, k_BKH: Tensor, v_BKH: Tensor) -> Tensor:

@@ -26,10 +26,9 @@ from vblackwell.nn.attention.rotary import rotary_tables, rotary_tables_at
 from vblackwell.nn.decoder.attention import SelfAttention, within_documents
 from vblackwell.nn.decoder.block import DecoderLayer, RMSNorm
 from vblackwell.nn.decoder.cache import KVCache, SteadyCache
-from vblackwell.nn.decoder.checkpoint import checkpoint
+from vblackwell.nn.decoder.checkpoint import Keeping, check_names, checkpoint
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.head_loss import HiddenWithTargets, takes_targets
-from vblackwell.nn.decoder.kept import Keeping, check_names
 from vblackwell.nn.linear.one_input import hooked
 
 IGNORED_TARGET = -100
@@ -57,7 +56,7 @@ class Decoder(nn.Module):
     Attributes:
         gradient_checkpointing: compute blocks again in backward instead of keeping their activations.
         kept_activations: what checkpointing keeps nevertheless, of 'attention', 'projections', 'gates'
-        (nn/decoder/kept.py has their costs).
+        (nn/decoder/checkpoint.py has their costs).
         loss_chunk_tokens: tokens whose logits exist at a time on CUDA, elsewhere while ``gradient_checkpointing`` is on.
     """
 
@@ -189,7 +188,7 @@ class Decoder(nn.Module):
         return self.model.norm(x_BSD)
 
     def next_logits(self, input_ids_B1: Tensor, cache: SteadyCache) -> Tensor:
-        """Logits (B, V) behind one more token a row, which is stored at the cache's position.
+        """Logits (B, V) after one more token a row, which is stored at the cache's position.
 
         Nothing of it asks the device, so that it may be captured in a graph and replayed.
         """
