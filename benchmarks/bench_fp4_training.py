@@ -33,7 +33,7 @@ from benchmarks.lib.training_runs import run_folder, train_all
 from vblackwell.data.corpus import prepare_data
 from vblackwell.data.dataset import PackedDataset, evaluation_batches
 from vblackwell.generate.load import load_decoder
-from vblackwell.nn.convert.model import convert_linears
+from vblackwell.nn.convert.linears import convert_linears
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.numerics.sqnr import decibels, noise_and_signal
 from vblackwell.train.metrics import METRICS_NAME, read_metrics

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.nn.convert.model import convert_linears, install_packed, select_linears
+from vblackwell.nn.convert.linears import convert_linears, install_packed, select_linears
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.numerics.fp4 import quantize
 

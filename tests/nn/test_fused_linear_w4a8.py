@@ -8,7 +8,7 @@ from torch import nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.fp4 import w4a8
-from vblackwell.nn.convert.model import convert_linears
+from vblackwell.nn.convert.linears import convert_linears
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.numerics.fp4 import quantize
 from vblackwell.numerics.packed import PackedTensor

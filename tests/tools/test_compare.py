@@ -9,7 +9,7 @@ from torch import nn
 
 import vblackwell
 from vblackwell.errors import ConfigurationError
-from vblackwell.nn.convert.model import convert_linears
+from vblackwell.nn.convert.linears import convert_linears
 from vblackwell.tools.compare import compare
 
 

@@ -20,8 +20,7 @@ from vblackwell.folders.compressed_tensors import FINE, PACKED, TWO_PARTS, entry
 from vblackwell.folders.folder import load_specs, load_state, read_config, stored_dtype
 from vblackwell.folders.weights import FolderWeights
 from vblackwell.generate.skeleton import skeleton, stays_fp32
-from vblackwell.nn.convert.linears import install_packed, linear_of, replace_module
-from vblackwell.nn.convert.optimize import install_separated
+from vblackwell.nn.convert.linears import install_packed, linear_of, replace_modules
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear, stored_part
 from vblackwell.numerics.formats import Format
 from vblackwell.numerics.packed import PackedTensor
@@ -138,7 +137,7 @@ class PackedWeights(FolderWeights):
             fine=name in self._packed.fine,
             dtype=linear.weight.dtype,
         )
-        replace_module(model, name, linear, stored.train(linear.training))
+        replace_modules(model, {linear: stored.train(linear.training)})
 
     def __call__(self, name: str, out: Tensor) -> None:
         """As `FolderWeights`; a part of a packed linear gets its bytes.
@@ -180,11 +179,8 @@ def _packed_of(
 
 
 def _install(model: nn.Module, linear: str, packed: PackedTensor | SeparatedTensor) -> None:
-    if isinstance(packed, PackedTensor):
-        install_packed(model, linear, packed)
-        return
     try:
-        install_separated(model, linear, packed)
+        install_packed(model, linear, packed)
     except CorruptData as error:
         raise CorruptData(f"{linear}.{FINE}: {error}") from error
 

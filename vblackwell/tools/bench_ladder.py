@@ -26,7 +26,7 @@ from vblackwell.machine.device import has_bf16
 from vblackwell.memory.cache.config import LevelConfig
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.attention.interface import use_dispatcher
-from vblackwell.nn.convert.model import convert_linears
+from vblackwell.nn.convert.linears import convert_linears
 from vblackwell.nn.convert.training import attention_heads, chosen_backend, fused_backend, training_loss
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.api import bytes_when_resident, enable_vgpu_stack_optimization, offload_of

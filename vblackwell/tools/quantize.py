@@ -38,8 +38,7 @@ from vblackwell.folders.shards import SafetensorsShards, TensorSpec
 from vblackwell.folders.weights import FolderWeights
 from vblackwell.generate.skeleton import skeleton, stays_fp32
 from vblackwell.nn.convert.assignment import Assignment
-from vblackwell.nn.convert.linears import HEAD, find_linears, select_linears
-from vblackwell.nn.convert.read_weights import needed_to_initialize
+from vblackwell.nn.convert.linears import HEAD, find_linears, needed_to_initialize, select_linears
 from vblackwell.numerics.formats import Format, check_search, format_named
 from vblackwell.numerics.fp4 import joint_tensor_scale, quantize
 from vblackwell.numerics.packed import PackedTensor

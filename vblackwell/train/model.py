@@ -29,7 +29,7 @@ from vblackwell.folders.weights import FolderWeights
 from vblackwell.generate.adapters import adapt, adapted, packed_linears
 from vblackwell.generate.causal_lm import config_json
 from vblackwell.machine.device import Precision
-from vblackwell.nn.attention.interface import use_dispatcher, why_not
+from vblackwell.nn.attention.interface import use_dispatcher, why_not_dispatcher
 from vblackwell.nn.convert.assignment import BITS, Assignment, apply_assignment
 from vblackwell.nn.convert.lora_config import Lora
 from vblackwell.nn.convert.model import convert
@@ -279,7 +279,7 @@ def choose_attention(
         _refuse_foreign(model, config.seq_length)
     elif kind != "sdpa":
         return kind
-    elif packs and device.type == "cuda" and (not foreign or why_not(model) is None):
+    elif packs and device.type == "cuda" and (not foreign or why_not_dispatcher(model) is None):
         # Documents that share rows need a mask, for which SDPA's fastest is nine times slower
         # (docs/journal/attention.md).
         if foreign:
@@ -298,7 +298,7 @@ def choose_attention(
 
 def _refuse_foreign(model: Any, seq_length: int) -> None:
     """Raises Unsupported where a model of transformers cannot be told how to attend, or needs more than causality."""
-    reason, window = why_not(model), getattr(model.config.get_text_config(), "sliding_window", None)
+    reason, window = why_not_dispatcher(model), getattr(model.config.get_text_config(), "sliding_window", None)
     if reason is None and window is not None and window < seq_length:
         reason = f"its sliding window of {window} is shorter than --seq-length {seq_length} and needs a mask"
     if reason is not None:

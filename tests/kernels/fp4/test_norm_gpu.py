@@ -10,7 +10,7 @@ from torch import nn
 from tests.kernels.emulation import random_weight
 from vblackwell.kernels.fp4.norm import fp4_norm_linear
 from vblackwell.kernels.runtime.registry import use_backend
-from vblackwell.nn.convert.model import convert_linears
+from vblackwell.nn.convert.linears import convert_linears
 from vblackwell.nn.decoder.cache import KVCache
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder

@@ -20,7 +20,7 @@ NAME = "vblackwell"
 _UNKNOWN = ("s_aux", "position_bias", "cache")
 
 
-def why_not(model: nn.Module) -> str | None:
+def why_not_dispatcher(model: nn.Module) -> str | None:
     """Why ``model``'s attention cannot be given to the dispatcher; None if it can."""
     try:
         from transformers import PreTrainedModel
@@ -43,13 +43,13 @@ def use_dispatcher(model: nn.Module, backend: str = "auto", cached: str | None =
 
     Raises:
         ConfigurationError: there is no such backend.
-        Unsupported: with the reason of `why_not`.
+        Unsupported: with the reason of `why_not_dispatcher`.
     """
     if backend != "auto" and backend not in BACKENDS:
         raise ConfigurationError(
             f"no attention backend {backend!r}: choose one of auto, {', '.join(BACKENDS)}{nearest(backend, BACKENDS)}"
         )
-    reason = why_not(model)
+    reason = why_not_dispatcher(model)
     if reason is not None:
         raise Unsupported(f"the dispatcher's attention: {reason}")
     made: Any = model

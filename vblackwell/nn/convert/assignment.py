@@ -30,8 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError, CorruptData, DiskError
-from vblackwell.nn.convert.linears import HEAD, find_linears, select_linears
-from vblackwell.nn.convert.optimize import put_in_place
+from vblackwell.nn.convert.linears import HEAD, find_linears, replace_modules, select_linears
 from vblackwell.nn.linear.packed_weight import pack
 from vblackwell.nn.linear.two_part import Settings
 from vblackwell.nn.linear.two_part_linear import VBOptimizedLinear
@@ -177,14 +176,14 @@ def apply_assignment(model: nn.Module, assignment: Assignment, mode: str = "auto
     found = find_linears(model)
     linears: dict[str, Any] = {name: model.get_submodule(name) for name in found}
     assignment.check({name: _shape(module) for name, module in linears.items()}, type(model).__name__)
-    layers = {}
+    layers: dict[str, VBOptimizedLinear] = {}
     for name, precision in assignment.precisions.items():
         if precision == "bf16":
             continue
         if type(linears[name]) is not nn.Linear:
             raise ConfigurationError(f"{name} cannot be {precision}: {found[name]}")
         layers[name] = VBOptimizedLinear.from_linear(linears[name], Settings(mode, precision))
-    put_in_place(model, {id(linears[name]): layer for name, layer in layers.items()})
+    replace_modules(model, {linears[name]: layer for name, layer in layers.items()})
     return list(layers)
 
 

@@ -1,29 +1,43 @@
-"""Which linears of any model may be replaced by ``FusedFP4Linear``, and their replacement on the same parameters.
+"""Which linears of any model may be replaced by packed ones, and their replacement on the same parameters.
 
-What is left alone, and why: the output head and whatever shares its weight (embeddings), because their error reaches the
-logits directly; a weight that two modules share, because packing one of them would untie it; subclasses of ``nn.Linear``,
-because their owner may read the weight without calling them, as ``nn.MultiheadAttention`` does, and those whose weight transformers'
-code reads (read_weights.py); an adapter's own matrices, because
-they are small and are what is trained. The matrix under an adapter (``base_layer``) is a linear like any other.
+What is left alone, and why: the output head and whatever shares its weight (embeddings), because their error reaches the logits
+directly; a weight that two modules share, because packing one of them would untie it; subclasses of ``nn.Linear``, because their owner
+may read the weight without calling them, as ``nn.MultiheadAttention`` does, and those whose weight transformers' code reads; an
+adapter's matrices, because they are small and are what is trained. The matrix under an adapter (``base_layer``) is a linear like any
+other.
+
+There are two ways to see that transformers reads a weight. A forward that multiplies by ``self.dt_proj.weight`` (Mamba) cannot be run
+on a model without values, so the source of transformers' module is searched (`reads_weight`). transformers' ``_init_weights`` can: it
+runs when a packed folder is opened there, for modules that lack a weight, and fails where it reads one (`needed_to_initialize`).
 """
 
 from __future__ import annotations
 
+import functools
 import re
+import sys
 from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.nn.convert.read_weights import reads_weight
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
+from vblackwell.nn.linear.one_input import hooked
+from vblackwell.nn.linear.packed_linear import PackedLinear
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
+from vblackwell.nn.linear.two_part_linear import VBOptimizedLinear
 from vblackwell.numerics.packed import PackedTensor
+from vblackwell.numerics.separation import SeparatedTensor
 
 HEAD = r"(^|\.)(lm_head|embed_out|output_projection|classifier|score|head)$"
 LARGE_ELEMENTS = 1 << 20
-_TRANSPOSED = "its weight is stored as (inputs, outputs), so blocks along its rows would not be blocks of a product"
+# Bloom reads it to repeat what several GPUs once summed, GPT-J and GPT-Neo for the type that flash attention gets of fp32: not otherwise.
+_HARMLESS_READERS = ("modeling_bloom", "modeling_gptj", "modeling_gpt_neo")
+_INIT = re.compile(r"^    def _init_weights\(.*?(?=^    def |^\S|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def find_linears(model: nn.Module, pattern: str = "all", keep: str = HEAD) -> dict[str, str | None]:
@@ -80,7 +94,7 @@ def _own_reason(model: nn.Module, name: str, module: nn.Module) -> str | None:
     if not name:
         return "it is the model itself, which cannot be replaced in place"
     if _is_transposed(module):
-        return _TRANSPOSED
+        return "its weight is stored as (inputs, outputs), so blocks along its rows would not be blocks of a product"
     if _in_adapter(model, name):
         return "an adapter's own matrix, which is trained as it is"
     if read := reads_weight(model, name):
@@ -89,8 +103,7 @@ def _own_reason(model: nn.Module, name: str, module: nn.Module) -> str | None:
         return (
             f"{type(module).__name__} is another class than nn.Linear: its owner may read the weight without calling it"
         )
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    if any(hooks):
+    if hooked(module):
         return "it has hooks, which would be lost"
     return None
 
@@ -127,16 +140,36 @@ def select_linears(model: nn.Module, pattern: str = "all", keep: str = HEAD) -> 
     return selected
 
 
-def convert_linears(
-    model: nn.Module,
-    pattern: str = "all",
-    *,
-    format: str = "nvfp4",
-    scale_search: str | None = None,
-    use_fp4: bool = True,
-    w4a8: bool = False,
-    keep: str = HEAD,
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigurationError(f"{pattern!r} is no regular expression: {error}") from error
+
+
+# -- replacing them ------------------------------------------------------------------------------------------------------
+
+
+def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
+    """Put each value wherever its key is in ``model``, under every name, in one walk."""
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is not None and child in replacements:
+                parent._modules[name] = replacements[child]
+
+
+def replace_linears(
+    model: nn.Module, linears: Mapping[str, nn.Linear], make: Callable[[nn.Linear], nn.Module]
 ) -> list[str]:
+    """Put ``make(linear)`` in the place of each, all made before the first is put there: where one fails, nothing has changed."""
+    replace_modules(model, {linear: make(linear).train(linear.training) for linear in linears.values()})
+    return list(linears)
+
+
+def convert_linears(
+    model: nn.Module, pattern: str = "all", *, format: str = "nvfp4", scale_search: str | None = None, use_fp4: bool = True,
+    w4a8: bool = False, keep: str = HEAD,
+) -> list[str]:  # fmt: skip
     """Replaces the selected linears in place; parameters keep their identity, so an optimizer made before still fits.
 
     Args:
@@ -152,12 +185,9 @@ def convert_linears(
         ConfigurationError: as ``select_linears``; an unknown format or search; w4a8 with another format or odd sizes. The model
             is as it was.
     """
-    selected = select_linears(model, pattern, keep)
     options = {"format": format, "scale_search": scale_search, "use_fp4": use_fp4, "w4a8": w4a8}
-    layers = {name: FusedFP4Linear.from_linear(linear, **options) for name, linear in selected.items()}
-    for name, layer in layers.items():
-        replace_module(model, name, selected[name], layer)
-    return list(selected)
+    linears = select_linears(model, pattern, keep)
+    return replace_linears(model, linears, lambda linear: FusedFP4Linear.from_linear(linear, **options))
 
 
 def store_linears(
@@ -172,27 +202,30 @@ def store_linears(
         ConfigurationError: an invalid expression, or nothing is selected.
     """
     found = find_linears(model, pattern, HEAD if keep is None else f"(?:{HEAD})|(?:{keep})")
-    chosen = [name for name, reason in found.items() if reason is None]
-    if not chosen:
+    linears: dict[str, Any] = {name: model.get_submodule(name) for name, reason in found.items() if reason is None}
+    if not linears:
         said = next((f"{name}: {reason}" for name, reason in found.items()), "it has none")
         raise ConfigurationError(f"{pattern!r} selects no linear of {type(model).__name__} ({said})")
-    for name in chosen:
-        linear: Any = model.get_submodule(name)
+
+    def make(linear: nn.Linear) -> StoredFP4Linear:
         sizes, dtype = (linear.in_features, linear.out_features), linear.weight.dtype
-        stored = StoredFP4Linear(*sizes, linear.bias, format, tiled=tiled, dtype=dtype)
-        replace_module(model, name, linear, stored.train(linear.training))
+        return StoredFP4Linear(*sizes, linear.bias, format, tiled=tiled, dtype=dtype)  # type: ignore[arg-type]
+
+    replace_linears(model, linears, make)
     return found
 
 
-def install_packed(model: nn.Module, name: str, packed: PackedTensor) -> FusedFP4Linear:
-    """Puts a packed weight where the linear ``name`` is (it may be on the meta device); its bias stays.
+def install_packed(model: nn.Module, name: str, packed: PackedTensor | SeparatedTensor) -> PackedLinear:
+    """Puts a packed weight, or one in two parts, where the linear ``name`` is (it may be on the meta device); its bias stays.
 
     Raises:
         ConfigurationError: there is no linear of that name, or its shape is another.
+        CorruptData: the fine part is of another weight.
     """
     linear = linear_of(model, name, packed.shape)
-    layer = FusedFP4Linear.from_packed(packed, linear.bias).train(linear.training)
-    replace_module(model, name, linear, layer)
+    kind = VBOptimizedLinear.from_separated if isinstance(packed, SeparatedTensor) else FusedFP4Linear.from_packed
+    layer = kind(packed, linear.bias).train(linear.training)  # type: ignore[arg-type]
+    replace_modules(model, {linear: layer})
     return layer
 
 
@@ -212,15 +245,75 @@ def linear_of(model: nn.Module, name: str, shape: tuple[int, ...] | None = None)
     return linear
 
 
-def replace_module(model: nn.Module, name: str, old: nn.Module, new: nn.Module) -> None:
-    """Puts ``new`` wherever ``old`` is, under every name it has."""
-    for path in [path for path, module in model.named_modules(remove_duplicate=False) if module is old]:
-        parent, _, child = path.rpartition(".")
-        setattr(model.get_submodule(parent), child, new)
+# -- whose weight transformers reads -------------------------------------------------------------------------------------
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def reads_weight(model: nn.Module, name: str) -> str | None:
+    """Where the code of transformers that owns the linear ``name`` reads its weight; None if it only calls it."""
+    path, _, leaf = name.rpartition(".")
+    for owner in {type(model), type(model.get_submodule(path))}:
+        file = owner.__module__.rpartition(".")[2]
+        if not owner.__module__.startswith("transformers.models.") or file in _HARMLESS_READERS:
+            continue
+        if leaf in _leaves_read(owner.__module__):
+            return f"{file} reads its weight without calling it"
+    return None
+
+
+@functools.cache
+def _leaves_read(module: str) -> frozenset[str]:
+    file = sys.modules[module].__file__
+    source = _INIT.sub("", Path(file or "").read_text(encoding="utf-8"))
+    return frozenset(re.findall(r"\.(\w+)\.weight\b(?!_)", source))
+
+
+def needed_to_initialize(model: Any, names: Collection[str]) -> list[str]:
+    """Those of the linears ``names`` whose weight transformers' ``_init_weights`` reads of their owner.
+
+    Args:
+        model: one of transformers', its parameters on the meta device; any other needs none.
+    """
+    if not hasattr(model, "_init_weights"):
+        return []
+    linears = {name: model.get_submodule(name) for name in names}
+    needed, asked = list[str](), list[nn.Module]()
+    kinds: dict[nn.Module, tuple[type, Any]] = {}
+
+    class Weightless(nn.Linear):
+        def __getattr__(self, name: str) -> Any:
+            if name == "weight":
+                asked.append(self)
+            return super().__getattr__(name)
+
+    for linear in linears.values():
+        kinds[linear] = (type(linear), linear._parameters.pop("weight"))
+        linear.__class__ = Weightless
+
+    def give_back(linear: nn.Module) -> None:
+        kind, weight = kinds.pop(linear)
+        linear.__class__, linear._parameters["weight"] = kind, weight
+
     try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise ConfigurationError(f"{pattern!r} is no regular expression: {error}") from error
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for module, initialize in _initialized(model, model._init_weights):
+                while True:
+                    try:
+                        initialize(module)
+                    except AttributeError:
+                        if not asked or asked[-1] not in kinds:
+                            raise
+                        give_back(asked[-1])
+                        needed += [name for name, linear in linears.items() if linear is asked[-1]]
+                        continue
+                    break
+    finally:
+        for linear in list(kinds):
+            give_back(linear)
+    return needed
+
+
+def _initialized(module: Any, initialize: Any) -> Any:
+    """Modules, each with what initializes it: that of the nearest model of transformers around it."""
+    for child in module.children():
+        yield from _initialized(child, getattr(child, "_init_weights", initialize))
+    yield module, initialize

@@ -3,6 +3,11 @@
 ``convert(model)`` knows no architecture. It walks the modules, replaces what provably computes the same (or, for FP4, what was asked
 for), and its `Conversion` tells for every candidate what became of it, or why not, and undoes it all. Parameters keep names and
 identity, but for those that are packed.
+
+Experts of transformers' mixtures have their linears stacked in parameters of three dimensions, so there is no module to replace: their
+forward reads ``self.gate_up_proj``. Their class becomes a subclass (as in fused_modules.py) in which that name is a property: the
+parameter rounded, its gradient straight through, all experts of a layer sharing the tensor scale of the one parameter. The parameter
+stays under its name, so optimizers, stacks and files see what they saw.
 """
 
 from __future__ import annotations
@@ -15,27 +20,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.nn.attention import interface as attention_interface
-from vblackwell.nn.convert import experts as convert_experts
+from vblackwell.nn.attention.interface import use_dispatcher, why_not_dispatcher
 from vblackwell.nn.convert.causal_lm import accelerate_causal_lm, restore_causal_lm
-from vblackwell.nn.convert.linears import (
-    HEAD,
-    convert_linears,
-    find_linears,
-    install_packed,
-    replace_module,
-    select_linears,
-)
+from vblackwell.nn.convert.fused_modules import swap
+from vblackwell.nn.convert.linears import HEAD, LARGE_ELEMENTS, find_linears, replace_modules
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
-
-__all__ = ["HEAD", "Conversion", "Row", "convert", "convert_linears", "install_packed", "select_linears"]
+from vblackwell.nn.linear.rounded import fp4_round_trip
 
 _ACTIVATIONS: dict[type, str] = {nn.ReLU: "relu", nn.SiLU: "silu", nn.GELU: "gelu"}
+_EXPERTS = ("gate_up_proj", "down_proj")
 _TOLD = {"experts": "gate"}  # what is fused there; the experts' weights have rows of their own
-_ELSEWHERE = "not right behind a replaced linear of an nn.Sequential, so nothing proves whose output it takes"
 
 
 @dataclass(frozen=True)
@@ -57,20 +54,24 @@ class Row:
 
 @dataclass(eq=False)
 class Conversion:
-    """What `convert` did to a model, a row for each candidate, and the way back.
+    """What `convert` did to a model, a row for each candidate, and how to undo it.
 
     Attributes:
-        rows: in the order in which things were looked at.
+        rows: in the order of the walks.
     """
 
     model: nn.Module
     rows: list[Row] = field(default_factory=list)
-    _undo: list[Callable[[], None]] = field(default_factory=list)
+    _undo: list[Callable[[], object]] = field(default_factory=list)
 
     @property
     def replaced(self) -> dict[str, list[str]]:
         """Names of what was replaced, by kind."""
-        return {kind: [row.name for row in self._of(kind) if row.became] for kind in self._kinds(replaced=True)}
+        found: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.became is not None:
+                found.setdefault(row.kind, []).append(row.name)
+        return found
 
     @property
     def left(self) -> dict[str, str]:
@@ -85,10 +86,9 @@ class Conversion:
         Raises:
             ConfigurationError: weights are packed and the model is in a stack, which would not know those that come back.
         """
-        made: list[Any] = (
-            [self.model.get_submodule(name) for name in self.replaced.get("linear", [])] if self._undo else []
-        )
-        if any(layer.is_quantized for layer in made) and _in_stack(self.model):
+        names = self.replaced.get("linear", []) if self._undo else []
+        made = [self.model.get_submodule(name) for name in names]
+        if any(isinstance(layer, FusedFP4Linear) and layer.is_quantized for layer in made) and _in_stack(self.model):
             raise ConfigurationError(
                 f"{type(self.model).__name__} is in a stack: release(model) before its weights unpack"
             )
@@ -108,25 +108,12 @@ class Conversion:
         widths = [max((len(cell[column]) for cell in cells), default=0) for column in (0, 1)]
         return "\n".join(f"{kind:<{widths[0]}}  {name:<{widths[1]}}  {text}" for kind, name, text in cells)
 
-    def _of(self, kind: str) -> list[Row]:
-        return [row for row in self.rows if row.kind == kind]
-
-    def _kinds(self, replaced: bool) -> list[str]:
-        return list(dict.fromkeys(row.kind for row in self.rows if (row.became is not None) == replaced))
-
 
 def convert(
-    model: nn.Module,
-    *,
-    fp4_layers: str | None = "all",
-    keep: str | None = None,
-    format: str = "nvfp4",
-    scale_search: str | None = None,
-    pack: bool = False,
-    attention: str | None = "auto",
-    fused: bool = True,
+    model: nn.Module, *, fp4_layers: str | None = "all", keep: str | None = None, format: str = "nvfp4",
+    scale_search: str | None = None, pack: bool = False, attention: str | None = "auto", fused: bool = True,
     loss: bool = False,
-) -> Conversion:
+) -> Conversion:  # fmt: skip
     """Replace what can be replaced, in place.
 
     Args:
@@ -138,7 +125,7 @@ def convert(
         pack: pack the linears at once and freeze them, the base of adapters; otherwise they train straight through the format. Experts
             cannot be packed.
         attention: backend of the dispatcher for transformers' models, 'auto' for its choice, None to leave attention alone.
-        fused: norms, gated feed-forwards, experts' gates and rotary positions on the fused operators, and activations behind linears in
+        fused: norms, gated feed-forwards, experts' gates and rotary positions on the fused operators, and activations after linears in
             the linears' epilogues.
         loss: the causal loss in chunks of tokens, too (`accelerate_causal_lm`): outputs then have no logits where labels are given.
 
@@ -153,14 +140,8 @@ def convert(
         if fused or loss:
             _fuse(done, fused, loss)
         if fp4_layers is not None:
-            _linears(
-                done,
-                fp4_layers,
-                keep,
-                {"format": format, "scale_search": scale_search, "use_fp4": not pack},
-                pack,
-                fused,
-            )
+            options = {"format": format, "scale_search": scale_search, "use_fp4": not pack}
+            _linears(done, fp4_layers, keep, options, pack, fused)
             _experts(done, fp4_layers, keep, format, pack)
             _refuse_nothing(done, fp4_layers)
         if attention is not None:
@@ -177,7 +158,7 @@ def _in_stack(model: nn.Module) -> bool:
 
 def _fuse(done: Conversion, modules: bool, loss: bool) -> None:
     report = accelerate_causal_lm(done.model, modules=modules, loss=loss)
-    done._undo.append(lambda: _void(restore_causal_lm(done.model)))
+    done._undo.append(lambda: restore_causal_lm(done.model))
     for kind, names in report.replaced.items():
         told = _TOLD.get(kind, kind)
         done.rows += [Row(told, name, "fused") for name in names]
@@ -190,10 +171,6 @@ def _fuse(done: Conversion, modules: bool, loss: bool) -> None:
             done.rows.append(Row("norm", name, None, f"{type(module).__name__}: torch's own is one kernel already"))
 
 
-def _void(_: object) -> None:
-    """Nothing: for an undo step whose result nobody wants."""
-
-
 # -- linears -------------------------------------------------------------------------------------------------------------
 
 
@@ -202,38 +179,39 @@ def _linears(
 ) -> None:  # fmt: skip
     model = done.model
     found = find_linears(model, pattern, HEAD if keep is None else f"(?:{HEAD})|(?:{keep})")
-    behind = _activations_behind(model) if epilogues else {}
-    seen = {name: reason for name, reason in found.items() if reason is None}
-    for name in found:
-        if found[name] is not None:
-            done.rows.append(Row("linear", name, None, found[name] or ""))
+    following = _following_activations(model) if epilogues else {}
+    replacements: dict[nn.Module, nn.Module] = {}
+    for name, reason in found.items():
+        if reason is not None:
+            done.rows.append(Row("linear", name, None, reason))
             continue
         linear: Any = model.get_submodule(name)
-        place, activation = behind.get(name, ("", None))
+        place, activation = following.get(name, ("", None))
         kind = _ACTIVATIONS[type(activation)] if activation is not None else "none"
         trained = [parameter is not None and parameter.requires_grad for parameter in (linear.weight, linear.bias)]
         layer = FusedFP4Linear.from_linear(linear, kind, **options)
         if pack:
             layer.freeze()
-        replace_module(model, name, linear, layer)
+        replacements[linear] = layer
         linear._parameters.update(weight=None, bias=None)  # or a packed layer's original would live on in here
-        done._undo.append(functools.partial(_give_back, model, name, linear, layer, *trained))
+        done._undo.append(functools.partial(_give_back, model, linear, layer, *trained))
         state = "packed" if pack else "straight through"
         done.rows.append(Row("linear", name, f"FusedFP4Linear, {options['format']}, {state}"))
         if activation is not None:
-            identity = nn.Identity()
-            replace_module(model, place, activation, identity)
-            done._undo.append(lambda place=place, old=activation, new=identity: replace_module(model, place, new, old))
+            replacements[activation] = identity = nn.Identity()
+            done._undo.append(functools.partial(replace_modules, model, {identity: activation}))
             done.rows.append(Row("activation", place, f"in the epilogue of {name}"))
-    if epilogues and seen:
+    if epilogues and replacements:
         fused = {row.name for row in done.rows if row.kind == "feed_forward" and row.became}
         for name, module in model.named_modules():
-            if type(module) in _ACTIVATIONS and name.rpartition(".")[0] not in fused:
-                done.rows.append(Row("activation", name, None, _ELSEWHERE))
+            if type(module) in _ACTIVATIONS and module not in replacements and name.rpartition(".")[0] not in fused:
+                why = "not right after a replaced linear of an nn.Sequential, so nothing proves whose output it takes"
+                done.rows.append(Row("activation", name, None, why))
+    replace_modules(model, replacements)
 
 
-def _activations_behind(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
-    """For linears in an ``nn.Sequential``: name and module of the activation right behind, where it is the epilogue's formula."""
+def _following_activations(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
+    """For linears in an ``nn.Sequential``: name and module of the activation right after, where it is the epilogue's formula."""
     counts = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     found: dict[str, tuple[str, nn.Module]] = {}
     for prefix, sequence in model.named_modules():
@@ -251,7 +229,7 @@ def _activations_behind(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
 
 @torch.no_grad()
 def _give_back(
-    model: nn.Module, name: str, linear: nn.Linear, layer: FusedFP4Linear, trained: bool, bias_trained: bool
+    model: nn.Module, linear: nn.Linear, layer: FusedFP4Linear, trained: bool, bias_trained: bool
 ) -> None:  # fmt: skip
     packed, weight, bias = layer.packed, layer.weight, layer.bias
     if weight is None:
@@ -261,7 +239,7 @@ def _give_back(
             bias.requires_grad_(bias_trained)
     linear._parameters.update(weight=weight, bias=bias)
     linear.train(layer.training)
-    replace_module(model, name, layer, linear)
+    replace_modules(model, {layer: linear})
 
 
 # -- experts and attention -----------------------------------------------------------------------------------------------
@@ -269,11 +247,13 @@ def _give_back(
 
 def _experts(done: Conversion, pattern: str, keep: str | None, format: str, pack: bool) -> None:
     for name, module in done.model.named_modules():
-        if not convert_experts.is_experts(module):
+        held = [module._parameters.get(each) for each in _EXPERTS]
+        stacked = [parameter for parameter in held if parameter is not None and parameter.dim() == 3]
+        if len(stacked) < len(_EXPERTS):  # (E, outputs, inputs), or the reverse
             continue
-        elements = max(parameter.numel() for parameter in module._parameters.values() if parameter is not None)
-        wanted = pattern == "all" or (elements >= 1 << 20 if pattern == "large" else re.search(pattern, name))
-        reason = convert_experts.why_not(module)
+        elements = max(parameter.numel() for parameter in stacked)
+        wanted = pattern == "all" or (elements >= LARGE_ELEMENTS if pattern == "large" else re.search(pattern, name))
+        reason = _why_not_rounded(module)
         if keep is not None and re.search(keep, name):
             reason = "its name is among those to keep"
         elif not wanted:
@@ -283,9 +263,28 @@ def _experts(done: Conversion, pattern: str, keep: str | None, format: str, pack
         if reason is not None:
             done.rows.append(Row("experts", name, None, reason))
             continue
-        before = convert_experts.round_experts(module, format)
-        done._undo.append(lambda module=module, kind=before: object.__setattr__(module, "__class__", kind))
+        done._undo.append(functools.partial(object.__setattr__, module, "__class__", type(module)))
+        swap(module, {each: _rounded(each, format) for each in _EXPERTS})  # type: ignore[arg-type]
         done.rows.append(Row("experts", name, f"rounded to {format} where they are read, straight through"))
+
+
+def _why_not_rounded(experts: Any) -> str | None:
+    if getattr(experts, "is_transposed", False):
+        return (
+            "its experts are stored as (inputs, outputs), so blocks along their rows would not be blocks of a product"
+        )
+    if getattr(getattr(experts, "config", None), "_experts_implementation", None) in (None, "eager"):
+        return "its loop reads the parameter once an expert, and each reading would round all: use 'grouped_mm'"
+    return None
+
+
+@functools.cache
+def _rounded(name: str, format: str) -> property:
+    def read(self: nn.Module) -> Tensor:
+        w_ENK: Any = self._parameters[name]
+        return fp4_round_trip(w_ENK.flatten(0, 1), format, w_ENK.dtype).view(w_ENK.shape)
+
+    return property(read)
 
 
 def _refuse_nothing(done: Conversion, pattern: str) -> None:
@@ -297,9 +296,9 @@ def _refuse_nothing(done: Conversion, pattern: str) -> None:
 
 
 def _attention(done: Conversion, backend: str) -> None:
-    reason = attention_interface.why_not(done.model)
+    reason = why_not_dispatcher(done.model)
     if reason is None:
-        done._undo.append(attention_interface.use_dispatcher(done.model, backend))
+        done._undo.append(use_dispatcher(done.model, backend))
         done.rows.append(Row("attention", "", f"the dispatcher ({backend})"))
     else:
         done.rows.append(Row("attention", "", None, reason))

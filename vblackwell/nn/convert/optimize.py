@@ -1,9 +1,7 @@
 """`enable_vb_optimization` and `VBModelWrapper`: a model whose linears have weights in two parts.
 
 Every chosen linear is replaced by a `VBOptimizedLinear` on the very same parameters: nothing is copied, dtypes, ties and optimizers
-stay, and
-caches are made when a layer is first used. All replacements are made before the first is put in place, so that what is refused leaves the
-model as it was. Heads, tied weights and what convert_linears.py lists are left alone.
+stay, and caches are made when a layer is first used. Heads, tied weights and what linears.py lists are left alone.
 """
 
 from __future__ import annotations
@@ -13,10 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from vblackwell.nn.convert.linears import linear_of, replace_module, select_linears
+from vblackwell.nn.convert.linears import replace_linears, select_linears
 from vblackwell.nn.linear.two_part import BITS, DRIFT_THRESHOLD, REFRESH_EVERY, Settings, precision_of
 from vblackwell.nn.linear.two_part_linear import VBOptimizedLinear
-from vblackwell.numerics.separation import SeparatedTensor
 from vblackwell.units import format_bytes
 
 LARGE_ELEMENTS = 1 << 24  # layers that are named when they are replaced
@@ -50,32 +47,10 @@ def enable_vb_optimization(
     """
     settings = Settings(mode, precision_of(enable_quantization, enable_fp4), refresh_every, drift_threshold)
     chosen: dict[str, nn.Linear] = select_linears(model, replace_pattern)
-    layers = {id(linear): VBOptimizedLinear.from_linear(linear, settings) for linear in chosen.values()}
     if verbose:
         _say(chosen, settings)
-    put_in_place(model, layers)
+    replace_linears(model, chosen, lambda linear: VBOptimizedLinear.from_linear(linear, settings))
     return model
-
-
-def put_in_place(model: nn.Module, layers: dict[int, VBOptimizedLinear]) -> None:
-    """Put each layer wherever the module with its id is, in one walk over the model."""
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            if id(child) in layers:
-                parent._modules[name] = layers[id(child)]
-
-
-def install_separated(model: nn.Module, name: str, packed: SeparatedTensor) -> VBOptimizedLinear:
-    """Puts a weight in two parts where the linear ``name`` is (it may be on the meta device); its bias stays.
-
-    Raises:
-        ConfigurationError: there is no linear of that name, or its shape is another.
-        CorruptData: the fine part is of another weight.
-    """
-    linear = linear_of(model, name, packed.shape)
-    layer = VBOptimizedLinear.from_separated(packed, linear.bias).train(linear.training)
-    replace_module(model, name, linear, layer)
-    return layer
 
 
 def _say(chosen: dict[str, nn.Linear], settings: Settings) -> None:
