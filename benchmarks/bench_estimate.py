@@ -252,8 +252,8 @@ def do_measure(args: argparse.Namespace, predicted: dict[str, Any], path: Path) 
     def need(case: Case) -> int:
         return told.get(case.name, {}).get("peak_p50", 16 * GiB)
 
-    # Compiled kernels have a warm-up of their own, and through a stack no step time is predicted here.
-    plain = [case for case in cases if not case.stack and not case.attention.startswith("flex")]
+    # Through a stack no step time is predicted here.
+    plain = [case for case in cases if not case.stack]
     timed = {case.name for case in some(plain, args.timed)} if args.device == "cuda" else set()
     alone = [
         Task(case.name, measure, {"values": case.to_dict(), "device": args.device, "timed": True}, alone=True)
@@ -263,10 +263,6 @@ def do_measure(args: argparse.Namespace, predicted: dict[str, Any], path: Path) 
         Task(case.name, measure, {"values": case.to_dict(), "device": args.device}, need(case))
         for case in cases if case.name not in timed
     ]  # fmt: skip
-    # What compiles starts first; the others fill the room beside it.
-    tasks.sort(
-        key=lambda task: (task.arguments["values"]["attention"] != "flex_attention", task.arguments["values"]["number"])
-    )
     tasks += [
         Task(f"tracker {case.name}", measure, {"values": case.to_dict(), "device": args.device, "tracker": True}, GiB)
         for case in some(plain, args.tracker)

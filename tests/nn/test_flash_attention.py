@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -167,7 +169,7 @@ def test_the_stated_order(change, chosen, monkeypatch):
 
 def test_the_own_kernel_runs_where_all_others_refuse(monkeypatch):
     monkeypatch.setattr(dispatcher, "_measured", lambda request: {})
-    refused = {name: backend._replace(reasons=lambda request: ["no"]) for name, backend in dispatcher.BACKENDS.items()}
+    refused = {name: replace(backend, reasons=lambda request: ["no"]) for name, backend in dispatcher.BACKENDS.items()}
     monkeypatch.setattr(dispatcher, "BACKENDS", {**refused, "triton": dispatcher.BACKENDS["triton"]})
     assert choose_attention(H200) == "triton"
 

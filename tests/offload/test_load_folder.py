@@ -99,6 +99,12 @@ def test_what_a_module_registers_after_building_stays_real(written):  # noqa: F8
     assert not nn.Linear(2, 2).weight.is_meta
 
 
+def test_a_folder_that_asks_for_flex_attention_is_opened_with_sdpa(written):  # noqa: F811
+    folder = written("llama")
+    edit_json(folder / "config.json", attn_implementation="flex_attention")
+    assert build_on_meta(folder, torch.float32).config._attn_implementation == "sdpa"
+
+
 def test_missing_extra_and_misshapen_are_all_named_with_their_files(written):  # noqa: F811
     folder = written("llama")
     last = shards(folder)[-1]

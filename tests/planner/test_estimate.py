@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
@@ -13,19 +11,16 @@ from vblackwell.machine.gpus import find_gpu
 from vblackwell.planner.known_models import KNOWN_MODELS
 from vblackwell.planner.memory_estimate import (
     OPTIMIZERS,
-    P99_BYTES,
-    P99_PERCENT,
     Batches,
     estimate_trace,
     fits,
     optimizer_named,
     peak_of,
-    room,
 )
 from vblackwell.trace.allocator import replay
 from vblackwell.trace.causal_lm import build_causal_lm, language_batch, language_loss, plain_batches
 from vblackwell.trace.trace import CATEGORIES, Trace, trace_training
-from vblackwell.units import GiB, MiB
+from vblackwell.units import GiB
 
 PARTS = (*CATEGORIES, "fragmentation", "context")
 SMALL = {
@@ -175,21 +170,3 @@ def test_a_plain_module_needs_no_transformers():
         nn.Linear(256, 256), lambda: torch.zeros(8, 256, device="cuda"), lambda m, b: m(b).sum(), optimizer_named("sgd")
     )
     assert estimate_trace(trace).weights == 4 * (256 * 256 + 256)
-
-
-def test_later_runs_are_estimated_and_p99_holds_for_the_first_too():
-    """Without an autotuner's free segment, what stays is cut out of a large hole, which a later allocation of its size then lacks."""
-    tuned = 0
-    sizes = (60 * MiB, 300 * MiB, 32 * MiB, 300 * MiB)
-    events = (tuned, ~tuned, 1, ~1, 2, 3, ~3)
-    trace = Trace(sizes, ("workspace",) * 4, events, ((0, 0, "forward"),), 0, 0, optional=(tuned,))
-    found = estimate_trace(trace)
-    assert found.reserved == 600 * MiB  # of the first run 360: 32 of the 60 MiB, and 300 twice in one place
-    assert found.peak_p99 - found.context == -(-600 * MiB * (100 + P99_PERCENT) // 100) + P99_BYTES
-    first_alone = found.context + P99_BYTES + 380 * MiB
-    assert replay(trace, room(first_alone, found.context)).fits
-    assert not fits(trace, first_alone, (8, 0))
-    assert fits(trace, found.peak_p99 + MiB, (8, 0))
-    wide = replace(trace, sizes=(900 * MiB, *sizes[1:]))  # the tuner's buffer is the largest of all
-    found = estimate_trace(wide)
-    assert found.reserved == 600 * MiB and found.peak_p99 - found.context > 900 * MiB

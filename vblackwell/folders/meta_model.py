@@ -30,7 +30,8 @@ def build_on_meta(
 
     Args:
         dtype: of its parameters.
-        attention: transformers' ``attn_implementation``; by default what it chooses.
+        attention: transformers' ``attn_implementation``; by default what it chooses, and 'sdpa' for 'flex_attention' in the file, which
+            compiles for every length.
         trust_remote_code: let transformers run code that lies in the folder, where the architecture is not its own.
         quantized: take a folder of quantised weights too; the model is the one that they were made of.
 
@@ -60,6 +61,8 @@ def build_on_meta(
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        if attention is None and config._attn_implementation == "flex_attention":
+            options["attn_implementation"] = "sdpa"
         config.__dict__.pop("quantization_config", None)  # of the weights, which the caller fills
         with parameters_on_meta():
             model = AutoModelForCausalLM.from_config(

@@ -82,21 +82,13 @@ def room(gpu_bytes: int, context: int) -> int:
 
 def fits(trace: Trace, gpu_bytes: int, capability: tuple[int, int], expandable: bool = False) -> bool:
     """Whether a replay succeeds on a GPU of ``gpu_bytes``, with the margin of P99: free segments are given back where that helps."""
-    cap = room(gpu_bytes, context_bytes(capability))
-    return all(replay(each, cap, expandable).fits for each in _runs(trace))
-
-
-def _runs(trace: Trace) -> list[Trace]:
-    """The first run on a machine, and later ones where they differ: an autotuner's buffer may keep holes from being cut up."""
-    return [trace, trace.later_run()] if trace.optional else [trace]
+    return replay(trace, room(gpu_bytes, context_bytes(capability)), expandable).fits
 
 
 def estimate_trace(trace: Trace, capability: tuple[int, int] = (8, 0), expandable: bool = False) -> MemoryEstimate:
-    """The peaks of ``trace`` on a GPU without a limit: of every run but a machine's first, which P99 holds for too."""
-    runs = _runs(trace)
-    replays = [replay(each, None, expandable) for each in runs]
-    found, most = replays[-1], max(each.peak_reserved for each in replays)
-    split = _split_at(runs[-1], found)
+    """The peaks of ``trace`` on a GPU without a limit."""
+    found = replay(trace, None, expandable)
+    split = _split_at(trace, found)
     context = context_bytes(capability)
     peak = found.peak_reserved + context
     state = trace.total("weights") + _in_full(trace, "gradients") + _in_full(trace, "optimizer")
@@ -111,7 +103,7 @@ def estimate_trace(trace: Trace, capability: tuple[int, int] = (8, 0), expandabl
         fragmentation=found.peak_reserved - sum(split.values()),
         context=context,
         peak_p50=peak,
-        peak_p99=-(-most * (100 + P99_PERCENT) // 100) + P99_BYTES + context,
+        peak_p99=-(-found.peak_reserved * (100 + P99_PERCENT) // 100) + P99_BYTES + context,
         allocated=found.peak_allocated,
         reserved=found.peak_reserved,
         state_bytes=state,

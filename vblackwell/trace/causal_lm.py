@@ -16,8 +16,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from vblackwell.errors import ConfigurationError, nearest
-from vblackwell.trace.flex_on_meta import flex_patches
+from vblackwell.errors import ConfigurationError, Unsupported, nearest
 
 
 def build_causal_lm(fields: dict[str, Any], source: str, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -62,6 +61,8 @@ def _build(fields: dict[str, Any], source: str, dtype: torch.dtype) -> nn.Module
     moe = {"experts_implementation": "grouped_mm"} if any("expert" in name for name in rest) else {}
     try:
         config = CONFIG_MAPPING[kind](**rest)
+        if config._attn_implementation == "flex_attention":
+            config._attn_implementation = "sdpa"
         config.use_cache = False  # as in training: a cache would keep keys and values beside autograd's
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -134,13 +135,25 @@ def _grouped(experts: Any) -> Any:
     return grouped
 
 
+def _refuse_flex(*args: Any, **options: Any) -> Any:
+    raise Unsupported(
+        "flex_attention is compiled, and cannot be traced: make the model with attn_implementation='sdpa'"
+    )
+
+
 @contextmanager
 def plain_batches() -> Iterator[None]:
     """Answer what transformers asks about values, where transformers is in use at all."""
     import sys
 
-    patches: list[Any] = flex_patches()
-    masks, experts = (sys.modules.get(f"transformers.{name}") for name in ("masking_utils", "integrations.moe"))
+    patches: list[Any] = []
+    masks, experts, attention = (
+        sys.modules.get(f"transformers.{name}")
+        for name in ("masking_utils", "integrations.moe", "integrations.flex_attention")
+    )
+    for owner, name in ((masks, "create_block_mask"), (attention, "compile_friendly_flex_attention")):
+        if owner is not None and hasattr(owner, name):
+            patches.append(mock.patch.object(owner, name, _refuse_flex))
     if masks is not None and hasattr(masks, "find_packed_sequence_indices"):
         patches.append(mock.patch.object(masks, "find_packed_sequence_indices", lambda position_ids: None))
     if experts is not None and hasattr(experts, "_grouped_mm"):

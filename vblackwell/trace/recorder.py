@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vblackwell.machine.gpus import NUM_SMS
-from vblackwell.trace.flex_on_meta import is_tuning
 from vblackwell.trace.meta_answers import MetaAnswers
 from vblackwell.trace.storage_log import StorageLog
 from vblackwell.trace.work import VIEW, Work, host_work, module_issues, read_work, work_of
@@ -71,7 +70,6 @@ class Recorder(TorchDispatchMode):
         self.category: dict[int, str] = {}
         self.marks: list[tuple[int, int, str]] = []
         self.work: list[Work] = []
-        self.optional: list[int] = []
         self.step = 0
         self.phase = "setup"
         self.answers = MetaAnswers()
@@ -158,8 +156,6 @@ class Recorder(TorchDispatchMode):
     def _note_birth(self, index: int) -> None:
         if index == len(self.born_in):
             self.born_in.append(self.phase)
-            if is_tuning():
-                self.optional.append(index)
 
     def _workspace(self, facts: _Facts) -> int | None:
         return self._birth(facts.workspace, "workspace") if facts.workspace else None

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 from vblackwell.errors import ConfigurationError, Unsupported, VBError
 from vblackwell.machine.gpus import NUM_SMS
 from vblackwell.trace.cuda_on_meta import META, CudaOnMeta, cuda_on_meta
-from vblackwell.trace.flex_on_meta import forget_tuning
 from vblackwell.trace.meta_answers import Answering
 from vblackwell.trace.recorder import Recorder
 from vblackwell.trace.work import Work
@@ -50,7 +49,6 @@ class Trace:
         marks: (index into ``events``, step, phase of `PHASES`) where a phase begins.
         num_parameters: elements of all parameters, tied ones once; trainable: those with gradients.
         work: what the operators of the last step ask of a GPU.
-        optional: storages that only a first run on a machine takes: buffers of autotuners.
     """
 
     sizes: tuple[int, ...]
@@ -60,7 +58,6 @@ class Trace:
     num_parameters: int
     trainable: int
     work: tuple[Work, ...] = ()
-    optional: tuple[int, ...] = ()
 
     def total(self, category: str) -> int:
         """Bytes of all storages of ``category``, whether or not they lived at the same time."""
@@ -76,15 +73,6 @@ class Trace:
             for event in self.events[start:end]
             if event >= 0
         }
-
-    def without(self, storages: Iterable[int]) -> Trace:
-        """The trace without these storages, and without phases and work, which it would no longer say."""
-        gone = {event for index in storages for event in (index, ~index)}
-        return replace(self, events=tuple(each for each in self.events if each not in gone), marks=(), work=())
-
-    def later_run(self) -> Trace:
-        """Without what only a first run takes."""
-        return replace(self.without(self.optional), work=self.work, optional=())
 
 
 def on_meta(model: nn.Module) -> nn.Module:
@@ -172,7 +160,6 @@ def trace_training(
         num_parameters=sum(p.numel() for p in parameters),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
         work=tuple(recorder.work),
-        optional=tuple(recorder.optional),
     )
 
 
@@ -230,7 +217,6 @@ class _Training:
             head = last_module_with_weights(model, self.make_batch, self.loss)
         with _watching(head, recorder):
             model.zero_grad(set_to_none=True)
-            forget_tuning()
             for recorder.step in range(steps):
                 recorder.counts_work = recorder.step == steps - 1
                 with recorder:

@@ -34,9 +34,9 @@ FAMILIES: dict[str, Family] = {
         attention=("sdpa",), precisions=("fp32", "bf16", "bf16"), checkpointing=(False, True), stacks=("", "streamed")
     ),
     "gpt2": Family(),
-    "llama": Family(attention=(*ATTENTION, "flex_attention")),
+    "llama": Family(),
     "qwen": Family(
-        sizes=((896, 8, 14), (1024, 12, 16)), attention=(*ATTENTION, "flex_attention"), tokens=(1024, 2048, 4096)
+        sizes=((896, 8, 14), (1024, 12, 16)), tokens=(1024, 2048, 4096)
     ),
     "mixtral": Family(sizes=((768, 6, 12), (1024, 6, 16)), precisions=("bf16", "bf16", "autocast", "fp32")),
     "t5": Family(sizes=((512, 6, 8), (768, 8, 12)), attention=("eager", "sdpa"), lengths=(256, 512)),
@@ -153,5 +153,5 @@ def boundary_cases(cases: list[Case], count: int) -> list[Case]:
         Case(903, "vit", (1024, 12, 16), "adamw-fused", "bf16", False, "sdpa", 0, 0, card_bytes=CARDS[0]),
         Case(904, "gpt2", (1024, 16, 16), "adamw-fused", "bf16", False, "sdpa", 0, 1024, card_bytes=CARDS[2]),
     ][: max(0, count)]
-    plain = [case for case in cases if not case.stack and not case.attention.startswith("flex")]
+    plain = [case for case in cases if not case.stack]
     return cards + random.Random(0).sample(plain, min(len(plain), max(0, count - len(cards))))

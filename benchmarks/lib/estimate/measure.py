@@ -119,10 +119,6 @@ def measure(values: dict[str, Any], device: str, timed: bool = False, tracker: b
     _use_segments(case)
     torch.cuda.init()
     began = time.perf_counter()
-    if case.attention == "flex_attention":
-        Training(case, device).two_steps()
-        _give_back()
-        torch.cuda.reset_peak_memory_stats()
     torch.cuda.memory._record_memory_history(context=None, max_entries=HISTORY)  # pyright: ignore
     training = Training(case, device)
     training.two_steps()

@@ -10,7 +10,7 @@ Legend: B batch, N query heads, K key heads, S queries, T keys, H head width.
 
 from __future__ import annotations
 
-import importlib.util
+import math
 import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -31,8 +31,7 @@ from vblackwell.kernels.attention.op import (
     grid_reasons,
 )
 from vblackwell.kernels.attention.reference import attention_reference
-from vblackwell.kernels.runtime import tuning
-from vblackwell.kernels.runtime.registry import interpreting
+from vblackwell.kernels.runtime import registry, tuning
 
 HALF = (torch.bfloat16, torch.float16)
 SLEEP_CYCLES = 20_000_000  # of the GPU's clock, some 10 ms: longer than a host takes to launch a forward and a backward
@@ -104,25 +103,15 @@ def request_of(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, variant: Variant)
     )  # fmt: skip
 
 
-def _type_reasons(r: AttentionRequest, dtypes: tuple[torch.dtype, ...], widest: int) -> list[str]:
-    reasons = []
-    if r.dtype not in dtypes:
-        reasons.append(f"{r.dtype}: it takes {', '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)}")
-    if r.head > widest:
-        reasons.append(f"a head of {r.head}: it takes {widest}")
-    return reasons
+def _common_reasons(r: AttentionRequest, dtypes: tuple[torch.dtype, ...], widest: int) -> list[str]:
+    wide = [f"a head of {r.head}: it takes {widest}"] if r.head > widest else []
+    return registry.dtype_reasons(r.dtype, dtypes) + wide
 
 
 def _triton_reasons(r: AttentionRequest) -> list[str]:
-    on_cuda, reasons = r.device == "cuda", []
-    if not on_cuda and not (r.device == "cpu" and interpreting()):
-        reasons.append(f"the tensors are on {r.device}: it needs a CUDA GPU, or TRITON_INTERPRET=1")
-    if on_cuda and r.capability < (8, 0):
-        reasons.append(f"compute capability {r.capability[0]}.{r.capability[1]} is below 8.0")
-    if importlib.util.find_spec("triton") is None:
-        reasons.append("triton is not installed")
+    on_cuda = r.device == "cuda"
     dtypes = (*HALF, torch.float32) if on_cuda else (torch.float16, torch.float32, torch.float64)
-    reasons += _type_reasons(r, dtypes, WIDEST_HEAD)
+    reasons = registry.triton_reasons(r.device, r.capability) + _common_reasons(r, dtypes, WIDEST_HEAD)
     if r.mask_gradient:
         reasons.append("the mask wants a gradient")
     return reasons + (grid_reasons(r.batch, r.mask_planes) if on_cuda else [])
@@ -130,7 +119,7 @@ def _triton_reasons(r: AttentionRequest) -> list[str]:
 
 def _torch_reasons(r: AttentionRequest, dtypes: tuple[torch.dtype, ...], widest: int) -> list[str]:
     """What all of SDPA's fused backends refuse."""
-    reasons = _type_reasons(r, dtypes, widest)
+    reasons = _common_reasons(r, dtypes, widest)
     if min(r.queries, r.keys) == 0:
         reasons.append("an empty sequence")
     if r.window is not None:
@@ -222,22 +211,15 @@ def _sdpa(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor, Variant], Te
     return run
 
 
-class AttentionBackend(NamedTuple):
-    """One way to attend: its name, what it has against a request (nothing: it runs), and itself."""
-
-    name: str
-    reasons: Callable[[AttentionRequest], list[str]]
-    run: Callable[[Tensor, Tensor, Tensor, Variant], Tensor]
-
-
-BACKENDS = {
+Run = Callable[[Tensor, Tensor, Tensor, Variant], Tensor]
+BACKENDS: dict[str, registry.Backend[AttentionRequest, Run]] = {
     backend.name: backend
     for backend in (
-        AttentionBackend("triton", _triton_reasons, _run_triton),
-        AttentionBackend("cudnn", _cudnn_reasons, _sdpa(SDPBackend.CUDNN_ATTENTION)),
-        AttentionBackend("flash", _flash_reasons, _sdpa(SDPBackend.FLASH_ATTENTION)),
-        AttentionBackend("efficient", _efficient_reasons, _sdpa(SDPBackend.EFFICIENT_ATTENTION)),
-        AttentionBackend("math", lambda r: [], _run_math),
+        registry.Backend("triton", _triton_reasons, _run_triton),
+        registry.Backend("cudnn", _cudnn_reasons, _sdpa(SDPBackend.CUDNN_ATTENTION)),
+        registry.Backend("flash", _flash_reasons, _sdpa(SDPBackend.FLASH_ATTENTION)),
+        registry.Backend("efficient", _efficient_reasons, _sdpa(SDPBackend.EFFICIENT_ATTENTION)),
+        registry.Backend("math", registry.accept, _run_math, forward_mode=True),
     )
 }
 
@@ -249,21 +231,17 @@ def preference(r: AttentionRequest) -> tuple[str, ...]:
     own kernel does not use tensor cores.
     """
     if r.device == "cpu":
-        return ("flash", "math", "triton")
+        return ("flash", "math", "triton", "cudnn", "efficient")
     if r.dtype == torch.float32:
-        return ("efficient", "triton", "math")
-    if r.queries <= 16:  # decoding: flash splits the keys over programs
-        return ("flash", "triton", "cudnn", "efficient", "math")
-    if r.capability >= (9, 0):
+        return ("efficient", "triton", "math", "cudnn", "flash")
+    if r.queries > 16 and r.capability >= (9, 0):
         return ("cudnn", "triton", "flash", "efficient", "math")
-    return ("flash", "triton", "cudnn", "efficient", "math")
+    return ("flash", "triton", "cudnn", "efficient", "math")  # for a few queries it splits the keys over programs
 
 
 def attention_backends(request: AttentionRequest) -> dict[str, list[str]]:
     """Each backend's reasons against ``request``, in the order in which they would be taken; those without any can run."""
-    return {name: BACKENDS[name].reasons(request) for name in _ranking(request)} | {
-        name: backend.reasons(request) for name, backend in BACKENDS.items() if name not in preference(request)
-    }
+    return registry.explain(_ranking(request), request)
 
 
 def choose_attention(request: AttentionRequest, backend: str = "auto") -> str:
@@ -271,20 +249,18 @@ def choose_attention(request: AttentionRequest, backend: str = "auto") -> str:
 
     Raises:
         ConfigurationError: ``backend`` is no backend.
-        Unsupported: it refuses, or all do; the message has every backend's reasons.
+        Unsupported: it refuses; the message has every backend's reasons.
     """
-    if backend == "auto":
-        for name in _ranking(request):
-            if not BACKENDS[name].reasons(request):
-                return name
-    elif backend not in BACKENDS:
+    if backend != "auto" and backend not in BACKENDS:
         known = ("auto", *BACKENDS)
         raise ConfigurationError(
             f"no attention backend {backend!r}: choose one of {', '.join(known)}{nearest(backend, known)}"
         )
-    elif not BACKENDS[backend].reasons(request):
-        return backend
-    said = " | ".join(f"{name}: {'; '.join(why) or 'accepts'}" for name, why in attention_backends(request).items())
+    try:
+        return registry.choose("attention", _ranking(request), request, None if backend == "auto" else backend).name
+    except Unsupported:
+        why = attention_backends(request)
+    said = " | ".join(f"{name}: {'; '.join(reasons) or 'accepts'}" for name, reasons in why.items())
     raise Unsupported(f"attention backend {backend!r} refuses. {said}")
 
 
@@ -333,11 +309,12 @@ def _measured(r: AttentionRequest) -> dict[str, int]:
     return entries.get(shape_key(r)) or entries.get(neighbours_key(r), {})
 
 
-def _ranking(r: AttentionRequest) -> tuple[str, ...]:
+def _ranking(r: AttentionRequest) -> list[registry.Backend[AttentionRequest, Run]]:
     """Backends, measured ones first, by time."""
     order, times = preference(r), _measured(r)
-    first = sorted((name for name in order if name in times), key=times.__getitem__) if times else []
-    return (*first, *(name for name in order if name not in times))
+    if times:
+        order = sorted(order, key=lambda name: times.get(name, math.inf))
+    return [BACKENDS[name] for name in order]
 
 
 def tune_attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, **variant: Any) -> dict[str, int]:
@@ -362,7 +339,10 @@ def tune_attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, **variant: An
 
 
 def _measure_ns(
-    backend: AttentionBackend, tensors: tuple[Tensor, Tensor, Tensor], variant: Variant, gradient: bool
+    backend: registry.Backend[AttentionRequest, Run],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    variant: Variant,
+    gradient: bool,
 ) -> float:
     wanted = [x for x in tensors if x.requires_grad]
     times = []
