@@ -192,7 +192,7 @@ def test_measured_times_decide_among_those_that_accept(monkeypatch):
 
 def test_the_times_of_the_gpu_that_holds_the_tensors_count(monkeypatch):
     asked = []
-    monkeypatch.setattr(dispatcher.attention_plan, "entries", lambda device: asked.append(device) or {})
+    monkeypatch.setattr(dispatcher.tuning, "entries", lambda kind, device: asked.append(device) or {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     choose_attention(H200._replace(gpu=1))
     assert asked == [torch.device("cuda", 1)]
@@ -204,7 +204,7 @@ def test_times_of_a_shape_stand_for_its_neighbours_too(monkeypatch):
         dispatcher.shape_key(measured): {"efficient": 1, "triton": 2},
         dispatcher.neighbours_key(measured): {"efficient": 2, "triton": 1},
     }
-    monkeypatch.setattr(dispatcher.attention_plan, "entries", lambda device: entries)
+    monkeypatch.setattr(dispatcher.tuning, "entries", lambda kind, device: entries)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert choose_attention(measured) == "efficient"
     for change in ({"batch": 3}, {"queries": 3999}, {"keys": 3000}, {"mask_planes": 2}):
