@@ -107,7 +107,6 @@ KNOWN_IMPORTS: set[tuple[str, str]] = {
 # Files in folders of more than 20.
 KNOWN_FOLDERS: dict[str, int] = {
     "tests/kernels": 46,
-    "tests/nn": 26,
     "tests/offload": 45,
 }
 # Files of more than 600 lines.

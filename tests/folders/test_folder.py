@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import nn
 
-from tests.nn.test_decoder_equality import config, save
+from tests.nn.decoder.test_decoder_equality import config, save
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.folders.commit import CommitFolder, verify_folder
 from vblackwell.folders.folder import load_specs, load_state, load_weights, tensor_files

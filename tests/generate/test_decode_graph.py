@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.nn.test_decoder_equality import config
+from tests.nn.decoder.test_decoder_equality import config
 from vblackwell.errors import ConfigurationError
 from vblackwell.generate import generate as module
 from vblackwell.generate.decode_graph import lay_out_for_decoding, may_capture

@@ -21,7 +21,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from tests.nn.test_decoder_equality import config, save
+from tests.nn.decoder.test_decoder_equality import config, save
 from vblackwell.data.documents import TextFiles
 from vblackwell.data.tokenizer import train_tokenizer
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported

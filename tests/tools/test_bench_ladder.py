@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from tests.nn.test_decoder_equality import config, save
+from tests.nn.decoder.test_decoder_equality import config, save
 from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.tools import bench_ladder

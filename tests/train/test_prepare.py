@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.nn.peak_bytes import PeakBytes
+from tests.nn.linear.peak_bytes import PeakBytes
 from vblackwell.data.dataset import Corpus, PackedDataset
 from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.machine.facts import MemoryFacts

@@ -4,8 +4,8 @@ Two ways to choose scales. ``'max'`` is the published rule: the block's largest 
 (default) takes the scale of least squared error, 1 to 2 dB better, and for nvfp4 a power of two as tensor scale, which
 makes ``(code * s) * ts`` exact even in bf16.
 
-Work goes in tiles, because a layer may be quantised on a GPU that has little room beside it: all that is allocated, the
-result included, stays under 0.35 of the tensor (on the CPU under that or 4 MiB beside the result, whichever is more).
+Work goes in tiles, because a layer may be quantised on a GPU with little free memory: all that is allocated, the
+result included, stays under 0.35 of the tensor (on the CPU under that or 4 MiB more than the result, whichever is more).
 The element rounding is
 always exact (``rounding.py``); ``search.py`` finds the scales.
 """
@@ -38,7 +38,7 @@ Encoder = Callable[[Tensor, Format, str, int], tuple[Tensor, Tensor] | None]
 
 @dataclass(frozen=True)
 class BlockScale:
-    """What ``FP4Codec.decode`` needs beside the codes: block and tensor scales, logical shape and dtype, format."""
+    """What ``FP4Codec.decode`` needs in addition to the codes: block and tensor scales, logical shape and dtype, format."""
 
     form: Format
     shape: tuple[int, ...]

@@ -143,7 +143,7 @@ class PackedTensor:
         return {"codes": self.codes, "block_scales": self.block_scales, "tensor_scale": self.tensor_scale}
 
     def meta(self) -> dict[str, Any]:
-        """What to store beside the tensors; plain JSON values."""
+        """What to store with the tensors; plain JSON values."""
         return {
             "version": META_VERSION,
             "format": self.form.name,

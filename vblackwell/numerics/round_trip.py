@@ -1,7 +1,7 @@
 """Encode and decode at once: the weights a straight-through forward multiplies by.
 
 The numbers are exactly those of ``quantize(w, format, 'max').dequantize()``, signs of zeros included. Unlike there nothing
-here looks at a value from the host where the tensor is on a GPU, so a training step stays asynchronous; inf and NaN are not refused
+here reads a value on the host where the tensor is on a GPU, so a training step stays asynchronous; inf and NaN are not refused
 but come out as NaN, where the loss shows them. `max` scales and not `mse`, because the search would cost more than the layer's
 matmul, and because a scale that follows the largest weight moves smoothly while weights train.
 
@@ -43,18 +43,18 @@ def round_trip(w_NK: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
     low, high = torch.aminmax(w_NK)
     tensor_scale = max_tensor_scale(torch.maximum(low.abs(), high.abs()).to(torch.float32), form)
     out = torch.empty(n, k, dtype=dtype, device=w_NK.device)
-    room = _Room(min(n * form.padded(k), max(_TILE_ELEMENTS, block)), w_NK.device)
+    buffers = _Buffers(min(n * form.padded(k), max(_TILE_ELEMENTS, block)), w_NK.device)
     for rows, columns in tiles(n, form.padded(k), block, _TILE_ELEMENTS):
         stop = min(columns.stop, k)
         shape = (rows.stop - rows.start, columns.stop - columns.start)
-        room.shape(shape[0] * shape[1] // block, block)
-        w_BE = room.load(w_NK[rows, columns.start : stop], shape)
-        values_BE = _round_blocks(w_BE, tensor_scale, form, room)
+        buffers.shape(shape[0] * shape[1] // block, block)
+        w_BE = buffers.load(w_NK[rows, columns.start : stop], shape)
+        values_BE = _round_blocks(w_BE, tensor_scale, form, buffers)
         out[rows, columns.start : stop] = values_BE.view(shape)[:, : stop - columns.start]
     return out
 
 
-class _Room:
+class _Buffers:
     """Memory for a tile's temporaries, made once: fresh pages cost more than the arithmetic.
 
     Attributes:
@@ -95,31 +95,31 @@ def max_tensor_scale(amax: Tensor, form: Format) -> Tensor:
     return torch.where(amax == 0, 1.0, (amax / most).clamp_min(2.0**-126))
 
 
-def _round_blocks(w_BE: Tensor, tensor_scale: Tensor, form: Format, room: _Room) -> Tensor:
-    """fp32 blocks rounded to the format and back, in ``room``; ``w_BE`` is left as it is."""
+def _round_blocks(w_BE: Tensor, tensor_scale: Tensor, form: Format, buffers: _Buffers) -> Tensor:
+    """fp32 blocks rounded to the format and back, in ``buffers``; ``w_BE`` is left as it is."""
     # The bits of magnitudes are in order as integers, NaN last, and torch's integer maximum is several times faster.
-    amax_B = torch.abs(w_BE, out=room.u).view(torch.int32).amax(1).view(torch.float32)
+    amax_B = torch.abs(w_BE, out=buffers.u).view(torch.int32).amax(1).view(torch.float32)
     scale_B1 = _block_scales(amax_B, tensor_scale, form).unsqueeze(-1)
     if form.name == "nvfp4":
-        torch.div(w_BE, tensor_scale, out=room.u).div_(scale_B1.clamp_min(2.0**-9))
-        v_BE = _round_e2m1(w_BE, scale_B1, tensor_scale, room).mul_(scale_B1).mul_(tensor_scale)
+        torch.div(w_BE, tensor_scale, out=buffers.u).div_(scale_B1.clamp_min(2.0**-9))
+        v_BE = _round_e2m1(w_BE, scale_B1, tensor_scale, buffers).mul_(scale_B1).mul_(tensor_scale)
         if not _may_look(w_BE) or float(scale_B1.amin()) == 0:  # a block without a scale has no negative zeros
             v_BE.masked_fill_(scale_B1 * tensor_scale == 0, 0.0)  # NaN stays
         return v_BE
-    torch.div(w_BE, torch.where(scale_B1 > 0, scale_B1, torch.inf), out=room.u)
+    torch.div(w_BE, torch.where(scale_B1 > 0, scale_B1, torch.inf), out=buffers.u)
     if form.name == "mxfp4":
-        return _round_e2m1(w_BE, None, None, room).mul_(scale_B1)
+        return _round_e2m1(w_BE, None, None, buffers).mul_(scale_B1)
     if form.name == "nf4":
-        return _round_nf4(w_BE, scale_B1, form, room).mul_(scale_B1)
-    v_BE = torch.round(room.u, out=room.v)
+        return _round_nf4(w_BE, scale_B1, form, buffers).mul_(scale_B1)
+    v_BE = torch.round(buffers.u, out=buffers.v)
     if form.name == "int8":
         one = torch.ones((), device=w_BE.device)
-        v_BE = _settle(room.u, one, w_BE, scale_B1, one, room)
+        v_BE = _round_halves(buffers.u, one, w_BE, scale_B1, one, buffers)
     return v_BE.clamp_(-form.max_value, form.max_value).mul_(scale_B1).add_(0.0)  # there is no negative zero
 
 
 def _may_look(tensor: Tensor) -> bool:
-    """Whether the host may look at values on the way; on a GPU it would wait for them."""
+    """Whether the host may read values; on a GPU it would wait for them."""
     return tensor.device.type == "cpu"
 
 
@@ -132,31 +132,33 @@ def _block_scales(amax_B: Tensor, tensor_scale: Tensor, form: Format) -> Tensor:
     return decode_scales(max_scale(amax_B, tensor_scale, form), form) * tensor_scale
 
 
-def _round_e2m1(w_BE: Tensor, scale_B1: Tensor | None, tensor_scale: Tensor | None, room: _Room) -> Tensor:
-    """E2M1 values nearest to ``w / (scale * tensor_scale)``, whose fp32 quotient, exact without scales, is ``room.u``."""
+def _round_e2m1(w_BE: Tensor, scale_B1: Tensor | None, tensor_scale: Tensor | None, buffers: _Buffers) -> Tensor:
+    """E2M1 values nearest to ``w / (scale * tensor_scale)``, whose fp32 quotient, exact without scales, is ``buffers.u``."""
     # Values around u are 2^floor(log2 u) / 2 apart, at least 1/2. A tie goes to the even multiple, which is the even code.
-    step_BE = room.y
-    torch.bitwise_and(room.u.view(torch.int32), _EXPONENT, out=step_BE.view(torch.int32)).clamp_min_(_ONE)
-    t_BE = room.u.div_(step_BE.mul_(0.5))
-    v_BE = torch.round(t_BE, out=room.v)
+    step_BE = buffers.y
+    torch.bitwise_and(buffers.u.view(torch.int32), _EXPONENT, out=step_BE.view(torch.int32)).clamp_min_(_ONE)
+    t_BE = buffers.u.div_(step_BE.mul_(0.5))
+    v_BE = torch.round(t_BE, out=buffers.v)
     if scale_B1 is not None and tensor_scale is not None:
-        v_BE = _settle(t_BE, step_BE, w_BE, scale_B1, tensor_scale, room)
+        v_BE = _round_halves(t_BE, step_BE, w_BE, scale_B1, tensor_scale, buffers)
     return v_BE.mul_(step_BE).clamp_(-6.0, 6.0)
 
 
-def _settle(t_BE: Tensor, step_BE: Tensor, w_BE: Tensor, scale_B1: Tensor, unit: Tensor, room: _Room) -> Tensor:
-    """``room.v``, the rounded quotients ``t_BE``, with those that lie half-way compared exactly.
+def _round_halves(
+    t_BE: Tensor, step_BE: Tensor, w_BE: Tensor, scale_B1: Tensor, unit: Tensor, buffers: _Buffers
+) -> Tensor:
+    """``buffers.v``, the rounded quotients ``t_BE``, with those that lie half-way compared exactly.
 
     A quotient t stands for the weight ``t * step * scale * unit``.
     """
     if not _may_look(w_BE):
-        return _settle_exactly(t_BE, room.v, step_BE, w_BE, scale_B1, unit)
-    at = _positions_of_halves(torch.sub(t_BE, room.v, out=room.x).abs_())
+        return _round_halves_exactly(t_BE, buffers.v, step_BE, w_BE, scale_B1, unit)
+    at = _positions_of_halves(torch.sub(t_BE, buffers.v, out=buffers.x).abs_())
     if len(at):
-        t, v, w = (tensor.view(-1)[at] for tensor in (t_BE, room.v, w_BE))
+        t, v, w = (tensor.view(-1)[at] for tensor in (t_BE, buffers.v, w_BE))
         step = step_BE.view(-1)[at] if step_BE.dim() else step_BE
-        room.v.view(-1)[at] = _settle_exactly(t, v, step, w, scale_B1[at // w_BE.shape[1], 0], unit)
-    return room.v
+        buffers.v.view(-1)[at] = _round_halves_exactly(t, v, step, w, scale_B1[at // w_BE.shape[1], 0], unit)
+    return buffers.v
 
 
 def _positions_of_halves(distance_BE: Tensor) -> Tensor:
@@ -175,19 +177,19 @@ def _positions_of_halves(distance_BE: Tensor) -> Tensor:
     return start
 
 
-def _settle_exactly(t: Tensor, v: Tensor, step: Tensor, w: Tensor, scale: Tensor, unit: Tensor) -> Tensor:
+def _round_halves_exactly(t: Tensor, v: Tensor, step: Tensor, w: Tensor, scale: Tensor, unit: Tensor) -> Tensor:
     """``v`` where ``t`` is not half-way or at a true tie, else its neighbour on the weight's side."""
     boundary = t.to(torch.float64) * step.to(torch.float64) * scale.to(torch.float64) * unit.to(torch.float64)
     side = torch.sign(w.to(torch.float64) - boundary).to(torch.float32)  # exact: at most 8 + 24 bits
     return torch.where(((t - v).abs() == 0.5) & (side != 0), torch.copysign(t + 0.5 * side, t), v)
 
 
-def _round_nf4(w_BE: Tensor, scale_B1: Tensor, form: Format, room: _Room) -> Tensor:
-    """Table values nearest to ``w / scale``, whose fp32 quotient, in [-1, 1], is ``room.u``."""
+def _round_nf4(w_BE: Tensor, scale_B1: Tensor, form: Format, buffers: _Buffers) -> Tensor:
+    """Table values nearest to ``w / scale``, whose fp32 quotient, in [-1, 1], is ``buffers.u``."""
     if not _may_look(w_BE):
         return _nf4_exactly(w_BE, scale_B1[:, 0], form)
-    cell = room.x.view(torch.int32).copy_(room.u.add_(1.0).mul_(_NF4_CELLS)).clamp_(0, 2 * _NF4_CELLS)
-    v_BE = torch.index_select(_nf4_cells(), 0, cell.view(-1), out=room.v.view(-1)).view_as(w_BE)
+    cell = buffers.x.view(torch.int32).copy_(buffers.u.add_(1.0).mul_(_NF4_CELLS)).clamp_(0, 2 * _NF4_CELLS)
+    v_BE = torch.index_select(_nf4_cells(), 0, cell.view(-1), out=buffers.v.view(-1)).view_as(w_BE)
     at = v_BE.isnan().nonzero(as_tuple=True)
     v_BE[at] = _nf4_exactly(w_BE[at].unsqueeze(-1), scale_B1.expand_as(w_BE)[at], form).squeeze(-1)
     return v_BE

@@ -1,6 +1,6 @@
 """Precision separation: a weight as a coarse nvfp4 part and a fine 4-bit part, either stored and moved by itself.
 
-The coarse part is what ``quantize(w, 'nvfp4')`` makes, byte for byte, and a weight by itself. The fine part has no scales of its own:
+The coarse part is what ``quantize(w, 'nvfp4')`` makes, byte for byte, and a weight by itself. The fine part has no scales:
 its 16 levels divide the rounding cell of each coarse code. E2M1 codes are consecutive integers of a piecewise linear scale, so a
 magnitude ``code + (fine - 8) / 16`` on that scale is again such a number, E2M5, and the cell of a code is exactly the half step to
 either side:
@@ -45,7 +45,7 @@ _TOP = 7 * 16 + 7  # the largest magnitude, in sixteenths of a code
 
 @dataclass(frozen=True, eq=False)
 class SeparatedTensor:
-    """A tensor in two parts. Immutable, as its parts are. A stack holds it whole, or its parts under keys of their own.
+    """A tensor in two parts. Immutable, as its parts are. A stack holds it whole, or its parts under separate keys.
 
     Attributes:
         coarse: the nvfp4 part.
@@ -87,7 +87,7 @@ class SeparatedTensor:
         return self.coarse.tensors() | {"fine": self.fine}
 
     def meta(self) -> dict[str, Any]:
-        """What to store beside the tensors; plain JSON values."""
+        """What to store with the tensors; plain JSON values."""
         return self.coarse.meta() | {"parts": 2}
 
     @classmethod
@@ -215,7 +215,7 @@ def renewed_scales(w_NK: Tensor, kept: Scales, threshold: float) -> tuple[Scales
     Drift is how far the blocks' largest magnitudes have moved from where ``kept`` was made for them: ``sum |amax - 6 s| / sum 6 s``.
     Scales of
     three mantissa bits leave 0.022 of it right after they were made. A magnitude 10 % above its block's old maximum is the
-    first that saturates. The host looks at nothing, so nothing waits for a GPU.
+    first that saturates. The host reads nothing, so nothing waits for a GPU.
     """
     amax_NB = _block_maxima(w_NK)
     old_NB = decode_scales(kept.block, FORM).mul_(kept.tensor * FORM.max_value)
@@ -248,7 +248,7 @@ def _block_maxima(w_NK: Tensor) -> Tensor:
 def round_to_parts(w_NK: Tensor, scales: Scales, dtype: torch.dtype) -> Tensor:
     """(N, K) weights rounded to both parts on kept scales and back, as ``dtype``.
 
-    The nearest E2M5 value of all, ties to even, in fp32: beside ``separate(w, 'max').dequantize()`` it may take the next coarse
+    The nearest E2M5 value of all, ties to even, in fp32: compared with ``separate(w, 'max').dequantize()`` it may take the next coarse
     code within 1/32 step of a boundary, which is nearer. Magnitudes beyond the last level saturate; NaN stays.
     """
     (n, k), padded = w_NK.shape, FORM.padded(w_NK.shape[1])

@@ -62,7 +62,7 @@ def _registered(backend: str, cached: str) -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    # Numbers, not words: transformers takes every name with "flash" in it for one of its own.
+    # Numbers, not words: transformers takes every name with "flash" in it for one of theirs.
     numbers = ["auto", *BACKENDS]
     name = f"{NAME}-{numbers.index(backend)}-{numbers.index(cached)}"
     AttentionInterface.register(name, _Forward(backend, cached))
@@ -89,7 +89,7 @@ class _Forward:
         backend = self._backend if queries == keys else self._cached
         causal = (getattr(module, "is_causal", True) if is_causal is None else is_causal) and attention_mask is None
         causal = causal and queries > 1
-        if causal and keys > queries:  # a static cache that is being filled: what lies behind is empty
+        if causal and keys > queries:  # a static cache that is being filled: what follows is empty
             key, value = key[:, :, :queries], value[:, :, :queries]
         if attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
             attention_mask = attention_mask[..., : key.shape[2]]

@@ -6,9 +6,9 @@ is the expected rise of the loss, and unlike the difference of two losses it is 
 layers are added up; what the sum leaves out is measured in the end: with all choices in place the calibration loss is taken again, and
 while it rises by more than the budget the choice is made once more, for less.
 
-**Choice.** All linears begin in what costs the least: nvfp4 where bytes count, whatever is fastest where time does. Whoever saves the most
-divergence for a byte (or for whatever ``cost_of`` says) steps up, along the lower convex hull of its own choices, until the sum is within
-the budget: the greedy solution of the multiple-choice knapsack, at most one step off the best.
+**Choice.** All linears begin in what costs the least: nvfp4 where bytes count, whatever is fastest where time does. The linear that
+saves the most divergence for a byte (or for whatever ``cost_of`` says) steps up, along the lower convex hull of its choices, until the
+sum is within the budget: the greedy solution of the multiple-choice knapsack, at most one step off the best.
 
 **File.** JSON: precision and shape of each linear, and what was measured. It fits every model with the same linears, and is refused by any
 other before anything is changed.
@@ -200,7 +200,7 @@ def assign_precision(
         batches: (inputs, targets (B, S) int64, -100 where there is none), on the model's device. All logits are kept: 4 bytes a
             token and word of the vocabulary.
         budget: relative rise of the loss, e.g. 0.004.
-        max_bits: at most this many bits a weight, by as small a rise as that allows; ``budget`` is not looked at then.
+        max_bits: at most this many bits a weight, by as small a rise as that allows; ``budget`` is ignored then.
         precisions: those that may be chosen, of 'nvfp4', 'two-part' and 'bf16'; the last is always one.
         pattern, keep: which linears, as for `select_linears`.
         cost_of: of a precision and a shape; by default bytes. `LinearTimes` (nn/linear/times.py) makes it the fastest instead.

@@ -1,9 +1,8 @@
 """Hugging Face causal language models, as they are, on the fused operators: norms, SwiGLU, rotary positions, and the loss.
 
-``accelerate_causal_lm(model)`` changes no parameter and no name. It looks at every module
-(nn/convert/fused_modules.py), replaces what provably
-computes the same by its fused form, and tells what it left and why. On CUDA that removes most passes over memory between the
-matrix products; on the CPU the plain expressions run, with the model's own bits but for the loss. Call it before or after
+``accelerate_causal_lm(model)`` changes no parameter and no name. It replaces every module that provably computes the same by its
+fused form (fused_modules.py), and tells what it left and why. On CUDA that removes most passes over memory between the matrix
+products; on the CPU the plain expressions run, with the model's bits but for the loss. Call it before or after
 `enable_vgpu_stack_optimization`; a model that streams keeps its hooks.
 
 In half precision the fused ops round once where transformers' round after every operation: nearer to the exact value, and not the

@@ -27,7 +27,7 @@ IGNORED = -100
 
 
 class LossInPlaceOfLogits:
-    """What the head gives instead of logits. Whoever computes with it is told that there are none."""
+    """What the head gives instead of logits. A caller that computes with it is told that there are none."""
 
     def __init__(self, loss: Tensor) -> None:
         self.loss = loss

@@ -98,10 +98,10 @@ def _close(got: Tensor, expected: Tensor) -> bool:
     return got.shape == expected.shape and torch.allclose(got, expected, rtol=PROBE_TOLERANCE, atol=PROBE_TOLERANCE)
 
 
-def _beside_input(module: nn.Module) -> str | None:
+def _more_inputs(module: nn.Module) -> str | None:
     """Why a forward of one argument is not the module's: it takes more."""
     more = list(inspect.signature(plain_class(module).forward).parameters)[2:]
-    return f"its forward takes {more[0]} beside its input" if more else None
+    return f"its forward takes {more[0]} in addition to its input" if more else None
 
 
 def _random(*shape: int) -> Tensor:
@@ -122,10 +122,10 @@ def fused_norm(module: nn.Module) -> Overrides | str | None:
         None,
     )
     if len(module._parameters) != 1 or weight is None or weight.dim() != 1:
-        return "it has no weight of one dimension, or other parameters beside it"
+        return "it has no weight of one dimension, or other parameters"
     if eps_name is None:
         return "no attribute holds its epsilon"
-    if more := _beside_input(module):
+    if more := _more_inputs(module):
         return more
     width, eps = weight.shape[0], getattr(module, eps_name)
     probe = nn.Parameter(_random(width) + 0.5)
@@ -154,7 +154,7 @@ def _norm_forward(eps_name: str) -> Callable[..., Tensor]:
 
 def _separate_forward(self: Any, x: Tensor) -> Tensor:
     # Not `gated_product`: under transformers' own checkpointing the second pass ends at the last tensor that backward needs, before the
-    # product of a plain linear, but behind that of an operation of ours.
+    # product of a plain linear, but after that of an operation of ours.
     return self.down_proj(swiglu(*linears_of_one_input(x, self.gate_proj, self.up_proj)))
 
 
@@ -170,8 +170,8 @@ def fused_feed_forward(module: nn.Module) -> Overrides | str | None:
     if forward is None or "Experts" in type(module).__name__:
         return None
     if module._parameters:
-        return "it has parameters beside its linears"
-    if more := _beside_input(module):
+        return "it has parameters other than its linears'"
+    if more := _more_inputs(module):
         return more
     width, inner = 8, 6
     small = {

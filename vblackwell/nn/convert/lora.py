@@ -42,7 +42,7 @@ def add_adapters(model: nn.Module, lora: Lora, base: str | None = None) -> dict[
     """Wrap the targets in peft's layers, adapters on the meta device, and freeze everything else.
 
     Args:
-        base: path or id of the model, for whoever finds the adapter.
+        base: path or id of the model, for readers of the adapter.
 
     Returns:
         peft's adapter_config.json.

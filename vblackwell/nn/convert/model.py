@@ -32,7 +32,7 @@ from vblackwell.nn.linear.rounded import fp4_round_trip
 
 _ACTIVATIONS: dict[type, str] = {nn.ReLU: "relu", nn.SiLU: "silu", nn.GELU: "gelu"}
 _EXPERTS = ("gate_up_proj", "down_proj")
-_TOLD = {"experts": "gate"}  # what is fused there; the experts' weights have rows of their own
+_TOLD = {"experts": "gate"}  # what is fused there; the experts' weights have other rows
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def convert(
         model: any module that is in no stack yet.
         fp4_layers: which linears become `FusedFP4Linear`: 'all', 'large' (2^20 elements and more), a regular expression searched for in
             names, or None for none. The output head and tied weights never do. Experts of transformers' mixtures follow the same names.
-        keep: regular expression for names that stay besides.
+        keep: regular expression for names that stay in addition.
         format, scale_search: of FP4, as for `FusedFP4Linear`.
         pack: pack the linears at once and freeze them, the base of adapters; otherwise they train straight through the format. Experts
             cannot be packed.

@@ -34,8 +34,8 @@ def enable_vb_optimization(
 
     Args:
         mode: 'training' multiplies by rounded weights and trains the parameters straight through; 'inference' packs each layer at its
-            first forward, or at ``quantize()``, and lets the parameter go; 'auto' trains where gradients are on, and packs beside the
-            parameter where not.
+            first forward, or at ``quantize()``, and lets the parameter go; 'auto' trains where gradients are on, and packs in addition
+            to the parameter where not.
         enable_quantization, enable_fp4: both: coarse + fine, 8.5 bits. FP4 alone: nvfp4, 4.5 bits. Quantisation alone: int8 by rows, 8
         bits.
         replace_pattern: 'all', 'large' (a weight of 2^20 elements and more) or a regular expression searched for in module names.

@@ -1,7 +1,7 @@
 """A Llama-style decoder that trains offloaded and is read by ``transformers`` without conversion.
 
 Names of weights and the mathematics are Hugging Face's ``LlamaForCausalLM``: in fp32 on the CPU the logits are the same bits
-(tests/nn/test_decoder_equality.py). Initial weights are drawn on the CPU whatever the device, one parameter after the
+(tests/nn/decoder/test_decoder_equality.py). Initial weights are drawn on the CPU whatever the device, one parameter after the
 other from one generator, so that a model that trains offloaded begins with the bits of the resident one.
 
 With ``gradient_checkpointing`` each block keeps only its input, and head and loss run over ``loss_chunk_tokens`` tokens at a

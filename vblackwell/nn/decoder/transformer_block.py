@@ -1,4 +1,4 @@
-"""``OptimizedTransformerBlock``: attention and a feed-forward network, each behind an RMSNorm.
+"""``OptimizedTransformerBlock``: attention and a feed-forward network, each after an RMSNorm.
 
 Pre-norm (Xiong et al., arXiv:2002.04745): the sum that runs through the model is never normalised itself.
 

@@ -1,6 +1,6 @@
 """Linears of one input as one product: queries, keys and values of a token in one launch, gate and up in another.
 
-Plain linears (an ``nn.Linear`` and nothing more) run as one operation whose backward adds the input's gradients up on the way. Without
+Plain linears (an ``nn.Linear`` and nothing more) run as one operation whose backward adds the input's gradients up. Without
 gradients their weights may lie one after the other in memory (`lay_together`), and so may the tiles of packed ones
 (`lay_packed_together`): then one product computes them all. At one row a packed product of 4096 x 4096 takes an H200 5.5 us, of which
 its bytes need 2.2: the rest is what any launch costs. Packed weights that lie together share a tensor scale: those with a smaller one

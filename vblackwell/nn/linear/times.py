@@ -21,7 +21,7 @@ from vblackwell.nn.linear.packed_weight import PlacedWeight, pack, place
 from vblackwell.units import MiB
 
 CACHE_BYTES = 256 * MiB  # more than any GPU's last cache
-MOST_WEIGHTS = 512
+MAX_WEIGHTS = 512
 REPEATS = 5
 
 
@@ -55,11 +55,11 @@ class LinearTimes:
         weight = (torch.randn(n, k, device=self.device) * 0.02).to(self.dtype)
         if self.device.type != "cuda":
             return _seconds(self._products(x, weight, precision, 1)[0])
-        calls = self._products(x, weight, precision, min(MOST_WEIGHTS, -(-CACHE_BYTES // (weight.nbytes // 4))))
+        calls = self._products(x, weight, precision, min(MAX_WEIGHTS, -(-CACHE_BYTES // (weight.nbytes // 4))))
         return _replayed(calls, self.device)
 
     def _products(self, x: Tensor, weight: Tensor, precision: str, count: int) -> list[Callable[[], Tensor]]:
-        """With ``count`` weights, each in memory of its own."""
+        """With ``count`` weights, each in separate memory."""
         n, k = weight.shape
         if precision == "bf16":
             copies = [weight.clone() for _ in range(count)]

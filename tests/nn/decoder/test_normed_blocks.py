@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from tests.nn.test_checkpoint import Counting
+from tests.nn.decoder.test_checkpoint import Counting
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder

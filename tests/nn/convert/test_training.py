@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.nn.test_causal_lm import build
+from tests.nn.convert.test_causal_lm import build
 from tests.planner.test_forecast import H200
 from vblackwell.errors import Unsupported
 from vblackwell.kernels.pointwise import cross_entropy

@@ -12,8 +12,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.nn import functional
 
-from tests.nn.test_decoder_equality import config
-from tests.nn.test_fp4_convert import Tiny
+from tests.nn.convert.test_linears import Tiny
+from tests.nn.decoder.test_decoder_equality import config
 from tests.offload.test_round_trip_models import CONFIGS
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.memory.cache.stack import VGPUStack
@@ -101,7 +101,7 @@ def test_our_own_decoder_still_computes():
     expected = model(ids)
     done = convert(model, fp4_layers=None)
     assert torch.equal(model(ids), expected)
-    assert "takes wanted beside its input" in str(done)
+    assert "takes wanted in addition to its input" in str(done)
     convert(done.undo(), pack=True)
     assert torch.isfinite(model(ids)).all()
 

@@ -13,7 +13,7 @@ from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 RANKS = """
 import os
 from pathlib import Path
-from tests.nn.test_fused_linear_ddp import train_rank
+from tests.nn.linear.test_fused_fp4_ddp import train_rank
 other = os.fork()
 train_rank(0 if other else 1, Path(sys.argv[1]))
 if other:

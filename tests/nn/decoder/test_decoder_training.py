@@ -6,7 +6,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from tests.nn.test_decoder_equality import config, tokens
+from tests.nn.decoder.test_decoder_equality import config, tokens
 from vblackwell.errors import ConfigurationError
 from vblackwell.nn.decoder.checkpoint import checkpoint
 from vblackwell.nn.decoder.config import DecoderConfig

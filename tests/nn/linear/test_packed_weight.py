@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.nn.peak_bytes import PeakBytes
+from tests.nn.linear.peak_bytes import PeakBytes
 from vblackwell.nn.linear import fused_fp4 as linear_module
 from vblackwell.nn.linear import packed_weight
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear

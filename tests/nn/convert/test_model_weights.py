@@ -7,8 +7,8 @@ import torch
 import transformers
 from torch import nn
 
-from tests.nn.test_convert import IDS, build, logits, snapshot
-from tests.nn.test_fp4_convert import Tiny
+from tests.nn.convert.test_linears import Tiny
+from tests.nn.convert.test_model import IDS, build, logits, snapshot
 from tests.offload.conftest import make_stack  # noqa: F401 - a fixture
 from tests.offload.test_round_trip_models import step
 from vblackwell.errors import ConfigurationError

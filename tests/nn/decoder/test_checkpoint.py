@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.nn.test_decoder_equality import config, tokens
+from tests.nn.decoder.test_decoder_equality import config, tokens
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.pointwise.shared_input import shared_input_linears
 from vblackwell.nn.decoder.checkpoint import Keeping, checkpoint
