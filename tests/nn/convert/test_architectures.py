@@ -150,7 +150,7 @@ def test_what_transformers_would_not_run_is_not_written(kind, form, error, reaso
 
 
 def test_the_documentation_names_them():
-    text = (Path(__file__).parents[2] / "docs/models.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs/models.md").read_text(encoding="utf-8")
     section = text.split("## Architectures")[1].split("\n## ")[0]
     assert set(re.findall(r"^> (.*)$", section, re.MULTILINE)[0].split()) == set(KINDS.split())
     for kinds in (NO_LINEARS, READ, NOT_RUN, FP32_ALONE):
