@@ -128,6 +128,9 @@ class PackedLinear(nn.Module):
         self.weight_fine = placed.fine
         self.weight = None  # last: a thread that sees no weight finds all that stands for it
 
+    def _forget(self) -> None:
+        """Drops what a subclass keeps of a weight, which is about to change."""
+
     def _drop_packed(self, device: torch.device) -> None:
         """Becomes an unpacked layer with an uninitialised weight."""
         for name in self.buffer_names:
@@ -137,6 +140,7 @@ class PackedLinear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
         """Moves packed bytes without converting them: ``.half()`` is for parameters, scales keep their types."""
+        self._forget()
         if self.weight is not None:
             super()._apply(fn, recurse)
             self._dtype = self.weight.dtype
@@ -167,6 +171,7 @@ class PackedLinear(nn.Module):
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], strict: bool,
         missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
+        self._forget()
         device = self.weight_codes.device if self.weight is None else self.weight.device
         own = {prefix + name for name in self.state_names}
         rest = {key: value for key, value in state_dict.items() if key not in own}

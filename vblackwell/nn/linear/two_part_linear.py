@@ -8,7 +8,6 @@ for a lower level or another time, and the layer answers from the coarse one unt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,11 +16,10 @@ from torch import Tensor, nn
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.runtime.registry import computes_at_once
 from vblackwell.nn.linear.packed_linear import PackedLinear
-from vblackwell.nn.linear.packed_weight import FINE, STATE_NAMES, pack
+from vblackwell.nn.linear.packed_weight import FINE, STATE_NAMES, PlacedWeight, pack
 from vblackwell.nn.linear.rounded import Rounded
 from vblackwell.nn.linear.two_part import BITS, DRIFT_THRESHOLD, REFRESH_EVERY, Settings, VirtualBlackwellAdapter
 from vblackwell.numerics.formats import format_named
-from vblackwell.numerics.packed import PackedTensor
 from vblackwell.numerics.separation import SeparatedTensor
 
 
@@ -172,15 +170,9 @@ class VBOptimizedLinear(PackedLinear):
     def __getstate__(self) -> dict[str, Any]:  # of copies and files: caches belong to one weight
         return self.__dict__ | {"_adapter": None}
 
-    def _adopt(self, packed: PackedTensor | SeparatedTensor) -> None:
-        super()._adopt(packed)
+    def _forget(self) -> None:
         self._adapter = None
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> VBOptimizedLinear:
+    def hold(self, placed: PlacedWeight) -> None:
+        super().hold(placed)
         self._adapter = None
-        super()._apply(fn, recurse)
-        return self
-
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], *rest: Any) -> None:
-        self._adapter = None
-        super()._load_from_state_dict(state_dict, *rest)
