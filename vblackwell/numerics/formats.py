@@ -14,9 +14,10 @@ int8     -127 .. 127            the row (or any multiple of   fp32              
                                 2)
 =======  =====================  ============================  ====================  =================
 
-E2M1 and E4M3/E8M0 are those of the OCP Microscaling specification 1.0; nf4 is the table of QLoRA (Dettmers et al. 2023).
-int4 stores ``q + 8`` because the compressed-tensors files do, so their bytes and ours are the same; bf16 holds its scale
-(4.5 bits a weight in all at 32) since the encoder rounds against the scale that is stored, not the one it wished for.
+E2M1 and E4M3/E8M0 are those of the OCP Microscaling specification 1.0; nf4 is the table of QLoRA (Dettmers et al.
+2023). int4 stores ``q + 8`` because the compressed-tensors files do, so their bytes and ours are the same; bf16 holds
+its scale (4.5 bits a weight in all at 32) since the encoder rounds against the scale that is stored, not the one it
+wished for.
 """
 
 from __future__ import annotations

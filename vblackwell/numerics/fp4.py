@@ -1,13 +1,12 @@
 """Encoder: a tensor in, a packed tensor out. Pure torch, bit-exact, and the oracle for every faster encoder.
 
-Two ways to choose scales. ``'max'`` is the published rule: the block's largest element becomes the largest code. ``'mse'``
-(default) takes the scale of least squared error, 1 to 2 dB better, and for nvfp4 a power of two as tensor scale, which
-makes ``(code * s) * ts`` exact even in bf16.
+Two ways to choose scales. ``'max'`` is the published rule: the block's largest element becomes the largest code.
+``'mse'`` (default) takes the scale of least squared error, 1 to 2 dB better, and for nvfp4 a power of two as tensor
+scale, which makes ``(code * s) * ts`` exact even in bf16.
 
-Work goes in tiles, because a layer may be quantised on a GPU with little free memory: all that is allocated, the
-result included, stays under 0.35 of the tensor (on the CPU under that or 4 MiB more than the result, whichever is more).
-The element rounding is
-always exact (``rounding.py``); ``search.py`` finds the scales.
+Work goes in tiles, because a layer may be quantised on a GPU with little free memory: all that is allocated, the result
+included, stays under 0.35 of the tensor (on the CPU under that or 4 MiB more than the result, whichever is more). The
+element rounding is always exact (``rounding.py``); ``search.py`` finds the scales.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ _GPU_TILE_ELEMENTS = (1 << 12, 1 << 24)
 _TILE_BYTES_PER_ELEMENT = 56  # temporaries of the search and the fp64 rounding together
 _EXTRA_MEMORY = 0.33  # of the tensor's size: packed tensors and temporaries
 _MSE_HEADROOM = 4 * E4M3_MAX  # the best scale of the largest block may be up to amax / 4
-# (matrix, format, search, floor of log2 of the tensor scale) to codes and block scales, or None where it does not do that.
+# (matrix, format, search, floor of log2 of the tensor scale) to codes and block scales, or None where it does not do
+# that.
 Encoder = Callable[[Tensor, Format, str, int], tuple[Tensor, Tensor] | None]
 
 
@@ -104,7 +104,8 @@ def quantize(
         tensor: float32, bfloat16 or float16; finite; not empty.
         format, scale_search, block_size: as for ``FP4Codec``.
         tensor_scale: nvfp4's, 0-dimensional fp32, e.g. from ``joint_tensor_scale``; default: the tensor's own.
-        workspace_bytes: GPU memory for temporaries; more is faster. Default: what keeps the whole under 0.35 of the tensor.
+        workspace_bytes: GPU memory for temporaries; more is faster. Default: what keeps the whole under 0.35 of the
+            tensor.
         name: how errors call the tensor.
         encoder: of the same bits, asked first (kernels/fp4/encode.py).
 
@@ -235,7 +236,8 @@ def _encode_blocks(
     if scale_search == "max":
         scales = max_scale(w_BE.abs().amax(1).to(torch.float64), ts, form)
     elif form.name == "nvfp4":
-        # In units of the tensor scale, a power of two: exact, but for elements that underflow far below any scale's reach.
+        # In units of the tensor scale, a power of two: exact, but for elements that underflow far below any scale's
+        # reach.
         a_EB = w_BE.t().to(torch.float32).abs().mul_(2.0**-exponent).contiguous()
         limit = _FLOAT32_MAX * 2.0**-exponent if exponent > 115 else None
         scales = best_e4m3(a_EB, limit)

@@ -7,9 +7,9 @@ A matrix (N, K) in a 4-bit format is
     tensor_scale  fp32, 0-dimensional       1 where the format has none
 
 with Kp = K rounded up to the block. This is the published layout of nvfp4 and compressed-tensors files, so reading and
-writing them moves bytes and nothing else; kernels that want another order shuffle it on their side. Tensors of other ranks
-are stored as their rows: N is the product of all dimensions but the last. Padding holds the code of zero and is never
-seen.
+writing them moves bytes and nothing else; kernels that want another order shuffle it on their side. Tensors of other
+ranks are stored as their rows: N is the product of all dimensions but the last. Padding holds the code of zero and is
+never seen.
 """
 
 from __future__ import annotations

@@ -1,21 +1,26 @@
 """Encode and decode at once: the weights a straight-through forward multiplies by.
 
-The numbers are exactly those of ``quantize(w, format, 'max').dequantize()``, signs of zeros included. Unlike there nothing
-here reads a value on the host where the tensor is on a GPU, so a training step stays asynchronous; inf and NaN are not refused
-but come out as NaN, where the loss shows them. `max` scales and not `mse`, because the search would cost more than the layer's
-matmul, and because a scale that follows the largest weight moves smoothly while weights train.
+The numbers are exactly those of ``quantize(w, format, 'max').dequantize()``, signs of zeros included. Unlike there
+nothing here reads a value on the host where the tensor is on a GPU, so a training step stays asynchronous; inf and NaN
+are not refused but come out as NaN, where the loss shows them. `max` scales and not `mse`, because the search would
+cost more than the layer's matmul, and because a scale that follows the largest weight moves smoothly while weights
+train.
 
-fp32 where fp64 would round the same way. An element's code depends on which boundaries ``b`` (half-way between values, at most three bits)
-its quotient ``w / (s * ts)`` exceeds. Here ``q = w / ts`` and ``u = q / s`` are two correctly rounded fp32 divisions, and
+fp32 where fp64 would round the same way. An element's code depends on which boundaries ``b`` (half-way between values,
+at most three bits) its quotient ``w / (s * ts)`` exceeds. Here ``q = w / ts`` and ``u = q / s`` are two correctly
+rounded fp32 divisions, and
 
-* ``q`` is on the side of ``c = b * s`` (7 bits) that ``w / ts`` is on, or equal to it: rounding is monotone and keeps ``c``;
-* ``u`` is on the side of ``b`` that ``q`` is on of ``c``: where they differ, ``q / s`` is further from ``b`` than half a unit in
+* ``q`` is on the side of ``c = b * s`` (7 bits) that ``w / ts`` is on, or equal to it: rounding is monotone and keeps
+``c``;
+* ``u`` is on the side of ``b`` that ``q`` is on of ``c``: where they differ, ``q / s`` is further from ``b`` than half
+a unit in
   its last place, because neighbours of ``c``, divided by ``s`` < 2 (significands), are.
 
-So the fp32 quotient decides, unless it is a boundary itself. Those elements are compared again in fp64, where ``c * ts`` is exact:
-all elements without a branch on a GPU, the few alone on a CPU. mxfp4 has powers of two for scales and int4 bf16 ones, whose products with
-boundaries fit fp32: a quotient on a boundary is a true tie there. int8's scale takes the place of ``ts``. nf4's boundaries have 25
-bits; a table of 2^13 cells answers for cells without a boundary, fp64 for the others.
+So the fp32 quotient decides, unless it is a boundary itself. Those elements are compared again in fp64, where ``c *
+ts`` is exact: all elements without a branch on a GPU, the few alone on a CPU. mxfp4 has powers of two for scales and
+int4 bf16 ones, whose products with boundaries fit fp32: a quotient on a boundary is a true tie there. int8's scale
+takes the place of ``ts``. nf4's boundaries have 25 bits; a table of 2^13 cells answers for cells without a boundary,
+fp64 for the others.
 
 ``B`` blocks, ``E`` elements a block.
 """
@@ -87,7 +92,8 @@ class _Buffers:
 def max_tensor_scale(amax: Tensor, form: Format) -> Tensor:
     """nvfp4: amax / (6 * 448) in fp32, at least 2^-126 so that it is never subnormal; 1 for all zeros.
 
-    The other formats have none: 1, or NaN where ``amax`` is not finite, since an E8M0 or integer block could not say so.
+    The other formats have none: 1, or NaN where ``amax`` is not finite, since an E8M0 or integer block could not say
+    so.
     """
     if form.name != "nvfp4":
         return torch.where(torch.isfinite(amax), 1.0, torch.nan)
@@ -134,7 +140,8 @@ def _block_scales(amax_B: Tensor, tensor_scale: Tensor, form: Format) -> Tensor:
 
 def _round_e2m1(w_BE: Tensor, scale_B1: Tensor | None, tensor_scale: Tensor | None, buffers: _Buffers) -> Tensor:
     """E2M1 values nearest to ``w / (scale * tensor_scale)``, whose fp32 quotient, exact without scales, is ``buffers.u``."""
-    # Values around u are 2^floor(log2 u) / 2 apart, at least 1/2. A tie goes to the even multiple, which is the even code.
+    # Values around u are 2^floor(log2 u) / 2 apart, at least 1/2. A tie goes to the even multiple, which is the even
+    # code.
     step_BE = buffers.y
     torch.bitwise_and(buffers.u.view(torch.int32), _EXPONENT, out=step_BE.view(torch.int32)).clamp_min_(_ONE)
     t_BE = buffers.u.div_(step_BE.mul_(0.5))

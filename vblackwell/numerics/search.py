@@ -4,16 +4,17 @@ nvfp4 has 126 positive E4M3 scales. Trying all of them is 126 passes; most canno
 block's largest magnitude):
 
 - Too small: a scale with ``6 s < A`` errs by at least ``(A - 6s)^2``.
-- Too large: the grid ``s * {0, .5, 1, 1.5, 2, 3}`` is part of the grid of ``s / 2``, so once ``A <= 3.5 s`` (nothing rounds
+- Too large: the grid ``s * {0, .5, 1, 1.5, 2, 3}`` is part of the grid of ``s / 2``, so once ``A <= 3.5 s`` (nothing
+rounds
   to 4 or 6) the half scale is at least as good. It exists unless s is among the lowest 15 codes, which are tried up to
   ``4 A``, from where on every element is zero.
 
 What remains is about an octave. A window around A / 6 is tried on every block, the rest only on blocks for which it is
-still open. The optimum is that of the exhaustive search. fp32 errors are good to about 1.3e-6; a block in which two scales
-come within ``_CLOSE`` of each other is searched again in fp64.
+still open. The optimum is that of the exhaustive search. fp32 errors are good to about 1.3e-6; a block in which two
+scales come within ``_CLOSE`` of each other is searched again in fp64.
 
-Blocks lie along the last, contiguous dimension (``EB``: element, block): a scale a block then broadcasts without strides,
-and the fixed tree of additions gives every machine the same sums.
+Blocks lie along the last, contiguous dimension (``EB``: element, block): a scale a block then broadcasts without
+strides, and the fixed tree of additions gives every machine the same sums.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def _tree_sum(x_EB: Tensor) -> Tensor:
 def _e2m1_error(a_EB: Tensor, s_B: Tensor, limit: float | None) -> Tensor:
     """Squared error of magnitudes ``a`` rounded to E2M1 times ``s``; inf where a decoded value would pass ``limit``."""
     u = (a_EB / s_B).clamp_max_(6.0)
-    # Adding 2^(e + p - 2) to a float of p bits rounds u to multiples of 2^(e - 1), ties to even: e = max(0, floor(log2 u)).
+    # Adding 2^(e + p - 2) to a float of p bits rounds u to multiples of 2^(e - 1), ties to even: e = max(0, floor(log2
+    # u)).
     if u.dtype == torch.float32:
         shift = u.view(torch.int32).bitwise_and(0x7F800000).clamp_min_(127 << 23).add_(22 << 23).view(torch.float32)
     else:
@@ -95,8 +97,8 @@ class _Best:
 def best_e4m3(a_EB: Tensor, limit: float | None = None) -> Tensor:
     """E4M3 codes 1..126 (uint8) of least squared error for blocks of magnitudes ``a`` (in units of the tensor scale).
 
-    Among equals the smallest code wins. ``limit`` is the largest magnitude that may decode to, ``None`` where no code can
-    pass it.
+    Among equals the smallest code wins. ``limit`` is the largest magnitude that may decode to, ``None`` where no code
+    can pass it.
     """
     best = _search_e4m3(a_EB, limit)
     contested = (best.contested & (best.error > 0)).nonzero().squeeze(1)

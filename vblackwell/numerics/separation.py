@@ -1,20 +1,20 @@
 """Precision separation: a weight as a coarse nvfp4 part and a fine 4-bit part, either stored and moved by itself.
 
-The coarse part is what ``quantize(w, 'nvfp4')`` makes, byte for byte, and a weight by itself. The fine part has no scales:
-its 16 levels divide the rounding cell of each coarse code. E2M1 codes are consecutive integers of a piecewise linear scale, so a
-magnitude ``code + (fine - 8) / 16`` on that scale is again such a number, E2M5, and the cell of a code is exactly the half step to
-either side:
+The coarse part is what ``quantize(w, 'nvfp4')`` makes, byte for byte, and a weight by itself. The fine part has no
+scales: its 16 levels divide the rounding cell of each coarse code. E2M1 codes are consecutive integers of a piecewise
+linear scale, so a magnitude ``code + (fine - 8) / 16`` on that scale is again such a number, E2M5, and the cell of a
+code is exactly the half step to either side:
 
     value = e2m5(16 * code + fine - 8),    e2m5(i) = max(i / 32, i / 16 - 2, i / 8 - 8)
     weight = (+-value * block_scale) * tensor_scale        in fp32, one rounding
 
-(`i / 32` below code 4, `i / 16 - 2` below 6, ...: the largest of the three lines is the curve.) So steps follow the gaps between codes;
-what was
-exact in nvfp4, zero included, stays exact; and a kernel adds the fine bits to the coarse ones instead of decoding a second number. A
-zero code takes fine codes 8..15 only: its sign says on which side of zero the weight lies. 4 + 4 + 0.5 = 8.5 bits a weight.
+(`i / 32` below code 4, `i / 16 - 2` below 6, ...: the largest of the three lines is the curve.) So steps follow the
+gaps between codes; what was exact in nvfp4, zero included, stays exact; and a kernel adds the fine bits to the coarse
+ones instead of decoding a second number. A zero code takes fine codes 8..15 only: its sign says on which side of zero
+the weight lies. 4 + 4 + 0.5 = 8.5 bits a weight.
 
-Why not levels that are uniform within a cell: 0.3 dB better (the cells of 2 and 4 are lopsided), but no longer a binary fraction of the
-scale, and zero no level.
+Why not levels that are uniform within a cell: 0.3 dB better (the cells of 2 and 4 are lopsided), but no longer a binary
+fraction of the scale, and zero no level.
 
 ``N`` rows, ``K`` columns, ``P`` columns padded to the block of 16, ``B`` blocks, ``E`` elements a block.
 """
@@ -184,7 +184,7 @@ def _value(sixteenths: Tensor) -> Tensor:
     return torch.maximum(torch.maximum(low, sixteenths / 16 - 2), high)
 
 
-# -- training: encode and decode at once, on scales that are kept ---------------------------------------------------------
+# -- training: encode and decode at once, on scales that are kept ------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,10 +212,9 @@ def training_scales(w_NK: Tensor) -> Scales:
 def renewed_scales(w_NK: Tensor, kept: Scales, threshold: float) -> tuple[Scales, Tensor]:
     """``kept`` as long as the weight has drifted by at most ``threshold``, else new scales; and the drift, 0-dimensional.
 
-    Drift is how far the blocks' largest magnitudes have moved from where ``kept`` was made for them: ``sum |amax - 6 s| / sum 6 s``.
-    Scales of
-    three mantissa bits leave 0.022 of it right after they were made. A magnitude 10 % above its block's old maximum is the
-    first that saturates. The host reads nothing, so nothing waits for a GPU.
+    Drift is how far the blocks' largest magnitudes have moved from where ``kept`` was made for them: ``sum |amax - 6 s|
+    / sum 6 s``. Scales of three mantissa bits leave 0.022 of it right after they were made. A magnitude 10 % above its
+    block's old maximum is the first that saturates. The host reads nothing, so nothing waits for a GPU.
     """
     amax_NB = _block_maxima(w_NK)
     old_NB = decode_scales(kept.block, FORM).mul_(kept.tensor * FORM.max_value)
@@ -248,8 +247,9 @@ def _block_maxima(w_NK: Tensor) -> Tensor:
 def round_to_parts(w_NK: Tensor, scales: Scales, dtype: torch.dtype) -> Tensor:
     """(N, K) weights rounded to both parts on kept scales and back, as ``dtype``.
 
-    The nearest E2M5 value of all, ties to even, in fp32: compared with ``separate(w, 'max').dequantize()`` it may take the next coarse
-    code within 1/32 step of a boundary, which is nearer. Magnitudes beyond the last level saturate; NaN stays.
+    The nearest E2M5 value of all, ties to even, in fp32: compared with ``separate(w, 'max').dequantize()`` it may take
+    the next coarse code within 1/32 step of a boundary, which is nearer. Magnitudes beyond the last level saturate; NaN
+    stays.
     """
     (n, k), padded = w_NK.shape, FORM.padded(w_NK.shape[1])
     out = torch.empty(n, k, dtype=dtype, device=w_NK.device)

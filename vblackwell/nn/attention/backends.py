@@ -1,9 +1,10 @@
 """Which attention runs: the own kernel or one of PyTorch's; each says why not, the fastest known of the others runs.
 
 ``triton`` (kernels/attention/op.py), ``cudnn``, ``flash`` and ``efficient`` (PyTorch's SDPA), and ``math``
-(kernels/attention/reference.py: scores of S x T in memory, everything else, any device). Among those that accept a request the
-one with the least measured time runs: ``tune_attention`` measures on this machine and keeps the times; where nothing was measured
-the order is that of ``preference``. Under ``torch.compile`` the order alone decides, because the tables cannot be read while tracing.
+(kernels/attention/reference.py: scores of S x T in memory, everything else, any device). Among those that accept a
+request the one with the least measured time runs: ``tune_attention`` measures on this machine and keeps the times;
+where nothing was measured the order is that of ``preference``. Under ``torch.compile`` the order alone decides, because
+the tables cannot be read while tracing.
 
 Legend: B batch, N query heads, K key heads, S queries, T keys, H head width.
 """
@@ -227,8 +228,8 @@ BACKENDS: dict[str, registry.Backend[AttentionRequest, Run]] = {
 def preference(r: AttentionRequest) -> tuple[str, ...]:
     """Backends in the order in which they are taken where nothing was measured.
 
-    cuDNN leads on Hopper, flash on older GPUs (docs/attention.md); the CPU takes flash, the interpreter being for tests. In fp32 the
-    own kernel does not use tensor cores.
+    cuDNN leads on Hopper, flash on older GPUs (docs/attention.md); the CPU takes flash, the interpreter being for
+    tests. In fp32 the own kernel does not use tensor cores.
     """
     if r.device == "cpu":
         return ("flash", "math", "triton", "cudnn", "efficient")
@@ -284,7 +285,7 @@ def attention(
     return BACKENDS[name].run(q_BNSH, k_BKTH, v_BKTH, variant), name
 
 
-# -- measured times ------------------------------------------------------------------------------------------------------
+# -- measured times ----------------------------------------------------------------------------------------------------
 
 
 def neighbours_key(r: AttentionRequest) -> str:
@@ -347,7 +348,8 @@ def _measure_ns(
     wanted = [x for x in tensors if x.requires_grad]
     times = []
     for _ in range(8):
-        # A step keeps the GPU supplied; here its kernels would wait for the host, and the one with the fewest launches would look fastest.
+        # A step keeps the GPU supplied; here its kernels would wait for the host, and the one with the fewest launches
+        # would look fastest.
         torch.cuda._sleep(SLEEP_CYCLES)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()

@@ -1,9 +1,9 @@
 """The attention of transformers' models on our dispatcher, through the registry that transformers keeps for that.
 
-``use_dispatcher(model)`` names an implementation 'vblackwell-...' in the model's configuration; its masks are
-those that transformers makes for SDPA: None where causality is the whole truth, a boolean one for padding, packed sequences and
-sliding windows. What SDPA cannot say (a soft cap on scores, as in Gemma 2) the dispatcher can. Sinks and biases by position are
-refused at the call, because no backend has them.
+``use_dispatcher(model)`` names an implementation 'vblackwell-...' in the model's configuration; its masks are those
+that transformers makes for SDPA: None where causality is the whole truth, a boolean one for padding, packed sequences
+and sliding windows. What SDPA cannot say (a soft cap on scores, as in Gemma 2) the dispatcher can. Sinks and biases by
+position are refused at the call, because no backend has them.
 """
 
 from __future__ import annotations

@@ -125,7 +125,8 @@ class FlashAttention(nn.Module):
 
         Args:
             x_BSD: inputs; with a cache, the positions that follow what it holds.
-            mask: (S, T), (B, S, T) or (B, N, S, T), each dimension may be 1: boolean (True attends) or added to the scores.
+            mask: (S, T), (B, S, T) or (B, N, S, T), each dimension may be 1: boolean (True attends) or added to the
+                scores.
             cache: earlier positions; extended by this call. Not for training.
 
         Raises:

@@ -1,8 +1,8 @@
 """Tables of the rotary position embedding (Su et al., RoFormer, arXiv:2104.09864), in the half-split layout of Hugging Face's Llama.
 
-Cosines and sines are computed anew in every forward, in fp32, once for all layers: a few microseconds, against tables that
-would be cast by ``model.to(bf16)``, be lost under ``to_empty`` and turn into inference tensors if the first call happened
-under ``inference_mode``. ``kernels/pointwise/rotary.py`` applies them.
+Cosines and sines are computed anew in every forward, in fp32, once for all layers: a few microseconds, against tables
+that would be cast by ``model.to(bf16)``, be lost under ``to_empty`` and turn into inference tensors if the first call
+happened under ``inference_mode``. ``kernels/pointwise/rotary.py`` applies them.
 
 Legend: B batch, S sequence, H head width.
 """

@@ -1,17 +1,19 @@
 """Precision per layer: each linear in bf16, in two parts (8.5 bits) or in nvfp4 (4.5), as few bytes as a loss budget allows.
 
-**Sensitivity is measured**, never guessed from a layer's place or its numbers: one linear at a time takes the precision, the calibration
-batches run, and the Kullback-Leibler divergence of the changed from the unchanged predictions is taken. For a model that predicts well it
-is the expected rise of the loss, and unlike the difference of two losses it is never negative and hardly noisy. Divergences of single
-layers are added up; what the sum leaves out is measured in the end: with all choices in place the calibration loss is taken again, and
-while it rises by more than the budget the choice is made once more, for less.
+**Sensitivity is measured**, never guessed from a layer's place or its numbers: one linear at a time takes the
+precision, the calibration batches run, and the Kullback-Leibler divergence of the changed from the unchanged
+predictions is taken. For a model that predicts well it is the expected rise of the loss, and unlike the difference of
+two losses it is never negative and hardly noisy. Divergences of single layers are added up; what the sum leaves out is
+measured in the end: with all choices in place the calibration loss is taken again, and while it rises by more than the
+budget the choice is made once more, for less.
 
-**Choice.** All linears begin in what costs the least: nvfp4 where bytes count, whatever is fastest where time does. The linear that
-saves the most divergence for a byte (or for whatever ``cost_of`` says) steps up, along the lower convex hull of its choices, until the
-sum is within the budget: the greedy solution of the multiple-choice knapsack, at most one step off the best.
+**Choice.** All linears begin in what costs the least: nvfp4 where bytes count, whatever is fastest where time does. The
+linear that saves the most divergence for a byte (or for whatever ``cost_of`` says) steps up, along the lower convex
+hull of its choices, until the sum is within the budget: the greedy solution of the multiple-choice knapsack, at most
+one step off the best.
 
-**File.** JSON: precision and shape of each linear, and what was measured. It fits every model with the same linears, and is refused by any
-other before anything is changed.
+**File.** JSON: precision and shape of each linear, and what was measured. It fits every model with the same linears,
+and is refused by any other before anything is changed.
 """
 
 from __future__ import annotations
@@ -171,7 +173,8 @@ def apply_assignment(model: nn.Module, assignment: Assignment, mode: str = "auto
         mode: 'training', 'inference' or 'auto', as for `enable_vb_optimization`.
 
     Raises:
-        ConfigurationError: the assignment is for another model, one of its linears cannot be replaced, or an unknown mode; nothing changed.
+        ConfigurationError: the assignment is for another model, one of its linears cannot be replaced, or an unknown
+        mode; nothing changed.
     """
     found = find_linears(model)
     linears: dict[str, Any] = {name: model.get_submodule(name) for name in found}
@@ -195,19 +198,21 @@ def assign_precision(
     """The cheapest precisions by which the calibration loss rises by at most ``budget``.
 
     Args:
-        model: called with inputs; returns logits (B, S, V), or a value with ``logits``. Its weights are changed while it is
-            measured and are themselves again afterwards, whatever happens.
-        batches: (inputs, targets (B, S) int64, -100 where there is none), on the model's device. All logits are kept: 4 bytes a
-            token and word of the vocabulary.
+        model: called with inputs; returns logits (B, S, V), or a value with ``logits``. Its weights are changed while
+            it is measured and are themselves again afterwards, whatever happens.
+        batches: (inputs, targets (B, S) int64, -100 where there is none), on the model's device. All logits are kept: 4
+            bytes a token and word of the vocabulary.
         budget: relative rise of the loss, e.g. 0.004.
         max_bits: at most this many bits a weight, by as small a rise as that allows; ``budget`` is ignored then.
         precisions: those that may be chosen, of 'nvfp4', 'two-part' and 'bf16'; the last is always one.
         pattern, keep: which linears, as for `select_linears`.
-        cost_of: of a precision and a shape; by default bytes. `LinearTimes` (nn/linear/times.py) makes it the fastest instead.
+        cost_of: of a precision and a shape; by default bytes. `LinearTimes` (nn/linear/times.py) makes it the fastest
+            instead.
         on_layer: called with each linear's name, its number and their count.
 
     Raises:
-        ConfigurationError: no calibration data, a budget or bits out of range, nothing selected, or a loss that is not finite.
+        ConfigurationError: no calibration data, a budget or bits out of range, nothing selected, or a loss that is not
+        finite.
     """
     if max_bits is not None and not BITS["nvfp4"] <= max_bits <= BITS["bf16"]:
         raise ConfigurationError(f"max_bits {max_bits!r}: between {BITS['nvfp4']} and {BITS['bf16']}")

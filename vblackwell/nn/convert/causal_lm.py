@@ -1,12 +1,12 @@
 """Hugging Face causal language models, as they are, on the fused operators: norms, SwiGLU, rotary positions, and the loss.
 
-``accelerate_causal_lm(model)`` changes no parameter and no name. It replaces every module that provably computes the same by its
-fused form (fused_modules.py), and tells what it left and why. On CUDA that removes most passes over memory between the matrix
-products; on the CPU the plain expressions run, with the model's bits but for the loss. Call it before or after
-`enable_vgpu_stack_optimization`; a model that streams keeps its hooks.
+``accelerate_causal_lm(model)`` changes no parameter and no name. It replaces every module that provably computes the
+same by its fused form (fused_modules.py), and tells what it left and why. On CUDA that removes most passes over memory
+between the matrix products; on the CPU the plain expressions run, with the model's bits but for the loss. Call it
+before or after `enable_vgpu_stack_optimization`; a model that streams keeps its hooks.
 
-In half precision the fused ops round once where transformers' round after every operation: nearer to the exact value, and not the
-same bits.
+In half precision the fused ops round once where transformers' round after every operation: nearer to the exact value,
+and not the same bits.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Acceleration:
     """What `accelerate_causal_lm` did.
 
     Attributes:
-        replaced: names of the modules that now run fused, by kind: 'norm', 'feed_forward', 'experts', 'rotary', 'adapter',
-            'loss'.
+        replaced: names of the modules that now run fused, by kind: 'norm', 'feed_forward', 'experts', 'rotary',
+            'adapter', 'loss'.
         left: why not, by module name, for those that looked like one of the kinds, and 'loss' for the loss.
     """
 
@@ -54,8 +54,8 @@ def accelerate_causal_lm(
     Args:
         model: any module; the loss needs one of transformers' causal models. Copies and pickles of it are plain.
         modules: replace norms, feed-forwards, gates of experts, rotary positions and adapters over FP4.
-        loss: where ``labels`` are given, compute the loss in chunks of tokens; the output's ``logits`` are then None. A step whose
-            labels are all ignored has loss 0, not NaN.
+        loss: where ``labels`` are given, compute the loss in chunks of tokens; the output's ``logits`` are then None. A
+            step whose labels are all ignored has loss 0, not NaN.
         chunk_tokens: tokens whose logits exist at a time; by default what 256 MiB hold.
 
     Raises:

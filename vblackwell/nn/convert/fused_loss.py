@@ -1,12 +1,13 @@
 """The loss of a Hugging Face causal model computed in its head's call, chunk by chunk, by hooks alone.
 
-Where ``labels`` are given, the head is called with its hidden states *and targets* (`HiddenWithTargets`) and answers with the loss; the
-model hands that "logits" on to its ``loss_function``, which is ours and takes it; the output has ``logits=None``. Everything else in the
-model's forward runs as written, such as the routers' auxiliary loss of a mixture of experts. Shift, ``ignore_index``,
-``shift_labels`` and ``num_items_in_batch`` mean what they mean in transformers.
+Where ``labels`` are given, the head is called with its hidden states *and targets* (`HiddenWithTargets`) and answers
+with the loss; the model hands that "logits" on to its ``loss_function``, which is ours and takes it; the output has
+``logits=None``. Everything else in the model's forward runs as written, such as the routers' auxiliary loss of a
+mixture of experts. Shift, ``ignore_index``, ``shift_labels`` and ``num_items_in_batch`` mean what they mean in
+transformers.
 
-Whether the forward really passes logits untouched from head to loss is tried first, on a twin of the model with a tiny head and no
-trunk: models that scale or cap their logits in between are left alone.
+Whether the forward really passes logits untouched from head to loss is tried first, on a twin of the model with a tiny
+head and no trunk: models that scale or cap their logits in between are left alone.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class FusedLoss:
     def __reduce__(self) -> Any:
         return _itself, (self._original,)
 
-    # -- hooks -----------------------------------------------------------------------------------------------------------
+    # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         bound = self._signature.bind_partial(model, *args, **kwargs)
@@ -170,7 +171,7 @@ def _itself(value: Any) -> Any:
 
 _CHANGED = "its forward changes the logits between head and loss (a scale or a cap)"
 
-# -- whether it can be done ----------------------------------------------------------------------------------------------
+# -- whether it can be done --------------------------------------------------------------------------------------------
 
 
 class _Trunk(nn.Module):
@@ -242,7 +243,8 @@ def _why_logits_change(model: Any, head_name: str, trunk_name: str) -> str | Non
     twin = twin_of(model, _modules={**model._modules, head_name: small, trunk_name: _Trunk(hidden)})
     twin.__dict__["_loss_function"] = record
     tokens = torch.zeros(1, 3, dtype=torch.long)
-    # A trunk without routers: the auxiliary loss that is made of their logits is added to the loss, and no part of this.
+    # A trunk without routers: the auxiliary loss that is made of their logits is added to the loss, and no part of
+    # this.
     options = {"output_router_logits": False} if "output_router_logits" in _parameters_of(model) else {}
     try:
         with torch.no_grad():
@@ -254,7 +256,8 @@ def _why_logits_change(model: Any, head_name: str, trunk_name: str) -> str | Non
     expected = small(hidden)
     if seen[0].shape != expected.shape or not torch.allclose(seen[0].float(), expected, rtol=1e-5, atol=1e-5):
         return _CHANGED
-    # A scale of 1 changes nothing and would still be computed: the loss that stands in the logits' place must pass untouched.
+    # A scale of 1 changes nothing and would still be computed: the loss that stands in the logits' place must pass
+    # untouched.
     twin._modules[head_name] = _Untouched()
     twin.__dict__["_loss_function"] = lambda *args, **kwargs: hidden.new_zeros(())
     try:

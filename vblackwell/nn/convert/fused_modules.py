@@ -1,11 +1,12 @@
 """Which modules of a foreign model compute what our fused ops compute, and their classes with the fused forward in place.
 
-Looks tell what a module might be (its class's name, its children's), a probe decides: the module's own forward runs on small random
-weights and inputs in fp32, and must give what the fused op stands for. So a norm that scales by ``1 + weight``, a feed-forward with
-another activation or a rotation of neighbouring elements is left alone, whatever it is called.
+Looks tell what a module might be (its class's name, its children's), a probe decides: the module's own forward runs on
+small random weights and inputs in fp32, and must give what the fused op stands for. So a norm that scales by ``1 +
+weight``, a feed-forward with another activation or a rotation of neighbouring elements is left alone, whatever it is
+called.
 
-A module that qualifies gets a subclass of its class as its class, as `torch.nn.utils.parametrize` does: names, parameters, hooks and
-``isinstance`` stay as they are. Copies and pickles of it are plain.
+A module that qualifies gets a subclass of its class as its class, as `torch.nn.utils.parametrize` does: names,
+parameters, hooks and ``isinstance`` stay as they are. Copies and pickles of it are plain.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def reason_of(error: Exception) -> str:
     return f"its forward could not be probed: {type(error).__name__}: {error}".splitlines()[0][:200]
 
 
-# -- classes -------------------------------------------------------------------------------------------------------------
+# -- classes -----------------------------------------------------------------------------------------------------------
 
 
 def _new(plain: type, *arguments: Any) -> Any:
@@ -48,7 +49,8 @@ def _new(plain: type, *arguments: Any) -> Any:
 @functools.cache
 def _fused_class(original: type, overrides: tuple[tuple[str, Callable[..., Any]], ...]) -> type:
     def plain_copy(self: nn.Module, protocol: Any) -> Any:
-        # copyreg.__newobj__ and (class,), then state; pickle insists that __newobj__ makes the very class it was asked about.
+        # copyreg.__newobj__ and (class,), then state; pickle insists that __newobj__ makes the very class it was asked
+        # about.
         _, (_, *arguments), *rest = object.__reduce_ex__(self, 2)
         return _new, (original, *arguments), *rest
 
@@ -109,7 +111,7 @@ def _random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
-# -- RMSNorm -------------------------------------------------------------------------------------------------------------
+# -- RMSNorm -----------------------------------------------------------------------------------------------------------
 
 
 def fused_norm(module: nn.Module) -> Overrides | str | None:
@@ -149,12 +151,12 @@ def _norm_forward(eps_name: str) -> Callable[..., Tensor]:
     return forward
 
 
-# -- SwiGLU --------------------------------------------------------------------------------------------------------------
+# -- SwiGLU ------------------------------------------------------------------------------------------------------------
 
 
 def _separate_forward(self: Any, x: Tensor) -> Tensor:
-    # Not `gated_product`: under transformers' own checkpointing the second pass ends at the last tensor that backward needs, before the
-    # product of a plain linear, but after that of an operation of ours.
+    # Not `gated_product`: under transformers' own checkpointing the second pass ends at the last tensor that backward
+    # needs, before the product of a plain linear, but after that of an operation of ours.
     return self.down_proj(swiglu(*linears_of_one_input(x, self.gate_proj, self.up_proj)))
 
 
@@ -211,7 +213,7 @@ def fused_experts(module: nn.Module) -> Overrides | str | None:
     return {"_apply_gate": _gate} if _close(got, _gate(module, x)) else "it gates otherwise than silu(gate) * up"
 
 
-# -- rotary positions ----------------------------------------------------------------------------------------------------
+# -- rotary positions --------------------------------------------------------------------------------------------------
 
 
 def fused_rotation(module: nn.Module) -> Overrides | str | None:
@@ -257,14 +259,15 @@ def _with_rotation(forward: types.FunctionType, theirs: Callable[..., Any]) -> C
     return functools.update_wrapper(renamed, forward)
 
 
-# -- adapters ------------------------------------------------------------------------------------------------------------
+# -- adapters ----------------------------------------------------------------------------------------------------------
 
 
 def fused_adapter(module: nn.Module) -> Overrides | str | None:
     """As `fused_norm`, for peft's LoRA around a `StoredFP4Linear`.
 
-    `adapted_linear` replaces peft's forward while that is what it computes: one adapter, on, not merged, no dropout, in the type of the
-    input, its weights not streaming: a stack reads those again in backward, by hooks that see peft's operations. The rest is peft's.
+    `adapted_linear` replaces peft's forward while that is what it computes: one adapter, on, not merged, no dropout, in
+    the type of the input, its weights not streaming: a stack reads those again in backward, by hooks that see peft's
+    operations. The rest is peft's.
     """
     base: Any = getattr(module, "base_layer", None)
     if not isinstance(base, StoredFP4Linear) or not type(module).__module__.startswith("peft.tuners.lora"):

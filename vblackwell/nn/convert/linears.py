@@ -1,14 +1,15 @@
 """Which linears of any model may be replaced by packed ones, and their replacement on the same parameters.
 
-What is left alone, and why: the output head and whatever shares its weight (embeddings), because their error reaches the logits
-directly; a weight that two modules share, because packing one of them would untie it; subclasses of ``nn.Linear``, because their owner
-may read the weight without calling them, as ``nn.MultiheadAttention`` does, and those whose weight transformers' code reads; an
-adapter's matrices, because they are small and are what is trained. The matrix under an adapter (``base_layer``) is a linear like any
-other.
+What is left alone, and why: the output head and whatever shares its weight (embeddings), because their error reaches
+the logits directly; a weight that two modules share, because packing one of them would untie it; subclasses of
+``nn.Linear``, because their owner may read the weight without calling them, as ``nn.MultiheadAttention`` does, and
+those whose weight transformers' code reads; an adapter's matrices, because they are small and are what is trained. The
+matrix under an adapter (``base_layer``) is a linear like any other.
 
-There are two ways to see that transformers reads a weight. A forward that multiplies by ``self.dt_proj.weight`` (Mamba) cannot be run
-on a model without values, so the source of transformers' module is searched (`reads_weight`). transformers' ``_init_weights`` can: it
-runs when a packed folder is opened there, for modules that lack a weight, and fails where it reads one (`needed_to_initialize`).
+There are two ways to see that transformers reads a weight. A forward that multiplies by ``self.dt_proj.weight`` (Mamba)
+cannot be run on a model without values, so the source of transformers' module is searched (`reads_weight`).
+transformers' ``_init_weights`` can: it runs when a packed folder is opened there, for modules that lack a weight, and
+fails where it reads one (`needed_to_initialize`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from vblackwell.numerics.separation import SeparatedTensor
 
 HEAD = r"(^|\.)(lm_head|embed_out|output_projection|classifier|score|head)$"
 LARGE_ELEMENTS = 1 << 20
-# Bloom reads it to repeat what several GPUs once summed, GPT-J and GPT-Neo for the type that flash attention gets of fp32: not otherwise.
+# Bloom reads it to repeat what several GPUs once summed, GPT-J and GPT-Neo for the type that flash attention gets of
+# fp32: not otherwise.
 _HARMLESS_READERS = ("modeling_bloom", "modeling_gptj", "modeling_gpt_neo")
 _INIT = re.compile(r"^    def _init_weights\(.*?(?=^    def |^\S|\Z)", re.MULTILINE | re.DOTALL)
 
@@ -147,7 +149,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         raise ConfigurationError(f"{pattern!r} is no regular expression: {error}") from error
 
 
-# -- replacing them ------------------------------------------------------------------------------------------------------
+# -- replacing them ----------------------------------------------------------------------------------------------------
 
 
 def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
@@ -182,7 +184,8 @@ def convert_linears(
         Names of the replaced modules.
 
     Raises:
-        ConfigurationError: as ``select_linears``; an unknown format or search; w4a8 with another format or odd sizes. The model
+        ConfigurationError: as ``select_linears``; an unknown format or search; w4a8 with another format or odd sizes.
+        The model
             is as it was.
     """
     options = {"format": format, "scale_search": scale_search, "use_fp4": use_fp4, "w4a8": w4a8}
@@ -245,7 +248,7 @@ def linear_of(model: nn.Module, name: str, shape: tuple[int, ...] | None = None)
     return linear
 
 
-# -- whose weight transformers reads -------------------------------------------------------------------------------------
+# -- whose weight transformers reads -----------------------------------------------------------------------------------
 
 
 def reads_weight(model: nn.Module, name: str) -> str | None:

@@ -1,7 +1,7 @@
 """Low-rank adapters (Hu et al., arXiv:2106.09685) by peft, put around the linears of any model.
 
-Only what peft has no word for is here: which linears by default, and models whose parameters are on the meta device. The modules are
-peft's own, under peft's names, so what is trained is what peft loads.
+Only what peft has no word for is here: which linears by default, and models whose parameters are on the meta device.
+The modules are peft's own, under peft's names, so what is trained is what peft loads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from vblackwell.nn.convert.linears import HEAD, find_linears
 from vblackwell.nn.convert.lora_config import Lora
 
 ADAPTER = "default"  # peft's name of the one adapter
-# Names of experts' linears from before transformers stacked them; peft looks for a stacked parameter where it meets one.
+# Names of experts' linears from before transformers stacked them; peft looks for a stacked parameter where it meets
+# one.
 _OF_EXPERTS = ("w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")
 PREFIX = "base_model.model."  # of parameters in peft's files
 

@@ -1,13 +1,13 @@
 """Any model on this package's operators: linears in FP4, attention by the dispatcher, norms and gated feed-forwards fused; and back.
 
-``convert(model)`` knows no architecture. It walks the modules, replaces what provably computes the same (or, for FP4, what was asked
-for), and its `Conversion` tells for every candidate what became of it, or why not, and undoes it all. Parameters keep names and
-identity, but for those that are packed.
+``convert(model)`` knows no architecture. It walks the modules, replaces what provably computes the same (or, for FP4,
+what was asked for), and its `Conversion` tells for every candidate what became of it, or why not, and undoes it all.
+Parameters keep names and identity, but for those that are packed.
 
-Experts of transformers' mixtures have their linears stacked in parameters of three dimensions, so there is no module to replace: their
-forward reads ``self.gate_up_proj``. Their class becomes a subclass (as in fused_modules.py) in which that name is a property: the
-parameter rounded, its gradient straight through, all experts of a layer sharing the tensor scale of the one parameter. The parameter
-stays under its name, so optimizers, stacks and files see what they saw.
+Experts of transformers' mixtures have their linears stacked in parameters of three dimensions, so there is no module to
+replace: their forward reads ``self.gate_up_proj``. Their class becomes a subclass (as in fused_modules.py) in which
+that name is a property: the parameter rounded, its gradient straight through, all experts of a layer sharing the tensor
+scale of the one parameter. The parameter stays under its name, so optimizers, stacks and files see what they saw.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Row:
     """What became of one module.
 
     Attributes:
-        kind: 'linear', 'experts', 'attention', 'activation', 'norm', 'feed_forward', 'gate' (of experts), 'rotary' or 'loss'.
+        kind: 'linear', 'experts', 'attention', 'activation', 'norm', 'feed_forward', 'gate' (of experts), 'rotary' or
+            'loss'.
         name: of the module; '' for the model.
         became: what computes it now; None if it was left.
         reason: why it was left.
@@ -81,10 +82,12 @@ class Conversion:
     def undo(self) -> nn.Module:
         """The model as it was; it is returned. A packed weight comes back rounded, everything else bit for bit. Idempotent.
 
-        What was trained meanwhile stays trained: the parameters are the same. That holds in a stack too, but not for packed weights.
+        What was trained meanwhile stays trained: the parameters are the same. That holds in a stack too, but not for
+        packed weights.
 
         Raises:
-            ConfigurationError: weights are packed and the model is in a stack, which would not know those that come back.
+            ConfigurationError: weights are packed and the model is in a stack, which would not know those that come
+            back.
         """
         names = self.replaced.get("linear", []) if self._undo else []
         made = [self.model.get_submodule(name) for name in names]
@@ -118,19 +121,23 @@ def convert(
 
     Args:
         model: any module that is in no stack yet.
-        fp4_layers: which linears become `FusedFP4Linear`: 'all', 'large' (2^20 elements and more), a regular expression searched for in
-            names, or None for none. The output head and tied weights never do. Experts of transformers' mixtures follow the same names.
+        fp4_layers: which linears become `FusedFP4Linear`: 'all', 'large' (2^20 elements and more), a regular expression
+            searched for in names, or None for none. The output head and tied weights never do. Experts of transformers'
+            mixtures follow the same names.
         keep: regular expression for names that stay in addition.
         format, scale_search: of FP4, as for `FusedFP4Linear`.
-        pack: pack the linears at once and freeze them, the base of adapters; otherwise they train straight through the format. Experts
-            cannot be packed.
-        attention: backend of the dispatcher for transformers' models, 'auto' for its choice, None to leave attention alone.
-        fused: norms, gated feed-forwards, experts' gates and rotary positions on the fused operators, and activations after linears in
-            the linears' epilogues.
-        loss: the causal loss in chunks of tokens, too (`accelerate_causal_lm`): outputs then have no logits where labels are given.
+        pack: pack the linears at once and freeze them, the base of adapters; otherwise they train straight through the
+            format. Experts cannot be packed.
+        attention: backend of the dispatcher for transformers' models, 'auto' for its choice, None to leave attention
+            alone.
+        fused: norms, gated feed-forwards, experts' gates and rotary positions on the fused operators, and activations
+            after linears in the linears' epilogues.
+        loss: the causal loss in chunks of tokens, too (`accelerate_causal_lm`): outputs then have no logits where
+            labels are given.
 
     Raises:
-        ConfigurationError: an invalid expression, an unknown format or backend, weights that cannot be packed, nothing that FP4 was asked
+        ConfigurationError: an invalid expression, an unknown format or backend, weights that cannot be packed, nothing
+        that FP4 was asked
             for is there, or the model is in a stack or accelerated already. The model is as it was.
     """
     if _in_stack(model):
@@ -171,7 +178,7 @@ def _fuse(done: Conversion, modules: bool, loss: bool) -> None:
             done.rows.append(Row("norm", name, None, f"{type(module).__name__}: torch's own is one kernel already"))
 
 
-# -- linears -------------------------------------------------------------------------------------------------------------
+# -- linears -----------------------------------------------------------------------------------------------------------
 
 
 def _linears(
@@ -242,7 +249,7 @@ def _give_back(
     replace_modules(model, {layer: linear})
 
 
-# -- experts and attention -----------------------------------------------------------------------------------------------
+# -- experts and attention ---------------------------------------------------------------------------------------------
 
 
 def _experts(done: Conversion, pattern: str, keep: str | None, format: str, pack: bool) -> None:

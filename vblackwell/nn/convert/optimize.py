@@ -1,7 +1,8 @@
 """`enable_vb_optimization` and `VBModelWrapper`: a model whose linears have weights in two parts.
 
-Every chosen linear is replaced by a `VBOptimizedLinear` on the very same parameters: nothing is copied, dtypes, ties and optimizers
-stay, and caches are made when a layer is first used. Heads, tied weights and what linears.py lists are left alone.
+Every chosen linear is replaced by a `VBOptimizedLinear` on the very same parameters: nothing is copied, dtypes, ties
+and optimizers stay, and caches are made when a layer is first used. Heads, tied weights and what linears.py lists are
+left alone.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ def enable_vb_optimization(
     """Put weights in two parts into ``model``, in place, and return it.
 
     Args:
-        mode: 'training' multiplies by rounded weights and trains the parameters straight through; 'inference' packs each layer at its
-            first forward, or at ``quantize()``, and lets the parameter go; 'auto' trains where gradients are on, and packs in addition
-            to the parameter where not.
-        enable_quantization, enable_fp4: both: coarse + fine, 8.5 bits. FP4 alone: nvfp4, 4.5 bits. Quantisation alone: int8 by rows, 8
-        bits.
-        replace_pattern: 'all', 'large' (a weight of 2^20 elements and more) or a regular expression searched for in module names.
+        mode: 'training' multiplies by rounded weights and trains the parameters straight through; 'inference' packs
+            each layer at its first forward, or at ``quantize()``, and lets the parameter go; 'auto' trains where
+            gradients are on, and packs in addition to the parameter where not.
+        enable_quantization, enable_fp4: both: coarse + fine, 8.5 bits. FP4 alone: nvfp4, 4.5 bits. Quantisation alone:
+            int8 by rows, 8 bits.
+        replace_pattern: 'all', 'large' (a weight of 2^20 elements and more) or a regular expression searched for in
+            module names.
         refresh_every, drift_threshold: when kept scales are renewed; see `Settings`.
         verbose: say on standard error how many layers were replaced, and name large ones with their sizes.
 

@@ -1,8 +1,8 @@
 """Causal grouped-query self-attention of the decoder, on PyTorch's ``scaled_dot_product_attention`` or a backend given by name.
 
-The mask is given as ``is_causal`` wherever that is the whole truth: an explicit mask sends SDPA to its slow backends, on an H200 nine
-times slower for eight documents in a row of 8k (docs/journal/attention.md). So on CUDA packed documents, and prompts that continue
-a filled cache, go to the dispatcher.
+The mask is given as ``is_causal`` wherever that is the whole truth: an explicit mask sends SDPA to its slow backends,
+on an H200 nine times slower for eight documents in a row of 8k (docs/journal/attention.md). So on CUDA packed
+documents, and prompts that continue a filled cache, go to the dispatcher.
 
 Legend: B batch, S new positions, T all positions, D model width, N query heads, K key-value heads, H head width.
 """

@@ -1,9 +1,9 @@
 """One block of the decoder: attention and SwiGLU feed-forward (Shazeer, arXiv:2002.05202), each after an RMSNorm.
 
-On CUDA what is no matrix product runs as fused kernels (vblackwell/kernels), one pass over memory each way; on the CPU as the
-plain expressions. A few rows of a packed decoder meet their first norm inside the projections (linear/normed.py). RMSNorm
-rounds once, after the weight; Hugging Face's Llama rounds to the compute dtype before it too. In fp32 both give the same bits; in
-bf16 ours is the nearer to the exact value.
+On CUDA what is no matrix product runs as fused kernels (vblackwell/kernels), one pass over memory each way; on the CPU
+as the plain expressions. A few rows of a packed decoder meet their first norm inside the projections
+(linear/normed.py). RMSNorm rounds once, after the weight; Hugging Face's Llama rounds to the compute dtype before it
+too. In fp32 both give the same bits; in bf16 ours is the nearer to the exact value.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class DecoderLayer(nn.Module):
 
         Args:
             wanted: False: the last product may be left out, because a checkpoint's second pass throws the output away.
-            lean: of 'attention' and 'feed_forward', the halves that keep the residual stream alone (linear/normed.py): those under a
-                checkpoint which keeps nothing of them.
+            lean: of 'attention' and 'feed_forward', the halves that keep the residual stream alone (linear/normed.py):
+                those under a checkpoint which keeps nothing of them.
         """
         attention, mlp = self.self_attn, self.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)

@@ -1,16 +1,18 @@
 """Activation checkpointing that leaves no trace: a block is computed again in backward exactly as it was the first time.
 
-``torch.utils.checkpoint`` (non-reentrant) restores the random generators but not buffers, so a BatchNorm under it counts
-every batch twice. Here the second pass runs on copies of the buffers as they were before the first, and what it writes is
-thrown away. The module's own buffers are swapped out, not written back: writing them would invalidate what autograd saved.
+``torch.utils.checkpoint`` (non-reentrant) restores the random generators but not buffers, so a BatchNorm under it
+counts every batch twice. Here the second pass runs on copies of the buffers as they were before the first, and what it
+writes is thrown away. The module's own buffers are swapped out, not written back: writing them would invalidate what
+autograd saved.
 
-What a checkpoint keeps is its inputs, and it keeps them as autograd does, so ``saved_tensors_hooks`` around the call see
-them and nothing else: inside, checkpointing pushes other hooks. `inputs_saved_under` puts such hooks around every checkpoint of a
-forward, also around those of Hugging Face's modules.
+What a checkpoint keeps is its inputs, and it keeps them as autograd does, so ``saved_tensors_hooks`` around the call
+see them and nothing else: inside, checkpointing pushes other hooks. `inputs_saved_under` puts such hooks around every
+checkpoint of a forward, also around those of Hugging Face's modules.
 
-`Keeping` is a choice between "save everything" and "save the block's input": outputs of chosen operations are held from the forward
-to the backward (torch's selective checkpointing), and in the second pass taken instead of being computed. What each costs and saves,
-a block and token, in elements and multiply-adds, with model width D, key-value width K, feed-forward width F, sequence S:
+`Keeping` is a choice between "save everything" and "save the block's input": outputs of chosen operations are held from
+the forward to the backward (torch's selective checkpointing), and in the second pass taken instead of being computed.
+What each costs and saves, a block and token, in elements and multiply-adds, with model width D, key-value width K,
+feed-forward width F, sequence S:
 
 ==============  ==================  =============================  =========================================
 name            held                not computed again             2.70B shape, 16k tokens: held a block
@@ -20,8 +22,8 @@ name            held                not computed again             2.70B shape, 
 'gates'         2 F                 2 * D * F                      453 MB
 ==============  ==================  =============================  =========================================
 
-It works inside the function that is checkpointed, so it goes with any checkpoint that calls that function once more in backward. On
-the CPU, where linears run one by one, only 'attention' is kept.
+It works inside the function that is checkpointed, so it goes with any checkpoint that calls that function once more in
+backward. On the CPU, where linears run one by one, only 'attention' is kept.
 """
 
 from __future__ import annotations
@@ -141,7 +143,7 @@ class _BuffersReplaced:
         self._current.clear()
 
 
-# -- keeping some activations --------------------------------------------------------------------------------------------
+# -- keeping some activations ------------------------------------------------------------------------------------------
 
 
 def check_names(names: Iterable[str]) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """The shape of a decoder: one frozen value from which weights, parameter counts and Hugging Face's ``config.json`` follow.
 
-Llama's family and nothing more: RMSNorm before each half of a block, rotary positions, grouped-query attention, SwiGLU, no
-biases, embeddings that are not tied to the head. A foreign configuration that asks for anything else is refused by name,
-because a decoder that ignores a key computes something else than the file says.
+Llama's family and nothing more: RMSNorm before each half of a block, rotary positions, grouped-query attention, SwiGLU,
+no biases, embeddings that are not tied to the head. A foreign configuration that asks for anything else is refused by
+name, because a decoder that ignores a key computes something else than the file says.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """A Llama-style decoder that trains offloaded and is read by ``transformers`` without conversion.
 
-Names of weights and the mathematics are Hugging Face's ``LlamaForCausalLM``: in fp32 on the CPU the logits are the same bits
-(tests/nn/decoder/test_decoder_equality.py). Initial weights are drawn on the CPU whatever the device, one parameter after the
-other from one generator, so that a model that trains offloaded begins with the bits of the resident one.
+Names of weights and the mathematics are Hugging Face's ``LlamaForCausalLM``: in fp32 on the CPU the logits are the same
+bits (tests/nn/decoder/test_decoder_equality.py). Initial weights are drawn on the CPU whatever the device, one
+parameter after the other from one generator, so that a model that trains offloaded begins with the bits of the resident
+one.
 
-With ``gradient_checkpointing`` each block keeps only its input, and head and loss run over ``loss_chunk_tokens`` tokens at a
-time: at 50,000 words the logits of a batch, not the blocks, would otherwise set the peak. On CUDA head and loss are one operation
-(kernels/pointwise/cross_entropy.py), always in chunks, whose logits are computed once.
+With ``gradient_checkpointing`` each block keeps only its input, and head and loss run over ``loss_chunk_tokens`` tokens
+at a time: at 50,000 words the logits of a batch, not the blocks, would otherwise set the peak. On CUDA head and loss
+are one operation (kernels/pointwise/cross_entropy.py), always in chunks, whose logits are computed once.
 
 Legend: B batch, S sequence, T tokens (B * S), D model width, V vocabulary.
 """
@@ -57,7 +58,8 @@ class Decoder(nn.Module):
         gradient_checkpointing: compute blocks again in backward instead of keeping their activations.
         kept_activations: what checkpointing keeps nevertheless, of 'attention', 'projections', 'gates'
         (nn/decoder/checkpoint.py has their costs).
-        loss_chunk_tokens: tokens whose logits exist at a time on CUDA, elsewhere while ``gradient_checkpointing`` is on.
+        loss_chunk_tokens: tokens whose logits exist at a time on CUDA, elsewhere while ``gradient_checkpointing`` is
+            on.
     """
 
     def __init__(
@@ -108,8 +110,9 @@ class Decoder(nn.Module):
     def initial_weights(self, seed: int) -> Callable[[str, Tensor], None]:
         """A function that fills a tensor with the initial value of a parameter, also of a decoder on the meta device.
 
-        It is to be called with every parameter once, in the order of ``named_parameters()``: all are drawn from one generator. Values are
-        normal, in projections into the residual stream divided by sqrt(2 * layers) (GPT-2); norms are 1.
+        It is to be called with every parameter once, in the order of ``named_parameters()``: all are drawn from one
+        generator. Values are normal, in projections into the residual stream divided by sqrt(2 * layers) (GPT-2); norms
+        are 1.
         """
         generator = torch.Generator().manual_seed(seed)
         spread, num_layers = self.config.initializer_range, self.config.num_layers
@@ -143,9 +146,9 @@ class Decoder(nn.Module):
         """Logits (B, S, V); or, with targets, the mean cross entropy in fp32 over those that are not -100.
 
         Args:
-            input_ids_BS: token numbers; with a cache, those that follow what it holds.
-            targets_BS: for each position the token that follows.
-            positions_BS: of rows that hold several documents: counted from 0 in each. No token attends to another document.
+            input_ids_BS: token numbers; with a cache, those that follow what it holds. targets_BS: for each position
+            the token that follows. positions_BS: of rows that hold several documents: counted from 0 in each. No token
+            attends to another document.
             cache: keys and values of earlier positions; extended by this call.
 
         Raises:

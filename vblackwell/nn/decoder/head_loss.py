@@ -1,9 +1,10 @@
 """The loss computed inside the output layer's own call, so that logits never exist whole.
 
-A head is called with a `HiddenWithTargets` instead of a tensor. ``nn.Linear`` passes it to ``torch.nn.functional.linear``, which
-hands the call to ``__torch_function__``, and that answers with the loss. The head stays a plain ``nn.Linear``, and is called as one:
-hooks that load its weight run, a parametrised weight is used, its gradient arrives where it always does. A subclass of
-``nn.Linear`` with ``targets`` in its forward would do as well, but whatever treats plain linears specially would have to learn of it.
+A head is called with a `HiddenWithTargets` instead of a tensor. ``nn.Linear`` passes it to
+``torch.nn.functional.linear``, which hands the call to ``__torch_function__``, and that answers with the loss. The head
+stays a plain ``nn.Linear``, and is called as one: hooks that load its weight run, a parametrised weight is used, its
+gradient arrives where it always does. A subclass of ``nn.Linear`` with ``targets`` in its forward would do as well, but
+whatever treats plain linears specially would have to learn of it.
 """
 
 from __future__ import annotations

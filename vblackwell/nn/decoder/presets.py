@@ -1,7 +1,7 @@
 """The decoders that ``--config`` and ``vb estimate`` know by name.
 
-Llama-style and untied; the vocabulary is the tokenizer's, so a preset fixes everything else. Widths are multiples of 64 so
-that every block format divides them. Parameters, in millions, by vocabulary:
+Llama-style and untied; the vocabulary is the tokenizer's, so a preset fixes everything else. Widths are multiples of 64
+so that every block format divides them. Parameters, in millions, by vocabulary:
 
     =======  ======  ======  =====  =======  ========  ========  ========
     preset   hidden  layers  heads  feed-f.     4,096    32,000    50,257
@@ -14,8 +14,8 @@ that every block format divides them. Parameters, in millions, by vocabulary:
     7b         4096      32     32    11008      6510      6738      6888
     =======  ======  ======  =====  =======  ========  ========  ========
 
-``7b`` is Llama 2's shape (6.74 G with its 32,000 tokens). ``tiny`` is deep and narrow: its embedding, the largest single
-group, is under a fifth of the model, so it streams through a fast memory of a third of its training state.
+``7b`` is Llama 2's shape (6.74 G with its 32,000 tokens). ``tiny`` is deep and narrow: its embedding, the largest
+single group, is under a fifth of the model, so it streams through a fast memory of a third of its training state.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Pre-norm (Xiong et al., arXiv:2002.04745): the sum that runs through the model is never normalised itself.
 
-A block to build models of one's own from, with biases, GELU and dropout as in ``nn.TransformerEncoderLayer``; the decoder that
-`vb train` trains has its own (block.py), in Llama's form. RMSNorm instead of LayerNorm, because norm and residual sum are then one
-kernel on a GPU (kernels/pointwise/rms_norm.py).
+A block to build models of one's own from, with biases, GELU and dropout as in ``nn.TransformerEncoderLayer``; the
+decoder that `vb train` trains has its own (block.py), in Llama's form. RMSNorm instead of LayerNorm, because norm and
+residual sum are then one kernel on a GPU (kernels/pointwise/rms_norm.py).
 
 Legend: B batch, S positions, T keys, D model width, F feed-forward width, N heads.
 """
@@ -82,13 +82,15 @@ class OptimizedTransformerBlock(nn.Module):
         """(B, S, D) of (B, S, D).
 
         Args:
-            mask: (S, S), (B, S, S) or (B, N, S, S), each dimension may be 1: boolean (True attends) or added to the scores.
+            mask: (S, S), (B, S, S) or (B, N, S, S), each dimension may be 1: boolean (True attends) or added to the
+                scores.
 
         Raises:
             ConfigurationError: an input or mask of another shape or type.
         """
         if self.use_checkpoint and torch.is_grad_enabled():
-            # no buffers to protect: nothing in the block writes one, and packed weights, which are buffers, would be copied
+            # no buffers to protect: nothing in the block writes one, and packed weights, which are buffers, would be
+            # copied
             return checkpoint(self._compute, x_BSD, mask, modules=())
         return self._compute(x_BSD, mask)
 

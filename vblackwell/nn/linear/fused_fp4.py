@@ -1,14 +1,15 @@
 """A linear layer that trains in full precision, or straight through FP4, and then computes from a packed weight.
 
-Before ``quantize()`` it is ``activation(x W^T + b)`` on an ordinary parameter. After, the packed weight (packed_linear.py) is never
-trained, and one fused op does the work; gradients still reach ``x`` and the bias, which is what adapters over a frozen base need.
+Before ``quantize()`` it is ``activation(x W^T + b)`` on an ordinary parameter. After, the packed weight
+(packed_linear.py) is never trained, and one fused op does the work; gradients still reach ``x`` and the bias, which is
+what adapters over a frozen base need.
 
 With ``w4a8`` a packed mxfp4 layer computes on FP8 tensor cores: the same weights, inputs rounded to E4M3 by rows
-(kernels/fp4/w4a8.py). It changes numbers, so it is never chosen for the user, and what cannot run that way is refused when the
-layer is packed.
+(kernels/fp4/w4a8.py). It changes numbers, so it is never chosen for the user, and what cannot run that way is refused
+when the layer is packed.
 
-With ``DistributedDataParallel`` over packed layers pass ``broadcast_buffers=False``: the packed weights are equal on all
-ranks and would be sent at every step.
+With ``DistributedDataParallel`` over packed layers pass ``broadcast_buffers=False``: the packed weights are equal on
+all ranks and would be sent at every step.
 """
 
 from __future__ import annotations
@@ -42,13 +43,15 @@ class FusedFP4Linear(PackedLinear):
         bias: whether there is one.
         activation: 'none', 'relu', 'gelu' (with erf) or 'silu'.
         format: 'nvfp4', 'mxfp4', 'nf4', 'int4' or 'int8': what ``quantize()`` packs to.
-        scale_search: 'mse' or 'max'; default: 'max' with ``use_fp4``, so that packing keeps the trained numbers, else 'mse'.
+        scale_search: 'mse' or 'max'; default: 'max' with ``use_fp4``, so that packing keeps the trained numbers, else
+            'mse'.
         use_fp4: multiply by the weight rounded to ``format`` while training, too; its gradient goes straight through.
         w4a8: once packed, round inputs to E4M3 and multiply on FP8 tensor cores; for mxfp4.
         device, dtype: of the parameters, as for ``nn.Linear``.
 
     Raises:
-        ConfigurationError: a size below 1, an unknown activation, format or search, or w4a8 with another format than mxfp4 or
+        ConfigurationError: a size below 1, an unknown activation, format or search, or w4a8 with another format than
+        mxfp4 or
             with sizes that are no multiples of 16.
     """
 
@@ -112,8 +115,8 @@ class FusedFP4Linear(PackedLinear):
             tensor_scale: nvfp4's, shared with other layers; see ``numerics.fp4.joint_tensor_scale``.
 
         Raises:
-            ConfigurationError: the weight has inf or NaN, or a dtype that cannot be packed.
-            Unsupported: with w4a8, exponents in a row span more than E4M3 holds, or a GPU without FP8. The layer stays as it was.
+            ConfigurationError: the weight has inf or NaN, or a dtype that cannot be packed. Unsupported: with w4a8,
+            exponents in a row span more than E4M3 holds, or a GPU without FP8. The layer stays as it was.
         """
         if self.weight is not None:
             if self.w4a8:

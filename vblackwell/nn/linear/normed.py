@@ -1,10 +1,11 @@
 """RMSNorms that are computed with the linears after them.
 
-What computes several projections of one normalised input (queries, keys and values) takes an `Unnormed` in its place and passes it to
-`linears_of_one_input`; nothing else reads it. A few rows of packed linears meet their norm inside the products' kernels, so a decoded
-token costs no launch for it. And in blocks that a checkpoint computes again in backward, the residual stream alone is kept: what a norm
-makes of it, and gate and up, are computed once more where backward needs them. That is done on CUDA only, and only where every module
-involved is plain: elsewhere the modules are called one by one.
+What computes several projections of one normalised input (queries, keys and values) takes an `Unnormed` in its place
+and passes it to `linears_of_one_input`; nothing else reads it. A few rows of packed linears meet their norm inside the
+products' kernels, so a decoded token costs no launch for it. And in blocks that a checkpoint computes again in
+backward, the residual stream alone is kept: what a norm makes of it, and gate and up, are computed once more where
+backward needs them. That is done on CUDA only, and only where every module involved is plain: elsewhere the modules are
+called one by one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def epsilon(norm: nn.RMSNorm, x: Tensor) -> float:
     return norm.eps if norm.eps is not None else torch.finfo(x.dtype).eps
 
 
-# -- packed linears ------------------------------------------------------------------------------------------------------
+# -- packed linears ----------------------------------------------------------------------------------------------------
 
 
 class NormedByPacked(Unnormed):
@@ -81,7 +82,7 @@ def on_gpu(x: Tensor) -> bool:
     return x.is_cuda
 
 
-# -- blocks under a checkpoint -------------------------------------------------------------------------------------------
+# -- blocks under a checkpoint -----------------------------------------------------------------------------------------
 
 
 class NormedLater(Unnormed):

@@ -1,11 +1,12 @@
 """Linears of one input as one product: queries, keys and values of a token in one launch, gate and up in another.
 
-Plain linears (an ``nn.Linear`` and nothing more) run as one operation whose backward adds the input's gradients up. Without
-gradients their weights may lie one after the other in memory (`lay_together`), and so may the tiles of packed ones
-(`lay_packed_together`): then one product computes them all. At one row a packed product of 4096 x 4096 takes an H200 5.5 us, of which
-its bytes need 2.2: the rest is what any launch costs. Packed weights that lie together share a tensor scale: those with a smaller one
-have their block scales, whose exponents have room, moved down by the difference. It is a power of two wherever this is done, and no
-number changes. Each linear keeps its buffers, which are views of the joint ones: it works alone as before.
+Plain linears (an ``nn.Linear`` and nothing more) run as one operation whose backward adds the input's gradients up.
+Without gradients their weights may lie one after the other in memory (`lay_together`), and so may the tiles of packed
+ones (`lay_packed_together`): then one product computes them all. At one row a packed product of 4096 x 4096 takes an
+H200 5.5 us, of which its bytes need 2.2: the rest is what any launch costs. Packed weights that lie together share a
+tensor scale: those with a smaller one have their block scales, whose exponents have room, moved down by the difference.
+It is a power of two wherever this is done, and no number changes. Each linear keeps its buffers, which are views of the
+joint ones: it works alone as before.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def gated_product(gate: Tensor, up: Tensor, down: nn.Module, wanted: bool = True
     return down(swiglu(gate, up))
 
 
-# -- weights that lie together -------------------------------------------------------------------------------------------
+# -- weights that lie together -----------------------------------------------------------------------------------------
 
 
 def joined(parts: list[Tensor]) -> Tensor | None:
@@ -193,8 +194,8 @@ def joint_packed(linears: tuple[nn.Module, ...]) -> JointPacked | None:
 def lay_packed_together(*linears: nn.Module) -> bool:
     """Let the tiles of packed linears with one input lie one after the other, so that one product computes them all.
 
-    False, and nothing is done, where they are not all packed into tiles without bias, activation or hooks, where rows do not fill bands,
-    or where tensor scales differ by what block scales have no room for. Waits for the device.
+    False, and nothing is done, where they are not all packed into tiles without bias, activation or hooks, where rows
+    do not fill bands, or where tensor scales differ by what block scales have no room for. Waits for the device.
     """
     layers = _packed_alike(linears)
     if layers is None or len(layers) < 2:
@@ -236,7 +237,8 @@ def _shifted(codes: Tensor, scales: Tensor, ratio: float) -> Tensor | None:
     down = exponent - 1
     if not down:
         return scales
-    # A block of zeros may have any scale. Words of codes are [h][g][t][r][i] in a tile, scales [g][t][h r] (kernels/fp4/layout.py).
+    # A block of zeros may have any scale. Words of codes are [h][g][t][r][i] in a tile, scales [g][t][h r]
+    # (kernels/fp4/layout.py).
     words = codes.contiguous().view(torch.int32).view(*scales.shape[:2], 2, 8, 4, 2, 2)
     scales = torch.where((words != 0).any(-1).permute(0, 1, 3, 4, 2, 5).reshape(scales.shape), scales, 0)
     live = scales[scales != 0]

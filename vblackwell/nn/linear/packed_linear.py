@@ -1,8 +1,9 @@
 """What linears that can be packed have in common: a parameter until then, and from then on bytes in buffers.
 
-``weight`` is ``None`` once it is packed. The buffers are left out of torch's own state-dict handling, because a GPU holds them in
-the kernels' layout and a state dict in the published one (packed_weight.py). Either kind of checkpoint loads into a layer in either
-state. Moving a layer moves the bytes, and lays them out anew where the device asks for another layout; casting it casts parameters.
+``weight`` is ``None`` once it is packed. The buffers are left out of torch's own state-dict handling, because a GPU
+holds them in the kernels' layout and a state dict in the published one (packed_weight.py). Either kind of checkpoint
+loads into a layer in either state. Moving a layer moves the bytes, and lays them out anew where the device asks for
+another layout; casting it casts parameters.
 
 Not a subclass of ``nn.Linear``: libraries that find one read ``.weight``, and here there may be none.
 """

@@ -1,9 +1,10 @@
 """A packed weight in its two layouts: as its device computes with it, and as a state dict keeps it.
 
-In a state dict, and on the CPU, it has the canonical layout (numerics/packed.py), so that a file means the same on every machine.
-On a GPU a layer holds the tiled layout of the fused kernels instead. Four entries stand for a packed ``weight``: ``weight_codes``,
-``weight_scales``, ``weight_tensor_scale``, and ``weight_meta``, its JSON description as bytes: a tensor, because safetensors files
-and ``torch.load(weights_only=True)`` hold tensors. A weight in two parts (numerics/separation.py) has ``weight_fine`` too.
+In a state dict, and on the CPU, it has the canonical layout (numerics/packed.py), so that a file means the same on
+every machine. On a GPU a layer holds the tiled layout of the fused kernels instead. Four entries stand for a packed
+``weight``: ``weight_codes``, ``weight_scales``, ``weight_tensor_scale``, and ``weight_meta``, its JSON description as
+bytes: a tensor, because safetensors files and ``torch.load(weights_only=True)`` hold tensors. A weight in two parts
+(numerics/separation.py) has ``weight_fine`` too.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class PlacedWeight:
 def pack(weight: Tensor, precision: str, name: str) -> SeparatedTensor | PackedTensor:
     """``weight`` packed as 'two-part', or in a format; raises as `quantize`.
 
-    On a GPU with room to search many blocks at once: without, a layer of a few MiB is some seventy tiles of hundreds of launches each.
+    On a GPU with room to search many blocks at once: without, a layer of a few MiB is some seventy tiles of hundreds of
+    launches each.
     """
     if precision == "two-part":
         return separate(weight, workspace_bytes=PACKING_BYTES, name=name)
@@ -99,8 +101,9 @@ def place(packed: PackedTensor | SeparatedTensor, tiles: bool = False) -> Placed
 def tiled(packed: PackedTensor) -> PlacedWeight:
     """The tiled layout of an nvfp4 or mxfp4 tensor.
 
-    On a GPU nvfp4 is shuffled by a kernel. Otherwise rows are shuffled in bands, because shuffling takes several bytes a weight while
-    it runs, more than a GPU may have free. Bands of mxfp4 share the exponent that moves into the tensor scale.
+    On a GPU nvfp4 is shuffled by a kernel. Otherwise rows are shuffled in bands, because shuffling takes several bytes
+    a weight while it runs, more than a GPU may have free. Bands of mxfp4 share the exponent that moves into the tensor
+    scale.
 
     Raises:
         Unsupported: values that the layout cannot hold.

@@ -1,11 +1,13 @@
 """Products with weights that were rounded, whose gradients are the weights' (straight through; Bengio et al. 2013).
 
-`fp4_round_trip` rounds. A custom op rather than ``w + (round(w) - w).detach()``: that keeps two more copies of the weight and is not
-exactly the rounded value; and under torch.compile the codec's loop over tiles stays one node of the graph.
+`fp4_round_trip` rounds. A custom op rather than ``w + (round(w) - w).detach()``: that keeps two more copies of the
+weight and is not exactly the rounded value; and under torch.compile the codec's loop over tiles stays one node of the
+graph.
 
-`rounded_linears` is one node for autograd, however many weights have one input. As an op that rounds, an op that multiplies and a
-hook that counts, a layer costs the host three times what ``nn.Linear`` does, and a step of a model that a GPU computes quickly is
-the host's time. Gradients of one input add up inside the matrix kernels, as in kernels/pointwise/shared_input.py.
+`rounded_linears` is one node for autograd, however many weights have one input. As an op that rounds, an op that
+multiplies and a hook that counts, a layer costs the host three times what ``nn.Linear`` does, and a step of a model
+that a GPU computes quickly is the host's time. Gradients of one input add up inside the matrix kernels, as in
+kernels/pointwise/shared_input.py.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class Rounded(NamedTuple):
     """A weight for one forward. A tuple, because a step makes hundreds.
 
     Attributes:
-        weight: (N, K), which gets the gradient. value: what is multiplied by, in the type of the input; kept for backward.
+        weight: (N, K), which gets the gradient. value: what is multiplied by, in the type of the input; kept for
+            backward.
         reached: called when a backward pass has come to the weight.
     """
 

@@ -1,15 +1,16 @@
 """A frozen FP4 linear whose packed bytes are parameters, so that a stack moves them as it moves any weight.
 
-``FusedFP4Linear`` keeps what it packed in buffers, and buffers stay on level 0. Under adapters the packed base is most of a model,
-so here codes and scales are frozen parameters of bytes: they have host or disk storage, are loaded before they are needed, and are
-read again by backward. They may be on the meta device until the stack takes the model.
+``FusedFP4Linear`` keeps what it packed in buffers, and buffers stay on level 0. Under adapters the packed base is most
+of a model, so here codes and scales are frozen parameters of bytes: they have host or disk storage, are loaded before
+they are needed, and are read again by backward. They may be on the meta device until the stack takes the model.
 
-`adapted_linear` is an adapter around such a base in few passes over memory: ``x W^T + s (x A^T) B^T``, forward and backward. peft's
-expression writes ``(x A^T) B^T``, its multiple and the sum one after the other, each as large as the output, and autograd adds the
-two gradients of ``x`` up in another pass: on a GPU these passes took as long as a fifth of the products. Here the product with B is
-added where the packed linear's result lies, and so is the gradient's with A. What backward needs is kept by a separate operation
-before the product: where torch's checkpointing computes a layer again, it stops at the last tensor that is kept, so that the product
-of the layer's last linear is not computed for nothing.
+`adapted_linear` is an adapter around such a base in few passes over memory: ``x W^T + s (x A^T) B^T``, forward and
+backward. peft's expression writes ``(x A^T) B^T``, its multiple and the sum one after the other, each as large as the
+output, and autograd adds the two gradients of ``x`` up in another pass: on a GPU these passes took as long as a fifth
+of the products. Here the product with B is added where the packed linear's result lies, and so is the gradient's with
+A. What backward needs is kept by a separate operation before the product: where torch's checkpointing computes a layer
+again, it stops at the last tensor that is kept, so that the product of the layer's last linear is not computed for
+nothing.
 
 Legend: M rows, K in features, N out features, R rank.
 """

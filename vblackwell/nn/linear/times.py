@@ -1,8 +1,9 @@
 """How long a linear of some shape takes at each precision on the device that is here: the cost that least time saves.
 
-Measured when first asked for, once for each precision and shape, with drawn weights: speed does not depend on their values. On a GPU a
-CUDA graph of one product with each of several weights is replayed, together larger than its caches, because a token of generation reads
-every weight once, and because a single launch would be all that is timed. On a CPU a product is timed by itself.
+Measured when first asked for, once for each precision and shape, with drawn weights: speed does not depend on their
+values. On a GPU a CUDA graph of one product with each of several weights is replayed, together larger than its caches,
+because a token of generation reads every weight once, and because a single launch would be all that is timed. On a CPU
+a product is timed by itself.
 """
 
 from __future__ import annotations

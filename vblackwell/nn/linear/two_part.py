@@ -1,16 +1,17 @@
 """What is kept of a weight for products with it rounded: scales while it trains, packed parts when it does not.
 
-A `VirtualBlackwellAdapter` keeps that for weights by name, at most ``max_weights`` of them, the least recently used going first. Per
-weight it holds either scales (half a bit a weight, while training) or packed parts (8.5 bits, for inference), detached, and never both;
-statistics are a few numbers a weight.
+A `VirtualBlackwellAdapter` keeps that for weights by name, at most ``max_weights`` of them, the least recently used
+going first. Per weight it holds either scales (half a bit a weight, while training) or packed parts (8.5 bits, for
+inference), detached, and never both; statistics are a few numbers a weight.
 
-Training rounds the weight at each forward, on scales that are renewed every ``refresh_every`` steps, or when the weight has drifted; a
-step is a backward pass that reached the weight, because nothing else is the same for plain, accumulated, checkpointed and streamed
-training. Codes are never stale. Its gradient is that of the rounded weight, unchanged. Inference packs once, and again when the weight
-has changed: in place, by an optimizer, or (each time) because it streams. A caller that writes through ``.data`` calls `forget`.
+Training rounds the weight at each forward, on scales that are renewed every ``refresh_every`` steps, or when the weight
+has drifted; a step is a backward pass that reached the weight, because nothing else is the same for plain, accumulated,
+checkpointed and streamed training. Codes are never stale. Its gradient is that of the rounded weight, unchanged.
+Inference packs once, and again when the weight has changed: in place, by an optimizer, or (each time) because it
+streams. A caller that writes through ``.data`` calls `forget`.
 
-Three precisions, by the two switches: coarse + fine at 8.5 bits (both), nvfp4 at 4.5 (``enable_fp4`` alone), int8 by rows
-(``enable_quantization`` alone).
+Three precisions, by the two switches: coarse + fine at 8.5 bits (both), nvfp4 at 4.5 (``enable_fp4`` alone), int8 by
+rows (``enable_quantization`` alone).
 """
 
 from __future__ import annotations
@@ -45,11 +46,12 @@ class Settings:
     """What layers and adapters have in common.
 
     Attributes:
-        mode: 'training' rounds and lets gradients through; 'inference' computes from packed parts; 'auto' trains where gradients are on and
-            the weight wants one.
+        mode: 'training' rounds and lets gradients through; 'inference' computes from packed parts; 'auto' trains where
+            gradients are on and the weight wants one.
         precision: 'two-part', 'nvfp4' or 'int8'.
         refresh_every: steps between renewals of the kept scales.
-        drift_threshold: above 0, up to 1: change of the blocks' largest magnitudes that renews them sooner (numerics/separation.py).
+        drift_threshold: above 0, up to 1: change of the blocks' largest magnitudes that renews them sooner
+            (numerics/separation.py).
 
     Raises:
         ConfigurationError: a value that is none of these.
@@ -180,7 +182,8 @@ class VirtualBlackwellAdapter:
         """``activation(x W^T + bias)`` with ``weight`` (N, K) rounded to the settings' precision.
 
         Args:
-            weight: what is registered under ``name``, or its present value. Inference packs again when it is another tensor, or changed.
+            weight: what is registered under ``name``, or its present value. Inference packs again when it is another
+                tensor, or changed.
             x: (..., K).
 
         Returns:

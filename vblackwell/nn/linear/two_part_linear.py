@@ -1,9 +1,10 @@
 """A linear whose weight is in two parts: rounded straight through while it trains, packed for inference, its fine part movable.
 
-Before ``quantize()`` it has an ordinary parameter, and forward multiplies by that parameter rounded (two_part.py); what the
-rounding keeps is made at the first forward, so making a model of such layers costs nothing. After, or from the first forward on in
-mode 'inference', packed buffers stand for it (packed_linear.py), 8.5 bits a weight. Then ``drop_fine()`` gives the fine half away,
-for a lower level or another time, and the layer answers from the coarse one until ``attach_fine()``.
+Before ``quantize()`` it has an ordinary parameter, and forward multiplies by that parameter rounded (two_part.py); what
+the rounding keeps is made at the first forward, so making a model of such layers costs nothing. After, or from the
+first forward on in mode 'inference', packed buffers stand for it (packed_linear.py), 8.5 bits a weight. Then
+``drop_fine()`` gives the fine half away, for a lower level or another time, and the layer answers from the coarse one
+until ``attach_fine()``.
 """
 
 from __future__ import annotations
