@@ -1,0 +1,156 @@
+"""Numbers that docs/results.md and the README claim are in a results file, in the journal, or in a page that is tested."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RESULTS = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+NUMBER = re.compile(r"(?<![\w.,])\d[\d,]*(?:\.\d+)?(?![\w.]*\d)")
+SHAPES = [(4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192)]
+
+
+def numbers(text: str) -> set[str]:
+    """Numbers of at least three digits or with a point: smaller ones are counts of rows and the like."""
+    found = {number.rstrip(",") for number in NUMBER.findall(text)}
+    return {number for number in found if "." in number or len(number.replace(",", "")) > 2}
+
+
+def rows(page: str) -> list[list[str]]:
+    """The cells of each row of a page's tables, heads and rules left out."""
+    lines = [line for line in page.splitlines() if line.startswith("|")]
+    split = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [
+        cells for cells, after in zip(split, [*split[1:], []], strict=True) if not _rule(cells) and not _rule(after)
+    ]
+
+
+def _rule(cells: list[str]) -> bool:
+    return bool(cells) and all(re.fullmatch(r":?-+:?", cell) for cell in cells)
+
+
+def measured(name: str, **where: str) -> list[dict[str, str]]:
+    """Rows of a results file; a value of ``where`` is what the cell begins with."""
+    with (ROOT / "benchmarks/results" / name).open(encoding="utf-8", newline="") as file:
+        return [row for row in csv.DictReader(file) if all(row[key].startswith(value) for key, value in where.items())]
+
+
+def offload(date: str, column: str = "tokens_per_second") -> dict[str, float]:
+    return {row["system"]: float(row[column]) for row in measured("offload.csv", date=date, shape="2.70B", status="ok")}
+
+
+def streamed() -> set[str]:
+    speed, held = offload("2026-11-22T14:48"), offload("2026-11-22T14:48", "peak_reserved")
+    plain, ours = held["plain"], held["streamed"]
+    ratios = {f"{speed['streamed'] / speed[peer]:.3f}" for peer in ("plain", "resident", "fsdp2", "deepspeed")}
+    ratios |= {f"{speed['resident'] / speed['plain']:.3f}", f"{plain / ours:.2f}"}
+    return ratios | {f"{speed[name]:,.0f}" for name in speed} | {f"{ours / 1e9:.2f}", f"{plain / 1e9:.1f}"}
+
+
+def clipped() -> set[str]:
+    speed = offload("2026-11-22T14:54")
+    return {f"{speed['streamed'] / speed['plain']:.3f}", f"{speed['streamed'] / speed['fsdp2']:.2f}"}
+
+
+def enabled() -> set[str]:
+    speed = offload("2026-11-22T14:46")
+    return {f"{speed['enabled'] / speed['plain']:.3f}", *(f"{each:,.0f}" for each in speed.values())}
+
+
+def adapters() -> set[str]:
+    found = {row["system"]: row for row in measured("lora.csv", date="2026-11-22T21:16", status="ok")}
+    speed = {name: float(row["tokens_per_second"]) for name, row in found.items()}
+    held = {f"{float(row['peak_reserved']) / 1e9:.2f}" for row in found.values()}
+    return held | {f"{each:,.0f}" for each in speed.values()} | {f"{speed['ours'] / speed['bitsandbytes']:.3f}"}
+
+
+def written() -> set[str]:
+    found = measured("generate.csv", date="2026-11-22T21:12", rows="1", through="False", status="ok")
+    rate = {row["system"]: float(row["rate"]) for row in found}
+    held = {row["system"]: float(row["peak_reserved"]) / 1e9 for row in found}
+    ratio = rate["streamed"] / rate["accelerate"]
+    fp4 = {f"{rate['streamed-fp4']:.0f}", f"{held['streamed-fp4']:.2f}"}
+    return fp4 | {f"{rate['streamed']:.2f}", f"{ratio:.2f}"}
+
+
+def fp4(m: int) -> set[str]:
+    found = {
+        (row["n"], row["k"]): row["ratio"]
+        for row in measured("fp4.csv", system="fp4_linear nvfp4")
+        if row["m"] == str(m)
+    }
+    return {f"{float(found[str(n), str(k)]):.2f}" for n, k in SHAPES}
+
+
+SOURCES = {
+    "streamed, every setting by hand": streamed,
+    "the same over peers": streamed,
+    "the same over our own resident run": streamed,
+    "the same, every step clips": clipped,
+    "a model that fits": enabled,
+    "adapters of rank 16 over FP4, 6.7B": adapters,
+    "6.7B in bf16 under 8 GiB": written,
+    "the same packed to FP4, where it fits": written,
+    "FP4 linears over cuBLAS bf16, one row": lambda: fp4(1),
+    "the same, 16 rows": lambda: fp4(16),
+    "the same, 1,024 rows": lambda: fp4(1024),
+}
+CLAIMS = {cells[0]: cells for cells in rows(RESULTS.split("## Measure your own")[0]) if len(cells) == 4}
+
+
+def test_every_source_is_a_claim():
+    assert set(SOURCES) <= set(CLAIMS) and len(CLAIMS) > 15
+    assert all(numbers(cells[1]) for cells in CLAIMS.values())
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_the_number_is_in_its_source(claim: str):
+    _, said, _, source = CLAIMS[claim]
+    if claim in SOURCES:
+        assert numbers(said) <= SOURCES[claim]()
+        return
+    while source.startswith("the same"):  # as the row above says
+        names = list(CLAIMS)
+        source = CLAIMS[names[names.index(claim) - 1]][3]
+        claim = names[names.index(claim) - 1]
+    pages = re.findall(r"\]\(([\w/]+\.md)\)", source)
+    assert pages, source
+    told = set().union(*(numbers((ROOT / "docs" / page).read_text(encoding="utf-8")) for page in pages))
+    assert numbers(said) <= told
+
+
+def test_commands_are_files():
+    for path in re.findall(r"`(?:benchmarks/)?(bench_\w+\.py)", RESULTS):
+        assert (ROOT / "benchmarks" / path).is_file(), path
+    for name in re.findall(r"`([\w-]+\.csv)`", RESULTS):
+        assert (ROOT / "benchmarks/results" / name).is_file(), name
+
+
+def test_the_number_of_tries_is_the_page_s():
+    (tries,) = re.findall(r"Tries \| (\d+), of which", (ROOT / "docs/reliability.md").read_text(encoding="utf-8"))
+    assert f"{tries} tries of {tries} held" in RESULTS
+
+
+def test_the_readme_claims_nothing_else():
+    """Tables: measured ones have results.md's numbers, and what a card can do has the numbers of the page of that card."""
+    head, cards = (
+        README.split("## What your card can do\n")[0],
+        README.split("## What your card can do\n")[1].split("\n## ")[0],
+    )
+    claimed = [cells for cells in rows(head) if len(cells) == 4]
+    assert len(claimed) >= 6
+    for cells in claimed:
+        assert numbers(cells[1]) <= numbers(RESULTS), cells
+    page = (ROOT / "docs/what-fits.md").read_text(encoding="utf-8")
+    for card, *tasks in (cells for cells in rows(cards) if len(cells) == 4):
+        name = card.split(", ")[0]
+        (section,) = [part for part in page.split("\n## ") if re.match(rf"[\d ]+GB: {re.escape(name)},", part)]
+        for kind, task in zip(("train all weights", "train adapters over FP4", "run in FP4"), tasks, strict=True):
+            model, speed = task.split(": ")
+            first = next(cells for cells in rows(section) if cells[0] == kind)
+            assert (first[1], first[3]) == (model, speed.removesuffix(" tokens/s")), (name, kind)
