@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CHINESE = (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
-MAX_WORDS = 1200
+MAX_WORDS, MAX_UNRELEASED_WORDS = 1200, 900
 
 
 def test_it_is_short():
@@ -83,3 +83,8 @@ def test_every_example_is_listed():
     guide = (ROOT / "docs/guide.md").read_text(encoding="utf-8")
     named = set(re.findall(r"^\| `(examples/\w+\.py)`", guide, re.MULTILINE))
     assert named == {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
+
+
+def test_what_is_unreleased_is_read_in_five_minutes():
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## Unreleased\n")[1].split("\n## ")[0]
+    assert len(changes.split()) <= MAX_UNRELEASED_WORDS
