@@ -116,7 +116,7 @@ KNOWN_LONG_FILES: set[str] = {
     "tests/offload/test_model_in_use.py",
 }
 # Lines of more than 120 columns; lower the number when they become fewer.
-KNOWN_LONG_LINES: dict[str, int] = {"vblackwell": 1114, "tests": 445, "benchmarks": 340}
+KNOWN_LONG_LINES: dict[str, int] = {"vblackwell": 913, "tests": 445, "benchmarks": 340}
 
 
 @functools.cache

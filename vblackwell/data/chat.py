@@ -229,8 +229,7 @@ class ChatTemplate:
         if not spans or torn or marked.replace(begin, "").replace(end, "") != text:
             raise ConfigurationError(
                 f"{conversation.place}: {self.origin} changes the answers, so what is to be learnt cannot be told from "
-                "the rest: write "
-                "{% generation %} around it in the template, or change the line"
+                "the rest: write {% generation %} around it in the template, or change the line"
             )
         return text, spans
 

@@ -196,8 +196,7 @@ class ChatDataset:
         if not kept.any():
             raise ConfigurationError(
                 f"{corpus.name}: no {'training' if self.shuffled else 'held-out'} conversation has an answer in its "
-                f"first {seq_length} "
-                "tokens: raise --seq-length"
+                f"first {seq_length} tokens: raise --seq-length"
             )
         self._starts, self._lengths = starts[kept], lengths[kept]
         inputs = self._lengths - 1

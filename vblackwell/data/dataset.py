@@ -104,8 +104,7 @@ class PackedDataset:
         if total - held_out < window:
             raise ConfigurationError(
                 f"{corpus.name} has {total} tokens: sequences of {seq_length} need at least {2 * window}, one to train "
-                "on "
-                "and one held out; give more text or a shorter --seq-length"
+                "on and one held out; give more text or a shorter --seq-length"
             )
         self.tokens = corpus.tokens[: total - held_out] if split == "train" else corpus.tokens[total - held_out :]
         self.seq_length, self.seed, self.shuffled = seq_length, seed, split == "train"

@@ -102,8 +102,7 @@ class Checkpoints:
         if stored.get("format", 1) < FORMAT:
             raise CorruptData(
                 f"{found} is of an older version, which held out the last documents of the data for validation, and "
-                "this one draws them: "
-                "go on with that version, or start a new run with another --out"
+                "this one draws them: go on with that version, or start a new run with another --out"
             )
         if stored.get("fingerprint") != self._prepared.corpus.fingerprint:
             raise CorruptData(
@@ -114,8 +113,7 @@ class Checkpoints:
         if made is not None and stored.get("base") != made.base:
             raise CorruptData(
                 f"{found} holds an adapter for another base than --model {self._prepared.config.model}: give the "
-                "folder that the run was "
-                "started with"
+                "folder that the run was started with"
             )
         state = TrainerState.from_json(stored["state"])
         with _TensorReader(found, "model" if made is None else ADAPTER_FILE) as read:
@@ -214,10 +212,8 @@ def refuse_full_disk(out: Path, model: nn.Module, config: TrainConfig) -> None:
     if free < needed:
         raise DiskError(
             f"--out {out} needs up to {format_bytes(needed)} more for checkpoints ({config.keep_checkpoints} are kept, "
-            f"{len(found)} are "
-            f"there) and the final model, {format_bytes(free)} are free: make room for {format_bytes(needed - free)}, "
-            "choose another "
-            "--out, or lower --keep-checkpoints"
+            f"{len(found)} are there) and the final model, {format_bytes(free)} are free: make room for "
+            f"{format_bytes(needed - free)}, choose another --out, or lower --keep-checkpoints"
         )
 
 

@@ -14,7 +14,7 @@ import math
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.nn.convert.lora_config import Lora
@@ -267,8 +267,9 @@ class TrainConfig:
                 raise ConfigurationError(f"{flag_of(name)} {value!r} is not a finite number: try {advice}")
             if not low <= value <= high:
                 raise ConfigurationError(f"{flag_of(name)} {value!r} is outside {low:g} to {high:g}: try {advice}")
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
+        for name, hint in get_type_hints(TrainConfig).items():
+            choices = get_args(hint) if get_origin(hint) is Literal else None
+            if choices is not None and getattr(self, name) not in choices:
                 raise ConfigurationError(
                     f"{flag_of(name)} {getattr(self, name)!r} is none of {', '.join(choices)}: choose one"
                 )
@@ -312,15 +313,6 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "beta2": (0.0, 1.0 - 1e-9, "--beta2 0.95"),
     "epsilon": (1e-30, 1.0, "--epsilon 1e-8"),
     "max_grad_norm": (0.0, math.inf, "--max-grad-norm 1"),
-}
-
-_CHOICES = {
-    "precision": ("auto", "fp32", "bf16", "fp16"),
-    "placement": ("auto", "resident", "streamed"),
-    "activations": ("auto", "level0", "host"),
-    "optimizer_states": ("fp32", "8bit"),
-    "masters": ("exact", "stochastic"),
-    "device": ("auto", "cpu", "cuda"),
 }
 
 

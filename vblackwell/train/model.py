@@ -228,10 +228,8 @@ def use_fp4(config: TrainConfig, model: nn.Module, say: Callable[[str], None]) -
     experts = len(done.replaced.get("experts", []))
     say(
         f"--use-fp4: {len(done.replaced.get('linear', []))} linears "
-        f"{f'and the experts of {experts} layers ' if experts else ''}compute "
-        "with their weights rounded to nvfp4, gradients straight through; masters stay fp32, and so do the saved "
-        "weights (vb quantize "
-        f"packs them)\n{done}"
+        f"{f'and the experts of {experts} layers ' if experts else ''}compute with their weights rounded to nvfp4, "
+        f"gradients straight through; masters stay fp32, and so do the saved weights (vb quantize packs them)\n{done}"
     )
 
 
@@ -242,8 +240,7 @@ def use_assignment(path: str, model: nn.Module, say: Callable[[str], None]) -> N
     counts = ", ".join(f"{len(assignment.names(precision))} in {precision}" for precision in BITS)
     say(
         f"--assignment: {counts}, {assignment.bits:.2f} bits a weight of theirs; gradients straight through, masters "
-        "stay fp32, and so do "
-        "the saved weights"
+        "stay fp32, and so do the saved weights"
     )
 
 

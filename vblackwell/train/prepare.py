@@ -118,9 +118,8 @@ def prepare(
     attention = choose_attention(config, found, precision, device, cleanup, data.packs_documents)
     progress.say(
         f"{config.name}: {sum(param.numel() for param in model.parameters()) / 1e6:.2f} M parameters, "
-        f"{config.max_steps} steps of "
-        f"{config.tokens_per_step} "
-        f"tokens at a rate of {config.learning_rate:g}, {precision.name} on {device}, attention: {attention}"
+        f"{config.max_steps} steps of {config.tokens_per_step} tokens at a rate of {config.learning_rate:g}, "
+        f"{precision.name} on {device}, attention: {attention}"
     )
     state_bytes = bytes_when_resident(model, precision.compute_dtype, formats)
     stack = build_stack(config, device, plan, state_bytes=state_bytes)
@@ -294,9 +293,9 @@ def _describe(corpus: ChatCorpus, train: ChatDataset, validation: ChatDataset, p
     )
     progress.say(
         f"data: {corpus.name}: {len(corpus.lengths)} conversations ({corpus.kind}), written with "
-        f"{corpus.template.origin}; learnt are the "
-        f"answers, {train.learnt_share():.0%} of the tokens; {train.conversations} to train on in {len(train)} rows of "
-        f"{train.seq_length} ({train.filled:.0%} filled): {how}"
+        f"{corpus.template.origin}; learnt are the answers, {train.learnt_share():.0%} of the tokens; "
+        f"{train.conversations} to train on in {len(train)} rows of {train.seq_length} ({train.filled:.0%} filled): "
+        f"{how}"
     )
     cut, left_out = train.cut + validation.cut, train.left_out + validation.left_out
     if cut:
@@ -387,8 +386,7 @@ def _refuse_more_than_ram(config: TrainConfig, state_bytes: int | None) -> None:
         raise InsufficientMemory(
             f"{' and '.join(f'{flag} {format_bytes(size)}' for flag, size in sizes.items())} are RAM on a CPU: "
             f"{format_bytes(facts.available_bytes)} of {format_bytes(facts.total_bytes)} are available (limited by "
-            f"{facts.limited_by}), "
-            f"and up to {format_bytes(needed)} are needed; give less",
+            f"{facts.limited_by}), and up to {format_bytes(needed)} are needed; give less",
             needed_bytes=needed,
             available_bytes=facts.available_bytes,
         )
@@ -406,10 +404,8 @@ def _refuse_full_disk(config: TrainConfig, state_bytes: int | None) -> None:
     if config.disk_memory > total or needed > disk.free_bytes:
         raise InsufficientMemory(
             f"--disk-memory {format_bytes(config.disk_memory)}: {format_bytes(disk.free_bytes)} of "
-            f"{format_bytes(total)} are free at "
-            f"{disk.path}, and up to {format_bytes(needed)} are needed; make room, choose another --disk-path, or "
-            "lower "
-            "--disk-memory",
+            f"{format_bytes(total)} are free at {disk.path}, and up to {format_bytes(needed)} are needed; make room, "
+            "choose another --disk-path, or lower --disk-memory",
             needed_bytes=needed,
             available_bytes=disk.free_bytes,
         )

@@ -22,6 +22,7 @@ class Progress(ABC):
     """Receives messages and step records."""
 
     def __init__(self) -> None:
+        self._total_steps = 0
         self._step_seconds: float | None = None
         self._phase, self._phase_began, self._phase_said = "", 0.0, False
 
@@ -29,9 +30,9 @@ class Progress(ABC):
     def say(self, text: str) -> None:
         """One line that stays."""
 
-    @abstractmethod
     def start(self, first_step: int, total_steps: int) -> None:
         """The loop begins after ``first_step`` finished steps."""
+        self._total_steps = total_steps
 
     @abstractmethod
     def step(self, record: StepRecord) -> None:
@@ -52,10 +53,10 @@ class Progress(ABC):
             self._phase_said = True
             self.say(text)
 
-    def _seconds_left(self, record: StepRecord, total_steps: int) -> float:
+    def _seconds_left(self, record: StepRecord) -> float:
         before = self._step_seconds
         self._step_seconds = record.seconds if before is None else SMOOTHING * before + (1 - SMOOTHING) * record.seconds
-        return self._step_seconds * (total_steps - record.step)
+        return self._step_seconds * (self._total_steps - record.step)
 
 
 class PlainProgress(Progress):
@@ -63,17 +64,13 @@ class PlainProgress(Progress):
 
     def __init__(self) -> None:
         super().__init__()
-        self._total_steps = 0
         self._last_line = -float("inf")
 
     def say(self, text: str) -> None:
         print(text, flush=True)
 
-    def start(self, first_step: int, total_steps: int) -> None:
-        self._total_steps = total_steps
-
     def step(self, record: StepRecord) -> None:
-        left = self._seconds_left(record, self._total_steps)
+        left = self._seconds_left(record)
         now = time.monotonic()
         notable = record.val_loss is not None or record.skipped or record.step == self._total_steps
         if notable or now - self._last_line >= PLAIN_SECONDS:
@@ -96,14 +93,13 @@ class RichProgress(Progress):
         self._bar: Any = Bar(TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[left]}"))
         self._live: Any = Live(self._bar, refresh_per_second=4)
         self._task: Any = None
-        self._total_steps = 0
         self._val_loss: float | None = None
 
     def say(self, text: str) -> None:
         self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def start(self, first_step: int, total_steps: int) -> None:
-        self._total_steps = total_steps
+        super().start(first_step, total_steps)
         self._task = self._bar.add_task("train", total=total_steps, completed=first_step, left="")
         self._live.start()
 
@@ -111,7 +107,7 @@ class RichProgress(Progress):
         from rich.console import Group
         from rich.text import Text
 
-        left = self._seconds_left(record, self._total_steps)
+        left = self._seconds_left(record)
         if record.val_loss is not None:
             self._val_loss = record.val_loss
         self._bar.update(self._task, completed=record.step, left=f"{format_seconds(left)} left")

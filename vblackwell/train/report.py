@@ -132,8 +132,7 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     if peak is not None:
         lines += [
             f"GPU at the peak, activations included: {format_bytes(peak['allocated'])} allocated, "
-            f"{format_bytes(peak['reserved'])} "
-            "reserved"
+            f"{format_bytes(peak['reserved'])} reserved"
         ]
     lines += [f"process memory (RAM): {format_bytes(report['process_peak_bytes'])} at the peak"]
     return [*lines, "", *_plan_lines(report["plan"])] if "plan" in report else lines

@@ -121,8 +121,7 @@ class _Run:
         if state is not None and state.step > config.max_steps:
             raise ConfigurationError(
                 f"the run ends at step {config.max_steps}, and its newest checkpoint is of step {state.step}: raise "
-                "--max-steps, or start "
-                "a new run with another --out"
+                "--max-steps, or start a new run with another --out"
             )
         trainer = self._make_trainer(0 if state is None else state.step - (state.unrecorded is not None))
         if state is not None:

@@ -189,8 +189,7 @@ def read_stored_config(folder: Path) -> dict[str, Any] | None:
     if written is not None and written != _hash_of(stored):
         raise CorruptData(
             f"{path} is not what the run wrote (its XXH3 is another): put back what was changed ('config' in a "
-            "checkpoint's trainer.json "
-            "has the values), or remove it to resume with the flags alone"
+            "checkpoint's trainer.json has the values), or remove it to resume with the flags alone"
         )
     return stored
 

@@ -108,9 +108,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigurationError(f"--config {path}: {error.strerror}; give an existing YAML file") from error
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"--config {path}: byte {error.start} is not UTF-8; save the file as UTF-8") from error
-    except (
-        Exception
-    ) as error:  # in addition to its own, the library raises what Python does at a date or number that is none
+    except Exception as error:  # its own, and what Python raises at a date or a number that is none
         raise ConfigurationError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
     if loaded is None:
         return {}

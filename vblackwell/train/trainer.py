@@ -204,8 +204,7 @@ class Trainer:
         if self.step == self.total_steps == self._skipped:
             raise TrainingDiverged(
                 f"none of the {self.step} steps had a loss and gradients that are finite: nothing was learnt, and "
-                "nothing is exported; "
-                "lower --learning-rate, or look at the data"
+                "nothing is exported; lower --learning-rate, or look at the data"
             )
 
     def _finish(self, record: StepRecord) -> None:
@@ -243,8 +242,7 @@ class Trainer:
         if self._skipped_in_a_row >= self.config.max_skipped_steps:
             raise TrainingDiverged(
                 f"{self._skipped_in_a_row} steps in a row up to step {record.step} had a loss or gradients that were "
-                "not finite; the "
-                "weights were left as they were before: lower --learning-rate, or look at the data"
+                "not finite; the weights were left as they were before: lower --learning-rate, or look at the data"
             )
 
     def _one_step(self) -> StepRecord | None:
@@ -287,8 +285,8 @@ class Trainer:
         self._take_micro_batches_of(half_of(before, before * self.accumulation_steps))
         self._progress.say(
             f"step {self.step + 1}: out of memory with {before} sequences in a forward; begun again with "
-            f"{self.micro_batch}, "
-            f"{self.accumulation_steps} forwards a step, the same {self.config.tokens_per_step:,} tokens"
+            f"{self.micro_batch}, {self.accumulation_steps} forwards a step, the same {self.config.tokens_per_step:,} "
+            "tokens"
         )
 
     def _backward_micro_batches(self) -> Iterator[LateScalar]:

@@ -158,6 +158,6 @@ def chosen_backend(
 
 def _refused(num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Unsupported:
     return Unsupported(
-        f"--use-flash-attn: no fused attention takes {num_heads} heads of {head_dim} in {dtype} on {device}: leave "
-        "the flag out, or add --mixed-precision"
+        f"--use-flash-attn: no fused attention takes {num_heads} heads of {head_dim} in {dtype} on {device}: leave the "
+        "flag out, or add --mixed-precision"
     )
