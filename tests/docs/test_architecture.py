@@ -1,0 +1,30 @@
+"""docs/architecture.md names every package and only files that exist; so do the other pages, where they name files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "vblackwell"
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+
+def test_every_package_has_a_line():
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"^\| `(vblackwell/[\w/]+)` \|", page, re.MULTILINE))
+    packages = {path.parent.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("__init__.py")} - {"vblackwell"}
+    assert told == packages
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_exist(page: Path):
+    """A path in code type with a folder and a suffix: from the root, from the package, or from benchmarks."""
+    for name in re.findall(
+        r"`([\w-]+(?:/[\w-]+)+\.(?:py|cu|cuh|csv|md|c))(?::[\w.]+)?`", page.read_text(encoding="utf-8")
+    ):
+        if name.startswith("runs/"):
+            continue
+        assert any((root / name).is_file() for root in (ROOT, PACKAGE)), f"{page.name} names {name}"
