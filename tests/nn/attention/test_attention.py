@@ -10,6 +10,7 @@ from torch import nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.attention import plan as attention_plan
+from vblackwell.kernels.runtime.registry import use_backend
 from vblackwell.nn.attention import backends as dispatcher
 from vblackwell.nn.attention.backends import AttentionRequest, attention, attention_backends, choose_attention
 from vblackwell.nn.attention.layer import AttentionCache, FlashAttention, from_multihead_attention
@@ -282,3 +283,21 @@ def test_hoppers_own_forward_runs_on_hopper_alone(kind):
     assert attention_plan.specialized_plan(128, 4, (9, 0), kind) is None
     assert attention_plan.specialized_plan(256, 2, (9, 0), kind) is None  # not timed
     assert attention_plan.specialized_plan(128, 2, (9, 0), "scored") is None
+
+
+def test_a_backend_may_be_asked_for_as_of_any_op(monkeypatch):
+    monkeypatch.setattr(dispatcher, "_measured", lambda request: {})
+    with use_backend("attention", "math"):
+        assert choose_attention(H200) == "math" and choose_attention(H200, "triton") == "triton"
+    with use_backend("attention", "flash"), pytest.raises(Unsupported, match="a sliding window.*math: accepts"):
+        choose_attention(H200._replace(window=5))
+
+
+# torch warns of itself where it first decomposes an operator for forward mode.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_a_forward_mode_derivative_is_the_unfused_one():
+    q, tangent = torch.randn(2, 1, 2, 5, 16).unbind()
+    got = torch.func.jvp(lambda x: attention(x, x, x, causal=True)[0], (q,), (tangent,))
+    expected = torch.func.jvp(lambda x: attention(x, x, x, causal=True, backend="math")[0], (q,), (tangent,))
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other)

@@ -38,7 +38,7 @@ def use_dispatcher(model: nn.Module, backend: str = "auto", cached: str | None =
 
     Args:
         model: one of transformers' models; it may be in a stack.
-        backend: of attention_backends.py, by name; 'auto': the dispatcher's choice for each request.
+        backend: of backends.py, by name; 'auto': the dispatcher's choice for each request.
         cached: the same for passes that continue what a cache holds; by default ``backend``.
 
     Raises:

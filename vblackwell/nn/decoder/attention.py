@@ -25,7 +25,7 @@ class SelfAttention(nn.Module):
     """Attention of one block; parameters named as in Hugging Face's Llama.
 
     Attributes:
-        backend: the backend of attention_backends.py that passes without a cache run on; None: PyTorch chooses.
+        backend: the backend of nn/attention/backends.py that passes without a cache run on; None: PyTorch chooses.
     """
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:

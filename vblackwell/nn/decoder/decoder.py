@@ -89,7 +89,7 @@ class Decoder(nn.Module):
         return self.model.layers
 
     def use_attention(self, backend: str | None) -> None:
-        """Passes without a cache attend on this backend of attention_backends.py, or raise; None: on what PyTorch chooses."""
+        """Passes without a cache attend on this backend of nn/attention/backends.py, or raise; None: on what PyTorch chooses."""
         for module in self.modules():
             if isinstance(module, SelfAttention):
                 module.backend = backend
