@@ -107,16 +107,16 @@ KNOWN_IMPORTS: set[tuple[str, str]] = {
 # Files in folders of more than 20.
 KNOWN_FOLDERS: dict[str, int] = {
     "tests/kernels": 46,
-    "tests/offload": 45,
+    "tests/offload": 32,
 }
 # Files of more than 600 lines.
 KNOWN_LONG_FILES: set[str] = {
-    "tests/offload/test_activations.py",
+    "tests/offload/movement/test_activations.py",
     "tests/offload/test_faults.py",
     "tests/offload/test_model_in_use.py",
 }
 # Lines of more than 120 columns; lower the number when they become fewer.
-KNOWN_LONG_LINES: dict[str, int] = {"vblackwell": 913, "tests": 445, "benchmarks": 340}
+KNOWN_LONG_LINES: dict[str, int] = {"vblackwell": 900, "tests": 445, "benchmarks": 340}
 
 
 @functools.cache

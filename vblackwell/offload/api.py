@@ -128,7 +128,8 @@ def enable_vgpu_stack_optimization(
     room = free * (1 - CUDA_ACTIVATION_SHARE) if stack.level0_device.type == "cuda" else free
     if placement == "resident" and needed > free:
         raise InsufficientMemory(
-            f"{name!r} needs {format_bytes(needed)} resident (weights, gradients, AdamW states), level 0 ({level.name}) has "
+            f"{name!r} needs {format_bytes(needed)} resident (weights, gradients, AdamW states), level 0 "
+            f"({level.name}) has "
             f"{format_bytes(free)} free: raise fast_memory (the capacity of level 0) or use placement='streamed'",
             needed_bytes=needed,
             available_bytes=free,
@@ -189,7 +190,8 @@ def _close_parts(
 
 
 def _stream(
-    model: nn.Module, stack: VGPUStack, name: str, wishes: StreamingOptions, source: Source, store: ActivationStore | None
+    model: nn.Module, stack: VGPUStack, name: str, wishes: StreamingOptions, source: Source,
+    store: ActivationStore | None,
 ) -> Offload:  # fmt: skip
     device = stack.level0_device
     measured = functools.partial(rates_together, device) if device.type == "cuda" else None
@@ -228,7 +230,7 @@ def _store(group: Group, storage: Storage, source: Source) -> None:
     close_weights(storage, group, opened, store=True)
 
 
-# -- back ----------------------------------------------------------------------------------------------------------------
+# -- back -------------------------------------------------------------------------------------------------------------
 
 
 def offload_of(model: nn.Module) -> Offload | Resident | None:

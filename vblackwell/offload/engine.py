@@ -41,7 +41,8 @@ from vblackwell.offload.storage.storage import Storage
 from vblackwell.offload.transforms import computing_with_views, refuse_wrapping
 from vblackwell.offload.use import Loading, UsedParameters
 
-_top_hooks: Callable[[bool], Any] = getattr(torch._C, "_autograd")._top_saved_tensors_default_hooks  # noqa: B009 (untyped)
+_autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 (untyped)
+_top_hooks: Callable[[bool], Any] = _autograd._top_saved_tensors_default_hooks
 
 
 def locked(engines: Iterable[Offload]) -> ExitStack:
@@ -438,7 +439,8 @@ class Offload:
         used = next((group for group in self.groups if self.weights.is_pinned(group)), None)
         if used is not None:
             raise ConfigurationError(
-                f"{self.name!r} is in use: a forward of {used.name!r} runs in another thread; wait for its end, then release"
+                f"{self.name!r} is in use: a forward of {used.name!r} runs in another thread; wait for its end, then "
+                "release"
             )
 
     def finish(self) -> None:

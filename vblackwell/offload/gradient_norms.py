@@ -1,4 +1,4 @@
-"""What users do with norms of gradients that have left level 0: clip them, and step only the groups with the largest."""
+"""What users do with norms of gradients that have left level 0: clip them, and step the groups with the largest."""
 
 from __future__ import annotations
 
@@ -126,7 +126,8 @@ def _rank_plain(model: nn.Module) -> list[tuple[float, list[Any]]]:
     for group in find_groups(model)[0]:
         params = [slot.param for slot in group.slots if slot.param.grad is not None]
         if params:
-            norms = [torch.linalg.vector_norm(param.grad, dtype=torch.float32) for param in params]  # type: ignore[arg-type]
+            gradients = [param.grad for param in params if param.grad is not None]
+            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
             density = _density(norms, sum(param.numel() for param in params), params[0].device)
             ranked.append((density, list(params)))
     return ranked

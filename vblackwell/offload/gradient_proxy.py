@@ -21,11 +21,13 @@ _METADATA = frozenset(
     {
         getattr(_T, name).__get__
         for name in (
-            "shape", "dtype", "device", "layout", "is_cuda", "is_cpu", "is_sparse", "ndim", "requires_grad", "is_leaf", "grad_fn", "nbytes",
+            "shape", "dtype", "device", "layout", "is_cuda", "is_cpu", "is_sparse", "ndim", "requires_grad", "is_leaf",
+            "grad_fn", "nbytes",
             "itemsize", "is_sparse_csr", "is_meta",
         )
     }
-    | {_T.size, _T.dim, _T.numel, _T.nelement, _T.element_size, _T.is_floating_point, _T.is_complex, _T.__len__, _T.__hash__}
+    | {_T.size, _T.dim, _T.numel, _T.nelement, _T.element_size, _T.is_floating_point, _T.is_complex, _T.__len__}
+    | {_T.__hash__}
 )  # fmt: skip
 _ITSELF = frozenset({_T.data.__get__, _T.detach, _T.detach_})  # it is not part of a graph
 _NORMS = frozenset({_T.norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm})
@@ -50,7 +52,8 @@ class DepartedGradient(torch.Tensor):
             engine, slot, rest = first._vb_engine, first._vb_slot, (*args[1:], *said.values())
             if slot.param.__dict__.get("_vb_binding") is not engine or not engine.has_gradient(slot):
                 raise Unsupported(
-                    f"the gradient of {slot.name!r} was cleared, or its model released, since it was read: read p.grad again after "
+                    f"the gradient of {slot.name!r} was cleared, or its model released, since it was read: read p.grad "
+                    "again after "
                     "a backward"
                 )
             if func in _ITSELF or (func is _T.requires_grad_ and rest == (False,)):
@@ -66,9 +69,12 @@ class DepartedGradient(torch.Tensor):
             if func is _T.cpu and not rest:
                 return engine.read_gradient(slot)
         raise Unsupported(
-            f"{getattr(func, '__name__', func)} on the gradient of {_name(args, kwargs)}, which has left level 0 for the optimizer: "
-            "what is possible there is its global 2-norm (clip_grad_norm_ without norm_type and foreach), mul_ by a number, zero_, and "
-            "cpu() for a copy of its values; to train use VGPUAdamW (its max_grad_norm, grad_norm and loss_scale), or release(model) first"
+            f"{getattr(func, '__name__', func)} on the gradient of {_name(args, kwargs)}, which has left level 0 for "
+            "the optimizer: "
+            "what is possible there is its global 2-norm (clip_grad_norm_ without norm_type and foreach), mul_ by a "
+            "number, zero_, and "
+            "cpu() for a copy of its values; to train use VGPUAdamW (its max_grad_norm, grad_norm and loss_scale), or "
+            "release(model) first"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:

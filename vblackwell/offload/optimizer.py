@@ -132,7 +132,8 @@ class VGPUAdamW(torch.optim.AdamW):
                     replaced.append((engine, earlier))
                 elif held & wanted:
                     raise Unsupported(
-                        f"model {engine.name!r} already has an optimizer, for some of these parameters and others: put all its parameters "
+                        f"model {engine.name!r} already has an optimizer, for some of these parameters and others: put "
+                        "all its parameters "
                         "into one VGPUAdamW, or release(model) and enable it again"
                     )
         for engine, earlier in replaced:
@@ -143,7 +144,8 @@ class VGPUAdamW(torch.optim.AdamW):
     def _check_current(self) -> None:
         if self._replaced:
             raise Unsupported(
-                "this VGPUAdamW was replaced when another was made for its parameters, and has no states any more: use that one"
+                "this VGPUAdamW was replaced when another was made for its parameters, and has no states any more: use "
+                "that one"
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -33,10 +33,10 @@ _METADATA = frozenset(
     {
         getattr(_T, name).__get__
         for name in (
-            "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "ndim", "names", "itemsize", "nbytes", "is_cuda",
-            "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps", "is_ipu", "is_maia",
-            "is_vulkan", "is_mtia", "is_xla", "is_sparse_csr", "retains_grad", "grad_fn", "output_nr", "_version", "name",
-            "_backward_hooks", "_post_accumulate_grad_hooks", "_base", "grad_dtype",
+            "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "ndim", "names", "itemsize", "nbytes",
+            "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps",
+            "is_ipu", "is_maia", "is_vulkan", "is_mtia", "is_xla", "is_sparse_csr", "retains_grad", "grad_fn", "output_nr",
+            "_version", "name", "_backward_hooks", "_post_accumulate_grad_hooks", "_base", "grad_dtype",
         )
         if hasattr(getattr(_T, name, None), "__get__")
     }
@@ -44,9 +44,9 @@ _METADATA = frozenset(
     | {
         getattr(_T, name)
         for name in (
-            "size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_signed", "get_device",
-            "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "__hash__", "__len__", "ndimension",
-            "is_inference", "is_shared", "is_pinned", "retain_grad",
+            "size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_signed",
+            "get_device", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "__hash__",
+            "__len__", "ndimension", "is_inference", "is_shared", "is_pinned", "retain_grad",
         )
         if hasattr(_T, name)
     }
@@ -152,7 +152,8 @@ class ReadOnlyView(torch.Tensor):
         target = kwargs.get("out", args[0] if args else None)
         if _is_mutating(func, kwargs) and any(isinstance(item, ReadOnlyView) for item in _flatten(target)):
             raise StaleTensor(
-                f"{getattr(func, '__name__', func)} on a view of an offloaded parameter would be lost: change the parameter itself "
+                f"{getattr(func, '__name__', func)} on a view of an offloaded parameter would be lost: change the "
+                "parameter itself "
                 "(under torch.no_grad(), e.g. p.mul_(2)), or release(model) first"
             )
         binding = views[0]._vb_binding
@@ -326,7 +327,8 @@ def _write_gradient(param: OffloadedParameter, value: Any) -> None:
         return  # what `p.grad *= x` ends with
     if value is not None:
         raise Unsupported(
-            f"setting the gradient of the offloaded parameter {param._vb_slot.name!r}: only None (to clear it) is possible"
+            f"setting the gradient of the offloaded parameter {param._vb_slot.name!r}: only None (to clear it) is "
+            "possible"
         )
     param._vb_binding.clear_gradient(param._vb_slot)
 
@@ -334,6 +336,7 @@ def _write_gradient(param: OffloadedParameter, value: Any) -> None:
 def _write_data(param: OffloadedParameter | UsedParameter, value: torch.Tensor) -> None:
     if value is not param:  # model.to(where it already is) assigns a parameter to itself
         raise Unsupported(
-            f"replacing the data of the offloaded parameter {attributes(param)['_vb_slot'].name!r} (as .to(), .half() or .cuda() do): "
+            f"replacing the data of the offloaded parameter {attributes(param)['_vb_slot'].name!r} (as .to(), .half() "
+            "or .cuda() do): "
             "release(model) first, or copy into it under torch.no_grad()"
         )

@@ -49,8 +49,8 @@ class Resident:
     finalizer: weakref.finalize[Any, Any]
 
     def __init__(
-        self, model: nn.Module, stack: VGPUStack, name: str, compute_dtype: torch.dtype | None, formats: Formats = EXACT,
-        source: Source | None = None,
+        self, model: nn.Module, stack: VGPUStack, name: str, compute_dtype: torch.dtype | None,
+        formats: Formats = EXACT, source: Source | None = None,
     ) -> None:  # fmt: skip
         self.stack = stack
         self.name = name
@@ -261,7 +261,7 @@ def plain_state(param: torch.Tensor, state: dict[str, torch.Tensor]) -> dict[str
 
 @torch.no_grad()
 def write_state(param: torch.Tensor, held: dict[str, torch.Tensor], state: dict[str, torch.Tensor] | None) -> None:
-    """Make the resident ``param``'s state, where it lies, the plain ``state``; None: as it was before the first step."""
+    """Make the resident ``param``'s state, where it lies, the plain ``state``; None: as before the first step."""
     place = _place_of(param)
     assert place is not None
     slot = place[0]
@@ -314,8 +314,8 @@ def update_resident(
         if factor is not None:
             flat.mul_(factor.to(flat.device))
         update_master(
-            slot.flat_fp32(opened["master"]), slot.flat(opened["weight"]), moments["exp_avg"], moments["exp_avg_sq"], flat,
-            state["step"], hyper,
+            slot.flat_fp32(opened["master"]), slot.flat(opened["weight"]), moments["exp_avg"], moments["exp_avg_sq"],
+            flat, state["step"], hyper,
         )  # fmt: skip
         return
     part = {"weight": slot.flat(opened["weight"]), **moments}

@@ -150,7 +150,8 @@ def _export_group(engine: Offload, group: Group) -> Iterator[tuple[str, Paramete
 
 
 def _import_group(
-    engine: Offload, group: Group, read: Callable[[str], ParameterState], wanted: Callable[[str], bool], *, with_states: bool
+    engine: Offload, group: Group, read: Callable[[str], ParameterState], wanted: Callable[[str], bool], *,
+    with_states: bool,
 ) -> None:  # fmt: skip
     found = {slot: _checked(slot.name, slot.shape, read(slot.name)) for slot in group.slots if wanted(slot.name)}
     opened = open_weights(engine.storage, group, load=len(found) < len(group.slots))

@@ -182,8 +182,10 @@ class Speculation:
 
     def _abandoned(self, group: Group) -> StepAbandoned:
         return StepAbandoned(
-            f"{group.name!r} of {self._model!r} was updated after its backward, and with undo=False that is final, but the step did not "
-            "come as announced (a second backward, another forward or a read of the weights before step(), changed hyperparameters, "
+            f"{group.name!r} of {self._model!r} was updated after its backward, and with undo=False that is final, but "
+            "the step did not "
+            "come as announced (a second backward, another forward or a read of the weights before step(), changed "
+            "hyperparameters, "
             "step(only=...), or zero_grad() before step()): reload the last checkpoint, and use undo=True"
         )
 

@@ -47,7 +47,8 @@ def _checked(wrap: Callable[..., Any]) -> Callable[..., Any]:
     def check(tensor: Any, *args: Any) -> Any:
         if type(tensor) is OffloadedParameter:
             raise Unsupported(
-                f"torch.func cannot transform a function of the offloaded parameter {tensor._vb_slot.name!r} itself: release(model) first, "
+                f"torch.func cannot transform a function of the offloaded parameter {tensor._vb_slot.name!r} itself: "
+                "release(model) first, "
                 "or transform a function of the inputs alone"
             )
         return wrap(tensor, *args)

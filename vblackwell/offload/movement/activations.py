@@ -142,9 +142,11 @@ class HostBuffers:
             level = self._stack.levels[self.level]
             free = level.capacity_bytes - level.used_bytes
             raise InsufficientMemory(
-                f"{self._name!r} holds {format_bytes(self.num_bytes)} of host memory and needs {format_bytes(num_bytes)} more, but "
+                f"{self._name!r} holds {format_bytes(self.num_bytes)} of host memory and needs "
+                f"{format_bytes(num_bytes)} more, but "
                 f"{level.name} has {format_bytes(free)} free: raise host_memory (the capacity of "
-                "the level), keep more of it on level 0, use a smaller batch, or, where a model's states spill to a disk, keep RAM free of "
+                "the level), keep more of it on level 0, use a smaller batch, or, where a model's states spill to a "
+                "disk, keep RAM free of "
                 "them with activation_bytes=",
                 needed_bytes=num_bytes,
                 available_bytes=free,
@@ -277,7 +279,8 @@ SHARED_CALLS = 3  # what so many checkpoints keep (rotary tables, an encoder's o
 SMALLEST_BYTES = 4 * MiB  # the link needs so much at a time to come near its rate
 HOLES = 2  # a strided tensor may span so many times its bytes
 
-_top_hooks: Callable[[bool], Any] = getattr(torch._C, "_autograd")._top_saved_tensors_default_hooks  # noqa: B009 (untyped)
+_autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 (untyped)
+_top_hooks: Callable[[bool], Any] = _autograd._top_saved_tensors_default_hooks
 
 
 @dataclass(frozen=True)
@@ -298,7 +301,7 @@ class Pass:
     sizes: list[int] = field(default_factory=list)
 
     def enter(self, num_bytes: int) -> bool:
-        """The next boundary; whether it will still be on level 0 when the forward ends, if it goes as the one before."""
+        """The next boundary; whether it will still be on level 0 at the forward's end, if it goes as the one before."""
         rest = self.sizes_before[len(self.sizes) :]
         self.sizes.append(num_bytes)
         return 0 < len(rest) <= NEWEST or 0 < sum(rest) <= self.keep_bytes
@@ -401,7 +404,7 @@ class ActivationStore:
             return {"host_bytes": self._buffers.num_bytes, "level": self._buffers.level, "keep_bytes": self.keep_bytes}
 
     def close(self) -> None:
-        """Give all host memory back to the stack. Idempotent. A graph that still needs something of it gets an error."""
+        """Give all host memory back to the stack. Idempotent. A graph that still needs some of it gets an error."""
         with self._lock:
             self._closed = True
             self._buffers.close()
@@ -497,7 +500,8 @@ class ActivationStore:
         resident = boundary.resident
         if boundary.spoiled or (resident is not None and resident._version != boundary.version):
             raise StaleTensor(
-                f"the input of a checkpointed layer, shape {tuple(boundary.shape)}, was written to in place after the layer had "
+                f"the input of a checkpointed layer, shape {tuple(boundary.shape)}, was written to in place after the "
+                "layer had "
                 "read it, and backward needs it as it was: write into a copy of it"
             )
         if resident is not None:

@@ -87,7 +87,7 @@ class DeviceUpdates:
             self._lane.pump()
 
     def is_deferred(self, group: Group) -> bool:
-        """Whether ``group`` is updated under the next forward even where its update could run right after its backward."""
+        """Whether ``group`` is updated under the next forward even where it could be right after its backward."""
         return group in self._deferred
 
     def start_early(

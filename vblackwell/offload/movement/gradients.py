@@ -57,8 +57,8 @@ class GradientCollector:
     """
 
     def __init__(
-        self, stack: VGPUStack, groups: list[Group], states: GroupStates, storage: Storage, worker: Worker, room: Level0Room,
-        use_of: Callable[[GradientBuffer, bool], UpdateUse], arrived: Callable[[Group], None],
+        self, stack: VGPUStack, groups: list[Group], states: GroupStates, storage: Storage, worker: Worker,
+        room: Level0Room, use_of: Callable[[GradientBuffer, bool], UpdateUse], arrived: Callable[[Group], None],
         free_spare: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._stack = stack
@@ -269,7 +269,8 @@ class GradientCollector:
         return adding
 
     def send_slice(
-        self, slot: Slot, start: int, rows: torch.Tensor, reservation: Reservation, adding: bool, pool: ThreadPoolExecutor
+        self, slot: Slot, start: int, rows: torch.Tensor, reservation: Reservation, adding: bool,
+        pool: ThreadPoolExecutor,
     ) -> None:  # fmt: skip
         """Send ``rows``, from row ``start`` on, through the level-0 ``reservation``, which this ends."""
         self._wait_for_place()

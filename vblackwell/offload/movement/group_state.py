@@ -4,12 +4,12 @@ There is one `GroupState` a group. `Phase` says what the next caller that needs 
 `GroupState.to` alone:
 
     phase      the weights of the last step are                   goes to, when
-    ---------  -------------------------------------------------  --------------------------------------------------------
+    ---------  -------------------------------------------------  -----------------------------------------------------
     STORED     in storage                                         LOADING: their copy to level 0 was queued
     LOADING    on level 0 when a transfer is over                 LOADED: it was waited for; STORED: they were dropped
     LOADED     on level 0                                         STORED: they were dropped
-    EARLY      in storage; an update whose step has not come      STORED: it was rolled back; committed with its step it is
-               was queued (`EarlyUpdate`)                         LOADING where it ran in place on level 0, else UPDATING
+    EARLY      in storage; an update whose step has not come      STORED: it was rolled back; committed with its step
+               was queued (`EarlyUpdate`)                         LOADING where it is in place on level 0, else UPDATING
     DUE        made by an update whose step has come, and which   as EARLY, when it was queued
                is not queued yet
     UPDATING   in storage when an update that is queued is over   STORED: loads, or the caller, are ordered after it

@@ -205,7 +205,7 @@ class HostUpdates:
     def start_early(
         self, group: Group, jobs: list[Job], gradient: torch.Tensor | None, *, final: bool
     ) -> EarlyUpdate | None:
-        """Update ``group`` before its step, from the gradient in host memory; None if there is no room for an undo log."""
+        """Update ``group`` before its step, from the gradient in host memory; None if an undo log has no room."""
         undo = None
         if not final:
             undo = self._undo_log(group, jobs)
@@ -319,7 +319,8 @@ class HostUpdates:
         """
         if self._broken:
             raise StaleTensor(
-                f"an update of model {self._name!r} failed in the background, so some of its groups are a step behind others: go on "
+                f"an update of model {self._name!r} failed in the background, so some of its groups are a step behind "
+                "others: go on "
                 "from a checkpoint (release(model) gives the weights as they are)"
             )
 

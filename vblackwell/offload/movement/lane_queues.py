@@ -47,7 +47,7 @@ class Queue(Protocol):
 
 
 class Copied(NamedTuple):
-    """Copies that were queued: a mark after them, and a transfer that holds no memory and whose clock tells their time."""
+    """Copies that were queued: a mark after them, and a transfer without memory whose clock tells their time."""
 
     end: Mark
     transfer: Transfer

@@ -1,4 +1,4 @@
-"""Room on level 0 and in host memory: who waits for what until bytes are free, and who gives way when a level is full."""
+"""Room on level 0 and in host memory: what is waited for until it is free, and what gives way when there is none."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def current_stream(device: torch.device) -> Any:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-# -- busy until ----------------------------------------------------------------------------------------------------------
+# -- busy until --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -125,7 +125,7 @@ class Stalls:
             self._stack.add_stall(before.elapsed_time(after) / 1e3)
 
 
-# -- room-making ---------------------------------------------------------------------------------------------------------
+# -- room-making -------------------------------------------------------------------------------------------------------
 
 
 def reserve(take: Callable[[], Reservation], *free_some: FreeSome) -> Reservation:
@@ -207,7 +207,8 @@ class Level0Room:
         level = self._stack.levels[0]
         return InsufficientMemory(
             f"{what!r} needs {format_bytes(num_bytes)} on level 0 ({level.name}), which has "
-            f"{format_bytes(level.capacity_bytes)} and everything on it is in use: raise fast_memory (the capacity of level 0)",
+            f"{format_bytes(level.capacity_bytes)} and everything on it is in use: raise fast_memory (the capacity of "
+            "level 0)",
             needed_bytes=num_bytes,
             available_bytes=level.capacity_bytes - level.used_bytes,
         )

@@ -148,7 +148,8 @@ class SlicedEmbedding(nn.Embedding):
         if self._vb_leaf is None:
             return super().forward(input)
         padding = -1 if self.padding_idx is None else self.padding_idx
-        return _Embedding.apply(input, _anchor(self.weight, input), self._vb_leaf, padding)  # type: ignore[return-value]
+        anchor = _anchor(self.weight, input)
+        return _Embedding.apply(input, anchor, self._vb_leaf, padding)  # type: ignore[return-value]
 
 
 def swap_class(module: nn.Module, leaf: SlicedLeaf | None) -> None:

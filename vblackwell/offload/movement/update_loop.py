@@ -99,7 +99,8 @@ def compiled(loop: Callable[..., Any], what: str) -> Callable[..., Any]:
     except Exception as error:  # whatever a later torch has against it: the function itself does the same
         said = " ".join(str(error).split())[:200]
         warnings.warn(
-            f"this torch does not compile the CPU's {what} ({type(error).__name__}: {said}): its threads will wait for each other",
+            f"this torch does not compile the CPU's {what} ({type(error).__name__}: {said}): its threads will wait for "
+            "each other",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -177,8 +178,8 @@ class MasterLoop:
 
     def add(
         self, master: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor, exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor, step: torch.Tensor, factor: torch.Tensor | None, *, lr: float, beta1: float, beta2: float,
-        eps: float, weight_decay: float,
+        exp_avg_sq: torch.Tensor, step: torch.Tensor, factor: torch.Tensor | None, *, lr: float, beta1: float,
+        beta2: float, eps: float, weight_decay: float,
     ) -> None:  # fmt: skip
         """One AdamW step in place on ``master``, ``exp_avg`` and ``exp_avg_sq``; ``weight`` becomes the master, rounded
         with ties away.

@@ -60,8 +60,10 @@ class SavedTensor(NamedTuple):
         """
         if self.tensor._version != self.version:
             raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-                f"{self.tensor.dtype} and shape {tuple(self.tensor.shape)} is at version {self.tensor._version}; expected version "
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                "tensor of "
+                f"{self.tensor.dtype} and shape {tuple(self.tensor.shape)} is at version {self.tensor._version}; "
+                "expected version "
                 f"{self.version}"
             )
         return self.tensor

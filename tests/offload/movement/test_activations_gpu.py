@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.offload.test_activations import moved
+from tests.offload.movement.test_activations import moved
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.nn.decoder.checkpoint import checkpoint
