@@ -25,7 +25,9 @@ class Parsed(Exception):
 def commands() -> list[str]:
     """Whole commands: names alone, such as `vb bench MODEL`, say which command is meant and are no lines to type."""
     found = [first or second for page in PAGES for first, second in COMMAND.findall(page.read_text(encoding="utf-8"))]
-    return sorted({" ".join(command.split()) for command in found if " --" in command})
+    return sorted(
+        {" ".join(command.split()) for command in found if re.match(r"vb \w.* --", " ".join(command.split()))}
+    )
 
 
 def parsed(monkeypatch: pytest.MonkeyPatch, command: str) -> dict[str, Any]:
