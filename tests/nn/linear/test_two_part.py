@@ -367,3 +367,21 @@ def test_torch_func_transforms_a_layer_in_training():
     got = torch.func.grad(lambda rows: layer(rows).sum())(x)
     torch.testing.assert_close(got, expected.grad, rtol=1e-6, atol=1e-6)  # the same products
     torch.testing.assert_close(torch.func.vmap(layer)(x), layer(x), rtol=1e-6, atol=1e-6)
+
+
+def test_parts_are_moved_loaded_and_assigned_as_those_of_any_packed_linear():
+    layer, x = VBOptimizedLinear(48, 32, bias=False).quantize(), torch.randn(3, 48)
+    y, state = layer(x), layer.state_dict()
+    twin = copy.deepcopy(layer).half().to("cpu").float()
+    assert torch.equal(twin(x), y) and twin.weight_codes.data_ptr() != layer.weight_codes.data_ptr()
+    fresh = VBOptimizedLinear(48, 32, bias=False, device="meta")
+    fresh.load_state_dict(state, assign=True)
+    assert torch.equal(fresh(x), y) and fresh.has_fine
+    loaded = VBOptimizedLinear(48, 32, bias=False)
+    loaded.load_state_dict({name: tensor for name, tensor in state.items() if name != "weight_fine"})
+    assert loaded.is_quantized and not loaded.has_fine  # its coarse part alone
+    for name in ("weight_scales", "weight_meta"):
+        with pytest.raises(CorruptData, match=name):
+            VBOptimizedLinear(48, 32, bias=False).load_state_dict(
+                {key: each for key, each in state.items() if key != name}
+            )
