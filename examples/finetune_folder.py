@@ -2,7 +2,7 @@
 
     python examples/finetune_folder.py Qwen/Qwen3-0.6B out "text to learn"
 
-Without arguments a small random Qwen3 is written, trained on a few numbers and saved beside the script's working directory.
+Without arguments a small random Qwen3 is written, trained on a few numbers and saved in the working directory.
 """
 
 import sys

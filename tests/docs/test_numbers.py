@@ -154,3 +154,12 @@ def test_the_readme_claims_nothing_else():
             model, speed = task.split(": ")
             first = next(cells for cells in rows(section) if cells[0] == kind)
             assert (first[1], first[3]) == (model, speed.removesuffix(" tokens/s")), (name, kind)
+
+
+@pytest.mark.parametrize("name", ["offload", "estimate"])
+def test_pages_claim_what_results_or_the_journal_have(name: str):
+    """Numbers that stand in sentences, outside of code, and are not sizes: those were measured."""
+    page = (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
+    page = re.sub(r"^```.*?^```|`[^`]+`", "", page, flags=re.DOTALL | re.MULTILINE)
+    journal = (ROOT / f"docs/journal/{name}.md").read_text(encoding="utf-8")
+    assert numbers(page) and numbers(page) <= numbers(RESULTS) | numbers(journal)

@@ -1,5 +1,6 @@
 """The README tells the truth where a machine can check it."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -88,3 +89,16 @@ def test_every_example_is_listed():
 def test_what_is_unreleased_is_read_in_five_minutes():
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## Unreleased\n")[1].split("\n## ")[0]
     assert len(changes.split()) <= MAX_UNRELEASED_WORDS
+
+
+@pytest.mark.parametrize("page", [path for path in PAGES if "journal" not in path.parts], ids=lambda page: page.name)
+def test_names_can_be_imported(page: Path):
+    """Of the public names that a page mentions, and of the imports in its Python."""
+    import vblackwell
+
+    text = page.read_text(encoding="utf-8")
+    for name in re.findall(r"\bvb\.([A-Za-z_]\w*)", text):
+        assert hasattr(vblackwell, name), name
+    for module, names in re.findall(r"^from (vblackwell[\w.]*) import (.*)$", text, re.MULTILINE):
+        imported = importlib.import_module(module)
+        assert all(hasattr(imported, name) for name in names.split(", ")), (module, names)
