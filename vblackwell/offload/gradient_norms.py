@@ -1,9 +1,9 @@
-"""What users do with norms of gradients that have left level 0: clip them, and step the groups with the largest."""
+"""Norms of gradients that have left level 0: clip by them, and choose the groups with the largest."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -53,34 +53,6 @@ def clip_grad_norm_(model: nn.Module | Iterable[torch.Tensor], max_norm: float) 
     for (engine, group), slots in offloaded.items():
         engine.gradients.scale_later(group, slots, factor.cpu())  # type: ignore[attr-defined]
     return total
-
-
-class Selection:
-    """The parameters that a step is restricted to; everything where ``only`` is None.
-
-    Raises:
-        ConfigurationError: a key names no group of the optimizer's models.
-    """
-
-    def __init__(self, engines: Sequence[Any], only: Iterable[Any] | None) -> None:
-        self._all = only is None
-        self._params: set[torch.Tensor] = set()
-        by_key = {group_key(engine, group): group for engine in engines for group in engine.groups}
-        for item in only or ():
-            if isinstance(item, torch.Tensor):
-                self._params.add(item)
-            elif item in by_key:
-                self._params.update(slot.param for slot in by_key[item].slots)
-            else:
-                raise ConfigurationError(
-                    f"only={item!r} is neither a parameter nor a group such as {next(iter(by_key), None)!r}"
-                )
-
-    def has_slot(self, slot: Slot) -> bool:
-        return self._all or slot.param in self._params
-
-    def has_param(self, param: torch.Tensor) -> bool:
-        return self._all or param in self._params
 
 
 def select_top_k_gradients(model: nn.Module, fraction: float) -> list[Any]:

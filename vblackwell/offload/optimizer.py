@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.offload.engine import Offload, locked
-from vblackwell.offload.gradient_norms import Selection
+from vblackwell.offload.hooks import group_key
 from vblackwell.offload.layout.formats import MOMENTS
 from vblackwell.offload.layout.groups import Slot
 from vblackwell.offload.movement.group_state import Hyper
@@ -38,6 +38,34 @@ from vblackwell.offload.state import read_slot_states, write_slot_states
 
 # Without the profiling and grad-mode layers that torch puts around the step of each class: ours has them already.
 _ADAMW_STEP = inspect.unwrap(torch.optim.AdamW.step)
+
+
+class Selection:
+    """The parameters that a step is restricted to; everything where ``only`` is None.
+
+    Raises:
+        ConfigurationError: a key names no group of the optimizer's models.
+    """
+
+    def __init__(self, engines: Sequence[Any], only: Iterable[Any] | None) -> None:
+        self._all = only is None
+        self._params: set[torch.Tensor] = set()
+        by_key = {group_key(engine, group): group for engine in engines for group in engine.groups}
+        for item in only or ():
+            if isinstance(item, torch.Tensor):
+                self._params.add(item)
+            elif item in by_key:
+                self._params.update(slot.param for slot in by_key[item].slots)
+            else:
+                raise ConfigurationError(
+                    f"only={item!r} is neither a parameter nor a group such as {next(iter(by_key), None)!r}"
+                )
+
+    def has_slot(self, slot: Slot) -> bool:
+        return self._all or slot.param in self._params
+
+    def has_param(self, param: torch.Tensor) -> bool:
+        return self._all or param in self._params
 
 
 class VGPUAdamW(torch.optim.AdamW):

@@ -213,12 +213,6 @@ def has_truth(param: torch.Tensor) -> bool:
     return len(place[1]) > 1 or place[0].group.formats.stochastic
 
 
-def has_packed_state(param: torch.Tensor) -> bool:
-    """Whether ``param`` is resident and has 8-bit moments."""
-    place = _place_of(param)
-    return place is not None and place[0].group.formats.packed
-
-
 def updates_here(param: torch.Tensor) -> bool:
     """Whether `update_resident`, not torch's own AdamW, gives ``param`` the bits of a streamed run."""
     place = _place_of(param)
