@@ -27,13 +27,13 @@ from tests.kernels.test_adamw import PLAIN, random_states
 from tests.kernels.test_adamw8 import States8
 from vblackwell.kernels.attention import launch as attention_launch
 from vblackwell.kernels.attention import plan as attention_plan
-from vblackwell.kernels.attention.decode import decode_attention, store_rotated
+from vblackwell.kernels.attention.decode import decode_attention
 from vblackwell.kernels.fp4 import launch as fp4_launch
 from vblackwell.kernels.fp4 import layout, mma_plan, two_part, two_part_round, w4a8
 from vblackwell.kernels.optimizer.adamw import BLOCK, AdamWStep, norm_of, square_sums
 from vblackwell.kernels.pointwise.cross_entropy import linear_cross_entropy
 from vblackwell.kernels.pointwise.rms_norm import rms_norm
-from vblackwell.kernels.pointwise.rotary import rotary
+from vblackwell.kernels.pointwise.rotary import rotary, store_rotated
 from vblackwell.kernels.pointwise.sampling import sample_tokens
 from vblackwell.kernels.pointwise.swiglu import swiglu, swiglu_linear
 from vblackwell.kernels.runtime import launch
@@ -199,7 +199,7 @@ def samples() -> None:
         sample_tokens(normal(3, 1500), seeds, seeds, top_k=20, top_p=0.9, min_p=0.01)
 
 
-@case("decode_triton._store", "decode_triton._attend", "decode_triton._join")
+@case("rotary_triton._store", "decode_triton._attend", "decode_triton._join")
 def decoding() -> None:
     q, k, v = normal(2, 4, 24), normal(2, 2, 24), normal(2, 2, 24)
     keys, values, at = normal(2, 2, 200, 24), normal(2, 2, 200, 24), here(torch.tensor([150]))

@@ -7,8 +7,8 @@ import torch
 
 from tests.kernels.fused_oracle import DEVICE, normal
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.attention.decode import decode_attention, store_rotated
-from vblackwell.kernels.pointwise.rotary import rotary
+from vblackwell.kernels.attention.decode import decode_attention
+from vblackwell.kernels.pointwise.rotary import rotary, store_rotated
 from vblackwell.kernels.runtime.registry import use_backend
 from vblackwell.nn.attention.rotary import rotary_tables
 

@@ -49,7 +49,7 @@ def cases(capability):
     yield cross_entropy_triton._loss_and_gradient, {
         "WORDS": 128256, "GRADIENTS": True, "BLOCK": cross_entropy_triton.BLOCK}, cross_entropy_triton.WARPS
     yield cross_entropy_triton._scale, {"BLOCK": 2048}, 4
-    yield decode_attention_triton._store, {"N": 32, "K": 8, "HALF": 64, "BLOCK": 64}, 1
+    yield rotary_triton._store, {"N": 32, "K": 8, "HALF": 64, "BLOCK": 64}, 1
     yield decode_attention_triton._attend, {
         "K": 8, "G": 4, "H": 256, "WIDE": 256, "PARTS": 9, "KEYS": decode_attention_triton.keys_at_once(2)}, 4
     yield decode_attention_triton._join, {"H": 128, "WIDE": 128, "PARTS": 9, "MANY": 16}, 2

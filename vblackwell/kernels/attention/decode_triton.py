@@ -1,4 +1,4 @@
-"""Triton kernels of decode_attention.py: one that fills the cache, one that attends to a part of it, one that joins the parts.
+"""Triton kernels of decode.py: one that attends to a part of the cache, one that joins the parts.
 
 Keys and values of a few dozen positions go through tensor cores against the queries that share them, padded to 16 rows: the products
 are free beside the bytes. How many parts there are depends on sizes alone, never on the position, so a graph holds for every length;
@@ -22,39 +22,6 @@ from vblackwell.kernels.runtime.registry import on_device
 _PROGRAMS = 528  # four for each multiprocessor of the largest GPU that this was made for
 _MOST_PARTS = 32
 _LOG2_E = math.log2(math.e)
-
-
-@triton.jit
-def _store(
-    q_ptr, k_ptr, v_ptr, out_ptr, keys_ptr, values_ptr, cos_ptr, sin_ptr, position_ptr, q_b, q_n, k_b, k_n, v_b, v_n,
-    cache_b, cache_k, cache_t, N: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One head of one row: a query, a key or a value."""
-    b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    position = tl.load(position_ptr)
-    h = tl.arange(0, BLOCK)
-    inside = h < HALF
-    if head >= N + K:
-        at = v_ptr + b * v_b + (head - N - K) * v_n + h
-        to = values_ptr + b * cache_b + (head - N - K) * cache_k + position * cache_t + h
-        tl.store(to, tl.load(at, inside), inside)
-        tl.store(to + HALF, tl.load(at + HALF, inside), inside)
-    else:
-        table = position * (2 * HALF) + h
-        cos1 = tl.load(cos_ptr + table, inside, other=0.0)
-        cos2 = tl.load(cos_ptr + table + HALF, inside, other=0.0)
-        sin1 = tl.load(sin_ptr + table, inside, other=0.0)
-        sin2 = tl.load(sin_ptr + table + HALF, inside, other=0.0)
-        if head < N:
-            at = q_ptr + b * q_b + head * q_n + h
-            to = out_ptr + (b * N + head) * (2 * HALF) + h
-        else:
-            at = k_ptr + b * k_b + (head - N) * k_n + h
-            to = keys_ptr + b * cache_b + (head - N) * cache_k + position * cache_t + h
-        left = tl.load(at, inside, other=0.0).to(tl.float32)
-        right = tl.load(at + HALF, inside, other=0.0).to(tl.float32)
-        tl.store(to, (left * cos1 - right * sin1).to(out_ptr.dtype.element_ty), inside)
-        tl.store(to + HALF, (right * cos2 + left * sin2).to(out_ptr.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -118,24 +85,6 @@ def keys_at_once(itemsize: int) -> int:
 def parts_of(rows: int, kv_heads: int, positions: int, keys: int) -> int:
     """Into how many parts the positions of a cache are cut."""
     return max(1, min(_MOST_PARTS, -(-_PROGRAMS // (rows * kv_heads)), -(-positions // keys)))
-
-
-def store(
-    q_BNH: Tensor, k_BKH: Tensor, v_BKH: Tensor, keys_BKTH: Tensor, values_BKTH: Tensor, cos_TH: Tensor, sin_TH: Tensor,
-    position_1: Tensor,
-) -> Tensor:  # fmt: skip
-    """As `store_rotated`."""
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BNH, k_BKH, v_BKH))
-    assert keys_BKTH.stride() == values_BKTH.stride() and keys_BKTH.stride(-1) == 1
-    batch, heads, width = q.shape
-    out = torch.empty((batch, heads, width), dtype=q.dtype, device=q.device)
-    with on_device(q):
-        _store[(batch, heads + 2 * k.shape[1])](
-            q, k, v, out, keys_BKTH, values_BKTH, cos_TH.contiguous(), sin_TH.contiguous(), position_1,
-            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *keys_BKTH.stride()[:3],
-            N=heads, K=k.shape[1], HALF=width // 2, BLOCK=triton.next_power_of_2(width // 2), num_warps=1,
-        )  # fmt: skip
-    return out
 
 
 def attend(q_BNH: Tensor, keys_BKTH: Tensor, values_BKTH: Tensor, position_1: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.kernels.pointwise.rotary import empty_of
+from vblackwell.kernels.runtime.op import empty_of
 from vblackwell.kernels.runtime.registry import on_device, refuse_forward_mode
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -60,3 +60,8 @@ def register_autocast(op: Any, cast_input: bool = True) -> None:
 
     for key in _KEYS.values():
         _LIBRARY.impl(name, kernel, key.name)
+
+
+def empty_of(x: Tensor) -> Tensor:
+    """An empty tensor in the strides of ``x``, but for adjacent elements in the last dimension."""
+    return torch.empty_like(x) if x.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
