@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "vblackwell"
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMES = {path.name for area in ("vblackwell", "tests", "benchmarks", "docs") for path in (ROOT / area).rglob("*.*")}
 
 
 def test_every_package_has_a_line():
@@ -21,10 +22,12 @@ def test_every_package_has_a_line():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_exist(page: Path):
-    """A path in code type with a folder and a suffix: from the root, from the package, or from benchmarks."""
-    for name in re.findall(
-        r"`([\w-]+(?:/[\w-]+)+\.(?:py|cu|cuh|csv|md|c))(?::[\w.]+)?`", page.read_text(encoding="utf-8")
-    ):
-        if name.startswith("runs/"):
-            continue
-        assert any((root / name).is_file() for root in (ROOT, PACKAGE)), f"{page.name} names {name}"
+    """A path with a folder and a suffix, from the root or from the package; and a file's name alone, anywhere."""
+    text = page.read_text(encoding="utf-8")
+    code = re.findall(r"`((?:[\w-]+/)*[\w-]+\.(?:py|cu|cuh|csv|c))(?::[\w.]+)?`", text)
+    words = re.findall(r"\b((?:tests|benchmarks|examples|docs)/[\w/-]+\.\w+)", text)
+    for name in {*code, *words}:
+        if "/" in name:
+            assert any((root / name).is_file() for root in (ROOT, PACKAGE)), f"{page.name} names {name}"
+        else:
+            assert name in NAMES, f"{page.name} names {name}"
