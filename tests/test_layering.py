@@ -92,7 +92,6 @@ NEVER: dict[str, dict[str, set[str]]] = {
 
 # (importer, imported): imports that point up or sideways, or close a circle.
 KNOWN_IMPORTS: set[tuple[str, str]] = {
-    ("vblackwell/kernels/pointwise/sampling_triton.py", "vblackwell/kernels/pointwise/sampling.py"),
     ("vblackwell/planner/estimator.py", "vblackwell/memory/disk.py"),
     ("vblackwell/planner/what_fits.py", "vblackwell/generate/cache_shape.py"),
     ("vblackwell/planner/what_fits.py", "vblackwell/generate/room.py"),

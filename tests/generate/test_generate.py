@@ -34,7 +34,7 @@ from vblackwell.generate.load import load_model, resolve_model
 from vblackwell.generate.pace import Pace
 from vblackwell.generate.room import read_in_chunks
 from vblackwell.generate.sampling import Arrival, Sampling, sample
-from vblackwell.kernels.pointwise.sampling import kept_tokens
+from vblackwell.kernels.pointwise.sampling_reference import kept_tokens
 from vblackwell.nn.decoder.decoder import Decoder
 
 

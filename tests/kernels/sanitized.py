@@ -191,7 +191,7 @@ def losses() -> None:
         linear_cross_entropy(hidden, weight, here(torch.arange(11)), chunk_tokens=5).backward()
 
 
-@case("sampling_triton._best", "sampling_triton._first", "sampling_cut_triton._least_key")
+@case("sampling_triton._best", "sampling_triton._first", "sampling_triton._least_key")
 def samples() -> None:
     with use_backend("sampling", "triton"):
         seeds = here(torch.arange(3))

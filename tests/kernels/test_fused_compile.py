@@ -22,7 +22,7 @@ from vblackwell.kernels.pointwise import rms_norm_triton
 from vblackwell.kernels.pointwise import rotary_triton
 from vblackwell.kernels.pointwise import swiglu_triton
 from vblackwell.kernels.fp4 import encode_triton
-from vblackwell.kernels.pointwise import sampling_cut_triton
+from vblackwell.kernels.pointwise import sampling_triton
 
 def rms(width, stages):
     rows, block, warps = rms_norm_triton.tile_of(width)
@@ -53,7 +53,7 @@ def cases(capability):
     yield decode_attention_triton._attend, {
         "K": 8, "G": 4, "H": 256, "WIDE": 256, "PARTS": 9, "KEYS": decode_attention_triton.keys_at_once(2)}, 4
     yield decode_attention_triton._join, {"H": 128, "WIDE": 128, "PARTS": 9, "MANY": 16}, 2
-    yield sampling_cut_triton._least_key, {"WORDS": 128256, "LANES": sampling_cut_triton.LANES}, sampling_cut_triton.WARPS
+    yield sampling_triton._least_key, {"WORDS": 128256, "LANES": sampling_triton.CUT_LANES}, sampling_triton.CUT_WARPS
     yield encode_triton._encode, {"BLOCKS": encode_triton.BLOCKS}, 4
     yield encode_triton._words, {"BLOCK": encode_triton.TILE_BLOCK}, 4
     yield encode_triton._scales, {"BLOCK": encode_triton.TILE_BLOCK}, 4

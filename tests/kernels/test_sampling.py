@@ -10,8 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels.fused_oracle import DEVICE, normal, poisoned
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.kernels.pointwise import sampling_cut_triton
-from vblackwell.kernels.pointwise.sampling import GROUP, exponential, gumbel, kept_tokens, philox, sample_tokens
+from vblackwell.kernels.pointwise import sampling_triton
+from vblackwell.kernels.pointwise.sampling import sample_tokens
+from vblackwell.kernels.pointwise.sampling_reference import GROUP, exponential, gumbel, kept_tokens, philox
 from vblackwell.kernels.runtime.registry import use_backend
 
 SETTINGS = [
@@ -191,7 +192,7 @@ def test_what_is_kept_by_a_probability_of_almost_one():
 
 def test_what_lanes_have_dropped_is_looked_for(monkeypatch):
     """16 lanes keep four words each of rows of 83: where the answer may lie below those, the whole row is searched."""
-    monkeypatch.setattr(sampling_cut_triton, "LANES", 16)
+    monkeypatch.setattr(sampling_triton, "CUT_LANES", 16)
     lanes = torch.arange(83, device=DEVICE) % 16
     spread = normal(83, seed=5) * 3
     one_lane = spread + 20.0 * (lanes == 3)
@@ -205,7 +206,7 @@ def test_what_lanes_have_dropped_is_looked_for(monkeypatch):
         torch.zeros(len(rows), device=DEVICE),
     )  # fmt: skip
     temperature = torch.full((len(rows),), 0.8, device=DEVICE)
-    least = sampling_cut_triton.least_keys(torch.stack([row for row, _, _ in rows]), temperature, *cuts)
+    least = sampling_triton.least_keys(torch.stack([row for row, _, _ in rows]), temperature, *cuts)
     possible = scaled > float("-inf")  # what is not has no probability: whether it is kept is nobody's concern
     assert torch.equal(from_key_on(scaled, least) & possible, kept_tokens(scaled, *cuts) & possible)
 
@@ -255,13 +256,13 @@ def test_a_backend_by_name_says_why_not(monkeypatch):
 def test_lanes_that_drop_words_on_a_gpu():
     """Compiled, with the lanes that are in use: few likely words, thousands of them (top_p of a flat row), and all in one lane."""
     logits = normal(3, 128_000, seed=6) * column(4.0, 0.5, 4.0, dtype=torch.float32)[:, None]
-    logits[2, :: sampling_cut_triton.LANES] += 30.0
+    logits[2, :: sampling_triton.CUT_LANES] += 30.0
     for options in ({"top_k": 50}, {"top_k": 3000}, {"top_p": 0.9}, {"top_k": 200, "top_p": 0.5}):
         top_k, top_p = options.get("top_k", 0), options.get("top_p", 1.0)
         cuts = (
             column(*[top_k] * 3, dtype=torch.int32), column(*[top_p] * 3, dtype=torch.float32), column(0, 0, 0, dtype=torch.float32),
         )  # fmt: skip
-        least = sampling_cut_triton.least_keys(logits, column(1, 1, 1, dtype=torch.float32), *cuts)
+        least = sampling_triton.least_keys(logits, column(1, 1, 1, dtype=torch.float32), *cuts)
         kept = from_key_on(logits, least)
         # fp32 sums of 128,000 terms against float64: a few words at the edge of top_p may fall on its other side
         assert (kept != kept_tokens(logits, *cuts)).sum(1).max() <= (0 if top_p == 1 else 64)
