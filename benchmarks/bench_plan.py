@@ -49,10 +49,10 @@ from vblackwell.machine.rates import Rates
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.measure import as_rates, cpu_rates, gpu_rates, group_seconds
-from vblackwell.planner.estimator import Run
 from vblackwell.planner.forecast import Forecast, Machine, plan_of
 from vblackwell.planner.model_spec import of_decoder
 from vblackwell.planner.placement import Bounds, Choice, Space
+from vblackwell.planner.run import Run
 from vblackwell.units import GiB, parse_bytes
 
 SHAPES = {

@@ -32,7 +32,8 @@ from torch import nn
 
 from vblackwell import VGPUAdamW, VGPUStack, enable_vgpu_stack_optimization, release
 from vblackwell.machine.facts import list_gpus
-from vblackwell.memory.cache.config import LevelConfig, default_disk_path
+from vblackwell.machine.limits import default_disk_path
+from vblackwell.memory.cache.config import LevelConfig
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.gpu import DeviceLevel
 from vblackwell.memory.host import HostLevel

@@ -12,7 +12,7 @@ from vblackwell.machine.gpus import context_bytes, find_gpu
 from vblackwell.machine.rates import assumed_rates
 from vblackwell.planner.placement import Bounds
 from vblackwell.planner.what_fits import TASKS, Place, WhatFits
-from vblackwell.planner.what_fits_command import assumptions, markdown
+from vblackwell.tools.what_fits import assumptions, markdown
 from vblackwell.train.auto import HOST_SHARE
 from vblackwell.units import GiB
 

@@ -91,14 +91,7 @@ NEVER: dict[str, dict[str, set[str]]] = {
 # -- what is not yet in order ------------------------------------------------------------------------------------------
 
 # (importer, imported): imports that point up or sideways, or close a circle.
-KNOWN_IMPORTS: set[tuple[str, str]] = {
-    ("vblackwell/planner/estimator.py", "vblackwell/memory/disk.py"),
-    ("vblackwell/planner/what_fits.py", "vblackwell/generate/cache_shape.py"),
-    ("vblackwell/planner/what_fits.py", "vblackwell/generate/room.py"),
-    ("vblackwell/planner/what_fits_command.py", "vblackwell/memory/cache/config.py"),
-    ("vblackwell/planner/what_fits_command.py", "vblackwell/offload/measure.py"),
-    ("vblackwell/planner/what_fits_command.py", "vblackwell/train/auto.py"),
-}
+KNOWN_IMPORTS: set[tuple[str, str]] = set()
 # Files in folders of more than 20.
 KNOWN_FOLDERS: dict[str, int] = {
     "tests/kernels": 46,
@@ -111,7 +104,7 @@ KNOWN_LONG_FILES: set[str] = {
     "tests/offload/test_model_in_use.py",
 }
 # Lines of more than 120 columns; lower the number when they become fewer.
-KNOWN_LONG_LINES: dict[str, int] = {"vblackwell": 900, "tests": 445, "benchmarks": 340}
+KNOWN_LONG_LINES: dict[str, int] = {"vblackwell": 593, "tests": 445, "benchmarks": 340}
 
 
 @functools.cache

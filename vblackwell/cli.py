@@ -376,7 +376,7 @@ def _what_fits(given: dict[str, Any]) -> int:
                 f"--{name.replace('_', '-')} belongs to a MODEL: vb estimate MODEL ..., or without one --gpu, --ram "
                 "and --disk"
             )
-    from vblackwell.planner.what_fits_command import what_fits_command
+    from vblackwell.tools.what_fits import what_fits_command
 
     values = (given.get(name) for name in ("gpu", "host_memory", "disk_memory"))
     return what_fits_command(*values, as_json=given.get("json", False))

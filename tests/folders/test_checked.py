@@ -16,7 +16,7 @@ from tests.generate.test_streamed_generate import folder_of, tokenizer  # noqa: 
 from vblackwell.cli import main
 from vblackwell.errors import ConfigurationError
 from vblackwell.folders.checked import check_weights
-from vblackwell.planner.model_spec import find_subject
+from vblackwell.planner.model_spec import find_model
 
 STREAMED = ["--fast-memory", "128KiB", "--host-memory", "4MiB"]
 
@@ -151,7 +151,7 @@ def test_hub_ids_come_from_the_cache_or_say_what_to_do(folder_of, tmp_path, monk
     assert main(["generate", *streamed]) == 0 and capsys.readouterr().out == said != ""
     assert main(["quantize", "--model", "owner/whole", "--out", str(tmp_path / "packed"), "--device", "cpu"]) == 0
     assert (tmp_path / "packed/config.json").is_file()
-    assert find_subject("owner/whole", {}, 16).vocab_size == find_subject("owner/cut", {}, 16).vocab_size == 259
+    assert find_model("owner/whole", {}, 16).vocab_size == find_model("owner/cut", {}, 16).vocab_size == 259
     capsys.readouterr()
     for name, reason in (("cut", "safetensors"), ("nothing", "not to be downloaded")):
         remedy = f"run `hf download owner/{name} --local-dir DIR`"

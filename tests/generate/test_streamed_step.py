@@ -11,7 +11,6 @@ from tests.offload.conftest import make_stack  # noqa: F401 - a fixture
 from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.generate import streamed_step as module
 from vblackwell.generate.batch import columns
-from vblackwell.generate.cache_shape import cache_shape
 from vblackwell.generate.generate import draws, stepper
 from vblackwell.generate.sampling import Sampling
 from vblackwell.generate.stacked_cache import StackedCache
@@ -20,6 +19,7 @@ from vblackwell.generate.streamed_step import StreamedStep, reasons_against, str
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.convert.assignment import Assignment
 from vblackwell.offload.api import offload_of
+from vblackwell.offload.layout.generation import cache_shape
 from vblackwell.tools.quantize import quantize_folder
 
 PROMPT, COUNT = 9, 5

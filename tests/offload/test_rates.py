@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from vblackwell.machine.gpus import find_gpu, known_as
-from vblackwell.machine.measured import keep, rates_of
-from vblackwell.machine.rates import Rates, assumed_rates
+from vblackwell.machine.rates import Rates, assumed_rates, keep_rates, rates_of
 from vblackwell.offload import host_rates
 from vblackwell.offload import measure as measuring
 from vblackwell.offload.api import offload_of
@@ -43,7 +42,7 @@ def test_rates_are_kept_and_read_again(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     card = find_gpu("H200")
     assert rates_of(card).source == "data sheet of H200"
-    keep("NVIDIA H200", replace(MEASURED, source="measured here"))
+    keep_rates("NVIDIA H200", replace(MEASURED, source="measured here"))
     assert rates_of(card) == replace(MEASURED, source="measured here")
     assert rates_of(find_gpu("H100")).source == "data sheet of H100"
     (path,) = (tmp_path / "vblackwell" / "rates").glob("*.json")

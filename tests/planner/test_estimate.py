@@ -8,7 +8,6 @@ from torch import nn
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.machine.gpus import find_gpu
-from vblackwell.planner.known_models import KNOWN_MODELS
 from vblackwell.planner.memory_estimate import (
     OPTIMIZERS,
     Batches,
@@ -17,6 +16,7 @@ from vblackwell.planner.memory_estimate import (
     optimizer_named,
     peak_of,
 )
+from vblackwell.planner.model_spec import KNOWN_MODELS
 from vblackwell.trace.allocator import replay
 from vblackwell.trace.causal_lm import build_causal_lm, language_batch, language_loss, plain_batches
 from vblackwell.trace.trace import CATEGORIES, Trace, trace_training
@@ -106,10 +106,10 @@ def test_any_batch_follows_from_two(kind):
 def test_the_largest_batch_is_the_boundary():
     family = Batches(lambda batch: trace_of("llama", batch))
     cap = 400 << 20
-    batch = family.largest(lambda trace: replay(trace, cap).fits)
+    batch = family.largest(lambda size, trace: replay(trace, cap).fits)
     assert batch > 4 and replay(family.at(batch), cap).fits and not replay(family.at(batch + 1), cap).fits
-    assert family.largest(lambda trace: False) == 0
-    assert family.largest(lambda trace: True, most=100) == 100
+    assert family.largest(lambda size, trace: False) == 0
+    assert family.largest(lambda size, trace: True, at_most=100) == 100
 
 
 def test_a_size_that_stops_growing_does_not_mislead():
@@ -120,8 +120,8 @@ def test_a_size_that_stops_growing_does_not_mislead():
 
     family = Batches(trace_at)
     assert family.at(9).sizes == (1010 * 9,) and trace_at(9).sizes == (5090,)
-    assert family.largest(lambda trace: trace.sizes[0] <= 5500) == 50
-    assert family.largest(lambda trace: trace.sizes[0] <= 5059) == 5
+    assert family.largest(lambda size, trace: trace.sizes[0] <= 5500) == 50
+    assert family.largest(lambda size, trace: trace.sizes[0] <= 5059) == 5
 
 
 def test_fits_keeps_the_margin():

@@ -14,9 +14,10 @@ from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.planner.estimate.advice import advice_of, fused
 from vblackwell.planner.estimate.command import estimate_command
 from vblackwell.planner.estimate.result import Estimated
-from vblackwell.planner.estimator import PLENTY, Run, estimate_offload
 from vblackwell.planner.memory_estimate import estimate_trace
 from vblackwell.planner.model_spec import of_config, of_decoder
+from vblackwell.planner.offload_estimate import PLENTY, estimate_offload
+from vblackwell.planner.run import Run
 from vblackwell.units import GiB, MiB
 
 
@@ -76,8 +77,8 @@ def test_a_stack_that_needs_fused_operators_is_advised_with_them():
 
 
 def test_what_is_done_already_is_not_advised():
-    subject = of_decoder("decoder", DecoderConfig(512, 64, 128, 2, 2, max_position=64))
-    run = Run(subject, 64, "adamw-fused", "bf16", checkpointing=True, expandable=True)
+    spec = of_decoder("decoder", DecoderConfig(512, 64, 128, 2, 2, max_position=64))
+    run = Run(spec, 64, "adamw-fused", "bf16", checkpointing=True, expandable=True)
     trace = run.trace(1)
     assert advice_of(Estimated("decoder", run, 1, trace, estimate_trace(trace), None, GiB, False)) == ()
 

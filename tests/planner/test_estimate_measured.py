@@ -11,14 +11,15 @@ import torch
 from torch import nn
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory
-from vblackwell.planner import model_spec as subject_module
+from vblackwell.planner import model_spec as model_spec
 from vblackwell.planner.estimate import command as estimate
 from vblackwell.planner.estimate import measured as estimate_measured
 from vblackwell.planner.estimate.command import estimate_command
 from vblackwell.planner.estimate.measured import measure_run
-from vblackwell.planner.estimator import NOT_STATE, Run
 from vblackwell.planner.memory_estimate import estimate_trace, peak_of
-from vblackwell.planner.model_spec import find_subject
+from vblackwell.planner.model_spec import find_model
+from vblackwell.planner.offload_estimate import NOT_STATE
+from vblackwell.planner.run import Run
 from vblackwell.trace.trace import Untraceable
 from vblackwell.trace.workspace import CUBLAS_BYTES, CUBLASLT_BYTES
 
@@ -77,7 +78,7 @@ def factories(tmp_path, monkeypatch):
 
 
 def run_of(name: str) -> Run:
-    return Run(find_subject(f"reading_models:{name}", {}, 32), 32, "adamw-for-loop")
+    return Run(find_model(f"reading_models:{name}", {}, 32), 32, "adamw-for-loop")
 
 
 def test_what_is_measured_is_what_a_trace_says_where_there_is_one():
@@ -120,16 +121,16 @@ def test_a_model_that_reads_its_tensors_is_measured_and_the_report_says_so(capsy
 
 
 def test_a_factory_that_needs_values_is_built_for_real_and_traced(capsys):
-    subject = find_subject("reading_models:Valued", {}, 32)
-    assert subject.note is not None and "cannot be built on device 'meta' (RuntimeError: " in subject.note
-    model = subject.build(torch.float32)
+    spec = find_model("reading_models:Valued", {}, 32)
+    assert spec.note is not None and "cannot be built on device 'meta' (RuntimeError: " in spec.note
+    model = spec.build(torch.float32)
     assert all(param.is_meta for param in model.parameters()) and model.rate == 0.75
     assert replace(run_of("Valued").trace(4), work=()) == replace(run_of("Plain").trace(4), work=())
     arguments = ("reading_models:Valued", None, None, 4, 32, "adamw", "fp32", False, False, None, None, True)
     assert estimate_command(*arguments) == 0
     out, err = capsys.readouterr()
     report = json.loads(out)
-    assert report["method"] == "traced" and subject.note == report["assumptions"][0] == err.strip()
+    assert report["method"] == "traced" and spec.note == report["assumptions"][0] == err.strip()
 
 
 def test_a_module_that_is_neither_built_nor_copied_on_meta_is_measured(capsys):
@@ -145,11 +146,11 @@ def test_a_factory_that_cannot_be_built_at_all(monkeypatch):
     with pytest.raises(
         ConfigurationError, match="cannot be built: KeyError: 'no such layer'; on device 'meta': RuntimeError"
     ):
-        find_subject("reading_models:missing", {}, 32)
-    few = replace(subject_module.memory_facts(), available_bytes=COUNT)
-    monkeypatch.setattr(subject_module, "memory_facts", lambda: few)
+        find_model("reading_models:missing", {}, 32)
+    few = replace(model_spec.memory_facts(), available_bytes=COUNT)
+    monkeypatch.setattr(model_spec, "memory_facts", lambda: few)
     with pytest.raises(InsufficientMemory, match="for real it takes more than the .* of RAM that were free"):
-        find_subject("reading_models:Valued", {}, 32)
+        find_model("reading_models:Valued", {}, 32)
 
 
 def test_what_cannot_be_measured_is_refused(monkeypatch):
@@ -157,7 +158,7 @@ def test_what_cannot_be_measured_is_refused(monkeypatch):
         measure_run(run_of("Failing"), 4)
     bare = run_of("Reading")
     with pytest.raises(Untraceable, match="has no factory"):
-        measure_run(replace(bare, subject=replace(bare.subject, make=None)), 4)
+        measure_run(replace(bare, spec=replace(bare.spec, make=None)), 4)
     with pytest.raises(Untraceable, match="--gpus divides a traced step"):
         arguments = ("reading_models:Reading", "RTX 3090", None, 4, 32, "adamw", "fp32", False, False, None, None, True)
         estimate_command(*arguments, gpus=2)
@@ -176,7 +177,7 @@ def test_what_the_caller_froze_stays_frozen():
     """As this suite does, so that its full collections take milliseconds."""
     gc.freeze()
     before = gc.get_freeze_count()
-    with estimate.set_aside():
+    with estimate.frozen_objects():
         pass
     assert gc.get_freeze_count() > before // 2  # some of them died meanwhile
 
@@ -215,6 +216,6 @@ def run_of_a_large_one() -> Run:
     def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return nn.functional.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
 
-    from vblackwell.planner.model_spec import Subject
+    from vblackwell.planner.model_spec import ModelSpec
 
-    return Run(Subject("large", build, 1000, loss, make), 128)
+    return Run(ModelSpec("large", build, 1000, loss, make), 128)

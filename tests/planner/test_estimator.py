@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import vblackwell as vb
+from vblackwell.machine.limits import disk_thread_bytes
 from vblackwell.memory.cache.config import parse_levels
-from vblackwell.planner.estimator import Run as TrainingRun
-from vblackwell.planner.estimator import estimate_offload, minimum_gpu_bytes, streams_on, threads_bytes
 from vblackwell.planner.memory_estimate import P99_BYTES, P99_PERCENT
 from vblackwell.planner.model_spec import of_decoder
+from vblackwell.planner.offload_estimate import estimate_offload, minimum_gpu_bytes, streams_on
+from vblackwell.planner.run import Run as TrainingRun
 from vblackwell.units import MiB
 
 SHAPE = {"vocab_size": 1000, "hidden_size": 64, "num_layers": 3, "num_heads": 4, "seq_length": 64}
@@ -111,7 +112,7 @@ def test_levels_that_cannot_be(more, words):
     estimate, estimator = small_run()
     with pytest.raises(vb.ConfigurationError, match=words):
         estimator.generate_vgpu_config(estimate, **more)
-    with pytest.raises(vb.InsufficientMemory, match="no room for a level beside the CUDA context"):
+    with pytest.raises(vb.InsufficientMemory, match="no room for a level next to the CUDA context"):
         estimator.generate_vgpu_config(estimate, gpus=[600])
 
 
@@ -148,8 +149,8 @@ def test_a_disk_level_s_threads_take_ram_beside_the_levels():
     trace = run.trace(1)
     without = estimate_offload(run, trace, 2 << 30, 1 << 40, 0)
     full = without.host - 16 * MiB  # not all of it goes into RAM
-    spilled = estimate_offload(run, trace, 2 << 30, full + threads_bytes(), 1 << 30)
-    placed = spilled.disk + spilled.host - threads_bytes()
+    spilled = estimate_offload(run, trace, 2 << 30, full + disk_thread_bytes(), 1 << 30)
+    placed = spilled.disk + spilled.host - disk_thread_bytes()
     assert spilled.disk > 0 and without.host <= placed < without.host + 48 * MiB  # and what is staged
     unused = estimate_offload(run, trace, 2 << 30, 1 << 40, 1 << 30)
     assert unused.disk == 0 and unused.host == without.host

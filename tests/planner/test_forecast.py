@@ -11,6 +11,7 @@ import torch
 from vblackwell import VGPUAdamW, create_vgpu_stack, enable_vgpu_stack_optimization, offload_of
 from vblackwell.errors import InsufficientMemory
 from vblackwell.machine.device import Precision
+from vblackwell.machine.limits import disk_thread_bytes
 from vblackwell.machine.rates import Rates
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
@@ -18,10 +19,10 @@ from vblackwell.offload.layout.forecast import forecast_step
 from vblackwell.offload.layout.formats import EXACT
 from vblackwell.offload.layout.lanes import simulate
 from vblackwell.offload.layout.placement import StreamingOptions
-from vblackwell.planner.estimator import Run, threads_bytes
 from vblackwell.planner.forecast import Forecast, Machine, plan_of
 from vblackwell.planner.model_spec import of_decoder
 from vblackwell.planner.placement import Bounds, Choice, Lacking, Space
+from vblackwell.planner.run import Run
 from vblackwell.train import auto
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.prepare import build_stack
@@ -320,13 +321,13 @@ def test_the_disk_of_the_largest_model_as_it_was_measured():
     shape = replace(SHAPES["70B"], num_layers=22)
     machine = offload_largest.Machine(int(offload_largest.LEVEL0_SHARE * 143_771 * MiB), 108 * GiB, int(52e9), True)
     planned = offload_largest.plan_of(shape, machine, EXACT, 2, 2048)
-    wishes = StreamingOptions(
+    options = StreamingOptions(
         compute_dtype=torch.bfloat16, update="level0", resident_bytes=planned.resident_bytes, activation_bytes=planned.activation_bytes,
         weight_bytes=12 * shape.block_parameters,
     )  # fmt: skip
     capacities = [machine.level0_bytes, machine.host_bytes, machine.disk_bytes]
     lanes = forecast_step(
-        offload_largest.make_decoder(shape, 2048), capacities, wishes, {"forward": 0.3, "backward": 0.9}
+        offload_largest.make_decoder(shape, 2048), capacities, options, {"forward": 0.3, "backward": 0.9}
     ).lanes
     assert sum(group.disk_read for group in lanes.groups) == pytest.approx(50e9, rel=0.06)
     assert sum(group.disk_write for group in lanes.groups) == pytest.approx(48e9, rel=0.03)
@@ -348,6 +349,6 @@ def test_a_choice_with_a_disk_goes_by_the_measured_disk(small):
     assert slow.bottleneck == "disk" and slow.step_seconds > 1.5 * fast.step_seconds
     assert slow.disk_written == fast.disk_written > 0 and slow.disk == fast.disk
     assert slow.disk_hidden_from > fast.disk_hidden_from
-    assert slow.threads == fast.threads == threads_bytes() > 0
+    assert slow.threads == fast.threads == disk_thread_bytes() > 0
     roomy = on(small, bounds=Bounds(320 * MiB, 8 * GiB, 8 * GiB), disk=lambda: pytest.fail("no disk is used"))
     assert not isinstance(roomy.predict(choice(update="level0")), Lacking)

@@ -16,8 +16,7 @@ from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.planner.estimate.parallel import ParallelPlan
 from vblackwell.planner.parallel.collectives import Cost, Link, cost_of, grid_of
-from vblackwell.planner.parallel.divisible import Size, legal_degree, undivided, with_heads
-from vblackwell.planner.parallel.linear_layers import Layer, linear_layers
+from vblackwell.planner.parallel.layers import Layer, Size, legal_degree, linear_layers, undivided, with_heads
 from vblackwell.planner.parallel.strategies import (
     Unit,
     Workload,
@@ -245,7 +244,7 @@ def test_a_plan_says_what_does_not_divide_and_what_would():
         "28 attention heads, 4 key heads and the vocabulary of 50,257 do not divide by 8 GPUs; 'tensor' gathers"
         in told(8)
     )
-    assert told(8).endswith("'tensor x4' is 2 groups of 4 GPUs, which do divide; each has a batch of its own")
+    assert told(8).endswith("'tensor x4' is 2 groups of 4 GPUs, which do divide; each has a separate batch")
     assert told(3).endswith("no part of 3 GPUs divides: take 2 or 4 GPUs for tensor parallelism") and told(3, ()) == ""
 
 

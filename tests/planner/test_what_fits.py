@@ -11,10 +11,11 @@ import pytest
 from vblackwell.errors import ConfigurationError
 from vblackwell.machine.gpus import find_gpu
 from vblackwell.machine.rates import Rates, assumed_rates
-from vblackwell.planner import what_fits, what_fits_command
-from vblackwell.planner.known_models import KNOWN_MODELS
+from vblackwell.planner import what_fits
+from vblackwell.planner.model_spec import KNOWN_MODELS
 from vblackwell.planner.placement import Bounds
-from vblackwell.planner.what_fits import LEAST_SPEED, Place, WhatFits, row_of
+from vblackwell.planner.what_fits import MIN_SPEED, Place, WhatFits, row_of
+from vblackwell.tools import what_fits as what_fits_command
 from vblackwell.units import GiB, MiB
 
 NAMES = (
@@ -85,7 +86,7 @@ def test_the_answer_for_a_card(monkeypatch, capsys):
     monkeypatch.setattr(what_fits_command, "WhatFits", few)
     assert what_fits_command.what_fits_command("rtx 3060", "16GiB", "100GiB", as_json=True) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["machine"] == "RTX 3060" and {fit["task"] for fit in found["fits"]} == set(LEAST_SPEED)
+    assert found["machine"] == "RTX 3060" and {fit["task"] for fit in found["fits"]} == set(MIN_SPEED)
     assert found["bounds"]["host"] == 12 * GiB and found["bounds"]["disk"] == 100 * GiB
     assert what_fits_command.what_fits_command(None, "16GiB", "100GiB", as_json=False) == 0
     out = capsys.readouterr()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vblackwell.planner.what_fits import WORDS, WhatFits
-from vblackwell.planner.what_fits_command import markdown
+from vblackwell.tools.what_fits import markdown
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "what-fits.md").read_text(encoding="utf-8")

@@ -12,9 +12,10 @@ from vblackwell.machine.gpus import find_gpu
 from vblackwell.planner.estimate.page import ORDER, page_of
 from vblackwell.planner.estimate.parallel import parallel_plan
 from vblackwell.planner.estimate.result import Estimated
-from vblackwell.planner.estimator import ModelConfig, Run
+from vblackwell.planner.estimator import ModelConfig
 from vblackwell.planner.memory_estimate import estimate_trace
 from vblackwell.planner.model_spec import of_decoder
+from vblackwell.planner.run import Run
 from vblackwell.trace.allocator import replay
 from vblackwell.trace.timeline import timeline
 from vblackwell.trace.trace import CATEGORIES
@@ -79,9 +80,9 @@ def test_the_page_is_whole_and_needs_nothing():
     reader.feed(page)
     assert not reader.open and not reader.fetched
     assert "<script" not in page and "url(" not in page and "@import" not in page
-    assert "prefers-color-scheme:dark" in page and 'name="viewport"' in page
+    assert "prefers-color-scheme: dark" in page and 'name="viewport"' in page
     for name in ORDER:
-        assert f'class="c-{name}"' in page
+        assert f'class="c-{name}"' in page and f".c-{name}{{" in page
     assert set(ORDER) == {*CATEGORIES, "fragmentation", "context"}
     widths = [float(each) for each in re.findall(r'style="width:([\d.]+)%" title', page)]
     assert sum(widths) == pytest.approx(100, abs=0.1)  # the card is more than twice the peak: the bar is the peak alone

@@ -1,8 +1,4 @@
-"""What level 0 holds while a text is written: weights that stay, keys and values, and room to compute in.
-
-Decided anew for every request by arithmetic on sizes, because a batch of many rows needs its room for keys and values, and a single row
-has it for weights. Every byte that does not stay crosses the link once a token, whichever it is: so keys and values live on level 0 if they
-fit beside the weights that pass through, and otherwise pass through as well.
+"""A text's share of level 0 while it is written: the weights' budget and a cache for keys and values, decided anew for every request.
 
 Legend: B rows, S positions.
 """
@@ -11,78 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from vblackwell.generate.cache_shape import PLACES as CACHE_PLACES
-from vblackwell.generate.cache_shape import CacheShape, cache_shape, layers_on_level0
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
 from vblackwell.offload.api import offload_of
 from vblackwell.offload.engine import Offload
-from vblackwell.offload.movement.weights import PLACES
-from vblackwell.units import MiB
+from vblackwell.offload.layout.generation import cache_shape, level0_budget, token_bytes, workspace_bytes
 
 if TYPE_CHECKING:
     from vblackwell.generate.stacked_cache import StackedCache
-
-LEAST_WORKSPACE = 512 * MiB  # of a GPU: what a pass takes beside weights, keys and values
-
-
-@dataclass(frozen=True)
-class Room:
-    """What level 0's bytes are for.
-
-    Attributes:
-        weight_bytes: loaded weights.
-        cached_layers: layers whose keys and values live on level 0; of the others, two at a time.
-        chunk: positions a row that one pass reads.
-    """
-
-    weight_bytes: int
-    cached_layers: int
-    chunk: int
-
-
-def workspace_bytes(capacity_bytes: int) -> int:
-    """What is kept free of a GPU's cap."""
-    return max(LEAST_WORKSPACE, capacity_bytes // 8)
-
-
-def divide(
-    free_bytes: int, weights: list[int], shape: CacheShape, token_bytes: int, workspace: int, once: int = 0
-) -> Room:
-    """The room of one request.
-
-    Args:
-        free_bytes: of level 0, without the workspace.
-        weights: bytes of the groups that can be loaded.
-        shape: of keys and values.
-        token_bytes: of activations, a position of a row.
-        workspace: bytes for activations.
-        once: of these, what a pass takes whatever it reads: a weight that is unpacked before it is multiplied by.
-
-    Raises:
-        InsufficientMemory: as `layers_on_level0`.
-    """
-    chunk = max(1, (workspace * 3 // 4 - once) // max(1, token_bytes * shape.rows))
-    total = sum(weights)
-    if shape.num_bytes <= free_bytes - min(total, PLACES * max(weights, default=0)):
-        return Room(free_bytes - shape.num_bytes, shape.layers, chunk)
-    through = CACHE_PLACES * shape.layer_bytes
-    kept = min(
-        total, max(free_bytes - through, max(weights, default=0))
-    )  # weights first: what a cache holds is not full at once
-    return Room(kept, layers_on_level0(shape, free_bytes - kept), chunk)
-
-
-def token_bytes(config: Any, itemsize: int) -> int:
-    """About what a position takes of a pass: the feed-forward's four, and eight of the width."""
-    width = getattr(config, "hidden_size", 0) or 0
-    inner = getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", None) or 4 * width
-    return (4 * inner + 8 * width) * itemsize
 
 
 def unpacked_bytes(model: nn.Module) -> int:
@@ -153,11 +89,11 @@ def room_for(model: nn.Module, rows: int, positions: int) -> Iterator[tuple[Stac
             if torch.cuda.memory_reserved(engine.device) - torch.cuda.memory_allocated(engine.device) > workspace // 2:
                 torch.cuda.empty_cache()  # in pieces as large as another request's keys and values were
             sizes = [group.num_bytes for group in engine.groups if not engine.is_sliced(group)]
-            room = divide(
+            budget = level0_budget(
                 free, sizes, shape, token_bytes(model.config, dtype.itemsize), workspace, unpacked_bytes(model)
             )
-            engine.weights.rebudget(room.weight_bytes)
-            cache, chunk = StackedCache(engine.stack, shape, room.cached_layers), room.chunk
+            engine.weights.rebudget(budget.weight_bytes)
+            cache, chunk = StackedCache(engine.stack, shape, budget.cached_layers), budget.chunk
     try:
         yield cache, chunk
     finally:

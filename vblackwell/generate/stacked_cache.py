@@ -22,9 +22,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.generate.cache_shape import PLACES, CacheShape
 from vblackwell.memory.copying import copy_streams
 from vblackwell.memory.pool import LevelPool, Reservation
+from vblackwell.offload.layout.generation import CACHE_PLACES, CacheShape
 
 _serial = itertools.count()
 
@@ -51,7 +51,7 @@ class StackedCache(Cache):
             for index in range(shape.layers):
                 level = self._ram() if index in streamed else 0
                 made.append(self._reserve(f"layer {index}", level))
-            places = [self._reserve(f"place {number}", 0) for number in range(min(PLACES, len(streamed)))]
+            places = [self._reserve(f"place {number}", 0) for number in range(min(CACHE_PLACES, len(streamed)))]
         except BaseException:
             self.close()
             raise

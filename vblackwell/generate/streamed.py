@@ -16,9 +16,9 @@ from torch import nn
 
 from vblackwell.folders.folder import read_config, stored_dtype
 from vblackwell.generate.causal_lm import load_causal_lm
-from vblackwell.generate.room import workspace_bytes
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
+from vblackwell.offload.layout.generation import workspace_bytes
 
 
 def open_streamed(

@@ -33,8 +33,8 @@ from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.nn.linear.stored_fp4 import stored_part
 from vblackwell.offload.api import offload_of
 from vblackwell.offload.engine import Offload
+from vblackwell.offload.layout.generation import WEIGHT_PLACES
 from vblackwell.offload.layout.groups import Group
-from vblackwell.offload.movement.weights import PLACES
 
 LAYER = "model.layers."
 
@@ -136,7 +136,7 @@ class StreamedStep:
         self._cycle = _in_order([group for group in engine.groups if group not in held])
         self._slot_of = _places(self._cycle)
         largest = max((group.num_bytes for group in self._cycle), default=0)
-        for number in range(min(PLACES, len(self._cycle))):
+        for number in range(min(WEIGHT_PLACES, len(self._cycle))):
             self._taken.append(engine.storage.take(f"place {number}", largest, 0))
         self._places = [reservation.view() for reservation in self._taken]
         twin = Decoder(config, device="meta")
@@ -277,8 +277,8 @@ def _in_order(groups: list[Group]) -> list[Group]:
 
 def _places(cycle: list[Group]) -> dict[int, int]:
     """The place of each group, by index: taken in turn, so that neighbours, the last and the first among them, have different ones."""
-    slots = {group.index: number % PLACES for number, group in enumerate(cycle)}
-    if len(cycle) > PLACES and len(cycle) % PLACES == 1:
+    slots = {group.index: number % WEIGHT_PLACES for number, group in enumerate(cycle)}
+    if len(cycle) > WEIGHT_PLACES and len(cycle) % WEIGHT_PLACES == 1:
         slots[cycle[-1].index] = 1
     return slots
 

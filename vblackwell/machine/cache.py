@@ -26,7 +26,9 @@ def cache_root() -> Path:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """``content`` appears at ``path`` whole or not at all, also when the power fails; a cache that cannot be written is no error."""
+    """``content`` appears at ``path`` whole or not at all, also when the power fails; a cache that cannot be written is
+    no error.
+    """
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:

@@ -1,7 +1,7 @@
 """Facts about this machine: memory with its cgroup limits, disks, GPUs and their NUMA nodes, WSL2.
 
-Facts are read from /proc, /sys, the file system and NVML, which the driver brings: listing GPUs starts no CUDA context and
-works where torch cannot use them, which is when a list with reasons is needed most. Rates are measured elsewhere
+Facts are read from /proc, /sys, the file system and NVML, which the driver brings: listing GPUs starts no CUDA context
+and works where torch cannot use them, which is when a list with reasons is needed most. Rates are measured elsewhere
 (`vb doctor`). Sizes are bytes.
 """
 
@@ -29,10 +29,11 @@ FILE_SYSTEMS = RAM_BACKED | {
 def settle_cpu_kernels() -> None:
     """Let MKL choose its vector functions while one thread asks; before anything is computed on the CPU.
 
-    MKL (2024.2, in torch 2.11 to 2.13) stores the type of an Intel CPU twice at its first call of exp, cos and the like: as it was
-    detected, then as its tables count it. torch makes such a call in several threads from 2048 elements on, and a thread that comes
-    between the two stores computes its share by another function, to 11 bits where the CPU has AVX-512. One process in some hundred had
-    cosines of rotary embeddings of that kind, and other last bits than all others.
+    MKL (2024.2, in torch 2.11 to 2.13) stores the type of an Intel CPU twice at its first call of exp, cos and the
+    like: as it was detected, then as its tables count it. torch makes such a call in several threads from 2048 elements
+    on, and a thread that comes between the two stores computes its share by another function, to 11 bits where the CPU
+    has AVX-512. One process in some hundred had cosines of rotary embeddings of that kind, and other last bits than all
+    others.
     """
     torch.zeros(1, device="cpu").cos()
 
@@ -182,7 +183,8 @@ def _pci_of_cuda(device: torch.device) -> str:
 def list_gpus() -> list[GPUFacts]:
     """All NVIDIA GPUs that the driver shows, in its order (by PCI bus), whether or not torch can use them.
 
-    No driver, or one without GPUs, is an empty list. A GPU that the driver shows and cannot describe is left out with a warning.
+    No driver, or one without GPUs, is an empty list. A GPU that the driver shows and cannot describe is left out with a
+    warning.
     """
     import pynvml as nvml
 
@@ -199,9 +201,16 @@ def list_gpus() -> list[GPUFacts]:
                 memory, place = nvml.nvmlDeviceGetMemoryInfo(handle), nvml.nvmlDeviceGetPciInfo(handle).busId
                 major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
                 gpu = GPUFacts(
-                    index, nvml.nvmlDeviceGetName(handle), int(memory.total), int(memory.free), (major, minor), place, driver,
-                    (cuda // 1000, cuda % 1000 // 10), numa_node_of_pci(place),
-                )  # fmt: skip
+                    index,
+                    nvml.nvmlDeviceGetName(handle),
+                    int(memory.total),
+                    int(memory.free),
+                    (major, minor),
+                    place,
+                    driver,
+                    (cuda // 1000, cuda % 1000 // 10),
+                    numa_node_of_pci(place),
+                )
             except nvml.NVMLError as error:
                 warnings.warn(f"GPU {index} is left out: the NVIDIA driver says {error} of it", stacklevel=2)
             else:
@@ -212,7 +221,9 @@ def list_gpus() -> list[GPUFacts]:
 
 
 def in_cuda_order(gpus: list[GPUFacts]) -> list[GPUFacts]:
-    """``gpus`` with the numbers and in the order that CUDA gives them here; those that CUDA_VISIBLE_DEVICES hides are left out."""
+    """``gpus`` with the numbers and in the order that CUDA gives them here; those that CUDA_VISIBLE_DEVICES hides are
+    left out.
+    """
     at = {gpu.pci_bus_id.lower()[-len("0000:18:00.0") :]: gpu for gpu in gpus}
     places = [_pci_of_cuda(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
     return [replace(at[place], index=index) for index, place in enumerate(places) if place in at]
@@ -254,7 +265,8 @@ def _why_not_this_gpu() -> str | None:
     major, minor = torch.cuda.get_device_capability(0)
     if arches and major * 10 + minor < min(arches):
         return (
-            f"found {torch.cuda.get_device_name(0)} (sm_{major}{minor}), but torch {torch.__version__} has kernels from "
+            f"found {torch.cuda.get_device_name(0)} (sm_{major}{minor}), but torch {torch.__version__} has kernels "
+            "from "
             f"sm_{min(arches)} on only: install an older torch"
         )
     return None

@@ -1,4 +1,6 @@
-"""GPUs by name: what `--gpu` knows where there is none. Capacities as the driver reports them are a little below the nominal ones here."""
+"""GPUs by name: what `--gpu` knows where there is none. Capacities as the driver reports them are a little below the
+nominal ones here.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ class KnownGPU:
 
     Attributes:
         total_bytes: nominal memory. capability: of CUDA. num_sms: multiprocessors.
-        half_flops: dense FLOP/s of its matrix units in bf16 (fp16 where there is none), summed in fp32. fp32_flops: outside them.
+        half_flops: dense FLOP/s of its matrix units in bf16 (fp16 where there is none), summed in fp32. fp32_flops:
+            outside them.
         memory_bytes_per_second: of its memory. link_bytes: bytes/s of its PCIe link, each way.
+        nvlink_bytes: of all its NVLinks together, each way; 0 without.
     """
 
     name: str
@@ -28,50 +32,60 @@ class KnownGPU:
     fp32_flops: float
     memory_bytes_per_second: float
     link_bytes: float
+    nvlink_bytes: float
 
 
-# Memory, capability, multiprocessors, TFLOP/s in bf16 and fp32, GB/s, PCIe generation (x16; x8 counts as one generation less).
+# Memory, capability, multiprocessors, TFLOP/s in bf16 and fp32, GB/s, PCIe generation (x16; x8 counts as one generation
+# less), GB/s of NVLink each way: so many links of 25 GB/s (V100, A100, H100, H200), 14.06 (RTX 3090, A40, A6000) or 50
+# (B200).
 _TABLE = """
-GTX 1080 Ti      11  6.1  28   11.3  11.3   484 3
-V100 16GB        16  7.0  80  112.0  14.0   900 3
-V100 32GB        32  7.0  80  112.0  14.0   900 3
-T4               16  7.5  40   65.0   8.1   320 3
-RTX 2080 Ti      11  7.5  68   53.8  13.4   616 3
-A100 40GB        40  8.0 108  312.0  19.5  1555 4
-A100 80GB        80  8.0 108  312.0  19.5  2039 4
-RTX 3060         12  8.6  28   25.3  12.7   360 4
-RTX 3070          8  8.6  46   40.6  20.3   448 4
-RTX 3080         10  8.6  68   59.5  29.8   760 4
-RTX 3090         24  8.6  82   71.0  35.6   936 4
-A10              24  8.6  72  125.0  31.2   600 4
-A40              48  8.6  84  149.7  37.4   696 4
-A6000            48  8.6  84  154.8  38.7   768 4
-RTX 4060          8  8.9  24   30.2  15.1   272 3
-RTX 4060 Ti 16GB 16  8.9  34   44.0  22.1   288 3
-RTX 4070         12  8.9  46   58.3  29.1   504 4
-RTX 4080         16  8.9  76   97.5  48.7   717 4
-RTX 4090         24  8.9 128  165.2  82.6  1008 4
-L4               24  8.9  58  121.0  30.3   300 4
-L40S             48  8.9 142  362.0  91.6   864 4
-H100             80  9.0 132  989.0  67.0  3350 5
-H200            141  9.0 132  989.0  67.0  4800 5
-B200            180 10.0 148 2250.0  80.0  8000 5
-RTX 5070         12 12.0  48   61.7  30.9   672 5
-RTX 5080         16 12.0  84  112.6  56.3   960 5
-RTX 5090         32 12.0 170  209.5 104.8  1792 5
+GTX 1080 Ti      11  6.1  28   11.3  11.3   484 3      0
+V100 16GB        16  7.0  80  112.0  14.0   900 3    150
+V100 32GB        32  7.0  80  112.0  14.0   900 3    150
+T4               16  7.5  40   65.0   8.1   320 3      0
+RTX 2080 Ti      11  7.5  68   53.8  13.4   616 3     50
+A100 40GB        40  8.0 108  312.0  19.5  1555 4    300
+A100 80GB        80  8.0 108  312.0  19.5  2039 4    300
+RTX 3060         12  8.6  28   25.3  12.7   360 4      0
+RTX 3070          8  8.6  46   40.6  20.3   448 4      0
+RTX 3080         10  8.6  68   59.5  29.8   760 4      0
+RTX 3090         24  8.6  82   71.0  35.6   936 4  56.25
+A10              24  8.6  72  125.0  31.2   600 4      0
+A40              48  8.6  84  149.7  37.4   696 4  56.25
+A6000            48  8.6  84  154.8  38.7   768 4  56.25
+RTX 4060          8  8.9  24   30.2  15.1   272 3      0
+RTX 4060 Ti 16GB 16  8.9  34   44.0  22.1   288 3      0
+RTX 4070         12  8.9  46   58.3  29.1   504 4      0
+RTX 4080         16  8.9  76   97.5  48.7   717 4      0
+RTX 4090         24  8.9 128  165.2  82.6  1008 4      0
+L4               24  8.9  58  121.0  30.3   300 4      0
+L40S             48  8.9 142  362.0  91.6   864 4      0
+H100             80  9.0 132  989.0  67.0  3350 5    450
+H200            141  9.0 132  989.0  67.0  4800 5    450
+B200            180 10.0 148 2250.0  80.0  8000 5    900
+RTX 5070         12 12.0  48   61.7  30.9   672 5      0
+RTX 5080         16 12.0  84  112.6  56.3   960 5      0
+RTX 5090         32 12.0 170  209.5 104.8  1792 5      0
 """
 _LINK_BYTES = {3: 15.75e9, 4: 31.5e9, 5: 63.0e9}
 
 
 def _read(line: str) -> KnownGPU:
-    name, size, capability, num_sms, half, fp32, memory, link = line.rsplit(None, 7)
+    name, size, capability, num_sms, half, fp32, memory, link, peer = line.rsplit(None, 8)
     major, minor = capability.split(".")
     # H200 and B200 are sold in units of 10^9 bytes, the others in 2^30.
     unit = 10**9 if int(size) in (141, 180) else GiB
     return KnownGPU(
-        name.strip(), int(size) * unit, (int(major), int(minor)), int(num_sms), float(half) * 1e12, float(fp32) * 1e12, float(memory) * 1e9,
-        _LINK_BYTES[int(link)],
-    )  # fmt: skip
+        name.strip(),
+        int(size) * unit,
+        (int(major), int(minor)),
+        int(num_sms),
+        half_flops=float(half) * 1e12,
+        fp32_flops=float(fp32) * 1e12,
+        memory_bytes_per_second=float(memory) * 1e9,
+        link_bytes=_LINK_BYTES[int(link)],
+        nvlink_bytes=float(peer) * 1e9,
+    )
 
 
 GPUS: dict[str, KnownGPU] = {gpu.name: gpu for gpu in map(_read, _TABLE.strip().splitlines())}
@@ -110,21 +124,25 @@ def _plain(name: str) -> str:
 
 
 def known_as(driver_name: str) -> KnownGPU | None:
-    """The card of the table that a driver calls so, e.g. 'NVIDIA H100 80GB HBM3'; None where no card's words are all in it."""
+    """The card of the table that a driver calls so, e.g. 'NVIDIA H100 80GB HBM3'; None where no card's words are all in
+    it.
+    """
     words = set(_words(driver_name))
     found = [gpu for gpu in GPUS.values() if set(_words(gpu.name)) <= words]
     return max(found, key=lambda gpu: len(_words(gpu.name)), default=None)
 
 
 RUNTIME_BYTES = 70 * MiB
-"""What the offload runtime's kernels and streams add to a context: three streamed runs on an H200 had 828 MiB, plain ones 742 to 762."""
+"""What the offload runtime's kernels and streams add to a context: three streamed runs on an H200 had 828 MiB, plain
+ones 742 to 762.
+"""
 
 
 def context_bytes(capability: tuple[int, int]) -> int:
     """What a CUDA context with torch's and cuBLAS's kernels takes outside the allocator.
 
-    Measured on an H200 (driver 580, CUDA 13.0): 742 MiB with cuBLAS alone, 758 to 762 with attention or convolutions. Older architectures
-    are assumed to be smaller by as much as their kernels' images are: not measured.
+    Measured on an H200 (driver 580, CUDA 13.0): 742 MiB with cuBLAS alone, 758 to 762 with attention or convolutions.
+    Older architectures are assumed to be smaller by as much as their kernels' images are: not measured.
     """
     for major, size in ((9, 758), (8, 620)):
         if capability[0] >= major:

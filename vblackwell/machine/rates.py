@@ -1,25 +1,36 @@
-"""How fast a machine is, as the simulation of a step needs it: measured by ``vb doctor``, or taken from a GPU's data sheet.
+"""How fast a machine is, as the simulation of a step needs it: measured by ``vb doctor``, or taken from a GPU's data
+sheet.
 
-What data sheets say is reached in part: of an H200's, a matrix product of 8192 cubed in bf16 reaches 0.79, one in fp32 0.75, a copy in
-its memory 0.89, and copies over its link 0.87 of 63 GB/s alone and 0.79 both ways at once (docs/journal/offload.md).
+What data sheets say is reached in part: of an H200's, a matrix product of 8192 cubed in bf16 reaches 0.79, one in fp32
+0.75, a copy in its memory 0.89, and copies over its link 0.87 of 63 GB/s alone and 0.79 both ways at once
+(docs/journal/offload.md).
 """
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
-from vblackwell.machine.gpus import KnownGPU
+from vblackwell.machine.cache import cache_root, write_atomically
+from vblackwell.machine.facts import disk_facts
+from vblackwell.machine.gpus import KnownGPU, known_as
 
 HALF_SHARE, FP32_SHARE, MEMORY_SHARE = 0.79, 0.75, 0.89
 LINK_SHARE, BOTH_SHARE = 0.87, 0.79
-# Beside copies, on a desktop's memory of two channels: 28 bytes a parameter of some 60 GB/s, shared. A server's is twice that.
+# Beside copies, on a desktop's memory of two channels: 28 bytes a parameter of some 60 GB/s, shared. A server's is
+# twice that.
 CPU_ADAMW = 1.0e9
-# Gradients added up while one parameter is updated: of 2.0 ns for AdamW and 1.0 for a sum on one core, 1.07 and 0.55 on two.
+# Gradients added up while one parameter is updated: of 2.0 ns for AdamW and 1.0 for a sum on one core, 1.07 and 0.55 on
+# two.
 ADDS_PER_UPDATE = 2.0
 ISSUE_SECONDS = 7e-6  # of Python and torch for an operator
-# What the offload runtime does on the host for a layer group's forward, backward and update, in operators: of small groups of nine matrices
-# on a CPU core, the thread's own time beside that of the same model where it lives, by the difference of 15 and 7 groups.
+# What the offload runtime does on the host for a layer group's forward, backward and update, in operators: of small
+# groups of nine matrices on a CPU core, the thread's own time less that of the same model where it lives, by the
+# difference of 15 and 7 groups.
 GROUP_ISSUES = 190.0
 DISK_BYTES_PER_SECOND = 1.75e9  # each way, a virtual NVMe disk with O_DIRECT; a desktop's is seldom slower over hours
 
@@ -30,14 +41,18 @@ class Rates:
 
     Attributes:
         matmul_half, matmul_fp32: FLOP/s of large matrix products in bf16 (fp16 where there is none) and in fp32.
-        memory: bytes/s of the GPU's memory, read and written. up, down: of the link to and from it, alone; up_both, down_both: at once.
+        memory: bytes/s of the GPU's memory, read and written. up, down: of the link to and from it, alone; up_both,
+            down_both: at once.
         cpu_adamw: parameters/s that the CPU updates while the link is busy.
         issue_seconds: what the host takes to issue one operator.
-        group_issues, home_group_issues: what it does for a layer group that streams, forward, backward and update, in operators; where the
-            group is updated on level 0, and at home.
-        busy_issues: how many times `issue_seconds` one operator takes while the CPU updates; 1 where that was not measured.
-        loop_issues: how many times it one takes in an optimizer's loop over its parameters; 1 where that was not measured.
-        read_issues: how many times it the host takes to read a number that the GPU has made; 1 where that was not measured.
+        group_issues, home_group_issues: what it does for a layer group that streams, forward, backward and update, in
+            operators; where the group is updated on level 0, and on the host.
+        busy_issues: how many times `issue_seconds` one operator takes while the CPU updates; 1 where that was not
+            measured.
+        loop_issues: how many times it one takes in an optimizer's loop over its parameters; 1 where that was not
+            measured.
+        read_issues: how many times it the host takes to read a number that the GPU has made; 1 where that was not
+            measured.
         adds_per_update: parameters whose gradients of two micro-batches the CPU adds up while it would update one.
         disk_read, disk_write: bytes/s of the disk level's disk.
         source: where the numbers are from, for people.
@@ -66,9 +81,9 @@ class Rates:
         """The fields by name."""
         return asdict(self)
 
-    def streaming_issues(self, num_groups: int, at_home: float) -> float:
-        """The host's time for ``num_groups`` in operators, of which the share ``at_home`` is updated there."""
-        return num_groups * (at_home * self.home_group_issues + (1 - at_home) * self.group_issues)
+    def streaming_issues(self, num_groups: int, on_host: float) -> float:
+        """The host's time for ``num_groups`` in operators, of which the share ``on_host`` is updated there."""
+        return num_groups * (on_host * self.home_group_issues + (1 - on_host) * self.group_issues)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Rates:
@@ -99,3 +114,76 @@ def assumed_rates(gpu: KnownGPU) -> Rates:
         cpu_adamw=CPU_ADAMW,
         source=f"data sheet of {gpu.name}",
     )
+
+
+# -- rates that were measured on this machine: a file for each GPU and disk in the cache -------------------------------
+
+
+def keep_rates(gpu_name: str, rates: Rates) -> None:
+    """Remember ``rates`` of the GPU that the driver calls ``gpu_name``. A cache that cannot be written is no error."""
+    values = {"gpu": gpu_name} | rates.as_dict()
+    write_atomically(_folder() / f"{_slug(gpu_name)}.json", json.dumps(values, indent=2).encode())
+
+
+def rates_of(card: KnownGPU) -> Rates:
+    """Measured on this machine, if it has such a card and ``vb doctor`` has run; else by its data sheet."""
+    folder = _folder()
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+        found = _read(path)
+        if found is not None and known_as(found[0]) == card:
+            return found[1]
+    return assumed_rates(card)
+
+
+def kept_rates(gpu_name: str) -> Rates | None:
+    """What `keep_rates` remembers of the GPU that the driver calls so; None if it was never measured here."""
+    folder = _folder()
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+        found = _read(path)
+        if found is not None and found[0] == gpu_name:
+            return found[1]
+    return None
+
+
+def keep_disk(path: str, gbps: dict[str, Any]) -> None:
+    """Remember the rates of the disk at ``path`` in GB/s, ``{'read', 'write'}``, unless it was refused."""
+    if "refused" not in gbps:
+        file, disk = _disk_of(path)
+        write_atomically(file, json.dumps(disk | gbps, indent=2).encode())
+
+
+def kept_disk(path: str) -> tuple[float, float] | None:
+    """What `keep_disk` remembers of the disk at ``path``, bytes/s read and written; None if it was never measured."""
+    file, disk = _disk_of(path)
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        is_same = all(values[name] == value for name, value in disk.items())
+        return (float(values["read"]) * 1e9, float(values["write"]) * 1e9) if is_same else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _disk_of(path: str) -> tuple[Path, dict[str, Any]]:
+    """Where the rates of the disk at ``path`` are kept, and what tells that disk from others."""
+    mount = Path(path).resolve()
+    while not os.path.ismount(mount):
+        mount = mount.parent
+    disk = {"mount": str(mount), "file_system": disk_facts(path).file_system, "device": os.stat(mount).st_dev}
+    return _folder() / f"disk-{_slug(str(mount)).strip('-') or 'root'}.json", disk
+
+
+def _slug(text: str) -> str:
+    return re.sub("[^a-z0-9]+", "-", text.lower())
+
+
+def _folder() -> Path:
+    return cache_root() / "rates"
+
+
+def _read(path: Path) -> tuple[str, Rates] | None:
+    """The GPU's name and its rates; None where the file holds neither."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return str(values["gpu"]), Rates.from_dict(values)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None

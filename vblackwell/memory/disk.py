@@ -19,16 +19,14 @@ import torch
 import xxhash
 
 from vblackwell.errors import CorruptData
+from vblackwell.machine.limits import DISK_PIECE_BYTES, DISK_THREADS
 from vblackwell.memory.copying import copy_streams, flat_bytes, working_streams
 from vblackwell.memory.level import Extent, Level
 from vblackwell.memory.ranges import RangeAllocator
 from vblackwell.memory.scratch_file import PAGE, ScratchFile, SystemCalls, memory_at
 from vblackwell.memory.slab import map_slab
 from vblackwell.memory.transfer import FutureTransfer, Transfer, transfer_delay
-from vblackwell.units import MiB, align_up, format_bytes
-
-PIECE_BYTES = 8 * MiB
-THREADS = 8
+from vblackwell.units import align_up, format_bytes
 
 Check = tuple[int, int | None]  # how many bytes of the piece were written, and their XXH3-64
 # Of a piece that is being written, or was when the disk failed: it holds neither the old bytes nor the new ones.
@@ -50,8 +48,8 @@ class DiskLevel(Level):
         path: str,
         capacity_bytes: int,
         *,
-        piece_bytes: int = PIECE_BYTES,
-        threads: int = THREADS,
+        piece_bytes: int = DISK_PIECE_BYTES,
+        threads: int = DISK_THREADS,
         calls: SystemCalls | None = None,
     ) -> None:
         super().__init__("ssd", None, capacity_bytes, PAGE, threads)

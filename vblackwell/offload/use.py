@@ -15,9 +15,10 @@ import torch
 
 from vblackwell.errors import InsufficientMemory
 from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.offload.layout.generation import WEIGHT_PLACES
 from vblackwell.offload.layout.groups import TRAINED, Group, Slot
 from vblackwell.offload.movement.group_state import GroupStates
-from vblackwell.offload.movement.weights import PLACES, PackedView, WeightStreamer
+from vblackwell.offload.movement.weights import PackedView, WeightStreamer
 from vblackwell.offload.parameters import Binding, begin_use, end_use, written_through_data
 from vblackwell.offload.storage.storage import Storage
 
@@ -143,7 +144,7 @@ class Loading:
             if not self.prefetch(group):
                 return
             begun += 1
-            if begun == PLACES:
+            if begun == WEIGHT_PLACES:
                 return
 
 

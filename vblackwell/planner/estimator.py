@@ -1,52 +1,25 @@
-"""How much memory a model will take, before anything is run: builds the module without weights and asks `vblackwell.plan`."""
+"""Memory of training by a model's name or shape, before anything is run, and the levels of a stack that hold it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
-
-from vblackwell.errors import ConfigurationError, InsufficientMemory, nearest
-from vblackwell.machine.gpus import NUM_SMS, RUNTIME_BYTES, context_bytes
-from vblackwell.machine.rates import Rates
-from vblackwell.memory.disk import PIECE_BYTES, THREADS
+from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.nn.decoder.config import DecoderConfig
-from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.offload.layout.forecast import auto_share, forecast_step
-from vblackwell.offload.layout.formats import EXACT
-from vblackwell.offload.layout.groups import Group, find_groups
-from vblackwell.offload.layout.lanes import LaneTimes, simulate
-from vblackwell.offload.layout.pieces import num_elements
-from vblackwell.offload.layout.placement import (
-    CUDA_ACTIVATION_SHARE,
-    CUDA_GROUPS,
-    StreamingOptions,
-    bytes_by_level,
-    deferred_groups,
-)
-from vblackwell.planner.level_sizes import StackConfig, stack_config
 from vblackwell.planner.memory_estimate import (
-    Batches,
     MemoryEstimate,
+    allocatable_bytes,
     estimate_trace,
-    fits,
-    optimizer_named,
-    part_of,
-    peak_of,
 )
-from vblackwell.planner.model_spec import Subject, check_batch, find_subject, of_decoder
-from vblackwell.trace.allocator import MIN_LARGE, replay, round_size, segment_size
-from vblackwell.trace.causal_lm import language_batch, plain_batches
-from vblackwell.trace.trace import Trace, trace_training
-from vblackwell.trace.work import phase_seconds, streaming_work
+from vblackwell.planner.model_spec import check_batch, find_model, of_decoder
+from vblackwell.planner.run import Run
 from vblackwell.units import MiB, format_bytes
 
-PRECISIONS = ("fp32", "bf16", "autocast")
-PLENTY = 1 << 50
-NOT_STATE = ("activations", "logits_and_loss", "workspace")
+ABOVE = 1.02  # of what lies below level 0: places are multiples of pages
+THUMB_FIRST, THUMB_NEXT = 1.5, 4
 
 
 @dataclass(frozen=True)
@@ -82,217 +55,13 @@ class ModelConfig:
         """The shape alone."""
         wide = self.intermediate_size or -(-self.hidden_size * 8 // 3 // 64) * 64
         return DecoderConfig(
-            vocab_size=self.vocab_size, hidden_size=self.hidden_size, intermediate_size=wide, num_layers=self.num_layers,
-            num_heads=self.num_heads, max_position=self.seq_length,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Run:
-    """A subject and how it is trained.
-
-    Args:
-        optimizer: of `vblackwell.planner.memory_estimate.OPTIMIZERS`. precision: of `PRECISIONS`.
-        capability: of the GPU. expandable: segments of the allocator. num_sms: multiprocessors of the GPU.
-    """
-
-    subject: Subject
-    seq_length: int
-    optimizer: str = "adamw"
-    precision: str = "fp32"
-    checkpointing: bool = False
-    capability: tuple[int, int] = (8, 0)
-    expandable: bool = False
-    num_sms: int = NUM_SMS
-
-    def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            raise ConfigurationError(
-                f"precision {self.precision!r} is none of {', '.join(PRECISIONS)}{nearest(self.precision, PRECISIONS)}"
-            )
-        optimizer_named(self.optimizer)
-
-    def model(self) -> nn.Module:
-        """The module on meta."""
-        return self.prepared(self.subject.build(torch.bfloat16 if self.precision == "bf16" else torch.float32))
-
-    def prepared(self, model: nn.Module) -> nn.Module:
-        """``model`` with its checkpointing switched on, if that is asked for."""
-        if self.checkpointing:
-            if isinstance(model, Decoder):
-                model.gradient_checkpointing = True
-            elif hasattr(model, "gradient_checkpointing_enable"):
-                _checkpoint(model)
-            else:
-                raise ConfigurationError(
-                    f"{self.subject.name} has no switch for gradient checkpointing: leave the flag out"
-                )
-        if self.precision == "autocast" and isinstance(model, Decoder):
-            raise ConfigurationError(
-                "presets compute in bf16 from bf16 weights with fp32 masters, not under autocast: use --precision bf16"
-            )
-        return model
-
-    def trace(self, batch_size: int) -> Trace:
-        """What two steps with that batch allocate."""
-        autocast = torch.bfloat16 if self.precision == "autocast" else None
-        batch = language_batch(self.subject.vocab_size, batch_size, self.seq_length)
-        model = self.model()
-        with plain_batches():
-            return trace_training(
-                model, batch, self.subject.loss, optimizer_named(self.optimizer), autocast=autocast, capability=self.capability,
-                num_sms=self.num_sms,
-            )  # fmt: skip
-
-    def largest_batch(self, gpu_bytes: int) -> int:
-        """The largest batch whose replay fits a GPU of that size with P99's margin; 0 where one sequence does not."""
-        one = self.trace(1)
-        if not self.fits(one, gpu_bytes):
-            return 0
-        return Batches(self.trace, one).largest(lambda trace: self.fits(trace, gpu_bytes))
-
-    def fits(self, trace: Trace, gpu_bytes: int) -> bool:
-        """Whether the replay of ``trace`` fits a GPU of that size with P99's margin."""
-        return fits(trace, gpu_bytes, self.capability, self.expandable)
-
-
-def _checkpoint(model: Any) -> None:
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # renamed in newer versions of transformers
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
-def threads_bytes() -> int:
-    """RAM that the threads of a disk level take in addition to the levels: a piece each. Eight were seen to take 70 MiB."""
-    return THREADS * PIECE_BYTES
-
-
-@dataclass(frozen=True)
-class OffloadEstimate:
-    """What the offload stack would hold, from the same code that places a model.
-
-    Attributes:
-        level0: bytes of level 0 for loaded weights, states passing through, gradients; activations and context come on top.
-        host, disk: bytes of each; beside the RAM level's those that a disk level's threads take where it is used.
-        step: activations, logits and workspace of the step.
-        fragmentation: what the allocator reserves for both beyond what they take.
-        refused: why it does not fit, instead of numbers.
-    """
-
-    level0: int
-    host: int
-    disk: int
-    step: int
-    fragmentation: int = 0
-    refused: str | None = None
-
-
-def estimate_offload(run: Run, trace: Trace, gpu_bytes: int, host_bytes: int, disk_bytes: int) -> OffloadEstimate:
-    """The bytes of a streamed run beside the activations of ``trace`` on a GPU of ``gpu_bytes``."""
-    step = peak_of(trace, NOT_STATE, outside="optimizer")  # the engine's own AdamW takes the place of torch's
-    left = gpu_bytes - context_bytes(run.capability) - RUNTIME_BYTES - step
-    if left <= 0:
-        return OffloadEstimate(
-            0, 0, 0, step, refused=f"activations, logits and workspace of this batch take {format_bytes(step)} alone"
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=wide,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            max_position=self.seq_length,
         )
-    threads = threads_bytes() if disk_bytes else 0
-    capacities = [left, max(host_bytes // 2, host_bytes - threads)] + ([disk_bytes] if disk_bytes else [])
-    try:
-        table, late = _streamed(run.model(), capacities)
-    except InsufficientMemory as error:
-        said = f"{error}. Activations, logits and workspace of this batch take {format_bytes(step)} of the {format_bytes(gpu_bytes)}"
-        return OffloadEstimate(0, 0, 0, step, refused=said)
-    sums = [sum(row[level] for row in table.values()) for level in range(len(capacities))] + [0]
-    host = sums[1] + late + (threads if sums[2] else 0)
-    return OffloadEstimate(sums[0], host, sums[2], step, _fragments(run, trace, table, step))
-
-
-def _fragments(run: Run, trace: Trace, table: dict[str, list[int]], step: int) -> int:
-    """What segments hold beyond a streamed run's ``step`` and the groups that come and go: holes of the one, rounding of the other.
-
-    Five small decoders on an H200 reserved 7 % more to 7 % less than with this; 5 to 13 % more than without.
-    """
-    alone = replay(part_of(trace, NOT_STATE, outside="optimizer"), None, run.expandable).peak_reserved - step
-    if run.expandable:
-        return alone
-    sizes = sorted(group.num_bytes for group in find_groups(run.model(), None, None, EXACT)[0] if group.trainable())
-    usual = sizes[len(sizes) // 2] if sizes else 1  # a block's weights
-    moving = table["loaded"][0] + table["leaving"][0]
-    return alone + moving * (segment_size(round_size(usual)) - usual) // usual if usual >= MIN_LARGE else alone
-
-
-def _loaded_bytes(groups: list[Group], level0_bytes: int) -> int:
-    """What the engine lets loaded weights take of level 0 on a GPU."""
-    largest = max((group.num_bytes for group in groups), default=1)
-    return max(1, min(CUDA_GROUPS * largest, int(level0_bytes * (1 - CUDA_ACTIVATION_SHARE))))
-
-
-def _streamed(model: nn.Module, capacities: list[int]) -> tuple[dict[str, list[int]], int]:
-    """The engine's own placement as on a GPU, and the bytes of gradients that wait at home for the norm.
-
-    It is asked for level 0 on the CPU with a GPU's choices written out, because on 'cuda' it would open streams.
-    """
-    groups = [group for group in find_groups(model, None, None, EXACT)[0] if group.trainable()]
-    largest = max((group.num_bytes for group in groups), default=1)
-    weights = _loaded_bytes(groups, capacities[0])
-    late = sum(group.num_bytes for group in deferred_groups(groups))
-    table = bytes_by_level(model, capacities, StreamingOptions(update="level0", weight_bytes=weights), name="GPU")
-    # One gradient is made while the one before leaves: three decoders on an H200 took 3 % more, 2 % less and 7 % more than all this.
-    table["leaving"] = [2 * largest] + [0] * (len(capacities) - 1)
-    return table, late
-
-
-def streamed_seconds(run: Run, trace: Trace, capacities: list[int], rates: Rates) -> LaneTimes:
-    """One step of ``run`` streaming through levels of ``capacities`` bytes, level 0 first; AdamW where `rates` make it fastest.
-
-    Raises:
-        InsufficientMemory: a level is too small.
-    """
-    model = run.model()
-    groups = [group for group in find_groups(model, None, None, EXACT)[0] if group.trainable()]
-    wishes = StreamingOptions(weight_bytes=_loaded_bytes(groups, capacities[0]))
-    share = auto_share(model, wishes, rates)
-    updates = share * sum(map(num_elements, groups)) / rates.cpu_adamw
-    streaming = streaming_work(rates.streaming_issues(len(groups), share))
-    seconds = phase_seconds((*trace.work, *streaming), rates, updates=updates)
-    wishes = replace(wishes, update=share)
-    return simulate(forecast_step(model, capacities, wishes, seconds).lanes, rates)
-
-
-def streams_on(run: Run, gpu_bytes: int) -> bool:
-    """Whether a GPU of that size holds what streaming this model needs of one at any batch size."""
-    try:
-        _streamed(run.model(), [gpu_bytes - context_bytes(run.capability) - RUNTIME_BYTES, PLENTY])
-    except InsufficientMemory:
-        return False
-    return True
-
-
-def minimum_gpu_bytes(run: Run) -> tuple[int, str]:
-    """The GPU below which no batch and no setting of ours trains this model, and what sets it: streaming's floor and the context."""
-    model, context = run.model(), context_bytes(run.capability) + RUNTIME_BYTES
-    low, high = 0, 4 * sum(p.numel() * p.element_size() for p in model.parameters()) + 64 * MiB
-    setting = "weights"
-    while high - low > max(MiB, high // 64):
-        middle = (low + high) // 2
-        try:
-            _streamed(model, [middle, PLENTY])
-            high = middle
-        except InsufficientMemory as error:
-            low, setting = middle, _least_words(error)
-    return (
-        context + high,
-        f"the CUDA context takes {format_bytes(context)} with the runtime's kernels and streams, and streaming needs "
-        f"{format_bytes(high)} of level 0: {setting}",
-    )
-
-
-def _least_words(error: InsufficientMemory) -> str:
-    """What a level lacks, without what is free at that moment and without the runtime's own remedy."""
-    lacking = str(error).partition(" free, and ")[2].partition(": raise ")[0]
-    return lacking.replace(" there (", " beside what stays there (") or str(error)
 
 
 class VGPUResourceEstimator:
@@ -314,23 +83,30 @@ class VGPUResourceEstimator:
     def recommend_batch_size(
         self, config: ModelConfig, gpu_memory_mb: float, optimizer: str = "adamw", precision: str = "fp32"
     ) -> int:
-        """The largest batch that fits ``gpu_memory_mb`` MiB with P99's margin; 0 where none does. ``config.batch_size`` is ignored."""
+        """The largest batch that fits ``gpu_memory_mb`` MiB with P99's margin; 0 where none does. ``config.batch_size``
+        is ignored.
+        """
         if gpu_memory_mb <= 0:
             raise ConfigurationError(f"gpu_memory_mb is {gpu_memory_mb}: give the card's memory in MiB")
         return self._run(config, optimizer, precision).largest_batch(int(gpu_memory_mb * MiB))
 
     def generate_vgpu_config(
-        self, estimate: MemoryEstimate, gpus: Sequence[float], target_hit_rate: float = 0.9, host_memory_mb: float | None = None
-    ) -> StackConfig:  # fmt: skip
-        """The dict that `VGPUStack` takes, for the states of ``estimate`` on GPUs of so many MiB; its ``rule_of_thumb`` is beside it.
+        self,
+        estimate: MemoryEstimate,
+        gpus: Sequence[float],
+        target_hit_rate: float = 0.9,
+        host_memory_mb: float | None = None,
+    ) -> StackConfig:
+        """The dict that `VGPUStack` takes, for the states of ``estimate`` on GPUs of so many MiB; it has a
+        ``rule_of_thumb``.
 
-        Arguments and errors as `vblackwell.planner.level_sizes.stack_config`.
+        Arguments and errors as `stack_config`.
         """
         return stack_config(estimate, gpus, target_hit_rate, host_memory_mb)
 
     def _run(self, config: ModelConfig, optimizer: str, precision: str) -> Run:
-        subject = of_decoder("decoder", config.decoder())
-        return Run(subject, config.seq_length, optimizer, precision, capability=self.capability)
+        spec = of_decoder("decoder", config.decoder())
+        return Run(spec, config.seq_length, optimizer, precision, capability=self.capability)
 
 
 def quick_estimate(name: str, batch_size: int = 8, seq_length: int = 1024, optimizer: str = "adamw") -> MemoryEstimate:
@@ -340,5 +116,119 @@ def quick_estimate(name: str, batch_size: int = 8, seq_length: int = 1024, optim
         ConfigurationError: the name is not known; the message has the nearest one.
     """
     check_batch(batch_size, seq_length)
-    run = Run(find_subject(name, {}, seq_length), seq_length, optimizer)
+    run = Run(find_model(name, {}, seq_length), seq_length, optimizer)
     return estimate_trace(run.trace(batch_size), run.capability)
+
+
+# -- levels ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    device: str
+    num_bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"capacity_mb": self.num_bytes / MiB, "device": self.device}
+
+
+class StackConfig(dict[str, Any]):
+    """The dict that `VGPUStack` takes, ``{'levels': [...]}``, with why.
+
+    Attributes:
+        hit_rate: share of the accesses to weights that level 0 serves, if they go forth and back and the farthest next
+            use makes room (``policy='next_use'``): the share of the weights that it holds.
+        rule_of_thumb: the same kind of dict by the rule that level 0 should hold 1.5 times a batch's parameters and
+            each next level 4 times the one above.
+        lines: for people.
+    """
+
+    hit_rate: float
+    rule_of_thumb: dict[str, Any]
+    lines: tuple[str, ...]
+
+
+def stack_config(
+    estimate: MemoryEstimate, gpus: Sequence[float], target_hit_rate: float = 0.9, host_memory_mb: float | None = None
+) -> StackConfig:
+    """Levels for the weights, gradients and optimizer states of ``estimate``.
+
+    Level 0 is the first GPU without the CUDA context, P99's margin and the step's activations, logits and workspace:
+    enough for all states if they fit there, else what holds ``target_hit_rate`` of the weights. Then come the other
+    GPUs, RAM, and a disk for the rest.
+
+    Args:
+        gpus: MiB of each GPU.
+        target_hit_rate: above 0, at most 1.
+        host_memory_mb: MiB of RAM; None: as much as is needed.
+
+    Raises:
+        ConfigurationError: no GPU, a size or a rate out of range.
+        InsufficientMemory: the step alone is more than the first GPU.
+    """
+    _check(gpus, target_hit_rate, host_memory_mb)
+    step = estimate.activations + estimate.logits_and_loss + estimate.workspace
+    free = allocatable_bytes(int(gpus[0] * MiB), estimate.context) - step
+    if free < MiB:
+        raise InsufficientMemory(
+            f"a GPU of {gpus[0]:g} MiB has no room for a level next to the CUDA context, "
+            f"{format_bytes(estimate.context)}, and the step's "
+            f"activations, logits and workspace, {format_bytes(step)}: give a smaller batch",
+            needed_bytes=estimate.context + step + MiB,
+            available_bytes=int(gpus[0] * MiB),
+        )
+    weights, state = max(1, estimate.weights), estimate.state_bytes
+    wanted = state if state <= free else math.ceil(weights * target_hit_rate)
+    first = min(free, max(wanted, MiB))
+    levels = [_Sizes("cuda:0", first)]
+    left = state - first
+    for number, size in enumerate(gpus[1:], start=1):
+        other = max(0, allocatable_bytes(int(size * MiB), estimate.context))
+        if left > 0 and other:
+            levels.append(_Sizes(f"cuda:{number}", other))
+            left -= other
+    if left > 0:
+        below = math.ceil(left * ABOVE)
+        host = below if host_memory_mb is None else min(below, int(host_memory_mb * MiB))
+        levels.append(_Sizes("cpu", max(host, MiB)))
+        if below > host:
+            levels.append(_Sizes("ssd", max(below - host, MiB)))
+    made = StackConfig(levels=[level.as_dict() for level in levels])
+    made.hit_rate = min(1.0, first / weights)
+    made.rule_of_thumb = _by_thumb(weights)
+    made.lines = tuple(_lines(estimate, made, levels, target_hit_rate, free))
+    return made
+
+
+def _check(gpus: Sequence[float], target_hit_rate: float, host_memory_mb: float | None) -> None:
+    if not gpus:
+        raise ConfigurationError("gpus is empty: give the memory of each GPU in MiB, e.g. [8 * 1024]")
+    for size in (*gpus, *([] if host_memory_mb is None else [host_memory_mb])):
+        if not (math.isfinite(size) and size > 0):
+            raise ConfigurationError(f"{size} MiB of memory: give a number above 0")
+    if not 0 < target_hit_rate <= 1:
+        raise ConfigurationError(f"target_hit_rate is {target_hit_rate}: give a share above 0 and of at most 1")
+
+
+def _by_thumb(weights: int) -> dict[str, Any]:
+    sizes = [THUMB_FIRST * weights * THUMB_NEXT**level for level in range(3)]
+    return {
+        "levels": [
+            _Sizes(device, int(size)).as_dict() for device, size in zip(("cuda:0", "cpu", "ssd"), sizes, strict=True)
+        ]
+    }
+
+
+def _lines(
+    estimate: MemoryEstimate, made: StackConfig, levels: Sequence[_Sizes], target: float, free: int
+) -> list[str]:
+    found = [f"{level.device}: {format_bytes(level.num_bytes)}" for level in levels]
+    found.append(f"level 0 holds {made.hit_rate:.0%} of the weights, and serves so many of the accesses to them")
+    if made.hit_rate < target:
+        more = math.ceil(estimate.weights * target) - free
+        found.append(f"{target:.0%} would need {format_bytes(more)} more of the first GPU")
+    thumb = ", ".join(
+        f"{each['device']} {format_bytes(int(each['capacity_mb'] * MiB))}" for each in made.rule_of_thumb["levels"]
+    )
+    found.append(f"by the rule of thumb (1.5 times the weights, then 4 times the level above): {thumb}")
+    return found

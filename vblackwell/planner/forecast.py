@@ -1,7 +1,9 @@
-"""What each way of training a model would take of a machine: memory from traces and the engine's own placement, seconds from its lanes.
+"""What each way of training a model would take of a machine: memory from traces and the engine's own placement, seconds
+from its lanes.
 
-On a GPU level 0 shares the process's memory with activations: what they leave, with a margin, is level 0's capacity. Without one, level 0
-is an arena of a stated size, activations lie outside it, and all lanes are the same cores, one after another.
+On a GPU level 0 shares the process's memory with activations: what they leave, with a margin, is level 0's capacity.
+Without one, level 0 is an arena of a stated size, activations lie outside it, and all lanes are the same cores, one
+after another.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from vblackwell.errors import InsufficientMemory, Unsupported
+from vblackwell.machine.limits import disk_thread_bytes
 from vblackwell.machine.rates import Rates
 from vblackwell.nn.convert.model import convert
 from vblackwell.nn.convert.training import fuse
@@ -34,20 +37,21 @@ from vblackwell.offload.layout.placement import (
     passing_bytes,
     state_bytes,
 )
-from vblackwell.planner.estimator import Run, threads_bytes
 from vblackwell.planner.memory_estimate import P99_BYTES
 from vblackwell.planner.placement import Bounds, Choice, Lacking, Plan, Prediction, Space, make_plan
+from vblackwell.planner.run import Run
 from vblackwell.trace.causal_lm import language_batch, plain_batches
 from vblackwell.trace.trace import Trace, trace_training
 from vblackwell.trace.work import phase_seconds, streaming_work
 from vblackwell.units import MiB, align_up
 
-STREAMED_P99 = 1.08  # three streamed decoders on an H200 reserved 3 % more, 2 % less and 7 % more than predicted (docs/journal/estimate.md)
+# Three streamed decoders on an H200 reserved 3 % more, 2 % less and 7 % more than predicted (docs/journal/estimate.md)
+STREAMED_P99 = 1.08
 RESIDENT_P99 = 1.03
 ADAMW_BYTES = 34  # a parameter, that AdamW on a GPU reads and writes, with the norm of its gradient
-LEAVING = 2  # gradients of the largest group on level 0: one is made while the one before leaves
-# The first groups, which finish backward last and are needed first: with their states on level 0 nothing hides a journey of theirs, and
-# the same bytes of loaded weights save less (docs/journal/offload.md).
+GRADIENTS_LEAVING = 2  # gradients of the largest group on level 0: one is made while the one before leaves
+# The first groups, which finish backward last and are needed first: with their states on level 0 nothing hides their
+# transfers, and the same bytes of loaded weights save less (docs/journal/offload.md).
 TURN_GROUPS = 3
 WIDE_GRADIENT = 4  # bytes of a resident parameter's gradient
 
@@ -57,7 +61,7 @@ class Machine:
     """What a run may take and how fast it is.
 
     Attributes:
-        has_gpu: level 0 is a GPU. undo: updates keep a way back, as the trainer's do. may_clip: steps may clip.
+        has_gpu: level 0 is a GPU. undo: updates can be rolled back, as the trainer's can. may_clip: steps may clip.
         disk: bytes/s that the disk level reads and writes, asked where a choice uses one; None: those of ``rates``.
     """
 
@@ -73,15 +77,22 @@ class Forecast:
     """Predicts choices for one run on one machine. Traces and models are made once each.
 
     Args:
-        run: the model in its compute type; its ``checkpointing`` is each choice's, and its optimizer is the package's own.
+        run: the model in its compute type; its ``checkpointing`` is each choice's, and its optimizer is the package's
+            own.
         masters: 'exact' or 'stochastic', as `Formats` has them.
         fp4_layers, keep: which linears a choice with ``fp4`` converts (`vblackwell.nn.convert`).
         fused: the run puts its model onto fused operators (`vblackwell.nn.convert.training.fuse`).
     """
 
     def __init__(
-        self, run: Run, machine: Machine, masters: str = "exact", fp4_layers: str = "all", keep: str | None = None, fused: bool = False
-    ) -> None:  # fmt: skip
+        self,
+        run: Run,
+        machine: Machine,
+        masters: str = "exact",
+        fp4_layers: str = "all",
+        keep: str | None = None,
+        fused: bool = False,
+    ) -> None:
         self.run, self.machine, self._masters, self._fused = run, machine, masters, fused
         self._fp4 = fp4_layers, keep
         self.model = functools.cache(self._model)
@@ -100,15 +111,15 @@ class Forecast:
 
     def _trace(self, checkpointing: bool, fp4: bool, batch_size: int) -> Trace:
         run = self.run
-        batch = language_batch(run.subject.vocab_size, batch_size, run.seq_length)
+        batch = language_batch(run.spec.vocab_size, batch_size, run.seq_length)
         model = self.model(checkpointing, fp4)  # brings transformers in, before its questions are answered
         with plain_batches():
-            return trace_training(model, batch, run.subject.loss, None, capability=run.capability, num_sms=run.num_sms)
+            return trace_training(model, batch, run.spec.loss, None, capability=run.capability, num_sms=run.num_sms)
 
     def _seconds(
         self, checkpointing: bool, fp4: bool, batch_size: int, streaming: float, updates: float = 0.0
     ) -> Mapping[str, float]:
-        """Of a micro-batch's phases, beside which the CPU updates for ``updates`` seconds."""
+        """Of a micro-batch's phases, while the CPU updates for ``updates`` seconds."""
         work = self.trace(checkpointing, fp4, batch_size).work
         work = (*work, *streaming_work(streaming))
         return phase_seconds(work, self.machine.rates, waits=not self.machine.has_gpu, updates=updates)
@@ -124,7 +135,7 @@ class Forecast:
         if choice.placement == "resident":
             return compute / tokens
         cpu = (
-            max(0.0, share_at_home(choice) - 0.1) * trained / rates.cpu_adamw
+            max(0.0, share_on_host(choice) - 0.1) * trained / rates.cpu_adamw
         )  # whole groups: a little less than the share, maybe
         return (max(compute, cpu) if self.machine.has_gpu else compute + cpu) / tokens
 
@@ -159,10 +170,10 @@ class Forecast:
         streaming = updates = 0.0
         if choice.placement == "streamed":
             rates, groups = self.machine.rates, self._groups(choice)
-            streaming = rates.streaming_issues(len(groups), share_at_home(choice))
+            streaming = rates.streaming_issues(len(groups), share_on_host(choice))
             trained = sum(num_elements(group) for group in groups if group.trainable())
-            share, count = share_at_home(choice), choice.accumulation_steps
-            # Without a way back the last one's is added where its update is.
+            share, count = share_on_host(choice), choice.accumulation_steps
+            # Without a rollback the last one's is added where its update is.
             on_level0 = count - 1 if self.machine.undo else max(0, count - 2)
             sums = share * (count - 1) + (1 - share) * on_level0
             updates = (share + sums / rates.adds_per_update) * trained / rates.cpu_adamw / count
@@ -191,7 +202,9 @@ class Forecast:
         return replace(choice, level0_bytes=align_up(books, MiB)), prediction
 
     def _resident_bytes(self, choice: Choice, formats: Formats, trace: Trace) -> tuple[int, int, int]:
-        """What the GPU is expected to hold, what to plan for, and what the stack asks level 0 to have; the last alone without a GPU."""
+        """What the GPU is expected to hold, what to plan for, and what the stack asks level 0 to have; the last alone
+        without a GPU.
+        """
         state = trained = 0
         widths = [4]
         for param in self.model(choice.checkpointing, choice.fp4).parameters():
@@ -217,10 +230,10 @@ class Forecast:
         sized, foreseen, gpu, waiting = found
         has_gpu, most = self.machine.has_gpu, self.machine.bounds.gpu
         p99 = int(gpu * STREAMED_P99) + P99_BYTES if has_gpu else gpu
-        # Ways back take the RAM that is free, and inputs of checkpoints come before them.
-        ways_back = foreseen.bytes_by_level.get("undo", [0, 0])[1]
+        # Copies for a rollback take the RAM that is free, and inputs of checkpoints come before them.
+        rollback = foreseen.bytes_by_level.get("undo", [0, 0])[1]
         host = foreseen.bytes_of(1) + waiting
-        host -= min(ways_back, max(0, host - self.machine.bounds.host))
+        host -= min(rollback, max(0, host - self.machine.bounds.host))
         # What level 0 lets in ends at its capacity.
         timed = self._timed(sized, foreseen, min(gpu, most), min(p99, most), host, in_full)
         return sized, replace(timed, waiting=waiting)
@@ -228,7 +241,8 @@ class Forecast:
     def _foreseen(
         self, choice: Choice, formats: Formats, trace: Trace, seconds: Mapping[str, float]
     ) -> tuple[Choice, StepForecast, int, int] | Lacking:
-        """The choice with sizes (its own, if it has some), where its bytes are, those on the GPU, and those of checkpoints in RAM.
+        """The choice with sizes (its own, if it has some), where its bytes are, those on the GPU, and those of
+        checkpoints in RAM.
 
         Raises:
             InsufficientMemory: level 0 or the levels below are too small.
@@ -241,16 +255,25 @@ class Forecast:
         choice = choice if choice.level0_bytes else self._sized(choice, free)
         inputs = self._input_bytes(choice) if choice.activations == "host" else 0
         waiting = inputs * self._num_blocks(choice)
-        wishes = StreamingOptions(
-            update=choice.update, weight_bytes=choice.weight_bytes, resident_bytes=choice.resident_bytes, activation_bytes=waiting,
+        options = StreamingOptions(
+            update=choice.update,
+            weight_bytes=choice.weight_bytes,
+            resident_bytes=choice.resident_bytes,
+            activation_bytes=waiting,
             formats=formats,
-        )  # fmt: skip
+        )
         capacities = [choice.level0_bytes, bounds.host] + ([bounds.disk] if bounds.disk else [])
         found = forecast_step(
-            self.model(choice.checkpointing, choice.fp4), capacities, wishes, seconds, input_bytes=inputs,
-            micro_batches=choice.accumulation_steps, undo=machine.undo, name="GPU" if machine.has_gpu else "arena",
+            self.model(choice.checkpointing, choice.fp4),
+            capacities,
+            options,
+            seconds,
+            input_bytes=inputs,
+            micro_batches=choice.accumulation_steps,
+            undo=machine.undo,
+            name="GPU" if machine.has_gpu else "arena",
             host_norms=machine.may_clip and not machine.has_gpu,  # a GPU takes the norms before gradients leave it
-        )  # fmt: skip
+        )
         return choice, found, found.bytes_of(0) + step, waiting
 
     def _timed(self, choice: Choice, found: StepForecast, gpu: int, p99: int, host: int, in_full: bool) -> Prediction:
@@ -267,9 +290,18 @@ class Forecast:
         written = sum(group.disk_write for group in found.lanes.groups)
         hidden = disk_hidden_from(found.lanes, rates, tokens) if in_full and written and machine.has_gpu else 0
         return Prediction(
-            gpu, p99, host, found.bytes_of(2), times.step_seconds, tokens, {lane: share for lane, share in times.busy.items() if share},
-            clipped, written, hidden, threads=threads_bytes() if uses_disk else 0,
-        )  # fmt: skip
+            gpu,
+            p99,
+            host,
+            found.bytes_of(2),
+            times.step_seconds,
+            tokens,
+            {lane: share for lane, share in times.busy.items() if share},
+            clipped,
+            written,
+            hidden,
+            threads=disk_thread_bytes() if uses_disk else 0,
+        )
 
     def _times(self, found: StepForecast, rates: Rates) -> LaneTimes:
         """Of a step; without a GPU every lane is the same cores, and one works after the other."""
@@ -284,12 +316,14 @@ class Forecast:
         )
 
     def _sized(self, choice: Choice, free: int) -> Choice:
-        """How ``free`` bytes of level 0 are divided: a ring, gradients and lent groups, a few weights, the turn, more of either."""
+        """How ``free`` bytes of level 0 are divided: a ring, gradients on their way, a few weights, the turn, more of
+        either.
+        """
         groups = self._groups(choice)
         largest = max((group.num_bytes for group in groups), default=1)
         passing = max((passing_bytes(group) for group in groups if group.trainable()), default=0)
         ring = 0 if choice.update == "home" else min(int(RING_GROUPS * passing), int(free * RING_SHARE))
-        slack = min((LEAVING + MAX_LOCKED) * largest, free // 3)
+        slack = min((GRADIENTS_LEAVING + MAX_LOCKED) * largest, free // 3)
         whole = sum(group.num_bytes for group in groups)
         left = free - ring - slack
         keeps = choice.update != "home" and not self.machine.undo
@@ -332,7 +366,7 @@ class Forecast:
         return choice.batch_size * self.run.seq_length * int(hidden) * width
 
 
-def share_at_home(choice: Choice) -> float:
+def share_on_host(choice: Choice) -> float:
     """Of the updates."""
     found = {"level0": 0.0, "home": 1.0}.get(str(choice.update), choice.update)
     assert isinstance(found, float)
@@ -340,7 +374,8 @@ def share_at_home(choice: Choice) -> float:
 
 
 def peak_with_gradients(trace: Trace, widened: float, held: bool = False) -> int:
-    """Most bytes of activations, logits, workspace and gradients at one time; gradients ``widened`` times as wide as they were traced.
+    """Most bytes of activations, logits, workspace and gradients at one time; gradients ``widened`` times as wide as
+    they were traced.
 
     Args:
         held: earlier micro-batches' gradients are there all the time.

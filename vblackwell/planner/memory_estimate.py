@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +17,8 @@ from vblackwell.units import MiB
 P99_PERCENT = 3
 P99_BYTES = 64 * MiB
 """What P99 adds to the reserved bytes for what is not modelled: kernels' own workspaces, other orders of frees
-(docs/journal/estimate.md)."""
+(docs/journal/estimate.md).
+"""
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters),
@@ -75,14 +75,16 @@ class MemoryEstimate:
         return asdict(self)
 
 
-def room(gpu_bytes: int, context: int) -> int:
+def allocatable_bytes(gpu_bytes: int, context: int) -> int:
     """Bytes that the allocator may reserve on a GPU of ``gpu_bytes`` so that a run still fits at P99."""
     return max(0, (gpu_bytes - context - P99_BYTES) * 100 // (100 + P99_PERCENT))
 
 
 def fits(trace: Trace, gpu_bytes: int, capability: tuple[int, int], expandable: bool = False) -> bool:
-    """Whether a replay succeeds on a GPU of ``gpu_bytes``, with the margin of P99: free segments are given back where that helps."""
-    return replay(trace, room(gpu_bytes, context_bytes(capability)), expandable).fits
+    """Whether a replay succeeds on a GPU of ``gpu_bytes``, with the margin of P99: free segments are given back where
+    that helps.
+    """
+    return replay(trace, allocatable_bytes(gpu_bytes, context_bytes(capability)), expandable).fits
 
 
 def estimate_trace(trace: Trace, capability: tuple[int, int] = (8, 0), expandable: bool = False) -> MemoryEstimate:
@@ -130,15 +132,9 @@ def _in_full(trace: Trace, category: str) -> int:
 
 def part_of(trace: Trace, categories: Iterable[str], outside: str | None = None) -> Trace:
     """``trace`` with nothing but storages of ``categories``; what phase ``outside`` allocates left out."""
-    wanted, left_out = set(categories), set[int]()
-    if outside is not None:
-        ends = [index for index, _, _ in trace.marks[1:]] + [len(trace.events)]
-        for (start, _, phase), end in zip(trace.marks, ends, strict=True):
-            if phase == outside:
-                left_out.update(event for event in trace.events[start:end] if event >= 0)
-    kept = {index for index, of in enumerate(trace.categories) if of in wanted} - left_out
-    events = tuple(event for event in trace.events if (event if event >= 0 else ~event) in kept)
-    return replace(trace, events=events, marks=(), work=())
+    wanted = set(categories)
+    others = {index for index, of in enumerate(trace.categories) if of not in wanted}
+    return trace.without(others | (trace.born_in(outside) if outside else set()))
 
 
 def peak_of(trace: Trace, categories: Iterable[str], outside: str | None = None) -> int:
@@ -153,18 +149,17 @@ def peak_of(trace: Trace, categories: Iterable[str], outside: str | None = None)
 class Batches:
     """Traces of one model at any batch size, from as few real traces as possible.
 
-    Where the traces of two neighbouring batches are the same events, every size is taken to be affine in the batch, and others follow
-    without running the model again. That is a guess, because some sizes stop growing (chunks) and some operators change with the size, so
-    what `largest` finds is traced for real.
+    Where the traces of two neighbouring batches are the same events, every size is taken to be affine in the batch, and
+    others follow without running the model again. That is a guess, because some sizes stop growing (chunks) and some
+    operators change with the size, so what `largest` finds is traced for real.
 
     Args:
         trace_at: traces the model at a batch size.
-        one: its trace of one sequence, if it is there already.
     """
 
-    def __init__(self, trace_at: Callable[[int], Trace], one: Trace | None = None) -> None:
+    def __init__(self, trace_at: Callable[[int], Trace]) -> None:
         self.trace_at = trace_at
-        self._real: dict[int, Trace] = {} if one is None else {1: one}
+        self._real: dict[int, Trace] = {}
         self._base = 2
 
     def real(self, batch_size: int) -> Trace:
@@ -184,36 +179,33 @@ class Batches:
         )
         return replace(below, sizes=sizes, work=())
 
-    def largest(self, is_ok: Callable[[Trace], bool], most: int = 1 << 16) -> int:
-        """The largest batch of at most ``most`` sequences whose trace ``is_ok``; 0 where one sequence is too many. It is monotone here."""
-        if not is_ok(self.real(1)):
+    def largest(self, is_ok: Callable[[int, Trace], bool], at_most: int = 1 << 16) -> int:
+        """The largest batch of ``at_most`` sequences that ``is_ok`` with its trace; 0 where one sequence is too many.
+
+        Args:
+            is_ok: of a batch size and its trace; where it is False, it is taken to be False of larger ones.
+        """
+        if not is_ok(1, self.real(1)):
             return 0
-        low, high = 1, most + 1  # known to be right, known or taken to be wrong
+        low, high = 1, at_most + 1  # known to be right, known or taken to be wrong
         while high - low > 1:
             guess = self._guess(is_ok, low, high)
-            if not is_ok(self.real(guess)):
+            if not is_ok(guess, self.real(guess)):
                 high = guess
-            elif guess + 1 < high and is_ok(self.real(guess + 1)):
+            elif guess + 1 < high and is_ok(guess + 1, self.real(guess + 1)):
                 low = guess + 1
             else:
                 return guess
             self._base = max(2, guess)
         return low
 
-    def _guess(self, is_ok: Callable[[Trace], bool], low: int, high: int) -> int:
+    def _guess(self, is_ok: Callable[[int, Trace], bool], low: int, high: int) -> int:
         """Strictly between the two, by expected traces."""
-        start = low
-        step = 1
-        while low + step < high and is_ok(self.at(low + step)):
+        start, step = low, 1
+        while low + step < high and is_ok(low + step, self.at(low + step)):
             low, step = low + step, step * 2
         high = min(high, low + step)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if is_ok(self.at(middle)) else (low, middle)
+            low, high = (middle, high) if is_ok(middle, self.at(middle)) else (low, middle)
         return max(low, start + 1)
-
-
-def as_report(estimate: MemoryEstimate, names: Iterable[str] | None = None) -> dict[str, Any]:
-    """``bytes`` of ``vb estimate --json``."""
-    values = estimate.as_dict()
-    return {name: values[name] for name in (names or values) if name != "parameters"}

@@ -20,13 +20,12 @@ from vblackwell.folders.hub import find_config, is_hub_id
 from vblackwell.machine.facts import memory_facts
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.planner.known_models import KNOWN_MODELS
 from vblackwell.trace.causal_lm import build_causal_lm, language_loss
 from vblackwell.trace.storage_log import StoragesWithBytes
 from vblackwell.trace.trace import Untraceable, on_meta
 from vblackwell.units import format_bytes
 
-MOST_TOKENS = 1 << 28
+MAX_TOKENS = 1 << 28
 
 
 def check_batch(batch_size: int, seq_length: int) -> None:
@@ -34,15 +33,15 @@ def check_batch(batch_size: int, seq_length: int) -> None:
     for name, value in (("batch size", batch_size), ("sequence length", seq_length)):
         if value < 1:
             raise ConfigurationError(f"{name} {value} is not possible: give at least 1")
-    if batch_size * seq_length > MOST_TOKENS:
+    if batch_size * seq_length > MAX_TOKENS:
         raise ConfigurationError(
             f"{batch_size} sequences of {seq_length} tokens are {batch_size * seq_length:.3g} tokens in one forward: "
-            f"give at most {MOST_TOKENS}"
+            f"give at most {MAX_TOKENS}"
         )
 
 
 @dataclass(frozen=True)
-class Subject:
+class ModelSpec:
     """A model to be estimated.
 
     Attributes:
@@ -59,9 +58,9 @@ class Subject:
     note: str | None = None
 
 
-def find_subject(text: str, decoders: dict[str, DecoderConfig], seq_length: int) -> Subject:
-    """What MODEL of ``vb estimate`` means: a preset of ``decoders``, a known name, a folder, a config.json, a hub id, or
-    ``package.module:factory``.
+def find_model(text: str, decoders: dict[str, DecoderConfig], seq_length: int) -> ModelSpec:
+    """What MODEL of ``vb estimate`` means: a preset of ``decoders``, a known name, a folder, a config.json, a hub id,
+    or ``package.module:factory``.
 
     Raises:
         CorruptData: a file that is no JSON object.
@@ -81,25 +80,27 @@ def find_subject(text: str, decoders: dict[str, DecoderConfig], seq_length: int)
         return of_config(read_json(find_config(text)), text, seq_length)
     names = [*decoders, *KNOWN_MODELS]
     raise ConfigurationError(
-        f"model {text!r} is unknown{nearest(text, names)}; give one of {', '.join(names)}, a Hugging Face folder or hub id, a config.json, "
+        f"model {text!r} is unknown{nearest(text, names)}; give one of {', '.join(names)}, a Hugging Face folder or "
+        "hub id, a config.json, "
         "or package.module:factory"
     )
 
 
-def of_decoder(name: str, config: DecoderConfig) -> Subject:
+def of_decoder(name: str, config: DecoderConfig) -> ModelSpec:
     """Our decoder of that shape."""
 
     def build(dtype: torch.dtype) -> nn.Module:
         return Decoder(config, device="meta", dtype=dtype).train()
 
-    return Subject(name, build, config.vocab_size, lambda model, batch: model(batch["input_ids"], batch["labels"]))
+    return ModelSpec(name, build, config.vocab_size, lambda model, batch: model(batch["input_ids"], batch["labels"]))
 
 
-def of_config(fields: dict[str, Any], source: str, seq_length: int) -> Subject:
+def of_config(fields: dict[str, Any], source: str, seq_length: int) -> ModelSpec:
     """The causal model that a config.json's ``fields`` describe; ``source`` is its name in errors.
 
     Raises:
-        ConfigurationError: no vocabulary, or learned positions that end before ``seq_length``; what `build_causal_lm` refuses, when built.
+        ConfigurationError: no vocabulary, or learned positions that end before ``seq_length``; what `build_causal_lm`
+            refuses, when built.
     """
     limit = fields.get("n_positions")
     if isinstance(limit, int) and seq_length > limit:
@@ -115,11 +116,13 @@ def of_config(fields: dict[str, Any], source: str, seq_length: int) -> Subject:
     vocab = fields["vocab_size"]
     if not isinstance(vocab, int) or not 1 <= vocab < 1 << 31:
         raise ConfigurationError(f"{source}: vocab_size is {vocab!r}: the field must be a number of at least 1")
-    return Subject(source, partial(build_causal_lm, fields, source), vocab, language_loss)
+    return ModelSpec(source, partial(build_causal_lm, fields, source), vocab, language_loss)
 
 
-def _of_factory(text: str) -> Subject:
-    """``package.module:factory``, called without arguments; the module's forward takes token numbers and gives logits or a loss."""
+def _of_factory(text: str) -> ModelSpec:
+    """``package.module:factory``, called without arguments; the module's forward takes token numbers and gives logits
+    or a loss.
+    """
     module_name, _, factory_name = text.partition(":")
     try:
         with _working_folder_on_path():
@@ -128,7 +131,8 @@ def _of_factory(text: str) -> Subject:
         raise
     except Exception as error:  # a stranger's code may raise anything
         raise ConfigurationError(
-            f"{text} cannot be imported: {_brief(error)} (modules are looked for in the working folder, then where Python finds them)"
+            f"{text} cannot be imported: {_brief(error)} (modules are looked for in the working folder, then where "
+            "Python finds them)"
         ) from error
     if isinstance(factory, nn.Module) or not callable(factory):
         raise ConfigurationError(
@@ -141,10 +145,11 @@ def _of_factory(text: str) -> Subject:
     sizes = [each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)]
     if not sizes:
         raise ConfigurationError(
-            f"{text} has no nn.Embedding, so what it takes is not known: use vblackwell.trace.trace.trace_training from Python"
+            f"{text} has no nn.Embedding, so what it takes is not known: use vblackwell.trace.trace.trace_training "
+            "from Python"
         )
     model.train()
-    return Subject(text, lambda dtype: model.to(dtype), max(sizes), _any_loss, make, note)
+    return ModelSpec(text, lambda dtype: model.to(dtype), max(sizes), _any_loss, make, note)
 
 
 def _built(text: str, factory: Callable[[], Any]) -> tuple[Any, str | None]:
@@ -164,7 +169,8 @@ def _built(text: str, factory: Callable[[], Any]) -> tuple[Any, str | None]:
         on_meta_error = _brief(error)
     free = memory_facts().available_bytes
     refusal = (
-        f"{text} cannot be built on device 'meta' ({on_meta_error}), and for real it takes more than the {format_bytes(free)} of RAM that "
+        f"{text} cannot be built on device 'meta' ({on_meta_error}), and for real it takes more than the "
+        f"{format_bytes(free)} of RAM that "
         "were free: leave out of the factory what needs values, such as .item() and files that are loaded"
     )
     try:
@@ -189,7 +195,9 @@ def _brief(error: Exception) -> str:
 
 @contextmanager
 def _working_folder_on_path() -> Iterator[None]:
-    """Imports look into the working folder first, as under `python -m`; behind it ``sys.path`` is the list that it was."""
+    """Imports look into the working folder first, as under `python -m`; afterwards ``sys.path`` is the list that it
+    was.
+    """
     before = sys.path
     sys.path = [str(Path.cwd()), *before]
     try:
@@ -204,3 +212,59 @@ def _any_loss(model: nn.Module, batch: Any) -> Tensor:
     if found.dim() == 0:
         return found
     return nn.functional.cross_entropy(found.flatten(0, -2), batch["labels"].flatten())
+
+
+# -- known models: the shapes their authors published, as fields of transformers' configurations -----------------------
+
+
+def _gpt2(width: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "vocab_size": 50257,
+        "n_positions": 1024,
+        "n_embd": width,
+        "n_layer": layers,
+        "n_head": heads,
+    }
+
+
+def _llama(model_type: str = "llama", **fields: Any) -> dict[str, Any]:
+    names = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
+    values = fields.pop("shape")
+    return {"model_type": model_type, "tie_word_embeddings": False} | dict(zip(names, values, strict=True)) | fields
+
+
+KNOWN_MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": _gpt2(768, 12, 12),
+    "gpt2-medium": _gpt2(1024, 24, 16),
+    "gpt2-large": _gpt2(1280, 36, 20),
+    "gpt2-xl": _gpt2(1600, 48, 25),
+    "tinyllama-1.1b": _llama(shape=(32000, 2048, 5632, 22, 32, 4), max_position_embeddings=2048),
+    "llama-7b": _llama(shape=(32000, 4096, 11008, 32, 32, 32), max_position_embeddings=2048, rms_norm_eps=1e-6),
+    "llama-13b": _llama(shape=(32000, 5120, 13824, 40, 40, 40), max_position_embeddings=2048, rms_norm_eps=1e-6),
+    "llama-3-8b": _llama(shape=(128256, 4096, 14336, 32, 32, 8), max_position_embeddings=8192, rope_theta=500000.0),
+    "llama-30b": _llama(shape=(32000, 6656, 17920, 60, 52, 52), max_position_embeddings=2048, rms_norm_eps=1e-6),
+    "llama-65b": _llama(shape=(32000, 8192, 22016, 80, 64, 64), max_position_embeddings=2048, rms_norm_eps=1e-6),
+    "llama-3-70b": _llama(shape=(128256, 8192, 28672, 80, 64, 8), max_position_embeddings=8192, rope_theta=500000.0),
+    "llama-3.1-405b": _llama(shape=(128256, 16384, 53248, 126, 128, 8), max_position_embeddings=131072, rope_theta=500000.0),
+    "llama-3.2-1b": _llama(shape=(128256, 2048, 8192, 16, 32, 8), max_position_embeddings=131072, tie_word_embeddings=True),
+    "llama-3.2-3b": _llama(shape=(128256, 3072, 8192, 28, 24, 8), max_position_embeddings=131072, tie_word_embeddings=True),
+    "mistral-7b": _llama("mistral", shape=(32000, 4096, 14336, 32, 32, 8), max_position_embeddings=32768, sliding_window=None),
+    "qwen2.5-0.5b": _llama("qwen2", shape=(151936, 896, 4864, 24, 14, 2), max_position_embeddings=32768, tie_word_embeddings=True),
+    "qwen2.5-1.5b": _llama("qwen2", shape=(151936, 1536, 8960, 28, 12, 2), max_position_embeddings=32768, tie_word_embeddings=True),
+    "qwen2.5-3b": _llama("qwen2", shape=(151936, 2048, 11008, 36, 16, 2), max_position_embeddings=32768, tie_word_embeddings=True),
+    "qwen2.5-7b": _llama("qwen2", shape=(152064, 3584, 18944, 28, 28, 4), max_position_embeddings=131072),
+    "qwen2.5-14b": _llama("qwen2", shape=(152064, 5120, 13824, 48, 40, 8), max_position_embeddings=131072),
+    "qwen2.5-32b": _llama("qwen2", shape=(152064, 5120, 27648, 64, 40, 8), max_position_embeddings=131072),
+    "qwen2.5-72b": _llama("qwen2", shape=(152064, 8192, 29568, 80, 64, 8), max_position_embeddings=131072),
+    "mixtral-8x7b": _llama(
+        "mixtral", shape=(32000, 4096, 14336, 32, 32, 8), max_position_embeddings=32768, num_local_experts=8, num_experts_per_tok=2
+    ),
+}  # fmt: skip

@@ -1,8 +1,9 @@
-"""Which way of training fits a machine and is the fastest: enumerated, pruned by arithmetic, predicted, and the best is a frozen plan.
+"""Which way of training fits a machine and is the fastest: enumerated, pruned by arithmetic, predicted, and the best is
+a frozen plan.
 
-What is predicted, and how, is the caller's (`vblackwell.planner.forecast`): this module knows choices, bounds and order alone. Where bytes
-live changes no bit of a run; recomputing may round otherwise where it uses other kernels. What does change numbers (8-bit states, FP4, a
-micro-batch other than the user's) is tried only where the `Space` allows it.
+What is predicted, and how, is the caller's (`vblackwell.planner.forecast`): this module knows choices, bounds and order
+alone. Where bytes live changes no bit of a run; recomputing may round otherwise where it uses other kernels. What does
+change numbers (8-bit states, FP4, a micro-batch other than the user's) is tried only where the `Space` allows it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from vblackwell.units import format_bytes, format_seconds
 
 SHARES: tuple[str | float, ...] = ("level0", 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, "home")
 ALIKE = 1.005  # predictions this close are told apart by what they take, not by their speed
-MOST_SHOWN = 4
+MAX_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Space:
     Attributes:
         batches: (sequences in a forward, forwards in a step) that the user's words allow.
         checkpointing, placements, updates, activations: as in `Choice`.
-        states: formats of AdamW's moments that the user allows. fp4: whether linears may compute with weights rounded to FP4.
+        states: formats of AdamW's moments that the user allows. fp4: whether linears may compute with weights rounded
+            to FP4.
     """
 
     batches: tuple[tuple[int, int], ...]
@@ -80,11 +82,12 @@ class Choice:
         placement: 'resident' or 'streamed'.
         batch_size, accumulation_steps: sequences in a forward, forwards in a step.
         checkpointing: blocks are computed again in backward.
-        update: where AdamW runs when streaming: 'level0', 'home', or the share of the parameters at home.
+        update: where AdamW runs when streaming: 'level0', 'home', or the share of the parameters that is updated on the
+            host.
         activations: where checkpoints' inputs wait: 'level0' or 'host'.
         states: format of AdamW's moments. fp4: linears compute with weights rounded to FP4.
-        level0_bytes, weight_bytes, resident_bytes: capacity of level 0, and what loaded weights and groups that live there may take of it;
-            decided when the choice is predicted.
+        level0_bytes, weight_bytes, resident_bytes: capacity of level 0, and what loaded weights and groups that live
+            there may take of it; decided when the choice is predicted.
     """
 
     placement: str
@@ -121,8 +124,9 @@ class Prediction:
         gpu, gpu_p99: bytes that the GPU's allocator reserves: expected, and to plan for. Without a GPU: of the arena.
         host, disk: bytes. waiting: of checkpoints' inputs in RAM, part of ``host``. disk_written: bytes a step.
         step_seconds: of one optimizer step of ``tokens``. clipped_seconds: of one that clips, where that is another.
-        busy: share of the step in which each lane works. disk_hidden_from: tokens a step from which the disk costs nothing.
-        threads: bytes of RAM that the disk level's threads hold, beside ``host``, which is the RAM level's.
+        busy: share of the step in which each lane works. disk_hidden_from: tokens a step from which the disk costs
+            nothing.
+        threads: bytes of RAM that the disk level's threads hold, in addition to ``host``, which is the RAM level's.
     """
 
     gpu: int
@@ -154,7 +158,9 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Lacking:
-    """Why a choice does not fit: ``what`` is missing, and how many bytes of it (0: not a matter of bytes); ``words`` that say it better."""
+    """Why a choice does not fit: ``what`` is missing, and how many bytes of it (0: not a matter of bytes); ``words``
+    that say it better.
+    """
 
     what: str
     num_bytes: int = 0
@@ -193,10 +199,10 @@ class Plan:
             f"  within {self.bounds}; rates: {self.rates}",
         ]
         found += [f"  {text}" for text in _remarks(self.prediction)]
-        for choice, prediction in _different(self.others, self.choice)[:MOST_SHOWN]:
+        for choice, prediction in _different(self.others, self.choice)[:MAX_SHOWN]:
             longer = prediction.token_seconds / self.prediction.token_seconds
             found.append(f"  instead, {longer:.2f} times as long: {choice}: {_numbers(prediction)}")
-        for choice, lacking in _nearest(self.rejected)[:MOST_SHOWN]:
+        for choice, lacking in _nearest(self.rejected)[:MAX_SHOWN]:
             found.append(f"  not {choice}: {lacking}")
         if self.pruned:
             found.append(f"  {self.pruned} more were left out, which arithmetic alone shows to be slower")
@@ -216,8 +222,12 @@ Predict = Callable[[Choice], "tuple[Choice, Prediction] | Lacking"]
 
 
 def make_plan(
-    choices: Iterable[Choice], least_seconds: Callable[[Choice], float], predict: Predict, bounds: Bounds, rates: str = ""
-) -> Plan:  # fmt: skip
+    choices: Iterable[Choice],
+    least_seconds: Callable[[Choice], float],
+    predict: Predict,
+    bounds: Bounds,
+    rates: str = "",
+) -> Plan:
     """Predict ``choices``, those first that could be the fastest by the token, and leave out those that cannot be.
 
     Args:
@@ -259,7 +269,8 @@ def _nothing_fits(rejected: list[tuple[Choice, Lacking]], bounds: Bounds) -> Ins
     text = f"the nearest is {near[0][0]}, which {near[0][1]}" if near else "there is nothing to choose from"
     missing = near[0][1].num_bytes if near else 0
     return InsufficientMemory(
-        f"no plan fits {bounds}: {text}; give fewer or shorter sequences, or more memory (--fast-memory, --host-memory, --disk-memory)",
+        f"no plan fits {bounds}: {text}; give fewer or shorter sequences, or more memory (--fast-memory, "
+        "--host-memory, --disk-memory)",
         needed_bytes=missing,
         available_bytes=0,
     )
@@ -298,7 +309,8 @@ def _numbers(prediction: Prediction) -> str:
         disk += f" and {format_bytes(prediction.threads)} of RAM for its threads"
     busy = prediction.busy.get(prediction.bottleneck, 0.0)
     return (
-        f"{prediction.tokens_per_second:,.0f} tokens/s ({format_seconds(prediction.step_seconds)} a step, {prediction.bottleneck} busy "
+        f"{prediction.tokens_per_second:,.0f} tokens/s ({format_seconds(prediction.step_seconds)} a step, "
+        f"{prediction.bottleneck} busy "
         f"{busy:.0%}), level 0 {format_bytes(prediction.gpu)} (P99 {format_bytes(prediction.gpu_p99)}), RAM "
         f"{format_bytes(prediction.host)}{disk}"
     )

@@ -1,14 +1,16 @@
-"""``vb estimate`` without a model: the largest known model that a machine trains, adapts and runs, each with its tokens a second.
+"""``vb estimate`` without a model: the largest known model that a machine trains, adapts and runs, each with its tokens
+a second.
 
-Nothing is looked up: every candidate is built without bytes, traced, placed by the offload runtime's own code and timed by the simulation
-of its lanes, from the largest that its states do not already rule out down to the first that fits.
+Nothing is looked up: every candidate is built without bytes, traced, placed by the offload runtime's own code and timed
+by the simulation of its lanes, from the largest that its states do not already rule out down to the first that fits.
 
-- *train*: all weights, AdamW, bf16 with fp32 masters, checkpointing; 16 sequences of 1,024 tokens a step, in as few forwards as fit.
+- *train*: all weights, AdamW, bf16 with fp32 masters, checkpointing; 16 sequences of 1,024 tokens a step, in as few
+    forwards as fit.
 - *adapters*: LoRA of rank 16 on every linear over a frozen base packed to nvfp4; the same batch.
-- *run*: one text of at most 2,048 tokens, linears packed to nvfp4. A token reads all weights and its keys and values once; what does not
-  stay on the GPU crosses the link, or comes from the disk, meanwhile.
+- *run*: one text of at most 2,048 tokens, linears packed to nvfp4. A token reads all weights and its keys and values
+  once; what does not stay on the GPU crosses the link, or comes from the disk, meanwhile.
 
-What is slower than `LEAST_SPEED` is left out: with a disk, nearly everything fits.
+What is slower than `MIN_SPEED` is left out: with a disk, nearly everything fits.
 """
 
 from __future__ import annotations
@@ -22,19 +24,17 @@ import torch
 from torch import nn
 
 from vblackwell.errors import InsufficientMemory, VBError
-from vblackwell.generate.cache_shape import CacheShape, cache_shape
-from vblackwell.generate.room import divide, token_bytes, workspace_bytes
 from vblackwell.machine.rates import Rates
 from vblackwell.nn.convert.linears import store_linears
 from vblackwell.nn.convert.lora import add_adapters
 from vblackwell.nn.convert.lora_config import Lora
 from vblackwell.offload.layout.formats import EXACT
+from vblackwell.offload.layout.generation import CacheShape, cache_shape, level0_budget, token_bytes, workspace_bytes
 from vblackwell.offload.layout.groups import find_groups
-from vblackwell.planner.estimator import Run
 from vblackwell.planner.forecast import Forecast, Machine
-from vblackwell.planner.known_models import KNOWN_MODELS
-from vblackwell.planner.model_spec import of_config
+from vblackwell.planner.model_spec import KNOWN_MODELS, of_config
 from vblackwell.planner.placement import Bounds, Plan, Space, make_plan
+from vblackwell.planner.run import Run
 from vblackwell.trace.causal_lm import build_causal_lm, language_batch, plain_batches
 from vblackwell.trace.trace import Trace, trace_forward, trace_training
 from vblackwell.trace.work import MATMUL_SHARE, MEMORY_SHARE, phase_seconds
@@ -45,13 +45,9 @@ WORDS = {"train": "train all weights", "adapters": "train adapters over FP4", "r
 SEQ_LENGTH, SEQUENCES, POSITIONS, RANK = 1024, 16, 2048, 16
 BATCHES = ((16, 1), (4, 4), (1, 16))  # sequences in a forward, forwards in a step
 UPDATES: tuple[str | float, ...] = ("level0", 0.35)
-LEAST_SPEED = {
-    "train": 50.0,
-    "adapters": 50.0,
-    "run": 1.0,
-}  # tokens a second: 1.8 million in ten hours of training, a slow reader
+MIN_SPEED = {"train": 50.0, "adapters": 50.0, "run": 1.0}  # tokens a second: 1.8 million in ten hours, a slow reader
 # Bytes a parameter, at the least: weight, remainder of the master and moments; gradients as well; of a packed weight.
-LEAST_STATE, LEAST_RESIDENT, LEAST_PACKED = 12.0, 18.0, 0.5
+MIN_STATE, MIN_RESIDENT, MIN_PACKED = 12.0, 18.0, 0.5
 ACTIVATIONS = ("level0", "host")  # where checkpoints wait: in RAM only if the GPU has no room
 FORMAT = "nvfp4"
 TRACED = (9, 0)  # of all capabilities alike: cuBLAS's workspace is its largest, 32 MiB
@@ -112,7 +108,7 @@ class WhatFits:
         found: list[Fit] = []
         for name in sorted(self._names, key=self.parameters, reverse=True):
             fit = self.fit(task, name, place, only_resident=bool(found))
-            if fit is not None and fit.tokens_per_second >= LEAST_SPEED[task]:
+            if fit is not None and fit.tokens_per_second >= MIN_SPEED[task]:
                 found.append(fit)
                 if fit.resident:
                     break
@@ -122,7 +118,7 @@ class WhatFits:
         """How ``name`` fits ``place``; None where it does not, or could not be fast enough."""
         bounds = place.bounds
         room = bounds.gpu if only_resident else bounds.gpu + bounds.host + bounds.disk
-        if self._least(task, name, only_resident) > room or self._most_speed(task, name, place) < LEAST_SPEED[task]:
+        if self._least(task, name, only_resident) > room or self._most_speed(task, name, place) < MIN_SPEED[task]:
             return None
         self._say(f"{WORDS[task]}: {name}")
         if task == "run":
@@ -133,17 +129,19 @@ class WhatFits:
     def _least(self, task: str, name: str, only_resident: bool) -> float:
         """Bytes below which ``name`` is no candidate."""
         if task == "train":
-            return self.parameters(name) * (LEAST_RESIDENT if only_resident else LEAST_STATE)
-        rough = self.parameters(name) * LEAST_PACKED
+            return self.parameters(name) * (MIN_RESIDENT if only_resident else MIN_STATE)
+        rough = self.parameters(name) * MIN_PACKED
         return self._packed(name) if only_resident else rough
 
     def _most_speed(self, task: str, name: str, place: Place) -> float:
-        """Tokens a second that ``name`` cannot pass: products of a step, and what must cross the link or be on the disk and come back."""
+        """Tokens a second that ``name`` cannot pass: products of a step, and what must cross the link or be on the disk
+        and come back.
+        """
         parameters, rates, bounds = self.parameters(name), place.rates, place.bounds
         if task == "run":
-            passing = parameters * LEAST_PACKED - bounds.gpu
+            passing = parameters * MIN_PACKED - bounds.gpu
             return rates.up / passing if passing > 0 else float("inf")
-        state = LEAST_STATE if task == "train" else LEAST_PACKED
+        state = MIN_STATE if task == "train" else MIN_PACKED
         on_disk = parameters * state - bounds.gpu - bounds.host
         ways = 1 / rates.disk_read + (1 / rates.disk_write if task == "train" else 0.0)
         by_disk = SEQUENCES * SEQ_LENGTH / (on_disk * ways) if on_disk > 0 else float("inf")
@@ -152,11 +150,11 @@ class WhatFits:
     # -- training ----------------------------------------------------------------------------------------------------
 
     def _train(self, task: str, name: str, place: Place, placements: tuple[str, ...]) -> Fit | None:
-        subject = replace(of_config(KNOWN_MODELS[name], name, SEQ_LENGTH), name=f"{name} {task}")
+        spec = replace(of_config(KNOWN_MODELS[name], name, SEQ_LENGTH), name=f"{name} {task}")
         if task == "adapters":
-            subject = replace(subject, build=functools.partial(_adapted, name, place.has_gpu))
-        run = Run(subject, SEQ_LENGTH, precision="bf16", capability=place.capability, expandable=True)
-        forecast = _Shared(run, Machine(place.bounds, place.rates, place.has_gpu), self._traces)
+            spec = replace(spec, build=functools.partial(_adapted, name, place.has_gpu))
+        run = Run(spec, SEQ_LENGTH, precision="bf16", capability=place.capability, expandable=True)
+        forecast = _SharedTraces(run, Machine(place.bounds, place.rates, place.has_gpu), self._traces)
         for batch in BATCHES:
             for activations in ACTIVATIONS:
                 space = Space(
@@ -179,23 +177,20 @@ class WhatFits:
         if whole > bounds.host + bounds.disk or free < 2 * max(sizes):
             return None
         try:
-            room = divide(free, list(sizes), shape, per_token, workspace)
+            budget = level0_budget(free, list(sizes), shape, per_token, workspace)
         except InsufficientMemory:
             return None
-        kept = min(whole, room.weight_bytes)
-        cached = shape.num_bytes * room.cached_layers // shape.layers
+        kept = min(whole, budget.weight_bytes)
+        cached = shape.num_bytes * budget.cached_layers // shape.layers
         passing = whole - kept + shape.num_bytes - cached
         on_disk = max(0, whole - bounds.host)
         compute = sum(phase_seconds(work, rates).values()) + shape.num_bytes / (MEMORY_SHARE * rates.memory)
-        lanes = {"GPU": compute, "link": passing / rates.up, "disk": min(on_disk, passing) / rates.disk_read}
-        slowest = max(lanes, key=lambda lane: lanes[lane])
-        resident = passing == 0
-        how = "resident" if resident else f"{format_bytes(passing)} a token over the link"
+        slowest = max(compute, passing / rates.up, min(on_disk, passing) / rates.disk_read)
+        how = f"{format_bytes(passing)} a token over the link" if passing else "resident"
         how += f", {format_bytes(min(on_disk, passing))} of it from the disk" if on_disk and passing else ""
-        return Fit(
-            "run", name, self.parameters(name), 1 / lanes[slowest], kept + cached + workspace, min(whole, bounds.host), on_disk,
-            resident, how,
-        )  # fmt: skip
+        gpu = kept + cached + workspace
+        host = min(whole, bounds.host)
+        return Fit("run", name, self.parameters(name), 1 / slowest, gpu, host, on_disk, passing == 0, how)
 
     def _decode(
         self, name: str, capability: tuple[int, int], tiled: bool
@@ -217,22 +212,22 @@ class WhatFits:
         return shape, sizes, token_bytes(model.config, 2), work
 
 
-class _Shared(Forecast):
+class _SharedTraces(Forecast):
     """A forecast whose traces outlive it: they do not depend on the machine's sizes and speeds."""
 
     def __init__(self, run: Run, machine: Machine, traces: dict[Any, Trace]) -> None:
         super().__init__(run, machine)
+        self._traces = traces
 
-        def trace(checkpointing: bool, fp4: bool, batch_size: int) -> Trace:
-            key = run.subject.name, checkpointing, fp4, batch_size
-            if key not in traces:
-                model = self.model(checkpointing, fp4)  # transformers is there before it is asked about batches
-                batch = language_batch(run.subject.vocab_size, batch_size, run.seq_length)
-                with plain_batches():
-                    traces[key] = trace_training(model, batch, run.subject.loss, None, capability=TRACED, steps=1)
-            return traces[key]
-
-        self.trace = trace  # pyright: ignore[reportAttributeAccessIssue]
+    def _trace(self, checkpointing: bool, fp4: bool, batch_size: int) -> Trace:
+        run = self.run
+        key = run.spec.name, checkpointing, fp4, batch_size
+        if key not in self._traces:
+            model = self.model(checkpointing, fp4)  # transformers is there before it is asked about batches
+            batch = language_batch(run.spec.vocab_size, batch_size, run.seq_length)
+            with plain_batches():
+                self._traces[key] = trace_training(model, batch, run.spec.loss, None, capability=TRACED, steps=1)
+        return self._traces[key]
 
 
 def _active(name: str, parameters: int) -> float:
@@ -273,18 +268,23 @@ def _fit_of(task: str, name: str, parameters: int, plan: Plan) -> Fit:
     how = "resident" if resident else f"streamed, {found.bottleneck} busiest"
     if plan.choice.accumulation_steps > 1:
         how += f", {plan.choice.accumulation_steps} forwards a step"
-    return Fit(
-        task, name, parameters, found.tokens_per_second, found.gpu, found.host, found.disk, resident, how,
-    )  # fmt: skip
+    speed = found.tokens_per_second
+    return Fit(task, name, parameters, speed, found.gpu, found.host, found.disk, resident, how)
 
 
 def row_of(fit: Fit) -> tuple[str, ...]:
     """What tables show: task, model, parameters, tokens a second, GPU, RAM, disk, how."""
     speed = fit.tokens_per_second
     return (
-        WORDS[fit.task], fit.model, f"{fit.parameters / 1e9:.1f}B", f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}",
-        format_bytes(fit.gpu), format_bytes(fit.host), format_bytes(fit.disk) if fit.disk else "-", fit.how,
-    )  # fmt: skip
+        WORDS[fit.task],
+        fit.model,
+        f"{fit.parameters / 1e9:.1f}B",
+        f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}",
+        format_bytes(fit.gpu),
+        format_bytes(fit.host),
+        format_bytes(fit.disk) if fit.disk else "-",
+        fit.how,
+    )
 
 
 HEADS = ("", "model", "parameters", "tokens/s", "GPU", "RAM", "disk", "")

@@ -1,4 +1,6 @@
-"""``vb bench MODEL``: what each setting of ours costs and brings for a model on this machine, measured, as a table or JSON."""
+"""``vb bench MODEL``: what each setting of ours costs and brings for a model on this machine, measured, as a table or
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +22,31 @@ from vblackwell.generate.generate import position_limit
 from vblackwell.generate.load import load_model, resolve_model
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.nn.decoder.presets import GPT2_VOCAB_SIZE, PRESETS
-from vblackwell.planner.estimator import check_batch
+from vblackwell.planner.model_spec import check_batch
 from vblackwell.tools.bench_ladder import LADDER, NEW_TOKENS, Case, Phase, Row, climb
 from vblackwell.tools.cost import Bottleneck
 from vblackwell.units import format_bytes
 
 PHASES = ("training", "inference")
 LONGEST_DEFAULT = 512
-LEAST_STEPS = 3
+MIN_STEPS = 3
 _SPARE = 2 * NEW_TOKENS  # positions for decoding
 _ZIPF = 1.1  # exponent of the tokens' frequencies, about that of words
 
 
 def bench_command(
-    model: str, batch_size: int = 4, seq_length: int | None = None, steps: int = 7, rungs: str = "all", phases: str = "all",
-    vocab_size: int = GPT2_VOCAB_SIZE, learning_rate: float = 3e-4, device: torch.device | str = "cpu",
-    json_file: str | None = None, seed: int = 0,
-) -> int:  # fmt: skip
+    model: str,
+    batch_size: int = 4,
+    seq_length: int | None = None,
+    steps: int = 7,
+    rungs: str = "all",
+    phases: str = "all",
+    vocab_size: int = GPT2_VOCAB_SIZE,
+    learning_rate: float = 3e-4,
+    device: torch.device | str = "cpu",
+    json_file: str | None = None,
+    seed: int = 0,
+) -> int:
     """Measure, print the table, and write ``json_file`` if it is given; 0.
 
     Args:
@@ -54,8 +64,8 @@ def bench_command(
     """
     chosen = tuple(rung for rung in LADDER if rung.name in _names(rungs, "--rungs", [each.name for each in LADDER]))
     wanted = tuple(_names(phases, "--phases", list(PHASES)))
-    if steps < LEAST_STEPS:
-        raise ConfigurationError(f"--steps {steps}: give at least {LEAST_STEPS}, the first two are not timed")
+    if steps < MIN_STEPS:
+        raise ConfigurationError(f"--steps {steps}: give at least {MIN_STEPS}, the first two are not timed")
     if not 0 < learning_rate < math.inf:
         raise ConfigurationError(f"--learning-rate {learning_rate}: give a number above 0")
     check_batch(batch_size, 1 if seq_length is None else seq_length)
@@ -81,7 +91,8 @@ def _names(text: str, flag: str, known: list[str]) -> list[str]:
     for name in names:
         if name not in known:
             raise ConfigurationError(
-                f"{flag} {name!r} is none of {', '.join(known)}{nearest(name, known)}; give some, with commas between, or all"
+                f"{flag} {name!r} is none of {', '.join(known)}{nearest(name, known)}; give some, with commas "
+                "between, or all"
             )
     return [name for name in known if name in names]
 
@@ -106,7 +117,7 @@ def _write(json_file: str, text: str) -> None:
         raise ConfigurationError(f"--json {json_file}: {error.strerror}") from error
 
 
-# -- the model and its tokens --------------------------------------------------------------------------------------------
+# -- the model and its tokens ------------------------------------------------------------------------------------------
 
 
 def _open(text: str, vocab_size: int, seq_length: int | None, seed: int) -> nn.Module:
@@ -119,7 +130,8 @@ def _open(text: str, vocab_size: int, seq_length: int | None, seed: int) -> nn.M
         return Decoder(preset.decoder_config(vocab_size, max(longest, preset.max_position)), seed=seed, device="cpu")
     if not Path(text).is_dir() and not is_hub_id(text):
         raise ConfigurationError(
-            f"model {text!r} is unknown{nearest(text, PRESETS)}; give one of {', '.join(PRESETS)}, a Hugging Face folder or hub id, or a "
+            f"model {text!r} is unknown{nearest(text, PRESETS)}; give one of {', '.join(PRESETS)}, a Hugging Face "
+            "folder or hub id, or a "
             "run folder of vb train"
         )
     folder = resolve_model(find_folder(text)).folder
@@ -138,7 +150,8 @@ def _length(model: nn.Module, seq_length: int | None) -> int:
         return LONGEST_DEFAULT if room is None else min(LONGEST_DEFAULT, room)
     if room is not None and seq_length > room:
         raise ConfigurationError(
-            f"--seq-length {seq_length}: the model's limit is {limit}, and {_SPARE} tokens are decoded behind them: give at most {room}"
+            f"--seq-length {seq_length}: the model's limit is {limit}, and {_SPARE} tokens are decoded after them: "
+            f"give at most {room}"
         )
     return seq_length
 
@@ -149,14 +162,16 @@ def _vocabulary(model: Any) -> int:
 
 
 def zipf_tokens(vocab_size: int, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Tokens (int64, CPU) whose frequencies fall as words' do (Zipf), so that a few steps of training have something to learn."""
+    """Tokens (int64, CPU) whose frequencies fall as words' do (Zipf), so that a few steps of training have something to
+    learn.
+    """
     generator = torch.Generator().manual_seed(seed)
     weights_V = torch.arange(1, vocab_size + 1, dtype=torch.float64).pow(-_ZIPF)
     drawn = torch.rand(shape, dtype=torch.float64, generator=generator) * weights_V.sum()
     return torch.searchsorted(weights_V.cumsum(0), drawn).clamp(max=vocab_size - 1)
 
 
-# -- the report ----------------------------------------------------------------------------------------------------------
+# -- the report --------------------------------------------------------------------------------------------------------
 
 
 def report_of(model: str, case: Case, rows: list[Row]) -> dict[str, Any]:
@@ -209,7 +224,7 @@ def _phase_values(phase: Phase | None) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-# -- the table -----------------------------------------------------------------------------------------------------------
+# -- the table ---------------------------------------------------------------------------------------------------------
 
 _TRAINING = ("rung", "attention", "ms a step", "memory", "loss", "change", "most time in")
 _INFERENCE = ("rung", "attention", "ms a pass", "ms a token", "memory", "weights", "rms change", "max", "most time in")
@@ -230,9 +245,14 @@ def _training_cells(row: Row) -> list[str]:
     assert phase is not None and row.loss is not None
     change = "" if row.loss_change is None else f"{row.loss_change:+.4f}"
     return [
-        row.rung.name, row.attention, f"{phase.milliseconds:.2f}", format_bytes(phase.peak_bytes), f"{row.loss:.4f}", change,
+        row.rung.name,
+        row.attention,
+        f"{phase.milliseconds:.2f}",
+        format_bytes(phase.peak_bytes),
+        f"{row.loss:.4f}",
+        change,
         describe(phase.bottleneck),
-    ]  # fmt: skip
+    ]
 
 
 def _inference_cells(row: Row) -> list[str]:
@@ -240,9 +260,15 @@ def _inference_cells(row: Row) -> list[str]:
     assert phase is not None and row.token_milliseconds is not None and row.weight_bytes is not None
     apart = ["", ""] if output is None else [f"{output.relative:.2%}", f"{output.absolute:.3g}"]
     return [
-        row.rung.name, row.attention, f"{phase.milliseconds:.2f}", f"{row.token_milliseconds:.2f}",
-        format_bytes(phase.peak_bytes), format_bytes(row.weight_bytes), *apart, describe(phase.bottleneck),
-    ]  # fmt: skip
+        row.rung.name,
+        row.attention,
+        f"{phase.milliseconds:.2f}",
+        f"{row.token_milliseconds:.2f}",
+        format_bytes(phase.peak_bytes),
+        format_bytes(row.weight_bytes),
+        *apart,
+        describe(phase.bottleneck),
+    ]
 
 
 def describe(bottleneck: Bottleneck) -> str:
@@ -254,7 +280,8 @@ def describe(bottleneck: Bottleneck) -> str:
 
 def _show(report: dict[str, Any], rows: list[Row]) -> None:
     print(
-        f"{report['model']}: {report['parameters'] / 1e6:.2f} M parameters, {report['batch_size']} x {report['seq_length']} tokens, "
+        f"{report['model']}: {report['parameters'] / 1e6:.2f} M parameters, {report['batch_size']} x "
+        f"{report['seq_length']} tokens, "
         f"{report['device']}, torch {report['torch']}"
     )
     for title, header, lines in tables_of(rows):
@@ -264,7 +291,8 @@ def _show(report: dict[str, Any], rows: list[Row]) -> None:
         else:
             print("\n".join([f"{title}:", *_aligned(header, lines)]))
     print(
-        f"\nchange: from {rows[0].rung.name}; rms change: of the logits, relative. Memory: weights and all else held at the peak."
+        f"\nchange: from {rows[0].rung.name}; rms change: of the logits, relative. Memory: weights and all else held "
+        "at the peak."
     )
     for row in rows:
         for phase, reason in row.refused.items():

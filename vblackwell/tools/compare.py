@@ -1,7 +1,8 @@
-"""How far two models are apart on one input, and what each takes for it: for a model before and after quantisation, say.
+"""How far two models are apart on one input, and what each takes for it: for a model before and after quantisation,
+say.
 
-Layer by layer means: outputs of the modules that have the same name in both, each model running on its own activations. So a
-layer's figure holds what went wrong in the layers before it, too; the first that falls is the one to look at.
+Layer by layer means: outputs of the modules that have the same name in both, each model running on its own activations.
+So a layer's figure holds what went wrong in the layers before it, too; the first that falls is the one to look at.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class ModelCost:
     Attributes:
         milliseconds: of one pass, median.
         weight_bytes: of parameters and buffers, packed ones as packed.
-        peak_bytes: most that a pass allocated beside them at a time.
+        peak_bytes: most that a pass allocated in addition at a time.
     """
 
     milliseconds: float
@@ -65,7 +66,7 @@ def compare(model_a: nn.Module, model_b: nn.Module, x: Any, per_layer: bool = Fa
         model_b: the other.
         x: a tensor, a tuple of positional or a mapping of keyword arguments.
         per_layer: compare the outputs of equally named modules, too.
-        repeats: passes that are timed, beside three that are not; 0: times and bytes are not measured.
+        repeats: passes that are timed, in addition to three that are not; 0: times and bytes are not measured.
 
     Raises:
         ConfigurationError: outputs that are no tensors or of different shapes, or no layer of the same name.

@@ -1,9 +1,10 @@
 """What running something costs, measured: milliseconds, bytes at the peak, and what the time went into.
 
-Times are the host's clock around a run and the wait for its device, medians, after runs that do not count. Bytes are what torch
-allocated beyond what it held before: on CUDA its own statistics, on the CPU the allocations that its profiler records in a run that is not
-timed. What the time went into is the profiler's too: kernels on CUDA, where what no kernel fills is a kind of its own, and
-operators' own time on the CPU.
+Times are the host's clock around a run and the wait for its device, medians, after runs that do not count. Bytes are
+what torch
+allocated beyond what it held before: on CUDA its own statistics, on the CPU the allocations that its profiler records
+in a run that is not timed. What the time went into is the profiler's too: kernels on CUDA, where what no kernel fills
+is a separate kind, and operators' own time on the CPU.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from torch.profiler import ProfilerActivity, profile
 
 WAITING = "waiting for the host"
 _OTHER = "elementwise and reductions"
-# The first that matches names the kind: names of operators (CPU) and of kernels (CUDA), ours and others', in small letters.
+# The first that matches names the kind: names of operators (CPU) and of kernels (CUDA), ours and others', in small
+# letters.
 _KINDS = tuple(
     (kind, re.compile(pattern))
     for kind, pattern in (
@@ -132,7 +134,8 @@ def _profiled(run: Callable[[], Any], device: torch.device) -> tuple[dict[str, f
     """Milliseconds by name of what ran on ``device``, and the most that the CPU's allocator gave out at a time."""
     on_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
-    # acc_events: there is one cycle; torch 2.10 to 2.12 warn that others would be lost, once a process (pytorch/pytorch#180387)
+    # acc_events: there is one cycle; torch 2.10 to 2.12 warn that others would be lost, once a process
+    # (pytorch/pytorch#180387)
     with _garbage_stays(), profile(activities=activities, profile_memory=not on_cuda, acc_events=True) as profiler:
         run()
         _settle(device)
@@ -158,7 +161,7 @@ def _profiled(run: Callable[[], Any], device: torch.device) -> tuple[dict[str, f
 
 
 def _is_annotation(event: Any) -> bool:
-    """Whether it is a named stretch of a program, such as an optimizer's step, and no work of its own."""
+    """Whether it is a named stretch of a program, such as an optimizer's step, and no work itself."""
     return bool(event.is_user_annotation())
 
 

@@ -27,7 +27,7 @@ from vblackwell.machine.facts import (
     memory_facts,
     why_no_cuda,
 )
-from vblackwell.machine.measured import keep, keep_disk
+from vblackwell.machine.rates import keep_disk, keep_rates
 from vblackwell.offload.measure import adamw_gparams, as_rates, cpu_matmul_gflops, disk_gbps, gpu_rates, host_copy_gbps
 from vblackwell.units import GiB, format_bytes
 
@@ -66,7 +66,9 @@ def examine(disk_path: str, say: Callable[[str], None]) -> dict[str, Any]:
         rates[key] = measure()
     keep_disk(disk_path, rates["disk_gbps"])  # plans go by it
     if "gpu" in rates:
-        keep(torch.cuda.get_device_name(0), as_rates(rates["gpu"], rates["disk_gbps"]))  # vb estimate goes by them
+        keep_rates(
+            torch.cuda.get_device_name(0), as_rates(rates["gpu"], rates["disk_gbps"])
+        )  # vb estimate goes by them
     return {
         "software": {
             "python": platform.python_version(), "torch": torch.__version__, "torch_cuda": torch.version.cuda,

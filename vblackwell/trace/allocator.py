@@ -1,14 +1,17 @@
-"""PyTorch's caching allocator as arithmetic: what a sequence of allocations makes it hold, and whether that fits under a cap.
+"""PyTorch's caching allocator as arithmetic: what a sequence of allocations makes it hold, and whether that fits under
+a cap.
 
-Its rules, as in c10/cuda/CUDACachingAllocator.cpp with default settings and one stream. A size is rounded up to 512 B. Up to 1 MiB
-comes from the small pool, whose segments are 2 MiB; more from the large pool, whose segments are 20 MiB for sizes below 10 MiB, else the
-size rounded up to 2 MiB. The free block that fits best is taken, among equals the one at the lowest address (a later segment lies below
-an earlier one: with that, what fourteen recorded runs reserved on an H200 is met to the byte), and split if what is left is at least 512 B
-(small pool) or more than 1 MiB (large pool); otherwise the whole block counts as allocated. A freed block joins its free neighbours.
-Segments are kept; only when the cap is hit are those that are entirely free given back, once, before the allocation fails.
+Its rules, as in c10/cuda/CUDACachingAllocator.cpp with default settings and one stream. A size is rounded up to 512 B.
+Up to 1 MiB comes from the small pool, whose segments are 2 MiB; more from the large pool, whose segments are 20 MiB for
+sizes below 10 MiB, else the size rounded up to 2 MiB. The free block that fits best is taken, among equals the one at
+the lowest address (a later segment lies below
+an earlier one: with that, what fourteen recorded runs reserved on an H200 is met to the byte), and split if what is
+left is at least 512 B (small pool) or more than 1 MiB (large pool); otherwise the whole block counts as allocated. A
+freed block joins its free neighbours. Segments are kept; only when the cap is hit are those that are entirely free
+given back, once, before the allocation fails.
 
-With expandable segments each pool is one range of addresses, mapped in pages of 2 MiB (small) or 20 MiB (large) where it needs to grow, and
-split to the last 512 B; hitting the cap unmaps the whole pages inside free blocks.
+With expandable segments each pool is one range of addresses, mapped in pages of 2 MiB (small) or 20 MiB (large) where
+it needs to grow, and split to the last 512 B; hitting the cap unmaps the whole pages inside free blocks.
 """
 
 from __future__ import annotations
@@ -58,7 +61,8 @@ class CachingAllocator:
     """Blocks without bytes.
 
     Args:
-        cap_bytes: most that may be reserved; None: no limit. (`set_per_process_memory_fraction`, or what the card has left.)
+        cap_bytes: most that may be reserved; None: no limit. (`set_per_process_memory_fraction`, or what the card has
+            left.)
         expandable: as with ``PYTORCH_ALLOC_CONF=expandable_segments:True``.
 
     Attributes:
@@ -111,7 +115,7 @@ class CachingAllocator:
         self.allocated -= block.size
         self._put(self._join(block))
 
-    # -- free blocks -------------------------------------------------------------------------------------------------------
+    # -- free blocks ---------------------------------------------------------------------------------------------------
 
     def _best_fit(self, size: int, small: bool) -> Block | None:
         free = self._free[small]
@@ -161,7 +165,7 @@ class CachingAllocator:
             right.next.previous = left
         return left
 
-    # -- the driver's memory -----------------------------------------------------------------------------------------------
+    # -- the driver's memory -------------------------------------------------------------------------------------------
 
     def _reserve(self, num_bytes: int) -> bool:
         if self.cap_bytes is not None and self.reserved + num_bytes > self.cap_bytes:
@@ -250,7 +254,7 @@ def _could_become(block: Block) -> int:
     return block.size + (block.next.size if block.next and not block.next.mapped else 0)
 
 
-# -- replay --------------------------------------------------------------------------------------------------------------
+# -- replay ------------------------------------------------------------------------------------------------------------
 
 
 class Events(Protocol):
@@ -303,5 +307,11 @@ def replay(trace: Events, cap_bytes: int | None = None, expandable: bool = False
         if allocator.peak_allocated > before:
             peak_event, reserved_then = position, allocator.reserved
     return Replay(
-        failed is None, allocator.peak_allocated, allocator.peak_reserved, peak_event, reserved_then, allocator.flushes, failed
-    )  # fmt: skip
+        failed is None,
+        allocator.peak_allocated,
+        allocator.peak_reserved,
+        peak_event,
+        reserved_then,
+        allocator.flushes,
+        failed,
+    )

@@ -1,7 +1,9 @@
-"""transformers' causal language models from a configuration, without weights, and what they ask about a batch answered for a plain one.
+"""transformers' causal language models from a configuration, without weights, and what they ask about a batch answered
+for a plain one.
 
-Two questions of transformers need values of tensors: whether positions restart inside a row (packed sequences), and which experts get which
-tokens. An ordinary batch is not packed, and grouped products take the same bytes however the tokens are spread.
+Two questions of transformers need values of tensors: whether positions restart inside a row (packed sequences), and
+which experts get which tokens. An ordinary batch is not packed, and grouped products take the same bytes however the
+tokens are spread.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def _build(fields: dict[str, Any], source: str, dtype: torch.dtype) -> nn.Module
         config = CONFIG_MAPPING[kind](**rest)
         if config._attn_implementation == "flex_attention":
             config._attn_implementation = "sdpa"
-        config.use_cache = False  # as in training: a cache would keep keys and values beside autograd's
+        config.use_cache = False  # as in training: a cache would keep keys and values in addition to autograd's
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **moe)

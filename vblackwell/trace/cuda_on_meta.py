@@ -1,11 +1,13 @@
 """Meta tensors that answer as if they were on a GPU, so that models take their CUDA path where there is none.
 
-Fake CUDA tensors need a build of torch with CUDA as soon as autograd meets them. Meta tensors do not: their autograd is the same C++
-on every build. What differs is decided by the device: which attention runs, whether dropout keeps a byte or a float an
-element, what autocast casts, what `x.is_cuda` says. `CudaOnMeta` answers these as CUDA does, above autograd, so the graph and what
-it saves are those of the GPU. One path for all machines: a laptop and a GPU server give the same bytes.
+Fake CUDA tensors need a build of torch with CUDA as soon as autograd meets them. Meta tensors do not: their autograd is
+the same C++ on every build. What differs is decided by the device: which attention runs, whether dropout keeps a byte
+or a float an element, what autocast casts, what `x.is_cuda` says. `CudaOnMeta` answers these as CUDA does, above
+autograd, so the graph and what it saves are those of the GPU. One path for all machines: a laptop and a GPU server give
+the same bytes.
 
-Not seen from here: calls that C++ makes by itself to attention or dropout (`torch.nn.LSTM`), autocast regions that a model opens itself.
+Not seen from here: calls that C++ makes by itself to attention or dropout (`torch.nn.LSTM`), autocast regions that a
+    model opens itself.
 """
 
 from __future__ import annotations
@@ -31,14 +33,22 @@ CUDA = torch.device("cuda", 0)
 META = torch.device("meta")
 MAX_FLASH_HEAD = 256
 _SDPA = functional.scaled_dot_product_attention
-_SOFTMAX = {functional.softmax: False, torch.softmax: False, Tensor.softmax: False,
-            functional.log_softmax: True, torch.log_softmax: True, Tensor.log_softmax: True}  # fmt: skip
+_SOFTMAX = {
+    functional.softmax: False,
+    torch.softmax: False,
+    Tensor.softmax: False,
+    functional.log_softmax: True,
+    torch.log_softmax: True,
+    Tensor.log_softmax: True,
+}
 _PLAIN = (Tensor, torch.nn.Parameter)
 _DROPOUT = (functional.dropout, torch.dropout)
-# What is patched is every thread's: of two that left in another order than they came, one would leave its answers behind for good.
+# Patches are seen by every thread: of two that leave in another order than they came, one would leave its answers for
+# good.
 _ONE_AT_A_TIME = threading.RLock()
 
-# torch's documented lists of what autocast computes in the lower precision and what in fp32 (amp.html, "CUDA Op-Specific Behavior").
+# torch's documented lists of what autocast computes in the lower precision and what in fp32 (amp.html, "CUDA
+# Op-Specific Behavior").
 _LOWER = {
     getattr(owner, name)
     for owner, names in (
@@ -192,7 +202,8 @@ class WideSoftmax(torch.autograd.Function):
 
 
 def wide_softmax(log: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """A softmax in fp32 of half-precision values, as CUDA computes it: from the values as they are, with no wide copy of them.
+    """A softmax in fp32 of half-precision values, as CUDA computes it: from the values as they are, with no wide copy
+    of them.
 
     Asked for with ``dtype``. None for any other softmax: autocast's own makes the copy.
     """
@@ -207,10 +218,17 @@ def wide_softmax(log: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
 
 
 def cross_entropy(
-    input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None, ignore_index: int = -100,
-    reduce: bool | None = None, reduction: str = "mean", label_smoothing: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """`functional.cross_entropy` of half-precision logits under autocast, which reaches only the second of its two parts.
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """`functional.cross_entropy` of half-precision logits under autocast, which reaches only the second of its two
+    parts.
 
     The log-softmax keeps the logits' type, which C++ asks for by name; its result is cast for the loss.
     """
@@ -230,10 +248,17 @@ def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def unfused_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
     enable_gqa: bool,
-) -> Tensor:  # fmt: skip
-    """Attention written out, as torch's C++ does (`_scaled_dot_product_attention_math`), where dropout is CUDA's fused one.
+) -> Tensor:
+    """Attention written out, as torch's C++ does (`_scaled_dot_product_attention_math`), where dropout is CUDA's fused
+    one.
 
     Half precision is computed in fp32; autocast does not reach inside.
     """
@@ -268,13 +293,21 @@ def unfused_attention(
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     """`scaled_dot_product_attention` as CUDA dispatches it.
 
-    Half precision without a mask: flash (which keeps output and a log-sum-exp a row; cuDNN's keeps the same bytes). With a mask, or in
-    fp32: memory-efficient, which pads a mask's rows to 16 bytes. Grouped queries in fp32, heads over 256 or of odd widths, a mask whose
+    Half precision without a mask: flash (which keeps output and a log-sum-exp a row; cuDNN's keeps the same bytes).
+        With a mask, or in
+    fp32: memory-efficient, which pads a mask's rows to 16 bytes. Grouped queries in fp32, heads over 256 or of odd
+        widths, a mask whose
     rows are not dense: the unfused one.
     """
     half = query.dtype in (torch.bfloat16, torch.float16)
@@ -308,7 +341,9 @@ def attention(
 
 
 def _saved(tensor: Tensor) -> dict[str, Any]:
-    """What checkpointing compares of a saved tensor; where it lies too, so that it must not depend on who asks, C++ or Python."""
+    """What checkpointing compares of a saved tensor; where it lies too, so that it must not depend on who asks, C++ or
+    Python.
+    """
     with torch._C.DisableTorchFunction():
         return checkpoint._default_meta_extractor(tensor)
 
@@ -339,7 +374,8 @@ def check_torch() -> None:
     missing = [name for owner, name in PRIVATE_NAMES if not hasattr(owner, name)]
     if missing:
         raise Unsupported(
-            f"traces need {', '.join(missing)} of torch, which {torch.__version__} lacks: they were tried with torch {TRIED_VERSIONS}"
+            f"traces need {', '.join(missing)} of torch, which {torch.__version__} lacks: they were tried with torch "
+            f"{TRIED_VERSIONS}"
         )
 
 
@@ -351,8 +387,9 @@ _CAPTURE_CHECKS = ("_cuda_graph_capture_health_check", "_accelerator_graph_captu
 def _untouched_gpu(capability: tuple[int, int]) -> Iterator[None]:
     """Answer for ``capability`` what torch asks of a GPU by itself.
 
-    Optimizers look whether a CUDA graph is being captured, checkpointing keeps the states of the devices' random numbers, autocast asks
-    whether bf16 is supported. Where a GPU is there, asking it starts CUDA: half a second, and memory of the GPU.
+    Optimizers look whether a CUDA graph is being captured, checkpointing keeps the states of the devices' random
+    numbers, autocast asks whether bf16 is supported. Where a GPU is there, asking it starts CUDA: half a second, and
+    memory of the GPU.
     """
     answers: dict[str, Any] = {
         "get_device_capability": lambda device=None: capability,
@@ -373,10 +410,12 @@ def _untouched_gpu(capability: tuple[int, int]) -> Iterator[None]:
 
 @contextmanager
 def cuda_on_meta(
-    autocast: torch.dtype | None = None, capability: tuple[int, int] = (8, 0),
+    autocast: torch.dtype | None = None,
+    capability: tuple[int, int] = (8, 0),
     on_call: Callable[[torch.nn.Module], None] = lambda module: None,
-) -> Iterator[CudaOnMeta]:  # fmt: skip
-    """Enter `CudaOnMeta`, on a GPU of that compute capability; attention inside torch's own Python functions is caught too.
+) -> Iterator[CudaOnMeta]:
+    """Enter `CudaOnMeta`, on a GPU of that compute capability; attention inside torch's own Python functions is caught
+    too.
 
     One thread at a time; others get these answers as well, so let none use a GPU meanwhile.
 
@@ -400,8 +439,8 @@ def _patched(
         return call(module, *args, **kwargs)
 
     def run_engine(*args: Any, **kwargs: Any) -> Any:
-        # torch takes a mode off the stack before it hands `backward` to it. What the engine calls, functions' own backwards and the
-        # forwards that checkpointing repeats, has to see what the forward saw.
+        # torch takes a mode off the stack before it hands `backward` to it. What the engine calls, functions' own
+        # backwards and the forwards that checkpointing repeats, has to see what the forward saw.
         with mode:
             return run_backward(*args, **kwargs)
 

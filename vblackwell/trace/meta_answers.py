@@ -1,9 +1,10 @@
 """Operators on meta tensors, answered from what the same question gave before.
 
-Many of torch's shape rules are Python and take a third of a millisecond a call; a model of thirty equal layers asks each of them hundreds
-of times. An answer depends on shapes, strides, dtypes and plain arguments alone, so it is worked out once for each. Kept are only answers
-that are new, dense tensors of their own, or the first argument changed in place and otherwise as it was; every other operator (views, what
-reads values, what touches tensors with bytes) runs as always.
+Many of torch's shape rules are Python and take a third of a millisecond a call; a model of thirty equal layers asks
+each of them hundreds of times. An answer depends on shapes, strides, dtypes and plain arguments alone, so it is worked
+out once for each. Kept are only answers that are new, dense tensors of their own, or the first argument changed in
+place and otherwise as it was; every other operator (views, what reads values, what touches tensors with bytes) runs as
+always.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class MetaAnswers:
     """Calls operators, and remembers.
 
     Attributes:
-        known: of the last call, the same for all calls with the same operator, shapes, strides, offsets, types and values of other
-            arguments; None where these do not say everything.
+        known: of the last call, the same for all calls with the same operator, shapes, strides, offsets, types and
+            values of other arguments; None where these do not say everything.
     """
 
     def __init__(self) -> None:

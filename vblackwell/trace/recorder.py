@@ -1,7 +1,8 @@
 """What operators on tensors without bytes would allocate on a GPU, and when, seen below autograd.
 
-Workspaces, which no output shows, are added by `vblackwell.trace.workspace`, and what the operators ask of a GPU is noted by
-`vblackwell.trace.work`. What follows from an operator and its arguments' shapes is computed once for all equal calls.
+Workspaces, which no output shows, are added by `vblackwell.trace.workspace`, and what the operators ask of a GPU is
+noted by `vblackwell.trace.work`. What follows from an operator and its arguments' shapes is computed once for all equal
+calls.
 """
 
 from __future__ import annotations
@@ -174,8 +175,9 @@ class Recorder(TorchDispatchMode):
 def summed_in_place(args: Any) -> Tensor | None:
     """The gradient to which autograd's engine adds another in place on CUDA, where a value was used more than once.
 
-    The engine adds into the first gradient if nobody else holds it. Under a dispatch mode, or on meta, it makes a third tensor
-    instead (`InputBuffer::accumulate`, `can_accumulate_inplace`); seen from here that is an addition which no Python code asked for.
+    The engine adds into the first gradient if nobody else holds it. Under a dispatch mode, or on meta, it makes a third
+    tensor instead (`InputBuffer::accumulate`, `can_accumulate_inplace`); seen from here that is an addition which no
+    Python code asked for.
     """
     frame, depth = sys._getframe(2), 0
     while frame is not None and frame.f_code.co_name in ("_fn", "inner") and depth < 4:

@@ -1,4 +1,4 @@
-"""Births and deaths of storages: which bytes there are, and when, whoever holds them.
+"""Births and deaths of storages: which bytes there are, and when.
 
 A storage begins with the first tensor on it and ends when the last reference to it goes. No tensor is kept alive.
 """
@@ -82,7 +82,8 @@ class StorageLog:
 
 
 class StoragesWithBytes(TorchDispatchMode):
-    """Logs the storages of all operators inside, in RAM or on a GPU, not more than ``max_bytes`` together; meta has no bytes.
+    """Logs the storages of all operators inside, in RAM or on a GPU, not more than ``max_bytes`` together; meta has no
+    bytes.
 
     Args:
         refusal: what an error says about more.

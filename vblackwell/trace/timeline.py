@@ -1,4 +1,6 @@
-"""How a step's memory grows and shrinks: bytes by category and what the allocator holds, at moments of a trace's last step."""
+"""How a step's memory grows and shrinks: bytes by category and what the allocator holds, at moments of a trace's last
+step.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,12 @@
-"""Which bytes a training step allocates, and when: the real module, loss and optimizer, run for two steps on tensors without bytes.
+"""Which bytes a training step allocates, and when: the real module, loss and optimizer, run for two steps on tensors
+without bytes.
 
-Every operator's outputs are seen below autograd, so checkpointing, tied weights, frozen weights and views cost what they cost. Two steps,
-because optimizers allocate states in the first and autograd keeps gradients of the first alive into the second.
+Every operator's outputs are seen below autograd, so checkpointing, tied weights, frozen weights and views cost what
+they cost. Two steps, because optimizers allocate states in the first and autograd keeps gradients of the first alive
+into the second.
 
-What no operator's output shows, memory that a CUDA kernel takes and gives back inside one call, is added by `vblackwell.trace.workspace`.
+What no operator's output shows, memory that a CUDA kernel takes and gives back inside one call, is added by
+`vblackwell.trace.workspace`.
 """
 
 from __future__ import annotations
@@ -74,6 +77,11 @@ class Trace:
             if event >= 0
         }
 
+    def without(self, storages: Iterable[int]) -> Trace:
+        """The trace without these storages, and without phases and work, which it would no longer say."""
+        gone = {event for index in storages for event in (index, ~index)}
+        return replace(self, events=tuple(each for each in self.events if each not in gone), marks=(), work=())
+
 
 def on_meta(model: nn.Module) -> nn.Module:
     """``model`` itself if all of it is on meta, else a copy there; no bytes are copied.
@@ -106,7 +114,8 @@ def refuse_frozen(model: nn.Module) -> None:
         return
     frozen = f"all of its {len(parameters)} parameters are frozen (requires_grad is False)"
     raise ConfigurationError(
-        f"{type(model).__name__} has nothing to train: {frozen if parameters else 'it has no parameters'}; call requires_grad_(True) on "
+        f"{type(model).__name__} has nothing to train: {frozen if parameters else 'it has no parameters'}; call "
+        "requires_grad_(True) on "
         "what is to learn, or train adapters over a frozen base (vb train --model FOLDER --lora 16)"
     )
 
@@ -125,7 +134,8 @@ def trace_training(
     """Run ``steps`` training steps of ``model`` without bytes, and say what they allocate on the GPU.
 
     Args:
-        model: any module, wherever it is; it is not changed unless it is on meta, where it ends with a gradient of no bytes.
+        model: any module, wherever it is; it is not changed unless it is on meta, where it ends with a gradient of no
+            bytes.
         make_batch: called once a step; what it makes on device 'cuda' counts.
         loss: (model, batch) to a scalar.
         make_optimizer: parameters to an optimizer; None: forward and backward only.
@@ -133,7 +143,8 @@ def trace_training(
         capability: of the GPU; decides cuBLAS's workspace. num_sms: its multiprocessors.
 
     Raises:
-        Untraceable: something needs a tensor's values, or an operator has no shape rule; the message carries torch's words.
+        Untraceable: something needs a tensor's values, or an operator has no shape rule; the message carries torch's
+            words.
         ConfigurationError: nothing of the model is to be trained.
     """
     model = on_meta(model)
@@ -168,7 +179,8 @@ def trace_forward(
 ) -> tuple[Work, ...]:
     """What one forward without gradients asks of a GPU; arguments and errors as `trace_training`.
 
-    Every operator is issued as one, and the host's time between them is left out: decoding replays most of it as a graph.
+    Every operator is issued as one, and the host's time between them is left out: decoding replays most of it as a
+    graph.
     """
     model = on_meta(model)
     recorder = Recorder(capability, counts_work=True)
@@ -256,7 +268,7 @@ class _Training:
         optimizer.zero_grad(set_to_none=True)
 
 
-# -- the head ------------------------------------------------------------------------------------------------------------
+# -- the head ----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -304,8 +316,12 @@ def last_module_with_weights(
     if remembered and key in _known_heads:
         return modules[_known_heads[key]]
     called: list[str] = []
+
+    def note(name: str) -> Callable[[nn.Module, Any], None]:
+        return lambda module, inputs: called.append(name)
+
     handles = [
-        module.register_forward_pre_hook(lambda module, inputs, name=name: called.append(name))
+        module.register_forward_pre_hook(note(name))
         for name, module in modules.items()
         if any(True for _ in module.parameters(recurse=False))
     ]

@@ -1,12 +1,12 @@
 """What operators ask of a GPU and of the host that issues them, and from these the seconds of a step.
 
-On the GPU an operator takes the longer of its operations over the rate of the matrix units and its bytes over that of the memory, and no
-less than a small kernel. On the host it takes time in Python, in torch's dispatcher and to launch, and so do views and calls of modules.
-Neither waits for the other in training, so a step takes the longer of the two sums: small models wait for the host. Unless the host reads
-numbers that the GPU makes, as Adafactor does with two norms a parameter: it then waits for all that it has issued, and the GPU for what
-comes next (`reading_seconds`). Operations by
-`torch.utils.flop_counter`'s formulas, attention's by our own; causal attention counts half. Our own operators are known by name, as in
-`workspace`.
+On the GPU an operator takes the longer of its operations over the rate of the matrix units and its bytes over that of
+the memory, and no less than a small kernel. On the host it takes time in Python, in torch's dispatcher and to launch,
+and so do views and calls of modules. Neither waits for the other in training, so a step takes the longer of the two
+sums: small models wait for the host. Unless the host reads numbers that the GPU makes, as Adafactor does with two norms
+a parameter: it then waits for all that it has issued, and the GPU for what comes next (`reading_seconds`). Operations
+by `torch.utils.flop_counter`'s formulas, attention's by our own; causal attention counts half. Our own operators are
+known by name, as in `workspace`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ SMALL_KERNEL_SECONDS = 3e-6
 # Of the rates of a matrix product of 8192 cubed and of a large copy: what a model's own sizes reach.
 MATMUL_SHARE, ATTENTION_SHARE, MEMORY_SHARE = 0.82, 0.5, 0.85
 CONVOLUTION_SHARE = 0.5
-# The host's time, in what `vb doctor` calls the issue of an operator: a sixth of a small linear layer with its ReLU, forward and backward.
-# From transformers' models with 2 and 8 layers of width 64 on one CPU core, where nothing else takes time.
+# The host's time, in what `vb doctor` calls the issue of an operator: a sixth of a small linear layer with its ReLU,
+# forward and backward. From transformers' models with 2 and 8 layers of width 64 on one CPU core, where nothing else
+# takes time.
 KERNEL, VIEW, OWN_KERNEL = 0.6, 0.3, 5.0  # our own go through torch.library and Triton's launcher, in Python
 MANY, ONE_OF_MANY = 1.0, 0.06  # a foreach or fused operator, and each of its tensors
 ON_HOST = 0.3  # an operator on a tensor in host memory: a counter of an optimizer
@@ -44,9 +45,10 @@ class Work:
     """One operator, or what else the host does.
 
     Attributes:
-        flops: operations of matrix products. num_bytes: read and written. width: bytes an element of what it multiplies.
-        kind: '', 'attention', 'tf32' (a convolution of fp32, which cuDNN computes so), 'host', which the GPU does not see, or 'read',
-            for which the host waits for the GPU.
+        flops: operations of matrix products. num_bytes: read and written. width: bytes an element of what it
+            multiplies.
+        kind: '', 'attention', 'tf32' (a convolution of fp32, which cuDNN computes so), 'host', which the GPU does not
+            see, or 'read', for which the host waits for the GPU.
         issues: the host's time for it, in operators as `vb doctor` measures them.
         share: of the rate of a large product, where the shape says it; 0: the usual one.
     """
@@ -61,7 +63,7 @@ class Work:
 
 
 def host_work(phase: str, issues: float) -> Work:
-    """What the host does besides: views, calls of modules."""
+    """What else the host does: views, calls of modules."""
     return Work(phase, 0.0, 0, 0, "host", issues)
 
 
@@ -71,12 +73,14 @@ def read_work(phase: str) -> Work:
 
 
 def streaming_work(issues: float) -> tuple[Work, ...]:
-    """What the host does for layer groups that come and go (`Rates.streaming_issues`), beside the operators of a resident step."""
+    """What the host does for layer groups that come and go (`Rates.streaming_issues`), in addition to the operators of
+    a resident step.
+    """
     return host_work("forward", STREAMED_FORWARD * issues), host_work("backward", (1 - STREAMED_FORWARD) * issues)
 
 
 def module_issues(module: Any) -> float:
-    """The host's time for a call of ``module``, beside those of its operators and of the modules that it calls."""
+    """The host's time for a call of ``module``, in addition to those of its operators and of the modules that it calls."""
     if type(module).__module__.startswith("torch.nn."):
         return TORCH_MODULE
     return MODEL if any(each.__name__ == "PreTrainedModel" for each in type(module).__mro__) else MODULE
@@ -97,7 +101,7 @@ def work_of(
     inside = {id(each) for each in written}
     num_bytes = sum(map(_size, read)) + sum(_size(each) for each in made if id(each) not in inside)
     num_bytes += sum(_size(each) for each in written if isinstance(each, Tensor))
-    # The first operand's: attention's backward reads sums in fp32 beside what it multiplies.
+    # The first operand's: attention's backward reads sums in fp32 next to what it multiplies.
     width = next((each.element_size() for each in read if each.is_floating_point()), 4)
     kind = "attention" if name.startswith("_scaled_dot_product") else ""
     if name.startswith("convolution") and width == 4 and has_tf32:
@@ -113,11 +117,12 @@ MIN_INNER = 256  # of a part, where a product with fewer tiles than multiprocess
 
 @functools.lru_cache(maxsize=4096)
 def tiled_share(rows: int, columns: int, inner: int, count: int = 1, num_sms: int = NUM_SMS) -> float:
-    """Of the full rate, for ``count`` products (rows, inner) x (inner, columns): of the best tile, one a multiprocessor at a time.
+    """Of the full rate, for ``count`` products (rows, inner) x (inner, columns): of the best tile, one a multiprocessor
+    at a time.
 
-    A product in fp32 on CUDA cores reaches the full rate where its tiles fill all multiprocessors evenly. What is lost is the part of the
-    last tiles that lies outside, and the multiprocessors that idle in the last round. Tensor cores lose by other things as well
-    (`MATMUL_SHARE`).
+    A product in fp32 on CUDA cores reaches the full rate where its tiles fill all multiprocessors evenly. What is lost
+    is the part of the last tiles that lies outside, and the multiprocessors that idle in the last round. Tensor cores
+    lose by other things as well (`MATMUL_SHARE`).
 
     Raises:
         ValueError: a size below 1.
@@ -129,7 +134,7 @@ def tiled_share(rows: int, columns: int, inner: int, count: int = 1, num_sms: in
 
 def _tile_share(
     rows: int, columns: int, inner: int, count: int, num_sms: int, high: int, wide: int, of_full: float
-) -> float:  # fmt: skip
+) -> float:
     down, across = -(-rows // high), -(-columns // wide)
     inside = rows * columns / (down * high * across * wide)
     tiles = count * down * across
@@ -143,7 +148,9 @@ _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # by the place of the
 
 
 def _share(name: str, args: Any, out: Any, num_sms: int) -> float:
-    """Of the full rate of fp32, for a matrix product; 0 for anything else, and for narrow ones, which have kernels of their own."""
+    """Of the full rate of fp32, for a matrix product; 0 for anything else, and for narrow ones, which have kernels of
+    their own.
+    """
     if name not in _PRODUCTS or not out.numel() or min(out.shape[-2:]) < NARROWEST:
         return 0.0
     inner = args[_PRODUCTS[name]].shape[-1]
@@ -188,7 +195,9 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
 
 
 def _attention(name: str, args: Any) -> float:
-    """Two products forward; five backward, which computes the scores again. Keys may have fewer heads (torch's formulas refuse those)."""
+    """Two products forward; five backward, which computes the scores again. Keys may have fewer heads (torch's formulas
+    refuse those).
+    """
     backward = name.endswith("_backward")
     query, key, value = args[1:4] if backward else args[:3]
     scores = 2.0 * query.numel() // query.shape[-1] * key.shape[-2]
@@ -244,7 +253,8 @@ def phase_seconds(work: Iterable[Work], rates: Rates, waits: bool = False, updat
 
     Args:
         waits: the host computes itself, so that both add up, and no product is cut into a GPU's tiles.
-        updates: seconds in which the CPU updates meanwhile (`slowed_by_updates`); of no account where the host computes itself.
+        updates: seconds in which the CPU updates meanwhile (`slowed_by_updates`); of no account where the host computes
+            itself.
     """
     on_gpu: dict[str, float] = {}
     on_host: dict[str, float] = {}
@@ -264,10 +274,11 @@ def phase_seconds(work: Iterable[Work], rates: Rates, waits: bool = False, updat
 
 
 def reading_seconds(work: Sequence[Work], rates: Rates, slower: float = 1.0) -> float:
-    """How much longer a step takes than GPU and host alone, because the host reads what the GPU makes; 0 where it reads nothing.
+    """How much longer a step takes than GPU and host alone, because the host reads what the GPU makes; 0 where it reads
+    nothing.
 
-    Both begin a step with nothing to do, as it is behind the last read of the one before. An operator runs when it has been issued and
-    those before it are over; a read ends when all of these are.
+    Both begin a step with nothing to do, as it is after the last read of the one before. An operator runs when it has
+    been issued and those before it are over; a read ends when all of these are.
 
     Args:
         work: of a step, in its order. slower: how many times as long the host takes (`slowed_by_updates`).
@@ -287,7 +298,9 @@ def reading_seconds(work: Sequence[Work], rates: Rates, slower: float = 1.0) -> 
 
 
 def host_seconds(each: Work, rates: Rates) -> float:
-    """What the host takes for ``each``. An optimizer's loop over its parameters has neither autograd nor modules around its operators."""
+    """What the host takes for ``each``. An optimizer's loop over its parameters has neither autograd nor modules around
+    its operators.
+    """
     if each.kind == "read":
         return each.issues * rates.read_issues * rates.issue_seconds
     in_loop = each.phase == "optimizer" and each.issues <= KERNEL

@@ -1,7 +1,7 @@
 """Memory that CUDA kernels take and give back inside one call; no operator's output shows it.
 
-Formulas from the shapes: of torch's operators after its sources (ATen/native/cuda and native/transformers/cuda), of this package's after
-their own code in vblackwell/kernels, known here by name; operators that are not here are
+Formulas from the shapes: of torch's operators after its sources (ATen/native/cuda and native/transformers/cuda), of
+this package's after their own code in vblackwell/kernels, known here by name; operators that are not here are
 taken to need none.
 """
 
@@ -28,7 +28,9 @@ CUBLASLT_BYTES = 1024 * 1024
 
 
 def workspace_bytes(name: str, args: tuple[Any, ...], num_sms: int = NUM_SMS) -> int:
-    """Bytes that operator ``name`` ('aten_op.overload') takes for the length of its call on a GPU of so many multiprocessors."""
+    """Bytes that operator ``name`` ('aten_op.overload') takes for the length of its call on a GPU of so many
+    multiprocessors.
+    """
     base = name.partition(".")[0]
     if base in ("sum", "mean"):
         return _sum(num_sms, *args)
@@ -37,7 +39,9 @@ def workspace_bytes(name: str, args: tuple[Any, ...], num_sms: int = NUM_SMS) ->
 
 
 def _flash_backward(dy: Tensor, query: Tensor, key: Tensor, *rest: Any) -> int:
-    """dQ accumulated in fp32, one dot product a row, a header; gradients a query's head of keys and values that heads share."""
+    """dQ accumulated in fp32, one dot product a row, a header; gradients a query's head of keys and values that heads
+    share.
+    """
     b, n, s, h = query.shape
     rows, width = -(-s // 128) * 128, -(-h // 32) * 32
     shared = 0 if key.shape[1] == n else 2 * b * n * key.shape[2] * h * key.element_size()
@@ -75,11 +79,21 @@ def bytes_after_each_output(name: str, args: tuple[Any, ...]) -> tuple[int, ...]
 
 
 def _convolution(
-    x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, outer: Any, groups: int
-) -> tuple[int, ...]:  # fmt: skip
-    """cuDNN's kernels want channels last: it copies what is not, channels of half precision padded to 8, and weights that cover an area.
+    x: Tensor,
+    weight: Tensor,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    outer: Any,
+    groups: int,
+) -> tuple[int, ...]:
+    """cuDNN's kernels want channels last: it copies what is not, channels of half precision padded to 8, and weights
+    that cover an area.
 
-    All sizes but parts of sums, a few MiB, as two ResNets on an H200 showed them (cuDNN 9.19). Grouped and transposed ones: not known.
+    All sizes but parts of sums, a few MiB, as two ResNets on an H200 showed them (cuDNN 9.19). Grouped and transposed
+    ones: not known.
     """
     if not _copies(x, weight, transposed, groups):
         return ()
@@ -98,9 +112,18 @@ def _convolution(
 
 
 def _convolution_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, outer: Any,
-    groups: int, wanted: Any,
-) -> tuple[int, ...]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_sizes: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    outer: Any,
+    groups: int,
+    wanted: Any,
+) -> tuple[int, ...]:
     """Those of the input's gradient and of the weight's; a plain product's parts of the latter are one an image."""
     if not _copies(x, weight, transposed, groups):
         return ()
@@ -114,7 +137,9 @@ def _convolution_backward(
 
 
 def _parts(num_weights: int) -> int:
-    """Sums of parts in fp32 where a small gradient is split among blocks: 1 to 7 MB were seen, here as many as make 2^20 values."""
+    """Sums of parts in fp32 where a small gradient is split among blocks: 1 to 7 MB were seen, here as many as make
+    2^20 values.
+    """
     return 4 * num_weights * (PARTS // max(1, num_weights))
 
 
@@ -152,11 +177,13 @@ THREADS, VECTOR, WARP, THREADS_OF_SM = 512, 4, 32, 2048
 
 
 def reduction_bytes(reduced: int, kept: int, num_sms: int) -> int:
-    """What a sum over the outer dimensions takes to add up blocks' parts, of (reduced, kept) elements; a bias's gradient is one.
+    """What a sum over the outer dimensions takes to add up blocks' parts, of (reduced, kept) elements; a bias's
+    gradient is one.
 
-    `gpu_reduce_kernel`'s configuration (ATen/native/cuda/Reduce.cuh): threads of a block cover ``kept`` in vectors of four and split
-    ``reduced`` among them; if each still has 256 values, blocks split it too, until the GPU is full or a thread has 16. The buffer holds
-    fp32 sums of the columns for every such block, times the columns that a block covers.
+    `gpu_reduce_kernel`'s configuration (ATen/native/cuda/Reduce.cuh): threads of a block cover ``kept`` in vectors of
+    four and split ``reduced`` among them; if each still has 256 values, blocks split it too, until the GPU is full or a
+    thread has 16. The buffer holds fp32 sums of the columns for every such block, times the columns that a block
+    covers.
     """
     if not reduced or not kept:
         return 0
@@ -219,7 +246,9 @@ def _head_and_loss(
     wide: bool,
     *wanted: bool,
 ) -> int:
-    """Logits of a chunk, rows padded to 64 words; a loss a token; the weight's gradient in fp32 where that is wider than the output."""
+    """Logits of a chunk, rows padded to 64 words; a loss a token; the weight's gradient in fp32 where that is wider
+    than the output.
+    """
     logits = min(chunk, hidden.shape[0]) * -(-weight.shape[0] // 64) * 64 * hidden.element_size()
     total = 4 * weight.numel() if wide and weight.dtype == torch.bfloat16 else 0
     return logits + 4 * hidden.shape[0] + total

@@ -1,8 +1,8 @@
 """``--vgpu-auto`` and ``--batch-size auto``: a plan for a run on this machine, and the settings that follow from it.
 
 The model that is about to be trained is copied to the meta device and traced there; the machine is asked what it has
-free; its rates are those that ``vb doctor`` kept, or are measured now, and those of a disk where a choice uses one. What
-the user said explicitly is not chosen again: it bounds the plan.
+free; its rates are those that ``vb doctor`` kept, or are measured now, and those of a disk where a choice uses one.
+What the user said explicitly is not chosen again: it bounds the plan.
 """
 
 from __future__ import annotations
@@ -18,33 +18,36 @@ from torch import nn
 
 from vblackwell.errors import InsufficientMemory
 from vblackwell.machine.device import Precision
-from vblackwell.machine.facts import disk_facts, memory_facts
+from vblackwell.machine.facts import memory_facts
 from vblackwell.machine.gpus import NUM_SMS
-from vblackwell.machine.measured import keep, keep_disk, kept_disk, kept_rates
-from vblackwell.machine.rates import Rates
-from vblackwell.memory.cache.config import ARENA_SHARE, DISK_SHARE, MAX_DISK_BYTES, default_disk_path
+from vblackwell.machine.limits import (
+    ARENA_SHARE,
+    HOST_SHARE,
+    LATER_BYTES,
+    default_disk_path,
+    disk_thread_bytes,
+    free_disk_bytes,
+)
+from vblackwell.machine.rates import Rates, keep_disk, keep_rates, kept_disk, kept_rates
 from vblackwell.nn.convert.causal_lm import is_accelerated
 from vblackwell.nn.convert.training import training_loss
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.measure import as_rates, cpu_rates, disk_gbps, gpu_rates, is_measured_in_full
-from vblackwell.planner.estimator import Run, threads_bytes
 from vblackwell.planner.forecast import Forecast, Machine, plan_of
 from vblackwell.planner.memory_estimate import Batches
-from vblackwell.planner.model_spec import Subject
+from vblackwell.planner.model_spec import ModelSpec
 from vblackwell.planner.placement import SHARES, Bounds, Choice, Lacking, Plan, Space
-from vblackwell.trace.trace import Trace, Untraceable, on_meta
+from vblackwell.planner.run import Run
+from vblackwell.trace.trace import Untraceable, on_meta
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.progress import Progress
-from vblackwell.units import MiB
 
-HOST_SHARE = 0.75  # of the RAM that is free; the rest is for the page cache and everybody else
-LATER_BYTES = 300 * MiB  # of CUDA's context that are not there yet: cuBLAS, kernels (758 MiB in all on an H200)
-MOST_SEQUENCES = 1024  # in one forward
+MAX_SEQUENCES = 1024  # in one forward
 
 
 def make_training_plan(
     config: TrainConfig, model: nn.Module, precision: Precision, device: torch.device, say: Callable[[str], None]
-) -> Plan:  # fmt: skip
+) -> Plan:
     """The fastest way to run ``config`` here.
 
     Args:
@@ -63,11 +66,11 @@ def make_training_plan(
         disk = functools.cache(lambda: _disk_rates(config.disk_path or default_disk_path(), rates, say))
     machine = Machine(bounds, rates, has_gpu, undo, config.max_grad_norm > 0, disk)
     vocab_size = next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), 2)
-    subject = Subject(config.name, _copier(model), vocab_size, _loss)
+    spec = ModelSpec(config.name, _copier(model), vocab_size, _loss)
     capability = torch.cuda.get_device_capability(device) if has_gpu else (8, 0)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if has_gpu else NUM_SMS
     wide = "fp32" if precision.compute_dtype is None else "bf16"
-    run = Run(subject, config.seq_length, precision=wide, capability=capability, expandable=True, num_sms=num_sms)
+    run = Run(spec, config.seq_length, precision=wide, capability=capability, expandable=True, num_sms=num_sms)
     forecast = Forecast(run, machine, config.masters, fused=is_accelerated(model))
     with torch.random.fork_rng(devices=[]):
         space = _space(config, model, forecast, has_gpu)
@@ -76,7 +79,7 @@ def make_training_plan(
 
 def plan_run(
     config: TrainConfig, model: nn.Module, precision: Precision, device: torch.device, progress: Progress
-) -> Plan | None:  # fmt: skip
+) -> Plan | None:
     """The plan that ``config`` asks for, said line by line; None if it asks for none, or if the model cannot be traced.
 
     Raises:
@@ -123,23 +126,27 @@ def apply_plan(config: TrainConfig, plan: Plan) -> TrainConfig:
     """``config`` with what the plan chose."""
     choice = plan.choice
     return replace(
-        config, batch_size=choice.batch_size, accumulation_steps=choice.accumulation_steps, gradient_checkpointing=choice.checkpointing,
-        placement=choice.placement, update=str(choice.update), activations=choice.activations, optimizer_states=choice.states,
-    )  # fmt: skip
+        config,
+        batch_size=choice.batch_size,
+        accumulation_steps=choice.accumulation_steps,
+        gradient_checkpointing=choice.checkpointing,
+        placement=choice.placement,
+        update=str(choice.update),
+        activations=choice.activations,
+        optimizer_states=choice.states,
+    )
 
 
 def bounds_of(config: TrainConfig, device: torch.device) -> Bounds:
     """What the machine has free, cut to what the settings allow."""
     available, wants_disk = memory_facts().available_bytes, config.has_disk
     if wants_disk:
-        available = max(available // 2, available - threads_bytes())
+        available = max(available // 2, available - disk_thread_bytes())
     if device.type == "cuda":
         gpu = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - LATER_BYTES
     else:
         gpu = int(available * ARENA_SHARE)
-    disk = 0
-    if wants_disk:
-        disk = min(int(disk_facts(config.disk_path or default_disk_path()).free_bytes * DISK_SHARE), MAX_DISK_BYTES)
+    disk = free_disk_bytes(config.disk_path or default_disk_path()) if wants_disk else 0
     given = (config.fast_memory, config.host_memory, config.disk_memory)
     gpu, host, disk = (
         room if asked is None else _asked(asked, room, index == 0 and device.type == "cuda")
@@ -161,11 +168,12 @@ def _rates_of(device: torch.device, say: Callable[[str], None]) -> Rates:
     if found is None:
         in_full = is_measured_in_full(device)
         say(
-            f"measuring this GPU and its link, {'once (vb doctor does it again)' if in_full else 'within the cap, for this run'}"
+            f"measuring this GPU and its link, "
+            f"{'once (vb doctor does it again)' if in_full else 'within the cap, for this run'}"
         )
         found = as_rates(gpu_rates(device))
         if in_full:
-            keep(name, found)
+            keep_rates(name, found)
         torch.cuda.empty_cache()
     return found
 
@@ -183,7 +191,7 @@ def _disk_rates(path: str, rates: Rates, say: Callable[[str], None]) -> tuple[fl
     return found
 
 
-# -- what may be chosen ----------------------------------------------------------------------------------------------------
+# -- what may be chosen ------------------------------------------------------------------------------------------------
 
 
 def _space(config: TrainConfig, model: nn.Module, forecast: Forecast, has_gpu: bool) -> Space:
@@ -208,15 +216,15 @@ def _space(config: TrainConfig, model: nn.Module, forecast: Forecast, has_gpu: b
 def batches_of(config: TrainConfig, space: Space, forecast: Forecast) -> tuple[tuple[int, int], ...]:
     """(sequences in a forward, forwards in a step) that ``--batch-size auto`` may mean.
 
-    With accumulation: every way to divide the sequences of a step. Without: for each placement and checkpointing the largest forward that
-    fits, and its half and quarter, because what activations leave is what streaming has.
+    With accumulation: every way to divide the sequences of a step. Without: for each placement and checkpointing the
+    largest forward that fits, and its half and quarter, because what activations leave is what streaming has.
 
     Raises:
         InsufficientMemory: not one sequence fits.
     """
     if config.accumulation_steps > 1:
         total = config.batch_size * config.accumulation_steps
-        return tuple((size, total // size) for size in range(min(total, MOST_SEQUENCES), 0, -1) if total % size == 0)
+        return tuple((size, total // size) for size in range(min(total, MAX_SEQUENCES), 0, -1) if total % size == 0)
     sizes: set[int] = set()
     refusals: list[Lacking] = []
     for choice in {
@@ -230,28 +238,15 @@ def batches_of(config: TrainConfig, space: Space, forecast: Forecast) -> tuple[t
     if not sizes:
         lacking = min(refusals, key=lambda each: (not each.num_bytes, each.num_bytes, str(each)), default=None)
         raise InsufficientMemory(
-            f"--batch-size auto: not one sequence of {config.seq_length} tokens fits {forecast.machine.bounds}: the nearest {lacking}; "
-            f"{'shorten --seq-length, or ' if forecast.machine.has_gpu else ''}give more memory (--fast-memory, --host-memory, "
+            f"--batch-size auto: not one sequence of {config.seq_length} tokens fits {forecast.machine.bounds}: the "
+            f"nearest {lacking}; "
+            f"{'shorten --seq-length, or ' if forecast.machine.has_gpu else ''}give more memory (--fast-memory, "
+            "--host-memory, "
             "--disk-memory)",
             needed_bytes=lacking.num_bytes if lacking else 0,
             available_bytes=0,
         )
     return tuple((size, 1) for size in sorted(sizes, reverse=True))
-
-
-class _Sizes(Batches):
-    """Traces by batch size that remember which size was asked for last."""
-
-    size = 1
-
-    def real(self, batch_size: int) -> Trace:
-        self.size = batch_size
-        return super().real(batch_size)
-
-    def at(self, batch_size: int) -> Trace:
-        found = super().at(batch_size)
-        self.size = batch_size
-        return found
 
 
 def largest_forward(choice: Choice, forecast: Forecast) -> tuple[int, Lacking | None]:
@@ -261,7 +256,7 @@ def largest_forward(choice: Choice, forecast: Forecast) -> tuple[int, Lacking | 
         return 0, first
     if not forecast.machine.has_gpu:  # activations are outside the arena
         return choice.batch_size, None
-    traces = _Sizes(lambda size: forecast.trace(choice.checkpointing, choice.fp4, size))
+    traces = Batches(lambda size: forecast.trace(choice.checkpointing, choice.fp4, size))
     return traces.largest(
-        lambda trace: forecast.fits(replace(choice, batch_size=traces.size), trace), MOST_SEQUENCES
-    ), None  # fmt: skip
+        lambda size, trace: forecast.fits(replace(choice, batch_size=size), trace), MAX_SEQUENCES
+    ), None

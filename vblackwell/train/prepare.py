@@ -23,7 +23,7 @@ from vblackwell.data.documents import find_text
 from vblackwell.errors import InsufficientMemory, Unsupported
 from vblackwell.machine.device import Precision, cap_process, choose_precision
 from vblackwell.machine.facts import disk_facts, memory_facts
-from vblackwell.memory.cache.config import default_disk_path
+from vblackwell.machine.limits import default_disk_path
 from vblackwell.memory.cache.stack import VGPUStack, create_vgpu_stack
 from vblackwell.nn.convert.training import fuse
 from vblackwell.nn.decoder.decoder import Decoder

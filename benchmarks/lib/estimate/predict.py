@@ -13,11 +13,12 @@ from benchmarks.lib.estimate.cases import Case
 from benchmarks.lib.estimate.models import build
 from benchmarks.lib.estimate.peers import formulas
 from vblackwell.machine.gpus import RUNTIME_BYTES, context_bytes, find_gpu
-from vblackwell.machine.measured import rates_of
-from vblackwell.machine.rates import Rates
-from vblackwell.planner.estimator import PLENTY, Run, Subject, estimate_offload
+from vblackwell.machine.rates import Rates, rates_of
 from vblackwell.planner.forecast import STREAMED_P99
 from vblackwell.planner.memory_estimate import P99_BYTES, Batches, estimate_trace, fits, optimizer_named
+from vblackwell.planner.model_spec import ModelSpec
+from vblackwell.planner.offload_estimate import PLENTY, estimate_offload
+from vblackwell.planner.run import Run
 from vblackwell.trace.allocator import replay
 from vblackwell.trace.causal_lm import plain_batches
 from vblackwell.trace.trace import Trace, trace_training
@@ -96,10 +97,10 @@ def seconds_of(trace: Trace, rates: Rates) -> dict[str, float]:
 
 
 def _through_stack(case: Case, trace: Trace, capability: tuple[int, int]) -> dict[str, Any]:
-    subject = Subject(
+    spec = ModelSpec(
         case.family, lambda dtype: build(case).model, 1, lambda model, batch: build(case).loss(model, batch)
     )
-    run = Run(subject, case.seq, case.optimizer, case.precision, case.checkpointing, capability)
+    run = Run(spec, case.seq, case.optimizer, case.precision, case.checkpointing, capability)
     context = context_bytes(capability) + RUNTIME_BYTES
     bare = estimate_offload(run, trace, PLENTY, PLENTY, 0)
     stack = estimate_offload(run, trace, case.level0_bytes + context + bare.step, PLENTY, 0)

@@ -27,10 +27,10 @@ from benchmarks.lib.generate.case import CAPPED, Case, Loading, Point, say
 from benchmarks.lib.warm_process import SERVE, forked, serve
 from vblackwell.errors import VBError
 from vblackwell.generate.batch import columns
-from vblackwell.generate.cache_shape import cache_shape
 from vblackwell.generate.generate import stepper
-from vblackwell.generate.room import LEAST_WORKSPACE, room_for, token_bytes, workspace_bytes
+from vblackwell.generate.room import room_for
 from vblackwell.generate.sampling import Arrival, Sampling, sample
+from vblackwell.offload.layout.generation import MIN_WORKSPACE, cache_shape, token_bytes, workspace_bytes
 
 GREEDY = Sampling(temperature=0)
 FEWEST = 16  # tokens of a text that ends because of its time
@@ -200,7 +200,7 @@ class Accelerate(System):
         config, case = self.model.config, self.case
         cache = DynamicCache(config=config, offloading=True) if self.offloaded and self.cuda else None
         each = token_bytes(config, getattr(torch, case.dtype).itemsize) * len(numbers)
-        chunk = max(1, max(LEAST_WORKSPACE, workspace_bytes(case.cap_bytes)) * 3 // 4 // each)
+        chunk = max(1, max(MIN_WORKSPACE, workspace_bytes(case.cap_bytes)) * 3 // 4 // each)
         yield from columns(self.model, numbers, new, GREEDY, 0, chunk, cache)
 
 

@@ -27,7 +27,7 @@ from benchmarks.lib.offload.data import next_tokens
 from benchmarks.lib.offload.systems import System, adamw_settings, our_stack, ours
 from vblackwell.errors import InsufficientMemory
 from vblackwell.machine.facts import disk_facts, list_gpus, memory_facts
-from vblackwell.memory.cache.config import default_disk_path
+from vblackwell.machine.limits import default_disk_path
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.layout.formats import Formats

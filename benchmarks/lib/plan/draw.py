@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from benchmarks.lib.plan.report import Row
-from vblackwell.planner.forecast import Forecast, share_at_home
+from vblackwell.planner.forecast import Forecast, share_on_host
 from vblackwell.planner.placement import Choice, Lacking, Plan, Prediction, Space
 from vblackwell.trace.work import phase_seconds
 
@@ -60,5 +60,5 @@ def least_seconds(forecast: Forecast, choice: Choice) -> float:
     model = forecast.model(choice.checkpointing, choice.fp4)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     # Whole groups go home, maybe a little less than the share.
-    at_home = 0.0 if choice.placement == "resident" else max(0.0, share_at_home(choice) - 0.1)
+    at_home = 0.0 if choice.placement == "resident" else max(0.0, share_on_host(choice) - 0.1)
     return max(compute, at_home * trained / rates.cpu_adamw)

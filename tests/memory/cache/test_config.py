@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -11,7 +9,7 @@ from vblackwell import VGPULevel, VGPUStack, create_vgpu_stack, quantize
 from vblackwell.errors import ConfigurationError, InsufficientMemory, UnknownKey
 from vblackwell.machine.facts import memory_facts
 from vblackwell.memory.cache import config as config_module
-from vblackwell.memory.cache.config import LevelConfig, default_disk_path, parse_capacity, parse_levels
+from vblackwell.memory.cache.config import LevelConfig, parse_capacity, parse_levels
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.gpu import DeviceLevel
 from vblackwell.memory.host import HostLevel
@@ -103,20 +101,6 @@ def test_levels_made_before_a_refused_one_are_closed(monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigurationError):
         VGPUStack([LevelConfig("arena", MiB), LevelConfig("ssd", MiB, path="/nowhere/at/all")])
     assert closed == ["arena"]
-
-
-# The disk path, when nobody says.
-
-
-def test_default_disk_path_is_on_a_disk(monkeypatch: pytest.MonkeyPatch, disk_path: str):
-    monkeypatch.setenv(config_module.DISK_PATH_VARIABLE, disk_path)
-    assert default_disk_path() == disk_path
-    monkeypatch.delenv(config_module.DISK_PATH_VARIABLE)
-    monkeypatch.setattr(config_module.tempfile, "gettempdir", lambda: "/dev/shm")
-    monkeypatch.setenv("XDG_CACHE_HOME", f"{disk_path}/missing")
-    monkeypatch.chdir(disk_path)
-    if Path("/dev/shm").is_dir():
-        assert default_disk_path() == str(Path(disk_path).resolve())
 
 
 # A stack for this machine.

@@ -15,7 +15,7 @@ import torch
 
 from tests.memory.conftest import random_bytes
 from vblackwell.errors import InsufficientMemory, StaleTensor
-from vblackwell.memory.cache.config import default_disk_path
+from vblackwell.machine.limits import default_disk_path
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.gpu import DeviceLevel

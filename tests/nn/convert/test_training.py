@@ -19,10 +19,10 @@ from vblackwell.nn.convert.causal_lm import has_fused_loss, is_accelerated
 from vblackwell.nn.convert.training import attention_backends, chosen_backend, fuse, fused_backend, training_loss
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.planner.estimator import Run
 from vblackwell.planner.forecast import Forecast, Machine
-from vblackwell.planner.model_spec import Subject
+from vblackwell.planner.model_spec import ModelSpec
 from vblackwell.planner.placement import Bounds
+from vblackwell.planner.run import Run
 from vblackwell.train.auto import _copier, _loss
 from vblackwell.units import GiB
 
@@ -89,7 +89,7 @@ def test_routers_count_in_training_alone():
 def test_a_plan_is_made_for_the_model_that_runs():
     """Its copies are plain, so it has to fuse them again: without, it would count logits that never are."""
     model = build("Qwen2").to("meta")
-    run = Run(Subject("model", _copier(model), VOCABULARY, _loss), 32, precision="bf16", capability=(9, 0))
+    run = Run(ModelSpec("model", _copier(model), VOCABULARY, _loss), 32, precision="bf16", capability=(9, 0))
     machine = Machine(Bounds(8 * GiB, 64 * GiB), H200)
     plain, fused = (Forecast(run, machine, fused=fused) for fused in (False, True))
     assert not is_accelerated(plain.model(False, False)) and has_fused_loss(fused.model(False, False))

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
+from vblackwell.offload.layout.generation import WEIGHT_PLACES
 from vblackwell.offload.layout.groups import Group
-from vblackwell.offload.movement.weights import PLACES, groups_that_stay
+from vblackwell.offload.movement.weights import groups_that_stay
 
 LAYERS, WIDTH = 12, 32
 LAYER_BYTES = WIDTH * WIDTH * 4
@@ -65,7 +66,7 @@ def test_a_pass_moves_what_does_not_stay_once(places, chain):
     weights = offload_of(model).weights
     assert weights.frozen
     loaded_by(model)
-    stays = places if places == LAYERS else places - PLACES
+    stays = places if places == LAYERS else places - WEIGHT_PLACES
     assert len(weights.staying) == stays
     assert [loaded_by(model) for _ in range(4)] == [LAYERS - stays] * 4
 
@@ -74,7 +75,7 @@ def test_the_next_pass_is_on_its_way_before_it_begins(chain):
     model, _, loaded_by = chain(5)
     loaded_by(model)
     weights = offload_of(model).weights
-    first = [index for index in range(LAYERS) if index not in weights.staying][: PLACES - 1]
+    first = [index for index in range(LAYERS) if index not in weights.staying][: WEIGHT_PLACES - 1]
     assert all(index in weights._loaded for index in first)
 
 
@@ -115,10 +116,10 @@ def test_what_stays_leaves_room_for_what_passes(sizes, budget):
     if sum(sizes) <= budget:
         assert len(stays) == len(sizes)
     elif stays:
-        assert held + PLACES * max(sizes) <= budget
+        assert held + WEIGHT_PLACES * max(sizes) <= budget
 
 
 def test_groups_of_one_size_stay_evenly():
     groups = [group_of(index, 512) for index in range(12)]
-    chosen = sorted(group.index for group in groups_that_stay(groups, 512 * (PLACES + 4)))
+    chosen = sorted(group.index for group in groups_that_stay(groups, 512 * (WEIGHT_PLACES + 4)))
     assert [later - earlier for earlier, later in zip(chosen, chosen[1:], strict=False)] == [3, 3, 3]

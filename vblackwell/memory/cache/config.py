@@ -14,28 +14,23 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from vblackwell.errors import ConfigurationError, nearest
-from vblackwell.machine.facts import disk_facts, memory_facts, numa_node_of_cuda, why_no_cuda
+from vblackwell.machine.facts import memory_facts, numa_node_of_cuda, why_no_cuda
+from vblackwell.machine.limits import ARENA_SHARE, default_disk_path, free_disk_bytes
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.gpu import DeviceLevel
 from vblackwell.memory.host import HostLevel
 from vblackwell.memory.level import Level, NullLevel
-from vblackwell.units import GiB, MiB, format_bytes, parse_bytes
+from vblackwell.units import MiB, format_bytes, parse_bytes
 
-DISK_PATH_VARIABLE = "VBLACKWELL_DISK_PATH"
 GPU_SHARE = 0.8
-ARENA_SHARE = 0.125
 HOST_SHARE = 0.5
-DISK_SHARE = 0.5
-MAX_DISK_BYTES = 1024 * GiB
 _KEYS = ("capacity_mb", "device", "speed_gbps", "path")
 
 
@@ -91,8 +86,7 @@ def machine_levels(
     ]
     if disk_memory is None or parse_bytes(disk_memory) > 0:
         path = disk_path or default_disk_path()
-        free = min(int(disk_facts(path).free_bytes * DISK_SHARE), MAX_DISK_BYTES)
-        sizes.append(("ssd", disk_memory, free, path))
+        sizes.append(("ssd", disk_memory, free_disk_bytes(path), path))
     asked = [(name, free if size is None else parse_bytes(size), path) for name, size, free, path in sizes]
     if not asked[0][1]:
         raise ConfigurationError("fast_memory 0 leaves no level 0: give it at least 4 KiB")
@@ -225,24 +219,3 @@ def _usable_gpu(config: LevelConfig) -> torch.device:
             f"{format_bytes(total)}"
         )
     return torch.device("cuda", index)
-
-
-def default_disk_path() -> str:
-    """Where disk levels go by default: ``$VBLACKWELL_DISK_PATH``, else the first of the temporary directory,
-    the cache directory and the current directory that is on a disk.
-
-    Raises:
-        ConfigurationError: none is.
-    """
-    given = os.environ.get(DISK_PATH_VARIABLE)
-    if given:
-        return given
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    candidates = [Path(tempfile.gettempdir()), cache, Path.cwd()]
-    for path in candidates:
-        if path.is_dir() and os.access(path, os.W_OK) and not disk_facts(path).ram_backed:
-            return str(path)
-    raise ConfigurationError(
-        f"none of {', '.join(map(str, candidates))} is a writable directory on a disk: give the ssd level a 'path', or "
-        f"set {DISK_PATH_VARIABLE}"
-    )

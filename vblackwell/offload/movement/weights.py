@@ -28,13 +28,12 @@ from vblackwell.errors import StaleTensor, VBError
 from vblackwell.memory.cache.entry import USE_COUNT
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.level import Transfer
+from vblackwell.offload.layout.generation import WEIGHT_PLACES
 from vblackwell.offload.layout.groups import Group
 from vblackwell.offload.layout.order import AccessTrace
 from vblackwell.offload.movement.group_state import GroupStates, LoadedWeights, Phase
 from vblackwell.offload.movement.room import Level0Room, Stalls
 from vblackwell.offload.storage.storage import Storage
-
-PLACES = 3  # for groups of a frozen model that pass through: one computes, one arrives, one is next
 
 
 class SavedTensor(NamedTuple):
@@ -450,13 +449,13 @@ def changed_since_forward(group: Group) -> StaleTensor:
 def groups_that_stay(groups: Sequence[Group], budget_bytes: int) -> list[Group]:
     """Which of ``groups``, in the order of use, stay in ``budget_bytes`` so that the others come evenly between them.
 
-    Everything, if it fits. Otherwise room for `PLACES` of the largest is left; groups smaller than the largest, whose
+    Everything, if it fits. Otherwise room for `WEIGHT_PLACES` of the largest is left; groups smaller than the largest, whose
     copies are the least efficient, stay first.
     """
     if sum(group.num_bytes for group in groups) <= budget_bytes:
         return list(groups)
     largest = max(group.num_bytes for group in groups)
-    room, chosen = budget_bytes - PLACES * largest, list[Group]()
+    room, chosen = budget_bytes - WEIGHT_PLACES * largest, list[Group]()
     for group in sorted((group for group in groups if group.num_bytes < largest), key=lambda group: group.num_bytes):
         if group.num_bytes <= room:
             chosen.append(group)

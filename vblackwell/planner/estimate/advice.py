@@ -1,9 +1,13 @@
-"""What ``vb estimate`` advises: the run that was asked about, traced and replayed again in other ways."""
+"""What ``vb estimate`` advises: the run traced and replayed in other ways, what each saves in bytes or seconds, and
+what it costs.
+
+What saves neither noticeably is not said. No number, no advice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -11,47 +15,76 @@ from torch import nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.machine.gpus import RUNTIME_BYTES, context_bytes
-from vblackwell.machine.measured import rates_of
-from vblackwell.machine.rates import Rates
+from vblackwell.machine.rates import Rates, rates_of
 from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
-from vblackwell.planner.advice import Advice, Way, advise
-from vblackwell.planner.estimate.result import Estimated
-from vblackwell.planner.estimator import PLENTY, OffloadEstimate, Run, estimate_offload
+from vblackwell.planner.estimate.result import Advice, Estimated
 from vblackwell.planner.memory_estimate import estimate_trace
+from vblackwell.planner.offload_estimate import PLENTY, OffloadEstimate, estimate_offload
+from vblackwell.planner.run import Run
 from vblackwell.trace.causal_lm import language_loss
 from vblackwell.trace.trace import Trace
 from vblackwell.trace.work import Work, phase_seconds
+from vblackwell.units import GiB, format_bytes, format_seconds
 
-MOST_SHOWN = 6
+MAX_SHOWN = 6
+MIN_SHARE = 0.02  # of the peak, or of the step: what saves less is within what predictions are off by
 NARROW = "products in bf16"
-NARROW_WEIGHTS = "weights and products in bf16; vb train keeps fp32 masters beside them"
+NARROW_WEIGHTS = "weights and products in bf16; vb train keeps fp32 masters in addition"
 FUSED_BYTES = 28  # a parameter, that a fused AdamW reads and writes
 FOREACH = ("adamw", "adamw-for-loop")
-FUSED_STACK = "an offload stack, vb.accelerate_causal_lm(model)"
+RECOMPUTING = "--gradient-checkpointing"
+FUSED = "vb.accelerate_causal_lm(model)"
+FUSED_STACK = f"an offload stack, {FUSED}"
 
 
-def _traced_ways(
-    run: Run, batch_size: int, rates: Rates | None, gpu_bytes: int | None, below: tuple[int, int]
-) -> list[Way]:  # fmt: skip
-    """The run on fused operators, and in bf16: a trace of the run as it is shows neither.
+@dataclass(frozen=True)
+class Way:
+    """One way to run.
+
+    Attributes:
+        change: what to say to get it; for the present way anything.
+        peak: bytes of the GPU. seconds: of a token, None where the GPU's speed is not known. work: operations of a
+            token.
+        also: what it costs in addition, as measured, with where.
+    """
+
+    change: str
+    peak: int
+    seconds: float | None = None
+    work: float = 0.0
+    also: str = ""
+
+
+def advise(now: Way, others: Iterable[Way], tokens: int, *, for_memory: bool) -> list[Advice]:
+    """What of ``others`` saves at least `MIN_SHARE` of the peak or of the time, the most first.
 
     Args:
-        gpu_bytes: of the GPU whose level 0 an offload stack may have; None: no stack is looked at. below: as for `advice_of`.
+        tokens: a step, for costs in seconds.
+        for_memory: whether memory is what is missing; otherwise time comes first.
     """
-    found = _fused_operators(run, batch_size, rates, gpu_bytes, below)
-    if run.precision == "fp32":
-        found += _traced("--precision autocast", replace(run, precision="autocast"), batch_size, rates, NARROW)
-        found += (
-            [] if found else _traced("--precision bf16", replace(run, precision="bf16"), batch_size, rates, NARROW_WEIGHTS)
-        )  # fmt: skip
-    return found
+    found = []
+    for other in others:
+        saved_bytes, saved_time = now.peak - other.peak, None
+        if now.seconds is not None and other.seconds is not None:
+            saved_time = 1 - other.seconds / now.seconds
+        if saved_bytes >= MIN_SHARE * now.peak or (saved_time or 0.0) >= MIN_SHARE:
+            found.append(Advice(other.change, saved_bytes, saved_time, _cost(now, other, tokens), other.peak))
+    return sorted(found, key=lambda each: -each.saved_bytes if for_memory else -(each.saved_time or 0.0))
 
 
-def _smaller_batches(run: Run, batch_size: int, rates: Rates | None) -> Iterator[Way]:
-    if batch_size > 1:
-        smaller = batch_size // 2
-        change = f"batches of {smaller}, gradients of {-(-batch_size // smaller)} added up"
-        yield from _traced(change, run, smaller, rates)
+def _cost(now: Way, other: Way, tokens: int) -> str:
+    costs = []
+    if other.peak > now.peak * (1 + MIN_SHARE):
+        costs.append(f"{format_bytes(other.peak - now.peak)} of the GPU")
+    if now.seconds is not None and other.seconds is not None:
+        longer = other.seconds / now.seconds - 1
+        if longer >= MIN_SHARE / 2:
+            more = format_seconds((other.seconds - now.seconds) * tokens)
+            costs.append(f"{longer:.0%} more time ({more} in {tokens:,} tokens)")
+    elif other.work > now.work * (1 + MIN_SHARE / 2):
+        costs.append(f"{other.work / now.work - 1:.0%} more operations")
+    costs += [other.also] if other.also else []
+    return ", ".join(costs) or "nothing that was measured"
 
 
 def advice_of(estimated: Estimated, below: tuple[int, int] = (PLENTY, 0)) -> tuple[Advice, ...]:
@@ -60,67 +93,103 @@ def advice_of(estimated: Estimated, below: tuple[int, int] = (PLENTY, 0)) -> tup
     Args:
         below: bytes of RAM and of disk that an offload stack may take.
     """
-    run = estimated.run
-    rates = None if estimated.card is None else rates_of(estimated.card)
-    now = _way("", run, estimated.trace, estimated.batch_size, rates)
-    changed = replace(run, checkpointing=True)
-    recomputing = None if run.checkpointing else _trace_of(changed, estimated.batch_size)
-    ways = list(_ways(estimated, rates))
-    if recomputing is not None:
-        ways.append(_way("--gradient-checkpointing", changed, recomputing, estimated.batch_size, rates))
-    smaller = list(_smaller_batches(run, estimated.batch_size, rates))
-    traced = _traced_ways(run, estimated.batch_size, rates, estimated.gpu_bytes, below)
-    lacks_a_stack = estimated.stack is not None and estimated.stack.refused is not None
-    ways += [way for way in traced if lacks_a_stack or not way.change.startswith(FUSED_STACK)]
-    ways += smaller
-    ways += _streamed(estimated)
-    if recomputing is not None:
-        ways += _streamed_recomputing(estimated, changed, recomputing, below)
-    tokens = estimated.batch_size * run.seq_length
-    found = advise(now, ways, tokens, for_memory=estimated.fits is False)
-    return tuple(found[:MOST_SHOWN])
+    ways = _Ways(estimated, below)
+    found = advise(ways.now(), ways.others(), ways.tokens, for_memory=estimated.fits is False)
+    return tuple(found[:MAX_SHOWN])
 
 
-def _way(change: str, run: Run, trace: Trace, batch_size: int, rates: Rates | None, also: str = "") -> Way:
-    tokens = batch_size * run.seq_length
-    memory = estimate_trace(trace, run.capability, run.expandable)
-    seconds = None if rates is None else sum(phase_seconds(trace.work, rates).values()) / tokens
-    return Way(change, memory.peak_p50, seconds, sum(each.flops for each in trace.work) / tokens, also)
+class _Ways:
+    """The ways to run what was estimated: with other flags, on fused operators, through an offload stack."""
+
+    def __init__(self, estimated: Estimated, below: tuple[int, int]) -> None:
+        self.estimated, self.below, self.run = estimated, below, estimated.run
+        self.tokens = estimated.batch_size * estimated.run.seq_length
+        self.rates: Rates | None = None if estimated.card is None else rates_of(estimated.card)
+
+    def now(self) -> Way:
+        return self._way("", self.run, self.estimated.trace)
+
+    def others(self) -> Iterator[Way]:
+        run, trace = self.run, self.estimated.trace
+        changed = replace(run, checkpointing=True)
+        recomputing = None if run.checkpointing else self._trace_of(changed)
+        if not run.expandable:
+            expandable = replace(run, expandable=True)
+            yield self._way("PYTORCH_ALLOC_CONF=expandable_segments:True", expandable, trace)
+        if run.optimizer in FOREACH:
+            yield self._way("torch.optim.AdamW(fused=True)", run, fused(trace))
+        if recomputing is not None:
+            yield self._way(RECOMPUTING, changed, recomputing)
+        traced = list(self._on_fused_operators())
+        if run.precision == "fp32":
+            traced += self._traced("--precision autocast", replace(run, precision="autocast"), NARROW)
+        if run.precision == "fp32" and not traced:
+            traced += self._traced("--precision bf16", replace(run, precision="bf16"), NARROW_WEIGHTS)
+        stack = self.estimated.stack
+        lacks_a_stack = stack is not None and stack.refused is not None
+        yield from (way for way in traced if lacks_a_stack or not way.change.startswith(FUSED_STACK))
+        if (batch_size := self.estimated.batch_size) > 1:
+            smaller = batch_size // 2
+            change = f"batches of {smaller}, gradients of {-(-batch_size // smaller)} added up"
+            yield from self._traced(change, run, batch_size=smaller)
+        if stack is not None and not stack.refused:
+            speed = self.estimated.speed
+            seconds = None if speed is None or speed.streamed is None else 1 / speed.streamed
+            yield self._stacked("an offload stack (vb train --vgpu-auto)", run, stack, seconds)
+        elif stack is not None and recomputing is not None:
+            change = f"an offload stack with {RECOMPUTING} (vb train --vgpu-auto)"
+            yield from self._traced_stack(change, changed, recomputing)
+
+    def _on_fused_operators(self) -> Iterator[Way]:
+        """A model of transformers without the logits of a batch, and a stack under it, recomputing only if it must."""
+        run = self.run
+        if run.spec.loss is not language_loss:
+            return  # ours runs on them in any case
+        run = replace(run, spec=replace(run.spec, build=partial(_accelerated, run.spec.build)))
+        trace = self._trace_of(run)
+        if trace is None:
+            return
+        yield self._way(FUSED, run, trace)
+        stacked = list(self._traced_stack(f"{FUSED_STACK} (vb train --vgpu-auto)", run, trace))
+        if not stacked and not run.checkpointing and self.estimated.gpu_bytes is not None:
+            run = replace(run, checkpointing=True)
+            trace = self._trace_of(run)
+            stacked += self._traced_stack(f"{FUSED_STACK}, {RECOMPUTING} (vb train --vgpu-auto)", run, trace)
+        yield from stacked
+
+    def _trace_of(self, run: Run, batch_size: int | None = None) -> Trace | None:
+        try:
+            return run.trace(batch_size or self.estimated.batch_size)
+        except (ConfigurationError, Unsupported):
+            return None  # this model cannot be run so: nothing to advise
+
+    def _traced(self, change: str, run: Run, also: str = "", batch_size: int | None = None) -> Iterator[Way]:
+        trace = self._trace_of(run, batch_size)
+        if trace is not None:
+            yield self._way(change, run, trace, also, batch_size)
+
+    def _way(self, change: str, run: Run, trace: Trace, also: str = "", batch_size: int | None = None) -> Way:
+        tokens = (batch_size or self.estimated.batch_size) * run.seq_length
+        memory = estimate_trace(trace, run.capability, run.expandable)
+        seconds = None if self.rates is None else sum(phase_seconds(trace.work, self.rates).values()) / tokens
+        return Way(change, memory.peak_p50, seconds, _flops(trace) / tokens, also)
+
+    def _traced_stack(self, change: str, run: Run, trace: Trace | None) -> Iterator[Way]:
+        """An offload stack for the step that ``trace`` is of, if it fits."""
+        if trace is None or self.estimated.gpu_bytes is None:
+            return
+        stack = estimate_offload(run, trace, self.estimated.gpu_bytes, *self.below)
+        if not stack.refused:
+            yield replace(self._stacked(change, run, stack, None), work=_flops(trace) / self.tokens)
+
+    def _stacked(self, change: str, run: Run, stack: OffloadEstimate, seconds: float | None) -> Way:
+        peak = context_bytes(run.capability) + RUNTIME_BYTES + stack.level0 + stack.step + stack.fragmentation
+        disk = f" and {stack.disk / GiB:.1f} GiB of disk" if stack.disk else ""
+        return Way(change, peak, seconds, also=f"{stack.host / GiB:.1f} GiB of RAM{disk}")
 
 
-def _ways(estimated: Estimated, rates: Rates | None) -> Iterator[Way]:
-    run, batch_size, trace = estimated.run, estimated.batch_size, estimated.trace
-    if not run.expandable:
-        changed = replace(run, expandable=True)
-        yield _way("PYTORCH_ALLOC_CONF=expandable_segments:True", changed, trace, batch_size, rates)
-    if run.optimizer in FOREACH:
-        yield _way("torch.optim.AdamW(fused=True)", run, fused(trace), batch_size, rates)
-
-
-def _fused_operators(
-    run: Run, batch_size: int, rates: Rates | None, gpu_bytes: int | None, below: tuple[int, int]
-) -> list[Way]:  # fmt: skip
-    """A model of transformers on fused operators and without the logits of a batch, and a stack under it, recomputing only if it must."""
-    if run.subject.loss is not language_loss:
-        return []  # ours runs on them in any case
-    changed = replace(run, subject=replace(run.subject, build=partial(_accelerated, run.subject.build)))
-    trace = _trace_of(changed, batch_size)
-    if trace is None:
-        return []
-    found = [_way("vb.accelerate_causal_lm(model)", changed, trace, batch_size, rates)]
-    if gpu_bytes is None:
-        return found
-    for recomputes in (False,) if run.checkpointing else (False, True):
-        if recomputes:
-            changed = replace(changed, checkpointing=True)
-            trace = _trace_of(changed, batch_size)
-        stack = None if trace is None else estimate_offload(changed, trace, gpu_bytes, *below)
-        if trace is not None and stack is not None and not stack.refused:
-            change = f"{FUSED_STACK}{', --gradient-checkpointing' * recomputes} (vb train --vgpu-auto)"
-            work = sum(each.flops for each in trace.work) / (batch_size * run.seq_length)
-            found.append(replace(_stacked(change, changed, stack, None), work=work))
-            break
-    return found
+def _flops(trace: Trace) -> float:
+    return sum(each.flops for each in trace.work)
 
 
 def _accelerated(build: Callable[[torch.dtype], nn.Module], dtype: torch.dtype) -> nn.Module:
@@ -130,54 +199,10 @@ def _accelerated(build: Callable[[torch.dtype], nn.Module], dtype: torch.dtype) 
 
 
 def fused(trace: Trace) -> Trace:
-    """``trace`` with one kernel for the optimizer: nothing is made in its step but states, and every parameter passes once."""
-    ends = [index for index, _, _ in trace.marks[1:]] + [len(trace.events)]
-    made = {
-        event
-        for (start, _, phase), end in zip(trace.marks, ends, strict=True)
-        if phase == "optimizer"
-        for event in trace.events[start:end]
-        if event >= 0 and trace.categories[event] == "workspace"
-    }
-    events = tuple(event for event in trace.events if (event if event >= 0 else ~event) not in made)
+    """``trace`` with one kernel for the optimizer: nothing is made in its step but states, and every parameter passes
+    once.
+    """
+    made = {index for index in trace.born_in("optimizer") if trace.categories[index] == "workspace"}
     update = Work("optimizer", 0.0, FUSED_BYTES * trace.trainable, 4)
-    return replace(trace, events=events, work=(*(each for each in trace.work if each.phase != "optimizer"), update))
-
-
-def _traced(change: str, run: Run, batch_size: int, rates: Rates | None, also: str = "") -> Iterator[Way]:
-    trace = _trace_of(run, batch_size)
-    if trace is not None:
-        yield _way(change, run, trace, batch_size, rates, also)
-
-
-def _trace_of(run: Run, batch_size: int) -> Trace | None:
-    try:
-        return run.trace(batch_size)
-    except (ConfigurationError, Unsupported):
-        return None  # this model cannot be run so: nothing to advise
-
-
-def _streamed(estimated: Estimated) -> Iterator[Way]:
-    """Through an offload stack, where the estimate has one."""
-    stack, speed = estimated.stack, estimated.speed
-    if stack is None or stack.refused:
-        return
-    seconds = None if speed is None or speed.streamed is None else 1 / speed.streamed
-    yield _stacked("an offload stack (vb train --vgpu-auto)", estimated.run, stack, seconds)
-
-
-def _streamed_recomputing(estimated: Estimated, run: Run, trace: Trace, below: tuple[int, int]) -> Iterator[Way]:
-    """The stack with ``trace``, of the same step with checkpointing, where it does not fit without."""
-    if estimated.gpu_bytes is None or estimated.stack is None or not estimated.stack.refused:
-        return
-    stack = estimate_offload(run, trace, estimated.gpu_bytes, *below)
-    if not stack.refused:
-        change = "an offload stack with --gradient-checkpointing (vb train --vgpu-auto)"
-        tokens = estimated.batch_size * run.seq_length
-        yield replace(_stacked(change, run, stack, None), work=sum(each.flops for each in trace.work) / tokens)
-
-
-def _stacked(change: str, run: Run, stack: OffloadEstimate, seconds: float | None) -> Way:
-    peak = context_bytes(run.capability) + RUNTIME_BYTES + stack.level0 + stack.step + stack.fragmentation
-    disk = f" and {stack.disk / 2**30:.1f} GiB of disk" if stack.disk else ""
-    return Way(change, peak, seconds, also=f"{stack.host / 2**30:.1f} GiB of RAM{disk}")
+    rest = tuple(each for each in trace.work if each.phase != "optimizer")
+    return replace(trace.without(made), work=(*rest, update))

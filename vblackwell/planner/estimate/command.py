@@ -1,4 +1,6 @@
-"""``vb estimate``: what training a model will take of a GPU, as a table, JSON or a page. Nothing is run, and nothing else is written."""
+"""``vb estimate``: what training a model will take of a GPU, as a table, JSON or a page. Nothing is run, and nothing
+else is written.
+"""
 
 from __future__ import annotations
 
@@ -7,37 +9,39 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vblackwell.errors import ConfigurationError
-from vblackwell.machine.gpus import NUM_SMS, KnownGPU, find_gpu
+from vblackwell.errors import ConfigurationError, VBError
+from vblackwell.machine.gpus import NUM_SMS, RUNTIME_BYTES, KnownGPU, context_bytes, find_gpu
+from vblackwell.machine.rates import rates_of
 from vblackwell.nn.decoder.presets import GPT2_VOCAB_SIZE, PRESETS
 from vblackwell.planner.estimate.advice import advice_of
 from vblackwell.planner.estimate.measured import measure_run
 from vblackwell.planner.estimate.parallel import parallel_plan
-from vblackwell.planner.estimate.result import Estimated
-from vblackwell.planner.estimate.speed import speed_of
-from vblackwell.planner.estimator import (
+from vblackwell.planner.estimate.result import Estimated, Speed
+from vblackwell.planner.memory_estimate import estimate_trace
+from vblackwell.planner.model_spec import check_batch, find_model
+from vblackwell.planner.offload_estimate import (
     PLENTY,
-    Run,
-    check_batch,
+    OffloadEstimate,
     estimate_offload,
-    find_subject,
     minimum_gpu_bytes,
+    streamed_seconds,
     streams_on,
 )
-from vblackwell.planner.memory_estimate import estimate_trace
 from vblackwell.planner.parallel.strategies import check_several
-from vblackwell.trace.trace import Untraceable
+from vblackwell.planner.run import Run
+from vblackwell.trace.trace import Trace, Untraceable
+from vblackwell.trace.work import phase_seconds
 from vblackwell.units import MiB, TiB, format_bytes, parse_bytes
 
-LEAST_GPU, MOST_GPU = MiB, 16 * TiB
+MIN_GPU, MAX_GPU = MiB, 16 * TiB
 FROZEN_BY_PYTHON = 1000  # at least as many objects as 3.12 itself freezes at its start; 3.11 and 3.13 freeze none
 
 
 @contextmanager
-def set_aside() -> Iterator[None]:
+def frozen_objects() -> Iterator[None]:
     """What is alive now, some hundred thousand objects of libraries, is not looked through for garbage meanwhile.
 
     Where the caller has frozen objects they stay so: there is no way to unfreeze the others alone.
@@ -53,10 +57,23 @@ def set_aside() -> Iterator[None]:
 
 
 def estimate_command(
-    model: str, gpu: str | None, gpu_memory: str | None, batch_size: int, seq_length: int, optimizer: str, precision: str,
-    gradient_checkpointing: bool, expandable_segments: bool, host_memory: str | None, disk_memory: str | None, as_json: bool,
-    gpus: int | None = None, topology: str = "ring", html: str | None = None, advice: bool = True,
-) -> int:  # fmt: skip
+    model: str,
+    gpu: str | None,
+    gpu_memory: str | None,
+    batch_size: int,
+    seq_length: int,
+    optimizer: str,
+    precision: str,
+    gradient_checkpointing: bool,
+    expandable_segments: bool,
+    host_memory: str | None,
+    disk_memory: str | None,
+    as_json: bool,
+    gpus: int | None = None,
+    topology: str = "ring",
+    html: str | None = None,
+    advice: bool = True,
+) -> int:
     """Print the estimate; 0. A model of a factory that cannot be traced is trained for two steps here instead.
 
     Args:
@@ -74,34 +91,125 @@ def estimate_command(
         )
     if gpus is not None:
         check_several(gpus, topology)
-    if html is not None and not Path(html).absolute().parent.is_dir():
-        raise ConfigurationError(
-            f"--html {html}: {Path(html).absolute().parent} is no folder; give a file in one that exists"
-        )
-    if html is not None and Path(html).is_dir():
-        raise ConfigurationError(f"--html {html}: it is a folder; give a file")
+    page = None if html is None else _page_path(html)
+    host = PLENTY if host_memory is None else some_bytes(host_memory, "--host-memory")
+    disk = parse_bytes(disk_memory, "--disk-memory") if disk_memory else 0
     decoders = {
         name: preset.decoder_config(GPT2_VOCAB_SIZE, max_position=seq_length) for name, preset in PRESETS.items()
     }
-    host = PLENTY if host_memory is None else some_bytes(host_memory, "--host-memory")
-    disk = parse_bytes(disk_memory, "--disk-memory") if disk_memory else 0
-    asks_for_stack = bool(host_memory or disk_memory)
-    subject = find_subject(model, decoders, seq_length)
-    if subject.note is not None:
-        print(subject.note, file=sys.stderr, flush=True)
-    run = Run(
-        subject, seq_length, optimizer, precision, gradient_checkpointing,
-        card.capability if card else (8, 0), expandable_segments, card.num_sms if card else NUM_SMS,
-    )  # fmt: skip
+    spec = find_model(model, decoders, seq_length)
+    if spec.note is not None:
+        print(spec.note, file=sys.stderr, flush=True)
+    capability, num_sms = (card.capability, card.num_sms) if card else ((8, 0), NUM_SMS)
+    run = Run(spec, seq_length, optimizer, precision, gradient_checkpointing, capability, expandable_segments, num_sms)
+    wants_stack = bool(host_memory or disk_memory)
+    question = Question(model, run, batch_size, card, gpu_bytes, host, disk, wants_stack, gpus, topology, advice)
     run.model()  # brings the libraries that it needs
-    with set_aside():
-        estimated = _advised(
-            model, run, batch_size, card, gpu_bytes, host, disk, asks_for_stack, gpus, topology, advice
-        )
-    if html is not None:
-        write_page(Path(html), estimated)
+    with frozen_objects():
+        estimated = question.answer()
+    if page is not None:
+        write_page(page, estimated)
     print(json.dumps(estimated.report(), indent=2) if as_json else estimated.table())
     return 0
+
+
+@dataclass(frozen=True)
+class Question:
+    """A run, and the machine that it is meant for.
+
+    Attributes:
+        model: as the user calls it. card, gpu_bytes: of the GPU; None where none was named.
+        host, disk: bytes that an offload stack may take. wants_stack: it is asked about even if the run fits without.
+        gpus, topology: how many such cards, and how they are joined. advice: whether that is wanted.
+    """
+
+    model: str
+    run: Run
+    batch_size: int
+    card: KnownGPU | None
+    gpu_bytes: int | None
+    host: int
+    disk: int
+    wants_stack: bool
+    gpus: int | None
+    topology: str
+    advice: bool
+
+    def answer(self) -> Estimated:
+        """The estimate.
+
+        Raises:
+            ConfigurationError: a GPU below what the model needs at any batch size.
+        """
+        run, gpu_bytes = self.run, self.gpu_bytes
+        if gpu_bytes is not None and self.gpus is None and not streams_on(run, gpu_bytes):
+            least, why = minimum_gpu_bytes(run)
+            raise ConfigurationError(
+                f"--gpu-memory {format_bytes(gpu_bytes)} is below the minimum for {self.model}, about "
+                f"{format_bytes(least)} at any "
+                f"batch size: {why}"
+            )
+        found = self._estimated()
+        is_asked = self.advice and self.gpus is None and found.measured is None
+        if is_asked and (found.fits is False or self.card is not None):
+            return replace(found, advice=advice_of(found, (self.host, self.disk)))
+        return found
+
+    def _estimated(self) -> Estimated:
+        run, gpu_bytes, measured = self.run, self.gpu_bytes, None
+        try:
+            trace = run.trace(self.batch_size)
+        except Untraceable as error:
+            if run.spec.make is None:
+                raise Untraceable(
+                    f"{error}; give it as package.module:factory to have two steps of it measured"
+                ) from error
+            if self.gpus is not None:
+                raise Untraceable(f"{error}; --gpus divides a traced step: leave it out") from error
+            print(f"{error}; two real steps are measured instead", file=sys.stderr, flush=True)
+            measured = measure_run(run, self.batch_size)
+            trace = measured.trace
+        memory = estimate_trace(trace, run.capability, run.expandable)
+        found = Estimated(self.model, run, self.batch_size, trace, memory, self.card, gpu_bytes, measured=measured)
+        if gpu_bytes is None:
+            return found
+        found = replace(found, fits=run.fits(trace, gpu_bytes))
+        if measured is None:
+            found = replace(found, largest=0 if memory.state_bytes > gpu_bytes else run.largest_batch(gpu_bytes))
+        if not found.fits or self.wants_stack:
+            found = replace(found, stack=estimate_offload(run, trace, gpu_bytes, self.host, self.disk))
+        if self.card is None or measured is not None:
+            return found
+        found = replace(found, speed=self._speed(self.card, gpu_bytes, trace, found.stack))
+        if self.gpus is None:
+            return found
+        several = parallel_plan(run, trace, self.batch_size, self.card, gpu_bytes, self.gpus, self.topology)
+        return replace(found, parallel=several)
+
+    def _speed(self, card: KnownGPU, gpu_bytes: int, trace: Trace, stack: OffloadEstimate | None) -> Speed:
+        """Resident from the trace's work; streamed, if ``stack`` holds the run, from a simulation of the lanes."""
+        run, rates, tokens = self.run, rates_of(card), self.batch_size * self.run.seq_length
+        resident = tokens / sum(phase_seconds(trace.work, rates).values())
+        alone = Speed(resident, None, None, rates.source)
+        if stack is None or stack.refused:
+            return alone
+        left = gpu_bytes - context_bytes(run.capability) - RUNTIME_BYTES - stack.step
+        try:
+            times = streamed_seconds(run, trace, [left, self.host, *([self.disk] if self.disk else [])], rates)
+        except VBError:  # a share of the updates on the host takes more RAM than all on level 0, which fitted
+            return alone
+        return Speed(resident, tokens / times.step_seconds, times.bottleneck, rates.source)
+
+
+def _page_path(html: str) -> Path:
+    path = Path(html)
+    if not path.absolute().parent.is_dir():
+        raise ConfigurationError(
+            f"--html {html}: {path.absolute().parent} is no folder; give a file in one that exists"
+        )
+    if path.is_dir():
+        raise ConfigurationError(f"--html {html}: it is a folder; give a file")
+    return path
 
 
 def some_bytes(text: str, flag: str) -> int:
@@ -116,54 +224,6 @@ def some_bytes(text: str, flag: str) -> int:
             f"{flag} {text}: nothing runs without RAM; give a size, e.g. 32GiB, or leave the flag out"
         )
     return found
-
-
-def _advised(
-    model: str, run: Run, batch_size: int, card: KnownGPU | None, gpu_bytes: int | None, host: int, disk: int,
-    asks_for_stack: bool, gpus: int | None, topology: str, advice: bool,
-) -> Estimated:  # fmt: skip
-    if gpu_bytes is not None and gpus is None and not streams_on(run, gpu_bytes):
-        least, why = minimum_gpu_bytes(run)
-        raise ConfigurationError(
-            f"--gpu-memory {format_bytes(gpu_bytes)} is below the minimum for {model}, about {format_bytes(least)} at any "
-            f"batch size: {why}"
-        )
-    estimated = _estimated(model, run, batch_size, card, gpu_bytes, host, disk, asks_for_stack, gpus, topology)
-    if advice and gpus is None and estimated.measured is None and (estimated.fits is False or card is not None):
-        return replace(estimated, advice=advice_of(estimated, (host, disk)))
-    return estimated
-
-
-def _estimated(
-    model: str, run: Run, batch_size: int, card: KnownGPU | None, gpu_bytes: int | None, host: int, disk: int,
-    asks_for_stack: bool, gpus: int | None, topology: str,
-) -> Estimated:  # fmt: skip
-    measured = None
-    try:
-        trace = run.trace(batch_size)
-    except Untraceable as error:
-        if run.subject.make is None:
-            raise Untraceable(f"{error}; give it as package.module:factory to have two steps of it measured") from error
-        if gpus is not None:
-            raise Untraceable(f"{error}; --gpus divides a traced step: leave it out") from error
-        print(f"{error}; two real steps are measured instead", file=sys.stderr, flush=True)
-        measured = measure_run(run, batch_size)
-        trace = measured.trace
-    found = estimate_trace(trace, run.capability, run.expandable)
-    ok = None if gpu_bytes is None else run.fits(trace, gpu_bytes)
-    largest = None
-    if gpu_bytes is not None and measured is None:
-        largest = 0 if found.state_bytes > gpu_bytes else run.largest_batch(gpu_bytes)
-    stack = speed = parallel = None
-    if gpu_bytes is not None and (not ok or asks_for_stack):
-        stack = estimate_offload(run, trace, gpu_bytes, host, disk)
-    if card is not None and gpu_bytes is not None and measured is None:
-        speed = speed_of(run, trace, batch_size, card, gpu_bytes, stack, host, disk)
-        if gpus is not None:
-            parallel = parallel_plan(run, trace, batch_size, card, gpu_bytes, gpus, topology)
-    return Estimated(
-        model, run, batch_size, trace, found, card, gpu_bytes, ok, largest, stack, speed, parallel, measured=measured
-    )  # fmt: skip
 
 
 def write_page(path: Path, estimated: Estimated) -> None:
@@ -190,9 +250,10 @@ def card_of(gpu: str | None, gpu_memory: str | None) -> tuple[KnownGPU | None, i
     if gpu_memory is None:
         return card, card.total_bytes if card else None
     num_bytes = parse_bytes(gpu_memory, "--gpu-memory")
-    if not LEAST_GPU <= num_bytes <= MOST_GPU:
+    if not MIN_GPU <= num_bytes <= MAX_GPU:
         raise ConfigurationError(
-            f"--gpu-memory {gpu_memory} is no GPU: give between {format_bytes(LEAST_GPU)} and {format_bytes(MOST_GPU)}, with a unit, "
+            f"--gpu-memory {gpu_memory} is no GPU: give between {format_bytes(MIN_GPU)} and {format_bytes(MAX_GPU)}, "
+            "with a unit, "
             "e.g. 8GiB"
         )
     return card, num_bytes

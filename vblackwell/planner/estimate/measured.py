@@ -1,8 +1,8 @@
 """Two short training steps for real, where a model cannot be traced without its bytes: what they allocated, as a trace.
 
-On a GPU the allocator's own record tells every block. On the CPU storages are seen as operators make them, without what kernels take
-inside, and attention and dropout may be computed otherwise than on a GPU. Both are capped: on a GPU by what is free there, on the CPU by
-looking at the RAM first. Weights are drawn anew by the factory, and tokens at random.
+On a GPU the allocator's own record tells every block. On the CPU storages are seen as operators make them, without what
+kernels take inside, and attention and dropout may be computed otherwise than on a GPU. Both are capped: on a GPU by
+what is free there, on the CPU by looking at the RAM first. Weights are drawn anew by the factory, and tokens at random.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,15 +18,15 @@ from torch import nn
 
 from vblackwell.errors import InsufficientMemory, VBError
 from vblackwell.machine.facts import list_gpus, memory_facts, why_no_cuda
-from vblackwell.planner.estimator import Run
 from vblackwell.planner.memory_estimate import optimizer_named
-from vblackwell.trace.storage_log import StoragesWithBytes
+from vblackwell.planner.run import Run
+from vblackwell.trace.storage_log import StorageLog, StoragesWithBytes
 from vblackwell.trace.trace import Trace, Untraceable
 from vblackwell.units import format_bytes
 
 STEPS = 2
 RAM_A_PARAMETER = 20  # weights, gradients and two moments in fp32, and a gradient on its way
-MOST_RECORDS = 1_000_000
+MAX_RECORDS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ def measure_run(run: Run, batch_size: int, device: torch.device | None = None) -
         Untraceable: there is no way to make the model with bytes, or it fails with them too.
         InsufficientMemory: the machine has no room for it.
     """
-    make = run.subject.make
+    make = run.spec.make
     if make is None:
-        raise Untraceable(f"{run.subject.name} has no factory, so that it cannot be made with its bytes and measured")
+        raise Untraceable(f"{run.spec.name} has no factory, so that it cannot be made with its bytes and measured")
     if device is None:
         device = torch.device("cpu") if why_no_cuda(list_gpus()) else torch.device("cuda", 0)
     _check_ram(run, device)
@@ -66,13 +66,14 @@ def measure_run(run: Run, batch_size: int, device: torch.device | None = None) -
         raise
     except torch.OutOfMemoryError as error:
         raise InsufficientMemory(
-            f"{run.subject.name} cannot be traced, and measured it does not fit {where}: give a smaller --batch-size",
-            needed_bytes=0, available_bytes=0,
-        ) from error  # fmt: skip
+            f"{run.spec.name} cannot be traced, and measured it does not fit {where}: give a smaller --batch-size",
+            needed_bytes=0,
+            available_bytes=0,
+        ) from error
     except Exception as error:  # a stranger's code may raise anything
         words = " ".join(str(error).split())[:200]
         raise Untraceable(
-            f"{run.subject.name} cannot be traced, and fails when it is measured, too: {type(error).__name__}: {words}"
+            f"{run.spec.name} cannot be traced, and fails when it is measured, too: {type(error).__name__}: {words}"
         ) from error
     return Measured(recorded.trace(*counts), seconds, where)
 
@@ -82,15 +83,17 @@ def _check_ram(run: Run, device: torch.device) -> None:
     needed, free = count * (4 if device.type == "cuda" else RAM_A_PARAMETER), memory_facts().available_bytes
     if needed > free:
         raise InsufficientMemory(
-            f"{run.subject.name} cannot be traced, and to measure it takes {format_bytes(needed)} of RAM where {format_bytes(free)} are "
+            f"{run.spec.name} cannot be traced, and to measure it takes {format_bytes(needed)} of RAM where "
+            f"{format_bytes(free)} are "
             "free",
-            needed_bytes=needed, available_bytes=free,
-        )  # fmt: skip
+            needed_bytes=needed,
+            available_bytes=free,
+        )
 
 
 def _train(
     run: Run, make: Callable[[], nn.Module], batch_size: int, device: torch.device, recorded: _Record
-) -> tuple[nn.Module, float]:  # fmt: skip
+) -> tuple[nn.Module, float]:
     enter = recorded.enter
     model = run.prepared(make().to(torch.bfloat16 if run.precision == "bf16" else torch.float32)).to(device).train()
     recorded.see_weights(model)
@@ -99,10 +102,10 @@ def _train(
     for step in range(STEPS):
         began = time.perf_counter()
         enter(step, "forward")
-        tokens = torch.randint(0, run.subject.vocab_size, (batch_size, run.seq_length), device=device)
+        tokens = torch.randint(0, run.spec.vocab_size, (batch_size, run.seq_length), device=device)
         batch = {"input_ids": tokens, "labels": tokens}
         with torch.autocast(device.type, torch.bfloat16, enabled=run.precision == "autocast"):
-            loss = run.subject.loss(model, batch)
+            loss = run.spec.loss(model, batch)
         enter(step, "backward")
         loss.backward()
         del loss
@@ -116,17 +119,16 @@ def _train(
     return model, seconds
 
 
-@dataclass
 class _Record:
-    """Sizes, events and phases as `Trace` has them; who kept what says what it was for."""
+    """Events and phases of real steps; what outlives its phase says what it was for."""
 
-    sizes: list[int] = field(default_factory=list)
-    events: list[int] = field(default_factory=list)
-    marks: list[tuple[int, int, str]] = field(default_factory=lambda: [(0, 0, "setup")])
+    def __init__(self, log: StorageLog) -> None:
+        self.log = log
+        self.marks: list[tuple[int, int, str]] = [(0, 0, "setup")]
 
     def enter(self, step: int, phase: str) -> None:
         """A phase begins."""
-        self.marks.append((len(self.events), step, phase))
+        self.marks.append((len(self.log.events), step, phase))
 
     def see_weights(self, model: nn.Module) -> None:
         """The model is made; a factory may have had its weights before, or have them from a file."""
@@ -137,53 +139,63 @@ class _Record:
     def trace(self, num_parameters: int, trainable: int) -> Trace:
         """The record with a category for every storage."""
         return Trace(
-            tuple(self.sizes), tuple(self._categories()), tuple(self.events), tuple(self.marks), num_parameters, trainable
-        )  # fmt: skip
+            tuple(self.log.sizes),
+            tuple(self._categories()),
+            tuple(self.log.events),
+            tuple(self.marks),
+            num_parameters,
+            trainable,
+        )
 
     def _categories(self) -> list[str]:
-        """By the phase of birth: what backward leaves are gradients, what the optimizer leaves states, what is there before weights."""
-        found = ["activations"] * len(self.sizes)
-        ends = [begin for begin, _, _ in self.marks[1:]] + [len(self.events)]
-        gone = {~event: position for position, event in enumerate(self.events) if event < 0}
+        """By the phase of birth: what backward leaves are gradients, what the optimizer leaves states, what was there
+        before weights.
+        """
+        events = self.log.events
+        found = ["activations"] * len(self.log.sizes)
+        ends = [begin for begin, _, _ in self.marks[1:]] + [len(events)]
+        freed_at = {~event: position for position, event in enumerate(events) if event < 0}
         for (begin, _, phase), end in zip(self.marks, ends, strict=True):
-            kept = {"setup": "weights", "backward": "gradients", "optimizer": "optimizer"}.get(phase)
-            for event in self.events[begin:end]:
-                if event >= 0 and kept is not None:
-                    stays = gone.get(event, len(self.events)) >= end
-                    found[event] = kept if stays else "workspace"
+            kind = {"setup": "weights", "backward": "gradients", "optimizer": "optimizer"}.get(phase)
+            if kind is None:
+                continue
+            for event in events[begin:end]:
+                if event >= 0:
+                    found[event] = kind if freed_at.get(event, len(events)) >= end else "workspace"
         return found
 
 
-class _Seen(_Record):
-    """The record of storages on the CPU."""
+class _OnCPU(_Record):
+    """The record of storages in RAM."""
 
     def __init__(self) -> None:
         free = memory_facts().available_bytes
-        refusal = (
-            f"the model cannot be traced, and two steps of it take more than the {format_bytes(free)} of RAM that were free: give a "
-            "smaller --batch-size"
+        self.storages = StoragesWithBytes(
+            free,
+            f"the model cannot be traced, and two steps of it take more than the {format_bytes(free)} of RAM that "
+            "were free: give a "
+            "smaller --batch-size",
         )
-        self.storages = StoragesWithBytes(free, refusal)
-        super().__init__(self.storages.log.sizes, self.storages.log.events)
+        super().__init__(self.storages.log)
 
     def see_weights(self, model: nn.Module) -> None:
-        self.storages.forget_past()  # on a GPU's way a model is made, and brought to its type, in RAM
+        self.storages.forget_past()  # a model is made, and brought to its type, in RAM wherever it is trained
         for tensor in [*model.parameters(), *model.buffers()]:
             self.storages.see(tensor)
 
 
 @contextmanager
 def _on_cpu(device: torch.device) -> Iterator[_Record]:
-    record = _Seen()
+    record = _OnCPU()
     with record.storages:
         yield record
 
 
-class _Blocks(_Record):
+class _OnGPU(_Record):
     """The record of a GPU's allocator, read at the end; phases are places in it."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(marks=[])
+        super().__init__(StorageLog())
         self.device, self._places = device, [(0, 0, "setup")]
 
     def enter(self, step: int, phase: str) -> None:
@@ -192,34 +204,30 @@ class _Blocks(_Record):
     def _entries(self) -> list[Any]:
         torch.cuda.synchronize(self.device)
         snapshot: Any = torch.cuda.memory._snapshot(self.device)
-        return [
-            each
-            for each in snapshot["device_traces"][self.device.index]
-            if each["action"] in ("alloc", "free_completed")
-        ]
+        entries = snapshot["device_traces"][self.device.index]
+        return [each for each in entries if each["action"] in ("alloc", "free_completed")]
 
     def close(self) -> None:
         alive: dict[int, int] = {}
         places = list(self._places)
+        self.marks.clear()
         for position, entry in enumerate(self._entries()):
             while places and places[0][0] <= position:
-                self.marks.append((len(self.events), *places.pop(0)[1:]))
+                self.marks.append((len(self.log.events), *places.pop(0)[1:]))
             if entry["action"] == "alloc":
-                alive[entry["addr"]] = len(self.sizes)
-                self.events.append(len(self.sizes))
-                self.sizes.append(entry["size"])
+                alive[entry["addr"]] = self.log.add(entry["size"])
             elif entry["addr"] in alive:
-                self.events.append(~alive.pop(entry["addr"]))
-        self.marks += [(len(self.events), step, phase) for _, step, phase in places]
+                self.log.free(alive.pop(entry["addr"]))
+        self.marks += [(len(self.log.events), step, phase) for _, step, phase in places]
 
 
 @contextmanager
 def _on_gpu(device: torch.device) -> Iterator[_Record]:
     free, total = torch.cuda.mem_get_info(device)
     torch.cuda.set_per_process_memory_fraction(min(1.0, 0.95 * free / total), device)
-    torch.cuda.memory._record_memory_history(context=None, max_entries=MOST_RECORDS)  # pyright: ignore
+    torch.cuda.memory._record_memory_history(context=None, max_entries=MAX_RECORDS)  # pyright: ignore
     try:
-        yield _Blocks(device)
+        yield _OnGPU(device)
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
         torch.cuda.set_per_process_memory_fraction(1.0, device)

@@ -1,7 +1,8 @@
-"""``vb estimate --html``: one page of an estimate, that needs nothing from anywhere: memory over the step, the peak in its parts, the plan.
+"""``vb estimate --html``: one page of an estimate, that needs nothing from anywhere: memory over the step, the peak in
+its parts, the plan.
 
-The drawings stretch with the window, and their words are text beside them, so that a phone shows them as large as a desktop. Light or dark
-as the reader's system is.
+The drawings stretch with the window, and their words are text next to them, so that a phone shows them as large as a
+desktop. Light or dark as the reader's system is.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 from importlib import metadata
+from pathlib import Path
 
 from vblackwell.planner.estimate.result import SHOWN, Estimated
 from vblackwell.planner.parallel.strategies import Strategy
@@ -17,20 +19,15 @@ from vblackwell.units import GiB, KiB, MiB, format_bytes
 
 ORDER = ("context", "weights", "gradients", "optimizer", "activations", "logits_and_loss", "workspace", "fragmentation")
 NAMES = dict(SHOWN)
-# Light and dark: told apart by hue and by lightness, also where red and green look alike.
-COLOURS = {
-    "context": ("#8a8f98", "#767c87"), "weights": ("#2f6fde", "#4c8df6"), "gradients": ("#e8872b", "#f29d4b"),
-    "optimizer": ("#7a4fc9", "#9b78e6"), "activations": ("#1c9e77", "#33b78e"), "logits_and_loss": ("#d3467f", "#e56699"),
-    "workspace": ("#b59a16", "#ccb33a"), "fragmentation": ("#dde0e5", "#363b43"),
-}  # fmt: skip
 WIDTH, HEIGHT = 1000, 300  # of drawings, in their own units
-MOST_TICKS = 5
+MAX_TICKS = 5
 
 
 def page_of(estimated: Estimated) -> str:
     """The page's HTML."""
     found = timeline(estimated.trace, expandable=estimated.run.expandable)
     title = f"vb estimate: {estimated.model}"
+    style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
     sections = [
         _answer(estimated),
         _section("Memory over one training step", _timeline(estimated, found)),
@@ -40,8 +37,9 @@ def page_of(estimated: Estimated) -> str:
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
-        f"<title>{escape(title)}</title><style>{_style()}</style></head>\n<body><main>\n<h1>{escape(estimated.model)}</h1>"
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light '
+        'dark">'
+        f"<title>{escape(title)}</title><style>\n{style}</style></head>\n<body><main>\n<h1>{escape(estimated.model)}</h1>"
         f'<p class="sub">{escape(estimated.title().partition(": ")[2])}</p>\n'
         + "\n".join(sections)
         + f"\n<footer>vblackwell {escape(metadata.version('vblackwell'))}</footer></main></body></html>\n"
@@ -74,7 +72,7 @@ def _answer(estimated: Estimated) -> str:
     return f'<div class="cards">{inner}</div>'
 
 
-# -- drawings ------------------------------------------------------------------------------------------------------------
+# -- drawings ----------------------------------------------------------------------------------------------------------
 
 
 def _timeline(estimated: Estimated, found: Timeline) -> str:
@@ -132,10 +130,10 @@ def _y(value: float, scale: float) -> float:
 
 
 def _ticks(scale: float) -> list[float]:
-    """Round numbers of a binary unit, at most `MOST_TICKS` of them."""
+    """Round numbers of a binary unit, at most `MAX_TICKS` of them."""
     unit = next((unit for unit in (GiB, MiB, KiB) if scale >= 2 * unit), 1)
     step = next(
-        s for power in range(6) for s in (10**power, 2 * 10**power, 5 * 10**power) if scale / (s * unit) <= MOST_TICKS
+        s for power in range(6) for s in (10**power, 2 * 10**power, 5 * 10**power) if scale / (s * unit) <= MAX_TICKS
     )
     return [step * unit * number for number in range(1, int(scale / (step * unit)) + 1)]
 
@@ -174,7 +172,8 @@ def _peak(estimated: Estimated) -> str:
     state = estimated.memory.state_bytes
     note = f"Weights, gradients and optimizer states in full: {format_bytes(state)} ({state / 1e9:.1f} GB); not all are alive at the peak."
     return (
-        f'<div class="bar">{parts}</div><div class="scroll"><table><tr><th></th><th>bytes</th><th>share</th></tr>{rows}</table></div>'
+        f'<div class="bar">{parts}</div><div '
+        f'class="scroll"><table><tr><th></th><th>bytes</th><th>share</th></tr>{rows}</table></div>'
         f'<p class="note">{escape(note)}</p>'
     )
 
@@ -190,8 +189,10 @@ def _plan(estimated: Estimated) -> str:
     if parallel is not None:
         rows = "".join(_strategy(each, parallel.fits(each)) for each in parallel.strategies)
         body += (
-            f"<h3>On {parallel.num_gpus} such GPUs</h3><p class='note'>{escape(parallel.topology)}; {escape(parallel.link)}</p>"
-            '<div class="scroll"><table><tr><th></th><th>tokens/s</th><th>efficiency</th><th>waiting</th><th>sent a GPU</th>'
+            f"<h3>On {parallel.num_gpus} such GPUs</h3><p class='note'>{escape(parallel.topology)}; "
+            f"{escape(parallel.link)}</p>"
+            '<div class="scroll"><table><tr><th></th><th>tokens/s</th><th>efficiency</th><th>waiting</th><th>sent a '
+            "GPU</th>"
             f"<th>one holds</th><th></th></tr>{rows}</table></div>"
         )
     return body
@@ -205,42 +206,11 @@ def _strategy(each: Strategy, fits: bool) -> str:
     if each.refused:
         return f'<tr><td>{escape(each.name)}</td><td class="why" colspan="6">{escape(each.refused)}</td></tr>'
     cells = (
-        f"{each.tokens / each.step_seconds:,.0f}", f"{each.efficiency:.0%}", f"{each.exposed_seconds / each.step_seconds:.0%}",
-        format_bytes(int(each.sent_bytes)), format_bytes(each.gpu_bytes), "fits" if fits else "does not fit",
-    )  # fmt: skip
-    return f"<tr><td>{escape(each.name)}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
-
-
-def _style() -> str:
-    def colours(number: int) -> str:
-        return "".join(f"--{name}:{pair[number]};" for name, pair in COLOURS.items())
-
-    classes = "".join(f".c-{name}{{fill:var(--{name});background:var(--{name})}}" for name in COLOURS)
-    return (
-        f":root{{--ink:#1b1f24;--soft:#5b636e;--paper:#fff;--panel:#f5f6f8;--rule:#d9dde2;--good:#137a4b;--bad:#b3261e;{colours(0)}}}"
-        f"@media(prefers-color-scheme:dark){{:root{{--ink:#e8eaed;--soft:#a3abb6;--paper:#14171b;--panel:#1e2228;--rule:#363c45;"
-        f"--good:#5fce98;--bad:#ff8a80;{colours(1)}}}}}"
-        "*{box-sizing:border-box}body{margin:0;background:var(--paper);color:var(--ink);"
-        "font:16px/1.5 system-ui,-apple-system,'Segoe UI',Roboto,sans-serif}"
-        "main{max-width:60rem;margin:0 auto;padding:1.25rem 1rem 2rem}h1{font-size:1.6rem;margin:0}h2{font-size:1.15rem;margin:0 0 .6rem}"
-        "h3{font-size:1rem;margin:1rem 0 0}.sub,.note,footer{color:var(--soft);margin:.3rem 0 0}.note,footer{font-size:.875rem}"
-        "section{margin-top:1.9rem}ul{margin:.2rem 0;padding-left:1.1rem}li{overflow-wrap:anywhere}"
-        ".cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(9.5rem,1fr));gap:.6rem;margin-top:1.1rem}"
-        ".card{background:var(--panel);border-radius:.5rem;padding:.6rem .8rem}.card span{display:block;color:var(--soft);font-size:.85rem}"
-        ".card b{font-size:1.3rem}.good b{color:var(--good)}.bad b{color:var(--bad)}"
-        ".plot{position:relative;height:min(22rem,60vw);min-height:13rem;margin-left:4.2rem;border-bottom:1px solid var(--soft)}"
-        ".plot svg{position:absolute;inset:0;width:100%;height:100%;display:block}"
-        ".plot span{position:absolute;right:100%;transform:translateY(-50%);padding-right:.4rem;font-size:.8rem;color:var(--soft);"
-        "white-space:nowrap}.plot em{position:absolute;right:.3rem;transform:translateY(-105%);font:600 .8rem system-ui;color:var(--bad)}"
-        "line{vector-effect:non-scaling-stroke}.grid{stroke:var(--rule);stroke-opacity:.7}.phase{stroke:var(--ink);stroke-opacity:.35;"
-        "stroke-dasharray:2 4}.limit{stroke:var(--bad);stroke-width:2;stroke-dasharray:6 4}"
-        ".phases{position:relative;height:1.5rem;margin-left:4.2rem}.phases span{position:absolute;text-align:center;font-size:.8rem;"
-        "color:var(--soft);overflow:hidden;white-space:nowrap}"
-        ".legend{display:flex;flex-wrap:wrap;gap:.3rem 1rem;margin-top:.5rem;font-size:.875rem}"
-        "i{display:inline-block;width:.8em;height:.8em;border-radius:.15em;margin-right:.45em;vertical-align:-.05em}"
-        ".bar{display:flex;height:2.2rem;border-radius:.4rem;overflow:hidden;background:var(--panel);margin-bottom:.8rem}"
-        ".scroll{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums;min-width:18rem}"
-        "td,th{padding:.25rem .8rem .25rem 0;text-align:right;white-space:nowrap;border-bottom:1px solid var(--rule)}"
-        "th{font-weight:500;color:var(--soft);font-size:.85rem}td:first-child,.why{text-align:left}.why{white-space:normal}"
-        f".sum td{{font-weight:600}}footer{{margin-top:2.5rem}}{classes}"
+        f"{each.tokens / each.step_seconds:,.0f}",
+        f"{each.efficiency:.0%}",
+        f"{each.exposed_seconds / each.step_seconds:.0%}",
+        format_bytes(int(each.sent_bytes)),
+        format_bytes(each.gpu_bytes),
+        "fits" if fits else "does not fit",
     )
+    return f"<tr><td>{escape(each.name)}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"

@@ -12,16 +12,23 @@ import torch
 from torch import nn
 
 from vblackwell.machine.gpus import KnownGPU, context_bytes
-from vblackwell.machine.measured import rates_of
-from vblackwell.machine.rates import Rates
+from vblackwell.machine.rates import Rates, rates_of
 from vblackwell.offload.layout.formats import EXACT
 from vblackwell.offload.layout.groups import find_groups
-from vblackwell.planner.estimator import NOT_STATE, Run
 from vblackwell.planner.memory_estimate import peak_of
-from vblackwell.planner.parallel.divisible import VOCABULARY, Size, legal_degree, undivided, with_heads
-from vblackwell.planner.parallel.linear_layers import Layer, linear_layers
-from vblackwell.planner.parallel.peer_links import peer_link
+from vblackwell.planner.offload_estimate import NOT_STATE
+from vblackwell.planner.parallel.collectives import peer_link
+from vblackwell.planner.parallel.layers import (
+    VOCABULARY,
+    Layer,
+    Size,
+    legal_degree,
+    linear_layers,
+    undivided,
+    with_heads,
+)
 from vblackwell.planner.parallel.strategies import Strategy, Unit, Workload, strategies
+from vblackwell.planner.run import Run
 from vblackwell.trace.causal_lm import plain_batches
 from vblackwell.trace.trace import Trace
 from vblackwell.trace.work import phase_seconds
@@ -52,7 +59,7 @@ class ParallelPlan:
         return legal_degree(self.sizes, self.num_gpus)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values; ``fits`` beside each strategy."""
+        """Plain values; ``fits`` next to each strategy."""
         rows: list[dict[str, Any]] = []
         for each in self.strategies:
             row: dict[str, Any] = {"strategy": each.name}
@@ -83,7 +90,8 @@ class ParallelPlan:
                 continue
             waiting, sent = each.exposed_seconds / each.step_seconds, format_bytes(int(each.sent_bytes))
             found.append(
-                f"    {each.name:<10}{each.tokens / each.step_seconds:>10,.0f}{each.efficiency:>12.0%}{waiting:>9.0%}{sent:>12}"
+                f"    "
+                f"{each.name:<10}{each.tokens / each.step_seconds:>10,.0f}{each.efficiency:>12.0%}{waiting:>9.0%}{sent:>12}"
                 f"{format_bytes(each.gpu_bytes):>11}  {'fits' if self.fits(each) else 'does not fit'}"
             )
         tensor = next((each for each in self.strategies if each.name.startswith("tensor") and each.layers), None)
@@ -103,7 +111,8 @@ class ParallelPlan:
             found.append("'tensor' gathers before attention, which every GPU computes whole; both are counted")
         if degree > 1:
             found.append(
-                f"'tensor x{degree}' is {p // degree} groups of {degree} GPUs, which do divide; each has a batch of its own"
+                f"'tensor x{degree}' is {p // degree} groups of {degree} GPUs, which do divide; each has a separate "
+                "batch"
             )
         else:
             found.append(
@@ -185,7 +194,7 @@ def workload_of(run: Run, trace: Trace, batch_size: int, rates: Rates) -> Worklo
 def _layers(run: Run, model: nn.Module, batch_size: int) -> tuple[Layer, ...]:
     tokens = torch.zeros((batch_size, run.seq_length), dtype=torch.int64, device="meta")
     with plain_batches():
-        return linear_layers(model, lambda: run.subject.loss(model, {"input_ids": tokens, "labels": tokens}))
+        return linear_layers(model, lambda: run.spec.loss(model, {"input_ids": tokens, "labels": tokens}))
 
 
 def _units(model: nn.Module, forward: float, backward: float) -> tuple[Unit, ...]:

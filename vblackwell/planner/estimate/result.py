@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from vblackwell.machine.gpus import KnownGPU
-from vblackwell.planner.advice import Advice
 from vblackwell.planner.estimate.measured import Measured
 from vblackwell.planner.estimate.parallel import ParallelPlan
-from vblackwell.planner.estimate.speed import STREAMED_ERROR, Speed
-from vblackwell.planner.estimator import OffloadEstimate, Run
 from vblackwell.planner.memory_estimate import P99_BYTES, P99_PERCENT, MemoryEstimate
+from vblackwell.planner.offload_estimate import OffloadEstimate
+from vblackwell.planner.run import Run
 from vblackwell.trace.trace import Trace
 from vblackwell.units import format_bytes
 
+# Of 21 placements of a small decoder (docs/journal/estimate.md), whose steps waited for the host.
+STREAMED_ERROR = "on an H200 streamed steps with AdamW on the GPU were predicted up to 9 % too fast, and with some of it on the CPU more"
 SHOWN = (
     ("weights", "weights"), ("gradients", "gradients"), ("optimizer", "optimizer states"), ("activations", "activations"),
     ("logits_and_loss", "logits and loss"), ("workspace", "workspace"), ("fragmentation", "fragmentation"), ("context", "CUDA context"),
@@ -22,13 +23,62 @@ SHOWN = (
 
 
 @dataclass(frozen=True)
+class Speed:
+    """Tokens a second of a run.
+
+    Attributes:
+        resident: with everything on the GPU, whether or not it fits. streamed: through an offload stack; None where
+            none was asked for.
+        bottleneck: the lane that works most of a streamed step. rates: where the card's are from.
+    """
+
+    resident: float
+    streamed: float | None
+    bottleneck: str | None
+    rates: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A change that pays.
+
+    Attributes:
+        saved_bytes: of the GPU's peak; negative: it costs them. saved_time: share of the time of a token; None: not
+            known.
+        cost: in words. peak_bytes: of the GPU, that it comes to.
+    """
+
+    change: str
+    saved_bytes: int
+    saved_time: float | None
+    cost: str
+    peak_bytes: int
+
+    def __str__(self) -> str:
+        peak = f" (peak {format_bytes(self.peak_bytes)})"
+        saved = [f"{format_bytes(self.saved_bytes)} of the GPU{peak}"] if self.saved_bytes > 0 else []
+        if self.saved_time is not None and self.saved_time > 0:
+            saved.append(f"{self.saved_time:.0%} of the time")
+        return f"{self.change}: saves {' and '.join(saved)}; costs {self.cost}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
 class Estimated:
     """A run and what it takes.
 
     Attributes:
-        trace: of its two steps. memory: the peak. card, gpu_bytes: that were asked about. fits, largest: whether it does, and the largest
-            batch that does; None where no size was given.
-        stack: an offload stack's bytes. speed: by a known card. parallel: on several. advice: what would save memory or time.
+        trace: of its two steps. memory: the peak. card, gpu_bytes: that were asked about. fits, largest: whether it
+            does, and the largest batch that does; None where no size was given.
+        stack: an offload stack's bytes. speed: by a known card. parallel: on several. advice: what would save memory or
+            time.
         measured: the steps that were run, where the model could not be traced.
     """
 
@@ -51,7 +101,8 @@ class Estimated:
         """The run in a line."""
         run = self.run
         return (
-            f"{self.model}: {self.memory.parameters:,} parameters, batch {self.batch_size} x {run.seq_length} tokens, {run.precision}, "
+            f"{self.model}: {self.memory.parameters:,} parameters, batch {self.batch_size} x {run.seq_length} tokens, "
+            f"{run.precision}, "
             f"{run.optimizer}{', gradient checkpointing' if run.checkpointing else ''}"
         )
 
@@ -61,7 +112,8 @@ class Estimated:
         where = self.card.name if self.card else "a GPU"
         context = "measured on an H200" if run.capability[0] == 9 else "assumed from the architecture, not measured"
         found = [
-            f"two training steps of {self.batch_size} x {run.seq_length} tokens, {run.precision}, torch's {run.optimizer}, gradients set "
+            f"two training steps of {self.batch_size} x {run.seq_length} tokens, {run.precision}, torch's "
+            f"{run.optimizer}, gradients set "
             "to None",
             f"{where} of compute capability {run.capability[0]}.{run.capability[1]}; its CUDA context is {context}",
             f"P99 adds {P99_PERCENT} % of what is reserved and {format_bytes(P99_BYTES)} for what is not modelled",
@@ -72,14 +124,15 @@ class Estimated:
                 f"the model cannot be traced: two steps were run on {self.measured.where}, the second in "
                 f"{self.measured.step_seconds:.3g} s, and their allocations replayed; other batches are not known",
             )
-        if run.subject.note is not None:
-            found.insert(0, run.subject.note)
+        if run.spec.note is not None:
+            found.insert(0, run.spec.note)
         if self.speed is not None:
             found.append(f"speeds by {self.speed.rates}; {STREAMED_ERROR}")
         if self.parallel is not None:
             heads = any(size.is_heads for size in self.parallel.sizes)
             found.append(
-                "several GPUs by formulas alone, never measured here: every message 10 us, tensor parallelism without overlap, its "
+                "several GPUs by formulas alone, never measured here: every message 10 us, tensor parallelism without "
+                "overlap, its "
                 "activations and operators other than products whole on every GPU"
                 + ("" if heads else "; attention heads, which are not known here, that divide")
             )
@@ -119,8 +172,10 @@ class Estimated:
         elif stack is not None:
             disk = f", {format_bytes(stack.disk)} of disk" if stack.disk else ""
             lines.append(
-                f"with an offload stack: {format_bytes(stack.level0)} of level 0 and {format_bytes(stack.step)} of activations and "
-                f"workspace on the GPU, about {format_bytes(stack.fragmentation)} lost between them, {format_bytes(stack.host)} of "
+                f"with an offload stack: {format_bytes(stack.level0)} of level 0 and {format_bytes(stack.step)} of "
+                "activations and "
+                f"workspace on the GPU, about {format_bytes(stack.fragmentation)} lost between them, "
+                f"{format_bytes(stack.host)} of "
                 f"RAM{disk}"
             )
         if speed is not None and self.fits:
@@ -142,7 +197,8 @@ class Estimated:
             f"  {'peak (P50)':<18}{format_bytes(memory.peak_p50):>12}",
             f"  {'plan for (P99)':<18}{format_bytes(memory.peak_p99):>12}",
             "",
-            f"  weights, gradients and optimizer states in full: {format_bytes(memory.state_bytes)} ({memory.state_bytes / 1e9:.1f} GB)",
+            f"  weights, gradients and optimizer states in full: {format_bytes(memory.state_bytes)} "
+            f"({memory.state_bytes / 1e9:.1f} GB)",
             *(f"  {line}" for line in self.plan_lines()),
         ]
         if self.parallel is not None:

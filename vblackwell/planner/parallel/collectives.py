@@ -1,13 +1,15 @@
 """What collectives cost by the alpha-beta model: a message takes a latency and its bytes over the rate of a GPU's port.
 
-One port a GPU, both ways at once, shared by all that it sends at a time; a step of a collective lasts as long as its busiest port. The
-algorithms are the usual ones: rings of Patarasuk and Yuan (Bandwidth optimal all-reduce, 2009), rings along rows and then columns of a
-mesh after Chan, Heimlich, Purkayastha and van de Geijn (Collective communication: theory, practice, and experience, 2007, "bucket"
-algorithms), and direct exchange where every GPU reaches every other (the same, and Thakur, Rabenseifner and Gropp, Optimization of
-collective communication operations in MPICH, 2005). ``tests/planner/test_collectives.py`` moves real pieces through
-the same steps and counts.
+One port a GPU, both ways at once, shared by all that it sends at a time; a step of a collective lasts as long as its
+busiest port. The
+algorithms are the usual ones: rings of Patarasuk and Yuan (Bandwidth optimal all-reduce, 2009), rings along rows and
+then columns of a mesh after Chan, Heimlich, Purkayastha and van de Geijn (Collective communication: theory, practice,
+and experience, 2007, "bucket" algorithms), and direct exchange where every GPU reaches every other (the same, and
+Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, 2005).
+``tests/planner/test_collectives.py`` moves real pieces through the same steps and counts.
 
-Legend: p GPUs, n bytes of the whole tensor (all-reduce: on every GPU; all-gather: gathered; reduce-scatter: before; all-to-all: one GPU's).
+Legend: p GPUs, n bytes of the whole tensor (all-reduce: on every GPU; all-gather: gathered; reduce-scatter: before;
+    all-to-all: one GPU's).
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vblackwell.errors import ConfigurationError, nearest
+from vblackwell.machine.gpus import KnownGPU
+from vblackwell.machine.rates import BOTH_SHARE
 
 TOPOLOGIES = ("ring", "mesh", "all_to_all")
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -25,9 +29,10 @@ class Link:
     """A GPU's port to its peers.
 
     Attributes:
-        latency_seconds: of a message. The default is that of copies over an H200's link: 64 KiB took 19 us and 1 MiB 28 us, where the
-            bytes alone take 1.2 and 19.
-        bytes_per_second: each way. The default is PCIe 4.0 x16 at the share of its nominal rate that an H200's link reaches (0.87).
+        latency_seconds: of a message. The default is that of copies over an H200's link: 64 KiB took 19 us and 1 MiB 28
+            us, where the bytes alone take 1.2 and 19.
+        bytes_per_second: each way. The default is PCIe 4.0 x16 at the share of its nominal rate that an H200's link
+            reaches (0.87).
     """
 
     latency_seconds: float = 10e-6
@@ -36,8 +41,19 @@ class Link:
     def __post_init__(self) -> None:
         if not self.latency_seconds >= 0 or not self.bytes_per_second > 0:
             raise ConfigurationError(
-                f"a link of {self.latency_seconds} s and {self.bytes_per_second} bytes/s: give a latency of at least 0, a rate above 0"
+                f"a link of {self.latency_seconds} s and {self.bytes_per_second} bytes/s: give a latency of at least "
+                "0, a rate above 0"
             )
+
+
+def peer_link(card: KnownGPU) -> tuple[Link, str]:
+    """The port of ``card`` to its like, and what it is in words: NVLink where the card has it, else its PCIe link.
+
+    The share of the nominal rate is that of an H200's PCIe link both ways.
+    """
+    kind = "NVLink" if card.nvlink_bytes else "PCIe, through the host"
+    rate = BOTH_SHARE * (card.nvlink_bytes or card.link_bytes)
+    return Link(bytes_per_second=rate), f"{kind}, {rate / 1e9:.0f} GB/s each way by the data sheet of {card.name}"
 
 
 @dataclass(frozen=True)
@@ -71,7 +87,7 @@ def cost_of(operation: str, num_bytes: float, num_gpus: int, topology: str = "ri
     ============== ============================= ======================================= ==============================
     all_gather     p - 1, n (p - 1) / p          r + c - 2, n (p - 1) / p                1, n (p - 1) / p
     reduce_scatter the same                      the same                                the same
-    all_reduce     the two above, one behind the other
+    all_reduce     the two above, one after the other
     all_to_all     p - 1, n (p - 1) / 2          r + c - 2, n (r + c - 2) / 2            1, n (p - 1) / p
     ============== ============================= ======================================= ==============================
 
@@ -112,7 +128,8 @@ def communication_cost(
 
     Args:
         num_bytes: of the whole tensor.
-        topology: 'ring', 'mesh' (rings along rows, then along columns) or 'all_to_all' (every GPU reaches every other at once).
+        topology: 'ring', 'mesh' (rings along rows, then along columns) or 'all_to_all' (every GPU reaches every other
+            at once).
         operation: 'all_reduce', 'all_gather', 'reduce_scatter' or 'all_to_all'.
         link: of each GPU; None: `Link`'s defaults.
 

@@ -1,10 +1,12 @@
-"""One model on several GPUs: tensor parallelism layer by layer, fully sharded data parallelism, a pipeline; what each costs in a step.
+"""One model on several GPUs: tensor parallelism layer by layer, fully sharded data parallelism, a pipeline; what each
+costs in a step.
 
 Times are compute on one GPU, divided as the strategy divides it, and collectives by the alpha-beta model of
 `vblackwell.planner.parallel.collectives`.
 
-*Tensor* (Shoeybi et al., Megatron-LM, 2019; the 2-D form after Xu et al., An Efficient 2D Method, 2021). X (M, K) times W (K, N),
-elements of b bytes, p GPUs. What is not divided between layers is whole on every GPU (R), else divided by features (S):
+*Tensor* (Shoeybi et al., Megatron-LM, 2019; the 2-D form after Xu et al., An Efficient 2D Method, 2021). X (M, K) times
+W (K, N), elements of b bytes, p GPUs. What is not divided between layers is whole on every GPU (R), else divided by
+features (S):
 
 ========  =======  ==========================================  ==========================================
 layer     from/to  forward                                     backward
@@ -16,18 +18,20 @@ hybrid    R to R   all-reduce of M (N / c) b among r GPUs,     all-reduce of M (
                    all-gather of M N b among c                 all-gather of M K b among r
 ========  =======  ==========================================  ==========================================
 
-An S that must become an R is gathered. So a layer on its own is cheapest by columns where its output is large (N > K: the whole way
-costs n(N) + 2 n(K)), by rows where it is small (2 n(N) + n(K)), and as a grid of r rows and c columns where both are alike and GPUs
-are many; and two joined layers are cheapest as column and row. The cheapest chain of choices is found exactly, by dynamic programming.
-Where heads do not divide, queries, keys and values that are divided are gathered before attention
-(`vblackwell.planner.parallel.divisible`), and the
+An S that must become an R is gathered. So a layer on its own is cheapest by columns where its output is large (N > K:
+the whole way costs n(N) + 2 n(K)), by rows where it is small (2 n(N) + n(K)), and as a grid of r rows and c columns
+where both are alike and GPUs are many; and two joined layers are cheapest as column and row. The cheapest chain of
+choices is found exactly, by dynamic programming. Where heads do not divide, queries, keys and values that are divided
+are gathered before attention (`vblackwell.planner.parallel.layers`), and the
 largest part of the GPUs that divides everything is tried as well, the others being replicas with batches of their own.
 
-*FSDP* (Rajbhandari et al., ZeRO, 2020; Zhao et al., PyTorch FSDP, 2023): every GPU has its own batch; a unit's weights are gathered before
-its forward and, but for the last, before its backward, one unit ahead, and its gradients reduced and scattered behind it; on one port.
+*FSDP* (Rajbhandari et al., ZeRO, 2020; Zhao et al., PyTorch FSDP, 2023): every GPU has its own batch; a unit's weights
+are gathered before its forward and, but for the last, before its backward, one unit ahead, and its gradients reduced
+and scattered after it; on one port.
 
-*Pipeline* (Huang et al., GPipe, 2019; Narayanan et al., 2021): stages of consecutive units, m micro-batches; the forwards of all and
-then the backwards pass the stages and the links between them as a flow shop of equal jobs: the sum of all, and m - 1 times the longest.
+*Pipeline* (Huang et al., GPipe, 2019; Narayanan et al., 2021): stages of consecutive units, m micro-batches; the
+forwards of all and then the backwards pass the stages and the links between them as a flow shop of equal jobs: the sum
+of all, and m - 1 times the longest.
 """
 
 from __future__ import annotations
@@ -37,8 +41,7 @@ from dataclasses import dataclass, replace
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.planner.parallel.collectives import Cost, Link, cost_of, grid_of
-from vblackwell.planner.parallel.divisible import Size, legal_degree
-from vblackwell.planner.parallel.linear_layers import Layer
+from vblackwell.planner.parallel.layers import Layer, Size, legal_degree
 
 KINDS = ("column", "row", "hybrid")
 MICRO_BATCHES_A_STAGE = 4
@@ -61,9 +64,11 @@ class Workload:
     Attributes:
         layers, units: in the order of the forward. parameters: elements of all weights.
         tokens: in a step. width: bytes of an element of an activation.
-        products: seconds of matrix products and attention; attention: of that alone. others: of all other operators but the optimizer's.
+        products: seconds of matrix products and attention; attention: of that alone. others: of all other operators but
+            the optimizer's.
         optimizer: of those.
-        state_bytes: weights, gradients and the optimizer's. activation_bytes: activations, logits, workspace at their most.
+        state_bytes: weights, gradients and the optimizer's. activation_bytes: activations, logits, workspace at their
+            most.
         boundary_bytes: of the activation between two blocks. recompute: blocks run their forward twice.
         sizes: what the GPUs of a tensor-parallel group should divide.
     """
@@ -94,13 +99,15 @@ class Strategy:
     """A step on several GPUs.
 
     Attributes:
-        name: 'tensor', 'column', 'row', 'hybrid', 'fsdp', 'pipeline', or 'tensor x4': groups of four, each with a batch.
+        name: 'tensor', 'column', 'row', 'hybrid', 'fsdp', 'pipeline', or 'tensor x4': groups of four, each with a
+            batch.
         step_seconds, tokens: of one step of all GPUs together.
         communication_seconds: in which a GPU's port works; exposed_seconds: of these, in which its compute waits.
         sent_bytes: by each GPU in a step.
-        efficiency: tokens a second over those of as many GPUs that hold everything and send nothing. Each of those runs the whole
-            optimizer, so that sharded data, whose GPUs run a part of it, can pass 1.
-        gpu_bytes: most that one GPU holds; activations of a tensor-parallel step are counted whole, which is their bound.
+        efficiency: tokens a second over those of as many GPUs that hold everything and send nothing. Each of those runs
+            the whole optimizer, so that sharded data, whose GPUs run a part of it, can pass 1.
+        gpu_bytes: most that one GPU holds; activations of a tensor-parallel step are counted whole, which is their
+            bound.
         layers: (name, kind) of each layer, where layers are divided.
         refused: why it is not possible, instead of numbers.
     """
@@ -151,13 +158,15 @@ class _Net:
         return cost_of(operation, num_bytes, num_gpus, self.topology)
 
 
-# -- tensor parallelism ----------------------------------------------------------------------------------------------------
+# -- tensor parallelism ------------------------------------------------------------------------------------------------
 
 
 def layer_cost(
     layer: Layer, kind: str, divided: bool, width: int, num_gpus: int, topology: str = "ring"
 ) -> tuple[Cost, Cost]:
-    """(forward, backward) of one layer; ``divided``: whether its input arrives as S. Its output leaves as the table above says."""
+    """(forward, backward) of one layer; ``divided``: whether its input arrives as S. Its output leaves as the table
+    above says.
+    """
     net = _Net(num_gpus, topology, Link())
     made, taken = layer.rows * layer.out_features * width, layer.rows * layer.in_features * width
     nothing = Cost()
@@ -233,9 +242,11 @@ def _add(chain: _Chain, forward: Cost, backward: Cost, link: Link, repeats: int)
 
 
 def tensor(work: Workload, net: _Net, kinds: Sequence[str], name: str) -> Strategy:
-    """Every layer divided by the cheapest of ``kinds``. Products and the optimizer are divided, other operators counted whole.
+    """Every layer divided by the cheapest of ``kinds``. Products and the optimizer are divided, other operators counted
+    whole.
 
-    Attention is divided where queries, keys and values arrive so, by heads; of a model whose heads are not known it is taken to be.
+    Attention is divided where queries, keys and values arrive so, by heads; of a model whose heads are not known it is
+    taken to be.
     """
     if not work.layers:
         return Strategy(name, refused="no linear layers were found")
@@ -254,13 +265,23 @@ def tensor(work: Workload, net: _Net, kinds: Sequence[str], name: str) -> Strate
     share = min(1.0, cut / work.parameters)
     state = work.state_bytes * (1 - share + share / net.num_gpus)
     return _strategy(
-        work, net, name, compute + chain.seconds, work.tokens, chain.seconds, chain.seconds, total.num_bytes,
-        state + work.activation_bytes, tuple((layer.name, kind) for layer, kind in zip(work.layers, chain.kinds, strict=True)),
-    )  # fmt: skip
+        work,
+        net,
+        name,
+        compute + chain.seconds,
+        work.tokens,
+        chain.seconds,
+        chain.seconds,
+        total.num_bytes,
+        state + work.activation_bytes,
+        tuple((layer.name, kind) for layer, kind in zip(work.layers, chain.kinds, strict=True)),
+    )
 
 
 def replicated(work: Workload, net: _Net, degree: int) -> Strategy:
-    """Tensor parallelism among ``degree`` GPUs, as many groups with a batch each; gradients are added up behind the backward."""
+    """Tensor parallelism among ``degree`` GPUs, as many groups with a batch each; gradients are added up after the
+    backward.
+    """
     groups = net.num_gpus // degree
     one = tensor(work, replace(net, num_gpus=degree), KINDS, f"tensor x{degree}")
     if one.refused:
@@ -270,20 +291,36 @@ def replicated(work: Workload, net: _Net, degree: int) -> Strategy:
     summed = net.cost("all_reduce", (work.parameters - cut + cut / degree) * work.width, groups)
     seconds = summed.seconds(net.link)
     return _strategy(
-        work, net, one.name, one.step_seconds + seconds, groups * work.tokens, one.communication_seconds + seconds,
-        one.exposed_seconds + seconds, one.sent_bytes + summed.num_bytes, one.gpu_bytes, one.layers,
-    )  # fmt: skip
+        work,
+        net,
+        one.name,
+        one.step_seconds + seconds,
+        groups * work.tokens,
+        one.communication_seconds + seconds,
+        one.exposed_seconds + seconds,
+        one.sent_bytes + summed.num_bytes,
+        one.gpu_bytes,
+        one.layers,
+    )
 
 
 def _strategy(
-    work: Workload, net: _Net, name: str, seconds: float, tokens: int, busy: float, exposed: float, sent: float, held: float,
+    work: Workload,
+    net: _Net,
+    name: str,
+    seconds: float,
+    tokens: int,
+    busy: float,
+    exposed: float,
+    sent: float,
+    held: float,
     layers: tuple[tuple[str, str], ...] = (),
-) -> Strategy:  # fmt: skip
+) -> Strategy:
     alone = net.num_gpus * work.tokens / work.seconds
     return Strategy(name, seconds, tokens, busy, max(0.0, exposed), sent, tokens / seconds / alone, int(held), layers)
 
 
-# -- sharded data parallelism ------------------------------------------------------------------------------------------------
+# -- sharded data parallelism ------------------------------------------------------------------------------------------
 
 
 def fsdp(work: Workload, net: _Net) -> Strategy:
@@ -304,7 +341,7 @@ def fsdp(work: Workload, net: _Net) -> Strategy:
         if index != last:
             port = max(port, begun) + gather[index].seconds(net.link)
             ready = port
-        if ended is not None:  # the gradient before goes behind the gather that was asked for first
+        if ended is not None:  # the gradient before goes after the gather that was asked for first
             port = max(port, ended) + scatter[index + 1].seconds(net.link)
         begun = max(compute, ready)
         compute = ended = begun + work.units[index].backward
@@ -318,7 +355,7 @@ def fsdp(work: Workload, net: _Net) -> Strategy:
     )
 
 
-# -- pipeline ------------------------------------------------------------------------------------------------------------------
+# -- pipeline ----------------------------------------------------------------------------------------------------------
 
 
 def stages_of(units: Sequence[Unit], count: int) -> list[list[Unit]]:
@@ -345,7 +382,9 @@ def stages_of(units: Sequence[Unit], count: int) -> list[list[Unit]]:
 
 
 def flow_seconds(stages: Sequence[float], link_seconds: float, jobs: int) -> float:
-    """Equal jobs through stages and the links between them, each doing one at a time: the sum, and the longest once a further job."""
+    """Equal jobs through stages and the links between them, each doing one at a time: the sum, and the longest once a
+    further job.
+    """
     through = [*stages, *[link_seconds] * (len(stages) - 1)]
     return sum(through) + (jobs - 1) * max(through)
 
@@ -367,6 +406,13 @@ def pipeline(work: Workload, net: _Net, micro_batches: int) -> Strategy:
     ideal = micro_batches * sum(unit.forward + unit.backward for unit in work.units) / p
     busy = 2 * micro_batches * passing
     return _strategy(
-        work, net, "pipeline", seconds + work.optimizer * share, micro_batches * work.tokens, busy, seconds - ideal,
-        2 * micro_batches * one.num_bytes, work.state_bytes * share + work.activation_bytes,
-    )  # fmt: skip
+        work,
+        net,
+        "pipeline",
+        seconds + work.optimizer * share,
+        micro_batches * work.tokens,
+        busy,
+        seconds - ideal,
+        2 * micro_batches * one.num_bytes,
+        work.state_bytes * share + work.activation_bytes,
+    )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 
-from vblackwell.machine.measured import keep_disk, kept_disk
-from vblackwell.machine.rates import Rates
+from vblackwell.machine.rates import Rates, keep_disk, kept_disk
 from vblackwell.train import auto
 
 

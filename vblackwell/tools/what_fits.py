@@ -10,18 +10,17 @@ from dataclasses import asdict
 import torch
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.machine.facts import disk_facts, memory_facts
+from vblackwell.machine.facts import memory_facts
 from vblackwell.machine.gpus import context_bytes, find_gpu, known_as
-from vblackwell.machine.measured import kept_rates, rates_of
-from vblackwell.machine.rates import assumed_rates
-from vblackwell.memory.cache.config import ARENA_SHARE, DISK_SHARE, MAX_DISK_BYTES, default_disk_path
+from vblackwell.machine.limits import ARENA_SHARE, HOST_SHARE, LATER_BYTES, default_disk_path, free_disk_bytes
+from vblackwell.machine.rates import assumed_rates, kept_rates, rates_of
 from vblackwell.offload.measure import cpu_rates
 from vblackwell.planner.estimate.command import some_bytes
-from vblackwell.planner.estimate.speed import STREAMED_ERROR
+from vblackwell.planner.estimate.result import STREAMED_ERROR
 from vblackwell.planner.placement import Bounds
 from vblackwell.planner.what_fits import (
     HEADS,
-    LEAST_SPEED,
+    MIN_SPEED,
     POSITIONS,
     SEQ_LENGTH,
     SEQUENCES,
@@ -31,7 +30,6 @@ from vblackwell.planner.what_fits import (
     WhatFits,
     row_of,
 )
-from vblackwell.train.auto import HOST_SHARE, LATER_BYTES
 from vblackwell.units import format_bytes, parse_bytes
 
 
@@ -65,10 +63,7 @@ def place_of(gpu: str | None, host_memory: str | None, disk_memory: str | None) 
     """The machine in words, and what a run may take of it: of its RAM the share that ``--vgpu-auto`` takes."""
     ram = memory_facts().available_bytes if host_memory is None else some_bytes(host_memory, "--ram")
     host = int(ram * HOST_SHARE)
-    if disk_memory is None:
-        disk = min(int(disk_facts(default_disk_path()).free_bytes * DISK_SHARE), MAX_DISK_BYTES)
-    else:
-        disk = parse_bytes(disk_memory, "--disk")
+    disk = free_disk_bytes(default_disk_path()) if disk_memory is None else parse_bytes(disk_memory, "--disk")
     if gpu is not None:
         card = find_gpu(gpu)
         room = card.total_bytes - context_bytes(card.capability)
@@ -79,11 +74,12 @@ def place_of(gpu: str | None, host_memory: str | None, disk_memory: str | None) 
         )
     name = torch.cuda.get_device_name(0)
     rates, known = kept_rates(name), known_as(name)
-    if rates is None and known is None:
+    if rates is None and known is not None:
+        rates = assumed_rates(known)
+    if rates is None:
         raise ConfigurationError(f"the speed of {name} is not known yet: run vb doctor first")
-    room = torch.cuda.mem_get_info(0)[0] - LATER_BYTES
-    place = Place(Bounds(room, host, disk), rates or assumed_rates(known), torch.cuda.get_device_capability(0))  # type: ignore[arg-type]
-    return name, place
+    bounds = Bounds(torch.cuda.mem_get_info(0)[0] - LATER_BYTES, host, disk)
+    return name, Place(bounds, rates, torch.cuda.get_device_capability(0))
 
 
 def lines(name: str, place: Place, found: Sequence[Fit]) -> list[str]:
@@ -97,7 +93,8 @@ def lines(name: str, place: Place, found: Sequence[Fit]) -> list[str]:
     ]
     left_out = [task for task in TASKS if not any(fit.task == task for fit in found)]
     return [
-        f"{name}: {format_bytes(bounds.gpu)} of level 0, {format_bytes(bounds.host)} of RAM, {format_bytes(bounds.disk)} of disk for a run",
+        f"{name}: {format_bytes(bounds.gpu)} of level 0, {format_bytes(bounds.host)} of RAM, "
+        f"{format_bytes(bounds.disk)} of disk for a run",
         "",
         *(f"  {line.rstrip()}" for line in table),
         *(f"  no known model for: {task}" for task in left_out),
@@ -112,9 +109,10 @@ def _cell(text: str, width: int, column: int) -> str:
 
 def assumptions(place: Place) -> list[str]:
     """What the table rests on."""
-    least = ", ".join(f"{task} {speed:g}" for task, speed in LEAST_SPEED.items())
+    least = ", ".join(f"{task} {speed:g}" for task, speed in MIN_SPEED.items())
     return [
-        f"training: {SEQUENCES} sequences of {SEQ_LENGTH} tokens a step, bf16 with fp32 masters, checkpointing; running: one text of at "
+        f"training: {SEQUENCES} sequences of {SEQ_LENGTH} tokens a step, bf16 with fp32 masters, checkpointing; "
+        "running: one text of at "
         f"most {POSITIONS} tokens",
         f"speeds by {place.rates.source}: {STREAMED_ERROR}",
         f"models by name of vb estimate, of those that reach these tokens/s: {least}",

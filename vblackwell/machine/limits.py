@@ -1,0 +1,53 @@
+"""What a run may take of a machine where nobody says it: shares of what is free, and where a disk level's file goes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.machine.facts import disk_facts
+from vblackwell.units import GiB, MiB
+
+HOST_SHARE = 0.75  # of the RAM that is free, by a plan; the rest is for the page cache and other processes
+ARENA_SHARE = 0.125  # of that RAM, for level 0 where there is no GPU
+DISK_SHARE = 0.5
+MAX_DISK_BYTES = 1024 * GiB
+LATER_BYTES = 300 * MiB  # of CUDA's context that are not there yet: cuBLAS, kernels (758 MiB in all on an H200)
+DISK_THREADS, DISK_PIECE_BYTES = 8, 8 * MiB
+DISK_PATH_VARIABLE = "VBLACKWELL_DISK_PATH"
+
+
+def disk_thread_bytes() -> int:
+    """RAM that the threads of a disk level take in addition to the levels: a piece each. Eight were seen to take 70
+    MiB.
+    """
+    return DISK_THREADS * DISK_PIECE_BYTES
+
+
+def free_disk_bytes(path: str) -> int:
+    """What a disk level may take of the disk at ``path``."""
+    return min(int(disk_facts(path).free_bytes * DISK_SHARE), MAX_DISK_BYTES)
+
+
+def default_disk_path() -> str:
+    """Where disk levels go when nobody says: ``$VBLACKWELL_DISK_PATH``, else the first of the temporary directory,
+    the cache directory and the current directory that is on a disk.
+
+    Raises:
+        ConfigurationError: none is.
+    """
+    given = os.environ.get(DISK_PATH_VARIABLE)
+    if given:
+        return given
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    candidates = [Path(tempfile.gettempdir()), cache, Path.cwd()]
+    for path in candidates:
+        if path.is_dir() and os.access(path, os.W_OK) and not disk_facts(path).ram_backed:
+            return str(path)
+    raise ConfigurationError(
+        f"none of {', '.join(map(str, candidates))} is a writable directory on a disk: give the ssd level a 'path', "
+        "or set "
+        f"{DISK_PATH_VARIABLE}"
+    )
