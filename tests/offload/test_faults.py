@@ -668,3 +668,38 @@ def test_a_model_of_which_an_update_failed_is_not_trained_or_saved(
             if error.type is StaleTensor:
                 break
         assert error.match("some of its groups are a step behind others: go on from a checkpoint")
+
+
+def fail() -> None:
+    raise OSError("the disk said no")
+
+
+def test_an_early_update_is_undone_although_another_failure_came_first(make_stack: MakeStack):
+    """The failure is raised instead of the rollback, which the next call must make up for."""
+    plain, model = build(MLP), build(MLP)
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0), placement="streamed", update="home")
+    engine = engine_of(model)
+    ours = VGPUAdamW(model.parameters(), update_in_backward=True)
+    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
+    MLP.loss(model, 0).backward()
+    engine.worker.submit(fail).exception()
+    with pytest.raises(OSError, match="said no"):
+        ours.zero_grad()
+    ours.zero_grad()
+    assert equal(model, plain)
+    assert step(model, ours, 1) == step(plain, theirs, 1)
+    assert equal(model, plain)
+
+
+def test_an_early_update_that_cannot_begin_keeps_no_undo_log(make_stack: MakeStack):
+    model, stack = build(MLP), make_stack(LEVEL0)
+    enable_vgpu_stack_optimization(model, stack, placement="streamed", update="home")
+    engine = engine_of(model)
+    VGPUAdamW(model.parameters(), update_in_backward=True)
+    group, before = engine.groups[0], stack.levels[1].used_bytes
+    failed = engine.worker.submit(fail, group=group.index)
+    failed.exception()
+    engine.states[group].update_end = failed
+    with pytest.raises(OSError, match="said no"):
+        engine.host_updates.start_early(group, [], None, final=False)
+    assert stack.levels[1].used_bytes == before

@@ -75,7 +75,9 @@ class Updates(Protocol):
         ...
 
     def roll_back(self, group: Group, early: EarlyUpdate) -> None:
-        """Make everything what it was before `start_early`."""
+        """Make everything what it was before `start_early`, when `wait` returns. Where it raises, nothing is undone, and
+        it may be asked again.
+        """
         ...
 
     def update(self, group: Group, jobs: list[Job], factor: torch.Tensor | None) -> None:
@@ -154,13 +156,13 @@ class Speculation:
         if early.is_final:
             self._keep(group)
             raise self._abandoned(group)
+        place = self._place_of(group)
         with defer_sigint():
+            place.roll_back(group, early)
             state.early = None
             del self._early[group]
-            try:
-                self._place_of(group).roll_back(group, early)
-            finally:
-                state.to(Phase.STORED if state.loaded is None else Phase.LOADING)
+            state.to(Phase.STORED if state.loaded is None else Phase.LOADING)
+        place.wait(group)
 
     def roll_back_all(self) -> None:
         """Undo all early updates.

@@ -211,8 +211,8 @@ class HostUpdates:
             undo = self._undo_log(group, jobs)
             if undo is None:
                 return None  # this group is updated at the step, which is always right
-        self.wait(group)
         try:
+            self.wait(group)
             self._queue(group, jobs, None, undo)
         except BaseException:
             self._free(undo)
@@ -224,9 +224,12 @@ class HostUpdates:
         self._worker.submit(self._free, early.rollback, group=group.index)
 
     def roll_back(self, group: Group, early: EarlyUpdate) -> None:
-        """Make everything what it was before `start_early`."""
+        """Queue what makes everything what it was before `start_early`.
+
+        Raises:
+            What an earlier task raised; then nothing is queued, and it may be asked again.
+        """
         self._states[group].update_end = self._worker.submit(self._restore, group, early.rollback, group=group.index)
-        self.wait(group)
         self._weights.revert(group)
 
     @defer_sigint()
