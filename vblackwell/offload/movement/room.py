@@ -197,11 +197,11 @@ class Level0Room:
             check()
             return self._storage.take(what, num_bytes, 0)
 
+        def give_up() -> bool:
+            raise self.no_room(what, num_bytes)
+
         with self.lock:
-            try:
-                return reserve(take, *free_some)
-            except InsufficientMemory as error:
-                raise self.no_room(what, num_bytes) from error
+            return reserve(take, *free_some, give_up)
 
     def no_room(self, what: str, num_bytes: int) -> InsufficientMemory:
         level = self._stack.levels[0]
