@@ -571,6 +571,42 @@ def test_reentrant_checkpointing(stack: VGPUStack):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
+def test_two_parts_of_a_group_that_has_an_earlier_gradient(stack: VGPUStack):
+    """The first part completes the group's gradient, of which the rest is from before, and the second is no new one."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+
+        def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+            x = torch.tanh(self.first(x))
+            return self.second(x) if both else x
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Pair()])
+
+        def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+            x = torch.utils.checkpoint.checkpoint(self.layers[0], x, both, use_reentrant=True)
+            return self.layers[0](x, both).square().mean()
+
+    plain = Twice()
+    model = offloaded(stack, copy.deepcopy(plain))
+    x = torch.randn(4, 16, requires_grad=True)
+    for module, optimizer in (
+        (model, VGPUAdamW(model.parameters(), update_in_backward=True, accumulation_steps=2)),
+        (plain, torch.optim.AdamW(plain.parameters(), fused=True)),
+    ):
+        for _ in range(2):
+            module(x, True).backward()
+            module(x, False).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
 def test_inference_mode_does_not_spoil_training(stack: VGPUStack):
     plain = build(MLP)
     model = offloaded(stack, copy.deepcopy(plain))

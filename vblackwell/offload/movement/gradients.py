@@ -92,7 +92,7 @@ class GradientCollector:
             )
         buffer = self._filling.get(slot.group)
         if buffer is not None and slot in buffer.slots:  # a second part of the same backward (reentrant checkpoint)
-            self._leave(buffer)
+            self._leave(buffer, early=True)
             buffer = None
         if buffer is None:
             buffer = self._open(slot.group)
