@@ -14,6 +14,7 @@ from torch import nn
 
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build
+from vblackwell.memory.transfer import DoneTransfer
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.movement.lane import LaneEnd, LaneJob
 from vblackwell.offload.optimizer import VGPUAdamW
@@ -86,6 +87,27 @@ def test_an_interrupt_while_an_update_is_queued_comes_behind_it(
         ours, theirs = step_both(pair, optimizers, seed)
         assert ours == theirs
     assert equal(*pair)
+
+
+class InterruptedOnce(DoneTransfer):
+    """Over only when it has been waited for twice."""
+
+    waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+        if self.waits == 1:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_wait_for_what_is_stored_is_waited_for_again(pair: tuple[nn.Module, nn.Module]):
+    engine, over, stored = offload_of(pair[0]), DoneTransfer(), InterruptedOnce()
+    group = engine.groups[0]
+    engine.states[group].update_end = LaneEnd(over, stored, over)
+    with pytest.raises(KeyboardInterrupt):
+        engine.level0.wait(group)
+    engine.level0.wait(group)
+    assert stored.waits == 2 and engine.states[group].update_end is None
 
 
 @pytest.mark.parametrize("between", [id, clamp, read, lambda module: module.state_dict()])

@@ -292,10 +292,15 @@ class DeviceUpdates:
     def _wait_for_end(self, group: Group) -> None:
         state = self._states[group]
         end: LaneEnd | None = state.update_end
-        state.update_end = None
-        if end is not None:
+        if end is None:
+            return
+        try:
             end.stored.wait()
-            self._storage.in_flight.discard(end.stored)
+        except Exception:
+            state.update_end = None
+            raise
+        state.update_end = None  # not where an interrupt came: the next caller must wait as well
+        self._storage.in_flight.discard(end.stored)
 
     def _updated(self, group: Group) -> None:
         state = self._states[group]
