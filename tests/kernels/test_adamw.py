@@ -8,9 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from vblackwell.kernels.optimizer import adamw, adamw_cpu
-from vblackwell.kernels.optimizer.adamw import BLOCK, AdamWStep, adamw_piece, norm_of, square_sums
-from vblackwell.kernels.optimizer.adamw_cpu import join, split, torch_order
+from vblackwell.kernels.optimizer import adamw
+from vblackwell.kernels.optimizer.adamw import (
+    BLOCK,
+    AdamWStep,
+    adamw_piece,
+    join,
+    norm_of,
+    split,
+    square_sums,
+    torch_order,
+)
 
 PLAIN, EXTREME = "plain", "extreme"
 DTYPES = {0: torch.bfloat16, 1: torch.float32, 2: torch.float16}
@@ -110,7 +118,7 @@ def update_with_torch(states: States, numbers: AdamWStep) -> States:
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("n", [1, 15, 4097, 3 * BLOCK + 77])
 def test_fifty_steps_of_split_masters_equal_torchs_optimizer(n, weight_decay, monkeypatch):
-    monkeypatch.setattr(adamw_cpu, "CHUNK", 2 * BLOCK)  # several chunks
+    monkeypatch.setattr(adamw, "CHUNK", 2 * BLOCK)  # several chunks
     torch.manual_seed(n)
     parameter = torch.nn.Parameter(torch.randn(n))
     optimizer = torch.optim.AdamW([parameter], lr=1e-2, betas=(0.9, 0.99), weight_decay=weight_decay, fused=True)
@@ -176,7 +184,7 @@ def test_split_masters_round_trip():
 @pytest.mark.parametrize("gradient_type", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("n", [1, 4095, 4096, 4097, 5 * BLOCK + 3])
 def test_sums_of_squares_against_float64(n, gradient_type, monkeypatch):
-    monkeypatch.setattr(adamw_cpu, "CHUNK", 2 * BLOCK)
+    monkeypatch.setattr(adamw, "CHUNK", 2 * BLOCK)
     gradient, previous = torch.randn(n).to(gradient_type), torch.randn(n)
     sums = torch.full((-(-n // BLOCK),), torch.nan)
     square_sums(gradient, sums, previous=previous)

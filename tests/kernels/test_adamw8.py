@@ -12,10 +12,16 @@ from tests.kernels import emulation
 from tests.kernels.machine_code import resources
 from tests.kernels.test_adamw import DTYPES, EXTREME, PLAIN, random_states
 from tests.kernels.test_adamw_source import INTRINSICS
-from vblackwell.kernels.optimizer import adamw, adamw8, adamw8_cpu
+from vblackwell.kernels.optimizer import adamw, adamw8
 from vblackwell.kernels.optimizer.adamw import BLOCK, AdamWStep, adamw_piece
-from vblackwell.kernels.optimizer.adamw8 import SCALE_BLOCK, adamw8_piece
-from vblackwell.kernels.optimizer.adamw8_cpu import counter_words, decode_moments, encode_moments, random_words
+from vblackwell.kernels.optimizer.adamw8 import (
+    SCALE_BLOCK,
+    adamw8_piece,
+    counter_words,
+    decode_moments,
+    encode_moments,
+    random_words,
+)
 from vblackwell.kernels.runtime import nvrtc
 
 SPLIT, FP32, STOCHASTIC = 0, 1, 2
@@ -151,7 +157,7 @@ def test_the_source_has_the_cpus_bits(files, kind):
 
 
 def test_pieces_equal_the_whole(monkeypatch):
-    monkeypatch.setattr(adamw8_cpu, "_CHUNK", BLOCK)
+    monkeypatch.setattr(adamw8, "_CHUNK", BLOCK)
     n = 3 * BLOCK + 301
     whole = States8(n, PLAIN, STOCHASTIC, 0, 0)
     cut = whole.to("cpu")

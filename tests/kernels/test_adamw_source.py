@@ -10,7 +10,7 @@ import torch
 from tests.kernels import emulation
 from tests.kernels.machine_code import resources
 from tests.kernels.test_adamw import EXTREME, PLAIN, States, random_states, update_with_torch
-from vblackwell.kernels.optimizer import adamw, adamw_cpu
+from vblackwell.kernels.optimizer import adamw
 from vblackwell.kernels.optimizer.adamw import BLOCK, AdamWStep
 from vblackwell.kernels.runtime import nvrtc
 
@@ -59,7 +59,7 @@ def run_source(files: tuple[str, ...], states: States, numbers: AdamWStep, align
         int(states.remainder is None), adamw.GRADIENTS[states.gradient.dtype], adamw.PREVIOUS[previous]
     )
     tensors = [states.weight, states.remainder, states.exp_avg, states.exp_avg_sq, states.gradient, states.previous]
-    tail_start = adamw_cpu.torch_order().tail_start(n)
+    tail_start = adamw.torch_order().tail_start(n)
     emulation._call(files, macros, MAIN, [*tensors, states.factor, sums, n, tail_start, aligned, *numbers.words])
     return sums
 

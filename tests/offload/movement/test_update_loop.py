@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vblackwell.kernels.optimizer import adamw_cpu
+from vblackwell.kernels.optimizer import adamw
 from vblackwell.offload.movement import update_loop
 from vblackwell.offload.movement.update_loop import CHUNK, MIN_PART, MasterLoop, SumLoop
 from vblackwell.offload.storage.masters import join, round_from_fp32
@@ -106,7 +106,7 @@ def test_a_nan_master_stays_a_nan(way: str, monkeypatch: pytest.MonkeyPatch):
     assert torch.equal(weight[finite], expected[finite]) and torch.equal(master[finite], was[finite])
 
 
-@pytest.mark.parametrize("split", [masters_split, lambda t, w, r: adamw_cpu.split(t.view(torch.int32), w, r, t.int())])
+@pytest.mark.parametrize("split", [masters_split, lambda t, w, r: adamw.split(t.view(torch.int32), w, r, t.int())])
 def test_a_split_master_keeps_nan_and_infinity(split: Callable[..., None]):
     truth = torch.tensor(ODD_BITS, dtype=torch.int32).view(torch.float32)
     weight, remainder = torch.empty(len(truth), dtype=torch.bfloat16), torch.empty(len(truth), dtype=torch.int16)

@@ -23,8 +23,7 @@ from tests.offload.format_cases import (
     place,
     train,
 )
-from vblackwell.kernels.optimizer.adamw8 import SCALE_BLOCK
-from vblackwell.kernels.optimizer.adamw8_cpu import decode_moments
+from vblackwell.kernels.optimizer.adamw8 import SCALE_BLOCK, decode_moments
 from vblackwell.offload.api import offload_of, release
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.layout.formats import PACKED_MOMENTS

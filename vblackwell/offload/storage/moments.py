@@ -16,8 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from vblackwell.kernels.optimizer.adamw8 import SCALE_BLOCK
-from vblackwell.kernels.optimizer.adamw8_cpu import SMALLEST, decode_moments
+from vblackwell.kernels.optimizer.adamw8 import SCALE_BLOCK, SMALLEST, decode_moments
 from vblackwell.offload.layout.formats import CODES, MOMENTS, PACKED_MOMENTS, SCALES
 from vblackwell.offload.layout.groups import Slot
 

@@ -1,4 +1,4 @@
-// AdamW on a piece of one parameter, to the bits of torch's fused CPU kernel (kernels/optimizer/adamw_cpu.py), with sums of squares on the way.
+// AdamW on a piece of one parameter, to the bits of torch's fused CPU kernel (kernels/optimizer/adamw.py), with sums of squares on the way.
 //
 // A block takes 4096 elements, a thread twice four neighbours, 2048 apart: 14 bytes an element come in by loads of 64 (bf16) and
 // 128 bits (fp32), all under way before the first is used. Every operation is named with its rounding, so that the

@@ -1,4 +1,4 @@
-// AdamW with moments of 8 bits on a piece of one parameter; kernels/optimizer/adamw8_cpu.py has the formats, the reasons and the same bits.
+// AdamW with moments of 8 bits on a piece of one parameter; kernels/optimizer/adamw8.py has the formats, the reasons and the same bits.
 //
 // A block of 512 threads takes 4096 elements, a thread eight neighbours, so that a warp holds the 256 elements that share a
 // scale: their largest moments are two warp reductions away, and nothing but the scales passes between lanes.

@@ -2,7 +2,7 @@
 //
 // Sums of squares are those of blocks of 4096, by 512 threads with twice four neighbours, 2048 apart: in a thread the two fours onto
 // each other and then pairs, then lanes 16, 8, 4, 2, 1 apart, then warps 8, 4, 2, 1 apart. Elements beyond the end count as zeros.
-// The order depends on an element's place in its block and on nothing else; kernels/optimizer/adamw_cpu.py has the same.
+// The order depends on an element's place in its block and on nothing else; kernels/optimizer/adamw.py has the same.
 //
 // Set by the launcher: GRADIENT (0 bf16, 1 fp32, 2 fp16) and PREVIOUS (0 none, 1 bf16, 2 fp32), the sum of gradients before this one.
 #define THREADS 512
