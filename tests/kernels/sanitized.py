@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from tests.kernels.attention_oracle import inputs
+from tests.kernels.attention.oracle import inputs
 from tests.kernels.emulation import random_weight
 from tests.kernels.fp4 import paths as fp4_paths
 from tests.kernels.fp4.test_two_part import random_parts, wide_weight
-from tests.kernels.fused_oracle import DEVICE, normal
-from tests.kernels.test_adamw import PLAIN, random_states
-from tests.kernels.test_adamw8 import States8
+from tests.kernels.optimizer.test_adamw import PLAIN, random_states
+from tests.kernels.optimizer.test_adamw8 import States8
+from tests.kernels.pointwise.oracle import DEVICE, normal
 from vblackwell.kernels.attention import launch as attention_launch
 from vblackwell.kernels.attention import plan as attention_plan
 from vblackwell.kernels.attention.decode import decode_attention

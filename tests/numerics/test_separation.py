@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from tests.kernels.fused_oracle import DEVICE
+from tests.kernels.pointwise.oracle import DEVICE
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.kernels.fp4.two_part_round import OP, two_part_round_trip
 from vblackwell.kernels.runtime.registry import use_backend

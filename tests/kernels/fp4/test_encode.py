@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.fused_oracle import DEVICE
+from tests.kernels.pointwise.oracle import DEVICE
 from vblackwell.kernels.fp4.encode import LARGEST_EXPONENT, nvfp4_encoder
 from vblackwell.kernels.runtime.registry import use_backend
 from vblackwell.nn.linear.packed_weight import tiled

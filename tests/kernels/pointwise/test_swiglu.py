@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.kernels.fused_oracle import DEVICE, TOLERANCE, errors, normal, poisoned, relative
+from tests.kernels.pointwise.oracle import DEVICE, TOLERANCE, errors, normal, poisoned, relative
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.pointwise import swiglu as module
 from vblackwell.kernels.pointwise.swiglu import swiglu, swiglu_backward, swiglu_linear

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from tests.kernels.test_adamw import EXTREME, PLAIN, random_states
+from tests.kernels.optimizer.test_adamw import EXTREME, PLAIN, random_states
 from vblackwell.kernels.optimizer.adamw import BLOCK, AdamWStep, norm_of, square_sums
 
 pytestmark = pytest.mark.gpu

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.kernels.fused_oracle import DEVICE, normal, poisoned
+from tests.kernels.pointwise.oracle import DEVICE, normal, poisoned
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.pointwise import sampling_triton
 from vblackwell.kernels.pointwise.sampling import sample_tokens

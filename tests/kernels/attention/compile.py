@@ -1,4 +1,4 @@
-"""Compiles attention kernels for GPUs that are not there, and says what they need: ``python -m tests.kernels.attention_compile 90``.
+"""Compiles attention kernels for GPUs that are not there, and says what they need: ``python -m tests.kernels.attention.compile 90``.
 
 A process of its own: Triton's interpreter must be off. Arguments: compute capability, and cases as ``kernel,head,mask``, with
 ``,fp32`` or ``,bf16,FEATURE`` (of `FEATURES`) behind it, the kernel being forward, dq, dkv or, on 90, specialized; and behind those

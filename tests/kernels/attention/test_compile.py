@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.kernels.attention_compile import SHARED_BYTES
+from tests.kernels.attention.compile import SHARED_BYTES
 
 # The inner loop without masks holds no spilled register; the walk over diagonal tiles, compiled into the same kernel, may hold some.
 SPILLED_BYTES = 160
@@ -33,7 +33,7 @@ OTHERS = {
 }
 PROGRAM = """
 import sys
-from tests.kernels import attention_compile
+from tests.kernels.attention import compile as attention_compile
 for words in sys.argv[1:]:
     sys.argv = ["attention_compile", *words.split()]
     attention_compile.main()

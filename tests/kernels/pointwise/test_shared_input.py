@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.kernels.fused_oracle import DEVICE, TOLERANCE, normal, relative, results
+from tests.kernels.pointwise.oracle import DEVICE, TOLERANCE, normal, relative, results
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.pointwise import shared_input as module
 from vblackwell.kernels.pointwise.shared_input import shared_input_linears

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tests.kernels.fused_oracle import DEVICE, TOLERANCE, errors, normal, poisoned
+from tests.kernels.pointwise.oracle import DEVICE, TOLERANCE, errors, normal, poisoned
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.pointwise import rms_norm as module
 from vblackwell.kernels.pointwise.rms_norm import add_rms_norm, rms_norm

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.attention_oracle import DEVICE, gradients, inputs, normal, plain, relative
-from tests.kernels.fused_oracle import poisoned
+from tests.kernels.attention.oracle import DEVICE, gradients, inputs, normal, plain, relative
+from tests.kernels.pointwise.oracle import poisoned
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.attention import op as module
 from vblackwell.kernels.attention.op import flash_attention, flash_attention_varlen, new_seed

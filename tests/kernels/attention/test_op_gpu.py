@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.kernels.attention_oracle import gradients, inputs, normal, plain, relative
-from tests.kernels.fused_oracle import poisoned
+from tests.kernels.attention.oracle import gradients, inputs, normal, plain, relative
+from tests.kernels.pointwise.oracle import poisoned
 from vblackwell.kernels.attention import plan as attention_plan
 from vblackwell.kernels.attention.op import flash_attention, flash_attention_varlen
 from vblackwell.nn.attention import backends as dispatcher

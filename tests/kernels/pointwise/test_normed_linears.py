@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.kernels.fused_oracle import TOLERANCE, errors, normal, poisoned, results
+from tests.kernels.pointwise.oracle import TOLERANCE, errors, normal, poisoned, results
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.pointwise import normed_linears as module
 from vblackwell.kernels.pointwise.normed_linears import normed_linears

@@ -9,7 +9,7 @@ import torch
 
 from tests.kernels import emulation
 from tests.kernels.machine_code import resources
-from tests.kernels.test_adamw import EXTREME, PLAIN, States, random_states, update_with_torch
+from tests.kernels.optimizer.test_adamw import EXTREME, PLAIN, States, random_states, update_with_torch
 from vblackwell.kernels.optimizer import adamw
 from vblackwell.kernels.optimizer.adamw import BLOCK, AdamWStep
 from vblackwell.kernels.runtime import nvrtc

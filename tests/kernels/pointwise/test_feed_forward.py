@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.kernels.fused_oracle import DEVICE, TOLERANCE, errors, normal, poisoned, results
+from tests.kernels.pointwise.oracle import DEVICE, TOLERANCE, errors, normal, poisoned, results
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.pointwise import feed_forward as module
 from vblackwell.kernels.pointwise.feed_forward import feed_forward_block

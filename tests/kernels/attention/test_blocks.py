@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.attention_oracle import DEVICE, normal
+from tests.kernels.attention.oracle import DEVICE, normal
 from vblackwell.kernels.attention.blocks import bits_of, in_fours, list_tiles
 
 ROWS, COLUMNS = 100, 200

@@ -1,13 +1,14 @@
-"""Rotary positions of queries and keys together."""
+"""Rotary positions of queries and keys together, and of the newest ones on their way into a cache."""
 
 import pytest
 import torch
 
-from tests.kernels.fused_oracle import DEVICE, TOLERANCE, errors, normal, poisoned
+from tests.kernels.pointwise.oracle import DEVICE, TOLERANCE, errors, normal, poisoned
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.pointwise import rotary as module
-from vblackwell.kernels.pointwise.rotary import rotary
+from vblackwell.kernels.pointwise.rotary import rotary, store_rotated
 from vblackwell.kernels.runtime.registry import use_backend
+from vblackwell.nn.attention.rotary import rotary_tables
 
 # batch, sequence, query heads, key heads, width
 SHAPES = [(1, 1, 1, 1, 2), (2, 7, 3, 1, 10), (1, 5, 4, 2, 64), (2, 3, 20, 20, 128), (1, 2, 33, 3, 256)]
@@ -120,3 +121,33 @@ def test_refusals(change):
     }[change]
     with pytest.raises(ConfigurationError, match="do not belong together"):
         rotary(*args)
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("joint", [False, True])
+def test_what_is_stored_at_one_position(backend, joint):
+    rows, heads, kv_heads, width, positions, position = 2, 4, 2, 24, 9, 5
+    if joint:
+        sizes = (heads * width, kv_heads * width, kv_heads * width)
+        parts = normal(rows, sum(sizes)).split(sizes, -1)
+        q, k, v = (part.unflatten(-1, (-1, width)) for part in parts)
+    else:
+        q, k, v = (normal(rows, count, width, seed=count + 3) for count in (heads, kv_heads, kv_heads))
+    keys, values = (normal(rows, kv_heads, positions, width, seed=seed) for seed in (1, 2))
+    kept = keys.clone(), values.clone()
+    cos, sin = rotary_tables(0, positions, width, 10000.0, q.device)
+    with use_backend("rotary", "torch"):
+        turned = rotary(q.unsqueeze(2), k.unsqueeze(2), cos[position : position + 1], sin[position : position + 1])
+    with use_backend("store_rotated", backend):
+        found = store_rotated(q, k, v, keys, values, cos, sin, torch.tensor([position], device=DEVICE))
+    kept[0][:, :, position], kept[1][:, :, position] = turned[1].squeeze(2), v
+    # two products and their difference: fused multiply-adds may leave out a rounding of 2^-24
+    torch.testing.assert_close(found, turned[0].squeeze(2), rtol=0, atol=5e-7)
+    torch.testing.assert_close(keys, kept[0], rtol=0, atol=5e-7)
+    assert torch.equal(values, kept[1])
+
+
+def test_a_cache_that_does_not_fit_is_refused():
+    q, cache, at = normal(1, 3, 16), normal(1, 2, 8, 16), torch.tensor([0], device=DEVICE)
+    with pytest.raises(ConfigurationError, match="for a cache of"):
+        store_rotated(q, normal(1, 3, 16), normal(1, 3, 16), cache, cache, cache[0, 0], cache[0, 0], at)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from tests.kernels import emulation
 from tests.kernels.machine_code import resources
-from tests.kernels.test_adamw import DTYPES, EXTREME, PLAIN, random_states
-from tests.kernels.test_adamw_source import INTRINSICS
+from tests.kernels.optimizer.test_adamw import DTYPES, EXTREME, PLAIN, random_states
+from tests.kernels.optimizer.test_adamw_source import INTRINSICS
 from vblackwell.kernels.optimizer import adamw, adamw8
 from vblackwell.kernels.optimizer.adamw import BLOCK, AdamWStep, adamw_piece
 from vblackwell.kernels.optimizer.adamw8 import (

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.attention_oracle import inputs, plain, relative
-from tests.kernels.fused_oracle import poisoned
-from tests.kernels.test_attention_gpu import FLOOR, compare, mask_of
+from tests.kernels.attention.oracle import inputs, plain, relative
+from tests.kernels.attention.test_op_gpu import FLOOR, compare, mask_of
+from tests.kernels.pointwise.oracle import poisoned
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.attention.op import bounds, flash_attention
 from vblackwell.kernels.attention.plan import SPECIALIZED, SPECIALIZED_BY_DEFAULT, padded_head
@@ -26,7 +26,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True, scope="module")
 def backward_thread() -> None:
-    """Binds the context to autograd's thread, as in test_attention_gpu.py."""
+    """Binds the context to autograd's thread, as in test_op_gpu.py."""
     torch.ones(1, device="cuda", requires_grad=True).exp().backward()
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.kernels.fused_oracle import DEVICE, TOLERANCE, normal, poisoned, relative, results
+from tests.kernels.pointwise.oracle import DEVICE, TOLERANCE, normal, poisoned, relative, results
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.pointwise import cross_entropy as module
 from vblackwell.kernels.pointwise.cross_entropy import chunk_tokens_for, linear_cross_entropy
