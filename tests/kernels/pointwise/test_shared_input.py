@@ -50,7 +50,7 @@ def test_no_rows(rows):
 
 def test_opcheck_and_compile():
     x, *weights = (tensor.requires_grad_() for tensor in case(torch.float32))
-    torch.library.opcheck(module._linears, (x, weights))
+    torch.library.opcheck(module._shared_input_linears, (x, weights))
     compiled = torch.compile(
         lambda *args: shared_input_linears(args[0], list(args[1:]))[1], fullgraph=True, backend="aot_eager"
     )

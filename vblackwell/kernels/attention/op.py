@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.kernels.runtime.op import empty_of
+from vblackwell.kernels.runtime.op import empty_of, register_op
 from vblackwell.kernels.runtime.registry import on_device, refuse_forward_mode
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -187,7 +187,20 @@ def check_options(
         )
 
 
-@torch.library.custom_op("vblackwell::attention", mutates_args=())
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    q, k, v, mask, slopes_N, seed, q_starts, k_starts, *ctx.numbers = inputs
+    ctx.save_for_backward(q, k, v, *output, mask, slopes_N, seed, q_starts, k_starts)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dout: Tensor | None, dlse: None):  # type: ignore[no-untyped-def]
+    nothing = (None,) * 13
+    if dout is None:
+        return None, None, None, *nothing
+    return *_attention_backward(dout, *ctx.saved_tensors, *ctx.numbers), *nothing
+
+
+@register_op(lambda q, *rest: (empty_of(q), _lse_of(q)), save=_save, backward=_backward)
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes_N: Tensor | None, seed: Tensor | None,
     q_starts: Tensor | None, k_starts: Tensor | None, max_q: int, max_k: int, scale: float, left: int | None,
@@ -208,14 +221,7 @@ def _lse_of(q: Tensor) -> Tensor:
     return q.new_empty(shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
-@_attention.register_fake
-def _(
-    q, k, v, mask, slopes_N, seed, q_starts, k_starts, max_q, max_k, scale, left, right, bottom_right, softcap, dropout
-):  # type: ignore[no-untyped-def]
-    return empty_of(q), _lse_of(q)
-
-
-@torch.library.custom_op("vblackwell::attention_backward", mutates_args=())
+@register_op(lambda dout, q, k, v, *others: (empty_of(q), empty_of(k), empty_of(v)))
 def _attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
     slopes_N: Tensor | None, seed: Tensor | None, q_starts: Tensor | None, k_starts: Tensor | None, max_q: int,
@@ -228,24 +234,3 @@ def _attention_backward(
     )
     with on_device(q):
         return attention_launch.backward(dout, q, k, v, out, lse, options)
-
-
-@_attention_backward.register_fake
-def _(dout, q, k, v, *others):  # type: ignore[no-untyped-def]
-    return empty_of(q), empty_of(k), empty_of(v)
-
-
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, mask, slopes_N, seed, q_starts, k_starts, *ctx.numbers = inputs
-    ctx.save_for_backward(q, k, v, *output, mask, slopes_N, seed, q_starts, k_starts)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dout: Tensor | None, dlse: None):  # type: ignore[no-untyped-def]
-    nothing = (None,) * 13
-    if dout is None:
-        return None, None, None, *nothing
-    return *_attention_backward(dout, *ctx.saved_tensors, *ctx.numbers), *nothing
-
-
-_attention.register_autograd(_backward, setup_context=_save)

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
+from vblackwell.kernels.runtime.op import register_op
 from vblackwell.kernels.runtime.registry import refuse_forward_mode, runs_triton
 
 CHUNK_BYTES = 256 << 20  # of logits; large enough for matrix kernels at any vocabulary in use
@@ -115,7 +116,34 @@ def _check(
         )
 
 
-@torch.library.custom_op("vblackwell::linear_cross_entropy", mutates_args=())
+def _fake_linear_cross_entropy(hidden_TD, weight_VD, *rest):  # type: ignore[no-untyped-def]
+    with_hidden, with_weight, with_bias = rest[-3:]
+    return (
+        hidden_TD.new_empty((), dtype=torch.float32),
+        hidden_TD.new_empty(hidden_TD.shape if with_hidden else (0,)),
+        hidden_TD.new_empty(weight_VD.shape if with_weight else (0,), dtype=_sum_type(hidden_TD.dtype)),
+        hidden_TD.new_empty(weight_VD.shape[:1] if with_bias else (0,), dtype=_sum_type(hidden_TD.dtype)),
+    )
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*output[1:])
+    ctx.dtype = inputs[0].dtype
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dloss: Tensor | None, *unused: None):  # type: ignore[no-untyped-def]
+    nothing = [None] * 7
+    if dloss is None:
+        return None, None, None, None, *nothing
+    dhidden, dweight, dbias = (
+        _scaled(x, dloss).to(ctx.dtype) if needed else None
+        for x, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[:3], strict=True)
+    )
+    return dhidden, dweight, dbias, None, *nothing
+
+
+@register_op(_fake_linear_cross_entropy, save=_save, backward=_backward)
 def _linear_cross_entropy(
     hidden_TD: Tensor,
     weight_VD: Tensor,
@@ -224,19 +252,7 @@ def _torch_step(
         logits_CV.copy_(wide_CV.where(counted_C[:, None], 0.0))
 
 
-@_linear_cross_entropy.register_fake
-def _(  # type: ignore[no-untyped-def]
-    hidden_TD, weight_VD, bias_V, targets_T, ignore_index, z_loss, chunk, accumulate_fp32, with_hidden, with_weight, with_bias
-):  # fmt: skip
-    return (
-        hidden_TD.new_empty((), dtype=torch.float32),
-        hidden_TD.new_empty(hidden_TD.shape if with_hidden else (0,)),
-        hidden_TD.new_empty(weight_VD.shape if with_weight else (0,), dtype=_sum_type(hidden_TD.dtype)),
-        hidden_TD.new_empty(weight_VD.shape[:1] if with_bias else (0,), dtype=_sum_type(hidden_TD.dtype)),
-    )
-
-
-@torch.library.custom_op("vblackwell::scale_by", mutates_args=())
+@register_op(lambda x, factor: torch.empty_like(x))
 def _scale_by(x: Tensor, factor: Tensor) -> Tensor:
     """``x * factor`` in fp32, rounded once to the type of ``x``: a 0-dim factor would be rounded to it first."""
     if runs_triton("cross_entropy", x, 0):
@@ -244,11 +260,6 @@ def _scale_by(x: Tensor, factor: Tensor) -> Tensor:
 
         return cross_entropy_triton.scale(x, factor)
     return (x.float() * factor).to(x.dtype) if x.element_size() < 4 else x * factor
-
-
-@_scale_by.register_fake
-def _(x, factor):  # type: ignore[no-untyped-def]
-    return torch.empty_like(x)
 
 
 @torch.library.custom_op("vblackwell::scale_by_", mutates_args=("x",))
@@ -272,23 +283,3 @@ def _scaled(x: Tensor, factor: Tensor) -> Tensor:
 
 
 _keeps_graph: Callable[[], bool] = getattr(torch._C, "_autograd")._get_current_graph_task_keep_graph  # noqa: B009 (untyped)
-
-
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(*output[1:])
-    ctx.dtype = inputs[0].dtype
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dloss: Tensor | None, *unused: None):  # type: ignore[no-untyped-def]
-    nothing = [None] * 7
-    if dloss is None:
-        return None, None, None, None, *nothing
-    dhidden, dweight, dbias = (
-        _scaled(x, dloss).to(ctx.dtype) if needed else None
-        for x, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[:3], strict=True)
-    )
-    return dhidden, dweight, dbias, None, *nothing
-
-
-_linear_cross_entropy.register_autograd(_backward, setup_context=_save)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
+from vblackwell.kernels.runtime.op import register_op
 from vblackwell.kernels.runtime.registry import refuse_forward_mode
 
 # Products of 8k rows run as fast as those of 16k, and few chunks are few roundings: 9.7k rows of I = 6912 in bf16, 6.1k of I = 11008.
@@ -45,7 +46,7 @@ def feed_forward_block(
     types = [each.dtype for each in (x, norm_D, gate_ID, up_ID, down_DI)]
     if len(set(types)) > 1:
         raise ConfigurationError(f"a feed-forward of types {', '.join(map(str, types))}: they must match")
-    return _block(x, norm_D, eps, gate_ID, up_ID, down_DI, wanted)
+    return _feed_forward_block(x, norm_D, eps, gate_ID, up_ID, down_DI, wanted)
 
 
 def chunks(rows: int, row_bytes: int) -> list[slice]:
@@ -56,8 +57,25 @@ def chunks(rows: int, row_bytes: int) -> list[slice]:
     return [slice(start, min(start + step, rows)) for start in range(0, max(rows, 1), step)]
 
 
-@torch.library.custom_op("vblackwell::feed_forward_block", mutates_args=())
-def _block(
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, norm_D, ctx.eps, *weights, _ = inputs
+    ctx.save_for_backward(x, norm_D, *weights)
+
+
+def _backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
+    x, norm_D, *weights = ctx.saved_tensors
+    needed = [wanted for number, wanted in enumerate(ctx.needs_input_grad) if number not in (2, 6)]
+    dx, dnorm_D, *found = (
+        gradient if wanted else None
+        for gradient, wanted in zip(
+            _feed_forward_block_backward(dy, x, norm_D, ctx.eps, *weights, needed), needed, strict=True
+        )
+    )
+    return dx, dnorm_D, None, *found, None
+
+
+@register_op(lambda x, *rest: x.new_empty(x.shape), save=_save, backward=_backward)
+def _feed_forward_block(
     x: Tensor, norm_D: Tensor, eps: float, gate_ID: Tensor, up_ID: Tensor, down_DI: Tensor, wanted: bool
 ) -> Tensor:
     from vblackwell.kernels.pointwise import rms_norm_triton, swiglu_triton
@@ -80,13 +98,13 @@ def _block(
     return y
 
 
-@_block.register_fake
-def _(x, norm_D, eps, gate_ID, up_ID, down_DI, wanted):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape)
+def _fake_feed_forward_block_backward(dy, x, norm_D, eps, gate_ID, up_ID, down_DI, needed):  # type: ignore[no-untyped-def]
+    tensors = zip((x, norm_D, gate_ID, up_ID, down_DI), [True, *needed[1:]], strict=True)
+    return [x.new_empty(each.shape if wanted else (0,)) for each, wanted in tensors]
 
 
-@torch.library.custom_op("vblackwell::feed_forward_block_backward", mutates_args=())
-def _block_backward(
+@register_op(_fake_feed_forward_block_backward)
+def _feed_forward_block_backward(
     dy: Tensor, x: Tensor, norm_D: Tensor, eps: float, gate_ID: Tensor, up_ID: Tensor, down_DI: Tensor, needed: list[bool]
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of x, the norm's weight, gate, up and down; but for x's, which is always there, empty where they are not ``needed``."""
@@ -127,27 +145,3 @@ def _block_backward(
         if needed[1]:
             dnorm_D.copy_(part_D) if first else dnorm_D.add_(part_D)
     return [dx, dnorm_D, dgate_ID, dup_ID, ddown_DI]
-
-
-@_block_backward.register_fake
-def _(dy, x, norm_D, eps, gate_ID, up_ID, down_DI, needed):  # type: ignore[no-untyped-def]
-    tensors = zip((x, norm_D, gate_ID, up_ID, down_DI), [True, *needed[1:]], strict=True)
-    return [x.new_empty(each.shape if wanted else (0,)) for each, wanted in tensors]
-
-
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, norm_D, ctx.eps, *weights, _ = inputs
-    ctx.save_for_backward(x, norm_D, *weights)
-
-
-def _backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
-    x, norm_D, *weights = ctx.saved_tensors
-    needed = [wanted for number, wanted in enumerate(ctx.needs_input_grad) if number not in (2, 6)]
-    dx, dnorm_D, *found = (
-        gradient if wanted else None
-        for gradient, wanted in zip(_block_backward(dy, x, norm_D, ctx.eps, *weights, needed), needed, strict=True)
-    )
-    return dx, dnorm_D, None, *found, None
-
-
-_block.register_autograd(_backward, setup_context=_save)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.pointwise.shared_input import linears_dx
+from vblackwell.kernels.runtime.op import register_op
 from vblackwell.kernels.runtime.registry import refuse_forward_mode
 
 
@@ -31,7 +32,24 @@ def normed_linears(x: Tensor, norm_D: Tensor, eps: float, weights_ND: list[Tenso
     return _normed_linears(x, norm_D, eps, weights_ND)
 
 
-@torch.library.custom_op("vblackwell::normed_linears", mutates_args=())
+def _fake_normed_linears(x, norm_D, eps, weights_ND):  # type: ignore[no-untyped-def]
+    return [x.new_empty(*x.shape[:-1], w_ND.shape[0]) for w_ND in weights_ND]
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, norm_D, ctx.eps, weights_ND = inputs
+    ctx.save_for_backward(x, norm_D, *weights_ND)
+
+
+def _backward(ctx, dys: list[Tensor]):  # type: ignore[no-untyped-def]
+    x, norm_D, *weights_ND = ctx.saved_tensors
+    needed = [*ctx.needs_input_grad[:2], *ctx.needs_input_grad[3]]
+    found = _normed_linears_backward(dys, x, norm_D, ctx.eps, weights_ND, needed)
+    dx, dnorm_D, *dweights = (gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True))
+    return dx, dnorm_D, None, dweights
+
+
+@register_op(_fake_normed_linears, save=_save, backward=_backward)
 def _normed_linears(x: Tensor, norm_D: Tensor, eps: float, weights_ND: list[Tensor]) -> list[Tensor]:
     refuse_forward_mode("normed_linears")
     from vblackwell.kernels.pointwise import rms_norm_triton
@@ -40,12 +58,12 @@ def _normed_linears(x: Tensor, norm_D: Tensor, eps: float, weights_ND: list[Tens
     return [torch.mm(n_MD, w_ND.t()).view(*x.shape[:-1], w_ND.shape[0]) for w_ND in weights_ND]
 
 
-@_normed_linears.register_fake
-def _(x, norm_D, eps, weights_ND):  # type: ignore[no-untyped-def]
-    return [x.new_empty(*x.shape[:-1], w_ND.shape[0]) for w_ND in weights_ND]
+def _fake_normed_linears_backward(dys, x, norm_D, eps, weights_ND, needed):  # type: ignore[no-untyped-def]
+    tensors = zip((x, norm_D, *weights_ND), [True, *needed[1:]], strict=True)
+    return [x.new_empty(each.shape if wanted else (0,)) for each, wanted in tensors]
 
 
-@torch.library.custom_op("vblackwell::normed_linears_backward", mutates_args=())
+@register_op(_fake_normed_linears_backward)
 def _normed_linears_backward(
     dys: list[Tensor], x: Tensor, norm_D: Tensor, eps: float, weights_ND: list[Tensor], needed: list[bool]
 ) -> list[Tensor]:
@@ -63,25 +81,3 @@ def _normed_linears_backward(
     dn_MD = linears_dx(rows, weights_ND)
     dx_MD, dnorm_D = rms_norm_triton.backward(dn_MD, None, x_MD, norm_D, scale_M, needed[1])
     return [dx_MD.view(x.shape), dnorm_D, *dweights]
-
-
-@_normed_linears_backward.register_fake
-def _(dys, x, norm_D, eps, weights_ND, needed):  # type: ignore[no-untyped-def]
-    tensors = zip((x, norm_D, *weights_ND), [True, *needed[1:]], strict=True)
-    return [x.new_empty(each.shape if wanted else (0,)) for each, wanted in tensors]
-
-
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, norm_D, ctx.eps, weights_ND = inputs
-    ctx.save_for_backward(x, norm_D, *weights_ND)
-
-
-def _backward(ctx, dys: list[Tensor]):  # type: ignore[no-untyped-def]
-    x, norm_D, *weights_ND = ctx.saved_tensors
-    needed = [*ctx.needs_input_grad[:2], *ctx.needs_input_grad[3]]
-    found = _normed_linears_backward(dys, x, norm_D, ctx.eps, weights_ND, needed)
-    dx, dnorm_D, *dweights = (gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True))
-    return dx, dnorm_D, None, dweights
-
-
-_normed_linears.register_autograd(_backward, setup_context=_save)

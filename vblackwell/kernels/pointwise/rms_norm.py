@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError
+from vblackwell.kernels.runtime.op import register_op
 from vblackwell.kernels.runtime.registry import runs_triton
 
 
@@ -58,52 +59,6 @@ def _check(x: Tensor, weight_D: Tensor, residual: Tensor | None) -> None:
         )
 
 
-@torch.library.custom_op("vblackwell::rms_norm", mutates_args=())
-def _rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    from vblackwell.kernels.pointwise import rms_norm_triton
-
-    y, _, scale_R = rms_norm_triton.forward(x, None, weight_D, eps)
-    return y, scale_R
-
-
-@_rms_norm.register_fake
-def _(x, weight_D, eps):  # type: ignore[no-untyped-def]
-    return _fake_forward(x, weight_D)
-
-
-@torch.library.custom_op("vblackwell::add_rms_norm", mutates_args=())
-def _add_rms_norm(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    from vblackwell.kernels.pointwise import rms_norm_triton
-
-    return rms_norm_triton.forward(x, residual, weight_D, eps)
-
-
-@_add_rms_norm.register_fake
-def _(x, residual, weight_D, eps):  # type: ignore[no-untyped-def]
-    y, scale_R = _fake_forward(x, weight_D)
-    return y, x.new_empty(x.shape), scale_R
-
-
-def _fake_forward(x: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
-    dtype = torch.promote_types(x.dtype, weight_D.dtype)
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
-
-
-@torch.library.custom_op("vblackwell::rms_norm_backward", mutates_args=())
-def _rms_norm_backward(
-    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight_D: Tensor, scale_R: Tensor, with_weight: bool
-) -> tuple[Tensor, Tensor]:
-    """Gradients of ``x`` (that of the sum as well, if given, is added) and of the weight (empty if not wanted)."""
-    from vblackwell.kernels.pointwise import rms_norm_triton
-
-    return rms_norm_triton.backward(dy, dtotal, x, weight_D, scale_R, with_weight)
-
-
-@_rms_norm_backward.register_fake
-def _(dy, dtotal, x, weight_D, scale_R, with_weight):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape), weight_D.new_empty(weight_D.shape if with_weight else (0,))
-
-
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     x, weight_D, _ = inputs
     ctx.save_for_backward(x, weight_D, output[1])
@@ -115,6 +70,19 @@ def _backward(ctx, dy: Tensor | None, dscale: None):  # type: ignore[no-untyped-
         return None, None, None
     dx, dweight_D = _rms_norm_backward(dy, None, *ctx.saved_tensors, ctx.needs_input_grad[1])
     return dx, dweight_D if ctx.needs_input_grad[1] else None, None
+
+
+@register_op(lambda x, weight_D, eps: _fake_forward(x, weight_D), save=_save, backward=_backward)
+def _rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    from vblackwell.kernels.pointwise import rms_norm_triton
+
+    y, _, scale_R = rms_norm_triton.forward(x, None, weight_D, eps)
+    return y, scale_R
+
+
+def _fake_add_rms_norm(x, residual, weight_D, eps):  # type: ignore[no-untyped-def]
+    y, scale_R = _fake_forward(x, weight_D)
+    return y, x.new_empty(x.shape), scale_R
 
 
 def _save_add(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -129,5 +97,27 @@ def _backward_add(ctx, dy: Tensor | None, dtotal: Tensor | None, dscale: None): 
     return dx, dx, dweight_D if ctx.needs_input_grad[2] else None, None
 
 
-_rms_norm.register_autograd(_backward, setup_context=_save)
-_add_rms_norm.register_autograd(_backward_add, setup_context=_save_add)
+@register_op(_fake_add_rms_norm, save=_save_add, backward=_backward_add)
+def _add_rms_norm(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    from vblackwell.kernels.pointwise import rms_norm_triton
+
+    return rms_norm_triton.forward(x, residual, weight_D, eps)
+
+
+def _fake_forward(x: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(x.dtype, weight_D.dtype)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
+
+
+def _fake_rms_norm_backward(dy, dtotal, x, weight_D, scale_R, with_weight):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape), weight_D.new_empty(weight_D.shape if with_weight else (0,))
+
+
+@register_op(_fake_rms_norm_backward)
+def _rms_norm_backward(
+    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight_D: Tensor, scale_R: Tensor, with_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of ``x`` (that of the sum as well, if given, is added) and of the weight (empty if not wanted)."""
+    from vblackwell.kernels.pointwise import rms_norm_triton
+
+    return rms_norm_triton.backward(dy, dtotal, x, weight_D, scale_R, with_weight)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.runtime.op import empty_of
+from vblackwell.kernels.runtime.op import empty_of, register_op
 from vblackwell.kernels.runtime.registry import runs_triton
 
 
@@ -86,18 +86,6 @@ def _check(q_BNSH: Tensor, k_BKSH: Tensor, cos: Tensor, sin: Tensor) -> None:
         )
 
 
-@torch.library.custom_op("vblackwell::rotary", mutates_args=())
-def _rotary(q_BNSH: Tensor, k_BKSH: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
-    from vblackwell.kernels.pointwise import rotary_triton
-
-    return rotary_triton.rotate(q_BNSH, k_BKSH, cos, sin, inverse)
-
-
-@_rotary.register_fake
-def _(q_BNSH, k_BKSH, cos, sin, inverse):  # type: ignore[no-untyped-def]
-    return empty_of(q_BNSH), empty_of(k_BKSH)
-
-
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.save_for_backward(inputs[2], inputs[3])
     ctx.inverse = inputs[4]
@@ -107,4 +95,8 @@ def _backward(ctx, dq_BNSH: Tensor, dk_BKSH: Tensor):  # type: ignore[no-untyped
     return *_rotary(dq_BNSH, dk_BKSH, *ctx.saved_tensors, not ctx.inverse), None, None, None
 
 
-_rotary.register_autograd(_backward, setup_context=_save)
+@register_op(lambda q_BNSH, k_BKSH, *rest: (empty_of(q_BNSH), empty_of(k_BKSH)), save=_save, backward=_backward)
+def _rotary(q_BNSH: Tensor, k_BKSH: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+    from vblackwell.kernels.pointwise import rotary_triton
+
+    return rotary_triton.rotate(q_BNSH, k_BKSH, cos, sin, inverse)

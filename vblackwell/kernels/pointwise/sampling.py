@@ -22,6 +22,7 @@ from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.pointwise.sampling_reference import sample_reference
+from vblackwell.kernels.runtime.op import register_op
 from vblackwell.kernels.runtime.registry import DTYPES, on_device, runs_triton
 
 
@@ -58,7 +59,7 @@ def sample_tokens(
         )  # fmt: skip
     logits_BV = logits_BV.detach()
     if runs_triton("sampling", logits_BV, 0):
-        return _sample(logits_BV, seeds_B, positions_B, temperature_B, *(cuts or (None, None, None)))
+        return _sample_tokens(logits_BV, seeds_B, positions_B, temperature_B, *(cuts or (None, None, None)))
     return sample_reference(logits_BV, seeds_B, positions_B, temperature_B, cuts)
 
 
@@ -91,8 +92,8 @@ def _row(value: Tensor | float, name: str, rows: int, dtype: torch.dtype, device
     return value.to(dtype).contiguous()
 
 
-@torch.library.custom_op("vblackwell::sample_tokens", mutates_args=())
-def _sample(
+@register_op(lambda logits_BV, seeds_B, *rest: torch.empty_like(seeds_B))
+def _sample_tokens(
     logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, temperature_B: Tensor, top_k_B: Tensor | None,
     top_p_B: Tensor | None, min_p_B: Tensor | None,
 ) -> Tensor:  # fmt: skip
@@ -101,8 +102,3 @@ def _sample(
     cuts = None if top_k_B is None or top_p_B is None or min_p_B is None else (top_k_B, top_p_B, min_p_B)
     with on_device(logits_BV):
         return sampling_triton.sample(logits_BV, seeds_B, positions_B, temperature_B, cuts)
-
-
-@_sample.register_fake
-def _(logits_BV, seeds_B, positions_B, temperature_B, top_k_B, top_p_B, min_p_B):  # type: ignore[no-untyped-def]
-    return torch.empty_like(seeds_B)

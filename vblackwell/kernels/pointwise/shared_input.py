@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
+from vblackwell.kernels.runtime.op import register_op
 from vblackwell.kernels.runtime.registry import refuse_forward_mode
 
 
@@ -27,38 +28,11 @@ def shared_input_linears(x: Tensor, weights_NK: list[Tensor]) -> list[Tensor]:
             raise ConfigurationError(
                 f"a weight of {tuple(w_NK.shape)} {w_NK.dtype} for an input of {tuple(x.shape)} {x.dtype}: they do not fit"
             )
-    return _linears(x, weights_NK)
+    return _shared_input_linears(x, weights_NK)
 
 
-@torch.library.custom_op("vblackwell::shared_input_linears", mutates_args=())
-def _linears(x: Tensor, weights_NK: list[Tensor]) -> list[Tensor]:
-    refuse_forward_mode("shared_input_linears")
-    x_MK = x.reshape(-1, x.shape[-1])
-    return [torch.mm(x_MK, w_NK.t()).view(*x.shape[:-1], w_NK.shape[0]) for w_NK in weights_NK]
-
-
-@_linears.register_fake
-def _(x, weights_NK):  # type: ignore[no-untyped-def]
+def _fake_shared_input_linears(x, weights_NK):  # type: ignore[no-untyped-def]
     return [x.new_empty(*x.shape[:-1], w_NK.shape[0]) for w_NK in weights_NK]
-
-
-@torch.library.custom_op("vblackwell::shared_input_linears_dx", mutates_args=())
-def _linears_dx(dys: list[Tensor], weights_NK: list[Tensor]) -> Tensor:
-    return linears_dx(dys, weights_NK)
-
-
-def linears_dx(dys: list[Tensor], weights_NK: list[Tensor]) -> Tensor:
-    """``sum dy @ w`` of dys (..., N) and weights (N, K), in order: (..., K). No autograd."""
-    rows = [dy.reshape(-1, dy.shape[-1]) for dy in dys]
-    dx_MK = torch.mm(rows[0], weights_NK[0])
-    for dy_MN, w_NK in zip(rows[1:], weights_NK[1:], strict=True):
-        torch.addmm(dx_MK, dy_MN, w_NK, out=dx_MK)
-    return dx_MK.view(*dys[0].shape[:-1], dx_MK.shape[1])  # a size of -1 is not known of no rows
-
-
-@_linears_dx.register_fake
-def _(dys, weights_NK):  # type: ignore[no-untyped-def]
-    return dys[0].new_empty(*dys[0].shape[:-1], weights_NK[0].shape[1])
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -72,7 +46,7 @@ def _backward(ctx, dys: list[Tensor | None]):  # type: ignore[no-untyped-def]
     given = [(dy, w_NK) for dy, w_NK in zip(dys, weights_NK, strict=True) if dy is not None]
     dx = None
     if ctx.needs_input_grad[0] and given:
-        dx = _linears_dx([dy for dy, _ in given], [w_NK for _, w_NK in given])
+        dx = _shared_input_linears_dx([dy for dy, _ in given], [w_NK for _, w_NK in given])
     x_MK = x.reshape(-1, x.shape[-1])
     return dx, [
         torch.mm(dy.reshape(-1, dy.shape[-1]).t(), x_MK) if dy is not None and needed else None
@@ -80,4 +54,22 @@ def _backward(ctx, dys: list[Tensor | None]):  # type: ignore[no-untyped-def]
     ]
 
 
-_linears.register_autograd(_backward, setup_context=_save)
+@register_op(_fake_shared_input_linears, save=_save, backward=_backward)
+def _shared_input_linears(x: Tensor, weights_NK: list[Tensor]) -> list[Tensor]:
+    refuse_forward_mode("shared_input_linears")
+    x_MK = x.reshape(-1, x.shape[-1])
+    return [torch.mm(x_MK, w_NK.t()).view(*x.shape[:-1], w_NK.shape[0]) for w_NK in weights_NK]
+
+
+@register_op(lambda dys, weights_NK: dys[0].new_empty(*dys[0].shape[:-1], weights_NK[0].shape[1]))
+def _shared_input_linears_dx(dys: list[Tensor], weights_NK: list[Tensor]) -> Tensor:
+    return linears_dx(dys, weights_NK)
+
+
+def linears_dx(dys: list[Tensor], weights_NK: list[Tensor]) -> Tensor:
+    """``sum dy @ w`` of dys (..., N) and weights (N, K), in order: (..., K). No autograd."""
+    rows = [dy.reshape(-1, dy.shape[-1]) for dy in dys]
+    dx_MK = torch.mm(rows[0], weights_NK[0])
+    for dy_MN, w_NK in zip(rows[1:], weights_NK[1:], strict=True):
+        torch.addmm(dx_MK, dy_MN, w_NK, out=dx_MK)
+    return dx_MK.view(*dys[0].shape[:-1], dx_MK.shape[1])  # a size of -1 is not known of no rows

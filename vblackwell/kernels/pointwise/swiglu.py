@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError
+from vblackwell.kernels.runtime.op import register_op
 from vblackwell.kernels.runtime.registry import refuse_forward_mode, runs_triton
 
 
@@ -32,29 +33,32 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
-@torch.library.custom_op("vblackwell::swiglu", mutates_args=())
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
+    dgate, dup, _ = swiglu_backward(dy, *ctx.saved_tensors, False)
+    return dgate, dup
+
+
+@register_op(lambda gate, up: gate.new_empty(gate.shape), save=_save, backward=_backward)
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     from vblackwell.kernels.pointwise import swiglu_triton
 
     return swiglu_triton.forward(gate, up)
 
 
-@_swiglu.register_fake
-def _(gate, up):  # type: ignore[no-untyped-def]
-    return gate.new_empty(gate.shape)
+def _fake_swiglu_backward(dy, gate, up, with_product):  # type: ignore[no-untyped-def]
+    return gate.new_empty(gate.shape), gate.new_empty(gate.shape), gate.new_empty(gate.shape if with_product else (0,))
 
 
-@torch.library.custom_op("vblackwell::swiglu_backward", mutates_args=())
+@register_op(_fake_swiglu_backward)
 def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, with_product: bool) -> tuple[Tensor, Tensor, Tensor]:
     """``(dgate, dup, silu(gate) * up)`` from ``dy``, all (..., I); the product is empty unless asked for. Triton only."""
     from vblackwell.kernels.pointwise import swiglu_triton
 
     return swiglu_triton.backward(dy, gate, up, with_product)
-
-
-@swiglu_backward.register_fake
-def _(dy, gate, up, with_product):  # type: ignore[no-untyped-def]
-    return gate.new_empty(gate.shape), gate.new_empty(gate.shape), gate.new_empty(gate.shape if with_product else (0,))
 
 
 def swiglu_linear(gate: Tensor, up: Tensor, weight_DI: Tensor, wanted: bool = True) -> Tensor:
@@ -75,19 +79,7 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight_DI: Tensor, wanted: bool = Tr
     return _swiglu_linear(gate, up, weight_DI, wanted)
 
 
-@torch.library.custom_op("vblackwell::swiglu_linear", mutates_args=())
-def _swiglu_linear(gate: Tensor, up: Tensor, weight_DI: Tensor, wanted: bool) -> Tensor:
-    from vblackwell.kernels.pointwise import swiglu_triton
-
-    refuse_forward_mode("swiglu_linear")
-    if not wanted:
-        return gate.new_empty(*gate.shape[:-1], weight_DI.shape[0])
-    product = swiglu_triton.forward(gate, up)
-    return torch.mm(product.view(-1, product.shape[-1]), weight_DI.t()).view(*gate.shape[:-1], weight_DI.shape[0])
-
-
-@_swiglu_linear.register_fake
-def _(gate, up, weight_DI, wanted):  # type: ignore[no-untyped-def]
+def _fake_swiglu_linear(gate, up, weight_DI, wanted):  # type: ignore[no-untyped-def]
     return gate.new_empty(*gate.shape[:-1], weight_DI.shape[0])
 
 
@@ -105,16 +97,12 @@ def _backward_linear(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
     return dgate, dup, dweight_DI, None
 
 
-_swiglu_linear.register_autograd(_backward_linear, setup_context=_save_linear)
+@register_op(_fake_swiglu_linear, save=_save_linear, backward=_backward_linear)
+def _swiglu_linear(gate: Tensor, up: Tensor, weight_DI: Tensor, wanted: bool) -> Tensor:
+    from vblackwell.kernels.pointwise import swiglu_triton
 
-
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
-    dgate, dup, _ = swiglu_backward(dy, *ctx.saved_tensors, False)
-    return dgate, dup
-
-
-_swiglu.register_autograd(_backward, setup_context=_save)
+    refuse_forward_mode("swiglu_linear")
+    if not wanted:
+        return gate.new_empty(*gate.shape[:-1], weight_DI.shape[0])
+    product = swiglu_triton.forward(gate, up)
+    return torch.mm(product.view(-1, product.shape[-1]), weight_DI.t()).view(*gate.shape[:-1], weight_DI.shape[0])

@@ -26,7 +26,7 @@ def register_op(
     backward: Callable[..., Any] | None = None,
     autocast: Literal["cast", "keep"] | None = None,
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Make the decorated function the op ``vblackwell::<its name>``, which mutates nothing.
+    """Make the decorated function the op ``vblackwell::<its name>``, without underscores before the name, which mutates nothing.
 
     Args:
         fake: the result without its numbers, of the same arguments.
@@ -36,7 +36,8 @@ def register_op(
     """
 
     def register(run: Callable[..., Any]) -> Any:
-        op = torch.library.custom_op(f"vblackwell::{run.__name__}", run, mutates_args=())  # type: ignore[attr-defined]
+        name = run.__name__.lstrip("_")
+        op = torch.library.custom_op(f"vblackwell::{name}", run, mutates_args=())  # type: ignore[attr-defined]
         op.register_fake(fake)
         if backward is not None:
             op.register_autograd(backward, setup_context=save)

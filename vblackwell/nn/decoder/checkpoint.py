@@ -190,7 +190,7 @@ class Keeping:
 
 
 def _policy(names: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
-    linears: Any = shared_input._linears._opoverload
+    linears: Any = shared_input._shared_input_linears._opoverload
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         keep = operation in _ATTENTION and "attention" in names
